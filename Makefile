@@ -1,0 +1,42 @@
+# Two commands do everything on a fresh machine: `make quickstart` and `make test`.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+# Written last by an install that ended well; older than its inputs means install again.
+STAMP := $(VENV)/.installed
+
+.PHONY: quickstart test fast check format install docs clean
+
+quickstart: $(STAMP)  ## The whole pipeline on the built-in sample, then what the model learned
+	$(BIN)/python flows/finetune.py configs/quickstart.yaml
+	$(BIN)/penstock eval configs/quickstart.yaml --n 200
+
+test: $(STAMP)  ## All tests
+	$(BIN)/python -m pytest
+
+fast: $(STAMP)  ## The tests that end within minutes
+	$(BIN)/python -m pytest -m "not slow"
+
+check: $(STAMP)  ## Format, lint, floors, types, generated files
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+	$(BIN)/basedpyright
+	$(BIN)/python -m penstock.config.reference --check
+
+format: $(STAMP)  ## Write code as `check` wants it
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: $(STAMP)  ## Regenerate configs/REFERENCE.md and configs/schema.json
+	$(BIN)/python -m penstock.config.reference
+
+install: $(STAMP)  ## Only the environment
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:  ## Remove the environment and caches; artifacts and outputs stay
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache

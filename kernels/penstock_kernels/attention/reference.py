@@ -1,0 +1,31 @@
+"""What attention means. Slow, obvious, and the judge of every other implementation."""
+
+import torch
+
+from penstock_kernels.attention.segments import Segments
+
+
+def eager(
+    q_TNH: torch.Tensor,
+    k_TKH: torch.Tensor,
+    v_TKH: torch.Tensor,
+    segments: Segments,
+    scale: float,
+) -> torch.Tensor:
+    """Causal attention of each document to itself, one document after another.
+
+    T tokens, N query heads, K key and value heads (N a multiple of K), H head width. Scores are
+    softmaxed in fp32. Returns [T, N, H].
+    """
+    group = q_TNH.shape[1] // k_TKH.shape[1]
+    outputs = []
+    for q_LNH, k_LKH, v_LKH in zip(
+        *(part.split(list(segments.lengths)) for part in (q_TNH, k_TKH, v_TKH)), strict=True
+    ):
+        length = q_LNH.shape[0]
+        k_LNH, v_LNH = (part.repeat_interleave(group, dim=1) for part in (k_LKH, v_LKH))
+        scores_NLL = torch.einsum("qnh,knh->nqk", q_LNH, k_LNH).float() * scale
+        future = torch.ones(length, length, dtype=torch.bool, device=q_TNH.device).triu(1)
+        weights_NLL = scores_NLL.masked_fill(future, float("-inf")).softmax(-1).to(q_TNH.dtype)
+        outputs.append(torch.einsum("nqk,knh->qnh", weights_NLL, v_LNH))
+    return torch.cat(outputs)

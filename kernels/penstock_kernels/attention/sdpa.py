@@ -1,0 +1,108 @@
+"""attention through PyTorch's scaled_dot_product_attention: one call per bucket of documents."""
+
+# pyright: reportIncompatibleMethodOverride=false
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from penstock_kernels.attention.segments import Bucket, Layout, Segments
+
+
+def refuses(
+    q_TNH: torch.Tensor,
+    k_TKH: torch.Tensor,
+    v_TKH: torch.Tensor,
+    segments: Segments,
+    scale: float,
+) -> str | None:
+    """Runs everywhere, for any shapes that fit one another."""
+    del scale
+    sizes = {part.shape[0] for part in (q_TNH, k_TKH, v_TKH)} | {segments.num_tokens}
+    if len(sizes) > 1:
+        return f"q, k, v and the documents hold different numbers of tokens: {sorted(sizes)}"
+    return None
+
+
+def sdpa(
+    q_TNH: torch.Tensor,
+    k_TKH: torch.Tensor,
+    v_TKH: torch.Tensor,
+    segments: Segments,
+    scale: float,
+) -> torch.Tensor:
+    """Causal attention of each document to itself, in one call per bucket. Returns [T, N, H].
+
+    No work is quadratic across documents, and a bucket's padding is bounded (see segments).
+    """
+    layout = segments.layout
+    if layout is None:
+        return _attend(q_TNH, k_TKH, v_TKH, segments.buckets[0], scale)
+    slots = [bucket.num_slots for bucket in segments.buckets]
+    q, k, v = (_to_slots(part, layout).split(slots) for part in (q_TNH, k_TKH, v_TKH))
+    rows = [
+        _attend(q_SNH, k_SKH, v_SKH, bucket, scale)
+        for q_SNH, k_SKH, v_SKH, bucket in zip(q, k, v, segments.buckets, strict=True)
+    ]
+    return _to_tokens(rows[0] if len(rows) == 1 else torch.cat(rows), layout)
+
+
+def _attend(
+    q_SNH: torch.Tensor, k_SKH: torch.Tensor, v_SKH: torch.Tensor, bucket: Bucket, scale: float
+) -> torch.Tensor:
+    q_BNLH, k_BKLH, v_BKLH = (
+        part.unflatten(0, (bucket.num_documents, bucket.width)).transpose(1, 2)
+        for part in (q_SNH, k_SKH, v_SKH)
+    )
+    grouped = q_BNLH.shape[1] != k_BKLH.shape[1]
+    if grouped and q_BNLH.is_cuda and q_BNLH.dtype == torch.float32:
+        # No fused CUDA kernel takes grouped heads in fp32; repeated ones avoid the quadratic memory
+        # of the unfused path.
+        group = q_BNLH.shape[1] // k_BKLH.shape[1]
+        k_BKLH, v_BKLH = (part.repeat_interleave(group, dim=1) for part in (k_BKLH, v_BKLH))
+        grouped = False
+    y_BNLH = F.scaled_dot_product_attention(
+        q_BNLH, k_BKLH, v_BKLH, is_causal=True, scale=scale, enable_gqa=grouped
+    )
+    return y_BNLH.transpose(1, 2).flatten(0, 1)
+
+
+class _ToSlots(torch.autograd.Function):
+    """Copy tokens into slots. Autograd's own backward would add slot by slot into zeros; but what
+    comes back to padding is exactly zero, so the gradient is a copy as well."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TNH: torch.Tensor, to: torch.Tensor, back: torch.Tensor):
+        ctx.save_for_backward(back)
+        return x_TNH.index_select(0, to)
+
+    @staticmethod
+    def backward(ctx: Any, dy_SNH: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (back,) = ctx.saved_tensors
+        return dy_SNH.index_select(0, back), None, None
+
+
+class _ToTokens(torch.autograd.Function):
+    """Copy slots back into tokens, dropping padding; padding's gradient is zero."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y_SNH: torch.Tensor, to: torch.Tensor, back: torch.Tensor, padding: torch.Tensor
+    ):
+        ctx.save_for_backward(back, padding)
+        return y_SNH.index_select(0, to)
+
+    @staticmethod
+    def backward(ctx: Any, dy_TNH: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        back, padding = ctx.saved_tensors
+        dy_SNH = dy_TNH.index_select(0, back).masked_fill_(padding[:, None, None], 0)
+        return dy_SNH, None, None, None
+
+
+def _to_slots(x_TNH: torch.Tensor, layout: Layout) -> torch.Tensor:
+    return _ToSlots.apply(x_TNH, layout.token_of_slot, layout.slot_of_token)
+
+
+def _to_tokens(y_SNH: torch.Tensor, layout: Layout) -> torch.Tensor:
+    return _ToTokens.apply(y_SNH, layout.slot_of_token, layout.token_of_slot, layout.is_padding)

@@ -1,0 +1,95 @@
+"""An operation: what it means, what makes it fast, and when fast is allowed. No mutable state.
+
+A choice made by a plain call is free of flags and context variables, so that `torch.compile` with
+`fullgraph=True` can trace through it.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Generic, Literal, ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether Triton kernels run in Triton's interpreter: right, on any machine, and very slow."""
+
+HAS_TRITON = find_spec("triton") is not None
+"""Triton is published for Linux alone; elsewhere the operations have no such backend."""
+
+
+class UnsupportedError(RuntimeError):
+    """A backend was asked for by name and cannot serve."""
+
+
+@dataclass(frozen=True)
+class Fast(Generic[P, R]):
+    """One fast implementation, and its refusal: a reason, or None when it can serve."""
+
+    run: Callable[P, R]
+    refuses: Callable[P, str | None]
+    written_in: Literal["torch", "triton"] = "torch"
+
+    @property
+    def may_be_picked(self) -> bool:
+        """Interpreted kernels are for judging them, by name; no work is ever given to them."""
+        return self.written_in == "torch" or not INTERPRETED
+
+
+@dataclass(frozen=True)
+class Op(Generic[P, R]):
+    """Call it and it picks; ask for a `backend` by name and it obeys or says why not."""
+
+    name: str
+    reference: Callable[P, R]
+    fast: Mapping[str, Fast[P, R]]
+    """Fast implementations by name, the most wanted first."""
+    reference_name: str = "reference"
+    """What users call the reference, where it has a name of its own."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """The first fast backend that does not refuse, else the reference."""
+        for backend in self.fast.values():
+            if backend.may_be_picked and backend.refuses(*args, **kwargs) is None:
+                return backend.run(*args, **kwargs)
+        return self.reference(*args, **kwargs)
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """The names `backend` takes."""
+        return ("auto", self.reference_name, *self.fast)
+
+    def backend(self, name: str) -> Callable[P, R]:
+        """Exactly this backend. Settings call it once, at assembly, not at every step.
+
+        Raises:
+            UnsupportedError: at once for an unknown name; when called, for inputs that the backend
+                refuses, with its reason.
+        """
+        if name == "auto":
+            return self
+        if name == self.reference_name:
+            return self.reference
+        if name not in self.fast:
+            have = ", ".join(self.backends)
+            raise UnsupportedError(f"{self.name} has no backend {name!r}; it has {have}")
+        fast = self.fast[name]
+
+        def obey(*args: P.args, **kwargs: P.kwargs) -> R:
+            if reason := fast.refuses(*args, **kwargs):
+                raise UnsupportedError(f"{self.name} cannot run on {name}: {reason}")
+            return fast.run(*args, **kwargs)
+
+        return obey
+
+
+def needs_cuda(*tensors: torch.Tensor) -> str | None:
+    """The refusal every Triton kernel shares: it runs on CUDA, or on a CPU when interpreted."""
+    if INTERPRETED or all(t.is_cuda for t in tensors):
+        return None
+    where = ", ".join(sorted({t.device.type for t in tensors}))
+    return f"its tensors are on {where}, and it needs cuda"

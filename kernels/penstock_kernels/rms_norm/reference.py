@@ -1,0 +1,14 @@
+"""What rms_norm means. Obvious, and the judge of every other implementation."""
+
+import torch
+
+
+def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return `x / rms(x) * weight` over the last dimension, in x's dtype. Any leading dimensions.
+
+    Normalised in fp32, cast back, then scaled: Hugging Face's LlamaRMSNorm, except that a weight
+    kept in another precision (fp32 masters under autocast) never raises the dtype of the result.
+    """
+    x = x_TD.float()
+    normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    return weight_D.to(x_TD.dtype) * normed.to(x_TD.dtype)

@@ -1,0 +1,116 @@
+"""The edge of the process: what is printed where, and which exit status each ending has.
+
+stdout carries results, stderr everything said on the way. With `--json`, the last line of stdout is
+one object; nothing else is written there.
+"""
+
+import json
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.core.errors import PenstockError
+from penstock.core.store import Outcome
+
+
+@dataclass
+class Console:
+    """How one command speaks."""
+
+    as_json: bool = False
+    debug: bool = False
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    def say(self, line: str) -> None:
+        """One line on the way."""
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
+
+    def result(self, text: str) -> None:
+        """What the command was asked for; with --json the object says it instead."""
+        if not self.as_json:
+            print(text)
+
+    def finish(self, error: dict[str, Any] | None = None, **more: Any) -> None:
+        """The closing object, with --json."""
+        if self.as_json:
+            stages = [_plain(outcome) for outcome in self.outcomes]
+            record = {"ok": error is None, "stages": stages, "error": error, **more}
+            print(json.dumps(record, sort_keys=True))
+
+
+def run(console: Console, command: Callable[[], dict[str, Any] | None]) -> int:
+    """Run a command to its exit status; every error becomes one block of text.
+
+    The command may return what to add to the closing object.
+    """
+    try:
+        with _sigterm_unwinds():
+            more = command()
+    except PenstockError as error:
+        return _fail(console, error, str(error), error.exit_code)
+    except KeyboardInterrupt as error:
+        return _fail(console, error, "interrupted; run the same command again to go on", 130)
+    except SystemExit as error:
+        if error.code == 128 + signal.SIGTERM:
+            text = "terminated; run the same command again to go on"
+            return _fail(console, error, text, error.code)
+        raise
+    except Exception as error:  # noqa: BLE001 - the edge of the process
+        text = (
+            f"{type(error).__name__}: {error}\n  This is a fault of Penstock; --debug shows where."
+        )
+        return _fail(console, error, text, 1)
+    console.finish(**(more or {}))
+    return 0
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns aligned by two spaces; the first row is the heading."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def outcome_table(outcomes: Sequence[Outcome]) -> str:
+    """What became of each stage, in how long, and where it lies."""
+    rows = [("stage", "key", "status", "seconds", "where")]
+    rows += [(o.stage, o.key[:8], o.status, f"{o.seconds:.1f}", str(o.path)) for o in outcomes]
+    return table(rows)
+
+
+def _fail(console: Console, error: BaseException, text: str, code: int) -> int:
+    if console.debug:
+        sys.stderr.write("".join(traceback.format_exception(error)))
+    console.say(f"error: {text}" if "\n" not in text.split(":")[0] else text)
+    console.finish(error={"type": type(error).__name__, "message": text, "exit_code": code})
+    return code
+
+
+def _plain(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "stage": outcome.stage,
+        "key": outcome.key,
+        "status": outcome.status,
+        "path": str(outcome.path),
+        "seconds": round(outcome.seconds, 3),
+        "facts": dict(outcome.facts),
+    }
+
+
+@contextmanager
+def _sigterm_unwinds() -> Iterator[None]:
+    """Turn SIGTERM into an exception, so that children are ended and locks are freed."""
+
+    def unwind(signum: int, _frame: object) -> None:
+        raise SystemExit(128 + signum)
+
+    before = signal.signal(signal.SIGTERM, unwind)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,141 @@
+"""`penstock doctor`: versions, devices, optional packages, and the mend for what is wrong."""
+
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Literal
+
+from packaging.version import Version
+
+from penstock import __version__
+from penstock.cli.console import Console, table
+from penstock.core import env
+from penstock.core.errors import CapabilityError
+
+Standing = Literal["ok", "absent", "wrong"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at."""
+
+    what: str
+    standing: Standing
+    seen: str
+    mend: str = ""
+
+
+REQUIRED: dict[str, tuple[str, str | None]] = {
+    "torch": ("2.11", None),
+    "transformers": ("5.10", None),
+    "datasets": ("4.0", None),
+    "pyarrow": ("18", None),
+    "pydantic": ("2.7", "3"),
+    "prefect": ("3.8.8", "4"),
+    # Above these, Prefect's server cannot be imported and its schedules never fire.
+    "fastapi": ("0.139", "0.151"),
+    "sqlalchemy": ("2.0", "2.1"),
+}
+"""Packages with the oldest version that serves and the first that does not."""
+
+OPTIONAL = {
+    "peft": "pip install peft, to load exported adapters as adapters",
+    "flash-attn": "pip install flash-attn, on a machine with a CUDA compiler",
+    "hf-xet": "pip install hf-xet, for faster pushes to the hub",
+}
+
+
+def examine(console: Console) -> dict[str, Any]:
+    """Print all findings. Raises CapabilityError when one of them keeps Penstock from working."""
+    findings = [*_system(), *_required(), *_optional(), *_working()]
+    rows = [("what", "standing", "seen", "what to do")]
+    rows += [(f.what, f.standing, f.seen, f.mend) for f in findings]
+    console.result(table(rows))
+    wrong = [finding for finding in findings if finding.standing == "wrong"]
+    if wrong:
+        mends = "\n".join(f"  {f.what}: {f.seen}; {f.mend}" for f in wrong)
+        raise CapabilityError(f"{len(wrong)} of {len(findings)} findings are wrong:\n{mends}")
+    return {"findings": [vars(finding) for finding in findings]}
+
+
+def _system() -> list[Finding]:
+    python = Finding("python", "ok", platform.python_version())
+    if sys.version_info < (3, 11):
+        python = Finding("python", "wrong", platform.python_version(), "use Python 3.11 or newer")
+    gpus = env.num_gpus()
+    free = shutil.disk_usage(".").free
+    return [
+        Finding("penstock", "ok", __version__),
+        python,
+        Finding("processors", "ok", str(env.num_processors())),
+        Finding("cuda devices", "ok" if gpus else "absent", str(gpus)),
+        Finding("free disk here", "ok" if free > 10e9 else "absent", f"{free / 1e9:.0f} GB"),
+    ]
+
+
+def _required() -> list[Finding]:
+    return [_judge(package, *bounds) for package, bounds in REQUIRED.items()]
+
+
+def _judge(package: str, oldest: str, first_bad: str | None) -> Finding:
+    wanted = f"{package}>={oldest}" + (f",<{first_bad}" if first_bad else "")
+    mend = f"pip install '{wanted}'"
+    try:
+        have = version(package)
+    except PackageNotFoundError:
+        return Finding(package, "wrong", "not installed", mend)
+    release = Version(have)
+    fits = release >= Version(oldest) and (first_bad is None or release < Version(first_bad))
+    return Finding(package, "ok" if fits else "wrong", have, "" if fits else mend)
+
+
+def _optional() -> list[Finding]:
+    findings: list[Finding] = []
+    for package, mend in OPTIONAL.items():
+        try:
+            findings.append(Finding(package, "ok", version(package)))
+        except PackageNotFoundError:
+            findings.append(Finding(package, "absent", "not installed", mend))
+    return findings
+
+
+def _working() -> list[Finding]:
+    """What only trying shows. Each runs in a process of its own, so that one failure is one row."""
+    trials: dict[str, tuple[str, Callable[[str], str]]] = {
+        "torch sees": (
+            "import torch; print(torch.version.cuda or 'no CUDA', torch.cuda.device_count())",
+            lambda seen: f"CUDA {seen}" if not seen.startswith("no") else "CPU only",
+        ),
+        "prefect's server": (
+            "import prefect.server.api.server; print('imports')",
+            lambda seen: seen,
+        ),
+        "hugging face's kernels": (
+            "import importlib.util as u; s = u.find_spec('kernels'); print(s.origin if s else '-')",
+            lambda seen: seen,
+        ),
+    }
+    mends = {
+        "torch sees": "reinstall torch for this machine",
+        "prefect's server": "pip install 'fastapi>=0.139,<0.151' 'sqlalchemy[asyncio]>=2.0,<2.1'",
+        "hugging face's kernels": "run from a folder without a package called kernels",
+    }
+    findings: list[Finding] = []
+    for what, (code, shown) in trials.items():
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=env.child_environment({"DO_NOT_TRACK": "1"}),
+        )
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or ["failed"])[-1]
+            findings.append(Finding(what, "wrong", last[:100], mends[what]))
+        else:
+            findings.append(Finding(what, "ok", shown(done.stdout.strip())))
+    return findings

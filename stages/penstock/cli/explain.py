@@ -1,0 +1,101 @@
+"""`penstock plan`: which stage is cached, partial or stale, and exactly why."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from penstock.cli.console import Console, table
+from penstock.config.run import RunConfig
+from penstock.core.compare import Difference, differences
+from penstock.core.files import read_json
+from penstock.core.stage import ATTEMPT, MANIFEST, key_of, short
+from penstock.core.store import Step, find
+from penstock.plan import plan
+
+Standing = Literal["cached", "partial", "stale", "missing"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a stage stands."""
+
+    stage: str
+    key: str
+    standing: Standing
+    path: Path
+    nearest: Path | None = None
+    """The earlier artifact that differs least."""
+    changed: tuple[Difference, ...] = ()
+
+
+def explain(run: RunConfig, console: Console) -> dict[str, Any]:
+    """Print a verdict per stage; returns the same as plain values."""
+    verdicts = [judge(step) for step in plan(run).steps]
+    rows = [("stage", "key", "standing", "where")]
+    rows += [(v.stage, v.key, v.standing, str(v.path)) for v in verdicts]
+    lines = [table(rows)]
+    for verdict in verdicts:
+        if verdict.nearest:
+            lines.append(f"{verdict.stage}: nearest earlier result is {verdict.nearest}")
+            lines += [f"    {difference}" for difference in verdict.changed]
+    console.result("\n".join(lines))
+    return {"plan": [_plain(verdict) for verdict in verdicts]}
+
+
+def judge(step: Step) -> Verdict:
+    """The step's standing: sealed, begun, or not there, and then what changed since the nearest."""
+    name, key = step.stage.name, short(key_of(step.stage))
+    if find(step):
+        return Verdict(name, key, "cached", step.path)
+    attempt = step.path / ATTEMPT
+    if attempt.is_file() and read_json(attempt)["key"] == key_of(step.stage):
+        return Verdict(name, key, "partial", step.path)
+    near = _nearest(step)
+    if near is None:
+        return Verdict(name, key, "missing", step.path)
+    return Verdict(name, key, "stale", step.path, near[0], tuple(near[1]))
+
+
+def _nearest(step: Step) -> tuple[Path, list[Difference]] | None:
+    mine = _described(step)
+    best: tuple[Path, list[Difference]] | None = None
+    pattern = MANIFEST if step.stage.name == "train" else f"*/{MANIFEST}"
+    root = step.path if step.stage.name == "train" else step.path.parent
+    for manifest in sorted(root.glob(pattern)):
+        record = read_json(manifest)
+        theirs = {"version": record["version"], **_flat(record["settings"], record["inputs"])}
+        changed = differences(mine, theirs)
+        if best is None or len(changed) < len(best[1]):
+            best = manifest.parent, changed
+    return best
+
+
+def _described(step: Step) -> dict[str, Any]:
+    stage = step.stage
+    inputs: dict[str, Any] = {}
+    for name, source in stage.inputs.items():
+        pin = getattr(source, "pin", None)
+        inputs[name] = {"source": dict(pin), "key": source.key} if pin else {"key": source.key}
+    return {
+        "version": stage.version,
+        **_flat(stage.settings.model_dump(mode="json"), inputs),
+    }
+
+
+def _flat(settings: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
+    """Settings by their own names, inputs by what they pin, or by key where they are artifacts."""
+    return {
+        **settings,
+        "inputs": {n: i.get("source") or {"key": i["key"]} for n, i in inputs.items()},
+    }
+
+
+def _plain(verdict: Verdict) -> dict[str, Any]:
+    return {
+        "stage": verdict.stage,
+        "key": verdict.key,
+        "standing": verdict.standing,
+        "path": str(verdict.path),
+        "nearest": str(verdict.nearest) if verdict.nearest else None,
+        "changed": [{"field": d.field, "here": d.here, "there": d.there} for d in verdict.changed],
+    }

@@ -1,0 +1,210 @@
+"""`penstock`: argv -> plan -> store. This file knows the commands and their options, no more.
+
+What a command needs is imported when it runs, so that `--help` and a finished pipeline answer at once.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from penstock.cli.console import Console, run
+from penstock.config.overrides import Override, split_overrides
+from penstock.core import env
+from penstock.core.errors import ConfigError
+
+app = typer.Typer(
+    name="penstock",
+    help="Fine-tune language models: prepare, pack, train, export, push. Each stage is cached.",
+    epilog="Any field of the config can be written as --section.field value, for example "
+    "--train.lr 2e-5.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.")]
+Force = Annotated[
+    list[str], typer.Option("--force", metavar="STAGE", help="Build this stage again. Repeatable.")
+]
+From = Annotated[
+    str | None,
+    typer.Option("--from", metavar="STAGE", help="Build this stage and all after it again."),
+]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Move another run's train.output_dir aside.")]
+AsJson = Annotated[bool, typer.Option("--json", help="End with one JSON object on stdout.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+NoUpstream = Annotated[
+    bool, typer.Option("--no-upstream", help="Fail rather than build what the stage reads.")
+]
+
+_overrides: list[Override] = []
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The console command. Exits with 0, or what `penstock.core.errors` says."""
+    # Tokenizers and the hub's library otherwise report home, or warn about their own threads.
+    env.default({"TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_TELEMETRY": "1"})
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        rest, overrides = split_overrides(arguments)
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(error.exit_code)
+    _overrides[:] = overrides
+    app(args=rest)
+
+
+def _end(console: Console, command: Callable[[], dict[str, Any] | None]) -> None:
+    raise typer.Exit(run(console, command))
+
+
+def _wishes(force: list[str], start: str | None, fresh: bool) -> Any:
+    from penstock.plan import ORDER, Wishes
+
+    for name in (*force, *([start] if start else [])):
+        if name not in ORDER:
+            raise ConfigError(f"{name} is not a stage.\n  Stages are {', '.join(ORDER)}.")
+    return Wishes(frozenset(force), start, fresh)
+
+
+@app.command("run")
+def run_command(
+    config: Config,
+    force: Force = [],  # noqa: B006 - typer reads it and never writes it
+    start: From = None,
+    fresh: Fresh = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Run the whole pipeline; stages that are done are reused."""
+    console = Console(as_json, debug)
+
+    def command() -> None:
+        from penstock.cli.run import Request, run_chain
+
+        run_chain(Request(config, tuple(_overrides)), _wishes(force, start, fresh), console)
+
+    _end(console, command)
+
+
+def _stage_command(name: Any, summary: str) -> None:
+    def stage_command(
+        config: Config,
+        force: Force = [],  # noqa: B006
+        start: From = None,
+        fresh: Fresh = False,
+        no_upstream: NoUpstream = False,
+        as_json: AsJson = False,
+        debug: Debug = False,
+    ) -> None:
+        console = Console(as_json, debug)
+
+        def command() -> None:
+            from penstock.cli.run import Request, run_stage
+
+            request = Request(config, tuple(_overrides))
+            wishes = _wishes(force, start, fresh)
+            run_stage(request, name, wishes, console, upstream=not no_upstream)
+
+        _end(console, command)
+
+    app.command(name, help=summary)(stage_command)
+
+
+for _name, _summary in {
+    "prepare": "Load, template, tokenise and split the data.",
+    "pack": "Lay whole samples into rows of fixed length.",
+    "train": "Train on the packed rows, from the newest checkpoint.",
+    "export": "Write the trained model as a Hugging Face folder.",
+    "push": "Send the exported model to the hub or to a URL.",
+}.items():
+    _stage_command(_name, _summary)
+
+
+@app.command()
+def plan(config: Config, as_json: AsJson = False, debug: Debug = False) -> None:
+    """Say which stages are done, which are partial, and why each other one has to run."""
+    console = Console(as_json, debug)
+
+    def command() -> dict[str, Any]:
+        from penstock.cli.explain import explain
+        from penstock.cli.run import Request
+
+        return explain(Request(config, tuple(_overrides)).load(), console)
+
+    _end(console, command)
+
+
+@app.command()
+def check(config: Config, as_json: AsJson = False, debug: Debug = False) -> None:
+    """Check the config and print it in full, with every default."""
+    console = Console(as_json, debug)
+
+    def command() -> dict[str, Any]:
+        from penstock.cli.run import Request
+        from penstock.cli.show import show_config
+
+        return show_config(Request(config, tuple(_overrides)).load(), console)
+
+    _end(console, command)
+
+
+@app.command()
+def schema() -> None:
+    """Print the config's JSON Schema, for editors."""
+
+    def command() -> None:
+        from penstock.config.reference import json_schema_text
+
+        print(json_schema_text(), end="")
+
+    _end(Console(), command)
+
+
+@app.command()
+def doctor(as_json: AsJson = False, debug: Debug = False) -> None:
+    """Look at versions, devices and optional packages, and say how to mend what is wrong."""
+    console = Console(as_json, debug)
+
+    def command() -> dict[str, Any]:
+        from penstock.cli.doctor import examine
+
+        return examine(console)
+
+    _end(console, command)
+
+
+def _artifacts() -> typer.Typer:
+    from penstock.cli.artifacts import commands
+
+    return commands
+
+
+app.add_typer(_artifacts(), name="artifacts")
+
+
+@app.command("eval")
+def evaluate(
+    config: Config,
+    limit: Annotated[int, typer.Option("--n", help="How many held-out prompts to ask.")] = 200,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Ask the exported model held-out prompts and count exact answers."""
+    console = Console(as_json, debug)
+
+    def command() -> dict[str, Any]:
+        from penstock.cli.evaluate import evaluate_run
+        from penstock.cli.run import Request
+
+        return evaluate_run(Request(config, tuple(_overrides)).load(), limit, console)
+
+    _end(console, command)
+
+
+if __name__ == "__main__":
+    main()

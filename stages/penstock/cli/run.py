@@ -1,0 +1,54 @@
+"""Running stages: the whole chain or one of them, in this process, without Prefect."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.cli.console import Console, outcome_table
+from penstock.config.load import load
+from penstock.config.run import RunConfig
+from penstock.core.store import Outcome
+from penstock.plan import Plan, StageName, Wishes, bring_up, plan, require_upstream
+
+
+@dataclass(frozen=True)
+class Request:
+    """A config as the command line gave it."""
+
+    file: Path
+    overrides: tuple[object, ...] = ()
+
+    def load(self) -> RunConfig:
+        """The checked config."""
+        return load(self.file, self.overrides)
+
+
+def run_chain(request: Request, wishes: Wishes, console: Console) -> None:
+    """Every stage of the run, in order."""
+    planned = plan(request.load())
+    for step in planned.steps:
+        _bring(planned, step.stage.name, wishes, console)
+    console.result(outcome_table(console.outcomes))
+
+
+def run_stage(
+    request: Request, name: StageName, wishes: Wishes, console: Console, *, upstream: bool
+) -> None:
+    """One stage, after whatever it needs."""
+    planned = plan(request.load(), (name,))
+    if not upstream:
+        require_upstream(planned, name)
+    for step in planned.steps:
+        if upstream or step.stage.name == name:
+            _bring(planned, step.stage.name, wishes, console)
+        if step.stage.name == name:
+            break
+    console.result(outcome_table(console.outcomes))
+
+
+def _bring(planned: Plan, name: str, wishes: Wishes, console: Console) -> Outcome:
+    step = planned.step(name)
+    outcome = bring_up(step, planned.run, wishes, console.say)
+    console.outcomes.append(outcome)
+    if outcome.status != "cached":
+        console.say(f"{name}: {outcome.status} in {outcome.seconds:.1f}s -> {outcome.path}")
+    return outcome

@@ -1,0 +1,52 @@
+"""One rank of training by hand: `torchrun ... -m penstock.cli.train CONFIG [--section.field value]`.
+
+Every rank runs this. What training needs is brought up first: all ranks ask for it, the lock lets
+one build it, and the others find it done. Then the leading rank keeps the output folder's lock and
+writes the manifest, exactly as if the stage had started torchrun itself.
+"""
+
+import sys
+from pathlib import Path
+
+from penstock.cli.console import Console, outcome_table, run
+from penstock.config.load import load
+from penstock.config.overrides import split_overrides
+from penstock.core import env
+from penstock.core.errors import ConfigError
+from penstock.core.store import find
+from penstock.plan import Wishes, bring_up, plan
+from penstock.train.stage import Train
+
+
+def main(argv: list[str]) -> int:
+    """Train on this rank and return its exit status."""
+    started = env.rank_variables()
+    rank = started[0] if started else 0
+    console = Console()
+
+    def command() -> None:
+        rest, overrides = split_overrides(argv)
+        flags = [argument for argument in rest if argument.startswith("--")]
+        files = [argument for argument in rest if not argument.startswith("--")]
+        if len(files) != 1 or set(flags) - {"--fresh"}:
+            raise ConfigError(
+                "usage: torchrun ... -m penstock.cli.train CONFIG [--section.field value] [--fresh]"
+            )
+        planned = plan(load(Path(files[0]), overrides), ("train",), ranks="this_process")
+        wishes = Wishes(fresh="--fresh" in flags)
+        say = console.say if rank == 0 else lambda _: None
+        *upstream, train = planned.steps
+        for step in upstream:
+            console.outcomes.append(bring_up(step, planned.run, wishes, say))
+        if rank == 0:
+            console.outcomes.append(bring_up(train, planned.run, wishes, say))
+            console.result(outcome_table(console.outcomes))
+        elif find(train) is None:
+            assert isinstance(train.stage, Train)
+            train.stage.follow(train.path)
+
+    return run(console, command)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,35 @@
+"""What a training run saves, when, and what it starts from."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from penstock.config.availability import Later, LocalPath
+from penstock.config.section import Section
+
+
+class CheckpointConfig(Section):
+    """Checkpoints and outputs."""
+
+    output_dir: Annotated[str, LocalPath()] = Field(min_length=1)
+    """Folder for checkpoints, metrics, logs and the exported model. With several nodes it must be
+    on a file system they share."""
+
+    ckpt_manager: Literal["dcp"] = "dcp"
+    """Checkpoint format: `dcp`, PyTorch's distributed checkpoints."""
+
+    save_steps: int = Field(default=0, ge=0)
+    """Save a checkpoint every so many optimizer steps; 0 does not save by steps."""
+
+    save_epochs: float = Field(default=1.0, ge=0)
+    """Save a checkpoint every so many epochs; fractions allowed (0.25: four times an epoch), 0 does
+    not save by epochs."""
+
+    save_async: Annotated[bool, Later()] = False
+    """Write checkpoints while training goes on."""
+
+    save_hf_weights: bool = True
+    """Also leave the final weights in Hugging Face's format."""
+
+    load_checkpoint_path: Annotated[str | None, LocalPath()] = Field(default=None, min_length=1)
+    """Checkpoint to start from; `auto` takes the newest in `output_dir`."""

@@ -1,0 +1,149 @@
+"""From plain values to a run, or to every fault in them at once.
+
+Values that are wrong by themselves are replaced, so that the rest can still be judged as a whole:
+one look at the message is to be enough.
+"""
+
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from typing import Any
+
+from pydantic import ValidationError
+
+from penstock.config.availability import unavailable
+from penstock.config.faults import Fault, Steps, dotted
+from penstock.config.rules import broken
+from penstock.config.run import RunConfig
+from penstock.config.sentences import sentence
+from penstock.config.shape import (
+    annotation_at,
+    branches,
+    field_at,
+    inside,
+    is_section,
+    owner,
+    suggestion,
+)
+
+STAND_IN = "unset"
+MOST_REPAIRS = 10
+"""Rounds of repair; two suffice unless a value hides another, which nests only a few deep."""
+
+
+def judge(settings: Mapping[str, Any]) -> tuple[RunConfig, list[Fault]]:
+    """The run that `settings` describe and all that is wrong with them. With faults, the run is
+    only good for looking at."""
+    values = _with_sections(settings)
+    misspelled = _misspelled_sections(settings)
+    faults: list[Fault] = []
+    for _ in range(MOST_REPAIRS):
+        try:
+            run = RunConfig.model_validate(values)
+            break
+        except ValidationError as error:
+            found = _faults(error)
+            faults += found
+            values = _repaired(values, found)
+    else:
+        raise AssertionError(f"no repair helps against {[fault.path for fault in faults]}")
+    faults = [fault for fault in faults if fault.path[0] not in misspelled]
+    for more in (unavailable(run), broken(run)):
+        told = [*faults, *(Fault((name,), "") for name in misspelled)]
+        faults += [fault for fault in more if not _touches(fault, told)]
+    return run, faults
+
+
+def _misspelled_sections(settings: Mapping[str, Any]) -> set[str]:
+    """Sections that are absent because their name was written wrongly."""
+    unknown = [name for name in settings if name not in RunConfig.model_fields]
+    meant = {suggestion((name,)) for name in unknown}
+    return {name for name in RunConfig.model_fields if name in meant and name not in settings}
+
+
+def _with_sections(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy in which a section without content is empty, and those a run needs are there."""
+    values = deepcopy(dict(settings))
+    for name, field in RunConfig.model_fields.items():
+        if values.get(name) is None and (name in values or field.is_required()):
+            values[name] = {}
+    return values
+
+
+def _faults(error: ValidationError) -> list[Fault]:
+    """Pydantic's findings, one for each setting: branches of a union are one finding."""
+    found: dict[Steps, list[Mapping[str, Any]]] = {}
+    for detail in error.errors(include_url=False):
+        found.setdefault(_steps(detail["loc"]), []).append(detail)  # pyright: ignore[reportArgumentType]
+    deep = [path for path in found if annotation_at(path) is not None]
+    return [
+        Fault(path, sentence(path, details))
+        for path, details in found.items()
+        if not _explained_within(path, deep)
+    ]
+
+
+def _explained_within(path: Steps, others: Iterable[Steps]) -> bool:
+    """Whether a deeper finding says more precisely what this one complains of."""
+    return any(len(other) > len(path) and other[: len(path)] == path for other in others)
+
+
+def _steps(loc: tuple[int | str, ...]) -> Steps:
+    """Where pydantic found a fault, without the names it gives to branches of unions."""
+    at: Any = RunConfig
+    steps: list[int | str] = []
+    for step in loc:
+        within = inside(at, step)
+        if within is not None:
+            at = within
+        elif not any(map(is_section, branches(at))):
+            continue
+        steps.append(step)
+    return tuple(steps)
+
+
+def _repaired(values: dict[str, Any], faults: Iterable[Fault]) -> dict[str, Any]:
+    """The values with each fault left out, or replaced where something must stand."""
+    repaired = deepcopy(values)
+    for fault in faults:
+        path = fault.path if _is_unknown(fault.path) else owner(fault.path)
+        parent = _find(repaired, path[:-1])
+        last: Any = path[-1]
+        field = field_at(path)
+        if isinstance(parent, list) or (field is not None and field.is_required()):
+            parent[last] = _stand_in(annotation_at(path))
+        elif isinstance(parent, dict):
+            parent.pop(last, None)  # pyright: ignore[reportUnknownMemberType]
+    return repaired
+
+
+def _is_unknown(path: Steps) -> bool:
+    above = annotation_at(path[:-1])
+    return any(map(is_section, branches(above))) and annotation_at(path) is None
+
+
+def _find(values: Any, path: Steps) -> Any:
+    for step in path:
+        try:
+            values = values[step]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return values
+
+
+def _stand_in(annotation: Any) -> Any:
+    branch = branches(annotation)[0]
+    if is_section(branch):
+        fields = branch.model_fields.items()
+        return {name: _stand_in(one.annotation) for name, one in fields if one.is_required()}
+    inner = inside(branch, 0)
+    return [_stand_in(inner)] if inner is not None else STAND_IN
+
+
+def _touches(fault: Fault, faults: Iterable[Fault]) -> bool:
+    """Whether the fault rests on a value that is at fault itself."""
+    names = {dotted(fault.path), *fault.reads}
+    return any(
+        name == other or name.startswith(f"{other}.") or other.startswith(f"{name}.")
+        for other in (dotted(one.path) for one in faults)
+        for name in names
+    )

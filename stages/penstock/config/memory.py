@@ -1,0 +1,65 @@
+"""What a step keeps, recomputes, offloads or compiles, and where weights come up."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from penstock.config.availability import Later
+from penstock.config.section import Section
+
+
+class MemoryConfig(Section):
+    """Memory, precision and speed of a training step."""
+
+    enable_mixed_precision: bool = True
+    """Compute in bfloat16 while weights and optimizer states stay in float32."""
+
+    enable_gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass instead of keeping them."""
+
+    enable_reentrant: bool = False
+    """Use PyTorch's reentrant form of recomputation."""
+
+    recompute_modules: list[Literal["self_attn", "mlp"]] | None = Field(default=None, min_length=1)
+    """Recompute only these parts of each layer: `[self_attn]`, `[mlp]` or both. Unset: whole
+    layers."""
+
+    moe_checkpoint_method: Annotated[Literal["moe_act"] | None, Later()] = None
+    """Mixture of experts: `moe_act` recomputes only the activations between gate and up, and so
+    repeats no communication. Unset: everything."""
+
+    enable_full_shard: Annotated[bool, Later()] = True
+    """`fsdp2`: shard weights too (ZeRO-3); false shards only gradients and states (ZeRO-2)."""
+
+    enable_forward_prefetch: bool = True
+    """`fsdp2`: gather the next unit's weights during the forward pass of this one."""
+
+    enable_activation_offload: Annotated[bool, Later()] = False
+    """Move activations to the CPU during the forward pass."""
+
+    activation_gpu_limit: Annotated[float, Later()] = Field(default=0.0, ge=0)
+    """Gigabytes of activations that stay on the GPU when offloading; 0 moves all."""
+
+    enable_compile: Annotated[bool, Later()] = False
+    """Compile the model's forward pass with `torch.compile`."""
+
+    init_device: Annotated[
+        Literal["cpu", "cuda", "meta", "npu"] | None, Later(allowed=("cpu", "cuda", "meta"))
+    ] = None
+    """Where weights are created before they are loaded. Unset: `meta` under `fsdp2`, which accepts
+    nothing else; otherwise the training device."""
+
+    load_weights_mode: Literal["broadcast", "all_ranks"] = "broadcast"
+    """`broadcast`: one rank reads the weights and sends them on; `all_ranks`: each reads them."""
+
+    enable_full_determinism: Annotated[bool, Later()] = False
+    """Use only deterministic kernels; slow. Needs `allow_cuda_launch_blocking`."""
+
+    allow_cuda_launch_blocking: Annotated[bool, Later()] = False
+    """Permit `CUDA_LAUNCH_BLOCKING=1`, which makes every kernel wait."""
+
+    empty_cache_steps: int = Field(default=500, ge=0)
+    """Return cached GPU memory every so many steps; 0 never."""
+
+    gc_steps: int = Field(default=500, ge=0)
+    """Collect Python's garbage every so many steps, and only then; 0 leaves it to Python."""

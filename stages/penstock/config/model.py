@@ -1,0 +1,81 @@
+"""Which model is trained, and how its layers are carried out."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from penstock.config.availability import Later
+from penstock.config.section import Section
+
+Attention = Literal["eager", "sdpa", "native", "flash_attention_3", "flash_attention_4"]
+
+
+class ModelConfig(Section):
+    """The base model, its tokenizer and its implementation."""
+
+    model_path: str | None = Field(default=None, min_length=1)
+    """Pre-trained weights: a Hugging Face hub id or a local folder. Without it the model of
+    `config_path` starts from random weights."""
+
+    config_path: str | None = Field(default=None, min_length=1)
+    """The model's configuration, when it is not in `model_path`: a hub id, a local folder or
+    `builtin:tiny-qwen3`. Unset: the same as `model_path`."""
+
+    tokenizer_path: str | None = Field(default=None, min_length=1)
+    """The tokenizer: a hub id, a local folder or `builtin:bytes`. Unset: the same as
+    `config_path`."""
+
+    attn_implementation: Annotated[Attention | None, Later(allowed=("eager", "sdpa", "native"))] = (
+        None
+    )
+    """Attention backend: `eager` (plain matrix products), `sdpa` (PyTorch's fused attention),
+    `native` (PyTorch's variable-length and cuDNN kernels), `flash_attention_3` (Hopper),
+    `flash_attention_4` (Hopper and Blackwell). Unset: the best this machine has, with
+    `flash_attention_3` preferred where it is installed."""
+
+    moe_implementation: Annotated[Literal["eager", "triton", "native", "quack"] | None, Later()] = (
+        None
+    )
+    """Mixture-of-experts kernel: `eager`, `triton` (group GEMM), `native` (PyTorch's grouped
+    product) or `quack`. Unset: chosen automatically."""
+
+    ep_dispatch: Annotated[Literal["alltoall", "deepep"], Later()] = "alltoall"
+    """How tokens travel between ranks that hold different experts: `alltoall`, or `deepep` over
+    NVLink."""
+
+    deepep_buffer_size_gb: Annotated[float, Later()] = Field(default=2.0, gt=0)
+    """DeepEP: buffer per GPU, in gigabytes."""
+
+    deepep_num_sms: Annotated[int, Later()] = Field(default=20, gt=0, multiple_of=2)
+    """DeepEP: streaming multiprocessors set aside for communication; even. Fewer leave more for
+    computation that overlaps with it."""
+
+    deepep_async_combine: Annotated[bool, Later()] = False
+    """DeepEP: overlap the combination of expert outputs with the next layer's computation."""
+
+    merge_qkv: bool = True
+    """Keep the query, key and value projections as one fused matrix, `qkv_proj`."""
+
+    basic_modules: list[str] = Field(default_factory=list[str])
+    """Names of further module classes that FSDP shards as units of their own, beside the decoder
+    layers."""
+
+    foundation: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Entries that replace those of the model's own configuration, for example
+    `{num_hidden_layers: 4}`."""
+
+    encoders: Annotated[dict[str, Any], Later()] = Field(default_factory=dict[str, Any])
+    """Encoders of multimodal models by kind (`image`, `video`, `audio`), each with `model_path` and
+    optionally `config_path`."""
+
+    @property
+    def config_source(self) -> str:
+        """Where the model's configuration is read: `config_path`, else `model_path`."""
+        source = self.config_path or self.model_path
+        assert source, "the rules admit no run without a model"
+        return source
+
+    @property
+    def tokenizer_source(self) -> str:
+        """Where the tokenizer is read: `tokenizer_path`, else where the configuration is."""
+        return self.tokenizer_path or self.config_source

@@ -1,0 +1,85 @@
+"""Which stages a run has, where their results lie, and how training processes are started."""
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from penstock.config.availability import Later, LocalPath
+from penstock.config.section import Section
+
+StageName = Literal["prepare", "pack", "train", "export", "push"]
+
+STAGES: tuple[StageName, ...] = ("prepare", "pack", "train", "export", "push")
+"""All stages, in the only order they can run in."""
+
+SET_BY_THE_LAUNCHER = frozenset(
+    {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+)
+SECRET = re.compile(r"(^|_)(TOKEN|API_KEY|ACCESS_KEY|SECRET|PASSWORD)(_ID)?$", re.IGNORECASE)
+
+
+def _variables(value: dict[str, str]) -> dict[str, str]:
+    for name, text in value.items():
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ValueError(f"{name!r} is no name of an environment variable")
+        if name in SET_BY_THE_LAUNCHER:
+            raise ValueError(f"{name} is set for each process by the launcher; leave it out")
+        if SECRET.search(name):
+            raise ValueError(
+                f"{name} looks like a secret, and a run's configuration is kept beside its results;"
+                " set it in the environment that penstock is started from"
+            )
+        if "\0" in text:
+            raise ValueError(f"the value of {name} contains a NUL character")
+    return value
+
+
+class PipelineConfig(Section):
+    """The chain of stages."""
+
+    name: str = Field(default="finetune", min_length=1)
+    """Name of the run, in logs and in Prefect."""
+
+    stages: list[StageName] = Field(default=["prepare", "pack", "train", "export"], min_length=1)
+    """Stages to run, in this order. `push` is added when `push.repo_id` or `push.url` is written
+    and this list is not."""
+
+    artifacts_path: Annotated[str, LocalPath()] = Field(default="artifacts", min_length=1)
+    """Folder for exports and records of pushes."""
+
+    cache: Literal["reuse", "refresh", "off"] = "reuse"
+    """`reuse` takes results that are there, `refresh` builds anew and replaces them, `off` builds
+    anew and resumes nothing."""
+
+    task_runner: Annotated[Literal["threads", "dask", "ray"] | None, Later()] = None
+    """Prefect's task runner for data stages."""
+
+
+class LaunchConfig(Section):
+    """How torchrun starts the training processes."""
+
+    nproc_per_node: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
+    """Training processes on this machine. `auto`: one for each GPU, or one without GPUs."""
+
+    nnodes: int = Field(default=1, gt=0)
+    """Machines that train together."""
+
+    node_rank: int = Field(default=0, ge=0)
+    """Which of them this is, counted from 0."""
+
+    rdzv_endpoint: str | None = Field(default=None, min_length=1)
+    """Where machines meet, `host:port` of the first of them. Needed with several machines."""
+
+    max_restarts: int = Field(default=0, ge=0)
+    """How often training processes are started again, from the newest checkpoint, after a
+    failure."""
+
+    timeout: float | None = Field(default=None, gt=0)
+    """Seconds without a training step after which the run is ended. Unset: no such limit, and 1800
+    seconds for any one collective operation."""
+
+    env: Annotated[dict[str, str], AfterValidator(_variables)] = Field(
+        default_factory=dict[str, str]
+    )
+    """Environment variables for the training processes. Not for secrets."""

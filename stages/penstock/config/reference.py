@@ -1,0 +1,145 @@
+"""The settings as a page for people and as a JSON Schema for editors.
+
+`python -m penstock.config.reference [--check] [FOLDER]` rewrites both files in FOLDER (`configs`),
+or with `--check` only says whether they are stale (exit code 1).
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from penstock.config.availability import Later, LocalPath, accepted, mark_of
+from penstock.config.faults import shown
+from penstock.config.run import RunConfig
+from penstock.config.section import Section
+from penstock.config.shape import branches, is_section, sections
+
+PAGE, SCHEMA = "REFERENCE.md", "schema.json"
+
+HEAD = """\
+# Settings
+
+Every setting of a run, by section of its YAML file; each can also be given on the command line as
+`--section.field value`. Paths are relative to the working directory. This page is generated from
+the code by `python -m penstock.config.reference`, and so is `schema.json`, from which an editor
+completes and checks a file that begins with `# yaml-language-server: $schema=schema.json`.
+"""
+
+
+def page() -> str:
+    """The page, in Markdown."""
+    parts = [HEAD]
+    for name, section in sections().items():
+        about = RunConfig.model_fields[name].description if "." not in name else section.__doc__
+        rows = [
+            _row(field_name, field)
+            for field_name, field in section.model_fields.items()
+            if not is_section(field.annotation)
+        ]
+        table = "\n".join(["| field | type | default | meaning |", "|---|---|---|---|", *rows])
+        parts.append(f"## {name}\n\n{_line(about)}\n\n{table}\n")
+    return "\n".join(parts)
+
+
+def schema() -> dict[str, Any]:
+    """The JSON Schema of a configuration file, draft 2020-12."""
+    found = RunConfig.model_json_schema()
+    classes = {section.__name__: section for section in sections().values()}
+    for name, definition in {**found["$defs"], RunConfig.__name__: found}.items():
+        definition.pop("title", None)
+        definition["description"] = _line(definition.get("description"))
+        fields = classes.get(name, RunConfig).model_fields
+        for field_name, entry in definition["properties"].items():
+            entry.pop("title", None)
+            field = fields[field_name]
+            entry["description"] = " ".join(filter(None, (_line(field.description), _note(field))))
+            if not field.is_required() and not is_section(field.annotation):
+                entry["default"] = field.get_default(call_default_factory=True, validated_data={})
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Penstock run",
+        **found,
+    }
+
+
+def texts() -> dict[str, str]:
+    """The content of each generated file, by its name."""
+    return {PAGE: page(), SCHEMA: json.dumps(schema(), indent=2, ensure_ascii=False) + "\n"}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write the files, or check them. Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m penstock.config.reference")
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("configs"))
+    parser.add_argument("--check", action="store_true", help="only say which files are stale")
+    asked = parser.parse_args(argv)
+    stale = [
+        asked.folder / name
+        for name, text in texts().items()
+        if not (asked.folder / name).is_file()
+        or (asked.folder / name).read_text(encoding="utf-8") != text
+    ]
+    if asked.check:
+        for path in stale:
+            sys.stderr.write(f"{path} is stale; run python -m penstock.config.reference\n")
+        return 1 if stale else 0
+    for path in stale:
+        path.write_text(texts()[path.name], encoding="utf-8")
+    return 0
+
+
+def _row(name: str, field: FieldInfo) -> str:
+    default = "required" if field.is_required() else f"`{_default(field)}`"
+    note = _note(field)
+    meaning = f"{_line(field.description)}{f' *{note}*' if note else ''}"
+    kind = " or ".join(f"`{_kind(branch)}`" for branch in branches(field.annotation))
+    return f"| `{name}` | {kind} | {default} | {_cell(meaning)} |"
+
+
+def _default(field: FieldInfo) -> str:
+    return shown(field.get_default(call_default_factory=True, validated_data={}))
+
+
+def _kind(branch: Any) -> str:
+    if branch is type(None):
+        return "null"
+    if get_origin(branch) is Literal:
+        return "` or `".join(shown(value) for value in get_args(branch))
+    if get_origin(branch) is list:
+        inner = get_args(branch)[0]
+        return f"list[{' or '.join(_kind(one).replace('`', '') for one in branches(inner))}]"
+    if get_origin(branch) is dict:
+        value = get_args(branch)[1]
+        return f"map[{'any' if value is Any else _kind(value)}]"
+    if isinstance(branch, type) and issubclass(branch, Section):
+        return "map"
+    return str(branch.__name__)
+
+
+def _note(field: FieldInfo) -> str:
+    """What of the field is not available yet."""
+    mark = mark_of(field)
+    if isinstance(mark, LocalPath):
+        return "Object stores (`s3://` and others) are not available yet."
+    if isinstance(mark, Later):
+        others = accepted(field, mark)
+        if len(others) == 1:
+            return "Not available yet."
+        return f"Available now: {', '.join(f'`{shown(value)}`' for value in others)}."
+    return ""
+
+
+def _line(text: str | None) -> str:
+    return " ".join((text or "").split())
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

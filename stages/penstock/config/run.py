@@ -1,0 +1,70 @@
+"""The whole of a run: what one configuration file says."""
+
+from typing import Any
+
+from pydantic import Field
+
+from penstock.config.data import DataConfig
+from penstock.config.lora import LoraConfig
+from penstock.config.model import ModelConfig
+from penstock.config.pipeline import STAGES, LaunchConfig, PipelineConfig, StageName
+from penstock.config.publish import ExportConfig, PushConfig
+from penstock.config.section import Section
+from penstock.config.train import TrainConfig
+
+
+class RunConfig(Section):
+    """One fine-tuning run. `penstock.config.load` makes it from a file and judges it as a whole."""
+
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    """The base model, its tokenizer and its implementation."""
+
+    data: DataConfig
+    """Sources, their preparation, packing and loading."""
+
+    train: TrainConfig
+    """Layout, optimizer, batches, memory, checkpoints and logging."""
+
+    lora: LoraConfig = Field(default_factory=LoraConfig)
+    """Low-rank adapters."""
+
+    pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
+    """The chain of stages."""
+
+    launch: LaunchConfig = Field(default_factory=LaunchConfig)
+    """How torchrun starts the training processes."""
+
+    export: ExportConfig = Field(default_factory=ExportConfig)
+    """The model as others read it."""
+
+    push: PushConfig = Field(default_factory=PushConfig)
+    """Where the exported model is sent."""
+
+    @property
+    def stages(self) -> tuple[StageName, ...]:
+        """The stages to run, in order: those written, or the default ones and a wanted push."""
+        chosen = set(self.pipeline.stages)
+        if has_target(self) and not written(self, "pipeline.stages"):
+            chosen.add("push")
+        return tuple(stage for stage in STAGES if stage in chosen)
+
+
+def has_target(run: RunConfig) -> bool:
+    """Whether the run says where to push to."""
+    return run.push.repo_id is not None or run.push.url is not None
+
+
+def written(run: RunConfig, name: str) -> bool:
+    """Whether `name` (`train.init_device`, `data.datasets.0.split`) stood in the file or in an
+    override, whatever its value. Raises KeyError when there is no such setting."""
+    at: Any = run
+    found = True
+    for step in name.split("."):
+        if isinstance(at, list):
+            at = at[int(step)]  # pyright: ignore[reportUnknownVariableType]
+        elif isinstance(at, Section) and step in type(at).model_fields:
+            found = found and step in at.model_fields_set
+            at = getattr(at, step)
+        else:
+            raise KeyError(name)
+    return found

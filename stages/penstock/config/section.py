@@ -1,0 +1,15 @@
+"""The base class of what a user writes: settings that take no value of a neighbouring type.
+
+Strict, so that neither `"3"` nor `3.0` nor `true` passes for the whole number 3: a slip of the pen
+is told instead of being turned into a value.
+"""
+
+from pydantic import ConfigDict
+
+from penstock.config.base import Settings
+
+
+class Section(Settings):
+    """One mapping of the configuration file."""
+
+    model_config = ConfigDict(strict=True)

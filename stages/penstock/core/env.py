@@ -1,0 +1,72 @@
+"""The only reader and writer of the process environment."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def cache_home() -> Path:
+    """Where small rebuildable caches of this user live (XDG), for example file digests."""
+    root = os.environ.get("PENSTOCK_CACHE_HOME")
+    if root:
+        return Path(root)
+    xdg = os.environ.get("XDG_CACHE_HOME")
+    return (Path(xdg) if xdg else Path.home() / ".cache") / "penstock"
+
+
+def num_processors() -> int:
+    """Processes that data stages may use: PENSTOCK_NUM_PROC, or the CPUs this process may run on."""
+    asked = os.environ.get("PENSTOCK_NUM_PROC")
+    return max(1, int(asked)) if asked else len(os.sched_getaffinity(0))
+
+
+def num_gpus() -> int:
+    """CUDA devices this process may use, found without importing torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    present = len([p for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdigit()])
+    if visible is None:
+        return present
+    named = [part for part in visible.split(",") if part.strip() not in ("", "-1", "NoDevFiles")]
+    return min(present, len(named))
+
+
+def rank_variables() -> tuple[int, int, int] | None:
+    """(rank, local rank, world size) as torchrun set them, or None outside of torchrun."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    rank = int(os.environ["RANK"])
+    return rank, int(os.environ.get("LOCAL_RANK", rank)), int(os.environ["WORLD_SIZE"])
+
+
+def hub_is_offline() -> bool:
+    """Whether the user has told Hugging Face's libraries not to use the network."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
+
+
+def hub_token() -> str | None:
+    """A hub token from the environment; the hub's own login is read by its library."""
+    return os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN") or None
+
+
+def wandb_is_logged_in() -> bool:
+    """Whether Weights & Biases would find credentials."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    netrc = Path.home() / ".netrc"
+    return netrc.is_file() and "api.wandb.ai" in netrc.read_text(errors="replace")
+
+
+def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment with `extra` on top, for a child process."""
+    return {**os.environ, **extra}
+
+
+def update(values: Mapping[str, str]) -> None:
+    """Set variables for this process and its children."""
+    os.environ.update(values)
+
+
+def default(values: Mapping[str, str]) -> None:
+    """Set those variables that the user has not set."""
+    for name, value in values.items():
+        os.environ.setdefault(name, value)

@@ -1,0 +1,45 @@
+"""Every error a user can cause or meet, and the exit code each one means.
+
+PenstockError
+├── ConfigError      2  the settings cannot be honoured; nothing has started
+├── CapabilityError  3  this machine, build or account lacks what the settings ask for
+├── ArtifactError    1  something on disk is not what its manifest says
+├── StageError       1  a stage did not finish; its unsealed folder is kept, so a rerun resumes
+└── Interrupted    130  a person or the system asked the run to stop; resumable
+"""
+
+
+class PenstockError(Exception):
+    """Base of every error this project raises on purpose. Its text is all a user needs to see."""
+
+    exit_code = 1
+
+
+class ConfigError(PenstockError, ValueError):
+    """The settings cannot be honoured. A ValueError, so that pydantic collects it."""
+
+    exit_code = 2
+
+
+class CapabilityError(PenstockError):
+    """This machine, build or account lacks something the settings ask for."""
+
+    exit_code = 3
+
+
+class ArtifactError(PenstockError):
+    """An artifact on disk disagrees with its manifest."""
+
+
+class StageError(PenstockError):
+    """A stage did not finish."""
+
+
+class Interrupted(PenstockError):  # noqa: N818 - an interruption is not a fault
+    """The run was asked to stop and did, leaving everything resumable."""
+
+    exit_code = 130
+
+    def __init__(self, message: str, signum: int = 2) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + signum

@@ -1,0 +1,56 @@
+"""Writing so that a file is whole or absent: aside, fsync, rename."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+PART = ".part"
+"""Suffix of a file that is still being written; whoever finds one may delete it."""
+
+
+@contextmanager
+def publishing(target: Path) -> Iterator[Path]:
+    """Yield a path to write to; when the block ends well, it becomes `target` in one step."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(target.name + PART)
+    yield part
+    fsync(part)
+    part.replace(target)
+    fsync(target.parent)
+
+
+def fsync(path: Path) -> None:
+    """Force a file's or a folder's content to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_json(target: Path, value: Any) -> None:
+    """Publish `value` as readable JSON with sorted keys."""
+    with publishing(target) as part:
+        part.write_text(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """The JSON value in `path`."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def remove(path: Path) -> None:
+    """Delete a file, a link or a whole folder, if it is there."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.is_dir():
+        shutil.rmtree(path)
+
+
+def regular_files(folder: Path) -> list[Path]:
+    """All files below `folder`, sorted by their path."""
+    return sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())

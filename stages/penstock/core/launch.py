@@ -1,0 +1,100 @@
+"""Torchrun as a child that never outlives us and always gets one chance to save.
+
+The agent runs in a process group of its own, so a Ctrl-C at the terminal or a signal to our whole
+group reaches this process alone, which then passes on exactly one SIGTERM: a second would cut the
+agent's orderly close short. When this process dies without a word, the kernel signals the agent.
+"""
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import BinaryIO
+
+from penstock.core import env
+from penstock.core.errors import StageError
+
+GRACE_SECONDS = 90
+"""How long ranks may take to finish their step and save before they are killed."""
+
+
+def run_ranks(
+    arguments: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    sink: BinaryIO,
+    stalled: Callable[[], str | None] = lambda: None,
+) -> int:
+    """Run `torchrun` with `arguments`, copying what it prints to `sink`; return its exit status.
+
+    `stalled` is asked every second and may return the reason to end the run: StageError.
+    Any exception here, KeyboardInterrupt included, ends the ranks before it travels on.
+    """
+    command = [sys.executable, "-m", "penstock.engine.agent", str(os.getpid()), *arguments]
+    child = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=env.child_environment(environment),
+        process_group=0,
+    )
+    try:
+        _copy(child, sink, stalled)
+        return child.wait()
+    except BaseException:
+        _end(child, sink)
+        raise
+
+
+def _copy(
+    child: "subprocess.Popen[bytes]",
+    sink: BinaryIO,
+    stalled: Callable[[], str | None],
+) -> None:
+    """Pass the child's output on until it closes its end."""
+    stream = child.stdout
+    assert stream is not None
+    with selectors.DefaultSelector() as selector:
+        selector.register(stream, selectors.EVENT_READ)
+        while True:
+            if selector.select(timeout=1.0):
+                block = os.read(stream.fileno(), 65536)
+                if not block:
+                    return
+                sink.write(block)
+                sink.flush()
+            if reason := stalled():
+                raise StageError(reason)
+
+
+def _end(child: "subprocess.Popen[bytes]", sink: BinaryIO) -> None:
+    """One SIGTERM, then patience, then SIGKILL; the child's pipe is drained all the while."""
+    with _deaf():
+        child.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + GRACE_SECONDS
+        with contextlib.suppress(StageError, OSError):
+            _copy(child, sink, lambda: "grace" if time.monotonic() > deadline else None)
+        try:
+            child.wait(timeout=max(1.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+
+@contextlib.contextmanager
+def _deaf():  # noqa: ANN202 - a context manager of no value
+    """Ignore further requests to stop while stopping."""
+    try:
+        before = [(s, signal.signal(s, signal.SIG_IGN)) for s in (signal.SIGINT, signal.SIGTERM)]
+    except ValueError:
+        yield  # signals belong to the main thread; elsewhere there is nothing to ignore
+        return
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)

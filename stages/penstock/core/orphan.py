@@ -1,0 +1,21 @@
+"""No process of ours outlives the one it works for."""
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(parent: int | None = None) -> None:
+    """Ask the kernel for a SIGTERM when the parent dies; exit now if it is already dead.
+
+    `parent` is the process id that started this one, where known: between its death and this call
+    the process may have been handed to another parent.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if (os.getppid() != parent) if parent else (os.getppid() == 1):
+        sys.exit(1)

@@ -1,0 +1,32 @@
+"""Which code made an artifact: versions of what computes, and the commit it was run from."""
+
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "pyarrow", "numpy")
+
+
+def versions() -> dict[str, str]:
+    """Installed versions by package, and `commit` where the code lies in a git checkout."""
+    found: dict[str, str] = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    if commit := _commit():
+        found["commit"] = commit
+    return found
+
+
+def _commit() -> str | None:
+    here = Path(__file__).resolve().parent
+    if "site-packages" in here.parts:
+        return None
+    command = ["git", "-C", str(here), "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

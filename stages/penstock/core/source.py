@@ -1,0 +1,266 @@
+"""Data, tokenizers and models from outside, pinned to their content.
+
+A pin is the root of every key: it changes when the content changes and at no other time, wherever
+the content lies. Local files are pinned by digest, hub repositories by commit, built-in data by
+name and version. Nothing here reads the content itself.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from penstock.core import env, local_files
+from penstock.core.digests import digests_of
+from penstock.core.errors import CapabilityError, ConfigError
+from penstock.core.files import read_json
+from penstock.core.local_files import Found
+from penstock.core.stage import Source
+
+BUILTIN_DATA = {"builtin:arithmetic": 1, "dummy": 1}
+"""Generated data sets and the version of what they generate; raised when that changes."""
+
+BUILTIN_TOKENIZER_VERSION = 1
+"""Raised when the byte-level tokenizer or its chat template changes."""
+
+BUILTIN_MODELS = {"builtin:tiny-llama": 1, "builtin:tiny-qwen2": 1, "builtin:tiny-qwen3": 1}
+"""Tiny randomly initialised models; each brings the byte-level tokenizer with it."""
+
+TOKENIZER_FILES = (
+    "added_tokens.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.*",
+    "additional_chat_templates/*",
+    "vocab.*",
+    "*.model",
+    "*.tiktoken",
+)
+MODEL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors.index.json",
+    "*.safetensors",
+)
+
+COMMIT = re.compile(r"[0-9a-f]{40}")
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+HUB_TIMEOUT = 15.0
+"""Seconds the hub is given to name a commit."""
+
+
+def pin_data(
+    path: str,
+    *,
+    name: str | None = None,
+    split: str | None = None,
+    revision: str | None = None,
+    data_files: str | Sequence[str] | None = None,
+    ds_type: str | None = None,
+) -> Source:
+    """Pin a data set: a file, folder or glob, a hub id, or something built in.
+
+    `data_files` keep the user's order; all else is sorted. Raises ConfigError for what does not
+    exist and CapabilityError when the hub is needed and cannot be reached.
+    """
+    files = [data_files] if isinstance(data_files, str) else list(data_files or [])
+    if path in BUILTIN_DATA or path.startswith("builtin:"):
+        return _builtin(path, BUILTIN_DATA)
+    if _is_on_hub(path):
+        commit = _commit_of(path, revision, "dataset")
+        return Source(
+            {
+                "kind": "hub",
+                "repo": path,
+                "commit": commit,
+                "name": name,
+                "split": split or "train",
+                "data_files": files or None,
+            }
+        )
+    _refuse_for_local(path, name=name, revision=revision)
+    found = local_files.find_data(path, split=split, data_files=files or None, ds_type=ds_type)
+    return Source({"kind": "files", "label": found.label, "files": _digested(found)}, found.paths)
+
+
+def pin_tokenizer(path: str, revision: str | None = None) -> Source:
+    """Pin a tokenizer: only the files that decide what it does, so that weights may change.
+
+    Raises ConfigError for a folder without a tokenizer, CapabilityError for an unreachable hub.
+    """
+    if path.startswith("builtin:"):
+        _builtin(path, {"builtin:bytes": BUILTIN_TOKENIZER_VERSION, **BUILTIN_MODELS})
+        return Source({"kind": "builtin", "name": "bytes", "version": BUILTIN_TOKENIZER_VERSION})
+    if _is_on_hub(path):
+        return Source({"kind": "hub", "repo": path, "commit": _commit_of(path, revision, "model")})
+    _refuse_for_local(path, revision=revision)
+    folder = _folder_of(path)
+    files = _matching(folder, TOKENIZER_FILES)
+    if not files:
+        raise ConfigError(
+            f"{path} holds no tokenizer (no tokenizer.json, tokenizer_config.json, *.model).\n"
+            "  Set model.tokenizer_path to a folder that does, to a hub id, or to builtin:bytes."
+        )
+    if not _names_its_class(folder) and (folder / "config.json").is_file():
+        files.append(folder / "config.json")
+    found = Found(folder.name, folder, tuple(sorted(files)))
+    return Source({"kind": "files", "files": _digested(found)}, found.paths)
+
+
+def pin_model(path: str, revision: str | None = None) -> Source:
+    """Pin a model: its config and safetensors weights, or a config alone.
+
+    Raises ConfigError for a folder without either, CapabilityError for an unreachable hub.
+    """
+    if path.startswith("builtin:"):
+        return _builtin(path, BUILTIN_MODELS)
+    if _is_on_hub(path):
+        return Source({"kind": "hub", "repo": path, "commit": _commit_of(path, revision, "model")})
+    _refuse_for_local(path, revision=revision)
+    target = Path(path).expanduser()
+    if target.is_file() and target.suffix == ".json":
+        found = Found(target.name, target.parent, (target,))
+        return Source({"kind": "files", "files": _digested(found)}, found.paths)
+    folder = _folder_of(path)
+    files = _matching(folder, MODEL_FILES)
+    if not any(file.name == "config.json" or file.suffix == ".safetensors" for file in files):
+        raise ConfigError(
+            f"{path} holds neither config.json nor *.safetensors.\n"
+            "  Weights in other formats (.bin, .pt) are not read; save the model as safetensors."
+        )
+    found = Found(folder.name, folder, tuple(files))
+    return Source({"kind": "files", "files": _digested(found)}, found.paths)
+
+
+def _builtin(path: str, known: dict[str, int]) -> Source:
+    if path not in known:
+        raise ConfigError(f"{path} is not built in.\n  These are: {', '.join(sorted(known))}.")
+    name = path.removeprefix("builtin:")
+    return Source({"kind": "builtin", "name": name, "version": known[path]})
+
+
+def _is_on_hub(path: str) -> bool:
+    """Whether `path` names a hub repository; raises ConfigError for an absent local path."""
+    if "://" in path:
+        scheme = path.split("://", 1)[0]
+        raise ConfigError(
+            f"{path}: {scheme}:// sources are not available yet.\n"
+            "  Copy the files to this machine and give their path, or use a hub id."
+        )
+    if not path:
+        raise ConfigError("a path is empty.\n  Give a file, a folder, or a hub id.")
+    target = Path(path).expanduser()
+    if target.exists():
+        return False
+    if local_files.looks_local(path):
+        if local_files.GLOB.search(path):
+            return False
+        raise local_files.missing(path)
+    if not HUB_ID.fullmatch(path):
+        raise ConfigError(f"{path} is neither a path that exists nor a hub id (org/name).")
+    return True
+
+
+def _refuse_for_local(path: str, **given: str | None) -> None:
+    for field, value in given.items():
+        if value is not None:
+            raise ConfigError(
+                f"{field} is {value!r}, but {path} lies on this machine, which knows of none.\n"
+                f"  Leave {field} out."
+            )
+
+
+def _folder_of(path: str) -> Path:
+    target = Path(path).expanduser()
+    if not target.is_dir():
+        raise ConfigError(f"{path} is a file where a folder is meant.\n  Give its folder.")
+    local_files.names_in(target)
+    return target
+
+
+def _matching(folder: Path, patterns: Sequence[str]) -> list[Path]:
+    return sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()})
+
+
+def _names_its_class(folder: Path) -> bool:
+    try:
+        return bool(read_json(folder / "tokenizer_config.json").get("tokenizer_class"))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _digested(found: Found) -> list[dict[str, Any]]:
+    try:
+        digests = digests_of(found.paths)
+        return [
+            {"name": found.name_of(path), "bytes": path.stat().st_size, "sha256": digest}
+            for path, digest in zip(found.paths, digests, strict=True)
+        ]
+    except PermissionError as error:
+        raise local_files.unreadable(Path(str(error.filename))) from error
+
+
+def _commit_of(repo: str, revision: str | None, kind: Literal["dataset", "model"]) -> str:
+    """The 40 hex digits `revision` (default: main) stands for now, or stood for when last seen."""
+    if revision and COMMIT.fullmatch(revision):
+        return revision
+    commit = None if env.hub_is_offline() else _ask_hub(repo, revision, kind)
+    commit = commit or _remembered_commit(repo, revision or "main", kind)
+    if commit:
+        return commit
+    raise CapabilityError(
+        f"{repo} is neither a path here nor in the local hub cache, and the Hugging Face hub "
+        f"cannot be reached{' (HF_HUB_OFFLINE is set)' if env.hub_is_offline() else ''}.\n"
+        f"  Go online, or download it where there is a network (hf download {repo}"
+        f"{' --repo-type dataset' if kind == 'dataset' else ''}), or give a local path."
+    )
+
+
+def _ask_hub(repo: str, revision: str | None, kind: Literal["dataset", "model"]) -> str | None:
+    """The commit the hub names, or None when it cannot be reached."""
+    import httpx
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    api = HfApi()
+    ask = api.dataset_info if kind == "dataset" else api.model_info
+    try:
+        return ask(repo, revision=revision, timeout=HUB_TIMEOUT).sha
+    except GatedRepoError as error:
+        raise CapabilityError(
+            f"{repo} is gated, and this account has no access to it.\n"
+            "  Accept its terms on the hub, then log in (hf auth login) or set HF_TOKEN."
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ConfigError(
+            f"{repo} is neither a path here nor a {kind} on the Hugging Face hub.\n"
+            "  Check the spelling; for a private one, log in (hf auth login) or set HF_TOKEN."
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ConfigError(
+            f"{repo} has no revision {revision!r} on the hub.\n"
+            "  Give a branch, a tag or a commit that it has."
+        ) from error
+    except HFValidationError as error:
+        raise ConfigError(f"{repo} is neither a path here nor a valid hub id: {error}") from error
+    except (httpx.HTTPError, OSError):
+        return None
+
+
+def _remembered_commit(repo: str, revision: str, kind: Literal["dataset", "model"]) -> str | None:
+    """The commit in the refs of the hub's cache on this machine, if it was ever fetched."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    folder = Path(HF_HUB_CACHE) / f"{kind}s--{repo.replace('/', '--')}" / "refs"
+    ref = folder / revision
+    if not ref.resolve().is_relative_to(folder.resolve()) or not ref.is_file():
+        return None
+    commit = ref.read_text().strip()
+    return commit if COMMIT.fullmatch(commit) else None

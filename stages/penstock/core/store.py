@@ -1,0 +1,274 @@
+"""The artifact store: a stage's folder is sealed by a manifest written last.
+
+A folder without a manifest is an *attempt*: never read by another stage, handed back to the same
+stage on the next run, so that it resumes instead of starting over. One writer per folder: a second
+comer waits at the lock, finds the seal, and reuses. The kernel frees the lock when its holder dies.
+"""
+
+import errno
+import platform
+import shutil
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from filelock import FileLock, Timeout
+
+from penstock import __version__
+from penstock.core import provenance
+from penstock.core.digests import sha256_of
+from penstock.core.errors import ArtifactError, Interrupted, PenstockError, StageError
+from penstock.core.files import PART, fsync, read_json, regular_files, remove, write_json
+from penstock.core.stage import (
+    ATTEMPT,
+    ERROR_LOG,
+    MANIFEST,
+    Artifact,
+    Facts,
+    Source,
+    Stage,
+    identity,
+    key_of,
+    short,
+)
+
+FORMAT = 1
+
+Status = Literal["ran", "cached", "resumed", "skipped"]
+Cache = Literal["reuse", "refresh", "off"]
+"""reuse: take what is sealed, resume what is not. refresh: build again, but resume an attempt of
+this very build. off: build again from nothing."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A stage and the folder its result lies in, or will."""
+
+    stage: Stage
+    path: Path
+
+    @property
+    def artifact(self) -> Artifact:
+        """The result by name, whether or not it exists yet."""
+        return Artifact(self.stage.name, key_of(self.stage), self.path)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a step."""
+
+    stage: str
+    key: str
+    status: Status
+    path: Path
+    seconds: float
+    facts: Facts
+
+
+def find(step: Step) -> dict[str, Any] | None:
+    """The sealed manifest of the step, or None while there is none of this key.
+
+    Raises ArtifactError when the seal is there but its files are not.
+    """
+    manifest = read_manifest(step.path)
+    if manifest is None or manifest["key"] != key_of(step.stage):
+        return None
+    for file in manifest["files"]:
+        path = step.path / file["path"]
+        if not path.is_file() or path.stat().st_size != file["bytes"]:
+            raise ArtifactError(
+                f"{step.path} is sealed, but {file['path']} is missing or not {file['bytes']} "
+                f"bytes long.\n  Restore it, or build again with --force {step.stage.name}."
+            )
+    return manifest
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """The manifest in `folder`, or None where there is none. Raises ArtifactError if unreadable."""
+    try:
+        return read_json(folder / MANIFEST)
+    except FileNotFoundError:
+        return None
+    except (ValueError, NotADirectoryError) as error:
+        raise ArtifactError(
+            f"{folder / MANIFEST} cannot be read: {error}.\n  Delete {folder} to build it anew."
+        ) from error
+
+
+def realize(
+    step: Step,
+    *,
+    cache: Cache = "reuse",
+    claim: Callable[[Step], None] | None = None,
+    notify: Callable[[str], None] = lambda _: None,
+) -> Outcome:
+    """Return the step's result, doing the work only if it is not there yet.
+
+    `claim` is called under the lock before any work; it may raise to refuse the folder or move what
+    lies there aside. `notify` receives one line for people when this call has to wait.
+    """
+    started = time.monotonic()
+    if cache == "reuse" and (manifest := find(step)):
+        return _outcome(step, "cached", started, manifest["facts"])
+    with _locked(step.path, notify):
+        if cache == "reuse" and (manifest := find(step)):
+            return _outcome(step, "cached", started, manifest["facts"])
+        if claim:
+            claim(step)
+        if cache == "reuse":
+            return _build(step, started)
+        return _rebuild(step, started, cache)
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename `folder` to the first free `<name>.old-<n>` beside it, and return that."""
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.old-{number}")).exists():
+        number += 1
+    folder.rename(aside)
+    return aside
+
+
+def lock_of(folder: Path) -> Path:
+    """The lock file of an artifact's folder: beside it, hidden."""
+    return folder.with_name(f".{folder.name}.lock")
+
+
+class _locked:  # noqa: N801 - used as a function
+    """One writer per folder; says so once when another holds it."""
+
+    def __init__(self, folder: Path, notify: Callable[[str], None]) -> None:
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StageError(f"{folder.parent} cannot be created: {reason_of(error)}.") from error
+        self._lock = FileLock(lock_of(folder))
+        self._folder = folder
+        self._notify = notify
+
+    def __enter__(self) -> None:
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            self._notify(f"{self._folder} is being built by another run; waiting for it")
+            self._lock.acquire()
+        except OSError as error:
+            raise StageError(f"{self._folder} cannot be locked: {reason_of(error)}.") from error
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def _rebuild(step: Step, started: float, cache: Cache) -> Outcome:
+    """Build although a result may be there; that result survives until the new one is whole."""
+    had = read_manifest(step.path) is not None
+    aside = set_aside(step.path) if step.path.exists() and (had or cache == "off") else None
+    try:
+        outcome = _build(step, started)
+    except BaseException:
+        if aside and had:
+            remove(step.path)
+            aside.rename(step.path)
+        raise
+    if aside and step.stage.name != "train":
+        remove(aside)
+    return outcome
+
+
+def _build(step: Step, started: float) -> Outcome:
+    stage, out = step.stage, step.path
+    resumed = (out / ATTEMPT).is_file()
+    began = time.monotonic()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(out / ATTEMPT, {**identity(stage), "key": key_of(stage)})
+        facts = dict(stage.run(out))
+        manifest = _seal(step, facts, time.monotonic() - began)
+    except Interrupted:
+        raise
+    except Exception as error:
+        raise _failure(step, error, time.monotonic() - began) from error
+    return _outcome(step, "resumed" if resumed else "ran", started, manifest["facts"])
+
+
+def _seal(step: Step, facts: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Sweep what is unfinished, digest what is owned, and write the manifest last."""
+    stage, out = step.stage, step.path
+    for leftover in regular_files(out):
+        if leftover.suffix == PART:
+            leftover.unlink()
+    files: list[dict[str, Any]] = []
+    for path in sorted(stage.owned_files(out)):
+        fsync(path)
+        files.append(
+            {
+                "path": path.relative_to(out).as_posix(),
+                "bytes": path.stat().st_size,
+                "sha256": sha256_of(path),
+            }
+        )
+    manifest = {
+        "format": FORMAT,
+        "stage": stage.name,
+        "key": key_of(stage),
+        "version": stage.version,
+        "settings": identity(stage)["settings"],
+        "inputs": {
+            name: {"key": source.key, "source": dict(source.pin)}
+            if isinstance(source, Source)
+            else {"key": source.key}
+            for name, source in stage.inputs.items()
+        },
+        "files": files,
+        "facts": facts,
+        "seconds": round(seconds, 3),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "code": {"penstock": __version__, **provenance.versions()},
+        "host": platform.node(),
+    }
+    write_json(out / MANIFEST, manifest)
+    for mark in (ATTEMPT, ERROR_LOG):
+        (out / mark).unlink(missing_ok=True)
+    return manifest
+
+
+def _failure(step: Step, error: Exception, seconds: float) -> PenstockError:
+    """The error a user sees; the traceback goes to the attempt's log."""
+    log = step.path / ERROR_LOG
+    with suppress(OSError):
+        log.write_text("".join(traceback.format_exception(error)))
+    kept = f"What it wrote is kept in {step.path}; run it again to resume."
+    text = str(error) if isinstance(error, PenstockError) else reason_of(error)
+    failure = StageError(f"{step.stage.name} failed after {seconds:.0f}s: {text}\n  {kept}")
+    if isinstance(error, PenstockError):
+        failure.exit_code = error.exit_code if error.exit_code != 2 else 1
+    return failure
+
+
+def reason_of(error: BaseException) -> str:
+    """One sentence for an exception that was not written for users."""
+    if isinstance(error, OSError) and error.strerror:
+        where = f" ({error.filename})" if error.filename else ""
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return f"the disk is full{where}; free some space{_free_space(error)}"
+        return f"{error.strerror.lower()}{where}"
+    return f"{type(error).__name__}: {error}"
+
+
+def _free_space(error: OSError) -> str:
+    if not error.filename:
+        return ""
+    with suppress(OSError):
+        free = shutil.disk_usage(Path(str(error.filename)).parent).free
+        return f" ({free / 1e6:.1f} MB are left there)"
+    return ""
+
+
+def _outcome(step: Step, status: Status, started: float, facts: Facts) -> Outcome:
+    seconds = time.monotonic() - started
+    return Outcome(step.stage.name, short(key_of(step.stage)), status, step.path, seconds, facts)

@@ -1,0 +1,38 @@
+"""The Hugging Face config of the base model, from a folder or built in."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.core.errors import ConfigError
+from penstock.models.builtin import SCHEME, builtin_config
+
+
+def read_hf_config(config_path: str, foundation: Mapping[str, Any]) -> dict[str, Any]:
+    """The config in the folder `config_path` (or `builtin:<name>`), with `foundation` laid over it.
+
+    Raises ConfigError when there is no readable config.json.
+    """
+    if config_path.startswith(SCHEME):
+        config = builtin_config(config_path)
+    else:
+        file = Path(config_path).expanduser()
+        file = file / "config.json" if file.is_dir() else file
+        try:
+            config = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"model.config_path: {file} cannot be read as JSON ({error}).\n"
+                "  Name a folder that holds a Hugging Face config.json."
+            ) from error
+    return _laid_over(config, foundation)
+
+
+def _laid_over(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for name, value in top.items():
+        below = merged.get(name)
+        both = isinstance(value, Mapping) and isinstance(below, Mapping)
+        merged[name] = _laid_over(below, value) if both else value
+    return merged

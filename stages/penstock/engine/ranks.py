@@ -1,0 +1,77 @@
+"""This process among the others: who it is, its device, and the few questions ranks ask together."""
+
+import datetime
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from penstock.core import env
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """One rank's view of the world."""
+
+    rank: int
+    local_rank: int
+    world: int
+    device: torch.device
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the rank that writes and speaks for all."""
+        return self.rank == 0
+
+    def total(self, value: torch.Tensor) -> torch.Tensor:
+        """The sum of `value` over all ranks, in place."""
+        dist.all_reduce(value, op=dist.ReduceOp.SUM)
+        return value
+
+    def anywhere(self, flag: bool) -> bool:
+        """Whether `flag` is set on any rank; all ranks get the same answer."""
+        mark = torch.tensor(int(flag), device=self.device)
+        dist.all_reduce(mark, op=dist.ReduceOp.MAX)
+        return bool(mark.item())
+
+    def gather(self, value: object) -> list[object]:
+        """Each rank's `value`, in rank order, on every rank."""
+        found: list[object] = [None] * self.world
+        dist.all_gather_object(found, value)
+        return found
+
+    def wait(self) -> None:
+        """Wait until every rank is here."""
+        dist.barrier()
+
+
+def join(timeout_seconds: float) -> Ranks:
+    """Join the process group that torchrun's variables describe (a world of one without them).
+
+    A collective that does not complete within `timeout_seconds` fails instead of hanging.
+    """
+    rank, local_rank, world = env.rank_variables() or (0, 0, 1)
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        backend, device_id = "nccl", device
+    else:
+        device, backend, device_id = torch.device("cpu"), "gloo", None
+    if not dist.is_initialized():
+        store = dist.HashStore() if world == 1 else None
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank if store else -1,
+            world_size=world if store else -1,
+            timeout=timeout,
+            device_id=device_id,
+        )
+    return Ranks(rank, local_rank, world, device)
+
+
+def leave() -> None:
+    """Leave the process group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

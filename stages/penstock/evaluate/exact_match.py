@@ -1,0 +1,201 @@
+"""How many held-out prompts an exported model answers exactly, asked through plain transformers.
+
+Nothing of this project's own modelling code takes part: what is measured is what others will load.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from penstock.core.errors import CapabilityError, StageError
+from penstock.core.files import read_json
+from penstock.core.stage import Artifact
+from penstock.rows.schema import IGNORED
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt and the answer the data gives to it, as token ids."""
+
+    prompt: tuple[int, ...]
+    expected: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One question as text, and what became of it."""
+
+    prompt: str
+    answer: str
+    expected: str
+    right: bool
+
+
+@dataclass(frozen=True)
+class Report:
+    """The share of questions answered exactly."""
+
+    num_asked: int
+    num_right: int
+    num_skipped: int
+    """Rows that ask nothing: their first token is trained already, or none is."""
+    samples: tuple[Sample, ...]
+    """Every question, in the order of the data."""
+
+    @property
+    def accuracy(self) -> float:
+        """Between 0 and 1."""
+        return self.num_right / self.num_asked
+
+
+def exact_match(
+    hf_folder: Path, prepared: Artifact, *, limit: int, seed: int, batch_size: int
+) -> Report:
+    """Ask the model in `hf_folder` up to `limit` rows of the validation split, chosen by `seed`.
+
+    A prompt is what comes before the first trained token of a row, the expected answer is the run
+    of trained tokens that starts there. Answers are generated greedily and compared token by token
+    up to and including the end token. Raises StageError when no row asks anything, CapabilityError
+    when the folder holds only an adapter and peft is not installed.
+    """
+    rows = _chosen_rows(prepared.path / "data" / "validation", limit, seed)
+    found = [question_of(ids, labels) for ids, labels in rows]
+    questions = [question for question in found if question is not None]
+    if not questions:
+        raise StageError(
+            f"{prepared.path} holds no validation row with a prompt and an answer "
+            f"({len(found)} rows looked at).\n  Set data.val_set_size or data.test_datasets."
+        )
+    model = _load_model(hf_folder)
+    tokenizer = AutoTokenizer.from_pretrained(hf_folder)
+    ends = _end_tokens(model, tokenizer)
+    answers = _answers(model, questions, ends, tokenizer.pad_token_id or 0, batch_size)
+    samples: list[Sample] = []
+    for question, answer in zip(questions, answers, strict=True):
+        expected = _up_to_end(question.expected, ends)
+        samples.append(
+            Sample(
+                prompt=tokenizer.decode(question.prompt),
+                answer=tokenizer.decode(answer, skip_special_tokens=True),
+                expected=tokenizer.decode(expected, skip_special_tokens=True),
+                # An expected answer that was cut off has no end token, and is compared as far.
+                right=tuple(answer[: len(expected)]) == expected,
+            )
+        )
+    return Report(
+        num_asked=len(questions),
+        num_right=sum(sample.right for sample in samples),
+        num_skipped=len(found) - len(questions),
+        samples=tuple(samples),
+    )
+
+
+def question_of(input_ids: Sequence[int], labels: Sequence[int]) -> Question | None:
+    """The first question a row asks; None when nothing precedes its trained tokens."""
+    trained = [label != IGNORED for label in labels]
+    if True not in trained[1:] or trained[0]:
+        return None
+    start = trained.index(True)
+    end = trained.index(False, start) if False in trained[start:] else len(trained)
+    return Question(tuple(input_ids[:start]), tuple(input_ids[start:end]))
+
+
+def _chosen_rows(folder: Path, limit: int, seed: int) -> list[tuple[list[int], list[int]]]:
+    files = sorted(folder.glob("*.arrow"))
+    if not files:
+        raise StageError(
+            f"{folder} holds no rows to ask.\n  Set data.val_set_size or data.test_datasets."
+        )
+    tables = []
+    for file in files:
+        with pa.memory_map(str(file)) as source:
+            tables.append(pa.ipc.open_file(source).read_all().select(["input_ids", "labels"]))
+    table = pa.concat_tables(tables)
+    order = np.random.Generator(np.random.PCG64(seed)).permutation(len(table))
+    chosen = table.take(np.sort(order[:limit]))
+    return list(zip(chosen["input_ids"].to_pylist(), chosen["labels"].to_pylist(), strict=True))
+
+
+def _load_model(folder: Path) -> Any:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    adapter = folder / "adapter_config.json"
+    if not adapter.is_file():
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        return model.to(device).eval()
+    try:
+        from peft import PeftModel  # noqa: PLC0415 - an optional package
+    except ImportError as error:
+        raise CapabilityError(
+            f"{folder} holds only an adapter, and peft, which loads it, is not installed.\n"
+            "  pip install peft, or export with export.merge_lora true."
+        ) from error
+    named = read_json(adapter)["base_model_name_or_path"]
+    beside = folder / named
+    base = AutoModelForCausalLM.from_pretrained(beside if beside.is_dir() else named, dtype="auto")
+    return PeftModel.from_pretrained(base, folder).to(device).eval()
+
+
+def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
+    named = model.generation_config.eos_token_id
+    ends = [*(named if isinstance(named, list) else [named]), tokenizer.eos_token_id]
+    return frozenset(end for end in ends if end is not None)
+
+
+def _answers(
+    model: Any,
+    questions: Sequence[Question],
+    ends: frozenset[int],
+    pad: int,
+    batch_size: int,
+) -> list[tuple[int, ...]]:
+    """The model's answer to each question, up to and including the first end token."""
+    # Neighbours in length share a batch, so that little of it is padding.
+    order = sorted(range(len(questions)), key=lambda index: len(questions[index].prompt))
+    answers: list[tuple[int, ...]] = [()] * len(questions)
+    for batch in _batches(order, batch_size):
+        asked = [questions[index] for index in batch]
+        for index, answer in zip(batch, _generate(model, asked, ends, pad), strict=True):
+            answers[index] = answer
+    return answers
+
+
+def _batches(order: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    for start in range(0, len(order), size):
+        yield order[start : start + size]
+
+
+@torch.no_grad()
+def _generate(
+    model: Any, asked: Sequence[Question], ends: frozenset[int], pad: int
+) -> list[tuple[int, ...]]:
+    width = max(len(question.prompt) for question in asked)
+    ids_BT = torch.full((len(asked), width), pad)
+    mask_BT = torch.zeros_like(ids_BT)
+    for row, question in enumerate(asked):
+        ids_BT[row, width - len(question.prompt) :] = torch.tensor(question.prompt)
+        mask_BT[row, width - len(question.prompt) :] = 1
+    greedy = GenerationConfig(
+        do_sample=False,
+        max_new_tokens=max(len(question.expected) for question in asked),
+        eos_token_id=sorted(ends) or None,
+        pad_token_id=pad,
+    )
+    out_BT = model.generate(
+        input_ids=ids_BT.to(model.device),
+        attention_mask=mask_BT.to(model.device),
+        generation_config=greedy,
+    )
+    return [_up_to_end(row, ends) for row in out_BT[:, width:].tolist()]
+
+
+def _up_to_end(tokens: Sequence[int], ends: frozenset[int]) -> tuple[int, ...]:
+    for index, token in enumerate(tokens):
+        if token in ends:
+            return tuple(tokens[: index + 1])
+    return tuple(tokens)

@@ -1,0 +1,41 @@
+"""Model configs that ship with the code: small enough to train on a laptop's CPU."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.core.errors import ConfigError
+
+SCHEME = "builtin:"
+
+CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "tiny-qwen3": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": 320,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "hidden_act": "silu",
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "initializer_range": 0.02,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "use_sliding_window": False,
+        "dtype": "float32",
+    },
+}
+
+
+def builtin_config(name: str) -> dict[str, Any]:
+    """A fresh Hugging Face config for `builtin:<name>`. Raises ConfigError for an unknown one."""
+    short = name.removeprefix(SCHEME)
+    if short not in CONFIGS:
+        known = ", ".join(f"{SCHEME}{each}" for each in CONFIGS)
+        raise ConfigError(f"{name} is not a built-in model; there is {known}.")
+    return dict(CONFIGS[short])

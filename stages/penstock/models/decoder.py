@@ -1,0 +1,117 @@
+"""The decoder that every family so far shares: the architecture and nothing else.
+
+T tokens of a flat micro-batch, D model width, V vocabulary, H head width. Parameters carry Hugging
+Face's names, so that checkpoints need no renaming (`weights.py` knows the one exception).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.models.layers.attention import Attend
+from penstock.models.layers.block import Block, Run, direct
+from penstock.models.layers.norm import RMSNorm
+from penstock.models.layers.rotary import Rotary
+from penstock.models.shape import DecoderConfig
+from penstock_kernels.attention import Segments, attention
+
+Reduce = Callable[[torch.Tensor, nn.Module], torch.Tensor]
+"""What to make of the final hidden states [T, D] and the head, instead of logits."""
+
+HEAD_WEIGHT = "lm_head.weight"
+EMBEDDING_WEIGHT = "model.embed_tokens.weight"
+
+
+class Trunk(nn.Module):
+    """Everything but the head, under the name it has in checkpoints. `Decoder` calls its parts."""
+
+    def __init__(self, config: DecoderConfig, *, merge_qkv: bool, attend: Attend) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            Block(config, merge_qkv=merge_qkv, attend=attend)
+            for _ in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class Decoder(nn.Module):
+    """Token ids in, logits out, or whatever `reduce` makes of the hidden states.
+
+    With tied embeddings `lm_head.weight` is the embedding's own Parameter: `named_parameters` and
+    `state_dict` list it once, as the embedding's, and it stays one through `to` and `to_empty`.
+    Can be built under `torch.device("meta")`: nothing but parameters is a tensor.
+    `run_layer` is a socket for recomputation, as are `run_attn` and `run_mlp` of each layer.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, *, merge_qkv: bool = False, attention: Attend = attention
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.merge_qkv = merge_qkv
+        self.model = Trunk(config, merge_qkv=merge_qkv, attend=attention)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.rotary = Rotary(
+            config.rope_parameters,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_position_embeddings,
+        )
+        self.run_layer: Run = direct
+        if config.tie_word_embeddings:
+            self.tie()
+            self.register_state_dict_post_hook(_without_head)
+            self.register_load_state_dict_pre_hook(_with_head)
+
+    def tie(self) -> None:
+        """Make the head's weight the embedding's, for a model whose config ties them."""
+        self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(
+        self,
+        input_ids_T: torch.Tensor,
+        position_ids_T: torch.Tensor,
+        segments: Segments,
+        reduce: Reduce | None = None,
+    ) -> torch.Tensor:
+        """Logits [T, V], or `reduce(hidden_TD, lm_head)`.
+
+        `reduce` is called in here so that it finds the head's weight whole, whatever wraps the
+        model to hold only a part of it between calls.
+        """
+        x_TD = self._embedded(input_ids_T)
+        cos_TH, sin_TH = self.rotary.angles(position_ids_T, x_TD.dtype)
+        for layer in self.model.layers:
+            x_TD = self.run_layer(layer, x_TD, cos_TH, sin_TH, segments)
+        x_TD = self.model.norm(x_TD)
+        return self.lm_head(x_TD) if reduce is None else reduce(x_TD, self.lm_head)
+
+    def _embedded(self, input_ids_T: torch.Tensor) -> torch.Tensor:
+        """Embeddings, in autocast's dtype where it is on: the residual stream keeps the dtype it
+        starts with, and a stream in fp32 would undo what autocast is for."""
+        x_TD = self.model.embed_tokens(input_ids_T)
+        device = x_TD.device.type
+        if torch.is_autocast_enabled(device):
+            return x_TD.to(torch.get_autocast_dtype(device))
+        return x_TD
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True):
+        """Move or convert parameters as usual. Torch gives each module its own new Parameter when
+        it leaves the meta device, which would part the two that are one."""
+        super()._apply(fn, recurse)
+        if self.config.tie_word_embeddings:
+            self.tie()
+        return self
+
+
+def _without_head(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    del module, metadata
+    state.pop(prefix + HEAD_WEIGHT, None)
+
+
+def _with_head(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    del module, rest
+    if prefix + EMBEDDING_WEIGHT in state:
+        state.setdefault(prefix + HEAD_WEIGHT, state[prefix + EMBEDDING_WEIGHT])

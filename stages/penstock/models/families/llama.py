@@ -1,0 +1,18 @@
+"""Llama 2 and 3: optional biases everywhere, no q/k norms."""
+
+from penstock.models.family import Family
+from penstock.models.hf_config import HfConfig, decoder_config, given
+from penstock.models.roles import DECODER_ROLES
+from penstock.models.shape import DecoderConfig
+
+ROLES = DECODER_ROLES
+
+
+def read(hf: HfConfig) -> DecoderConfig:
+    """The DecoderConfig of a Llama's config.json."""
+    bias = bool(given(hf, "attention_bias", False))
+    mlp_bias = bool(given(hf, "mlp_bias", False))
+    return decoder_config(hf, qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias)
+
+
+LLAMA = Family("llama", read, ROLES)

@@ -1,0 +1,19 @@
+"""Qwen3, dense: queries and keys are normalised head by head; the head width is its own field."""
+
+from penstock.models.family import Family
+from penstock.models.hf_config import HfConfig, decoder_config, given
+from penstock.models.roles import DECODER_ROLES
+from penstock.models.shape import DecoderConfig
+
+ROLES = DECODER_ROLES
+
+
+def read(hf: HfConfig) -> DecoderConfig:
+    """The DecoderConfig of a Qwen3's config.json."""
+    bias = bool(given(hf, "attention_bias", False))
+    return decoder_config(
+        hf, head_dim=given(hf, "head_dim", 128), qkv_bias=bias, o_bias=bias, qk_norm=True
+    )
+
+
+QWEN3 = Family("qwen3", read, ROLES)

@@ -1,0 +1,73 @@
+"""Grouped-query attention over a flat micro-batch of documents.
+
+T tokens, D model width, N query heads, K key and value heads, H head width.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from penstock.models.layers.norm import RMSNorm
+from penstock.models.shape import DecoderConfig
+from penstock_kernels.attention import Segments
+from penstock_kernels.rope import rope
+
+
+class Attend(Protocol):
+    """Causal attention within each document: q [T,N,H], k and v [T,K,H] in, [T,N,H] out."""
+
+    def __call__(
+        self,
+        q_TNH: torch.Tensor,
+        k_TKH: torch.Tensor,
+        v_TKH: torch.Tensor,
+        segments: Segments,
+        scale: float,
+        /,
+    ) -> torch.Tensor: ...
+
+
+class SelfAttention(nn.Module):
+    """Project, normalise if the family does, rotate, attend, project back.
+
+    `attend` is a socket: whoever assembles the model may wrap or replace it.
+    """
+
+    def __init__(self, config: DecoderConfig, *, merge_qkv: bool, attend: Attend) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.scale = config.head_dim**-0.5
+        self.merge_qkv = merge_qkv
+        self.parts = list(config.qkv_parts.values())
+        width, bias = config.hidden_size, config.qkv_bias
+        if merge_qkv:
+            self.qkv_proj = nn.Linear(width, sum(self.parts), bias=bias)
+        else:
+            self.q_proj, self.k_proj, self.v_proj = (
+                nn.Linear(width, features, bias=bias) for features in self.parts
+            )
+        self.o_proj = nn.Linear(self.parts[0], width, bias=config.o_bias)
+        self.qk_norm = config.qk_norm
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.attend = attend
+
+    def forward(
+        self, x_TD: torch.Tensor, cos_TH: torch.Tensor, sin_TH: torch.Tensor, segments: Segments
+    ) -> torch.Tensor:
+        """Attention's contribution to the residual stream, [T, D]."""
+        q, k, v = self._projected(x_TD)
+        # -1 heads: a projection that holds only some of the heads gives as many as it holds.
+        q_TNH, k_TKH, v_TKH = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, v))
+        if self.qk_norm:
+            q_TNH, k_TKH = self.q_norm(q_TNH), self.k_norm(k_TKH)
+        q_TNH, k_TKH = rope(q_TNH, k_TKH, cos_TH, sin_TH)
+        y_TNH = self.attend(q_TNH, k_TKH, v_TKH, segments, self.scale)
+        return self.o_proj(y_TNH.flatten(1))
+
+    def _projected(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if self.merge_qkv:
+            return self.qkv_proj(x_TD).split(self.parts, dim=-1)
+        return self.q_proj(x_TD), self.k_proj(x_TD), self.v_proj(x_TD)

@@ -1,0 +1,22 @@
+"""The gated feed-forward network."""
+
+import torch
+from torch import nn
+
+from penstock.models.shape import DecoderConfig
+from penstock_kernels.swiglu import swiglu
+
+
+class FeedForward(nn.Module):
+    """`down(silu(gate(x)) * up(x))`. T tokens, D model width, F feed-forward width."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = nn.Linear(width, inner, bias=bias)
+        self.up_proj = nn.Linear(width, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, width, bias=bias)
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """The network's contribution to the residual stream, [T, D]."""
+        return self.down_proj(swiglu(self.gate_proj(x_TD), self.up_proj(x_TD)))

@@ -1,0 +1,29 @@
+"""Hugging Face's model_type to the family that computes it."""
+
+from difflib import get_close_matches
+
+from penstock.core.errors import CapabilityError
+from penstock.models.families.llama import LLAMA
+from penstock.models.families.qwen2 import QWEN2
+from penstock.models.families.qwen3 import QWEN3
+from penstock.models.family import Family
+from penstock.models.hf_config import HfConfig
+
+FAMILIES = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3)}
+
+
+def family_of(hf_config: HfConfig) -> Family:
+    """The family of the model whose config.json this is.
+
+    Raises:
+        CapabilityError: for a model_type that no family here computes.
+    """
+    model_type = hf_config.get("model_type")
+    if model_type in FAMILIES:
+        return FAMILIES[model_type]
+    near = get_close_matches(str(model_type), FAMILIES, n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    raise CapabilityError(
+        f"the model's config.json says model_type {model_type!r}; "
+        f"{', '.join(FAMILIES)} are supported.{hint} Use a model of one of these families."
+    )

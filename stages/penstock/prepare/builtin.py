@@ -1,0 +1,56 @@
+"""Data sets generated in code: no files, no network, the same records everywhere and always.
+
+What they generate is versioned in `penstock.core.source.BUILTIN_DATA`.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+DUMMY_SAMPLES = 4096
+DUMMY_TOKENS = 513
+"""A multiple of 16 and one: 512 trained positions."""
+
+SUMS = ("What is {a} + {b}?", "{a} plus {b} is what?", "Add {a} and {b}.", "{a} + {b} =")
+DIFFERENCES = ("What is {a} - {b}?", "{a} minus {b} is what?", "Take {b} from {a}.", "{a} - {b} =")
+
+
+def generate(name: str) -> Iterator[dict[str, Any]]:
+    """The records of a built-in data set, in their fixed order."""
+    return GENERATORS[name]()
+
+
+def arithmetic() -> Iterator[dict[str, Any]]:
+    """Every sum of two two-digit numbers, and every difference that is not negative, asked once.
+
+    12,195 chats of one question and one answer. The answer adds or takes away the tens first, then
+    the ones, and ends with the result: `47 + 38 = 77 + 8 = 85`.
+    """
+    for a in range(10, 100):
+        for b in range(10, 100):
+            yield _chat(SUMS[(a * 7 + b * 3) % len(SUMS)], a, b, "+", a + b // 10 * 10, a + b)
+            if a >= b:
+                wording = DIFFERENCES[(a * 3 + b * 7) % len(DIFFERENCES)]
+                yield _chat(wording, a, b, "-", a - b // 10 * 10, a - b)
+
+
+def dummy() -> Iterator[dict[str, Any]]:
+    """4,096 equal tokenized samples of 513 tokens, all of them trained: for smoke tests.
+
+    They count `1, 2, …, 255, 0, 1, …`, so that any vocabulary has the tokens, and end with 0.
+    """
+    tokens = [*(number % 256 for number in range(1, DUMMY_TOKENS)), 0]
+    for _ in range(DUMMY_SAMPLES):
+        yield {"input_ids": tokens, "labels": tokens}
+
+
+def _chat(wording: str, a: int, b: int, sign: str, tens: int, result: int) -> dict[str, Any]:
+    answer = f"{a} {sign} {b} = {tens} {sign} {b % 10} = {result}"
+    return {
+        "messages": [
+            {"role": "user", "content": wording.format(a=a, b=b)},
+            {"role": "assistant", "content": answer},
+        ]
+    }
+
+
+GENERATORS = {"arithmetic": arithmetic, "dummy": dummy}

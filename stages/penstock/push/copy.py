@@ -1,0 +1,147 @@
+"""Copying files to any URL that fsspec can write to, and only what differs.
+
+Beside the files lies an index of their digests, so that a later push need not read them back. It
+never vouches for a file that is being replaced: the entry goes before the file is touched and comes
+back when the file is whole.
+"""
+
+import json
+import posixpath
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import fsspec
+from fsspec.core import url_to_fs
+
+from penstock.core.errors import CapabilityError, PenstockError, StageError
+from penstock.core.files import PART
+from penstock.push.contents import SentFile, superseded
+
+INDEX = "penstock-push.json"
+
+Entries = dict[str, dict[str, Any]]
+
+_CHUNK = 8 << 20
+
+# A file of these appears whole or not at all, and renaming one copies it.
+_OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "r2"}
+
+
+@dataclass(frozen=True)
+class CopyTarget:
+    """A folder on some file system."""
+
+    url: str
+    system: fsspec.AbstractFileSystem
+    root: str
+
+    @classmethod
+    def open(cls, url: str) -> "CopyTarget":
+        """Find the file system of the URL. Raises CapabilityError when there is none for it."""
+        try:
+            system, root = url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            raise CapabilityError(
+                f"push.url {url} cannot be written from here: {error}\n"
+                "  Install the package it names, or use another URL."
+            ) from error
+        return cls(url, system, root.rstrip("/"))
+
+    def difference(self, files: Sequence[SentFile]) -> tuple[list[str], list[str]]:
+        """Names of files that the target lacks or holds otherwise, and names to remove."""
+        with self._speaking():
+            known = self._read_index()
+            sizes = self._sizes()
+            send = [
+                file.name
+                for file in files
+                if known.get(file.name) != file.fact or sizes.get(file.name) != file.num_bytes
+            ]
+            return send, superseded(sizes, files)
+
+    def send(self, files: Sequence[SentFile]) -> None:
+        """Write what differs, each file whole or not at all, then the index.
+
+        Raises CapabilityError when the target may not be written, StageError when it fails.
+        """
+        send, remove = self.difference(files)
+        if not send and not remove:
+            return
+        with self._speaking():
+            by_name = {file.name: file for file in files}
+            changing = {*send, *remove}
+            known = {name: e for name, e in self._read_index().items() if name not in changing}
+            self._write_index(known)
+            for name in remove:
+                self.system.rm_file(self._at(name))
+            for name in send:
+                self._put(by_name[name])
+                known[name] = by_name[name].fact
+                self._write_index(known)
+
+    def _at(self, name: str) -> str:
+        return posixpath.join(self.root, name)
+
+    def _sizes(self) -> dict[str, int]:
+        """Every file below the root by its name there, with its size in bytes."""
+        self.system.invalidate_cache()
+        try:
+            found: Any = self.system.find(self.root, detail=True)
+        except FileNotFoundError:
+            return {}
+        below = self.root + "/"
+        return {
+            path.removeprefix(below): int(info["size"] or 0)
+            for path, info in found.items()
+            if path.startswith(below)
+        }
+
+    def _put(self, file: SentFile) -> None:
+        with file.path.open("rb") as source, self._written(file.name) as target:
+            while chunk := source.read(_CHUNK):
+                target.write(chunk)
+
+    @contextmanager
+    def _written(self, name: str) -> Iterator[Any]:
+        """A stream to a file that appears under its name only when the block ends well."""
+        final = self._at(name)
+        self.system.makedirs(posixpath.dirname(final), exist_ok=True)
+        protocols = self.system.protocol
+        names = {protocols} if isinstance(protocols, str) else set(protocols)
+        aside = final if names & _OBJECT_STORES else final + PART
+        with self.system.open(aside, "wb") as stream:
+            yield stream
+        if aside != final:
+            self.system.mv(aside, final)
+
+    def _read_index(self) -> Entries:
+        """The digests a push left here; none where there is no index or one that cannot be read."""
+        try:
+            entries = json.loads(self.system.cat_file(self._at(INDEX)))["files"]
+            return {entry["path"]: entry for entry in entries}
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return {}
+
+    def _write_index(self, known: Entries) -> None:
+        value = {"format": 1, "files": [known[name] for name in sorted(known)]}
+        with self._written(INDEX) as stream:
+            stream.write((json.dumps(value, indent=2, sort_keys=True) + "\n").encode())
+
+    @contextmanager
+    def _speaking(self) -> Iterator[None]:
+        try:
+            yield
+        except PenstockError:
+            raise
+        except PermissionError as error:
+            raise CapabilityError(
+                f"push.url {self.url} may not be written: {error.strerror or error}\n"
+                "  Give this account the right to write there, or use another URL."
+            ) from error
+        except OSError as error:
+            raise StageError(
+                f"push.url {self.url} failed: {error.strerror or error}\n"
+                "  Push again: what has arrived is not sent twice."
+            ) from error

@@ -1,0 +1,137 @@
+"""The push stage: an exported model to a hub repository or to any file system with a URL.
+
+A push is idempotent: what is at the target already, byte for byte, is not sent again, and when
+nothing differs nothing is changed there. A dry run is another identity than a push, so that one
+never passes for the other.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+from urllib.parse import urlsplit
+
+from pydantic import ConfigDict, model_validator
+
+from penstock.config.base import Settings
+from penstock.core.files import read_json, write_json
+from penstock.core.stage import Artifact, Facts, Stage, short
+from penstock.push.contents import SentFile, contents_of
+
+PLAN = "plan.json"
+"""What this push found to differ when it first looked; a resumed push tells the same."""
+
+_REPO_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+class PushSettings(Settings):
+    """Where an export is sent. Holds no credential: those come from the environment or a login."""
+
+    # A mistyped URL may carry a password; it must not come back in the text of the fault.
+    model_config = ConfigDict(hide_input_in_errors=True)
+
+    repo_id: str | None = None
+    """Repository on the Hugging Face hub, `owner/name`."""
+
+    url: str | None = None
+    """Any URL that fsspec can write to, for example `file:///models/mine` or `s3://bucket/mine`."""
+
+    private: bool = True
+    """Whether a repository that has to be created is private."""
+
+    revision: str | None = None
+    """Branch of the repository; made when it is missing. None is its main branch."""
+
+    create_pr: bool = False
+    """Open a pull request instead of committing to the branch."""
+
+    dry_run: bool = False
+    """Only list what would be sent."""
+
+    @model_validator(mode="after")
+    def _has_one_target(self) -> Self:
+        if (self.repo_id is None) == (self.url is None):
+            raise ValueError("write one of push.repo_id and push.url")
+        if self.repo_id is not None and not _REPO_ID.fullmatch(self.repo_id):
+            raise ValueError("push.repo_id is not of the form owner/name")
+        if self.url is not None:
+            if self.revision is not None or self.create_pr:
+                raise ValueError("push.revision and push.create_pr need push.repo_id, not push.url")
+            parts = urlsplit(self.url)
+            if parts.password is not None or parts.query:
+                raise ValueError(
+                    "push.url carries a password or a query; leave them out and put credentials "
+                    "where the storage's own client looks for them"
+                )
+        if self.create_pr and self.revision not in (None, "main"):
+            raise ValueError("push.create_pr opens a pull request on main; leave push.revision out")
+        return self
+
+    @property
+    def target(self) -> str:
+        """The repository or the URL."""
+        return self.repo_id or self.url or ""
+
+
+@dataclass(frozen=True)
+class Push(Stage):
+    """An export in, its files at the target."""
+
+    name: ClassVar[str] = "push"
+    version: ClassVar[int] = 1
+
+    settings: PushSettings
+    exported: Artifact
+    endpoint: str | None = None
+    """How: the hub's address where it is not the one huggingface_hub is set to (HF_ENDPOINT)."""
+
+    @property
+    def inputs(self) -> Mapping[str, Artifact]:
+        """The export, and through its key all that made it."""
+        return {"exported": self.exported}
+
+    def run(self, out: Path) -> Facts:
+        """Send what differs. A push that was cut off sends what is still missing.
+
+        Raises CapabilityError without credentials or without a driver for the URL, ArtifactError
+        when the export is not what its manifest says, StageError when the target fails.
+        """
+        files = contents_of(self.exported)
+        facts: dict[str, Any] = {
+            "target": self.settings.target,
+            "dry_run": self.settings.dry_run,
+            "files": [file.fact for file in files],
+            "bytes": sum(file.num_bytes for file in files),
+        }
+        if self.settings.dry_run:
+            return facts
+        if self.settings.url is not None:
+            return {**facts, **self._copy(out, self.settings.url, files)}
+        return {**facts, **self._commit(out, files)}
+
+    def _commit(self, out: Path, files: list[SentFile]) -> dict[str, Any]:
+        from penstock.push.hub import HubTarget
+
+        target = HubTarget.open(self.settings, endpoint=self.endpoint)
+        plan = _planned(out, target.difference(files), files)
+        return {**plan, **target.send(files, title=f"Upload export {short(self.exported.key)}")}
+
+    def _copy(self, out: Path, url: str, files: list[SentFile]) -> dict[str, Any]:
+        from penstock.push.copy import CopyTarget
+
+        target = CopyTarget.open(url)
+        plan = _planned(out, target.difference(files), files)
+        target.send(files)
+        return plan
+
+
+def _planned(
+    out: Path, difference: tuple[list[str], list[str]], files: list[SentFile]
+) -> dict[str, Any]:
+    """What the first attempt found to do, as facts; written down before anything is sent."""
+    if not (out / PLAN).is_file():
+        send, remove = difference
+        unchanged = sorted({file.name for file in files} - set(send))
+        write_json(out / PLAN, {"sent": send, "unchanged": unchanged, "removed": remove})
+    return read_json(out / PLAN)

@@ -1,0 +1,100 @@
+"""Tokenizers: the byte-level one built in code, and any that transformers can load."""
+
+from pathlib import Path
+
+from huggingface_hub.errors import HfHubHTTPError
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from penstock.core.errors import CapabilityError, ConfigError
+
+END_OF_TEXT = "<|endoftext|>"
+TURN_START = "<|im_start|>"
+TURN_END = "<|im_end|>"
+
+BYTES_VOCAB_SIZE = 259
+"""256 bytes (the id of a byte is its value), then end of text, turn start, turn end."""
+
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{{- '<|im_start|>' + message['role'] + '\\n' -}}
+{%- if message['role'] == 'assistant' -%}
+{%- generation -%}{{- message['content'] + '<|im_end|>' -}}{%- endgeneration -%}
+{%- else -%}
+{{- message['content'] + '<|im_end|>' -}}
+{%- endif -%}
+{{- '\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}"""
+"""ChatML; the marked part is what the model is to say: the content and the end of the turn."""
+
+
+def byte_tokenizer() -> PreTrainedTokenizerBase:
+    """A tokenizer of raw UTF-8 bytes with ChatML turns: exact, needs no training and no network.
+
+    A turn's end is the end-of-sequence token; padding is the end-of-text token.
+    """
+    vocabulary = {character: byte for byte, character in bytes_to_unicode().items()}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True) for token in (END_OF_TEXT, TURN_START, TURN_END)]
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=TURN_END,
+        pad_token=END_OF_TEXT,
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def load_tokenizer(path: str, revision: str | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer at a local folder, of a hub id, or built in (`builtin:…`).
+
+    Never runs code that comes with a tokenizer. Raises ConfigError when the files cannot be used
+    and CapabilityError when they cannot be fetched.
+    """
+    if path.startswith("builtin:"):
+        return byte_tokenizer()
+    folder = Path(path).expanduser()
+    is_here = folder.exists()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(folder) if is_here else path,
+            revision=revision or "main",
+            trust_remote_code=False,
+            local_files_only=is_here,
+        )
+    except (HfHubHTTPError, ConnectionError) as error:
+        raise _unreachable(path, error) from error
+    except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
+        if not is_here and isinstance(error, OSError):
+            raise _unreachable(path, error) from error
+        raise ConfigError(
+            f"The tokenizer of {path} cannot be loaded: {_first_line(error)}\n"
+            "  Set model.tokenizer_path to a folder or hub id that transformers can load."
+        ) from error
+    if not tokenizer.is_fast:
+        raise CapabilityError(
+            f"The tokenizer of {path} has no fast version ({type(tokenizer).__name__}).\n"
+            "  Save it with a tokenizer.json, and point model.tokenizer_path there."
+        )
+    return tokenizer
+
+
+def _unreachable(path: str, error: Exception) -> CapabilityError:
+    return CapabilityError(
+        f"The tokenizer of {path} cannot be fetched from the hub: {_first_line(error)}\n"
+        "  Go online or log in (hf auth login), or set model.tokenizer_path to a local folder."
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__

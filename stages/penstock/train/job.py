@@ -1,0 +1,60 @@
+"""What one training run is told, as a file that every rank reads."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.config.run import RunConfig
+from penstock.core.files import read_json, write_json
+
+JOB = "job.json"
+OUTCOME = "outcome.json"
+CHECKPOINTS = "checkpoints"
+LOGS = "logs"
+METRICS = "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class Job:
+    """Where to read, where to write, and everything the user wrote."""
+
+    key: str
+    config: RunConfig
+    packed: Path
+    max_token_id: int
+    """The largest token id in the packed rows."""
+    config_path: str
+    """A folder with a config.json on this machine, or `builtin:<name>`."""
+    weights: Path | None
+    """A folder of safetensors on this machine; None starts from the seed."""
+    output_dir: Path
+
+    def write(self) -> Path:
+        """Publish the job in the output folder, and return the file."""
+        path = self.output_dir / JOB
+        record: dict[str, Any] = {
+            "key": self.key,
+            # Only what was written: a rank must be able to tell a wish from a default.
+            "config": self.config.model_dump(mode="json", exclude_unset=True),
+            "packed": str(self.packed),
+            "max_token_id": self.max_token_id,
+            "config_path": self.config_path,
+            "weights": str(self.weights) if self.weights else None,
+            "output_dir": str(self.output_dir),
+        }
+        write_json(path, record)
+        return path
+
+    @classmethod
+    def read(cls, path: Path) -> "Job":
+        """The job in `path`."""
+        record = read_json(path)
+        return cls(
+            record["key"],
+            RunConfig.model_validate(record["config"]),
+            Path(record["packed"]),
+            record["max_token_id"],
+            record["config_path"],
+            Path(record["weights"]) if record["weights"] else None,
+            Path(record["output_dir"]),
+        )

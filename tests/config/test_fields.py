@@ -1,0 +1,213 @@
+"""The schema holds every documented field, explains it, and refuses what has no code behind it."""
+
+import json
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+import yaml
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from penstock.config.availability import Later, accepted, mark_of, same
+from penstock.config.load import loads
+from penstock.config.run import RunConfig, written
+from penstock.config.shape import branches, is_section, sections
+from tests.config.values import faults_of, smallest
+
+HERE = Path(__file__).parent
+DOCUMENTED = HERE.parents[2] / "shared" / "spec" / "local_fields.yaml"
+GOLDEN = json.loads((HERE.parent / "golden" / "local_fields.json").read_text())
+
+# Documented defaults that depend on the machine or the project: unset here, resolved elsewhere.
+RESOLVED = {
+    ("model", "config_path"): None,
+    ("model", "tokenizer_path"): None,
+    ("model", "attn_implementation"): None,
+    ("data", "dataset_num_proc"): None,
+    ("train", "init_device"): None,
+    ("train", "use_wandb"): None,
+    ("train", "wandb_project"): "penstock",
+}
+
+
+def default_of(field: FieldInfo) -> Any:
+    return field.get_default(call_default_factory=True, validated_data={})
+
+
+def all_fields() -> list[tuple[str, str, FieldInfo]]:
+    return [
+        (place, name, field)
+        for place, section in sections().items()
+        for name, field in section.model_fields.items()
+        if not is_section(field.annotation)
+    ]
+
+
+def assert_default(section: str, name: str, default: Any) -> None:
+    field = sections()[section].model_fields[name]
+    if default == "REQUIRED":
+        assert field.is_required()
+    else:
+        assert same(default_of(field), default)
+
+
+@pytest.mark.parametrize(
+    ("section", "name"), [(place, name) for place, fields in GOLDEN.items() for name in fields]
+)
+def test_field_has_its_documented_default(section: str, name: str) -> None:
+    assert_default(section, name, GOLDEN[section][name])
+
+
+@pytest.mark.skipif(not DOCUMENTED.is_file(), reason="needs ../shared/spec/local_fields.yaml")
+def test_documented_fields_are_all_there() -> None:
+    rows = yaml.safe_load(DOCUMENTED.read_text())
+    assert len(rows) > 130
+    for row in rows:
+        at = (row["section"], row["field"])
+        assert_default(*at, RESOLVED.get(at, row["default"]))
+
+
+@pytest.mark.parametrize(("place", "name", "field"), all_fields())
+def test_field_is_explained_where_it_is_declared(place: str, name: str, field: FieldInfo) -> None:
+    assert field.description, f"{place}.{name}"
+    assert field.description.strip().endswith(".")
+
+
+def test_smallest_run_has_every_default() -> None:
+    run = loads(smallest())
+    for place, name, field in all_fields():
+        if not place.endswith("[]") and not written(run, f"{place}.{name}"):
+            assert getattr(getattr(run, place), name) == default_of(field)
+
+
+def candidates(field: FieldInfo) -> list[Any]:
+    choices = [
+        choice
+        for branch in branches(field.annotation)
+        if get_origin(branch) is Literal
+        for choice in get_args(branch)
+    ]
+    plain = [True, False, 1, 2, 3, 0.5, 2.5, "x", ["x"], {"image": {"model_path": "x"}}]
+    return [value for value in choices + plain if not same(value, default_of(field))]
+
+
+def with_value(place: str, name: str, value: Any) -> dict[str, Any]:
+    if place == "data.datasets[]":
+        return smallest(data={"datasets": [{"path": "dummy", name: value}]})
+    return smallest(**{place: {name: value}})
+
+
+def is_valid(values: dict[str, Any]) -> bool:
+    try:
+        RunConfig.model_validate(values)
+    except ValidationError:
+        return False
+    return True
+
+
+LATER = [
+    (place, name, field, mark)
+    for place, name, field in all_fields()
+    if isinstance(mark := mark_of(field), Later)
+]
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "field", "mark"), LATER, ids=[f"{place}.{name}" for place, name, *_ in LATER]
+)
+def test_field_without_code_behind_it_is_refused(
+    place: str, name: str, field: FieldInfo, mark: Later
+) -> None:
+    refused = [
+        value
+        for value in candidates(field)
+        if is_valid(with_value(place, name, value))
+        and not any(same(value, one) for one in accepted(field, mark))
+    ]
+    assert refused, "the field takes no value that is not available"
+    for value in refused:
+        section, _, rest = place.replace("[]", ".0").partition(".")
+        added = with_value(place, name, value)[section]
+        path = ".".join(filter(None, (section, rest, name)))
+        lines = [line for line in faults_of(**{section: added}) if line.startswith(f"{path}: ")]
+        assert len(lines) == 1
+        assert "not available yet" in lines[0]
+        assert "leave it out" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "value"),
+    [
+        (place, name, value)
+        for place, name, field, mark in LATER
+        for value in accepted(field, mark)
+        # Weights cannot start on a device under fsdp2, the default: test_rules.py has that.
+        if name != "init_device" or value in (None, "meta")
+    ],
+)
+def test_default_and_available_values_may_be_written(place: str, name: str, value: Any) -> None:
+    values = with_value(place, name, value)
+    run = loads(values)
+    assert RunConfig.model_validate(run.model_dump(exclude_unset=True)) == run
+
+
+@pytest.mark.parametrize(
+    ("section", "name"),
+    [
+        ("data", "dataset_prepared_path"),
+        ("train", "output_dir"),
+        ("train", "load_checkpoint_path"),
+        ("pipeline", "artifacts_path"),
+    ],
+)
+def test_object_store_is_refused_where_only_local_paths_work(section: str, name: str) -> None:
+    assert faults_of(**{section: {name: "s3://bucket/x"}}) == [
+        f"{section}.{name}: s3:// paths are not available yet; write a local path"
+    ]
+
+
+def test_written_tells_a_written_default_from_an_unwritten_one() -> None:
+    run = loads(smallest(train={"seed": 42}, data={"datasets": [{"path": "a", "split": None}]}))
+    assert written(run, "train.seed")
+    assert written(run, "data.datasets.0.split")
+    assert not written(run, "train.lr")
+    assert not written(run, "lora.lora_rank")
+    with pytest.raises(KeyError):
+        written(run, "train.learning_rate")
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "push", "stages"),
+    [
+        ({}, {}, ("prepare", "pack", "train", "export")),
+        ({}, {"repo_id": "me/m"}, ("prepare", "pack", "train", "export", "push")),
+        ({}, {"url": "file:///x"}, ("prepare", "pack", "train", "export", "push")),
+        ({"stages": ["prepare", "pack"]}, {"repo_id": "me/m"}, ("prepare", "pack")),
+        ({"stages": ["export", "push"]}, {"repo_id": "me/m"}, ("export", "push")),
+    ],
+)
+def test_push_joins_the_default_stages_when_it_has_a_target(
+    pipeline: dict[str, Any], push: dict[str, Any], stages: tuple[str, ...]
+) -> None:
+    assert loads(smallest(pipeline=pipeline, push=push)).stages == stages
+
+
+@pytest.mark.parametrize(
+    ("size", "count"),
+    [("5GB", 5_000_000_000), ("4GiB", 4 * 2**30), ("0.5 MB", 500_000), (1234, 1234)],
+)
+def test_shard_size_counts_decimal_and_binary_units(size: str | int, count: int) -> None:
+    assert loads(smallest(export={"max_shard_size": size})).export.max_shard_bytes == count
+
+
+@pytest.mark.parametrize(
+    ("spelling", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")]
+)
+def test_short_names_of_precisions_mean_the_long_ones(spelling: str, dtype: str) -> None:
+    assert loads(smallest(export={"dtype": spelling})).export.dtype == dtype
+
+
+@pytest.mark.parametrize("nothing", [None, 0, 0.0])
+def test_validation_size_of_nothing_is_no_validation(nothing: float | None) -> None:
+    assert loads(smallest(data={"val_set_size": nothing})).data.val_set_size is None

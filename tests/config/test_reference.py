@@ -1,0 +1,76 @@
+"""The generated page and schema are those of the code, and the schema judges as the code does."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from penstock.config import reference, yaml12
+from penstock.config.load import loads
+from penstock.config.shape import sections
+from penstock.core.errors import ConfigError
+from tests.config.test_load import AVAILABLE
+from tests.config.values import smallest
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.fixture(scope="module")
+def validator() -> Draft202012Validator:
+    schema = json.loads((CONFIGS / reference.SCHEMA).read_text())
+    Draft202012Validator.check_schema(schema)
+    return Draft202012Validator(schema)
+
+
+@pytest.mark.parametrize("name", [reference.PAGE, reference.SCHEMA])
+def test_generated_file_is_fresh(name: str) -> None:
+    stale = f"{name} is stale: run python -m penstock.config.reference"
+    assert (CONFIGS / name).read_text() == reference.texts()[name], stale
+
+
+def test_check_finds_a_stale_file_and_writing_mends_it(tmp_path: Path) -> None:
+    assert reference.main([str(tmp_path), "--check"]) == 1
+    assert reference.main([str(tmp_path)]) == 0
+    assert reference.main([str(tmp_path), "--check"]) == 0
+    (tmp_path / reference.PAGE).write_text("old")
+    assert reference.main([str(tmp_path), "--check"]) == 1
+
+
+def test_page_has_a_row_for_every_field() -> None:
+    text = reference.page()
+    for place, section in sections().items():
+        _, _, part = text.partition(f"\n## {place}\n")
+        table = part.split("\n## ")[0]
+        for name in section.model_fields:
+            if f"{place}.{name}" not in sections():
+                assert f"\n| `{name}` |" in table
+
+
+def test_editor_schema_accepts_what_loads(validator: Draft202012Validator) -> None:
+    validator.validate(yaml12.parse(AVAILABLE).value)
+    validator.validate(smallest())
+
+
+@pytest.mark.parametrize(
+    ("section", "fields"),
+    [
+        ("train", {"lrr": 1}),
+        ("train", {"lr": "1e-5"}),
+        ("train", {"seed": True}),
+        ("train", {"micro_batch_size": 0}),
+        ("train", {"optimizer": "adam"}),
+        ("data", {"datasets": [{"type": "chat"}]}),
+        ("export", {"dtype": "int8"}),
+        ("launch", {"nproc_per_node": "all"}),
+        ("launch", {"env": {"A": 1}}),
+    ],
+)
+def test_editor_schema_refuses_what_does_not_load(
+    validator: Draft202012Validator, section: str, fields: dict[str, Any]
+) -> None:
+    values = smallest(**{section: fields})
+    assert not validator.is_valid(values)
+    with pytest.raises(ConfigError):
+        loads(values)

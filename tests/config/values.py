@@ -1,0 +1,30 @@
+"""A smallest valid run, and what a test needs to read refusals."""
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+
+from penstock.config.load import loads
+from penstock.core.errors import ConfigError
+
+SMALLEST: dict[str, Any] = {
+    "model": {"config_path": "builtin:tiny-qwen3"},
+    "data": {"datasets": [{"path": "dummy"}]},
+    "train": {"output_dir": "out"},
+}
+
+
+def smallest(**sections: dict[str, Any]) -> dict[str, Any]:
+    """The smallest run with settings added, section by section."""
+    run = deepcopy(SMALLEST)
+    for section, fields in sections.items():
+        run.setdefault(section, {}).update(fields)
+    return run
+
+
+def faults_of(**sections: dict[str, Any]) -> list[str]:
+    """The lines with which the smallest run with these settings is refused."""
+    with pytest.raises(ConfigError) as refusal:
+        loads(smallest(**sections))
+    return str(refusal.value).splitlines()

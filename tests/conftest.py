@@ -1,0 +1,29 @@
+"""What every test stands on: kernels interpreted without a GPU, caches of its own, no network."""
+
+import os
+from pathlib import Path
+
+# Set before triton is first imported: without a GPU, kernels run in Triton's interpreter.
+if not Path("/dev/nvidia0").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARED = ROOT.parent / "shared"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_caches(tmp_path_factory):
+    """Digests remembered by one test run are not those of another, nor of the user."""
+    os.environ["PENSTOCK_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session")
+def shared():
+    """Real data beside the repository; tests that need it are skipped where it is absent."""
+    if not SHARED.is_dir():
+        pytest.skip("the folder of shared test data is not beside this repository")
+    return SHARED

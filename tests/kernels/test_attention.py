@@ -1,0 +1,159 @@
+"""Attention over packed documents, judged by each document's own dense softmax attention."""
+
+import math
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock_kernels.attention import Segments, attention
+from penstock_kernels.op import UnsupportedError
+
+HEADS, KV_HEADS, WIDTH = 4, 2, 16
+SCALE = WIDTH**-0.5
+
+ADVERSARIAL = [
+    [1],
+    [1, 1, 1],
+    [37],
+    [8, 8, 8],
+    [2, 3, 5, 7, 11, 13, 17, 19, 23],
+    [1, 300, 1, 2, 299, 1],
+    [300, *[1] * 20],
+    [*range(1, 40)],
+]
+
+
+def inputs(tokens, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(tokens)
+    return [
+        torch.randn(tokens, heads, WIDTH, generator=generator, dtype=dtype).requires_grad_()
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+
+
+def forward_backward(backend, lengths, dtype=torch.float32):
+    q, k, v = inputs(sum(lengths), dtype)
+    y = attention.backend(backend)(q, k, v, Segments.of(lengths), SCALE)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    return y, *torch.autograd.grad(y, (q, k, v), dy)
+
+
+def by_definition(q, k, v):
+    """One document, one head, one query at a time: softmax(q.k * scale) over the past, times v."""
+    rows = []
+    for t in range(q.shape[0]):
+        heads = []
+        for n in range(HEADS):
+            kv = n // (HEADS // KV_HEADS)
+            weights = torch.softmax(k[: t + 1, kv] @ q[t, n] * SCALE, dim=0)
+            heads.append(weights @ v[: t + 1, kv])
+        rows.append(torch.stack(heads))
+    return torch.stack(rows)
+
+
+def test_eager_is_causal_attention_within_each_document():
+    lengths = [3, 1, 6]
+    q, k, v = (part.detach() for part in inputs(10))
+    alone = zip(*(part.split(lengths) for part in (q, k, v)), strict=True)
+    expected = [by_definition(*parts) for parts in alone]
+    got = attention.backend("eager")(q, k, v, Segments.of(lengths), SCALE)
+    torch.testing.assert_close(got, torch.cat(expected), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", ADVERSARIAL, ids=lambda lengths: f"{len(lengths)}docs")
+def test_sdpa_agrees_with_eager_forward_and_backward(lengths):
+    got, want = forward_backward("sdpa", lengths), forward_backward("eager", lengths)
+    torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=12))
+def test_sdpa_agrees_with_eager_whatever_the_lengths(lengths):
+    # fp64, where the two differ by rounding far below any real fault.
+    got = forward_backward("sdpa", lengths, torch.float64)
+    want = forward_backward("eager", lengths, torch.float64)
+    # eager's softmax is fp32 by definition.
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+def test_bf16_is_within_its_own_rounding():
+    got = forward_backward("sdpa", [5, 40, 19], torch.bfloat16)
+    want = forward_backward("eager", [5, 40, 19], torch.bfloat16)
+    torch.testing.assert_close(got, want, atol=3e-2, rtol=3e-2)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=40))
+def test_padding_and_the_number_of_calls_are_bounded(lengths):
+    segments = Segments.of(lengths)
+    slots = sum(bucket.num_slots for bucket in segments.buckets)
+    assert slots <= sum(max(length / 0.8, length + 16) + 1 for length in lengths)
+    # Each bucket is narrower than the one before by a fifth, or by 17 tokens below 80.
+    assert len(segments.buckets) <= math.log(5000 / 80) / math.log(1 / 0.8) + 80 / 17 + 2
+    assert segments.cu_seqlens.tolist() == [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+
+
+def test_documents_of_one_length_are_not_copied():
+    assert Segments.of([40] * 60).layout is None
+    assert Segments.of([997]).layout is None
+    assert Segments.of([40, 41]).layout is not None
+
+
+def test_sixty_short_documents_cost_less_than_sixty_calls():
+    lengths = [36 + i % 9 for i in range(60)]
+    q, k, v = inputs(sum(lengths))
+    together, alone = Segments.of(lengths), [Segments.of([length]) for length in lengths]
+    sdpa = attention.backend("sdpa")
+
+    def packed():
+        return sdpa(q, k, v, together, SCALE)
+
+    def one_by_one():
+        parts = zip(q.split(lengths), k.split(lengths), v.split(lengths), alone, strict=True)
+        return torch.cat([sdpa(a, b, c, segments, SCALE) for a, b, c, segments in parts])
+
+    def fastest(compute):
+        seconds = []
+        for _ in range(7):
+            start = time.perf_counter()
+            compute().sum().backward()
+            seconds.append(time.perf_counter() - start)
+        return min(seconds)
+
+    torch.testing.assert_close(packed(), one_by_one(), atol=2e-6, rtol=1e-5)
+    # 3 times and more on an idle machine; the margin is for a busy one.
+    assert fastest(packed) < 0.7 * fastest(one_by_one)
+
+
+def test_native_says_why_it_cannot_run_here():
+    q, k, v = inputs(4)
+    with pytest.raises(UnsupportedError, match="native: its tensors are on cpu, and it needs cuda"):
+        attention.backend("native")(q, k, v, Segments.of([4]), SCALE)
+
+
+def test_tokens_that_no_document_holds_are_refused():
+    q, k, v = inputs(4)
+    with pytest.raises(UnsupportedError, match=r"different numbers of tokens: \[4, 5\]"):
+        attention.backend("sdpa")(q, k, v, Segments.of([5]), SCALE)
+
+
+@pytest.mark.parametrize("lengths", [[], [3, 0]], ids=str)
+def test_a_document_has_at_least_one_token(lengths):
+    with pytest.raises(ValueError, match="at least one token"):
+        Segments.of(lengths)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("lengths", ADVERSARIAL, ids=lambda lengths: f"{len(lengths)}docs")
+def test_native_agrees_with_eager_on_cuda(lengths):
+    results = []
+    for backend in ("native", "eager"):
+        parts = [part.detach().to("cuda", torch.bfloat16) for part in inputs(sum(lengths))]
+        q, k, v = (part.requires_grad_() for part in parts)
+        y = attention.backend(backend)(q, k, v, Segments.of(lengths, "cuda"), SCALE)
+        results.append((y, *torch.autograd.grad(y.float().square().sum(), (q, k, v))))
+    torch.testing.assert_close(*results, atol=5e-2, rtol=5e-2)

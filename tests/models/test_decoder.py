@@ -1,0 +1,126 @@
+"""What the decoder promises to whoever assembles, wraps or fills it."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from penstock.models.decoder import Decoder
+from penstock.models.initialise import initialise
+from penstock.models.registry import FAMILIES
+from penstock.models.roles import Role, role_of
+from tests.models.twins import SIZES, documents, packed_logits, packed_loss
+
+CONFIG = {"model_type": "qwen3", "head_dim": 16, **SIZES}
+
+
+def built(*, merge_qkv=False, tied=False, device="cpu", model_type="qwen3"):
+    family = FAMILIES[model_type]
+    config = family.read({**CONFIG, "tie_word_embeddings": tied})
+    with torch.device(device):
+        return Decoder(config, merge_qkv=merge_qkv), family.weight_map(config, merge_qkv=merge_qkv)
+
+
+def start(model, weights, seed=3):
+    shapes, config = weights.hf_shapes(), weights.config
+    model.load_state_dict(
+        {
+            name: weights.from_hf(name, lambda hf: initialise(hf, shapes[hf], seed, config))
+            for name in weights.native_names()
+        }
+    )
+    return model
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_a_model_built_without_memory_equals_one_built_with_it(tied):
+    direct = start(*built(tied=tied))
+    meta, weights = built(tied=tied, device="meta")
+    assert all(parameter.is_meta for parameter in meta.parameters())
+    assert not list(meta.buffers())
+    later = start(meta.to_empty(device="cpu"), weights)
+    ids, labels = documents()
+    assert torch.equal(packed_loss(direct, ids, labels), packed_loss(later, ids, labels))
+
+
+@pytest.mark.parametrize("merge_qkv", [False, True], ids=["split", "merged"])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_matrix_has_a_role(model_type, merge_qkv):
+    model, _ = built(merge_qkv=merge_qkv, model_type=model_type)
+    roles = {
+        name: role_of(name, FAMILIES[model_type].roles)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | nn.Embedding)
+    }
+    assert None not in roles.values(), roles
+    assert roles["model.embed_tokens"] == Role.VOCAB
+    # What narrows is what writes into the residual stream.
+    narrow = {name for name, role in roles.items() if role is Role.NARROW}
+    assert narrow == {name for name in roles if name.endswith(("o_proj", "down_proj"))}
+
+
+def test_fused_and_split_projections_start_as_the_same_model():
+    split, fused = start(*built()), start(*built(merge_qkv=True))
+    ids, _ = documents()
+    torch.testing.assert_close(
+        packed_logits(split, ids), packed_logits(fused, ids), atol=1e-6, rtol=1e-5
+    )
+
+
+def test_a_start_depends_on_seed_and_name_alone():
+    _, weights = built()
+    shapes, config = weights.hf_shapes(), weights.config
+    name, other = "model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"
+    torch.manual_seed(99)
+    first = initialise(name, shapes[name], 7, config)
+    torch.randn(5)
+    assert torch.equal(first, initialise(name, shapes[name], 7, config))
+    assert not torch.equal(first, initialise(other, shapes[other], 7, config))
+    assert not torch.equal(first, initialise(name, shapes[name], 8, config))
+    assert abs(first.std().item() / config.initializer_range - 1) < 0.05
+    assert initialise("model.norm.weight", [48], 7, config).eq(1).all()
+
+
+def test_tied_weights_stay_one_through_every_move():
+    model, _ = built(tied=True, device="meta")
+    for moved in (
+        model,
+        model.to_empty(device="cpu"),
+        model.bfloat16(),
+        copy.deepcopy(model),
+    ):
+        assert moved.lm_head.weight is moved.model.embed_tokens.weight
+        assert "lm_head.weight" not in dict(moved.named_parameters())
+        assert "lm_head.weight" not in moved.state_dict()
+
+
+def test_a_model_in_bf16_keeps_its_angles_in_fp32():
+    model, _ = built()
+    at = torch.arange(50)
+    before = model.rotary.angles(at, torch.float32)
+    after = model.bfloat16().rotary.angles(at, torch.float32)
+    for one, other in zip(before, after, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("socket", ["run_layer", "run_attn", "run_mlp"])
+def test_recomputing_through_a_socket_changes_no_gradient(socket):
+    plain = start(*built())
+    recomputed = copy.deepcopy(plain)
+    calls = []
+
+    def run(module, *args):
+        calls.append(module)
+        return checkpoint(module, *args, use_reentrant=False)
+
+    holders = [recomputed] if socket == "run_layer" else recomputed.model.layers
+    for holder in holders:
+        setattr(holder, socket, run)
+    ids, labels = documents()
+    for model in (plain, recomputed):
+        packed_loss(model, ids, labels).backward()
+    assert len(calls) == SIZES["num_hidden_layers"]
+    for one, other in zip(plain.parameters(), recomputed.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)

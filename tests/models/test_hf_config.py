@@ -1,0 +1,97 @@
+"""Reading config.json, judged by transformers' own config classes."""
+
+import pytest
+import torch
+import transformers
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from penstock.core.errors import CapabilityError, ConfigError
+from penstock.models.layers.rotary import Rotary
+from penstock.models.registry import FAMILIES, family_of
+from tests.models.twins import LLAMA3_ROPE, SIZES
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+DEFAULT = {"rope_type": "default", "rope_theta": 5e5}
+
+
+def read(**fields):
+    config = {"model_type": "llama", **SIZES, **fields}
+    return family_of(config).read(config)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_fields_left_out_have_the_defaults_of_transformers(model_type):
+    written = {"model_type": model_type, **SIZES}
+    full = transformers.AutoConfig.for_model(**written).to_dict()
+    assert FAMILIES[model_type].read(written) == FAMILIES[model_type].read(full)
+
+
+@pytest.mark.parametrize("rope", [DEFAULT, LINEAR, YARN, LLAMA3_ROPE], ids=lambda r: r["rope_type"])
+def test_rotary_angles_are_those_of_transformers(rope):
+    config = read(rope_parameters=rope)
+    theirs = LlamaRotaryEmbedding(
+        transformers.LlamaConfig(**{**SIZES, "rope_parameters": dict(rope)})
+    )
+    ours = Rotary(config.rope_parameters, head_dim=config.head_dim, max_position_embeddings=64)
+    at = torch.arange(64)
+    cos, sin = theirs(torch.zeros(1), at[None])
+    mine = ours.angles(at, torch.float32)
+    assert torch.equal(mine[0], cos[0])
+    assert torch.equal(mine[1], sin[0])
+
+
+@pytest.mark.parametrize("kind", ["rope_type", "type"])
+def test_configs_written_before_transformers_5_read_the_same(kind):
+    scaling = {key: v for key, v in LLAMA3_ROPE.items() if key not in ("rope_type", "rope_theta")}
+    old = read(rope_theta=500_000.0, rope_scaling={kind: "llama3", **scaling})
+    assert old == read(rope_parameters=LLAMA3_ROPE)
+    assert read(rope_theta=7.0, rope_scaling=None).rope_parameters == {
+        "rope_type": "default",
+        "rope_theta": 7.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window is true"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "names sliding_attention"),
+        ({"attention_dropout": 0.1}, "attention_dropout is 0.1"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is set"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "of the kind 'dynamic'"),
+        (
+            {"rope_parameters": {"rope_type": "spiral"}},
+            "default, linear, llama3, yarn are computed",
+        ),
+        ({"partial_rotary_factor": 0.5}, "a share of 0.5"),
+        ({"model_type": "qwen4"}, "llama, qwen2, qwen3 are supported. Did you mean qwen"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_is_not_computed_is_refused_by_name(fields, says):
+    with pytest.raises(CapabilityError, match=says):
+        read(**fields)
+
+
+def test_everything_not_computed_is_named_at_once():
+    with pytest.raises(CapabilityError) as error:
+        read(hidden_act="relu", attention_dropout=0.5)
+    assert "relu" in str(error.value)
+    assert "attention_dropout" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"vocab_size": None}, "has no vocab_size"),
+        ({"num_key_value_heads": 4}, r"\(6\) is not a multiple of its num_key_value_heads \(4\)"),
+        ({"head_dim": 7}, "head_dim is 7"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_numbers_that_make_no_model_are_refused(fields, says):
+    with pytest.raises(ConfigError, match=says):
+        read(**fields)

@@ -1,0 +1,85 @@
+"""Our decoder is transformers' model: loss, every gradient, logits; alone and packed."""
+
+import pytest
+import torch
+import transformers
+
+from tests.models.twins import (
+    FAMILIES,
+    assert_gradients_equal,
+    documents,
+    gradients,
+    hf_model,
+    ours_with,
+    packed_logits,
+    packed_loss,
+    their_logits,
+    their_loss,
+    twins,
+)
+
+BOTH = pytest.mark.parametrize("merge_qkv", [False, True], ids=["split", "merged"])
+
+
+@BOTH
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_every_gradient_are_those_of_transformers(family, tied, merge_qkv):
+    pair = twins(family, tied=tied, merge_qkv=merge_qkv)
+    ids, labels = documents()
+    ours, theirs = packed_loss(pair.ours, ids, labels), their_loss(pair.theirs, ids, labels)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+    ours.backward()
+    theirs.backward()
+    seen = {}
+    for name, gradient in gradients(pair.ours).items():
+        seen |= pair.weights.to_hf(name, gradient)
+    assert_gradients_equal(seen, gradients(pair.theirs))
+    assert seen.keys() == pair.weights.hf_shapes().keys()
+
+
+@BOTH
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_document_has_the_same_logits_alone_packed_and_in_transformers(family, merge_qkv):
+    pair = twins(family, merge_qkv=merge_qkv)
+    ids, _ = documents()
+    with torch.no_grad():
+        packed = packed_logits(pair.ours, ids).split([len(document) for document in ids])
+        for document, logits in zip(ids, packed, strict=True):
+            alone = packed_logits(pair.ours, [document])
+            torch.testing.assert_close(logits, alone, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(
+                logits, their_logits(pair.theirs, document), atol=1e-5, rtol=1e-5
+            )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bf16_is_transformers_in_bf16(family, tmp_path):
+    # Loaded, not converted: `.to(bfloat16)` would round their rotary frequencies as well.
+    hf_model(family, tied=False).save_pretrained(tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    ours = ours_with(theirs, merge_qkv=True).ours.bfloat16()
+    ids, labels = documents()
+    with torch.no_grad():
+        for document in ids:
+            mine, want = packed_logits(ours, [document]), their_logits(theirs, document)
+            assert mine.dtype == torch.bfloat16
+            # Same roundings in the same places; only the order of sums may differ.
+            torch.testing.assert_close(mine, want, atol=3e-2, rtol=3e-2)
+    torch.testing.assert_close(
+        packed_loss(ours, ids, labels), their_loss(theirs, ids, labels), rtol=5e-3, atol=0
+    )
+
+
+@BOTH
+def test_autocast_computes_what_bf16_parameters_compute(merge_qkv):
+    pair = twins("qwen3", merge_qkv=merge_qkv)
+    ids, _ = documents()
+    streams = []
+    pair.ours.model.layers[0].register_forward_hook(lambda *call: streams.append(call[-1].dtype))
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            autocast = packed_logits(pair.ours, ids)
+        converted = packed_logits(pair.ours.bfloat16(), ids)
+    assert streams == [torch.bfloat16, torch.bfloat16]
+    torch.testing.assert_close(autocast, converted, atol=3e-2, rtol=3e-2)

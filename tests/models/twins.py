@@ -1,0 +1,145 @@
+"""Pairs of models with the same weights: transformers' and ours."""
+
+from dataclasses import dataclass
+
+import torch
+import transformers
+from torch import nn
+
+from penstock.losses.cross_entropy import sum_cross_entropy
+from penstock.models.decoder import Decoder
+from penstock.models.family import Family
+from penstock.models.registry import family_of
+from penstock.models.weights import WeightMap
+from penstock_kernels.attention import Segments
+
+SIZES = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+FAMILIES = {
+    "llama": {"rope_parameters": LLAMA3_ROPE, "rms_norm_eps": 1e-5},
+    "llama-biased": {"attention_bias": True, "mlp_bias": True},
+    "qwen2": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    "qwen3": {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+}
+LENGTHS = [7, 1, 20, 13]
+
+
+@dataclass
+class Twins:
+    """The same weights twice."""
+
+    theirs: transformers.PreTrainedModel
+    ours: Decoder
+    family: Family
+    weights: WeightMap
+
+
+def hf_model(family: str, *, tied: bool, **more) -> transformers.PreTrainedModel:
+    model_type = family.partition("-")[0]
+    config = transformers.AutoConfig.for_model(
+        model_type, **{**SIZES, **FAMILIES[family], **more}, tie_word_embeddings=tied
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Not the usual start: biases and norms must differ from 0 and 1 to be told apart.
+            centre = 1.0 if parameter.ndim == 1 else 0.0
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(centre + 0.15 * noise)
+    return model.eval()
+
+
+def ours_with(theirs: transformers.PreTrainedModel, *, merge_qkv: bool) -> Twins:
+    hf_config = theirs.config.to_dict()
+    family = family_of(hf_config)
+    config = family.read(hf_config)
+    weights = family.weight_map(config, merge_qkv=merge_qkv)
+    ours = Decoder(config, merge_qkv=merge_qkv)
+    state = theirs.state_dict()
+    ours.load_state_dict(
+        {name: weights.from_hf(name, state.__getitem__) for name in weights.native_names()}
+    )
+    return Twins(theirs, ours, family, weights)
+
+
+def twins(family: str, *, tied: bool = False, merge_qkv: bool = False) -> Twins:
+    return ours_with(hf_model(family, tied=tied), merge_qkv=merge_qkv)
+
+
+def documents(lengths=LENGTHS):
+    """Token ids of each document, and labels as a prepared row has them: already shifted."""
+    generator = torch.Generator().manual_seed(5)
+    ids = [torch.randint(0, 131, (length,), generator=generator) for length in lengths]
+    labels = []
+    for document in ids:
+        shifted = torch.cat((document[1:], torch.tensor([-100])))
+        labels.append(
+            torch.where(torch.rand(len(document), generator=generator) < 0.2, -100, shifted)
+        )
+    return ids, labels
+
+
+def positions(lengths) -> torch.Tensor:
+    return torch.cat([torch.arange(length) for length in lengths])
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The gradients there are, by name."""
+    named = ((name, parameter.grad) for name, parameter in model.named_parameters())
+    return {name: gradient for name, gradient in named if gradient is not None}
+
+
+def assert_gradients_equal(got, expected):
+    """Relative to each gradient's own norm; fp32 sums in another order differ by some 1e-7."""
+    assert got.keys() == expected.keys()
+    for name, gradient in expected.items():
+        error = (got[name] - gradient).norm() / gradient.norm()
+        assert error <= 1e-5, f"{name}: {error:.1e}"
+
+
+def packed_logits(model: nn.Module, ids) -> torch.Tensor:
+    lengths = [len(document) for document in ids]
+    return model(torch.cat(ids), positions(lengths), Segments.of(lengths))
+
+
+def packed_loss(model: nn.Module, ids, labels) -> torch.Tensor:
+    lengths = [len(document) for document in ids]
+    return model(
+        torch.cat(ids),
+        positions(lengths),
+        Segments.of(lengths),
+        lambda hidden, head: sum_cross_entropy(hidden, head, torch.cat(labels), chunk=11),
+    )
+
+
+def their_logits(model, document) -> torch.Tensor:
+    """One document alone. A mask or a cache would let transformers see across documents."""
+    return model(input_ids=document[None], attention_mask=None, use_cache=False).logits[0]
+
+
+def their_loss(model, ids, labels) -> torch.Tensor:
+    """The same sum, one un-packed row at a time."""
+    return torch.stack(
+        [
+            nn.functional.cross_entropy(
+                their_logits(model, document).float(), targets, reduction="sum"
+            )
+            for document, targets in zip(ids, labels, strict=True)
+        ]
+    ).sum()

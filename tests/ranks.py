@@ -1,0 +1,147 @@
+"""Run a function on several gloo ranks of this machine: forks of one warm, preloaded server.
+
+Each rank is a fresh process (no leaked groups, hooks or random state) that starts in a fraction of a
+second. The first real error is what the test sees, not its echoes on other ranks; a rank that hangs
+is shown with its Python stack.
+"""
+
+import datetime
+import faulthandler
+import importlib
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Literal
+
+PRELOADED = [
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.distributed.checkpoint",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.nn.parallel",
+    "torch.utils.checkpoint",
+    "penstock.engine.assemble",
+    "penstock.train.main",
+]
+ECHOES = ("Connection reset", "Connection closed", "Broken pipe", "Timed out waiting", "connectFull")
+GRACE_SECONDS = 2.0
+"""How long the other ranks may still speak once one has failed."""
+
+
+class RankError(AssertionError):
+    """What the first failing rank said."""
+
+
+def on_ranks(
+    world: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout: float = 90,
+    collectives: Literal["checked", "plain"] = "checked",
+) -> list[Any]:
+    """`fn(*args)` on each of `world` ranks; returns what each returned. `fn` is module-level.
+
+    Checked collectives turn a mismatch between ranks into a message on each; under them
+    DistributedDataParallel crashes in torch 2.13, so what uses it asks for plain ones.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with tempfile.TemporaryDirectory() as folder:
+        pipes: list[Connection] = []
+        processes = []
+        for rank in range(world):
+            ours, theirs = context.Pipe(duplex=False)
+            job = (theirs, fn.__module__, fn.__qualname__, rank, world, folder, args, timeout, collectives)
+            process = context.Process(target=_rank, args=job)
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        results = _collect(pipes, timeout)
+        hung = [rank for rank in range(world) if rank not in results]
+        for rank in hung:
+            processes[rank].kill()
+        for process in processes:
+            process.join(5)
+        return _judge(results, hung, world, Path(folder))
+
+
+def _collect(pipes: list[Connection], timeout: float) -> dict[int, tuple[str, Any]]:
+    results: dict[int, tuple[str, Any]] = {}
+    deadline = time.monotonic() + timeout
+    while len(results) < len(pipes) and time.monotonic() < deadline:
+        waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
+        for pipe in wait(waiting, timeout=0.5):
+            assert isinstance(pipe, Connection)
+            try:
+                results[pipes.index(pipe)] = pipe.recv()
+            except EOFError:
+                results[pipes.index(pipe)] = ("error", "the process died without a word")
+            if results[pipes.index(pipe)][0] == "error":
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+    return results
+
+
+def _judge(
+    results: dict[int, tuple[str, Any]], hung: list[int], world: int, folder: Path
+) -> list[Any]:
+    errors = {rank: text for rank, (kind, text) in results.items() if kind == "error"}
+    if errors:
+        causes = {r: t for r, t in errors.items() if not any(echo in t for echo in ECHOES)}
+        rank = min(causes or errors)
+        raise RankError(f"rank {rank} of {world}: {errors[rank]}")
+    if hung:
+        stacks = "\n".join((folder / f"stack_{rank}").read_text()[-3000:] for rank in hung)
+        raise RankError(f"ranks {hung} of {world} hung:\n{stacks}")
+    return [results[rank][1] for rank in range(world)]
+
+
+def _rank(
+    pipe: Connection,
+    module: str,
+    name: str,
+    rank: int,
+    world: int,
+    folder: str,
+    args: tuple[Any, ...],
+    timeout: float,
+    collectives: str,
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    stack = (Path(folder) / f"stack_{rank}").open("w")
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(max(1.0, timeout - 1), file=stack)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world),
+        TORCH_DISTRIBUTED_DEBUG="DETAIL" if collectives == "checked" else "OFF",
+    )
+    dist.set_debug_level_from_env()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=world,
+            timeout=datetime.timedelta(seconds=timeout),
+        )
+        pipe.send(("ok", getattr(importlib.import_module(module), name)(*args)))
+    except BaseException as error:  # noqa: BLE001 - carried home
+        pipe.send(("error", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+    pipe.close()
+    faulthandler.cancel_dump_traceback_later()
+    os._exit(0)

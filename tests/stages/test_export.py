@@ -1,0 +1,336 @@
+"""Exports, judged by transformers and peft, which load them and compute."""
+
+import copy
+import json
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from penstock.core.errors import ArtifactError, CapabilityError
+from penstock.core.files import regular_files, write_json
+from penstock.core.source import pin_model, pin_tokenizer
+from penstock.core.stage import Artifact
+from penstock.engine.checkpoint_reader import CheckpointReader
+from penstock.export.stage import Export, ExportSettings
+from tests.stages.checkpoints import FOLDER, trained_artifact
+
+# peft asks transformers for a name that transformers has since changed.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+CONFIGS = {
+    "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
+    "qwen2 tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=False),
+}
+TARGETS = ["q_proj", "v_proj", "down_proj"]
+RANK, ALPHA = 4, 12
+IDS = torch.randint(0, 259, (2, 17), generator=torch.Generator().manual_seed(0))
+
+
+def random_model(config: PretrainedConfig, seed: int = 0):
+    torch.manual_seed(seed)
+    own = copy.deepcopy(config)  # models write into their config
+    model = AutoModelForCausalLM.from_config(own, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():  # norms and biases too, which start at 1 and 0
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model.eval()
+
+
+@torch.no_grad()
+def logits(model) -> torch.Tensor:
+    return model.eval()(IDS, use_cache=False).logits.float()
+
+
+def loaded(folder, **options):
+    options = {"dtype": torch.float32, "attn_implementation": "eager", **options}
+    return AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+def native(state: dict[str, torch.Tensor], fuse: bool) -> dict[str, torch.Tensor]:
+    """The model's own names for a Hugging Face state, written out by hand."""
+    found = dict(state)
+    for name in state if fuse else ():
+        if ".q_proj." in name:
+            q, k, v = (found.pop(name.replace("q_proj", f"{each}_proj")) for each in "qkv")
+            found[name.replace("q_proj", "qkv_proj")] = torch.cat([q, k, v])
+    return found
+
+
+def parameters_of(model, fuse: bool = False) -> dict[str, torch.Tensor]:
+    return native(dict(model.named_parameters()), fuse)
+
+
+def export_of(trained: Artifact, config_path, model_path=None, alpha=None, **settings) -> Export:
+    return Export(
+        settings=ExportSettings(**settings),
+        trained=trained,
+        config=pin_model(str(config_path)),
+        weights=pin_model(str(model_path)) if model_path else None,
+        tokenizer=pin_tokenizer("builtin:bytes"),
+        config_path=str(config_path),
+        model_path=str(model_path) if model_path else None,
+        tokenizer_path="builtin:bytes",
+        seed=7,
+        lora_alpha=alpha,
+    )
+
+
+def saved_config(config: PretrainedConfig, folder, **more):
+    write_json(folder / "config.json", {**config.to_dict(), **more})
+    return folder
+
+
+@pytest.mark.parametrize("fuse", [False, True], ids=["apart", "merge_qkv"])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_transformers_computes_from_the_export_what_was_trained(tmp_path, config, fuse):
+    model = random_model(config)
+    trained = trained_artifact(tmp_path / "train", parameters_of(model, fuse))
+    stage = export_of(trained, saved_config(config, tmp_path / "config"))
+    facts = stage.run(tmp_path / "out")
+    torch.testing.assert_close(logits(loaded(tmp_path / "out/hf")), logits(model), atol=0, rtol=0)
+    assert facts["parameters"] == sum(p.numel() for p in model.parameters())
+    assert facts["shards"] == 1
+    assert facts["folders"] == {"hf": "hf"}
+
+
+def test_the_exported_tokenizer_and_generation_config_are_those_of_training(tmp_path):
+    config = CONFIGS["qwen3"]
+    trained = trained_artifact(tmp_path / "train", parameters_of(random_model(config)))
+    export_of(trained, saved_config(config, tmp_path / "config")).run(tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out/hf")
+    text = "añ→\n 7+5"
+    assert tokenizer(text)["input_ids"] == list(text.encode())
+    messages = [{"role": "user", "content": "hi"}]
+    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    generation = loaded(tmp_path / "out/hf").generation_config
+    assert generation.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
+
+
+def test_shards_hold_the_same_tensors_as_one_file(tmp_path):
+    config = CONFIGS["qwen2 tied"]
+    trained = trained_artifact(tmp_path / "train", parameters_of(random_model(config), fuse=True))
+    saved_config(config, tmp_path / "config")
+    export_of(trained, tmp_path / "config").run(tmp_path / "one")
+    several = export_of(trained, tmp_path / "config", max_shard_bytes=20_000)
+    facts = several.run(tmp_path / "several")
+    whole = load_file(tmp_path / "one/hf/model.safetensors")
+    index = json.loads((tmp_path / "several/hf/model.safetensors.index.json").read_text())
+    assert facts["shards"] == len(set(index["weight_map"].values())) > 3
+    assert set(index["weight_map"]) == set(whole)
+    for name, file in index["weight_map"].items():
+        torch.testing.assert_close(
+            load_file(tmp_path / "several/hf" / file)[name], whole[name], atol=0, rtol=0
+        )
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in whole.values())
+    torch.testing.assert_close(
+        logits(loaded(tmp_path / "several/hf")), logits(loaded(tmp_path / "one/hf"))
+    )
+
+
+def contents(folder) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in regular_files(folder)}
+
+
+def test_rerun_after_a_crash_keeps_finished_shards_and_gives_the_same_bytes(tmp_path, monkeypatch):
+    config = CONFIGS["llama"]
+    trained = trained_artifact(tmp_path / "train", parameters_of(random_model(config)))
+    saved_config(config, tmp_path / "config")
+    stage = export_of(trained, tmp_path / "config", max_shard_bytes=20_000)
+    whole = stage.run(tmp_path / "whole")
+
+    read, seen = CheckpointReader.read, []
+
+    def dies_at_the_third(self, names):
+        seen.append(names)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        return read(self, names)
+
+    monkeypatch.setattr(CheckpointReader, "read", dies_at_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        stage.run(tmp_path / "out")
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "out/hf").glob("*.safetensors")}
+    assert len(kept) == 2
+    (tmp_path / "out/hf/model-00003.part").write_bytes(b"half")
+    monkeypatch.undo()
+    assert stage.run(tmp_path / "out") == whole
+    assert all(path.stat().st_mtime_ns == at for path, at in kept.items())
+    (tmp_path / "out/hf/model-00003.part").unlink()
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_dtype_follows_the_base_model_and_a_written_one_wins(tmp_path):
+    config = CONFIGS["qwen3"]
+    model = random_model(config)
+    trained = trained_artifact(tmp_path / "train", parameters_of(model))
+    base = tmp_path / "base"
+    model.to(torch.bfloat16).save_pretrained(base)
+    from_base = export_of(trained, base, model_path=base)
+    assert from_base.run(tmp_path / "auto")["dtype"] == "bfloat16"
+    assert loaded(tmp_path / "auto/hf", dtype="auto").dtype == torch.bfloat16
+    half = export_of(trained, base, model_path=base, dtype="float16")
+    half.run(tmp_path / "half")
+    tensors = load_file(tmp_path / "half/hf/model.safetensors")
+    assert {t.dtype for t in tensors.values()} == {torch.float16}
+    at_random = export_of(trained, saved_config(config, tmp_path / "c", dtype="bfloat16"))
+    assert at_random.run(tmp_path / "random")["dtype"] == "float32"
+
+
+def test_the_tokenizer_files_and_generation_config_of_a_base_model_are_kept_byte_for_byte(
+    tmp_path,
+):
+    config = CONFIGS["qwen3"]
+    model = random_model(config)
+    base = tmp_path / "base"
+    model.generation_config.temperature = 0.7
+    model.generation_config.do_sample = True
+    model.save_pretrained(base)
+    trained = trained_artifact(tmp_path / "train", parameters_of(model))
+    export_of(trained, base, model_path=base).run(tmp_path / "built-in")
+    shutil.copytree(tmp_path / "built-in/hf", tmp_path / "typed")
+    (tmp_path / "typed/chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    stage = export_of(trained, base, model_path=base)
+    typed = str(tmp_path / "typed")
+    stage = Export(**{**vars(stage), "tokenizer_path": typed, "tokenizer": pin_tokenizer(typed)})
+    stage.run(tmp_path / "out")
+    hf = tmp_path / "out/hf"
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (hf / name).read_bytes() == (tmp_path / "typed" / name).read_bytes()
+    assert json.loads((hf / "generation_config.json").read_text())["temperature"] == 0.7
+
+
+def with_adapter(model):
+    """The model in peft's hands, with an adapter that changes what it computes."""
+    adapted = get_peft_model(
+        model, LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=TARGETS, lora_dropout=0.0)
+    )
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn_like(parameter) * 0.2)
+    return adapted.eval()
+
+
+def native_factors(adapted, fuse: bool) -> dict[str, torch.Tensor]:
+    """peft's factors under the model's own names, written out by hand."""
+    found = {}
+    for name, tensor in adapted.named_parameters():
+        if "lora_" not in name:
+            continue
+        module, side = name.removeprefix("base_model.model.").split(".lora_")
+        parent, _, part = module.rpartition(".")
+        if fuse and part in ("q_proj", "k_proj", "v_proj"):
+            module = f"{parent}.qkv_proj"
+        found[f"{module}.lora_{side[0]}.{part}"] = tensor
+    return found
+
+
+@pytest.fixture(params=["random base kept", "base model, adapters only", "merge_qkv, seed only"])
+def lora_run(request, tmp_path):
+    """An export stage maker of a LoRA run, and peft's own model of it."""
+    config = CONFIGS["qwen3"]
+    fuse = "merge_qkv" in request.param
+    path = saved_config(config, tmp_path / "config")
+    model_path = None
+    model = random_model(config)
+    if request.param == "base model, adapters only":
+        model_path = path = tmp_path / "base model"
+        model.save_pretrained(path)
+    if request.param == "merge_qkv, seed only":
+        # What the seed gives is taken from a full export of a run that has not moved.
+        from penstock.engine.hf_weights import from_seed
+        from penstock.models.registry import family_of
+
+        hf_config = json.loads((path / "config.json").read_text())
+        family = family_of(hf_config)
+        start = from_seed(family.weight_map(family.read(hf_config)), seed=7)
+        model.load_state_dict(start.read(list(start.shapes)))
+    only = request.param != "random base kept"
+    base = parameters_of(model, fuse)
+    adapted = with_adapter(model)
+    factors = native_factors(adapted, fuse)
+    trained = trained_artifact(
+        tmp_path / "train", factors if only else {**base, **factors}, adapter_only=only
+    )
+
+    def stage(**settings) -> Export:
+        return export_of(trained, path, model_path=model_path, alpha=ALPHA, **settings)
+
+    return stage, adapted
+
+
+def test_the_adapter_loads_in_peft_and_the_merged_model_equals_base_plus_adapter(
+    lora_run, tmp_path, monkeypatch
+):
+    stage, adapted = lora_run
+    want = logits(adapted)
+    facts = stage().run(tmp_path / "out")
+    base = stage().model_path or tmp_path / "out/base"
+    monkeypatch.chdir(tmp_path / "out/adapter")  # what the adapter calls its base is relative
+    with_peft = PeftModel.from_pretrained(loaded(base), tmp_path / "out/adapter")
+    torch.testing.assert_close(logits(with_peft), want, atol=1e-6, rtol=1e-5)
+    by_name = AutoPeftModelForCausalLM.from_pretrained(
+        ".", dtype=torch.float32, attn_implementation="eager"
+    )
+    torch.testing.assert_close(logits(by_name), want, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(logits(loaded(tmp_path / "out/hf")), want, atol=1e-4, rtol=1e-5)
+    assert (logits(loaded(base)) - want).abs().max() > 0.01  # the adapter does something
+    assert facts["adapter"]["target_modules"] == sorted(TARGETS)
+    assert facts["adapter"]["parameters"] == sum(
+        p.numel() for name, p in adapted.named_parameters() if "lora_" in name
+    )
+    assert ("base" in facts["folders"]) == (stage().model_path is None)
+
+
+def test_without_merging_only_the_adapter_is_exported(lora_run, tmp_path):
+    stage, _ = lora_run
+    facts = stage(merge_lora=False).run(tmp_path / "out")
+    assert "hf" not in facts["folders"]
+    assert not (tmp_path / "out/hf").exists()
+    assert AutoTokenizer.from_pretrained(tmp_path / "out/adapter").chat_template
+
+
+def test_a_checkpoint_whose_save_did_not_end_is_refused(tmp_path):
+    config = CONFIGS["llama"]
+    trained = trained_artifact(tmp_path / "train", parameters_of(random_model(config)))
+    (trained.path / FOLDER / "COMPLETE").unlink()
+    with pytest.raises(ArtifactError, match="not a complete checkpoint"):
+        export_of(trained, saved_config(config, tmp_path / "config")).run(tmp_path / "out")
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name_and_shape(tmp_path):
+    trained = trained_artifact(tmp_path / "train", parameters_of(random_model(CONFIGS["llama"])))
+    other = LlamaConfig(**{**SIZES, "intermediate_size": 64})
+    with pytest.raises(ArtifactError, match=r"gate_proj.weight is \(48, 32\).*makes it \(64, 32\)"):
+        export_of(trained, saved_config(other, tmp_path / "config")).run(tmp_path / "out")
+
+
+def test_adapters_that_the_config_does_not_know_of_are_refused(lora_run, tmp_path):
+    stage, _ = lora_run
+    unaware = Export(**{**vars(stage()), "lora_alpha": None})
+    with pytest.raises((ArtifactError, CapabilityError), match="adapters"):
+        unaware.run(tmp_path / "out")

@@ -1,0 +1,143 @@
+"""Pushing to file systems with a URL."""
+
+import json
+
+import fsspec
+import pytest
+from pydantic import ValidationError
+
+from penstock.core.errors import CapabilityError
+from penstock.push.copy import INDEX, CopyTarget
+from penstock.push.stage import Push, PushSettings
+from tests.stages.exports import sealed_export
+
+MODEL = {
+    "hf/config.json": b'{"model_type": "llama"}\n',
+    "hf/model.safetensors": bytes(range(256)) * 300,
+    "hf/sub/chat.jinja": b"{{ x }}",
+}
+
+
+@pytest.fixture
+def exported(tmp_path):
+    return sealed_export(tmp_path / "export", MODEL)
+
+
+def push(exported, url) -> Push:
+    return Push(settings=PushSettings(url=url), exported=exported)
+
+
+def files_at(url: str) -> dict[str, bytes]:
+    system, root = fsspec.core.url_to_fs(url)
+    found = system.find(root)
+    return {path.removeprefix(root.rstrip("/") + "/"): system.cat_file(path) for path in found}
+
+
+@pytest.fixture(params=["file", "memory"])
+def url(request, tmp_path):
+    if request.param == "file":
+        return f"file://{tmp_path}/target"
+    return f"memory://{tmp_path.name}/target"
+
+
+def test_the_target_holds_the_exported_bytes_and_a_second_push_writes_nothing(
+    exported, url, tmp_path, monkeypatch
+):
+    first = push(exported, url).run(tmp_path / "first")
+    there = files_at(url)
+    index = json.loads(there.pop(INDEX))
+    assert there == {name.removeprefix("hf/"): content for name, content in MODEL.items()}
+    assert index["files"] == first["files"]
+
+    system, _ = fsspec.core.url_to_fs(url)
+    opened = system.open
+
+    def read_only(path, mode="rb", **options):
+        assert mode == "rb", f"{path} was opened with {mode}"
+        return opened(path, mode, **options)
+
+    monkeypatch.setattr(system, "open", read_only)
+    second = push(exported, url).run(tmp_path / "second")
+    assert second["sent"] == []
+    assert second["unchanged"] == first["sent"]
+
+
+def test_superseded_weights_go_and_other_files_stay(exported, url, tmp_path):
+    push(exported, url).run(tmp_path / "first")
+    system, root = fsspec.core.url_to_fs(url)
+    system.pipe_file(f"{root}/README.md", b"mine")
+    sharded = sealed_export(
+        tmp_path / "sharded",
+        {"hf/model-00001-of-00001.safetensors": b"x", "hf/model.safetensors.index.json": b"{}"},
+    )
+    facts = push(sharded, url).run(tmp_path / "second")
+    assert facts["removed"] == ["model.safetensors"]
+    there = files_at(url)
+    assert "model.safetensors" not in there
+    assert there["README.md"] == b"mine"
+    listed = {entry["path"] for entry in json.loads(there[INDEX])["files"]}
+    assert "model.safetensors" not in listed
+
+
+def test_a_push_cut_off_is_taken_up_and_its_index_never_vouches_for_half_a_file(
+    tmp_path, monkeypatch
+):
+    url = f"file://{tmp_path}/target"
+    older = sealed_export(tmp_path / "older", {**MODEL, "hf/config.json": b"{}" + b" " * 22})
+    push(older, url).run(tmp_path / "zero")
+
+    newer = sealed_export(
+        tmp_path / "newer",
+        {**MODEL, "hf/model.safetensors": b"n" * len(MODEL["hf/model.safetensors"])},
+    )
+    whole_put = CopyTarget._put
+
+    def dies_in_the_weights(self, file):
+        whole_put(self, file)
+        if file.name == "model.safetensors":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(CopyTarget, "_put", dies_in_the_weights)
+    with pytest.raises(KeyboardInterrupt):
+        push(newer, url).run(tmp_path / "out")
+    monkeypatch.undo()
+
+    # The older export has the same sizes: only the index can tell that its weights are gone.
+    assert CopyTarget.open(url).difference(contents(older))[0] == [
+        "config.json",
+        "model.safetensors",
+    ]
+    facts = push(newer, url).run(tmp_path / "out")
+    assert facts["sent"] == ["config.json", "model.safetensors"]
+    there = files_at(url)
+    assert there["model.safetensors"] == b"n" * len(MODEL["hf/model.safetensors"])
+    assert there["config.json"] == MODEL["hf/config.json"]
+
+
+def contents(exported):
+    from penstock.push.contents import contents_of
+
+    return contents_of(exported)
+
+
+def test_a_scheme_nobody_can_write_is_a_missing_capability(exported, tmp_path):
+    with pytest.raises(CapabilityError, match=r"nowhere://x.*nowhere(.|\n)*another URL"):
+        push(exported, "nowhere://x/y").run(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "one of push.repo_id and push.url"),
+        ({"repo_id": "a/b", "url": "file:///x"}, "one of push.repo_id and push.url"),
+        ({"repo_id": "a/b/c"}, "owner/name"),
+        ({"url": "s3://key:planted@bucket/x"}, "credentials"),
+        ({"url": "abfs://c@a/x?sig=planted"}, "credentials"),
+        ({"url": "file:///x", "create_pr": True}, "push.create_pr"),
+        ({"repo_id": "a/b", "revision": "v1", "create_pr": True}, "pull request on main"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused_without_repeating_secrets(settings, said):
+    with pytest.raises(ValidationError, match=said) as fault:
+        PushSettings(**settings)
+    assert "planted" not in str(fault.value)
