@@ -1,12 +1,13 @@
-"""The pipeline as Prefect flows: prepare -> pack -> train -> export -> push, whole or stage by stage.
+"""The pipeline as Prefect flows: prepare, pack, train, export, push, whole or stage by stage.
 
-`python flows/finetune.py CONFIG [--section.field value]`, or by deployment (see prefect.yaml). Prefect
-watches, schedules and shows; what is already done is decided by the store, not by Prefect's cache.
+`python flows/finetune.py CONFIG [--section.field value]`, or by deployment (see prefect.yaml).
+Prefect watches, schedules and shows; the store decides what is already done, not Prefect's cache.
 """
 # ruff: noqa: E402
 
 import sys
 from pathlib import Path
+from typing import cast
 
 from penstock.core import env
 
@@ -60,7 +61,7 @@ def chain(planned: Plan, wishes: Wishes) -> list[Outcome]:
     outcomes: list[Outcome] = []
     for step in planned.steps:
         state = realise(planned, step.stage.name, wishes, return_state=True)
-        outcomes.append(state.result())
+        outcomes.append(cast(Outcome, state.result()))
     get_run_logger().info("\n%s", outcome_table(outcomes))
     return outcomes
 

@@ -1,8 +1,8 @@
 """Run a function on several gloo ranks of this machine: forks of one warm, preloaded server.
 
-Each rank is a fresh process (no leaked groups, hooks or random state) that starts in a fraction of a
-second. The first real error is what the test sees, not its echoes on other ranks; a rank that hangs
-is shown with its Python stack.
+Each rank is a fresh process (no leaked groups, hooks or random state) that starts in no time. The
+first real error is what the test sees, not its echoes on other ranks; a rank that hangs is shown
+with its Python stack.
 """
 
 import datetime
@@ -31,7 +31,13 @@ PRELOADED = [
     "penstock.engine.assemble",
     "penstock.train.main",
 ]
-ECHOES = ("Connection reset", "Connection closed", "Broken pipe", "Timed out waiting", "connectFull")
+ECHOES = (
+    "Connection reset",
+    "Connection closed",
+    "Broken pipe",
+    "Timed out waiting",
+    "connectFull",
+)
 GRACE_SECONDS = 2.0
 """How long the other ranks may still speak once one has failed."""
 
@@ -59,7 +65,17 @@ def on_ranks(
         processes = []
         for rank in range(world):
             ours, theirs = context.Pipe(duplex=False)
-            job = (theirs, fn.__module__, fn.__qualname__, rank, world, folder, args, timeout, collectives)
+            job = (
+                theirs,
+                fn.__module__,
+                fn.__qualname__,
+                rank,
+                world,
+                folder,
+                args,
+                timeout,
+                collectives,
+            )
             process = context.Process(target=_rank, args=job)
             process.start()
             theirs.close()

@@ -4,7 +4,7 @@ A pure projection: it parts the config into each stage's identity and the rest, 
 its content, and so knows every key before any work starts. No torch is imported.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,69 +12,20 @@ from typing import Any, Literal
 from penstock.config.run import RunConfig, has_target
 from penstock.core import env
 from penstock.core.errors import CapabilityError, ConfigError, StageError
-from penstock.core.source import pin_config, pin_data, pin_files, pin_tokenizer, pin_weights
+from penstock.core.source import pin_checkpoint, pin_config, pin_data, pin_model, pin_tokenizer
 from penstock.core.stage import Artifact, Source, key_of, short
 from penstock.core.store import Cache, Outcome, Step, find, realize
+from penstock.engine.origin import Origin
 from penstock.engine.parallel.degrees import accumulation_steps, degrees_of, rows_per_step
 from penstock.export.stage import Export, ExportSettings
+from penstock.identity import IDENTITY
 from penstock.pack.stage import Pack, PackSettings
-from penstock.prepare.stage import DatasetSettings, Prepare, PrepareSettings
+from penstock.prepare.settings import DatasetSettings, PrepareSettings
+from penstock.prepare.stage import Prepare
 from penstock.push.stage import Push, PushSettings
 from penstock.train.stage import Train, TrainSettings, claim, num_local_ranks
 
 StageName = Literal["prepare", "pack", "train", "export", "push"]
-
-IDENTITY: Mapping[str, frozenset[str]] = {
-    "model": frozenset({"foundation", "encoders", "merge_qkv"}),
-    "train": frozenset(
-        """optimizer optimizer_dtype lr lr_min lr_start lr_warmup_ratio lr_decay_style lr_decay_ratio
-        weight_decay no_decay_modules no_decay_params max_grad_norm muon_lr muon_momentum
-        muon_nesterov muon_ns_steps muon_adjust_lr_fn num_train_epochs max_steps
-        enable_mixed_precision seed""".split()
-    ),
-    "lora": frozenset(
-        """enable_lora lora_rank lora_alpha lora_target_modules enable_qlora quant_format
-        quant_group_size exclude_modules merge_lora_interval reset_optimizer_on_merge enable_aqn
-        aqn_alpha""".split()
-    ),
-}
-"""What of these sections decides what is learnt."""
-
-PINNED: Mapping[str, frozenset[str]] = {
-    "model": frozenset({"model_path", "config_path", "tokenizer_path"}),
-    "train": frozenset(
-        {
-            "load_checkpoint_path",
-            # Together with the layout these make the number of rows per step, which is identity.
-            *("micro_batch_size", "gradient_accumulation_steps", "global_batch_size"),
-        }
-    ),
-    "lora": frozenset(),
-}
-"""What enters the key through what it names: a source's content, the rows of a step."""
-
-HOW: Mapping[str, frozenset[str]] = {
-    "model": frozenset(
-        """attn_implementation moe_implementation ep_dispatch deepep_buffer_size_gb deepep_num_sms
-        deepep_async_combine basic_modules""".split()
-    ),
-    "train": frozenset(
-        """data_parallel_mode data_parallel_shard_size data_parallel_replicate_size
-        tensor_parallel_size pipeline_parallel_size pipeline_parallel_schedule
-        pp_variable_seq_lengths expert_parallel_size ulysses_parallel_size ringattn_parallel_size
-        cp_fsdp_mode reshard_after_forward ep_outside enable_gradient_checkpointing
-        enable_reentrant recompute_modules moe_checkpoint_method enable_full_shard
-        enable_forward_prefetch enable_activation_offload activation_gpu_limit enable_compile
-        init_device load_weights_mode enable_full_determinism allow_cuda_launch_blocking
-        empty_cache_steps gc_steps output_dir ckpt_manager save_steps save_epochs save_async
-        save_hf_weights log_format use_wandb wandb_project wandb_name wandb_tags
-        wandb_log_interval enable_profiling profile_start_step profile_end_step profile_trace_dir
-        profile_record_shapes profile_profile_memory profile_with_stack
-        profile_rank0_only""".split()
-    ),
-    "lora": frozenset({"save_lora_only"}),
-}
-"""How the work is done. Changing these never builds anything again."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +132,8 @@ def link_exported(outcome: Outcome, run: RunConfig) -> None:
         target = outcome.path / name
         if link.exists() and not link.is_symlink():
             raise StageError(
-                f"{link} is in the way: it is not a link of ours.\n  Move it elsewhere and run again."
+                f"{link} is in the way: it is not a link of ours.\n"
+                "  Move it elsewhere and run again."
             )
         wanted = target.resolve() if target.is_dir() else None
         if link.is_symlink() and (wanted is None or link.resolve() != wanted):
@@ -236,8 +188,8 @@ def prepare_step(run: RunConfig) -> Step:
         ),
         sources=tuple(_pin(d) for d in data.datasets),
         test_sources=tuple(_pin(d) for d in data.test_datasets),
-        tokenizer=pin_tokenizer(tokenizer_path(run)),
-        tokenizer_path=tokenizer_path(run),
+        tokenizer=pin_tokenizer(run.model.tokenizer_source),
+        tokenizer_path=run.model.tokenizer_source,
         num_proc=data.dataset_num_proc or env.num_processors(),
     )
     return _keyed(stage, Path(data.dataset_prepared_path))
@@ -251,7 +203,7 @@ def pack_step(run: RunConfig, prepared: Artifact) -> Step:
         sample_packing_method=method,
         sample_packing_sequence_len=data.sample_packing_sequence_len,
         sample_packing_group_size=data.sample_packing_group_size,
-        eval_sample_packing=data.eval_sample_packing,
+        eval_sample_packing=data.eval_sample_packing is not False,
         num_shards=data.num_dataset_shards_to_save,
         seed=run.train.seed,
     )
@@ -273,8 +225,7 @@ def train_step(
     stage = Train(
         settings=settings,
         packed=packed,
-        config=pin_config(config_path(run)),
-        weights=pin_weights(run.model.model_path) if run.model.model_path else None,
+        origin=origin_of(run),
         checkpoint=_pin_checkpoint(run),
         run_config=run,
         ranks=ranks,
@@ -290,19 +241,10 @@ def export_step(run: RunConfig, trained: Artifact) -> Step:
             format=export.format,
             dtype=export.dtype,
             max_shard_bytes=export.max_shard_bytes,
-            merge_lora=export.merge_lora,
-            quantise=export.quantise,
+            merge_lora=export.merge_lora and not run.lora.save_lora_only,
         ),
         trained=trained,
-        config=pin_config(config_path(run)),
-        weights=pin_weights(run.model.model_path) if run.model.model_path else None,
-        tokenizer=pin_tokenizer(tokenizer_path(run)),
-        config_path=config_path(run),
-        model_path=run.model.model_path,
-        tokenizer_path=tokenizer_path(run),
-        foundation=run.model.foundation,
-        seed=run.train.seed,
-        lora_alpha=run.lora.lora_alpha if run.lora.enable_lora else None,
+        origin=origin_of(run),
     )
     return _keyed(stage, Path(run.pipeline.artifacts_path))
 
@@ -316,16 +258,20 @@ def push_step(run: RunConfig, exported: Artifact) -> Step:
     return _keyed(Push(settings=settings, exported=exported), Path(run.pipeline.artifacts_path))
 
 
-def config_path(run: RunConfig) -> str:
-    """`model.config_path`, which defaults to `model.model_path`."""
-    path = run.model.config_path or run.model.model_path
-    assert path, "the config refuses a run without either"
-    return path
-
-
-def tokenizer_path(run: RunConfig) -> str:
-    """`model.tokenizer_path`, which defaults to the config's."""
-    return run.model.tokenizer_path or config_path(run)
+def origin_of(run: RunConfig) -> Origin:
+    """The base model, its tokenizer, and what was made of them."""
+    model = run.model
+    return Origin(
+        config=pin_config(model.config_source),
+        config_path=model.config_source,
+        weights=pin_model(model.model_path) if model.model_path else None,
+        model_path=model.model_path,
+        tokenizer=pin_tokenizer(model.tokenizer_source),
+        tokenizer_path=model.tokenizer_source,
+        foundation=model.foundation,
+        seed=run.train.seed,
+        lora_alpha=run.lora.lora_alpha if run.lora.enable_lora else None,
+    )
 
 
 def _keyed(stage: Any, root: Path) -> Step:
@@ -355,4 +301,4 @@ def _pin(dataset: Any) -> Source:
 
 def _pin_checkpoint(run: RunConfig) -> Source | None:
     path = run.train.load_checkpoint_path
-    return None if path in (None, "auto") else pin_files(Path(path), label="checkpoint")
+    return None if path in (None, "auto") else pin_checkpoint(path)

@@ -1,4 +1,4 @@
-"""Small real runs for engine tests: packed rows on disk, a config, and one rank's share of training."""
+"""Small real runs for engine tests: packed rows, a config, one rank's share of training."""
 
 import json
 from pathlib import Path

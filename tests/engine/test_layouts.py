@@ -1,6 +1,5 @@
 """The layout never changes the result."""
 
-
 import pytest
 import torch
 
@@ -55,7 +54,7 @@ def first_step(layout, folder):
     ]
     seen = {}
 
-    def look(optimizer, *_):
+    def look(*_):
         parameters = dict(built.trained.model.named_parameters())
         seen["grads"] = {name: runs.whole(p.grad) for name, p in parameters.items()}
 

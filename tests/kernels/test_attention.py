@@ -1,10 +1,10 @@
 """Attention over packed documents, judged by each document's own dense softmax attention."""
 
 import math
-import time
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -69,8 +69,8 @@ def test_sdpa_agrees_with_eager_forward_and_backward(lengths):
     torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=12))
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=8))
 def test_sdpa_agrees_with_eager_whatever_the_lengths(lengths):
     # fp64, where the two differ by rounding far below any real fault.
     got = forward_backward("sdpa", lengths, torch.float64)
@@ -102,30 +102,24 @@ def test_documents_of_one_length_are_not_copied():
     assert Segments.of([40, 41]).layout is not None
 
 
-def test_sixty_short_documents_cost_less_than_sixty_calls():
+def test_sixty_short_documents_take_one_or_two_calls(monkeypatch):
+    # What makes them several times faster than a call each, told without a clock.
     lengths = [36 + i % 9 for i in range(60)]
     q, k, v = inputs(sum(lengths))
-    together, alone = Segments.of(lengths), [Segments.of([length]) for length in lengths]
-    sdpa = attention.backend("sdpa")
+    sdpa, calls = attention.backend("sdpa"), []
+    original = F.scaled_dot_product_attention
 
-    def packed():
-        return sdpa(q, k, v, together, SCALE)
+    def counted(query, *rest, **settings):
+        calls.append(query.shape)
+        return original(query, *rest, **settings)
 
-    def one_by_one():
-        parts = zip(q.split(lengths), k.split(lengths), v.split(lengths), alone, strict=True)
-        return torch.cat([sdpa(a, b, c, segments, SCALE) for a, b, c, segments in parts])
-
-    def fastest(compute):
-        seconds = []
-        for _ in range(7):
-            start = time.perf_counter()
-            compute().sum().backward()
-            seconds.append(time.perf_counter() - start)
-        return min(seconds)
-
-    torch.testing.assert_close(packed(), one_by_one(), atol=2e-6, rtol=1e-5)
-    # 3 times and more on an idle machine; the margin is for a busy one.
-    assert fastest(packed) < 0.7 * fastest(one_by_one)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", counted)
+    packed = sdpa(q, k, v, Segments.of(lengths), SCALE)
+    assert len(calls) <= 2
+    assert all(masked <= 44 for *_, masked, _ in calls)
+    alone = zip(q.split(lengths), k.split(lengths), v.split(lengths), lengths, strict=True)
+    expected = [sdpa(a, b, c, Segments.of([length]), SCALE) for a, b, c, length in alone]
+    torch.testing.assert_close(packed, torch.cat(expected), atol=2e-6, rtol=1e-5)
 
 
 def test_native_says_why_it_cannot_run_here():

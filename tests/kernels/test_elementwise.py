@@ -90,8 +90,8 @@ def test_rope_is_transformers_to_the_bit():
     both = torch.cat((angle, angle), dim=-1)
     got = rope(q, k, both.cos(), both.sin())
     # transformers has a batch first, and heads before tokens.
-    batched = (part.transpose(0, 1)[None] for part in (q, k))
-    want = apply_rotary_pos_emb(*batched, both.cos()[None], both.sin()[None])
+    batched_q, batched_k = (part.transpose(0, 1)[None] for part in (q, k))
+    want = apply_rotary_pos_emb(batched_q, batched_k, both.cos()[None], both.sin()[None])
     for mine, theirs in zip(got, want, strict=True):
         assert torch.equal(mine, theirs[0].transpose(0, 1))
 
@@ -101,12 +101,10 @@ def test_rope_leaves_scores_depending_on_distance_alone():
     frequencies = 10_000 ** -(torch.arange(0, 16, 2, device=DEVICE) / 16)
 
     def score(i, j):
-        def at(position):
-            angle = torch.cat([position * frequencies] * 2)[None]
-            return angle.cos(), angle.sin()
-
-        (cos_i, sin_i), (cos_j, sin_j) = at(i), at(j)
-        return (rope(q, k, cos_i, sin_i)[0] * rope(q, k, cos_j, sin_j)[1]).sum()
+        at_i, at_j = (torch.cat([at * frequencies] * 2)[None] for at in (i, j))
+        turned_q, _ = rope(q, k, at_i.cos(), at_i.sin())
+        _, turned_k = rope(q, k, at_j.cos(), at_j.sin())
+        return (turned_q * turned_k).sum()
 
     torch.testing.assert_close(score(3, 1), score(40, 38), atol=1e-5, rtol=1e-5)
 

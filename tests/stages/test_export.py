@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from penstock.core.files import regular_files, write_json
 from penstock.core.source import pin_model, pin_tokenizer
 from penstock.core.stage import Artifact
 from penstock.engine.checkpoint_reader import CheckpointReader
+from penstock.engine.origin import Origin
 from penstock.export.stage import Export, ExportSettings
 from tests.stages.checkpoints import FOLDER, trained_artifact
 
@@ -86,14 +88,16 @@ def export_of(trained: Artifact, config_path, model_path=None, alpha=None, **set
     return Export(
         settings=ExportSettings(**settings),
         trained=trained,
-        config=pin_model(str(config_path)),
-        weights=pin_model(str(model_path)) if model_path else None,
-        tokenizer=pin_tokenizer("builtin:bytes"),
-        config_path=str(config_path),
-        model_path=str(model_path) if model_path else None,
-        tokenizer_path="builtin:bytes",
-        seed=7,
-        lora_alpha=alpha,
+        origin=Origin(
+            config=pin_model(str(config_path)),
+            weights=pin_model(str(model_path)) if model_path else None,
+            tokenizer=pin_tokenizer("builtin:bytes"),
+            config_path=str(config_path),
+            model_path=str(model_path) if model_path else None,
+            tokenizer_path="builtin:bytes",
+            seed=7,
+            lora_alpha=alpha,
+        ),
     )
 
 
@@ -214,7 +218,8 @@ def test_the_tokenizer_files_and_generation_config_of_a_base_model_are_kept_byte
     (tmp_path / "typed/chat_template.jinja").write_text("{{ messages[0]['content'] }}")
     stage = export_of(trained, base, model_path=base)
     typed = str(tmp_path / "typed")
-    stage = Export(**{**vars(stage), "tokenizer_path": typed, "tokenizer": pin_tokenizer(typed)})
+    origin = replace(stage.origin, tokenizer_path=typed, tokenizer=pin_tokenizer(typed))
+    stage = replace(stage, origin=origin)
     stage.run(tmp_path / "out")
     hf = tmp_path / "out/hf"
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
@@ -331,6 +336,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_name_and_shape(tmp_path):
 
 def test_adapters_that_the_config_does_not_know_of_are_refused(lora_run, tmp_path):
     stage, _ = lora_run
-    unaware = Export(**{**vars(stage()), "lora_alpha": None})
+    aware = stage()
+    unaware = replace(aware, origin=replace(aware.origin, lora_alpha=None))
     with pytest.raises((ArtifactError, CapabilityError), match="adapters"):
         unaware.run(tmp_path / "out")

@@ -112,8 +112,10 @@ def prune_artifacts(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete old results of prepare, pack, export and push. Never what another result was made from,
-    never a training run."""
+    """Delete old results of prepare, pack, export and push.
+
+    Never what another result was made from, never a training run.
+    """
     console = Console(as_json)
 
     def command() -> dict[str, Any]:

@@ -8,7 +8,7 @@ import json
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,7 +58,7 @@ def run(console: Console, command: Callable[[], dict[str, Any] | None]) -> int:
     except SystemExit as error:
         if error.code == 128 + signal.SIGTERM:
             text = "terminated; run the same command again to go on"
-            return _fail(console, error, text, error.code)
+            return _fail(console, error, text, 128 + signal.SIGTERM)
         raise
     except Exception as error:  # noqa: BLE001 - the edge of the process
         text = (
@@ -103,7 +103,7 @@ def _plain(outcome: Outcome) -> dict[str, Any]:
 
 
 @contextmanager
-def _sigterm_unwinds() -> Iterator[None]:
+def _sigterm_unwinds() -> Generator[None]:
     """Turn SIGTERM into an exception, so that children are ended and locks are freed."""
 
     def unwind(signum: int, _frame: object) -> None:

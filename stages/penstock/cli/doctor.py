@@ -63,14 +63,11 @@ def examine(console: Console) -> dict[str, Any]:
 
 
 def _system() -> list[Finding]:
-    python = Finding("python", "ok", platform.python_version())
-    if sys.version_info < (3, 11):
-        python = Finding("python", "wrong", platform.python_version(), "use Python 3.11 or newer")
     gpus = env.num_gpus()
     free = shutil.disk_usage(".").free
     return [
         Finding("penstock", "ok", __version__),
-        python,
+        Finding("python", "ok", platform.python_version()),
         Finding("processors", "ok", str(env.num_processors())),
         Finding("cuda devices", "ok" if gpus else "absent", str(gpus)),
         Finding("free disk here", "ok" if free > 10e9 else "absent", f"{free / 1e9:.0f} GB"),

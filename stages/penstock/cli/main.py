@@ -1,8 +1,9 @@
 """`penstock`: argv -> plan -> store. This file knows the commands and their options, no more.
 
-What a command needs is imported when it runs, so that `--help` and a finished pipeline answer at once.
+What a command needs is imported when it runs: `--help` and a finished pipeline answer at once.
 """
 
+import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -158,9 +159,9 @@ def schema() -> None:
     """Print the config's JSON Schema, for editors."""
 
     def command() -> None:
-        from penstock.config.reference import json_schema_text
+        from penstock.config.reference import schema as json_schema
 
-        print(json_schema_text(), end="")
+        print(json.dumps(json_schema(), indent=2))
 
     _end(Console(), command)
 

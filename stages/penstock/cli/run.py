@@ -5,6 +5,7 @@ from pathlib import Path
 
 from penstock.cli.console import Console, outcome_table
 from penstock.config.load import load
+from penstock.config.overrides import Override
 from penstock.config.run import RunConfig
 from penstock.core.store import Outcome
 from penstock.plan import Plan, StageName, Wishes, bring_up, plan, require_upstream
@@ -15,7 +16,7 @@ class Request:
     """A config as the command line gave it."""
 
     file: Path
-    overrides: tuple[object, ...] = ()
+    overrides: tuple[Override, ...] = ()
 
     def load(self) -> RunConfig:
         """The checked config."""

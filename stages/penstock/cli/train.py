@@ -1,4 +1,4 @@
-"""One rank of training by hand: `torchrun ... -m penstock.cli.train CONFIG [--section.field value]`.
+"""One rank of training by hand: `torchrun ... -m penstock.cli.train CONFIG [--train.lr 2e-5]`.
 
 Every rank runs this. What training needs is brought up first: all ranks ask for it, the lock lets
 one build it, and the others find it done. Then the leading rank keeps the output folder's lock and

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 ABSENT = "(absent)"
 
@@ -33,15 +33,22 @@ def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[Diffe
 
 
 def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value:
-        for name, inner in value.items():
-            yield from _leaves(inner, f"{prefix}.{name}" if prefix else str(name))
-    elif isinstance(value, list | tuple) and value and isinstance(value[0], Mapping):
-        for index, inner in enumerate(value):
-            name = str(inner.get("name", index)) if isinstance(inner, Mapping) else str(index)
-            yield from _leaves(inner, f"{prefix}.{name}")
-    else:
+    for name, inner in _children(value):
+        yield from _leaves(inner, f"{prefix}.{name}" if prefix else name)
+    if not _children(value):
         yield prefix, value
+
+
+def _children(value: Any) -> list[tuple[str, Any]]:
+    """What a mapping or a list of mappings holds, by name; a list of plain values is one leaf."""
+    if isinstance(value, Mapping):
+        members = cast("Mapping[str, Any]", value)
+        return [(str(name), inner) for name, inner in members.items()]
+    if isinstance(value, list | tuple):
+        entries = cast("list[Any]", value)
+        if all(isinstance(entry, Mapping) for entry in entries):
+            return [(str(e.get("name") or i), e) for i, e in enumerate(entries)]
+    return []
 
 
 def _shown(value: Any) -> str:

@@ -15,7 +15,7 @@ def cache_home() -> Path:
 
 
 def num_processors() -> int:
-    """Processes that data stages may use: PENSTOCK_NUM_PROC, or the CPUs this process may run on."""
+    """Processes that data stages may use: PENSTOCK_NUM_PROC, or the CPUs this one may run on."""
     asked = os.environ.get("PENSTOCK_NUM_PROC")
     return max(1, int(asked)) if asked else len(os.sched_getaffinity(0))
 

@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ PART = ".part"
 
 
 @contextmanager
-def publishing(target: Path) -> Iterator[Path]:
+def publishing(target: Path) -> Generator[Path]:
     """Yield a path to write to; when the block ends well, it becomes `target` in one step."""
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + PART)

@@ -17,7 +17,7 @@ def local_folder(typed: str, source: Source, patterns: Sequence[str] = MODEL_FIL
     """
     if source.pin["kind"] != "hub":
         return Path(typed).expanduser()
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
@@ -29,7 +29,8 @@ def local_folder(typed: str, source: Source, patterns: Sequence[str] = MODEL_FIL
         )
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise CapabilityError(
-            f"{source.pin['repo']} at {source.pin['commit'][:12]} could not be fetched from the hub "
-            f"({type(error).__name__}).\n  Check the network and `hf auth login`, or name a folder."
+            f"{source.pin['repo']} at {source.pin['commit'][:12]} could not be "
+            f"fetched from the hub ({type(error).__name__}).\n"
+            "  Check the network and `hf auth login`, or name a folder."
         ) from error
     return Path(folder)

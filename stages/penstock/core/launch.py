@@ -86,7 +86,7 @@ def _end(child: "subprocess.Popen[bytes]", sink: BinaryIO) -> None:
 
 
 @contextlib.contextmanager
-def _deaf():  # noqa: ANN202 - a context manager of no value
+def _deaf():
     """Ignore further requests to stop while stopping."""
     try:
         before = [(s, signal.signal(s, signal.SIG_IGN)) for s in (signal.SIGINT, signal.SIGTERM)]

@@ -127,7 +127,7 @@ def _glob(path: str, target: Path) -> Found:
     root = Path(*parts[:first]) if first else Path()
     if not root.is_dir():
         raise missing(path)
-    files = sorted(file for file in root.glob(str(Path(*parts[first:]))) if file.is_file())
+    files = _matches(root, str(Path(*parts[first:])))
     if not files:
         raise ConfigError(f"{path} matches no file.\n  {root} holds {_some(names_in(root))}.")
     return Found(root.resolve().name, root, tuple(files))
@@ -178,13 +178,18 @@ def _data_file(path: str, folder: Path, name: str) -> list[Path]:
             return [target]
         if target.is_dir():
             raise ConfigError(f"data_files: {name} is a folder.\n  Name its files.")
-        if GLOB.search(name):
-            files = sorted(file for file in folder.glob(name) if file.is_file())
-            if files:
-                return files
+        if GLOB.search(name) and (files := _matches(folder, name)):
+            return files
     near = difflib.get_close_matches(name, names_in(folder), n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else f"it has {_some(names_in(folder))}."
     raise ConfigError(f"data_files: {name} is not in {path}.\n  There: {hint}")
+
+
+def _matches(root: Path, pattern: str) -> list[Path]:
+    """Files that match, sorted; as in a shell, hidden ones are not meant."""
+    return sorted(
+        file for file in root.glob(pattern) if file.is_file() and not file.name.startswith(".")
+    )
 
 
 def _refuse_data_files(path: str, data_files: Sequence[str] | None) -> None:

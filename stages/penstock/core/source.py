@@ -13,7 +13,7 @@ from typing import Any, Literal
 from penstock.core import env, local_files
 from penstock.core.digests import digests_of
 from penstock.core.errors import CapabilityError, ConfigError
-from penstock.core.files import read_json
+from penstock.core.files import read_json, regular_files
 from penstock.core.local_files import Found
 from penstock.core.stage import Source
 
@@ -131,6 +131,39 @@ def pin_model(path: str, revision: str | None = None) -> Source:
             "  Weights in other formats (.bin, .pt) are not read; save the model as safetensors."
         )
     found = Found(folder.name, folder, tuple(files))
+    return Source({"kind": "files", "files": _digested(found)}, found.paths)
+
+
+def pin_config(path: str) -> Source:
+    """Pin a model's config.json alone, so that weights lying beside it do not matter.
+
+    Raises ConfigError where there is none, CapabilityError for an unreachable hub.
+    """
+    if path.startswith("builtin:") or _is_on_hub(path):
+        return pin_model(path)
+    target = Path(path).expanduser()
+    file = target / "config.json" if target.is_dir() else target
+    if not file.is_file():
+        raise ConfigError(
+            f"{path} holds no config.json.\n"
+            "  Set model.config_path to a folder that does, to a hub id, or to builtin:tiny-qwen3."
+        )
+    found = Found(file.name, file.parent, (file,))
+    return Source({"kind": "files", "files": _digested(found)}, found.paths)
+
+
+def pin_checkpoint(path: str) -> Source:
+    """Pin a training checkpoint: every file of its folder.
+
+    Raises ConfigError for what is no folder or was not saved to the end.
+    """
+    folder = Path(path).expanduser()
+    if not (folder / "COMPLETE").is_file():
+        raise ConfigError(
+            f"train.load_checkpoint_path {path} is not a complete checkpoint.\n"
+            "  Name a folder called global_step_N whose save ended, or write auto."
+        )
+    found = Found(folder.name, folder, tuple(regular_files(folder)))
     return Source({"kind": "files", "files": _digested(found)}, found.paths)
 
 

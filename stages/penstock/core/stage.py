@@ -72,6 +72,7 @@ class Artifact:
 Input = Artifact | Source
 
 
+@dataclass(frozen=True)
 class Stage(ABC):
     """One step of the pipeline. Implementations are frozen dataclasses.
 

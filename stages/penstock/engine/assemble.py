@@ -28,8 +28,8 @@ from penstock.engine.recompute import recompute
 from penstock.engine.step import Engine
 from penstock.engine.weights import Read, SafetensorsFolder, fill
 from penstock.models.decoder import Decoder
-from penstock.models.initialise import initialise
 from penstock.models.family import Family
+from penstock.models.initialise import initialise
 from penstock.models.registry import family_of
 from penstock.models.shape import DecoderConfig
 from penstock.models.weights import WeightMap

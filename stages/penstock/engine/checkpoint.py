@@ -1,6 +1,6 @@
 """Checkpoints: written aside, marked complete, renamed. What is being written is never found.
 
-`<output_dir>/checkpoints/global_step_N/` holds DCP files, `state.json` and, written last, `COMPLETE`.
+`<output_dir>/checkpoints/global_step_N/` holds DCP files, `state.json` and, last, `COMPLETE`.
 """
 
 import re
@@ -31,7 +31,7 @@ FOLDER = re.compile(r"global_step_(\d+)$")
 
 @dataclass(frozen=True)
 class Trained:
-    """What a checkpoint holds of a run: the model's trained (or all) parameters, and the optimizer."""
+    """What a checkpoint holds of a run: the model's parameters and the optimizer's state."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -43,8 +43,14 @@ class Trained:
         options = StateDictOptions(
             flatten_optimizer_state_dict=True, ignore_frozen_params=self.only_trained
         )
+        own = {name for name, _ in self.model.named_parameters()}
         return {
-            "model": get_model_state_dict(self.model, options=options),
+            "model": {
+                name: tensor
+                for name, tensor in get_model_state_dict(self.model, options=options).items()
+                # A tied head is listed under both its names; it is one tensor.
+                if name in own
+            },
             "optimizer": get_optimizer_state_dict(self.model, self.optimizer, options=options),
         }
 

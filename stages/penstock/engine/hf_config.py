@@ -33,6 +33,8 @@ def _laid_over(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any
     merged = dict(base)
     for name, value in top.items():
         below = merged.get(name)
-        both = isinstance(value, Mapping) and isinstance(below, Mapping)
-        merged[name] = _laid_over(below, value) if both else value
+        if isinstance(value, Mapping) and isinstance(below, Mapping):
+            merged[name] = _laid_over(below, value)
+        else:
+            merged[name] = value
     return merged

@@ -1,4 +1,4 @@
-"""This process among the others: who it is, its device, and the few questions ranks ask together."""
+"""This process among the others: who it is, its device, and what ranks ask together."""
 
 import datetime
 from dataclasses import dataclass

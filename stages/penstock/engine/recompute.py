@@ -1,5 +1,6 @@
 """Activation checkpointing: which parts of the model compute their activations twice."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from penstock.models.decoder import Decoder
 SOCKETS = {"self_attn": "run_attn", "mlp": "run_mlp"}
 
 
-def recompute(model: Decoder, modules: list[str] | None, reentrant: bool) -> None:
+def recompute(model: Decoder, modules: Sequence[str] | None, reentrant: bool) -> None:
     """Plug recomputation into the model: whole layers, or only the named parts of each layer."""
     again = partial(_checkpointed, use_reentrant=reentrant)
     if modules is None:

@@ -49,7 +49,8 @@ class SafetensorsFolder:
         if missing:
             raise CapabilityError(
                 f"the checkpoint lacks {len(missing)} tensors that its config.json implies, first "
-                f"{missing[0]}.\n  Check that model.model_path and model.config_path belong together."
+                f"{missing[0]}.\n"
+                "  Check that model.model_path and model.config_path belong together."
             )
 
 

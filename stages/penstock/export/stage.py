@@ -1,16 +1,16 @@
 """The export stage: a checkpoint to folders that transformers and peft load."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from penstock.config.base import Settings
-from penstock.core.stage import Artifact, Facts, Input, Source, Stage
-
-DType = Literal["auto", "float32", "bfloat16", "float16"]
+from penstock.core.errors import ArtifactError
+from penstock.core.stage import Artifact, Facts, Input, Stage
+from penstock.engine.origin import DType, Form, Origin
 
 
 class ExportSettings(Settings):
@@ -42,34 +42,19 @@ class Export(Stage):
 
     settings: ExportSettings
     trained: Artifact
-    config: Source
-    weights: Source | None
-    """The base model's weights; None when training started at random."""
-    tokenizer: Source
-
-    # How: the key of `trained` holds all of this; here it says where to read, and as what.
-    config_path: str
-    """Folder, file, hub id or `builtin:<name>` of the config.json, as typed."""
-    model_path: str | None
-    """Folder or hub id of the base model, as typed; adapters name it as their base."""
-    tokenizer_path: str
-    foundation: Mapping[str, Any] = field(default_factory=dict)
-    """What was laid over the config.json."""
-    seed: int = 42
-    """What a random start was drawn from."""
-    lora_alpha: float | None = None
-    """Scale of the adapters; None when there are none."""
+    origin: Origin
+    """Of which the sources are identity; the key of `trained` holds the rest."""
 
     @property
     def inputs(self) -> Mapping[str, Input]:
         """The trained model, and what is put beside its weights."""
         found: dict[str, Input] = {
             "trained": self.trained,
-            "config": self.config,
-            "tokenizer": self.tokenizer,
+            "config": self.origin.config,
+            "tokenizer": self.origin.tokenizer,
         }
-        if self.weights:
-            found["weights"] = self.weights
+        if self.origin.weights:
+            found["weights"] = self.origin.weights
         return found
 
     def run(self, out: Path) -> Facts:
@@ -77,6 +62,17 @@ class Export(Stage):
 
         Raises ArtifactError when the checkpoint is not complete or not of this model.
         """
-        from penstock.export.folders import write_folders
+        from penstock.engine.hf_export import write_folders
 
-        return write_folders(self, out)
+        settings = self.settings
+        form = Form(settings.dtype, settings.max_shard_bytes, settings.merge_lora)
+        return write_folders(self._checkpoint(), self.origin, form, out)
+
+    def _checkpoint(self) -> Path:
+        relative = PurePosixPath(self.trained.facts["checkpoint"])
+        if relative.is_absolute() or ".." in relative.parts:
+            raise ArtifactError(
+                f"the manifest in {self.trained.path} names the checkpoint {relative}, which lies "
+                "outside of it.\n  Run the train stage again."
+            )
+        return self.trained.path / relative

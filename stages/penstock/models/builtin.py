@@ -1,33 +1,51 @@
 """Model configs that ship with the code: small enough to train on a laptop's CPU."""
 
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any
 
 from penstock.core.errors import ConfigError
 
 SCHEME = "builtin:"
 
+_SHAPE: Mapping[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "initializer_range": 0.02,
+    "tie_word_embeddings": True,
+    "attention_dropout": 0.0,
+    "dtype": "float32",
+}
+
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "tiny-llama": {
+        **_SHAPE,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "attention_bias": False,
+        "mlp_bias": False,
+    },
+    "tiny-qwen2": {
+        **_SHAPE,
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "use_sliding_window": False,
+    },
     "tiny-qwen3": {
+        **_SHAPE,
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
-        "vocab_size": 320,
-        "hidden_size": 128,
-        "intermediate_size": 384,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "hidden_act": "silu",
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        "initializer_range": 0.02,
-        "tie_word_embeddings": True,
         "attention_bias": False,
-        "attention_dropout": 0.0,
         "use_sliding_window": False,
-        "dtype": "float32",
     },
 }
 
@@ -38,4 +56,4 @@ def builtin_config(name: str) -> dict[str, Any]:
     if short not in CONFIGS:
         known = ", ".join(f"{SCHEME}{each}" for each in CONFIGS)
         raise ConfigError(f"{name} is not a built-in model; there is {known}.")
-    return dict(CONFIGS[short])
+    return deepcopy(dict(CONFIGS[short]))

@@ -17,7 +17,6 @@ from penstock.prepare.split import Finished, target_of
 from penstock.rows.reader import flat, map_batches
 from penstock.rows.schema import IGNORED, SPLITS, histogram
 
-PLAN = "plan.json"
 FORMAT = 1
 
 

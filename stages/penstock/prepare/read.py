@@ -14,6 +14,7 @@ from typing import Any, TextIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import Dataset, DownloadMode, load_dataset
+from datasets.exceptions import DatasetsError
 
 from penstock.core.errors import CapabilityError, StageError
 from penstock.core.local_files import KINDS
@@ -81,7 +82,7 @@ def open_hub(
             f"{repo} at {commit[:12]} cannot be loaded: {error}\n"
             "  Set name, split and data_files of the data set to what it has."
         ) from error
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, DatasetsError) as error:
         raise CapabilityError(
             f"{repo} at {commit[:12]} cannot be fetched from the hub: {error}\n"
             "  Go online or log in (hf auth login), or give a local path."

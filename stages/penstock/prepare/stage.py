@@ -23,7 +23,7 @@ class Prepare(Stage):
     name: ClassVar[str] = "prepare"
     version: ClassVar[int] = 1
 
-    settings: PrepareSettings
+    settings: PrepareSettings  # pyright: ignore[reportIncompatibleVariableOverride]
     sources: tuple[Source, ...]
     """One for each of settings.datasets."""
     test_sources: tuple[Source, ...]
@@ -56,12 +56,13 @@ class Prepare(Stage):
         Slices that sealed artifacts beside `out` hold are taken from there. Raises StageError when
         a source is unreadable, or more of its records unusable than the settings allow.
         """
-        from penstock.prepare.plan import PLAN, check_sources, facts_of, plan_of
+        from penstock.prepare.plan import check_sources, facts_of, plan_of
         from penstock.prepare.reuse import restore
         from penstock.prepare.slices import plan_slices
         from penstock.prepare.split import publish_splits
         from penstock.prepare.tokenise import finished
         from penstock.prepare.workers import run_all
+        from penstock.rows.prepared import PLAN
 
         staged = out / STAGED
         if not (out / PLAN).is_file():

@@ -49,6 +49,9 @@ def collate(
     """
     lengths = [int(length) for row in rows for length in row.lengths]
     used = sum(lengths)
+    held = sum(len(row.input_ids) for row in rows)
+    if held != used:
+        raise ValueError(f"the rows hold {held} tokens, but their lengths sum to {used}")
     padding = -used % pad_to_multiple_of if used else pad_to_multiple_of
     total = used + padding
     input_ids = np.full(total, pad_token_id, dtype=np.int64)
@@ -59,8 +62,6 @@ def collate(
         input_ids[start:end] = row.input_ids
         labels[start:end] = row.labels
         start = end
-    if start != used:
-        raise ValueError(f"the rows hold {start} tokens, but their lengths sum to {used}")
     if padding:
         lengths.append(padding)
     starts = np.cumsum(lengths) - lengths

@@ -12,6 +12,8 @@ OUTCOME = "outcome.json"
 CHECKPOINTS = "checkpoints"
 LOGS = "logs"
 METRICS = "metrics.jsonl"
+HF_WEIGHTS = "hf_ckpt"
+"""Folder in the last checkpoint, named as users of xorl expect it."""
 
 
 @dataclass(frozen=True)

@@ -177,9 +177,9 @@ class Loop:
         step, train = self.at.step, self.train
         if train.gc_steps and step % train.gc_steps == 0:
             gc.collect()
-        if train.empty_cache_steps and step % train.empty_cache_steps == 0:
-            if self.ranks.device.type == "cuda":
-                torch.cuda.empty_cache()
+        on_cuda = self.ranks.device.type == "cuda"
+        if on_cuda and train.empty_cache_steps and step % train.empty_cache_steps == 0:
+            torch.cuda.empty_cache()
 
     def _finish(self, log: MetricsLog | None) -> dict[str, Any]:
         at = self.at

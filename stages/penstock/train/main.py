@@ -44,7 +44,7 @@ def run_by_hand(job: Job) -> None:
 
 
 def run_rank(job: Job, ranks: Ranks, stop: StopRequest) -> dict[str, Any] | None:
-    """Assemble, train, and have the leading rank write the outcome. None: stopped before the end."""
+    """Assemble, train, and let the leading rank write the outcome. None: stopped before the end."""
     _log_to(job.output_dir / LOGS / f"rank_{ranks.rank}.log")
 
     def notify(line: str) -> None:

@@ -31,7 +31,8 @@ from penstock.core.stage import (
     short,
 )
 from penstock.core.store import Step, set_aside
-from penstock.train.job import LOGS, METRICS, OUTCOME, Job
+from penstock.engine.origin import Form, Origin
+from penstock.train.job import HF_WEIGHTS, LOGS, METRICS, OUTCOME, Job
 
 
 class TrainSettings(Settings):
@@ -54,8 +55,8 @@ class Train(Stage):
 
     settings: TrainSettings
     packed: Artifact
-    config: Source
-    weights: Source | None
+    origin: Origin
+    """Of which the config and the weights are identity; the tokenizer goes beside HF weights."""
     checkpoint: Source | None
     run_config: RunConfig
     ranks: Literal["torchrun", "this_process"] = "torchrun"
@@ -63,9 +64,9 @@ class Train(Stage):
     @property
     def inputs(self) -> Mapping[str, Input]:
         """The packed rows, the model's config, its weights, and a checkpoint to start from."""
-        found: dict[str, Input] = {"packed": self.packed, "config": self.config}
-        if self.weights:
-            found["weights"] = self.weights
+        found: dict[str, Input] = {"packed": self.packed, "config": self.origin.config}
+        if self.origin.weights:
+            found["weights"] = self.origin.weights
         if self.checkpoint:
             found["checkpoint"] = self.checkpoint
         return found
@@ -87,25 +88,35 @@ class Train(Stage):
                 "  Run the same command again to go on from there.",
                 signum=outcome["signal"] or 15,
             )
+        if self.run_config.train.save_hf_weights:
+            self._write_hf_weights(out / outcome["facts"]["checkpoint"])
         return outcome["facts"]
 
+    def _write_hf_weights(self, checkpoint: Path) -> None:
+        """Put the model beside the last checkpoint, as transformers and peft load it."""
+        from penstock.engine.hf_export import write_folders
+
+        form = Form(merged=not self.run_config.lora.save_lora_only)
+        write_folders(checkpoint, self.origin, form, checkpoint / HF_WEIGHTS)
+
     def follow(self, out: Path) -> None:
-        """Be one of the ranks that do not lead, in this process; the leading rank runs the stage."""
+        """Be a rank that does not lead, in this process; the leading rank runs the stage."""
         _here(self._job(out.resolve()))
 
     def _job(self, output_dir: Path) -> Job:
-        model = self.run_config.model
-        weights = model.model_path and local_folder(model.model_path, self.weights or self.config)
-        config = model.config_path or model.model_path or ""
-        if self.config.pin["kind"] != "builtin":
-            config = str(local_folder(config, self.config).resolve())
+        origin, config = self.origin, self.origin.config_path
+        if origin.config.pin["kind"] != "builtin":
+            config = str(local_folder(config, origin.config).resolve())
+        weights = None
+        if origin.model_path and origin.weights:
+            weights = local_folder(origin.model_path, origin.weights).resolve()
         return Job(
             key=key_of(self),
             config=self.run_config,
             packed=self.packed.path.resolve(),
-            max_token_id=self.packed.facts["max_token_id"],
+            max_token_id=self.packed.facts["max_token_id"]["train"],
             config_path=config,
-            weights=weights.resolve() if weights else None,
+            weights=weights,
             output_dir=output_dir,
         )
 
@@ -209,8 +220,8 @@ def torchrun_arguments(job: Job) -> list[str]:
         return ["--standalone", *common]
     if launch.rdzv_endpoint is None:
         raise ConfigError(
-            f"launch.nnodes is {launch.nnodes}, and launch.rdzv_endpoint does not say where they meet.\n"
-            "  Write host:port of the first node."
+            f"launch.nnodes is {launch.nnodes}, and nothing says where they meet.\n"
+            "  Write launch.rdzv_endpoint, as host:port of the first node."
         )
     return [
         *("--nnodes", str(launch.nnodes)),

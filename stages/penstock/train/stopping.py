@@ -5,8 +5,11 @@ from types import FrameType
 
 
 class StopRequest:
-    """Set by SIGTERM or SIGINT. The handler only takes a note: printing into a closed pipe from here
-    would raise in the middle of a step, and the emergency save would be lost."""
+    """Set by SIGTERM or SIGINT.
+
+    The handler only takes a note: printing into a closed pipe from here would raise in the middle
+    of a step, and the emergency save would be lost.
+    """
 
     def __init__(self) -> None:
         self.signum: int | None = None

@@ -4,8 +4,9 @@ Gradients come out summed over replicas, never averaged: the loss is already div
 tokens of the whole step, so a sum is the exact gradient whatever the number of replicas.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -33,7 +34,7 @@ def shard(model: nn.Module, units: list[nn.Module], mesh: DeviceMesh, train: Tra
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     if train.enable_forward_prefetch:
-        for unit, following in zip(units, units[1:], strict=False):
+        for unit, following in pairwise(units):
             if isinstance(unit, FSDPModule) and isinstance(following, FSDPModule):
                 unit.set_modules_to_forward_prefetch([following])
 
@@ -54,7 +55,7 @@ def backward_scale(model: nn.Module, world: int) -> float:
 
 
 @contextmanager
-def accumulating(model: nn.Module, *, last: bool) -> Iterator[None]:
+def accumulating(model: nn.Module, *, last: bool) -> Generator[None]:
     """Keep gradients local until the `last` micro-batch of a step."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)

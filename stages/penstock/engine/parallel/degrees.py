@@ -27,14 +27,14 @@ def degrees_of(train: TrainConfig, world: int) -> Degrees:
     mode = train.data_parallel_mode
     if mode == "none" and world > 1:
         raise ConfigError(
-            f"train.data_parallel_mode is none, which trains on one process, and {world} were asked "
-            "for.\n  Write launch.nproc_per_node: 1, or train.data_parallel_mode: fsdp2."
+            f"train.data_parallel_mode is none, which trains on one process, and {world} were "
+            "asked for.\n  Write launch.nproc_per_node: 1, or train.data_parallel_mode: fsdp2."
         )
     shard_size = train.data_parallel_shard_size
     if mode == "fsdp2":
         if shard_size not in (-1, world):
             raise ConfigError(
-                f"train.data_parallel_shard_size is {shard_size} on {world} ranks with one replica.\n"
+                f"train.data_parallel_shard_size is {shard_size}, and there are {world} ranks.\n"
                 f"  Write {world}, or -1 for all ranks there are."
             )
         return Degrees(replicate=1, shard=world)
@@ -65,16 +65,16 @@ def accumulation_steps(train: TrainConfig, num_replicas: int) -> int:
     if rest or not steps:
         nearest = max(1, steps) * at_once
         raise ConfigError(
-            f"train.global_batch_size is {train.global_batch_size}, which {num_replicas} replicas of "
-            f"train.micro_batch_size {train.micro_batch_size} cannot share evenly.\n"
+            f"train.global_batch_size is {train.global_batch_size}, which {num_replicas} replicas "
+            f"of train.micro_batch_size {train.micro_batch_size} cannot share evenly.\n"
             f"  Write a multiple of {at_once}, for example {nearest}, or change the other two."
         )
-    if "gradient_accumulation_steps" in train.model_fields_set:
-        if train.gradient_accumulation_steps != steps:
-            raise ConfigError(
-                f"train.global_batch_size {train.global_batch_size} on {num_replicas} replicas with "
-                f"train.micro_batch_size {train.micro_batch_size} takes {steps} accumulation steps, "
-                f"and train.gradient_accumulation_steps is {train.gradient_accumulation_steps}.\n"
-                f"  Write {steps}, or leave one of the two out."
-            )
+    written = "gradient_accumulation_steps" in train.model_fields_set
+    if written and train.gradient_accumulation_steps != steps:
+        raise ConfigError(
+            f"train.global_batch_size {train.global_batch_size} on {num_replicas} replicas with "
+            f"train.micro_batch_size {train.micro_batch_size} takes {steps} accumulation steps, "
+            f"and train.gradient_accumulation_steps is {train.gradient_accumulation_steps}.\n"
+            f"  Write {steps}, or leave one of the two out."
+        )
     return steps

@@ -95,6 +95,12 @@ class conversations:  # noqa: N801 - used as a function
 
     def _by_prefix(self, messages: list[Message]) -> Sample:
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if turns[:1] == [0]:
+            raise BadRow(
+                "template",
+                "it begins with the assistant, so where its turn starts is not known; the chat "
+                "template needs {% generation %} marks",
+            )
         try:
             texts = [self._rendered(messages, "closed")]
             for turn in turns:

@@ -1,0 +1,140 @@
+"""A checkpoint as folders that transformers and peft load: which there are, and what is in each.
+
+Without adapters there is `hf/`. With them there is `adapter/`, and `hf/` with the merged model if
+that is wanted. A base model that started at random exists nowhere else, so it comes as `base/`.
+"""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.core.files import read_json
+from penstock.core.hub import local_folder
+from penstock.engine.checkpoint_reader import CheckpointReader
+from penstock.engine.hf_adapter import Adapters, adapters_in, write_adapter_folder
+from penstock.engine.hf_config import read_hf_config
+from penstock.engine.hf_folder import (
+    DTYPES,
+    Extras,
+    bytes_in,
+    declared_dtype,
+    name_of,
+    write_hf_folder,
+)
+from penstock.engine.hf_tokenizer import TokenizerFiles
+from penstock.engine.hf_weights import HfWeights, from_seed, in_checkpoint, in_folder, is_fused
+from penstock.engine.origin import Form, Origin
+from penstock.engine.weights import SafetensorsFolder
+from penstock.models.registry import family_of
+from penstock.models.weights import WeightMap
+
+GENERATION_CONFIG = "generation_config.json"
+
+BASE_BESIDE = "../base"
+"""What an adapter calls its base model when that lies beside it: relative to the adapter, so that
+the two may be moved together."""
+
+
+def write_folders(checkpoint: Path, origin: Origin, form: Form, out: Path) -> dict[str, Any]:
+    """Write all folders, keeping the files that an earlier attempt finished, and return facts.
+
+    Raises ArtifactError when the checkpoint is not complete or not of this model.
+    """
+    reader = CheckpointReader(checkpoint)
+    hf_config = read_hf_config(_config_path(origin), origin.foundation)
+    family = family_of(hf_config)
+    names = family.weight_map(family.read(hf_config), merge_qkv=is_fused(reader))
+    adapters = adapters_in(reader, origin.lora_alpha)
+    extras = Extras(
+        hf_config,
+        TokenizerFiles(origin.tokenizer_path, origin.tokenizer),
+        _generation_config(origin),
+    )
+    with ExitStack() as opened:
+        base = _base(origin, reader, names, opened)
+        if adapters is None:
+            found = {"hf": _model(form, origin, base, out / "hf", extras)}
+        else:
+            found = _with_adapters(form, origin, base, adapters, out, extras)
+    return {
+        "format": "hf",
+        "folders": {name: name for name in found},
+        "step": reader.state["step"],
+        "dtype": name_of(_dtype(form, origin, hf_config)),
+        "parameters": found.get("hf", found.get("adapter", {}))["parameters"],
+        "shards": found.get("hf", {}).get("shards", 0),
+        "bytes": sum(bytes_in(out / name) for name in found),
+        **({"adapter": found["adapter"]} if "adapter" in found else {}),
+    }
+
+
+def _with_adapters(
+    form: Form, origin: Origin, base: HfWeights, adapters: Adapters, out: Path, extras: Extras
+) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if form.merged:
+        found["hf"] = _model(form, origin, adapters.merged_into(base), out / "hf", extras)
+    else:
+        # Nothing else of the export carries the tokenizer and its chat template.
+        extras.tokenizer.write(out / "adapter")
+    found["adapter"] = write_adapter_folder(
+        adapters,
+        out / "adapter",
+        base_shapes=base.shapes.items(),
+        base_model=origin.model_path or BASE_BESIDE,
+        revision=origin.weights.pin.get("commit") if origin.weights else None,
+        dtype=None if form.dtype == "auto" else DTYPES[form.dtype],
+    )
+    if origin.model_path is None:
+        found["base"] = _model(form, origin, base, out / "base", extras)
+    return found
+
+
+def _model(
+    form: Form, origin: Origin, weights: HfWeights, out: Path, extras: Extras
+) -> dict[str, Any]:
+    return write_hf_folder(
+        weights,
+        out,
+        extras,
+        dtype=_dtype(form, origin, extras.hf_config),
+        max_shard_size=form.max_shard_bytes,
+    )
+
+
+def _dtype(form: Form, origin: Origin, hf_config: Any) -> torch.dtype:
+    if form.dtype != "auto":
+        return DTYPES[form.dtype]
+    return declared_dtype(hf_config) if origin.model_path else torch.float32
+
+
+def _base(
+    origin: Origin, reader: CheckpointReader, names: WeightMap, opened: ExitStack
+) -> HfWeights:
+    """The model without its adapters, which a checkpoint of adapters alone does not hold."""
+    if not reader.state.get("adapter_only", False):
+        return in_checkpoint(reader, names)
+    if origin.model_path is None or origin.weights is None:
+        return from_seed(names, origin.seed)
+    folder = SafetensorsFolder(local_folder(origin.model_path, origin.weights))
+    return in_folder(opened.enter_context(folder), names)
+
+
+def _config_path(origin: Origin) -> str:
+    if origin.config.pin["kind"] == "builtin":
+        return origin.config_path
+    return str(local_folder(origin.config_path, origin.config, ("config.json",)))
+
+
+def _generation_config(origin: Origin) -> dict[str, Any] | None:
+    """What the base model says of generating, if a pinned file of it says anything."""
+    source, typed = origin.config, origin.config_path
+    if origin.weights and origin.model_path:
+        source, typed = origin.weights, origin.model_path
+    if source.pin["kind"] == "hub":
+        file = local_folder(typed, source, (GENERATION_CONFIG,)) / GENERATION_CONFIG
+        return read_json(file) if file.is_file() else None
+    pinned = [path for path in source.paths if path.name == GENERATION_CONFIG]
+    return read_json(pinned[0]) if pinned else None

@@ -1,0 +1,69 @@
+"""The long sections of the config, parted into what decides the result and what does not.
+
+Every field of `model`, `train` and `lora` stands in exactly one of three tables (a test counts). Two
+runs that agree in IDENTITY and in what PINNED names share one result; HOW never builds anything
+again. A field that alters the mathematics belongs above; where and how fast it runs, below.
+"""
+
+from collections.abc import Mapping
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+IDENTITY: Mapping[str, frozenset[str]] = {
+    "model": _names("foundation encoders merge_qkv"),
+    "train": _names(
+        """
+        optimizer optimizer_dtype lr lr_min lr_start lr_warmup_ratio lr_decay_style lr_decay_ratio
+        weight_decay no_decay_modules no_decay_params max_grad_norm muon_lr muon_momentum
+        muon_nesterov muon_ns_steps muon_adjust_lr_fn num_train_epochs max_steps
+        enable_mixed_precision seed
+        """
+    ),
+    "lora": _names(
+        """
+        enable_lora lora_rank lora_alpha lora_target_modules enable_qlora quant_format
+        quant_group_size exclude_modules merge_lora_interval reset_optimizer_on_merge enable_aqn
+        aqn_alpha
+        """
+    ),
+}
+"""What enters the train stage's key as it is written."""
+
+PINNED: Mapping[str, frozenset[str]] = {
+    "model": _names("model_path config_path tokenizer_path"),
+    # The batch sizes make, together with the layout, the rows of one step.
+    "train": _names(
+        "load_checkpoint_path micro_batch_size gradient_accumulation_steps global_batch_size"
+    ),
+    "lora": frozenset(),
+}
+"""What enters a key through what it stands for: a source's content, the rows of a step."""
+
+HOW: Mapping[str, frozenset[str]] = {
+    "model": _names(
+        """
+        attn_implementation moe_implementation ep_dispatch deepep_buffer_size_gb deepep_num_sms
+        deepep_async_combine basic_modules
+        """
+    ),
+    "train": _names(
+        """
+        data_parallel_mode data_parallel_shard_size data_parallel_replicate_size
+        tensor_parallel_size pipeline_parallel_size pipeline_parallel_schedule
+        pp_variable_seq_lengths expert_parallel_size ulysses_parallel_size ringattn_parallel_size
+        cp_fsdp_mode reshard_after_forward ep_outside enable_gradient_checkpointing
+        enable_reentrant recompute_modules moe_checkpoint_method enable_full_shard
+        enable_forward_prefetch enable_activation_offload activation_gpu_limit enable_compile
+        init_device load_weights_mode enable_full_determinism allow_cuda_launch_blocking
+        empty_cache_steps gc_steps output_dir ckpt_manager save_steps save_epochs save_async
+        save_hf_weights log_format use_wandb wandb_project wandb_name wandb_tags wandb_log_interval
+        enable_profiling profile_start_step profile_end_step profile_trace_dir
+        profile_record_shapes profile_profile_memory profile_with_stack profile_rank0_only
+        """
+    ),
+    "lora": _names("save_lora_only"),
+}
+"""How the work is done."""

@@ -1,0 +1,33 @@
+"""What decides the content of packed rows, besides the samples."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from penstock.config.base import Settings
+
+
+def _unset_is_true(value: Any) -> Any:
+    return True if value is None else value
+
+
+class PackSettings(Settings):
+    """The identity of packed data."""
+
+    sample_packing_method: Literal["sequential", "multipack"] = "sequential"
+    """`sequential` keeps the order of the samples; `multipack` fills rows better."""
+
+    sample_packing_sequence_len: int = Field(default=32_000, gt=0)
+    """Tokens a row holds at most."""
+
+    sample_packing_group_size: int = Field(default=100_000, gt=0)
+    """`multipack`: consecutive samples among which rows are formed."""
+
+    eval_sample_packing: Annotated[bool, BeforeValidator(_unset_is_true)] = True
+    """Whether validation is packed too; otherwise each of its samples has a row of its own."""
+
+    num_shards: int | None = Field(default=None, gt=0)
+    """Files per split; unset: by size. There are never more files than rows."""
+
+    seed: int = 42
+    """`multipack`: the order of the rows."""

@@ -1,0 +1,143 @@
+import os
+import shutil
+
+import pytest
+
+from penstock.core.errors import CapabilityError, ConfigError
+from penstock.core.source import pin_data, pin_model, pin_tokenizer
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    here = tmp_path / "mine"
+    here.mkdir()
+    for name in ("b.jsonl", "a.jsonl"):
+        (here / name).write_text(f'{{"text": "{name}"}}\n')
+    (here / "README.txt").write_text("about")
+    (here / ".hidden.jsonl").write_text("{}")
+    return here
+
+
+def test_a_touched_or_moved_folder_keeps_its_key_and_a_changed_one_does_not(folder, tmp_path):
+    before = pin_data(str(folder))
+    os.utime(folder / "a.jsonl", (1, 1))
+    assert pin_data(str(folder)).key == before.key
+    moved = tmp_path / "elsewhere" / "mine"
+    shutil.copytree(folder, moved)
+    assert pin_data(str(moved)).key == before.key
+    assert str(tmp_path) not in str(before.pin)
+    (folder / "a.jsonl").write_text('{"text": "A.jsonl"}\n')  # of the same size
+    assert pin_data(str(folder)).key != before.key
+
+
+def test_a_folder_gives_its_data_files_sorted_and_data_files_keep_the_users_order(folder):
+    assert [path.name for path in pin_data(str(folder)).paths] == ["a.jsonl", "b.jsonl"]
+    named = pin_data(str(folder), data_files=["b.jsonl", "a.jsonl"])
+    assert [file["name"] for file in named.pin["files"]] == ["b.jsonl", "a.jsonl"]
+    assert named.key != pin_data(str(folder), data_files=["a.jsonl", "b.jsonl"]).key
+    assert len(pin_data(str(folder / "*.jsonl")).paths) == 2
+
+
+def test_files_named_after_splits_are_not_mixed(tmp_path):
+    for name in ("train-00000.jsonl", "test.jsonl", "train-00001.jsonl"):
+        (tmp_path / name).write_text('{"text": "x"}\n')
+    names = [path.name for path in pin_data(str(tmp_path)).paths]
+    assert names == ["train-00000.jsonl", "train-00001.jsonl"]
+    assert [p.name for p in pin_data(str(tmp_path), split="test").paths] == ["test.jsonl"]
+    with pytest.raises(ConfigError, match=r"no file for the split 'validation'"):
+        pin_data(str(tmp_path), split="validation")
+
+
+@pytest.mark.parametrize(
+    ("typed", "options", "says"),
+    [
+        ("{}/c.jsonl", {}, "c.jsonl does not exist"),
+        ("{}/a.json", {}, r"did you mean .*a\.jsonl"),
+        ("{}/nowhere/a.jsonl", {}, "neither does the folder"),
+        ("{}/*.csv", {}, "matches no file"),
+        ("{}", {"ds_type": "parquet"}, "no file that ends in .parquet"),
+        ("{}", {"data_files": ["a.jsonk"]}, "did you mean .*a.jsonl"),
+        ("{}/a.jsonl", {"split": "test"}, "do not bear that name"),
+        ("{}/a.jsonl", {"split": "train[:10%]"}, "parts of a split"),
+        ("{}/a.jsonl", {"revision": "main"}, "Leave revision out"),
+        ("s3://bucket/a.jsonl", {}, "not available yet"),
+        ("builtin:algebra", {}, "builtin:arithmetic, dummy"),
+        ("./org/name", {}, "./org/name does not exist"),
+        ("", {}, "a path is empty"),
+    ],
+)
+def test_what_cannot_be_found_is_named_as_it_was_typed(folder, typed, options, says):
+    with pytest.raises(ConfigError, match=says):
+        pin_data(typed.format(folder), **options)
+
+
+def test_a_file_of_unknown_kind_needs_ds_type(tmp_path):
+    (tmp_path / "rows.data").write_text("{}\n")
+    with pytest.raises(ConfigError, match="Write ds_type"):
+        pin_data(str(tmp_path / "rows.data"))
+    assert pin_data(str(tmp_path / "rows.data"), ds_type="json").pin["label"] == "rows.data"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_an_unreadable_file_is_a_fault_of_the_settings(folder):
+    (folder / "a.jsonl").chmod(0)
+    with pytest.raises(ConfigError, match="permission denied"):
+        pin_data(str(folder / "a.jsonl"))
+
+
+def test_a_commit_needs_no_network_and_its_other_fields_are_identity():
+    one = pin_data("org/data", revision=COMMIT)
+    assert one.pin["commit"] == COMMIT
+    assert one.pin["split"] == "train"
+    assert pin_data("org/data", revision=COMMIT, split="train").key == one.key
+    others = [{"name": "x"}, {"split": "test"}, {"data_files": "a.parquet"}]
+    assert len({one.key, *(pin_data("org/data", revision=COMMIT, **o).key for o in others)}) == 4
+
+
+def test_offline_a_hub_id_needs_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(CapabilityError, match=r"org/data is neither .* .HF_HUB_OFFLINE is set"):
+        pin_data("org/data")
+    refs = tmp_path / "datasets--org--data" / "refs"
+    refs.mkdir(parents=True)
+    (refs / "main").write_text(COMMIT)
+    assert pin_data("org/data").pin["commit"] == COMMIT
+    with pytest.raises(CapabilityError):
+        pin_data("org/data", revision="../../secret")
+
+
+def test_a_tokenizer_is_pinned_by_what_it_does_and_a_model_by_its_weights(tmp_path):
+    for name in ("tokenizer.json", "config.json", "model.safetensors", "notes.md"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizersBackend"}')
+    tokenizer, model = pin_tokenizer(str(tmp_path)), pin_model(str(tmp_path))
+    assert [path.name for path in model.paths] == ["config.json", "model.safetensors"]
+    (tmp_path / "model.safetensors").write_text("other")
+    assert pin_tokenizer(str(tmp_path)).key == tokenizer.key
+    assert pin_model(str(tmp_path)).key != model.key
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    assert pin_tokenizer(str(tmp_path)).key != tokenizer.key
+
+
+def test_a_tokenizer_that_does_not_name_its_class_depends_on_config_json(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    before = pin_tokenizer(str(tmp_path)).key
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert pin_tokenizer(str(tmp_path)).key != before
+
+
+def test_folders_without_a_tokenizer_or_a_model_are_refused(folder):
+    with pytest.raises(ConfigError, match="holds no tokenizer"):
+        pin_tokenizer(str(folder))
+    with pytest.raises(ConfigError, match=r"neither config.json nor \*.safetensors"):
+        pin_model(str(folder))
+
+
+def test_every_built_in_model_brings_the_same_tokenizer():
+    assert pin_tokenizer("builtin:tiny-qwen3").key == pin_tokenizer("builtin:bytes").key
+    with pytest.raises(ConfigError, match="builtin:tiny-qwen3"):
+        pin_model("builtin:huge")

@@ -1,0 +1,61 @@
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from penstock.core.errors import CapabilityError, ConfigError
+from penstock.core.source import BUILTIN_TOKENIZER_VERSION
+from penstock.core.stage import digest_of
+from penstock.rows.tokenizer import BYTES_VOCAB_SIZE, byte_tokenizer, load_tokenizer
+
+TOKENIZER: Any = byte_tokenizer()
+CHAT = [
+    {"role": "user", "content": "2 + 2?"},
+    {"role": "assistant", "content": "4"},
+    {"role": "user", "content": "été?"},
+    {"role": "assistant", "content": "oui"},
+]
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_a_token_is_a_byte_and_text_comes_back_exactly(text):
+    ids = TOKENIZER(text)["input_ids"]
+    assert ids == list(text.encode())
+    assert TOKENIZER.decode(ids) == text
+
+
+def test_the_template_is_chatml_and_marks_what_the_assistant_says():
+    text = TOKENIZER.apply_chat_template(CHAT[:1], tokenize=False, add_generation_prompt=True)
+    assert text == "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n"
+    encoded = TOKENIZER.apply_chat_template(
+        CHAT, return_dict=True, return_assistant_tokens_mask=True
+    )
+    said = [i for i, m in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if m]
+    assert TOKENIZER.decode(said) == "4<|im_end|>oui<|im_end|>"
+
+
+def test_a_saved_tokenizer_loads_as_the_same_in_transformers(tmp_path):
+    TOKENIZER.save_pretrained(tmp_path)
+    for loaded in (AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(str(tmp_path))):
+        assert loaded("née <|im_end|>\n")["input_ids"] == TOKENIZER("née <|im_end|>\n")["input_ids"]
+        assert (loaded.eos_token, loaded.pad_token) == ("<|im_end|>", "<|endoftext|>")
+        assert loaded.chat_template == TOKENIZER.chat_template
+        assert len(loaded) == BYTES_VOCAB_SIZE
+
+
+def test_changing_the_built_in_tokenizer_raises_its_version():
+    vocabulary = sorted(TOKENIZER.get_vocab().items())
+    assert (BUILTIN_TOKENIZER_VERSION, digest_of([vocabulary, TOKENIZER.chat_template])[:16]) == (
+        1,
+        "6d9059acd2001782",
+    )
+
+
+def test_a_folder_that_is_no_tokenizer_is_a_config_error_and_an_absent_one_needs_the_hub(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"cannot be loaded"):
+        load_tokenizer(str(tmp_path))
+    with pytest.raises(CapabilityError, match="org/unseen"):
+        load_tokenizer("org/unseen")

@@ -1,0 +1,76 @@
+"""Building prepare and pack stages on small data, for the tests beside this file."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from penstock.core.files import regular_files
+from penstock.core.source import pin_data, pin_tokenizer
+from penstock.core.stage import Artifact, Facts, key_of
+from penstock.prepare.settings import DatasetSettings, PrepareSettings
+from penstock.prepare.stage import Prepare
+
+GSM8K = {"type": "instruction", "field_instruction": "question", "field_output": "answer"}
+
+
+def write_lines(path: Path, records: Sequence[Any]) -> Path:
+    """Records as lines of JSON; strings are written as they are."""
+    lines = [r if isinstance(r, str) else json.dumps(r, ensure_ascii=False) for r in records]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def texts(count: int, word: str = "t") -> list[dict[str, str]]:
+    """Records of type text that all differ, in content and mostly in length."""
+    return [{"text": f"{word}{n} " * (1 + n % 7)} for n in range(count)]
+
+
+def prepare(
+    *datasets: tuple[Any, dict[str, Any]],
+    test: Sequence[tuple[Any, dict[str, Any]]] = (),
+    tokenizer: str = "builtin:bytes",
+    num_proc: int = 1,
+    **settings: Any,
+) -> Prepare:
+    """The stage for (path, settings) pairs."""
+    return Prepare(
+        settings=PrepareSettings(
+            datasets=tuple(DatasetSettings(**its) for _, its in datasets),
+            test_datasets=tuple(DatasetSettings(**its) for _, its in test),
+            **settings,
+        ),
+        sources=tuple(pin_data(str(path), ds_type=its.get("ds_type")) for path, its in datasets),
+        test_sources=tuple(pin_data(str(path)) for path, _ in test),
+        tokenizer=pin_tokenizer(tokenizer),
+        tokenizer_path=tokenizer,
+        num_proc=num_proc,
+    )
+
+
+def run(stage: Prepare, out: Path) -> tuple[Artifact, Facts]:
+    """Run the stage into a folder."""
+    out.mkdir(parents=True, exist_ok=True)
+    facts = stage.run(out)
+    return Artifact("prepare", key_of(stage), out), facts
+
+
+def table_of(folder: Path, split: str = "train") -> pa.Table:
+    """A split's samples in the order of plan.json, read with nothing but pyarrow."""
+    plan = json.loads((folder / "plan.json").read_text())
+    files = [folder / entry["file"] for entry in plan["splits"][split]]
+    return pa.concat_tables([pa.ipc.open_file(file).read_all() for file in files])
+
+
+def said(table: pa.Table) -> list[str]:
+    """The samples as text, for the byte-level tokenizer: a token is a byte, specials left out."""
+    rows = table["input_ids"].to_pylist()
+    return [bytes(token for token in row if token < 256).decode() for row in rows]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder, by its name there."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in regular_files(folder)}

@@ -1,0 +1,145 @@
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from penstock.core.errors import StageError
+from penstock.prepare import read
+from tests.stages.prepared import prepare, run, said, table_of, texts, write_lines
+
+TEXT = {"type": "text"}
+RECORDS = [{"text": f'line {n}, "quoted" é'} for n in range(5)]
+
+
+def write_csv(path):
+    lines = ["text", *('"' + r["text"].replace('"', '""') + '"' for r in RECORDS)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8-sig")
+
+
+def write_arrow(path, opened):
+    table = pa.Table.from_pylist(RECORDS)
+    with opened(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+
+
+WRITERS = {
+    "a.jsonl": lambda p: p.write_text("\n\n".join(json.dumps(r) for r in RECORDS)),
+    "a.json": lambda p: p.write_text(json.dumps(RECORDS, indent=2)),
+    "lines.json": lambda p: write_lines(p, RECORDS),
+    "a.csv": write_csv,
+    "a.parquet": lambda p: pq.write_table(pa.Table.from_pylist(RECORDS), p, row_group_size=2),
+    "file.arrow": lambda p: write_arrow(p, pa.ipc.new_file),
+    "stream.arrow": lambda p: write_arrow(p, pa.ipc.new_stream),
+    "a.txt": lambda p: p.write_text("\r\n".join(r["text"] for r in RECORDS)),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_kind_of_file_gives_the_same_samples(tmp_path, name):
+    WRITERS[name](tmp_path / name)
+    run(prepare((tmp_path / name, TEXT), num_dataset_shards_to_save=2), tmp_path / "out")
+    assert said(table_of(tmp_path / "out")) == [record["text"] for record in RECORDS]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
+def test_a_json_document_is_read_alike_in_chunks_of_any_size(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(read, "CHUNK", chunk)
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(RECORDS, indent=1))
+    found = list(read.read_file(path, "a.json", None))
+    assert [record.value for record in found] == RECORDS
+    assert [record.line for record in found] == [2, 5, 8, 11, 14]
+
+
+BROKEN = {
+    "empty.jsonl": (b"", "empty.jsonl is empty"),
+    "blank.jsonl": (b"\n\n", "holds no records"),
+    "header.csv": (b"text\n", "holds no records"),
+    "cut.parquet": (b"PAR1 and no more", "cut.parquet cannot be read as parquet"),
+    "cut.arrow": (b"ARROW1\0\0 and no more", "cut.arrow cannot be read as arrow"),
+    "open.json": (b'[{"text": "a"},\n{"text": "b"}', "breaks off at line 2"),
+    "bad.json": (b'[{"text": "a"},\n{"text" "b"}]', r"bad\.json:2: not JSON"),
+    "bad.csv": (b'text\n"a\n', r"bad\.csv:\d: not CSV"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_file_that_cannot_be_read_on_is_named(tmp_path, name):
+    content, says = BROKEN[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(StageError, match=says):
+        run(prepare((tmp_path / name, TEXT)), tmp_path / "out")
+    assert not (tmp_path / "out" / "data").exists()
+
+
+def test_a_truncated_parquet_file_is_named(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_pylist(texts(1000)), path)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(StageError, match=r"a\.parquet cannot be read as parquet"):
+        run(prepare((path, TEXT)), tmp_path / "out")
+
+
+def test_bad_rows_above_the_limit_fail_with_their_places_and_below_it_are_counted(tmp_path):
+    lines = [*texts(8), '{"text": ', {"txet": "x"}, {"text": ""}, b"[1]".decode(), {"text": 3}]
+    path = write_lines(tmp_path / "a.jsonl", lines)
+    with pytest.raises(StageError) as caught:
+        run(prepare((path, TEXT), bad_rows_allowed=0.3), tmp_path / "out")
+    message = str(caught.value)
+    assert "a.jsonl (data.datasets.0): 4 of 13 records (30.77%) cannot be used" in message
+    assert "a.jsonl:9: not JSON" in message
+    assert "a.jsonl:10: no column 'text'; it has txet; did you mean 'txet'?" in message
+    assert "data.bad_rows_allowed" in message
+    _, facts = run(prepare((path, TEXT), bad_rows_allowed=0.31), tmp_path / "other")
+    assert facts["rows"]["train"] == 8
+    assert facts["dropped"] == {
+        "empty": 1,
+        "invalid_json": 1,
+        "missing_column": 1,
+        "wrong_type": 2,
+    }
+    places = [(s["file"], s["line"], s["reason"]) for s in facts["dropped_samples"]]
+    assert places[:2] == [("a.jsonl", 9, "invalid_json"), ("a.jsonl", 10, "missing_column")]
+    assert facts["sources"][0]["bad"] == 4
+
+
+def test_a_line_that_is_not_utf8_is_a_bad_row(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "ok"}\n{"text": "\xff"}\n')
+    with pytest.raises(StageError, match=r"a\.jsonl:2: not UTF-8"):
+        run(prepare((tmp_path / "a.jsonl", TEXT)), tmp_path / "out")
+
+
+def test_long_samples_are_cut_and_those_left_without_a_target_are_dropped(tmp_path):
+    path = write_lines(
+        tmp_path / "a.jsonl",
+        [
+            {"input_ids": [1, 2, 3, 4], "labels": [-100, 2, 3, 4]},
+            {"input_ids": [1, 2, 3, 4], "labels": [-100, -100, -100, 4]},
+            {"input_ids": [1, 2], "labels": [1, -100]},  # nothing comes before the first token
+            {"input_ids": [], "labels": []},
+            {"input_ids": [1, 2], "labels": [1, 2]},
+        ],
+    )
+    _, facts = run(prepare((path, {"max_seq_len": 3})), tmp_path / "out")
+    table = table_of(tmp_path / "out")
+    assert table["input_ids"].to_pylist() == [[1, 2, 3], [1, 2]]
+    assert table["row"].to_pylist() == [0, 4]
+    assert facts["truncated"] == 1
+    assert facts["dropped"] == {"empty": 1, "no_trained_tokens": 2}
+    assert facts["tokens"]["train"] == 5
+    assert facts["trained_tokens"]["train"] == 3
+
+
+def test_a_source_of_which_nothing_is_left_fails(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [{"input_ids": [1, 2], "labels": [-100, -100]}])
+    with pytest.raises(StageError, match=r"none of its 1 records gives a sample \(1 no_trained"):
+        run(prepare((path, {})), tmp_path / "out")
+
+
+def test_selected_columns_are_the_only_ones_there(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "x", "body": "y"}])
+    body = {"type": "text", "field_text": "body"}
+    run(prepare((path, body), select_columns=("body",)), tmp_path / "out")
+    with pytest.raises(StageError, match="no column 'body'; it has text"):
+        run(prepare((path, body), select_columns=("text",)), tmp_path / "other")
