@@ -116,7 +116,7 @@ def job_of(run: RunConfig, packed: Path, key: str = "a" * 64) -> Job:
 def train_here(job: Job, stop: StopRequest | None = None) -> dict[str, Any] | None:
     """Train on this rank of a running group (or alone); the facts, or None when stopped."""
     torch.set_num_threads(1)
-    return run_rank(job, join(60), stop or StopRequest())
+    return run_rank(job, join(60), StopRequest() if stop is None else stop)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -106,7 +106,8 @@ def test_slices_of_an_earlier_artifact_are_taken_over_byte_for_byte(tmp_path):
         run(new, tmp_path / "store" / "again")
 
 
-def test_a_hub_data_set_is_read_at_its_commit_through_datasets(tmp_path):
+def test_a_hub_data_set_is_read_at_its_commit_through_datasets(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
     repo = write_lines(tmp_path / "repo" / "train.jsonl", texts(2100)).parent
     pin = {"kind": "hub", "repo": str(repo), "commit": "0" * 40, "split": "train"}
     source = Source({**pin, "name": None, "data_files": None})

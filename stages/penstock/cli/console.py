@@ -5,6 +5,7 @@ one object; nothing else is written there.
 """
 
 import json
+import os
 import signal
 import sys
 import traceback
@@ -60,6 +61,10 @@ def run(console: Console, command: Callable[[], dict[str, Any] | None]) -> int:
             text = "terminated; run the same command again to go on"
             return _fail(console, error, text, 128 + signal.SIGTERM)
         raise
+    except BrokenPipeError:
+        # Whoever read stdout (`| head`) has left; what is buffered has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except Exception as error:  # noqa: BLE001 - the edge of the process
         text = (
             f"{type(error).__name__}: {error}\n  This is a fault of Penstock; --debug shows where."

@@ -167,6 +167,42 @@ def schema() -> None:
 
 
 @app.command()
+def init(
+    name: Annotated[str | None, typer.Argument(help="A recipe's name.")] = None,
+    listing: Annotated[bool, typer.Option("--list", help="Only list the recipes.")] = False,
+) -> None:
+    """Copy a recipe to NAME.yaml here, to be changed and run."""
+    console = Console()
+
+    def command() -> None:
+        from penstock.cli.recipes import copy_recipe, list_recipes
+
+        if name is None or listing:
+            list_recipes(console)
+        else:
+            copy_recipe(name, Path(), console)
+
+    _end(console, command)
+
+
+@app.command()
+def report(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="train.output_dir(s).")],
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Write the report of training runs again, finished or not."""
+    console = Console(as_json, debug)
+
+    def command() -> dict[str, Any]:
+        from penstock.cli.reports import rewrite_reports
+
+        return rewrite_reports(folders, console)
+
+    _end(console, command)
+
+
+@app.command()
 def doctor(as_json: AsJson = False, debug: Debug = False) -> None:
     """Look at versions, devices and optional packages, and say how to mend what is wrong."""
     console = Console(as_json, debug)

@@ -30,7 +30,7 @@ from penstock.core.stage import (
     key_of,
     short,
 )
-from penstock.core.store import Step, set_aside
+from penstock.core.store import Step, reason_of, set_aside
 from penstock.engine.origin import Form, Origin
 from penstock.train.job import HF_WEIGHTS, LOGS, METRICS, OUTCOME, Job
 
@@ -74,14 +74,16 @@ class Train(Stage):
     def run(self, out: Path) -> Facts:
         """Train from the newest checkpoint in `out`. Raises Interrupted when asked to stop."""
         job = self._job(out.resolve())
+        file = job.write()
         (out / OUTCOME).unlink(missing_ok=True)
         shutil.rmtree(out / LOGS, ignore_errors=True)
         (out / LOGS).mkdir(parents=True)
         if self.ranks == "torchrun":
-            _torchrun(job)
+            _torchrun(job, file)
         else:
             _here(job)
         outcome = read_json(out / OUTCOME)
+        _report(out)
         if outcome["facts"] is None:
             raise Interrupted(
                 f"train was asked to stop and saved step {outcome['step']} in {out}.\n"
@@ -175,8 +177,17 @@ def _here(job: Job) -> None:
     run_by_hand(job)
 
 
-def _torchrun(job: Job) -> None:
-    file = job.write()
+def _report(out: Path) -> None:
+    """Write report.html; a run does not fail for want of its picture."""
+    from penstock.train.report import write_report
+
+    try:
+        write_report(out)
+    except OSError as error:
+        sys.stderr.write(f"train: no report was written: {reason_of(error)}\n")
+
+
+def _torchrun(job: Job, file: Path) -> None:
     launch = job.config.launch
     environment = {
         # Never let a rank import our folders by their bare names.

@@ -1,0 +1,114 @@
+"""A run that is interrupted and resumed ends with the very bits of one that was not."""
+
+import json
+import shutil
+
+import pytest
+
+from penstock.core.errors import ArtifactError
+from penstock.engine import checkpoint
+from penstock.train.metrics import MetricsLog, read_metrics
+from penstock.train.stopping import StopRequest
+from tests.engine import runs
+from tests.ranks import on_ranks
+
+LAYOUTS = {
+    "none": (1, {"data_parallel_mode": "none"}),
+    "ddp": (2, {"data_parallel_mode": "ddp"}),
+    "fsdp2": (2, {"data_parallel_mode": "fsdp2"}),
+    "fsdp2 in bf16": (2, {"data_parallel_mode": "fsdp2", "enable_mixed_precision": True}),
+    "fsdp2 with lora": (2, {"data_parallel_mode": "fsdp2", "lora": {"enable_lora": True}}),
+}
+
+
+class StopAfter(StopRequest):
+    """Asks to stop as a signal would, once the log holds so many steps."""
+
+    def __init__(self, metrics, step):
+        super().__init__()
+        self.metrics, self.step = metrics, step
+
+    def __bool__(self):
+        return len(list(read_metrics(self.metrics))) >= self.step
+
+
+def train_until(job, step):
+    return runs.train_here(job, StopAfter(job.output_dir / "metrics.jsonl", step))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("resume")
+    runs.write_rows(folder / "packed", 24)
+    runs.write_config(folder / "model")
+    return folder
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_resumed_run_ends_with_the_same_bytes(layout, folder):
+    world, settings = LAYOUTS[layout]
+    kind = "plain" if layout == "ddp" else "checked"
+    endings = {}
+    for name, stops in (("whole", []), ("stopped", [2]), ("stopped_twice", [1, 4])):
+        out = folder / layout.replace(" ", "_") / name
+        run = runs.run_config(out, folder / "model", save_steps=3, **settings)
+        job = runs.job_of(run, folder / "packed")
+        for step in stops:
+            assert on_ranks(world, train_until, job, step, collectives=kind) == [None] * world
+        facts = on_ranks(world, runs.train_here, job, collectives=kind)[0]
+        last = out / facts["checkpoint"]
+        files = {path.name: path.read_bytes() for path in sorted(last.iterdir())}
+        endings[name] = facts, files, runs.losses(out)
+    assert ".metadata" in endings["whole"][1]
+    assert endings["stopped"] == endings["whole"]
+    assert endings["stopped_twice"] == endings["whole"]
+
+
+@pytest.mark.dist
+def test_an_unfinished_save_is_never_resumed_from(folder):
+    out = folder / "cut"
+    run = runs.run_config(out, folder / "model", data_parallel_mode="none", save_steps=2)
+    job = runs.job_of(run, folder / "packed")
+    on_ranks(1, train_until, job, 4)
+    root = out / "checkpoints"
+    whole = root / "global_step_4"
+    shutil.copytree(whole, root / "global_step_5.part")
+    (root / "global_step_5").mkdir()
+    shutil.copy(whole / "state.json", root / "global_step_5" / "state.json")
+    assert checkpoint.complete_checkpoints(root)[-1] == whole
+    with pytest.raises(ArtifactError, match="not a complete checkpoint"):
+        checkpoint.read_state(root / "global_step_5")
+    assert on_ranks(1, runs.train_here, job)[0]["steps"] == 6
+    assert not list(root.glob("*.part"))
+
+
+@pytest.mark.dist
+def test_a_run_starts_from_a_checkpoint_that_is_named(folder):
+    first = runs.run_config(folder / "first", folder / "model", data_parallel_mode="none")
+    on_ranks(1, runs.train_here, runs.job_of(first, folder / "packed"))
+    named = folder / "first" / "checkpoints" / "global_step_6"
+    more = runs.run_config(
+        folder / "more",
+        folder / "model",
+        data_parallel_mode="none",
+        load_checkpoint_path=str(named),
+        max_steps=8,
+    )
+    on_ranks(1, runs.train_here, runs.job_of(more, folder / "packed", key="b" * 64))
+    steps = [record["step"] for record in read_metrics(folder / "more" / "metrics.jsonl")]
+    assert steps == [7, 8]
+
+
+def test_metrics_hold_each_step_once_after_a_rewind(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    first = MetricsLog(path, 0)
+    for step in range(1, 6):
+        first.append({"step": step})
+    first.close()
+    with path.open("a") as stream:
+        stream.write('{"step": 6, "lo')  # cut short by a crash
+    again = MetricsLog(path, 3)
+    again.append({"step": 4})
+    again.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
