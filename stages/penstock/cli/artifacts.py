@@ -11,7 +11,7 @@ import typer
 from penstock.cli.console import Console, run, table
 from penstock.core.digests import sha256_of
 from penstock.core.errors import ArtifactError, ConfigError
-from penstock.core.files import regular_files, remove
+from penstock.core.files import read_json, regular_files, remove
 from penstock.core.stage import ATTEMPT, MANIFEST
 from penstock.core.store import lock_of, read_manifest
 
@@ -45,6 +45,13 @@ class Entry:
     def key(self) -> str:
         """The whole key where it is known, else the folder's name."""
         return self.manifest["key"] if self.manifest else self.path.name
+
+    @property
+    def input_keys(self) -> set[str]:
+        """Keys of what it was made from, or, unfinished, will be made from."""
+        if self.manifest:
+            return {source["key"] for source in self.manifest["inputs"].values()}
+        return set(read_json(self.path / ATTEMPT)["inputs"].values())
 
     @property
     def num_bytes(self) -> int:
@@ -159,12 +166,7 @@ def verify(entry: Entry) -> list[str]:
 
 def choose_prunable(entries: list[Entry], keep_last: int, older_than_days: float) -> list[Entry]:
     """Old sealed results that nothing else here was made from, oldest first."""
-    needed = {
-        source["key"]
-        for entry in entries
-        if entry.manifest
-        for source in entry.manifest["inputs"].values()
-    }
+    needed = {key for entry in entries for key in entry.input_keys}
     now = datetime.now(UTC)
     chosen: list[Entry] = []
     for stage in ("prepare", "pack", "export", "push"):
@@ -179,7 +181,7 @@ def choose_prunable(entries: list[Entry], keep_last: int, older_than_days: float
 
 
 def _folders(root: Path, depth: int) -> Iterator[Path]:
-    if (root / MANIFEST).is_file() or (root / ATTEMPT).is_file():
+    if _is_result(root):
         yield root
         return
     if depth:
@@ -189,8 +191,12 @@ def _folders(root: Path, depth: int) -> Iterator[Path]:
                 yield from _folders(child, depth - 1)
 
 
+def _is_result(folder: Path) -> bool:
+    return (folder / MANIFEST).is_file() or (folder / ATTEMPT).is_file()
+
+
 def _one(key: str, roots: list[Path] | None) -> Entry:
-    if Path(key).is_dir():
+    if key and _is_result(Path(key)):
         return Entry(Path(key), read_manifest(Path(key)))
     found = [entry for entry in find_entries(roots) if entry.key.startswith(key)]
     if not found:

@@ -51,7 +51,7 @@ OPTIONAL = {
 
 def examine(console: Console) -> dict[str, Any]:
     """Print all findings. Raises CapabilityError when one of them keeps Penstock from working."""
-    findings = [*_system(), *_required(), *_optional(), *_working()]
+    findings = [*_system(), *required(), *optional(), *_working()]
     rows = [("what", "standing", "seen", "what to do")]
     rows += [(f.what, f.standing, f.seen, f.mend) for f in findings]
     console.result(table(rows))
@@ -74,15 +74,21 @@ def _system() -> list[Finding]:
     ]
 
 
-def _required() -> list[Finding]:
-    return [_judge(package, *bounds) for package, bounds in REQUIRED.items()]
+def required(version_of: Callable[[str], str] = version) -> list[Finding]:
+    """Whether each needed package is there in a version that serves.
+
+    `version_of` returns an installed version by name, or raises PackageNotFoundError.
+    """
+    return [_judge(package, *bounds, version_of) for package, bounds in REQUIRED.items()]
 
 
-def _judge(package: str, oldest: str, first_bad: str | None) -> Finding:
+def _judge(
+    package: str, oldest: str, first_bad: str | None, version_of: Callable[[str], str]
+) -> Finding:
     wanted = f"{package}>={oldest}" + (f",<{first_bad}" if first_bad else "")
     mend = f"pip install '{wanted}'"
     try:
-        have = version(package)
+        have = version_of(package)
     except PackageNotFoundError:
         return Finding(package, "wrong", "not installed", mend)
     release = Version(have)
@@ -90,11 +96,12 @@ def _judge(package: str, oldest: str, first_bad: str | None) -> Finding:
     return Finding(package, "ok" if fits else "wrong", have, "" if fits else mend)
 
 
-def _optional() -> list[Finding]:
+def optional(version_of: Callable[[str], str] = version) -> list[Finding]:
+    """Which packages are there that only some features need."""
     findings: list[Finding] = []
     for package, mend in OPTIONAL.items():
         try:
-            findings.append(Finding(package, "ok", version(package)))
+            findings.append(Finding(package, "ok", version_of(package)))
         except PackageNotFoundError:
             findings.append(Finding(package, "absent", "not installed", mend))
     return findings

@@ -37,7 +37,9 @@ def evaluate_run(run: RunConfig, limit: int, console: Console) -> dict[str, Any]
         seed=run.train.seed,
         batch_size=BATCH,
     )
-    lines = [f"{report.num_right} of {report.num_asked} held-out prompts right: {report.accuracy:.1%}"]
+    lines = [
+        f"{report.num_right} of {report.num_asked} held-out prompts right: {report.accuracy:.1%}"
+    ]
     for sample in report.samples[:SHOWN]:
         mark = "right" if sample.right else f"wrong, expected {sample.expected!r}"
         lines.append(f"  {sample.prompt.strip()!r} -> {sample.answer!r} ({mark})")

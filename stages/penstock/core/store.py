@@ -92,11 +92,12 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     """The manifest in `folder`, or None where there is none. Raises ArtifactError if unreadable."""
     try:
         return read_json(folder / MANIFEST)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ValueError, NotADirectoryError) as error:
+    except (ValueError, OSError) as error:
         raise ArtifactError(
-            f"{folder / MANIFEST} cannot be read: {error}.\n  Delete {folder} to build it anew."
+            f"{folder / MANIFEST} cannot be read: {reason_of(error)}.\n"
+            f"  Delete {folder} to build it anew."
         ) from error
 
 

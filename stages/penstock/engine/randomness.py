@@ -5,6 +5,11 @@ import base64
 import torch
 
 
+def start(seed: int, rank: int) -> None:
+    """Seed every generator of this rank, each rank differently."""
+    torch.manual_seed(seed * 1_000_003 + rank)
+
+
 def capture() -> dict[str, str]:
     """The state of every generator that this rank draws from."""
     state = {"cpu": _text(torch.get_rng_state())}

@@ -134,6 +134,7 @@ class Loop:
         named = self.train.load_checkpoint_path
         if folder is None and named not in (None, "auto"):
             folder = Path(named)
+        randomness.start(self.train.seed, self.ranks.rank)
         if folder is None:
             return
         state = checkpoint.load(folder, self.built.trained)

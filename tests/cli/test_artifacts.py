@@ -1,0 +1,135 @@
+import os
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from penstock.cli.artifacts import choose_prunable, find_entries
+from penstock.core.errors import StageError
+from penstock.core.files import read_json, write_json
+from penstock.core.stage import MANIFEST, Artifact
+from penstock.core.store import realize
+from tests.cli.command import penstock
+from tests.core.toy import LettersSettings, Pack, Prepare, Train, step_of
+
+
+def chain(root, letters):
+    """prepare -> pack -> train, sealed; the steps."""
+    prepare = step_of(Prepare(LettersSettings(letters=letters)), root)
+    pack = step_of(Pack(read=prepare.artifact), root)
+    train = step_of(Train(read=pack.artifact), root)
+    for step in (prepare, pack, train):
+        realize(step)
+    return prepare, pack, train
+
+
+def age(step, days):
+    record = read_json(step.path / MANIFEST)
+    created = datetime.now(UTC) - timedelta(days=days)
+    write_json(step.path / MANIFEST, {**record, "created": created.isoformat(timespec="seconds")})
+
+
+def test_list_shows_every_result_with_its_standing(tmp_path):
+    prepare, pack, train = chain(tmp_path, "ab")
+
+    def stop(_letter, _out):
+        raise KeyboardInterrupt
+
+    unfinished = step_of(Prepare(LettersSettings(letters="xyz"), before=stop), tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        realize(unfinished)
+    said = penstock("artifacts", "list", "--root", tmp_path, "--json")
+    found = {each["path"]: (each["stage"], each["standing"]) for each in said.last["artifacts"]}
+    assert found == {
+        str(prepare.path): ("prepare", "sealed"),
+        str(pack.path): ("pack", "sealed"),
+        str(train.path): ("train", "sealed"),
+        str(unfinished.path): ("prepare", "partial"),
+    }
+    table = penstock("artifacts", "list", "--root", tmp_path).out
+    assert all(path in table for path in found)
+
+
+def test_show_finds_a_result_by_the_first_digits_of_its_key(tmp_path):
+    prepare, _, _ = chain(tmp_path, "ab")
+    key = prepare.artifact.key
+    said = penstock("artifacts", "show", key[:9], "--root", tmp_path, "--json")
+    assert said.last["manifest"] == read_json(prepare.path / MANIFEST)
+    assert "letters: ab" in penstock("artifacts", "show", prepare.path).out
+    assert penstock("artifacts", "show", "zz", "--root", tmp_path).code == 2
+    several = penstock("artifacts", "show", "", "--root", tmp_path)
+    assert several.code == 2
+    assert "3 keys start with" in several.err
+
+
+def test_verify_names_a_flipped_byte_a_missing_file_and_a_wrong_length(tmp_path):
+    prepare, pack, train = chain(tmp_path, "ab")
+    assert penstock("artifacts", "verify", "--root", tmp_path).code == 0
+    flipped = prepare.path / "b.txt"
+    stat = flipped.stat()
+    flipped.write_text("c")
+    os.utime(flipped, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    (pack.path / "a.txt").unlink()
+    (train.path / "a.txt").write_text("aa")
+    said = penstock("artifacts", "verify", "--root", tmp_path)
+    assert said.code == 1
+    assert f"{flipped}: content differs" in said.err
+    assert f"{pack.path / 'a.txt'}: missing" in said.err
+    assert f"{train.path / 'a.txt'}: 2 bytes, 1 in the manifest" in said.err
+    assert str(prepare.path / "a.txt") not in said.err
+    assert penstock("artifacts", "verify", train.artifact.key[:9], "--root", tmp_path).code == 1
+
+
+def test_prune_never_deletes_what_another_result_was_made_from(tmp_path):
+    used = chain(tmp_path, "ab")
+    for step in used:
+        age(step, 30)
+    old = step_of(Prepare(LettersSettings(letters="old")), tmp_path)
+    new = step_of(Prepare(LettersSettings(letters="new")), tmp_path)
+    for step in (old, new):
+        realize(step)
+    age(old, 20)
+
+    dry = penstock("artifacts", "prune", "--root", tmp_path, "--dry-run", "--json")
+    assert dry.last["pruned"] == [str(old.path)]
+    assert old.path.is_dir()
+    said = penstock("artifacts", "prune", "--root", tmp_path, "--json")
+    assert said.last["pruned"] == [str(old.path)]
+    assert not old.path.exists()
+    assert all(step.path.is_dir() for step in (*used, new))
+    again = penstock("artifacts", "prune", "--root", tmp_path, "--json")
+    assert again.last["pruned"] == []
+
+
+def test_prune_keeps_training_runs_attempts_and_what_is_young(tmp_path):
+    _, _, train = chain(tmp_path, "ab")
+    trained_alone = step_of(Train(LettersSettings(letters="q")), tmp_path)
+    realize(trained_alone)
+    for step in (train, trained_alone):
+        age(step, 99)
+
+    def fail(_letter, _out):
+        raise ValueError
+
+    with pytest.raises(StageError):
+        realize(step_of(Prepare(LettersSettings(letters="xyz"), before=fail), tmp_path))
+    young = step_of(Prepare(LettersSettings(letters="young")), tmp_path)
+    realize(young)
+    age(young, 2)
+    entries = list(find_entries([tmp_path]))
+    assert choose_prunable(entries, keep_last=0, older_than_days=7) == []
+    doomed = choose_prunable(entries, keep_last=0, older_than_days=1)
+    assert [entry.path for entry in doomed] == [young.path]
+
+
+def test_a_result_whose_reader_is_only_an_attempt_is_not_pruned(tmp_path):
+    """Else the attempt could not be taken up again."""
+    prepare = step_of(Prepare(LettersSettings(letters="ab")), tmp_path)
+    realize(prepare)
+
+    def fail(_letter, _out):
+        raise ValueError
+
+    reader = Pack(read=Artifact("prepare", prepare.artifact.key, prepare.path), before=fail)
+    with pytest.raises(StageError):
+        realize(step_of(reader, tmp_path))
+    assert choose_prunable(list(find_entries([tmp_path])), 0, 0) == []

@@ -1,0 +1,65 @@
+from importlib.metadata import PackageNotFoundError
+
+import pytest
+
+from penstock.cli.doctor import OPTIONAL, REQUIRED, optional, required
+
+GOOD = {
+    "torch": "2.13.0+cpu",
+    "transformers": "5.23.0",
+    "datasets": "5.2.0",
+    "pyarrow": "26.0.0",
+    "pydantic": "2.14.0",
+    "prefect": "3.8.8",
+    "fastapi": "0.150.2",
+    "sqlalchemy": "2.0.45",
+}
+
+
+def standing(versions):
+    def version_of(package):
+        if package not in versions:
+            raise PackageNotFoundError(package)
+        return versions[package]
+
+    return {finding.what: finding for finding in required(version_of)}
+
+
+def test_good_versions_are_all_right():
+    assert {each.standing for each in standing(GOOD).values()} == {"ok"}
+    assert set(GOOD) == set(REQUIRED)
+
+
+@pytest.mark.parametrize(
+    ("package", "have"),
+    [
+        ("fastapi", "0.155.0"),
+        ("fastapi", "0.151"),
+        ("sqlalchemy", "2.1.0"),
+        ("torch", "2.9.1"),
+        ("pydantic", "3.0"),
+    ],
+)
+def test_a_version_that_breaks_things_is_found_with_its_mend(package, have):
+    findings = standing({**GOOD, package: have})
+    assert [name for name, each in findings.items() if each.standing == "wrong"] == [package]
+    assert findings[package].seen == have
+    oldest, _ = REQUIRED[package]
+    assert f"pip install '{package}>={oldest}" in findings[package].mend
+
+
+def test_a_missing_package_is_wrong_when_needed_and_absent_when_not():
+    assert standing({k: v for k, v in GOOD.items() if k != "datasets"})["datasets"].seen == (
+        "not installed"
+    )
+
+    def nothing(package):
+        raise PackageNotFoundError(package)
+
+    assert {each.what: each.standing for each in optional(nothing)} == dict.fromkeys(
+        OPTIONAL, "absent"
+    )
+
+
+def test_this_environment_fits():
+    assert [each for each in required() if each.standing != "ok"] == []

@@ -1,0 +1,63 @@
+import json
+
+import pytest
+import yaml
+
+from penstock.cli.recipes import SCHEMA_FILE, recipes, summary
+from penstock.config.load import load
+from tests.cli.command import penstock
+from tests.conftest import ROOT
+
+NAMES = list(recipes())
+CONFIGS = sorted(ROOT.glob("configs/**/*.yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_shipped_config_is_accepted_and_tells_editors_its_schema(path):
+    load(path)
+    modeline = path.read_text().splitlines()[0]
+    schema = modeline.removeprefix("# yaml-language-server: $schema=")
+    assert (path.parent / schema).resolve() == ROOT / "configs" / "schema.json"
+
+
+def test_the_package_ships_the_recipes_of_the_repository():
+    assert sorted(path.stem for path in ROOT.glob("configs/examples/*.yaml")) == NAMES
+    assert {"chat", "lora", "gsm8k", "local", "tokenized"} <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_copied_recipe_means_the_same_and_is_not_overwritten(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert penstock("init", name).out.strip() == f"{name}.yaml"
+    copy = tmp_path / f"{name}.yaml"
+    assert load(copy) == load(ROOT / "configs" / "examples" / f"{name}.yaml")
+    assert copy.read_text().splitlines()[0].endswith(f"$schema=./{SCHEMA_FILE}")
+    assert "properties" in json.loads((tmp_path / SCHEMA_FILE).read_text())
+    copy.write_text("# mine\n")
+    again = penstock("init", name)
+    assert again.code == 2
+    assert "is there already" in again.err
+    assert copy.read_text() == "# mine\n"
+
+
+def test_list_names_every_recipe_and_what_it_is_for():
+    listed = penstock("init", "--list").out
+    for name, file in recipes().items():
+        assert name in listed
+        assert summary(file) in listed
+        assert len(summary(file)) > 20
+
+
+def test_an_unknown_recipe_is_told_the_known_ones(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = penstock("init", "../../etc/passwd")
+    assert said.code == 2
+    assert all(name in said.err for name in NAMES)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_check_prints_runs_as_it_is(tmp_path):
+    printed = penstock("check", ROOT / "configs" / "examples" / "lora.yaml").out
+    copy = tmp_path / "resolved.yaml"
+    copy.write_text(printed)
+    assert yaml.safe_load(penstock("check", copy).out) == yaml.safe_load(printed)

@@ -1,0 +1,242 @@
+import errno
+import hashlib
+import json
+import multiprocessing
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from penstock.core.errors import ArtifactError, CapabilityError, ConfigError, StageError
+from penstock.core.stage import ATTEMPT, ERROR_LOG, MANIFEST, Artifact, Source, identity, key_of
+from penstock.core.store import Step, find, lock_of, realize
+from tests.core.toy import Dying, Letters, LettersSettings, Slowly, step_of
+
+SPAWN = multiprocessing.get_context("spawn")
+TIMES = {"created", "seconds", "host", "code"}
+
+
+class BrokenError(Exception):
+    pass
+
+
+def failing_at(letter, error):
+    def before(current, _out):
+        if current == letter:
+            raise error
+
+    return before
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def lasting(folder: Path) -> dict[str, object]:
+    """The folder's files, and its manifest without what may differ between two runs."""
+    found = content(folder)
+    manifest = json.loads(found.pop(MANIFEST))
+    return {**found, MANIFEST: {k: v for k, v in manifest.items() if k not in TIMES}}
+
+
+def build(root, stage, said):
+    """In another process: realize, and put down how it went."""
+    lines = []
+    outcome = realize(step_of(stage, root), notify=lines.append)
+    said.put((outcome.status, lines))
+
+
+def test_a_result_is_invisible_until_its_manifest_seals_it(tmp_path):
+    seen = []
+    step = step_of(Letters(before=lambda *_: seen.append(find(step))), tmp_path)
+    outcome = realize(step)
+    assert seen == [None] * 4
+    assert outcome.status == "ran"
+    manifest = find(step)
+    assert manifest is not None
+    assert manifest["facts"] == {"letters": 4} == outcome.facts
+    assert {file["path"]: (file["bytes"], file["sha256"]) for file in manifest["files"]} == {
+        f"{letter}.txt": (1, hashlib.sha256(letter.encode()).hexdigest()) for letter in "abcd"
+    }
+    assert set(content(step.path)) == {"a.txt", "b.txt", "c.txt", "d.txt", MANIFEST}
+
+
+def test_a_second_run_reuses_and_does_nothing(tmp_path):
+    journal = tmp_path / "journal"
+    step = step_of(Letters(journal=journal), tmp_path)
+    realize(step)
+    before = content(step.path)
+    assert realize(step).status == "cached"
+    assert journal.read_text() == "abcd"
+    assert content(step.path) == before
+
+
+def test_rerun_after_a_failure_resumes_and_leaves_the_same_bytes(tmp_path):
+    journal = tmp_path / "journal"
+    failed = step_of(
+        Letters(journal=journal, before=failing_at("c", BrokenError("no c"))), tmp_path
+    )
+    with pytest.raises(StageError, match=r"letters failed after 0s: BrokenError: no c\n.*resume"):
+        realize(failed)
+    assert find(failed) is None
+    assert "no c" in (failed.path / ERROR_LOG).read_text()
+    # What a dead writer leaves half-written is swept away.
+    (failed.path / "x.txt.part").write_text("half")
+    outcome = realize(step_of(Letters(journal=journal), tmp_path))
+    assert outcome.status == "resumed"
+    assert journal.read_text() == "abcd"
+    undisturbed = realize(step_of(Letters(), tmp_path / "other"))
+    assert lasting(outcome.path) == lasting(undisturbed.path)
+
+
+def test_a_killed_writer_frees_the_lock_and_its_work_is_taken_up(tmp_path):
+    journal = tmp_path / "journal"
+    stage = Letters(journal=journal, before=Dying("c"))
+    said = SPAWN.Queue()
+    child = SPAWN.Process(target=build, args=(tmp_path, stage, said))
+    child.start()
+    child.join(30)
+    assert child.exitcode == -signal.SIGKILL
+    step = step_of(Letters(journal=journal), tmp_path)
+    assert (step.path / ATTEMPT).is_file()
+    waited = []
+    assert realize(step, notify=waited.append).status == "resumed"
+    assert waited == []
+    assert journal.read_text() == "abcd"
+
+
+def test_of_two_at_once_one_works_and_the_other_waits_and_reuses(tmp_path):
+    journal = tmp_path / "journal"
+    said = SPAWN.Queue()
+    stage = Letters(journal=journal, before=Slowly(1.5))
+    first = SPAWN.Process(target=build, args=(tmp_path, stage, said))
+    second = SPAWN.Process(target=build, args=(tmp_path, stage, said))
+    first.start()
+    while not (tmp_path / "letters" / "begun").exists():
+        time.sleep(0.01)
+    second.start()
+    told = dict([said.get(timeout=30), said.get(timeout=30)])
+    first.join()
+    second.join()
+    assert set(told) == {"ran", "cached"}
+    assert told["ran"] == []
+    assert "waiting" in told["cached"][0]
+    assert journal.read_text() == "abcd"
+
+
+def test_refresh_builds_again_and_leaves_nothing_old(tmp_path):
+    journal = tmp_path / "journal"
+    step = step_of(Letters(journal=journal), tmp_path)
+    realize(step)
+    assert realize(step, cache="refresh").status == "ran"
+    assert journal.read_text() == "abcdabcd"
+    assert [p.name for p in step.path.parent.iterdir() if not p.name.startswith(".")] == [
+        step.path.name
+    ]
+
+
+@pytest.mark.parametrize("cache", ["refresh", "off"])
+def test_a_refresh_that_fails_gives_the_old_result_back(tmp_path, cache):
+    step = step_of(Letters(), tmp_path)
+    realize(step)
+    before = content(step.path)
+    broken = Step(Letters(before=failing_at("b", BrokenError())), step.path)
+    with pytest.raises(StageError):
+        realize(broken, cache=cache)
+    assert content(step.path) == before
+    assert realize(step).status == "cached"
+
+
+def test_off_does_not_take_an_attempt_up(tmp_path):
+    journal = tmp_path / "journal"
+    broken = step_of(Letters(journal=journal, before=failing_at("c", BrokenError())), tmp_path)
+    with pytest.raises(StageError):
+        realize(broken)
+    assert realize(step_of(Letters(journal=journal), tmp_path), cache="off").status == "ran"
+    assert journal.read_text() == "ababcd"
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_text("longer")])
+def test_a_damaged_result_is_named_and_not_used(tmp_path, damage):
+    step = step_of(Letters(), tmp_path)
+    realize(step)
+    damage(step.path / "b.txt")
+    with pytest.raises(
+        ArtifactError, match=r"b\.txt is missing or not 1 bytes.*\n.*--force letter"
+    ):
+        realize(step)
+    assert realize(step, cache="refresh").status == "ran"
+
+
+def test_a_manifest_that_is_no_json_is_named(tmp_path):
+    step = step_of(Letters(), tmp_path)
+    realize(step)
+    (step.path / MANIFEST).write_text("{")
+    with pytest.raises(ArtifactError, match=MANIFEST):
+        find(step)
+
+
+def test_a_full_disk_is_said_in_words_and_the_work_is_kept(tmp_path):
+    full = OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "c.txt"))
+    step = step_of(Letters(before=failing_at("c", full)), tmp_path)
+    with pytest.raises(StageError, match=r"the disk is full .*c\.txt.* MB are left") as caught:
+        realize(step)
+    assert caught.value.exit_code == 1
+    assert (step.path / "b.txt").is_file()
+
+
+@pytest.mark.parametrize(("error", "code"), [(CapabilityError("x"), 3), (ConfigError("x"), 1)])
+def test_a_stages_own_errors_keep_their_meaning_once_work_has_begun(tmp_path, error, code):
+    with pytest.raises(StageError) as caught:
+        realize(step_of(Letters(before=failing_at("a", error)), tmp_path))
+    assert caught.value.exit_code == code
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path):
+    (tmp_path / "letters").write_text("a file is in the way")
+    with pytest.raises(StageError, match="cannot be created: file exists"):
+        realize(step_of(Letters(), tmp_path))
+
+
+def test_a_claim_that_refuses_leaves_the_folder_alone(tmp_path):
+    step = step_of(Letters(), tmp_path)
+
+    def refuse(_step):
+        raise ConfigError("not yours")
+
+    with pytest.raises(ConfigError):
+        realize(step, claim=refuse)
+    assert not step.path.exists()
+    assert lock_of(step.path).parent == step.path.parent
+
+
+def test_how_and_neutral_fields_do_not_enter_the_key_and_everything_else_does(tmp_path):
+    key = key_of(Letters())
+    assert key_of(Letters(journal=tmp_path, before=Slowly(1))) == key
+    assert "doubled" not in identity(Letters())["settings"]
+    others = [
+        Letters(LettersSettings(doubled=True)),
+        Letters(LettersSettings(letters="abc")),
+        Letters(read=Source({"kind": "builtin", "name": "other"})),
+        Letters(read=Artifact("x", "0" * 64, tmp_path)),
+        type("Raised", (Letters,), {"version": 2})(),
+        type("Renamed", (Letters,), {"name": "renamed"})(),
+    ]
+    assert len({key, *map(key_of, others)}) == 1 + len(others)
+
+
+def test_an_artifacts_place_is_not_its_identity(tmp_path):
+    here, there = Artifact("x", "1" * 64, tmp_path), Artifact("x", "1" * 64, Path("/elsewhere"))
+    assert key_of(Letters(read=here)) == key_of(Letters(read=there))
+
+
+def test_the_way_keys_are_made_does_not_change_by_accident():
+    """All cached results of all users hang on this number."""
+    assert identity(Letters()) == {
+        "stage": "letters",
+        "version": 1,
+        "settings": {"letters": "abcd"},
+        "inputs": {"read": "191f18b7cbc00e50a6301d7cf6c8b6f3c65b1182c3013922852bf6610ac8e816"},
+    }
+    assert key_of(Letters()) == ("5f0cdb33b45f254317f8e95ec38b7c5f061ca659e6e0c2944efac7a969ba1f83")

@@ -1,0 +1,254 @@
+"""The whole chain through the real command: reuse, resume, waiting, and what it says when it fails."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from tests.pipeline.runs import outcome, penstock, sealed, statuses, write_chats, write_run
+
+RUN = [sys.executable, "-m", "penstock.cli.main", "run"]
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """One finished run: its folder, config and closing object."""
+    folder = tmp_path_factory.mktemp("chain")
+    config = write_run(folder)
+    return folder, config, outcome(penstock("run", config, "--json"))
+
+
+def test_every_stage_runs_once_and_is_reused(done):
+    _, config, first = done
+    assert [stage["status"] for stage in first["stages"]] == ["ran"] * 4
+    again = statuses(penstock("run", config, "--json"))
+    assert again == dict.fromkeys(("prepare", "pack", "train", "export"), "cached")
+    one = statuses(penstock("pack", config, "--json"))
+    assert one == {"prepare": "cached", "pack": "cached"}
+
+
+def test_a_finished_pipeline_needs_no_heavy_library(done):
+    _, config, _ = done
+    code = (
+        "import sys\n"
+        "from penstock.cli.main import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit as end: assert not end.code\n"
+        "heavy = {'torch', 'transformers', 'prefect', 'datasets', 'pyarrow', 'numpy'}\n"
+        "print(sorted(heavy & set(sys.modules)))\n"
+    )
+    command = [sys.executable, "-c", code, "run", str(config)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ran.stdout.splitlines()[-1] == "[]"
+
+
+def test_another_learning_rate_reuses_the_data(done, tmp_path):
+    _, config, _ = done
+    words = ("--train.lr=0.02", "--train.output_dir", tmp_path / "other", "--json")
+    seen = statuses(penstock("run", config, *words))
+    assert seen == {"prepare": "cached", "pack": "cached", "train": "ran", "export": "ran"}
+
+
+def test_an_output_folder_of_another_run_is_refused_until_moved_aside(done, tmp_path):
+    config = write_run(tmp_path)
+    penstock("train", config)
+    words = ("train", config, "--train.lr", "0.5")
+    refused = penstock(*words, check=2)
+    assert "train.lr: 0.5 here, 0.01 there" in refused.stderr
+    assert "--fresh" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert statuses(penstock(*words, "--fresh", "--json"))["train"] == "ran"
+    assert (tmp_path / "out.old-1" / "manifest.json").is_file()
+
+
+def test_forcing_a_stage_builds_it_again_to_the_same_bytes(done):
+    folder, config, _ = done
+    before = sealed(folder)
+    seen = statuses(penstock("run", config, "--from", "pack", "--json"))
+    assert seen == {"prepare": "cached", "pack": "ran", "train": "ran", "export": "ran"}
+    after = {n: m for n, m in sealed(folder).items() if ".old-" not in n}
+    assert after == before
+
+
+def test_two_runs_at_once_do_the_work_once(tmp_path):
+    config = write_run(tmp_path)
+    command = [*RUN, str(config), "--json"]
+    both = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    texts = [process.communicate(timeout=240) for process in both]
+    assert [process.returncode for process in both] == [0, 0], texts
+    seen = [
+        {stage["stage"]: stage["status"] for stage in json.loads(out.splitlines()[-1])["stages"]}
+        for out, _ in texts
+    ]
+    for name in ("prepare", "pack", "train", "export"):
+        assert sorted(each[name] for each in seen) == ["cached", "ran"], name
+    assert any("waiting" in err for _, err in texts)
+    penstock("artifacts", "verify", "--root", tmp_path)
+
+
+@pytest.mark.slow
+def test_kill_9_at_random_moments_leaves_the_bytes_of_an_undisturbed_run(tmp_path):
+    write_chats(tmp_path / "chats.jsonl", 400)
+    calm = write_run(tmp_path / "calm", data={"datasets": datasets(tmp_path), "val_set_size": 8})
+    started = time.monotonic()
+    penstock("run", calm)
+    whole = time.monotonic() - started
+    wild = write_run(tmp_path / "wild", data={"datasets": datasets(tmp_path), "val_set_size": 8})
+    moments = random.Random(5)
+    kills = 0
+    for _ in range(10):
+        process = subprocess.Popen(
+            [*RUN, str(wild)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        try:
+            process.wait(timeout=moments.uniform(0.2, whole))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            kills += 1
+        sealed(tmp_path / "wild")  # whatever is sealed is whole
+    penstock("run", wild)
+    assert kills >= 3
+    assert sealed(tmp_path / "wild") == sealed(tmp_path / "calm")
+    penstock("artifacts", "verify", "--root", tmp_path / "wild")
+
+
+@pytest.mark.slow
+def test_an_interrupted_training_saves_and_leaves_no_process(tmp_path):
+    write_chats(tmp_path / "chats.jsonl", 400)
+    config = write_run(
+        tmp_path, data={"datasets": datasets(tmp_path)}, train={"num_train_epochs": 400}
+    )
+    process = subprocess.Popen(
+        [*RUN, str(config)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and (not metrics.exists() or not metrics.stat().st_size):
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert (tmp_path / "out" / "checkpoints" / f"global_step_{steps[-1]}" / "COMPLETE").is_file()
+    alive = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, check=False)
+    assert alive.stdout == b""
+
+
+def datasets(folder):
+    return [{"path": str(folder / "chats.jsonl"), "type": "chat"}]
+
+
+def spoil_json(folder):
+    file = folder / "chats.jsonl"
+    lines = file.read_text().splitlines()
+    lines[6] = lines[6][:20]
+    file.write_text("\n".join(lines) + "\n")
+
+
+def cut_parquet(folder):
+    table = pa.table({"text": ["hello"] * 1000})
+    pq.write_table(table, folder / "cut.parquet")
+    content = (folder / "cut.parquet").read_bytes()
+    (folder / "cut.parquet").write_bytes(content[: len(content) // 2])
+
+
+def replaced(path, **more):
+    return {"data": {"datasets": [{"path": path, "type": "chat", **more}]}}
+
+
+BAD = {
+    "a missing file": (lambda f: replaced(f"{f}/chat.jsonl"), None, 2, ["chat.jsonl", "chats.jsonl"]),
+    "an empty file": (
+        lambda f: replaced(f"{f}/empty.jsonl"),
+        lambda f: (f / "empty.jsonl").touch(),
+        1,
+        ["empty.jsonl"],
+    ),
+    "a truncated parquet": (
+        lambda f: replaced(f"{f}/cut.parquet"),
+        cut_parquet,
+        1,
+        ["cut.parquet"],
+    ),
+    "invalid JSON": (lambda _: {}, spoil_json, 1, ["chats.jsonl:7"]),
+    "a missing column": (
+        lambda f: replaced(f"{f}/chats.jsonl", field_messages="message"),
+        None,
+        1,
+        ["message", "messages"],
+    ),
+    "a wrong type": (lambda _: {"train": {"lr": "fast"}}, None, 2, ["train.lr", "fast"]),
+    "an unknown key": (lambda _: {"train": {"max_step": 3}}, None, 2, ["max_step", "max_steps"]),
+    "a hub id offline": (lambda _: replaced("nobody/nothing"), None, 3, ["nobody/nothing"]),
+    "an unwritable path": (
+        lambda f: {"data": {"dataset_prepared_path": f"{f}/chats.jsonl/prepared"}},
+        None,
+        1,
+        ["chats.jsonl"],
+    ),
+    "too long for a row": (
+        lambda _: {"data": {"sample_packing_sequence_len": 128, "pad_to_multiple_of": 8}},
+        lambda f: write_chats(f / "chats.jsonl", salt=" " * 300),
+        1,
+        ["sample_packing_sequence_len", "max_seq_len"],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input_gets_one_clear_message_and_harms_nothing(what, done, tmp_path):
+    folder, _, _ = done
+    before = sealed(folder)
+    write_chats(tmp_path / "chats.jsonl")
+    sections, spoil, code, named = BAD[what]
+    if spoil:
+        spoil(tmp_path)
+    run = yaml.safe_load(write_run(tmp_path).read_text())
+    run["data"]["dataset_prepared_path"] = str(folder / "prepared")
+    for name, values in sections(tmp_path).items():
+        run[name] = {**run[name], **values}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    failed = penstock("run", tmp_path / "run.yaml", check=code)
+    for name in named:
+        assert name in failed.stderr
+    assert "Traceback" not in failed.stderr
+    assert failed.stderr.count("error:") <= 1
+    assert sealed(folder) == before
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_said_and_leaves_a_run_that_resumes(tmp_path):
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(small)],
+        capture_output=True,
+        check=False,
+    )
+    if mounted.returncode:
+        pytest.skip("mounting a small disk needs root")
+    try:
+        write_chats(tmp_path / "chats.jsonl", 2000)
+        config = write_run(
+            tmp_path,
+            data={"datasets": datasets(tmp_path), "dataset_prepared_path": str(small / "p")},
+        )
+        failed = penstock("prepare", config, check=1)
+        assert "disk is full" in failed.stderr
+        assert "Traceback" not in failed.stderr
+        subprocess.run(["mount", "-o", "remount,size=50m", str(small)], check=True)
+        assert statuses(penstock("prepare", config, "--json"))["prepare"] == "resumed"
+        penstock("artifacts", "verify", "--root", small)
+    finally:
+        subprocess.run(["umount", str(small)], check=False)
