@@ -23,7 +23,8 @@ from penstock.pack.stage import Pack, PackSettings
 from penstock.prepare.settings import DatasetSettings, PrepareSettings
 from penstock.prepare.stage import Prepare
 from penstock.push.stage import Push, PushSettings
-from penstock.train.stage import Train, TrainSettings, claim, num_local_ranks
+from penstock.train.stage import Train, TrainSettings, claim
+from penstock.train.torchrun import num_local_ranks
 
 StageName = Literal["prepare", "pack", "train", "export", "push"]
 

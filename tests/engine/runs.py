@@ -110,6 +110,7 @@ def job_of(run: RunConfig, packed: Path, key: str = "a" * 64) -> Job:
         config_path=str(run.model.config_path or run.model.model_path),
         weights=weights,
         output_dir=out,
+        launch="test",
     )
 
 

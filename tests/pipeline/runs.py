@@ -88,7 +88,9 @@ def sealed(folder: Path) -> dict[str, Any]:
     """Every sealed result below `folder`: the digests of its files, read again, and its manifest
     without times and host."""
     found: dict[str, Any] = {}
-    for path in sorted(folder.rglob(MANIFEST)):
+    # Named places, not a walk: ranks that are still ending may make and remove folders meanwhile.
+    places = ("prepared/*/*", "artifacts/*/*", "out*")
+    for path in sorted(p for place in places for p in folder.glob(f"{place}/{MANIFEST}")):
         manifest = json.loads(path.read_text())
         for file in manifest["files"]:
             content = (path.parent / file["path"]).read_bytes()

@@ -9,6 +9,7 @@ from penstock.core.files import read_json, write_json
 
 JOB = "job.json"
 OUTCOME = "outcome.json"
+RANKS_LOCK = ".ranks.lock"
 CHECKPOINTS = "checkpoints"
 LOGS = "logs"
 METRICS = "metrics.jsonl"
@@ -30,6 +31,8 @@ class Job:
     weights: Path | None
     """A folder of safetensors on this machine; None starts from the seed."""
     output_dir: Path
+    launch: str
+    """Names this start of the ranks: what an earlier one leaves late is not taken for its own."""
 
     def write(self) -> Path:
         """Publish the job in the output folder, and return the file."""
@@ -43,6 +46,7 @@ class Job:
             "config_path": self.config_path,
             "weights": str(self.weights) if self.weights else None,
             "output_dir": str(self.output_dir),
+            "launch": self.launch,
         }
         write_json(path, record)
         return path
@@ -59,4 +63,5 @@ class Job:
             record["config_path"],
             Path(record["weights"]) if record["weights"] else None,
             Path(record["output_dir"]),
+            record["launch"],
         )

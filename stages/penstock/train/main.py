@@ -6,8 +6,12 @@ import logging
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 from penstock.core.errors import PenstockError
 from penstock.core.files import write_json
@@ -15,7 +19,7 @@ from penstock.core.orphan import end_with_parent
 from penstock.engine.assemble import assemble
 from penstock.engine.hf_config import read_hf_config
 from penstock.engine.ranks import Ranks, join, leave
-from penstock.train.job import LOGS, OUTCOME, Job
+from penstock.train.job import LOGS, OUTCOME, RANKS_LOCK, Job
 from penstock.train.loop import Loop, check_job
 from penstock.train.stopping import StopRequest
 
@@ -52,6 +56,16 @@ def run_rank(job: Job, ranks: Ranks, stop: StopRequest) -> dict[str, Any] | None
         if ranks.leads:
             sys.stderr.write(f"train: {line}\n")
 
+    with ExitStack() as held:
+        if ranks.leads:
+            # Ranks of a run whose launcher was killed may still be saving; they end within a step.
+            held.enter_context(FileLock(job.output_dir / RANKS_LOCK))
+        return _run(job, ranks, stop, notify)
+
+
+def _run(
+    job: Job, ranks: Ranks, stop: StopRequest, notify: Callable[[str], None]
+) -> dict[str, Any] | None:
     run = job.config
     hf_config = read_hf_config(job.config_path, run.model.foundation)
     built = assemble(run, hf_config, job.weights, ranks, notify)
@@ -61,7 +75,12 @@ def run_rank(job: Job, ranks: Ranks, stop: StopRequest) -> dict[str, Any] | None
     facts = loop.run()
     log.info("stopped at step %d of %d", loop.at.step, loop.total_steps)
     if ranks.leads:
-        outcome = {"facts": facts, "step": loop.at.step, "signal": stop.signum}
+        outcome = {
+            "facts": facts,
+            "step": loop.at.step,
+            "signal": stop.signum,
+            "launch": job.launch,
+        }
         write_json(job.output_dir / OUTCOME, outcome)
     return facts
 

@@ -2,7 +2,7 @@
 
 import shutil
 import sys
-import time
+import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +12,10 @@ from pydantic import Field
 
 from penstock.config.base import Settings
 from penstock.config.run import RunConfig
-from penstock.core import env
 from penstock.core.compare import differences
-from penstock.core.errors import CapabilityError, ConfigError, Interrupted, StageError
+from penstock.core.errors import ConfigError, Interrupted
 from penstock.core.files import read_json, regular_files
 from penstock.core.hub import local_folder
-from penstock.core.launch import run_ranks
 from penstock.core.stage import (
     ATTEMPT,
     MANIFEST,
@@ -32,7 +30,8 @@ from penstock.core.stage import (
 )
 from penstock.core.store import Step, reason_of, set_aside
 from penstock.engine.origin import Form, Origin
-from penstock.train.job import HF_WEIGHTS, LOGS, METRICS, OUTCOME, Job
+from penstock.train.job import HF_WEIGHTS, LOGS, OUTCOME, Job
+from penstock.train.torchrun import first_failure, outcome_of, start_ranks
 
 
 class TrainSettings(Settings):
@@ -75,15 +74,13 @@ class Train(Stage):
         """Train from the newest checkpoint in `out`. Raises Interrupted when asked to stop."""
         job = self._job(out.resolve())
         file = job.write()
-        (out / OUTCOME).unlink(missing_ok=True)
         shutil.rmtree(out / LOGS, ignore_errors=True)
         (out / LOGS).mkdir(parents=True)
-        if self.ranks == "torchrun":
-            _torchrun(job, file)
-        else:
-            _here(job)
-        outcome = read_json(out / OUTCOME)
+        status = start_ranks(job, file) if self.ranks == "torchrun" else _here(job)
         _report(out)
+        outcome = outcome_of(job)
+        if outcome is None:
+            raise first_failure(out / LOGS, status)
         if outcome["facts"] is None:
             raise Interrupted(
                 f"train was asked to stop and saved step {outcome['step']} in {out}.\n"
@@ -120,6 +117,7 @@ class Train(Stage):
             config_path=config,
             weights=weights,
             output_dir=output_dir,
+            launch=uuid.uuid4().hex,
         )
 
     def owned_files(self, out: Path) -> Iterable[Path]:
@@ -170,11 +168,12 @@ def _held(folder: Path) -> dict[str, Any] | None:
     return None
 
 
-def _here(job: Job) -> None:
+def _here(job: Job) -> int:
     """Be the leading rank ourselves; torchrun was started by hand and the others are with us."""
     from penstock.train.main import run_by_hand
 
     run_by_hand(job)
+    return 0
 
 
 def _report(out: Path) -> None:
@@ -185,99 +184,3 @@ def _report(out: Path) -> None:
         write_report(out)
     except OSError as error:
         sys.stderr.write(f"train: no report was written: {reason_of(error)}\n")
-
-
-def _torchrun(job: Job, file: Path) -> None:
-    launch = job.config.launch
-    environment = {
-        # Never let a rank import our folders by their bare names.
-        "PYTHONSAFEPATH": "1",
-        # A store shared by all attempts serves stale addresses to restarted ranks.
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "TOKENIZERS_PARALLELISM": "false",
-        **launch.env,
-    }
-    started = time.monotonic()
-    progress = _Progress(job.output_dir / METRICS)
-
-    def stalled() -> str | None:
-        limit = launch.timeout
-        if limit is None or progress.idle_seconds(started) < limit:
-            return None
-        return (
-            f"no step ended for {limit:g} s (launch.timeout).\n"
-            f"  See {job.output_dir / LOGS}, and raise launch.timeout if a step may take longer."
-        )
-
-    status = run_ranks(
-        [*torchrun_arguments(job), "-m", "penstock.train.main", str(file)],
-        environment=environment,
-        sink=sys.stderr.buffer,
-        stalled=stalled,
-    )
-    if not (job.output_dir / OUTCOME).is_file():
-        raise _first_failure(job.output_dir / LOGS, status)
-
-
-def torchrun_arguments(job: Job) -> list[str]:
-    """What `launch` means in torchrun's words."""
-    launch = job.config.launch
-    grace = ["--shutdown-timeout", "75"]
-    common = ["--nproc-per-node", str(num_local_ranks(job.config)), *grace]
-    if launch.max_restarts:
-        common += ["--max-restarts", str(launch.max_restarts)]
-    if launch.nnodes == 1 and launch.rdzv_endpoint is None:
-        return ["--standalone", *common]
-    if launch.rdzv_endpoint is None:
-        raise ConfigError(
-            f"launch.nnodes is {launch.nnodes}, and nothing says where they meet.\n"
-            "  Write launch.rdzv_endpoint, as host:port of the first node."
-        )
-    return [
-        *("--nnodes", str(launch.nnodes)),
-        *("--node-rank", str(launch.node_rank)),
-        *("--rdzv-backend", "c10d"),
-        *("--rdzv-endpoint", launch.rdzv_endpoint),
-        # Told outright: guessing the host by name fails in containers and clouds.
-        *("--rdzv-conf", f"is_host={'true' if launch.node_rank == 0 else 'false'}"),
-        *common,
-    ]
-
-
-def num_local_ranks(run: RunConfig) -> int:
-    """Processes on this node: as written, else one per GPU, else one."""
-    asked = run.launch.nproc_per_node
-    return max(1, env.num_gpus()) if asked == "auto" else asked
-
-
-class _Progress:
-    """When the run last ended a step, seen from outside."""
-
-    def __init__(self, metrics: Path) -> None:
-        self._metrics = metrics
-        self._seen: int = -1
-        self._since = time.monotonic()
-
-    def idle_seconds(self, started: float) -> float:
-        size = self._metrics.stat().st_size if self._metrics.is_file() else 0
-        if size != self._seen:
-            self._seen, self._since = size, time.monotonic()
-        return time.monotonic() - max(self._since, started)
-
-
-def _first_failure(logs: Path, status: int) -> StageError:
-    """The earliest error any rank left; later ones are mostly lost connections to the first."""
-    records = sorted((read_json(p) for p in logs.glob("failure_*.json")), key=lambda r: r["time"])
-    if not records:
-        return StageError(
-            f"a training process died without a word (torchrun's exit status {status}).\n"
-            f"  It may have been killed for memory; see {logs}."
-        )
-    first = next((r for r in records if r["message"]), records[0])
-    text = first["message"] or f"rank {first['rank']}: {first['error']}"
-    log = logs / f"rank_{first['rank']}.log"
-    failure = StageError(f"{text}\n  The traceback is in {log}.")
-    if first["exit_code"] == CapabilityError.exit_code:
-        failure.exit_code = first["exit_code"]
-    return failure
