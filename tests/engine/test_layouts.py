@@ -16,6 +16,16 @@ from tests.ranks import on_ranks
 LAYOUTS = {
     "one process": (1, {"data_parallel_mode": "none"}),
     "one process, accumulating": (1, {"data_parallel_mode": "none", "micro_batch_size": 2}),
+    "one process, everything kept": (
+        1,
+        {"data_parallel_mode": "none", "enable_gradient_checkpointing": False},
+    ),
+    "one process, reentrant": (1, {"data_parallel_mode": "none", "enable_reentrant": True}),
+    "one process, parts recomputed": (
+        1,
+        {"data_parallel_mode": "none", "recompute_modules": ["mlp", "self_attn"]},
+    ),
+    "one process, begun on the cpu": (1, {"data_parallel_mode": "none", "init_device": "cpu"}),
     "ddp on 2": (2, {"data_parallel_mode": "ddp"}),
     "fsdp2 on 1": (1, {"data_parallel_mode": "fsdp2"}),
     "fsdp2 on 2": (2, {"data_parallel_mode": "fsdp2"}),
@@ -24,6 +34,7 @@ LAYOUTS = {
         2,
         {"data_parallel_mode": "fsdp2", "enable_forward_prefetch": False},
     ),
+    "fsdp2 on 2, reentrant": (2, {"data_parallel_mode": "fsdp2", "enable_reentrant": True}),
     "fsdp2 on 4": (4, {"data_parallel_mode": "fsdp2"}),
 }
 REFERENCE = "one process"

@@ -13,6 +13,7 @@ from penstock.train.job import METRICS, OUTCOME, Job
 from penstock.train.metrics import MetricsLog
 from penstock.train.report import write_report
 from penstock.train.report.chart import smoothed
+from tests.cli.command import penstock
 
 VOID = {"meta", "link", "br", "img", "input"}
 
@@ -75,7 +76,8 @@ def report_of(folder, records, evaluations=(), outcome="finished", **sections):
         **sections,
     }
     folder.mkdir(exist_ok=True)
-    Job("0" * 64, loads(settings), folder, 258, "builtin:tiny-qwen3", None, folder).write()
+    run = loads(settings)
+    Job("0" * 64, run, folder, 258, "builtin:tiny-qwen3", None, folder, launch="1").write()
     log = MetricsLog(folder / METRICS, 0)
     for each in records:
         log.append(each)
@@ -203,6 +205,21 @@ def test_credentials_are_left_out(tmp_path):
     assert "hunter2" not in text
     assert "https://host/rows.jsonl" in text
     assert "launch.env.SECRET_NAME" in text
+
+
+def test_the_command_writes_it_again_and_says_what_hinders_it(tmp_path):
+    report_of(tmp_path, falling(3))
+    page = tmp_path / "report.html"
+    page.unlink()
+    said = penstock("report", tmp_path, "--json")
+    assert said.last["reports"] == [str(page)]
+    assert "<h1>finetune</h1>" in page.read_text()
+    page.unlink()
+    page.mkdir()
+    said = penstock("report", tmp_path)
+    assert said.code == 1
+    assert "no report of" in said.err
+    assert "is a directory" in said.err
 
 
 def test_only_what_differs_from_the_defaults_is_listed_first(tmp_path):

@@ -73,8 +73,9 @@ def assemble(
     if sharded:
         units = shard_units(model, run.model.basic_modules)
         shard(model, units, mesh_of(degrees, ranks.device.type), train)
-    model.to_empty(device=ranks.device)
+    model.to_empty(device="cpu" if train.init_device == "cpu" else ranks.device)
     load(model, names, weights, run, ranks)
+    model.to(ranks.device)
     wrapped: nn.Module = model
     if train.data_parallel_mode == "ddp":
         wrapped = replicate(model, ranks.device)

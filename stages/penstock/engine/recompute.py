@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -29,5 +30,9 @@ def recompute(model: Decoder, modules: Sequence[str] | None, reentrant: bool) ->
 
 
 def _checkpointed(module: nn.Module, *args: Any, use_reentrant: bool) -> Any:
+    if use_reentrant and torch.is_grad_enabled() and not args[0].requires_grad:
+        # The reentrant kind only notices gradients that are wanted of its inputs, and below the
+        # first adapter nothing wants any.
+        args = (args[0].detach().requires_grad_(), *args[1:])
     # Nothing in a layer draws random numbers yet the saved state costs a copy per layer.
     return checkpoint(module, *args, use_reentrant=use_reentrant, preserve_rng_state=False)

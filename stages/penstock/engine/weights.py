@@ -94,10 +94,12 @@ def fill(
 
 
 def _place(parameter: torch.Tensor, whole: torch.Tensor | None, readers: str, ranks: Ranks) -> None:
-    shape, dtype = parameter.shape, parameter.dtype
-    if whole is None:
-        whole = torch.empty(shape, dtype=dtype, device=ranks.device)
-    whole = whole.to(ranks.device)
+    if isinstance(parameter, DTensor) or (readers == "first_rank" and ranks.world > 1):
+        # Only what is sent to other ranks has to be on the device they talk through.
+        if whole is None:
+            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=ranks.device)
+        whole = whole.to(ranks.device)
+    assert whole is not None
     if isinstance(parameter, DTensor):
         source = 0 if readers == "first_rank" else None
         laid = distribute_tensor(

@@ -67,6 +67,8 @@ def _run(
     job: Job, ranks: Ranks, stop: StopRequest, notify: Callable[[str], None]
 ) -> dict[str, Any] | None:
     run = job.config
+    if run.data.dataloader_num_workers:
+        notify("rows are memory-mapped and read in this process; no dataloader workers are started")
     hf_config = read_hf_config(job.config_path, run.model.foundation)
     built = assemble(run, hf_config, job.weights, ranks, notify)
     loop = Loop(job, built, ranks, stop)

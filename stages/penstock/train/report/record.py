@@ -15,7 +15,7 @@ from penstock.core import provenance
 from penstock.core.errors import ConfigError
 from penstock.core.files import read_json
 from penstock.core.stage import MANIFEST
-from penstock.train.job import JOB, METRICS, OUTCOME, Job
+from penstock.train.job import JOB, METRICS, OUTCOME
 from penstock.train.metrics import read_metrics
 
 CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
@@ -64,7 +64,7 @@ def read_run(output_dir: Path) -> RunRecord:
         )
     records = list(read_metrics(output_dir / METRICS))
     return RunRecord(
-        config=Job.read(output_dir / JOB).config,
+        config=RunConfig.model_validate(read_json(output_dir / JOB)["config"]),
         steps=[record for record in records if "loss" in record],
         evaluations=[(r["step"], r["eval_loss"]) for r in records if "eval_loss" in r],
         standing=_standing(output_dir),
