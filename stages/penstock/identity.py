@@ -1,7 +1,7 @@
 """The long sections of the config, parted into what decides the result and what does not.
 
-Every field of `model`, `train` and `lora` stands in exactly one of three tables (a test counts). Two
-runs that agree in IDENTITY and in what PINNED names share one result; HOW never builds anything
+Every field of `model`, `train` and `lora` stands in exactly one of three tables (a test counts).
+Two runs that agree in IDENTITY and in what PINNED names share one result; HOW never builds anything
 again. A field that alters the mathematics belongs above; where and how fast it runs, below.
 """
 

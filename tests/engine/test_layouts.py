@@ -67,7 +67,7 @@ def first_step(layout, folder):
 
     def look(*_):
         parameters = dict(built.trained.model.named_parameters())
-        seen["grads"] = {name: runs.whole(p.grad) for name, p in parameters.items()}
+        seen["grads"] = {n: runs.whole(p.grad) for n, p in parameters.items() if p.grad is not None}
 
     built.engine.optimizer.register_step_pre_hook(look)
     engine = built.engine

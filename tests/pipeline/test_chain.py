@@ -1,4 +1,4 @@
-"""The whole chain through the real command: reuse, resume, waiting, and what it says when it fails."""
+"""The whole chain through the real command: reuse, resume, waiting, and what failure says."""
 
 import json
 import random
@@ -58,7 +58,7 @@ def test_another_learning_rate_reuses_the_data(done, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_output_folder_of_another_run_is_refused_until_moved_aside(done, tmp_path):
+def test_an_output_folder_of_another_run_is_refused_until_moved_aside(tmp_path):
     config = write_run(tmp_path)
     penstock("train", config)
     words = ("train", config, "--train.lr", "0.5")

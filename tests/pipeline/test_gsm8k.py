@@ -1,4 +1,4 @@
-"""The main job on real data: GSM8K through two training processes, judged by transformers and peft."""
+"""The main job on real data: GSM8K on two training processes, judged by transformers and peft."""
 
 import gc
 import json

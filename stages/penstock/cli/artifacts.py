@@ -13,7 +13,7 @@ from penstock.core.digests import sha256_of
 from penstock.core.errors import ArtifactError, ConfigError
 from penstock.core.files import read_json, regular_files, remove
 from penstock.core.stage import ATTEMPT, MANIFEST
-from penstock.core.store import lock_of, read_manifest
+from penstock.core.store import REPLACED, lock_of, read_manifest
 
 commands = typer.Typer(
     help="List, show, verify and prune what the stages left.", no_args_is_help=True
@@ -186,7 +186,7 @@ def _folders(root: Path, depth: int) -> Iterator[Path]:
         return
     if depth:
         for child in root.iterdir():
-            hidden = child.name.startswith(".")
+            hidden = child.name.startswith(".") or child.name.endswith(REPLACED)
             if child.is_dir() and not child.is_symlink() and not hidden:
                 yield from _folders(child, depth - 1)
 

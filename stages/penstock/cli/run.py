@@ -52,4 +52,7 @@ def _bring(planned: Plan, name: str, wishes: Wishes, console: Console) -> Outcom
     console.outcomes.append(outcome)
     if outcome.status != "cached":
         console.say(f"{name}: {outcome.status} in {outcome.seconds:.1f}s -> {outcome.path}")
+    if outcome.facts.get("dry_run"):
+        for file in outcome.facts["files"]:
+            console.say(f"  would send {file['path']} ({file['bytes']} bytes)")
     return outcome

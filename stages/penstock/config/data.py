@@ -64,7 +64,7 @@ class DatasetConfig(Section):
     told from their extensions."""
 
     max_seq_len: int | None = Field(default=None, gt=0)
-    """Longest sample kept, in tokens; longer ones are dropped and counted."""
+    """Longest sample, in tokens; longer ones lose their end, and are counted."""
 
     shards: Annotated[int | None, Later()] = Field(default=None, gt=0)
     """Cut the dataset into this many pieces and use one (see `shards_idx`)."""

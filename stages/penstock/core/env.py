@@ -61,9 +61,9 @@ def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, **extra}
 
 
-def update(values: Mapping[str, str]) -> None:
-    """Set variables for this process and its children."""
-    os.environ.update(values)
+def unless_set(values: Mapping[str, str]) -> dict[str, str]:
+    """Those of `values` that the user has not set."""
+    return {name: value for name, value in values.items() if name not in os.environ}
 
 
 def default(values: Mapping[str, str]) -> None:

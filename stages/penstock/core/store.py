@@ -39,6 +39,9 @@ from penstock.core.stage import (
 
 FORMAT = 1
 
+REPLACED = ".replaced"
+"""Suffix of a sealed folder while it is built again; gone once the new one is sealed."""
+
 Status = Literal["ran", "cached", "resumed", "skipped"]
 Cache = Literal["reuse", "refresh", "off"]
 """reuse: take what is sealed, resume what is not. refresh: build again, but resume an attempt of
@@ -168,17 +171,19 @@ class _locked:  # noqa: N801 - used as a function
 def _rebuild(step: Step, started: float, cache: Cache) -> Outcome:
     """Build although a result may be there; that result survives until the new one is whole."""
     had = read_manifest(step.path) is not None
-    aside = set_aside(step.path) if step.path.exists() and (had or cache == "off") else None
+    aside = step.path.with_name(f"{step.path.name}{REPLACED}")
+    if had:
+        remove(aside)
+        step.path.rename(aside)
+    elif cache == "off":
+        remove(step.path)
     try:
-        outcome = _build(step, started)
+        return _build(step, started)
     except BaseException:
-        if aside and had:
+        if had:
             remove(step.path)
             aside.rename(step.path)
         raise
-    if aside and step.stage.name != "train":
-        remove(aside)
-    return outcome
 
 
 def _build(step: Step, started: float) -> Outcome:
@@ -190,6 +195,7 @@ def _build(step: Step, started: float) -> Outcome:
         write_json(out / ATTEMPT, {**identity(stage), "key": key_of(stage)})
         facts = dict(stage.run(out))
         manifest = _seal(step, facts, time.monotonic() - began)
+        remove(out.with_name(f"{out.name}{REPLACED}"))
     except Interrupted:
         raise
     except Exception as error:

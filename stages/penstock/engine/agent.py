@@ -5,10 +5,15 @@
 
 import sys
 
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.run import main
 
 from penstock.core.orphan import end_with_parent
 
 if __name__ == "__main__":
     end_with_parent(int(sys.argv[1]))
-    main(sys.argv[2:])
+    try:
+        main(sys.argv[2:])
+    except SignalException as stopped:
+        # Asked to stop, it has let the ranks save and end; its stack says nothing to anyone.
+        sys.exit(128 + stopped.sigval)

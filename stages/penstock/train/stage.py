@@ -122,8 +122,10 @@ class Train(Stage):
 
     def owned_files(self, out: Path) -> Iterable[Path]:
         """The last checkpoint: what other stages read. Logs, metrics and older ones come and go."""
-        outcome = read_json(out / OUTCOME)
-        return regular_files(out / outcome["facts"]["checkpoint"])
+        checkpoint = out / read_json(out / OUTCOME)["facts"]["checkpoint"]
+        # Whether Hugging Face weights lie beside it is not identity, so they are not vouched for.
+        files = regular_files(checkpoint)
+        return [path for path in files if (checkpoint / HF_WEIGHTS) not in path.parents]
 
 
 def claim(step: Step, *, fresh: bool) -> None:

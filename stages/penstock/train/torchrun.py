@@ -26,6 +26,7 @@ def start_ranks(job: Job, file: Path) -> int:
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TOKENIZERS_PARALLELISM": "false",
+        **env.unless_set({"OMP_NUM_THREADS": str(threads_per_rank(job.config))}),
         **launch.env,
     }
     started = time.monotonic()
@@ -77,6 +78,11 @@ def num_local_ranks(run: RunConfig) -> int:
     """Processes on this node: as written, else one per GPU, else one."""
     asked = run.launch.nproc_per_node
     return max(1, env.num_gpus()) if asked == "auto" else asked
+
+
+def threads_per_rank(run: RunConfig) -> int:
+    """An even share of the processors; torchrun by itself would leave all but one idle."""
+    return max(1, env.num_processors() // num_local_ranks(run))
 
 
 class _Progress:
