@@ -68,9 +68,9 @@ def write_config(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def run_config(out: Path, model: Path, **train: Any) -> RunConfig:
+def run_config(out: Path, model: Path, /, **train: Any) -> RunConfig:
     """A config in full precision with a global batch of 4 rows."""
-    sections = {"lora": train.pop("lora", {}), "data": train.pop("data", {})}
+    sections = {name: train.pop(name, {}) for name in ("model", "data", "lora")}
     settings = {
         "output_dir": str(out),
         "enable_mixed_precision": False,
@@ -85,7 +85,7 @@ def run_config(out: Path, model: Path, **train: Any) -> RunConfig:
     }
     return loads(
         {
-            "model": {"config_path": str(model)},
+            "model": {"config_path": str(model), **sections["model"]},
             "data": {
                 "datasets": [{"path": "dummy"}],
                 "sample_packing_sequence_len": 256,

@@ -1,8 +1,8 @@
 """Which packed rows make up which optimizer step, for any number of replicas.
 
 The order is a function of (seed, epoch) alone, and a step is a set of rows chosen before anyone
-asks how many replicas share the work; so the layout never changes what is learnt from, and a position in
-the data is one number: steps taken.
+asks how many replicas share the work; so the layout never changes what is learnt from, and a
+position in the data is one number: steps taken.
 """
 
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class Batches:
 
 
 def share(rows: list[int], replica: int, num_replicas: int) -> list[int]:
-    """The rows that one of `num_replicas` replicas computes; their numbers differ by one at most."""
+    """The rows that one of `num_replicas` computes; their numbers differ by one at most."""
     return rows[replica::num_replicas]
 
 

@@ -64,7 +64,8 @@ class Loop:
             if self.ranks.leads
             else None
         )
-        gc.disable()
+        if self.train.gc_steps:
+            gc.disable()
         try:
             while self.at.step < self.total_steps:
                 record = self._step()

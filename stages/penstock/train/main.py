@@ -13,6 +13,7 @@ from typing import Any
 
 from filelock import FileLock
 
+from penstock.core import env
 from penstock.core.errors import PenstockError
 from penstock.core.files import write_json
 from penstock.core.orphan import end_with_parent
@@ -69,6 +70,8 @@ def _run(
     run = job.config
     if run.data.dataloader_num_workers:
         notify("rows are memory-mapped and read in this process; no dataloader workers are started")
+    if run.train.use_wandb is None and env.wandb_is_logged_in():
+        notify("nothing goes to Weights & Biases, which is not available yet; see metrics.jsonl")
     hf_config = read_hf_config(job.config_path, run.model.foundation)
     built = assemble(run, hf_config, job.weights, ranks, notify)
     loop = Loop(job, built, ranks, stop)

@@ -34,9 +34,10 @@ def shard(model: nn.Module, units: list[nn.Module], mesh: DeviceMesh, train: Tra
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     if train.enable_forward_prefetch:
-        for unit, following in pairwise(units):
-            if isinstance(unit, FSDPModule) and isinstance(following, FSDPModule):
-                unit.set_modules_to_forward_prefetch([following])
+        # Modules are listed in the order they run in, which units written by name need not be.
+        in_order = [m for m in model.modules() if isinstance(m, FSDPModule) and m is not model]
+        for unit, following in pairwise(in_order):
+            unit.set_modules_to_forward_prefetch([following])
 
 
 def replicate(model: nn.Module, device: torch.device) -> DistributedDataParallel:

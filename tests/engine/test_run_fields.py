@@ -1,0 +1,249 @@
+"""What the settings of a run do to it: its model, its adapters, its checkpoints, what it says."""
+
+import json
+import os
+from contextlib import redirect_stderr
+from io import StringIO
+
+import numpy as np
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from penstock.core.errors import CapabilityError
+from penstock.engine.checkpoint_reader import CheckpointReader
+from penstock.plan import check_machine
+from penstock.train.main import run_by_hand
+from tests.engine import runs
+from tests.engine.loops import (
+    before_each_update,
+    decoder_of,
+    each,
+    gradients_of,
+    loop_of,
+    step,
+)
+from tests.engine.test_resume import train_until
+from tests.ranks import on_ranks
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    runs.write_rows(folder / "packed", 10)
+    runs.write_config(folder / "model")
+    runs.write_config(folder / "other", hidden_size=16)
+    return folder
+
+
+def job(folder, out, **train):
+    settings = {"data_parallel_mode": "none", "max_steps": 1, **train}
+    run = runs.run_config(folder / out, folder / "model", **settings)
+    return runs.job_of(run, folder / "packed")
+
+
+def shapes(job):
+    """Of every parameter, by name."""
+    return {name: tuple(p.shape) for name, p in decoder_of(loop_of(job)).named_parameters()}
+
+
+def test_the_model_is_the_one_that_is_configured(folder):
+    models = {
+        "fused": {},
+        "apart": {"merge_qkv": False},
+        "three layers": {"foundation": {"num_hidden_layers": 3}},
+        "narrow": {"config_path": str(folder / "other")},
+    }
+    jobs = {name: job(folder, name, model=model) for name, model in models.items()}
+    [found] = on_ranks(1, each, shapes, jobs)
+    layer = "model.layers.0.self_attn"
+    assert found["fused"][f"{layer}.qkv_proj.weight"] == (64, 32)  # 4 heads and twice 2, of 8
+    assert f"{layer}.q_proj.weight" not in found["fused"]
+    assert found["apart"][f"{layer}.q_proj.weight"] == (32, 32)
+    assert found["apart"][f"{layer}.v_proj.weight"] == (16, 32)
+    assert f"{layer}.qkv_proj.weight" not in found["apart"]
+    norms = {f"model.layers.{index}.input_layernorm.weight" for index in range(3)}
+    assert norms & found["fused"].keys() < norms == norms & found["three layers"].keys()
+    assert found["narrow"]["model.embed_tokens.weight"] == (runs.VOCAB, 16)
+
+
+class Fused(TorchFunctionMode):
+    """Counts calls of PyTorch's fused attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def __torch_function__(self, function, types, arguments=(), options=None):
+        self.calls += function is torch.nn.functional.scaled_dot_product_attention
+        return function(*arguments, **(options or {}))
+
+
+def fused_calls(job):
+    loop = loop_of(job)
+    with Fused() as fused:
+        step(loop)
+    return fused.calls
+
+
+def test_attention_runs_on_the_backend_that_is_named(folder):
+    jobs = {
+        str(name): job(folder, f"attention {name}", model={"attn_implementation": name})
+        for name in ("eager", "sdpa", None)
+    }
+    [found] = on_ranks(1, each, fused_calls, jobs)
+    assert found["eager"] == 0
+    assert found["sdpa"] == found["None"] > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what is refused")
+def test_a_backend_that_cannot_run_here_is_refused(folder):
+    made = job(folder, "native", model={"attn_implementation": "native"})
+    with pytest.raises(CapabilityError, match="attn_implementation is native, which needs a CUDA"):
+        check_machine(made.config)
+
+
+def adapters(job):
+    """Shapes of what is trained, and its gradients in the first step."""
+    loop = loop_of(job)
+    seen = before_each_update(loop, lambda: gradients_of(loop))
+    step(loop)
+    trained = {n: tuple(p.shape) for n, p in decoder_of(loop).named_parameters() if p.requires_grad}
+    return trained, seen[0]
+
+
+def test_adapters_have_the_rank_the_targets_and_the_weight_that_are_written(folder):
+    lora = {"enable_lora": True, "lora_target_modules": ["o_proj", "v_proj"], "lora_rank": 4}
+    settings = {
+        "off": {"enable_lora": False},
+        "alpha 4": {**lora, "lora_alpha": 4},
+        "alpha 12": {**lora, "lora_alpha": 12},
+        "all": {"enable_lora": True},
+    }
+    jobs = {
+        name: job(folder, name, lora=written, max_grad_norm=0) for name, written in settings.items()
+    }
+    [found] = on_ranks(1, each, adapters, jobs)
+    assert not any("lora" in name for name in found["off"][0])
+    trained, gradients = found["alpha 4"]
+    parts = {"o_proj": (32, 32), "qkv_proj": (32, 16)}
+    leaves = {"o_proj": "o_proj", "qkv_proj": "v_proj"}
+    assert trained == {
+        f"model.layers.{index}.self_attn.{module}.lora_{side}.{leaves[module]}": (
+            (4, width) if side == "A" else (out, 4)
+        )
+        for index in range(2)
+        for module, (width, out) in parts.items()
+        for side in "AB"
+    }
+    # The second factor starts at zero, so its gradient alone says how much the adapter weighs.
+    for name, gradient in gradients.items():
+        if "lora_B" in name:
+            assert np.abs(gradient).max() > 0
+            three = found["alpha 12"][1][name]
+            np.testing.assert_allclose(three, 3 * gradient, rtol=1e-4, atol=1e-8)
+    everywhere = {name.split(".lora_")[0].rpartition(".")[2] for name in found["all"][0]}
+    assert everywhere == {"qkv_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert {shape[0] for name, shape in found["all"][0].items() if "lora_A" in name} == {16}
+
+
+def test_a_run_with_adapters_saves_them_alone(folder):
+    made = job(folder, "adapters saved", lora={"enable_lora": True})
+    [facts] = on_ranks(1, runs.train_here, made)
+    saved = CheckpointReader(made.output_dir / facts["checkpoint"]).shapes()
+    assert saved
+    assert all("lora_" in name for name in saved)
+
+
+SAVED = {
+    "every two steps": ({"save_steps": 2}, [2, 4, 5]),
+    "at the end": ({}, [5]),
+    "every epoch": ({"save_epochs": 1.0}, [2, 4, 5]),
+    "twice an epoch": ({"save_epochs": 0.5}, [1, 2, 3, 4, 5]),
+    "every epoch and a half": ({"save_epochs": 1.5}, [3, 5]),
+}
+
+
+def test_checkpoints_are_saved_as_often_as_asked(folder):
+    # Ten rows, four to a step: two steps make an epoch.
+    jobs = {what: job(folder, what, max_steps=5, **train) for what, (train, _) in SAVED.items()}
+    on_ranks(1, each, runs.train_here, jobs)
+    for what, (_, steps) in SAVED.items():
+        root = jobs[what].output_dir / "checkpoints"
+        found = sorted(int(path.name.removeprefix("global_step_")) for path in root.iterdir())
+        assert found == steps, what
+        assert all((root / f"global_step_{at}" / "COMPLETE").is_file() for at in steps)
+
+
+def test_auto_goes_on_from_the_newest_checkpoint(folder):
+    made = job(folder, "auto", max_steps=4, load_checkpoint_path="auto")
+    assert on_ranks(1, train_until, made, 3) == [None]
+    (made.output_dir / "metrics.jsonl").unlink()
+    on_ranks(1, runs.train_here, made)
+    lines = (made.output_dir / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [4]
+
+
+def said(job):
+    """What a run tells a person."""
+    with redirect_stderr(StringIO()) as told:
+        runs.train_here(job)
+    return told.getvalue()
+
+
+def test_the_log_format_is_a_bar_or_lines(folder):
+    jobs = {style: job(folder, style, log_format=style) for style in ("structured", "progress_bar")}
+    [found] = on_ranks(1, each, said, jobs)
+    assert "step=1 " in found["structured"]
+    assert "1/1" not in found["structured"]
+    assert "1/1" in found["progress_bar"]
+    assert "step=1 " not in found["progress_bar"]
+
+
+def test_a_wish_that_comes_to_nothing_is_told(folder):
+    notes = {
+        "loaders": ("no dataloader workers", {"data": {"dataloader_num_workers": 0}}),
+        "tracker": ("Weights & Biases", {"use_wandb": False}),
+    }
+    jobs = {"plain": job(folder, "plain")}
+    jobs |= {name: job(folder, name, **train) for name, (_, train) in notes.items()}
+    [found] = on_ranks(1, said_when_logged_in, jobs)
+    for name, (words, _) in notes.items():
+        assert words in found["plain"]
+        assert words not in found[name]
+
+
+def said_when_logged_in(jobs):
+    os.environ["WANDB_API_KEY"] = "planted"
+    return each(said, jobs)
+
+
+def timeouts(job):
+    """The limit on a collective operation that a rank of its own joins with, in seconds."""
+    torch.distributed.destroy_process_group()
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    limits = []
+    join = torch.distributed.init_process_group
+
+    def noted(*arguments, **options):
+        limits.append(options["timeout"].total_seconds())
+        join(*arguments, **options)
+
+    torch.distributed.init_process_group = noted
+    run_by_hand(job)
+    torch.distributed.init_process_group = join
+    torch.distributed.init_process_group(store=torch.distributed.HashStore(), rank=0, world_size=1)
+    return limits
+
+
+def test_collective_operations_wait_as_long_as_a_step_may(folder):
+    jobs = {}
+    for limit in (None, 77.0):
+        made = job(folder, f"limit {limit}")
+        launch = made.config.launch.model_copy(update={"timeout": limit})
+        run = made.config.model_copy(update={"launch": launch})
+        jobs[str(limit)] = runs.job_of(run, folder / "packed")
+    assert on_ranks(1, each, timeouts, jobs) == [{"None": [1800.0], "77.0": [77.0]}]

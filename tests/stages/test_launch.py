@@ -1,0 +1,130 @@
+"""What `launch` does, seen from the processes it starts: they note what they were given and end."""
+
+import json
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from penstock.config.load import loads
+from penstock.config.run import RunConfig
+from penstock.core.errors import StageError
+from penstock.train.job import Job
+from penstock.train.torchrun import start_ranks
+from tests.config.values import smallest
+
+NOTE = """
+import json, os, sys
+from pathlib import Path
+is_rank = "RANK" in os.environ
+if is_rank or not os.environ["RANKS_TOO"]:
+    note = {"words": sys.orig_argv, "environment": dict(os.environ)}
+    (Path(__file__).parent / f"note-{os.getpid()}.json").write_text(json.dumps(note))
+    os._exit(int(os.environ["EXIT_WITH"]))
+"""
+"""Runs at the start of every Python process whose PYTHONPATH leads to it."""
+
+
+def start(
+    folder: Path,
+    *,
+    ranks: bool,
+    status: int = 0,
+    env: dict[str, str] | None = None,
+    **launch: object,
+) -> int:
+    """Start the ranks of a job; they, or their launcher at once, only leave a note in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "sitecustomize.py").write_text(NOTE)
+    own = {"PYTHONPATH": str(folder), "RANKS_TOO": "1" if ranks else "", "EXIT_WITH": str(status)}
+    return start_ranks(job(folder, env={**own, **(env or {})}, **launch), folder / "job.json")
+
+
+def job(folder: Path, **launch: object) -> Job:
+    run: RunConfig = loads(smallest(train={"output_dir": str(folder)}, launch=dict(launch)))
+    return Job("a" * 64, run, folder, 1, "builtin:tiny-qwen3", None, folder, "test")
+
+
+def notes(folder: Path) -> list[dict]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("note-*.json"))]
+
+
+def test_torchrun_is_told_what_is_written(tmp_path):
+    start(
+        tmp_path,
+        ranks=False,
+        nproc_per_node=3,
+        nnodes=2,
+        node_rank=1,
+        rdzv_endpoint="first:29500",
+        max_restarts=4,
+        env={"MINE": "yes"},
+    )
+    [note] = notes(tmp_path)
+    words = " ".join(note["words"])
+    for told in (
+        "--nproc-per-node 3",
+        "--nnodes 2",
+        "--node-rank 1",
+        "--rdzv-endpoint first:29500",
+        "is_host=false",
+        "--max-restarts 4",
+    ):
+        assert told in words
+    assert note["environment"]["MINE"] == "yes"
+
+
+def test_auto_is_one_process_without_gpus(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    start(tmp_path, ranks=False)
+    assert "--nproc-per-node 1 " in " ".join(notes(tmp_path)[0]["words"])
+
+
+def test_every_process_gets_the_environment_and_is_started_again_as_often_as_written(tmp_path):
+    status = start(
+        tmp_path, ranks=True, status=9, nproc_per_node=2, max_restarts=1, env={"MINE": "yes"}
+    )
+    assert status != 0
+    given = [note["environment"] for note in notes(tmp_path)]
+    started = sorted((one["TORCHELASTIC_RESTART_COUNT"], one["RANK"]) for one in given)
+    assert started == [("0", "0"), ("0", "1"), ("1", "0"), ("1", "1")]
+    assert {one["MINE"] for one in given} == {"yes"}
+    assert {one["WORLD_SIZE"] for one in given} == {"2"}
+
+
+@pytest.mark.slow
+def test_two_machines_meet_and_count_their_processes_together(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    machines = [
+        threading.Thread(
+            target=start,
+            args=(tmp_path / str(rank),),
+            kwargs={
+                "ranks": True,
+                "nproc_per_node": 1,
+                "nnodes": 2,
+                "node_rank": rank,
+                "rdzv_endpoint": f"127.0.0.1:{port}",
+            },
+        )
+        for rank in (0, 1)
+    ]
+    for machine in machines:
+        machine.start()
+    for machine in machines:
+        machine.join(120)
+    given = [note["environment"] for rank in "01" for note in notes(tmp_path / rank)]
+    assert sorted(one["RANK"] for one in given) == ["0", "1"]
+    assert {one["WORLD_SIZE"] for one in given} == {"2"}
+
+
+def test_a_run_without_a_step_for_too_long_is_ended(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import time\ntime.sleep(600)\n")
+    started = time.monotonic()
+    with pytest.raises(StageError, match=r"no step ended for 0\.5 s \(launch\.timeout\)"):
+        start_ranks(job(tmp_path, timeout=0.5, env={"PYTHONPATH": str(tmp_path)}), tmp_path / "j")
+    assert time.monotonic() - started < 30
