@@ -26,7 +26,7 @@ from prefect import flow, get_run_logger, task
 from prefect.artifacts import create_table_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
-from prefect.runtime import task_run
+from prefect.runtime import flow_run, task_run
 from prefect.states import Completed
 
 from penstock.cli.console import outcome_table
@@ -37,6 +37,14 @@ from penstock.core.errors import PenstockError
 from penstock.core.stage import key_of, short
 from penstock.core.store import Outcome
 from penstock.plan import Plan, StageName, Wishes, bring_up, plan
+
+
+def _named_after_run() -> str:
+    given = flow_run.parameters
+    try:
+        return _load(Path(given["config"]), given.get("overrides")).pipeline.name
+    except PenstockError:
+        return "misconfigured"  # the flow itself says in which way
 
 
 def _named_after_stage_and_key() -> str:
@@ -66,7 +74,7 @@ def chain(planned: Plan, wishes: Wishes) -> list[Outcome]:
     return outcomes
 
 
-@flow(name="finetune", persist_result=False)
+@flow(name="finetune", flow_run_name=_named_after_run, persist_result=False)
 def finetune(
     config: Path, overrides: dict[str, str] | None = None, force: list[str] | None = None
 ) -> str:
@@ -76,31 +84,31 @@ def finetune(
     return str(outcomes[-1].path)
 
 
-@flow(name="prepare", persist_result=False)
+@flow(name="prepare", flow_run_name=_named_after_run, persist_result=False)
 def prepare(config: Path, overrides: dict[str, str] | None = None) -> str:
     """Load, template, tokenise and split the data."""
     return _until("prepare", config, overrides)
 
 
-@flow(name="pack", persist_result=False)
+@flow(name="pack", flow_run_name=_named_after_run, persist_result=False)
 def pack(config: Path, overrides: dict[str, str] | None = None) -> str:
     """Lay samples into rows, after what that needs."""
     return _until("pack", config, overrides)
 
 
-@flow(name="train", persist_result=False)
+@flow(name="train", flow_run_name=_named_after_run, persist_result=False)
 def train(config: Path, overrides: dict[str, str] | None = None) -> str:
     """Train, after what that needs."""
     return _until("train", config, overrides)
 
 
-@flow(name="export", persist_result=False)
+@flow(name="export", flow_run_name=_named_after_run, persist_result=False)
 def export(config: Path, overrides: dict[str, str] | None = None) -> str:
     """Export, after what that needs."""
     return _until("export", config, overrides)
 
 
-@flow(name="push", persist_result=False)
+@flow(name="push", flow_run_name=_named_after_run, persist_result=False)
 def push(config: Path, overrides: dict[str, str] | None = None) -> str:
     """Push, after what that needs."""
     return _until("push", config, overrides)

@@ -63,9 +63,10 @@ def recorded(home: Path) -> tuple[set[tuple[str, str]], set[str]]:
 
 
 def test_stages_run_as_tasks_and_are_shown_as_cached_the_second_time(tmp_path):
-    config = write_run(tmp_path)
+    config = write_run(tmp_path, pipeline={"name": "nightly run"})
     home = tmp_path / "prefect"
     first = run_flow(config, home)
+    assert "Flow run 'nightly run'" in first
     assert first.count("Completed(") >= 4
     again = run_flow(config, home)
     assert again.count("Finished in state Cached('reused") == 4

@@ -294,7 +294,7 @@ def test_the_adapter_loads_in_peft_and_the_merged_model_equals_base_plus_adapter
     stage, adapted = lora_run
     want = logits(adapted)
     facts = stage().run(tmp_path / "out")
-    base = stage().model_path or tmp_path / "out/base"
+    base = stage().origin.model_path or tmp_path / "out/base"
     monkeypatch.chdir(tmp_path / "out/adapter")  # what the adapter calls its base is relative
     with_peft = PeftModel.from_pretrained(loaded(base), tmp_path / "out/adapter")
     torch.testing.assert_close(logits(with_peft), want, atol=1e-6, rtol=1e-5)
@@ -308,7 +308,7 @@ def test_the_adapter_loads_in_peft_and_the_merged_model_equals_base_plus_adapter
     assert facts["adapter"]["parameters"] == sum(
         p.numel() for name, p in adapted.named_parameters() if "lora_" in name
     )
-    assert ("base" in facts["folders"]) == (stage().model_path is None)
+    assert ("base" in facts["folders"]) == (stage().origin.model_path is None)
 
 
 def test_without_merging_only_the_adapter_is_exported(lora_run, tmp_path):

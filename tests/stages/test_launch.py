@@ -94,7 +94,6 @@ def test_every_process_gets_the_environment_and_is_started_again_as_often_as_wri
     assert {one["WORLD_SIZE"] for one in given} == {"2"}
 
 
-@pytest.mark.slow
 def test_two_machines_meet_and_count_their_processes_together(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -35,19 +35,19 @@ def run_ranks(
     Any exception here, KeyboardInterrupt included, ends the ranks before it travels on.
     """
     command = [sys.executable, "-m", "penstock.engine.agent", str(os.getpid()), *arguments]
-    child = subprocess.Popen(
+    with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env=env.child_environment(environment),
         process_group=0,
-    )
-    try:
-        _copy(child, sink, stalled)
-        return child.wait()
-    except BaseException:
-        _end(child, sink)
-        raise
+    ) as child:
+        try:
+            _copy(child, sink, stalled)
+            return child.wait()
+        except BaseException:
+            _end(child, sink)
+            raise
 
 
 def _copy(

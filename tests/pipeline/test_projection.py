@@ -1,0 +1,167 @@
+"""What is written in a config arrives at the stage it is meant for, and at none before it."""
+
+from pathlib import Path
+
+import pytest
+
+from penstock.config.load import loads
+from penstock.core.stage import key_of
+from penstock.plan import Wishes, bring_up, plan
+from tests.pipeline.runs import write_chats
+from tests.stages.exports import sealed_export
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+HUB = {"path": "org/data", "revision": COMMIT}
+"""A hub data set at a commit: its key needs no network."""
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory):
+    return str(write_chats(tmp_path_factory.mktemp("projection") / "chats.jsonl"))
+
+
+def planned(chats, sections):
+    """The plan of a run up to a push, with `sections` laid over it and over its one data set."""
+    run = {
+        "model": {"config_path": "builtin:tiny-qwen3"},
+        "data": {"datasets": [{"path": chats, "type": "chat"}]},
+        "train": {"output_dir": "out", "data_parallel_mode": "none"},
+        "lora": {"enable_lora": True},
+        "push": {"repo_id": "someone/model"},
+    }
+    for name, values in sections.items():
+        run[name] = {**run.get(name, {}), **values}
+    return plan(loads(run))
+
+
+def keys(chats, sections):
+    return {step.stage.name: key_of(step.stage) for step in planned(chats, sections).steps}
+
+
+def dataset(**values):
+    return lambda chats: {"data": {"datasets": [{"path": chats, "type": "chat", **values}]}}
+
+
+def hub(**values):
+    return lambda _: {"data": {"datasets": [{**HUB, **values}]}}
+
+
+def section(name, **values):
+    return lambda _: {name: values}
+
+
+ORDER = ("prepare", "pack", "train", "export", "push")
+PLAIN = section("data")
+CHANGES = {
+    # what is written, over what, and the first stage that it changes
+    "data.bad_rows_allowed": (section("data", bad_rows_allowed=0.5), PLAIN, "prepare"),
+    "data.num_dataset_shards_to_save": (
+        section("data", num_dataset_shards_to_save=3),
+        PLAIN,
+        "prepare",
+    ),
+    "data.test_datasets": (
+        lambda chats: {"data": {"test_datasets": [{"path": chats, "type": "chat"}]}},
+        PLAIN,
+        "prepare",
+    ),
+    "data.sample_packing_group_size": (
+        section("data", sample_packing_group_size=9),
+        PLAIN,
+        "pack",
+    ),
+    "data.datasets[].type": (dataset(type="text"), dataset(), "prepare"),
+    "data.datasets[].path": (hub(path="org/other"), hub(), "prepare"),
+    "data.datasets[].name": (hub(name="main"), hub(), "prepare"),
+    "data.datasets[].split": (hub(split="test"), hub(), "prepare"),
+    "data.datasets[].revision": (hub(revision=COMMIT[::-1]), hub(), "prepare"),
+    "data.datasets[].data_files": (hub(data_files="a.parquet"), hub(), "prepare"),
+    "data.datasets[].ds_type": (dataset(ds_type="json"), dataset(), "prepare"),
+    **{
+        f"data.datasets[].{name}": (dataset(**{name: "x"}), dataset(), "prepare")
+        for name in (
+            "field_messages",
+            "field_instruction",
+            "field_input",
+            "field_output",
+            "field_system",
+            "field_text",
+        )
+    },
+    "model.foundation": (
+        section("model", foundation={"num_hidden_layers": 1}),
+        section("model"),
+        "train",
+    ),
+    "model.merge_qkv": (section("model", merge_qkv=False), section("model"), "train"),
+    "lora.lora_alpha": (section("lora", lora_alpha=3), section("lora"), "train"),
+    "lora.save_lora_only": (section("lora", save_lora_only=True), section("lora"), "export"),
+    "export.dtype": (section("export", dtype="float16"), PLAIN, "export"),
+    "export.max_shard_size": (section("export", max_shard_size="1MB"), PLAIN, "export"),
+    "export.merge_lora": (section("export", merge_lora=False), PLAIN, "export"),
+    "push.repo_id": (section("push", repo_id="someone/other"), PLAIN, "push"),
+    "push.url": (section("push", repo_id=None, url="file:///models"), PLAIN, "push"),
+    "push.private": (section("push", private=False), PLAIN, "push"),
+    "push.revision": (section("push", revision="mine"), PLAIN, "push"),
+    "push.create_pr": (section("push", create_pr=True), PLAIN, "push"),
+    "push.dry_run": (section("push", dry_run=True), PLAIN, "push"),
+}
+
+
+@pytest.mark.parametrize("field", CHANGES)
+def test_a_field_arrives_at_its_stage(field, chats):
+    written, over, first = CHANGES[field]
+    before, after = keys(chats, over(chats)), keys(chats, written(chats))
+    changed = tuple(name for name in ORDER if before[name] != after[name])
+    assert changed == ORDER[ORDER.index(first) :]
+
+
+def test_results_lie_where_the_paths_say(chats):
+    steps = planned(
+        chats,
+        {
+            "data": {"dataset_prepared_path": "here/prepared"},
+            "train": {"output_dir": "here/out"},
+            "pipeline": {"artifacts_path": "here/artifacts"},
+        },
+    ).steps
+    folders = {
+        step.stage.name: step.path.parent if step.stage.name != "train" else step.path
+        for step in steps
+    }
+    assert folders == {
+        "prepare": Path("here/prepared/prepare"),
+        "pack": Path("here/prepared/pack"),
+        "train": Path("here/out"),
+        "export": Path("here/artifacts/export"),
+        "push": Path("here/artifacts/push"),
+    }
+
+
+@pytest.mark.parametrize("last", range(1, len(ORDER) + 1))
+def test_the_stages_that_are_listed_are_those_that_run(last, chats):
+    wanted = list(ORDER[:last])
+    steps = planned(chats, {"pipeline": {"stages": wanted}}).steps
+    assert [step.stage.name for step in steps] == wanted
+
+
+def test_a_cached_result_is_taken_or_built_again_as_the_config_says(chats, tmp_path):
+    statuses = []
+    for cache in ("reuse", "reuse", "refresh", "off", "reuse"):
+        sections = {
+            "data": {"dataset_prepared_path": str(tmp_path)},
+            "pipeline": {"cache": cache},
+        }
+        sections["data"]["datasets"] = [{"path": chats, "type": "chat"}]
+        made = planned(chats, sections)
+        outcome = bring_up(made.step("prepare"), made.run, Wishes(), lambda _: None)
+        statuses.append(outcome.status)
+    assert statuses == ["ran", "cached", "ran", "ran", "cached"]
+
+
+def test_a_push_goes_to_the_url_that_is_written(chats, tmp_path):
+    made = planned(chats, {"push": {"repo_id": None, "url": f"file://{tmp_path}/there"}})
+    exported = sealed_export(tmp_path / "export", {"hf/config.json": b"{}"})
+    stage = made.step("push").stage
+    type(stage)(settings=stage.settings, exported=exported).run(tmp_path / "out")
+    assert (tmp_path / "there" / "config.json").read_bytes() == b"{}"

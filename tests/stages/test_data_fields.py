@@ -1,0 +1,113 @@
+"""Settings of data sets and packing whose work no other test would miss."""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from penstock.core.source import pin_data
+from penstock.core.stage import Source
+from penstock.pack.settings import PackSettings
+from penstock.pack.stage import Pack
+from penstock.prepare import workers
+from tests.stages.prepared import prepare, run, said, table_of, texts, write_lines
+
+TEXT = {"type": "text"}
+CARD = """---
+configs:
+- config_name: first
+  data_files:
+  - {split: train, path: first.jsonl}
+  - {split: test, path: held.jsonl}
+- config_name: second
+  data_files: second.jsonl
+---
+"""
+
+
+@pytest.fixture
+def hub_data(tmp_path, monkeypatch):
+    """A source maker for a data set laid out as on the hub, with two subsets."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    for name in ("first", "held", "second"):
+        repo = write_lines(tmp_path / "repo" / f"{name}.jsonl", texts(3, name)).parent
+    (repo / "README.md").write_text(CARD)
+
+    def source(**its):
+        pin = pin_data("org/data", revision="0" * 40, **its).pin
+        return Source({**pin, "repo": str(repo)})
+
+    return source
+
+
+@pytest.mark.parametrize(
+    ("its", "word"),
+    [
+        ({"name": "first"}, "first"),
+        ({"name": "second"}, "second"),
+        ({"name": "first", "split": "test"}, "held"),
+        ({"data_files": "held.jsonl"}, "held"),
+    ],
+)
+def test_of_a_hub_data_set_the_named_part_is_read(its, word, hub_data, tmp_path):
+    stage = replace(prepare(("dummy", TEXT)), sources=(hub_data(**its),))
+    run(stage, tmp_path / "out")
+    assert said(table_of(tmp_path / "out")) == [record["text"] for record in texts(3, word)]
+
+
+def test_files_of_unknown_names_are_read_as_ds_type_says(tmp_path):
+    path = write_lines(tmp_path / "rows.data", texts(3))
+    for kind, first in (("json", texts(1)[0]["text"]), ("text", '{"text": "t0 "}')):
+        run(prepare((path, {**TEXT, "ds_type": kind})), tmp_path / kind)
+        assert said(table_of(tmp_path / kind))[0] == first
+
+
+def test_messages_and_text_are_taken_from_the_columns_that_are_named(tmp_path):
+    turns = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "mine"}]
+    wrong = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "other"}]
+    record = {"turns": turns, "messages": wrong, "body": "mine", "text": "other"}
+    path = write_lines(tmp_path / "a.jsonl", [record])
+    for its in ({"type": "chat", "field_messages": "turns"}, {**TEXT, "field_text": "body"}):
+        run(prepare((path, its)), tmp_path / its["type"])
+        [sample] = said(table_of(tmp_path / its["type"]))
+        assert "mine" in sample
+        assert "other" not in sample
+
+
+class Pool(ThreadPoolExecutor):
+    """Threads in place of processes, which would take seconds to import what they need."""
+
+    sizes: list[int]
+
+    def __init__(self, size, mp_context):
+        del mp_context
+        self.sizes.append(size)
+        super().__init__(size)
+
+
+@pytest.mark.parametrize(("num_proc", "sizes"), [(1, []), (2, [2]), (9, [3])])
+def test_slices_are_spread_over_as_many_processes_as_written(
+    num_proc, sizes, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(workers, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(Pool, "sizes", [], raising=False)
+    paths = [write_lines(tmp_path / f"{name}.jsonl", texts(4, name)) for name in "abc"]
+    stage = prepare(*((path, TEXT) for path in paths), num_proc=num_proc)
+    _, facts = run(stage, tmp_path / "out")
+    assert Pool.sizes == sizes  # never more than there are slices
+    assert facts["rows"]["train"] == 12
+
+
+@pytest.mark.parametrize(("group_size", "rows"), [(100_000, 2), (2, 3)])
+def test_only_samples_of_one_group_share_a_row(group_size, rows, tmp_path):
+    records = [{"input_ids": [7] * n, "labels": [7] * n} for n in (60, 60, 4, 4)]
+    path = write_lines(tmp_path / "a.jsonl", records)
+    artifact, _ = run(prepare((path, {}), shuffle_merged_datasets=False), tmp_path / "p" / "x")
+    settings = PackSettings(
+        sample_packing_method="multipack",
+        sample_packing_sequence_len=64,
+        sample_packing_group_size=group_size,
+    )
+    (tmp_path / "out").mkdir()
+    facts = Pack(settings, artifact).run(tmp_path / "out")
+    assert facts["rows"]["train"] == rows
