@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from penstock.core.errors import CapabilityError
-from penstock.engine.ranks import Ranks
+from penstock.core.errors import CapabilityError, ConfigError
+from penstock.engine.parallel.degrees import degrees_of
+from penstock.engine.ranks import Ranks, leave
 from penstock.plan import check_machine
 from tests.engine import runs
 from tests.engine.loops import calls_of, decoder_of, each, loop_of, parameters_of, step
@@ -37,13 +39,42 @@ def job(folder, out, **train):
     return runs.job_of(run, folder / "packed")
 
 
+def held(job):
+    """The share of the model's numbers that this rank holds, and what its forward goes through."""
+    loop = loop_of(job)
+    parameters = list(decoder_of(loop).parameters())
+    mine = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in parameters)
+    kind = type(loop.built.engine.model).__name__
+    return mine / sum(p.numel() for p in parameters), kind
+
+
+def test_the_mode_decides_what_a_rank_holds(folder):
+    jobs = {mode: job(folder, mode, data_parallel_mode=mode) for mode in ("ddp", "fsdp2")}
+    for found in on_ranks(2, each, held, jobs, collectives="plain"):
+        assert found == {"ddp": (1.0, "DistributedDataParallel"), "fsdp2": (0.5, "FSDPDecoder")}
+    alone = {"none": job(folder, "none")}
+    assert on_ranks(1, each, held, alone) == [{"none": (1.0, "Decoder")}]
+
+
+@pytest.mark.parametrize(("mode", "fits"), [("fsdp2", 4), ("ddp", 1)])
+def test_a_number_of_shards_that_does_not_fit_the_ranks_is_refused(mode, fits, folder):
+    for asked in (-1, 1, 2, 4):
+        train = job(folder, "x", data_parallel_mode=mode, data_parallel_shard_size=asked)
+        if asked in (-1, fits):
+            assert degrees_of(train.config.train, 4).num_replicas == 4
+        else:
+            with pytest.raises(ConfigError, match=f"data_parallel_shard_size is {asked}"):
+                degrees_of(train.config.train, 4)
+
+
 def dtypes(job):
     """Of a layer's input in the forward pass, and of its weights and gradients at rest."""
     loop = loop_of(job)
     layer = decoder_of(loop).model.layers[1]
     inputs = calls_of(layer, lambda arguments: str(arguments[0].dtype))
     outputs = []
-    layer.mlp.down_proj.register_forward_hook(lambda *a: outputs.append(str(a[2].dtype)))
+    narrowing = layer.get_submodule("mlp.down_proj")
+    narrowing.register_forward_hook(lambda *a: outputs.append(str(a[2].dtype)))
     step(loop)
     weights = {str(p.dtype) for p in decoder_of(loop).parameters()}
     states = [s["exp_avg"] for s in loop.built.engine.optimizer.state.values()]
@@ -271,23 +302,29 @@ def test_garbage_is_collected_at_the_steps_asked_for_or_left_to_python(folder):
     assert found["0"][1:] == ({True}, True)
 
 
+@pytest.fixture
+def own_group():
+    """Leaves the group of ranks that a test in this process has joined."""
+    yield
+    leave()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.usefixtures("own_group")
 def test_cached_memory_is_returned_at_the_steps_asked_for(folder, monkeypatch):
-    emptied = []
+    loop, emptied = loop_of(job(folder, "cache", empty_cache_steps=2, max_steps=5)), []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(loop.at.step))
-    loop = loop_of(job(folder, "cache", empty_cache_steps=2, max_steps=5))
     loop.run()
-    torch.distributed.destroy_process_group()
     assert emptied == [2, 4]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.usefixtures("own_group")
 @pytest.mark.parametrize("pins", [True, False])
 def test_rows_are_pinned_for_a_gpu_if_wanted(pins, folder):
     loop = loop_of(job(folder, f"pinned {pins}", data={"dataloader_pin_memory": pins}))
     [batch] = loop._micro_batches([0])[:1]
-    torch.distributed.destroy_process_group()
     assert batch.input_ids_T.is_pinned() is pins
     assert batch.labels_T.is_pinned() is pins

@@ -1,5 +1,6 @@
 """What is written in a config arrives at the stage it is meant for, and at none before it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,8 @@ import pytest
 from penstock.config.load import loads
 from penstock.core.stage import key_of
 from penstock.plan import Wishes, bring_up, plan
+from penstock.prepare.stage import Prepare
+from penstock.push.stage import Push
 from tests.pipeline.runs import write_chats
 from tests.stages.exports import sealed_export
 
@@ -138,6 +141,14 @@ def test_results_lie_where_the_paths_say(chats):
     }
 
 
+def test_how_many_processes_prepare_is_what_is_written(chats, monkeypatch):
+    monkeypatch.setenv("PENSTOCK_NUM_PROC", "3")
+    for written, num_proc in ({"dataset_num_proc": 5}, 5), ({}, 3):
+        stage = planned(chats, {"data": written}).step("prepare").stage
+        assert isinstance(stage, Prepare)
+        assert stage.num_proc == num_proc
+
+
 @pytest.mark.parametrize("last", range(1, len(ORDER) + 1))
 def test_the_stages_that_are_listed_are_those_that_run(last, chats):
     wanted = list(ORDER[:last])
@@ -148,12 +159,8 @@ def test_the_stages_that_are_listed_are_those_that_run(last, chats):
 def test_a_cached_result_is_taken_or_built_again_as_the_config_says(chats, tmp_path):
     statuses = []
     for cache in ("reuse", "reuse", "refresh", "off", "reuse"):
-        sections = {
-            "data": {"dataset_prepared_path": str(tmp_path)},
-            "pipeline": {"cache": cache},
-        }
-        sections["data"]["datasets"] = [{"path": chats, "type": "chat"}]
-        made = planned(chats, sections)
+        data = {"dataset_prepared_path": str(tmp_path)}
+        made = planned(chats, {"data": data, "pipeline": {"cache": cache}})
         outcome = bring_up(made.step("prepare"), made.run, Wishes(), lambda _: None)
         statuses.append(outcome.status)
     assert statuses == ["ran", "cached", "ran", "ran", "cached"]
@@ -163,5 +170,6 @@ def test_a_push_goes_to_the_url_that_is_written(chats, tmp_path):
     made = planned(chats, {"push": {"repo_id": None, "url": f"file://{tmp_path}/there"}})
     exported = sealed_export(tmp_path / "export", {"hf/config.json": b"{}"})
     stage = made.step("push").stage
-    type(stage)(settings=stage.settings, exported=exported).run(tmp_path / "out")
+    assert isinstance(stage, Push)
+    replace(stage, exported=exported).run(tmp_path / "out")
     assert (tmp_path / "there" / "config.json").read_bytes() == b"{}"

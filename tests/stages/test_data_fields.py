@@ -10,6 +10,7 @@ from penstock.core.stage import Source
 from penstock.pack.settings import PackSettings
 from penstock.pack.stage import Pack
 from penstock.prepare import workers
+from penstock.rows.tokenizer import byte_tokenizer
 from tests.stages.prepared import prepare, run, said, table_of, texts, write_lines
 
 TEXT = {"type": "text"}
@@ -72,6 +73,18 @@ def test_messages_and_text_are_taken_from_the_columns_that_are_named(tmp_path):
         [sample] = said(table_of(tmp_path / its["type"]))
         assert "mine" in sample
         assert "other" not in sample
+
+
+def test_samples_are_made_with_the_tokenizer_that_is_named(tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] }}={{ m['content'] }};{% endfor %}"
+    )
+    tokenizer.save_pretrained(tmp_path / "mine")
+    turns = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": turns}])
+    run(prepare((path, {"type": "chat"}), tokenizer=str(tmp_path / "mine")), tmp_path / "out")
+    assert said(table_of(tmp_path / "out")) == ["user=u;assistant=a;"]
 
 
 class Pool(ThreadPoolExecutor):

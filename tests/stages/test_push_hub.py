@@ -62,6 +62,11 @@ def test_the_repository_holds_the_exported_bytes_and_a_second_push_commits_nothi
     assert second["commit"] == first["commit"]
 
 
+def test_a_repository_is_made_a_public_one_only_when_that_is_written(hub, exported, tmp_path):
+    push(exported, private=False).run(tmp_path / "out")
+    assert hub.created[0]["visibility"] == "public"
+
+
 def test_only_what_changed_is_committed_again(hub, exported, tmp_path):
     push(exported).run(tmp_path / "first")
     changed = {**MODEL, "hf/config.json": b'{"model_type": "qwen3"}\n'}

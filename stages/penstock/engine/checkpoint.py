@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from penstock.core.errors import ArtifactError
 from penstock.core.files import PART, fsync, read_json, regular_files, remove, write_json
+from penstock.engine.checkpoint_files import CheckpointFiles
 from penstock.engine.ranks import Ranks
 
 COMPLETE = "COMPLETE"
@@ -57,7 +58,7 @@ class Trained:
     def restore(self, folder: Path) -> None:
         """Read parameters and optimizer state in place."""
         state = self.state()
-        dcp.load(state, storage_reader=FileSystemReader(folder))
+        dcp.load(state, storage_reader=CheckpointFiles(folder))
         # Parameters were read into the model's own storage; the optimizer's state was not.
         options = StateDictOptions(
             flatten_optimizer_state_dict=True, ignore_frozen_params=self.only_trained

@@ -4,10 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from penstock.config.run import RunConfig
-from penstock.core.files import read_json, write_json
+from penstock.core.files import publishing, read_json, write_json
 
 JOB = "job.json"
+RESOLVED = "config.yaml"
 OUTCOME = "outcome.json"
 RANKS_LOCK = ".ranks.lock"
 CHECKPOINTS = "checkpoints"
@@ -35,7 +38,7 @@ class Job:
     """Names this start of the ranks: what an earlier one leaves late is not taken for its own."""
 
     def write(self) -> Path:
-        """Publish the job in the output folder, and return the file."""
+        """Publish the job in the output folder, the config in full beside it; return its file."""
         path = self.output_dir / JOB
         record: dict[str, Any] = {
             "key": self.key,
@@ -49,6 +52,9 @@ class Job:
             "launch": self.launch,
         }
         write_json(path, record)
+        with publishing(self.output_dir / RESOLVED) as part:
+            values = self.config.model_dump(mode="json")
+            part.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
         return path
 
     @classmethod
