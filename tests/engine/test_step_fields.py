@@ -10,9 +10,11 @@ from tests.engine.loops import (
     before_each_update,
     calls_of,
     decoder_of,
+    each,
     gradients_of,
     loop_of,
     parameters_of,
+    step,
 )
 from tests.optim.test_schedule import VECTORS
 from tests.ranks import on_ranks
@@ -46,24 +48,33 @@ def rates(job):
     return seen
 
 
-@pytest.mark.parametrize(("settings", "expected"), VECTORS, ids=["cosine", "linear", "constant"])
-def test_the_optimizer_and_the_metrics_have_the_schedules_rate(settings, expected, folder):
-    # The vectors are of a peak of 1; the schedule is linear in its rates.
+def of_a_peak(peak, settings):
+    """Settings of the schedule as a config has them; its rates are linear in those written."""
+    found = {}
+    for name, value in settings.items():
+        if name in ("lr_min", "lr_start"):
+            found[name] = value * peak
+        else:
+            found[f"lr_{name}"] = value
+    return found
+
+
+def test_the_optimizer_and_the_metrics_have_the_schedules_rate(folder):
     peak = 1e-3
-    names = {"decay_style": "lr_decay_style", "decay_ratio": "lr_decay_ratio"}
-    written = {
-        names.get(name, name if name.startswith("lr") else f"lr_{name}"): value * peak
-        if name in ("lr_min", "lr_start")
-        else value
-        for name, value in settings.items()
+    jobs = {
+        settings["decay_style"]: job(
+            folder, settings["decay_style"], lr=peak, max_steps=10, **of_a_peak(peak, settings)
+        )
+        for settings, _ in VECTORS
     }
-    out = f"rates {settings['decay_style']}"
-    seen = on_ranks(1, rates, job(folder, out, lr=peak, max_steps=10, **written))[0]
-    lines = (folder / out / "metrics.jsonl").read_text().splitlines()
-    want = [value * peak for value in expected][:10]
-    assert seen[: len(want)] == pytest.approx(want, abs=1e-6 * peak)
-    assert [json.loads(line)["lr"] for line in lines] == seen
-    assert len(seen) == 10
+    [found] = on_ranks(1, each, rates, jobs)
+    for settings, expected in VECTORS:
+        name = settings["decay_style"]
+        want = [value * peak for value in expected][:10]
+        assert len(found[name]) == 10
+        assert found[name][: len(want)] == pytest.approx(want, abs=1e-6 * peak), name
+        lines = (jobs[name].output_dir / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["lr"] for line in lines] == found[name]
 
 
 def one_update(job):
@@ -114,14 +125,15 @@ def test_without_another_word_the_optimizer_is_adamw(folder):
 
 
 def test_gradients_longer_than_the_limit_are_cut_to_it_and_0_is_no_limit(folder):
-    _, raw, _, norm = updated(folder, "free", max_grad_norm=0)
-    assert norm_of(raw) == pytest.approx(norm, rel=1e-5)
-    assert norm > 0.2
-    _, cut, _, told = updated(folder, "cut", max_grad_norm=0.1)
-    assert told == pytest.approx(norm, rel=1e-5)  # as it was before
-    assert norm_of(cut) == pytest.approx(0.1, rel=1e-4)
-    _, loose, _, _ = updated(folder, "loose", max_grad_norm=1000.0)
-    assert norm_of(loose) == pytest.approx(norm, rel=1e-5)
+    limits = (0.0, 0.1, 1000.0)
+    jobs = {str(limit): job(folder, f"limit {limit}", max_grad_norm=limit) for limit in limits}
+    [found] = on_ranks(1, each, one_update, jobs)
+    norms = {limit: norm_of(gradients) for limit, (_, gradients, _, _) in found.items()}
+    assert norms["0.0"] > 0.2
+    assert norms["0.1"] == pytest.approx(0.1, rel=1e-4)
+    assert norms["1000.0"] == pytest.approx(norms["0.0"], rel=1e-5)
+    for _, _, _, told in found.values():
+        assert told == pytest.approx(norms["0.0"], rel=1e-5)  # as it was before
 
 
 def passes(job):
@@ -144,58 +156,70 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("what", BATCHES)
-def test_a_step_takes_its_rows_in_as_many_passes_as_the_batch_sizes_say(what, folder):
-    train, num_passes, rows = BATCHES[what]
-    written = {"enable_gradient_checkpointing": False, **train}
-    data = {"pad_to_multiple_of": 64}
-    [(seen, facts)] = on_ranks(1, passes, job(folder, what, data=data, max_steps=2, **written))
-    assert [len(sizes) for sizes in seen] == [num_passes] * 2
-    assert facts["rows_per_step"] == rows
-    assert {size % 64 for sizes in seen for size in sizes} == {0}
+def test_a_step_takes_its_rows_in_as_many_passes_as_the_batch_sizes_say(folder):
+    kept = {"enable_gradient_checkpointing": False, "max_steps": 2}
+    jobs = {what: job(folder, what, **kept, **train) for what, (train, _, _) in BATCHES.items()}
+    [found] = on_ranks(1, each, passes, jobs)
+    for what, (_, num_passes, rows) in BATCHES.items():
+        seen, facts = found[what]
+        assert [len(sizes) for sizes in seen] == [num_passes] * 2, what
+        assert facts["rows_per_step"] == rows
 
 
 def test_rows_are_padded_no_further_than_asked(folder):
-    sizes = {}
-    for multiple in (1, 64):
-        data = {"pad_to_multiple_of": multiple, "sample_packing_sequence_len": 256}
-        made = job(folder, f"pad {multiple}", data=data, enable_gradient_checkpointing=False)
-        [(seen, facts)] = on_ranks(1, passes, made)
-        sizes[multiple] = seen[0]
-        assert (sum(seen[0]) == facts["tokens"]) == (multiple == 1)
-    assert sizes[64] == [-(-size // 64) * 64 for size in sizes[1]]
+    jobs = {
+        str(multiple): job(
+            folder,
+            f"pad {multiple}",
+            data={"pad_to_multiple_of": multiple},
+            enable_gradient_checkpointing=False,
+        )
+        for multiple in (1, 64)
+    }
+    [found] = on_ranks(1, each, passes, jobs)
+    [exact], facts = found["1"]
+    assert sum(exact) == facts["tokens"]
+    [padded], facts = found["64"]
+    assert padded == [-(-size // 64) * 64 for size in exact]
+    assert facts["tokens"] == sum(exact)
 
 
-@pytest.mark.parametrize(("drop", "steps"), [(True, 2), (False, 3)])
-def test_rows_that_do_not_fill_a_step_are_left_out_or_not(drop, steps, folder):
-    data = {"dataloader_drop_last": drop}
-    made = job(folder, f"last {drop}", data=data, max_steps=None, num_train_epochs=2)
-    [facts] = on_ranks(1, runs.train_here, made)
-    assert facts["steps"] == 2 * steps  # of ten rows, four at a time
-    assert facts["epochs"] == 2
+def test_rows_that_do_not_fill_a_step_are_left_out_or_not(folder):
+    jobs = {
+        str(drop): job(
+            folder,
+            f"drop {drop}",
+            data={"dataloader_drop_last": drop},
+            max_steps=None,
+            num_train_epochs=epochs,
+        )
+        for drop, epochs in ((True, 2), (False, 3))
+    }
+    [found] = on_ranks(1, each, runs.train_here, jobs)
+    # Of ten rows, four at a time.
+    assert (found["True"]["steps"], found["True"]["epochs"]) == (2 * 2, 2)
+    assert (found["False"]["steps"], found["False"]["epochs"]) == (3 * 3, 3)
 
 
 def test_max_steps_ends_a_run_before_and_after_its_epochs(folder):
-    for wanted in (1, 5):
-        made = job(folder, f"max {wanted}", max_steps=wanted, num_train_epochs=1)
-        [facts] = on_ranks(1, runs.train_here, made)
-        assert facts["steps"] == wanted
+    jobs = {str(wanted): job(folder, f"max {wanted}", max_steps=wanted) for wanted in (1, 5)}
+    [found] = on_ranks(1, each, runs.train_here, jobs)
+    assert {wanted: facts["steps"] for wanted, facts in found.items()} == {"1": 1, "5": 5}
 
 
 def start_and_first_row(job):
+    """Of the first step: the embeddings it starts from, and the tokens it reads first."""
     loop = loop_of(job)
     seen = calls_of(decoder_of(loop), lambda arguments: arguments[0].tolist())
-    start = parameters_of(loop)["model.embed_tokens.weight"]
-    loop.run()
+    start = parameters_of(loop)["model.embed_tokens.weight"].tolist()
+    step(loop)
     return start, seen[0]
 
 
 def test_the_seed_decides_the_start_and_the_order(folder):
-    found = [
-        on_ranks(1, start_and_first_row, job(folder, f"seed {number}", seed=seed))[0]
-        for number, seed in enumerate((7, 7, 8))
-    ]
-    assert np.array_equal(found[0][0], found[1][0])
-    assert found[0][1] == found[1][1]
-    assert not np.array_equal(found[0][0], found[2][0])
-    assert found[0][1] != found[2][1]
+    seeds = {"one": 7, "same": 7, "other": 8}
+    jobs = {name: job(folder, f"seed {name}", seed=seed) for name, seed in seeds.items()}
+    [found] = on_ranks(1, each, start_and_first_row, jobs)
+    assert found["one"] == found["same"]
+    for mine, theirs in zip(found["one"], found["other"], strict=True):
+        assert mine != theirs

@@ -1,7 +1,7 @@
 """Reading DCP's files without trusting them.
 
 A checkpoint may come from elsewhere. Its metadata is a pickle, so it is read with an unpickler
-that knows only the few names such metadata is made of; its tensors are read by torch with `weights_only`.
+that knows only the few names such metadata is made of; tensors are read with `weights_only`.
 """
 
 import pickle
