@@ -149,7 +149,8 @@ class DataConfig(Section):
     """Load batches into pinned memory, from which copies to a GPU are faster."""
 
     dataloader_drop_last: bool = True
-    """Leave out the rows at the end of an epoch that do not fill a step."""
+    """Leave out the rows at the end of an epoch that do not fill a step, unless they are all
+    there is."""
 
     pad_to_multiple_of: int = Field(default=128, gt=0)
     """Rows are padded to a multiple of this many tokens when they are loaded."""

@@ -39,7 +39,7 @@ class PipelineConfig(Section):
     """The chain of stages."""
 
     name: str = Field(default="finetune", min_length=1)
-    """Name of the run, in logs and in Prefect."""
+    """Name of the run, in its report and in Prefect."""
 
     stages: list[StageName] = Field(default=["prepare", "pack", "train", "export"], min_length=1)
     """Stages to run, in this order. `push` is added when `push.repo_id` or `push.url` is written
