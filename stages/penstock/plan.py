@@ -76,9 +76,10 @@ def plan(
     if needs(wanted, "pack"):
         steps.append(pack_step(run, steps[0].artifact))
     if needs(wanted, "train"):
-        steps.append(train_step(run, steps[1].artifact, ranks))
-    if needs(wanted, "export"):
-        steps.append(export_step(run, steps[2].artifact))
+        origin = origin_of(run)
+        steps.append(train_step(run, steps[1].artifact, origin, ranks))
+        if needs(wanted, "export"):
+            steps.append(export_step(run, steps[2].artifact, origin))
     if needs(wanted, "push"):
         steps.append(push_step(run, steps[3].artifact))
     return Plan(run, tuple(steps))
@@ -212,7 +213,10 @@ def pack_step(run: RunConfig, prepared: Artifact) -> Step:
 
 
 def train_step(
-    run: RunConfig, packed: Artifact, ranks: Literal["torchrun", "this_process"]
+    run: RunConfig,
+    packed: Artifact,
+    origin: Origin,
+    ranks: Literal["torchrun", "this_process"],
 ) -> Step:
     """Packed rows in, a checkpoint out."""
     degrees = degrees_of(run.train, world_size(run))
@@ -226,7 +230,7 @@ def train_step(
     stage = Train(
         settings=settings,
         packed=packed,
-        origin=origin_of(run),
+        origin=origin,
         checkpoint=_pin_checkpoint(run),
         run_config=run,
         ranks=ranks,
@@ -234,7 +238,7 @@ def train_step(
     return Step(stage, Path(run.train.output_dir))
 
 
-def export_step(run: RunConfig, trained: Artifact) -> Step:
+def export_step(run: RunConfig, trained: Artifact, origin: Origin) -> Step:
     """A checkpoint in, a Hugging Face folder out."""
     export = run.export
     stage = Export(
@@ -245,7 +249,7 @@ def export_step(run: RunConfig, trained: Artifact) -> Step:
             merge_lora=export.merge_lora and not run.lora.save_lora_only,
         ),
         trained=trained,
-        origin=origin_of(run),
+        origin=origin,
     )
     return _keyed(stage, Path(run.pipeline.artifacts_path))
 

@@ -100,6 +100,21 @@ def test_a_run_starts_from_a_checkpoint_that_is_named(folder):
     assert steps == [7, 8]
 
 
+@pytest.mark.dist
+def test_a_named_checkpoint_beyond_the_end_of_the_run_is_refused(folder):
+    first = runs.run_config(folder / "long", folder / "model", data_parallel_mode="none")
+    on_ranks(1, runs.train_here, runs.job_of(first, folder / "packed"))
+    short = runs.run_config(
+        folder / "short",
+        folder / "model",
+        data_parallel_mode="none",
+        load_checkpoint_path=str(folder / "long" / "checkpoints" / "global_step_6"),
+        max_steps=6,
+    )
+    with pytest.raises(AssertionError, match=r"has taken 6 steps.*ends at 6"):
+        on_ranks(1, runs.train_here, runs.job_of(short, folder / "packed", key="b" * 64))
+
+
 def test_metrics_hold_each_step_once_after_a_rewind(tmp_path):
     path = tmp_path / "metrics.jsonl"
     first = MetricsLog(path, 0)

@@ -174,6 +174,7 @@ def _rebuild(step: Step, started: float, cache: Cache) -> Outcome:
     aside = step.path.with_name(f"{step.path.name}{REPLACED}")
     if had:
         remove(aside)
+    if had or (cache == "off" and step.path.exists() and not aside.exists()):
         step.path.rename(aside)
     elif cache == "off":
         remove(step.path)

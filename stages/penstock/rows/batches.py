@@ -6,8 +6,10 @@ position in the data is one number: steps taken.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,15 @@ class Batches:
     def rows(self, step: int) -> list[int]:
         """All rows of the step numbered `step`, from 0."""
         epoch, index = divmod(step, self.steps_per_epoch)
-        order = np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(self.num_rows)
+        order = _order(self.seed, epoch, self.num_rows)
         start = index * self.rows_per_step
         return order[start : start + self.rows_per_step].tolist()
+
+
+@lru_cache(maxsize=1)
+def _order(seed: int, epoch: int, num_rows: int) -> npt.NDArray[np.int64]:
+    """The epoch's order. Kept, because drawing it anew for each step costs a pass over all rows."""
+    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(num_rows)
 
 
 def share(rows: list[int], replica: int, num_replicas: int) -> list[int]:

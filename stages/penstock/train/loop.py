@@ -144,6 +144,12 @@ class Loop:
         if mine and state["layout"] == self.built.layout:
             randomness.restore(mine)
         self.at = Position(state["step"], state["tokens"], state["trained_tokens"], state["loss"])
+        if folder.parent != self.root and self.at.step >= self.total_steps:
+            raise ConfigError(
+                f"train.load_checkpoint_path {named} has taken {self.at.step} steps, and this run "
+                f"ends at {self.total_steps}.\n"
+                "  Raise train.max_steps or train.num_train_epochs."
+            )
 
     def _save_is_due(self) -> bool:
         step, train = self.at.step, self.train
