@@ -152,19 +152,32 @@ def test_default_and_available_values_may_be_written(place: str, name: str, valu
     assert RunConfig.model_validate(run.model_dump(exclude_unset=True)) == run
 
 
+ROOTS = [
+    ("data", "dataset_prepared_path"),
+    ("train", "output_dir"),
+    ("pipeline", "artifacts_path"),
+]
+
+
+@pytest.mark.parametrize(("section", "name"), ROOTS)
 @pytest.mark.parametrize(
-    ("section", "name"),
+    ("url", "says"),
     [
-        ("data", "dataset_prepared_path"),
-        ("train", "output_dir"),
-        ("train", "load_checkpoint_path"),
-        ("pipeline", "artifacts_path"),
+        ("https://host/x", "cannot be written to https://"),
+        ("ftp://host/x", "cannot be written to ftp://"),
+        ("s3://", "names no bucket"),
+        ("s3://user:hunter2@bucket/x", "set the credentials in the environment"),
     ],
 )
-def test_object_store_is_refused_where_only_local_paths_work(section: str, name: str) -> None:
-    assert faults_of(**{section: {name: "s3://bucket/x"}}) == [
-        f"{section}.{name}: s3:// paths are not available yet; write a local path"
-    ]
+def test_results_go_to_folders_and_object_stores_alone(
+    section: str, name: str, url: str, says: str
+) -> None:
+    run = loads(smallest(**{section: {name: "s3://bucket/x/"}}))
+    assert getattr(getattr(run, section), name) == "s3://bucket/x"
+    (fault,) = faults_of(**{section: {name: url}})
+    assert fault.startswith(f"{section}.{name}: ")
+    assert says in fault
+    assert "hunter2" not in fault
 
 
 def test_written_tells_a_written_default_from_an_unwritten_one() -> None:

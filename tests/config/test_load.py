@@ -114,7 +114,7 @@ data:
       trust_remote_code: true
     - 7
     - {path: s, data_files: [1, a],
-       shards: 2}
+       shards_idx: 2}
     - type: text
 train:
   lr: "1e-5"
@@ -154,7 +154,10 @@ FAULTS = [
         "data.datasets.1: is 7; wanted a mapping of settings, for example {path: data/train.jsonl}",
     ),
     (12, 'data.datasets.2.data_files.0: is 1; wanted text: write it in quotes, "1"'),
-    (13, "data.datasets.2.shards: not available yet; leave it out"),
+    (
+        13,
+        "data.datasets.2.shards_idx: there is one piece without shards; write shards too",
+    ),
     (14, "data.datasets.3.path: required; for example path: data/train.jsonl"),
     (15, "train.output_dir: required; for example output_dir: outputs/my-run"),
     (17, "train.lr: written twice, first in line 16; keep one of them"),

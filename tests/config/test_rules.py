@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from penstock.config.load import loads
-from penstock.config.rules import kind_of
 from penstock.core.errors import ConfigError
+from penstock.core.local_files import kind_of
 from tests.config.values import faults_of, smallest
 
 
@@ -65,6 +65,141 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         "data.datasets",
         "is empty; write at least one",
         {"data": dataset()},
+    ),
+    (
+        {"data": {"dataloader_num_workers": 0, "dataloader_prefetch_factor": 4}},
+        "data.dataloader_prefetch_factor",
+        "no process reads 4 steps ahead with dataloader_num_workers: 0",
+        {"data": {"dataloader_num_workers": 1}},
+    ),
+    (
+        {"data": dataset(shards_idx=0)},
+        "data.datasets.0.shards_idx",
+        "there is one piece without shards; write shards too",
+        {"data": dataset(shards=2, shards_idx=0)},
+    ),
+    (
+        {"data": dataset(shards=2, shards_idx=2)},
+        "data.datasets.0.shards_idx",
+        "2 is none of 2 pieces, which are counted from 0; write at most 1",
+        {"data": dataset(shards=2, shards_idx=1)},
+    ),
+    (
+        {"data": dataset(shards=2, preprocess_shards=2)},
+        "data.datasets.0.preprocess_shards",
+        "leave one of the two out",
+        {"data": dataset(preprocess_shards=2)},
+    ),
+    (
+        {"data": {"dataset_shard_num": 3}},
+        "data.dataset_shard_num",
+        "write dataset_shard_idx: 0 to 2",
+        {"data": {"dataset_shard_idx": 2}},
+    ),
+    (
+        {"data": {"dataset_shard_idx": 0}},
+        "data.dataset_shard_idx",
+        "write dataset_shard_num too",
+        {"data": {"dataset_shard_num": 1}},
+    ),
+    (
+        {"data": {"dataset_shard_num": 3, "dataset_shard_idx": 3}},
+        "data.dataset_shard_idx",
+        "3 is none of 3 pieces",
+        {"data": {"dataset_shard_num": 4}},
+    ),
+    (
+        {"data": dataset(weight=2)},
+        "data.datasets.0.weight",
+        "concat takes every sample once, whatever its weight (2); write mix_strategy: random",
+        {"data": {"mix_strategy": "random"}},
+    ),
+    (
+        {"data": dataset(weight=0)},
+        "data.datasets",
+        "every weight is 0",
+        {"data": {"datasets": [{"path": "a", "weight": 0}, {"path": "b"}]}},
+    ),
+    (
+        {"data": {"test_datasets": [{"path": "x", "weight": 2}]}},
+        "data.test_datasets.0.weight",
+        "no samples are drawn from test_datasets; leave weight out",
+        {"data": {"test_datasets": [{"path": "x", "max_samples": 2}]}},
+    ),
+    (
+        {"data": {"decontaminate_datasets": [{"path": "x", "max_samples": 2}]}},
+        "data.decontaminate_datasets.0.max_samples",
+        "drawn from decontaminate_datasets; leave max_samples out",
+        {"data": {"decontaminate_datasets": [{"path": "x"}]}},
+    ),
+    (
+        {"data": {"samples_per_epoch": 5, "mix_strategy": "interleave_over"}},
+        "data.samples_per_epoch",
+        "write mix_strategy: random",
+        {"data": {"mix_strategy": "random"}},
+    ),
+    (
+        {"data": {"near_duplicate_threshold": 0.5, "deduplicate": "exact"}},
+        "data.near_duplicate_threshold",
+        "write deduplicate: near",
+        {"data": {"deduplicate": "near"}},
+    ),
+    (
+        {"data": {"decontaminate_ngram": 5}},
+        "data.decontaminate_ngram",
+        "write decontaminate_datasets",
+        {"data": {"decontaminate_datasets": [{"path": "x", "type": "kto"}]}},
+    ),
+    (
+        {"data": {"truncation_mode": "drop"}},
+        "data.truncation_mode",
+        "no dataset has a max_seq_len, so nothing is cut",
+        {"data": dataset(max_seq_len=9)},
+    ),
+    (
+        {"data": {**dataset(max_seq_len=9), "max_prompt_len": 9}},
+        "data.max_prompt_len",
+        "data.datasets.0.max_seq_len (9); write less than 9",
+        {"data": {"max_prompt_len": 8}},
+    ),
+    (
+        {
+            "data": {**dataset(type="kto"), "train_on_turns": "last"},
+            "pipeline": {"stages": ["prepare"]},
+        },
+        "data.train_on_turns",
+        "of kto samples the answers are trained whole, and nothing else",
+        {"data": dataset(type="chat")},
+    ),
+    (
+        {"data": {"datasets": [{"path": "a"}, {"path": "b", "type": "preference"}]}},
+        "data.datasets.1.type",
+        "preference gives preference samples, and tokenized of data.datasets.0 gives sft samples",
+        {"data": {"datasets": [{"path": "a"}, {"path": "b", "type": "chat"}]}},
+    ),
+    (
+        {"data": dataset(type="preference_turns")},
+        "data.datasets.0.type",
+        "nothing trains on preference samples yet; write pipeline.stages: [prepare]",
+        {"pipeline": {"stages": ["prepare"]}},
+    ),
+    (
+        {"data": {"datasets": [{"path": "a.jsonl", "streaming": True}]}},
+        "data.datasets.0.streaming",
+        "a.jsonl is no dataset of the hub (org/name)",
+        {"data": {"datasets": [{"path": "org/a", "streaming": True}]}},
+    ),
+    (
+        {"data": {"push_dataset_to_hub": "me/data"}},
+        "data.push_dataset_to_hub",
+        "write hf_use_auth_token: true",
+        {"data": {"hf_use_auth_token": True}},
+    ),
+    (
+        {"pipeline": {"task_runner_workers": 2}},
+        "pipeline.task_runner_workers",
+        "write task_runner: dask or ray",
+        {"pipeline": {"task_runner": "dask"}},
     ),
     (
         {"train": {"global_batch_size": 9, "micro_batch_size": 2}},
@@ -155,6 +290,21 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         "launch.rdzv_endpoint",
         "need a place to meet",
         {"launch": {"rdzv_endpoint": "a:1"}},
+    ),
+    (
+        {
+            "launch": {"nnodes": 2, "rdzv_endpoint": "a:1"},
+            "train": {"output_dir": "s3://bucket/out"},
+        },
+        "train.output_dir",
+        "2 machines write their parts",
+        {"train": {"output_dir": "/shared/out"}},
+    ),
+    (
+        {"data": {"dataset_prepared_path": "s3://b/x", "skip_prepare_dataset": True}},
+        "data.skip_prepare_dataset",
+        "a folder of this machine",
+        {"data": {"skip_prepare_dataset": False}},
     ),
     (
         {"launch": {"node_rank": 1}},

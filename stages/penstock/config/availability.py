@@ -21,17 +21,9 @@ class Later:
     allowed: tuple[Any, ...] = ()
 
 
-@dataclass(frozen=True)
-class LocalPath:
-    """The field takes a path on this machine's file systems; object stores are to come."""
-
-
-Mark = Later | LocalPath
-
-
-def mark_of(field: FieldInfo) -> Mark | None:
+def mark_of(field: FieldInfo) -> Later | None:
     """The mark a field bears, if any."""
-    return next((mark for mark in field.metadata if isinstance(mark, Later | LocalPath)), None)
+    return next((mark for mark in field.metadata if isinstance(mark, Later)), None)
 
 
 def accepted(field: FieldInfo, mark: Later) -> list[Any]:
@@ -57,13 +49,10 @@ def unavailable(section: Section, at: Steps = ()) -> Iterator[Fault]:
             for index, entry in enumerate(value):  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
                 if isinstance(entry, Section):
                     yield from unavailable(entry, (*path, index))
-        if isinstance(mark, Later):
+        if mark:
             values = accepted(field, mark)
             if not any(same(value, one) for one in values):
                 yield Fault(path, _not_yet(values, field))
-        elif isinstance(mark, LocalPath) and isinstance(value, str) and "://" in value:
-            scheme = value.split("://", 1)[0]
-            yield Fault(path, f"{scheme}:// paths are not available yet; write a local path")
 
 
 def _not_yet(values: list[Any], field: FieldInfo) -> str:

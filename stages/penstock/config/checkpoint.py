@@ -4,16 +4,18 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from penstock.config.availability import Later, LocalPath
+from penstock.config.availability import Later
+from penstock.config.roots import Root
 from penstock.config.section import Section
 
 
 class CheckpointConfig(Section):
     """Checkpoints and outputs."""
 
-    output_dir: Annotated[str, LocalPath()] = Field(min_length=1)
+    output_dir: Root = Field(min_length=1)
     """Folder for checkpoints, metrics, logs and the exported model. With several nodes it must be
-    on a file system they share."""
+    on a file system they share; with one it may be the URL of an object store, where every
+    checkpoint is kept as soon as it is saved, and from where another machine goes on."""
 
     ckpt_manager: Literal["dcp"] = "dcp"
     """Checkpoint format: `dcp`, PyTorch's distributed checkpoints."""
@@ -31,5 +33,5 @@ class CheckpointConfig(Section):
     save_hf_weights: bool = True
     """Also leave the final weights in Hugging Face's format."""
 
-    load_checkpoint_path: Annotated[str | None, LocalPath()] = Field(default=None, min_length=1)
+    load_checkpoint_path: str | None = Field(default=None, min_length=1)
     """Checkpoint to start from; `auto` takes the newest in `output_dir`."""

@@ -4,21 +4,9 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from penstock.config.availability import Later, LocalPath
+from penstock.config.dataset import DatasetConfig
+from penstock.config.roots import Root
 from penstock.config.section import Section
-
-FileKind = Literal["json", "csv", "parquet", "arrow", "text"]
-
-Count = Annotated[int, Field(gt=0)]
-
-
-def _no_loading_scripts(value: bool) -> bool:
-    if value:
-        raise ValueError(
-            "loading scripts are not run; convert the dataset to parquet or jsonl, "
-            "and leave trust_remote_code out"
-        )
-    return value
 
 
 def _size_or_share(value: int | float | None) -> int | float | None:
@@ -32,69 +20,6 @@ def _size_or_share(value: int | float | None) -> int | float | None:
     return value
 
 
-class DatasetConfig(Section):
-    """One source of samples."""
-
-    path: str = Field(min_length=1)
-    """A file, a folder or a glob, a Hugging Face hub id (`org/name`), `builtin:arithmetic`, or
-    `dummy` for synthetic rows."""
-
-    type: Literal["tokenized", "chat", "instruction", "text"] = "tokenized"
-    """What a row holds: `tokenized` (`input_ids` and `labels`), `chat` (a list of messages; loss on
-    the assistant's turns), `instruction` (a question and an answer; loss on the answer) or `text`
-    (loss on everything)."""
-
-    name: str | None = None
-    """Configuration (subset) of a hub dataset."""
-
-    split: str | None = None
-    """Split to read. Unset: `train`, or the only one there is."""
-
-    revision: str | None = None
-    """Commit, tag or branch of a hub dataset."""
-
-    trust_remote_code: Annotated[bool, AfterValidator(_no_loading_scripts)] = False
-    """Whether a dataset may run code of its own. Only false: loading scripts are not run."""
-
-    data_files: str | list[str] | None = None
-    """The files to read, relative to `path`; one name or a list, globs allowed."""
-
-    ds_type: FileKind | None = None
-    """Format of the files: `json` (also lines of JSON), `csv`, `parquet`, `arrow` or `text`. Unset:
-    told from their extensions."""
-
-    max_seq_len: int | None = Field(default=None, gt=0)
-    """Longest sample, in tokens; longer ones lose their end, and are counted."""
-
-    shards: Annotated[int | None, Later()] = Field(default=None, gt=0)
-    """Cut the dataset into this many pieces and use one (see `shards_idx`)."""
-
-    shards_idx: Annotated[int | None, Later()] = Field(default=None, ge=0)
-    """Which piece of `shards` to use, counted from 0."""
-
-    preprocess_shards: Annotated[int | None, Later()] = Field(default=None, gt=0)
-    """Prepare the dataset in this many pieces, one after another, to save memory. Not together with
-    `shards`."""
-
-    field_messages: str = Field(default="messages", min_length=1)
-    """`chat`: the column with the list of messages, each with `role` and `content`."""
-
-    field_instruction: str = Field(default="instruction", min_length=1)
-    """`instruction`: the column with the question."""
-
-    field_input: str | None = Field(default=None, min_length=1)
-    """`instruction`: an optional column with context for the question."""
-
-    field_output: str = Field(default="output", min_length=1)
-    """`instruction`: the column with the answer."""
-
-    field_system: str | None = Field(default=None, min_length=1)
-    """`chat` and `instruction`: an optional column with the system prompt."""
-
-    field_text: str = Field(default="text", min_length=1)
-    """`text`: the column with the text."""
-
-
 class DataConfig(Section):
     """Sources, their preparation, packing and loading."""
 
@@ -104,14 +29,61 @@ class DataConfig(Section):
     test_datasets: list[DatasetConfig] = Field(default_factory=list[DatasetConfig])
     """Sources to evaluate on, written like `datasets`. Not together with `val_set_size`."""
 
-    dataset_prepared_path: Annotated[str, LocalPath()] = Field(
-        default="last_prepared_dataset", min_length=1
-    )
-    """Folder for prepared and packed datasets; runs that share it share them."""
+    dataset_prepared_path: Root = Field(default="last_prepared_dataset", min_length=1)
+    """Folder for prepared and packed datasets; runs that share it share them. May be the URL of an
+    object store (`s3://`, `gs://`, `abfs://`), which machines can share."""
 
     bad_rows_allowed: float = Field(default=0.0, ge=0, le=1)
     """Share of a source's rows, 0 to 1, that may be unusable before preparing fails. Unusable rows
     are left out and counted."""
+
+    mix_strategy: Literal["concat", "random", "interleave_under", "interleave_over"] = "concat"
+    """How several sources are put together. `concat`: every sample once. `random`: each source
+    gives its share (`weight`) of an epoch, again from the start when it runs out.
+    `interleave_under` draws sources by weight until one has run out, `interleave_over` until all
+    have, those that ran out starting again."""
+
+    samples_per_epoch: int | None = Field(default=None, gt=0)
+    """`mix_strategy: random`: samples in an epoch. Unset: as many as all sources have. Every one of
+    `train.num_train_epochs` epochs draws on where the last one stopped."""
+
+    deduplicate: Literal["exact", "near"] | None = None
+    """Leave out training samples that are there already, in `datasets` or `test_datasets`: with
+    the same tokens, or (`near`) nearly the same. The first of them stays."""
+
+    near_duplicate_threshold: float = Field(default=0.8, gt=0, le=1)
+    """`deduplicate: near`: the share of common runs of 5 tokens (Jaccard similarity) from which on
+    two samples count as one."""
+
+    decontaminate_datasets: list[DatasetConfig] = Field(default_factory=list[DatasetConfig])
+    """Sources that must not be trained on, written like `datasets`: training samples that share a
+    run of `decontaminate_ngram` tokens with them are left out. What more than a tenth of their
+    samples have in common (a chat template, a system prompt) does not count."""
+
+    decontaminate_ngram: int = Field(default=13, gt=0)
+    """Length of the shared run of tokens that leaves a sample out."""
+
+    truncation_mode: Literal["keep_start", "keep_end", "drop", "drop_turns"] = "keep_start"
+    """What becomes of a sample longer than `max_seq_len`: it loses its end, its start, is left out,
+    or loses its oldest turns (a system prompt stays). All of it is counted."""
+
+    max_prompt_len: int | None = Field(default=None, gt=0)
+    """Tokens that a prompt (what comes before the first trained token) keeps when the sample is
+    longer than `max_seq_len`; of a longer prompt `keep_start` keeps the start, all other modes the
+    end."""
+
+    train_on_prompt: bool = False
+    """Train on the prompt's tokens too, not only on the answers."""
+
+    train_on_turns: Literal["all", "last"] = "all"
+    """Train on all turns of the assistant or only on the last one."""
+
+    add_eos: bool = True
+    """End documents of `text`, and answers without a chat template, with the end-of-sequence
+    token."""
+
+    mask_eos_in_loss: bool = False
+    """Do not train the token that ends an answer or a document."""
 
     select_columns: list[str] | None = None
     """Columns kept of each source, for example `[input_ids, labels]`. Unset: all of them."""
@@ -129,21 +101,19 @@ class DataConfig(Section):
     sample_packing_sequentially: bool | None = None
     """True packs sequentially whatever `sample_packing_method` says."""
 
-    sample_packing_mp_start_method: Annotated[
-        Literal["fork", "spawn", "forkserver"] | None, Later()
-    ] = None
-    """How processes that pack are started."""
+    sample_packing_mp_start_method: Literal["fork", "spawn", "forkserver"] | None = None
+    """How processes that write packed rows are started. Unset: `spawn`."""
 
     eval_sample_packing: bool | None = None
     """False keeps evaluation samples unpacked, one to a row."""
 
-    dataloader_num_workers: Annotated[int, Later(allowed=(0,))] = Field(default=8, ge=0)
-    """Processes that load rows for one training process."""
+    dataloader_num_workers: int = Field(default=8, ge=0)
+    """Processes that load rows for one training process. Unset: none, for rows are mapped into
+    memory and read faster than any step takes; but 8 where `dataloader_prefetch_factor` is
+    written."""
 
-    dataloader_prefetch_factor: Annotated[int | None, Later(allowed=(None,))] = Field(
-        default=2, gt=0
-    )
-    """Batches that each loading process keeps ready; null without loading processes."""
+    dataloader_prefetch_factor: int | None = Field(default=2, gt=0)
+    """Steps that each loading process keeps ready; null is 2 too, and asks for no processes."""
 
     dataloader_pin_memory: bool = True
     """Load batches into pinned memory, from which copies to a GPU are faster."""
@@ -165,22 +135,27 @@ class DataConfig(Section):
     """Shuffle each source before they are put together."""
 
     dataset_num_proc: int | None = Field(default=None, gt=0)
-    """Processes for preparing. Unset: `PENSTOCK_NUM_PROC`, else the number of CPUs."""
+    """Processes for preparing, at most: a few megabytes are done sooner by one. Unset:
+    `PENSTOCK_NUM_PROC`, else the number of CPUs."""
 
-    dataset_shard_num: Annotated[int | None, Later()] = Field(default=None, gt=0)
-    """Cut the prepared dataset into this many pieces and use one (see `dataset_shard_idx`)."""
+    dataset_shard_num: int | None = Field(default=None, gt=0)
+    """Cut the training data into this many pieces and use one (see `dataset_shard_idx`). Every
+    record is in exactly one piece."""
 
-    dataset_shard_idx: Annotated[int | None, Later()] = Field(default=None, ge=0)
+    dataset_shard_idx: int | None = Field(default=None, ge=0)
     """Which piece of `dataset_shard_num` to use, counted from 0."""
 
     num_dataset_shards_to_save: int | None = Field(default=None, gt=0)
-    """Files the prepared dataset is written to. Unset: chosen from its size."""
+    """Files the prepared training data is written to, in all. Unset: one for each slice."""
 
-    skip_prepare_dataset: Annotated[bool, Later()] = False
-    """Take what lies in `dataset_prepared_path` without preparing."""
+    skip_prepare_dataset: bool = False
+    """Take the prepared data that lies in `dataset_prepared_path` as it is; sources are not looked
+    at."""
 
-    push_dataset_to_hub: Annotated[str | None, Later()] = None
-    """Hub dataset (`org/name`) the prepared data is pushed to."""
+    push_dataset_to_hub: str | None = None
+    """Hub dataset (`org/name`) the prepared data is pushed to, in a private repository. Needs
+    `hf_use_auth_token: true`."""
 
-    hf_use_auth_token: Annotated[bool | None, Later()] = None
-    """Use the hub's login for private datasets and pushes."""
+    hf_use_auth_token: bool | None = None
+    """Whether the hub's login is used for datasets: true needs one, false uses none. Unset: it is
+    used where there is one."""

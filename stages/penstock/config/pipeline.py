@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from penstock.config.availability import Later, LocalPath
+from penstock.config.roots import Root
 from penstock.config.section import Section
 
 StageName = Literal["prepare", "pack", "train", "export", "push"]
@@ -45,15 +45,23 @@ class PipelineConfig(Section):
     """Stages to run, in this order. `push` is added when `push.repo_id` or `push.url` is written
     and this list is not."""
 
-    artifacts_path: Annotated[str, LocalPath()] = Field(default="artifacts", min_length=1)
-    """Folder for exports and records of pushes."""
+    artifacts_path: Root = Field(default="artifacts", min_length=1)
+    """Folder for exports and records of pushes. May be the URL of an object store."""
 
     cache: Literal["reuse", "refresh", "off"] = "reuse"
     """`reuse` takes results that are there, `refresh` builds anew and replaces them, `off` builds
     anew and resumes nothing."""
 
-    task_runner: Annotated[Literal["threads", "dask", "ray"] | None, Later()] = None
-    """Prefect's task runner for data stages."""
+    task_runner: Literal["dask", "ray"] | None = None
+    """What a Prefect flow spreads the slices of `prepare` over. Unset: processes of this machine,
+    as the command line does."""
+
+    task_runner_address: str | None = Field(default=None, min_length=1)
+    """Address of a running Dask scheduler or Ray cluster. Unset: one is started on this machine."""
+
+    task_runner_workers: int | None = Field(default=None, gt=0)
+    """Shares that the slices are dealt into, and workers of a cluster that is started here. Unset:
+    as `data.dataset_num_proc`."""
 
 
 class LaunchConfig(Section):

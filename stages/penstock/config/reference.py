@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from penstock.config.availability import Later, LocalPath, accepted, mark_of
+from penstock.config.availability import accepted, mark_of
 from penstock.config.faults import shown
 from penstock.config.run import RunConfig
 from penstock.config.section import Section
@@ -123,9 +123,7 @@ def _kind(branch: Any) -> str:
 def _note(field: FieldInfo) -> str:
     """What of the field is not available yet."""
     mark = mark_of(field)
-    if isinstance(mark, LocalPath):
-        return "Object stores (`s3://` and others) are not available yet."
-    if isinstance(mark, Later):
+    if mark:
         others = accepted(field, mark)
         if len(others) == 1:
             return "Not available yet."

@@ -4,49 +4,19 @@ A rule reads a run whose single values are all valid, and yields faults. What de
 of ranks or on a device is judged later, where those are known.
 """
 
-from collections.abc import Callable, Iterator
-from pathlib import PurePosixPath
+from collections.abc import Callable
 
-from penstock.config.data import DatasetConfig, FileKind
-from penstock.config.faults import Fault, Steps
+from penstock.config.data_rules import DATA_RULES, Faults
+from penstock.config.faults import Fault
 from penstock.config.pipeline import STAGES
 from penstock.config.run import RunConfig, has_target, written
-
-KINDS: dict[str, FileKind] = {
-    ".json": "json",
-    ".jsonl": "json",
-    ".ndjson": "json",
-    ".csv": "csv",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".txt": "text",
-}
-COMPRESSED = frozenset({".gz", ".bz2", ".xz", ".zst"})
-
-Faults = Iterator[Fault]
-
-
-def kind_of(file: str) -> FileKind | None:
-    """The format that a file name's extension tells, compression aside; None when it tells none."""
-    name = PurePosixPath(file)
-    if name.suffix.lower() in COMPRESSED:
-        name = name.with_suffix("")
-    return KINDS.get(name.suffix.lower())
+from penstock.core.urls import is_url
 
 
 def broken(run: RunConfig) -> Faults:
     """Every impossible combination in the run."""
     for rule in RULES:
         yield from rule(run)
-
-
-def _entries(run: RunConfig) -> Iterator[tuple[Steps, DatasetConfig]]:
-    for name, entries in (
-        ("datasets", run.data.datasets),
-        ("test_datasets", run.data.test_datasets),
-    ):
-        for index, entry in enumerate(entries):
-            yield ("data", name, index), entry
 
 
 def _a_model_is_named(run: RunConfig) -> Faults:
@@ -56,56 +26,6 @@ def _a_model_is_named(run: RunConfig) -> Faults:
             "no model is named; write model_path (weights to start from), "
             "or config_path for random weights",
             ("model.config_path",),
-        )
-
-
-def _formats_are_known(run: RunConfig) -> Faults:
-    for path, entry in _entries(run):
-        if entry.data_files is None or entry.ds_type is not None or kind_of(entry.path):
-            continue
-        files = [entry.data_files] if isinstance(entry.data_files, str) else entry.data_files
-        kinds = {kind_of(file) for file in files}
-        if len(kinds) != 1 or None in kinds:
-            told = "do not tell one format" if files else "is empty"
-            yield Fault(
-                (*path, "data_files"),
-                f"the names in data_files {told}; write ds_type: json, csv, parquet, arrow or text",
-            )
-
-
-def _samples_fit_rows(run: RunConfig) -> Faults:
-    longest = run.data.sample_packing_sequence_len
-    for path, entry in _entries(run):
-        if entry.max_seq_len is not None and entry.max_seq_len > longest:
-            yield Fault(
-                (*path, "max_seq_len"),
-                f"a sample of {entry.max_seq_len} tokens does not fit a row of {longest}; lower"
-                " max_seq_len or raise data.sample_packing_sequence_len",
-                ("data.sample_packing_sequence_len",),
-            )
-
-
-def _padding_divides_rows(run: RunConfig) -> Faults:
-    length, multiple = run.data.sample_packing_sequence_len, run.data.pad_to_multiple_of
-    if written(run, "data.pad_to_multiple_of") and length % multiple:
-        above = -(-length // multiple) * multiple
-        below = above - multiple
-        nearest = f"{below} or {above}" if below else f"{above}"
-        yield Fault(
-            ("data", "pad_to_multiple_of"),
-            f"{multiple} does not divide sample_packing_sequence_len ({length}); write"
-            f" sample_packing_sequence_len: {nearest}, or a pad_to_multiple_of that divides it",
-            ("data.sample_packing_sequence_len",),
-        )
-
-
-def _one_source_of_evaluation(run: RunConfig) -> Faults:
-    if run.data.val_set_size is not None and run.data.test_datasets:
-        yield Fault(
-            ("data", "val_set_size"),
-            "samples are set aside for evaluation although test_datasets are given;"
-            " leave one of the two out",
-            ("data.test_datasets",),
         )
 
 
@@ -244,12 +164,29 @@ def _machines_can_meet(run: RunConfig) -> Faults:
         )
 
 
+def _nodes_share_a_folder(run: RunConfig) -> Faults:
+    if run.launch.nnodes > 1 and is_url(run.train.output_dir):
+        yield Fault(
+            ("train", "output_dir"),
+            f"is a URL, and {run.launch.nnodes} machines write their parts of a checkpoint into one"
+            " folder; write a folder on a file system they share",
+            ("launch.nnodes",),
+        )
+
+
+def _given_data_lies_here(run: RunConfig) -> Faults:
+    if run.data.skip_prepare_dataset and is_url(run.data.dataset_prepared_path):
+        yield Fault(
+            ("data", "skip_prepare_dataset"),
+            "takes what lies in a folder of this machine, and dataset_prepared_path is a URL; set"
+            " it to false: prepared data there is found by its key and reused",
+            ("data.dataset_prepared_path",),
+        )
+
+
 RULES: tuple[Callable[[RunConfig], Faults], ...] = (
     _a_model_is_named,
-    _formats_are_known,
-    _samples_fit_rows,
-    _padding_divides_rows,
-    _one_source_of_evaluation,
+    *DATA_RULES,
     _batches_agree,
     _fsdp2_starts_on_meta,
     _decay_falls,
@@ -259,4 +196,6 @@ RULES: tuple[Callable[[RunConfig], Faults], ...] = (
     _stages_are_a_chain,
     _push_has_one_target,
     _machines_can_meet,
+    _nodes_share_a_folder,
+    _given_data_lies_here,
 )
