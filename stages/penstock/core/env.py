@@ -48,6 +48,39 @@ def hub_token() -> str | None:
     return os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN") or None
 
 
+def s3_endpoint() -> str | None:
+    """Where S3 is, if it is not Amazon's."""
+    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None
+
+
+def credentials_for(store: str) -> str | None:
+    """Where credentials for `s3`, `gcs` or `azure` would be taken from, by name alone."""
+    variables, files = _CREDENTIALS.get(store, ((), ()))
+    named = next((name for name in variables if os.environ.get(name)), None)
+    return named or next((f"~/{f}" for f in files if (Path.home() / f).is_file()), None)
+
+
+_CREDENTIALS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "s3": (
+        ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_WEB_IDENTITY_TOKEN_FILE"),
+        (".aws/credentials", ".aws/config"),
+    ),
+    "gcs": (
+        ("GOOGLE_APPLICATION_CREDENTIALS",),
+        (".config/gcloud/application_default_credentials.json",),
+    ),
+    "azure": (
+        (
+            "AZURE_STORAGE_CONNECTION_STRING",
+            "AZURE_STORAGE_ACCOUNT_KEY",
+            "AZURE_STORAGE_SAS_TOKEN",
+            "AZURE_CLIENT_ID",
+        ),
+        (".azure/azureProfile.json",),
+    ),
+}
+
+
 def wandb_is_logged_in() -> bool:
     """Whether Weights & Biases would find credentials."""
     if os.environ.get("WANDB_API_KEY"):

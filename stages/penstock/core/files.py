@@ -51,6 +51,15 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
 
 
+def set_aside(folder: Path) -> Path:
+    """Rename `folder` to the first free `<name>.old-<n>` beside it, and return that."""
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.old-{number}")).exists():
+        number += 1
+    folder.rename(aside)
+    return aside
+
+
 def regular_files(folder: Path) -> list[Path]:
     """All files below `folder`, sorted by their path."""
     return sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())

@@ -1,22 +1,25 @@
-"""Bringing a hub repository, pinned to a commit, onto this machine."""
+"""Bringing what was pinned elsewhere, on the hub or behind a URL, onto this machine."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.core import env
 from penstock.core.errors import CapabilityError
+from penstock.core.remote_source import fetched
 from penstock.core.stage import Source
+from penstock.core.urls import is_url
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken")
 
 
 def local_folder(typed: str, source: Source, patterns: Sequence[str] = MODEL_FILES) -> Path:
-    """The folder that holds what `source` pins: `typed` itself, or a snapshot of the hub's commit.
+    """The folder that holds what `source` pins: `typed` itself, or what was fetched from its URL or
+    at the hub's commit.
 
-    Raises CapabilityError when the hub cannot be reached and the snapshot is not in its cache.
+    Raises CapabilityError when it cannot be fetched and is not in the cache either.
     """
     if source.pin["kind"] != "hub":
-        return Path(typed).expanduser()
+        return fetched(source) if is_url(typed) else Path(typed).expanduser()
     from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 

@@ -1,18 +1,19 @@
 """Which files on this machine a path the user typed stands for.
 
-Nothing here reads content. Every fault is a ConfigError that repeats the path as it was typed.
+Nothing here reads records. Every fault is a ConfigError that repeats the path as it was typed.
 """
 
 import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from penstock.core.errors import ConfigError
+from penstock.core.saved_folder import SavedFolder, saved_in
 
 KINDS: dict[str, tuple[str, ...]] = {
-    "json": (".json", ".jsonl"),
+    "json": (".json", ".jsonl", ".ndjson"),
     "csv": (".csv",),
     "parquet": (".parquet",),
     "arrow": (".arrow",),
@@ -20,12 +21,24 @@ KINDS: dict[str, tuple[str, ...]] = {
 }
 """What `ds_type` may say, and the file names that say it by themselves."""
 
-SUFFIXES = tuple(suffix for suffixes in KINDS.values() for suffix in suffixes)
+COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
+"""How a file is compressed, by the last part of its name."""
+
+COMPRESSES_ITSELF = ("parquet", "arrow")
+"""Kinds that are read in parts, which a compressed file cannot be."""
 
 NOT_DATA = re.compile(
     r"[._].*|readme.*|licen[cs]e.*|state\.json|dataset_(info|infos|dict)\.json", re.IGNORECASE
 )
 """What lies in data folders without being data: hidden files, notices, notes of `datasets`."""
+
+SUFFIXES = tuple(
+    suffix + compression
+    for kind, suffixes in KINDS.items()
+    for suffix in suffixes
+    for compression in ("", *(() if kind in COMPRESSES_ITSELF else COMPRESSED))
+)
+"""Every ending of a name that says what a file holds."""
 
 SPLIT_WORDS = {"train", "test", "validation", "valid", "val", "dev", "eval"}
 GLOB = re.compile(r"[*?\[]")
@@ -46,11 +59,25 @@ class Found:
         return path.name
 
 
+def compression_of(name: str) -> str | None:
+    """How the file called `name` is compressed, if it is."""
+    return COMPRESSED.get(Path(name).suffix.lower())
+
+
+def kind_of(name: str) -> str | None:
+    """The kind that a file's name tells, compression aside; None when it tells none."""
+    if not name.lower().endswith(SUFFIXES):
+        return None
+    stem = name[: -len(Path(name).suffix)] if compression_of(name) else name
+    suffix = Path(stem).suffix.lower()
+    return next((kind for kind, suffixes in KINDS.items() if suffix in suffixes), None)
+
+
 def looks_local(path: str) -> bool:
     """Whether an absent path was meant as a file: its form or its surroundings say so."""
     return (
         path.startswith((".", "/", "~"))
-        or path.endswith(SUFFIXES)
+        or path.lower().endswith(SUFFIXES)
         or bool(GLOB.search(path))
         or path.count("/") > 1
         or ("/" in path and Path(path).parent.exists())
@@ -65,31 +92,49 @@ def find_data(
     A folder whose files bear the names of splits gives those of `split`, or of `train`. Raises
     ConfigError when there is nothing, or nothing of the asked kind.
     """
-    if split and not re.fullmatch(r"\w+", split):
-        raise ConfigError(
-            f"split is {split!r}, but parts of a split cannot be taken from local files yet.\n"
-            f"  Give {path} as files that hold what you want, and leave split out."
-        )
+    check_split(path, split)
     target = Path(path).expanduser()
+    if target.is_dir() and not data_files and (saved := saved_in(target)):
+        return _saved(path, target, saved, split, ds_type)
     if GLOB.search(path) and not target.exists():
         found = _glob(path, target)
     elif target.is_dir():
         found = _folder(path, target, split, data_files, ds_type)
     elif target.exists():
-        _refuse_data_files(path, data_files)
+        refuse_data_files(path, data_files)
         found = Found(target.name, target.parent, (target,))
     else:
         raise missing(path)
     for file in found.paths:
         if file.is_dir():
             raise ConfigError(f"{file} is a folder where a file is meant.\n  Name its files.")
-        if ds_type is None and file.suffix not in SUFFIXES:
-            raise ConfigError(
-                f"{found.name_of(file)} (of {path}) does not say what kind of file it is.\n"
-                f"  Write ds_type: one of {', '.join(KINDS)}."
-            )
-    _refuse_other_split(path, found, split)
+        check_kind(found.name_of(file), ds_type, path)
+    refuse_other_split(path, [found.name_of(file) for file in found.paths], split)
     return found
+
+
+def check_split(path: str, split: str | None) -> None:
+    """Files have splits by their names alone."""
+    if split and not re.fullmatch(r"\w+", split):
+        raise ConfigError(
+            f"split is {split!r}, but parts of a split cannot be taken from files.\n"
+            f"  Give {path} as files that hold what you want, and leave split out."
+        )
+
+
+def check_kind(name: str, ds_type: str | None, path: str) -> None:
+    """Refuse a file of `path` whose kind nothing tells, or that is compressed and must not be."""
+    kind = ds_type or kind_of(name)
+    if kind is None:
+        raise ConfigError(
+            f"{name} (of {path}) does not say what kind of file it is.\n"
+            f"  Write ds_type: one of {', '.join(KINDS)}."
+        )
+    if kind in COMPRESSES_ITSELF and compression_of(name):
+        raise ConfigError(
+            f"{name} (of {path}) is {kind} compressed once more, and could not be read in parts.\n"
+            f"  Decompress it; {kind} files are compressed inside."
+        )
 
 
 def missing(path: str) -> ConfigError:
@@ -102,7 +147,7 @@ def missing(path: str) -> ConfigError:
             f"  Paths are relative to the folder the command runs in ({Path.cwd().name}/)."
         )
     near = difflib.get_close_matches(target.name, names_in(parent), n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"it holds {_some(names_in(parent))}."
+    hint = f"did you mean {' or '.join(near)}?" if near else f"it holds {some(names_in(parent))}."
     return ConfigError(f"{path} does not exist.\n  In {Path(path).parent}: {hint}")
 
 
@@ -129,7 +174,7 @@ def _glob(path: str, target: Path) -> Found:
         raise missing(path)
     files = _matches(root, str(Path(*parts[first:])))
     if not files:
-        raise ConfigError(f"{path} matches no file.\n  {root} holds {_some(names_in(root))}.")
+        raise ConfigError(f"{path} matches no file.\n  {root} holds {some(names_in(root))}.")
     return Found(root.resolve().name, root, tuple(files))
 
 
@@ -144,31 +189,58 @@ def _folder(
     if data_files:
         named = [file for name in data_files for file in _data_file(path, folder, name)]
         return Found(label, folder, tuple(named))
-    suffixes = KINDS.get(ds_type or "", SUFFIXES)
     names_in(folder)
-    files = [
-        file
-        for file in sorted(folder.rglob("*"))
-        if file.is_file()
-        and file.suffix in suffixes
-        and not any(NOT_DATA.fullmatch(part) for part in file.relative_to(folder).parts)
+    below = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
+    names = choose(path, below, split=split, ds_type=ds_type)
+    return Found(label, folder, tuple(folder / name for name in names))
+
+
+def choose(path: str, names: Sequence[str], *, split: str | None, ds_type: str | None) -> list[str]:
+    """Of the files below a folder that the user typed as `path`, those that are its data, sorted.
+
+    Files that bear the names of splits are told apart: those of `split`, or of `train`, or of the
+    only one there is. Raises ConfigError when none is left.
+    """
+    data = [
+        name
+        for name in sorted(names, key=lambda name: PurePosixPath(name).parts)
+        if (kind := kind_of(name))
+        and ds_type in (None, kind)
+        and not any(NOT_DATA.fullmatch(part) for part in PurePosixPath(name).parts)
     ]
-    if not files:
+    if not data:
         raise ConfigError(
-            f"{path} holds no file that ends in {', '.join(suffixes)}.\n"
-            f"  It holds {_some(names_in(folder))}; name files with data_files and ds_type."
+            f"{path} holds no file that ends in {', '.join(KINDS.get(ds_type or '', SUFFIXES))}.\n"
+            f"  It holds {some(top(names))}; name files with data_files and ds_type."
         )
-    if any(_splits_in(file.relative_to(folder)) for file in files):
-        wanted = split or "train"
-        of_split = [file for file in files if wanted in _words(file.relative_to(folder))]
-        if not of_split:
-            raise ConfigError(
-                f"{path} has no file for the split {wanted!r}; it has "
-                f"{_some([file.relative_to(folder).as_posix() for file in files])}.\n"
-                "  Set split, or name the files with data_files."
-            )
-        files = of_split
-    return Found(label, folder, tuple(files))
+    splits = {frozenset(_splits_in(Path(name))) for name in data}
+    if splits == {frozenset()} or (split is None and len(splits) == 1):
+        return data
+    wanted = split or "train"
+    of_split = [name for name in data if wanted in _words(Path(name))]
+    if not of_split:
+        raise ConfigError(
+            f"{path} has no file for the split {wanted!r}; it has {some(data)}.\n"
+            "  Set split, or name the files with data_files."
+        )
+    return of_split
+
+
+def top(names: Sequence[str]) -> list[str]:
+    """The names directly in the folder below which `names` lie, sorted."""
+    return sorted({PurePosixPath(name).parts[0] for name in names})
+
+
+def _saved(
+    path: str, folder: Path, saved: SavedFolder, split: str | None, ds_type: str | None
+) -> Found:
+    """A folder that `datasets` wrote (save_to_disk): the files its own notes list, in order."""
+    if ds_type not in (None, "arrow"):
+        raise ConfigError(
+            f"{path} was written by save_to_disk, which writes arrow, and ds_type is {ds_type}.\n"
+            "  Leave ds_type out."
+        )
+    return Found(folder.resolve().name, folder, saved.of_split(path, split).files(path))
 
 
 def _data_file(path: str, folder: Path, name: str) -> list[Path]:
@@ -181,7 +253,7 @@ def _data_file(path: str, folder: Path, name: str) -> list[Path]:
         if GLOB.search(name) and (files := _matches(folder, name)):
             return files
     near = difflib.get_close_matches(name, names_in(folder), n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"it has {_some(names_in(folder))}."
+    hint = f"did you mean {' or '.join(near)}?" if near else f"it has {some(names_in(folder))}."
     raise ConfigError(f"data_files: {name} is not in {path}.\n  There: {hint}")
 
 
@@ -192,7 +264,8 @@ def _matches(root: Path, pattern: str) -> list[Path]:
     )
 
 
-def _refuse_data_files(path: str, data_files: Sequence[str] | None) -> None:
+def refuse_data_files(path: str, data_files: Sequence[str] | None) -> None:
+    """`data_files` are names in a folder; beside a file they mean nothing."""
     if data_files:
         raise ConfigError(
             f"{path} is a file, so data_files ({', '.join(data_files)}) has no folder to look in.\n"
@@ -200,11 +273,11 @@ def _refuse_data_files(path: str, data_files: Sequence[str] | None) -> None:
         )
 
 
-def _refuse_other_split(path: str, found: Found, split: str | None) -> None:
+def refuse_other_split(path: str, names: Sequence[str], split: str | None) -> None:
     """Files are one split, called train, unless their names call them otherwise."""
     if split in (None, "train"):
         return
-    if not all(split in _words(Path(found.name_of(file))) for file in found.paths):
+    if not all(split in _words(Path(name)) for name in names):
         raise ConfigError(
             f"split is {split!r}, but {path} is files that do not bear that name.\n"
             "  Name the files of the split, and leave split out."
@@ -219,6 +292,7 @@ def _splits_in(path: Path) -> set[str]:
     return _words(path) & SPLIT_WORDS
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """The first few of the names, and how many more there are."""
     shown = ", ".join(names[:8]) or "nothing"
     return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"

@@ -1,9 +1,12 @@
 """No process of ours outlives the one it works for."""
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
+import threading
+from multiprocessing.connection import wait
 
 PR_SET_PDEATHSIG = 1
 
@@ -19,3 +22,19 @@ def end_with_parent(parent: int | None = None) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if (os.getppid() != parent) if parent else (os.getppid() == 1):
         sys.exit(1)
+
+
+def end_with_starter() -> None:
+    """Exit as soon as the process that started this one through `multiprocessing` is dead.
+
+    For processes that a fork server made: their parent is the server, which lives as long as they.
+    """
+    starter = multiprocessing.parent_process()
+    if starter is None:
+        return
+
+    def watch() -> None:
+        wait([starter.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

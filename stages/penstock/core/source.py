@@ -2,7 +2,7 @@
 
 A pin is the root of every key: it changes when the content changes and at no other time, wherever
 the content lies. Local files are pinned by digest, hub repositories by commit, built-in data by
-name and version. Nothing here reads the content itself.
+name and version, what lies behind a URL by what its store says of its content.
 """
 
 import re
@@ -15,7 +15,9 @@ from penstock.core.digests import digests_of
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.core.files import read_json, regular_files
 from penstock.core.local_files import Found
+from penstock.core.remote_source import fetched, pin_remote_data, pin_remote_files
 from penstock.core.stage import Source
+from penstock.core.urls import is_url, local_path, spoken
 
 BUILTIN_DATA = {"builtin:arithmetic": 1, "dummy": 1}
 """Generated data sets and the version of what they generate; raised when that changes."""
@@ -38,6 +40,7 @@ TOKENIZER_FILES = (
     "*.model",
     "*.tiktoken",
 )
+TOKENIZER_AND_CONFIG = (*TOKENIZER_FILES, "config.json")
 MODEL_FILES = (
     "config.json",
     "generation_config.json",
@@ -59,28 +62,34 @@ def pin_data(
     revision: str | None = None,
     data_files: str | Sequence[str] | None = None,
     ds_type: str | None = None,
+    token: bool | None = None,
 ) -> Source:
-    """Pin a data set: a file, folder or glob, a hub id, or something built in.
+    """Pin a data set: a file, folder or glob here or behind a URL, a hub id, or something built in.
 
-    `data_files` keep the user's order; all else is sorted. Raises ConfigError for what does not
+    `data_files` keep the user's order; all else is sorted. `token` says whether the hub's login is
+    used (true), not used (false), or used if there is one. Raises ConfigError for what does not
     exist and CapabilityError when the hub is needed and cannot be reached.
     """
     files = [data_files] if isinstance(data_files, str) else list(data_files or [])
     if path in BUILTIN_DATA or path.startswith("builtin:"):
         return _builtin(path, BUILTIN_DATA)
+    if is_url(path):
+        _refuse_for_files(path, name=name, revision=revision)
+        return pin_remote_data(path, split=split, data_files=files or None, ds_type=ds_type)
+    path = local_path(path)
     if _is_on_hub(path):
-        commit = _commit_of(path, revision, "dataset")
+        commit = _commit_of(path, revision, "dataset", token)
         return Source(
             {
                 "kind": "hub",
                 "repo": path,
                 "commit": commit,
                 "name": name,
-                "split": split or "train",
+                "split": split,
                 "data_files": files or None,
             }
         )
-    _refuse_for_local(path, name=name, revision=revision)
+    _refuse_for_files(path, name=name, revision=revision)
     found = local_files.find_data(path, split=split, data_files=files or None, ds_type=ds_type)
     return Source({"kind": "files", "label": found.label, "files": _digested(found)}, found.paths)
 
@@ -93,14 +102,14 @@ def pin_tokenizer(path: str, revision: str | None = None) -> Source:
     if path.startswith("builtin:"):
         _builtin(path, {"builtin:bytes": BUILTIN_TOKENIZER_VERSION, **BUILTIN_MODELS})
         return Source({"kind": "builtin", "name": "bytes", "version": BUILTIN_TOKENIZER_VERSION})
-    if _is_on_hub(path):
+    if not is_url(path) and _is_on_hub(path):
         return Source({"kind": "hub", "repo": path, "commit": _commit_of(path, revision, "model")})
-    _refuse_for_local(path, revision=revision)
-    folder = _folder_of(path)
+    _refuse_for_files(path, revision=revision)
+    folder = _fetched(path, TOKENIZER_AND_CONFIG) if is_url(path) else _folder_of(path)
     files = _matching(folder, TOKENIZER_FILES)
     if not files:
         raise ConfigError(
-            f"{path} holds no tokenizer (no tokenizer.json, tokenizer_config.json, *.model).\n"
+            f"{spoken(path)} holds no tokenizer (tokenizer.json, tokenizer_config.json, *.model).\n"
             "  Set model.tokenizer_path to a folder that does, to a hub id, or to builtin:bytes."
         )
     if not _names_its_class(folder) and (folder / "config.json").is_file():
@@ -116,9 +125,12 @@ def pin_model(path: str, revision: str | None = None) -> Source:
     """
     if path.startswith("builtin:"):
         return _builtin(path, BUILTIN_MODELS)
+    if is_url(path):
+        _refuse_for_files(path, revision=revision)
+        return pin_remote_files(path, MODEL_FILES, "holds neither config.json nor *.safetensors")
     if _is_on_hub(path):
         return Source({"kind": "hub", "repo": path, "commit": _commit_of(path, revision, "model")})
-    _refuse_for_local(path, revision=revision)
+    _refuse_for_files(path, revision=revision)
     target = Path(path).expanduser()
     if target.is_file() and target.suffix == ".json":
         found = Found(target.name, target.parent, (target,))
@@ -139,13 +151,13 @@ def pin_config(path: str) -> Source:
 
     Raises ConfigError where there is none, CapabilityError for an unreachable hub.
     """
-    if path.startswith("builtin:") or _is_on_hub(path):
+    if path.startswith("builtin:") or (not is_url(path) and _is_on_hub(path)):
         return pin_model(path)
-    target = Path(path).expanduser()
+    target = _fetched(path, ("config.json",)) if is_url(path) else Path(path).expanduser()
     file = target / "config.json" if target.is_dir() else target
     if not file.is_file():
         raise ConfigError(
-            f"{path} holds no config.json.\n"
+            f"{spoken(path)} holds no config.json.\n"
             "  Set model.config_path to a folder that does, to a hub id, or to builtin:tiny-qwen3."
         )
     found = Found(file.name, file.parent, (file,))
@@ -157,14 +169,18 @@ def pin_checkpoint(path: str) -> Source:
 
     Raises ConfigError for what is no folder or was not saved to the end.
     """
-    folder = Path(path).expanduser()
-    if not (folder / "COMPLETE").is_file():
+    if is_url(path):
+        source = pin_remote_files(path, ("*", "*/*", "*/*/*"), "is empty")
+    else:
+        folder = Path(path).expanduser()
+        found = Found(folder.name, folder, tuple(regular_files(folder)))
+        source = Source({"kind": "files", "files": _digested(found)}, found.paths)
+    if not any(file["name"] == "COMPLETE" for file in source.pin["files"]):
         raise ConfigError(
-            f"train.load_checkpoint_path {path} is not a complete checkpoint.\n"
+            f"train.load_checkpoint_path {spoken(path)} is not a complete checkpoint.\n"
             "  Name a folder called global_step_N whose save ended, or write auto."
         )
-    found = Found(folder.name, folder, tuple(regular_files(folder)))
-    return Source({"kind": "files", "files": _digested(found)}, found.paths)
+    return source
 
 
 def _builtin(path: str, known: dict[str, int]) -> Source:
@@ -176,12 +192,6 @@ def _builtin(path: str, known: dict[str, int]) -> Source:
 
 def _is_on_hub(path: str) -> bool:
     """Whether `path` names a hub repository; raises ConfigError for an absent local path."""
-    if "://" in path:
-        scheme = path.split("://", 1)[0]
-        raise ConfigError(
-            f"{path}: {scheme}:// sources are not available yet.\n"
-            "  Copy the files to this machine and give their path, or use a hub id."
-        )
     if not path:
         raise ConfigError("a path is empty.\n  Give a file, a folder, or a hub id.")
     target = Path(path).expanduser()
@@ -196,13 +206,18 @@ def _is_on_hub(path: str) -> bool:
     return True
 
 
-def _refuse_for_local(path: str, **given: str | None) -> None:
+def _refuse_for_files(path: str, **given: str | None) -> None:
     for field, value in given.items():
         if value is not None:
             raise ConfigError(
-                f"{field} is {value!r}, but {path} lies on this machine, which knows of none.\n"
+                f"{field} is {value!r}, but {spoken(path)} is files, which know of none.\n"
                 f"  Leave {field} out."
             )
+
+
+def _fetched(url: str, patterns: Sequence[str]) -> Path:
+    """A folder here with those files of the URL: few and small, and needed before any stage."""
+    return fetched(pin_remote_files(url, patterns, f"has none of {', '.join(patterns)}"))
 
 
 def _folder_of(path: str) -> Path:
@@ -235,11 +250,16 @@ def _digested(found: Found) -> list[dict[str, Any]]:
         raise local_files.unreadable(Path(str(error.filename))) from error
 
 
-def _commit_of(repo: str, revision: str | None, kind: Literal["dataset", "model"]) -> str:
+def _commit_of(
+    repo: str,
+    revision: str | None,
+    kind: Literal["dataset", "model"],
+    token: bool | None = None,
+) -> str:
     """The 40 hex digits `revision` (default: main) stands for now, or stood for when last seen."""
     if revision and COMMIT.fullmatch(revision):
         return revision
-    commit = None if env.hub_is_offline() else _ask_hub(repo, revision, kind)
+    commit = None if env.hub_is_offline() else _ask_hub(repo, revision, kind, token)
     commit = commit or _remembered_commit(repo, revision or "main", kind)
     if commit:
         return commit
@@ -251,7 +271,9 @@ def _commit_of(repo: str, revision: str | None, kind: Literal["dataset", "model"
     )
 
 
-def _ask_hub(repo: str, revision: str | None, kind: Literal["dataset", "model"]) -> str | None:
+def _ask_hub(
+    repo: str, revision: str | None, kind: Literal["dataset", "model"], token: bool | None
+) -> str | None:
     """The commit the hub names, or None when it cannot be reached."""
     import httpx
     from huggingface_hub import HfApi
@@ -265,7 +287,7 @@ def _ask_hub(repo: str, revision: str | None, kind: Literal["dataset", "model"])
     api = HfApi()
     ask = api.dataset_info if kind == "dataset" else api.model_info
     try:
-        return ask(repo, revision=revision, timeout=HUB_TIMEOUT).sha
+        return ask(repo, revision=revision, timeout=HUB_TIMEOUT, token=token).sha
     except GatedRepoError as error:
         raise CapabilityError(
             f"{repo} is gated, and this account has no access to it.\n"

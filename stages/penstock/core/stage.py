@@ -9,7 +9,7 @@ fields of the stage, which `identity` does not read.
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -43,6 +43,8 @@ class Source:
 
     pin: Mapping[str, Any]
     paths: tuple[Path, ...] = field(default=(), compare=False)
+    urls: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    """Where remote files lie, in place of paths. They may be signed, so they are never shown."""
 
     @cached_property
     def key(self) -> str:
@@ -97,6 +99,21 @@ class Stage(ABC):
 
         Facts are plain JSON and, like every file the stage owns, the same after any interruption.
         """
+
+    def keepsakes(self, out: Path) -> list[list[Path]]:
+        """What an unfinished `out` holds that another machine could go on from, for outputs that
+        are kept behind a URL: groups of files, each of use only after those before it, and last
+        the files that go on changing. By default nothing.
+        """
+        del out
+        return []
+
+    def wanted(self, names: Collection[str], out: Path) -> list[str]:
+        """Of the keepsakes by these names that lie elsewhere, those to go on from, in the order
+        they are to be fetched; none when `out` holds better ones.
+        """
+        del names, out
+        return []
 
     def owned_files(self, out: Path) -> Iterable[Path]:
         """The files the manifest lists and vouches for; by default all that `run` left."""

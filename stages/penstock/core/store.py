@@ -11,6 +11,7 @@ import shutil
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -21,9 +22,12 @@ from filelock import FileLock, Timeout
 
 from penstock import __version__
 from penstock.core import provenance
-from penstock.core.digests import sha256_of
+from penstock.core.depot import Depot
+from penstock.core.digests import digests_of
 from penstock.core.errors import ArtifactError, Interrupted, PenstockError, StageError
 from penstock.core.files import PART, fsync, read_json, regular_files, remove, write_json
+from penstock.core.follower import Follower
+from penstock.core.reconcile import holds_a_record, reconcile
 from penstock.core.stage import (
     ATTEMPT,
     ERROR_LOG,
@@ -36,8 +40,12 @@ from penstock.core.stage import (
     key_of,
     short,
 )
+from penstock.core.urls import scrubbed, spoken
 
 FORMAT = 1
+
+AT_ONCE = 16
+"""Files that are flushed at once."""
 
 REPLACED = ".replaced"
 """Suffix of a sealed folder while it is built again; gone once the new one is sealed."""
@@ -54,6 +62,13 @@ class Step:
 
     stage: Stage
     path: Path
+    remote: str | None = None
+    """The URL the result is kept behind; `path` is its mirror on this machine then."""
+
+    @property
+    def where(self) -> str:
+        """Where people look for the result."""
+        return spoken(self.remote) if self.remote else str(self.path)
 
     @property
     def artifact(self) -> Artifact:
@@ -71,6 +86,12 @@ class Outcome:
     path: Path
     seconds: float
     facts: Facts
+    remote: str | None = None
+
+    @property
+    def where(self) -> str:
+        """Where people look for the result."""
+        return spoken(self.remote) if self.remote else str(self.path)
 
 
 def find(step: Step) -> dict[str, Any] | None:
@@ -117,6 +138,11 @@ def realize(
     lies there aside. `notify` receives one line for people when this call has to wait.
     """
     started = time.monotonic()
+    if step.remote:
+        try:
+            return _realize_there(step, Depot(step.remote, step.path), cache, claim, notify)
+        except OSError as error:
+            raise StageError(f"{step.path}, for {step.where}: {reason_of(error)}.") from error
     if cache == "reuse" and (manifest := find(step)):
         return _outcome(step, "cached", started, manifest["facts"])
     with _locked(step.path, notify):
@@ -129,13 +155,96 @@ def realize(
         return _rebuild(step, started, cache)
 
 
-def set_aside(folder: Path) -> Path:
-    """Rename `folder` to the first free `<name>.old-<n>` beside it, and return that."""
-    number = 1
-    while (aside := folder.with_name(f"{folder.name}.old-{number}")).exists():
-        number += 1
-    folder.rename(aside)
-    return aside
+def lookup(step: Step) -> dict[str, Any] | None:
+    """The sealed manifest of the step wherever it is kept, or None; nothing is fetched."""
+    if step.remote is None:
+        return find(step)
+    there = Depot(step.remote, step.path).manifest()
+    return there if there and there["key"] == key_of(step.stage) else None
+
+
+def obtain(step: Step, notify: Callable[[str], None] = lambda _: None) -> dict[str, Any] | None:
+    """As `find`, after fetching what is sealed behind a URL and not on this machine."""
+    if step.remote is None:
+        return find(step)
+    with _locked(step.path, notify):
+        return _obtained(step, Depot(step.remote, step.path))
+
+
+def _realize_there(
+    step: Step,
+    depot: Depot,
+    cache: Cache,
+    claim: Callable[[Step], None] | None,
+    notify: Callable[[str], None],
+) -> Outcome:
+    """Realize a step that is kept behind a URL: one machine builds, and the others fetch."""
+    started = time.monotonic()
+    with _locked(step.path, notify):
+        if cache == "reuse" and (manifest := _obtained(step, depot)):
+            return _outcome(step, "cached", started, manifest["facts"])
+        lease = depot.lease()
+        if not lease.take(lambda: cache == "reuse" and lookup(step) is not None, notify):
+            manifest = _obtained(step, depot)
+            assert manifest, "sealed a moment ago"
+            return _outcome(step, "cached", started, manifest["facts"])
+        with lease:
+            if cache == "reuse" and (manifest := _obtained(step, depot)):
+                lease.clear()
+                return _outcome(step, "cached", started, manifest["facts"])
+            outcome = _build_for(step, depot, cache, claim, notify)
+            manifest = read_manifest(step.path)
+            assert manifest, "sealed here"
+            depot.publish(manifest, lease)
+            if not step.stage.keepsakes(step.path):
+                depot.tidy(manifest)
+            return outcome
+
+
+def _build_for(
+    step: Step,
+    depot: Depot,
+    cache: Cache,
+    claim: Callable[[Step], None] | None,
+    notify: Callable[[str], None],
+) -> Outcome:
+    """Build in the mirror, unless an earlier run did and only could not send it."""
+    started = time.monotonic()
+    if cache == "reuse" and (manifest := _whole(step)):
+        return _outcome(step, "cached", started, manifest["facts"])
+    held = reconcile(depot, step.stage)
+    if claim:
+        claim(step)
+    if held not in (None, key_of(step.stage)) and not holds_a_record(depot):
+        depot.set_aside()
+    with Follower(depot, step.stage, notify):
+        if cache == "reuse":
+            return _build(step, started)
+        return _rebuild(step, started, cache)
+
+
+def _obtained(step: Step, depot: Depot) -> dict[str, Any] | None:
+    """The manifest, if the result is sealed behind the URL; its files are here then, and whole."""
+    there = depot.manifest()
+    if there is None or there["key"] != key_of(step.stage):
+        return None
+    here = _whole(step)
+    if here is None or here["files"] != there["files"]:
+        depot.fetch(there)
+        if not step.stage.keepsakes(step.path):
+            listed = {step.path / file["path"] for file in there["files"]} | {step.path / MANIFEST}
+            for path in regular_files(step.path):
+                if path not in listed:
+                    path.unlink()
+    return there
+
+
+def _whole(step: Step) -> dict[str, Any] | None:
+    """As `find`; a mirror that lacks files is no fault, for they can be had again."""
+    try:
+        return find(step)
+    except ArtifactError:
+        return None
 
 
 def lock_of(folder: Path) -> Path:
@@ -210,16 +319,14 @@ def _seal(step: Step, facts: dict[str, Any], seconds: float) -> dict[str, Any]:
     for leftover in regular_files(out):
         if leftover.suffix == PART:
             leftover.unlink()
-    files: list[dict[str, Any]] = []
-    for path in sorted(stage.owned_files(out)):
-        fsync(path)
-        files.append(
-            {
-                "path": path.relative_to(out).as_posix(),
-                "bytes": path.stat().st_size,
-                "sha256": sha256_of(path),
-            }
-        )
+    owned = sorted(stage.owned_files(out))
+    with ThreadPoolExecutor(AT_ONCE) as pool:  # together they cost little more than one
+        list(pool.map(fsync, owned))
+    # A file that is a link of one known already is not read again.
+    files = [
+        {"path": path.relative_to(out).as_posix(), "bytes": path.stat().st_size, "sha256": digest}
+        for path, digest in zip(owned, digests_of(owned), strict=True)
+    ]
     manifest = {
         "format": FORMAT,
         "stage": stage.name,
@@ -249,8 +356,9 @@ def _failure(step: Step, error: Exception, seconds: float) -> PenstockError:
     """The error a user sees; the traceback goes to the attempt's log."""
     log = step.path / ERROR_LOG
     with suppress(OSError):
-        log.write_text("".join(traceback.format_exception(error)))
-    kept = f"What it wrote is kept in {step.path}; run it again to resume."
+        log.write_text(scrubbed("".join(traceback.format_exception(error))))
+    mirror = f", for {step.where}" if step.remote else ""
+    kept = f"What it wrote is kept in {step.path}{mirror}; run it again to resume."
     text = str(error) if isinstance(error, PenstockError) else reason_of(error)
     failure = StageError(f"{step.stage.name} failed after {seconds:.0f}s: {text}\n  {kept}")
     if isinstance(error, PenstockError):
@@ -279,4 +387,5 @@ def _free_space(error: OSError) -> str:
 
 def _outcome(step: Step, status: Status, started: float, facts: Facts) -> Outcome:
     seconds = time.monotonic() - started
-    return Outcome(step.stage.name, short(key_of(step.stage)), status, step.path, seconds, facts)
+    key = short(key_of(step.stage))
+    return Outcome(step.stage.name, key, status, step.path, seconds, facts, step.remote)

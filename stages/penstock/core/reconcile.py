@@ -1,0 +1,41 @@
+"""What lies behind the URL and what lies in its mirror, before a build: who is right, and from
+where to go on. Behind the URL is the truth; the mirror may be older, or of another run.
+"""
+
+from penstock.core.depot import Depot
+from penstock.core.files import read_json, set_aside
+from penstock.core.stage import ATTEMPT, MANIFEST, Stage, key_of
+
+
+def reconcile(depot: Depot, stage: Stage) -> str | None:
+    """Make the mirror say of the folder what the URL says, and fetch the keepsakes to go on from.
+
+    Returns the key of what lies behind the URL, if something does.
+    """
+    mine = key_of(stage)
+    sealed, begun = depot.manifest(), depot.attempt()
+    there = sealed or begun
+    here = _key_here(depot)
+    if here and here != (there["key"] if there else mine):
+        set_aside(depot.folder)
+        here = None
+    if there is None:
+        return None
+    if here is None and there["key"] != mine:
+        depot.copy_record(MANIFEST if sealed else ATTEMPT, there)
+    if begun and not sealed and begun["key"] == mine:
+        names = depot.place.files()
+        depot.fetch_names(stage.wanted(names, depot.folder))
+    return there["key"]
+
+
+def holds_a_record(depot: Depot) -> bool:
+    """Whether the mirror's folder says of what it is."""
+    return _key_here(depot) is not None
+
+
+def _key_here(depot: Depot) -> str | None:
+    for name in (MANIFEST, ATTEMPT):
+        if (depot.folder / name).is_file():
+            return read_json(depot.folder / name)["key"]
+    return None

@@ -1,0 +1,101 @@
+"""Folders as the library `datasets` writes them with save_to_disk: one data set, or one a split.
+
+Their own notes say which files hold the data, and in which order. Other files in them are caches.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from penstock.core.errors import ConfigError
+
+STATE = "state.json"
+SPLITS = "dataset_dict.json"
+SPLIT = re.compile(r"\w+(\.\w+)*")
+"""A split's name, which is a folder's too: nothing that leads elsewhere."""
+
+
+@dataclass(frozen=True)
+class SavedSplit:
+    """The folder of one data set."""
+
+    folder: Path
+
+    def files(self, path: str) -> tuple[Path, ...]:
+        """Its Arrow files in order. Raises ConfigError where the notes name what is not there."""
+        state = _notes(self.folder / STATE, path)
+        if state.get("_indices_data_files"):
+            raise ConfigError(
+                f"{path} was saved as a selection from its files, by an old release of datasets.\n"
+                "  Write it again: load_from_disk(…).flatten_indices().save_to_disk(…)."
+            )
+        try:
+            names = [str(entry["filename"]) for entry in state["_data_files"]]
+        except (KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{self.folder / STATE} does not list the files of {path}.\n  Save it again."
+            ) from error
+        for name in names:
+            if not self._holds(name):
+                raise ConfigError(
+                    f"{path} is not whole: {STATE} lists {name}, which is not there.\n"
+                    "  Save it again, or copy what is missing."
+                )
+        if not names:
+            raise ConfigError(f"{path} was saved without any data.\n  Save it again.")
+        return tuple(self.folder / name for name in names)
+
+    def _holds(self, name: str) -> bool:
+        """Whether the file is there, directly in the folder: notes may come from anywhere."""
+        return Path(name).name == name and (self.folder / name).is_file()
+
+
+@dataclass(frozen=True)
+class SavedFolder:
+    """What was saved: `splits` is None for a single data set."""
+
+    root: Path
+    splits: tuple[str, ...] | None
+
+    def of_split(self, path: str, split: str | None) -> SavedSplit:
+        """The data set asked for: `train`, or the only one, where none is named."""
+        if self.splits is None:
+            if split not in (None, "train"):
+                raise ConfigError(
+                    f"split is {split!r}, but {path} was saved as a single data set.\n"
+                    "  Leave split out."
+                )
+            return SavedSplit(self.root)
+        only = self.splits[0] if len(self.splits) == 1 else None
+        wanted = split or ("train" if "train" in self.splits else only)
+        if wanted is None or wanted not in self.splits or not SPLIT.fullmatch(wanted):
+            raise ConfigError(
+                f"{path} has the splits {', '.join(self.splits)}, and split is {split!r}.\n"
+                "  Set split to one of them."
+            )
+        return SavedSplit(self.root / wanted)
+
+
+def saved_in(folder: Path) -> SavedFolder | None:
+    """What save_to_disk left in `folder`; None when it was not the one who wrote it."""
+    if (folder / SPLITS).is_file():
+        splits = _notes(folder / SPLITS, str(folder)).get("splits")
+        names = tuple(str(split) for split in cast("list[Any]", splits or []))
+        if not names or not all(SPLIT.fullmatch(name) for name in names):
+            raise ConfigError(f"{folder / SPLITS} does not list splits.\n  Save the data again.")
+        return SavedFolder(folder, names)
+    return SavedFolder(folder, None) if (folder / STATE).is_file() else None
+
+
+def _notes(file: Path, path: str) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{file} cannot be read: {error}.\n  {path} may be half written: save it again."
+        ) from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file} is not a JSON object.\n  Save {path} again.")
+    return cast("dict[str, Any]", value)

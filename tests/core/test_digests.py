@@ -1,0 +1,70 @@
+import hashlib
+import os
+
+import pytest
+
+from penstock.core import digests
+from penstock.core.digests import derived, digests_of, remember
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """The names of the files that are read."""
+    names = []
+    real = digests.sha256_of
+    monkeypatch.setattr(digests, "sha256_of", lambda path: names.append(path.name) or real(path))
+    return names
+
+
+@pytest.fixture
+def file(tmp_path):
+    """A file that was written a while ago."""
+    path = tmp_path / "a"
+    path.write_bytes(b"one")
+    os.utime(path, (1_000_000, 1_000_000))
+    return path
+
+
+def sha(content):
+    return [hashlib.sha256(content).hexdigest()]
+
+
+def test_a_file_is_read_once_under_all_its_names(file, tmp_path, read):
+    assert digests_of([file]) == sha(b"one")
+    os.link(file, tmp_path / "b")
+    moved = file.rename(tmp_path / "c")
+    assert digests_of([moved, tmp_path / "b"]) == sha(b"one") * 2
+    assert read == ["a"]
+
+
+def test_a_file_that_was_written_or_replaced_is_read_again(file, tmp_path, read):
+    digests_of([file])
+    file.write_bytes(b"two")  # as long, in place, and too young to be remembered
+    assert digests_of([file]) == digests_of([file]) == sha(b"two")
+    assert read == ["a"] * 3
+    other = tmp_path / "other"
+    other.write_bytes(b"six")
+    os.utime(other, ns=(1, file.stat().st_mtime_ns))
+    other.replace(file)  # as long and as old, but another file
+    assert digests_of([file]) == sha(b"six")
+
+
+def test_what_was_computed_elsewhere_is_not_read(file, read):
+    remember([(file, "f" * 64)])
+    assert digests_of([file]) == ["f" * 64]
+    assert read == []
+
+
+def test_what_follows_from_content_is_computed_once_and_without_a_memory_each_time(
+    tmp_path, monkeypatch
+):
+    times = []
+    assert [derived("k", lambda: times.append(1) or [1, "a"]) for _ in range(3)] == [[1, "a"]] * 3
+    assert len(times) == 1
+    (tmp_path / "file").write_text("where a folder is meant")
+    monkeypatch.setenv("PENSTOCK_CACHE_HOME", str(tmp_path / "file"))
+    assert [derived("k", lambda: times.append(1) or 5) for _ in range(2)] == [5, 5]
+    (tmp_path / "a").write_bytes(b"one")
+    assert digests_of([tmp_path / "a"]) == sha(b"one")
+    remember([(tmp_path / "a", "f" * 64)])
+    assert digests_of([tmp_path / "a"]) == sha(b"one")

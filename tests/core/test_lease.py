@@ -1,0 +1,78 @@
+"""One writer at a time, without locks and without common clocks."""
+
+import threading
+import time
+
+import pytest
+
+from penstock.core.errors import StageError
+from penstock.core.lease import Lease
+from penstock.core.place import Place
+
+
+def never() -> bool:
+    return False
+
+
+@pytest.fixture
+def in_bucket(bucket):
+    return Place.of(f"{bucket}/folder")
+
+
+@pytest.fixture
+def folder():
+    """On another kind of store, which has exclusive creation too."""
+    return Place.of(f"memory://{time.monotonic_ns()}/folder")
+
+
+def test_of_several_that_want_it_one_at_a_time_has_it(in_bucket):
+    inside, order, waits = [], [], []
+
+    def want(name):
+        lease = Lease(in_bucket, name, term=2)
+        assert lease.take(never, waits.append)
+        with lease:
+            inside.append(name)
+            assert inside == [name]
+            time.sleep(0.1)
+            lease.check()
+            assert inside == [name]
+            inside.remove(name)
+            order.append(name)
+
+    threads = [threading.Thread(target=want, args=(f"holder {n}",)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(order) == [f"holder {n}" for n in range(3)]
+    assert any("is being built on" in line for line in waits)
+
+
+def test_the_lease_of_one_who_died_is_taken_over_after_its_term_and_he_is_told(folder):
+    dead, heir = Lease(folder, "dead", term=1), Lease(folder, "heir", term=1)
+    assert dead.take(never, print)  # and is never renewed
+    began = time.monotonic()
+    assert heir.take(never, print)
+    assert time.monotonic() - began >= 1
+    heir.check()
+    with pytest.raises(StageError, match="taken over by another machine"):
+        dead.check()
+
+
+def test_a_renewed_lease_is_kept_beyond_its_term(folder):
+    alive, other = Lease(folder, "alive", term=0.8), Lease(folder, "other", term=0.8)
+    assert alive.take(never, print)
+    until = time.monotonic() + 2
+    with alive:
+        assert not other.take(lambda: time.monotonic() > until, print)
+        alive.check()
+    assert other.take(never, print)
+
+
+def test_what_the_same_mirror_left_behind_is_taken_over_at_once(in_bucket):
+    assert Lease(in_bucket, "mine", term=60).take(never, print)
+    again = Lease(in_bucket, "mine", term=60)
+    assert again.take(never, print)
+    again.clear()
+    assert in_bucket.files() == {}

@@ -1,0 +1,277 @@
+"""Results that are kept behind a URL: built once, whole or absent, resumed elsewhere."""
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from penstock.core.errors import ArtifactError, ConfigError, Interrupted
+from penstock.core.files import publishing
+from penstock.core.place import Place
+from penstock.core.stage import ATTEMPT, MANIFEST, Facts, Input, Stage, key_of
+from penstock.core.store import Step, lookup, obtain, realize
+from penstock.train.keepsakes import keepsakes_of, wanted_of
+from tests.core.toy import ALPHABET, FOUR, Letters, LettersSettings, Slowly
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+@dataclass(frozen=True)
+class Bulk(Letters):
+    """Files that take a moment to send."""
+
+    name: ClassVar[str] = "bulk"
+
+    def run(self, out: Path) -> Facts:
+        for number in range(24):
+            with publishing(out / f"{number:02}.bin") as part:
+                part.write_bytes(bytes([number]) * (4 << 20))
+        return {}
+
+
+@dataclass(frozen=True)
+class Steps(Stage):
+    """A run with a checkpoint at each of five steps, which a person may stop."""
+
+    name: ClassVar[str] = "steps"
+    version: ClassVar[int] = 1
+
+    settings: LettersSettings = FOUR
+    stop_after: int | None = None
+    journal: Path | None = None
+
+    @property
+    def inputs(self) -> Mapping[str, Input]:
+        return {"read": ALPHABET}
+
+    def run(self, out: Path) -> Facts:
+        done = [int(p.parent.name.split("_")[-1]) for p in out.glob("checkpoints/*/COMPLETE")]
+        for step in range(max(done, default=0) + 1, 6):
+            folder = out / "checkpoints" / f"global_step_{step}"
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "state").write_text(f"state {step}")
+            (folder / "COMPLETE").touch()
+            with (out / "metrics.jsonl").open("a") as stream:
+                stream.write(f"{step}\n")
+            if self.journal:
+                with self.journal.open("a") as stream:
+                    stream.write(str(step))
+            if step == self.stop_after:
+                raise Interrupted("stopped")
+        return {"steps": 5}
+
+    def keepsakes(self, out: Path) -> list[list[Path]]:
+        return keepsakes_of(out)
+
+    def wanted(self, names, out: Path) -> list[str]:
+        return wanted_of(names, out)
+
+
+@pytest.fixture
+def machine(bucket, tmp_path, monkeypatch):
+    """`machine(stage, name)` is the step of the stage on the machine called so."""
+
+    def on(stage: Stage, name: str) -> Step:
+        monkeypatch.setenv("PENSTOCK_CACHE_HOME", str(tmp_path / name))
+        return Step(stage, tmp_path / name / "mirror" / stage.name, f"{bucket}/{stage.name}")
+
+    return on
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def names_at(step: Step) -> set[str]:
+    assert step.remote
+    return set(Place.of(step.remote).files())
+
+
+def build(stage: Stage, folder: Path, url: str, home: Path, said=None) -> None:
+    """In another process, as another machine."""
+    os.environ["PENSTOCK_CACHE_HOME"] = str(home)
+    lines: list[str] = []
+    outcome = realize(Step(stage, folder, url), notify=lines.append)
+    if said:
+        said.put((outcome.status, lines))
+
+
+def test_what_one_machine_built_the_others_fetch(machine, tmp_path):
+    stage = Letters(journal=tmp_path / "journal")
+    here, there = machine(stage, "here"), None
+    outcome = realize(here)
+    assert (outcome.status, outcome.where) == ("ran", here.remote)
+    assert names_at(here) == {"a.txt", "b.txt", "c.txt", "d.txt", MANIFEST}
+    assert realize(here).status == "cached"
+    there = machine(stage, "there")
+    assert lookup(there) == json.loads((here.path / MANIFEST).read_bytes())
+    assert not there.path.exists()
+    assert realize(there).status == "cached"
+    assert content(there.path) == content(here.path)
+    assert (tmp_path / "journal").read_text() == "abcd"
+    third = machine(stage, "third")
+    assert obtain(third)
+    assert content(third.path) == content(here.path)
+
+
+@pytest.mark.slow
+def test_two_machines_at_once_do_the_work_once(machine, tmp_path):
+    stage = Letters(journal=tmp_path / "journal", before=Slowly(1.5))
+    steps = [machine(stage, name) for name in ("one", "two")]
+    said = SPAWN.Queue()
+    processes = [
+        SPAWN.Process(
+            target=build, args=(stage, step.path, step.remote, step.path.parents[1], said)
+        )
+        for step in steps
+    ]
+    for process in processes:
+        process.start()
+    told = sorted(said.get(timeout=60) for _ in processes)
+    for process in processes:
+        process.join()
+    assert [status for status, _ in told] == ["cached", "ran"]
+    assert "is being built on" in told[0][1][0]
+    assert (tmp_path / "journal").read_text() == "abcd"
+    assert content(steps[0].path) == content(steps[1].path)
+    assert names_at(steps[0]) == {"a.txt", "b.txt", "c.txt", "d.txt", MANIFEST}
+
+
+@pytest.mark.slow
+def test_killed_while_sending_it_leaves_no_manifest_and_a_rerun_sends_only_the_rest(machine):
+    stage = Bulk(before=Slowly(0))
+    step = machine(stage, "here")
+    assert step.remote
+    process = SPAWN.Process(
+        target=build, args=(step.stage, step.path, step.remote, step.path.parents[1])
+    )
+    process.start()
+    place = Place.of(step.remote)
+    while len([name for name in place.files() if name.endswith(".bin")]) < 9:
+        assert process.is_alive()
+        time.sleep(0.01)
+    os.kill(process.pid or 0, signal.SIGKILL)
+    process.join()
+    notes = step.path.with_name(".bulk.sent.json")
+    noted = json.loads(notes.read_text()) if notes.exists() else {}
+    before = {name: info["LastModified"] for name, info in place.files().items()}
+    assert MANIFEST not in before
+    time.sleep(1.1)  # S3 counts seconds
+    assert lookup(step) is None
+    began = time.monotonic()
+    assert realize(step).status == "cached"
+    assert time.monotonic() - began < 30, "its own lease need not run out"
+    assert names_at(step) == {*(f"{n:02}.bin" for n in range(24)), MANIFEST}
+    after = {name: info["LastModified"] for name, info in place.files().items()}
+    assert {name: after[name] for name in noted} == {name: before[name] for name in noted}
+    other = machine(stage, "there")
+    realize(other)
+    assert content(other.path) == content(step.path)
+
+
+def test_what_was_sent_is_not_sent_again(machine):
+    step = machine(Letters(), "here")
+    realize(step)
+    place = Place.of(step.remote or "")
+    (place / MANIFEST).delete()
+    before = {name: info["LastModified"] for name, info in place.files().items()}
+    time.sleep(1.1)  # S3 counts seconds
+    assert realize(step).status == "cached"
+    after = {name: info["LastModified"] for name, info in place.files().items()}
+    assert after.pop(MANIFEST)
+    assert after == before
+
+
+def test_a_damaged_or_dangerous_result_is_not_taken(machine):
+    step = machine(Letters(), "here")
+    realize(step)
+    place = Place.of(step.remote or "")
+    (place / "b.txt").write(b"x")
+    with pytest.raises(ArtifactError, match=r"b\.txt is not what its manifest says"):
+        realize(machine(Letters(), "there"))
+    (place / "b.txt").delete()
+    with pytest.raises(ArtifactError, match=r"sealed, but b\.txt is missing"):
+        realize(machine(Letters(), "there"))
+    manifest = json.loads((place / MANIFEST).read() or b"")
+    manifest["files"][0]["path"] = "../../escaped.txt"
+    (place / MANIFEST).write(json.dumps(manifest).encode())
+    with pytest.raises(ArtifactError, match="no name of a file below a folder"):
+        realize(machine(Letters(), "there"))
+
+
+def test_a_mirror_that_lost_files_gets_them_back(machine):
+    step = machine(Letters(), "here")
+    realize(step)
+    (step.path / "c.txt").unlink()
+    assert realize(step).status == "cached"
+    assert (step.path / "c.txt").read_text() == "c"
+
+
+def test_refreshing_replaces_what_is_there(machine, tmp_path):
+    stage = Letters(journal=tmp_path / "journal")
+    realize(machine(stage, "here"))
+    assert realize(machine(stage, "there"), cache="refresh").status == "ran"
+    assert (tmp_path / "journal").read_text() == "abcdabcd"
+    there = machine(stage, "there")
+    assert lookup(there) == json.loads((there.path / MANIFEST).read_bytes())
+    assert realize(machine(stage, "here")).status == "cached"
+
+
+def test_a_run_that_was_stopped_goes_on_from_its_newest_checkpoint_on_another_machine(
+    machine, tmp_path
+):
+    journal = tmp_path / "journal"
+    with pytest.raises(Interrupted):
+        realize(machine(Steps(stop_after=3, journal=journal), "here"))
+    step = machine(Steps(journal=journal), "there")
+    assert ATTEMPT in names_at(step)
+    assert MANIFEST not in names_at(step)
+    outcome = realize(step)
+    assert outcome.facts == {"steps": 5}
+    assert journal.read_text() == "12345"
+    assert (step.path / "metrics.jsonl").read_text() == "1\n2\n3\n4\n5\n"
+    sent = names_at(step)
+    assert {f"checkpoints/global_step_{n}/COMPLETE" for n in range(1, 6)} <= sent
+    assert {MANIFEST, "metrics.jsonl"} <= sent
+    assert ATTEMPT not in sent
+
+
+def test_a_checkpoint_whose_mark_is_not_there_is_not_gone_on_from(machine):
+    with pytest.raises(Interrupted):
+        realize(machine(Steps(stop_after=3), "here"))
+    step = machine(Steps(), "there")
+    (Place.of(step.remote or "") / "checkpoints/global_step_3/COMPLETE").delete()
+    journal = step.path.parents[1] / "journal"
+    realize(machine(Steps(journal=journal), "there"))
+    assert journal.read_text() == "345"
+
+
+def test_another_runs_folder_is_known_on_every_machine_and_can_be_moved_aside(machine, bucket):
+    with pytest.raises(Interrupted):
+        realize(machine(Steps(stop_after=2), "here"))
+    other = Steps(settings=LettersSettings(letters="z"))
+
+    def claim(step: Step) -> None:
+        held = json.loads((step.path / ATTEMPT).read_text())["key"]
+        if held != key_of(step.stage):
+            raise ConfigError("held by another")
+
+    with pytest.raises(ConfigError, match="held by another"):
+        realize(machine(other, "there"), claim=claim)
+
+    def fresh(step: Step) -> None:
+        step.path.rename(step.path.with_name("aside"))
+
+    step = machine(other, "there")
+    assert realize(step, claim=fresh).status == "ran"
+    aside = Place.of(f"{bucket}/steps.old-1").files()
+    assert "checkpoints/global_step_2/COMPLETE" in aside
+    assert ATTEMPT in aside
+    assert json.loads(Place.of(f"{bucket}/steps/{MANIFEST}").read() or b"")["key"] == key_of(other)
