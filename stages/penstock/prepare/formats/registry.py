@@ -1,24 +1,26 @@
 """The one table of formats."""
 
-from collections.abc import Callable
-
-from transformers import PreTrainedTokenizerBase
-
-from penstock.prepare.formats.chat import chat
+from penstock.config.dataset import FormatName
+from penstock.prepare.formats.alpaca import alpaca
 from penstock.prepare.formats.instruction import instruction
+from penstock.prepare.formats.kto import kto
+from penstock.prepare.formats.messages import conversation
 from penstock.prepare.formats.plain import plain
-from penstock.prepare.formats.sample import Encoder
+from penstock.prepare.formats.preference import preference
+from penstock.prepare.formats.sample import Format
+from penstock.prepare.formats.sharegpt import sharegpt
 from penstock.prepare.formats.tokenized import tokenized
-from penstock.prepare.settings import DatasetSettings
+from penstock.prepare.formats.turns import preference_turns, sft_turns
 
-FORMATS: dict[str, Callable[[DatasetSettings, PreTrainedTokenizerBase], Encoder]] = {
+FORMATS: dict[FormatName, Format] = {
     "tokenized": tokenized,
-    "chat": chat,
+    "chat": conversation,
+    "sharegpt": sharegpt,
     "instruction": instruction,
+    "alpaca": alpaca,
     "text": plain,
+    "preference": preference,
+    "kto": kto,
+    "sft_turns": sft_turns,
+    "preference_turns": preference_turns,
 }
-
-
-def encoder(settings: DatasetSettings, tokenizer: PreTrainedTokenizerBase) -> Encoder:
-    """How records of this data set become samples. Raises StageError if the tokenizer cannot."""
-    return FORMATS[settings.type](settings, tokenizer)

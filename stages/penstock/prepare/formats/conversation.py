@@ -1,0 +1,40 @@
+"""What a record says, whatever its format: a conversation, a pair of them, or a judged one.
+
+The formats that parse records end here; how it becomes text and tokens is told elsewhere.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages in the form of OpenAI's chat, exactly as a chat template gets them."""
+
+    messages: list[Message]
+    """Each has a `role` (`system`, `user`, `assistant` or `tool`) and a `content`: text, or null
+    beside the `tool_calls` of an assistant, whose `arguments` are objects."""
+
+    tools: list[dict[str, Any]] | None
+    """What the model may call, each as `{"type": "function", "function": {…}}`."""
+
+    trained: tuple[bool, ...]
+    """Whether a message may be trained, one for each. Only the assistant's are."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prompt with two answers. The prompt's messages are the same, and only answers trained."""
+
+    chosen: Conversation
+    rejected: Conversation
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A prompt and an answer, which alone is trained, with a verdict on it."""
+
+    conversation: Conversation
+    desirable: bool

@@ -1,0 +1,60 @@
+"""`kto`: a prompt, an answer, and whether it is good.
+
+The prompt and the answer have columns of their own, or a conversation ends with the answer.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.prepare.faults import BadRow, column, kind_of
+from penstock.prepare.formats.answers import (
+    Said,
+    answered,
+    conversation_of,
+    no_prompt,
+    prompt_of,
+    said_in,
+)
+from penstock.prepare.formats.conversation import Judged
+from penstock.prepare.settings import DatasetSettings
+
+GOOD = ("true", "1", "yes", "good", "desirable", "chosen")
+BAD = ("false", "0", "no", "bad", "undesirable", "rejected")
+
+
+def kto(settings: DatasetSettings, record: Mapping[str, Any]) -> Judged:
+    """A judged answer. Raises BadRow where it cannot be used."""
+    desirable = _verdict(settings.field_label, column(record, settings.field_label))
+    prompt, answer = _parted(settings, record)
+    return Judged(answered(settings, record, prompt, answer.as_answer()), desirable)
+
+
+def _verdict(name: str, value: Any) -> bool:
+    word = str(value).strip().lower() if isinstance(value, bool | int | float | str) else None
+    if word in GOOD or value == 1:
+        return True
+    if word in BAD or value == 0:
+        return False
+    said = f"{str(value)[:40]!r}" if word is not None else kind_of(value)
+    raise BadRow(
+        "bad_value", f"{name} is {said}; write true or false ({', '.join(GOOD[1:] + BAD[1:])})"
+    )
+
+
+def _parted(settings: DatasetSettings, record: Mapping[str, Any]) -> tuple[Said, Said]:
+    """Prompt and answer."""
+    name = settings.field_completion
+    asked = prompt_of(settings, record) or conversation_of(settings, record)
+    if asked and asked.is_answered and record.get(name) is None:
+        return asked.before_its_answer()
+    answer = said_in(name, column(record, name), "assistant")
+    if asked is None and not answer.is_whole:
+        raise no_prompt(settings, record)
+    if asked is None:
+        return answer.before_its_answer()
+    prompt = asked.as_prompt()
+    if not answer.is_whole:
+        return prompt, answer
+    if answer.begins_with(prompt.turns):
+        return answer.parted(len(prompt.turns))
+    raise BadRow("bad_value", f"{answer.where} does not begin with what is in {prompt.where}")

@@ -1,0 +1,253 @@
+"""Messages as OpenAI's chat has them: a role, a content, tool calls and their results.
+
+What a message has beside these is kept where it is text or JSON, since templates read more than
+one name (`name`, `tool_call_id`, `reasoning_content`); nulls are left out, since files of columns
+fill in what other messages have.
+"""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from penstock.prepare.faults import BadRow, checked_text, column, kind_of, optional_text
+from penstock.prepare.formats.calls import call_of, calls_of, tools_of
+from penstock.prepare.formats.conversation import Conversation, Message
+from penstock.prepare.formats.labels import labels_in
+from penstock.prepare.formats.values import as_text, checked_json, unpacked
+from penstock.prepare.settings import DatasetSettings
+
+OTHER_MEDIA = ("images", "image", "audio", "audios", "video", "videos")
+"""Parts of a message that are no text."""
+
+READ = frozenset(("tool_calls", "function_call", "weight"))
+"""Parts of a message that are read one by one, besides who says what."""
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """What a message calls its speaker and its words, and who the speakers are."""
+
+    role: str
+    content: str
+    roles: Mapping[str, str]
+
+
+OPENAI = Spelling(
+    "role",
+    "content",
+    {
+        "system": "system",
+        "developer": "system",
+        "user": "user",
+        "assistant": "assistant",
+        "tool": "tool",
+        "function": "tool",
+        "ipython": "tool",
+    },
+)
+"""`developer` is the newer name of `system`, `function` and `ipython` older ones of `tool`; few
+templates know them, and those that do not leave such messages out without a word."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A message and whether it may be trained."""
+
+    message: Message
+    trained: bool
+
+    @property
+    def is_answer(self) -> bool:
+        """Whether the assistant says it."""
+        return self.message["role"] == "assistant"
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether nothing is said and nothing called."""
+        content = self.message["content"]
+        return "tool_calls" not in self.message and not (content and content.strip())
+
+
+def conversation(settings: DatasetSettings, record: Mapping[str, Any]) -> Conversation:
+    """The messages in `field_messages`, or `messages`. Raises BadRow where they cannot be used."""
+    name = settings.field_messages or "messages"
+    turns = turns_of(name, column(record, name))
+    labels = record.get(settings.field_label)
+    return assembled(settings, record, _labelled(settings.field_label, labels, turns))
+
+
+def assembled(
+    settings: DatasetSettings,
+    record: Mapping[str, Any],
+    turns: Sequence[Turn],
+    system: str | None = None,
+) -> Conversation:
+    """`turns` with the tools in `field_tools`, where the record has them, and a system prompt.
+
+    The prompt is `system`, or the text in `field_system`; one that the turns begin with stays.
+    """
+    first = optional_text(record, settings.field_system) if system is None else system
+    if first and turns[0].message["role"] != "system":
+        turns = [Turn({"role": "system", "content": first}, trained=False), *turns]
+    return Conversation(
+        [turn.message for turn in turns],
+        tools_of(settings.field_tools, record.get(settings.field_tools)),
+        tuple(turn.trained for turn in turns),
+    )
+
+
+def usual_text(record: Mapping[str, Any], name: str | None, usual: str) -> str:
+    """The text in the column that is named, or in the usual one; empty if a record lacks that."""
+    return optional_text(record, name or (usual if usual in record else None))
+
+
+def turns_of(where: str, value: Any) -> list[Turn]:
+    """The messages in a list of them."""
+    return [turn_of(f"{where}[{index}]", entry) for index, entry in entries(where, value)]
+
+
+def entries(where: str, value: Any) -> list[tuple[int, Any]]:
+    """The entries of what must be a list of messages, or one as JSON text, with their places."""
+    is_blank = isinstance(value, str) and not value.strip()
+    found = [] if is_blank else unpacked(where, value)
+    if not isinstance(found, list):
+        raise BadRow("wrong_type", f"{where} is {kind_of(found)} where a list of messages is meant")
+    if not found:
+        raise BadRow("empty", f"{where} is empty")
+    return list(enumerate(found))
+
+
+def turn_of(where: str, value: Any, spelling: Spelling = OPENAI) -> Turn:
+    """One message."""
+    if not isinstance(value, dict):
+        raise BadRow("wrong_type", f"{where} is {kind_of(value)} where an object is meant")
+    role = _role(where, value, spelling)
+    message: Message = {"role": role, "content": None}
+    calls = _calls(where, value, role)
+    if calls:
+        message["tool_calls"] = calls
+    message["content"] = _content(where, value, role, spelling.content, may_lack=bool(calls))
+    if len(value) > 2:
+        message.update(_others(where, value, spelling))
+    return Turn(message, role == "assistant" and is_trained(where, value.get("weight")))
+
+
+def text_turn(role: str, text: str) -> Turn:
+    """A message of nothing but text that has been checked, trained if it is the assistant's."""
+    return Turn({"role": role, "content": text}, trained=role == "assistant")
+
+
+def is_trained(where: str, weight: Any) -> bool:
+    """What a weight of 0 or 1 says; 1 where there is none."""
+    if weight is None:
+        return True
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)):
+        raise BadRow("wrong_type", f"{where}.weight is {kind_of(weight)}; write 0 or 1")
+    if weight not in (0, 1):
+        raise BadRow(
+            "bad_value",
+            f"{where}.weight is {weight}; write 0 or 1, since a label is trained or it is not and "
+            "holds no fraction",
+        )
+    return weight == 1
+
+
+def word_of(said: str) -> str:
+    """A speaker's name as it is usually written."""
+    return said.strip().lower().replace("-", "_")
+
+
+def _labelled(where: str, value: Any, turns: list[Turn]) -> list[Turn]:
+    """`turns`, of which answers labelled 0 are not trained.
+
+    Labels are a list, or one as JSON text; a word or a number is about something else.
+    """
+    is_text = isinstance(value, str) and value.lstrip().startswith("[")
+    found = unpacked(where, value) if is_text else value
+    if not isinstance(found, list):
+        return turns
+    count = sum(turn.is_answer for turn in turns)
+    labels = iter(labels_in(where, found, count, "one for each message of the assistant's"))
+    return [
+        replace(turn, trained=next(labels) and turn.trained) if turn.is_answer else turn
+        for turn in turns
+    ]
+
+
+def _role(where: str, value: Message, spelling: Spelling) -> str:
+    if spelling.role not in value:
+        raise BadRow("missing_column", f"{where} has no {spelling.role}; it has {', '.join(value)}")
+    said = checked_text(f"{where}.{spelling.role}", value[spelling.role])
+    role = spelling.roles.get(said) or spelling.roles.get(word_of(said))
+    if role:
+        return role
+    near = difflib.get_close_matches(said, list(spelling.roles), n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(spelling.roles)}"
+    raise BadRow("bad_value", f"{where}.{spelling.role} is {said[:40]!r}{hint}")
+
+
+def _calls(where: str, value: Message, role: str) -> list[Message]:
+    calls, legacy = value.get("tool_calls"), value.get("function_call")
+    if not calls and not legacy:
+        return []
+    if role != "assistant":
+        name = "tool_calls" if calls else "function_call"
+        raise BadRow("bad_value", f"{where} has {name}, but only the assistant calls tools")
+    if calls and legacy:
+        raise BadRow("bad_value", f"{where} has both tool_calls and function_call")
+    if calls:
+        return calls_of(f"{where}.tool_calls", calls)
+    return [call_of(f"{where}.function_call", legacy)]
+
+
+def _content(where: str, value: Message, role: str, name: str, *, may_lack: bool) -> str | None:
+    content = value.get(name)
+    at = f"{where}.{name}"
+    if isinstance(content, str):
+        return checked_text(at, content)
+    if content is None and may_lack:
+        return None
+    if name not in value:
+        raise BadRow("missing_column", f"{where} has no {name}; it has {', '.join(value)}")
+    if isinstance(content, list) and (role != "tool" or _are_texts(content)):
+        return "".join(_part(f"{at}[{index}]", part) for index, part in enumerate(content))
+    if role == "tool" and content is not None:
+        return as_text(at, content)
+    raise BadRow("wrong_type", f"{at} is {kind_of(content)} where a string is meant")
+
+
+def _are_texts(content: list[Any]) -> bool:
+    """Whether a list is the parts of a message, rather than a result of a tool."""
+    return bool(content) and all(map(_is_text, content))
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and "text" in part
+
+
+def _part(where: str, part: Any) -> str:
+    if _is_text(part):
+        return checked_text(f"{where}.text", part["text"])
+    if isinstance(part, dict) and "type" in part:
+        kind = str(part["type"])[:40]
+        raise BadRow("bad_value", f"{where} is of type {kind!r}; only 'text' can be trained on")
+    raise BadRow("wrong_type", f"{where} is {kind_of(part)} where a part of a message is meant")
+
+
+def _others(where: str, value: Message, spelling: Spelling) -> Message:
+    kept: Message = {}
+    for name, entry in value.items():
+        if entry is None or name in READ or name in (spelling.role, spelling.content):
+            continue
+        if name in OTHER_MEDIA:
+            if entry:
+                raise BadRow("bad_value", f"{where} has {name}; only text can be trained on")
+            continue
+        kept[name] = checked_json(f"{where}.{name}", entry)
+    if "reasoning_content" in kept:
+        checked_text(f"{where}.reasoning_content", kept["reasoning_content"])
+    for name in ("role", "content"):
+        if name in kept:
+            raise BadRow("bad_value", f"{where} has both {name} and {spelling.role}")
+    return kept
