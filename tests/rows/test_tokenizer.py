@@ -8,7 +8,8 @@ from transformers import AutoTokenizer
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.core.source import BUILTIN_TOKENIZER_VERSION
 from penstock.core.stage import digest_of
-from penstock.rows.tokenizer import BYTES_VOCAB_SIZE, byte_tokenizer, load_tokenizer
+from penstock.rows.byte_vocabulary import BYTES_VOCAB_SIZE
+from penstock.rows.tokenizer import byte_tokenizer, load_tokenizer
 
 TOKENIZER: Any = byte_tokenizer()
 CHAT = [

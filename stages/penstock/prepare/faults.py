@@ -3,7 +3,7 @@
 import difflib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 Reason = Literal[
@@ -14,9 +14,11 @@ Reason = Literal[
     "template",
     "empty",
     "no_trained_tokens",
+    "same_answers",
+    "too_long",
 ]
 
-DROPPED = ("empty", "no_trained_tokens")
+DROPPED = ("empty", "no_trained_tokens", "same_answers", "too_long")
 """Reasons that leave a record out without blaming the data for it."""
 
 SAMPLES_KEPT = 10
@@ -26,9 +28,10 @@ class BadRow(Exception):  # noqa: N818 - a fact about a record; it never leaves 
     """The record cannot become a sample."""
 
     def __init__(self, reason: Reason, why: str) -> None:
-        super().__init__(why)
+        # A name out of a record may be no text, and reasons are written to files.
+        self.why = why.encode(errors="backslashreplace").decode()
         self.reason: Reason = reason
-        self.why = why
+        super().__init__(self.why)
 
 
 def column(record: Mapping[str, Any], name: str) -> Any:
@@ -49,6 +52,8 @@ def checked_text(where: str, value: Any) -> str:
     """`value`, found at `where`, which must be a string that UTF-8 can hold."""
     if not isinstance(value, str):
         raise BadRow("wrong_type", f"{where} is {kind_of(value)} where a string is meant")
+    if value.isascii():
+        return value
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -72,13 +77,33 @@ def kind_of(value: Any) -> str:
     )
 
 
+def sized(value: Any) -> str:
+    """What a value is, with its length or itself where that is short."""
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    return str(value) if isinstance(value, int | float) else kind_of(value)
+
+
 @dataclass
 class Tally:
-    """What became of a run of records."""
+    """What became of a run of records. All of it is a function of their content."""
 
     records: int = 0
     rows: int = 0
+    """Samples."""
+    tokens: int = 0
+    """Tokens of all samples, of a pair on both sides."""
+    trained_tokens: int = 0
+    """Those of them that are trained. The first one of a sample is the target of none."""
     truncated: int = 0
+    """Samples that lost tokens to `max_seq_len`."""
+    tokens_cut: int = 0
+    """The tokens they lost, those of dropped turns with them."""
+    turns_dropped: int = 0
+    """Whole turns that were taken out of conversations to make them fit."""
+    lengths: Counter[str] = field(default_factory=Counter)
+    """Samples by length, as `rows.schema.histogram` tells it; a pair is as long as its longer
+    side."""
     left_out: Counter[str] = field(default_factory=Counter)
     samples: list[dict[str, Any]] = field(default_factory=list)
     """The first few that were left out: file, line, reason (a word), why (a sentence)."""
@@ -98,30 +123,28 @@ class Tally:
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON, read back by `of_json`."""
-        return {
-            "records": self.records,
-            "rows": self.rows,
-            "truncated": self.truncated,
-            "left_out": dict(sorted(self.left_out.items())),
-            "samples": self.samples,
-        }
+        counts = {name: getattr(self, name) for name in _COUNTS}
+        by_key = {name: dict(sorted(getattr(self, name).items())) for name in _COUNTERS}
+        return {**counts, **by_key, "samples": self.samples}
 
     @classmethod
     def of_json(cls, value: Mapping[str, Any]) -> "Tally":
         """A tally as it was written."""
-        return cls(**{**value, "left_out": Counter(value["left_out"])})
+        return cls(**{**value, **{name: Counter(value[name]) for name in _COUNTERS}})
 
     @classmethod
     def total(cls, tallies: Iterable["Tally"]) -> "Tally":
         """Several tallies as one."""
         total = cls()
         for tally in tallies:
-            total.records += tally.records
-            total.rows += tally.rows
-            total.truncated += tally.truncated
-            total.left_out += tally.left_out
+            for name in (*_COUNTS, *_COUNTERS):
+                setattr(total, name, getattr(total, name) + getattr(tally, name))
             total.samples = (total.samples + tally.samples)[:SAMPLES_KEPT]
         return total
+
+
+_COUNTERS = ("lengths", "left_out")
+_COUNTS = tuple(f.name for f in fields(Tally) if f.name not in (*_COUNTERS, "samples"))
 
 
 def listed(samples: Sequence[Mapping[str, Any]]) -> str:

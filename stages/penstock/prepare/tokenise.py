@@ -1,133 +1,80 @@
 """One slice: records in, samples out, as an Arrow file beside a tally of what became of them."""
 
-from collections.abc import Iterator
-from itertools import islice
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from penstock.core.errors import StageError
-from penstock.core.files import publishing, read_json, write_json
-from penstock.prepare.faults import BadRow, Tally, column
-from penstock.prepare.formats.sample import Encoder, Sample
-from penstock.prepare.read import BATCH, Record, open_hub, read_builtin, read_file, read_hub
-from penstock.prepare.slices import Piece, Slice
-from penstock.rows.schema import PREPARED
+from penstock.core.files import publishing
+from penstock.prepare.encode.backends import Disagreement
+from penstock.prepare.encode.encoder import Encoder, Samples
+from penstock.prepare.encode.flat import Flat
+from penstock.prepare.faults import Tally
+from penstock.prepare.records import Batch
+from penstock.prepare.slices import Slice
+from penstock.rows.schema import PREPARED_OF, histogram
+
+Read = Callable[[], Iterable[Batch]]
+"""Reads the records of a slice, from the first one each time it is called."""
 
 
-def tokenise(item: Slice, encode: Encoder, target: Path) -> Tally:
-    """Write the slice to `target`, then its tally beside it; together they mark it finished.
+def tokenise(item: Slice, encode: Encoder, target: Path, read: Read) -> Tally:
+    """Write the slice to `target`, and return what became of its records.
 
     All records are written in the order of the source, but for those that are left out. `row` is
     the place of the record in the slice, left-out records counted. Raises StageError when a file
-    breaks off or holds nothing.
+    breaks off.
     """
-    tally = Tally()
     with publishing(target) as part:
-        with pa.OSFile(str(part), "wb") as sink, pa.ipc.new_file(sink, PREPARED) as writer:
-            records = _records(item)
-            while batch := list(islice(records, BATCH)):
-                writer.write_batch(_encoded(item, encode, batch, tally))
-        if not tally.records and any(piece.stop is None for piece in item.pieces):
-            raise StageError(
-                f"{item.pieces[0].name} (of {item.label}) holds no records.\n"
-                "  Remove it from data.datasets, or fill it."
-            )
-        write_json(tally_of(target), tally.as_json())
+        try:
+            tally = _written(item, encode, part, read)
+        except Disagreement:
+            # The library that was found out is not used again, nor is what it gave.
+            tally = _written(item, encode, part, read)
     return tally
 
 
-def tally_of(target: Path) -> Path:
-    """Where the tally of the slice at `target` lies."""
-    return target.with_suffix(".json")
+def _written(item: Slice, encode: Encoder, part: Path, read: Read) -> Tally:
+    tally = Tally()
+    schema = PREPARED_OF[item.settings.kind]
+    with pa.OSFile(str(part), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+        for batch in read():
+            samples = encode(batch.values)
+            first = tally.records
+            tally.records += len(batch.values)
+            for place, fault in sorted(samples.faults.items()):
+                tally.leave_out(batch.file, batch.line(place), fault)
+            _count(samples, tally)
+            writer.write_batch(_columns(samples, first, item.label, schema))
+    return tally
 
 
-def finished(target: Path) -> Tally | None:
-    """The tally of a slice that an earlier attempt has finished."""
-    if not target.is_file():
-        return None
-    return Tally.of_json(read_json(tally_of(target)))
+def _count(samples: Samples, tally: Tally) -> None:
+    lengths = [side.lengths for side in samples.sides]
+    tally.rows += len(samples.records)
+    tally.tokens += int(sum(each.sum() for each in lengths))
+    tally.trained_tokens += int(sum(side.trained().sum() for side in samples.sides))
+    tally.lengths += Counter(histogram(np.max(lengths, axis=0)))
+    tally.truncated += samples.cuts.samples
+    tally.tokens_cut += samples.cuts.tokens
+    tally.turns_dropped += samples.cuts.turns
 
 
-def _records(item: Slice) -> Iterator[Record]:
-    for piece in item.pieces:
-        yield from islice(_open(piece, item.settings.ds_type), piece.start, piece.stop)
-
-
-def _open(piece: Piece, ds_type: str | None) -> Iterator[Record]:
-    if piece.path:
-        return read_file(piece.path, piece.name, ds_type)
-    if piece.kind == "builtin":
-        return read_builtin(piece.name)
-    pin = piece.pin
-    data = open_hub(pin["repo"], pin["commit"], pin["name"], pin["split"], pin["data_files"])
-    return read_hub(data, piece.name)
-
-
-def _encoded(item: Slice, encode: Encoder, batch: list[Record], tally: Tally) -> pa.RecordBatch:
-    values = [_selected(record.value, item.columns) for record in batch]
-    encoded = iter(encode([value for value in values if not isinstance(value, BadRow)]))
-    rows: list[int] = []
-    samples: list[Sample] = []
-    for record, value in zip(batch, values, strict=True):
-        row = tally.records
-        tally.records += 1
-        sample = value if isinstance(value, BadRow) else next(encoded)
-        kept = _kept(sample, item.settings.max_seq_len, tally)
-        if isinstance(kept, BadRow):
-            tally.leave_out(record.file, record.line, kept)
-        else:
-            rows.append(row)
-            samples.append(kept)
-    tally.rows += len(samples)
-    return _batch(samples, rows, item.label)
-
-
-def _selected(
-    value: dict[str, Any] | BadRow, columns: tuple[str, ...] | None
-) -> dict[str, Any] | BadRow:
-    if columns is None or isinstance(value, BadRow):
-        return value
-    try:
-        return {name: column(value, name) for name in columns}
-    except BadRow as fault:
-        return fault
-
-
-def _kept(sample: Sample | BadRow, max_tokens: int | None, tally: Tally) -> Sample | BadRow:
-    if isinstance(sample, BadRow):
-        return sample
-    length = len(sample.input_ids)
-    if not length:
-        return BadRow("empty", "it has no tokens")
-    if max_tokens and length > max_tokens:
-        sample = sample.cut(max_tokens)
-        if not sample.is_trained:
-            why = f"nothing to train in its first {max_tokens} of {length} tokens (max_seq_len)"
-            return BadRow("no_trained_tokens", why)
-        tally.truncated += 1
-    if not sample.is_trained:
-        return BadRow("no_trained_tokens", f"none of its {length} tokens is trained")
-    return sample
-
-
-def _batch(samples: list[Sample], rows: list[int], label: str) -> pa.RecordBatch:
-    ends = np.cumsum([0, *(len(sample.input_ids) for sample in samples)], dtype=np.int32)
-    offsets = pa.array(ends, pa.int32())
-    empty = [np.empty(0, dtype=np.int32)]
-    ids = np.concatenate([sample.input_ids for sample in samples] or empty)
-    labels = np.concatenate([sample.labels for sample in samples] or empty)
-    sources = pa.DictionaryArray.from_arrays(
-        pa.array(np.zeros(len(samples), dtype=np.int32)), pa.array([label], pa.string())
+def _columns(samples: Samples, first: int, label: str, schema: pa.Schema) -> pa.RecordBatch:
+    columns: list[pa.Array] = [column for side in samples.sides for column in _lists(side)]
+    if "desirable" in schema.names:
+        columns.append(pa.array(samples.desirable, pa.bool_()))
+    columns.append(
+        pa.DictionaryArray.from_arrays(
+            pa.array(np.zeros(len(samples.records), dtype=np.int32)), pa.array([label], pa.string())
+        )
     )
-    return pa.RecordBatch.from_arrays(
-        [
-            pa.ListArray.from_arrays(offsets, pa.array(ids)),
-            pa.ListArray.from_arrays(offsets, pa.array(labels)),
-            sources,
-            pa.array(rows, pa.int64()),
-        ],
-        schema=PREPARED,
-    )
+    columns.append(pa.array(first + np.array(samples.records, dtype=np.int64)))
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _lists(side: Flat) -> Sequence[pa.Array]:
+    offsets = pa.array(side.offsets.astype(np.int32))
+    return [pa.ListArray.from_arrays(offsets, pa.array(v)) for v in (side.ids, side.labels)]

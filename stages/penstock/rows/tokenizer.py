@@ -3,18 +3,10 @@
 from pathlib import Path
 
 from huggingface_hub.errors import HfHubHTTPError
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from penstock.core.errors import CapabilityError, ConfigError
-
-END_OF_TEXT = "<|endoftext|>"
-TURN_START = "<|im_start|>"
-TURN_END = "<|im_end|>"
-
-BYTES_VOCAB_SIZE = 259
-"""256 bytes (the id of a byte is its value), then end of text, turn start, turn end."""
+from penstock.rows.byte_vocabulary import END_OF_TEXT, TURN_END, byte_library_tokenizer
 
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
@@ -37,15 +29,8 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
 
     A turn's end is the end-of-sequence token; padding is the end-of-text token.
     """
-    vocabulary = {character: byte for byte, character in bytes_to_unicode().items()}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(
-        [AddedToken(token, special=True) for token in (END_OF_TEXT, TURN_START, TURN_END)]
-    )
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+        tokenizer_object=byte_library_tokenizer(),
         eos_token=TURN_END,
         pad_token=END_OF_TEXT,
         clean_up_tokenization_spaces=False,

@@ -1,0 +1,114 @@
+"""Many token sequences, with their labels, in one buffer."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.rows.schema import IGNORED
+
+Ids = npt.NDArray[np.int32]
+Mask = npt.NDArray[np.bool_]
+Places = npt.NDArray[np.int64]
+Labelled = tuple[Ids, Ids]
+"""Ids and labels of one sequence."""
+
+
+@dataclass(slots=True, eq=False)
+class Flat:
+    """Sequence `i` is `ids[offsets[i]:offsets[i + 1]]`, as are its labels, -100 where untrained."""
+
+    ids: Ids
+    labels: Ids
+    offsets: Places
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @classmethod
+    def of_all(cls, sequences: Sequence[Labelled]) -> "Flat":
+        """Separate sequences in one."""
+        nothing = [np.empty(0, dtype=np.int32)]
+        return cls(
+            np.concatenate(nothing + [ids for ids, _ in sequences]),
+            np.concatenate(nothing + [labels for _, labels in sequences]),
+            ends_of([len(ids) for ids, _ in sequences]),
+        )
+
+    @property
+    def lengths(self) -> Places:
+        """Tokens of every sequence."""
+        return np.diff(self.offsets)
+
+    def __getitem__(self, index: int) -> Labelled:
+        place = slice(self.offsets[index], self.offsets[index + 1])
+        return self.ids[place], self.labels[place]
+
+    def prompts(self) -> Places:
+        """Tokens of every sequence before its first trained one; all where none is trained."""
+        trained = np.flatnonzero(self.labels != IGNORED)
+        following = np.append(trained, len(self.ids))[np.searchsorted(trained, self.offsets[:-1])]
+        return np.minimum(following, self.offsets[1:]) - self.offsets[:-1]
+
+    def trained(self) -> Places:
+        """Trained tokens of every sequence. The first is the target of none, so never trained."""
+        before = ends_of(self.labels != IGNORED)
+        starts = np.minimum(self.offsets[:-1] + 1, self.offsets[1:])
+        return before[self.offsets[1:]] - before[starts]
+
+    def replaced(self, others: Mapping[int, Labelled]) -> "Flat":
+        """The same with other sequences in the places that are named."""
+        if not others:
+            return self
+        ids: list[Ids] = []
+        labels: list[Ids] = []
+        lengths = self.lengths
+        start = 0
+        for index in sorted(others):
+            stop = self.offsets[index]
+            ids += [self.ids[start:stop], others[index][0]]
+            labels += [self.labels[start:stop], others[index][1]]
+            lengths[index] = len(others[index][0])
+            start = self.offsets[index + 1]
+        return Flat(
+            np.concatenate([*ids, self.ids[start:]]),
+            np.concatenate([*labels, self.labels[start:]]),
+            ends_of(lengths),
+        )
+
+    def kept(self, wanted: Sequence[int]) -> "Flat":
+        """Some of the sequences, in the order of their places."""
+        if len(wanted) == len(self):
+            return self
+        nothing = np.empty(0, dtype=np.int32)
+        dropped = set(range(len(self))).difference(wanted)
+        emptied = self.replaced(dict.fromkeys(dropped, (nothing, nothing)))
+        return Flat(emptied.ids, emptied.labels, ends_of(self.lengths[list(wanted)]))
+
+    def framed(self, before: Labelled, after: Labelled) -> "Flat":
+        """Every sequence with tokens, and their labels, put before and after it."""
+        ahead, behind = len(before[0]), len(after[0])
+        if not (ahead or behind):
+            return self
+        offsets = ends_of(self.lengths + (ahead + behind))
+        is_own = np.ones(offsets[-1], dtype=np.bool_)
+        places = [offsets[:-1] + i for i in range(ahead)]
+        places += [offsets[1:] - behind + i for i in range(behind)]
+        is_own[np.concatenate(places)] = False
+        found: list[Ids] = []
+        for own, first, last in zip((self.ids, self.labels), before, after, strict=True):
+            values = np.empty(offsets[-1], dtype=np.int32)
+            values[is_own] = own
+            for place, value in zip(places, [*first, *last], strict=True):
+                values[place] = value
+            found.append(values)
+        return Flat(found[0], found[1], offsets)
+
+
+def ends_of(lengths: npt.ArrayLike) -> Places:
+    """Offsets of sequences that have these lengths."""
+    sizes = np.asarray(lengths)
+    offsets = np.zeros(len(sizes) + 1, dtype=np.int64)
+    np.cumsum(sizes, out=offsets[1:])
+    return offsets

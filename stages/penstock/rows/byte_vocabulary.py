@@ -1,0 +1,28 @@
+"""The built-in vocabulary: raw UTF-8 bytes and the marks of ChatML turns. No transformers."""
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+END_OF_TEXT = "<|endoftext|>"
+TURN_START = "<|im_start|>"
+TURN_END = "<|im_end|>"
+
+BYTES_VOCAB_SIZE = 259
+"""256 bytes (the id of a byte is its value), then end of text, turn start, turn end."""
+
+_PRINTED = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+"""Bytes that the alphabet of byte-level tokenizers spells as the character of the same number."""
+
+
+def byte_library_tokenizer() -> Tokenizer:
+    """A tokenizer of raw bytes with ChatML's marks, as the package `tokenizers` knows it."""
+    others = (byte for byte in range(256) if byte not in _PRINTED)
+    spelled = {byte: chr(byte) for byte in _PRINTED}
+    spelled.update((byte, chr(256 + place)) for place, byte in enumerate(others))
+    vocabulary = {character: byte for byte, character in spelled.items()}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True) for token in (END_OF_TEXT, TURN_START, TURN_END)]
+    )
+    return tokenizer
