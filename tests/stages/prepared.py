@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,10 @@ def texts(count: int, word: str = "t") -> list[dict[str, str]]:
 def prepare(
     *datasets: tuple[Any, dict[str, Any]],
     test: Sequence[tuple[Any, dict[str, Any]]] = (),
+    avoid: Sequence[tuple[Any, dict[str, Any]]] = (),
     tokenizer: str = "builtin:bytes",
     num_proc: int = 1,
+    slices: Path | None = None,
     **settings: Any,
 ) -> Prepare:
     """The stage for (path, settings) pairs."""
@@ -41,20 +44,24 @@ def prepare(
         settings=PrepareSettings(
             datasets=tuple(DatasetSettings(**its) for _, its in datasets),
             test_datasets=tuple(DatasetSettings(**its) for _, its in test),
+            decontaminate_datasets=tuple(DatasetSettings(**its) for _, its in avoid),
             **settings,
         ),
         sources=tuple(pin_data(str(path), ds_type=its.get("ds_type")) for path, its in datasets),
         test_sources=tuple(pin_data(str(path)) for path, _ in test),
+        decontaminate_sources=tuple(pin_data(str(path)) for path, _ in avoid),
         tokenizer=pin_tokenizer(tokenizer),
         tokenizer_path=tokenizer,
         num_proc=num_proc,
+        slices_path=slices,
     )
 
 
 def run(stage: Prepare, out: Path) -> tuple[Artifact, Facts]:
-    """Run the stage into a folder."""
+    """Run the stage into a folder; with slices of its own, unless the stage says where they lie."""
     out.mkdir(parents=True, exist_ok=True)
-    facts = stage.run(out)
+    slices = stage.slices_path or out.with_name(f"{out.name}.slices")
+    facts = replace(stage, slices_path=slices).run(out)
     return Artifact("prepare", key_of(stage), out), facts
 
 

@@ -20,6 +20,9 @@ configs:
   data_files:
   - {split: train, path: first.jsonl}
   - {split: test, path: held.jsonl}
+- config_name: third
+  data_files:
+  - {split: test, path: held.jsonl}
 - config_name: second
   data_files: second.jsonl
 ---
@@ -47,6 +50,7 @@ def hub_data(tmp_path, monkeypatch):
         ({"name": "first"}, "first"),
         ({"name": "second"}, "second"),
         ({"name": "first", "split": "test"}, "held"),
+        ({"name": "third"}, "held"),
         ({"data_files": "held.jsonl"}, "held"),
     ],
 )
@@ -92,8 +96,7 @@ class Pool(ThreadPoolExecutor):
 
     sizes: list[int]
 
-    def __init__(self, size, mp_context):
-        del mp_context
+    def __init__(self, size, *_):
         self.sizes.append(size)
         super().__init__(size)
 
@@ -103,6 +106,7 @@ def test_slices_are_spread_over_as_many_processes_as_written(
     num_proc, sizes, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(workers, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(workers, "WORTH_A_PROCESS", 1)
     monkeypatch.setattr(Pool, "sizes", [], raising=False)
     paths = [write_lines(tmp_path / f"{name}.jsonl", texts(4, name)) for name in "abc"]
     stage = prepare(*((path, TEXT) for path in paths), num_proc=num_proc)

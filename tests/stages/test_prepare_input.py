@@ -1,11 +1,17 @@
+import bz2
+import gzip
 import json
+import lzma
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from penstock.core.errors import StageError
-from penstock.prepare import read
+from penstock.core.errors import ConfigError, StageError
+from penstock.core.source import pin_data
+from penstock.prepare import read_document
+from penstock.prepare.opened import SourceFile
 from tests.stages.prepared import prepare, run, said, table_of, texts, write_lines
 
 TEXT = {"type": "text"}
@@ -23,33 +29,58 @@ def write_arrow(path, opened):
         writer.write_table(table, max_chunksize=2)
 
 
+TEXTS = "\n".join(record["text"] for record in RECORDS)
+LINES = "\n\n".join(json.dumps(r) for r in RECORDS).encode()
+
+
+def write_zst(path):
+    with pa.CompressedOutputStream(str(path), "zstd") as stream:
+        stream.write(LINES[:50])
+    with pa.OSFile(str(path), "ab") as end, pa.CompressedOutputStream(end, "zstd") as stream:
+        stream.write(LINES[50:])  # a second frame, as parallel compressors write them
+
+
+def saved():
+    return datasets.Dataset.from_list([{"text": "not meant"}, *RECORDS]).select(range(1, 6))
+
+
 WRITERS = {
-    "a.jsonl": lambda p: p.write_text("\n\n".join(json.dumps(r) for r in RECORDS)),
+    "a.jsonl": lambda p: p.write_bytes(LINES),
+    "a.ndjson": lambda p: p.write_bytes(b"\xef\xbb\xbf" + LINES),
+    "a.jsonl.gz": lambda p: p.write_bytes(gzip.compress(LINES[:50]) + gzip.compress(LINES[50:])),
+    "a.json.bz2": lambda p: p.write_bytes(bz2.compress(json.dumps(RECORDS).encode())),
+    "a.jsonl.xz": lambda p: p.write_bytes(lzma.compress(LINES)),
+    "a.jsonl.zst": write_zst,
     "a.json": lambda p: p.write_text(json.dumps(RECORDS, indent=2)),
     "lines.json": lambda p: write_lines(p, RECORDS),
     "a.csv": write_csv,
     "a.parquet": lambda p: pq.write_table(pa.Table.from_pylist(RECORDS), p, row_group_size=2),
     "file.arrow": lambda p: write_arrow(p, pa.ipc.new_file),
     "stream.arrow": lambda p: write_arrow(p, pa.ipc.new_stream),
-    "a.txt": lambda p: p.write_text("\r\n".join(r["text"] for r in RECORDS)),
+    "a.txt": lambda p: p.write_text(TEXTS.replace("\n", "\r\n"), "utf-8-sig"),
+    "a.txt.gz": lambda p: p.write_bytes(
+        gzip.compress("\n".join(r["text"] for r in RECORDS).encode())
+    ),
+    "saved": lambda p: saved().save_to_disk(p, num_shards=3),
+    "splits": lambda p: datasets.DatasetDict({"test": saved(), "train": saved()}).save_to_disk(p),
 }
 
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_every_kind_of_file_gives_the_same_samples(tmp_path, name):
     WRITERS[name](tmp_path / name)
-    run(prepare((tmp_path / name, TEXT), num_dataset_shards_to_save=2), tmp_path / "out")
+    run(prepare((tmp_path / name, TEXT)), tmp_path / "out")
     assert said(table_of(tmp_path / "out")) == [record["text"] for record in RECORDS]
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
 def test_a_json_document_is_read_alike_in_chunks_of_any_size(tmp_path, monkeypatch, chunk):
-    monkeypatch.setattr(read, "CHUNK", chunk)
+    monkeypatch.setattr(read_document, "CHUNK", chunk)
     path = tmp_path / "a.json"
     path.write_text(json.dumps(RECORDS, indent=1))
-    found = list(read.read_file(path, "a.json", None))
-    assert [record.value for record in found] == RECORDS
-    assert [record.line for record in found] == [2, 5, 8, 11, 14]
+    [found] = read_document.json_document(SourceFile("a.json", path))
+    assert found.values() == RECORDS
+    assert found.places == [2, 5, 8, 11, 14]
 
 
 BROKEN = {
@@ -61,6 +92,9 @@ BROKEN = {
     "open.json": (b'[{"text": "a"},\n{"text": "b"}', "breaks off at line 2"),
     "bad.json": (b'[{"text": "a"},\n{"text" "b"}]', r"bad\.json:2: not JSON"),
     "bad.csv": (b'text\n"a\n', r"bad\.csv:\d: not CSV"),
+    "cut.jsonl.gz": (gzip.compress(LINES)[:-9], r"cut\.jsonl\.gz cannot be decompressed as gzip"),
+    "cut.jsonl.xz": (lzma.compress(LINES)[:-9], r"cut\.jsonl\.xz cannot be decompressed as xz"),
+    "not.jsonl.zst": (LINES, r"not\.jsonl\.zst cannot be decompressed as zstd"),
 }
 
 
@@ -71,6 +105,30 @@ def test_a_file_that_cannot_be_read_on_is_named(tmp_path, name):
     with pytest.raises(StageError, match=says):
         run(prepare((tmp_path / name, TEXT)), tmp_path / "out")
     assert not (tmp_path / "out" / "data").exists()
+
+
+def test_what_save_to_disk_wrote_is_read_as_its_notes_say(tmp_path):
+    saved().save_to_disk(tmp_path / "a", num_shards=3)
+    (tmp_path / "a" / "cache-1.arrow").write_bytes(b"a cache of the library, no data")
+    names = [f"data-0000{n}-of-00003.arrow" for n in range(3)]
+    assert [path.name for path in pin_data(str(tmp_path / "a")).paths] == names
+    state = json.loads((tmp_path / "a" / "state.json").read_text())
+    (tmp_path / "a" / "state.json").write_text(
+        json.dumps({**state, "_indices_data_files": [{"filename": "indices.arrow"}]})
+    )
+    with pytest.raises(ConfigError, match="flatten_indices"):
+        pin_data(str(tmp_path / "a"))
+    datasets.DatasetDict({"one": saved(), "two": saved()}).save_to_disk(tmp_path / "b")
+    assert pin_data(str(tmp_path / "b"), split="two").paths[0].parent.name == "two"
+    with pytest.raises(ConfigError, match=r"has the splits one, two.*\n.*Set split"):
+        pin_data(str(tmp_path / "b"))
+    (tmp_path / "b" / "dataset_dict.json").write_text('{"splits": ["..", "one"]}')
+    with pytest.raises(ConfigError, match="does not list splits"):
+        pin_data(str(tmp_path / "b"))
+    (tmp_path / "b" / "dataset_dict.json").write_text('{"splits": ["one"]}')
+    (tmp_path / "b" / "one" / "data-00000-of-00001.arrow").unlink()
+    with pytest.raises(ConfigError, match="not whole"):
+        pin_data(str(tmp_path / "b"), split="one")
 
 
 def test_a_truncated_parquet_file_is_named(tmp_path):

@@ -1,35 +1,50 @@
-"""plan.json: which slices make up each split, in which order, and what became of every record.
+"""plan.json: what every file of each split holds, how samples are mixed, and what became of every
+record.
 
-It is written when all data lies in place, and the stage's facts are a function of it alone.
+It is written when all data lies in place. It is a function of content and settings alone, and the
+stage's facts are a function of it.
 """
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from penstock.core.errors import StageError
 from penstock.prepare.faults import Tally, listed
+from penstock.prepare.features import LONGEST, TOKENS, TRAINED, Array, Features
+from penstock.prepare.mix import mixing_of
+from penstock.prepare.select import Selection
 from penstock.prepare.settings import PrepareSettings
-from penstock.prepare.slices import Slice
-from penstock.prepare.split import Finished, target_of
-from penstock.rows.reader import flat, map_batches
-from penstock.rows.schema import IGNORED, SPLITS, histogram
+from penstock.prepare.slices import Finished, Slice
+from penstock.prepare.split import DataFile, Share, files_of, path_in
+from penstock.rows.order import drawn
+from penstock.rows.schema import SPLITS, histogram
 
-FORMAT = 1
+FORMAT = 2
+
+SECTIONS = {"train": "datasets", "validation": "test_datasets", "avoid": "decontaminate_datasets"}
 
 
-def plan_of(finished: Sequence[Finished], settings: PrepareSettings, out: Path) -> dict[str, Any]:
-    """The plan of the data that lies below `out/data`."""
+def plan_of(
+    finished: Sequence[Finished], selection: Selection, settings: PrepareSettings
+) -> dict[str, Any]:
+    """The plan of the data that `publish_splits` lays out."""
+    files = files_of(finished, selection, settings)
+    shares = [share for of_split in files.values() for file in of_split for share in file.shares]
+    entries = {share.entry[0].key: share.entry for share in shares if not share.is_whole}
+    counts = dict(zip(entries, Features().counts(list(entries.values())), strict=True))
+    splits = {
+        split: [_entry(path_in(split, file), file, counts) for file in files[split]]
+        for split in SPLITS
+    }
     return {
         "format": FORMAT,
-        "order": {
-            "seed": settings.seed,
-            "shuffle_before_merging_datasets": settings.shuffle_before_merging_datasets,
-            "shuffle_merged_datasets": settings.shuffle_merged_datasets,
-        },
-        "splits": {split: _entries(split, finished, out) for split in SPLITS},
+        "kind": settings.kind,
+        "mix": asdict(mixing_of(settings)),
+        "splits": splits,
         "slices": [
             {
                 "key": item.key,
@@ -38,27 +53,39 @@ def plan_of(finished: Sequence[Finished], settings: PrepareSettings, out: Path) 
                 "label": item.label,
                 "pieces": [piece.as_json() for piece in item.pieces],
                 "tally": tally.as_json(),
+                "dropped": dict(sorted(dropped.items())),
             }
-            for item, _, tally in finished
+            for (item, _, tally), dropped in zip(finished, selection.dropped, strict=True)
         ],
+        "sources": _sources(finished, splits, settings),
+        "examples": list(selection.examples),
     }
 
 
 def facts_of(plan: dict[str, Any]) -> dict[str, Any]:
     """What people look for in prepared data; lengths are in powers of two, inclusive."""
     splits: dict[str, list[dict[str, Any]]] = plan["splits"]
-    tally = Tally.total(Tally.of_json(item["tally"]) for item in plan["slices"])
+    # Data to be avoided is read, but it is not what was prepared.
+    slices = [item for item in plan["slices"] if item["role"] != "avoid"]
+    tally = Tally.total(Tally.of_json(item["tally"]) for item in slices)
+    dropped = sum((Counter(item["dropped"]) for item in slices), tally.left_out)
     return {
+        "kind": plan["kind"],
         **{
             name: {split: sum(entry[name] for entry in splits[split]) for split in SPLITS}
             for name in ("rows", "tokens", "trained_tokens")
         },
-        "lengths": {split: _merged([e["lengths"] for e in splits[split]]) for split in SPLITS},
+        "lengths": {split: _merged(e["lengths"] for e in splits[split]) for split in SPLITS},
         "records": tally.records,
         "truncated": tally.truncated,
-        "dropped": dict(sorted(tally.left_out.items())),
-        "dropped_samples": tally.samples,
-        "sources": _sources(plan["slices"]),
+        "tokens_cut": tally.tokens_cut,
+        "turns_dropped": tally.turns_dropped,
+        "dropped": dict(sorted(dropped.items())),
+        "dropped_samples": [*tally.samples, *plan["examples"]],
+        "sources": plan["sources"],
+        "mix_strategy": plan["mix"]["strategy"],
+        "samples_per_epoch": sum(s["drawn"] for s in plan["sources"] if s["role"] == "train"),
+        "epochs": plan["mix"]["epochs"],
     }
 
 
@@ -73,7 +100,12 @@ def check_sources(finished: Sequence[Finished], settings: PrepareSettings) -> No
 
 def _check(item: Slice, tally: Tally, settings: PrepareSettings) -> None:
     allowed = settings.bad_rows_allowed
-    place = f"{item.label} (data.{'' if item.role == 'train' else 'test_'}datasets.{item.dataset})"
+    place = f"{item.label} (data.{SECTIONS[item.role]}.{item.dataset})"
+    if not tally.records:
+        raise StageError(
+            f"{place} holds no records.\n  Leave it out, fill it, or use another piece (shards, "
+            "dataset_shard_num)."
+        )
     if tally.bad > allowed * tally.records:
         share = tally.bad / tally.records
         raise StageError(
@@ -89,57 +121,87 @@ def _check(item: Slice, tally: Tally, settings: PrepareSettings) -> None:
         )
 
 
-def _entries(split: str, finished: Sequence[Finished], out: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    for item, _, _ in finished:
-        path = target_of(out, split, item)
-        if path.is_file():
-            name = path.relative_to(out).as_posix()
-            found.append({"file": name, "dataset": item.dataset, **_measured(path)})
-    return found
-
-
-def _measured(path: Path) -> dict[str, Any]:
-    """Counts of one file. The first token of a sample is the target of none, so never trained."""
-    lengths: list[np.ndarray] = [np.empty(0, dtype=np.int64)]
-    trained = 0
-    for batch in map_batches(path):
-        labels, offsets = flat(batch.column("labels"))
-        is_trained = labels != IGNORED
-        is_trained[offsets[:-1]] = False
-        trained += int(is_trained.sum())
-        lengths.append(np.diff(offsets))
-    sizes = np.concatenate(lengths)
+def _entry(path: str, file: DataFile, counts: Mapping[str, Array]) -> dict[str, Any]:
+    parts = [(share, _measured(share, counts)) for share in file.shares]
     return {
-        "rows": len(sizes),
-        "tokens": int(sizes.sum()),
-        "trained_tokens": trained,
-        "lengths": histogram(sizes),
+        "file": path,
+        "content": file.content,
+        **{name: sum(its[name] for _, its in parts) for name in ("rows", "tokens")},
+        "trained_tokens": sum(its["trained_tokens"] for _, its in parts),
+        "lengths": _merged(its["lengths"] for _, its in parts),
+        "parts": [
+            {
+                "slice": share.entry[0].key,
+                "dataset": share.entry[0].dataset,
+                **{name: its[name] for name in ("rows", "tokens", "trained_tokens")},
+            }
+            for share, its in parts
+        ],
     }
 
 
-def _merged(histograms: list[dict[str, int]]) -> dict[str, int]:
-    buckets = sorted({int(upper) for counts in histograms for upper in counts})
-    return {str(b): sum(counts.get(str(b), 0) for counts in histograms) for b in buckets}
+def _measured(share: Share, counts: Mapping[str, Array]) -> dict[str, Any]:
+    item, _, tally = share.entry
+    if share.is_whole:
+        return {
+            "rows": tally.rows,
+            "tokens": tally.tokens,
+            "trained_tokens": tally.trained_tokens,
+            "lengths": dict(tally.lengths),
+        }
+    its = counts[item.key][:, share.start : share.stop]
+    its = its if share.keep is None else its[:, share.keep]
+    return {
+        "rows": its.shape[1],
+        "tokens": int(its[TOKENS].sum(dtype=np.int64)),
+        "trained_tokens": int(its[TRAINED].sum(dtype=np.int64)),
+        "lengths": histogram(its[LONGEST]),
+    }
 
 
-def _sources(slices: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _merged(histograms: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: Counter[int] = Counter()
+    for counts in histograms:
+        total.update({int(upper): count for upper, count in counts.items()})
+    return {str(upper): total[upper] for upper in sorted(total)}
+
+
+def _sources(
+    finished: Sequence[Finished], splits: dict[str, list[dict[str, Any]]], settings: PrepareSettings
+) -> list[dict[str, Any]]:
+    """What every source gave: `samples` with their tokens to its own split, and if it is trained
+    on, `held_out` samples to validation and `drawn` ones, a `share` of all, to an epoch."""
     found: dict[tuple[str, int], dict[str, Any]] = {}
-    for item in slices:
-        tally = Tally.of_json(item["tally"])
-        entry = found.setdefault(
-            (item["role"], item["dataset"]),
-            {
-                "role": item["role"],
-                "label": item["label"],
-                "slices": 0,
-                "records": 0,
-                "rows": 0,
-                "bad": 0,
-            },
-        )
+    for item, _, tally in finished:
+        entry = found.setdefault((item.role, item.dataset), _source(item))
         entry["slices"] += 1
         entry["records"] += tally.records
         entry["rows"] += tally.rows
         entry["bad"] += tally.bad
+    role_of = {item.key: item.role for item, _, _ in finished}
+    for split in SPLITS:
+        for part in (part for entry in splits[split] for part in entry["parts"]):
+            source = found[role_of[part["slice"]], part["dataset"]]
+            if split == "validation" and role_of[part["slice"]] == "train":
+                source["held_out"] += part["rows"]
+                continue
+            source["samples"] += part["rows"]
+            source["tokens"] += part["tokens"]
+            source["trained_tokens"] += part["trained_tokens"]
+    sizes = [
+        found["train", of]["samples"] if ("train", of) in found else 0
+        for of in range(len(settings.datasets))
+    ]
+    counts = drawn(sizes, mixing_of(settings))
+    for of, count in enumerate(counts):
+        if ("train", of) in found:
+            found["train", of]["drawn"] = count
+            found["train", of]["share"] = round(count / sum(counts), 6)
     return list(found.values())
+
+
+def _source(item: Slice) -> dict[str, Any]:
+    counted = ("slices", "records", "rows", "bad", "samples", "tokens", "trained_tokens")
+    named = {"role": item.role, "dataset": item.dataset, "label": item.label}
+    found = {**named, **dict.fromkeys(counted, 0)}
+    return {**found, "held_out": 0, "drawn": 0, "share": 0.0} if item.role == "train" else found

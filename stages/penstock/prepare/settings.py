@@ -5,39 +5,63 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from penstock.config.base import Settings
+from penstock.config.dataset import KIND_OF_FORMAT, FileKind, FormatName, Kind
 
-FileKind = Literal["json", "csv", "parquet", "arrow", "text"]
+MixStrategy = Literal["concat", "random", "interleave_under", "interleave_over"]
 
 
 class DatasetSettings(Settings):
-    """How the records of one source become samples. Which records those are is in its pin."""
+    """How the records of one source become samples: all of it is identity of a slice.
 
-    type: Literal["tokenized", "chat", "instruction", "text"] = "tokenized"
-    """What a record holds."""
+    Which records those are is in the source's pin. The fields are those of the configuration, where
+    they are explained; those of the section `data` are the same for all sources.
+    """
 
+    type: FormatName = "tokenized"
     ds_type: FileKind | None = None
-    """Format of the files; told from their names where unset."""
-
     max_seq_len: int | None = Field(default=None, gt=0)
-    """Samples are cut to this many tokens, keeping their start."""
+    shards: int | None = Field(default=None, gt=0)
+    shards_idx: int | None = Field(default=None, ge=0)
+    preprocess_shards: int | None = Field(default=None, gt=0)
+    streaming: bool = False
 
-    field_messages: str = "messages"
-    """`chat`: the column with the list of messages."""
-
+    field_messages: str | None = None
+    field_tools: str = "tools"
     field_instruction: str = "instruction"
-    """`instruction`: the column with the question."""
-
     field_input: str | None = None
-    """`instruction`: an optional column with context for the question."""
-
     field_output: str = "output"
-    """`instruction`: the column with the answer."""
-
     field_system: str | None = None
-    """`chat` and `instruction`: an optional column with the system prompt."""
-
     field_text: str = "text"
-    """`text`: the column with the text."""
+    field_prompt: str = "prompt"
+    field_chosen: str = "chosen"
+    field_rejected: str = "rejected"
+    field_completion: str = "completion"
+    field_label: str = "label"
+
+    truncation_mode: Literal["keep_start", "keep_end", "drop", "drop_turns"] = "keep_start"
+    max_prompt_len: int | None = Field(default=None, gt=0)
+    train_on_prompt: bool = False
+    train_on_turns: Literal["all", "last"] = "all"
+    add_eos: bool = True
+    mask_eos_in_loss: bool = False
+    dataset_shard_num: int | None = Field(default=None, gt=0)
+    dataset_shard_idx: int | None = Field(default=None, ge=0)
+    """Set for training sources only."""
+
+    @property
+    def kind(self) -> Kind:
+        """What its samples are for."""
+        return KIND_OF_FORMAT.get(self.type, "sft")
+
+
+class MixSettings(Settings):
+    """How much of one source is used. It decides no slice, so changing it tokenises nothing."""
+
+    weight: float = Field(default=1.0, ge=0)
+    """Share in the mix, relative to the other sources."""
+
+    max_samples: int | None = Field(default=None, gt=0)
+    """The first so many samples only."""
 
 
 class PrepareSettings(Settings):
@@ -48,6 +72,33 @@ class PrepareSettings(Settings):
 
     test_datasets: tuple[DatasetSettings, ...] = ()
     """One for each validation source, in the order of the sources."""
+
+    decontaminate_datasets: tuple[DatasetSettings, ...] = ()
+    """One for each source that must not be trained on."""
+
+    mix: tuple[MixSettings, ...] = ()
+    """One for each training source; empty: all of each, equally weighted."""
+
+    test_mix: tuple[MixSettings, ...] = ()
+    """One for each validation source; only `max_samples` matters there."""
+
+    mix_strategy: MixStrategy = "concat"
+    """How training sources are put together."""
+
+    samples_per_epoch: int | None = Field(default=None, gt=0)
+    """`random`: samples in an epoch; unset: as many as there are."""
+
+    epochs: int = Field(default=1, gt=0)
+    """`random`: epochs that are drawn, one after another; 1 for every other strategy."""
+
+    deduplicate: Literal["exact", "near"] | None = None
+    """Which repeated training samples are left out."""
+
+    near_duplicate_threshold: float = Field(default=0.8, gt=0, le=1)
+    """`near`: the Jaccard similarity from which on samples are repeated."""
+
+    decontaminate_ngram: int = Field(default=13, gt=0)
+    """Tokens in a row shared with `decontaminate_datasets` that leave a sample out."""
 
     select_columns: tuple[str, ...] | None = None
     """The only columns a record may use; a record that lacks one of them is unusable."""
@@ -62,10 +113,15 @@ class PrepareSettings(Settings):
     """Shuffle each source before they are put together."""
 
     num_dataset_shards_to_save: int | None = Field(default=None, gt=0)
-    """Slices of training data in all; unset: one for each file."""
+    """Files of training data in all; unset: one for each slice."""
 
     bad_rows_allowed: float = Field(default=0.0, ge=0, le=1)
     """The share of a source's records that may be unusable."""
 
     seed: int = 42
     """Decides the validation samples and the order of all others."""
+
+    @property
+    def kind(self) -> Kind:
+        """What the samples are for; all sources agree."""
+        return self.datasets[0].kind

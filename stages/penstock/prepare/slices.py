@@ -1,81 +1,103 @@
-"""The unit of preparing: a run of consecutive records of one source, named by its content.
+"""The unit of preparing: records of one source that are tokenised together, named by content.
 
 A slice's key holds everything that decides its samples: the tokenizer, the data set's settings, and
-the digests and record ranges of what it reads. Seeds, shuffles and validation are not in it.
+digests of what it reads. Seeds, shuffles, weights and validation are not in it, nor how many
+records come before it, so that a slice outlives most changes of a run.
+
+Which records are used is decided here too, in a way that loses and repeats none: of every slice,
+each `shards`th record is one piece's, and of those each `dataset_shard_num`th. Where the count
+begins follows from the slice's content, so that the remainders of many slices are spread evenly.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from penstock.core.errors import StageError
 from penstock.core.stage import Source, digest_of, short
-from penstock.prepare.read import count_records, open_hub, read_builtin
+from penstock.prepare.chunks import records_in
+from penstock.prepare.faults import Tally
+from penstock.prepare.pieces import Piece, pieces_of
 from penstock.prepare.settings import DatasetSettings, PrepareSettings
 
-FORMAT = 1
+FORMAT = 2
 """Raised when the same records and settings must give other samples."""
 
-Role = Literal["train", "validation"]
+CHOOSING = {
+    "shards",
+    "shards_idx",
+    "preprocess_shards",
+    "streaming",
+    "dataset_shard_num",
+    "dataset_shard_idx",
+}
+"""Settings that say which records are read; a slice's key tells those themselves."""
 
-
-@dataclass(frozen=True)
-class Piece:
-    """Records `start` to `stop` (to the end: None) of one file, hub data set or built-in set."""
-
-    kind: Literal["files", "hub", "builtin"]
-    name: str
-    pin: dict[str, Any]
-    path: Path | None = None
-    start: int = 0
-    stop: int | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """Identity: where the file lies is left out."""
-        return {"name": self.name, "pin": self.pin, "start": self.start, "stop": self.stop}
+Role = Literal["train", "validation", "avoid"]
+"""What a slice is for; what `avoid` holds must not be trained on."""
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Consecutive records of data set number `dataset` of the sources of its role."""
+    """Records of data set number `dataset` of the sources of its role."""
 
     key: str
+    """16 hex digits, unlike those of any other slice of the run."""
+    content: str
+    """16 hex digits by which runs share it; the same as `key` unless its source is listed twice."""
     role: Role
     dataset: int
     label: str
     settings: DatasetSettings
     columns: tuple[str, ...] | None
     pieces: tuple[Piece, ...]
+    first: int = 0
+    """Place of the first record that is used, in all pieces together."""
+    step: int = 1
+    """From there on each so-manieth is."""
 
     @property
     def file(self) -> str:
-        """What its Arrow file is called."""
+        """What its Arrow file is called in an artifact."""
         return f"slice-{self.key}.arrow"
+
+    @property
+    def num_bytes(self) -> int:
+        """How much work it is, about."""
+        return sum(piece.num_bytes for piece in self.pieces)
+
+
+Finished = tuple[Slice, Path, Tally]
+"""A slice, where its tokenised file lies, and what became of its records."""
 
 
 def plan_slices(
     settings: PrepareSettings,
     train: Sequence[Source],
     validation: Sequence[Source],
+    avoid: Sequence[Source],
     tokenizer: Source,
+    *,
+    token: bool | None = None,
 ) -> list[Slice]:
-    """All slices, training first, in the order of the sources and of their records."""
-    pieces = [_pieces(source) for source in train]
-    if settings.num_dataset_shards_to_save is None:
-        runs = [[(piece,) for piece in of_source] for of_source in pieces]
-    else:
-        runs = _cut(pieces, settings.datasets, settings.num_dataset_shards_to_save)
-    planned = [
-        _slice("train", index, train[index], settings.datasets[index], settings, tokenizer, run)
-        for index, of_source in enumerate(runs)
-        for run in of_source
+    """All slices, training first, in the order of the sources and of their records.
+
+    Training sources of weight 0 have none. Raises StageError for a file that is empty or not of its
+    kind, CapabilityError for a hub data set that cannot be fetched (with or without `token`).
+    """
+    weights = [mix.weight for mix in settings.mix] or [1.0] * len(train)
+    roles: list[tuple[Role, Sequence[Source], tuple[DatasetSettings, ...]]] = [
+        ("train", train, settings.datasets),
+        ("validation", validation, settings.test_datasets),
+        ("avoid", avoid, settings.decontaminate_datasets),
     ]
-    planned += [
-        _slice("validation", index, source, its, settings, tokenizer, (piece,))
-        for index, (source, its) in enumerate(zip(validation, settings.test_datasets, strict=True))
-        for piece in _pieces(source)
+    planned = [
+        _slice(role, index, source, its, settings, tokenizer, pieces)
+        for role, sources, all_of_them in roles
+        for index, (source, its) in enumerate(zip(sources, all_of_them, strict=True))
+        if role != "train" or weights[index]
+        for pieces in _runs(source, its, token)
     ]
     return _told_apart(planned)
 
@@ -84,6 +106,17 @@ def label_of(source: Source) -> str:
     """What people call the data set."""
     pin = source.pin
     return str(pin[{"files": "label", "hub": "repo", "builtin": "name"}[pin["kind"]]])
+
+
+def share_of(slices: Sequence[Slice], index: int, count: int) -> list[Slice]:
+    """The slices that share `index` of `count` does: every one is in exactly one share.
+
+    They are dealt by size, back and forth, so that shares are of about the same work.
+    """
+    once = {item.content: item for item in slices}
+    by_size = sorted(once.values(), key=lambda item: (-item.num_bytes, item.content))
+    turn = [*range(count), *reversed(range(count))]
+    return [item for place, item in enumerate(by_size) if turn[place % len(turn)] == index]
 
 
 def _slice(
@@ -96,17 +129,33 @@ def _slice(
     pieces: tuple[Piece, ...],
 ) -> Slice:
     label = label_of(source)
+    held = digest_of([piece.as_json() for piece in pieces])
+    first, step = _chosen(its, held)
     key = digest_of(
         {
             "format": FORMAT,
             "tokenizer": tokenizer.key,
-            "settings": its.model_dump(mode="json"),
+            "settings": its.model_dump(mode="json", exclude=CHOOSING),
             "columns": settings.select_columns,
             "label": label,
-            "pieces": [piece.as_json() for piece in pieces],
+            "holds": held,
+            "records": [first, step],
         }
     )
-    return Slice(key, role, dataset, label, its, settings.select_columns, pieces)
+    columns = settings.select_columns
+    return Slice(short(key), short(key), role, dataset, label, its, columns, pieces, first, step)
+
+
+def _chosen(its: DatasetSettings, held: str) -> tuple[int, int]:
+    """The first record that is used and the step to the next.
+
+    Record j is of piece (j + a) mod `shards`; of that piece's records, number k is of piece
+    (k + b) mod `dataset_shard_num`.
+    """
+    pieces, parts = its.shards or 1, its.dataset_shard_num or 1
+    j = ((its.shards_idx or 0) - int(held[:8], 16)) % pieces
+    k = ((its.dataset_shard_idx or 0) - int(held[8:16], 16)) % parts
+    return j + pieces * k, pieces * parts
 
 
 def _told_apart(slices: list[Slice]) -> list[Slice]:
@@ -114,74 +163,32 @@ def _told_apart(slices: list[Slice]) -> list[Slice]:
     seen: Counter[str] = Counter()
     found: list[Slice] = []
     for item in slices:
-        again = seen[item.key]
-        seen[item.key] += 1
-        key = digest_of([item.key, again]) if again else item.key
-        found.append(replace(item, key=short(key)))
+        again = seen[item.content]
+        seen[item.content] += 1
+        key = short(digest_of([item.content, again])) if again else item.content
+        found.append(replace(item, key=key))
     return found
 
 
-def _pieces(source: Source) -> list[Piece]:
-    pin = dict(source.pin)
-    if pin["kind"] == "files":
-        return [
-            Piece("files", file["name"], {"sha256": file["sha256"]}, path)
-            for file, path in zip(pin["files"], source.paths, strict=True)
-        ]
-    return [Piece(pin["kind"], label_of(source), pin)]
+def _runs(source: Source, its: DatasetSettings, token: bool | None) -> list[tuple[Piece, ...]]:
+    """The pieces of each slice: one, or as many as make `preprocess_shards` slices in all."""
+    pieces = pieces_of(source, ds_type=its.ds_type, streaming=its.streaming, token=token)
+    if its.preprocess_shards is None:
+        return [(piece,) for piece in pieces]
+    counts = [records_in(piece, token) for piece in pieces]
+    return [_run(pieces, counts, n, its.preprocess_shards) for n in range(its.preprocess_shards)]
 
 
-def _cut(
-    pieces: list[list[Piece]], datasets: Sequence[DatasetSettings], wanted: int
-) -> list[list[tuple[Piece, ...]]]:
-    """Exactly `wanted` runs of records in all, each source having its share of them."""
-    counts = [
-        [_count(piece, its) for piece in of_source]
-        for of_source, its in zip(pieces, datasets, strict=True)
-    ]
-    shares = _shares([sum(of_source) for of_source in counts], wanted)
-    return [
-        _runs(of_source, of_counts, share)
-        for of_source, of_counts, share in zip(pieces, counts, shares, strict=True)
-    ]
-
-
-def _shares(totals: list[int], wanted: int) -> list[int]:
-    """`wanted` parts among sources by their size, at least one each, largest remainder first."""
-    if wanted < len(totals):
-        raise StageError(
-            f"{len(totals)} data sets cannot be saved in {wanted} slices, for a slice holds one.\n"
-            f"  Set data.num_dataset_shards_to_save to {len(totals)} or more."
-        )
-    spare = wanted - len(totals)
-    exact = [spare * total / max(1, sum(totals)) for total in totals]
-    shares = [1 + int(share) for share in exact]
-    by_remainder = sorted(range(len(totals)), key=lambda i: (int(exact[i]) - exact[i], i))
-    for index in by_remainder[: wanted - sum(shares)]:
-        shares[index] += 1
-    return shares
-
-
-def _runs(pieces: list[Piece], counts: list[int], share: int) -> list[tuple[Piece, ...]]:
+def _run(pieces: list[Piece], counts: list[int], number: int, of: int) -> tuple[Piece, ...]:
+    """The pieces of run `number`: its share of the records, in order, even to within one."""
     total = sum(counts)
-    runs: list[tuple[Piece, ...]] = []
-    for number in range(share):
-        first, last = total * number // share, total * (number + 1) // share
-        run: list[Piece] = []
-        start = 0
-        for piece, count in zip(pieces, counts, strict=True):
-            low, high = max(first - start, 0), min(last - start, count)
-            if low < high:
-                run.append(replace(piece, start=low, stop=high))
-            start += count
-        runs.append(tuple(run))
-    return runs
-
-
-def _count(piece: Piece, its: DatasetSettings) -> int:
-    if piece.path:
-        return count_records(piece.path, piece.name, its.ds_type)
-    if piece.kind == "builtin":
-        return sum(1 for _ in read_builtin(piece.name))
-    pin = piece.pin
-    return len(open_hub(pin["repo"], pin["commit"], pin["name"], pin["split"], pin["data_files"]))
+    first, last = total * number // of, total * (number + 1) // of
+    run: list[Piece] = []
+    start = 0
+    for piece, count in zip(pieces, counts, strict=True):
+        low, high = max(first - start, 0), min(last - start, count)
+        if low < high:
+            size = piece.num_bytes * (high - low) // count
+            run.append(replace(piece, start=low, stop=high, num_bytes=size))
+        start += count
+    return tuple(run)

@@ -1,93 +1,252 @@
-"""Finished slices to `data/train` and `data/validation`; a sample lies in one of the two."""
+"""The files of `data/train` and `data/validation`: what each holds, and writing it.
+
+A slice that is stored whole is a link to the cache. What is stored in part is written anew, unless
+a sealed artifact beside this one holds the same samples already.
+"""
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from penstock.core.errors import StageError
-from penstock.core.files import publishing
-from penstock.prepare.faults import Tally
+from penstock.core.digests import digests_of
+from penstock.core.files import publishing, read_json
+from penstock.core.stage import MANIFEST, digest_of, short
+from penstock.prepare.choice import Mask
+from penstock.prepare.select import Selection
 from penstock.prepare.settings import PrepareSettings
-from penstock.prepare.slices import Slice
-from penstock.rows.order import Indices, validation_rows
+from penstock.prepare.slices import Finished
+from penstock.rows.prepared import PLAN
 from penstock.rows.reader import map_batches
-from penstock.rows.schema import PREPARED
+from penstock.rows.schema import PREPARED_OF, SPLITS
 
-Finished = tuple[Slice, Path, Tally]
-"""A slice, where its tokenised file lies, and what became of its records."""
+FORMAT = 1
+"""Raised when the same samples must be laid into batches otherwise."""
+
+BATCH_SAMPLES = 1000
+BATCH_BYTES = 32 << 20
+"""A record batch is written when it holds so many samples or bytes."""
 
 
-def publish_splits(finished: Sequence[Finished], settings: PrepareSettings, out: Path) -> None:
-    """Write every slice's part of each split below `out/data`, skipping those that are there.
+@dataclass(frozen=True)
+class Share:
+    """What a file holds of one slice: of its samples `start` to `stop`, those that `keep` says
+    (None: all)."""
 
-    A training slice keeps its file even when nothing is left in it. Raises StageError when
-    validation would leave nothing to train on.
-    """
-    total = sum(tally.rows for item, _, tally in finished if item.role == "train")
-    chosen = validation_rows(total, settings.val_set_size, settings.seed)
-    if len(chosen) >= total:
-        raise StageError(
-            f"Validation takes {len(chosen)} samples, and there are {total} in all.\n"
-            f"  Set data.val_set_size ({settings.val_set_size}) lower."
-        )
-    start = 0
-    for item, staged, tally in finished:
-        if item.role == "validation":
-            _whole(staged, target_of(out, "validation", item))
+    entry: Finished
+    start: int
+    stop: int
+    keep: Mask | None
+
+    def __len__(self) -> int:
+        return self.stop - self.start if self.keep is None else int(self.keep.sum())
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the slice."""
+        return self.keep is None and (self.start, self.stop) == (0, self.entry[2].rows)
+
+    def as_json(self) -> list[Any]:
+        """What decides its samples."""
+        mask = None if self.keep is None else blake2b(np.packbits(self.keep).tobytes()).hexdigest()
+        return [self.entry[0].key, self.start, self.stop, mask]
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """One file of a split, and what it holds, in order."""
+
+    name: str
+    content: str
+    """A digest of what it holds: files of the same content have the same bytes."""
+    shares: tuple[Share, ...]
+
+    @property
+    def is_slice(self) -> bool:
+        """Whether it is one slice whole."""
+        return len(self.shares) == 1 and self.shares[0].is_whole
+
+
+def files_of(
+    finished: Sequence[Finished], selection: Selection, settings: PrepareSettings
+) -> dict[str, list[DataFile]]:
+    """The files of each split: one for each slice that is not empty, or for training as many as
+    `num_dataset_shards_to_save`, as long as there are so many samples."""
+    shares: dict[str, list[Share]] = {split: [] for split in SPLITS}
+    for entry, part in zip(finished, selection.parts, strict=True):
+        for split, mask in zip(SPLITS, (part.train, part.validation), strict=True):
+            share = Share(entry, 0, entry[2].rows, mask)
+            if len(share):
+                shares[split].append(share)
+    files = {split: [_of_slice(share) for share in shares[split]] for split in SPLITS}
+    if settings.num_dataset_shards_to_save is not None:
+        files["train"] = _cut(shares["train"], settings.num_dataset_shards_to_save)
+    return files
+
+
+def publish_splits(
+    finished: Sequence[Finished], selection: Selection, settings: PrepareSettings, out: Path
+) -> None:
+    """Write the files of both splits below `out/data`, skipping those that are there."""
+    partial: list[tuple[DataFile, Path]] = []
+    for split, files in files_of(finished, selection, settings).items():
+        for file in files:
+            target = out / path_in(split, file)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if target.exists():
+                continue
+            if file.is_slice:
+                link(file.shares[0].entry[1], target)
+            else:
+                partial.append((file, target))
+    same = _sealed(out, {file.content for file, _ in partial}) if partial else {}
+    for file, target in partial:
+        if file.content in same:
+            link(same[file.content], target)
+        else:
+            _write(file, PREPARED_OF[settings.kind], target)
+
+
+def path_in(split: str, file: DataFile) -> str:
+    """Where a file lies in the artifact."""
+    return f"data/{split}/{file.name}"
+
+
+def link(source: Path, target: Path) -> None:
+    """Publish `source` as `target` too: as a hard link, or as a copy where there are none."""
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        return
+    except OSError:  # a file system without links, or the limit of links to one file
+        with publishing(target) as part:
+            shutil.copyfile(source, part)
+
+
+def _of_slice(share: Share) -> DataFile:
+    return DataFile(f"slice-{share.entry[0].key}.arrow", _content([share]), (share,))
+
+
+def _content(shares: Sequence[Share]) -> str:
+    return short(digest_of([FORMAT, *(share.as_json() for share in shares)]))
+
+
+def _cut(shares: Sequence[Share], wanted: int) -> list[DataFile]:
+    """All samples in order, in `wanted` files of as many samples each (or one more)."""
+    total = sum(map(len, shares))
+    count = min(wanted, total)
+    bounds = [total * number // count for number in range(count + 1)]
+    starts = np.cumsum([0, *map(len, shares)]).tolist()
+    found: list[DataFile] = []
+    number = 0
+    for low, high in pairwise(bounds):
+        its: list[Share] = []
+        while starts[number + 1] <= low:
+            number += 1
+        for at in range(number, len(shares)):
+            if starts[at] >= high:
+                break
+            first, last = max(low - starts[at], 0), min(high - starts[at], len(shares[at]))
+            its.append(_part_of(shares[at], first, last))
+        content = _content(its)
+        found.append(DataFile(f"slice-{content}.arrow", content, tuple(its)))
+    return found
+
+
+def _part_of(share: Share, first: int, last: int) -> Share:
+    """Samples `first` to `last` of those that the share keeps."""
+    if share.keep is None:
+        return Share(share.entry, share.start + first, share.start + last, None)
+    kept = np.flatnonzero(share.keep)
+    start, stop = int(kept[first]), int(kept[last - 1]) + 1
+    return Share(share.entry, share.start + start, share.start + stop, share.keep[start:stop])
+
+
+def _sealed(out: Path, wanted: set[str]) -> dict[str, Path]:
+    """Files of sealed artifacts beside `out` that hold what is wanted, by content, and are still
+    what they were when they were sealed. What cannot be read is passed over."""
+    found: dict[str, tuple[Path, str]] = {}
+    for manifest in sorted(out.parent.glob(f"*/{MANIFEST}")):
+        folder = manifest.parent
+        if "." in folder.name:
+            continue  # set aside, in order to be built again
+        try:
+            sealed = {file["path"]: file["sha256"] for file in read_json(manifest)["files"]}
+            if digests_of([folder / PLAN]) != [sealed[PLAN]]:
+                continue
+            splits = read_json(folder / PLAN)["splits"]
+            for entry in (entry for split in SPLITS for entry in splits[split]):
+                path = folder / entry["file"]
+                if entry["content"] in wanted and path.is_file():
+                    found[entry["content"]] = (path, sealed[entry["file"]])
+        except (OSError, ValueError, KeyError, TypeError):
             continue
-        inside = chosen[(chosen >= start) & (chosen < start + tally.rows)] - start
-        start += tally.rows
-        if not len(inside):
-            _whole(staged, target_of(out, "train", item))
-            continue
-        is_chosen = np.zeros(tally.rows, dtype=bool)
-        is_chosen[inside] = True
-        _filtered(staged, ~is_chosen, target_of(out, "train", item))
-        _filtered(staged, is_chosen, target_of(out, "validation", item))
+    digests = digests_of(path for path, _ in found.values())
+    return {
+        content: path
+        for (content, (path, sealed)), digest in zip(found.items(), digests, strict=True)
+        if digest == sealed
+    }
 
 
-def target_of(out: Path, split: str, item: Slice) -> Path:
-    """Where a slice's part of a split lies."""
-    return out / "data" / split / item.file
-
-
-def write_batches(target: Path, batches: Sequence[pa.RecordBatch]) -> None:
-    """Publish prepared samples as one Arrow file."""
+def _write(file: DataFile, schema: pa.Schema, target: Path) -> None:
     with (
         publishing(target) as part,
         pa.OSFile(str(part), "wb") as sink,
-        pa.ipc.new_file(sink, PREPARED) as writer,
+        pa.ipc.new_file(sink, schema) as writer,
     ):
-        for batch in batches:
+        for batch in _batches(file, schema):
             writer.write_batch(batch)
 
 
-def _filtered(
-    staged: Path, keep: "np.ndarray[tuple[int], np.dtype[np.bool_]]", target: Path
-) -> None:
-    if target.exists():
-        return
-    batches = map_batches(staged)
-    starts: Indices = np.cumsum([0, *(batch.num_rows for batch in batches)], dtype=np.int64)
-    write_batches(
-        target,
-        [
-            batch.filter(pa.array(keep[start : start + batch.num_rows]))
-            for batch, start in zip(batches, starts.tolist(), strict=False)
-        ],
+def _batches(file: DataFile, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    """The file's samples in batches that are neither tiny nor larger than memory likes."""
+    labels = list(dict.fromkeys(share.entry[0].label for share in file.shares))
+    held: list[pa.RecordBatch] = []
+    for share in file.shares:
+        number = labels.index(share.entry[0].label)
+        for kept in _kept(share):
+            held.append(_relabelled(kept, number, labels, schema))
+            samples, size = sum(b.num_rows for b in held), sum(b.nbytes for b in held)
+            if samples >= BATCH_SAMPLES or size >= BATCH_BYTES:
+                yield _joined(held)
+                held = []
+    if held:
+        yield _joined(held)
+
+
+def _kept(share: Share) -> Iterator[pa.RecordBatch]:
+    at = 0
+    for batch in map_batches(share.entry[1]):
+        low, high = max(share.start - at, 0), min(share.stop - at, batch.num_rows)
+        if low < high:
+            part = batch.slice(low, high - low)
+            first = at + low - share.start
+            keep = None if share.keep is None else share.keep[first : first + high - low]
+            # Copied in any case: a slice of a batch would be written with all of its tokens.
+            rows = np.arange(high - low) if keep is None else np.flatnonzero(keep)
+            if len(rows):
+                yield part.take(pa.array(rows))
+        at += batch.num_rows
+
+
+def _relabelled(
+    batch: pa.RecordBatch, number: int, labels: Sequence[str], schema: pa.Schema
+) -> pa.RecordBatch:
+    """The batch with its source told by one dictionary for the whole file, as Arrow wants it."""
+    sources = pa.DictionaryArray.from_arrays(
+        pa.array(np.full(batch.num_rows, number, dtype=np.int32)), pa.array(labels, pa.string())
     )
+    columns = [sources if name == "source" else batch.column(name) for name in schema.names]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
-def _whole(staged: Path, target: Path) -> None:
-    if target.exists():
-        return
-    with publishing(target) as part:
-        part.unlink(missing_ok=True)
-        try:
-            os.link(staged, part)
-        except OSError:  # a file system without links
-            shutil.copyfile(staged, part)
+def _joined(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
+    return batches[0] if len(batches) == 1 else pa.concat_batches(batches)

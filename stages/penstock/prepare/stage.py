@@ -3,25 +3,41 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from penstock.core.files import read_json, remove, write_json
+from penstock.core.errors import StageError
+from penstock.core.files import read_json, write_json
+from penstock.core.shared_files import Shared
 from penstock.core.stage import Facts, Source, Stage
 from penstock.prepare.settings import PrepareSettings
 
-STAGED = "tokenised"
-"""Folder of an attempt: slices as they come from the tokenizer, before they are split."""
+SLICES = "slices"
+"""Folder of a root for the slices that all runs share."""
+
+if TYPE_CHECKING:
+    from penstock.prepare.slices import Slice
+    from penstock.prepare.workers import Recipe
+
+
+@dataclass(frozen=True)
+class ShareDone:
+    """What became of a share of the slices."""
+
+    slices: int
+    """In the share; those that were there already are among them."""
+    done: int
+    """Tokenised by this call."""
 
 
 @dataclass(frozen=True)
 class Prepare(Stage):
     """Sources in, samples out: `data/<split>/slice-<key>.arrow` and `plan.json`.
 
-    Version 1: slices in source order; the order of samples is a plan (`penstock.rows.order`).
+    Version 2: slices in source order; the order of samples is a plan (`penstock.rows.order`).
     """
 
     name: ClassVar[str] = "prepare"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
 
     settings: PrepareSettings  # pyright: ignore[reportIncompatibleVariableOverride]
     sources: tuple[Source, ...]
@@ -31,8 +47,16 @@ class Prepare(Stage):
     tokenizer: Source
     tokenizer_path: str
     """How: where the tokenizer lies, as the user typed it."""
+    decontaminate_sources: tuple[Source, ...] = ()
+    """One for each of settings.decontaminate_datasets."""
     num_proc: int = 1
     """How: processes that slices are spread over."""
+    hub_token: bool | None = None
+    """How: whether the hub's login is used (true), not used (false), or used if there is one."""
+    slices_path: Path | None = None
+    """How: where tokenised slices are kept. Unset: `slices`, beside the stage's own folder."""
+    slices_url: str | None = None
+    """How: where they are kept for all machines, if the root lies behind a URL."""
 
     def __post_init__(self) -> None:
         """Sources and their settings come in pairs."""
@@ -47,34 +71,76 @@ class Prepare(Stage):
         return {
             **{f"data.{index}": source for index, source in enumerate(self.sources)},
             **{f"test.{index}": source for index, source in enumerate(self.test_sources)},
+            **{f"avoid.{index}": source for index, source in enumerate(self.decontaminate_sources)},
             "tokenizer": self.tokenizer,
         }
 
     def run(self, out: Path) -> Facts:
-        """Tokenise slice by slice, keeping those an earlier attempt has finished.
+        """Tokenise the slices that no run has tokenised yet, then choose and lay out samples.
 
-        Slices that sealed artifacts beside `out` hold are taken from there. Raises StageError when
-        a source is unreadable, or more of its records unusable than the settings allow.
+        Slices lie in a cache that all runs beside `out` share, so that an attempt goes on where
+        another ended. Raises StageError when a source is unreadable, or more of its records
+        unusable than the settings allow.
         """
         from penstock.prepare.plan import check_sources, facts_of, plan_of
-        from penstock.prepare.reuse import restore
-        from penstock.prepare.slices import plan_slices
+        from penstock.prepare.select import select
         from penstock.prepare.split import publish_splits
-        from penstock.prepare.tokenise import finished
-        from penstock.prepare.workers import run_all
+        from penstock.prepare.workers import make_all
         from penstock.rows.prepared import PLAN
 
-        staged = out / STAGED
         if not (out / PLAN).is_file():
-            planned = plan_slices(self.settings, self.sources, self.test_sources, self.tokenizer)
-            slices = [(item, staged / item.file) for item in planned]
-            restore([pair for pair in slices if not finished(pair[1])], out.parent)
-            missing = [pair for pair in slices if not finished(pair[1])]
-            run_all(missing, self.tokenizer_path, self.tokenizer.pin.get("commit"), self.num_proc)
-            done = [(item, target, finished(target)) for item, target in slices]
-            results = [(item, target, tally) for item, target, tally in done if tally]
-            check_sources(results, self.settings)
-            publish_splits(results, self.settings, out)
-            write_json(out / PLAN, plan_of(results, self.settings, out))
-        remove(staged)
+            slices, recipe = self._planned(out)
+            make_all(slices, recipe, self.num_proc)
+            finished = [entry for entry in recipe.cache.finished(slices) if entry]
+            if len(finished) < len(slices):
+                raise StageError(
+                    f"{len(slices) - len(finished)} of {len(slices)} slices are gone from "
+                    f"{recipe.cache.folder} since they were made.\n  Run again to make them anew."
+                )
+            check_sources(finished, self.settings)
+            selection = select(finished, self.settings, workers=self.num_proc)
+            publish_splits(finished, selection, self.settings, out)
+            write_json(out / PLAN, plan_of(finished, selection, self.settings))
         return facts_of(read_json(out / PLAN))
+
+    def prepare_share(self, out: Path, index: int, count: int) -> ShareDone:
+        """Tokenise those slices of share `index` (from 0) of `count` that are missing.
+
+        `out` is the folder the stage will run in, later; nothing is written there. Any number of
+        machines that see the same root may each do a share at once.
+        """
+        from penstock.prepare.slices import share_of
+        from penstock.prepare.workers import make_all
+
+        if not 0 <= index < count:
+            raise ValueError(f"share {index} of {count}: shares are counted from 0")
+        slices, recipe = self._planned(out)
+        share = share_of(slices, index, count)
+        return ShareDone(slices=len(share), done=make_all(share, recipe, self.num_proc))
+
+    def slices(self) -> "list[Slice]":
+        """The slices of all sources, in order. Raises what `plan_slices` raises."""
+        from penstock.prepare.slices import plan_slices
+
+        return plan_slices(
+            self.settings,
+            self.sources,
+            self.test_sources,
+            self.decontaminate_sources,
+            self.tokenizer,
+            token=self.hub_token,
+        )
+
+    def _planned(self, out: Path) -> "tuple[list[Slice], Recipe]":
+        from penstock.prepare.cache import SliceCache
+        from penstock.prepare.workers import Recipe
+
+        folder = self.slices_path or out.parent.parent / SLICES
+        recipe = Recipe(
+            cache=SliceCache(folder, Shared(self.slices_url, folder) if self.slices_url else None),
+            tokenizer=self.tokenizer_path,
+            revision=self.tokenizer.pin.get("commit"),
+            tokenizer_key=self.tokenizer.key,
+            token=self.hub_token,
+        )
+        return self.slices(), recipe

@@ -1,63 +1,150 @@
-"""Prepared samples on disk: the slices of one split as one sequence, mapped into memory."""
+"""Prepared samples on disk: the files of one split as one sequence, mapped into memory."""
 
-from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
+from penstock.config.dataset import Kind
 from penstock.core.files import read_json
-from penstock.rows.order import Indices, Ordering, global_order
+from penstock.rows.order import Indices, Mixing, epochs_of
 from penstock.rows.reader import Tokens, flat, map_batches
+from penstock.rows.schema import IGNORED
 
 PLAN = "plan.json"
 
+SIDES: dict[Kind, tuple[str, ...]] = {
+    "sft": ("",),
+    "preference": ("chosen_", "rejected_"),
+    "kto": ("",),
+}
+"""What stands before `input_ids` and `labels` in the names of a sample's columns, by its kind."""
+
+
+class Stored(NamedTuple):
+    """Token lists of consecutive samples: views of the file. List k of each is at
+    `offsets[k]:offsets[k + 1]`."""
+
+    input_ids: Tokens
+    labels: Tokens
+    offsets: Tokens
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prepared sample and where it comes from."""
+
+    dataset: int
+    """Its data set's place in the settings."""
+    source: str
+    """What people call the data set."""
+    slice: str
+    """The key of its slice, 16 digits."""
+    row: int
+    """The record's place in the slice, from 0."""
+    sides: dict[str, tuple[Tokens, Tokens]]
+    """(input_ids, unshifted labels): of "chosen" and "rejected" for a pair, else of "" alone."""
+    desirable: bool | None
+    """Whether a judged answer is good; None for other kinds."""
+
 
 class PreparedSamples:
-    """The samples of one split, numbered through its slices as plan.json lists them."""
+    """The samples of one split, numbered through its files as plan.json lists them."""
 
     def __init__(self, folder: Path, split: str) -> None:
         """Map the split of the prepared artifact in `folder`; a split without files is empty."""
         plan: dict[str, Any] = read_json(folder / PLAN)
         self.split = split
-        self._slices: list[dict[str, Any]] = plan["splits"][split]
-        self._ordering = Ordering.of_plan(plan)
-        batches = [batch for entry in self._slices for batch in map_batches(folder / entry["file"])]
+        self.kind: Kind = plan["kind"]
+        self._mixing = Mixing.of_plan(plan)
+        entries: list[dict[str, Any]] = plan["splits"][split]
+        self._parts = [part for entry in entries for part in entry["parts"]]
+        batches = [batch for entry in entries for batch in map_batches(folder / entry["file"])]
         self._batches = [batch for batch in batches if batch.num_rows]
-        self._ids = [flat(_lists(batch, "input_ids")) for batch in self._batches]
-        self._labels = [flat(_lists(batch, "labels"))[0] for batch in self._batches]
+        self.stored: dict[str, list[Stored]] = {
+            side.removesuffix("_"): [_stored(batch, side) for batch in self._batches]
+            for side in SIDES[self.kind]
+        }
+        """The token lists of every batch, for each side of the samples."""
         sizes = [batch.num_rows for batch in self._batches]
-        self._starts = np.cumsum([0, *sizes], dtype=np.int64)
+        self.starts: Indices = np.cumsum([0, *sizes], dtype=np.int64)
+        """The number of each batch's first sample, and at the end how many samples there are."""
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return int(self.starts[-1])
 
     def lengths(self) -> Indices:
-        """Tokens of every sample."""
-        parts = [np.diff(offsets).astype(np.int64) for _, offsets in self._ids]
-        return np.concatenate([np.empty(0, dtype=np.int64), *parts])
+        """Tokens of every sample; a pair is as long as its longer side."""
+        sides = [
+            self._joined([np.diff(stored.offsets) for stored in side])
+            for side in self.stored.values()
+        ]
+        return np.max(sides, axis=0)
+
+    def trained(self) -> Indices:
+        """Trained tokens of every sample, of both sides of a pair. The first token of a list is the
+        target of none, so never trained."""
+        sides = [
+            self._joined([trained_tokens(stored.labels, stored.offsets) for stored in side])
+            for side in self.stored.values()
+        ]
+        return np.sum(sides, axis=0)
 
     def datasets(self) -> Indices:
         """Of which data set (its place in the settings) every sample is."""
-        rows = [entry["rows"] for entry in self._slices]
-        return np.repeat(np.array([e["dataset"] for e in self._slices], dtype=np.int64), rows)
+        of = np.array([part["dataset"] for part in self._parts], dtype=np.int64)
+        return np.repeat(of, [part["rows"] for part in self._parts])
 
-    def order(self) -> Indices:
-        """The order in which samples are to be used: planned for training, stored for others."""
+    def epochs(self) -> list[Indices]:
+        """The samples of every planned epoch in order; one array serves all epochs unless sources
+        are drawn at random. Validation is used as it is stored."""
         if self.split != "train":
-            return np.arange(len(self), dtype=np.int64)
-        of = self.datasets()
-        return global_order(np.bincount(of).tolist() if len(of) else [], self._ordering)
+            return [np.arange(len(self), dtype=np.int64)]
+        counts = np.bincount(self.datasets(), minlength=len(self._mixing.weights))
+        return epochs_of(counts.tolist(), self._mixing)
 
-    def samples(self, indices: Indices) -> Iterable[tuple[Tokens, Tokens]]:
-        """(input_ids, unshifted labels) of each sample, as views of the files."""
-        batches = np.searchsorted(self._starts, indices, side="right") - 1
-        places = indices - self._starts[batches]
-        for batch, place in zip(batches.tolist(), places.tolist(), strict=True):
-            ids, offsets = self._ids[batch]
-            start, end = offsets[place], offsets[place + 1]
-            yield ids[start:end], self._labels[batch][start:end]
+    def sample(self, index: int) -> Sample:
+        """The sample at `index`, from 0, of any kind. Raises IndexError outside of the split."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        number = int(np.searchsorted(self.starts, index, side="right")) - 1
+        place = index - int(self.starts[number])
+        batch = self._batches[number]
+        ends = np.cumsum([part["rows"] for part in self._parts])
+        part = self._parts[int(np.searchsorted(ends, index, side="right"))]
+        judged = "desirable" in batch.schema.names
+        return Sample(
+            dataset=part["dataset"],
+            source=batch.column("source")[place].as_py(),
+            slice=part["slice"],
+            row=batch.column("row")[place].as_py(),
+            sides={name: _at(side[number], place) for name, side in self.stored.items()},
+            desirable=batch.column("desirable")[place].as_py() if judged else None,
+        )
+
+    @staticmethod
+    def _joined(parts: list[Indices]) -> Indices:
+        return np.concatenate([np.empty(0, dtype=np.int64), *parts]).astype(np.int64)
+
+
+def trained_tokens(labels: Tokens, offsets: Tokens) -> Indices:
+    """How many labels of each list are trained; the first one of a list never is."""
+    is_trained = labels != IGNORED
+    is_trained[offsets[:-1][np.diff(offsets) > 0]] = False
+    before = np.concatenate([[0], np.cumsum(is_trained, dtype=np.int64)])
+    return before[offsets[1:]] - before[offsets[:-1]]
+
+
+def _stored(batch: pa.RecordBatch, side: str) -> Stored:
+    ids, offsets = flat(_lists(batch, f"{side}input_ids"))
+    return Stored(ids, flat(_lists(batch, f"{side}labels"))[0], offsets)
+
+
+def _at(stored: Stored, place: int) -> tuple[Tokens, Tokens]:
+    start, end = stored.offsets[place], stored.offsets[place + 1]
+    return stored.input_ids[start:end], stored.labels[start:end]
 
 
 def _lists(batch: pa.RecordBatch, name: str) -> pa.ListArray:

@@ -4,23 +4,59 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from penstock.config.dataset import Kind
+
 IGNORED = -100
 """The label of a position that is not trained."""
 
+_TOKENS = pa.list_(pa.int32())
+_ORIGIN = [
+    pa.field("source", pa.dictionary(pa.int32(), pa.string()), nullable=False),
+    pa.field("row", pa.int64(), nullable=False),
+]
+
 PREPARED = pa.schema(
     [
-        pa.field("input_ids", pa.list_(pa.int32()), nullable=False),
-        pa.field("labels", pa.list_(pa.int32()), nullable=False),
-        pa.field("source", pa.dictionary(pa.int32(), pa.string()), nullable=False),
-        pa.field("row", pa.int64(), nullable=False),
+        pa.field("input_ids", _TOKENS, nullable=False),
+        pa.field("labels", _TOKENS, nullable=False),
+        *_ORIGIN,
     ]
 )
 """One sample a row. Labels are unshifted (label t belongs to token t) and -100 where masked.
-`source` is the label of the data set, `row` the record's place in it, from 0."""
+`source` is the label of the data set, `row` the record's place in its slice, from 0."""
+
+PREPARED_PAIRS = pa.schema(
+    [
+        pa.field("chosen_input_ids", _TOKENS, nullable=False),
+        pa.field("chosen_labels", _TOKENS, nullable=False),
+        pa.field("rejected_input_ids", _TOKENS, nullable=False),
+        pa.field("rejected_labels", _TOKENS, nullable=False),
+        *_ORIGIN,
+    ]
+)
+"""One preference a row: each side is the prompt and an answer, with the answer's tokens as labels.
+The two begin with the same prompt, which ends where the first label is."""
+
+PREPARED_JUDGED = pa.schema(
+    [
+        pa.field("input_ids", _TOKENS, nullable=False),
+        pa.field("labels", _TOKENS, nullable=False),
+        pa.field("desirable", pa.bool_(), nullable=False),
+        *_ORIGIN,
+    ]
+)
+"""One judged answer a row."""
+
+PREPARED_OF: dict[Kind, pa.Schema] = {
+    "sft": PREPARED,
+    "preference": PREPARED_PAIRS,
+    "kto": PREPARED_JUDGED,
+}
+"""The columns of prepared data, by what it is for."""
 
 PACKED = pa.schema(
     [
-        pa.field("input_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("input_ids", _TOKENS, nullable=False),
         pa.field("labels", pa.list_(pa.int32()), nullable=False),
         pa.field("lengths", pa.list_(pa.int32()), nullable=False),
     ]

@@ -1,0 +1,195 @@
+"""Tokenised slices that all runs share: `<dataset_prepared_path>/slices/<key16>.arrow`.
+
+Beside each lies `<key16>.json`, written last: what became of its records, and what the file must
+look like. Whoever makes a slice holds its lock, which the kernel frees when the holder dies. What
+was computed from a slice lies beside it too, as `<key16>.<name>`.
+"""
+
+import errno
+import os
+import platform
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from uuid import uuid4
+
+from filelock import FileLock, Timeout
+
+from penstock.core.digests import digests_of, remember, sha256_of
+from penstock.core.errors import StageError
+from penstock.core.files import PART, read_json, remove, write_json
+from penstock.core.shared_files import Files, Shared
+from penstock.prepare.faults import Tally
+from penstock.prepare.slices import Finished, Slice
+
+FORMAT = 1
+DAY = 86_400.0
+
+WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
+"""What a file system without locks says. There, two runs at once may make a slice twice; both
+publish the same bytes in one step."""
+
+Made = Literal["made", "found", "busy"]
+"""What became of a wish for a slice: made here, there already, or being made by another run."""
+
+
+@dataclass(frozen=True)
+class SliceCache:
+    """The folder of all slices."""
+
+    folder: Path
+    shared: Shared | None = None
+    """The same folder behind a URL, where all machines find what one of them made."""
+
+    def path_of(self, item: Slice) -> Path:
+        """Where the slice lies, or will."""
+        return self.folder / f"{item.content}.arrow"
+
+    def finished(self, slices: Sequence[Slice]) -> list[Finished | None]:
+        """Each slice with its file and tally; None for one that is missing or damaged."""
+        found: list[Finished | None] = []
+        known: list[tuple[Path, str]] = []
+        for item in slices:
+            path = self.path_of(item)
+            note = _note_of(path)
+            found.append((item, path, Tally.of_json(note["tally"])) if note else None)
+            if note:
+                known.append((path, note["file"]["sha256"]))
+        remember(known)  # so that whoever links them need not read them
+        return found
+
+    def exchange(self, slices: Sequence[Slice]) -> None:
+        """Fetch slices that other machines have made, and send those that they lack."""
+        if self.shared:
+            self.shared.exchange({_files_of(item) for item in slices})
+
+    def make(
+        self, item: Slice, tokenise: Callable[[Path], Tally], when_busy: Literal["wait", "skip"]
+    ) -> Made:
+        """Have `tokenise` write the slice, durably, to the path it is given, unless it is there.
+
+        While another run makes it, either waits for that or says so at once.
+        """
+        target = self.path_of(item)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with _locked(target, when_busy) as is_mine:
+            if not is_mine:
+                return "busy"
+            made: Made = "found" if _note_of(target) else "made"
+            if made == "made":
+                _publish(target, tokenise)
+                if self.shared:
+                    self.shared.send(_files_of(item))
+            # Whoever has waited at this lock finds the slice made, so the file is needless now.
+            remove(_lock_of(target))
+        return made
+
+
+def prunable(
+    folder: Path,
+    used: Collection[str],
+    *,
+    older_than: float = DAY,
+    going: Collection[Path] = (),
+) -> Iterator[list[Path]]:
+    """The files of each cached slice that nothing links to and no key of `used` names.
+
+    What is younger than a day (or `older_than` seconds), or locked, is left alone: a run may be
+    about to use it. Unfinished files of runs that died are among them. Links in the folders `going`
+    do not count.
+    """
+    loose = Counter(_inode(path) for gone in going for path in gone.rglob("*.arrow"))
+    by_key: dict[str, list[Path]] = {}
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.is_file() and not path.name.startswith("."):
+            by_key.setdefault(path.name.split(".", 1)[0], []).append(path)
+    latest = time.time() - max(older_than, DAY)
+    for key, paths in sorted(by_key.items()):
+        is_linked = any(
+            path.stat().st_nlink > 1 + loose[_inode(path)] for path in paths if _is_slice(path)
+        )
+        if key in used or is_linked or any(path.stat().st_mtime > latest for path in paths):
+            continue
+        with _locked(folder / f"{key}.arrow", "skip") as is_mine:
+            if is_mine:
+                yield sorted(paths)
+
+
+def _inode(path: Path) -> tuple[int, int]:
+    stat = path.stat()
+    return stat.st_dev, stat.st_ino
+
+
+def _files_of(item: Slice) -> Files:
+    return f"{item.content}.arrow", f"{item.content}.json"
+
+
+def _is_slice(path: Path) -> bool:
+    return path.suffix == ".arrow"
+
+
+def _note_of(path: Path) -> dict[str, Any] | None:
+    """What was written down when the slice was finished; None unless its file still is that."""
+    try:
+        note = read_json(path.with_suffix(".json"))
+        return note if _is_as_noted(path, note) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _is_as_noted(path: Path, note: dict[str, Any]) -> bool:
+    stat, file = path.stat(), note["file"]
+    if note["format"] != FORMAT or stat.st_size != file["bytes"]:
+        return False
+    # Written since, or copied from elsewhere: then its content has to tell.
+    return stat.st_mtime_ns == file["mtime_ns"] or digests_of([path]) == [file["sha256"]]
+
+
+def _publish(target: Path, tokenise: Callable[[Path], Tally]) -> None:
+    # A name of its own, and those of others left alone while they may be at work: on a file system
+    # without locks several may write the same slice.
+    for leftover in target.parent.glob(f"{target.name}.*{PART}"):
+        with suppress(FileNotFoundError):
+            if leftover.stat().st_mtime < time.time() - DAY:
+                leftover.unlink()
+    part = target.with_name(f"{target.name}.{platform.node()}-{os.getpid()}-{uuid4().hex}{PART}")
+    try:
+        tally = tokenise(part)
+        digest, stat = sha256_of(part), part.stat()
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
+    file = {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256": digest}
+    note = {"format": FORMAT, "file": file, "tally": tally.as_json()}
+    write_json(target.with_suffix(".json"), note)
+
+
+def _lock_of(target: Path) -> Path:
+    return target.with_name(f".{target.stem}.lock")
+
+
+@contextmanager
+def _locked(target: Path, when_busy: Literal["wait", "skip"]) -> Iterator[bool]:
+    """Hold the slice's lock while the block runs, and say whether it is held."""
+    lock = FileLock(_lock_of(target))
+    try:
+        lock.acquire(timeout=-1 if when_busy == "wait" else 0)
+    except Timeout:
+        yield False
+        return
+    except OSError as error:
+        if error.errno not in WITHOUT_LOCKS:
+            raise StageError(
+                f"{target} cannot be locked: {error.strerror or error}.\n"
+                "  data.dataset_prepared_path must be a folder that this user may write to."
+            ) from error
+        yield True
+        return
+    try:
+        yield True
+    finally:
+        lock.release()

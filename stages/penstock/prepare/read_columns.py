@@ -1,0 +1,85 @@
+"""Columnar files: Parquet by row groups, Arrow files by record batches, Arrow streams whole."""
+
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from penstock.core.errors import StageError
+from penstock.prepare.opened import SourceFile
+from penstock.prepare.records import BATCH, BATCH_BYTES, Chunk, Value
+
+ARROW_FILE = b"ARROW1"
+"""How an Arrow file begins, and a stream does not."""
+
+
+def parquet(source: SourceFile, span: tuple[int, int] | None) -> Iterator[Chunk]:
+    """The rows of the row groups `span` (all: None)."""
+    with (
+        whole(source, "parquet"),
+        source.for_arrow() as stream,
+        pq.ParquetFile(stream, **_buffering(source)) as file,
+    ):
+        groups = range(*(span or (0, file.metadata.num_row_groups)))
+        row = 1
+        for group in groups:
+            metadata = file.metadata.row_group(group)
+            at_once = _rows_at_once(metadata.total_byte_size, metadata.num_rows)
+            for batch in file.iter_batches(batch_size=at_once, row_groups=[group]):
+                yield Chunk(batch, range(row, row + batch.num_rows), _rows)
+                row += batch.num_rows
+
+
+def arrow_file(source: SourceFile, span: tuple[int, int] | None) -> Iterator[Chunk]:
+    """The rows of the record batches `span` (all: None) of an Arrow IPC file."""
+    with whole(source, "arrow"), source.for_arrow() as stream:
+        file = pa.ipc.open_file(stream)
+        indices = range(*(span or (0, file.num_record_batches)))
+        yield from _chunks(file.get_batch(index) for index in indices)
+
+
+def arrow_stream(source: SourceFile) -> Iterator[Chunk]:
+    """The rows of an Arrow IPC stream."""
+    with whole(source, "arrow"), source.for_arrow() as stream:
+        yield from _chunks(iter(pa.ipc.open_stream(stream)))
+
+
+def _buffering(source: SourceFile) -> dict[str, Any]:
+    """Local columns are read a page at a time; remote ones at once, to make fewer requests."""
+    is_local = isinstance(source.location, Path)
+    return {"buffer_size": 1 << 20, "pre_buffer": False} if is_local else {}
+
+
+def _chunks(batches: Iterator[pa.RecordBatch]) -> Iterator[Chunk]:
+    row = 1
+    for batch in batches:
+        at_once = _rows_at_once(batch.nbytes, batch.num_rows)
+        for start in range(0, batch.num_rows, at_once):
+            part = batch.slice(start, at_once)
+            yield Chunk(part, range(row + start, row + start + part.num_rows), _rows)
+        row += batch.num_rows
+
+
+def _rows_at_once(num_bytes: int, num_rows: int) -> int:
+    return max(1, min(BATCH, BATCH_BYTES * num_rows // max(1, num_bytes)))
+
+
+def _rows(batch: pa.RecordBatch) -> list[Value]:
+    return batch.to_pylist()
+
+
+@contextmanager
+def whole(source: SourceFile, kind: str) -> Generator[None]:
+    """Turns Arrow's complaints about a file into ours; one that is absent is no such complaint."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except (pa.ArrowException, OSError) as error:
+        raise StageError(
+            f"{source.name} cannot be read as {kind}: {error}\n"
+            "  It may be cut short or of another kind: write it again, or set ds_type."
+        ) from error

@@ -1,0 +1,123 @@
+"""Data sets of the Hugging Face hub at a commit: rows of those that are downloaded, shards of those
+that are streamed.
+"""
+
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import Any, cast
+
+from datasets import (
+    Dataset,
+    DownloadMode,
+    IterableDataset,
+    get_dataset_split_names,
+    load_dataset,
+)
+from datasets.exceptions import DatasetsError
+
+from penstock.core.errors import CapabilityError, StageError
+from penstock.prepare.records import BATCH, Chunk, Value
+
+Pin = Mapping[str, Any]
+"""repo, commit, name, split, data_files, as `penstock.core.source` pins them."""
+
+
+def open_hub(pin: Pin, token: bool | None) -> Dataset:
+    """The data set, downloaded once and mapped from the cache.
+
+    Raises StageError for a part that it does not have, CapabilityError when it cannot be fetched.
+    """
+    return cast("Dataset", _loaded(*_names(pin), token, streaming=False))
+
+
+def open_stream(pin: Pin, token: bool | None) -> IterableDataset:
+    """The data set, downloaded as it is read and not kept. Raises as `open_hub`."""
+    return cast("IterableDataset", _loaded(*_names(pin), token, streaming=True))
+
+
+def hub_rows(pin: Pin, span: tuple[int, int], token: bool | None) -> Iterator[Chunk]:
+    """Rows `span` of a downloaded data set."""
+    data = open_hub(pin, token)
+    for start in range(*span, BATCH):
+        columns = data[start : min(start + BATCH, span[1])]
+        rows = [
+            dict(zip(columns, values, strict=True))
+            for values in zip(*columns.values(), strict=True)
+        ]
+        first = start - span[0] + 1
+        yield Chunk(rows, range(first, first + len(rows)), _as_they_are)
+
+
+def streamed_rows(pin: Pin, span: tuple[int, int], token: bool | None) -> Iterator[Chunk]:
+    """The rows of the shards `span[0]` of `span[1]`. Raises as `open_hub` where it breaks off."""
+    shard = open_stream(pin, token).shard(num_shards=span[1], index=span[0])
+    rows: list[Value] = []
+    first = 1
+    with _Fetching(pin):
+        for row in shard:
+            rows.append(row)
+            if len(rows) == BATCH:
+                yield Chunk(rows, range(first, first + BATCH), _as_they_are)
+                first += BATCH
+                rows = []
+    if rows:
+        yield Chunk(rows, range(first, first + len(rows)), _as_they_are)
+
+
+def _as_they_are(rows: list[Value]) -> list[Value]:
+    return rows
+
+
+def _names(pin: Pin) -> tuple[Any, ...]:
+    files = pin["data_files"]
+    return pin["repo"], pin["commit"], pin["name"], pin["split"], tuple(files) if files else None
+
+
+@lru_cache(maxsize=8)
+def _loaded(
+    repo: str,
+    commit: str,
+    name: str | None,
+    split: str | None,
+    data_files: tuple[str, ...] | None,
+    token: bool | None,
+    *,
+    streaming: bool,
+) -> Any:
+    """Opened once in each process, for all its slices. No split means `train`, or the only one."""
+    part: dict[str, Any] = {
+        "revision": commit,
+        "data_files": list(data_files) if data_files else None,
+        "download_mode": DownloadMode.REUSE_DATASET_IF_EXISTS,
+        "token": token,
+    }
+    with _Fetching({"repo": repo, "commit": commit}):
+        try:
+            return load_dataset(repo, name, split=split or "train", streaming=streaming, **part)
+        except ValueError:
+            splits = [] if split else get_dataset_split_names(repo, name, **part)
+            if len(splits) != 1 or splits == ["train"]:
+                raise
+            return load_dataset(repo, name, split=splits[0], streaming=streaming, **part)
+
+
+class _Fetching:
+    """Turns what the hub's libraries raise into our errors."""
+
+    def __init__(self, pin: Pin) -> None:
+        self._what = f"{pin['repo']} at {pin['commit'][:12]}"
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, ValueError):
+            raise StageError(
+                f"{self._what} cannot be loaded: {error}\n"
+                "  Set name, split and data_files of the data set to what it has."
+            ) from error
+        if isinstance(error, OSError | RuntimeError | DatasetsError):
+            raise CapabilityError(
+                f"{self._what} cannot be fetched from the hub: {error}\n"
+                "  Go online or log in (hf auth login), or give a local path."
+            ) from error

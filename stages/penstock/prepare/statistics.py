@@ -1,0 +1,137 @@
+"""What prepared data looks like: counts from plan.json, lengths from the files, no token read."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.core.files import read_json
+from penstock.prepare.origins import Origins, origins_of
+from penstock.prepare.plan import SECTIONS, facts_of
+from penstock.rows.order import Indices
+from penstock.rows.prepared import PLAN, PreparedSamples
+from penstock.rows.reader import map_batches
+from penstock.rows.schema import SPLITS
+
+PERCENTS = (5, 50, 95)
+MOST_BARS = 16
+"""Bars of a histogram, the last one for all that is longer not counted."""
+
+COPIED = ("records", "truncated", "tokens_cut", "turns_dropped", "dropped", "dropped_samples")
+
+
+def statistics(folder: Path) -> dict[str, Any]:
+    """Statistics of the prepared artifact in `folder`, as plain JSON.
+
+    A pair is as long as its longer side, and its tokens are those of both. Percentiles are lengths
+    of samples: the smallest that at least so many per cent do not exceed.
+    """
+    plan = read_json(folder / PLAN)
+    facts = facts_of(plan)
+    return {
+        "kind": plan["kind"],
+        "splits": {split: _split(folder, plan, split) for split in SPLITS},
+        "mix": {
+            "strategy": facts["mix_strategy"],
+            "samples_per_epoch": facts["samples_per_epoch"],
+            "epochs": facts["epochs"],
+            "sources": [_drawn(source) for source in facts["sources"] if source["role"] == "train"],
+        },
+        **{name: facts[name] for name in COPIED},
+    }
+
+
+def described(lengths: Indices) -> dict[str, float]:
+    """Percentiles, the longest and the mean of lengths; nothing of none."""
+    if not len(lengths):
+        return {}
+    ranks = [math.ceil(percent * len(lengths) / 100) - 1 for percent in PERCENTS]
+    ordered = np.partition(lengths, ranks)
+    found = {f"p{p}": int(ordered[rank]) for p, rank in zip(PERCENTS, ranks, strict=True)}
+    return {**found, "max": int(lengths.max()), "mean": round(float(lengths.mean()), 1)}
+
+
+def bars(lengths: Indices) -> list[dict[str, int]]:
+    """How many lengths lie from one round number to the next: `above`, `to` (inclusive), `samples`.
+
+    The few longest share the last bar, however long they are.
+    """
+    if not len(lengths):
+        return []
+    longest, usual = int(lengths.max()), described(lengths)["p95"] * 1.25
+    span = min(longest, usual) - int(lengths.min())
+    width = _round_width(span / MOST_BARS)
+    first = (int(lengths.min()) - 1) // width
+    count = max(1, math.ceil(min(longest, usual) / width) - first)
+    place = np.minimum((lengths - 1) // width - first, count)
+    samples = np.bincount(place, minlength=count).tolist()
+    found = [
+        {"above": at * width, "to": min((at + 1) * width, longest), "samples": number}
+        for at, number in enumerate(samples, start=first)
+    ]
+    found[-1]["to"] = longest
+    return found
+
+
+def _round_width(least: float) -> int:
+    """The smallest of 1, 2, 5, 10, 20, 50, … that is not below `least`."""
+    power = 10 ** max(0, math.floor(math.log10(max(least, 1))))
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least)
+
+
+def _split(folder: Path, plan: dict[str, Any], split: str) -> dict[str, Any]:
+    lengths = PreparedSamples(folder, split).lengths()
+    origins = origins_of(plan, split)
+    tokens, trained = _sums(origins, ("tokens", "trained_tokens"))
+    return {
+        "samples": len(lengths),
+        "tokens": tokens,
+        "trained_tokens": trained,
+        "trained_share": _share(trained, tokens),
+        "lengths": described(lengths),
+        "histogram": bars(lengths),
+        **({"desirable": _desirable(folder, plan, split)} if plan["kind"] == "kto" else {}),
+        "sources": [
+            {
+                "label": origin.label,
+                "section": origin.section,
+                "samples": its["rows"],
+                "tokens": its["tokens"],
+                "trained_tokens": its["trained_tokens"],
+                "trained_share": _share(its["trained_tokens"], its["tokens"]),
+                "lengths": described(lengths[origins.of == place]),
+            }
+            for place, (origin, its) in enumerate(zip(origins.sources, origins.counts, strict=True))
+        ],
+    }
+
+
+def _desirable(folder: Path, plan: dict[str, Any], split: str) -> int:
+    """How many judged answers are good ones."""
+    files = [folder / entry["file"] for entry in plan["splits"][split]]
+    batches = [batch for file in files for batch in map_batches(file)]
+    return sum(batch.column("desirable").true_count for batch in batches)
+
+
+def _sums(origins: Origins, names: Sequence[str]) -> list[int]:
+    return [sum(its[name] for its in origins.counts) for name in names]
+
+
+def _drawn(source: dict[str, Any]) -> dict[str, Any]:
+    """What an epoch takes of a source; `repeats` is how often each of its samples comes."""
+    repeats = source["drawn"] / source["samples"] if source["samples"] else 0.0
+    return {
+        "label": source["label"],
+        "section": f"data.{SECTIONS['train']}.{source['dataset']}",
+        "samples": source["samples"],
+        "drawn": source["drawn"],
+        "share": source["share"],
+        "repeats": round(repeats, 4),
+        "held_out": source["held_out"],
+    }
+
+
+def _share(part: int, whole: int) -> float:
+    return round(part / whole, 6) if whole else 0.0

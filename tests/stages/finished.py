@@ -1,0 +1,82 @@
+"""Tokenised slices made of tokens at hand, for tests of what comes after tokenising."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from penstock.config.dataset import FormatName, Kind
+from penstock.core.stage import digest_of
+from penstock.prepare.faults import Tally
+from penstock.prepare.settings import DatasetSettings, PrepareSettings
+from penstock.prepare.slices import Finished, Role, Slice
+from penstock.rows.schema import PREPARED_OF, histogram
+
+TYPES: dict[Kind, FormatName] = {"sft": "tokenized", "preference": "preference", "kto": "kto"}
+
+
+def settings(num_datasets: int = 1, kind: Kind = "sft", **more: Any) -> PrepareSettings:
+    """Settings of a run over `num_datasets` sources of a kind."""
+    its = DatasetSettings(type=TYPES[kind])
+    return PrepareSettings(datasets=(its,) * num_datasets, **more)
+
+
+def finished(
+    folder: Path,
+    samples: Sequence[Sequence[int]],
+    role: Role = "train",
+    dataset: int = 0,
+    kind: Kind = "sft",
+    name: str = "",
+) -> Finished:
+    """A slice of these samples, all of whose tokens are trained; of a pair, both sides are one
+    list with None between them, and of judged answers the first token says whether it is good."""
+    columns = {column: [] for column in PREPARED_OF[kind].names}
+    for row, tokens in enumerate(samples):
+        for column, value in _record(list(tokens), kind).items():
+            columns[column].append(value)
+        columns["source"].append(f"source-{dataset}")
+        columns["row"].append(row)
+    key = digest_of([role, dataset, name, [list(tokens) for tokens in samples]])[:16]
+    path = folder / f"{key}.arrow"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    schema = PREPARED_OF[kind]
+    if not path.exists():
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+            for start in range(0, len(samples), 7):  # several batches, the last one shorter
+                part = {name: values[start : start + 7] for name, values in columns.items()}
+                writer.write_batch(_batch(part, schema))
+    its = DatasetSettings(type=TYPES[kind])
+    item = Slice(key, key, role, dataset, f"source-{dataset}", its, None, ())
+    lengths = [len(tokens) for tokens in samples]
+    tally = Tally(
+        records=len(samples),
+        rows=len(samples),
+        tokens=sum(lengths),
+        trained_tokens=sum(lengths) - len(samples),
+    )
+    tally.lengths.update(histogram(np.array(lengths)))
+    return item, path, tally
+
+
+def _record(tokens: list, kind: Kind) -> dict[str, object]:
+    if kind == "preference":
+        cut = tokens.index(None)
+        sides = {"chosen": tokens[:cut], "rejected": tokens[cut + 1 :]}
+        return {
+            f"{side}_{what}": its for side, its in sides.items() for what in ("input_ids", "labels")
+        }
+    found: dict[str, object] = {"input_ids": tokens, "labels": tokens}
+    return {**found, "desirable": bool(tokens[0])} if kind == "kto" else found
+
+
+def _batch(columns: dict[str, list], schema: pa.Schema) -> pa.RecordBatch:
+    arrays = [
+        pa.array(columns[field.name], field.type) for field in schema if field.name != "source"
+    ]
+    names = [field.name for field in schema if field.name != "source"]
+    sources = pa.array(columns["source"], pa.string()).dictionary_encode()
+    made = dict(zip(names, arrays, strict=True)) | {"source": sources}
+    return pa.RecordBatch.from_arrays([made[name] for name in schema.names], schema=schema)
