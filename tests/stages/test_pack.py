@@ -1,19 +1,24 @@
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.core.errors import StageError
+from penstock.core.errors import CapabilityError, StageError
+from penstock.core.files import write_json
 from penstock.core.stage import Artifact, key_of
-from penstock.pack import shards
+from penstock.pack import shards, spread
 from penstock.pack.settings import PackSettings
 from penstock.pack.stage import Pack
 from penstock.rows.prepared import PreparedSamples
 from penstock.rows.reader import PackedRows
+from penstock.rows.schema import PREPARED
 from tests.stages.prepared import GSM8K, contents, prepare, run, table_of, write_lines
 
 
@@ -28,9 +33,28 @@ def samples(lengths):
     return found
 
 
-def packed(prepared, out, **its):
+def packed(prepared, out, *, num_proc=1, start_method: Any = "spawn", **its: Any):
     out.mkdir(parents=True, exist_ok=True)
-    return Pack(PackSettings(**its), prepared).run(out)
+    return Pack(PackSettings(**its), prepared, num_proc, start_method).run(out)
+
+
+def stored(folder, pairs, files=1):
+    """A prepared artifact of exactly these (input_ids, labels)."""
+    entries = []
+    for number, some in enumerate(np.array_split(np.arange(len(pairs)), files)):
+        ids, labels = ([pairs[i][side] for i in some] for side in (0, 1))
+        columns = [ids, labels, pa.array(["a"] * len(ids)).dictionary_encode(), range(len(ids))]
+        file = f"data/train/slice-{number}.arrow"
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        table = pa.table(dict(zip(PREPARED.names, columns, strict=True)), schema=PREPARED)
+        with pa.ipc.new_file(folder / file, PREPARED) as writer:
+            writer.write_table(table, max_chunksize=7)
+        part = {"dataset": 0, "rows": len(ids), "slice": "0" * 16}
+        entries.append({"file": file, "parts": [part]})
+    mix = {"seed": 1, "weights": [1.0]}
+    splits = {"train": entries, "validation": []}
+    write_json(folder / "plan.json", {"kind": "sft", "mix": mix, "splits": splits})
+    return Artifact("prepare", "0" * 64, folder)
 
 
 def documents(folder, split="train"):
@@ -52,28 +76,49 @@ def shifted(table):
     return [(tuple(ids), (*labels[1:], -100)) for ids, labels in pairs]
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@st.composite
+def masked(draw):
+    """A sample whose mask is hard to get right: tokens that repeat, one trained token, or none."""
+    length = draw(st.one_of(st.just(1), st.integers(1, 60)))
+    ids = draw(st.one_of(st.just([7] * length), st.lists(st.integers(0, 3), min_size=length)))
+    ids = ids[:length]
+    mask = draw(st.sampled_from([[], [0], [length - 1], range(length), range(length // 2, length)]))
+    return ids, [token if at in mask else -100 for at, token in enumerate(ids)]
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    st.lists(st.integers(2, 60), min_size=2, max_size=60),
+    st.lists(masked(), min_size=1, max_size=50),
     st.sampled_from(["sequential", "multipack"]),
     st.sampled_from([None, 1, 3]),
+    st.sampled_from([5, 100_000]),
+    st.sampled_from([1, 3]),
 )
 def test_every_document_is_in_one_row_whole_and_shifted_once(
-    tmp_path_factory, lengths, method, num_shards
+    tmp_path_factory, pairs, method, num_shards, group_size, files
 ):
     here = tmp_path_factory.mktemp("pack")
-    path = write_lines(here / "a.jsonl", samples(lengths))
-    artifact, _ = run(prepare((path, {})), here / "p" / "x")
-    its = {"sample_packing_method": method, "sample_packing_sequence_len": 64}
-    facts = packed(artifact, here / "out", num_shards=num_shards, **its)
-    found, _ = documents(here / "out")
-    assert sorted(found) == sorted(shifted(table_of(artifact.path)))
+    artifact = stored(here / "prepared", pairs, files)
+    facts = packed(
+        artifact,
+        here / "out",
+        num_shards=num_shards,
+        sample_packing_method=method,
+        sample_packing_group_size=group_size,
+        sample_packing_sequence_len=64,
+    )
+    found, per_row = documents(here / "out")
+    assert sorted(found) == sorted((tuple(ids), (*labels[1:], -100)) for ids, labels in pairs)
     rows = PackedRows(here / "out" / "data" / "train")
+    tokens = sum(len(ids) for ids, _ in pairs)
     assert rows.lengths().max() <= 64
-    assert facts["tokens"]["train"] == sum(lengths)
-    assert facts["documents"]["train"] == len(lengths)
+    assert facts["epoch_rows"] == {"train": [len(per_row)], "validation": [0]}
+    assert facts["shards"]["train"] == min(num_shards or 1, len(per_row))
+    assert facts["tokens"]["train"] == tokens
+    assert facts["documents"]["train"] == len(pairs)
     assert facts["trained_tokens"]["train"] == sum(label != -100 for _, ls in found for label in ls)
-    assert facts["fill"]["train"] == pytest.approx(sum(lengths) / (64 * len(rows)), abs=1e-6)
+    assert facts["max_token_id"]["train"] == max(max(ids) for ids, _ in pairs)
+    assert facts["fill"]["train"] == pytest.approx(tokens / (64 * len(rows)), abs=1e-6)
 
 
 @pytest.fixture
@@ -107,19 +152,98 @@ def test_sequential_rows_follow_the_planned_order(gsm8k, tmp_path):
     planned = PreparedSamples(prepared.path, "train")
     expected = shifted(table_of(prepared.path))
     found, _ = documents(tmp_path)
-    assert found == [expected[index] for index in planned.order().tolist()]
-    assert planned.order().tolist() != list(range(len(planned)))
+    [order] = planned.epochs()
+    assert found == [expected[index] for index in order.tolist()]
+    assert order.tolist() != list(range(len(planned)))
+    # Another reader of Arrow files sees the same.
+    file = str(tmp_path / "data/train/rows-00000-of-00001.arrow")
+    cache = str(tmp_path / "cache")
+    table = datasets.load_dataset("arrow", data_files=file, split="train", cache_dir=cache)
+    assert [n for lengths in table["lengths"] for n in lengths] == [len(ids) for ids, _ in found]
 
 
-def test_rows_packed_tightly_are_not_left_sorted_by_length(gsm8k, tmp_path):
+@pytest.mark.parametrize("method", ["sequential", "multipack"])
+def test_every_epoch_that_is_drawn_has_rows_of_its_own(tmp_path, method):
+    path = write_lines(tmp_path / "a.jsonl", samples(range(3, 53)))
+    mix = {"mix_strategy": "random", "samples_per_epoch": 40, "epochs": 3}
+    artifact, _ = run(prepare((path, {}), **mix), tmp_path / "p" / "x")
+    facts = packed(
+        artifact,
+        tmp_path / "out",
+        sample_packing_method=method,
+        sample_packing_sequence_len=100,
+        num_shards=2,
+    )
+    expected = shifted(table_of(artifact.path))
+    epochs = PreparedSamples(artifact.path, "train").epochs()
+    assert len(epochs) == 3
+    found, per_row = documents(tmp_path / "out")
+    ends = np.cumsum(per_row)
+    row_ends = np.cumsum(facts["epoch_rows"]["train"])
+    assert row_ends[-1] == len(per_row)
+    starts = [0, *ends[row_ends - 1].tolist()]
+    for epoch, start, end in zip(epochs, starts[:-1], starts[1:], strict=True):
+        assert sorted(found[start:end]) == sorted(expected[index] for index in epoch.tolist())
+    assert facts["documents"]["train"] == 120
+    assert facts["tokens"]["train"] == sum(len(ids) for ids, _ in found)
+
+
+class Pool(ThreadPoolExecutor):
+    """Threads in place of processes, which would take seconds to import what they need."""
+
+    started: list
+
+    def __init__(self, size, context, initializer):
+        del initializer
+        self.started.append((size, context.get_start_method()))
+        super().__init__(size)
+
+
+@pytest.mark.parametrize(
+    ("num_proc", "method", "started"),
+    [(1, "spawn", []), (2, "fork", [(2, "fork")]), (9, "forkserver", [(3, "forkserver")])],
+)
+def test_as_many_processes_write_as_there_is_work_for_started_as_written(
+    gsm8k, tmp_path, monkeypatch, num_proc, method, started
+):
+    monkeypatch.setattr(spread, "ProcessPoolExecutor", Pool)
+    # Validation has tokens for one process, a third of the others for two and more.
+    monkeypatch.setattr(spread, "WORTH_A_PROCESS", 29_157)
+    monkeypatch.setattr(Pool, "started", [], raising=False)
+    its = {"sample_packing_sequence_len": 4096, "num_shards": 3, "eval_sample_packing": False}
+    prepared, _ = gsm8k
+    packed(prepared, tmp_path / "out", num_proc=num_proc, start_method=method, **its)
+    assert Pool.started == started
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_rows_are_the_same_however_many_processes_write_them(gsm8k, tmp_path, monkeypatch, method):
+    monkeypatch.setattr(spread, "WORTH_A_PROCESS", 1000)
+    prepared, _ = gsm8k
+    its = {"sample_packing_sequence_len": 4096, "num_shards": 3}
+    one = packed(prepared, tmp_path / "one", **its)
+    assert packed(prepared, tmp_path / "two", num_proc=2, start_method=method, **its) == one
+    assert contents(tmp_path / "two") == contents(tmp_path / "one")
+
+
+def test_what_nothing_trains_on_is_not_packed(tmp_path):
+    pair = {"prompt": "p", "chosen": "good", "rejected": "bad"}
+    path = write_lines(tmp_path / "a.jsonl", [pair] * 3)
+    artifact, _ = run(prepare((path, {"type": "preference"})), tmp_path / "p" / "x")
+    with pytest.raises(CapabilityError, match="preference samples"):
+        packed(artifact, tmp_path / "out")
+
+
+def test_the_seed_decides_which_samples_share_a_row(gsm8k, tmp_path):
     prepared, _ = gsm8k
     its = {"sample_packing_method": "multipack", "sample_packing_sequence_len": 4096}
-    packed(prepared, tmp_path / "1", seed=1, **its)
-    packed(prepared, tmp_path / "2", seed=2, **its)
-    one, two = (PackedRows(tmp_path / n / "data" / "train").lengths() for n in "12")
-    assert (np.diff(one) > 0).any()
-    assert sorted(one) == sorted(two)
-    assert one.tolist() != two.tolist()
+    found = []
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        packed(prepared, tmp_path / name, seed=seed, **its)
+        found.append(documents(tmp_path / name)[0])
+    assert found[0] == found[1] != found[2]
+    assert sorted(found[0]) == sorted(found[2])
 
 
 @pytest.mark.parametrize("method", ["sequential", "multipack"])
@@ -191,5 +315,6 @@ def test_the_key_follows_the_prepared_samples_and_every_setting(tmp_path):
     assert key_of(replace(stage, prepared=Artifact("prepare", "a" * 64, tmp_path / "moved"))) == (
         key_of(stage)
     )
-    assert key_of(stage)[:16] == "65b49ccaf1d94fa8"
+    assert key_of(replace(stage, num_proc=9, start_method="fork")) == key_of(stage)
+    assert key_of(stage)[:16] == "51eaac5d4ac7221d"
     assert json.loads(stage.settings.model_dump_json())["eval_sample_packing"] is True

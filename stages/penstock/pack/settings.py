@@ -30,4 +30,4 @@ class PackSettings(Settings):
     """Files per split; unset: by size. There are never more files than rows."""
 
     seed: int = 42
-    """`multipack`: the order of the rows."""
+    """`multipack`: which samples share a row, and the order of the rows."""

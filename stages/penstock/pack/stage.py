@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from penstock.core.stage import Artifact, Facts, Stage
 from penstock.pack.settings import PackSettings
@@ -14,13 +14,21 @@ class Pack(Stage):
     """Samples in, rows out: `data/<split>/rows-00000-of-0000N.arrow`.
 
     Version 1: rows without padding; labels shifted once, -100 at the end of every document.
+    Version 2: `multipack` mixes lengths; every planned epoch has rows of its own, one epoch's after
+    the other's, and the fact `epoch_rows` says how many.
     """
 
     name: ClassVar[str] = "pack"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
 
     settings: PackSettings  # pyright: ignore[reportIncompatibleVariableOverride]
     prepared: Artifact
+
+    num_proc: int = 1
+    """Processes that write files, where there are several."""
+
+    start_method: Literal["fork", "spawn", "forkserver"] = "spawn"
+    """How those processes are started."""
 
     @property
     def inputs(self) -> Mapping[str, Artifact]:
@@ -28,24 +36,42 @@ class Pack(Stage):
         return {"prepared": self.prepared}
 
     def run(self, out: Path) -> Facts:
-        """Pack each split shard by shard, keeping the shards an earlier attempt has finished.
+        """Pack each split file by file, keeping the files an earlier attempt has finished.
 
-        Raises StageError when a sample does not fit a row.
+        Raises StageError when a sample does not fit a row, and CapabilityError for samples that
+        nothing trains on.
         """
-        from penstock.pack.layout import lay_out
-        from penstock.pack.shards import measure, write_shards
-        from penstock.rows.prepared import PreparedSamples
         from penstock.rows.schema import SPLITS
 
-        capacity = self.settings.sample_packing_sequence_len
-        measured: dict[str, dict[str, Any]] = {}
-        for split in SPLITS:
-            samples = PreparedSamples(self.prepared.path, split)
-            shards: list[Path] = []
-            if len(samples):
-                packing = lay_out(samples, self.settings)
-                count = packing.num_shards(self.settings.num_shards)
-                shards = write_shards(packing, out / "data" / split, count)
-            measured[split] = {"shards": len(shards), **measure(shards, capacity)}
-        names = measured["train"]
+        measured = {split: self._split(out, split) for split in SPLITS}
+        names = measured[SPLITS[0]]
         return {name: {split: measured[split][name] for split in SPLITS} for name in names}
+
+    def _split(self, out: Path, split: str) -> dict[str, Any]:
+        """Write the files of a split and count what they hold; `fill` is the share of the rows'
+        capacity that holds tokens."""
+        from penstock.pack.layout import lay_out, method_of
+        from penstock.pack.spread import Workers, shards_of, write_all
+        from penstock.rows.prepared import PreparedSamples
+        from penstock.rows.schema import histogram
+
+        samples = PreparedSamples(self.prepared.path, split)
+        layout = lay_out(samples, self.settings, method_of(split, self.settings))
+        folder = out / "data" / split
+        wanted = self.settings.num_shards
+        shards = shards_of(self.prepared.path, split, layout, folder, wanted)
+        written = write_all(shards, Workers(self.num_proc, self.start_method))
+        documents = layout.documents()
+        tokens, rows = int(documents.sum()), len(layout.bins)
+        capacity = rows * self.settings.sample_packing_sequence_len
+        return {
+            "shards": len(shards),
+            "rows": rows,
+            "epoch_rows": layout.epoch_rows,
+            "documents": len(documents),
+            "tokens": tokens,
+            "trained_tokens": sum(one.trained_tokens for one in written),
+            "max_token_id": max((one.max_token_id for one in written), default=0),
+            "fill": round(tokens / capacity, 6) if rows else 0.0,
+            "lengths": histogram(documents),
+        }

@@ -1,0 +1,68 @@
+"""What every way of packing would make of prepared samples, without writing a row."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from penstock.pack.layout import METHODS, Layout, Method, lay_out, method_of
+from penstock.pack.settings import PackSettings
+from penstock.rows.packing.bound import fewest_rows
+from penstock.rows.prepared import PreparedSamples
+from penstock.rows.schema import SPLITS
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One way to pack one split."""
+
+    split: str
+    method: Method
+    chosen: bool
+    """Whether it is what the settings say."""
+    rows: int
+    fill: float
+    """The share of the rows' capacity that holds tokens."""
+    padding: float
+    """The share of padding in what is computed, when each row is padded by itself."""
+    bound: int
+    """No way needs fewer rows than this."""
+
+
+def compare(prepared: Path, settings: PackSettings, pad_to_multiple_of: int) -> list[Figures]:
+    """Every method on every split that has samples. Raises what the pack stage raises."""
+    found: list[Figures] = []
+    for split in SPLITS:
+        samples = PreparedSamples(prepared, split)
+        if not len(samples):
+            continue
+        chosen = method_of(split, settings)
+        bound = _bound(samples, settings.sample_packing_sequence_len)
+        for method in METHODS:
+            layout = lay_out(samples, settings, method)
+            totals = _totals(layout)
+            tokens = int(totals.sum())
+            computed = int((-(-totals // pad_to_multiple_of) * pad_to_multiple_of).sum())
+            found.append(
+                Figures(
+                    split=split,
+                    method=method,
+                    chosen=method == chosen,
+                    rows=len(totals),
+                    fill=round(tokens / (len(totals) * settings.sample_packing_sequence_len), 6),
+                    padding=round(1 - tokens / computed, 6),
+                    bound=bound,
+                )
+            )
+    return found
+
+
+def _totals(layout: Layout) -> np.ndarray:
+    """The tokens of every row."""
+    return np.add.reduceat(layout.documents(), layout.bins.ends - layout.bins.sizes())
+
+
+def _bound(samples: PreparedSamples, capacity: int) -> int:
+    lengths = np.minimum(samples.lengths(), capacity)
+    histograms = (np.bincount(lengths[e], minlength=capacity + 1) for e in samples.epochs())
+    return sum(fewest_rows(counts, capacity) for counts in histograms)

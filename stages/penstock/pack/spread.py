@@ -1,0 +1,119 @@
+"""The files of a split, spread over processes. How many makes no difference to what they hold."""
+
+from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import lru_cache
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Literal
+
+from penstock.core.errors import StageError
+from penstock.core.orphan import end_with_starter
+from penstock.pack.layout import Layout
+from penstock.pack.shards import Written, read, write
+from penstock.rows.bins import Bins, Indices
+from penstock.rows.prepared import PreparedSamples
+
+StartMethod = Literal["fork", "spawn", "forkserver"]
+
+SHARD_BYTES = 256 << 20
+"""Of one file: large enough for an object store, small enough for many to be read at once."""
+
+BYTES_PER_TOKEN = 8
+
+WORTH_A_PROCESS = 16 << 20
+"""Tokens below which a process takes longer to start than to write them."""
+
+
+@dataclass(frozen=True)
+class Workers:
+    """Processes that write files."""
+
+    count: int = 1
+    start_method: StartMethod = "spawn"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file to be, and what goes into it."""
+
+    prepared: Path
+    split: str
+    target: Path
+    bins: Bins
+    lengths: Indices
+    """Of the samples in `bins`."""
+
+
+def shards_of(
+    prepared: Path, split: str, layout: Layout, folder: Path, wanted: int | None
+) -> list[Shard]:
+    """The files of a split, with about equally many rows each: as many as `wanted` or by size, and
+    never more than rows."""
+    bins, documents = layout.bins, layout.documents()
+    by_size = -(-int(documents.sum()) * BYTES_PER_TOKEN // SHARD_BYTES)
+    count = min(wanted or by_size, len(bins))
+    found: list[Shard] = []
+    for index in range(count):
+        low, high = (len(bins) * at // count for at in (index, index + 1))
+        first = int(bins.ends[low - 1]) if low else 0
+        last = int(bins.ends[high - 1])
+        rows = Bins(bins.samples[first:last], bins.ends[low:high] - first)
+        target = folder / f"rows-{index:05d}-of-{count:05d}.arrow"
+        found.append(Shard(prepared, split, target, rows, documents[first:last]))
+    return found
+
+
+def write_all(shards: Sequence[Shard], workers: Workers) -> list[Written]:
+    """Write the files that are not there, and say of all of them what they hold.
+
+    Raises the first error in the order of the files.
+    """
+    missing = [shard for shard in shards if not shard.target.exists()]
+    tokens = sum(int(shard.lengths.sum()) for shard in missing)
+    count = min(workers.count, len(missing), max(1, tokens // WORTH_A_PROCESS))
+    if count > 1:
+        written = _in_processes(missing, count, workers.start_method)
+    else:
+        written = _in_this_process(missing)
+    new = {shard.target: one for shard, one in zip(missing, written, strict=True)}
+    return [new.get(shard.target) or read(shard.target) for shard in shards]
+
+
+def _in_this_process(shards: Sequence[Shard]) -> list[Written]:
+    if not shards:
+        return []
+    samples = PreparedSamples(shards[0].prepared, shards[0].split)
+    return [write(samples, one.bins, one.lengths, one.target) for one in shards]
+
+
+def _in_processes(shards: Sequence[Shard], count: int, start_method: StartMethod) -> list[Written]:
+    pool = ProcessPoolExecutor(count, get_context(start_method), end_with_starter)
+    try:
+        futures = [pool.submit(_write_one, shard) for shard in shards]
+        wait(futures, return_when=FIRST_EXCEPTION)
+    finally:
+        pool.shutdown(cancel_futures=True)
+    for future in futures:
+        failure = None if future.cancelled() else future.exception()
+        if isinstance(failure, BrokenProcessPool):
+            raise StageError(
+                f"One of {count} packing processes was killed, most likely for want of memory.\n"
+                "  Set data.dataset_num_proc lower."
+            ) from failure
+        if failure:
+            raise failure
+    return [future.result() for future in futures]
+
+
+def _write_one(shard: Shard) -> Written:
+    samples = _samples_of_this_worker(shard.prepared, shard.split)
+    return write(samples, shard.bins, shard.lengths, shard.target)
+
+
+@lru_cache(maxsize=1)
+def _samples_of_this_worker(prepared: Path, split: str) -> PreparedSamples:
+    """Mapped once for all files that one worker writes; it lives no longer than the run."""
+    return PreparedSamples(prepared, split)
