@@ -97,7 +97,9 @@ def run_config(out: Path, model: Path, /, **train: Any) -> RunConfig:
     )
 
 
-def job_of(run: RunConfig, packed: Path, key: str = "a" * 64) -> Job:
+def job_of(
+    run: RunConfig, packed: Path, key: str = "a" * 64, epoch_rows: tuple[int, ...] = ()
+) -> Job:
     """The job a train stage would hand to its ranks."""
     out = Path(run.train.output_dir)
     out.mkdir(parents=True, exist_ok=True)
@@ -106,6 +108,8 @@ def job_of(run: RunConfig, packed: Path, key: str = "a" * 64) -> Job:
         key=key,
         config=run,
         packed=packed,
+        packed_key="c" * 64,
+        epoch_rows=epoch_rows,
         max_token_id=VOCAB - 1,
         config_path=str(run.model.config_path or run.model.model_path),
         weights=weights,

@@ -59,10 +59,8 @@ def first_step(layout, folder):
     rows = PackedRows(folder / "packed" / "data" / "train")
     mine = list(range(4))[ranks.rank :: ranks.world]
     size = run.train.micro_batch_size
-    batches = [
-        collate([rows.row(i) for i in mine[at : at + size]], pad_to_multiple_of=8)
-        for at in range(0, len(mine), size)
-    ]
+    groups = [mine[at : at + size] for at in range(0, len(mine), size)]
+    laid = collate([[rows.row(i) for i in group] for group in groups], pad_to_multiple_of=8)
     seen = {}
 
     def look(*_):
@@ -71,7 +69,7 @@ def first_step(layout, folder):
 
     built.engine.optimizer.register_step_pre_hook(look)
     engine = built.engine
-    result = type(engine)(**{**vars(engine), "max_grad_norm": 0.0}).step(batches, 0.1)
+    result = type(engine)(**{**vars(engine), "max_grad_norm": 0.0}).step(laid.micro_batches(), 0.1)
     recomputed = torch.stack([g.norm() for g in seen["grads"].values()]).norm().item()
     assert result.grad_norm == pytest.approx(recomputed, rel=1e-5)
     return result.loss, result.grad_norm, {n: g.numpy() for n, g in seen["grads"].items()}

@@ -18,6 +18,8 @@ from penstock.core.errors import CapabilityError, ConfigError
 from penstock.engine.parallel.degrees import degrees_of
 from penstock.engine.ranks import Ranks, leave
 from penstock.plan import check_machine
+from penstock.rows.reader import PackedRows
+from penstock.train.loader import Loader, Reading
 from tests.engine import runs
 from tests.engine.loops import calls_of, decoder_of, each, loop_of, parameters_of, step
 from tests.ranks import on_ranks
@@ -294,6 +296,7 @@ def collections(job):
     return [at for at in asked if 0 < at < 5], set(enabled), gc.isenabled()
 
 
+@pytest.mark.slow
 def test_garbage_is_collected_at_the_steps_asked_for_or_left_to_python(folder):
     jobs = {str(n): job(folder, f"gc {n}", gc_steps=n, max_steps=5) for n in (0, 2, 3)}
     [found] = on_ranks(1, each, collections, jobs)
@@ -321,10 +324,15 @@ def test_cached_memory_is_returned_at_the_steps_asked_for(folder, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.usefixtures("own_group")
+@pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("pins", [True, False])
-def test_rows_are_pinned_for_a_gpu_if_wanted(pins, folder):
-    loop = loop_of(job(folder, f"pinned {pins}", data={"dataloader_pin_memory": pins}))
-    [batch] = loop._micro_batches([0])[:1]
-    assert batch.input_ids_T.is_pinned() is pins
-    assert batch.labels_T.is_pinned() is pins
+def test_rows_are_pinned_for_a_gpu_if_wanted(pins, num_workers, folder):
+    data = {"dataloader_pin_memory": pins, "dataloader_num_workers": num_workers}
+    made = job(folder, f"pinned {pins} {num_workers}", data=data)
+    config, device = made.config.data, torch.device("cuda")
+    rows = PackedRows(made.packed / "data" / "train")
+    loader = Loader(rows, iter([[[0], [1]]]), Reading.of(config, device))
+    for batch in next(loader):
+        assert batch.input_ids_T.is_pinned() is pins
+        assert batch.labels_T.is_pinned() is pins
+    loader.close()

@@ -19,6 +19,7 @@ LAYOUTS = {
     "fsdp2 in bf16": (2, {"data_parallel_mode": "fsdp2", "enable_mixed_precision": True}),
     "fsdp2 with lora": (2, {"data_parallel_mode": "fsdp2", "lora": {"enable_lora": True}}),
 }
+LONG = ("fsdp2 in bf16", "fsdp2 with lora")
 
 
 class StopAfter(StopRequest):
@@ -45,7 +46,10 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in LAYOUTS],
+)
 def test_a_resumed_run_ends_with_the_same_bytes(layout, folder):
     world, settings = LAYOUTS[layout]
     kind = "plain" if layout == "ddp" else "checked"

@@ -204,7 +204,7 @@ def test_the_log_format_is_a_bar_or_lines(folder):
 
 def test_a_wish_that_comes_to_nothing_is_told(folder):
     notes = {
-        "loaders": ("no dataloader workers", {"data": {"dataloader_num_workers": 0}}),
+        "loaders": ("read in this process", {"data": {"dataloader_num_workers": 0}}),
         "tracker": ("Weights & Biases", {"use_wandb": False}),
     }
     jobs = {"plain": job(folder, "plain")}

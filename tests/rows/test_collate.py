@@ -1,12 +1,12 @@
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from penstock.core.errors import ArtifactError
 from penstock.rows.collate import collate
-from penstock.rows.reader import PackedRows, Row
-from penstock.rows.schema import PACKED, histogram
+from penstock.rows.reader import Row
+from penstock.rows.schema import histogram
 
 DOCUMENTS = [([1, 2, 3], [2, 3, -100]), ([4, 5], [5, -100])]
 
@@ -18,7 +18,7 @@ def row_of(*documents):
 
 def test_padding_is_a_document_of_its_own_and_labels_stay_as_they_are():
     # What the reference training system gives for the same two samples.
-    batch = collate([row_of(*DOCUMENTS)], pad_to_multiple_of=8)
+    [batch] = collate([[row_of(*DOCUMENTS)]], pad_to_multiple_of=8).micro_batches()
     assert batch.input_ids_T.tolist() == [1, 2, 3, 4, 5, 0, 0, 0]
     assert batch.labels_T.tolist() == [2, 3, -100, 5, -100, -100, -100, -100]
     assert batch.position_ids_T.tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
@@ -29,13 +29,13 @@ def test_padding_is_a_document_of_its_own_and_labels_stay_as_they_are():
 
 def test_rows_are_laid_end_to_end_without_padding_between_them():
     rows = [row_of(DOCUMENTS[0]), row_of(DOCUMENTS[1])]
-    batch = collate(rows, pad_to_multiple_of=5, pad_token_id=9)
+    [batch] = collate([rows], pad_to_multiple_of=5, pad_token_id=9).micro_batches()
     assert batch.input_ids_T.tolist() == [1, 2, 3, 4, 5]
     assert batch.lengths == (3, 2)
 
 
 def test_no_rows_give_a_batch_of_padding_that_trains_nothing():
-    batch = collate([], pad_to_multiple_of=4, pad_token_id=9)
+    [batch] = collate([[]], pad_to_multiple_of=4, pad_token_id=9).micro_batches()
     assert batch.input_ids_T.tolist() == [9, 9, 9, 9]
     assert (batch.lengths, batch.num_trained) == ((4,), 0)
 
@@ -43,34 +43,39 @@ def test_no_rows_give_a_batch_of_padding_that_trains_nothing():
 def test_a_row_whose_lengths_disagree_with_its_tokens_is_refused():
     bad = Row(np.arange(4, dtype=np.int32), np.arange(4, dtype=np.int32), np.array([3], np.int32))
     with pytest.raises(ValueError, match="hold 4 tokens"):
-        collate([bad], pad_to_multiple_of=1)
+        collate([[bad]], pad_to_multiple_of=1)
 
 
-def test_any_row_of_any_shard_and_batch_is_read_as_it_was_written(tmp_path):
-    rows = [[[n] * (n + 1), [n] * (n + 1), [n + 1]] for n in range(7)]
-    for shard, part in enumerate((rows[:3], [], rows[3:])):
-        path = tmp_path / f"rows-{shard:05d}-of-00003.arrow"
-        with pa.ipc.new_file(path, PACKED) as writer:
-            for low in range(0, len(part), 2):
-                columns = [list(column) for column in zip(*part[low : low + 2], strict=True)]
-                writer.write_batch(pa.record_batch(columns, schema=PACKED))
-    packed = PackedRows(tmp_path)
-    assert len(packed) == 7
-    for index in (6, 0, 3, 2, 5, 1, 4):
-        row = packed.row(index)
-        assert [row.input_ids.tolist(), row.labels.tolist(), row.lengths.tolist()] == rows[index]
-        assert not row.input_ids.flags.writeable  # a view of the mapped file
-    assert packed.lengths().tolist() == [1, 2, 3, 4, 5, 6, 7]
-    with pytest.raises(IndexError):
-        packed.row(7)
+LENGTHS = st.lists(st.integers(1, 9), max_size=4)
 
 
-def test_a_missing_or_broken_shard_is_an_error_of_the_artifact(tmp_path):
-    with pytest.raises(ArtifactError, match="holds no packed rows"):
-        PackedRows(tmp_path)
-    (tmp_path / "rows-00000-of-00001.arrow").write_bytes(b"ARROW1\0\0cut")
-    with pytest.raises(ArtifactError, match="cannot be read as Arrow"):
-        PackedRows(tmp_path)
+@given(
+    st.lists(st.lists(LENGTHS.filter(len), max_size=3), min_size=1, max_size=4), st.integers(1, 16)
+)
+def test_micro_batches_hold_the_documents_of_their_rows_and_share_one_memory(groups, multiple):
+    rng = np.random.default_rng(0)
+    documents = [
+        [[(rng.integers(9, size=n), rng.integers(-100, 9, size=n)) for n in row] for row in group]
+        for group in groups
+    ]
+    laid = collate(
+        [[row_of(*row) for row in group] for group in documents], pad_to_multiple_of=multiple
+    )
+    found = laid.micro_batches()
+    assert len(found) == len(groups)
+    for group, batch in zip(documents, found, strict=True):
+        flat = [document for row in group for document in row]
+        used = sum(len(ids) for ids, _ in flat)
+        total = max(-(-used // multiple), 1) * multiple
+        ids = [int(n) for document, _ in flat for n in document]
+        labels = [int(n) for _, document in flat for n in document]
+        assert batch.input_ids_T.tolist() == ids + [0] * (total - used)
+        assert batch.labels_T.tolist() == labels + [-100] * (total - used)
+        assert batch.position_ids_T.tolist() == [n for size in batch.lengths for n in range(size)]
+        assert [*batch.lengths] == [len(i) for i, _ in flat] + [total - used] * (total > used)
+        assert (batch.num_tokens, batch.num_trained) == (used, sum(n != -100 for n in labels))
+        storage = batch.input_ids_T.untyped_storage().data_ptr()
+        assert storage == laid.values.untyped_storage().data_ptr()
 
 
 def test_a_histogram_counts_powers_of_two_upwards():

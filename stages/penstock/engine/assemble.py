@@ -27,6 +27,7 @@ from penstock.engine.ranks import Ranks
 from penstock.engine.recompute import recompute
 from penstock.engine.step import Engine
 from penstock.engine.weights import Read, SafetensorsFolder, fill
+from penstock.models.cost import pairs_per_token
 from penstock.models.decoder import Decoder
 from penstock.models.family import Family
 from penstock.models.initialise import initialise
@@ -48,6 +49,8 @@ class Assembled:
     degrees: Degrees
     layout: dict[str, Any]
     vocab_size: int
+    pairs_per_token: int
+    """What a token costs in pairs of tokens, for telling dear rows from cheap ones."""
 
 
 def assemble(
@@ -105,6 +108,7 @@ def assemble(
             "shard": degrees.shard,
         },
         vocab_size=config.vocab_size,
+        pairs_per_token=pairs_per_token(config),
     )
 
 

@@ -1,65 +1,193 @@
 """Which packed rows make up which optimizer step, for any number of replicas.
 
-The order is a function of (seed, epoch) alone, and a step is a set of rows chosen before anyone
-asks how many replicas share the work; so the layout never changes what is learnt from, and a
-position in the data is one number: steps taken.
+A step is a set of rows chosen before anyone asks how many replicas share the work, so the layout
+never changes what is learnt from. A position is a cursor of four numbers, kept in checkpoints: a
+run that goes on from there, on other ranks or with other batch sizes, sees every row that is left
+of the epoch exactly once, and then goes on with epochs of its own.
+
+An epoch is a random permutation of its rows. Where rows cost different amounts of work, those of
+similar cost are then brought together, so that replicas that share a step end it together: within
+windows of the permutation rows are sorted by cost and cut into groups, and the groups are shuffled.
 """
 
-from dataclasses import dataclass
-from functools import lru_cache
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from heapq import heapify, heappop, heappush
+from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
+Integers = npt.NDArray[np.int64]
+
+MAX_GROUP = 256
+"""Most rows of one group; larger steps are made of several, so that they stay varied."""
+
+WINDOW = 64
+"""Groups that are sorted by cost together, about."""
+
+MIN_WINDOWS = 4
+"""Windows in an epoch, at least: rows meet others in every epoch, also where there are few."""
+
+EVEN_PERCENT = 101
+"""Where no row costs more than this share of the mean, there is nothing to bring together."""
+
 
 @dataclass(frozen=True)
-class Batches:
-    """Steps over `num_rows` packed rows, `rows_per_step` at a time, reshuffled every epoch."""
+class Cursor:
+    """A place in the data: the next row is number `samples` of epoch `epoch`, both from 0.
 
-    num_rows: int
-    rows_per_step: int
+    `seed` and `group` say how that epoch was ordered, which may differ from how the next one is.
+    """
+
+    epoch: int
+    samples: int
     seed: int
-    last_batch: str
-    """`drop`: a last batch that is not full is left out, unless it is all there is; `keep`."""
+    group: int
 
-    def __post_init__(self) -> None:
-        if self.num_rows < 1 or self.rows_per_step < 1:
-            raise ValueError(f"{self.num_rows} rows in steps of {self.rows_per_step}")
+
+class Batches:
+    """Steps of `rows_per_step` rows, reshuffled every epoch."""
+
+    def __init__(
+        self,
+        costs: Integers,
+        *,
+        rows_per_step: int,
+        seed: int,
+        last_batch: Literal["drop", "keep"],
+        epoch_rows: Sequence[int] = (),
+    ) -> None:
+        """`costs` are the rows' work in any unit, in stored order.
+
+        `epoch_rows`: rows of each epoch that was laid out, one after another; epochs take them in
+        turn. Empty: all rows in every epoch. With `last_batch` "drop", the rows that do not fill
+        the last step of an epoch are left out (others each time), unless they are all there is.
+        Raises ValueError for an epoch without rows or of rows that are not there.
+        """
+        blocks = list(epoch_rows) or [len(costs)]
+        if min(blocks) < 1 or sum(blocks) != len(costs) or rows_per_step < 1:
+            raise ValueError(f"{len(costs)} rows in epochs of {blocks}, {rows_per_step} to a step")
+        self.costs, self.rows_per_step, self.seed = costs, rows_per_step, seed
+        self._keeps = last_batch == "keep"
+        self._blocks = blocks
+        self._starts = np.cumsum([0, *blocks]).tolist()
+        self._drawn: tuple[Cursor, Integers] | None = None
 
     @property
-    def steps_per_epoch(self) -> int:
-        """Optimizer steps in one pass over the data."""
-        whole, rest = divmod(self.num_rows, self.rows_per_step)
-        return whole + 1 if rest and (self.last_batch == "keep" or not whole) else whole
+    def group(self) -> int:
+        """Rows that are brought together in this run's own epochs."""
+        sizes = range(1, min(self.rows_per_step, MAX_GROUP) + 1)
+        return max(size for size in sizes if self.rows_per_step % size == 0)
 
-    def epoch_of(self, step: int) -> int:
-        """The epoch, from 0, in which the step numbered `step`, from 0, lies."""
-        return step // self.steps_per_epoch
+    def start(self, epoch: int = 0) -> Cursor:
+        """The beginning of an epoch."""
+        return Cursor(epoch, 0, self.seed, self.group)
 
-    def rows(self, step: int) -> list[int]:
-        """All rows of the step numbered `step`, from 0."""
-        epoch, index = divmod(step, self.steps_per_epoch)
-        order = _order(self.seed, epoch, self.num_rows)
-        start = index * self.rows_per_step
-        return order[start : start + self.rows_per_step].tolist()
+    def settle(self, cursor: Cursor) -> Cursor:
+        """The cursor itself, or the next epoch's beginning if its own has no step left."""
+        return cursor if self._steps_in_epoch(cursor) else self.start(cursor.epoch + 1)
+
+    def rows(self, cursor: Cursor) -> Integers:
+        """All rows of the step at a settled cursor."""
+        order = self._order(cursor)
+        return order[cursor.samples : cursor.samples + self.rows_per_step]
+
+    def after(self, cursor: Cursor) -> Cursor:
+        """The settled cursor behind the step at a settled cursor."""
+        taken = min(self.rows_per_step, self._size(cursor.epoch) - cursor.samples)
+        return self.settle(replace(cursor, samples=cursor.samples + taken))
+
+    def steps_until(self, epoch: int, cursor: Cursor) -> int:
+        """Steps from a settled cursor to the beginning of `epoch`; 0 if that is not ahead."""
+        if cursor.epoch >= epoch:
+            return 0
+        whole = [self._steps_in_epoch(self.start(later)) for later in range(len(self._blocks))]
+        rounds, rest = divmod(epoch - cursor.epoch - 1, len(whole))
+        first = cursor.epoch + 1
+        further = sum(whole[(first + index) % len(whole)] for index in range(rest))
+        return self._steps_in_epoch(cursor) + rounds * sum(whole) + further
+
+    def progress(self, cursor: Cursor) -> Fraction:
+        """Epochs done at a settled cursor. A whole number exactly where an epoch begins."""
+        ahead = self._steps_in_epoch(cursor) * self.rows_per_step
+        used = min(cursor.samples + ahead, self._size(cursor.epoch))
+        return cursor.epoch + Fraction(cursor.samples, used)
+
+    def _size(self, epoch: int) -> int:
+        return self._blocks[epoch % len(self._blocks)]
+
+    def _steps_in_epoch(self, cursor: Cursor) -> int:
+        left = self._size(cursor.epoch) - cursor.samples
+        whole, rest = divmod(max(0, left), self.rows_per_step)
+        alone = not whole and not cursor.samples
+        return whole + 1 if rest and (self._keeps or alone) else whole
+
+    def _order(self, cursor: Cursor) -> Integers:
+        """The epoch's order. Kept, because drawing it costs a pass over all rows of the epoch."""
+        drawn = replace(cursor, samples=0)
+        if self._drawn is None or self._drawn[0] != drawn:
+            start = self._starts[cursor.epoch % len(self._blocks)]
+            costs = self.costs[start : start + self._size(cursor.epoch)]
+            order = epoch_order(costs, cursor.group, [cursor.seed, cursor.epoch]) + start
+            self._drawn = drawn, order
+        return self._drawn[1]
 
 
-@lru_cache(maxsize=1)
-def _order(seed: int, epoch: int, num_rows: int) -> npt.NDArray[np.int64]:
-    """The epoch's order. Kept, because drawing it anew for each step costs a pass over all rows."""
-    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(num_rows)
+def epoch_order(costs: Integers, group: int, seed: Sequence[int]) -> Integers:
+    """A random order in which every `group` rows, from the start, cost about the same.
 
-
-def share(rows: list[int], replica: int, num_replicas: int) -> list[int]:
-    """The rows that one of `num_replicas` computes; their numbers differ by one at most."""
-    return rows[replica::num_replicas]
-
-
-def micro_batches(rows: list[int], size: int, count: int) -> list[list[int]]:
-    """`rows` in exactly `count` groups of `size`; groups may be short or empty at the end.
-
-    Every replica makes the same number of passes, or collectives would wait for ever.
+    Rows that fill no group come last and are random ones, not the dearest.
     """
-    if len(rows) > size * count:
-        raise ValueError(f"{len(rows)} rows do not fit {count} micro-batches of {size}")
-    return [rows[i * size : (i + 1) * size] for i in range(count)]
+    random = np.random.Generator(np.random.PCG64(list(seed)))
+    order = random.permutation(len(costs))
+    groups = len(costs) // group
+    windows = max(MIN_WINDOWS, groups // WINDOW)
+    even = 100 * len(costs) * int(costs.max()) <= EVEN_PERCENT * int(costs.sum())
+    if group == 1 or groups < 2 * windows or even:
+        return order
+    ends = [index * groups // windows * group for index in range(windows + 1)]
+    for start, end in pairwise(ends):
+        here = order[start:end]
+        here[:] = here[np.argsort(costs[here], kind="stable")]
+    grouped = order[: groups * group].reshape(groups, group)
+    grouped[:] = random.permuted(grouped[random.permutation(groups)], axis=1)
+    return order
+
+
+def deal(
+    rows: Sequence[int],
+    costs: Sequence[int],
+    *,
+    num_replicas: int,
+    size: int,
+    count: int,
+) -> list[list[list[int]]]:
+    """One step's rows for each replica, as exactly `count` micro-batches of at most `size` rows.
+
+    Replicas compute their micro-batches at the same time and wait for each other, so the dearest
+    rows make the first micro-batch of all replicas, and within it each row goes to the replica
+    with the least work. Micro-batches may be short or empty at the end; none is left out, or
+    collectives would wait for ever. Raises ValueError when the rows do not fit.
+    """
+    at_once = num_replicas * size
+    if len(rows) > at_once * count:
+        raise ValueError(f"{len(rows)} rows do not fit {count} micro-batches of {at_once}")
+    dealt: list[list[list[int]]] = [[[] for _ in range(count)] for _ in range(num_replicas)]
+    work = [0] * num_replicas
+    dearest_first = sorted(range(len(rows)), key=lambda index: (-costs[index], index))
+    for turn in range(math.ceil(len(rows) / at_once)):
+        # The least work in this turn first, then the least so far.
+        free = [(0, work[replica], replica) for replica in range(num_replicas)]
+        heapify(free)
+        for index in dearest_first[turn * at_once : (turn + 1) * at_once]:
+            now, _, least = heappop(free)
+            mine = dealt[least][turn]
+            mine.append(rows[index])
+            work[least] += costs[index]
+            if len(mine) < size:
+                heappush(free, (now + costs[index], work[least], least))
+    return dealt

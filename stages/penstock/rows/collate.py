@@ -1,4 +1,4 @@
-"""Packed rows to a micro-batch of tensors. T tokens in all, padding included."""
+"""Packed rows to micro-batches of tensors. T tokens in a micro-batch, padding included."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,51 +26,82 @@ class MicroBatch:
     """Tokens without padding."""
     num_trained: int
 
-    def pin_memory(self) -> "MicroBatch":
+
+@dataclass(frozen=True)
+class _Part:
+    """What a micro-batch is besides tensors."""
+
+    lengths: tuple[int, ...]
+    num_tokens: int
+    num_trained: int
+
+
+@dataclass(frozen=True)
+class Laid:
+    """The micro-batches of a step in one piece of memory: [3, T of all], int64.
+
+    One piece passes between processes, and is pinned, at the cost of one.
+    """
+
+    values: torch.Tensor
+    parts: tuple[_Part, ...]
+
+    def pin_memory(self) -> "Laid":
         """The same in page-locked memory, from which a GPU copies while it computes."""
-        return replace(
-            self,
-            input_ids_T=self.input_ids_T.pin_memory(),
-            labels_T=self.labels_T.pin_memory(),
-            position_ids_T=self.position_ids_T.pin_memory(),
-        )
+        return replace(self, values=self.values.pin_memory())
+
+    def micro_batches(self) -> list[MicroBatch]:
+        """The micro-batches, as views."""
+        found: list[MicroBatch] = []
+        start = 0
+        for part in self.parts:
+            size = sum(part.lengths)
+            ids, labels, positions = self.values.narrow(1, start, size).unbind()
+            found.append(MicroBatch(ids, labels, positions, **vars(part)))
+            start += size
+        return found
 
 
 def collate(
-    rows: Sequence[Row],
-    *,
-    pad_to_multiple_of: int,
-    pad_token_id: int = 0,
-    device: torch.device | str | None = None,
-) -> MicroBatch:
-    """Lay rows end to end and pad to the next multiple; no rows give one whole row of padding.
+    groups: Sequence[Sequence[Row]], *, pad_to_multiple_of: int, pad_token_id: int = 0
+) -> Laid:
+    """One micro-batch of each group of rows: laid end to end and padded to the next multiple.
 
-    Tensors are int64 of shape [T]. Labels are taken as they are, never shifted again.
+    No rows give one whole multiple of padding. Labels are taken as they are, never shifted again.
+    Documents keep their true lengths here and on disk: an attention that needs them aligned pads
+    them after this, and one packed artifact serves every layout.
     """
-    lengths = [int(length) for row in rows for length in row.lengths]
-    used = sum(lengths)
-    held = sum(len(row.input_ids) for row in rows)
+    documents = [_documents(rows, pad_to_multiple_of) for rows in groups]
+    totals = [sum(lengths) for lengths in documents]
+    values = np.empty((3, sum(totals)), dtype=np.int64)
+    counting = np.arange(max(totals, default=0))
+    parts: list[_Part] = []
+    start = 0
+    for rows, lengths, total in zip(groups, documents, totals, strict=True):
+        ids, labels, positions = values[:, start : start + total]
+        used = trained = 0
+        for row in rows:
+            end = used + len(row.input_ids)
+            ids[used:end] = row.input_ids
+            labels[used:end] = row.labels
+            trained += int(np.count_nonzero(row.labels != IGNORED))
+            used = end
+        ids[used:] = pad_token_id
+        labels[used:] = IGNORED
+        place = 0
+        for length in lengths:
+            positions[place : place + length] = counting[:length]
+            place += length
+        parts.append(_Part(tuple(lengths), used, trained))
+        start += total
+    return Laid(torch.from_numpy(values), tuple(parts))
+
+
+def _documents(rows: Sequence[Row], multiple: int) -> list[int]:
+    """The length of every document, and of the padding as one more."""
+    lengths = [length for row in rows for length in row.lengths.tolist()]
+    used, held = sum(lengths), sum(len(row.input_ids) for row in rows)
     if held != used:
         raise ValueError(f"the rows hold {held} tokens, but their lengths sum to {used}")
-    padding = -used % pad_to_multiple_of if used else pad_to_multiple_of
-    total = used + padding
-    input_ids = np.full(total, pad_token_id, dtype=np.int64)
-    labels = np.full(total, IGNORED, dtype=np.int64)
-    start = 0
-    for row in rows:
-        end = start + len(row.input_ids)
-        input_ids[start:end] = row.input_ids
-        labels[start:end] = row.labels
-        start = end
-    if padding:
-        lengths.append(padding)
-    starts = np.cumsum(lengths) - lengths
-    positions = np.arange(total, dtype=np.int64) - np.repeat(starts, lengths)
-    return MicroBatch(
-        input_ids_T=torch.from_numpy(input_ids).to(device),
-        labels_T=torch.from_numpy(labels).to(device),
-        position_ids_T=torch.from_numpy(positions).to(device),
-        lengths=tuple(lengths),
-        num_tokens=used,
-        num_trained=int((labels != IGNORED).sum()),
-    )
+    padding = -used % multiple if used else multiple
+    return [*lengths, padding] if padding else lengths

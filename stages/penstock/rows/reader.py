@@ -1,5 +1,6 @@
 """Packed rows on disk: memory-mapped Arrow shards, any row at once, nothing copied."""
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +32,7 @@ class PackedRows:
         shards = sorted(folder.glob(SHARDS))
         if not shards:
             raise ArtifactError(f"{folder} holds no packed rows.\n  Run the pack stage first.")
+        self.folder = folder
         self._columns: list[tuple[_Lists, _Lists, _Lists]] = []
         starts = [0]
         for shard in shards:
@@ -39,24 +41,29 @@ class PackedRows:
                 ids, labels, lengths = (_Lists.of(batch.column(name)) for name in names)
                 self._columns.append((ids, labels, lengths))
                 starts.append(starts[-1] + batch.num_rows)
-        self._starts = np.array(starts, dtype=np.int64)
+        self._starts = starts
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return self._starts[-1]
 
     def row(self, index: int) -> Row:
         """The row at `index`, from 0. Raises IndexError outside of the folder's rows."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        batch = int(np.searchsorted(self._starts, index, side="right")) - 1
-        at = index - int(self._starts[batch])
+        batch = bisect_right(self._starts, index) - 1
+        at = index - self._starts[batch]
         ids, labels, lengths = self._columns[batch]
         return Row(ids.at(at), labels.at(at), lengths.at(at))
 
     def lengths(self) -> npt.NDArray[np.int64]:
         """The number of tokens of every row."""
-        parts = [np.diff(ids.offsets) for ids, _, _ in self._columns]
-        return np.concatenate(parts).astype(np.int64) if parts else np.empty(0, np.int64)
+        parts = [np.diff(ids.offsets).astype(np.int64) for ids, _, _ in self._columns]
+        return np.concatenate([np.empty(0, np.int64), *parts])
+
+    def squares(self) -> npt.NDArray[np.int64]:
+        """The sum of the squared lengths of every row's documents."""
+        parts = [lengths.sums_of_squares() for _, _, lengths in self._columns]
+        return np.concatenate([np.empty(0, np.int64), *parts])
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,11 @@ class _Lists:
 
     def at(self, index: int) -> Tokens:
         return self.values[self.offsets[index] : self.offsets[index + 1]]
+
+    def sums_of_squares(self) -> npt.NDArray[np.int64]:
+        used = self.values[self.offsets[0] : self.offsets[-1]].astype(np.int64)
+        totals = np.concatenate([np.zeros(1, np.int64), np.cumsum(used * used)])
+        return np.diff(totals[self.offsets - self.offsets[0]])
 
 
 def flat(lists: pa.ListArray) -> tuple[Tokens, Tokens]:

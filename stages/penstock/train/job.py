@@ -8,6 +8,7 @@ import yaml
 
 from penstock.config.run import RunConfig
 from penstock.core.files import publishing, read_json, write_json
+from penstock.core.urls import spoken
 
 JOB = "job.json"
 RESOLVED = "config.yaml"
@@ -27,6 +28,10 @@ class Job:
     key: str
     config: RunConfig
     packed: Path
+    packed_key: str
+    """The key of the packed rows: a position in other rows means nothing in these."""
+    epoch_rows: tuple[int, ...]
+    """Rows of each epoch that was laid out, one after another; empty: all rows are one."""
     max_token_id: int
     """The largest token id in the packed rows."""
     config_path: str
@@ -43,8 +48,10 @@ class Job:
         record: dict[str, Any] = {
             "key": self.key,
             # Only what was written: a rank must be able to tell a wish from a default.
-            "config": self.config.model_dump(mode="json", exclude_unset=True),
+            "config": without_secrets(self.config.model_dump(mode="json", exclude_unset=True)),
             "packed": str(self.packed),
+            "packed_key": self.packed_key,
+            "epoch_rows": list(self.epoch_rows),
             "max_token_id": self.max_token_id,
             "config_path": self.config_path,
             "weights": str(self.weights) if self.weights else None,
@@ -53,7 +60,7 @@ class Job:
         }
         write_json(path, record)
         with publishing(self.output_dir / RESOLVED) as part:
-            values = self.config.model_dump(mode="json")
+            values = without_secrets(self.config.model_dump(mode="json"))
             part.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
         return path
 
@@ -65,9 +72,23 @@ class Job:
             record["key"],
             RunConfig.model_validate(record["config"]),
             Path(record["packed"]),
+            record["packed_key"],
+            tuple(record["epoch_rows"]),
             record["max_token_id"],
             record["config_path"],
             Path(record["weights"]) if record["weights"] else None,
             Path(record["output_dir"]),
             record["launch"],
         )
+
+
+def without_secrets(value: Any) -> Any:
+    """A config's values with signed URLs and passwords in URLs taken out of them.
+
+    Ranks need none: what lies behind URLs is on this machine before they start.
+    """
+    if isinstance(value, dict):
+        return {name: without_secrets(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [without_secrets(each) for each in value]
+    return spoken(value) if isinstance(value, str) else value

@@ -2,11 +2,13 @@
 
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from penstock.config.train import TrainConfig
@@ -17,10 +19,10 @@ from penstock.engine.parallel.degrees import accumulation_steps, rows_per_step
 from penstock.engine.ranks import Ranks
 from penstock.engine.step import StepResult
 from penstock.optim.schedule import lr_at
-from penstock.rows.batches import Batches, micro_batches, share
-from penstock.rows.collate import MicroBatch, collate
+from penstock.rows.batches import Batches, Cursor, Integers, deal
 from penstock.rows.reader import PackedRows
 from penstock.train.job import CHECKPOINTS, METRICS, Job
+from penstock.train.loader import Groups, Loader, Reading, read
 from penstock.train.metrics import MetricsLog
 from penstock.train.progress import progress
 from penstock.train.stopping import StopRequest
@@ -30,6 +32,8 @@ from penstock.train.stopping import StopRequest
 class Position:
     """How far the run is. Everything a checkpoint must say besides tensors."""
 
+    cursor: Cursor
+    """Where in the data the next step begins."""
     step: int = 0
     tokens: int = 0
     trained_tokens: int = 0
@@ -45,15 +49,18 @@ class Loop:
         self.rows = PackedRows(job.packed / "data" / "train")
         replicas = built.degrees.num_replicas
         self.batches = Batches(
-            num_rows=len(self.rows),
+            self._costs(self.rows),
             rows_per_step=rows_per_step(self.train, replicas),
             seed=self.train.seed,
             last_batch="drop" if job.config.data.dataloader_drop_last else "keep",
+            epoch_rows=job.epoch_rows,
         )
         self.accumulation = accumulation_steps(self.train, replicas)
-        self.total_steps = total_steps(self.train, self.batches)
+        self.reading = Reading.of(job.config.data, ranks.device)
         self.root = job.output_dir / CHECKPOINTS
-        self.at = Position()
+        self.at = Position(self.batches.start())
+        self.total_steps = total_steps(self.train, self.batches, self.at)
+        self._loader: Loader | None = None
 
     def run(self) -> dict[str, Any] | None:
         """Train to the end and return the facts, or None when asked to stop before."""
@@ -68,30 +75,39 @@ class Loop:
             gc.disable()
         try:
             while self.at.step < self.total_steps:
+                before = self.batches.progress(self.at.cursor)
                 record = self._step()
                 if log and display:
                     log.append(record)
                     display.show(record)
                 stopping = self.ranks.anywhere(bool(self.stop))
-                if stopping or self._save_is_due():
+                if stopping or self._save_is_due(before):
                     self._save()
                 if stopping and self.at.step < self.total_steps:
                     return None
                 self._tidy()
             return self._finish(log)
         finally:
+            self.close()
             gc.enable()
             if log and display:
                 display.close()
                 log.close()
 
+    def close(self) -> None:
+        """End the processes that load rows, if there are any."""
+        if self._loader:
+            self._loader.close()
+
     def _step(self) -> dict[str, Any]:
         started = time.perf_counter()
         step = self.at.step
         lr = learning_rate(self.train, step, self.total_steps)
-        mine = share(self.batches.rows(step), self._replica, self.built.degrees.num_replicas)
-        result: StepResult = self.built.engine.step(self._micro_batches(mine), lr)
+        if self._loader is None:
+            self._loader = Loader(self.rows, self._steps(), self.reading)
+        result: StepResult = self.built.engine.step(next(self._loader), lr)
         self.at = Position(
+            self.batches.after(self.at.cursor),
             step + 1,
             self.at.tokens + result.tokens,
             self.at.trained_tokens + result.trained_tokens,
@@ -100,7 +116,7 @@ class Loop:
         seconds = time.perf_counter() - started
         return {
             "step": self.at.step,
-            "epoch": round(self.at.step / self.batches.steps_per_epoch, 4),
+            "epoch": self._epochs(),
             "loss": result.loss,
             "lr": lr,
             "grad_norm": result.grad_norm,
@@ -114,17 +130,28 @@ class Loop:
     def _replica(self) -> int:
         return self.ranks.rank % self.built.degrees.num_replicas
 
-    def _micro_batches(self, rows: list[int]) -> list[MicroBatch]:
-        groups = micro_batches(rows, self.train.micro_batch_size, self.accumulation)
-        return [self._collate(group, self.rows) for group in groups]
+    def _epochs(self) -> float:
+        return round(float(self.batches.progress(self.at.cursor)), 4)
 
-    def _collate(self, group: Sequence[int], rows: PackedRows) -> MicroBatch:
-        data = self.job.config.data
-        batch = collate(
-            [rows.row(index) for index in group], pad_to_multiple_of=data.pad_to_multiple_of
-        )
-        pins = data.dataloader_pin_memory and self.ranks.device.type == "cuda"
-        return batch.pin_memory() if pins else batch
+    def _costs(self, rows: PackedRows) -> Integers:
+        return self.built.pairs_per_token * rows.lengths() + rows.squares()
+
+    def _steps(self) -> Iterator[Groups]:
+        """This rank's rows of every step from here to the end."""
+        cursor = self.at.cursor
+        for _ in range(self.at.step, self.total_steps):
+            rows = self.batches.rows(cursor)
+            yield self._mine(rows, self.batches.costs, self.accumulation)
+            cursor = self.batches.after(cursor)
+
+    def _mine(self, rows: Integers, costs: Integers, count: int) -> Groups:
+        return deal(
+            rows.tolist(),
+            costs[rows].tolist(),
+            num_replicas=self.built.degrees.num_replicas,
+            size=self.train.micro_batch_size,
+            count=count,
+        )[self._replica]
 
     def _resume(self) -> None:
         """Take the newest checkpoint of this run, else the one that was named, else start fresh."""
@@ -143,7 +170,14 @@ class Loop:
         mine = state["rng"].get(str(self.ranks.rank))
         if mine and state["layout"] == self.built.layout:
             randomness.restore(mine)
-        self.at = Position(state["step"], state["tokens"], state["trained_tokens"], state["loss"])
+        self.at = Position(
+            self._cursor_of(state),
+            state["step"],
+            state["tokens"],
+            state["trained_tokens"],
+            state["loss"],
+        )
+        self.total_steps = total_steps(self.train, self.batches, self.at)
         if folder.parent != self.root and self.at.step >= self.total_steps:
             raise ConfigError(
                 f"train.load_checkpoint_path {named} has taken {self.at.step} steps, and this run "
@@ -151,7 +185,15 @@ class Loop:
                 "  Raise train.max_steps or train.num_train_epochs."
             )
 
-    def _save_is_due(self) -> bool:
+    def _cursor_of(self, state: dict[str, Any]) -> Cursor:
+        """Where a checkpoint was in these rows; at their beginning if it was in others."""
+        if state["packed_key"] != self.job.packed_key:
+            return self.batches.start()
+        place = (state[name] for name in ("epoch", "samples_consumed", "order_seed", "group"))
+        return self.batches.settle(Cursor(*place))
+
+    def _save_is_due(self, before: Fraction) -> bool:
+        """Whether to save now; `before` are the epochs that were done a step ago."""
         step, train = self.at.step, self.train
         if step == self.total_steps:
             return True
@@ -159,19 +201,21 @@ class Loop:
             return True
         if not train.save_epochs:
             return False
-        interval = train.save_epochs * self.batches.steps_per_epoch
-        return int(step / interval) > int((step - 1) / interval)
+        interval = Fraction(str(train.save_epochs))
+        return self.batches.progress(self.at.cursor) // interval > before // interval
 
     def _save(self) -> None:
         states = self.ranks.gather(randomness.capture())
-        at, batches = self.at, self.batches
-        epoch, step_in_epoch = divmod(at.step, batches.steps_per_epoch)
+        at = self.at
         state = {
-            "format": 1,
+            "format": 2,
             "key": self.job.key,
             "step": at.step,
-            "epoch": epoch,
-            "samples_consumed": step_in_epoch * batches.rows_per_step,
+            "packed_key": self.job.packed_key,
+            "epoch": at.cursor.epoch,
+            "samples_consumed": at.cursor.samples,
+            "order_seed": at.cursor.seed,
+            "group": at.cursor.group,
             "tokens": at.tokens,
             "trained_tokens": at.trained_tokens,
             "loss": at.loss,
@@ -193,7 +237,7 @@ class Loop:
         at = self.at
         facts: dict[str, Any] = {
             "steps": at.step,
-            "epochs": round(at.step / self.batches.steps_per_epoch, 4),
+            "epochs": self._epochs(),
             "rows": len(self.rows),
             "rows_per_step": self.batches.rows_per_step,
             "tokens": at.tokens,
@@ -210,21 +254,27 @@ class Loop:
 
     def _evaluate(self, rows: PackedRows) -> float:
         """Mean cross-entropy over the trained tokens of the validation split."""
-        replicas, size = self.built.degrees.num_replicas, self.train.micro_batch_size
+        at_once = self.built.degrees.num_replicas * self.train.micro_batch_size
+        costs = self._costs(rows)
+        # Replicas compute rows of similar cost at the same time.
+        dearest_first = np.argsort(-costs, kind="stable")
         total, trained = 0.0, 0
-        for start in range(0, len(rows), size * replicas):
-            several = list(range(start, min(start + size * replicas, len(rows))))
-            mine = self._collate(share(several, self._replica, replicas), rows)
-            loss, tokens = self.built.engine.evaluate([mine])
+        for start in range(0, len(rows), at_once):
+            several = dearest_first[start : start + at_once]
+            mine = read(rows, self._mine(several, costs, 1), self.reading)
+            loss, tokens = self.built.engine.evaluate(mine)
             total, trained = total + loss, trained + tokens
         return total / max(1, trained)
 
 
-def total_steps(train: TrainConfig, batches: Batches) -> int:
-    """Optimizer steps of the whole run. `max_steps` decides alone where it is written."""
+def total_steps(train: TrainConfig, batches: Batches, at: Position) -> int:
+    """Optimizer steps of the whole run, those that are done included.
+
+    `max_steps` decides alone where it is written, else what is left of the epochs.
+    """
     if train.max_steps is not None:
         return train.max_steps
-    return train.num_train_epochs * batches.steps_per_epoch
+    return at.step + batches.steps_until(train.num_train_epochs, at.cursor)
 
 
 def learning_rate(train: TrainConfig, step: int, total: int) -> float:

@@ -1,4 +1,4 @@
-"""One rank of a training run: `python -m penstock.train.main JOB.json`, started by torchrun."""
+"""One rank of a training run, from its job to its outcome."""
 
 import faulthandler
 import json
@@ -21,6 +21,7 @@ from penstock.engine.assemble import assemble
 from penstock.engine.hf_config import read_hf_config
 from penstock.engine.ranks import Ranks, join, leave
 from penstock.train.job import LOGS, OUTCOME, RANKS_LOCK, Job
+from penstock.train.loader import Reading, prepare
 from penstock.train.loop import Loop, check_job
 from penstock.train.stopping import StopRequest
 
@@ -68,8 +69,14 @@ def _run(
     job: Job, ranks: Ranks, stop: StopRequest, notify: Callable[[str], None]
 ) -> dict[str, Any] | None:
     run = job.config
-    if run.data.dataloader_num_workers:
-        notify("rows are memory-mapped and read in this process; no dataloader workers are started")
+    reading = Reading.of(run.data, ranks.device)
+    if reading.num_workers:
+        prepare(reading)
+    elif run.data.dataloader_num_workers:
+        notify(
+            "rows are mapped into memory and read in this process; write "
+            "data.dataloader_num_workers to have others read ahead"
+        )
     if run.train.use_wandb is None and env.wandb_is_logged_in():
         notify("nothing goes to Weights & Biases, which is not available yet; see metrics.jsonl")
     hf_config = read_hf_config(job.config_path, run.model.foundation)
@@ -111,7 +118,3 @@ def _log_to(file: Path) -> None:
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

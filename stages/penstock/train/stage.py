@@ -3,7 +3,7 @@
 import shutil
 import sys
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -14,7 +14,7 @@ from penstock.config.base import Settings
 from penstock.config.run import RunConfig
 from penstock.core.compare import differences
 from penstock.core.errors import ConfigError, Interrupted
-from penstock.core.files import read_json, regular_files
+from penstock.core.files import read_json, regular_files, set_aside
 from penstock.core.hub import local_folder
 from penstock.core.stage import (
     ATTEMPT,
@@ -28,9 +28,12 @@ from penstock.core.stage import (
     key_of,
     short,
 )
-from penstock.core.store import Step, reason_of, set_aside
+from penstock.core.store import Step, reason_of
+from penstock.core.urls import is_url, spoken
 from penstock.engine.origin import Form, Origin
+from penstock.train.data_facts import keep_data_facts
 from penstock.train.job import HF_WEIGHTS, LOGS, OUTCOME, Job
+from penstock.train.keepsakes import keepsakes_of, wanted_of
 from penstock.train.torchrun import first_failure, outcome_of, start_ranks
 
 
@@ -50,7 +53,7 @@ class Train(Stage):
     """Packed rows in, checkpoints out. How it is laid out over ranks is not identity."""
 
     name: ClassVar[str] = "train"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
 
     settings: TrainSettings
     packed: Artifact
@@ -59,6 +62,8 @@ class Train(Stage):
     checkpoint: Source | None
     run_config: RunConfig
     ranks: Literal["torchrun", "this_process"] = "torchrun"
+    prepared: Artifact | None = None
+    """How: the samples that were packed; only the report tells of them."""
 
     @property
     def inputs(self) -> Mapping[str, Input]:
@@ -74,6 +79,7 @@ class Train(Stage):
         """Train from the newest checkpoint in `out`. Raises Interrupted when asked to stop."""
         job = self._job(out.resolve())
         file = job.write()
+        keep_data_facts(out, self.packed, self.prepared)
         shutil.rmtree(out / LOGS, ignore_errors=True)
         (out / LOGS).mkdir(parents=True)
         status = start_ranks(job, file) if self.ranks == "torchrun" else _here(job)
@@ -83,13 +89,34 @@ class Train(Stage):
             raise first_failure(out / LOGS, status)
         if outcome["facts"] is None:
             raise Interrupted(
-                f"train was asked to stop and saved step {outcome['step']} in {out}.\n"
+                f"train was asked to stop and saved step {outcome['step']} in {self._where(out)}.\n"
                 "  Run the same command again to go on from there.",
                 signum=outcome["signal"] or 15,
             )
         if self.run_config.train.save_hf_weights:
             self._write_hf_weights(out / outcome["facts"]["checkpoint"])
         return outcome["facts"]
+
+    def keepsakes(self, out: Path) -> list[list[Path]]:
+        """Complete checkpoints, and the run's record of itself."""
+        return keepsakes_of(out)
+
+    def wanted(self, names: Collection[str], out: Path) -> list[str]:
+        """The newest complete checkpoint, unless one as new is here."""
+        return wanted_of(names, out)
+
+    def _config_here(self) -> RunConfig:
+        """The config as ranks are to read it: a checkpoint behind a URL is on this machine."""
+        typed, run = self.run_config.train.load_checkpoint_path, self.run_config
+        if not self.checkpoint or not typed or not is_url(typed):
+            return run
+        here = {"load_checkpoint_path": str(local_folder(typed, self.checkpoint))}
+        return run.model_copy(update={"train": run.train.model_copy(update=here)})
+
+    def _where(self, out: Path) -> str:
+        """Where people look for the run."""
+        typed = self.run_config.train.output_dir
+        return spoken(typed) if is_url(typed) else str(out)
 
     def _write_hf_weights(self, checkpoint: Path) -> None:
         """Put the model beside the last checkpoint, as transformers and peft load it."""
@@ -109,11 +136,14 @@ class Train(Stage):
         weights = None
         if origin.model_path and origin.weights:
             weights = local_folder(origin.model_path, origin.weights).resolve()
+        facts = self.packed.facts
         return Job(
             key=key_of(self),
-            config=self.run_config,
+            config=self._config_here(),
             packed=self.packed.path.resolve(),
-            max_token_id=self.packed.facts["max_token_id"]["train"],
+            packed_key=self.packed.key,
+            epoch_rows=tuple(facts.get("epoch_rows", {}).get("train", ())),
+            max_token_id=facts["max_token_id"]["train"],
             config_path=config,
             weights=weights,
             output_dir=output_dir,
@@ -148,7 +178,7 @@ def claim(step: Step, *, fresh: bool) -> None:
     changed = "\n".join(f"    {each}" for each in differences(identity(step.stage), held)[:12])
     what = "a finished run" if sealed else "an unfinished run"
     raise ConfigError(
-        f"train.output_dir {step.path} holds {what} of another key: {short(held['key'])} there, "
+        f"train.output_dir {step.where} holds {what} of another key: {short(held['key'])} there, "
         f"{short(mine)} here. What differs:\n{changed}\n"
         "  Name another train.output_dir, or add --fresh to move the old one aside."
     )

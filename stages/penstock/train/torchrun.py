@@ -42,7 +42,7 @@ def start_ranks(job: Job, file: Path) -> int:
         )
 
     return run_ranks(
-        [*torchrun_arguments(job), "-m", "penstock.train.main", str(file)],
+        [*torchrun_arguments(job), "-m", "penstock.train", str(file)],
         environment=environment,
         sink=sys.stderr.buffer,
         stalled=stalled,

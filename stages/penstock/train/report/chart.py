@@ -17,6 +17,10 @@ LOG_SPAN = 30.0
 """Largest over smallest value from which on a positive curve is drawn on a logarithmic scale."""
 SMOOTHING_SHARE = 0.01
 """Reach of the smoothed line to either side, as a share of the run."""
+BAR_GAP = 0.1
+"""Free space on either side of a bar, as a share of its room."""
+MOST_NAMES = 5
+"""Names below a bar chart for which there is room."""
 ROOM_FOR_NAME = 15
 """Per cent of the width that the axis's name takes, on a small chart."""
 
@@ -46,6 +50,17 @@ class Chart:
     """SVG path of single points, drawn by round line caps."""
     places: list[float | None]
     """Per cent from the top of the values at the shown steps; None for one that is not finite."""
+
+
+@dataclass(frozen=True)
+class BarChart:
+    """How many there are of each of several kinds, in a given order, ready to be drawn."""
+
+    title: str
+    x_ticks: list[Tick]
+    y_ticks: list[Tick]
+    bars: str
+    """SVG path of all bars."""
 
 
 class Axis:
@@ -104,6 +119,30 @@ def chart(
         places=[
             round(100 - up.at(values[i]), 3) if math.isfinite(values[i]) else None for i in shown
         ],
+    )
+
+
+def bar_chart(
+    title: str, counts: Sequence[tuple[str, int]], label: Callable[[float], str]
+) -> BarChart:
+    """Draw one bar for each (name, count), of which there is at least one."""
+    marks = round_marks(0, max(1, *(count for _, count in counts)), 3)
+    up = Axis(0, marks[-1], "linear")
+    width = 100 / len(counts)
+    bars = [
+        f"{_move(width * (at + BAR_GAP), 100)}V{(100 - up.at(count)) * SIDE / 100:.1f}"
+        f"H{width * (at + 1 - BAR_GAP) * SIDE / 100:.1f}V{SIDE}Z"
+        for at, (_, count) in enumerate(counts)
+        if count
+    ]
+    every = -(-len(counts) // MOST_NAMES)
+    return BarChart(
+        title=title,
+        x_ticks=[
+            Tick(width * (at + 0.5), name) for at, (name, _) in enumerate(counts) if not at % every
+        ],
+        y_ticks=[Tick(100 - up.at(mark), label(mark)) for mark in marks if mark == round(mark)],
+        bars="".join(bars),
     )
 
 

@@ -9,6 +9,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from penstock.core.files import publishing
 from penstock.train.report.chart import SIDE, Chart, chart, shown_indices
+from penstock.train.report.data import data_section
 from penstock.train.report.record import (
     RunRecord,
     all_settings,
@@ -27,9 +28,9 @@ POINTED_AT = ("step", "loss", "lr", "grad_norm", "tokens_per_second")
 def write_report(output_dir: Path) -> Path:
     """Publish `report.html` in a training run's output folder, and return its path.
 
-    Reads metrics.jsonl, job.json and, where they are, the outcome and the manifest. The page needs
-    no network and, but for what it tells under the pointer, no scripts. Raises ConfigError if the
-    folder holds no run, OSError if it cannot be read or written.
+    Reads metrics.jsonl, job.json and, where they are, data.json, the outcome and the manifest. The
+    page needs no network and, but for what it tells under the pointer, no scripts. Raises
+    ConfigError if the folder holds no run, OSError if it cannot be read or written.
     """
     target = output_dir / REPORT
     text = render(read_run(output_dir))
@@ -55,6 +56,7 @@ def render(run: RunRecord) -> str:
         small=small,
         side=SIDE,
         pointed_at=_pointed_at(run, [*large, *small]),
+        data=data_section(run.data, run.config),
         changed=written_settings(run.config),
         settings=all_settings(run.config),
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),

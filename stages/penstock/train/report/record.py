@@ -15,6 +15,7 @@ from penstock.core import provenance
 from penstock.core.errors import ConfigError
 from penstock.core.files import read_json
 from penstock.core.stage import MANIFEST
+from penstock.train.data_facts import kept_data_facts
 from penstock.train.job import JOB, METRICS, OUTCOME
 from penstock.train.metrics import read_metrics
 
@@ -35,6 +36,8 @@ class RunRecord:
     """One sentence: finished, stopped or not."""
     versions: Mapping[str, str]
     """What ran it, by name."""
+    data: Mapping[str, Any] | None
+    """What the stages before said of the data, if it was kept."""
 
     @property
     def title(self) -> str:
@@ -69,6 +72,7 @@ def read_run(output_dir: Path) -> RunRecord:
         evaluations=[(r["step"], r["eval_loss"]) for r in records if "eval_loss" in r],
         standing=_standing(output_dir),
         versions=_versions(output_dir),
+        data=kept_data_facts(output_dir),
     )
 
 

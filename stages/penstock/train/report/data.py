@@ -1,0 +1,113 @@
+"""What a report tells of the data: counts, lengths, sources and what was left out."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.config.run import RunConfig
+from penstock.train.report.chart import BarChart, bar_chart
+from penstock.train.report.record import amount, without_credentials
+
+Row = tuple[str, ...]
+
+SPLITS = {"train": "training", "validation": "held-out"}
+
+
+@dataclass(frozen=True)
+class DataSection:
+    """Everything the section says, as text."""
+
+    figures: list[tuple[str, str]]
+    lengths: list[BarChart]
+    sources: list[Row]
+    """The first row is the heading; empty where nothing is known of sources."""
+    dropped: list[tuple[str, str]]
+    """Reasons and counts, the most frequent first."""
+    examples: list[tuple[str, str]]
+    """Places and sentences for some of them."""
+
+
+def data_section(facts: Mapping[str, Any] | None, config: RunConfig) -> DataSection | None:
+    """The section for the facts that the run kept; None if it kept none."""
+    if facts is None:
+        return None
+    packed, prepared = facts["packed"], facts["prepared"] or {}
+    lengths = prepared.get("lengths", packed["lengths"])
+    dropped: Mapping[str, int] = prepared.get("dropped", {})
+    return DataSection(
+        figures=list(_figures(packed, prepared, config)),
+        lengths=[
+            bar_chart(f"Tokens of {name} samples", _buckets(lengths[split]), amount)
+            for split, name in SPLITS.items()
+            if lengths[split]
+        ],
+        sources=_sources(prepared.get("sources", [])),
+        dropped=[
+            (reason.replace("_", " "), f"{count:,}")
+            for reason, count in sorted(dropped.items(), key=lambda each: -each[1])
+        ],
+        examples=[_example(each) for each in prepared.get("dropped_samples", [])],
+    )
+
+
+def _figures(
+    packed: Mapping[str, Any], prepared: Mapping[str, Any], config: RunConfig
+) -> Iterator[tuple[str, str]]:
+    rows: Mapping[str, int] = prepared.get("rows", {})
+    for split, name in SPLITS.items():
+        if rows.get(split):
+            tokens, trained = (prepared[n][split] for n in ("tokens", "trained_tokens"))
+            yield f"{name} samples", f"{rows[split]:,}"
+            yield "their tokens", f"{amount(tokens)}, {trained / tokens:.1%} of them trained on"
+    if prepared.get("mix_strategy", "concat") != "concat":
+        drawn = f"{prepared['samples_per_epoch']:,} ({prepared['mix_strategy']})"
+        yield "samples drawn for an epoch", drawn
+    if prepared.get("truncated"):
+        cut = f"{prepared['truncated']:,} ({amount(prepared['tokens_cut'])} tokens)"
+        yield "samples that were cut", cut
+    for split, name in SPLITS.items():
+        if packed["rows"][split]:
+            capacity = config.data.sample_packing_sequence_len
+            yield f"{name} rows of {capacity:,} tokens", f"{packed['rows'][split]:,}"
+            yield "how full they are", f"{packed['fill'][split]:.1%}"
+
+
+def _buckets(histogram: Mapping[str, int]) -> list[tuple[str, int]]:
+    """(range of lengths, samples) of every power of two from the shortest to the longest."""
+    uppers = sorted(map(int, histogram))
+    upper, found = uppers[0], list[tuple[str, int]]()
+    while upper <= uppers[-1]:
+        name = f"{upper // 2 + 1:,} - {upper:,}" if upper > 2 else str(upper)
+        found.append((name, histogram.get(str(upper), 0)))
+        upper *= 2
+    return found
+
+
+def _sources(sources: Sequence[Mapping[str, Any]]) -> list[Row]:
+    told = [source for source in sources if source["role"] in SPLITS]
+    if not told:
+        return []
+    heading = ("source", "used for", "samples", "tokens", "trained on", "of an epoch", "repeats")
+    return [heading, *map(_source, told)]
+
+
+def _source(its: Mapping[str, Any]) -> Row:
+    trained = f"{its['trained_tokens'] / its['tokens']:.1%}" if its["tokens"] else "-"
+    is_drawn = its["role"] == "train" and its["samples"]
+    return (
+        without_credentials(its["label"]),
+        SPLITS[its["role"]],
+        f"{its['samples']:,}",
+        amount(its["tokens"]),
+        trained,
+        f"{its['share']:.1%}" if is_drawn else "-",
+        f"{its['drawn'] / its['samples']:.2f}x" if is_drawn else "-",
+    )
+
+
+def _example(each: Mapping[str, Any]) -> tuple[str, str]:
+    if "file" in each:
+        place = f"{each['file']}:{each['line']}"
+    else:
+        place = f"{each['source']}, record {each['row']} of slice {each['slice']}"
+    return without_credentials(place), without_credentials(each["why"])
