@@ -44,7 +44,7 @@ def start(
 
 def job(folder: Path, **launch: object) -> Job:
     run: RunConfig = loads(smallest(train={"output_dir": str(folder)}, launch=dict(launch)))
-    return Job("a" * 64, run, folder, 1, "builtin:tiny-qwen3", None, folder, "test")
+    return Job("a" * 64, run, folder, "b" * 64, (), 1, "builtin:tiny-qwen3", None, folder, "test")
 
 
 def notes(folder: Path) -> list[dict]:
@@ -82,6 +82,7 @@ def test_auto_is_one_process_without_gpus(tmp_path, monkeypatch):
     assert "--nproc-per-node 1 " in " ".join(notes(tmp_path)[0]["words"])
 
 
+@pytest.mark.slow
 def test_every_process_gets_the_environment_and_is_started_again_as_often_as_written(tmp_path):
     status = start(
         tmp_path, ranks=True, status=9, nproc_per_node=2, max_restarts=1, env={"MINE": "yes"}
@@ -94,6 +95,7 @@ def test_every_process_gets_the_environment_and_is_started_again_as_often_as_wri
     assert {one["WORLD_SIZE"] for one in given} == {"2"}
 
 
+@pytest.mark.slow
 def test_two_machines_meet_and_count_their_processes_together(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -1,38 +1,28 @@
 """Sending files to a repository on the Hugging Face hub, in one commit, and only what differs.
 
-The token is asked for here, handed to the hub's client, and kept nowhere else. Large files go the
-way huggingface_hub chooses (Xet where `hf_xet` is installed, else LFS).
+Large files go the way huggingface_hub chooses (Xet where `hf_xet` is installed, else LFS).
 """
 
 import hashlib
-import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    HfHubHTTPError,
-    HTTPError,
-    OfflineModeIsEnabled,
-)
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub.errors import EntryNotFoundError
 from huggingface_hub.hf_api import RepoFile
 
-from penstock.core import env
-from penstock.core.errors import CapabilityError, PenstockError, StageError
+from penstock.core.errors import StageError
 from penstock.push.contents import SentFile, superseded
+from penstock.push.hub_errors import HubRepo
 from penstock.push.stage import PushSettings
-
-_QUERY = re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]+")
 
 
 @dataclass(frozen=True)
 class HubTarget:
     """A model repository at one revision, with the right to write to it."""
 
-    api: HfApi
+    hub: HubRepo
     settings: PushSettings
 
     @classmethod
@@ -41,15 +31,9 @@ class HubTarget:
 
         Raises CapabilityError without a token, without the right to write, or offline.
         """
-        token = env.hub_token() or get_token()
-        if not token:
-            raise CapabilityError(
-                f"There is no Hugging Face token, and {settings.repo_id} cannot be written without "
-                "one.\n  Set HF_TOKEN to a token that may write, or log in once with "
-                "`hf auth login`."
-            )
-        target = cls(HfApi(endpoint=endpoint, token=token, library_name="penstock"), settings)
-        with target._speaking("open"):
+        hub = HubRepo.with_token(settings.repo_id or "", "push.repo_id", endpoint=endpoint)
+        target = cls(hub, settings)
+        with hub.speaking("open"):
             target.api.create_repo(target._repo, private=settings.private, exist_ok=True)
             if settings.revision and not settings.revision.startswith("refs/"):
                 target.api.create_branch(target._repo, branch=settings.revision, exist_ok=True)
@@ -57,7 +41,7 @@ class HubTarget:
 
     def difference(self, files: Sequence[SentFile]) -> tuple[list[str], list[str]]:
         """Names of files that the repository lacks or holds otherwise, and names to remove."""
-        with self._speaking("read"):
+        with self.hub.speaking("read"):
             return self._difference(files, self._base)
 
     def send(self, files: Sequence[SentFile], *, title: str) -> dict[str, Any]:
@@ -66,7 +50,7 @@ class HubTarget:
         With `create_pr`, a pull request of the same title that is still open is continued rather
         than opened twice. Raises StageError when the hub fails or does not keep a file.
         """
-        with self._speaking("send to"):
+        with self.hub.speaking("send to"):
             revision = self._base
             pull_request = None
             if self.settings.create_pr and any(self._difference(files, revision)):
@@ -93,8 +77,13 @@ class HubTarget:
             return self._receipt(done.oid, url)
 
     @property
+    def api(self) -> HfApi:
+        """The hub's client, with the token."""
+        return self.hub.api
+
+    @property
     def _repo(self) -> str:
-        return self.settings.repo_id or ""
+        return self.hub.repo
 
     @property
     def _base(self) -> str:
@@ -132,61 +121,6 @@ class HubTarget:
                 f"although the hub took it: {', '.join(missing[:5])}.\n"
                 "  Look for them in the repository's .gitignore, then push again."
             )
-
-    @contextmanager
-    def _speaking(self, doing: str) -> Iterator[None]:
-        """Turn what the client raises into our errors.
-
-        The client's own errors are not chained: they quote addresses that carry signatures, and
-        the log of a failed attempt holds every chained text.
-        """
-        try:
-            yield
-        except PenstockError:
-            raise
-        except OfflineModeIsEnabled:
-            raise CapabilityError(
-                f"{self._repo} cannot be reached: HF_HUB_OFFLINE is set.\n"
-                "  Unset it to push, or list what would be sent with --push.dry_run true."
-            ) from None
-        except (HTTPError, OSError, RuntimeError, ValueError) as error:
-            raise self._translated(doing, error) from None
-
-    def _translated(self, doing: str, error: BaseException) -> PenstockError:
-        status = _status_of(error)
-        said = self._printable(error)
-        at = f"{self._repo} at {self.api.endpoint}"
-        if status in (401, 403):
-            return CapabilityError(
-                f"The hub refuses to {doing} {at} with this token (HTTP {status}): {said}\n"
-                f"  Use a token that may write to {self._repo} (HF_TOKEN or `hf auth login`), or "
-                "change push.repo_id."
-            )
-        if status == 404:
-            return CapabilityError(
-                f"{at} does not exist, or this token may not see it (HTTP 404): {said}\n"
-                "  Check push.repo_id and push.revision, and which account the token belongs to."
-            )
-        fault = f"HTTP {status}" if status else type(error).__name__
-        return StageError(
-            f"Could not {doing} {at} ({fault}): {said}\n"
-            "  Push again: what has arrived is not sent twice."
-        )
-
-    def _printable(self, error: BaseException) -> str:
-        """What the client says and its cause, without signatures and without the token."""
-        said = str(error) if error.__cause__ is None else f"{error} {error.__cause__}"
-        text = _QUERY.sub(r"\1", " ".join(said.split()))[:500]
-        return text.replace(str(self.api.token), "<token>")
-
-
-def _status_of(error: BaseException | None) -> int | None:
-    """The HTTP status behind an error; the client wraps the errors of its upload threads."""
-    while error is not None:
-        if isinstance(error, HfHubHTTPError) and error.response is not None:
-            return error.response.status_code
-        error = error.__cause__
-    return None
 
 
 def _is_same(file: SentFile, there: RepoFile | None) -> bool:

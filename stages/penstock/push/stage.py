@@ -126,6 +126,13 @@ class Push(Stage):
         return plan
 
 
+def push_prepared(prepared: Artifact, repo: str) -> dict[str, Any]:
+    """Send sealed prepared data to a private data set on the hub; see `penstock.push.dataset`."""
+    from penstock.push.dataset import push_dataset
+
+    return push_dataset(prepared, repo)
+
+
 def _planned(
     out: Path, difference: tuple[list[str], list[str]], files: list[SentFile]
 ) -> dict[str, Any]:

@@ -1,0 +1,141 @@
+"""Slices spread over the workers of a Dask or Ray cluster, as `pipeline.task_runner` says.
+
+Only tokenising goes there. Sealing, packing and training stay in the flow's own thread, where they
+can be cancelled. Workers and flow share the files below `data.dataset_prepared_path`.
+"""
+
+import importlib
+import os
+import platform
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+from prefect import get_client, get_run_logger, task
+from prefect.artifacts import create_table_artifact
+from prefect.cache_policies import NO_CACHE
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.task_runners import TaskRunner
+
+from penstock.config.run import RunConfig
+from penstock.core import env
+from penstock.core.errors import CapabilityError
+from penstock.core.stage import Source
+from penstock.core.store import lookup
+from penstock.plan import Plan
+from penstock.prepare.stage import Prepare
+
+# Workers cannot import a script that is known by its path: it is sent to them in full.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+@task(
+    task_run_name="prepare share {number} of {count}", cache_policy=NO_CACHE, persist_result=False
+)
+def prepare_share(stage: Prepare, out: Path, number: int, count: int) -> dict[str, Any]:
+    """Tokenise one share of the slices that are missing, on whichever worker this runs."""
+    done = stage.prepare_share(out, number - 1, count)
+    return {
+        "share": f"{number}/{count}",
+        **asdict(done),
+        "worker": f"{platform.node()}:{os.getpid()}",
+    }
+
+
+def spread(planned: Plan, runner: TaskRunner[Any], count: int) -> None:
+    """Have the workers of a cluster tokenise what is missing, in `count` shares.
+
+    Sealing it is left to the stage, which finds all slices done.
+    """
+    step = planned.step("prepare")
+    if not isinstance(step.stage, Prepare) or lookup(step):
+        return
+    stage, out = elsewhere(step.stage), step.path.absolute()
+    # An embedded server's address is in no setting, and each worker would start a server for want
+    # of one.
+    with (
+        temporary_settings({PREFECT_API_URL: str(get_client(sync_client=True).api_url)}),
+        runner as cluster,
+    ):
+        shares = [
+            cluster.submit(
+                prepare_share, {"stage": stage, "out": out, "number": number, "count": count}
+            )
+            for number in range(1, count + 1)
+        ]
+        rows = [share.result() for share in shares]
+    for row in rows:
+        get_run_logger().info(
+            "prepare: %(worker)s did %(done)s of the %(slices)s slices of share %(share)s", row
+        )
+    create_table_artifact(key="penstock-prepare-shares", table=rows)
+
+
+def elsewhere(stage: Prepare) -> Prepare:
+    """The stage as another process can run it: no path relative to this one's working directory.
+
+    A worker is not allowed processes of its own, so it works alone.
+    """
+
+    def absolute(sources: tuple[Source, ...]) -> tuple[Source, ...]:
+        return tuple(
+            replace(source, paths=tuple(path.absolute() for path in source.paths))
+            for source in sources
+        )
+
+    tokenizer = stage.tokenizer_path
+    if stage.tokenizer.pin["kind"] == "files":
+        tokenizer = str(Path(tokenizer).expanduser().absolute())
+    return replace(
+        stage,
+        sources=absolute(stage.sources),
+        test_sources=absolute(stage.test_sources),
+        decontaminate_sources=absolute(stage.decontaminate_sources),
+        tokenizer_path=tokenizer,
+        num_proc=1,
+    )
+
+
+def task_runner(run: RunConfig) -> TaskRunner[Any] | None:
+    """What the run spreads its slices over. Raises CapabilityError where that is not installed."""
+    kind, address = run.pipeline.task_runner, run.pipeline.task_runner_address
+    if kind is None:
+        return None
+    try:
+        package = importlib.import_module(f"prefect_{kind}")
+        if kind == "ray":
+            _send_in_full(importlib.import_module("ray.cloudpickle"))
+    except ImportError as error:
+        raise CapabilityError(
+            f"pipeline.task_runner is {kind}, which needs a package that is not installed "
+            f"({error.name}).\n  pip install 'penstock[{kind}]', or leave pipeline.task_runner out "
+            "to use processes of this machine."
+        ) from error
+    if kind == "dask":
+        of_its_own = {
+            "n_workers": num_shares(run),
+            "threads_per_worker": 1,
+            "memory_limit": 0,  # else a worker gets this machine's memory divided by its CPUs
+            "dashboard_address": "127.0.0.1:0",  # any free port
+        }
+        return package.DaskTaskRunner(
+            address=address, cluster_kwargs=None if address else of_its_own
+        )
+    return package.RayTaskRunner(
+        address=address, init_kwargs=None if address else {"num_cpus": num_shares(run)}
+    )
+
+
+def _send_in_full(pickler: ModuleType) -> None:
+    """Have Ray's own copy of cloudpickle send the same modules in full."""
+    for name in cloudpickle.list_registry_pickle_by_value():
+        pickler.register_pickle_by_value(sys.modules[name])
+
+
+def num_shares(run: RunConfig) -> int:
+    """Parts that the slices are dealt into."""
+    asked = run.pipeline.task_runner_workers
+    return asked or run.data.dataset_num_proc or env.num_processors()

@@ -1,0 +1,202 @@
+"""Prepared data to a private data set on the hub, one configuration for each key.
+
+`load_dataset(repo, key)` gives the samples back. A key that is there already is left as it is, as
+are all other configurations; everything of one key appears in one commit or not at all.
+"""
+
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import CommitOperationAdd, DatasetCard
+from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.hf_api import DatasetInfo
+
+from penstock.core.errors import CapabilityError, StageError
+from penstock.core.local_files import kind_of
+from penstock.core.stage import Artifact, short
+from penstock.push.hub_errors import HubRepo, status_of
+from penstock.push.parquet import FILE_BYTES, ParquetFile, parquet_files
+
+FIELD = "data.push_dataset_to_hub"
+RECORD = "penstock.json"
+"""Beside the data of a key: how it was made. Its presence says that all of the key is there."""
+TRIES = 5
+"""How often a card is merged anew because somebody else has committed meanwhile."""
+PRECONDITION_FAILED = 412
+
+
+def push_dataset(
+    prepared: Artifact,
+    repo: str,
+    *,
+    endpoint: str | None = None,
+    file_bytes: int = FILE_BYTES,
+) -> dict[str, Any]:
+    """Send sealed prepared data to the data set `repo`, and say where it is.
+
+    Raises CapabilityError without a token, without the right to write, or when the repository is
+    public or holds data that its card does not name; ArtifactError when the data has changed since
+    it was sealed; StageError when the hub fails.
+    """
+    target = DatasetTarget(HubRepo.with_token(repo, FIELD, endpoint=endpoint), short(prepared.key))
+    info = target.open()
+    receipt = {"repo": repo, "config": target.config}
+    if target.holds(info):
+        return {**receipt, "status": "there already", "commit": info.sha}
+    with tempfile.TemporaryDirectory(prefix="penstock-push-") as folder:
+        sent = [
+            target.send(file, Path(folder))
+            for file in parquet_files(prepared, file_bytes=file_bytes)
+        ]
+        commit = target.commit(sent, _record_of(prepared), info)
+    return {**receipt, "status": "pushed", "commit": commit, "files": len(sent)}
+
+
+Sent = tuple[ParquetFile, CommitOperationAdd]
+
+
+@dataclass(frozen=True)
+class DatasetTarget:
+    """One configuration of a data set on the hub."""
+
+    hub: HubRepo
+    config: str
+
+    def open(self) -> DatasetInfo:
+        """Find or make the repository. Raises CapabilityError for one that is not fit for this."""
+        with self.hub.speaking("open"):
+            self.hub.api.create_repo(
+                self.hub.repo, repo_type="dataset", private=True, exist_ok=True
+            )
+            info = self._info()
+        if not info.private:
+            raise CapabilityError(
+                f"{self.hub.repo} is a public data set, and prepared data goes to private ones.\n"
+                f"  Make it private on the hub, or name another in {FIELD}."
+            )
+        if not self.holds(info) and _data_of_its_own(info) and not _configs(self._card(info)):
+            raise CapabilityError(
+                f"{self.hub.repo} holds data that its card names in no configuration, and adding "
+                f"one would hide it.\n  Name a data set of its own in {FIELD}."
+            )
+        return info
+
+    def holds(self, info: DatasetInfo) -> bool:
+        """Whether this configuration is there, which is whole if it is."""
+        return f"{self.config}/{RECORD}" in _names(info)
+
+    def send(self, file: ParquetFile, folder: Path) -> Sent:
+        """Write and upload one file, which is in no commit yet, and free the disk of it."""
+        local = folder / file.name
+        file.write(local)
+        addition = CommitOperationAdd(f"{self.config}/{file.name}", local)
+        with self.hub.speaking("send to"):
+            self.hub.api.preupload_lfs_files(
+                self.hub.repo, additions=[addition], repo_type="dataset"
+            )
+        if addition.path_or_fileobj == b"":  # uploaded; small files may go with the commit instead
+            local.unlink()
+        return file, addition
+
+    def commit(self, sent: list[Sent], record: bytes, info: DatasetInfo) -> str:
+        """Make what was sent appear, with the card that names it; the commit's name."""
+        for _ in range(TRIES):
+            card = self._card(info)
+            _add_config(card, self.config, sent)
+            with self.hub.speaking("send to"):
+                try:
+                    done = self.hub.api.create_commit(
+                        self.hub.repo,
+                        [
+                            *(addition for _, addition in sent),
+                            CommitOperationAdd(f"{self.config}/{RECORD}", record),
+                            CommitOperationAdd("README.md", str(card).encode()),
+                        ],
+                        commit_message=f"Upload prepared data {self.config}",
+                        repo_type="dataset",
+                        parent_commit=info.sha,
+                    )
+                except HfHubHTTPError as error:
+                    if status_of(error) != PRECONDITION_FAILED:
+                        raise
+                    info = self._info()
+                    if self.holds(info):
+                        return str(info.sha)
+                    continue
+                self._check_arrived(sent, done.oid)
+                return done.oid
+        raise StageError(
+            f"{self.hub.repo} was changed by others {TRIES} times while {self.config} was added to "
+            "its card.\n  Run it again: what has arrived is not sent twice."
+        )
+
+    def _check_arrived(self, sent: list[Sent], commit: str) -> None:
+        there = _names(self._info(commit))
+        missing = sorted({addition.path_in_repo for _, addition in sent} - there)
+        if missing:
+            raise StageError(
+                f"{len(missing)} of {len(sent)} files are not in commit {commit} of "
+                f"{self.hub.repo} although the hub took it: {', '.join(missing[:5])}.\n"
+                "  Look for them in the repository's .gitignore, then push again."
+            )
+
+    def _info(self, revision: str | None = None) -> DatasetInfo:
+        return self.hub.api.dataset_info(self.hub.repo, revision=revision)
+
+    def _card(self, info: DatasetInfo) -> DatasetCard:
+        """The repository's card as it is in that commit, or a new one."""
+        if "README.md" not in _names(info):
+            return DatasetCard(_NEW_CARD.format(name=self.hub.repo.rpartition("/")[2]))
+        with self.hub.speaking("read"):
+            path = self.hub.api.hf_hub_download(
+                self.hub.repo, "README.md", repo_type="dataset", revision=info.sha
+            )
+            return DatasetCard(Path(path).read_text(encoding="utf-8"))
+
+
+_NEW_CARD = """---
+tags:
+- penstock
+---
+
+# {name}
+
+Data for fine-tuning, prepared by Penstock. Every configuration is one set of samples, named after
+the key of what made it; `penstock.json` in its folder says what that was.
+
+`input_ids` are tokens and `labels` what is trained: label t belongs to token t, and -100 is not
+trained. `source` is the data set a sample came from, and `row` its place there.
+"""
+
+
+def _configs(card: DatasetCard) -> list[dict[str, Any]]:
+    return [each for each in card.data.get("configs") or [] if "config_name" in each]
+
+
+def _add_config(card: DatasetCard, config: str, sent: list[Sent]) -> None:
+    splits = dict.fromkeys(file.split for file, _ in sent)
+    files = [{"split": split, "path": f"{config}/{split}-*.parquet"} for split in splits]
+    others = [each for each in _configs(card) if each["config_name"] != config]
+    card.data["configs"] = [*others, {"config_name": config, "data_files": files}]
+
+
+def _names(info: DatasetInfo) -> set[str]:
+    return {each.rfilename for each in info.siblings or []}
+
+
+def _data_of_its_own(info: DatasetInfo) -> bool:
+    return any(kind_of(name) for name in _names(info))
+
+
+def _record_of(prepared: Artifact) -> bytes:
+    """How the data was made: the manifest without what tells of the machine or quotes the data."""
+    manifest: Mapping[str, Any] = prepared.manifest
+    facts = {name: fact for name, fact in manifest["facts"].items() if name != "dropped_samples"}
+    kept = {
+        name: manifest[name] for name in ("format", "stage", "key", "version", "settings", "inputs")
+    }
+    return (json.dumps({**kept, "facts": facts}, indent=2, sort_keys=True) + "\n").encode()

@@ -1,0 +1,92 @@
+"""What the hub's client raises, as errors that a user can act on.
+
+The client's own errors are not chained: they quote addresses that carry signatures, and the log of
+a failed attempt holds every chained text.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from huggingface_hub import HfApi, get_token
+from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
+
+from penstock.core import env
+from penstock.core.errors import CapabilityError, PenstockError, StageError
+
+_QUERY = re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]+")
+
+
+@dataclass(frozen=True)
+class HubRepo:
+    """A repository on the hub, spoken to with a token; `field` is what the user wrote it as."""
+
+    api: HfApi
+    repo: str
+    field: str
+
+    @classmethod
+    def with_token(cls, repo: str, field: str, *, endpoint: str | None = None) -> "HubRepo":
+        """Speak with the token of the environment or of a login. Raises CapabilityError for none.
+
+        The token is handed to the hub's client and kept nowhere else.
+        """
+        token = env.hub_token() or get_token()
+        if not token:
+            raise CapabilityError(
+                f"There is no Hugging Face token, and {repo} cannot be written without one.\n"
+                "  Set HF_TOKEN to a token that may write, or log in once with `hf auth login`."
+            )
+        return cls(HfApi(endpoint=endpoint, token=token, library_name="penstock"), repo, field)
+
+    @contextmanager
+    def speaking(self, doing: str) -> Iterator[None]:
+        """Turn what the client raises while `doing` something to the repository into our errors."""
+        try:
+            yield
+        except PenstockError:
+            raise
+        except OfflineModeIsEnabled:
+            raise CapabilityError(
+                f"{self.repo} cannot be reached: HF_HUB_OFFLINE is set.\n"
+                f"  Unset it to push, or leave {self.field} out."
+            ) from None
+        except (HTTPError, OSError, RuntimeError, ValueError) as error:
+            raise self._translated(doing, error) from None
+
+    def _translated(self, doing: str, error: BaseException) -> PenstockError:
+        status = status_of(error)
+        said = self._printable(error)
+        at = f"{self.repo} at {self.api.endpoint}"
+        if status in (401, 403):
+            return CapabilityError(
+                f"The hub refuses to {doing} {at} with this token (HTTP {status}): {said}\n"
+                f"  Use a token that may write to {self.repo} (HF_TOKEN or `hf auth login`), or "
+                f"change {self.field}."
+            )
+        if status == 404:
+            return CapabilityError(
+                f"{at} does not exist, or this token may not see it (HTTP 404): {said}\n"
+                f"  Check {self.field} and its revision, and which account the token belongs to."
+            )
+        fault = f"HTTP {status}" if status else type(error).__name__
+        return StageError(
+            f"Could not {doing} {at} ({fault}): {said}\n"
+            "  Push again: what has arrived is not sent twice."
+        )
+
+    def _printable(self, error: BaseException) -> str:
+        """What the client says and its cause, without signatures and without the token."""
+        said = str(error) if error.__cause__ is None else f"{error} {error.__cause__}"
+        text = _QUERY.sub(r"\1", " ".join(said.split()))[:500]
+        return text.replace(str(self.api.token), "<token>")
+
+
+def status_of(error: BaseException | None) -> int | None:
+    """The HTTP status behind an error; the client wraps the errors of its upload threads."""
+    while error is not None:
+        if isinstance(error, HfHubHTTPError) and error.response is not None:
+            return error.response.status_code
+        error = error.__cause__
+    return None

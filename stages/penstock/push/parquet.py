@@ -1,0 +1,94 @@
+"""Prepared samples as parquet files, as the hub shows them and `datasets` loads them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from penstock.core.digests import digests_of
+from penstock.core.errors import ArtifactError
+from penstock.core.files import read_json
+from penstock.core.stage import Artifact
+from penstock.rows.prepared import PLAN
+from penstock.rows.reader import map_batches
+from penstock.rows.schema import SPLITS
+
+FILE_BYTES = 512 << 20
+"""Bytes of samples, before compression, that one parquet file holds at most, in whole batches."""
+
+
+@dataclass(frozen=True)
+class ParquetFile:
+    """One file to be: the batches of `split` that go into it, under a name for its place."""
+
+    split: str
+    name: str
+    batches: tuple[pa.RecordBatch, ...]
+
+    def write(self, target: Path) -> None:
+        """Write the file. The same samples give the same bytes."""
+        schema = _plain(self.batches[0].schema)
+        with pq.ParquetWriter(target, schema, compression="zstd") as writer:
+            for batch in self.batches:
+                writer.write_batch(batch.cast(schema))
+
+
+def parquet_files(prepared: Artifact, *, file_bytes: int = FILE_BYTES) -> Iterator[ParquetFile]:
+    """The samples of every split in the order they are stored; a split without any has no file.
+
+    Raises ArtifactError when a file is not what the manifest says.
+    """
+    vouched = _vouched(prepared)
+    plan: dict[str, Any] = read_json(prepared.path / PLAN)
+    for split in SPLITS:
+        files = [entry["file"] for entry in plan["splits"][split]]
+        for file in files:
+            if file not in vouched:
+                raise ArtifactError(
+                    f"{prepared.path} has no {file} in its manifest; nothing was sent.\n"
+                    "  Prepare the data again with --force prepare."
+                )
+        batches = [batch for file in files for batch in map_batches(prepared.path / file)]
+        runs = list(_runs([batch for batch in batches if batch.num_rows], file_bytes))
+        for number, run in enumerate(runs):
+            yield ParquetFile(split, f"{split}-{number:05d}-of-{len(runs):05d}.parquet", run)
+
+
+def _vouched(prepared: Artifact) -> set[str]:
+    """The data files that the manifest lists, all of which are there as they were sealed."""
+    listed = {entry["path"]: entry["sha256"] for entry in prepared.manifest["files"]}
+    digests = digests_of([prepared.path / name for name in listed])
+    for name, digest in zip(listed, digests, strict=True):
+        inside = (prepared.path / name).resolve().is_relative_to(prepared.path.resolve())
+        if not inside or digest != listed[name]:
+            raise ArtifactError(
+                f"{prepared.path / name} has changed since it was sealed; nothing was sent.\n"
+                "  Prepare the data again with --force prepare."
+            )
+    return set(listed)
+
+
+def _runs(batches: list[pa.RecordBatch], file_bytes: int) -> Iterator[tuple[pa.RecordBatch, ...]]:
+    run: list[pa.RecordBatch] = []
+    size = 0
+    for batch in batches:
+        if run and size + batch.nbytes > file_bytes:
+            yield tuple(run)
+            run, size = [], 0
+        run.append(batch)
+        size += batch.nbytes
+    if run:
+        yield tuple(run)
+
+
+def _plain(schema: pa.Schema) -> pa.Schema:
+    """The schema without dictionaries, which parquet makes by itself and `datasets` has none of."""
+    return pa.schema(
+        [
+            field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field
+            for field in schema
+        ]
+    )
