@@ -5,26 +5,35 @@ its content, and so knows every key before any work starts. No torch is imported
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from penstock.config.dataset import DatasetConfig
 from penstock.config.run import RunConfig, has_target
 from penstock.core import env
-from penstock.core.errors import CapabilityError, ConfigError, StageError
+from penstock.core.errors import ConfigError, StageError
+from penstock.core.mirror import home_of
+from penstock.core.remote_source import folder_of
 from penstock.core.source import pin_checkpoint, pin_config, pin_data, pin_model, pin_tokenizer
 from penstock.core.stage import Artifact, Source, key_of, short
-from penstock.core.store import Cache, Outcome, Step, find, realize
+from penstock.core.store import Cache, Outcome, Step, obtain, realize
+from penstock.core.urls import is_url, joined
 from penstock.engine.origin import Origin
-from penstock.engine.parallel.degrees import accumulation_steps, degrees_of, rows_per_step
+from penstock.engine.parallel.degrees import degrees_of, rows_per_step
 from penstock.export.stage import Export, ExportSettings
 from penstock.identity import IDENTITY
+from penstock.machine import check_hub, check_machine, world_size
 from penstock.pack.stage import Pack, PackSettings
-from penstock.prepare.settings import DatasetSettings, PrepareSettings
-from penstock.prepare.stage import Prepare
-from penstock.push.stage import Push, PushSettings
+from penstock.prepare.given import Given, given_step, nothing_given, root_of, take, tokens_at
+from penstock.prepare.own_files import refuse_own_files
+from penstock.prepare.settings import DatasetSettings, MixSettings, PrepareSettings
+from penstock.prepare.stage import SLICES, Prepare
+from penstock.push.stage import Push, PushSettings, push_prepared
 from penstock.train.stage import Train, TrainSettings, claim
-from penstock.train.torchrun import num_local_ranks
+
+MADE = (SLICES, Prepare.name, Pack.name)
+"""Folders in data.dataset_prepared_path."""
 
 StageName = Literal["prepare", "pack", "train", "export", "push"]
 
@@ -71,13 +80,15 @@ def plan(
     Raises ConfigError or CapabilityError for what cannot be honoured.
     """
     check_machine(run)
+    check_hub(run)
     wanted = wanted or run.stages
-    steps = [prepare_step(run)]
+    steps = [given_data(run) if run.data.skip_prepare_dataset else prepare_step(run)]
     if needs(wanted, "pack"):
         steps.append(pack_step(run, steps[0].artifact))
     if needs(wanted, "train"):
         origin = origin_of(run)
-        steps.append(train_step(run, steps[1].artifact, origin, ranks))
+        prepared, packed = (step.artifact for step in steps)
+        steps.append(train_step(run, packed, origin, ranks, prepared))
         if needs(wanted, "export"):
             steps.append(export_step(run, steps[2].artifact, origin))
     if needs(wanted, "push"):
@@ -100,10 +111,27 @@ def bring_up(step: Step, run: RunConfig, wishes: Wishes, notify: Callable[[str],
         if step.stage.name == "train":
             claim(step, fresh=wishes.fresh)
 
-    outcome = realize(step, cache=cache_for(step, run, wishes), claim=claimed, notify=notify)
+    if isinstance(step.stage, Given):
+        if step.stage.name in wishes.force:
+            raise ConfigError(
+                "prepare cannot be forced with data.skip_prepare_dataset: true, which takes its "
+                "result as it is.\n  Leave out --force prepare, or set it to false."
+            )
+        outcome = take(step)
+    else:
+        outcome = realize(step, cache=cache_for(step, run, wishes), claim=claimed, notify=notify)
     if step.stage.name == "export":
         link_exported(outcome, run)
+    if step.stage.name == "prepare" and run.data.push_dataset_to_hub:
+        outcome = send_to_hub(step, outcome, run.data.push_dataset_to_hub, notify)
     return outcome
+
+
+def send_to_hub(step: Step, outcome: Outcome, repo: str, notify: Callable[[str], None]) -> Outcome:
+    """Push prepared data that is sealed; where it went is told, and no part of the result."""
+    receipt = push_prepared(step.artifact, repo)
+    notify(f"prepare: {receipt['status']}: configuration {receipt['config']} of {repo} on the hub")
+    return replace(outcome, facts={**outcome.facts, "hub": receipt})
 
 
 def cache_for(step: Step, run: RunConfig, wishes: Wishes) -> Cache:
@@ -120,17 +148,18 @@ def require_upstream(plan: Plan, name: str) -> None:
     for step in plan.steps:
         if step.stage.name == name:
             return
-        if find(step) is None:
+        if obtain(step) is None:
             raise StageError(
                 f"{name} needs {step.stage.name} {short(key_of(step.stage))}, which is not in "
-                f"{step.path}.\n  Leave out --no-upstream, or run penstock {step.stage.name} first."
+                f"{step.where}.\n"
+                f"  Leave out --no-upstream, or run penstock {step.stage.name} first."
             )
 
 
 def link_exported(outcome: Outcome, run: RunConfig) -> None:
     """Let `<output_dir>/hf` (and `adapter`) lead to what was exported last."""
     for name in ("hf", "adapter"):
-        link = Path(run.train.output_dir) / name
+        link = home_of(run.train.output_dir) / name
         target = outcome.path / name
         if link.exists() and not link.is_symlink():
             raise StageError(
@@ -144,42 +173,27 @@ def link_exported(outcome: Outcome, run: RunConfig) -> None:
             link.symlink_to(wanted)
 
 
-def world_size(run: RunConfig) -> int:
-    """Processes that will train: torchrun's, where it runs already, else what `launch` asks for."""
-    started = env.rank_variables()
-    return started[2] if started else num_local_ranks(run) * run.launch.nnodes
-
-
-def check_machine(run: RunConfig) -> None:
-    """Refuse, before any work, what this machine cannot do or this world cannot be cut into."""
-    gpus = env.num_gpus()
-    if not gpus and run.model.attn_implementation == "native":
-        raise CapabilityError(
-            "model.attn_implementation is native, which needs a CUDA device, and there is none.\n"
-            "  Write sdpa, or leave it out to get the best there is."
-        )
-    if not gpus and run.train.init_device == "cuda":
-        raise CapabilityError(
-            "train.init_device is cuda, and there is no CUDA device.\n"
-            "  Write cpu, or leave it out: weights are then made where they are needed."
-        )
-    asked = run.launch.nproc_per_node
-    if gpus and asked != "auto" and asked > gpus:
-        raise CapabilityError(
-            f"launch.nproc_per_node is {asked}, and {gpus} CUDA devices are visible.\n"
-            f"  Write {gpus} or auto."
-        )
-    degrees = degrees_of(run.train, world_size(run))
-    accumulation_steps(run.train, degrees.num_replicas)
-
-
 def prepare_step(run: RunConfig) -> Step:
     """Data and tokenizer in, tokenised slices out."""
     data = run.data
+    token = data.hf_use_auth_token
+    root = data.dataset_prepared_path
+    tokenizer = pin_tokenizer(run.model.tokenizer_source)
     stage = Prepare(
         settings=PrepareSettings(
-            datasets=tuple(_dataset(d) for d in data.datasets),
-            test_datasets=tuple(_dataset(d) for d in data.test_datasets),
+            datasets=tuple(_dataset(run, d, "train") for d in data.datasets),
+            test_datasets=tuple(_dataset(run, d, "test") for d in data.test_datasets),
+            decontaminate_datasets=tuple(
+                _dataset(run, d, "test") for d in data.decontaminate_datasets
+            ),
+            mix=tuple(_mix(d) for d in data.datasets),
+            test_mix=tuple(_mix(d) for d in data.test_datasets),
+            mix_strategy=data.mix_strategy,
+            samples_per_epoch=data.samples_per_epoch,
+            epochs=run.train.num_train_epochs if data.mix_strategy == "random" else 1,
+            deduplicate=data.deduplicate,
+            near_duplicate_threshold=data.near_duplicate_threshold,
+            decontaminate_ngram=data.decontaminate_ngram,
             select_columns=tuple(data.select_columns) if data.select_columns else None,
             val_set_size=data.val_set_size,
             shuffle_merged_datasets=data.shuffle_merged_datasets,
@@ -188,13 +202,31 @@ def prepare_step(run: RunConfig) -> Step:
             bad_rows_allowed=data.bad_rows_allowed,
             seed=run.train.seed,
         ),
-        sources=tuple(_pin(d) for d in data.datasets),
-        test_sources=tuple(_pin(d) for d in data.test_datasets),
-        tokenizer=pin_tokenizer(run.model.tokenizer_source),
-        tokenizer_path=run.model.tokenizer_source,
+        sources=_pins(run, "datasets"),
+        test_sources=_pins(run, "test_datasets"),
+        decontaminate_sources=_pins(run, "decontaminate_datasets"),
+        tokenizer=tokenizer,
+        tokenizer_path=folder_of(run.model.tokenizer_source, tokenizer),
+        slices_url=joined(root, SLICES) if is_url(root) else None,
         num_proc=data.dataset_num_proc or env.num_processors(),
+        hub_token=token,
     )
-    return _keyed(stage, Path(data.dataset_prepared_path))
+    return _keyed(stage, root)
+
+
+def given_data(run: RunConfig) -> Step:
+    """Prepared data that is there, which data.skip_prepare_dataset takes as it is.
+
+    Tokens that another program has left there are laid out anew, and not tokenised.
+    """
+    place = Path(run.data.dataset_prepared_path)
+    if tokens := tokens_at(place):
+        return prepare_step(_over(run, tokens))
+    tokenizer = pin_tokenizer(run.model.tokenizer_source)
+    step = given_step(place, lambda: key_of(prepare_step(run).stage), tokenizer, Prepare.version)
+    if step is None:
+        raise nothing_given(place)
+    return step
 
 
 def pack_step(run: RunConfig, prepared: Artifact) -> Step:
@@ -209,7 +241,16 @@ def pack_step(run: RunConfig, prepared: Artifact) -> Step:
         num_shards=data.num_dataset_shards_to_save,
         seed=run.train.seed,
     )
-    return _keyed(Pack(settings=settings, prepared=prepared), Path(data.dataset_prepared_path))
+    root = data.dataset_prepared_path
+    if data.skip_prepare_dataset:
+        root = str(root_of(Path(root)))
+    stage = Pack(
+        settings=settings,
+        prepared=prepared,
+        num_proc=data.dataset_num_proc or env.num_processors(),
+        start_method=data.sample_packing_mp_start_method or "spawn",
+    )
+    return _keyed(stage, root)
 
 
 def train_step(
@@ -217,6 +258,7 @@ def train_step(
     packed: Artifact,
     origin: Origin,
     ranks: Literal["torchrun", "this_process"],
+    prepared: Artifact,
 ) -> Step:
     """Packed rows in, a checkpoint out."""
     degrees = degrees_of(run.train, world_size(run))
@@ -234,8 +276,10 @@ def train_step(
         checkpoint=_pin_checkpoint(run),
         run_config=run,
         ranks=ranks,
+        prepared=prepared,
     )
-    return Step(stage, Path(run.train.output_dir))
+    typed = run.train.output_dir
+    return Step(stage, home_of(typed), typed if is_url(typed) else None)
 
 
 def export_step(run: RunConfig, trained: Artifact, origin: Origin) -> Step:
@@ -251,7 +295,7 @@ def export_step(run: RunConfig, trained: Artifact, origin: Origin) -> Step:
         trained=trained,
         origin=origin,
     )
-    return _keyed(stage, Path(run.pipeline.artifacts_path))
+    return _keyed(stage, run.pipeline.artifacts_path)
 
 
 def push_step(run: RunConfig, exported: Artifact) -> Step:
@@ -260,7 +304,7 @@ def push_step(run: RunConfig, exported: Artifact) -> Step:
     if not has_target(run):
         raise ConfigError("push has nowhere to go.\n  Write push.repo_id or push.url.")
     settings = PushSettings(**push.model_dump())
-    return _keyed(Push(settings=settings, exported=exported), Path(run.pipeline.artifacts_path))
+    return _keyed(Push(settings=settings, exported=exported), run.pipeline.artifacts_path)
 
 
 def origin_of(run: RunConfig) -> Origin:
@@ -279,8 +323,22 @@ def origin_of(run: RunConfig) -> Origin:
     )
 
 
-def _keyed(stage: Any, root: Path) -> Step:
-    return Step(stage, root / stage.name / short(key_of(stage)))
+def _keyed(stage: Any, root: str) -> Step:
+    below = (stage.name, short(key_of(stage)))
+    remote = joined(root, *below) if is_url(root) else None
+    return Step(stage, home_of(root).joinpath(*below), remote)
+
+
+def _over(run: RunConfig, tokens: DatasetConfig) -> RunConfig:
+    """The run with `tokens` in place of its own sources. Raises ConfigError for test_datasets."""
+    if run.data.test_datasets:
+        raise ConfigError(
+            f"data.test_datasets cannot be told from the training data in {tokens.path}, which "
+            "another program has left there.\n  Write data.val_set_size in its place, or set "
+            "data.skip_prepare_dataset to false and name both as sources."
+        )
+    data = run.data.model_copy(update={"datasets": [tokens]})
+    return run.model_copy(update={"data": data})
 
 
 def _project(run: RunConfig, section: str) -> dict[str, Any]:
@@ -288,20 +346,46 @@ def _project(run: RunConfig, section: str) -> dict[str, Any]:
     return {name: values[name] for name in sorted(IDENTITY[section])}
 
 
-def _dataset(dataset: Any) -> DatasetSettings:
-    names = DatasetSettings.model_fields
-    return DatasetSettings(**{n: v for n, v in dataset.model_dump().items() if n in names})
+def _dataset(
+    run: RunConfig, dataset: DatasetConfig, role: Literal["train", "test"]
+) -> DatasetSettings:
+    """Its own fields, and those of the data section that decide what its samples are."""
+    shared = {"dataset_shard_num", "dataset_shard_idx"} if role == "test" else set[str]()
+    values = {**run.data.model_dump(exclude=shared), **dataset.model_dump()}
+    return DatasetSettings(**{n: v for n, v in values.items() if n in DatasetSettings.model_fields})
 
 
-def _pin(dataset: Any) -> Source:
-    return pin_data(
+def _mix(dataset: DatasetConfig) -> MixSettings:
+    return MixSettings(weight=dataset.weight, max_samples=dataset.max_samples)
+
+
+def _pins(run: RunConfig, field: str) -> tuple[Source, ...]:
+    """The sources in that field of the section `data`, none of them what the run itself makes."""
+    data = run.data
+    datasets: list[DatasetConfig] = getattr(data, field)
+    sources = tuple(_pin(each, data.hf_use_auth_token) for each in datasets)
+    root = home_of(data.dataset_prepared_path)
+    for index, (each, source) in enumerate(zip(datasets, sources, strict=True)):
+        refuse_own_files(f"data.{field}[{index}].path", each, source, root, MADE)
+    return sources
+
+
+def _pin(dataset: DatasetConfig, token: bool | None) -> Source:
+    source = pin_data(
         dataset.path,
         name=dataset.name,
         split=dataset.split,
         revision=dataset.revision,
         data_files=dataset.data_files,
         ds_type=dataset.ds_type,
+        token=token,
     )
+    if dataset.streaming and source.pin["kind"] != "hub":
+        raise ConfigError(
+            f"{dataset.path} lies here, and only a dataset of the hub is streamed.\n"
+            "  Leave streaming out: files are read piece by piece anyway."
+        )
+    return source
 
 
 def _pin_checkpoint(run: RunConfig) -> Source | None:

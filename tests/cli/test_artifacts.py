@@ -6,10 +6,11 @@ import pytest
 from penstock.cli.artifacts import choose_prunable, find_entries
 from penstock.core.errors import StageError
 from penstock.core.files import read_json, write_json
-from penstock.core.stage import MANIFEST, Artifact
-from penstock.core.store import realize
+from penstock.core.stage import MANIFEST, Artifact, key_of
+from penstock.core.store import Step, realize
 from tests.cli.command import penstock
 from tests.core.toy import LettersSettings, Pack, Prepare, Train, step_of
+from tests.stages.prepared import prepare, texts, write_lines
 
 
 def chain(root, letters):
@@ -115,10 +116,10 @@ def test_prune_keeps_training_runs_attempts_and_what_is_young(tmp_path):
     young = step_of(Prepare(LettersSettings(letters="young")), tmp_path)
     realize(young)
     age(young, 2)
-    entries = list(find_entries([tmp_path]))
+    entries = list(find_entries([str(tmp_path)]))
     assert choose_prunable(entries, keep_last=0, older_than_days=7) == []
     doomed = choose_prunable(entries, keep_last=0, older_than_days=1)
-    assert [entry.path for entry in doomed] == [young.path]
+    assert [entry.where for entry in doomed] == [str(young.path)]
 
 
 def test_a_result_whose_reader_is_only_an_attempt_is_not_pruned(tmp_path):
@@ -132,4 +133,30 @@ def test_a_result_whose_reader_is_only_an_attempt_is_not_pruned(tmp_path):
     reader = Pack(read=Artifact("prepare", prepare.artifact.key, prepare.path), before=fail)
     with pytest.raises(StageError):
         realize(step_of(reader, tmp_path))
-    assert choose_prunable(list(find_entries([tmp_path])), 0, 0) == []
+    assert choose_prunable(list(find_entries([str(tmp_path)])), 0, 0) == []
+
+
+def test_prune_deletes_cached_slices_that_only_pruned_results_used(tmp_path):
+    steps = []
+    for name in ("old", "new"):
+        data = write_lines(tmp_path / f"{name}.jsonl", texts(3, name))
+        stage = prepare((data, {"type": "text"}))
+        steps.append(Step(stage, tmp_path / "root" / "prepare" / key_of(stage)[:16]))
+        realize(steps[-1])
+    age(steps[0], 2)
+    cache = tmp_path / "root" / "slices"
+    assert len(list(cache.glob("*.arrow"))) == 2
+    prune = ("artifacts", "prune", "--root", tmp_path, "--json")
+    assert penstock(*prune, "--dry-run").last["slices"] == 0  # they are of today
+    for file in cache.iterdir():
+        os.utime(file, (1, 1))
+    told = penstock(*prune, "--dry-run").last
+    assert (told["pruned"], told["slices"]) == ([str(steps[0].path)], 1)
+    did = penstock(*prune).last
+    assert {key: did[key] for key in ("pruned", "slices", "bytes")} == {
+        key: told[key] for key in ("pruned", "slices", "bytes")
+    }
+    [left] = cache.glob("*.arrow")
+    [used] = steps[1].path.rglob("*.arrow")
+    assert left.samefile(used)
+    assert not steps[0].path.exists()

@@ -1,7 +1,8 @@
 """`penstock artifacts list|show|verify|prune`: what lies in the store, and whether it is whole."""
 
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,22 +10,24 @@ from typing import Annotated, Any
 import typer
 
 from penstock.cli.console import Console, run, table
-from penstock.core.digests import sha256_of
+from penstock.cli.entries import Entry, LocalEntry, is_result, local_entries, remote_entries
 from penstock.core.errors import ArtifactError, ConfigError
-from penstock.core.files import read_json, regular_files, remove
-from penstock.core.stage import ATTEMPT, MANIFEST
-from penstock.core.store import REPLACED, lock_of, read_manifest
+from penstock.core.files import read_json, remove
+from penstock.core.store import read_manifest
+from penstock.core.urls import is_url
+from penstock.prepare.stage import SLICES
 
 commands = typer.Typer(
     help="List, show, verify and prune what the stages left.", no_args_is_help=True
 )
 
 Roots = Annotated[
-    list[Path] | None,
+    list[str] | None,
     typer.Option(
         "--root",
-        help="A folder that holds results: a data.dataset_prepared_path, a train.output_dir or a "
-        "pipeline.artifacts_path. Repeatable. Default: every such folder below this one.",
+        help="A folder or a URL that holds results: a data.dataset_prepared_path, a "
+        "train.output_dir or a pipeline.artifacts_path. Repeatable. Default: every such folder "
+        "below this one.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="End with one JSON object on stdout.")]
@@ -32,31 +35,6 @@ Key = Annotated[str, typer.Argument(help="The first digits of a key, or a folder
 
 SEARCH_DEPTH = 5
 """How far below the working directory results are looked for."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One result, sealed or not."""
-
-    path: Path
-    manifest: dict[str, Any] | None
-
-    @property
-    def key(self) -> str:
-        """The whole key where it is known, else the folder's name."""
-        return self.manifest["key"] if self.manifest else self.path.name
-
-    @property
-    def input_keys(self) -> set[str]:
-        """Keys of what it was made from, or, unfinished, will be made from."""
-        if self.manifest:
-            return {source["key"] for source in self.manifest["inputs"].values()}
-        return set(read_json(self.path / ATTEMPT)["inputs"].values())
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of everything in the folder."""
-        return sum(path.stat().st_size for path in regular_files(self.path))
 
 
 @commands.command("list")
@@ -82,7 +60,7 @@ def show_artifact(key: Key, root: Roots = None, as_json: AsJson = False) -> None
     def command() -> dict[str, Any]:
         entry = _one(key, root)
         if entry.manifest is None:
-            raise ArtifactError(f"{entry.path} is an unfinished attempt and has no manifest yet.")
+            raise ArtifactError(f"{entry.where} is an unfinished attempt and has no manifest yet.")
         console.result(_described(entry))
         return {"manifest": entry.manifest}
 
@@ -100,13 +78,13 @@ def verify_artifacts(
 
     def command() -> dict[str, Any]:
         entries = [_one(key, root)] if key else [e for e in find_entries(root) if e.manifest]
-        faults = [fault for entry in entries for fault in verify(entry)]
+        faults = [fault for entry in entries for fault in entry.faults()]
         if faults:
             raise ArtifactError(
                 "\n".join(faults) + "\n  Restore these files, or build again with --force."
             )
         console.result(f"{len(entries)} results are whole.")
-        return {"verified": [str(entry.path) for entry in entries]}
+        return {"verified": [entry.where for entry in entries]}
 
     raise typer.Exit(run(console, command))
 
@@ -119,49 +97,43 @@ def prune_artifacts(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete old results of prepare, pack, export and push.
+    """Delete old results of prepare, pack, export and push, and slices that no result uses.
 
-    Never what another result was made from, never a training run.
+    Never what another result was made from, never a training run, and no slice of today. Behind a
+    URL, slices are left alone: no one machine knows who uses them.
     """
     console = Console(as_json)
 
     def command() -> dict[str, Any]:
-        doomed = choose_prunable(list(find_entries(root)), keep_last, older_than)
+        entries = list(find_entries(root))
+        doomed = choose_prunable(entries, keep_last, older_than)
         freed = sum(entry.num_bytes for entry in doomed)
         for entry in doomed:
-            console.result(f"{'would delete' if dry_run else 'deleted'} {entry.path}")
-            if not dry_run:
-                remove(entry.path)
-                remove(lock_of(entry.path))
-        console.result(f"{len(doomed)} results, {freed / 1e6:.1f} MB")
-        return {"pruned": [str(entry.path) for entry in doomed], "bytes": freed}
+            console.result(f"{'would delete' if dry_run else 'deleted'} {entry.where}")
+        kept = [entry for entry in entries if entry not in doomed]
+        slices = 0
+        for files in _loose_slices(root, kept, doomed, older_than):
+            slices += 1
+            freed += sum(file.stat().st_size for file in files)
+            for file in () if dry_run else files:
+                remove(file)
+        for entry in () if dry_run else doomed:
+            entry.delete()
+        if slices:
+            console.result(f"{'would delete' if dry_run else 'deleted'} {slices} cached slices")
+        console.result(f"{len(doomed)} results, {slices} slices, {freed / 1e6:.1f} MB")
+        pruned = [entry.where for entry in doomed]
+        return {"pruned": pruned, "slices": slices, "bytes": freed}
 
     raise typer.Exit(run(console, command))
 
 
-def find_entries(roots: list[Path] | None) -> Iterator[Entry]:
+def find_entries(roots: list[str] | None) -> Iterator[Entry]:
     """Every result below `roots`, or below the working directory, in order of path."""
-    for missing in (root for root in roots or [] if not root.is_dir()):
+    for missing in (r for r in roots or [] if not is_url(r) and not Path(r).is_dir()):
         raise ConfigError(f"--root {missing} is not a folder.")
-    for root in roots or [Path()]:
-        for folder in sorted(_folders(root, SEARCH_DEPTH)):
-            yield Entry(folder, read_manifest(folder))
-
-
-def verify(entry: Entry) -> list[str]:
-    """What in the folder disagrees with the manifest; empty when it is whole."""
-    if entry.manifest is None:
-        return [f"{entry.path}: no manifest"]
-    faults: list[str] = []
-    for file in entry.manifest["files"]:
-        path = entry.path / file["path"]
-        if not path.is_file():
-            faults.append(f"{path}: missing")
-        elif path.stat().st_size != file["bytes"]:
-            faults.append(f"{path}: {path.stat().st_size} bytes, {file['bytes']} in the manifest")
-        elif sha256_of(path) != file["sha256"]:
-            faults.append(f"{path}: content differs from the manifest")
-    return faults
+    for root in roots or ["."]:
+        yield from remote_entries(root) if is_url(root) else local_entries(Path(root), SEARCH_DEPTH)
 
 
 def choose_prunable(entries: list[Entry], keep_last: int, older_than_days: float) -> list[Entry]:
@@ -180,39 +152,57 @@ def choose_prunable(entries: list[Entry], keep_last: int, older_than_days: float
     return chosen
 
 
-def _folders(root: Path, depth: int) -> Iterator[Path]:
-    if _is_result(root):
+def _loose_slices(
+    roots: list[str] | None, kept: list[Entry], doomed: list[Entry], older_than_days: float
+) -> Iterator[list[Path]]:
+    """The files of each cached slice below the roots that only doomed results use, if any do."""
+    from penstock.prepare.cache import DAY, prunable
+    from penstock.rows.prepared import PLAN
+
+    used: set[str] = set()
+    for entry in kept:
+        if isinstance(entry, LocalEntry) and entry.stage == "prepare":
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                used |= {item["key"] for item in read_json(entry.path / PLAN)["slices"]}
+    going = [entry.path for entry in doomed if isinstance(entry, LocalEntry)]
+    for root in roots or ["."]:
+        for folder in () if is_url(root) else sorted(_slice_folders(Path(root), SEARCH_DEPTH)):
+            yield from prunable(folder, used, older_than=older_than_days * DAY, going=going)
+
+
+def _slice_folders(root: Path, depth: int) -> Iterator[Path]:
+    """Caches of slices: folders of that name beside results of prepare, or what is left of them."""
+    if root.name == SLICES and any(_CACHED.fullmatch(child.name) for child in root.iterdir()):
         yield root
         return
-    if depth:
+    if depth and not is_result(root):
         for child in root.iterdir():
-            hidden = child.name.startswith(".") or child.name.endswith(REPLACED)
-            if child.is_dir() and not child.is_symlink() and not hidden:
-                yield from _folders(child, depth - 1)
+            if child.is_dir() and not child.is_symlink() and not child.name.startswith("."):
+                yield from _slice_folders(child, depth - 1)
 
 
-def _is_result(folder: Path) -> bool:
-    return (folder / MANIFEST).is_file() or (folder / ATTEMPT).is_file()
+_CACHED = re.compile(r"[0-9a-f]{16}\.(arrow|json|.+\.part)")
 
 
-def _one(key: str, roots: list[Path] | None) -> Entry:
-    if key and _is_result(Path(key)):
-        return Entry(Path(key), read_manifest(Path(key)))
+def _one(key: str, roots: list[str] | None) -> Entry:
+    if key and is_url(key):
+        roots, key = [key], ""
+    elif key and is_result(Path(key)):
+        return LocalEntry(read_manifest(Path(key)), Path(key))
     found = [entry for entry in find_entries(roots) if entry.key.startswith(key)]
     if not found:
         raise ConfigError(f"no result's key starts with {key}.\n  See penstock artifacts list.")
     if len(found) > 1:
-        which = ", ".join(str(entry.path) for entry in found)
+        which = ", ".join(entry.where for entry in found)
         raise ConfigError(f"{len(found)} keys start with {key}: {which}.\n  Give more digits.")
     return found[0]
 
 
 def _row(entry: Entry) -> tuple[str, ...]:
     manifest = entry.manifest
-    stage = manifest["stage"] if manifest else entry.path.parent.name
     standing, created = ("sealed", manifest["created"]) if manifest else ("partial", "")
     size = f"{entry.num_bytes / 1e6:.1f} MB"
-    return stage, entry.key[:8], standing, size, created, str(entry.path)
+    return entry.stage, entry.key[:8], standing, size, created, entry.where
 
 
 def _plain(entry: Entry) -> dict[str, Any]:

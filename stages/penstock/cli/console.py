@@ -84,7 +84,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 def outcome_table(outcomes: Sequence[Outcome]) -> str:
     """What became of each stage, in how long, and where it lies."""
     rows = [("stage", "key", "status", "seconds", "where")]
-    rows += [(o.stage, o.key[:8], o.status, f"{o.seconds:.1f}", str(o.path)) for o in outcomes]
+    rows += [(o.stage, o.key[:8], o.status, f"{o.seconds:.1f}", o.where) for o in outcomes]
     return table(rows)
 
 
@@ -101,7 +101,7 @@ def _plain(outcome: Outcome) -> dict[str, Any]:
         "stage": outcome.stage,
         "key": outcome.key,
         "status": outcome.status,
-        "path": str(outcome.path),
+        "path": outcome.where,
         "seconds": round(outcome.seconds, 3),
         "facts": dict(outcome.facts),
     }

@@ -46,6 +46,11 @@ OPTIONAL = {
     "peft": "pip install peft, to load exported adapters as adapters",
     "flash-attn": "pip install flash-attn, on a machine with a CUDA compiler",
     "hf-xet": "pip install hf-xet, for faster pushes to the hub",
+    "prefect-dask": "pip install 'penstock[dask]', for pipeline.task_runner: dask",
+    "prefect-ray": "pip install 'penstock[ray]', for pipeline.task_runner: ray",
+    "s3fs": "pip install 'penstock[s3]', for s3://",
+    "gcsfs": "pip install 'penstock[gcs]', for gs://",
+    "adlfs": "pip install 'penstock[azure]', for abfs://",
 }
 
 

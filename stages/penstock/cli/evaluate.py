@@ -5,7 +5,7 @@ from typing import Any
 from penstock.cli.console import Console
 from penstock.config.run import RunConfig
 from penstock.core.errors import ConfigError, StageError
-from penstock.core.store import Step, find
+from penstock.core.store import Step, obtain
 from penstock.plan import plan
 
 SHOWN = 4
@@ -56,7 +56,7 @@ def evaluate_run(run: RunConfig, limit: int, console: Console) -> dict[str, Any]
 
 
 def _require(step: Step) -> None:
-    if find(step) is None:
+    if obtain(step) is None:
         raise StageError(
             f"{step.stage.name} has not been run for this config.\n  Run penstock run first."
         )

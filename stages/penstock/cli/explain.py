@@ -9,10 +9,11 @@ from penstock.config.run import RunConfig
 from penstock.core.compare import Difference, differences
 from penstock.core.files import read_json
 from penstock.core.stage import ATTEMPT, MANIFEST, key_of, short
-from penstock.core.store import Step, find
+from penstock.core.store import Step, lookup
 from penstock.plan import plan
+from penstock.prepare.given import Given
 
-Standing = Literal["cached", "partial", "stale", "missing"]
+Standing = Literal["cached", "skipped", "partial", "stale", "missing"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Verdict:
     stage: str
     key: str
     standing: Standing
-    path: Path
+    where: str
     nearest: Path | None = None
     """The earlier artifact that differs least."""
     changed: tuple[Difference, ...] = ()
@@ -32,7 +33,7 @@ def explain(run: RunConfig, console: Console) -> dict[str, Any]:
     """Print a verdict per stage; returns the same as plain values."""
     verdicts = [judge(step) for step in plan(run).steps]
     rows = [("stage", "key", "standing", "where")]
-    rows += [(v.stage, v.key, v.standing, str(v.path)) for v in verdicts]
+    rows += [(v.stage, v.key, v.standing, v.where) for v in verdicts]
     lines = [table(rows)]
     for verdict in verdicts:
         if verdict.nearest:
@@ -45,15 +46,16 @@ def explain(run: RunConfig, console: Console) -> dict[str, Any]:
 def judge(step: Step) -> Verdict:
     """The step's standing: sealed, begun, or not there, and then what changed since the nearest."""
     name, key = step.stage.name, short(key_of(step.stage))
-    if find(step):
-        return Verdict(name, key, "cached", step.path)
+    if lookup(step):
+        taken = isinstance(step.stage, Given)
+        return Verdict(name, key, "skipped" if taken else "cached", step.where)
     attempt = step.path / ATTEMPT
     if attempt.is_file() and read_json(attempt)["key"] == key_of(step.stage):
-        return Verdict(name, key, "partial", step.path)
+        return Verdict(name, key, "partial", step.where)
     near = _nearest(step)
     if near is None:
-        return Verdict(name, key, "missing", step.path)
-    return Verdict(name, key, "stale", step.path, near[0], tuple(near[1]))
+        return Verdict(name, key, "missing", step.where)
+    return Verdict(name, key, "stale", step.where, near[0], tuple(near[1]))
 
 
 def _nearest(step: Step) -> tuple[Path, list[Difference]] | None:
@@ -95,7 +97,7 @@ def _plain(verdict: Verdict) -> dict[str, Any]:
         "stage": verdict.stage,
         "key": verdict.key,
         "standing": verdict.standing,
-        "path": str(verdict.path),
+        "path": verdict.where,
         "nearest": str(verdict.nearest) if verdict.nearest else None,
         "changed": [{"field": d.field, "here": d.here, "there": d.there} for d in verdict.changed],
     }

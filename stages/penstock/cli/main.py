@@ -116,9 +116,74 @@ def _stage_command(name: Any, summary: str) -> None:
     app.command(name, help=summary)(stage_command)
 
 
+@app.command()
+def prepare(
+    config: Config,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            metavar="I/N",
+            help="Only tokenise the I-th of N shares of what is missing, on any of N machines that "
+            "share data.dataset_prepared_path. Without it, prepare then seals the data.",
+        ),
+    ] = None,
+    force: Force = [],  # noqa: B006
+    start: From = None,
+    fresh: Fresh = False,
+    no_upstream: NoUpstream = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Load, template, tokenise and split the data."""
+    console = Console(as_json, debug)
+
+    def command() -> None:
+        from penstock.cli.run import Request, run_stage
+        from penstock.cli.shares import prepare_share
+
+        request = Request(config, tuple(_overrides))
+        wishes = _wishes(force, start, fresh)
+        if shard is not None:
+            prepare_share(request, shard, wishes, console)
+        else:
+            run_stage(request, "prepare", wishes, console, upstream=not no_upstream)
+
+    _end(console, command)
+
+
+@app.command()
+def pack(
+    config: Config,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Only print rows and fill rate of every method."),
+    ] = False,
+    force: Force = [],  # noqa: B006
+    start: From = None,
+    fresh: Fresh = False,
+    no_upstream: NoUpstream = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Lay whole samples into rows of fixed length."""
+    console = Console(as_json, debug)
+
+    def command() -> None:
+        from penstock.cli.run import Request, run_stage
+
+        request = Request(config, tuple(_overrides))
+        wishes = _wishes(force, start, fresh)
+        if dry_run:
+            from penstock.cli.packing import compare_packing
+
+            compare_packing(request, wishes, console, upstream=not no_upstream)
+        else:
+            run_stage(request, "pack", wishes, console, upstream=not no_upstream)
+
+    _end(console, command)
+
+
 for _name, _summary in {
-    "prepare": "Load, template, tokenise and split the data.",
-    "pack": "Lay whole samples into rows of fixed length.",
     "train": "Train on the packed rows, from the newest checkpoint.",
     "export": "Write the trained model as a Hugging Face folder.",
     "push": "Send the exported model to the hub or to a URL.",
@@ -221,7 +286,14 @@ def _artifacts() -> typer.Typer:
     return commands
 
 
+def _data() -> typer.Typer:
+    from penstock.cli.data import data_commands
+
+    return data_commands(_overrides)
+
+
 app.add_typer(_artifacts(), name="artifacts")
+app.add_typer(_data(), name="data")
 
 
 @app.command("eval")

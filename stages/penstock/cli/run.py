@@ -7,7 +7,7 @@ from penstock.cli.console import Console, outcome_table
 from penstock.config.load import load
 from penstock.config.overrides import Override
 from penstock.config.run import RunConfig
-from penstock.core.store import Outcome
+from penstock.core.store import Outcome, lookup
 from penstock.plan import Plan, StageName, Wishes, bring_up, plan, require_upstream
 
 
@@ -27,7 +27,7 @@ def run_chain(request: Request, wishes: Wishes, console: Console) -> None:
     """Every stage of the run, in order."""
     planned = plan(request.load())
     for step in planned.steps:
-        _bring(planned, step.stage.name, wishes, console)
+        bring(planned, step.stage.name, wishes, console)
     console.result(outcome_table(console.outcomes))
 
 
@@ -40,18 +40,24 @@ def run_stage(
         require_upstream(planned, name)
     for step in planned.steps:
         if upstream or step.stage.name == name:
-            _bring(planned, step.stage.name, wishes, console)
+            bring(planned, step.stage.name, wishes, console)
         if step.stage.name == name:
             break
     console.result(outcome_table(console.outcomes))
 
 
-def _bring(planned: Plan, name: str, wishes: Wishes, console: Console) -> Outcome:
+def bring(planned: Plan, name: str, wishes: Wishes, console: Console) -> Outcome:
+    """One stage of the run, with what became of it said to the console."""
     step = planned.step(name)
+    if name == "prepare" and planned.run.pipeline.task_runner and lookup(step) is None:
+        console.say(
+            f"prepare: pipeline.task_runner ({planned.run.pipeline.task_runner}) is for Prefect's "
+            "flows (flows/finetune.py); here slices are spread over processes of this machine"
+        )
     outcome = bring_up(step, planned.run, wishes, console.say)
     console.outcomes.append(outcome)
     if outcome.status != "cached":
-        console.say(f"{name}: {outcome.status} in {outcome.seconds:.1f}s -> {outcome.path}")
+        console.say(f"{name}: {outcome.status} in {outcome.seconds:.1f}s -> {outcome.where}")
     if outcome.facts.get("dry_run"):
         for file in outcome.facts["files"]:
             console.say(f"  would send {file['path']} ({file['bytes']} bytes)")

@@ -6,7 +6,7 @@ import yaml
 
 from penstock.cli.console import Console
 from penstock.config.run import RunConfig
-from penstock.plan import check_machine
+from penstock.machine import check_machine
 
 
 def show_config(run: RunConfig, console: Console) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from penstock.config.load import load
 from penstock.config.overrides import split_overrides
 from penstock.core import env
 from penstock.core.errors import ConfigError
-from penstock.core.store import find
+from penstock.core.store import lookup
 from penstock.plan import Wishes, bring_up, plan
 from penstock.train.stage import Train
 
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
         if rank == 0:
             console.outcomes.append(bring_up(train, planned.run, wishes, say))
             console.result(outcome_table(console.outcomes))
-        elif find(train) is None:
+        elif lookup(train) is None:
             assert isinstance(train.stage, Train)
             train.stage.follow(train.path)
 
