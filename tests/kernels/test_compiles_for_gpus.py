@@ -42,6 +42,7 @@ def compile_all() -> None:
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="triton is not published for this system")
+@pytest.mark.slow
 def test_every_kernel_compiles_for_sm_90(tmp_path):
     environment = child_environment(
         {

@@ -34,6 +34,17 @@ def test_every_stage_runs_once_and_is_reused(done):
     assert one == {"prepare": "cached", "pack": "cached"}
 
 
+def test_the_report_of_a_run_tells_of_its_data(done):
+    folder, _, first = done
+    facts = first["stages"][0]["facts"]
+    page = (folder / "out" / "report.html").read_text()
+    (section,) = [part for part in page.split("<section>") if "<h2>Data</h2>" in part]
+    share = facts["trained_tokens"]["train"] / facts["tokens"]["train"]
+    assert f"<td>{facts['rows']['train']}</td>" in section
+    assert f"{share:.1%} of them trained on" in section
+    assert "<td>chats.jsonl</td>" in section
+
+
 def test_a_finished_pipeline_needs_no_heavy_library(done):
     _, config, _ = done
     code = (

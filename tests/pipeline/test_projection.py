@@ -1,12 +1,15 @@
 """What is written in a config arrives at the stage it is meant for, and at none before it."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from penstock.config.load import loads
+from penstock.core.errors import ConfigError
 from penstock.core.stage import key_of
+from penstock.pack.stage import Pack
 from penstock.plan import Wishes, bring_up, plan
 from penstock.prepare.stage import Prepare
 from penstock.push.stage import Push
@@ -45,6 +48,10 @@ def dataset(**values):
     return lambda chats: {"data": {"datasets": [{"path": chats, "type": "chat", **values}]}}
 
 
+def beside(datasets, **values):
+    return lambda chats: {"data": {**datasets(chats)["data"], **values}}
+
+
 def hub(**values):
     return lambda _: {"data": {"datasets": [{**HUB, **values}]}}
 
@@ -73,6 +80,49 @@ CHANGES = {
         PLAIN,
         "pack",
     ),
+    "data.mix_strategy": (section("data", mix_strategy="interleave_over"), PLAIN, "prepare"),
+    "data.samples_per_epoch": (
+        section("data", mix_strategy="random", samples_per_epoch=9),
+        section("data", mix_strategy="random"),
+        "prepare",
+    ),
+    "epochs that are drawn": (
+        lambda _: {"data": {"mix_strategy": "random"}, "train": {"num_train_epochs": 3}},
+        section("data", mix_strategy="random"),
+        "prepare",
+    ),
+    "data.deduplicate": (section("data", deduplicate="exact"), PLAIN, "prepare"),
+    "data.near_duplicate_threshold": (
+        section("data", deduplicate="near", near_duplicate_threshold=0.5),
+        section("data", deduplicate="near"),
+        "prepare",
+    ),
+    "data.decontaminate_datasets": (
+        lambda chats: {"data": {"decontaminate_datasets": [{"path": chats, "type": "chat"}]}},
+        PLAIN,
+        "prepare",
+    ),
+    "data.decontaminate_ngram": (
+        lambda chats: {
+            "data": {
+                "decontaminate_datasets": [{"path": chats, "type": "chat"}],
+                "decontaminate_ngram": 5,
+            }
+        },
+        lambda chats: {"data": {"decontaminate_datasets": [{"path": chats, "type": "chat"}]}},
+        "prepare",
+    ),
+    "data.datasets[].weight": (
+        lambda chats: {
+            "data": {
+                "datasets": [{"path": chats, "type": "chat", "weight": 2}],
+                "mix_strategy": "random",
+            }
+        },
+        section("data", mix_strategy="random"),
+        "prepare",
+    ),
+    "data.datasets[].max_samples": (dataset(max_samples=3), dataset(), "prepare"),
     "data.datasets[].type": (dataset(type="text"), dataset(), "prepare"),
     "data.datasets[].path": (hub(path="org/other"), hub(), "prepare"),
     "data.datasets[].name": (hub(name="main"), hub(), "prepare"),
@@ -80,6 +130,38 @@ CHANGES = {
     "data.datasets[].revision": (hub(revision=COMMIT[::-1]), hub(), "prepare"),
     "data.datasets[].data_files": (hub(data_files="a.parquet"), hub(), "prepare"),
     "data.datasets[].ds_type": (dataset(ds_type="json"), dataset(), "prepare"),
+    "data.datasets[].streaming": (hub(streaming=True), hub(), "prepare"),
+    "data.datasets[].shards": (dataset(shards=2), dataset(), "prepare"),
+    "data.datasets[].shards_idx": (
+        dataset(shards=2, shards_idx=1),
+        dataset(shards=2),
+        "prepare",
+    ),
+    "data.datasets[].preprocess_shards": (dataset(preprocess_shards=2), dataset(), "prepare"),
+    "data.dataset_shard_num": (
+        section("data", dataset_shard_num=3, dataset_shard_idx=1),
+        section("data", dataset_shard_num=2, dataset_shard_idx=1),
+        "prepare",
+    ),
+    "data.dataset_shard_idx": (
+        section("data", dataset_shard_num=2, dataset_shard_idx=0),
+        section("data", dataset_shard_num=2, dataset_shard_idx=1),
+        "prepare",
+    ),
+    "data.train_on_turns": (section("data", train_on_turns="last"), PLAIN, "prepare"),
+    "data.train_on_prompt": (section("data", train_on_prompt=True), PLAIN, "prepare"),
+    "data.add_eos": (section("data", add_eos=False), PLAIN, "prepare"),
+    "data.mask_eos_in_loss": (section("data", mask_eos_in_loss=True), PLAIN, "prepare"),
+    "data.truncation_mode": (
+        beside(dataset(max_seq_len=9), truncation_mode="drop_turns"),
+        dataset(max_seq_len=9),
+        "prepare",
+    ),
+    "data.max_prompt_len": (
+        beside(dataset(max_seq_len=9), max_prompt_len=4),
+        dataset(max_seq_len=9),
+        "prepare",
+    ),
     **{
         f"data.datasets[].{name}": (dataset(**{name: "x"}), dataset(), "prepare")
         for name in (
@@ -89,6 +171,12 @@ CHANGES = {
             "field_output",
             "field_system",
             "field_text",
+            "field_tools",
+            "field_prompt",
+            "field_chosen",
+            "field_rejected",
+            "field_completion",
+            "field_label",
         )
     },
     "model.foundation": (
@@ -119,6 +207,54 @@ def test_a_field_arrives_at_its_stage(field, chats):
     assert changed == ORDER[ORDER.index(first) :]
 
 
+def test_a_folder_that_could_be_a_hub_id_is_not_streamed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "data").mkdir(parents=True)
+    write_chats(tmp_path / "org" / "data" / "chats.jsonl")
+    for streaming in (False, True):
+        section = {"datasets": [{"path": "org/data", "type": "chat", "streaming": streaming}]}
+        if streaming:
+            with pytest.raises(ConfigError, match=r"org/data lies here, and only a dataset"):
+                planned("", {"data": section})
+        else:
+            planned("", {"data": section})
+
+
+@pytest.mark.parametrize("field", ["datasets", "test_datasets", "decontaminate_datasets"])
+def test_a_source_never_has_files_that_runs_make_of_it(field, tmp_path):
+    prepared = tmp_path / "all" / "prepared"
+    prepared.mkdir(parents=True)
+    write_chats(prepared / "chats.jsonl", salt=" here")
+    (tmp_path / "link").symlink_to(tmp_path / "all")
+    (tmp_path / "other").mkdir()
+    other = str(write_chats(tmp_path / "other" / "chats.jsonl"))
+
+    def made(path, root=prepared, **its):
+        source = {"path": str(path), "type": "chat", **its}
+        others = {} if field == "datasets" else {"datasets": [{"path": other, "type": "chat"}]}
+        data = {"dataset_prepared_path": str(root), **others, field: [source]}
+        return planned(other, {"data": data})
+
+    def refuses(path, why, **its):
+        told = rf"data\.{field}\[0\]\.path {re.escape(str(path))} {why}"
+        with pytest.raises(
+            ConfigError, match=rf"{told}.* data\.dataset_prepared_path {prepared}, "
+        ):
+            made(path, **its)
+
+    for path in (prepared, tmp_path / "all", tmp_path / "link"):
+        refuses(path, "is a folder that is read whole")
+        made(path, root=tmp_path / "all" / ".prepared")
+    first = made(prepared, data_files="chats.jsonl")
+    bring_up(first.step("prepare"), first.run, Wishes(), lambda _: None)
+    again = made(prepared, data_files="chats.jsonl")
+    assert key_of(again.step("prepare").stage) == key_of(first.step("prepare").stage)
+    sealed = next((prepared / "prepare").glob("*/data/train/*.arrow"))
+    for path in (prepared, f"{prepared}/slices/*.arrow", prepared / "slices", sealed):
+        refuses(path, r"has \d+ files \(.* is one\) that runs have made in")
+    refuses(prepared, "has", data_files=["chats.jsonl", "slices/*.json"])
+
+
 def test_results_lie_where_the_paths_say(chats):
     steps = planned(
         chats,
@@ -141,12 +277,22 @@ def test_results_lie_where_the_paths_say(chats):
     }
 
 
-def test_how_many_processes_prepare_is_what_is_written(chats, monkeypatch):
+def test_how_many_processes_prepare_and_pack_is_what_is_written(chats, monkeypatch):
     monkeypatch.setenv("PENSTOCK_NUM_PROC", "3")
     for written, num_proc in ({"dataset_num_proc": 5}, 5), ({}, 3):
-        stage = planned(chats, {"data": written}).step("prepare").stage
-        assert isinstance(stage, Prepare)
-        assert stage.num_proc == num_proc
+        made = planned(chats, {"data": written})
+        for name in ("prepare", "pack"):
+            stage = made.step(name).stage
+            assert isinstance(stage, Prepare | Pack)
+            assert stage.num_proc == num_proc
+
+
+@pytest.mark.parametrize("method", [None, "fork", "spawn", "forkserver"])
+def test_processes_that_pack_are_started_as_is_written(chats, method):
+    made = planned(chats, {"data": {"sample_packing_mp_start_method": method}})
+    stage = made.step("pack").stage
+    assert isinstance(stage, Pack)
+    assert stage.start_method == (method or "spawn")
 
 
 @pytest.mark.parametrize("last", range(1, len(ORDER) + 1))

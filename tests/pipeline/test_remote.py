@@ -1,0 +1,217 @@
+"""The pipeline with its data, its prepared data and its output behind URLs."""
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from penstock.cli.artifacts import find_entries
+from penstock.config.load import load
+from penstock.core.errors import StageError
+from penstock.core.mirror import home_of
+from penstock.core.place import Place
+from penstock.core.store import lookup
+from penstock.plan import Wishes, bring_up, plan, require_upstream
+from penstock.prepare.stage import Prepare
+from tests.core.servers import web  # noqa: F401
+from tests.pipeline.runs import penstock, write_chats, write_run
+
+
+@pytest.fixture
+def on(tmp_path, monkeypatch):
+    """`on(name)` makes this the machine called so: its mirrors and caches are its own."""
+
+    def switch(name):
+        monkeypatch.setenv("PENSTOCK_CACHE_HOME", str(tmp_path / "machines" / name))
+
+    return switch
+
+
+@pytest.fixture
+def files(bucket, tmp_path):
+    """The same chats as plain lines, compressed lines and Parquet, here and in the bucket."""
+    folder = tmp_path / "chats"
+    folder.mkdir()
+    for number, name in enumerate(("a.jsonl", "b.jsonl", "c.jsonl")):
+        write_chats(folder / name, 20, salt=f" ({number})")
+    lines = (folder / "b.jsonl").read_bytes()
+    (folder / "b.jsonl").unlink()
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(lines))
+    rows = [json.loads(line) for line in (folder / "c.jsonl").read_text().splitlines()]
+    (folder / "c.jsonl").unlink()
+    pq.write_table(pa.Table.from_pylist(rows), folder / "c.parquet")
+    for file in folder.iterdir():
+        (Place.of(f"{bucket}/chats") / file.name).put(file)
+    return folder
+
+
+def bring(config, *wanted):
+    """Bring the stages up in this process, and return the plan and the statuses."""
+    run = load(config, ())
+    planned = plan(run, wanted)
+    statuses = [bring_up(step, run, Wishes(), print).status for step in planned.steps]
+    return planned, statuses
+
+
+def tokens(step):
+    """Every prepared sample's tokens and labels, by plain pyarrow, in an order of their own."""
+    found = []
+    for file in sorted((step.path / "data").rglob("*.arrow")):
+        table = pa.ipc.open_file(file).read_all()
+        found += zip(*(table[name].to_pylist() for name in ("input_ids", "labels")), strict=True)
+    return sorted(found)
+
+
+def test_data_and_results_in_a_bucket_give_the_rows_that_local_ones_give(
+    files, bucket, tmp_path, on
+):
+    local = write_run(tmp_path / "local", data={"datasets": [{"path": str(files), "type": "chat"}]})
+    remote = write_run(
+        tmp_path / "remote",
+        data={
+            "datasets": [{"path": f"{bucket}/chats", "type": "chat"}],
+            "dataset_prepared_path": f"{bucket}/prepared",
+        },
+    )
+    prepared, packed = bring(local, "pack")[0].steps
+    on("first")
+    planned, statuses = bring(remote, "pack")
+    assert statuses == ["ran", "ran"]
+    assert tokens(planned.steps[0]) == tokens(prepared)
+    rows = planned.steps[1].artifact.facts["rows"]
+    assert rows == packed.artifact.facts["rows"]
+
+    on("second")
+    planned, statuses = bring(remote, "pack")
+    assert statuses == ["cached", "cached"]
+    assert tokens(planned.steps[0]) == tokens(prepared)
+
+    on("third")
+    other = plan(load(remote, ()), ("pack",))
+    require_upstream(other, "pack")
+    assert tokens(other.steps[0]) == tokens(prepared)
+
+    entries = list(find_entries([f"{bucket}/prepared"]))
+    assert sorted(entry.stage for entry in entries) == ["pack", "prepare"]
+    assert [fault for entry in entries for fault in entry.faults()] == []
+    pack = next(entry for entry in entries if entry.stage == "pack")
+    assert pack.manifest
+    file = pack.manifest["files"][0]
+    (Place.of(pack.where) / file["path"]).write(bytes(file["bytes"]))
+    (damaged,) = find_entries([pack.where])
+    assert damaged.faults() == [f"{pack.where}/{file['path']}: content differs from the manifest"]
+    pack.delete()
+    assert Place.of(pack.where).files() == {}
+    assert bring(remote, "pack")[1] == ["cached", "ran"]
+
+
+@pytest.mark.usefixtures("files")
+def test_slices_that_one_machine_made_are_not_made_by_another(bucket, tmp_path, on):
+    data = {
+        "datasets": [{"path": f"{bucket}/chats", "type": "chat"}],
+        "dataset_prepared_path": f"{bucket}/prepared",
+    }
+    config = write_run(tmp_path / "one", data=data)
+    counts = []
+    for machine, index in (("first", 0), ("second", 1)):
+        on(machine)
+        step = plan(load(config, ()), ("prepare",)).steps[0]
+        assert isinstance(step.stage, Prepare)
+        counts.append(step.stage.prepare_share(step.path, index, 2))
+        assert lookup(step) is None
+    assert sum(done.slices for done in counts) == sum(done.done for done in counts) == 3
+
+    on("third")
+    changed = write_run(tmp_path / "two", data={**data, "val_set_size": 7})
+    step = plan(load(changed, ()), ("prepare",)).steps[0]
+    assert isinstance(step.stage, Prepare)
+    assert step.stage.prepare_share(step.path, 0, 1).done == 0
+    assert bring(changed, "prepare")[1] == ["ran"]
+
+
+@pytest.mark.usefixtures("files")
+def test_a_file_that_changes_while_it_is_prepared_fails_the_run(bucket, tmp_path, on):
+    config = write_run(
+        tmp_path / "run", data={"datasets": [{"path": f"{bucket}/chats/a.jsonl", "type": "chat"}]}
+    )
+    on("here")
+    run = load(config, ())
+    planned = plan(run, ("prepare",))
+    write_chats(tmp_path / "other.jsonl", 20, salt=" (other)")
+    (Place.of(f"{bucket}/chats") / "a.jsonl").put(tmp_path / "other.jsonl")
+    with pytest.raises(StageError, match=r"a\.jsonl has changed since this run was planned"):
+        bring_up(planned.steps[0], run, Wishes(), print)
+    assert bring(config, "prepare")[1] == ["ran"]
+
+
+def test_a_signature_is_in_nothing_that_a_run_leaves(web, bucket, tmp_path, on, capfd):  # noqa: F811
+    on("here")
+    web.manners["signature"] = secret = f"signed-{web.server_port}-{os.getpid()}"
+    write_chats(tmp_path / "chats.jsonl")
+    web.files["/chats.jsonl"] = (tmp_path / "chats.jsonl").read_bytes()
+    url = f"{web.url}/chats.jsonl?signature={secret}"
+    config = write_run(
+        tmp_path / "run",
+        data={
+            "datasets": [{"path": url, "type": "chat"}],
+            "dataset_prepared_path": f"{bucket}/prepared",
+        },
+    )
+    bring(config, "pack")
+    web.manners["signature"] = "another"
+    (tmp_path / "machines" / "here" / "digests.sqlite").unlink()
+    left = [file for file in (tmp_path / "machines").rglob("*") if file.is_file()]
+    assert len(left) > 5
+    for file in left:
+        assert secret.encode() not in file.read_bytes(), file
+    root = Place.of(bucket)
+    for name in root.files():
+        assert secret.encode() not in ((root / name).read() or b""), name
+    assert secret not in "".join(capfd.readouterr())
+
+
+@pytest.mark.slow
+def test_training_that_was_stopped_goes_on_on_another_machine(bucket, tmp_path, on):
+    config = write_run(
+        tmp_path / "run",
+        data={"dataset_prepared_path": f"{bucket}/prepared"},
+        train={"output_dir": f"{bucket}/out", "num_train_epochs": 9999, "save_steps": 20},
+    )
+    out = Place.of(f"{bucket}/out")
+
+    def train_until(machine, step):
+        """Train there until a checkpoint of a later step is kept; return the newest kept."""
+        on(machine)
+        command = [sys.executable, "-m", "penstock.cli.main", "train", str(config)]
+        with subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as run:
+            while newest() <= step:
+                assert run.poll() is None
+                time.sleep(0.2)
+            run.send_signal(signal.SIGTERM)
+        assert run.returncode == 128 + signal.SIGTERM
+        return newest()
+
+    def newest():
+        marks = [name for name in out.files() if name.endswith("/COMPLETE")]
+        return max((int(name.split("/")[1].split("_")[-1]) for name in marks), default=0)
+
+    first = train_until("first", 0)
+    assert {"attempt.json", "metrics.jsonl", "config.yaml"} <= set(out.files())
+    second = train_until("second", first)
+    folders = home_of(out.url) / "checkpoints"
+    assert {path.name for path in folders.glob(f"*_{first}")} == {f"global_step_{first}"}
+    assert not (folders / "global_step_20").exists() or first == 20, "only the newest is fetched"
+    lines = ((out / "metrics.jsonl").read() or b"").splitlines()
+    steps = [json.loads(line)["step"] for line in lines]
+    assert steps == list(range(1, second + 1))
+
+    on("third")
+    said = penstock("train", config, "--train.lr", "0.5", check=2).stderr
+    assert f"train.output_dir {out.url} holds an unfinished run of another key" in said

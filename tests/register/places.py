@@ -1,0 +1,51 @@
+"""Short names for tests that stand in the tables many times."""
+
+STEP = "engine/test_step_fields.py::"
+MEMORY = "engine/test_memory_fields.py::"
+RUN = "engine/test_run_fields.py::"
+LOADER = "engine/test_loader.py::"
+KEYS = "pipeline/test_keys.py::test_a_setting_changes_exactly_its_stages"
+ARRIVES = "pipeline/test_projection.py::test_a_field_arrives_at_its_stage"
+DATA = "stages/test_data_fields.py::"
+PREPARE = "stages/test_prepare.py::"
+INPUT = "stages/test_prepare_input.py::"
+SLICES = "stages/test_slices.py::"
+PIECES = f"{SLICES}test_every_record_is_in_exactly_one_piece_however_pieces_are_combined"
+FIRST_PIECE = f"{SLICES}test_an_unset_shards_idx_is_the_first_piece_and_another_is_another"
+SELECTION = "stages/test_selection.py::"
+MIXING = "stages/test_mixing.py::"
+FORMATS = "stages/test_prepare_formats.py::"
+MASKS = "stages/test_encode_masks.py::"
+FITTING = "stages/test_encode_fitting.py::"
+PACK = "stages/test_pack.py::"
+EXPORT = "stages/test_export.py::"
+HUB = "stages/test_push_hub.py::"
+REMOTE = "pipeline/test_remote.py::"
+COPY = "stages/test_push_copy.py::"
+DATASET_HUB = "stages/test_push_dataset.py::"
+SKIPPED = "pipeline/test_skip_prepare.py::"
+RUNNER = "flows/test_task_runner.py::"
+LAUNCH = "stages/test_launch.py::"
+ORDER = "rows/test_order.py::"
+REFUSED = "config/test_fields.py::test_field_without_code_behind_it_is_refused"
+
+RATES = (f"{STEP}test_the_optimizer_and_the_metrics_have_the_schedules_rate",)
+DECAY = (f"{STEP}test_sgd_subtracts_the_gradient_and_decays_all_but_what_is_exempt",)
+PASSES = (f"{STEP}test_a_step_takes_its_rows_in_as_many_passes_as_the_batch_sizes_say",)
+RECOMPUTED = (f"{MEMORY}test_what_is_recomputed_runs_twice_and_nothing_else",)
+SAVED = (f"{RUN}test_checkpoints_are_saved_as_often_as_asked",)
+FOLDERS = (
+    "pipeline/test_saved_weights.py::test_the_last_checkpoint_holds_the_folders_that_were_asked_for"
+)
+ADAPTERS = f"{RUN}test_adapters_have_the_rank_the_targets_and_the_weight_that_are_written"
+MODEL = f"{RUN}test_the_model_is_the_one_that_is_configured"
+PLACES = ("pipeline/test_projection.py::test_results_lie_where_the_paths_say",)
+TOLD = f"{LAUNCH}test_torchrun_is_told_what_is_written"
+GIVEN = f"{LAUNCH}test_every_process_gets_the_environment_and_is_started_again_as_often_as_written"
+NAMED_COLUMN = "stages/test_formats_columns.py::test_a_column_is_read_where_its_field_says"
+INSTRUCTION = f"{FORMATS}test_an_instruction_is_a_chat_where_the_tokenizer_has_a_template"
+COLUMNS = f"{DATA}test_messages_and_text_are_taken_from_the_columns_that_are_named"
+HUB_PART = f"{DATA}test_of_a_hub_data_set_the_named_part_is_read"
+
+ALONE = "test_fields.py::test_a_field_with_one_value_takes_no_other"
+ONE_VALUE = (REFUSED,)
