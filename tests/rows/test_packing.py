@@ -166,11 +166,22 @@ def test_lengths_and_seed_decide_the_rows():
     assert len(shared) < 0.01 * len(one)
 
 
+@pytest.mark.parametrize("name", ["lognormal", "hard", "pretrain"])
+@pytest.mark.parametrize("capacity", [200, 4096, 70_000])
+def test_many_samples_are_not_lost_doubled_or_squeezed_either(name, capacity):
+    lengths = lengths_of(name, 50_000, capacity)
+    bins = packed(lengths, capacity, group_size=40_000)
+    assert np.array_equal(np.sort(bins.samples), np.arange(len(lengths)))
+    assert bins.sizes().min() > 0
+    starts = bins.ends - bins.sizes()
+    assert np.add.reduceat(lengths[bins.samples], starts).max() <= capacity
+
+
 def test_a_million_lengths_are_packed_within_seconds_and_little_memory():
     lengths = lengths_of("lognormal", 1_000_000, 4096)
     started = time.process_time()
     bins = packed(lengths, 4096)
-    assert time.process_time() - started < 2  # 0.15 s on an idle core
+    assert time.process_time() - started < 2  # 0.09 s on an idle core
     assert len(bins) <= 1.0005 * bound(lengths, 4096)
 
 
@@ -179,5 +190,5 @@ def test_a_sample_longer_than_a_row_is_refused():
         packed([12, 3], 10)
 
 
-GOLDEN_ROWS = [[9, 8], [6, 5], [2, 3], [4, 1], [7, 0]]
-GOLDEN_SAMPLES = "9c7f25e4221d820b"
+GOLDEN_ROWS = [[0, 7], [3, 2], [5, 6], [1, 4], [9, 8]]
+GOLDEN_SAMPLES = "c03690c1f27ed717"

@@ -42,6 +42,8 @@ class Bins:
 
 def join(parts: list[Bins]) -> Bins:
     """The rows of all parts, one part after another; samples keep their numbers."""
+    if len(parts) == 1:
+        return parts[0]
     samples = [part.samples for part in parts]
     starts = np.cumsum([0, *(len(one) for one in samples)])
     ends = [part.ends + start for part, start in zip(parts, starts.tolist(), strict=False)]

@@ -7,7 +7,7 @@ samples, rows whose parts hold equally many tokens are paired, and the parts cha
 
 import numpy as np
 
-from penstock.rows.packing.rows import Rows
+from penstock.rows.packing.rows import Rows, starts_of
 from penstock.rows.packing.sorting import order_of
 
 
@@ -19,26 +19,32 @@ def exchange(rows: Rows, rounds: int, rng: np.random.Generator) -> None:
     """
     if not rounds:
         return
-    row = np.repeat(np.arange(rows.num_rows), rows.widths)
-    totals = rows.totals()
+    num_rows, totals = rows.num_rows, rows.totals
+    row = np.repeat(np.arange(num_rows), rows.widths)
+    rows.samples = rows.held(np.arange(num_rows))
+    sizes = rows.lengths[rows.samples]
     for _ in range(rounds):
-        chance = np.frombuffer(rng.bytes(rows.num_rows), dtype=np.uint8)
+        chance = np.frombuffer(rng.bytes(num_rows), dtype=np.uint8)
         coins = np.frombuffer(rng.bytes(len(row)), dtype=np.uint8)
         offered = coins < chance[row]
-        parts = np.bincount(row, rows.sizes * offered, rows.num_rows).astype(np.int64)
-        shuffled = rng.permutation(rows.num_rows)
+        parts = np.bincount(row, sizes * offered, num_rows).astype(np.int64)
+        shuffled = rng.permutation(num_rows)
         by_part = shuffled[order_of(parts[shuffled], rows.capacity)]
         # Neighbours in this order trade; which ones are neighbours alternates.
         start = int(rng.integers(2))
-        pairs = by_part[start : start + (rows.num_rows - start) // 2 * 2].reshape(-1, 2)
+        pairs = by_part[start : start + (num_rows - start) // 2 * 2].reshape(-1, 2)
         gains = parts[pairs[:, 1]] - parts[pairs[:, 0]]
-        fit = totals[pairs[:, 0]] + gains <= rows.capacity
+        fit = np.flatnonzero(totals[pairs[:, 0]] + gains <= rows.capacity)
         ones, others = pairs[fit].T
         totals[ones] += gains[fit]
         totals[others] -= gains[fit]
-        partner = np.arange(rows.num_rows)
-        partner[ones], partner[others] = others, ones
-        row = np.where(offered, partner[row], row)
-    widths = np.bincount(row, minlength=rows.num_rows)
+        # Where each row's samples go: first those of rows that keep them, then those offered.
+        target = np.tile(np.arange(num_rows), 2)
+        target[num_rows + ones], target[num_rows + others] = others, ones
+        row = target[row + num_rows * offered]
+    widths = np.bincount(row, minlength=num_rows)
     # A row that gave all it had for nothing is no more.
-    rows.take(order_of(row, rows.num_rows), widths[widths > 0])
+    left = np.flatnonzero(widths)
+    rows.samples = rows.samples[order_of(row, num_rows)]
+    rows.widths, rows.totals = widths[left], totals[left]
+    rows.starts = starts_of(rows.widths)

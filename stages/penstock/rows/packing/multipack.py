@@ -6,11 +6,12 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from penstock.rows.bins import Bins, Indices, Sizes, join
+from penstock.rows.bins import Bins, Sizes, join
 from penstock.rows.packing.bound import fewest_rows
 from penstock.rows.packing.exchange import exchange
 from penstock.rows.packing.patterns import Patterns
-from penstock.rows.packing.rows import Rows, planned
+from penstock.rows.packing.rows import Rows, planned, starts_of
+from penstock.rows.packing.sorting import counts_of, taken
 from penstock.rows.packing.start import random_starts, repack
 from penstock.rows.packing.tightest import quickly, tightest
 
@@ -21,7 +22,7 @@ the memory that is needed and costs less than one row."""
 CLOSE = 10_000
 """One row in so many above the bound is not worth another search."""
 
-THOROUGH = 300_000
+THOROUGH = 240_000
 """Fewer samples than these are mixed more thoroughly: they have fewer rows to trade with, and it
 takes next to no time."""
 
@@ -41,23 +42,24 @@ def multipack(
     parts: list[Bins] = []
     for start in range(0, len(sizes), group_size):
         group = sizes[start : start + group_size].astype(np.min_scalar_type(capacity))
-        samples = rng.permutation(len(group))
+        samples = np.arange(len(group), dtype=np.min_scalar_type(len(group)))
+        rng.shuffle(samples)
         for block in np.array_split(samples, -(-len(group) // BLOCK)):
-            rows = _best(block, group[block], capacity, rng)
-            rows.samples += start
-            parts.append(rows.bins(rng))
+            parts.append(_best(group, block, capacity, rng).bins(start, rng))
     return join(parts)
 
 
-def _best(samples: Indices, sizes: Sizes, capacity: int, rng: np.random.Generator) -> Rows:
+def _best(lengths: Sizes, samples: Sizes, capacity: int, rng: np.random.Generator) -> Rows:
     """A random start if it has no more rows than the best plan, else the plan, mixed for longer."""
-    counts = np.bincount(sizes, minlength=capacity + 1)
+    sizes = taken(lengths, samples)
+    counts = counts_of(sizes, capacity)
     least = fewest_rows(counts, capacity)
-    thorough = THOROUGH / len(sizes)
+    thorough = THOROUGH / len(samples)
     plan: Patterns | None = None
-    for rows in islice(
-        random_starts(samples, sizes, counts, capacity, least, rng), 1 + min(2, int(thorough))
-    ):
+    tries = 1 + min(2, int(thorough))
+    starts = random_starts(samples, sizes, counts, capacity, least, rng)
+    for placed, widths, totals in islice(starts, tries):
+        rows = Rows(lengths, placed, starts_of(widths), widths, totals, capacity)
         repack(rows, least, 0.02, quickly)
         if rows.num_rows > least:
             plan = plan or tightest(counts, capacity, least + least // CLOSE)
@@ -66,8 +68,7 @@ def _best(samples: Indices, sizes: Sizes, capacity: int, rng: np.random.Generato
             exchange(rows, min(60, int(3 * thorough)), rng)
             return rows
     plan = plan or tightest(counts, capacity, least + least // CLOSE)
-    order, widths = planned(sizes, plan, capacity)
-    rows = Rows(samples[order], sizes[order], widths, capacity)
+    rows = planned(lengths, samples, plan, capacity)
     rounds = int(15 * min(8.0, max(1.0, math.sqrt(thorough))))
     exchange(rows, rounds, rng)
     if rows.num_rows > least:

@@ -34,26 +34,19 @@ def best_fit(counts: Indices, rooms: Sequence[tuple[int, int]], capacity: int) -
     plan = Patterns()
     placed = plan.placed
     rows_with: dict[int, list[tuple[int, int, int]]] = {}  # room -> (first row, rows, held)
-    free: list[int] = []  # the keys, sorted
-
-    def put(room: int, first: int, rows: int, held: int) -> None:
-        if room in rows_with:
-            rows_with[room].append((first, rows, held))
-        else:
-            rows_with[room] = [(first, rows, held)]
-            insort(free, room)
-
     for room, rows in rooms:
-        put(room, plan.num_rows, rows, 0)
+        rows_with[room] = [(plan.num_rows, rows, 0)]
         plan.num_rows += rows
+    free = list(rows_with)  # sorted, as they are given
     lengths = np.flatnonzero(counts)[::-1]
     for length, left in zip(lengths.tolist(), counts[lengths].tolist(), strict=True):
+        at = bisect_left(free, length)
         while left:
-            at = bisect_left(free, length)
             if at == len(free):
                 # As many rows as these samples fill; the last one may be filled in part.
                 rows = -(-left // (capacity // length))
-                put(capacity, plan.num_rows, rows, 0)
+                free.append(capacity)
+                rows_with[capacity] = [(plan.num_rows, rows, 0)]
                 plan.num_rows += rows
             room = free[at]
             stack = rows_with[room]
@@ -68,7 +61,13 @@ def best_fit(counts: Indices, rooms: Sequence[tuple[int, int]], capacity: int) -
                 filled = rows
                 if not stack:
                     del rows_with[room], free[at]
-            put(room - each * length, first, filled, held + each)
             placed.append((length, first, filled, each, held))
             left -= filled * each
+            room -= each * length
+            if room in rows_with:
+                rows_with[room].append((first, filled, held + each))
+            else:
+                rows_with[room] = [(first, filled, held + each)]
+                insort(free, room)
+                at += 1  # it is shorter than the samples, unless none is left
     return plan

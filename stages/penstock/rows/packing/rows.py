@@ -13,12 +13,14 @@ from penstock.rows.packing.sorting import order_of, ranges
 class Rows:
     """Rows of samples, none of them empty."""
 
-    samples: Indices
-    """Row after row."""
-    sizes: Sizes
-    """The lengths of `samples`."""
+    lengths: Sizes
+    """Of every sample, by its index."""
+    samples: Sizes
+    starts: Indices
+    """Row i holds `samples[starts[i]:starts[i] + widths[i]]`; what no row holds is void."""
     widths: Indices
-    """How many samples each row has."""
+    totals: Indices
+    """The tokens in every row."""
     capacity: int
 
     @property
@@ -26,26 +28,34 @@ class Rows:
         """How many rows there are."""
         return len(self.widths)
 
-    def totals(self) -> Indices:
-        """The tokens in every row."""
-        return np.add.reduceat(self.sizes, starts_of(self.widths), dtype=np.int64)
+    def held(self, rows: Indices) -> Indices:
+        """The samples of these rows, one row after another."""
+        found = ranges(self.starts[rows], self.widths[rows])
+        found[:] = self.samples[found]
+        return found
 
-    def take(self, order: Indices, widths: Indices) -> None:
-        """Rows of `widths` of the samples that stand where `order` says, in that order."""
-        self.samples, self.sizes, self.widths = self.samples[order], self.sizes[order], widths
+    def replace(self, rows: Indices, other: "Rows") -> None:
+        """Have the other's rows, of the same samples, instead of these."""
+        self.starts = np.concatenate(
+            [np.delete(self.starts, rows), other.starts + len(self.samples)]
+        )
+        self.widths = np.concatenate([np.delete(self.widths, rows), other.widths])
+        self.totals = np.concatenate([np.delete(self.totals, rows), other.totals])
+        self.samples = np.concatenate([self.samples, other.samples])
 
-    def bins(self, rng: np.random.Generator) -> Bins:
-        """The rows in random order."""
+    def bins(self, first: int, rng: np.random.Generator) -> Bins:
+        """The rows in random order; the samples are numbered from `first`."""
         order = rng.permutation(self.num_rows)
-        widths = self.widths[order]
-        places = ranges(starts_of(self.widths)[order], widths)
-        return Bins(self.samples[places], np.cumsum(widths))
+        samples = self.held(order)
+        samples += first
+        return Bins(samples, np.cumsum(self.widths[order]))
 
 
 @dataclass
 class Slots:
     """Where a plan puts samples: as many next to each other as it puts in a row at once."""
 
+    length: Indices
     row: Indices
     each: Indices
     """How many."""
@@ -57,6 +67,10 @@ class Slots:
         """How many samples each row is given."""
         return np.bincount(self.row, self.each, self.num_rows).astype(np.int64)
 
+    def totals(self) -> Indices:
+        """How many tokens each row is given."""
+        return np.bincount(self.row, self.each * self.length, self.num_rows).astype(np.int64)
+
     def places(self, starts: Indices) -> Indices:
         """Where each sample goes, the shortest first, if row i has its places from `starts[i]`."""
         return ranges(starts[self.row] + self.held, self.each)
@@ -65,20 +79,22 @@ class Slots:
 def slots_of(plan: Patterns) -> Slots:
     """What a plan says, the shortest samples first."""
     table = np.array(plan.placed, dtype=np.int64).reshape(-1, 5)
-    _, first, rows, each, held = table[np.argsort(table[:, 0], kind="stable")].T
-    return Slots(ranges(first, rows), np.repeat(each, rows), np.repeat(held, rows), plan.num_rows)
+    length, first, rows, each, held = table[np.argsort(table[:, 0], kind="stable")].T
+    length, each, held = (np.repeat(column, rows) for column in (length, each, held))
+    return Slots(length, ranges(first, rows), each, held, plan.num_rows)
 
 
-def planned(sizes: Sizes, plan: Patterns, capacity: int) -> tuple[Indices, Indices]:
-    """The samples of a plan row after row, and how many each row has.
+def planned(lengths: Sizes, samples: Sizes, plan: Patterns, capacity: int) -> Rows:
+    """The rows of a plan for these samples.
 
     Samples of a length are dealt to the rows that want one in the order given.
     """
     slots = slots_of(plan)
     widths = slots.widths()
-    order = np.empty(len(sizes), dtype=np.int64)
-    order[slots.places(starts_of(widths))] = order_of(sizes, capacity)
-    return order, widths
+    starts = starts_of(widths)
+    placed = np.empty_like(samples)
+    placed[slots.places(starts)] = samples[order_of(lengths[samples], capacity)]
+    return Rows(lengths, placed, starts, widths, slots.totals(), capacity)
 
 
 def starts_of(widths: Indices) -> Indices:

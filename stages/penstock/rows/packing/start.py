@@ -7,46 +7,48 @@ short samples is kept back and fills the gaps.
 from collections.abc import Callable, Generator
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.rows.bins import Indices, Sizes
 from penstock.rows.packing.bound import fewest_rows
 from penstock.rows.packing.deal import deal
 from penstock.rows.packing.patterns import Patterns, best_fit
 from penstock.rows.packing.rows import Rows, planned, slots_of, starts_of
-from penstock.rows.packing.sorting import order_of, ranges
+from penstock.rows.packing.sorting import counts_of, order_of, ranges
+
+Start = tuple[Sizes, Indices, Indices]
+"""The samples row after row; how many of them each row has, and how many tokens."""
 
 SHARES = (0.04, 0.06, 0.09, 0.13, 0.19, 0.28, 0.4)
 """Shares of all tokens to keep back, tried from the smallest: the fewer, the more random."""
 
-OPENED = 0.985
+OPENED = 0.99
 """The share of the rows that are to be opened before the gaps are filled. Some are left over, for
 samples that fit no gap."""
 
-PROBED = 1 << 14
+PROBED = 1 << 13
 """Samples that tell how large the gaps of all will be."""
 
 
 def random_starts(
-    samples: Indices,
+    samples: Sizes,
     sizes: Sizes,
     counts: Indices,
     capacity: int,
     least: int,
     rng: np.random.Generator,
-) -> Generator[Rows]:
+) -> Generator[Start]:
     """Rows of samples that come in random order, the most random first.
 
-    `counts[length]` says how many samples of each length there are, `least` how few rows they might
-    need. A start has more, as a rule (see `repack`); there is none where few samples are short.
+    `sizes` are the lengths of the samples, `counts[length]` says how many there are of each length,
+    and `least` how few rows they might need. A start has more, as a rule (see `repack`); there is
+    none where few samples are short.
     """
     tokens = np.cumsum(counts * np.arange(capacity + 1))
     for share in SHARES:
         limit = int(np.searchsorted(tokens, 2 * share * int(tokens[-1])))
         level = _level(sizes[:PROBED], limit, capacity, int(tokens[-1]) / least)
         if level <= capacity:
-            order, widths = _filled(sizes, limit, level, capacity, rng)
-            yield Rows(samples[order], sizes[order], widths, capacity)
+            yield _filled(samples, sizes, limit, level, capacity, rng)
 
 
 def repack(
@@ -59,20 +61,13 @@ def repack(
     """
     if rows.num_rows <= wanted:
         return
-    loosest = order_of(rows.totals(), rows.capacity)[: 20 + int(share * rows.num_rows)]
-    again = np.zeros(rows.num_rows, dtype=bool)
-    again[loosest] = True
-    outside, inside = _parted(np.repeat(again, rows.widths))
-    sizes = rows.sizes[inside]
-    counts = np.bincount(sizes, minlength=rows.capacity + 1)
+    loosest = order_of(rows.totals, rows.capacity)[: 20 + int(share * rows.num_rows)]
+    samples = rows.held(loosest)
+    counts = counts_of(rows.lengths[samples], rows.capacity)
     enough = len(loosest) - (rows.num_rows - wanted)
     plan = pack(counts, rows.capacity, max(enough, fewest_rows(counts, rows.capacity)))
     if plan.num_rows < len(loosest):
-        order, widths = planned(sizes, plan, rows.capacity)
-        rows.take(
-            np.concatenate([outside, inside[order]]),
-            np.concatenate([rows.widths[np.flatnonzero(~again)], widths]),
-        )
+        rows.replace(loosest, planned(rows.lengths, samples, plan, rows.capacity))
 
 
 def _kept(sizes: Sizes, limit: int) -> tuple[Indices, Indices]:
@@ -82,12 +77,7 @@ def _kept(sizes: Sizes, limit: int) -> tuple[Indices, Indices]:
     """
     kept = sizes <= limit
     kept[1::2] = False
-    return _parted(kept)
-
-
-def _parted(flags: npt.NDArray[np.bool_]) -> tuple[Indices, Indices]:
-    """Where the flags are not set, and where they are."""
-    return np.flatnonzero(~flags), np.flatnonzero(flags)
+    return np.flatnonzero(~kept), np.flatnonzero(kept)
 
 
 def _level(sizes: Sizes, limit: int, capacity: int, tokens_per_row: float) -> int:
@@ -102,30 +92,36 @@ def _level(sizes: Sizes, limit: int, capacity: int, tokens_per_row: float) -> in
 
 
 def _filled(
-    sizes: Sizes, limit: int, level: int, capacity: int, rng: np.random.Generator
-) -> tuple[Indices, Indices]:
-    """Rows dealt to the level, their gaps filled with what was kept back: the samples row after
-    row, and how many each row has."""
+    samples: Sizes,
+    sizes: Sizes,
+    limit: int,
+    level: int,
+    capacity: int,
+    rng: np.random.Generator,
+) -> Start:
+    """Rows dealt to the level, their gaps filled with what was kept back."""
     dealt, back = _kept(sizes, limit)
     dealt_sizes, back_sizes = sizes[dealt], sizes[back]
     widths = deal(dealt_sizes, level)
-    gaps = capacity - np.add.reduceat(dealt_sizes, starts_of(widths), dtype=np.int64)
-    rows = np.bincount(gaps)
-    rooms = [(gap, int(rows[gap])) for gap in np.flatnonzero(rows).tolist()]
-    plan = best_fit(np.bincount(back_sizes, minlength=capacity + 1), rooms, capacity)
+    totals = np.add.reduceat(dealt_sizes, starts_of(widths), dtype=np.int64)
+    by_gap = order_of(totals, capacity)[::-1]
+    rows = np.bincount(capacity - totals)
+    gaps = np.flatnonzero(rows)
+    rooms = list(zip(gaps.tolist(), rows[gaps].tolist(), strict=True))
+    plan = best_fit(counts_of(back_sizes, capacity), rooms, capacity)
     slots = slots_of(plan)
-    # The plan numbers rows by their gap.
-    opened = plan.num_rows - len(widths)
-    by_gap = np.concatenate([order_of(gaps, capacity), np.arange(len(widths), plan.num_rows)])
-    widths = np.concatenate([widths, np.zeros(opened, dtype=np.int64)])
+    # The plan numbers rows by their gap, and those it opens behind them.
+    opened = np.arange(len(widths), plan.num_rows)
+    by_gap = np.concatenate([by_gap, opened])
+    widths, totals = (np.append(dealt_to, 0 * opened) for dealt_to in (widths, totals))
     added = np.empty_like(widths)
     added[by_gap] = slots.widths()
+    totals[by_gap] += slots.totals()
     # What fills a gap is short; a coin says whether it stands before the others or behind them.
     ahead = rng.integers(2, size=plan.num_rows)
     starts = starts_of(widths + added)
-    order = np.empty(len(sizes), dtype=np.int64)
-    order[ranges(starts + ahead * added, widths)] = dealt
-    order[slots.places((starts + (1 - ahead) * widths)[by_gap])] = back[
-        order_of(back_sizes, capacity)
-    ]
-    return order, widths + added
+    placed = np.empty_like(samples)
+    placed[ranges(starts + ahead * added, widths)] = samples[dealt]
+    places = slots.places((starts + (1 - ahead) * widths)[by_gap])
+    placed[places] = samples[back[order_of(back_sizes, capacity)]]
+    return placed, widths + added, totals
