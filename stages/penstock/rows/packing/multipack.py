@@ -11,7 +11,7 @@ from penstock.rows.packing.bound import fewest_rows
 from penstock.rows.packing.exchange import exchange
 from penstock.rows.packing.patterns import Patterns
 from penstock.rows.packing.rows import Rows, planned, starts_of
-from penstock.rows.packing.sorting import counts_of, taken
+from penstock.rows.packing.sorting import counts_of
 from penstock.rows.packing.start import random_starts, repack
 from penstock.rows.packing.tightest import quickly, tightest
 
@@ -51,7 +51,7 @@ def multipack(
 
 def _best(lengths: Sizes, samples: Sizes, capacity: int, rng: np.random.Generator) -> Rows:
     """A random start if it has no more rows than the best plan, else the plan, mixed for longer."""
-    sizes = taken(lengths, samples)
+    sizes = lengths[samples]
     counts = counts_of(sizes, capacity)
     least = fewest_rows(counts, capacity)
     thorough = THOROUGH / len(samples)

@@ -19,15 +19,6 @@ def counts_of(values: Sizes, most: int) -> Indices:
     return found
 
 
-def taken(values: Sizes, places: Sizes) -> Sizes:
-    """`values[places]`."""
-    found = np.empty(len(places), dtype=values.dtype)
-    for first in range(0, len(places), PART):
-        part = slice(first, first + PART)
-        found[part] = values[places[part]]
-    return found
-
-
 def order_of(values: Sizes, most: int) -> Indices:
     """Which values stand where when they are sorted; equal ones keep their order.
 
