@@ -22,7 +22,7 @@ from penstock.prepare.encode.flat import Ids, Places, ends_of
 
 log = logging.getLogger("penstock.prepare")
 
-FAULTS = (ValueError, RuntimeError, TypeError, NotImplementedError)
+FAULTS = (ValueError, RuntimeError, TypeError)
 """What the fast library raises for a tokenizer or a text that it cannot take."""
 
 CHECKED_AT_FIRST = 16
