@@ -9,7 +9,6 @@ found by rendering their prompts.
 """
 
 import shutil
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable
@@ -20,8 +19,9 @@ from typing import Any
 import datasets
 import numpy as np
 import pyarrow as pa
-from tests.bench.bench_prepare import measured
-from tests.bench.corpus import CHATML, documents, save_tokenizer, write_lines
+from tests.bench.bench_prepare import measured, told
+from tests.bench.corpus import documents, save_tokenizer, write_lines
+from tests.stages.encoding import CHATML
 from transformers import AutoTokenizer
 
 from penstock.core.files import read_json
@@ -113,13 +113,7 @@ def main() -> None:
                 tokens = len(both[0])
                 judge = judge or both
                 assert all(map(np.array_equal, both, judge)), "the ids or masks differ"
-    base = statistics.median(cpu for cpu, _ in seconds["datasets.map, 2 processes"])
-    for name, each in seconds.items():
-        cpu, wall = (statistics.median(values) for values in zip(*each, strict=True))
-        print(
-            f"{name:26} {tokens / cpu / 1e6:6.2f} Mtokens per CPU second ({base / cpu:5.1f}x)"
-            f"   {cpu:6.2f} CPU s   {wall:6.2f} s"
-        )
+    told(seconds, tokens)
     print(f"goal: {GOAL}x of datasets.map per CPU second")
 
 

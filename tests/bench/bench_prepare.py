@@ -79,6 +79,20 @@ def theirs(data: Path, tokenizer: Path, out: Path) -> pa.ChunkedArray:
     return mapped.with_format("arrow")["input_ids"][:]
 
 
+def told(seconds: dict[str, list[tuple[float, float]]], tokens: int) -> None:
+    """Print each way's median CPU and wall seconds, beside those of the last one, the peer."""
+    medians = {
+        name: tuple(map(statistics.median, zip(*each, strict=True)))
+        for name, each in seconds.items()
+    }
+    base = list(medians.values())[-1][0]
+    for name, (cpu, wall) in medians.items():
+        print(
+            f"{name:26} {tokens / cpu / 1e6:6.2f} Mtokens per CPU second ({base / cpu:5.1f}x)"
+            f"   {cpu:6.2f} CPU s   {wall:6.2f} s"
+        )
+
+
 def main() -> None:
     rows = int(sys.argv[1]) if len(sys.argv) > 1 else 20_000
     datasets.disable_progress_bars()
@@ -102,13 +116,7 @@ def main() -> None:
                 tokens = len(ids)
                 assert judge is None or np.array_equal(ids, judge), "the ids differ"
                 judge = ids
-    base = statistics.median(cpu for cpu, _ in seconds["datasets.map, 2 processes"])
-    for name, both in seconds.items():
-        cpu, wall = (statistics.median(each) for each in zip(*both, strict=True))
-        print(
-            f"{name:26} {tokens / cpu / 1e6:6.2f} Mtokens per CPU second ({base / cpu:5.1f}x)"
-            f"   {cpu:6.2f} CPU s   {wall:6.2f} s"
-        )
+    told(seconds, tokens)
     print(f"goal: {GOAL}x of datasets.map per CPU second")
 
 

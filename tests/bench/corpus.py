@@ -10,30 +10,13 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
+from tests.stages.encoding import CHATML, PATTERN
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, trainers
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from transformers import PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parents[2]
-PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-"""How Qwen's tokenizers part text into words."""
-
 VOCABULARY = 32_000
-
-CHATML = """\
-{%- for m in messages %}
-{{- '<|im_start|>' + m.role + '\n' }}
-{%- if m.role == 'assistant' %}
-{%- generation %}{{- m.content + '<|im_end|>' }}{% endgeneration %}
-{%- else %}
-{{- m.content + '<|im_end|>' }}
-{%- endif %}
-{{- '\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}"""
 
 
 def lines() -> list[str]:
