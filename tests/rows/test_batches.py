@@ -210,18 +210,21 @@ def test_steps_of_more_rows_than_a_group_are_made_of_whole_groups():
         costs = np.ones(1, dtype=np.int64)
         return Batches(costs, rows_per_step=rows_per_step, seed=0, last_batch="keep").group
 
-    assert [group(n) for n in (1, 8, 256, 257, 512, 600, 1000)] == [1, 8, 256, 1, 256, 200, 250]
+    sizes = {1: 1, 7: 1, 8: 8, 9: 9, 256: 256, 257: 1, 512: 256, 600: 200, 1000: 250}
+    assert {rows: group(rows) for rows in sizes} == sizes
 
 
 def test_the_order_of_reference_runs_does_not_move():
     # Checkpoints hold positions in this order; a change here must raise the stage's version.
-    costs = np.arange(1, 41, dtype=np.int64) ** 2
-    batches = Batches(costs, rows_per_step=2, seed=42, last_batch="drop")
-    steps = [rows for _, rows in walk(batches, batches.start(), 5)]
-    assert steps == GOLDEN_STEPS
-    assert replace(batches.start(), samples=10) == batches.after(
-        replace(batches.start(), samples=8)
-    )
+    costs = np.arange(1, 97, dtype=np.int64) ** 2
+    for rows_per_step, golden in GOLDEN_STEPS.items():
+        batches = Batches(costs, rows_per_step=rows_per_step, seed=42, last_batch="drop")
+        assert [rows for _, rows in walk(batches, batches.start(), len(golden))] == golden
+        second = replace(batches.start(), samples=rows_per_step)
+        assert batches.after(second) == replace(second, samples=2 * rows_per_step)
 
 
-GOLDEN_STEPS = [[19, 15], [24, 26], [20, 21], [22, 23], [27, 30]]
+GOLDEN_STEPS = {
+    2: [[57, 21], [75, 18], [33, 40], [93, 27], [51, 39]],
+    8: [[10, 3, 1, 0, 26, 17, 7, 5], [52, 29, 38, 61, 46, 63, 42, 68]],
+}
