@@ -33,11 +33,13 @@ class Fast(Generic[P, R]):
     run: Callable[P, R]
     refuses: Callable[P, str | None]
     written_in: Literal["torch", "triton"] = "torch"
+    missing: str | None = None
+    """Why it can serve nothing on this machine, where that is known before any input is."""
 
     @property
     def may_be_picked(self) -> bool:
         """Interpreted kernels are for judging them, by name; no work is ever given to them."""
-        return self.written_in == "torch" or not INTERPRETED
+        return self.missing is None and (self.written_in == "torch" or not INTERPRETED)
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,8 @@ class Op(Generic[P, R]):
         """Exactly this backend. Settings call it once, at assembly, not at every step.
 
         Raises:
-            UnsupportedError: at once for an unknown name; when called, for inputs that the backend
-                refuses, with its reason.
+            UnsupportedError: at once for an unknown name, and for a backend that is missing here;
+                when called, for inputs that the backend refuses, with its reason.
         """
         if name == "auto":
             return self
@@ -78,6 +80,8 @@ class Op(Generic[P, R]):
             have = ", ".join(self.backends)
             raise UnsupportedError(f"{self.name} has no backend {name!r}; it has {have}")
         fast = self.fast[name]
+        if fast.missing:
+            raise UnsupportedError(f"{self.name} cannot run on {name}: {fast.missing}")
 
         def obey(*args: P.args, **kwargs: P.kwargs) -> R:
             if reason := fast.refuses(*args, **kwargs):

@@ -15,21 +15,30 @@ SHARED_MEMORY = 232_448
 """Bytes that one thread block may use on sm_90."""
 
 
-def compile_all() -> None:
+def compiled(kernel, types, constants, **options):
+    """`kernel` for arguments of `types` by name, and for `constants`."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    names = kernel.arg_names
+    assert {*types, *constants} == set(names)
+    signature = {name: types.get(name, "constexpr") for name in names}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature, values)
+    found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert found.asm["cubin"]
+    assert found.metadata.shared <= SHARED_MEMORY
+    return found
+
+
+def compile_elementwise() -> None:
     from penstock_kernels.rms_norm import triton as rms_norm
     from penstock_kernels.swiglu import triton as swiglu
 
     def check(kernel, dtypes, block):
-        names = kernel.arg_names
-        signature = dict(zip(names, [*dtypes, "constexpr"], strict=True))
-        source = ASTSource(kernel, signature, {(names.index("BLOCK"),): block})
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
-        assert compiled.asm["cubin"]
-        assert compiled.metadata.shared <= SHARED_MEMORY
+        *names, _ = kernel.arg_names
+        compiled(kernel, dict(zip(names, dtypes, strict=True)), {"BLOCK": block})
 
     for data in ("*fp32", "*bf16"):
         check(swiglu._forward, [*[data] * 3, "i32"], 1024)
@@ -41,16 +50,86 @@ def compile_all() -> None:
             check(rms_norm._backward, backward, 4096)
 
 
+def compile_permute() -> None:
+    from penstock_kernels.permute import triton as permute
+
+    data, order, sizes = "*bf16", "*i64", {"K": "i32", "D": "i32"}
+    block = {"BLOCK": permute.WIDEST}
+    moved = {"x_ptr": data, "copy_of_row_ptr": order, "rows_ptr": data}
+    compiled(permute._copy, {**moved, **sizes}, block)
+    added = {"rows_ptr": data, "row_of_copy_ptr": order, "weights_ptr": "*fp32", "y_ptr": data}
+    compiled(permute._add, {**added, **sizes}, {"WEIGHTED": True, **block})
+    weighed = {
+        **{"dy_ptr": data, "rows_ptr": data, "weights_ptr": "*fp32", "copy_of_row_ptr": order},
+        **{"drows_ptr": data, "dweights_ptr": "*fp32"},
+    }
+    compiled(permute._weigh, {**weighed, **sizes}, block)
+
+
+def compile_group_gemm() -> None:
+    from penstock_kernels.group_gemm import tiles, triton, zeroing_triton
+
+    plan = {"counts_ptr": "*i64", "bounds_ptr": "*i32", "G": "i32", "T": "i32"}
+    compiled(triton._plan, plan, {"ROWS": 128, "GROUPS": 256})
+    zeroing = {"y_ptr": "*bf16", "flags_ptr": "*i8", "R": "i32", "W": "i32"}
+    compiled(zeroing_triton._zero_rows, zeroing, {"ROWS": 1, "COLUMNS": 4096, "EACH": 65536})
+
+    def by_rows(copy, weight, dtype, tile):
+        types = dict.fromkeys(triton._by_rows.arg_names[:12], "i32")
+        types |= {"y_ptr": f"*{dtype}", "bounds_ptr": "*i32"}
+        types |= {"x": f"*{dtype}", "weight": f"*{dtype}"}
+        if copy == "descriptors":
+            block = (tile.columns, tile.depth)
+            block = block if weight == "contracted" else block[::-1]
+            types["x"] = f"tensordesc<{dtype}[{tile.rows},{tile.depth}]>"
+            types["weight"] = f"tensordesc<{dtype}[1,{block[0]},{block[1]}]>"
+        constants = {"WEIGHT": weight, "COPY": copy, "GROUPS": 256}
+        return products(triton._by_rows, types, constants, tile)
+
+    def of_groups(copy, dtype, tile):
+        types = dict.fromkeys(triton._of_groups.arg_names[:9], "i32")
+        types |= {"ends_ptr": "*i32", "y_ptr": f"*{dtype}"}
+        types |= dict.fromkeys(("a", "b", "a_ptr", "b_ptr"), f"*{dtype}")
+        if copy == "descriptors":
+            types["a"] = f"tensordesc<{dtype}[{tile.depth},{tile.rows}]>"
+            types["b"] = f"tensordesc<{dtype}[{tile.depth},{tile.columns}]>"
+        return products(triton._of_groups, types, {"COPY": copy}, tile)
+
+    def products(kernel, types, constants, tile):
+        rows, columns, depth, warps, stages = tile
+        constants |= {"ROWS": rows, "COLUMNS": columns, "DEPTH": depth}
+        constants |= {"UPCAST": False, "BAND": tiles.BAND}
+        return compiled(kernel, types, constants, num_warps=warps, num_stages=stages)
+
+    for found in (
+        by_rows("descriptors", "contracted", "bf16", tiles._WIDE),
+        by_rows("descriptors", "resulting", "bf16", tiles._WIDE),
+        of_groups("descriptors", "bf16", tiles._WIDE),
+    ):
+        # Tiles go from memory to the tensor cores without passing through registers.
+        loop = found.asm["ttgir"].split("scf.for")[1].split("scf.yield")[0]
+        assert "warp_group_dot" in loop
+        assert "local_load" not in loop
+        assert "async_tma_copy" in loop
+    by_rows(
+        "descriptors", "contracted", "bf16", tiles._WIDE._replace(rows=16, columns=128, warps=4)
+    )
+    by_rows("pointers", "contracted", "fp16", tiles._WIDE)
+    by_rows("pointers", "resulting", "fp32", tiles._FP32)
+    of_groups("pointers", "fp32", tiles._FP32)
+
+
 @pytest.mark.skipif(not HAS_TRITON, reason="triton is not published for this system")
 @pytest.mark.slow
-def test_every_kernel_compiles_for_sm_90(tmp_path):
+@pytest.mark.parametrize("kernels", ["elementwise", "permute", "group_gemm"])
+def test_every_kernel_compiles_for_sm_90(kernels, tmp_path):
     environment = child_environment(
         {
             "TRITON_INTERPRET": "0",
             "TRITON_CACHE_DIR": str(tmp_path),  # so that something is compiled each time
         }
     )
-    code = "from tests.kernels.test_compiles_for_gpus import compile_all; compile_all()"
+    code = f"from tests.kernels import test_compiles_for_gpus as t; t.compile_{kernels}()"
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
     )

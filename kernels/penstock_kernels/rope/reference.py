@@ -1,24 +1,41 @@
 """What rope means. Obvious, and the judge of every other implementation."""
 
+from typing import Literal
+
 import torch
+
+Pairs = Literal["halves", "neighbours"]
 
 
 def rope(
-    q_TNH: torch.Tensor, k_TKH: torch.Tensor, cos_TH: torch.Tensor, sin_TH: torch.Tensor
+    q_TNH: torch.Tensor,
+    k_TKH: torch.Tensor,
+    cos_TR: torch.Tensor,
+    sin_TR: torch.Tensor,
+    pairs: Pairs = "halves",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate queries and keys by their positions. T tokens, N and K heads, H head width.
+    """Turn queries and keys by their positions. T tokens, N and K heads, H head width.
 
-    Feature i is paired with feature i + H/2 (Hugging Face's convention, not the interleaved one of
-    the RoFormer paper), so cos and sin hold each of the H/2 angles twice. The result has q's and
-    k's dtype when cos and sin have it too.
+    Of each head the first R features turn, R <= H. With `halves` feature i is paired with feature
+    i + R/2 (Hugging Face's convention), with `neighbours` feature 2i with 2i + 1 (the RoFormer
+    paper's); cos and sin hold each of the R/2 angles twice, where its two features are. Computed in
+    the wider of the dtypes; the results have those of q and k.
     """
-    cos_T1H, sin_T1H = cos_TH.unsqueeze(1), sin_TH.unsqueeze(1)
-    return (
-        q_TNH * cos_T1H + _half_turned(q_TNH) * sin_T1H,
-        k_TKH * cos_T1H + _half_turned(k_TKH) * sin_T1H,
-    )
+    cos_T1R, sin_T1R = cos_TR.unsqueeze(1), sin_TR.unsqueeze(1)
+    return _turned(q_TNH, cos_T1R, sin_T1R, pairs), _turned(k_TKH, cos_T1R, sin_T1R, pairs)
 
 
-def _half_turned(x_TNH: torch.Tensor) -> torch.Tensor:
-    first, second = x_TNH.chunk(2, dim=-1)
-    return torch.cat((-second, first), dim=-1)
+def _turned(
+    x_TNH: torch.Tensor, cos_T1R: torch.Tensor, sin_T1R: torch.Tensor, pairs: Pairs
+) -> torch.Tensor:
+    width = cos_T1R.shape[-1]
+    if width < x_TNH.shape[-1]:
+        turned_TNR = _turned(x_TNH[..., :width], cos_T1R, sin_T1R, pairs)
+        return torch.cat((turned_TNR, x_TNH[..., width:]), dim=-1)
+    if pairs == "halves":
+        first, second = x_TNH.chunk(2, dim=-1)
+        other_TNH = torch.cat((-second, first), dim=-1)
+    else:
+        first, second = x_TNH[..., 0::2], x_TNH[..., 1::2]
+        other_TNH = torch.stack((-second, first), dim=-1).flatten(-2)
+    return (x_TNH * cos_T1R + other_TNH * sin_T1R).to(x_TNH.dtype)

@@ -1,0 +1,32 @@
+"""Attention of some queries to some keys, with what it takes to merge it with attention to others.
+
+Q queries, S keys, N query heads, K key and value heads (N a multiple of K), H head width. The
+backends are called as attention's are, so that one name chooses both.
+"""
+
+from penstock_kernels.attention.block import native as _native
+from penstock_kernels.attention.block import reference as _reference
+from penstock_kernels.attention.block import sdpa as _sdpa
+from penstock_kernels.attention.block.rectangle import Rectangle, Sees
+from penstock_kernels.op import Fast, Op
+
+__all__ = ["Rectangle", "Sees", "block", "block_backward"]
+
+block = Op(
+    "block",
+    _reference.block,
+    {
+        "native": Fast(_native.block, _native.refuses),
+        "sdpa": Fast(_sdpa.block, _sdpa.refuses),
+    },
+    reference_name="eager",
+)
+block_backward = Op(
+    "block_backward",
+    _reference.block_backward,
+    {
+        "native": Fast(_native.block_backward, _native.refuses_backward),
+        "sdpa": Fast(_sdpa.block_backward, _sdpa.refuses_backward),
+    },
+    reference_name="eager",
+)

@@ -1,0 +1,89 @@
+"""What a block of attention means. Slow, obvious, and the judge of the others.
+
+The backward formulas are those of Dao et al. 2022, "FlashAttention", appendix B.2: with the output
+and log-sum-exp of all keys, each block's gradients are its own summands of the whole's.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from penstock_kernels.attention.block.rectangle import Rectangle, Sees
+
+
+def block(
+    q_QNH: torch.Tensor, k_SKH: torch.Tensor, v_SKH: torch.Tensor, sees: Sees, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of the queries to the keys they see, as if there were no others.
+
+    Returns the output [Q, N, H], and the log of the sum of the exponentials of each query's scores
+    [Q, N], in fp32 or wider.
+    """
+    outputs, sums = [], []
+    for queries, keys, hidden in _parts(q_QNH, sees):
+        k_SNH, v_SNH = (_for_each_query_head(part[keys], q_QNH) for part in (k_SKH, v_SKH))
+        scores_NQS = _scores(q_QNH[queries], k_SNH, hidden, scale)
+        weights_NQS = scores_NQS.softmax(-1)
+        outputs.append(torch.einsum("nqs,snh->qnh", weights_NQS, v_SNH).to(q_QNH.dtype))
+        sums.append(scores_NQS.logsumexp(-1).t())
+    return torch.cat(outputs), torch.cat(sums)
+
+
+def block_backward(
+    dy_QNH: torch.Tensor,
+    q_QNH: torch.Tensor,
+    k_SKH: torch.Tensor,
+    v_SKH: torch.Tensor,
+    y_QNH: torch.Tensor,
+    lse_QN: torch.Tensor,
+    sees: Sees,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """This block's part of the gradients of the queries [Q, N, H], keys and values [S, K, H].
+
+    `y_QNH` and `lse_QN` are those of the queries' attention to all keys, of this block and others.
+    """
+    dq_QNH, dk_SKH, dv_SKH = (torch.zeros_like(part) for part in (q_QNH, k_SKH, v_SKH))
+    for queries, keys, hidden in _parts(q_QNH, sees):
+        k_SNH, v_SNH = (_for_each_query_head(part[keys], q_QNH) for part in (k_SKH, v_SKH))
+        q, y, dy = (_wide(part[queries]) for part in (q_QNH, y_QNH, dy_QNH))
+        scores_NQS = _scores(q, k_SNH, hidden, scale)
+        weights_NQS = (scores_NQS - lse_QN[queries].t().unsqueeze(-1)).exp()
+        delta_NQ1 = (dy * y).sum(-1).t().unsqueeze(-1)
+        dweights_NQS = torch.einsum("qnh,snh->nqs", dy, v_SNH)
+        dscores_NQS = weights_NQS * (dweights_NQS - delta_NQ1) * scale
+        dq_QNH[queries] = torch.einsum("nqs,snh->qnh", dscores_NQS, k_SNH).to(dq_QNH.dtype)
+        for whole, dx_SNH in (
+            (dk_SKH, torch.einsum("nqs,qnh->snh", dscores_NQS, q)),
+            (dv_SKH, torch.einsum("nqs,qnh->snh", weights_NQS, dy)),
+        ):
+            of_each_head = dx_SNH.unflatten(1, (k_SKH.shape[1], -1))
+            whole[keys] = of_each_head.sum(2).to(whole.dtype)
+    return dq_QNH, dk_SKH, dv_SKH
+
+
+def _parts(q_QNH: torch.Tensor, sees: Sees) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
+    """Queries, the keys they may see, and which of these are hidden from which."""
+    if isinstance(sees, Rectangle):
+        yield slice(0, sees.num_queries), slice(0, sees.num_keys), None
+        return
+    start = 0
+    for length in sees.lengths:
+        document = slice(start, start + length)
+        yield document, document, q_QNH.new_ones((length, length), dtype=torch.bool).triu(1)
+        start += length
+
+
+def _scores(
+    q_QNH: torch.Tensor, k_SNH: torch.Tensor, hidden: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    scores_NQS = torch.einsum("qnh,snh->nqs", _wide(q_QNH), k_SNH) * scale
+    return scores_NQS if hidden is None else scores_NQS.masked_fill(hidden, float("-inf"))
+
+
+def _for_each_query_head(x_SKH: torch.Tensor, q_QNH: torch.Tensor) -> torch.Tensor:
+    return _wide(x_SKH).repeat_interleave(q_QNH.shape[1] // x_SKH.shape[1], dim=1)
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,0 +1,169 @@
+"""A block through the fused kernels behind scaled_dot_product_attention, which give the
+log-sum-exp that the function itself keeps back: one call per bucket of documents.
+
+B documents of a bucket, L tokens of each.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+from penstock_kernels.attention.block.rectangle import Rectangle, Sees, refuses_sizes
+from penstock_kernels.attention.segments import Segments
+
+Keys = Literal["all", "past"]
+"""Which keys a query sees: all there are, or its own and those before it."""
+
+CUDA_ROWS = 32
+"""The kernel on CUDA pads the queries of its log-sum-exp to a multiple of this many."""
+
+
+def refuses(
+    q_QNH: torch.Tensor, k_SKH: torch.Tensor, v_SKH: torch.Tensor, sees: Sees, scale: float
+) -> str | None:
+    """CPU and CUDA; on CUDA heads that the kernel can read in whole vectors."""
+    del scale, v_SKH
+    device, width = q_QNH.device.type, q_QNH.shape[-1]
+    if device not in ("cpu", "cuda"):
+        return f"its tensors are on {device}, and it needs cpu or cuda"
+    if device == "cuda" and q_QNH.dtype == torch.float64:
+        return "its tensors are torch.float64, and on cuda it takes float32, bfloat16 and float16"
+    if device == "cuda" and width % 8:
+        return f"heads are {width} wide; on cuda it takes multiples of 8"
+    return refuses_sizes(q_QNH, k_SKH, sees)
+
+
+def refuses_backward(
+    dy_QNH: torch.Tensor,
+    q_QNH: torch.Tensor,
+    k_SKH: torch.Tensor,
+    v_SKH: torch.Tensor,
+    y_QNH: torch.Tensor,
+    lse_QN: torch.Tensor,
+    sees: Sees,
+    scale: float,
+) -> str | None:
+    """What the forward pass refuses."""
+    del dy_QNH, y_QNH, lse_QN
+    return refuses(q_QNH, k_SKH, v_SKH, sees, scale)
+
+
+def block(
+    q_QNH: torch.Tensor, k_SKH: torch.Tensor, v_SKH: torch.Tensor, sees: Sees, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the reference's."""
+    q, k, v = (_computable(part) for part in (q_QNH, k_SKH, v_SKH))
+    if isinstance(sees, Rectangle):
+        y, lse = _forward("all", scale, *(part.unsqueeze(0) for part in (q, k, v)))
+        return y.squeeze(0).to(q_QNH.dtype), lse.squeeze(0)
+    buckets = zip(*(_rows(part, sees) for part in (q, k, v)), strict=True)
+    results = [_forward("past", scale, *parts) for parts in buckets]
+    y, lse = (_tokens(parts, sees) for parts in zip(*results, strict=True))
+    return y.to(q_QNH.dtype), lse
+
+
+def block_backward(
+    dy_QNH: torch.Tensor,
+    q_QNH: torch.Tensor,
+    k_SKH: torch.Tensor,
+    v_SKH: torch.Tensor,
+    y_QNH: torch.Tensor,
+    lse_QN: torch.Tensor,
+    sees: Sees,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As the reference's."""
+    dy, q, k, v, y = (_computable(part) for part in (dy_QNH, q_QNH, k_SKH, v_SKH, y_QNH))
+    if isinstance(sees, Rectangle):
+        parts = (part.unsqueeze(0) for part in (dy, q, k, v, y, lse_QN))
+        gradients = tuple(part.squeeze(0) for part in _backward("all", scale, *parts))
+    else:
+        rows = (_rows(part, sees) for part in (q, k, v, y, lse_QN))
+        buckets = zip(_rows(dy, sees, padding="zero"), *rows, strict=True)
+        results = [_backward("past", scale, *parts) for parts in buckets]
+        gradients = tuple(_tokens(parts, sees) for parts in zip(*results, strict=True))
+    dq, dk, dv = (part.to(q_QNH.dtype) for part in gradients)
+    return dq, dk, dv
+
+
+def _computable(x: torch.Tensor) -> torch.Tensor:
+    """On CPUs without matrix units for them the 16-bit kernels are slower than the fp32 one."""
+    return x.float() if not x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def _rows(
+    x_TN: torch.Tensor, documents: Segments, padding: Literal["copied", "zero"] = "copied"
+) -> list[torch.Tensor]:
+    """Of each bucket the documents as rows, [B, L, ...].
+
+    Padding on the right repeats a document's last token, or is zero.
+    """
+    layout = documents.layout
+    if layout is not None:
+        x_TN = x_TN.index_select(0, layout.token_of_slot)
+        if padding == "zero":
+            x_TN.masked_fill_(layout.is_padding.view(-1, *[1] * (x_TN.ndim - 1)), 0)
+    parts = x_TN.split([bucket.num_slots for bucket in documents.buckets])
+    return [
+        part.unflatten(0, (bucket.num_documents, bucket.width))
+        for part, bucket in zip(parts, documents.buckets, strict=True)
+    ]
+
+
+def _tokens(rows: Sequence[torch.Tensor], documents: Segments) -> torch.Tensor:
+    """The tokens of all buckets in their order, without padding."""
+    x_TN = torch.cat([part.flatten(0, 1) for part in rows])
+    return x_TN if documents.layout is None else x_TN[documents.layout.slot_of_token]
+
+
+def _forward(
+    keys: Keys, scale: float, q_BLNH: torch.Tensor, k_BLKH: torch.Tensor, v_BLKH: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output [B, L, N, H] and its log-sum-exp [B, L, N]."""
+    q, k, v = (part.transpose(1, 2) for part in (q_BLNH, k_BLKH, v_BLKH))
+    causal = keys == "past"
+    if q.is_cuda:
+        k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (k, v))
+        y, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            q, k, v, None, True, 0.0, causal, scale=scale
+        )
+        lse = lse[..., : q.shape[2]]
+    else:
+        y, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, scale=scale
+        )
+    return y.transpose(1, 2), lse.transpose(1, 2)
+
+
+def _backward(
+    keys: Keys,
+    scale: float,
+    dy_BLNH: torch.Tensor,
+    q_BLNH: torch.Tensor,
+    k_BLKH: torch.Tensor,
+    v_BLKH: torch.Tensor,
+    y_BLNH: torch.Tensor,
+    lse_BLN: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k and v, shaped as they are."""
+    tensors = (dy_BLNH, q_BLNH, k_BLKH, v_BLKH, y_BLNH, lse_BLN)
+    dy, q, k, v, y, lse = (part.transpose(1, 2) for part in tensors)
+    causal = keys == "past"
+    if q.is_cuda:
+        grouped = k.shape[1]
+        k, v = (part.repeat_interleave(q.shape[1] // grouped, dim=1) for part in (k, v))
+        padded = F.pad(lse, (0, -lse.shape[2] % CUDA_ROWS), value=float("inf")).contiguous()
+        # Without dropout the state of the random numbers is never read.
+        state = torch.zeros((), dtype=torch.int64)
+        wanted = [True, True, True, False]
+        dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            dy, q, k, v, None, y, padded, state, state, 0.0, wanted, causal, scale=scale
+        )
+        dk, dv = (part.unflatten(1, (grouped, -1)).sum(2) for part in (dk, dv))
+    else:
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dy, q, k, v, y, lse, 0.0, causal, scale=scale
+        )
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)

@@ -1,0 +1,41 @@
+"""Grouped matrix product: rows sorted by group, each group multiplied by a matrix of its own.
+
+The experts of a mixture are such groups. Nothing waits for the host: where groups begin is found on
+the device, from the counts.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from penstock_kernels.group_gemm import native as _native
+from penstock_kernels.group_gemm import quack as _quack
+from penstock_kernels.group_gemm.reference import group_gemm as _reference
+from penstock_kernels.group_gemm.shapes import refuses_shapes
+from penstock_kernels.op import HAS_TRITON, Fast, Op, needs_cuda
+
+__all__ = ["group_gemm"]
+
+
+def _refuses(x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor) -> str | None:
+    if reason := refuses_shapes(x_TK, weight_GNK, counts_G):
+        return reason
+    return needs_cuda(x_TK, weight_GNK, counts_G)
+
+
+_TRITON: Mapping[str, Fast[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {}
+if HAS_TRITON:
+    from penstock_kernels.group_gemm.triton import group_gemm as _triton
+
+    _TRITON = {"triton": Fast(_triton, _refuses, written_in="triton")}
+
+group_gemm = Op(
+    "group_gemm",
+    _reference,
+    {
+        "native": Fast(_native.group_gemm, _native.refuses),
+        **_TRITON,
+        "quack": Fast(_quack.group_gemm, _quack.refuses, missing=_quack.MISSING),
+    },
+    reference_name="eager",
+)

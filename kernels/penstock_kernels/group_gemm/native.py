@@ -1,0 +1,57 @@
+"""group_gemm through PyTorch's own grouped product."""
+
+import torch
+import torch.nn.functional as F
+
+from penstock_kernels.group_gemm.autograd import Products, multiply
+from penstock_kernels.group_gemm.shapes import refuses_shapes, refuses_widths, with_unit_stride
+from penstock_kernels.group_gemm.zeroing import zero_empty, zero_past
+
+GENERATIONS = (9, 10)
+"""CUDA capabilities for which PyTorch has a kernel. On others, and for other numbers than
+bfloat16, it fetches the offsets to the host and multiplies one group after another."""
+
+
+def refuses(x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor) -> str | None:
+    """Operands that PyTorch does not take, or on a GPU takes only by waiting for it."""
+    if reason := refuses_shapes(x_TK, weight_GNK, counts_G):
+        return reason
+    if reason := refuses_widths(x_TK, weight_GNK):
+        return reason
+    if x_TK.is_cuda:
+        if x_TK.dtype != torch.bfloat16:
+            return f"x is {x_TK.dtype}; on a GPU PyTorch has a grouped product of bfloat16 alone"
+        if torch.version.hip is None:
+            major, minor = torch.cuda.get_device_capability(x_TK.device)
+            if major not in GENERATIONS:
+                return (
+                    f"the GPU has capability {major}.{minor}, and PyTorch has a grouped product "
+                    f"for {' and '.join(f'{major}.x' for major in GENERATIONS)} alone"
+                )
+    return None
+
+
+def _by_rows(x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor) -> torch.Tensor:
+    if not x_TK.shape[0]:
+        return x_TK.new_zeros(0, weight_GNK.shape[1])
+    ends_G = counts_G.cumsum(0, dtype=torch.int32)
+    weight_GKN = with_unit_stride(weight_GNK).mT
+    return zero_past(F.grouped_mm(x_TK.contiguous(), weight_GKN, offs=ends_G), ends_G)
+
+
+def _of_groups(a_TM: torch.Tensor, b_TN: torch.Tensor, counts_G: torch.Tensor) -> torch.Tensor:
+    if not a_TM.shape[0]:
+        return a_TM.new_zeros(counts_G.shape[0], a_TM.shape[1], b_TN.shape[1])
+    ends_G = counts_G.cumsum(0, dtype=torch.int32)
+    y_GMN = F.grouped_mm(a_TM.contiguous().mT, b_TN.contiguous(), offs=ends_G)
+    return zero_empty(y_GMN, counts_G)
+
+
+_PRODUCTS = Products(_by_rows, _of_groups)
+
+
+def group_gemm(
+    x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor
+) -> torch.Tensor:
+    """Each group's rows by its own matrix, in one call forward and two backward."""
+    return multiply(x_TK, weight_GNK, counts_G, _PRODUCTS)

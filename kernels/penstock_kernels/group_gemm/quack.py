@@ -1,0 +1,81 @@
+"""group_gemm through QuACK's kernels for Hopper and Blackwell, an optional package."""
+
+# pyright: reportMissingImports=false
+
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from penstock_kernels.group_gemm.autograd import Products, multiply
+from penstock_kernels.group_gemm.shapes import refuses_shapes, refuses_widths, with_unit_stride
+from penstock_kernels.group_gemm.zeroing import zero_past
+
+OLDEST = 9
+"""CUDA capability from which QuACK's grouped products are used here."""
+
+
+def _missing() -> str | None:
+    # By its name in the package index: other packages may be imported as `quack` too.
+    try:
+        version("quack-kernels")
+    except PackageNotFoundError:
+        return "its package is not installed; install it with `pip install quack-kernels`"
+    return None
+
+
+MISSING = _missing()
+"""Why there is no QuACK here, or None where there is."""
+
+
+def refuses(x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor) -> str | None:
+    """No Hopper, or operands that it does not take."""
+    if reason := refuses_shapes(x_TK, weight_GNK, counts_G):
+        return reason
+    if x_TK.dtype not in (torch.bfloat16, torch.float16):
+        return f"x is {x_TK.dtype}, and it takes bfloat16 and float16"
+    if reason := refuses_widths(x_TK, weight_GNK):
+        return reason
+    if not x_TK.is_cuda or torch.version.hip is not None:
+        return f"its tensors are on {x_TK.device.type}, and it needs a GPU of NVIDIA's"
+    major, minor = torch.cuda.get_device_capability(x_TK.device)
+    if major < OLDEST:
+        return f"the GPU has capability {major}.{minor}, and it needs {OLDEST}.0 or later"
+    return None
+
+
+def _bounds(counts_G: torch.Tensor) -> torch.Tensor:
+    """Where groups begin and end: 0, then every group's end, int32 [G + 1]."""
+    return torch.nn.functional.pad(counts_G.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def _by_rows(x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor) -> torch.Tensor:
+    # Importing it compiles and asks the GPU: not before this process has chosen one.
+    from quack.gemm_interface import gemm  # noqa: PLC0415
+
+    if not x_TK.shape[0]:
+        return x_TK.new_zeros(0, weight_GNK.shape[1])
+    bounds = _bounds(counts_G)
+    weight_GKN = with_unit_stride(weight_GNK).mT
+    # Untuned: its tuner would measure anew for every number of rows, that is at every step.
+    y_TN = gemm(x_TK.contiguous(), weight_GKN, cu_seqlens_m=bounds, tuned=False)
+    return zero_past(y_TN, bounds)
+
+
+def _of_groups(a_TM: torch.Tensor, b_TN: torch.Tensor, counts_G: torch.Tensor) -> torch.Tensor:
+    from quack.gemm_interface import gemm  # noqa: PLC0415
+
+    if not a_TM.shape[0]:
+        return a_TM.new_zeros(counts_G.shape[0], a_TM.shape[1], b_TN.shape[1])
+    return gemm(
+        a_TM.contiguous().mT, b_TN.contiguous(), cu_seqlens_k=_bounds(counts_G), tuned=False
+    )
+
+
+_PRODUCTS = Products(_by_rows, _of_groups)
+
+
+def group_gemm(
+    x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor
+) -> torch.Tensor:
+    """Each group's rows by its own matrix; sums in fp32."""
+    return multiply(x_TK, weight_GNK, counts_G, _PRODUCTS)

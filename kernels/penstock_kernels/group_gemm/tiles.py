@@ -1,0 +1,62 @@
+"""How large the pieces of a grouped product are that one program computes, by shape and device."""
+
+from typing import NamedTuple
+
+import torch
+
+from penstock_kernels.op import INTERPRETED
+
+BAND = 8
+"""Tiles of rows walked together, column by column, so that both operands stay in the L2 cache."""
+
+
+class Tiles(NamedTuple):
+    """A program's share of a product, and how it goes about it."""
+
+    rows: int
+    columns: int
+    depth: int
+    """Contracted at a time."""
+    warps: int
+    stages: int
+    """Steps of depth in flight at once, each with its own share of shared memory."""
+
+
+# The interpreter's cost is the number of programs. Small tiles give small shapes many edges.
+_INTERPRETED = Tiles(rows=16, columns=16, depth=16, warps=4, stages=2)
+
+# fp32 is exact rather than fast: its products are not the tensor cores'.
+_FP32 = Tiles(rows=64, columns=64, depth=32, warps=4, stages=2)
+
+_WIDE = Tiles(rows=128, columns=256, depth=64, warps=8, stages=4)
+_SQUARE = Tiles(rows=128, columns=128, depth=64, warps=4, stages=4)
+_LEAN = Tiles(rows=128, columns=128, depth=32, warps=4, stages=3)
+
+_SHORT = {16: 128, 32: 128, 64: 128}
+"""Columns of tiles for groups of so few rows, on average, that more would be padding."""
+
+
+def by_rows(x_TK: torch.Tensor, num_groups: int) -> Tiles:
+    """Tiles for `num_groups` products that share the rows of `x_TK`."""
+    largest = of_groups(x_TK)
+    average = x_TK.shape[0] / num_groups
+    for rows, columns in _SHORT.items():
+        if average <= rows < largest.rows:
+            return largest._replace(rows=rows, columns=columns, warps=4)
+    return largest
+
+
+def of_groups(x_TK: torch.Tensor) -> Tiles:
+    """Tiles for products that contract rows, which are as many as the weights are large."""
+    if INTERPRETED:
+        return _INTERPRETED
+    if x_TK.dtype == torch.float32:
+        return _FP32
+    properties = torch.cuda.get_device_properties(x_TK.device)
+    if torch.version.hip is not None:
+        return _LEAN
+    for tiles in (_WIDE, _SQUARE):
+        bytes_each = (tiles.rows + tiles.columns) * tiles.depth * x_TK.element_size()
+        if bytes_each * tiles.stages < properties.shared_memory_per_block_optin:
+            return tiles
+    return _LEAN

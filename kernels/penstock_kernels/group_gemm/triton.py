@@ -1,0 +1,274 @@
+"""group_gemm on Triton: a kernel for rows, forward and backward, and one for weights' gradients.
+
+T rows, G groups, K contracted and N resulting columns. Groups begin and end where a small kernel
+finds on the device that they do; the grid is as large as the worst case needs, and the few programs
+that have nothing to do end at once. On GPUs with tensor descriptors (Hopper and later) whole tiles
+are copied by hardware; elsewhere, and for layouts that the hardware does not take, by pointers.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from penstock_kernels.group_gemm import tiles
+from penstock_kernels.group_gemm.autograd import Products, multiply
+from penstock_kernels.group_gemm.shapes import VECTOR, with_unit_stride
+from penstock_kernels.op import INTERPRETED
+
+DESCRIPTORS_SINCE = 9
+"""CUDA capability whose hardware copies tiles."""
+
+# Below, what changes from step to step is not specialized: kernels would be compiled anew for it.
+
+
+@triton.jit(do_not_specialize=["G", "T"])
+def _plan(counts_ptr, bounds_ptr, G, T, ROWS: tl.constexpr, GROUPS: tl.constexpr):
+    """Of G groups and of the rows past them, as group G: first row, end, tiles up to its end."""
+    group = tl.arange(0, GROUPS)
+    count = tl.load(counts_ptr + group, mask=group < G, other=0).to(tl.int32)
+    total = tl.cumsum(count, axis=0)
+    start = tl.minimum(total - count, T)
+    end = tl.where(group < G, tl.minimum(total, T), T)
+    num_tiles = tl.where(group <= G, (end - start + ROWS - 1) // ROWS, 0)
+    known = group <= G
+    tl.store(bounds_ptr + group, start, mask=known)
+    tl.store(bounds_ptr + (G + 1) + group, end, mask=known)
+    tl.store(bounds_ptr + 2 * (G + 1) + group, tl.cumsum(num_tiles, axis=0), mask=known)
+
+
+@triton.jit
+def _place(tile, num_rows, num_columns, BAND: tl.constexpr):
+    """Row and column of the tile walked as the `tile`-th: down bands of BAND rows, then right."""
+    band = tile // (BAND * num_columns)
+    height = tl.minimum(num_rows - band * BAND, BAND)
+    within = tile % (BAND * num_columns)
+    return band * BAND + within % height, within // height
+
+
+@triton.jit(do_not_specialize=["G", "most_tiles"])
+def _by_rows(
+    x,
+    weight,
+    y_ptr,
+    bounds_ptr,
+    G,
+    K,
+    N,
+    most_tiles,
+    x_stride,
+    weight_stride_g,
+    weight_stride_n,
+    weight_stride_k,
+    WEIGHT: tl.constexpr,
+    COPY: tl.constexpr,
+    UPCAST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BAND: tl.constexpr,
+):
+    """One tile of y. `WEIGHT` is the weight's contiguous dimension: contracted or resulting."""
+    row_tile, column_tile = _place(tl.program_id(0), most_tiles, tl.cdiv(N, COLUMNS), BAND)
+    each = tl.arange(0, GROUPS)
+    tile_ends = tl.load(bounds_ptr + 2 * (G + 1) + each, mask=each <= G, other=2147483647)
+    group = tl.sum((tile_ends <= row_tile).to(tl.int32), axis=0)
+    if group <= G:
+        before = tl.load(bounds_ptr + 2 * (G + 1) + group - 1, mask=group > 0, other=0)
+        row = tl.load(bounds_ptr + group) + (row_tile - before) * ROWS
+        end = tl.load(bounds_ptr + (G + 1) + group)
+        rows = row + tl.arange(0, ROWS)
+        column = column_tile * COLUMNS
+        columns = column + tl.arange(0, COLUMNS)
+        acc = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+        # Rows past the groups belong to no matrix: zeros are stored without a product.
+        contracted = tl.where(group < G, K, 0)
+        if COPY == "pointers":
+            x_rows = x + tl.minimum(rows, end - 1).to(tl.int64)[:, None] * x_stride
+            matrix = weight + group.to(tl.int64) * weight_stride_g
+            matrix_columns = matrix + columns[None, :] * weight_stride_n
+        for depth in range(0, contracted, DEPTH):
+            # What a tile holds of its neighbours' rows and columns ends in results never stored;
+            # past the contracted dimension both operands hold zeros.
+            if COPY == "descriptors":
+                a = x.load([row, depth])
+                if WEIGHT == "contracted":
+                    b = weight.load([group, column, depth]).reshape(COLUMNS, DEPTH).T
+                else:
+                    b = weight.load([group, depth, column]).reshape(DEPTH, COLUMNS)
+            else:
+                at = depth + tl.arange(0, DEPTH)
+                a = tl.load(x_rows + at[None, :], mask=(at < K)[None, :], other=0)
+                inside = (at < K)[:, None] & (columns < N)[None, :]
+                b = tl.load(matrix_columns + at[:, None] * weight_stride_k, mask=inside, other=0)
+            if UPCAST:
+                a, b = a.to(tl.float32), b.to(tl.float32)
+            acc = tl.dot(a, b, acc, input_precision="ieee")
+        y_at = y_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :]
+        inside = (rows < end)[:, None] & (columns < N)[None, :]
+        tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _of_groups(
+    a,
+    b,
+    a_ptr,
+    b_ptr,
+    y_ptr,
+    ends_ptr,
+    T,
+    M,
+    N,
+    COPY: tl.constexpr,
+    UPCAST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BAND: tl.constexpr,
+):
+    """One tile of one group's `a^T b`, [M, N]."""
+    down, across = tl.cdiv(M, ROWS), tl.cdiv(N, COLUMNS)
+    group = tl.program_id(0) // (down * across)
+    row_tile, column_tile = _place(tl.program_id(0) % (down * across), down, across, BAND)
+    row, column = row_tile * ROWS, column_tile * COLUMNS
+    rows, columns = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
+    start = tl.load(ends_ptr + group - 1, mask=group > 0, other=0)
+    end = tl.minimum(tl.load(ends_ptr + group), T)
+    whole = start + (end - start) // DEPTH * DEPTH
+    acc = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    for at in range(start, whole, DEPTH):
+        if COPY == "descriptors":
+            left, right = a.load([at, row]), b.load([at, column])
+        else:
+            tokens = (at + tl.arange(0, DEPTH)).to(tl.int64)[:, None]
+            left = tl.load(a_ptr + tokens * M + rows[None, :], mask=(rows < M)[None, :], other=0)
+            right = tl.load(
+                b_ptr + tokens * N + columns[None, :], mask=(columns < N)[None, :], other=0
+            )
+        if UPCAST:
+            left, right = left.to(tl.float32), right.to(tl.float32)
+        acc = tl.dot(left.T, right, acc, input_precision="ieee")
+    if whole < end:
+        # The next group's rows are tokens these, and would be added: only here are rows masked.
+        tokens = (whole + tl.arange(0, DEPTH)).to(tl.int64)[:, None]
+        mine = tokens < end
+        left = tl.load(a_ptr + tokens * M + rows[None, :], mask=mine & (rows < M)[None, :], other=0)
+        right = tl.load(
+            b_ptr + tokens * N + columns[None, :], mask=mine & (columns < N)[None, :], other=0
+        )
+        if UPCAST:
+            left, right = left.to(tl.float32), right.to(tl.float32)
+        acc = tl.dot(left.T, right, acc, input_precision="ieee")
+    y_at = y_ptr + group.to(tl.int64) * M * N + rows.to(tl.int64)[:, None] * N + columns[None, :]
+    inside = (rows < M)[:, None] & (columns < N)[None, :]
+    tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+def _take_descriptors(*tensors: torch.Tensor) -> bool:
+    """Whether hardware can copy tiles of these: last dimension contiguous, all else in vectors."""
+    for tensor in tensors:
+        *outer, last = tensor.stride()
+        apart = [stride * tensor.element_size() % VECTOR for stride in outer]
+        begins = tensor.storage_offset() * tensor.element_size() % VECTOR
+        if last != 1 or any(apart) or begins:
+            return False
+    if INTERPRETED:
+        return True
+    capability = torch.cuda.get_device_capability(tensors[0].device)
+    return torch.version.hip is None and capability[0] >= DESCRIPTORS_SINCE
+
+
+def by_rows(x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor) -> torch.Tensor:
+    """Each group's rows by its own matrix, [T, N]; zeros for rows past the groups."""
+    x_TK, weight_GNK = x_TK.contiguous(), with_unit_stride(weight_GNK)
+    (T, K), (G, N, _) = x_TK.shape, weight_GNK.shape
+    y_TN = torch.empty(T, N, dtype=x_TK.dtype, device=x_TK.device)
+    if not y_TN.numel():
+        return y_TN
+    rows, columns, depth, warps, stages = tiles.by_rows(x_TK, G)
+    groups = triton.next_power_of_2(G + 1)
+    bounds = torch.empty(3, G + 1, dtype=torch.int32, device=x_TK.device)
+    _plan[(1,)](counts_G.contiguous(), bounds, G, T, ROWS=rows, GROUPS=groups)
+    # Every group, and the rows past them, may end in a tile that is not full.
+    most_tiles = T // rows + min(G + 1, T)
+    weight = "contracted" if weight_GNK.stride(-1) == 1 else "resulting"
+    stored = weight_GNK if weight == "contracted" else weight_GNK.mT
+    copy, x, w = "pointers", x_TK, weight_GNK
+    if _take_descriptors(x_TK, stored):
+        copy = "descriptors"
+        x = TensorDescriptor.from_tensor(x_TK, [rows, depth])
+        block = [columns, depth] if weight == "contracted" else [depth, columns]
+        w = TensorDescriptor.from_tensor(stored, [1, *block])
+    _by_rows[(most_tiles * triton.cdiv(N, columns),)](
+        x,
+        w,
+        y_TN,
+        bounds,
+        G,
+        K,
+        N,
+        most_tiles,
+        x_TK.stride(0),
+        *weight_GNK.stride(),
+        WEIGHT=weight,
+        COPY=copy,
+        UPCAST=INTERPRETED,  # its products of bfloat16 are not
+        ROWS=rows,
+        COLUMNS=columns,
+        DEPTH=depth,
+        GROUPS=groups,
+        BAND=tiles.BAND,
+        num_warps=warps,
+        num_stages=stages,
+    )
+    return y_TN
+
+
+def of_groups(a_TM: torch.Tensor, b_TN: torch.Tensor, counts_G: torch.Tensor) -> torch.Tensor:
+    """`a^T b` over each group's rows, [G, M, N]; zeros for a group without rows."""
+    a_TM, b_TN = a_TM.contiguous(), b_TN.contiguous()
+    (T, M), N, G = a_TM.shape, b_TN.shape[1], counts_G.shape[0]
+    y_GMN = torch.empty(G, M, N, dtype=a_TM.dtype, device=a_TM.device)
+    if not T or not y_GMN.numel():
+        return y_GMN.zero_()
+    rows, columns, depth, warps, stages = tiles.of_groups(a_TM)
+    copy, a, b = "pointers", a_TM, b_TN
+    if _take_descriptors(a_TM, b_TN):
+        copy = "descriptors"
+        a = TensorDescriptor.from_tensor(a_TM, [depth, rows])
+        b = TensorDescriptor.from_tensor(b_TN, [depth, columns])
+    _of_groups[(G * triton.cdiv(M, rows) * triton.cdiv(N, columns),)](
+        a,
+        b,
+        a_TM,
+        b_TN,
+        y_GMN,
+        counts_G.cumsum(0, dtype=torch.int32),
+        T,
+        M,
+        N,
+        COPY=copy,
+        UPCAST=INTERPRETED,
+        ROWS=rows,
+        COLUMNS=columns,
+        DEPTH=depth,
+        BAND=tiles.BAND,
+        num_warps=warps,
+        num_stages=stages,
+    )
+    return y_GMN
+
+
+_PRODUCTS = Products(by_rows, of_groups)
+
+
+def group_gemm(
+    x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor
+) -> torch.Tensor:
+    """Each group's rows by its own matrix, forward and backward; sums in fp32, rounded once."""
+    return multiply(x_TK, weight_GNK, counts_G, _PRODUCTS)

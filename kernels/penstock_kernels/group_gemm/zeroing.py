@@ -1,0 +1,42 @@
+"""Zeros where a library's grouped product leaves memory as it found it, at no cost elsewhere."""
+
+from collections.abc import Mapping
+
+import torch
+
+from penstock_kernels.op import HAS_TRITON, Fast, Op, needs_cuda
+
+
+def _reference(y_RW: torch.Tensor, is_unwritten_R: torch.Tensor) -> torch.Tensor:
+    """Zero, in place, the rows of `y_RW` that `is_unwritten_R` names; return `y_RW`."""
+    return y_RW.masked_fill_(is_unwritten_R[:, None], 0)
+
+
+def _refuses(y_RW: torch.Tensor, is_unwritten_R: torch.Tensor) -> str | None:
+    if not y_RW.is_contiguous():
+        return f"rows of {tuple(y_RW.shape)} lie {y_RW.stride()} apart; they must be contiguous"
+    return needs_cuda(y_RW, is_unwritten_R)
+
+
+_FAST: Mapping[str, Fast[[torch.Tensor, torch.Tensor], torch.Tensor]] = {}
+if HAS_TRITON:
+    from penstock_kernels.group_gemm.zeroing_triton import zero_rows as _triton
+
+    _FAST = {"triton": Fast(_triton, _refuses, written_in="triton")}
+
+zero_rows = Op("zero_rows", _reference, _FAST)
+
+
+def zero_past(y_TN: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:
+    """Zero, in place, the rows past the last group's end."""
+    rows = torch.arange(y_TN.shape[0], device=y_TN.device)
+    return zero_rows(y_TN, rows >= ends_G[-1])
+
+
+def zero_empty(y_GMN: torch.Tensor, counts_G: torch.Tensor) -> torch.Tensor:
+    """Zero, in place, the products of groups without rows, a sum of nothing.
+
+    cuBLAS and CUTLASS leave them unwritten on some GPUs and not on others.
+    """
+    zero_rows(y_GMN.flatten(1), counts_G == 0)
+    return y_GMN

@@ -1,0 +1,44 @@
+"""Sorting tokens by the experts they chose, and adding up what the experts made of them."""
+
+from collections.abc import Mapping
+
+import torch
+
+from penstock_kernels.op import HAS_TRITON, Fast, Op, needs_cuda
+from penstock_kernels.permute.order import Order, order_of
+from penstock_kernels.permute.reference import permute as _permute
+from penstock_kernels.permute.reference import unpermute as _unpermute
+
+__all__ = ["Order", "order_of", "permute", "unpermute"]
+
+
+def _permute_refuses(x_TD: torch.Tensor, order: Order) -> str | None:
+    if x_TD.dim() != 2 or x_TD.shape[0] != order.row_of_copy.shape[0]:
+        return f"x is {tuple(x_TD.shape)} and the order of {order.row_of_copy.shape[0]} tokens"
+    return needs_cuda(x_TD, order.copy_of_row)
+
+
+def _unpermute_refuses(
+    y_RD: torch.Tensor, weights_TK: torch.Tensor | None, order: Order
+) -> str | None:
+    if y_RD.dim() != 2 or y_RD.shape[0] != order.copy_of_row.shape[0]:
+        return f"y is {tuple(y_RD.shape)} and the order of {order.copy_of_row.shape[0]} rows"
+    if weights_TK is None:
+        return needs_cuda(y_RD, order.row_of_copy)
+    if weights_TK.shape != order.row_of_copy.shape:
+        chosen = tuple(order.row_of_copy.shape)
+        return f"weights are {tuple(weights_TK.shape)} and the order of {chosen} choices"
+    return needs_cuda(y_RD, weights_TK, order.row_of_copy)
+
+
+_PERMUTE: Mapping[str, Fast[[torch.Tensor, Order], torch.Tensor]] = {}
+_UNPERMUTE: Mapping[str, Fast[[torch.Tensor, torch.Tensor | None, Order], torch.Tensor]] = {}
+if HAS_TRITON:
+    from penstock_kernels.permute.triton import permute as _triton_permute
+    from penstock_kernels.permute.triton import unpermute as _triton_unpermute
+
+    _PERMUTE = {"triton": Fast(_triton_permute, _permute_refuses, written_in="triton")}
+    _UNPERMUTE = {"triton": Fast(_triton_unpermute, _unpermute_refuses, written_in="triton")}
+
+permute = Op("permute", _permute, _PERMUTE, reference_name="eager")
+unpermute = Op("unpermute", _unpermute, _UNPERMUTE, reference_name="eager")

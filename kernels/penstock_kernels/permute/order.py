@@ -1,0 +1,46 @@
+"""Where each copy of a token lies once copies are sorted by expert."""
+
+from dataclasses import dataclass
+
+import torch
+
+SMALL = torch.int16
+"""Experts' numbers are sorted as these: a radix sort's cost is their width."""
+
+NOBODY = -1
+"""Where there is no row for a copy, or no copy for a row."""
+
+
+@dataclass(frozen=True, eq=False)
+class Order:
+    """T tokens, K experts per token, R = T * K rows, E experts."""
+
+    copy_of_row: torch.Tensor
+    """int64 [R]: which copy each row is, numbered token by token: t * K + k. NOBODY in the last
+    rows, as many as there are copies without an expert."""
+    row_of_copy: torch.Tensor
+    """int64 [T, K]: which row each copy is; NOBODY where it has no expert."""
+    counts: torch.Tensor
+    """int64 [E]: rows of each expert."""
+
+
+def order_of(choice_TK: torch.Tensor, num_experts: int) -> Order:
+    """The order by expert in which the copies of an expert are in the order of their tokens.
+
+    `choice_TK` holds experts' numbers. Any number but 0 to `num_experts` - 1 is nobody: its copy is
+    in no expert's rows, and adds nothing to its token. Found on the device, without waiting.
+    """
+    is_somebody_TK = (choice_TK >= 0) & (choice_TK < num_experts)
+    dtype = SMALL if num_experts < torch.iinfo(SMALL).max else torch.int64
+    chosen_TK = torch.where(is_somebody_TK, choice_TK, num_experts).to(dtype)
+    sorted_R, copy_of_row = chosen_TK.flatten().sort(stable=True)
+    row_of_copy = torch.empty_like(copy_of_row)
+    row_of_copy[copy_of_row] = torch.arange(len(copy_of_row), device=copy_of_row.device)
+    # bincount would do, were it not that it waits for the GPU to say how many there are.
+    experts = torch.arange(num_experts, dtype=dtype, device=choice_TK.device)
+    ends_E = torch.searchsorted(sorted_R, experts, right=True)
+    return Order(
+        copy_of_row.masked_fill(sorted_R == num_experts, NOBODY),
+        row_of_copy.view_as(choice_TK).masked_fill(~is_somebody_TK, NOBODY),
+        ends_E.diff(prepend=ends_E.new_zeros(1)),
+    )

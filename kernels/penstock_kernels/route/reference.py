@@ -1,0 +1,39 @@
+"""What route means. Obvious, and the judge of every other implementation."""
+
+from typing import Literal
+
+import torch
+
+
+def route(
+    logits_TE: torch.Tensor,
+    experts_per_token: int,
+    *,
+    scoring: Literal["softmax", "sigmoid"] = "softmax",
+    normalised: bool = True,
+    bias_E: torch.Tensor | None = None,
+    num_groups: int = 1,
+    groups_per_token: int = 1,
+    scale: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best experts of each token, int64 [T, K], and their weights, fp32 [T, K].
+
+    T tokens, E experts in `num_groups` runs of equal length. A token chooses among the experts of
+    the groups whose two best scores have the largest sum. `bias_E` counts for choosing alone.
+    """
+    logits_TE = logits_TE.float()
+    scores_TE = logits_TE.softmax(-1) if scoring == "softmax" else logits_TE.sigmoid()
+    with torch.no_grad():
+        wanted_TE = scores_TE if bias_E is None else scores_TE + bias_E.float()
+        if num_groups > groups_per_token:
+            wanted_TGE = wanted_TE.unflatten(-1, (num_groups, -1))
+            best_TG = wanted_TGE.topk(2, dim=-1).values.sum(-1)
+            left_out_TG = torch.ones_like(best_TG, dtype=torch.bool)
+            left_out_TG.scatter_(1, best_TG.topk(groups_per_token, dim=-1).indices, False)
+            wanted_TE = wanted_TGE.masked_fill(left_out_TG.unsqueeze(-1), float("-inf")).flatten(1)
+        choice_TK = wanted_TE.topk(experts_per_token, dim=-1).indices
+    weights_TK = scores_TE.gather(1, choice_TK)
+    if normalised:
+        # The smallest number keeps apart from 0 what sigmoids may add up to.
+        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+    return choice_TK, weights_TK * scale

@@ -1,0 +1,115 @@
+"""Blocks of attention: merged, they are attention to all keys, and their gradients add up."""
+
+import pytest
+import torch
+
+from penstock_kernels.attention import Segments
+from penstock_kernels.attention.block import Rectangle, block, block_backward, native
+from penstock_kernels.op import UnsupportedError
+from tests.dense import dense_with_gradients, relative_error
+
+HEADS, KV_HEADS, WIDTH = 6, 2, 16
+SCALE = WIDTH**-0.5
+
+# fp64: rounding of a few sums. bf16: inputs and results are rounded, and so is what is merged.
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-2}
+
+# Documents of a row, and where it is cut in two: inside one, inside the only one, inside one that
+# others of many lengths follow.
+CUTS = [([1, 9, 3], 6), ([300], 131), ([5, 40, 1, 1, 90, 2, 3, 31], 17)]
+
+
+def tensors(tokens, dtype, device):
+    generator = torch.Generator().manual_seed(tokens)
+    heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    made = [torch.randn(tokens, n, WIDTH, generator=generator, dtype=torch.float64) for n in heads]
+    return [part.to(device, dtype) for part in made]
+
+
+def clipped(lengths, start, end):
+    """The documents of tokens `start` to `end` alone."""
+    document = torch.tensor([i for i, length in enumerate(lengths) for _ in range(length)])
+    return document[start:end].unique_consecutive(return_counts=True)[1].tolist()
+
+
+def in_two_parts(backend, lengths, cut, dtype, device):
+    """y, dq, dk, dv of the tokens after the cut, from themselves and from those before it."""
+    forward, backward = block.backend(backend), block_backward.backend(backend)
+    q, k, v, dy = (part[cut:] for part in tensors(sum(lengths), dtype, device))
+    _, earlier_k, earlier_v, _ = (part[:cut] for part in tensors(sum(lengths), dtype, device))
+    own = Segments.of(clipped(lengths, cut, sum(lengths)), device)
+    seen, seeing = clipped(lengths, 0, cut)[-1], own.lengths[0]
+    keys, queries = slice(cut - seen, cut), slice(0, seeing)
+    [rectangle] = Rectangle.several([(seeing, seen)], device)
+
+    y, lse = forward(q, k, v, own, SCALE)
+    part_y, part_lse = forward(q[queries], earlier_k[keys], earlier_v[keys], rectangle, SCALE)
+    joint = lse.clone()
+    joint[queries] = torch.logaddexp(lse[queries], part_lse)
+    merged = y.double() * (lse - joint).exp().unsqueeze(-1)
+    merged[queries] += part_y * (part_lse - joint[queries]).exp().unsqueeze(-1)
+    y = merged.to(dtype)
+
+    dq, dk, dv = backward(dy, q, k, v, y, joint, own, SCALE)
+    dk, dv = (torch.cat((torch.zeros_like(e), d)) for e, d in ((earlier_k, dk), (earlier_v, dv)))
+    part_dq, dk[keys], dv[keys] = backward(
+        dy[queries],
+        q[queries],
+        earlier_k[keys],
+        earlier_v[keys],
+        y[queries],
+        joint[queries],
+        rectangle,
+        SCALE,
+    )
+    dq[queries] += part_dq
+    return [part.cpu() for part in (y, dq, dk, dv)]
+
+
+def check_parts_make_the_whole(backend, lengths, cut, dtype, device="cpu"):
+    got = in_two_parts(backend, lengths, cut, dtype, device)
+    q, k, v, dy = (part.cpu() for part in tensors(sum(lengths), dtype, device))
+    dy[:cut] = 0
+    y, dq, dk, dv = dense_with_gradients(q, k, v, dy, lengths, SCALE)
+    for part, want in zip(got, (y[cut:], dq[cut:], dk, dv), strict=True):
+        assert relative_error(part, want) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("lengths", "cut"), CUTS, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_a_causal_block_and_a_rectangle_make_the_whole(backend, dtype, lengths, cut):
+    check_parts_make_the_whole(backend, lengths, cut, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("lengths", "cut"), CUTS, ids=str)
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [("native", torch.bfloat16), ("sdpa", torch.bfloat16), ("sdpa", torch.float32)],
+    ids=str,
+)
+def test_on_cuda_they_make_the_whole_too(backend, dtype, lengths, cut):
+    check_parts_make_the_whole(backend, lengths, cut, dtype, "cuda")
+
+
+def test_a_backend_says_why_it_cannot_run():
+    q, k, v, _ = tensors(4, torch.float32, "cpu")
+    [rectangle] = Rectangle.several([(4, 3)])
+    with pytest.raises(UnsupportedError, match="native: its tensors are on cpu, and it needs cuda"):
+        block.backend("native")(q, k[:3], v[:3], rectangle, SCALE)
+    with pytest.raises(UnsupportedError, match="there are 4 queries and 4 keys, for 4 and 3"):
+        block.backend("sdpa")(q, k, v, rectangle, SCALE)
+
+
+def test_what_is_called_on_cuda_fits_this_torch():
+    # On the meta device: the kernels' own signatures and shapes, on a machine without one.
+    q, k, v, dy = tensors(9, torch.bfloat16, "meta")
+    rectangle = Rectangle(9, 5, *torch.empty(2, 2, dtype=torch.int32, device="meta").unbind())
+    for keys, sees in ((5, rectangle), (9, Segments.of([9], "meta"))):
+        inputs = q, k[:keys], v[:keys]
+        y, lse = native.block(q, k[:keys], v[:keys], sees, SCALE)
+        assert (y.shape, lse.shape, lse.dtype) == (q.shape, (9, HEADS), torch.float32)
+        gradients = native.block_backward(dy, q, k[:keys], v[:keys], y, lse, sees, SCALE)
+        assert [(g.shape, g.dtype) for g in gradients] == [(x.shape, x.dtype) for x in inputs]

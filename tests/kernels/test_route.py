@@ -1,0 +1,91 @@
+"""route: choices, weights and gradients are those of the routers of transformers' models."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeTopKRouter
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
+from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+from penstock_kernels.route import route
+
+EXPERTS, PER_TOKEN, TOKENS = 12, 3, 40
+
+GROUPED = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+
+# Their router, its config, what we say of the same.
+ROUTERS = {
+    "qwen3-moe": (Qwen3MoeTopKRouter, {"norm_topk_prob": True}, {}),
+    "qwen3-moe-as-scored": (Qwen3MoeTopKRouter, {"norm_topk_prob": False}, {"normalised": False}),
+    "mixtral": (MixtralTopKRouter, {}, {}),
+    # The softmax of the chosen is that of all, normalised.
+    "gpt-oss": (GptOssTopKRouter, {}, {}),
+    "ernie": (Ernie4_5_MoeTopKRouter, {"moe_norm_min": 1e-12}, {"biased": True}),
+    "glm4-moe": (
+        Glm4MoeTopkRouter,
+        {"norm_topk_prob": True, **GROUPED},
+        {
+            "scoring": "sigmoid",
+            "biased": True,
+            "num_groups": 4,
+            "groups_per_token": 2,
+            "scale": 2.5,
+        },
+    ),
+    "glm4-moe-as-scored": (
+        Glm4MoeTopkRouter,
+        {"norm_topk_prob": False, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0},
+        {"scoring": "sigmoid", "biased": True, "normalised": False},
+    ),
+}
+
+
+def their_router(kind, settings, bias_E):
+    names = {"num_experts": EXPERTS, "num_local_experts": EXPERTS, "hidden_size": EXPERTS}
+    router = kind(SimpleNamespace(num_experts_per_tok=PER_TOKEN, **names, **settings))
+    with torch.no_grad():
+        # So that what it is given are the logits.
+        router.weight.copy_(torch.eye(EXPERTS))
+        statics = getattr(router, "moe_statics", router)
+        if hasattr(statics, "e_score_correction_bias"):
+            statics.e_score_correction_bias.copy_(bias_E)
+    return router
+
+
+def laid_out(choice_TK, weights_TK):
+    """The weight of every expert, [T, E]: choices have no order of their own."""
+    return torch.zeros(len(choice_TK), EXPERTS).scatter(1, choice_TK, weights_TK)
+
+
+@pytest.mark.parametrize(("kind", "settings", "said"), ROUTERS.values(), ids=ROUTERS)
+def test_choices_weights_and_gradients_are_those_of_transformers(kind, settings, said):
+    generator = torch.Generator().manual_seed(0)
+    logits_TE, dweights_TE = torch.randn(2, TOKENS, EXPERTS, generator=generator)
+    bias_E = torch.rand(EXPERTS, generator=generator)
+    given = {name: value for name, value in said.items() if name != "biased"}
+    if said.get("biased"):
+        given["bias_E"] = bias_E
+        # Or nothing would show that it counts.
+        unbiased = route(logits_TE, PER_TOKEN, **{**given, "bias_E": None})
+        assert not torch.equal(laid_out(*unbiased) > 0, laid_out(*route(logits_TE, 3, **given)) > 0)
+    theirs = logits_TE.clone().requires_grad_()
+    ours = logits_TE.clone().requires_grad_()
+    _, weights_TK, choice_TK = their_router(kind, settings, bias_E)(theirs)
+    want_TE = laid_out(choice_TK, weights_TK)
+    got_TE = laid_out(*route(ours, PER_TOKEN, **given))
+    torch.testing.assert_close(got_TE, want_TE, atol=1e-6, rtol=1e-5)
+    assert torch.equal(got_TE > 0, want_TE > 0)
+    (want,) = torch.autograd.grad(want_TE, theirs, dweights_TE)
+    (got,) = torch.autograd.grad(got_TE, ours, dweights_TE)
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5)
+
+
+def test_scores_are_computed_in_fp32_whatever_the_logits_are():
+    logits_TE = torch.randn(5, EXPERTS, generator=torch.Generator().manual_seed(0)).bfloat16()
+    choice_TK, weights_TK = route(logits_TE, PER_TOKEN)
+    assert weights_TK.dtype == torch.float32
+    assert torch.equal(weights_TK, route(logits_TE.float(), PER_TOKEN)[1])
+    assert choice_TK.dtype == torch.int64
