@@ -1,23 +1,37 @@
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from penstock.models.cost import pairs_per_token
-from penstock.models.families.qwen3 import read
+from penstock.models.registry import family_of
+
+SIZES = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+}
+EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "mlp_only_layers": [1],
+}
 
 
-def test_a_token_costs_as_many_pairs_as_pytorch_counts():
-    hf = Qwen3Config(
-        vocab_size=300,
-        hidden_size=64,
-        intermediate_size=160,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=24,
-    )
-    model = Qwen3ForCausalLM(hf)
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_a_token_costs_as_many_pairs_as_pytorch_counts(kind):
+    if kind == "dense":
+        hf = Qwen3Config(**SIZES)  # pyright: ignore[reportArgumentType]
+        model = Qwen3ForCausalLM(hf)
+    else:
+        hf = Qwen3MoeConfig(**SIZES, **EXPERTS)  # pyright: ignore[reportArgumentType]
+        model = Qwen3MoeForCausalLM(hf)
+        model.set_experts_implementation("eager")
     model.set_attn_implementation("eager")
 
     def operations(length):
@@ -29,4 +43,6 @@ def test_a_token_costs_as_many_pairs_as_pytorch_counts():
     one, two = operations(64), operations(128)
     quadratic = (two - 2 * one) / (2 * 64**2)
     linear = one / 64 - quadratic * 64
-    assert pairs_per_token(read(hf.to_dict())) == pytest.approx(linear / (quadratic / 2), abs=0.5)
+    assert pairs_per_token(family_of(hf.to_dict()).read(hf.to_dict())) == pytest.approx(
+        linear / (quadratic / 2), abs=0.5
+    )

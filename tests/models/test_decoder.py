@@ -9,8 +9,10 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.models.decoder import Decoder
 from penstock.models.initialise import initialise
+from penstock.models.layers.experts import Experts
+from penstock.models.layers.router import Router
 from penstock.models.registry import FAMILIES
-from penstock.models.roles import Role, role_of
+from penstock.models.roles import DECODER_GRAINS, Role, role_of
 from tests.models.twins import SIZES, documents, packed_logits, packed_loss
 
 CONFIG = {"model_type": "qwen3", "head_dim": 16, **SIZES}
@@ -18,7 +20,7 @@ CONFIG = {"model_type": "qwen3", "head_dim": 16, **SIZES}
 
 def built(*, merge_qkv=False, tied=False, device="cpu", model_type="qwen3"):
     family = FAMILIES[model_type]
-    config = family.read({**CONFIG, "tie_word_embeddings": tied})
+    config = family.read({**CONFIG, "model_type": model_type, "tie_word_embeddings": tied})
     with torch.device(device):
         return Decoder(config, merge_qkv=merge_qkv), family.weight_map(config, merge_qkv=merge_qkv)
 
@@ -47,18 +49,24 @@ def test_a_model_built_without_memory_equals_one_built_with_it(tied):
 
 @pytest.mark.parametrize("merge_qkv", [False, True], ids=["split", "merged"])
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_every_matrix_has_a_role(model_type, merge_qkv):
-    model, _ = built(merge_qkv=merge_qkv, model_type=model_type)
+def test_every_matrix_has_a_role_and_a_grain(model_type, merge_qkv):
+    model, weights = built(merge_qkv=merge_qkv, model_type=model_type, device="meta")
     roles = {
         name: role_of(name, FAMILIES[model_type].roles)
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | nn.Embedding)
+        if isinstance(module, nn.Linear | nn.Embedding | Router | Experts)
     }
     assert None not in roles.values(), roles
+    sparse = (Role.ROUTER, Role.EXPERTS)
+    linear = [name for name, role in roles.items() if role not in sparse]
+    layers = {hf.split(".")[-2] for name in linear for hf in weights.hf_names(f"{name}.weight")}
+    assert layers <= DECODER_GRAINS.keys()
+    count = len(weights.config.experts.layers) if weights.config.experts else 0
+    assert [list(roles.values()).count(role) for role in sparse] == [count, count]
     assert roles["model.embed_tokens"] == Role.VOCAB
     # What narrows is what writes into the residual stream.
-    narrow = {name for name, role in roles.items() if role is Role.NARROW}
-    assert narrow == {name for name in roles if name.endswith(("o_proj", "down_proj"))}
+    narrow = {name for name in linear if roles[name] is Role.NARROW}
+    assert narrow == {name for name in linear if name.endswith(("o_proj", "down_proj"))}
 
 
 def test_fused_and_split_projections_start_as_the_same_model():
@@ -91,7 +99,8 @@ def test_tied_weights_stay_one_through_every_move():
         model.bfloat16(),
         copy.deepcopy(model),
     ):
-        assert moved.lm_head.weight is moved.model.embed_tokens.weight
+        table = moved.get_parameter("model.embed_tokens.weight")
+        assert moved.get_parameter("lm_head.weight") is table
         assert "lm_head.weight" not in dict(moved.named_parameters())
         assert "lm_head.weight" not in moved.state_dict()
 
@@ -115,7 +124,7 @@ def test_recomputing_through_a_socket_changes_no_gradient(socket):
         calls.append(module)
         return checkpoint(module, *args, use_reentrant=False)
 
-    holders = [recomputed] if socket == "run_layer" else recomputed.model.layers
+    holders = [recomputed] if socket == "run_layer" else recomputed.model.layers.values()
     for holder in holders:
         setattr(holder, socket, run)
     ids, labels = documents()

@@ -66,9 +66,13 @@ def test_configs_written_before_transformers_5_read_the_same(kind):
             "default, linear, llama3, yarn are computed",
         ),
         ({"partial_rotary_factor": 0.5}, "a share of 0.5"),
-        ({"model_type": "qwen4"}, "llama, qwen2, qwen3 are supported. Did you mean qwen"),
+        ({"model_type": "mixtral", "sliding_window": 128}, "sliding_window is 128"),
+        ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
+        ({"model_type": "ernie4_5_moe", "use_bias": True}, "use_bias is true"),
+        ({"model_type": "ernie4_5_moe", "moe_norm_min": 0.5}, "moe_norm_min is 0.5"),
+        ({"model_type": "qwen4"}, "llama, .*glm4_moe are supported. Did you mean qwen"),
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
 )
 def test_what_is_not_computed_is_refused_by_name(fields, says):
     with pytest.raises(CapabilityError, match=says):
@@ -89,6 +93,9 @@ def test_everything_not_computed_is_named_at_once():
         ({"num_key_value_heads": 4}, r"\(6\) is not a multiple of its num_key_value_heads \(4\)"),
         ({"head_dim": 7}, "head_dim is 7"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"model_type": "mixtral", "num_experts_per_tok": 9}, "chooses 9 of 8 experts"),
+        ({"model_type": "glm4_moe", "n_group": 3}, r"128 experts .* of their groups \(3\)"),
+        ({"model_type": "glm4_moe", "n_group": 2, "topk_group": 3}, "chooses 3 of 2 groups"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -79,7 +79,7 @@ def test_autocast_computes_what_bf16_parameters_compute(merge_qkv):
     pair = twins("qwen3", merge_qkv=merge_qkv)
     ids, _ = documents()
     streams = []
-    pair.ours.model.layers[0].register_forward_hook(lambda *call: streams.append(call[-1].dtype))
+    pair.ours.model.layers["0"].register_forward_hook(lambda *call: streams.append(call[-1].dtype))
     with torch.no_grad():
         with torch.autocast("cpu", torch.bfloat16):
             autocast = packed_logits(pair.ours, ids)

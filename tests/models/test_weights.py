@@ -3,29 +3,41 @@
 import pytest
 import torch
 
-from tests.models.twins import FAMILIES, twins
+from tests.models.twins import FAMILIES, SPARSE, as_stored, twins
 
 
 @pytest.mark.parametrize("merge_qkv", [False, True], ids=["split", "merged"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *SPARSE])
 def test_the_map_names_exactly_the_tensors_of_both_models(family, tied, merge_qkv):
     pair = twins(family, tied=tied, merge_qkv=merge_qkv)
     ours = {name: tuple(p.shape) for name, p in pair.ours.named_parameters()}
-    theirs = {name: tuple(p.shape) for name, p in pair.theirs.named_parameters()}
+    stored = as_stored(pair.theirs, pair.theirs.state_dict())
+    theirs = {name: tuple(p.shape) for name, p in stored.items()}
+    if tied:
+        del theirs["lm_head.weight"]
     assert pair.weights.native_names() == tuple(ours)
     assert {name: pair.weights.native_shape(name) for name in ours} == ours
     assert pair.weights.hf_shapes() == theirs
-    extra = pair.theirs.state_dict().keys() - theirs.keys()
+    extra = stored.keys() - theirs.keys()
     assert all(pair.weights.is_optional(name) for name in extra)
     assert not any(pair.weights.is_optional(name) for name in theirs)
 
 
-def test_splitting_and_joining_returns_every_tensor_to_the_bit():
-    pair = twins("qwen2", merge_qkv=True)
-    checkpoint = pair.theirs.state_dict()
+@pytest.mark.parametrize("family", ["qwen2", *SPARSE])
+def test_splitting_and_joining_returns_every_tensor_to_the_bit(family):
+    pair = twins(family, merge_qkv=True)
+    checkpoint = as_stored(pair.theirs, pair.theirs.state_dict())
     split = {}
     for name, tensor in pair.ours.state_dict().items():
         split |= pair.weights.to_hf(name, tensor)
     assert split.keys() == checkpoint.keys()
     assert all(torch.equal(split[name], checkpoint[name]) for name in checkpoint)
+
+
+@pytest.mark.parametrize("family", SPARSE)
+def test_exact_tensors_are_those_that_transformers_keeps_in_fp32(family):
+    pair = twins(family)
+    kept = pair.theirs._keep_in_fp32_modules_strict or set()
+    for name in pair.weights.hf_shapes():
+        assert pair.weights.is_exact(name) == any(part in name for part in kept), name

@@ -47,6 +47,20 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "attention_bias": False,
         "use_sliding_window": False,
     },
+    "tiny-qwen3-moe": {
+        **_SHAPE,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96,
+        "norm_topk_prob": True,
+        "router_aux_loss_coef": 0.001,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
 }
 
 

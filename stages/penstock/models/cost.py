@@ -8,11 +8,21 @@ from penstock.models.shape import DecoderConfig
 
 
 def matrix_parameters(config: DecoderConfig) -> int:
-    """Parameters that every token is multiplied with: projections, feed-forward and output head."""
+    """Parameters that every token is multiplied with: projections, feed-forward and output head.
+
+    Of a layer's experts those count that a token goes to, as many as it chooses and the shared
+    ones, and the router.
+    """
     width, inner = config.hidden_size, config.num_attention_heads * config.head_dim
     attention = width * sum(config.qkv_parts.values()) + inner * width
-    feed_forward = 3 * width * config.intermediate_size
-    return config.num_hidden_layers * (attention + feed_forward) + width * config.vocab_size
+    networks = 0
+    for layer in range(config.num_hidden_layers):
+        features, choices = config.intermediate_size, 0
+        if experts := config.experts_of(layer):
+            features = experts.experts_per_token * experts.width + experts.shared_width
+            choices = experts.num_experts
+        networks += width * (3 * features + choices)
+    return config.num_hidden_layers * attention + networks + width * config.vocab_size
 
 
 def pairs_per_token(config: DecoderConfig) -> int:

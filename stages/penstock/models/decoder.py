@@ -4,7 +4,8 @@ T tokens of a flat micro-batch, D model width, V vocabulary, H head width. Param
 Face's names, so that checkpoints need no renaming (`weights.py` knows the one exception).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,86 +13,167 @@ from torch import nn
 
 from penstock.models.layers.attention import Attend
 from penstock.models.layers.block import Block, Run, direct
+from penstock.models.layers.experts import ExpertOperations, operations_of
+from penstock.models.layers.mixture import MixtureOfExperts
 from penstock.models.layers.norm import RMSNorm
 from penstock.models.layers.rotary import Rotary
+from penstock.models.layers.router import Precision, Router
 from penstock.models.shape import DecoderConfig
 from penstock_kernels.attention import Segments, attention
 
 Reduce = Callable[[torch.Tensor, nn.Module], torch.Tensor]
 """What to make of the final hidden states [T, D] and the head, instead of logits."""
 
+BEST = operations_of("auto")
+
 HEAD_WEIGHT = "lm_head.weight"
 EMBEDDING_WEIGHT = "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which of a decoder's modules are here."""
+
+    layers: Sequence[int]
+    """The numbers of the layers, in order."""
+    begins: bool = True
+    """Whether the embedding is."""
+    ends: bool = True
+    """Whether the last norm and the head are."""
+
+    @staticmethod
+    def all_of(config: DecoderConfig) -> "Part":
+        """Every module."""
+        return Part(range(config.num_hidden_layers))
 
 
 class Trunk(nn.Module):
     """Everything but the head, under the name it has in checkpoints. `Decoder` calls its parts."""
 
-    def __init__(self, config: DecoderConfig, *, merge_qkv: bool, attend: Attend) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        part: Part,
+        *,
+        merge_qkv: bool,
+        attend: Attend,
+        operations: ExpertOperations,
+        router: Precision,
+    ) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(
-            Block(config, merge_qkv=merge_qkv, attend=attend)
-            for _ in range(config.num_hidden_layers)
+        self.embed_tokens = (
+            nn.Embedding(config.vocab_size, config.hidden_size) if part.begins else None
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        # By number, so that a layer keeps its name whichever others are here.
+        self.layers = nn.ModuleDict(
+            {
+                str(number): Block(
+                    config,
+                    number,
+                    merge_qkv=merge_qkv,
+                    attend=attend,
+                    operations=operations,
+                    router=router,
+                )
+                for number in part.layers
+            }
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if part.ends else None
 
 
 class Decoder(nn.Module):
     """Token ids in, logits out, or whatever `reduce` makes of the hidden states.
 
+    It may be a part of itself: without the beginning it takes hidden states for token ids, and
+    without the end it gives hidden states.
+
     With tied embeddings `lm_head.weight` is the embedding's own Parameter: `named_parameters` and
     `state_dict` list it once, as the embedding's, and it stays one through `to` and `to_empty`.
     Can be built under `torch.device("meta")`: nothing but parameters is a tensor.
-    `run_layer` is a socket for recomputation, as are `run_attn` and `run_mlp` of each layer.
+    `run_layer` is a socket, as are `run_attn` and `run_mlp` of each layer.
     """
 
     def __init__(
-        self, config: DecoderConfig, *, merge_qkv: bool = False, attention: Attend = attention
+        self,
+        config: DecoderConfig,
+        *,
+        merge_qkv: bool = False,
+        attention: Attend = attention,
+        experts: ExpertOperations = BEST,
+        router: Precision = "fp32",
+        part: Part | None = None,
     ) -> None:
         super().__init__()
+        part = part or Part.all_of(config)
         self.config = config
         self.merge_qkv = merge_qkv
-        self.model = Trunk(config, merge_qkv=merge_qkv, attend=attention)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.model = Trunk(
+            config,
+            part,
+            merge_qkv=merge_qkv,
+            attend=attention,
+            operations=experts,
+            router=router,
+        )
+        self.lm_head = (
+            nn.Linear(config.hidden_size, config.vocab_size, bias=False) if part.ends else None
+        )
         self.rotary = Rotary(
             config.rope_parameters,
             head_dim=config.head_dim,
+            pairs=config.rope_pairs,
             max_position_embeddings=config.max_position_embeddings,
         )
         self.run_layer: Run = direct
-        if config.tie_word_embeddings:
+        self.is_tied = config.tie_word_embeddings and part.begins and part.ends
+        if self.is_tied:
             self.tie()
             self.register_state_dict_post_hook(_without_head)
             self.register_load_state_dict_pre_hook(_with_head)
 
+    def routers(self) -> dict[int, Router]:
+        """The routers of the layers that are here and have experts, by the layer's number."""
+        return {
+            int(number): layer.mlp.gate
+            for number, layer in self.model.layers.items()
+            if isinstance(layer, Block) and isinstance(layer.mlp, MixtureOfExperts)
+        }
+
     def tie(self) -> None:
         """Make the head's weight the embedding's, for a model whose config ties them."""
+        assert self.lm_head is not None
+        assert self.model.embed_tokens is not None
         self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(
         self,
-        input_ids_T: torch.Tensor,
+        inputs: torch.Tensor,
         position_ids_T: torch.Tensor,
         segments: Segments,
         reduce: Reduce | None = None,
     ) -> torch.Tensor:
-        """Logits [T, V], or `reduce(hidden_TD, lm_head)`.
+        """Logits [T, V], or `reduce(hidden_TD, lm_head)`; hidden states [T, D] without the end.
+
+        `inputs` are token ids [T], or hidden states [T, D] without the beginning.
 
         `reduce` is called in here so that it finds the head's weight whole, whatever wraps the
         model to hold only a part of it between calls.
         """
-        x_TD = self._embedded(input_ids_T)
+        x_TD = self._embedded(inputs)
         cos_TH, sin_TH = self.rotary.angles(position_ids_T, x_TD.dtype)
-        for layer in self.model.layers:
+        for layer in self.model.layers.values():
             x_TD = self.run_layer(layer, x_TD, cos_TH, sin_TH, segments)
+        if self.model.norm is None or self.lm_head is None:
+            return x_TD
         x_TD = self.model.norm(x_TD)
         return self.lm_head(x_TD) if reduce is None else reduce(x_TD, self.lm_head)
 
-    def _embedded(self, input_ids_T: torch.Tensor) -> torch.Tensor:
+    def _embedded(self, inputs: torch.Tensor) -> torch.Tensor:
         """Embeddings, in autocast's dtype where it is on: the residual stream keeps the dtype it
         starts with, and a stream in fp32 would undo what autocast is for."""
-        x_TD = self.model.embed_tokens(input_ids_T)
+        if self.model.embed_tokens is None:
+            return inputs
+        x_TD = self.model.embed_tokens(inputs)
         device = x_TD.device.type
         if torch.is_autocast_enabled(device):
             return x_TD.to(torch.get_autocast_dtype(device))
@@ -101,7 +183,7 @@ class Decoder(nn.Module):
         """Move or convert parameters as usual. Torch gives each module its own new Parameter when
         it leaves the meta device, which would part the two that are one."""
         super()._apply(fn, recurse)
-        if self.config.tie_word_embeddings:
+        if self.is_tied:
             self.tie()
         return self
 

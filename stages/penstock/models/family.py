@@ -8,7 +8,8 @@ from penstock.models.roles import Roles
 from penstock.models.shape import DecoderConfig
 from penstock.models.weights import WeightMap
 
-LINEAR_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ATTENTION_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj")
+LINEAR_PARTS = (*ATTENTION_PARTS, "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,30 @@
-"""Reading Hugging Face's config.json: what the families share, and what none of them computes."""
+"""Reading Hugging Face's config.json: what the families share, and what none of them computes.
 
-from collections.abc import Mapping
+No torch here: whether a layout fits a model is judged before anything heavy is imported.
+"""
+
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from penstock.core.errors import CapabilityError, ConfigError
-from penstock.models.layers.rotary import KINDS
 from penstock.models.shape import DecoderConfig
 
 HfConfig = Mapping[str, Any]
 
+KINDS = ("default", "linear", "llama3", "yarn")
+"""Kinds of rotary embedding with fixed frequencies. `dynamic` and `longrope` choose them by the
+longest sequence in a batch, so a document would be computed otherwise among others than alone."""
 
-def decoder_config(hf: HfConfig, **specific: Any) -> DecoderConfig:
-    """The DecoderConfig of a config.json; `specific` is what the family alone knows.
+
+def decoder_config(hf: HfConfig, *, faults: Iterable[str] = (), **specific: Any) -> DecoderConfig:
+    """The DecoderConfig of a config.json; `specific` is what the family alone knows, and goes
+    before what the file says. `faults` are what the family finds that is not computed.
 
     Raises:
         ConfigError: a needed number is missing.
         CapabilityError: it asks for something that the decoder does not compute.
     """
-    refuse_what_is_not_computed(hf)
+    refuse_what_is_not_computed(hf, faults)
     heads = required(hf, "num_attention_heads")
     hidden = required(hf, "hidden_size")
     fields = {
@@ -32,8 +39,9 @@ def decoder_config(hf: HfConfig, **specific: Any) -> DecoderConfig:
         "max_position_embeddings": required(hf, "max_position_embeddings"),
         "tie_word_embeddings": bool(given(hf, "tie_word_embeddings", False)),
         "initializer_range": given(hf, "initializer_range", 0.02),
-        "rope_parameters": rope_parameters(hf),
     }
+    if "rope_parameters" not in specific:
+        fields["rope_parameters"] = of_whole_heads(rope_parameters(hf))
     return DecoderConfig(**{**fields, **specific})
 
 
@@ -53,28 +61,28 @@ def given(hf: HfConfig, name: str, default: Any) -> Any:
     return default if value is None else value
 
 
-def rope_parameters(hf: HfConfig) -> Mapping[str, Any]:
+def rope_parameters(
+    hf: HfConfig, *, theta: float = 10_000.0, share: float = 1.0
+) -> Mapping[str, Any]:
     """Rotary embedding's parameters in transformers 5's form, from either form.
 
     Transformers 5 writes one `rope_parameters`; before, it was `rope_theta` beside `rope_scaling`,
-    whose kind was at first called `type`.
+    whose kind was at first called `type`. `theta`, and the `share` of each head that is turned, are
+    the family's where the file has none. A share of 1 is left out.
     """
     parameters = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
     kind = parameters.pop("type", "default")
     parameters.setdefault("rope_type", kind)
-    parameters.setdefault("rope_theta", float(given(hf, "rope_theta", 10_000.0)))
+    parameters.setdefault("rope_theta", float(given(hf, "rope_theta", theta)))
     kind = parameters["rope_type"]
     if kind not in KINDS:
         raise CapabilityError(
             f"the model's rotary embedding is of the kind {kind!r} (rope_parameters in "
             f"config.json); {', '.join(KINDS)} are computed. Use a model with one of these."
         )
-    partial = parameters.get("partial_rotary_factor", given(hf, "partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        raise CapabilityError(
-            f"the model rotates a share of {partial} of each head (partial_rotary_factor in "
-            "config.json); whole heads alone are computed. Use a model without it."
-        )
+    share = parameters.pop("partial_rotary_factor", given(hf, "partial_rotary_factor", share))
+    if share != 1.0:
+        parameters["partial_rotary_factor"] = share
     if kind in ("llama3", "yarn"):
         parameters.setdefault(
             "original_max_position_embeddings", required(hf, "max_position_embeddings")
@@ -82,9 +90,22 @@ def rope_parameters(hf: HfConfig) -> Mapping[str, Any]:
     return parameters
 
 
-def refuse_what_is_not_computed(hf: HfConfig) -> None:
-    """Raise CapabilityError for what no family here computes, all of it at once."""
-    faults = []
+def of_whole_heads(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The parameters of a family that turns whole heads.
+
+    Raises CapabilityError for a share, which such a family of transformers does not compute either.
+    """
+    if share := parameters.get("partial_rotary_factor"):
+        raise CapabilityError(
+            f"the model rotates a share of {share} of each head (partial_rotary_factor in "
+            "config.json); this family's whole heads alone are computed. Use a model without it."
+        )
+    return parameters
+
+
+def refuse_what_is_not_computed(hf: HfConfig, more: Iterable[str]) -> None:
+    """Raise CapabilityError for what no family here computes and for `more`, all of it at once."""
+    faults = list(more)
     activation = given(hf, "hidden_act", "silu")
     if activation not in ("silu", "swish"):
         faults.append(f"hidden_act is {activation!r}; silu is computed")

@@ -28,7 +28,7 @@ def initialise(name: str, shape: Sequence[int], seed: int, config: DecoderConfig
     with torch.device("cpu"):
         if module.endswith("norm"):
             return torch.ones(*shape, dtype=torch.float32)
-        if leaf == "bias":
+        if leaf.endswith("bias"):
             return torch.zeros(*shape, dtype=torch.float32)
         start = torch.empty(*shape, dtype=torch.float32)
         return start.normal_(0.0, config.initializer_range, generator=generator_for(name, seed))

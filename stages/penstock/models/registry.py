@@ -3,13 +3,30 @@
 from difflib import get_close_matches
 
 from penstock.core.errors import CapabilityError
+from penstock.models.families.ernie4_5 import ERNIE4_5
+from penstock.models.families.ernie4_5_moe import ERNIE4_5_MOE
+from penstock.models.families.glm4_moe import GLM4_MOE
 from penstock.models.families.llama import LLAMA
+from penstock.models.families.mixtral import MIXTRAL
 from penstock.models.families.qwen2 import QWEN2
 from penstock.models.families.qwen3 import QWEN3
+from penstock.models.families.qwen3_moe import QWEN3_MOE
 from penstock.models.family import Family
 from penstock.models.hf_config import HfConfig
 
-FAMILIES = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3)}
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        LLAMA,
+        QWEN2,
+        QWEN3,
+        QWEN3_MOE,
+        MIXTRAL,
+        ERNIE4_5,
+        ERNIE4_5_MOE,
+        GLM4_MOE,
+    )
+}
 
 
 def family_of(hf_config: HfConfig) -> Family:

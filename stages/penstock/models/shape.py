@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from penstock.core.errors import ConfigError
 
@@ -15,6 +15,76 @@ COUNTS = (
     "num_key_value_heads",
     "head_dim",
 )
+EXPERT_COUNTS = ("num_experts", "experts_per_token", "width", "num_groups", "groups_per_token")
+
+Scoring = Literal["softmax", "sigmoid"]
+RotaryPairs = Literal["halves", "neighbours"]
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """What a checkpoint calls the parts of a layer with experts, below the layer's own name."""
+
+    block: str = "mlp"
+    """The module with the router and the experts."""
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    """The three matrices of an expert, within `experts.<number>`."""
+    selection_bias: str = "gate.e_score_correction_bias"
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """The experts of a decoder's sparse layers, and how each token chooses among them."""
+
+    layers: tuple[int, ...]
+    """The numbers of the layers that have experts; the others have one feed-forward network."""
+    num_experts: int
+    experts_per_token: int
+    width: int
+    """Features of each expert."""
+    shared_width: int = 0
+    """Features of the experts that every token goes to, which are one network; 0: none."""
+    scoring: Scoring = "softmax"
+    """`softmax` over all experts, or each expert's own `sigmoid`."""
+    normalised: bool = True
+    """Whether the weights of a token's experts are divided by their sum."""
+    num_groups: int = 1
+    groups_per_token: int = 1
+    """Experts lie in `num_groups` runs of equal length, and a token chooses among the experts of
+    its best `groups_per_token`, judged by each group's two best experts."""
+    scale: float = 1.0
+    """What the weights are multiplied by at last."""
+    selection_bias: tuple[int, ...] = ()
+    """Shape of what is added to the scores for choosing, and not to the weights; none if empty."""
+    exact_router: bool = False
+    """Whether checkpoints keep the router's weights in fp32, whatever the others are in."""
+    balance: float = 0.0
+    """What config.json says the load-balancing loss is multiplied by."""
+    names: ExpertNames = field(default_factory=ExpertNames)
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that do not fit one another."""
+        for name in EXPERT_COUNTS:
+            if getattr(self, name) < 1:
+                raise _misfit(f"{name} is {getattr(self, name)}; it is a count of 1 or more")
+        if self.num_experts % self.num_groups:
+            raise _misfit(
+                f"{self.num_experts} experts are not a multiple of their groups ({self.num_groups})"
+            )
+        if self.groups_per_token > self.num_groups:
+            raise _misfit(
+                f"a token chooses {self.groups_per_token} of {self.num_groups} groups of experts"
+            )
+        among = self.num_experts // self.num_groups * self.groups_per_token
+        if self.experts_per_token > among:
+            raise _misfit(f"a token chooses {self.experts_per_token} of {among} experts")
+        if self.num_groups > 1 and self.num_experts // self.num_groups < 2:
+            raise _misfit(
+                f"{self.num_groups} groups of {self.num_experts} experts have one each, and groups "
+                "are judged by their two best"
+            )
 
 
 @dataclass(frozen=True)
@@ -34,6 +104,9 @@ class DecoderConfig:
         default_factory=lambda: {"rope_type": "default", "rope_theta": 10_000.0}
     )
     """As transformers 5 writes them: rope_type, rope_theta and what the type needs."""
+    rope_pairs: RotaryPairs = "halves"
+    """Which features are turned together: each with the one half a head further on, or each two
+    neighbours. Neighbours are turned in fp32, as the one family that has them was trained."""
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     """Whether the projections into attention have a bias."""
@@ -43,26 +116,29 @@ class DecoderConfig:
     qk_norm: bool = False
     """Whether queries and keys are normalised head by head."""
     initializer_range: float = 0.02
+    experts: ExpertsConfig | None = None
 
     def __post_init__(self) -> None:
         """Refuse numbers that do not fit one another."""
         for name in COUNTS:
             if getattr(self, name) < 1:
-                raise ConfigError(
-                    f"the model's {name} is {getattr(self, name)}; it is a count of 1 or more. "
-                    "Correct the config.json that model.config_path names."
-                )
+                raise _misfit(f"{name} is {getattr(self, name)}; it is a count of 1 or more")
         if self.num_attention_heads % self.num_key_value_heads:
-            raise ConfigError(
-                f"the model's num_attention_heads ({self.num_attention_heads}) is not a multiple "
-                f"of its num_key_value_heads ({self.num_key_value_heads}). "
-                "Correct the config.json that model.config_path names."
+            raise _misfit(
+                f"num_attention_heads ({self.num_attention_heads}) is not a multiple of its "
+                f"num_key_value_heads ({self.num_key_value_heads})"
             )
-        if self.head_dim % 2:
-            raise ConfigError(
-                f"the model's head_dim is {self.head_dim}; rotary embedding turns features in "
-                "pairs. Give an even head_dim in the config.json that model.config_path names."
+        if self.rotary_dim % 2 or not self.rotary_dim:
+            share = "" if self.rotary_dim == self.head_dim else f", of which {self.rotary_dim} turn"
+            raise _misfit(
+                f"head_dim is {self.head_dim}{share}; rotary embedding turns features in pairs, "
+                "which wants an even number of them"
             )
+
+    @property
+    def rotary_dim(self) -> int:
+        """Features of each head, from the first on, that rotary embedding turns."""
+        return int(self.head_dim * self.rope_parameters.get("partial_rotary_factor", 1.0))
 
     @property
     def qkv_parts(self) -> Mapping[str, int]:
@@ -72,3 +148,13 @@ class DecoderConfig:
             "k_proj": self.num_key_value_heads * self.head_dim,
             "v_proj": self.num_key_value_heads * self.head_dim,
         }
+
+    def experts_of(self, layer: int) -> ExpertsConfig | None:
+        """The experts of the layer with this number; None where it has one network."""
+        return self.experts if self.experts and layer in self.experts.layers else None
+
+
+def _misfit(fault: str) -> ConfigError:
+    return ConfigError(
+        f"the model's {fault}. Correct the config.json that model.config_path names."
+    )

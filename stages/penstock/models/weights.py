@@ -1,18 +1,34 @@
 """Which tensors of a Hugging Face checkpoint make which of the model's, and back.
 
-The model's names are Hugging Face's, but for one case: with `merge_qkv` the three projections into
-attention are one `qkv_proj`, rows of q, then k, then v.
+A native tensor is a run of a checkpoint's, one after another, over the rows of all its dimensions
+but the last. Mostly the run is one tensor of the same name. With `merge_qkv` the three projections
+into attention are one `qkv_proj`, rows of q, then k, then v; and the experts of a layer are one
+tensor for what leads into them, the rows of gate and then up of each, and one for what leads out.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from penstock.models.decoder import EMBEDDING_WEIGHT, HEAD_WEIGHT
-from penstock.models.shape import DecoderConfig
+from penstock.models.layers.router import SELECTION_BIAS
+from penstock.models.shape import DecoderConfig, ExpertsConfig
 
 FUSED = "qkv_proj"
+LAYERS = "model.layers."
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Native:
+    """One of the model's parameters."""
+
+    shape: Shape
+    parts: Mapping[str, Shape]
+    """The checkpoint's tensors that it is, in order."""
 
 
 @dataclass(frozen=True)
@@ -24,85 +40,141 @@ class WeightMap:
 
     def native_names(self) -> tuple[str, ...]:
         """The model's parameters, in the order of `named_parameters()`; a tied head is not one."""
-        names = [EMBEDDING_WEIGHT]
-        for layer in range(self.config.num_hidden_layers):
-            names += [f"model.layers.{layer}.{name}" for name in self._block_names()]
-        names.append("model.norm.weight")
-        if not self.config.tie_word_embeddings:
-            names.append(HEAD_WEIGHT)
-        return tuple(names)
+        return tuple(self._natives)
+
+    def native_shape(self, native_name: str) -> Shape:
+        """The shape of a native tensor."""
+        return self._natives[native_name].shape
 
     def hf_names(self, native_name: str) -> tuple[str, ...]:
-        """The checkpoint tensors that, concatenated on dimension 0, are the native one."""
-        module, _, leaf = native_name.rpartition(".")
-        parent, _, last = module.rpartition(".")
-        if last != FUSED:
-            return (native_name,)
-        return tuple(f"{parent}.{part}.{leaf}" for part in self.config.qkv_parts)
+        """The checkpoint tensors whose rows, one after another, are the native one's.
+
+        A name that is no parameter's, such as a tied head's, is its own.
+        """
+        native = self._natives.get(native_name)
+        return tuple(native.parts) if native else (native_name,)
+
+    def hf_shapes(self) -> Mapping[str, Shape]:
+        """The shape of every tensor a checkpoint must hold."""
+        return {
+            hf_name: shape
+            for native in self._natives.values()
+            for hf_name, shape in native.parts.items()
+        }
 
     def to_hf(self, native_name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The native tensor as a checkpoint stores it: views, split on dimension 0."""
-        names = self.hf_names(native_name)
-        if len(names) == 1:
-            return {native_name: tensor}
-        parts = tensor.split(list(self.config.qkv_parts.values()))
-        return dict(zip(names, parts, strict=True))
+        """The native tensor as a checkpoint stores it: views of its rows."""
+        parts = self._natives[native_name].parts
+        rest = next(iter(parts.values()))[1:]
+        rows = tensor.reshape(-1, *rest).split([shape[0] for shape in parts.values()])
+        return dict(zip(parts, rows, strict=True))
 
     def from_hf(self, native_name: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
         """The native tensor, of checkpoint tensors that `read` fetches by name."""
-        parts = [read(name) for name in self.hf_names(native_name)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        native = self._natives[native_name]
+        parts = [read(name) for name in native.parts]
+        return parts[0] if len(parts) == 1 else torch.cat(parts).view(native.shape)
+
+    def is_exact(self, hf_name: str) -> bool:
+        """Whether a checkpoint keeps this tensor in fp32, whatever the others are in: what decides
+        between experts is ruined by rounding."""
+        experts = self.config.experts
+        if experts is None:
+            return False
+        router = f".{experts.names.block}.gate.weight"
+        is_bias = bool(experts.selection_bias) and hf_name.endswith(experts.names.selection_bias)
+        return is_bias or (experts.exact_router and hf_name.endswith(router))
 
     def is_optional(self, hf_name: str) -> bool:
         """Whether a checkpoint may store this tensor although the model has no place for it: a copy
-        of a tied head, or old checkpoints' rotary frequencies, which are computed."""
+        of a tied head, old checkpoints' rotary frequencies, which are computed, or further layers
+        that predict tokens after the next."""
         tied = self.config.tie_word_embeddings and hf_name == HEAD_WEIGHT
-        return tied or hf_name.endswith("rotary_emb.inv_freq")
+        number, _, _ = hf_name.removeprefix(LAYERS).partition(".")
+        is_layer = hf_name.startswith(LAYERS) and number.isdecimal()
+        beyond = is_layer and int(number) >= self.config.num_hidden_layers
+        return tied or beyond or hf_name.endswith("rotary_emb.inv_freq")
 
-    def hf_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of every tensor a checkpoint must hold."""
-        return {
-            hf_name: self._shape(hf_name)
-            for native_name in self.native_names()
-            for hf_name in self.hf_names(native_name)
-        }
+    @cached_property
+    def _natives(self) -> Mapping[str, _Native]:
+        return dict(self._each())
 
-    def native_shape(self, native_name: str) -> tuple[int, ...]:
-        """The shape of a native tensor."""
-        parts = [self._shape(name) for name in self.hf_names(native_name)]
-        return (sum(part[0] for part in parts), *parts[0][1:])
-
-    def _block_names(self) -> list[str]:
+    def _each(self) -> Iterator[tuple[str, _Native]]:
         config = self.config
-        names = ["input_layernorm.weight"]
-        for part in [FUSED] if self.merge_qkv else config.qkv_parts:
-            names += _linear(f"self_attn.{part}", config.qkv_bias)
-        names += _linear("self_attn.o_proj", config.o_bias)
+        table = (config.vocab_size, config.hidden_size)
+        yield _same(EMBEDDING_WEIGHT, table)
+        for layer in range(config.num_hidden_layers):
+            at = f"{LAYERS}{layer}"
+            yield _same(f"{at}.input_layernorm.weight", (config.hidden_size,))
+            yield from self._attention(f"{at}.self_attn")
+            yield _same(f"{at}.post_attention_layernorm.weight", (config.hidden_size,))
+            if experts := config.experts_of(layer):
+                yield from self._mixture(at, experts)
+            else:
+                yield from self._network(f"{at}.mlp", f"{at}.mlp", config.intermediate_size)
+        yield _same("model.norm.weight", (config.hidden_size,))
+        if not config.tie_word_embeddings:
+            yield _same(HEAD_WEIGHT, table)
+
+    def _attention(self, at: str) -> Iterator[tuple[str, _Native]]:
+        config = self.config
+        width, parts = config.hidden_size, config.qkv_parts
+        leaves = {"weight": (width,), **({"bias": ()} if config.qkv_bias else {})}
+        if self.merge_qkv:
+            for leaf, rest in leaves.items():
+                yield (
+                    f"{at}.{FUSED}.{leaf}",
+                    _Native(
+                        (sum(parts.values()), *rest),
+                        {f"{at}.{part}.{leaf}": (rows, *rest) for part, rows in parts.items()},
+                    ),
+                )
+        else:
+            for part, rows in parts.items():
+                for leaf, rest in leaves.items():
+                    yield _same(f"{at}.{part}.{leaf}", (rows, *rest))
+        yield from _linear(f"{at}.o_proj", f"{at}.o_proj", (width, parts["q_proj"]), config.o_bias)
         if config.qk_norm:
-            names += ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
-        names.append("post_attention_layernorm.weight")
-        for part in ("gate_proj", "up_proj", "down_proj"):
-            names += _linear(f"mlp.{part}", config.mlp_bias)
-        return names
+            for norm in ("q_norm", "k_norm"):
+                yield _same(f"{at}.{norm}.weight", (config.head_dim,))
 
-    def _shape(self, hf_name: str) -> tuple[int, ...]:
-        config = self.config
-        *_, module, leaf = hf_name.split(".")
-        if module in ("q_norm", "k_norm"):
-            return (config.head_dim,)
-        if module.endswith("norm"):
-            return (config.hidden_size,)
-        rows, columns = {
-            "embed_tokens": (config.vocab_size, config.hidden_size),
-            "lm_head": (config.vocab_size, config.hidden_size),
-            "o_proj": (config.hidden_size, config.qkv_parts["q_proj"]),
-            "gate_proj": (config.intermediate_size, config.hidden_size),
-            "up_proj": (config.intermediate_size, config.hidden_size),
-            "down_proj": (config.hidden_size, config.intermediate_size),
-            **{part: (rows, config.hidden_size) for part, rows in config.qkv_parts.items()},
-        }[module]
-        return (rows,) if leaf == "bias" else (rows, columns)
+    def _network(self, at: str, stored: str, inner: int) -> Iterator[tuple[str, _Native]]:
+        width, bias = self.config.hidden_size, self.config.mlp_bias
+        for part in ("gate_proj", "up_proj"):
+            yield from _linear(f"{at}.{part}", f"{stored}.{part}", (inner, width), bias)
+        yield from _linear(f"{at}.down_proj", f"{stored}.down_proj", (width, inner), bias)
+
+    def _mixture(self, layer: str, experts: ExpertsConfig) -> Iterator[tuple[str, _Native]]:
+        at, names = f"{layer}.mlp", experts.names
+        stored = f"{layer}.{names.block}"
+        count, inner, width = experts.num_experts, experts.width, self.config.hidden_size
+        yield _renamed(f"{at}.gate.weight", f"{stored}.gate.weight", (count, width))
+        if bias := experts.selection_bias:
+            yield _renamed(f"{at}.gate.{SELECTION_BIAS}", f"{stored}.{names.selection_bias}", bias)
+        each = [f"{stored}.experts.{number}" for number in range(count)]
+        into = {
+            f"{expert}.{part}.weight": (inner, width)
+            for expert in each
+            for part in (names.gate, names.up)
+        }
+        yield f"{at}.experts.gate_up_proj", _Native((count, 2 * inner, width), into)
+        out_of = {f"{expert}.{names.down}.weight": (width, inner) for expert in each}
+        yield f"{at}.experts.down_proj", _Native((count, width, inner), out_of)
+        if experts.shared_width:
+            yield from self._network(
+                f"{at}.shared_experts", f"{stored}.shared_experts", experts.shared_width
+            )
 
 
-def _linear(module: str, bias: bool) -> list[str]:
-    return [f"{module}.weight", f"{module}.bias"] if bias else [f"{module}.weight"]
+def _same(name: str, shape: Shape) -> tuple[str, _Native]:
+    return _renamed(name, name, shape)
+
+
+def _renamed(name: str, stored: str, shape: Shape) -> tuple[str, _Native]:
+    return name, _Native(shape, {stored: shape})
+
+
+def _linear(name: str, stored: str, shape: Shape, bias: bool) -> Iterator[tuple[str, _Native]]:
+    yield _renamed(f"{name}.weight", f"{stored}.weight", shape)
+    if bias:
+        yield _renamed(f"{name}.bias", f"{stored}.bias", shape[:1])

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from penstock.models.layers.norm import RMSNorm
-from penstock.models.shape import DecoderConfig
+from penstock.models.shape import DecoderConfig, RotaryPairs
 from penstock_kernels.attention import Segments
 from penstock_kernels.rope import rope
 
@@ -39,6 +39,7 @@ class SelfAttention(nn.Module):
         self.head_dim = config.head_dim
         self.scale = config.head_dim**-0.5
         self.merge_qkv = merge_qkv
+        self.rope_pairs: RotaryPairs = config.rope_pairs
         self.parts = list(config.qkv_parts.values())
         width, bias = config.hidden_size, config.qkv_bias
         if merge_qkv:
@@ -63,7 +64,7 @@ class SelfAttention(nn.Module):
         q_TNH, k_TKH, v_TKH = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, v))
         if self.qk_norm:
             q_TNH, k_TKH = self.q_norm(q_TNH), self.k_norm(k_TKH)
-        q_TNH, k_TKH = rope(q_TNH, k_TKH, cos_TH, sin_TH)
+        q_TNH, k_TKH = rope(q_TNH, k_TKH, cos_TH, sin_TH, self.rope_pairs)
         y_TNH = self.attend(q_TNH, k_TKH, v_TKH, segments, self.scale)
         return self.o_proj(y_TNH.flatten(1))
 

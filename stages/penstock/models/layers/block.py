@@ -6,8 +6,11 @@ import torch
 from torch import nn
 
 from penstock.models.layers.attention import Attend, SelfAttention
+from penstock.models.layers.experts import ExpertOperations
 from penstock.models.layers.feed_forward import FeedForward
+from penstock.models.layers.mixture import MixtureOfExperts
 from penstock.models.layers.norm import RMSNorm
+from penstock.models.layers.router import Precision
 from penstock.models.shape import DecoderConfig
 from penstock_kernels.attention import Segments
 
@@ -23,18 +26,37 @@ def direct(module: nn.Module, /, *args: Any) -> torch.Tensor:
     return module(*args)
 
 
-class Block(nn.Module):
-    """Attention and feed-forward, each normalised before and added after.
+SOCKETS = {"self_attn": "run_attn", "mlp": "run_mlp"}
+"""The two parts of a block, and the sockets that they are called through."""
 
-    `run_attn` and `run_mlp` are sockets for recomputation.
+
+class Block(nn.Module):
+    """Attention and feed-forward, each normalised before and added after; what feeds forward is one
+    network or a mixture of experts.
+
+    `run_attn` and `run_mlp` are sockets: whoever plugs one calls what was plugged before.
     """
 
-    def __init__(self, config: DecoderConfig, *, merge_qkv: bool, attend: Attend) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer: int,
+        *,
+        merge_qkv: bool,
+        attend: Attend,
+        operations: ExpertOperations,
+        router: Precision,
+    ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = SelfAttention(config, merge_qkv=merge_qkv, attend=attend)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = FeedForward(config)
+        experts = config.experts_of(layer)
+        self.mlp = (
+            MixtureOfExperts(config, experts, operations=operations, router=router)
+            if experts
+            else FeedForward(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        )
         self.run_attn: Run = direct
         self.run_mlp: Run = direct
 

@@ -3,16 +3,14 @@
 import torch
 from torch import nn
 
-from penstock.models.shape import DecoderConfig
 from penstock_kernels.swiglu import swiglu
 
 
 class FeedForward(nn.Module):
     """`down(silu(gate(x)) * up(x))`. T tokens, D model width, F feed-forward width."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, width: int, inner: int, *, bias: bool) -> None:
         super().__init__()
-        width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.gate_proj = nn.Linear(width, inner, bias=bias)
         self.up_proj = nn.Linear(width, inner, bias=bias)
         self.down_proj = nn.Linear(inner, width, bias=bias)

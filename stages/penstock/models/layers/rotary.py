@@ -11,11 +11,7 @@ from typing import Any
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-SCALED = ("linear", "llama3", "yarn")
-"""Kinds whose frequencies are fixed. `dynamic` and `longrope` choose them by the longest sequence
-in a batch, so a document would be computed otherwise among others than alone."""
-
-KINDS = ("default", *SCALED)
+from penstock.models.shape import RotaryPairs
 
 
 class Rotary:
@@ -23,25 +19,37 @@ class Rotary:
     another precision, or be left unfilled when a model built without memory is given some."""
 
     def __init__(
-        self, parameters: Mapping[str, Any], *, head_dim: int, max_position_embeddings: int
+        self,
+        parameters: Mapping[str, Any],
+        *,
+        head_dim: int,
+        max_position_embeddings: int,
+        pairs: RotaryPairs = "halves",
     ) -> None:
         # On the CPU whatever device the model is being built on: the numbers are needed now.
         with torch.device("cpu"):
             inverse_frequencies, self.attention_factor = _frequencies(
                 parameters, head_dim, max_position_embeddings
             )
+        self.pairs = pairs
         self.inverse_frequencies: list[float] = inverse_frequencies.float().tolist()
 
     def angles(
         self, position_ids_T: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines [T, H] in `dtype` on the positions' device; computed in fp32."""
+        """Cosines and sines [T, H] on the positions' device, for the features that turn.
+
+        Computed in fp32, and given in `dtype`, or as they are where neighbours are turned together.
+        """
         device = position_ids_T.device
         inverse = torch.tensor(self.inverse_frequencies, dtype=torch.float32, device=device)
         angle = position_ids_T[:, None].float() * inverse
+        factor = self.attention_factor
+        if self.pairs == "neighbours":
+            both_TH = angle.repeat_interleave(2, dim=-1)
+            return both_TH.cos() * factor, both_TH.sin() * factor
         both_TH = torch.cat((angle, angle), dim=-1)
         cos_TH, sin_TH = both_TH.cos(), both_TH.sin()
-        factor = self.attention_factor
         return (cos_TH * factor).to(dtype), (sin_TH * factor).to(dtype)
 
 
@@ -50,7 +58,8 @@ def _frequencies(
 ) -> tuple[torch.Tensor, float]:
     kind = parameters["rope_type"]
     if kind == "default":
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
+        turning = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+        exponents = torch.arange(0, turning, 2, dtype=torch.float) / turning
         return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
     # What the formulas read of a transformers config. Some compute the head width that a config
     # without one would have before they read ours.

@@ -1,0 +1,34 @@
+"""ERNIE 4.5, dense: neighbouring features are turned together."""
+
+from penstock.models.family import Family
+from penstock.models.hf_config import (
+    HfConfig,
+    decoder_config,
+    given,
+    of_whole_heads,
+    rope_parameters,
+)
+from penstock.models.roles import DECODER_ROLES
+from penstock.models.shape import DecoderConfig
+
+ROLES = DECODER_ROLES
+THETA = 500_000.0
+
+
+def read(hf: HfConfig) -> DecoderConfig:
+    """The DecoderConfig of an ERNIE 4.5's config.json."""
+    bias = bool(given(hf, "use_bias", False))
+    return decoder_config(
+        hf,
+        head_dim=given(hf, "head_dim", 128),
+        rms_norm_eps=given(hf, "rms_norm_eps", 1e-5),
+        rope_parameters=of_whole_heads(rope_parameters(hf, theta=THETA)),
+        rope_pairs="neighbours",
+        tie_word_embeddings=bool(given(hf, "tie_word_embeddings", True)),
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=bias,
+    )
+
+
+ERNIE4_5 = Family("ernie4_5", read, ROLES)

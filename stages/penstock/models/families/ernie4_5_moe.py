@@ -1,0 +1,64 @@
+"""ERNIE 4.5 with experts: chosen by softmax plus a bias, beside shared ones; dense layers first."""
+
+from penstock.models.families.ernie4_5 import THETA
+from penstock.models.family import ATTENTION_PARTS, Family
+from penstock.models.hf_config import (
+    HfConfig,
+    decoder_config,
+    given,
+    of_whole_heads,
+    required,
+    rope_parameters,
+)
+from penstock.models.roles import DECODER_ROLES
+from penstock.models.shape import DecoderConfig, ExpertNames, ExpertsConfig
+
+ROLES = DECODER_ROLES
+NAMES = ExpertNames(selection_bias="moe_statics.e_score_correction_bias")
+
+LEAST_SUM = 1e-9
+"""The weights of the best experts by softmax add up to more, so to keep the sum above anything
+smaller changes nothing."""
+
+
+def read(hf: HfConfig) -> DecoderConfig:
+    """The DecoderConfig of an ERNIE 4.5 MoE's config.json."""
+    faults = []
+    if given(hf, "use_bias", False):
+        faults.append("use_bias is true; projections without biases are computed")
+    if (least := given(hf, "moe_norm_min", 1e-12)) > LEAST_SUM:
+        faults.append(f"moe_norm_min is {least}; up to {LEAST_SUM} is computed")
+    return decoder_config(
+        hf,
+        faults=faults,
+        rms_norm_eps=given(hf, "rms_norm_eps", 1e-5),
+        rope_parameters=of_whole_heads(rope_parameters(hf, theta=THETA)),
+        rope_pairs="neighbours",
+        tie_word_embeddings=bool(given(hf, "tie_word_embeddings", True)),
+        experts=_experts(hf),
+    )
+
+
+def _experts(hf: HfConfig) -> ExpertsConfig | None:
+    count, width = given(hf, "moe_num_experts", 64), given(hf, "moe_intermediate_size", 1536)
+    num_layers = required(hf, "num_hidden_layers")
+    first, last = given(hf, "moe_layer_start_index", 1), given(hf, "moe_layer_end_index", -1)
+    last = num_layers - 1 if last == -1 else min(last, num_layers - 1)
+    step = given(hf, "moe_layer_interval", 1)
+    layers = tuple(layer for layer in range(first, last + 1) if (layer + 1) % step == 0)
+    if not layers:
+        return None
+    return ExpertsConfig(
+        layers=layers,
+        num_experts=count,
+        experts_per_token=given(hf, "moe_k", 6),
+        width=width,
+        shared_width=width * given(hf, "moe_num_shared_experts", 2),
+        selection_bias=(1, count),
+        exact_router=True,
+        balance=given(hf, "router_aux_loss_coef", 0.001),
+        names=NAMES,
+    )
+
+
+ERNIE4_5_MOE = Family("ernie4_5_moe", read, ROLES, lora_targets=ATTENTION_PARTS)
