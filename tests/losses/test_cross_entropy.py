@@ -4,6 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.losses.cross_entropy import sum_cross_entropy
 
@@ -25,10 +28,12 @@ def plain(hidden, head, labels):
     return F.cross_entropy(head(hidden).float(), labels, ignore_index=-100, reduction="sum")
 
 
+@pytest.mark.parametrize("form", ["a matrix", "a matrix and more"])
 @pytest.mark.parametrize("chunk", [1, 7, 4096])
-def test_loss_and_gradients_are_those_of_all_logits_at_once(chunk):
+def test_loss_and_gradients_are_those_of_all_logits_at_once(chunk, form):
     hidden, head, labels = setting()
-    got = sum_cross_entropy(hidden, head, labels, chunk=chunk)
+    call = head if form == "a matrix" else nn.Sequential(head)
+    got = sum_cross_entropy(hidden, call, labels, chunk=chunk)
     want = plain(hidden, head, labels)
     torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
     inputs = (hidden, head.weight)
@@ -54,15 +59,34 @@ def test_without_a_trained_token_the_loss_is_zero_and_gradients_are_zeros():
     assert torch.equal(stream, torch.zeros_like(hidden))
 
 
-def test_logits_of_more_than_a_chunk_are_never_made():
+class Largest(TorchDispatchMode):
+    """The most numbers that any operation's result had."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        found = [leaf.numel() for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
+        self.numbers = max([self.numbers, *found])
+        return made
+
+
+@pytest.mark.parametrize("form", ["a matrix", "a matrix and more"])
+def test_logits_of_more_than_a_chunk_are_never_made(form):
     hidden, head, labels = setting()
-    rows = []
-    head.register_forward_hook(lambda *call: rows.append(len(call[-1])))
-    sum_cross_entropy(hidden, head, labels, chunk=8).backward()
+    call = head if form == "a matrix" else nn.Sequential(head)
+    with Largest() as largest:
+        sum_cross_entropy(hidden, call, labels, chunk=8).backward()
+    assert largest.numbers == max(head.weight.numel(), hidden.numel(), 8 * VOCAB)
+
+
+def test_each_trained_token_passes_a_matrix_once_and_the_others_never():
+    hidden, head, labels = setting()
     trained = int((labels != -100).sum())
-    assert max(rows) == 8
-    # Each trained token passes the head twice, forward and recomputed; the others never.
-    assert sum(rows) == 2 * trained
+    with FlopCounterMode(display=False) as counted:
+        sum_cross_entropy(hidden, head, labels, chunk=8).backward()
+    # Two products for the gradients, and one for the logits they come from.
+    assert counted.get_total_flops() == 3 * 2 * trained * WIDTH * VOCAB
 
 
 def test_labels_that_are_not_one_per_position_are_refused():

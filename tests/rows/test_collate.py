@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.rows.collate import collate
+from penstock.rows.collate import PADDING, PadTo, collate
 from penstock.rows.reader import Row
 from penstock.rows.schema import histogram
 
@@ -25,6 +25,13 @@ def test_padding_is_a_document_of_its_own_and_labels_stay_as_they_are():
     assert batch.lengths == (3, 2, 3)
     assert batch.num_trained == 3
     assert batch.input_ids_T.dtype == batch.labels_T.dtype == torch.int64
+
+
+def test_much_padding_is_cut_into_short_documents():
+    [batch] = collate([[row_of(*DOCUMENTS)]], pad_to_multiple_of=8, pad_to=4000).micro_batches()
+    padding = batch.lengths[len(DOCUMENTS) :]
+    assert sum(batch.lengths) == len(batch.input_ids_T) == 4000
+    assert max(padding) == PADDING
 
 
 def test_rows_are_laid_end_to_end_without_padding_between_them():
@@ -72,10 +79,41 @@ def test_micro_batches_hold_the_documents_of_their_rows_and_share_one_memory(gro
         assert batch.input_ids_T.tolist() == ids + [0] * (total - used)
         assert batch.labels_T.tolist() == labels + [-100] * (total - used)
         assert batch.position_ids_T.tolist() == [n for size in batch.lengths for n in range(size)]
-        assert [*batch.lengths] == [len(i) for i, _ in flat] + [total - used] * (total > used)
+        assert [*batch.lengths[: len(flat)]] == [len(i) for i, _ in flat]
+        assert sum(batch.lengths) == total
         assert (batch.num_tokens, batch.num_trained) == (used, sum(n != -100 for n in labels))
         storage = batch.input_ids_T.untyped_storage().data_ptr()
         assert storage == laid.values.untyped_storage().data_ptr()
+
+
+@given(
+    st.lists(st.lists(LENGTHS.filter(len), max_size=2), min_size=1, max_size=3),
+    st.integers(1, 16),
+    st.integers(0, 9),
+)
+def test_batches_of_one_length_differ_from_their_own_in_the_padding_document_alone(
+    groups, multiple, more
+):
+    rows = [[row_of(*[([1] * n, [2] * n) for n in row]) for row in group] for group in groups]
+    used = [sum(map(sum, group)) for group in groups]
+    longest = max(used)
+    lengths: list[tuple[PadTo, int]] = [("longest", longest), (longest + more, longest + more)]
+    for pad_to, wanted in lengths:
+        laid = collate(rows, pad_to_multiple_of=multiple, pad_to=pad_to).micro_batches()
+        total = max(-(-wanted // multiple), 1) * multiple
+        for batch, tokens, group in zip(laid, used, groups, strict=True):
+            documents = [n for row in group for n in row]
+            padding = batch.lengths[len(documents) :]
+            assert [*batch.lengths[: len(documents)]] == documents
+            assert sum(padding) == total - tokens
+            assert batch.input_ids_T.tolist() == [1] * tokens + [0] * (total - tokens)
+            assert batch.labels_T.tolist() == [2] * tokens + [-100] * (total - tokens)
+            assert (batch.num_tokens, batch.num_trained) == (tokens, tokens)
+
+
+def test_rows_longer_than_the_length_of_all_are_refused():
+    with pytest.raises(ValueError, match="5 tokens do not fit a length of 4"):
+        collate([[row_of(*DOCUMENTS)]], pad_to_multiple_of=8, pad_to=4)
 
 
 def test_a_histogram_counts_powers_of_two_upwards():

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
+import torch
 from torch import nn
 
 from penstock.adapters.lora import LoraLinear, fill
@@ -35,8 +36,9 @@ def inject(
 ) -> tuple[str, ...]:
     """Adapt the targeted layers in place and freeze all else; return their names in a checkpoint.
 
-    Factors of a model that has memory are filled with their start. On the meta device they stay
-    unfilled, for `lora.fill` or `lora.initial_lora` once there is memory.
+    A decoder that is a part of itself is adapted as the whole one would be, so a target may name
+    what is in another part. Factors of a model that has memory are filled with their start. On the
+    meta device they stay unfilled, for `lora.fill` or `lora.initial_lora` once there is memory.
 
     Raises:
         ConfigError: a rank below 1, a target that names no linear layer, or a tied head.
@@ -44,26 +46,35 @@ def inject(
     if spec.rank < 1:
         raise ConfigError(f"lora.lora_rank is {spec.rank}. Give a rank of 1 or more.")
     targets = default_targets if spec.targets is None else spec.targets
-    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    layers = {hf: native for native in linears for hf in _layers_in(model, native)}
-    chosen = _chosen(layers, targets)
+    with torch.device("meta"):
+        whole = Decoder(model.config, merge_qkv=model.merge_qkv)
+    chosen = _chosen(_layers(whole), targets)
     if model.config.tie_word_embeddings and "lm_head" in chosen:
         raise ConfigError(
             "lora.lora_target_modules names lm_head, whose weight is the embedding's own in this "
             "model (tie_word_embeddings); an adapted head could not be merged. Leave lm_head out."
         )
     model.requires_grad_(False)
-    for native in dict.fromkeys(layers[hf] for hf in chosen):
+    here = _layers(model)
+    for native in dict.fromkeys(here[hf] for hf in chosen if hf in here):
         parts = _layers_in(model, native)
         adapted = [hf.rpartition(".")[2] for hf in parts if hf in chosen]
         widths = {hf.rpartition(".")[2]: width for hf, width in parts.items()}
+        linear = model.get_submodule(native)
+        assert isinstance(linear, nn.Linear)
         adapter = LoraLinear(
-            linears[native], parts=widths, adapted=adapted, rank=spec.rank, alpha=spec.alpha
+            linear, parts=widths, adapted=adapted, rank=spec.rank, alpha=spec.alpha
         )
         model.set_submodule(native, adapter)
     if not any(parameter.is_meta for parameter in model.parameters()):
         fill(model, spec.seed)
     return tuple(chosen)
+
+
+def _layers(model: Decoder) -> dict[str, str]:
+    """Linear layers by their names in a checkpoint, and the native modules that are them."""
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return {hf: native for native in linears for hf in _layers_in(model, native)}
 
 
 def _layers_in(model: Decoder, native: str) -> dict[str, int]:

@@ -38,10 +38,8 @@ def build_optimizer(
             "no parameter of the model is trainable. "
             "Set lora.enable_lora, or load a model whose parameters are not all frozen."
         )
-    on_cuda = all(parameter.is_cuda for group in groups for _, parameter in group["params"])
-    fused, foreach = (True, None) if on_cuda else (None, True)
     if optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=lr, fused=fused, foreach=foreach)
-    return torch.optim.AdamW(
-        groups, lr=lr, betas=ADAMW_BETAS, eps=ADAMW_EPS, fused=fused, foreach=foreach
-    )
+        # Not fused: torch has no such kernel for parameters that are sharded.
+        return torch.optim.SGD(groups, lr=lr, foreach=True)
+    # One pass over each tensor; without it a step makes several temporaries of every weight's size.
+    return torch.optim.AdamW(groups, lr=lr, betas=ADAMW_BETAS, eps=ADAMW_EPS, fused=True)

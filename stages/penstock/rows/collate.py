@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -9,12 +10,19 @@ import torch
 from penstock.rows.reader import Row
 from penstock.rows.schema import IGNORED
 
+PADDING = 1024
+"""Tokens of a document of padding, at most."""
+
+PadTo = int | Literal["own", "longest"]
+"""How long a micro-batch is: as long as itself, as the longest one of its step, or so many tokens;
+rounded up to a multiple."""
+
 
 @dataclass(frozen=True)
 class MicroBatch:
     """Documents one after another, with no batch dimension.
 
-    `lengths` say where documents end and sum to T; padding is a last document of its own.
+    `lengths` say where documents end and sum to T; padding is last, in documents of its own.
     `labels_T` are shifted already and -100 where nothing is trained, in all of the padding too.
     """
 
@@ -63,16 +71,26 @@ class Laid:
 
 
 def collate(
-    groups: Sequence[Sequence[Row]], *, pad_to_multiple_of: int, pad_token_id: int = 0
+    groups: Sequence[Sequence[Row]],
+    *,
+    pad_to_multiple_of: int,
+    pad_to: PadTo = "own",
+    pad_token_id: int = 0,
 ) -> Laid:
-    """One micro-batch of each group of rows: laid end to end and padded to the next multiple.
+    """One micro-batch of each group of rows: laid end to end and padded.
 
-    No rows give one whole multiple of padding. Labels are taken as they are, never shifted again.
-    Documents keep their true lengths here and on disk: an attention that needs them aligned pads
-    them after this, and one packed artifact serves every layout.
+    No rows give nothing but padding, one whole multiple at least. Labels are taken as they are,
+    never shifted again. Documents keep their true lengths here and on disk: an attention that needs
+    them aligned pads them after this, and one packed artifact serves every layout.
+
+    Raises:
+        ValueError: for rows whose documents are not all of their tokens, or that are longer than
+            the number `pad_to`.
     """
-    documents = [_documents(rows, pad_to_multiple_of) for rows in groups]
-    totals = [sum(lengths) for lengths in documents]
+    documents = [_documents(rows) for rows in groups]
+    totals = _totals([sum(lengths) for lengths in documents], pad_to_multiple_of, pad_to)
+    for lengths, total in zip(documents, totals, strict=True):
+        lengths += _documents_of_padding(total - sum(lengths))
     values = np.empty((3, sum(totals)), dtype=np.int64)
     counting = np.arange(max(totals, default=0))
     parts: list[_Part] = []
@@ -97,11 +115,28 @@ def collate(
     return Laid(torch.from_numpy(values), tuple(parts))
 
 
-def _documents(rows: Sequence[Row], multiple: int) -> list[int]:
-    """The length of every document, and of the padding as one more."""
+def _documents(rows: Sequence[Row]) -> list[int]:
+    """The length of every document."""
     lengths = [length for row in rows for length in row.lengths.tolist()]
     used, held = sum(lengths), sum(len(row.input_ids) for row in rows)
     if held != used:
         raise ValueError(f"the rows hold {held} tokens, but their lengths sum to {used}")
-    padding = -used % multiple if used else multiple
-    return [*lengths, padding] if padding else lengths
+    return lengths
+
+
+def _documents_of_padding(tokens: int) -> list[int]:
+    """Short ones: attention is quadratic in a document's length, and what is padded is not used."""
+    whole, rest = divmod(tokens, PADDING)
+    return [PADDING] * whole + [rest] * (rest > 0)
+
+
+def _totals(used: Sequence[int], multiple: int, pad_to: PadTo) -> list[int]:
+    """Tokens of each micro-batch, padding included."""
+    longest = max(used, default=0)
+    if isinstance(pad_to, int):
+        if longest > pad_to:
+            raise ValueError(f"rows of {longest} tokens do not fit a length of {pad_to}")
+        wanted = [pad_to] * len(used)
+    else:
+        wanted = [longest] * len(used) if pad_to == "longest" else used
+    return [max(1, -(-tokens // multiple)) * multiple for tokens in wanted]
