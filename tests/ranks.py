@@ -55,8 +55,8 @@ def on_ranks(
 ) -> list[Any]:
     """`fn(*args)` on each of `world` ranks; returns what each returned. `fn` is module-level.
 
-    Checked collectives turn a mismatch between ranks into a message on each; under them
-    DistributedDataParallel crashes in torch 2.13, so what uses it asks for plain ones.
+    Checked collectives turn a mismatch between ranks into a message on each; plain ones are
+    quicker where many groups are made.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)

@@ -9,15 +9,15 @@ from torch import nn
 
 from penstock.engine.assemble import assemble
 from penstock.engine.hf_config import read_hf_config
+from penstock.engine.parallel.pieces import local
 from penstock.engine.ranks import Ranks, join
 from penstock.models.decoder import Decoder
 from penstock.train.job import Job
 from penstock.train.loop import Loop
 from penstock.train.stopping import StopRequest
-from tests.engine import runs
 
 Arrays = dict[str, np.ndarray]
-"""By parameter; tensors do not outlive the process of their rank."""
+"""By the names of tensors in a checkpoint; torch's do not outlive the process of their rank."""
 
 
 def loop_of(job: Job, ranks: Ranks | None = None) -> Loop:
@@ -31,15 +31,14 @@ def loop_of(job: Job, ranks: Ranks | None = None) -> Loop:
 
 def decoder_of(loop: Loop) -> Decoder:
     """The model itself, without what a layout may have wrapped around it."""
-    model = loop.built.trained.model
+    [model] = loop.built.engine.layout.parts
     assert isinstance(model, Decoder)
     return model
 
 
 def parameters_of(loop: Loop) -> Arrays:
-    """Every parameter's whole value, by name."""
-    parameters = decoder_of(loop).named_parameters()
-    return {name: runs.whole(parameter).numpy() for name, parameter in parameters}
+    """Every parameter's whole value, on every rank."""
+    return _whole(loop, lambda parameter: parameter.detach())
 
 
 def before_each_update(loop: Loop, look: Callable[[], Any]) -> list[Any]:
@@ -50,9 +49,32 @@ def before_each_update(loop: Loop, look: Callable[[], Any]) -> list[Any]:
 
 
 def gradients_of(loop: Loop) -> Arrays:
-    """The whole gradient of every parameter that has one."""
-    parameters = decoder_of(loop).named_parameters()
-    return {name: runs.whole(p.grad).numpy() for name, p in parameters if p.grad is not None}
+    """The whole gradient of every parameter that has one, on every rank."""
+    return _whole(loop, lambda parameter: parameter.grad)
+
+
+def _whole(loop: Loop, take: Callable[[nn.Parameter], torch.Tensor | None]) -> Arrays:
+    """What all ranks' pieces of a tensor make together. Every number must be on some rank, and
+    ranks that hold the same numbers must hold the same bits."""
+    mine: list[tuple[str, tuple[int, ...], tuple[int, ...], np.ndarray]] = []
+    for held in loop.built.engine.layout.held:
+        tensor = take(held.parameter)
+        if tensor is None:
+            continue
+        for piece in held.pieces:
+            box = piece.of(local(tensor)).numpy().copy()
+            mine.append((piece.tensor, piece.whole, piece.offsets, box))
+    found: Arrays = {}
+    for boxes in loop.ranks.gather(mine):
+        for name, shape, offsets, box in boxes:
+            whole = found.setdefault(name, np.full(shape, np.nan, box.dtype))
+            ends = zip(offsets, box.shape, strict=True)
+            at = tuple(slice(first, first + size) for first, size in ends)
+            assert (np.isnan(whole[at]) | (whole[at] == box)).all(), f"{name} is not the same twice"
+            whole[at] = box
+    for name, whole in found.items():
+        assert not np.isnan(whole).any(), f"{name} is not whole"
+    return found
 
 
 def calls_of(module: nn.Module, look: Callable[[tuple[Any, ...]], Any]) -> list[Any]:
@@ -69,4 +91,11 @@ def step(loop: Loop) -> dict[str, Any]:
 
 def each(look: Callable[[Job], Any], jobs: Mapping[str, Job]) -> dict[str, Any]:
     """What `look` finds for each job: several looks for the price of one start of the ranks."""
-    return {name: look(job) for name, job in jobs.items()}
+    found = {}
+    for name, job in jobs.items():
+        try:
+            found[name] = look(job)
+        except Exception as error:
+            error.add_note(f"while looking at {name}")
+            raise
+    return found

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.config.data import DataConfig
 from penstock.core.errors import ArtifactError, StageError
 from penstock.rows.reader import PackedRows
 from penstock.train.loader import Loader, Reading
@@ -34,8 +33,7 @@ def folder(tmp_path_factory):
 
 
 def reading(**data):
-    config = DataConfig.model_validate({"datasets": [{"path": "dummy"}], **data})
-    return Reading.of(config, torch.device("cpu"))
+    return Reading.of(runs.run_config(Path("out"), Path("model"), data=data), torch.device("cpu"))
 
 
 def loader_of(folder, steps, **data):
@@ -100,11 +98,13 @@ def test_a_written_distance_starts_the_documented_number_of_processes():
 
 
 def test_rows_are_pinned_only_where_a_gpu_copies_them():
-    config = DataConfig.model_validate({"datasets": [{"path": "dummy"}]})
-    off = config.model_copy(update={"dataloader_pin_memory": False})
-    assert Reading.of(config, torch.device("cuda")).pin_memory
-    assert not Reading.of(off, torch.device("cuda")).pin_memory
-    assert not Reading.of(config, torch.device("cpu")).pin_memory
+    def pins(device, **data):
+        run = runs.run_config(Path("out"), Path("model"), data=data)
+        return Reading.of(run, torch.device(device)).pin_memory
+
+    assert pins("cuda")
+    assert not pins("cuda", dataloader_pin_memory=False)
+    assert not pins("cpu")
 
 
 def failing(folder):

@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from penstock.core.errors import CapabilityError, ConfigError
-from penstock.engine.parallel.degrees import degrees_of
+from penstock.core.errors import CapabilityError
 from penstock.engine.ranks import Ranks, leave
 from penstock.plan import check_machine
 from penstock.rows.reader import PackedRows
@@ -42,37 +41,29 @@ def job(folder, out, **train):
 
 
 def held(job):
-    """The share of the model's numbers that this rank holds, and what its forward goes through."""
+    """The share of the model's numbers that this rank holds, and by which means."""
     loop = loop_of(job)
     parameters = list(decoder_of(loop).parameters())
     mine = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in parameters)
-    kind = type(loop.built.engine.model).__name__
-    return mine / sum(p.numel() for p in parameters), kind
+    kinds = type(decoder_of(loop)).__name__, type(loop.built.engine.layout.sync).__name__
+    return mine / sum(p.numel() for p in parameters), *kinds
 
 
 def test_the_mode_decides_what_a_rank_holds(folder):
     jobs = {mode: job(folder, mode, data_parallel_mode=mode) for mode in ("ddp", "fsdp2")}
-    for found in on_ranks(2, each, held, jobs, collectives="plain"):
-        assert found == {"ddp": (1.0, "DistributedDataParallel"), "fsdp2": (0.5, "FSDPDecoder")}
+    for found in on_ranks(2, each, held, jobs):
+        assert found == {
+            "ddp": (1.0, "Decoder", "Whole"),
+            "fsdp2": (0.5, "FSDPDecoder", "Sharded"),
+        }
     alone = {"none": job(folder, "none")}
-    assert on_ranks(1, each, held, alone) == [{"none": (1.0, "Decoder")}]
-
-
-@pytest.mark.parametrize(("mode", "fits"), [("fsdp2", 4), ("ddp", 1)])
-def test_a_number_of_shards_that_does_not_fit_the_ranks_is_refused(mode, fits, folder):
-    for asked in (-1, 1, 2, 4):
-        train = job(folder, "x", data_parallel_mode=mode, data_parallel_shard_size=asked)
-        if asked in (-1, fits):
-            assert degrees_of(train.config.train, 4).num_replicas == 4
-        else:
-            with pytest.raises(ConfigError, match=f"data_parallel_shard_size is {asked}"):
-                degrees_of(train.config.train, 4)
+    assert on_ranks(1, each, held, alone) == [{"none": (1.0, "Decoder", "Whole")}]
 
 
 def dtypes(job):
     """Of a layer's input in the forward pass, and of its weights and gradients at rest."""
     loop = loop_of(job)
-    layer = decoder_of(loop).model.layers[1]
+    layer = decoder_of(loop).model.layers["1"]
     inputs = calls_of(layer, lambda arguments: str(arguments[0].dtype))
     outputs = []
     narrowing = layer.get_submodule("mlp.down_proj")
@@ -91,7 +82,7 @@ def test_mixed_precision_computes_in_bf16_and_keeps_fp32(folder):
         for mode in ("none", "ddp", "fsdp2")
         for mixed in ("mixed", "full")
     }
-    [found] = on_ranks(1, each, dtypes, jobs, collectives="plain")
+    [found] = on_ranks(1, each, dtypes, jobs)
     for name, seen in found.items():
         computed = "torch.bfloat16" if "mixed" in name else "torch.float32"
         assert seen == ({computed}, {computed}, {"torch.float32"}, {"torch.float32"}), name
@@ -100,7 +91,7 @@ def test_mixed_precision_computes_in_bf16_and_keeps_fp32(folder):
 def forward_calls(job):
     """Calls of a layer and its parts in one step, and whether the first recorded a graph."""
     loop = loop_of(job)
-    layer = decoder_of(loop).model.layers[0]
+    layer = decoder_of(loop).model.layers["0"]
     parts = {"layer": layer, "self_attn": layer.self_attn, "mlp": layer.mlp}
     seen = {name: calls_of(m, lambda _: torch.is_grad_enabled()) for name, m in parts.items()}
     step(loop)
@@ -147,7 +138,7 @@ def sharded_step(job):
     """Gathers and entries of layers in one micro-batch, in order, and the names of the units."""
     loop = loop_of(job)
     model, events = decoder_of(loop), []
-    for index, layer in enumerate(model.model.layers):
+    for index, layer in enumerate(model.model.layers.values()):
         layer.register_forward_pre_hook(lambda *_, at=index: events.append(f"layer {at}"))
     model.register_forward_hook(lambda *_: events.append("forward ends"))
     with Gathers(events):
@@ -208,9 +199,12 @@ def test_a_named_module_that_is_nowhere_is_refused(folder):
         on_ranks(1, sharded_step, made)
 
 
+POISON = 1e6
+
+
 @pytest.fixture(scope="module")
 def weights(folder):
-    """A model as transformers saves it, and one of the same shapes that holds only NaN."""
+    """A model as transformers saves it, and one of the same shapes that holds only POISON."""
     torch.manual_seed(3)
     model = Qwen3ForCausalLM(Qwen3Config(**{**runs.TINY, "dtype": "float32"}))
     model.save_pretrained(folder / "weights")
@@ -219,7 +213,7 @@ def weights(folder):
     }
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.fill_(float("nan"))
+            parameter.fill_(POISON)
     model.save_pretrained(folder / "poison")
     return start
 
@@ -244,7 +238,7 @@ def test_weights_are_those_of_model_path_read_by_one_rank_or_by_all(folder, weig
         for name, want in weights.items():
             assert np.array_equal(found["broadcast"][name], want), name
         # Half of each parameter is what the second rank read.
-        assert all(np.isnan(value).any() for value in found["all_ranks"].values())
+        assert all((value == POISON).any() for value in found["all_ranks"].values())
 
 
 class Copies(TorchDispatchMode):
@@ -329,9 +323,9 @@ def test_cached_memory_is_returned_at_the_steps_asked_for(folder, monkeypatch):
 def test_rows_are_pinned_for_a_gpu_if_wanted(pins, num_workers, folder):
     data = {"dataloader_pin_memory": pins, "dataloader_num_workers": num_workers}
     made = job(folder, f"pinned {pins} {num_workers}", data=data)
-    config, device = made.config.data, torch.device("cuda")
+    device = torch.device("cuda")
     rows = PackedRows(made.packed / "data" / "train")
-    loader = Loader(rows, iter([[[0], [1]]]), Reading.of(config, device))
+    loader = Loader(rows, iter([[[0], [1]]]), Reading.of(made.config, device))
     for batch in next(loader):
         assert batch.input_ids_T.is_pinned() is pins
         assert batch.labels_T.is_pinned() is pins

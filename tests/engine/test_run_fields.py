@@ -4,6 +4,7 @@ import json
 import os
 from contextlib import redirect_stderr
 from io import StringIO
+from threading import current_thread, main_thread
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from penstock.core.errors import CapabilityError
+from penstock.engine import checkpoint
 from penstock.engine.checkpoint_reader import CheckpointReader
 from penstock.plan import check_machine
 from penstock.train.main import run_by_hand
@@ -163,6 +165,7 @@ SAVED = {
     "every epoch": ({"save_epochs": 1.0}, [2, 4, 5]),
     "twice an epoch": ({"save_epochs": 0.5}, [1, 2, 3, 4, 5]),
     "every epoch and a half": ({"save_epochs": 1.5}, [3, 5]),
+    "every step, the last two kept": ({"save_steps": 1, "save_total_limit": 2}, [4, 5]),
 }
 
 
@@ -175,6 +178,24 @@ def test_checkpoints_are_saved_as_often_as_asked(folder):
         found = sorted(int(path.name.removeprefix("global_step_")) for path in root.iterdir())
         assert found == steps, what
         assert all((root / f"global_step_{at}" / "COMPLETE").is_file() for at in steps)
+
+
+def writers(job):
+    """The threads that write the checkpoints of a run."""
+    write, threads = checkpoint.write_boxes, []
+    checkpoint.write_boxes = lambda *given: threads.append(current_thread()) or write(*given)
+    runs.train_here(job)
+    checkpoint.write_boxes = write
+    return [thread is main_thread() for thread in threads]
+
+
+def test_checkpoints_are_written_behind_training_when_asked(folder):
+    jobs = {
+        str(asked): job(folder, f"save_async {asked}", max_steps=2, save_steps=1, save_async=asked)
+        for asked in (True, False)
+    }
+    [found] = on_ranks(1, each, writers, jobs)
+    assert found == {"True": [False, False], "False": [True, True]}
 
 
 def test_auto_goes_on_from_the_newest_checkpoint(folder):
@@ -240,10 +261,11 @@ def timeouts(job):
 
 
 def test_collective_operations_wait_as_long_as_a_step_may(folder):
+    # Ten seconds longer than the launcher, which asks the ranks for their stacks while they hang.
     jobs = {}
     for limit in (None, 77.0):
         made = job(folder, f"limit {limit}")
         launch = made.config.launch.model_copy(update={"timeout": limit})
         run = made.config.model_copy(update={"launch": launch})
         jobs[str(limit)] = runs.job_of(run, folder / "packed")
-    assert on_ranks(1, each, timeouts, jobs) == [{"None": [1800.0], "77.0": [77.0]}]
+    assert on_ranks(1, each, timeouts, jobs) == [{"None": [1810.0], "77.0": [87.0]}]

@@ -1,19 +1,88 @@
 """Torchrun, told to end when the process that started it ends.
 
-`python -m penstock.engine.agent PARENT_PID TORCHRUN_ARGUMENTS...`
+`python -m penstock.engine.agent PARENT_PID DEATHS.json TORCHRUN_ARGUMENTS...`
+
+A request to end is passed on to the ranks, and the agent stays with them until they have saved, so
+that agents of other machines see it leave with the rest. Torch's own handler leaves at once: the
+others would wait minutes for it, and a second request, which is usual where a scheduler signals
+every process of a job, would leave the ranks in the middle of their save.
 """
 
+import json
+import os
+import platform
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing import api
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 
 from penstock.core.orphan import end_with_parent
 
+PATIENCE_SECONDS = 75
+"""How long ranks may take to save before they are killed; less than the launcher's own patience."""
+
+
+def _pass_on(signum: int, _frame: FrameType | None) -> None:
+    """Ask the ranks to end; without any there is nothing to wait for."""
+    asked = 0
+    for pid in _children():
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+            asked += 1
+    if not asked:
+        number = signal.Signals(signum)
+        raise api.SignalException(f"asked to end by {number.name}", sigval=number)
+    if not signal.getitimer(signal.ITIMER_REAL)[0]:
+        signal.signal(signal.SIGALRM, _give_up)
+        signal.setitimer(signal.ITIMER_REAL, PATIENCE_SECONDS)
+
+
+def _give_up(_signum: int, _frame: FrameType | None) -> None:
+    raise api.SignalException("the ranks did not end in time", sigval=signal.SIGKILL)
+
+
+def _children() -> Iterator[int]:
+    """Processes that this one has started."""
+    mine = str(os.getpid())
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            # The name, in parentheses, may hold anything; state and parent follow it.
+            state, parent = status.read_text().rpartition(")")[2].split()[:2]
+            if parent == mine and state != "Z":
+                yield int(status.parent.name)
+
+
+def _tell_deaths(file: Path, failed: ChildFailedError) -> None:
+    """Which ranks of this node a signal has ended."""
+    deaths = [
+        {
+            "rank": rank,
+            "host": platform.node(),
+            "pid": failure.pid,
+            "signal": -failure.exitcode,
+            "time": failure.timestamp,
+        }
+        for rank, failure in failed.failures.items()
+        if failure.exitcode < 0
+    ]
+    file.write_text(json.dumps(deaths))
+
+
 if __name__ == "__main__":
     end_with_parent(int(sys.argv[1]))
+    # Torch looks its handler up when it starts ranks.
+    api._terminate_process_handler = _pass_on
     try:
-        main(sys.argv[2:])
-    except SignalException as stopped:
-        # Asked to stop, it has let the ranks save and end; its stack says nothing to anyone.
+        main(sys.argv[3:])
+    except api.SignalException as stopped:
+        # Its stack says nothing to anyone.
         sys.exit(128 + stopped.sigval)
+    except ChildFailedError as failed:
+        _tell_deaths(Path(sys.argv[2]), failed)
+        sys.exit(1)

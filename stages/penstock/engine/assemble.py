@@ -1,17 +1,18 @@
 """The order of construction. This file is that order; read it top to bottom.
 
-    meta -> adapters -> recomputation -> sharding -> storage -> weights -> replication -> optimizer
+    meta -> adapters -> division -> recomputation -> sharding -> storage -> weights -> optimizer
 
 Nothing is allocated until it is known where it lies, so a model larger than one device assembles.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from penstock.adapters.inject import LoraSpec, inject
 from penstock.adapters.lora import initial_lora
@@ -19,23 +20,35 @@ from penstock.adapters.names import factor_of
 from penstock.config.run import RunConfig
 from penstock.config.train import TrainConfig
 from penstock.core.errors import CapabilityError
-from penstock.engine.checkpoint import Trained
-from penstock.engine.parallel.data import replicate, shard
+from penstock.engine.checkpoint_state import Trained
+from penstock.engine.expert_kernels import choose_experts
+from penstock.engine.parallel.apply import gradient_sync, held_in, shard_parts
+from penstock.engine.parallel.collectives import Residual
+from penstock.engine.parallel.context import Context
+from penstock.engine.parallel.cuts import pieces_of
 from penstock.engine.parallel.degrees import Degrees, degrees_of
-from penstock.engine.parallel.mesh import mesh_of
+from penstock.engine.parallel.expert import share_experts
+from penstock.engine.parallel.layout import Layout
+from penstock.engine.parallel.mesh import Mesh
+from penstock.engine.parallel.pieces import Held
+from penstock.engine.parallel.pipeline import Casting, Pipeline, parts_of
+from penstock.engine.parallel.split import described
+from penstock.engine.parallel.tensor import divide
+from penstock.engine.parallel.vocabulary import sum_of_losses
 from penstock.engine.ranks import Ranks
-from penstock.engine.recompute import recompute
+from penstock.engine.recompute import kind_of, recompute
 from penstock.engine.step import Engine
-from penstock.engine.weights import Read, SafetensorsFolder, fill
+from penstock.engine.weights import fill
 from penstock.models.cost import pairs_per_token
-from penstock.models.decoder import Decoder
+from penstock.models.decoder import Decoder, Part
 from penstock.models.family import Family
 from penstock.models.initialise import initialise
+from penstock.models.layers.attention import Attend
+from penstock.models.layers.experts import ExpertOperations
 from penstock.models.registry import family_of
 from penstock.models.shape import DecoderConfig
 from penstock.models.weights import WeightMap
 from penstock.optim.build import OptimizerName, build_optimizer
-from penstock_kernels.attention import attention
 
 Notify = Callable[[str], None]
 
@@ -65,48 +78,80 @@ def assemble(
     `weights` is a folder of safetensors, or None for a random start from `train.seed`.
     """
     train = run.train
-    degrees = degrees_of(train, ranks.world)
+    mesh = Mesh(
+        degrees_of(train, ranks.world),
+        ranks.rank,
+        ranks.device.type,
+        experts="strangers" if train.ep_outside else "neighbours",
+    )
+    context = Context(mesh)
     family = family_of(hf_config)
     config = family.read(hf_config)
     names = family.weight_map(config, merge_qkv=run.model.merge_qkv)
-    model = build_empty(run, family, config, ranks.device, notify)
-    if train.enable_gradient_checkpointing:
-        recompute(model, train.recompute_modules, train.enable_reentrant)
-    sharded = train.data_parallel_mode == "fsdp2"
-    if sharded:
-        units = shard_units(model, run.model.basic_modules)
-        shard(model, units, mesh_of(degrees, ranks.device.type), train)
-    model.to_empty(device="cpu" if train.init_device == "cpu" else ranks.device)
-    load(model, names, weights, run, ranks)
-    model.to(ranks.device)
-    wrapped: nn.Module = model
-    if train.data_parallel_mode == "ddp":
-        wrapped = replicate(model, ranks.device)
+    attend = context.attend(choose_attention(run, ranks.device, notify))
+    experts = choose_experts(run, config, ranks.device, notify)
+    parts = [
+        build_empty(run, family, config, part, attend, experts)
+        for part in parts_of(config, train, mesh.index("pipeline"))
+    ]
+    residual: Residual = "split" if train.sequence_parallel else "whole"
+    for part in parts:
+        divide(part, mesh, family.roles, residual=residual)
+        share_experts(part, mesh)
+        if train.enable_gradient_checkpointing:
+            recompute(part, train.recompute_modules, kind_of(train))
+    pieces = [pieces_of(part, names, mesh, roles=family.roles, residual=residual) for part in parts]
+    shard_parts(parts, mesh, train, run.model.basic_modules)
+    # Offloaded weights stay in host memory.
+    home = torch.device("cpu") if train.enable_fsdp_offload else ranks.device
+    for part in parts:
+        part.to_empty(device="cpu" if train.init_device == "cpu" else home)
+    load(held_in(parts, pieces, mesh, train), names, weights, run, ranks)
+    for part in parts:
+        part.to(home)
+    # Again: moving a parameter may have made another of it.
+    held = held_in(parts, pieces, mesh, train)
     optimizer = build_optimizer(
-        model.named_parameters(),
+        [(one.name, one.parameter) for one in held],
         optimizer=optimizer_name(train),
         lr=train.lr,
         weight_decay=train.weight_decay,
         no_decay_modules=train.no_decay_modules,
         no_decay_params=train.no_decay_params,
     )
-    casts_itself = sharded or not train.enable_mixed_precision
+    casting = casting_of(train, ranks.device)
+    pipeline = None
+    if mesh.size("pipeline") > 1:
+        notify(described(train, config.num_hidden_layers))
+        pipeline = Pipeline(
+            parts, mesh, train, device=ranks.device, residual=residual, casting=casting
+        )
     engine = Engine(
-        model=wrapped,
+        layout=Layout(
+            mesh=mesh,
+            parts=parts,
+            held=held,
+            context=context,
+            sync=gradient_sync(train, mesh, parts, held),
+            pipeline=pipeline,
+            casting=casting,
+        ),
         optimizer=optimizer,
         ranks=ranks,
-        autocast=None if casts_itself else torch.bfloat16,
+        sum_of_losses=sum_of_losses(
+            mesh,
+            config.vocab_size,
+            residual=residual,
+            logits="divided" if train.tp_vocab_parallel_loss else "gathered",
+        ),
         max_grad_norm=train.max_grad_norm,
     )
+    degrees = mesh.degrees
     return Assembled(
         engine=engine,
-        trained=Trained(model, optimizer, only_trained=run.lora.enable_lora),
+        trained=Trained(held, optimizer, only_trained=run.lora.enable_lora),
         degrees=degrees,
-        layout={
-            "mode": train.data_parallel_mode,
-            "replicate": degrees.replicate,
-            "shard": degrees.shard,
-        },
+        layout={"mode": train.data_parallel_mode, **asdict(degrees)},
         vocab_size=config.vocab_size,
         pairs_per_token=pairs_per_token(config),
     )
@@ -116,19 +161,33 @@ def build_empty(
     run: RunConfig,
     family: Family,
     config: DecoderConfig,
-    device: torch.device,
-    notify: Notify,
+    part: Part,
+    attend: Attend,
+    experts: ExpertOperations,
 ) -> Decoder:
     """The architecture with its adapters, on the meta device: shapes and no storage."""
     with torch.device("meta"):
         model = Decoder(
             config,
             merge_qkv=run.model.merge_qkv,
-            attention=attention.backend(choose_attention(run, device, notify)),
+            attention=attend,
+            experts=experts,
+            router="fp32" if run.model.router_fp32 else "model",
+            part=part,
         )
+        if run.model.freeze_router:
+            for router in model.routers().values():
+                router.requires_grad_(False)
         if run.lora.enable_lora:
             inject(model, lora_spec(run, family))
     return model
+
+
+def casting_of(train: TrainConfig, device: torch.device) -> Casting:
+    """What casts for a forward pass; nothing where FSDP casts the weights themselves."""
+    if train.data_parallel_mode == "fsdp2" or not train.enable_mixed_precision:
+        return nullcontext
+    return partial(torch.autocast, device.type, dtype=torch.bfloat16)
 
 
 def lora_spec(run: RunConfig, family: Family) -> LoraSpec:
@@ -163,56 +222,20 @@ def choose_attention(run: RunConfig, device: torch.device, notify: Notify) -> st
     return written
 
 
-def shard_units(model: Decoder, basic_modules: list[str]) -> list[nn.Module]:
-    """The modules that are gathered one at a time: what the user named inside layers, then layers.
-
-    A name is a module's last name (`mlp`) or its class (`FeedForward`). Raises CapabilityError for
-    one that is nowhere.
-    """
-    named = dict(model.named_modules())
-    units: list[nn.Module] = []
-    for wanted in basic_modules:
-        found = [
-            module
-            for name, module in named.items()
-            if name.rpartition(".")[2] == wanted or type(module).__name__ == wanted
-        ]
-        if not found:
-            raise CapabilityError(
-                f"model.basic_modules names {wanted}, and no module is called so."
-            )
-        units += found
-    return [*units, *(layer for layer in model.model.layers if layer not in units)]
-
-
 def load(
-    model: Decoder, names: WeightMap, weights: Path | None, run: RunConfig, ranks: Ranks
+    held: Sequence[Held],
+    names: WeightMap,
+    weights: Path | None,
+    run: RunConfig,
+    ranks: Ranks,
 ) -> None:
     """Fill the empty model: base weights from `weights` or the seed, adapters from the seed."""
     seed = run.train.seed
-    shapes = names.hf_shapes()
 
-    def seeded(name: str) -> torch.Tensor:
-        return names.from_hf(name, lambda hf: initialise(hf, shapes[hf], seed, names.config))
+    def start(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if factor_of(name):
+            return initial_lora(name, shape, seed)
+        return initialise(name, shape, seed, names.config)
 
-    def adapters_or(read: Read) -> Read:
-        adapters = {
-            name: tuple(parameter.shape)
-            for name, parameter in model.named_parameters()
-            if factor_of(name)
-        }
-        return lambda name: (
-            initial_lora(name, adapters[name], seed) if name in adapters else read(name)
-        )
-
-    if weights is None:
-        fill(model, adapters_or(seeded), readers="all_ranks", ranks=ranks)
-        return
     readers = "all_ranks" if run.train.load_weights_mode == "all_ranks" else "first_rank"
-    with SafetensorsFolder(weights) as folder:
-        folder.require(shapes)
-
-        def stored(name: str) -> torch.Tensor:
-            return names.from_hf(name, folder.__getitem__)
-
-        fill(model, adapters_or(stored), readers=readers, ranks=ranks)
+    fill(held, weights, start, readers=readers, ranks=ranks)

@@ -4,25 +4,20 @@
 """
 
 import re
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
-from penstock.core.errors import ArtifactError
+from penstock.core.errors import ArtifactError, StageError
 from penstock.core.files import PART, fsync, read_json, regular_files, remove, write_json
+from penstock.engine.checkpoint_boxes import Box, Boxes, write_boxes
 from penstock.engine.checkpoint_files import CheckpointFiles
+from penstock.engine.checkpoint_state import Trained
 from penstock.engine.ranks import Ranks
 
 COMPLETE = "COMPLETE"
@@ -30,72 +25,175 @@ STATE = "state.json"
 FOLDER = re.compile(r"global_step_(\d+)$")
 
 
-@dataclass(frozen=True)
-class Trained:
-    """What a checkpoint holds of a run: the model's parameters and the optimizer's state."""
+class Checkpoints:
+    """The checkpoints of one run under `root`. Every rank makes one and makes the same calls."""
 
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    only_trained: bool
-    """Leave out frozen parameters; they are the base model's and are found there."""
+    def __init__(
+        self,
+        root: Path,
+        trained: Trained,
+        ranks: Ranks,
+        *,
+        writes: Literal["at_once", "behind"] = "at_once",
+        limit: int | None = None,
+    ) -> None:
+        """`behind` writes while training goes on; `limit` keeps so many of the newest."""
+        self.root, self._trained, self._ranks = root, trained, ranks
+        self._limit = limit
+        self._started_from: Path | None = None
+        # Of its own: a thread must not speak among the collectives of training.
+        group = dist.new_group(backend="gloo")
+        assert isinstance(group, dist.ProcessGroup)
+        self._group = group
+        self._copies = _HostCopies() if writes == "behind" else None
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
 
-    def state(self) -> dict[str, Any]:
-        """The sharded state, by names that do not depend on the layout."""
-        options = StateDictOptions(
-            flatten_optimizer_state_dict=True, ignore_frozen_params=self.only_trained
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Restore what is trained from a complete checkpoint, which is then kept; its state.json.
+
+        Raises ArtifactError when it is not complete, damaged or of another model.
+        """
+        state, mine = read_state(folder), _name_of(self._trained.optimizer)
+        if state["optimizer"] != mine:
+            raise ArtifactError(
+                f"{folder} was trained with {state['optimizer']}, and this run's optimizer is "
+                f"{mine}.\n"
+                "  Write the same train.optimizer, or start from its weights as model.model_path."
+            )
+        self._trained.restore(CheckpointFiles(folder))
+        self._started_from = folder.resolve()
+        return state
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Save the checkpoint of `step`, after the one before it is complete.
+
+        `state` is plain JSON, written by the leading rank as `state.json`. Raises StageError when
+        this write or the one before failed, on any rank.
+        """
+        self.finish()
+        state = {**state, "optimizer": _name_of(self._trained.optimizer)}
+        boxes = self._trained.boxes()
+        if self._copies is None:
+            self._write(step, boxes, state)
+            return
+        copied = self._copies.of(boxes)
+        self._thread = threading.Thread(
+            target=self._behind, args=(step, copied, state), name="penstock-checkpoint", daemon=True
         )
-        own = {name for name, _ in self.model.named_parameters()}
-        return {
-            "model": {
-                name: tensor
-                for name, tensor in get_model_state_dict(self.model, options=options).items()
-                # A tied head is listed under both its names; it is one tensor.
-                if name in own
-            },
-            "optimizer": get_optimizer_state_dict(self.model, self.optimizer, options=options),
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait until what was saved is complete. Raises StageError when it failed, on any rank."""
+        self.close()
+        if failure := self._failure:
+            self._failure = None
+            raise failure
+
+    def close(self) -> None:
+        """Wait for the write under way, whatever comes of it: for an end that is an error already.
+
+        The threads of all ranks end it among themselves, also when training has failed on one.
+        """
+        if self._thread:
+            self._thread.join()
+            self._thread = None
+
+    def _behind(self, step: int, boxes: Boxes, state: dict[str, Any]) -> None:
+        try:
+            self._write(step, boxes, state)
+        except BaseException as error:  # noqa: BLE001 - raised where training meets it
+            self._failure = error
+
+    def _write(self, step: int, boxes: Boxes, state: dict[str, Any]) -> None:
+        final = self.root / f"global_step_{step}"
+        aside = self.root / f"{final.name}{PART}"
+        try:
+            self._lead(lambda: _make_anew(aside))
+            write_boxes(boxes, aside, self._group)
+            self._lead(lambda: _publish(aside, final, state))
+            self._lead(lambda: self._forget_old(final))
+        except (OSError, CheckpointException) as error:
+            raise StageError(
+                f"the checkpoint of step {step} could not be written: {_reason(error)}.\n"
+                "  The ones before it are intact; make room in train.output_dir and run again."
+            ) from error
+
+    def _lead(self, act: Callable[[], None]) -> None:
+        """Let the leading rank act while the others wait. All raise OSError if it could not."""
+        outcome: list[object] = [None]
+        if self._ranks.leads:
+            try:
+                act()
+            except OSError as error:
+                outcome = [str(error)]
+        dist.broadcast_object_list(outcome, src=0, group=self._group)
+        if outcome[0] is not None:
+            raise OSError(outcome[0])
+
+    def _forget_old(self, newest: Path) -> None:
+        if self._limit is None:
+            return
+        kept = {self._started_from, newest.resolve()}
+        for folder in complete_checkpoints(self.root)[: -self._limit]:
+            if folder.resolve() not in kept:
+                # In one step, so that what is left of a deletion that broke off is swept.
+                aside = folder.with_name(f"{folder.name}{PART}")
+                remove(aside)
+                remove(folder.rename(aside))
+
+
+class _HostCopies:
+    """Copies of tensors in host memory that is used again each time."""
+
+    def __init__(self) -> None:
+        self._memory: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+
+    def of(self, boxes: Boxes) -> Boxes:
+        """Boxes that do not change when training goes on."""
+        copied = {
+            name: [Box(box.whole, box.offsets, self._copy(name, box)) for box in parts]
+            for name, parts in boxes.items()
         }
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+        return copied
 
-    def restore(self, folder: Path) -> None:
-        """Read parameters and optimizer state in place."""
-        state = self.state()
-        dcp.load(state, storage_reader=CheckpointFiles(folder))
-        # Parameters were read into the model's own storage; the optimizer's state was not.
-        options = StateDictOptions(
-            flatten_optimizer_state_dict=True, ignore_frozen_params=self.only_trained
-        )
-        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=options)
-
-
-def save(root: Path, step: int, trained: Trained, state: dict[str, Any], ranks: Ranks) -> Path:
-    """Write the checkpoint of `step`. Every rank calls it; it is there when it returns.
-
-    `state` is plain JSON, written by the leading rank as `state.json`.
-    """
-    final = root / f"global_step_{step}"
-    aside = root / f"{final.name}{PART}"
-    if ranks.leads:
-        remove(aside)
-        aside.mkdir(parents=True)
-    ranks.wait()
-    dcp.save(trained.state(), storage_writer=_Writer(aside))
-    ranks.wait()
-    if ranks.leads:
-        write_json(aside / STATE, state)
-        (aside / COMPLETE).touch()
-        for path in regular_files(aside):
-            fsync(path)
-        remove(final)
-        aside.rename(final)
-        fsync(root)
-    ranks.wait()
-    return final
+    def _copy(self, name: str, box: Box) -> torch.Tensor:
+        key = name, box.offsets
+        if key not in self._memory:
+            self._memory[key] = torch.empty(
+                box.data.shape,
+                dtype=box.data.dtype,
+                device="cpu",
+                pin_memory=torch.cuda.is_available(),
+            )
+        return self._memory[key].copy_(box.data, non_blocking=True)
 
 
-def load(folder: Path, trained: Trained) -> dict[str, Any]:
-    """Restore `trained` from a complete checkpoint, and return its state."""
-    state = read_state(folder)
-    trained.restore(folder)
-    return state
+def _name_of(optimizer: torch.optim.Optimizer) -> str:
+    return type(optimizer).__name__.lower()
+
+
+def _make_anew(folder: Path) -> None:
+    remove(folder)
+    folder.mkdir(parents=True)
+
+
+def _publish(aside: Path, final: Path, state: dict[str, Any]) -> None:
+    write_json(aside / STATE, state)
+    (aside / COMPLETE).touch()
+    for path in regular_files(aside):
+        fsync(path)
+    remove(final)
+    aside.rename(final)
+    fsync(final.parent)
+
+
+def _reason(error: BaseException) -> str:
+    """The first rank's cause, of an error that speaks for all ranks."""
+    failures = getattr(error, "failures", None)
+    return str(next(iter(failures.values()))[0] if failures else error)
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -122,14 +220,3 @@ def sweep(root: Path) -> None:
     """Delete what interrupted saves left."""
     for path in root.glob(f"global_step_*{PART}") if root.is_dir() else ():
         remove(path)
-
-
-class _Writer(FileSystemWriter):
-    """DCP's file writer, whose metadata is the same bytes for the same content."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, single_file_per_rank=True, sync_files=True, thread_count=1)
-
-    def storage_meta(self) -> StorageMeta:
-        # The default records this machine's path and a random id.
-        return StorageMeta(checkpoint_id=None, save_id=None)

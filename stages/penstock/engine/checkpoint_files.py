@@ -37,7 +37,7 @@ class CheckpointFiles(FileSystemReader):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self._folder = folder
+        self.folder = folder
         self._contents: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -51,7 +51,7 @@ class CheckpointFiles(FileSystemReader):
 
     def _unpickled(self) -> Metadata:
         try:
-            with (self._folder / ".metadata").open("rb") as stream:
+            with (self.folder / ".metadata").open("rb") as stream:
                 metadata = _MetadataUnpickler(stream).load()
         except (OSError, pickle.UnpicklingError, EOFError, AttributeError, TypeError) as error:
             raise self._damaged(error) from error
@@ -64,7 +64,7 @@ class CheckpointFiles(FileSystemReader):
 
     def _damaged(self, reason: object) -> ArtifactError:
         return ArtifactError(
-            f"The metadata of the checkpoint {self._folder} cannot be read: {reason}.\n"
+            f"The metadata of the checkpoint {self.folder} cannot be read: {reason}.\n"
             "  Take another checkpoint of the run, or run the train stage again."
         )
 

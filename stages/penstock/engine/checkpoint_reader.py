@@ -3,26 +3,23 @@
 The optimizer's state is never read.
 """
 
-import warnings
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from penstock.core.errors import ArtifactError
 from penstock.engine.checkpoint import read_state
+from penstock.engine.checkpoint_boxes import read_boxes, whole_box
 from penstock.engine.checkpoint_files import CheckpointFiles
-
-MODEL = "model."
-"""What a checkpoint puts before a parameter's name."""
+from penstock.engine.checkpoint_state import MODEL
 
 
 class CheckpointReader:
-    """The parameters in a complete checkpoint folder, by native name, on the CPU.
+    """The parameters in a complete checkpoint folder, by their names in it, on the CPU.
 
     Raises ArtifactError for a folder whose save did not end, or whose metadata is damaged.
     """
@@ -61,15 +58,10 @@ class CheckpointReader:
                 "  It belongs to another model.model_path or model.config_path."
             )
         found = {
-            MODEL + name: torch.empty(
-                self._found[name].size, dtype=self._found[name].properties.dtype
-            )
+            name: torch.empty(self._found[name].size, dtype=self._found[name].properties.dtype)
             for name in wanted
         }
-        if not found:
-            return {}
-        with warnings.catch_warnings():
-            # Reading alone is meant, and the library warns of it.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(found, storage_reader=self._files, no_dist=True)
-        return {name.removeprefix(MODEL): tensor for name, tensor in found.items()}
+        if found:
+            boxes = {MODEL + name: [whole_box(tensor)] for name, tensor in found.items()}
+            read_boxes(boxes, self._files)
+        return found

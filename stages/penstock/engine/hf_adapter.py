@@ -1,7 +1,7 @@
 """The low-rank adapters of a checkpoint: merged into a model, or in a folder that peft loads."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,14 @@ class Adapters:
 
     reader: CheckpointReader
     pairs: dict[str, tuple[str, str]]
-    """Linear layer in a Hugging Face checkpoint -> native names of its A [r, in] and B [out, r]."""
+    """Linear layer in a Hugging Face checkpoint -> names of its A [r, in] and B [out, r]
+    in the checkpoint."""
     rank: int
     alpha: float
 
     @property
     def names(self) -> list[str]:
-        """The native names of all factors, sorted."""
+        """The names of all factors, sorted."""
         return sorted(name for pair in self.pairs.values() for name in pair)
 
     @property
@@ -59,7 +60,7 @@ class Adapters:
                 tensors[name] = merged(weight, lora_A, lora_B, self.alpha / self.rank)
             return tensors
 
-        return HfWeights(base.shapes, read)
+        return replace(base, read=read)
 
 
 def adapters_in(reader: CheckpointReader, alpha: float | None) -> Adapters | None:

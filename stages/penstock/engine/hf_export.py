@@ -24,9 +24,9 @@ from penstock.engine.hf_folder import (
     write_hf_folder,
 )
 from penstock.engine.hf_tokenizer import TokenizerFiles
-from penstock.engine.hf_weights import HfWeights, from_seed, in_checkpoint, in_folder, is_fused
+from penstock.engine.hf_weights import HfWeights, from_seed, in_checkpoint, in_folder
 from penstock.engine.origin import Form, Origin
-from penstock.engine.weights import SafetensorsFolder
+from penstock.engine.safetensors_folder import SafetensorsFolder
 from penstock.models.registry import family_of
 from penstock.models.weights import WeightMap
 
@@ -45,7 +45,7 @@ def write_folders(checkpoint: Path, origin: Origin, form: Form, out: Path) -> di
     reader = CheckpointReader(checkpoint)
     hf_config = read_hf_config(_config_path(origin), origin.foundation)
     family = family_of(hf_config)
-    names = family.weight_map(family.read(hf_config), merge_qkv=is_fused(reader))
+    names = family.weight_map(family.read(hf_config))
     adapters = adapters_in(reader, origin.lora_alpha)
     extras = Extras(
         hf_config,

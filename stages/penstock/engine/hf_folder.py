@@ -72,8 +72,9 @@ def write_weights(
     weights: HfWeights, out: Path, *, dtype: torch.dtype, max_shard_size: int | str
 ) -> int:
     """Write the safetensors files, and their index where there are several; returns how many."""
+    dtypes = dict.fromkeys(weights.shapes, dtype) | dict.fromkeys(weights.exact, torch.float32)
     planned = {
-        name: torch.empty(shape, dtype=dtype, device="meta")
+        name: torch.empty(shape, dtype=dtypes[name], device="meta")
         for name, shape in weights.shapes.items()
     }
     split = split_torch_state_dict_into_shards(
@@ -83,7 +84,7 @@ def write_weights(
         if (out / file).is_file():
             continue
         tensors = weights.read(names)
-        save_tensors({name: tensors.pop(name).to(dtype) for name in names}, out / file)
+        save_tensors({name: tensors.pop(name).to(dtypes[name]) for name in names}, out / file)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         write_json(out / INDEX, index)

@@ -1,15 +1,15 @@
 """A model's tensors under Hugging Face's names, wherever they come from, read a few at a time."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from penstock.core.errors import ArtifactError
 from penstock.engine.checkpoint_reader import CheckpointReader
-from penstock.engine.weights import SafetensorsFolder
+from penstock.engine.safetensors_folder import SafetensorsFolder
 from penstock.models.initialise import initialise
-from penstock.models.weights import FUSED, WeightMap
+from penstock.models.weights import WeightMap
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,8 @@ class HfWeights:
     shapes: Mapping[str, tuple[int, ...]]
     read: Callable[[Sequence[str]], dict[str, torch.Tensor]]
     """Names to tensors on the CPU, in the dtype they are kept in."""
+    exact: Collection[str] = ()
+    """Names of tensors that a checkpoint keeps in fp32, whatever the others are in."""
 
     @property
     def num_parameters(self) -> int:
@@ -27,36 +29,26 @@ class HfWeights:
 
 
 def in_checkpoint(reader: CheckpointReader, names: WeightMap) -> HfWeights:
-    """The tensors of a training checkpoint; `names` must say `merge_qkv` as the run did.
-
-    Raises ArtifactError when the checkpoint is of another model.
-    """
-    found = reader.shapes()
-    for native in names.native_names():
-        shape = found[native][0] if native in found else None
-        if shape != names.native_shape(native):
+    """The tensors of a training checkpoint. Raises ArtifactError when it is of another model."""
+    found, shapes = reader.shapes(), names.hf_shapes()
+    for name, shape in shapes.items():
+        there = found[name][0] if name in found else None
+        if there != shape:
             raise ArtifactError(
-                f"{native} is {shape or 'absent'} in {reader.folder}, and the config makes it "
-                f"{names.native_shape(native)}.\n"
+                f"{name} is {there or 'absent'} in {reader.folder}, and the config makes it "
+                f"{shape}.\n"
                 "  model.config_path or model.foundation is not what the run was trained with."
             )
-    native_of = {hf: native for native in names.native_names() for hf in names.hf_names(native)}
-
-    def read(wanted: Sequence[str]) -> dict[str, torch.Tensor]:
-        natives = reader.read(sorted({native_of[name] for name in wanted}))
-        parts: dict[str, torch.Tensor] = {}
-        for native, tensor in natives.items():
-            parts |= names.to_hf(native, tensor)
-        return {name: parts[name] for name in wanted}
-
-    return HfWeights(names.hf_shapes(), read)
+    return HfWeights(shapes, reader.read, _exact(names, shapes))
 
 
 def in_folder(folder: SafetensorsFolder, names: WeightMap) -> HfWeights:
     """The tensors of a Hugging Face folder. Raises CapabilityError when it lacks one."""
     shapes = names.hf_shapes()
     folder.require(shapes)
-    return HfWeights(shapes, lambda wanted: {name: folder[name] for name in wanted})
+    return HfWeights(
+        shapes, lambda wanted: {name: folder[name] for name in wanted}, _exact(names, shapes)
+    )
 
 
 def from_seed(names: WeightMap, seed: int) -> HfWeights:
@@ -66,9 +58,8 @@ def from_seed(names: WeightMap, seed: int) -> HfWeights:
     def read(wanted: Sequence[str]) -> dict[str, torch.Tensor]:
         return {name: initialise(name, shapes[name], seed, names.config) for name in wanted}
 
-    return HfWeights(shapes, read)
+    return HfWeights(shapes, read, _exact(names, shapes))
 
 
-def is_fused(reader: CheckpointReader) -> bool:
-    """Whether the run held the three projections into attention as one (`model.merge_qkv`)."""
-    return any(f".{FUSED}." in name for name in reader.shapes())
+def _exact(names: WeightMap, shapes: Collection[str]) -> Collection[str]:
+    return frozenset(name for name in shapes if names.is_exact(name))

@@ -1,12 +1,16 @@
 """This process among the others: who it is, its device, and what ranks ask together."""
 
 import datetime
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from penstock.core import env
+from penstock.core.pulse import Pulse
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -17,6 +21,8 @@ class Ranks:
     local_rank: int
     world: int
     device: torch.device
+    pulse: Pulse = field(default_factory=Pulse, compare=False)
+    """Where this rank tells what it does."""
 
     @property
     def leads(self) -> bool:
@@ -25,50 +31,57 @@ class Ranks:
 
     def total(self, value: torch.Tensor) -> torch.Tensor:
         """The sum of `value` over all ranks, in place."""
-        dist.all_reduce(value, op=dist.ReduceOp.SUM)
+        with self.pulse.waiting():
+            dist.all_reduce(value, op=dist.ReduceOp.SUM)
         return value
 
     def anywhere(self, flag: bool) -> bool:
         """Whether `flag` is set on any rank; all ranks get the same answer."""
         mark = torch.tensor(int(flag), device=self.device)
-        dist.all_reduce(mark, op=dist.ReduceOp.MAX)
-        return bool(mark.item())
+        with self.pulse.waiting():
+            dist.all_reduce(mark, op=dist.ReduceOp.MAX)
+            return bool(mark.item())
 
-    def gather(self, value: object) -> list[object]:
+    def gather(self, value: T) -> list[T]:
         """Each rank's `value`, in rank order, on every rank."""
-        found: list[object] = [None] * self.world
-        dist.all_gather_object(found, value)
+        found = [value] * self.world
+        with self.pulse.waiting():
+            dist.all_gather_object(found, value)
         return found
 
     def wait(self) -> None:
         """Wait until every rank is here."""
-        dist.barrier()
+        with self.pulse.waiting():
+            dist.barrier()
 
 
-def join(timeout_seconds: float) -> Ranks:
+def join(timeout_seconds: float, pulse: Pulse | None = None) -> Ranks:
     """Join the process group that torchrun's variables describe (a world of one without them).
 
     A collective that does not complete within `timeout_seconds` fails instead of hanging.
     """
+    pulse = pulse or Pulse()
     rank, local_rank, world = env.rank_variables() or (0, 0, 1)
     timeout = datetime.timedelta(seconds=timeout_seconds)
     if torch.cuda.is_available():
-        device = torch.device("cuda", local_rank)
+        # A scheduler may show each process its own device alone, as number 0.
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         backend, device_id = "nccl", device
     else:
         device, backend, device_id = torch.device("cpu"), "gloo", None
     if not dist.is_initialized():
         store = dist.HashStore() if world == 1 else None
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=rank if store else -1,
-            world_size=world if store else -1,
-            timeout=timeout,
-            device_id=device_id,
-        )
-    return Ranks(rank, local_rank, world, device)
+        with pulse.waiting():
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=rank if store else -1,
+                world_size=world if store else -1,
+                timeout=timeout,
+                device_id=device_id,
+            )
+    return Ranks(rank, local_rank, world, device, pulse)
 
 
 def leave() -> None:

@@ -1,24 +1,22 @@
 """One optimizer step over micro-batches, and the loss it reports.
 
-The loss is the sum of the cross-entropies of all trained tokens of the step, over every replica and
+The loss is the sum of the cross-entropies of all trained tokens of the step, over every rank and
 micro-batch, divided by their number. It does not depend on how the step was cut.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
 
 from penstock.core.errors import StageError
 from penstock.engine.clip import gradient_norm, scale_gradients
-from penstock.engine.parallel.data import accumulating, backward_scale
+from penstock.engine.parallel.call import Call
+from penstock.engine.parallel.layout import Layout
+from penstock.engine.parallel.vocabulary import SumOfLosses
 from penstock.engine.ranks import Ranks
-from penstock.losses.cross_entropy import sum_cross_entropy
 from penstock.rows.collate import MicroBatch
-from penstock_kernels.attention import Segments
 
 
 @dataclass(frozen=True)
@@ -35,67 +33,58 @@ class StepResult:
 class Engine:
     """A model laid out over ranks, and its optimizer: everything a step needs."""
 
-    model: nn.Module
-    """What forward is called on; it may be a wrapper."""
+    layout: Layout
     optimizer: torch.optim.Optimizer
     ranks: Ranks
-    autocast: torch.dtype | None
-    """Compute dtype where the layout does not cast by itself."""
+    sum_of_losses: SumOfLosses
     max_grad_norm: float
 
     def step(self, batches: Sequence[MicroBatch], lr: float) -> StepResult:
         """Forward, backward and update. Raises StageError if the gradients are not finite."""
-        counts = self._count(batches)
-        trained = max(1, int(counts[1]))
-        total = torch.zeros((), device=self.ranks.device)
-        scale = backward_scale(self.model, self.ranks.world)
-        for index, batch in enumerate(batches):
-            with accumulating(self.model, last=index == len(batches) - 1):
-                loss = self._sum_of_losses(batch) / trained
-                (loss * scale).backward()
-            total += loss.detach()
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        norm = gradient_norm(parameters)
+        tokens, trained = self._count(batches)
+        calls = [self._call(batch, max(1, trained)) for batch in batches]
+        self.ranks.pulse.begins("forward and backward")
+        mine = self.layout.forward_backward(calls)
+        self.ranks.pulse.begins("update")
+        trainable = self.layout.trainable
+        norm = gradient_norm(trainable, self.ranks)
         if not torch.isfinite(norm):
             raise StageError(
                 f"the gradient norm is {norm.item()}; the weights were left as they were.\n"
                 "  Lower train.lr, or look at the data of this step; the last checkpoint is intact."
             )
-        scale_gradients(parameters, norm, self.max_grad_norm)
+        scale_gradients(trainable, norm, self.max_grad_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self.ranks.total(total).item()
-        return StepResult(loss, norm.item(), int(counts[0]), int(counts[1]))
+        return StepResult(self.ranks.total(mine).item(), norm.item(), tokens, trained)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[MicroBatch]) -> tuple[float, int]:
         """The summed cross-entropy over all replicas' `batches`, and the trained tokens in them."""
-        counts = self._count(batches)
-        total = torch.zeros((), device=self.ranks.device, dtype=torch.float64)
-        self.model.eval()
-        for batch in batches:
-            total += self._sum_of_losses(batch)
-        self.model.train()
-        return self.ranks.total(total).item(), int(counts[1])
+        _, trained = self._count(batches)
+        mine = self.layout.forward([self._call(batch, 1) for batch in batches])
+        return self.ranks.total(mine).item(), trained
 
-    def _sum_of_losses(self, batch: MicroBatch) -> torch.Tensor:
-        device = self.ranks.device
-        labels = batch.labels_T.to(device, non_blocking=True)
-        with self._casting():
-            return self.model(
-                batch.input_ids_T.to(device, non_blocking=True),
-                batch.position_ids_T.to(device, non_blocking=True),
-                Segments.of(batch.lengths, device),
-                partial(sum_cross_entropy, labels_T=labels),
-            )
+    def _call(self, batch: MicroBatch, divisor: int) -> Call:
+        device, context = self.ranks.device, self.layout.context
+        part = context.mine(batch)
+        labels_T = part.labels_T.to(device, non_blocking=True)
 
-    def _casting(self) -> AbstractContextManager[object]:
-        if self.autocast is None:
-            return nullcontext()
-        return torch.autocast(self.ranks.device.type, dtype=self.autocast)
+        def reduce(hidden_TD: torch.Tensor, head: nn.Module) -> torch.Tensor:
+            return self.sum_of_losses(hidden_TD, head, labels_T) / divisor
 
-    def _count(self, batches: Sequence[MicroBatch]) -> list[int]:
+        return Call(
+            part.input_ids_T.to(device, non_blocking=True),
+            part.position_ids_T.to(device, non_blocking=True),
+            context.segments(batch.lengths, device),
+            reduce,
+        )
+
+    def _count(self, batches: Sequence[MicroBatch]) -> tuple[int, int]:
+        """Tokens and trained tokens of all replicas; each rank that shares one counts it."""
         mine = [sum(b.num_tokens for b in batches), sum(b.num_trained for b in batches)]
-        return self.ranks.total(torch.tensor(mine, device=self.ranks.device)).tolist()
+        counted = self.ranks.total(torch.tensor(mine, device=self.ranks.device))
+        tokens, trained = (counted // self.layout.ranks_per_replica).tolist()
+        return tokens, trained

@@ -1,112 +1,279 @@
-"""Filling an empty, laid-out model: tensor by tensor, from safetensors or from a seed."""
+"""Filling an empty, laid-out model from safetensors or a seed, a block of rows at a time.
 
-import json
-from collections.abc import Callable, Iterable
+What a rank holds beyond its own parameters is a few blocks, never a whole tensor.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
-from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
+from penstock.adapters.names import factor_of
 from penstock.core.errors import CapabilityError
+from penstock.engine.parallel.pieces import Held, Piece, local
 from penstock.engine.ranks import Ranks
+from penstock.engine.safetensors_folder import SafetensorsFolder
 
-Read = Callable[[str], torch.Tensor]
-"""The whole tensor of a native parameter name, on the CPU."""
+Start = Callable[[str, tuple[int, ...]], torch.Tensor]
+"""A checkpoint tensor's name and whole shape to its random start, on the CPU."""
 
+Readers = Literal["first_rank", "all_ranks"]
 
-class SafetensorsFolder:
-    """The tensors of a Hugging Face folder, by name, read when asked for."""
-
-    def __init__(self, folder: Path) -> None:
-        self._files = _files_by_tensor(folder)
-        self._open: dict[Path, safe_open] = {}
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-        self._open.clear()
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._files
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        file = self._files[name]
-        if file not in self._open:
-            self._open[file] = self._stack.enter_context(safe_open(file, framework="pt"))
-        return self._open[file].get_tensor(name)
-
-    def require(self, names: Iterable[str]) -> None:
-        """Raise CapabilityError unless every name is there."""
-        missing = [name for name in names if name not in self._files]
-        if missing:
-            raise CapabilityError(
-                f"the checkpoint lacks {len(missing)} tensors that its config.json implies, first "
-                f"{missing[0]}.\n"
-                "  Check that model.model_path and model.config_path belong together."
-            )
+BLOCK_BYTES = 4 << 20
+"""Of a tensor's file, read and sent at once."""
 
 
-def _files_by_tensor(folder: Path) -> dict[str, Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = json.loads(index.read_text())["weight_map"]
-        # Only the last part of a name counts: an index must not lead out of its folder.
-        return {name: folder / Path(file).name for name, file in weight_map.items()}
-    single = folder / "model.safetensors"
-    if not single.is_file():
-        raise CapabilityError(
-            f"{folder} holds no model.safetensors and no index of shards.\n"
-            "  Weights in other formats are not read; save them as safetensors first."
-        )
-    with safe_open(single, framework="pt") as file:
-        return dict.fromkeys(file.keys(), single)
+@dataclass(frozen=True)
+class _Box:
+    """A box of a checkpoint's tensor, and the local tensor it goes into."""
+
+    piece: Piece
+    into: torch.Tensor
 
 
 @torch.no_grad()
 def fill(
-    model: nn.Module,
-    read: Read,
+    held: Sequence[Held],
+    weights: Path | None,
+    start: Start,
     *,
-    readers: Literal["first_rank", "all_ranks"],
+    readers: Readers,
     ranks: Ranks,
 ) -> None:
-    """Give every parameter its value from `read`, one tensor at a time.
+    """Give every parameter its value. Every rank calls it, with memory for its own part.
 
-    With `first_rank`, only rank 0 calls `read`, and each other rank receives its share.
+    Tensors come from `weights`, a folder of safetensors; adapters, and without a folder all of
+    them, come from `start` on every rank. With `all_ranks` a rank reads the bytes of its own part.
+    With `first_rank` rank 0 alone reads, every byte once, and sends the others theirs: of each
+    group of ranks that hold the same (`Held.copying`) to the first, which sends it on.
+
+    Raises CapabilityError, on every rank, for tensors that are missing or of another shape.
     """
-    for name, parameter in model.named_parameters():
-        reads = readers == "all_ranks" or ranks.leads
-        whole = read(name).to(parameter.dtype).contiguous() if reads else None
-        if whole is not None and whole.shape != parameter.shape:
-            raise CapabilityError(
-                f"{name} is {tuple(whole.shape)} in the checkpoint, and the config makes it "
-                f"{tuple(parameter.shape)}.\n  Check that the weights belong to this config.json."
-            )
-        _place(parameter, whole, readers, ranks)
-
-
-def _place(parameter: torch.Tensor, whole: torch.Tensor | None, readers: str, ranks: Ranks) -> None:
-    if isinstance(parameter, DTensor) or (readers == "first_rank" and ranks.world > 1):
-        # Only what is sent to other ranks has to be on the device they talk through.
-        if whole is None:
-            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=ranks.device)
-        whole = whole.to(ranks.device)
-    assert whole is not None
-    if isinstance(parameter, DTensor):
-        source = 0 if readers == "first_rank" else None
-        laid = distribute_tensor(
-            whole, parameter.device_mesh, parameter.placements, src_data_rank=source
-        )
-        parameter.to_local().copy_(laid.to_local())
+    drawn = [one for one in held if weights is None or _is_adapter(one)]
+    stored = [one for one in held if weights is not None and not _is_adapter(one)]
+    for one in drawn:
+        for piece in one.pieces:
+            _cut(start(piece.tensor, piece.whole), piece, piece.of(local(one.parameter)))
+    if weights is None:
         return
-    if readers == "first_rank" and ranks.world > 1:
-        dist.broadcast(whole, src=0)
-    parameter.copy_(whole)
+    if readers == "all_ranks" or ranks.world == 1:
+        with SafetensorsFolder(weights) as folder:
+            _read(_boxes(stored), folder)
+        return
+    receiving = [one for one in stored if _is_first(one.copying)]
+    # What one rank says to another must not be counted among what all say together.
+    group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)
+    with ExitStack() as opened:
+        folder = opened.enter_context(SafetensorsFolder(weights)) if ranks.leads else None
+        _receive(_boxes(receiving), folder, ranks, group)
+    dist.destroy_process_group(group)
+    for one in stored:
+        if one.copying is not None:
+            _copy(local(one.parameter), one.copying, ranks.device)
+
+
+def _is_first(copying: dist.ProcessGroup | None) -> bool:
+    return copying is None or dist.get_rank(copying) == 0
+
+
+def _is_adapter(held: Held) -> bool:
+    return any(factor_of(piece.tensor) for piece in held.pieces)
+
+
+def _boxes(held: Sequence[Held]) -> list[_Box]:
+    return [
+        _Box(piece, piece.of(local(one.parameter).detach())) for one in held for piece in one.pieces
+    ]
+
+
+def _cut(whole: torch.Tensor, piece: Piece, into: torch.Tensor) -> None:
+    for dim, (offset, size) in enumerate(zip(piece.offsets, piece.sizes, strict=True)):
+        whole = whole.narrow(dim, offset, size)
+    into.copy_(whole)
+
+
+def _read(boxes: Sequence[_Box], folder: SafetensorsFolder) -> None:
+    """Read this rank's own bytes."""
+    wanted = {box.piece.tensor: box.piece.whole for box in boxes}
+    _check(folder, wanted)
+    for box in sorted(boxes, key=lambda box: (folder.order(box.piece.tensor), box.piece.offsets)):
+        piece = box.piece
+        for first, end in _blocks(piece.sizes, folder.stored(piece.tensor).dtype):
+            offsets = (piece.offsets[0] + first, *piece.offsets[1:])
+            rows = folder.box(piece.tensor, offsets, (end - first, *piece.sizes[1:]))
+            box.into[first:end].copy_(rows)
+
+
+def _check(folder: SafetensorsFolder, wanted: dict[str, tuple[int, ...]]) -> None:
+    folder.require(wanted)
+    for name, shape in wanted.items():
+        if (found := folder.stored(name).shape) != shape:
+            raise CapabilityError(
+                f"{name} is {found} in the checkpoint, and the config makes it {shape}.\n"
+                "  Check that the weights belong to this config.json."
+            )
+
+
+def _blocks(shape: Sequence[int], dtype: torch.dtype) -> Iterator[tuple[int, int]]:
+    """First and end row of each block of a tensor or box."""
+    row = dtype.itemsize
+    for size in shape[1:]:
+        row *= size
+    step = max(1, BLOCK_BYTES // max(1, row))
+    for first in range(0, shape[0], step):
+        yield first, min(first + step, shape[0])
+
+
+def _receive(
+    boxes: Sequence[_Box],
+    folder: SafetensorsFolder | None,
+    ranks: Ranks,
+    group: dist.ProcessGroup,
+) -> None:
+    """Rank 0, which has the `folder`, reads each tensor once and sends each rank its boxes."""
+    wishes = _gathered([box.piece for box in boxes], ranks, group)
+    order = _agreed(folder, wishes, group)
+    mine: dict[str, list[_Box]] = {}
+    for box in boxes:
+        mine.setdefault(box.piece.tensor, []).append(box)
+    sender = _Sender(folder, wishes, ranks.device, group) if folder else None
+    for name, (shape, dtype) in order.items():
+        for first, end in _blocks(shape, dtype):
+            if sender:
+                sender.block(name, first, end, mine.get(name, ()))
+            else:
+                for box in mine.get(name, ()):
+                    _receive_rows(box, first, end, dtype, ranks.device, group)
+    if sender:
+        sender.finish()
+
+
+def _gathered(pieces: list[Piece], ranks: Ranks, group: dist.ProcessGroup) -> list[list[Piece]]:
+    """Every rank's pieces, on rank 0."""
+    found: list[list[Piece]] = [[] for _ in range(ranks.world)]
+    dist.gather_object(pieces, found if ranks.leads else None, dst=0, group=group)
+    return found
+
+
+def _agreed(
+    folder: SafetensorsFolder | None,
+    wishes: Sequence[Sequence[Piece]],
+    group: dist.ProcessGroup,
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and stored dtype of every tensor that is wanted, in the order they will come."""
+    answer: list[object] = [None]
+    if folder:
+        wanted = {piece.tensor: piece.whole for pieces in wishes for piece in pieces}
+        try:
+            _check(folder, wanted)
+            names = sorted(wanted, key=folder.order)
+            answer = [{name: (wanted[name], folder.stored(name).dtype) for name in names}]
+        except CapabilityError as error:
+            answer = [error]
+    dist.broadcast_object_list(answer, src=0, group=group)
+    if isinstance(answer[0], CapabilityError):
+        raise answer[0]
+    assert isinstance(answer[0], dict)
+    return answer[0]
+
+
+class _Sender:
+    """Rank 0's side: one block is read while the one before is still on its way."""
+
+    def __init__(
+        self,
+        folder: SafetensorsFolder,
+        wishes: Sequence[Sequence[Piece]],
+        device: torch.device,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._folder, self._device, self._group = folder, device, group
+        self._wishes: dict[str, list[tuple[int, Piece]]] = {}
+        for rank, pieces in enumerate(wishes):
+            for piece in pieces if rank else ():
+                self._wishes.setdefault(piece.tensor, []).append((rank, piece))
+        self._under_way: list[dist.Work] = []
+        self._sends: list[dist.P2POp] = []
+
+    def block(self, name: str, first: int, end: int, own: Sequence[_Box]) -> None:
+        """Read rows `first` to `end` and send each rank what it wants of them."""
+        shape = self._folder.stored(name).shape
+        rest = (0,) * (len(shape) - 1)
+        rows = self._folder.box(name, (first, *rest), (end - first, *shape[1:]))
+        for box in own:
+            if part := _overlap(box.piece, first, end):
+                low, high = part
+                box.into[low:high].copy_(_columns(rows, box.piece, low, high, first))
+        sends = [
+            dist.P2POp(
+                dist.isend,
+                # Bytes: not every dtype of a file can be sent.
+                _bytes(_columns(rows, piece, *part, first).contiguous()).to(self._device),
+                rank,
+                self._group,
+            )
+            for rank, piece in self._wishes.get(name, ())
+            if (part := _overlap(piece, first, end))
+        ]
+        self.finish()
+        # Kept until they have arrived, for the memory is theirs until then.
+        self._sends = sends
+        self._under_way = dist.batch_isend_irecv(sends) if sends else []
+
+    def finish(self) -> None:
+        """Wait until all that was sent has arrived."""
+        for work in self._under_way:
+            work.wait()
+        self._under_way, self._sends = [], []
+
+
+def _overlap(piece: Piece, first: int, end: int) -> tuple[int, int] | None:
+    """Which rows of a box lie in rows `first` to `end` of its tensor; None if none do."""
+    low, high = max(first - piece.offsets[0], 0), min(end - piece.offsets[0], piece.rows)
+    return (low, high) if low < high else None
+
+
+def _columns(rows: torch.Tensor, piece: Piece, low: int, high: int, first: int) -> torch.Tensor:
+    """Rows `low` to `high` of a box, of `rows`, whose first is row `first` of the tensor."""
+    part = rows.narrow(0, piece.offsets[0] + low - first, high - low)
+    for dim in range(1, len(piece.sizes)):
+        part = part.narrow(dim, piece.offsets[dim], piece.sizes[dim])
+    return part
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _receive_rows(
+    box: _Box,
+    first: int,
+    end: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: dist.ProcessGroup,
+) -> None:
+    part = _overlap(box.piece, first, end)
+    if not part:
+        return
+    into = box.into[slice(*part)]
+    raw = torch.empty(into.numel() * dtype.itemsize, dtype=torch.uint8, device=device)
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, raw, 0, group)]):
+        work.wait()
+    into.copy_(raw.view(dtype).view(into.shape))
+
+
+def _copy(tensor: torch.Tensor, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Make the tensor that of the group's first rank."""
+    if not tensor.numel():
+        return
+    # Only what is sent has to be on the device that ranks talk through.
+    there = tensor.detach().to(device)
+    dist.broadcast(there, group=group, group_src=0)
+    if there.data_ptr() != tensor.data_ptr():
+        tensor.copy_(there)

@@ -1,0 +1,186 @@
+"""Boxes of tensors, written to and read from DCP's files.
+
+A rank's part of a tensor may be several boxes, and several ranks may hold the same one; DCP's own
+planners know a tensor of one box. What is written names tensors alone, never ranks: a checkpoint
+is read by whatever boxes its reader holds.
+"""
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from penstock.core.errors import ArtifactError
+from penstock.engine.checkpoint_files import CheckpointFiles
+
+
+@dataclass(frozen=True)
+class Box:
+    """A box of a tensor of this shape; `data` is written, or read into in place."""
+
+    whole: tuple[int, ...]
+    offsets: tuple[int, ...]
+    data: torch.Tensor
+
+    @property
+    def chunk(self) -> ChunkStorageMetadata:
+        """What DCP calls a box."""
+        return ChunkStorageMetadata(torch.Size(self.offsets), self.data.size())
+
+
+Boxes = Mapping[str, Sequence[Box]]
+"""By the name of the tensor in the checkpoint."""
+
+
+def whole_box(tensor: torch.Tensor) -> Box:
+    """All of a tensor."""
+    return Box(tuple(tensor.shape), (0,) * tensor.dim(), tensor)
+
+
+def write_boxes(boxes: Boxes, folder: Path, group: dist.ProcessGroup | None) -> None:
+    """Write what all ranks of the group hold; every one of them calls it.
+
+    A box that several ranks hold is written by one of them, so that all write about as much.
+    """
+    dcp.save(dict(boxes), storage_writer=_Writer(folder), planner=_Saving(), process_group=group)
+
+
+def read_boxes(boxes: Boxes, files: CheckpointFiles) -> None:
+    """Read into the boxes in place; ranks need not agree on what they read.
+
+    Raises ArtifactError when the checkpoint lacks a tensor, holds another shape of it, or not all.
+    """
+    found = files.read_metadata().state_dict_metadata
+    reads: list[ReadItem] = []
+    for name, parts in boxes.items():
+        entry = found.get(name)
+        if not isinstance(entry, TensorStorageMetadata):
+            raise _other_model(files, f"lacks {name}")
+        there = tuple(entry.size)
+        if wrong := [box.whole for box in parts if box.whole != there]:
+            fault = f"holds {name} as {there}, and the model makes it {wrong[0]}"
+            raise _other_model(files, fault)
+        reads += _reads(files, name, entry, parts)
+    with warnings.catch_warnings():
+        # Each rank knows alone what it reads, and the library warns of it.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(dict(boxes), storage_reader=files, planner=_Loading(reads), no_dist=True)
+
+
+def _reads(
+    files: CheckpointFiles, name: str, entry: TensorStorageMetadata, parts: Sequence[Box]
+) -> list[ReadItem]:
+    """Which part of which stored box goes where."""
+    reads = create_read_items_for_chunk_list(name, entry, [box.chunk for box in parts])
+    wanted = sum(box.data.numel() for box in parts)
+    found = sum(math.prod(read.lengths) for read in reads)
+    if found != wanted:
+        raise ArtifactError(
+            f"The checkpoint {files.folder} holds {found} of {wanted} numbers of {name}.\n"
+            "  Take another checkpoint of the run."
+        )
+    return reads
+
+
+def _other_model(files: CheckpointFiles, fault: str) -> ArtifactError:
+    return ArtifactError(
+        f"The checkpoint {files.folder} {fault}.\n"
+        "  It belongs to another model.model_path or model.config_path."
+    )
+
+
+class _Saving(DefaultSavePlanner):
+    """Plans for boxes what DCP's planner plans for tensors."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def create_local_plan(self) -> SavePlan:
+        """This rank's boxes, each once; the coordinator drops what others write."""
+        items = [_write_item(name, box) for name, parts in self.state_dict.items() for box in parts]
+        return SavePlan(list({item.index: item for item in items}.values()))
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        """The data of the box that is written."""
+        parts: Sequence[Box] = self.state_dict[index.fqn]
+        return next(box.data for box in parts if torch.Size(box.offsets) == index.offset)
+
+
+class _Loading(DefaultLoadPlanner):
+    """A plan that is made, and boxes to carry it out on."""
+
+    def __init__(self, reads: Sequence[ReadItem]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._reads = list(reads)
+
+    def set_up_planner(
+        self,
+        state_dict: Mapping[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Note what is read into."""
+        self.state_dict = dict(state_dict)
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        """The reads."""
+        return LoadPlan(self._reads)
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """The data of the box that is read."""
+        assert index.index is not None
+        # By number: two parameters of one rank may be the same box.
+        return self.state_dict[index.fqn][index.index].data
+
+
+def _write_item(name: str, box: Box) -> WriteItem:
+    return WriteItem(
+        index=MetadataIndex(name, box.offsets),
+        # A shard, also where it is all of the tensor: ranks may hold the same.
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=box.chunk,
+            # Not those of the data in memory: where they lay must not change the file.
+            properties=TensorProperties(dtype=box.data.dtype),
+            size=torch.Size(box.whole),
+        ),
+    )
+
+
+class _Writer(FileSystemWriter):
+    """DCP's file writer, whose files are the same bytes for the same content."""
+
+    def __init__(self, path: Path) -> None:
+        # Without copying ahead, which begins with the smallest tensors only where there is CUDA,
+        # and which in a thread of its own would take up memory on another rank's device.
+        super().__init__(path, sync_files=True, thread_count=1, per_thread_copy_ahead=0)
+
+    def storage_meta(self) -> StorageMeta:
+        # The default records this machine's path and a random id.
+        return StorageMeta(checkpoint_id=None, save_id=None)

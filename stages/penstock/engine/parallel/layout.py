@@ -1,0 +1,88 @@
+"""A model laid out over ranks: its parts here, and how a step runs through them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from penstock.engine.parallel.call import Call
+from penstock.engine.parallel.context import Context
+from penstock.engine.parallel.data import GradientSync
+from penstock.engine.parallel.mesh import Mesh
+from penstock.engine.parallel.pieces import Held
+from penstock.engine.parallel.pipeline import Casting, Pipeline
+from penstock.engine.parallel.tensor import sum_partial
+from penstock.models.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What this rank holds of the model, and whom it computes with."""
+
+    mesh: Mesh
+    parts: Sequence[Decoder]
+    """One, or with several stages of a pipeline on a rank, one of each."""
+    held: Sequence[Held]
+    """Every parameter of the parts."""
+    context: Context
+    sync: GradientSync
+    pipeline: Pipeline | None
+    """None where the only part is the whole model."""
+    casting: Casting
+    """Entered around forward passes: casts, where the weights are not cast themselves."""
+
+    @property
+    def trainable(self) -> list[Held]:
+        """What gradients are wanted of."""
+        return [held for held in self.held if held.parameter.requires_grad]
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Ranks that compute the same rows together."""
+        return self.mesh.degrees.world // self.mesh.degrees.num_replicas
+
+    def forward_backward(self, calls: Sequence[Call]) -> torch.Tensor:
+        """Leave the gradients of all ranks' calls, summed, in the parameters.
+
+        Returns this rank's share of the sum of what the calls reduce to, a scalar in fp32.
+        """
+        if self.pipeline:
+            self.sync.before(last=True)
+            total = self.pipeline.forward_backward(calls)
+        else:
+            total = self._one_by_one(calls)
+        self.sync.finish()
+        sum_partial(self.trainable, self.mesh)
+        if self.pipeline:
+            self.pipeline.sum_tied()
+        return self._share(total)
+
+    def forward(self, calls: Sequence[Call]) -> torch.Tensor:
+        """The same without gradients, in fp64."""
+        for part in self.parts:
+            part.eval()
+        if self.pipeline:
+            total = self.pipeline.forward(calls).double()
+        else:
+            total = torch.stack([self._reduced(call).double() for call in calls]).sum()
+        for part in self.parts:
+            part.train()
+        return self._share(total)
+
+    def _one_by_one(self, calls: Sequence[Call]) -> torch.Tensor:
+        total = torch.zeros((), device=calls[0].input_ids_T.device)
+        for index, call in enumerate(calls):
+            self.sync.before(last=index == len(calls) - 1)
+            loss = self._reduced(call)
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    def _reduced(self, call: Call) -> torch.Tensor:
+        [model] = self.parts
+        with self.casting():
+            return model(call.input_ids_T, call.position_ids_T, call.segments, call.reduce)
+
+    def _share(self, total: torch.Tensor) -> torch.Tensor:
+        # Ranks along the tensor axis come to the same sum; one of them tells it.
+        return total if self.mesh.index("tensor") == 0 else torch.zeros_like(total)

@@ -1,0 +1,104 @@
+"""Sums of gradients over ranks that hold the same whole weights, while the backward pass runs."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+BUCKET_BYTES = 25 << 20
+"""Gradients that are sent at once: large enough to use the network well, small enough that the
+first are on their way early."""
+
+
+@dataclass
+class _Bucket:
+    """Parameters whose gradients travel together."""
+
+    parameters: list[nn.Parameter]
+    missing: int = 0
+    """Gradients that are not there yet."""
+    buffer: torch.Tensor | None = None
+    under_way: Any = field(default=None, repr=False)
+
+
+class GradientSums:
+    """The sums over one group. Every rank must hold the same parameters in the same order."""
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, *, overlaps: bool
+    ) -> None:
+        """With `overlaps`, buckets are sent as soon as backward has filled them; without it (a
+        backward pass that is none, or several), when `finish` is called."""
+        self._group = group
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        # Backward reaches the last parameters first.
+        self._buckets = list(_buckets(trained[::-1]))
+        self._collects = False
+        self._next = 0
+        for bucket in self._buckets if overlaps else ():
+            for parameter in bucket.parameters:
+                parameter.register_post_accumulate_grad_hook(self._arrived(bucket))
+
+    def start(self) -> None:
+        """The backward pass that comes now is the last one of the step."""
+        self._collects, self._next = True, 0
+        for bucket in self._buckets:
+            bucket.missing = len(bucket.parameters)
+
+    def finish(self) -> None:
+        """Wait until every gradient is the sum over all ranks of the group."""
+        self._collects = False
+        while self._next < len(self._buckets):
+            self._send()
+        for bucket in self._buckets:
+            bucket.under_way.wait()
+            _unpack(bucket)
+
+    def _arrived(self, bucket: _Bucket) -> Any:
+        def hook(_: nn.Parameter) -> None:
+            if not self._collects:
+                return
+            bucket.missing -= 1
+            # In one order on all ranks, whatever order gradients come in.
+            while self._next < len(self._buckets) and not self._buckets[self._next].missing:
+                self._send()
+
+        return hook
+
+    def _send(self) -> None:
+        bucket = self._buckets[self._next]
+        self._next += 1
+        bucket.buffer = _packed(bucket.parameters)
+        bucket.under_way = dist.all_reduce(bucket.buffer, group=self._group, async_op=True)
+
+
+def _buckets(parameters: Sequence[nn.Parameter]) -> Iterable[_Bucket]:
+    held: list[nn.Parameter] = []
+    size = 0
+    for parameter in parameters:
+        if held and (size >= BUCKET_BYTES or parameter.dtype != held[0].dtype):
+            yield _Bucket(held)
+            held, size = [], 0
+        held.append(parameter)
+        size += parameter.numel() * parameter.element_size()
+    if held:
+        yield _Bucket(held)
+
+
+def _packed(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    # A gradient that this rank has none of is a zero: others may have one.
+    return torch.cat(
+        [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters]
+    )
+
+
+def _unpack(bucket: _Bucket) -> None:
+    assert bucket.buffer is not None
+    sizes = [parameter.numel() for parameter in bucket.parameters]
+    for parameter, flat in zip(bucket.parameters, bucket.buffer.split(sizes), strict=True):
+        # A view: the buffer lives as long as the gradients, and is not copied again.
+        parameter.grad = flat.view_as(parameter)
+    bucket.buffer = bucket.under_way = None

@@ -1,0 +1,140 @@
+"""Tensor parallelism: each rank computes attention, the feed-forward network and the head with some
+of their features (Shoeybi et al. 2019, "Megatron-LM").
+
+A model's parameters become smaller parameters like any other. Ranks speak to each other only where
+such a region begins and ends, so nothing inside one knows that it is a part.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from penstock.adapters.lora import LoraLinear
+from penstock.engine.parallel.collectives import (
+    Residual,
+    enter,
+    gather_shares,
+    keep_share,
+    leave,
+)
+from penstock.engine.parallel.cuts import Cuts, cuts_of
+from penstock.engine.parallel.mesh import Mesh
+from penstock.engine.parallel.pieces import Held, local
+from penstock.engine.parallel.vocabulary import DividedEmbedding
+from penstock.models.decoder import Decoder
+from penstock.models.layers.block import SOCKETS, Block, Run
+from penstock.models.layers.mixture import MixtureOfExperts
+from penstock.models.roles import Roles
+from penstock.models.weights import WeightMap
+
+
+def divide(model: Decoder, mesh: Mesh, roles: Roles, *, residual: Residual) -> None:
+    """Keep of the model, or of a part of it, what this rank of the tensor axis computes, in place.
+
+    To be called on every rank, with adapters in place, and before anything is sharded; the model
+    may have memory or be on the meta device. From then on it gives hidden states [T, D], with
+    `split` the rank's share of the tokens, and wants `vocabulary.sum_of_losses` as its `reduce`:
+    its head gives some of the logits.
+    """
+    group = mesh.group("tensor")
+    if group is None:
+        return
+    names = WeightMap(model.config, model.merge_qkv)
+    cuts = cuts_of(model, names, mesh, roles=roles, residual=residual)
+    # Made now, because groups have to be made by all ranks, and a part may have no keys.
+    mesh.neighbours(cuts.span("k_proj").copies)
+    for name, parameter in list(model.named_parameters()):
+        if not cuts.is_in_mixture(name):
+            _keep(model, name, cuts.narrowed(name, parameter.detach()), parameter.requires_grad)
+    if model.is_tied:
+        model.tie()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and not cuts.is_in_mixture(name):
+            _resize(module, names.hf_names(f"{name}.weight"), cuts)
+    if (table := model.model.embed_tokens) is not None:
+        first = cuts.span("embed_tokens").first
+        model.model.embed_tokens = DividedEmbedding(
+            table.get_parameter("weight"), first, group, residual
+        )
+    for layer in model.model.layers.values():
+        assert isinstance(layer, Block)
+        layer.self_attn.parts = [cuts.span(part).count for part in model.config.qkv_parts]
+        for part, socket in SOCKETS.items():
+            mixture = isinstance(getattr(layer, part), MixtureOfExperts)
+            region = _mixture_region if mixture else _region
+            run = partial(region, getattr(layer, socket), group=group, residual=residual)
+            setattr(layer, socket, run)
+
+
+@torch.no_grad()
+def sum_partial(held: Sequence[Held], mesh: Mesh) -> None:
+    """Complete the gradients of which the ranks of the tensor axis have one term each, in place.
+
+    Called when gradients are otherwise final, on all ranks of the axis with the same parameters.
+    """
+    terms: dict[tuple[int | None, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+    for one in held:
+        if one.parameter.grad is None:
+            continue
+        gradient = local(one.parameter.grad)
+        for piece in one.pieces:
+            if piece.summed is not None:
+                among = piece.copies if piece.summed == "kv" else None
+                terms[among, gradient.dtype].append(piece.of(gradient))
+    for (among, _), views in terms.items():
+        # Offloaded gradients lie where no group can reach them.
+        flat = torch.cat([view.reshape(-1) for view in views]).to(mesh.device_type)
+        group = mesh.group("tensor") if among is None else mesh.neighbours(among)
+        dist.all_reduce(flat, group=group)
+        sums = flat.split([view.numel() for view in views])
+        torch._foreach_copy_(
+            views, [part.view_as(view) for part, view in zip(sums, views, strict=True)]
+        )
+
+
+def _keep(model: nn.Module, name: str, kept: torch.Tensor | None, wants_gradient: bool) -> None:
+    parent, _, leaf = name.rpartition(".")
+    parameter = None if kept is None else nn.Parameter(kept, requires_grad=wants_gradient)
+    setattr(model.get_submodule(parent), leaf, parameter)
+
+
+def _resize(module: nn.Linear, tensors: Sequence[str], cuts: Cuts) -> None:
+    """Tell the layer how many features it has left."""
+    before = module.out_features
+    module.out_features, module.in_features = module.weight.shape
+    if isinstance(module, LoraLinear) and module.out_features != before:
+        layers = [tensor.split(".")[-2] for tensor in tensors]
+        module.parts = {layer: cuts.span(layer, before).count for layer in layers}
+
+
+def _region(
+    run: Run,
+    module: nn.Module,
+    x_TD: torch.Tensor,
+    *rest: Any,
+    group: dist.ProcessGroup,
+    residual: Residual,
+) -> torch.Tensor:
+    """A divided module's contribution to the residual stream, from all ranks."""
+    return leave(run(module, enter(x_TD, group, residual), *rest), group, residual)
+
+
+def _mixture_region(
+    run: Run,
+    module: nn.Module,
+    x_TD: torch.Tensor,
+    *rest: Any,
+    group: dist.ProcessGroup,
+    residual: Residual,
+) -> torch.Tensor:
+    """A whole module's contribution to the residual stream, of which each rank computes that of
+    its share of the tokens."""
+    if residual == "split":
+        return run(module, x_TD, *rest)
+    y_TD = run(module, keep_share(x_TD, group), *rest)
+    return gather_shares(y_TD, group, x_TD.shape[0])

@@ -1,0 +1,96 @@
+"""Ulysses: ranks that hold some tokens of all heads exchange them for all tokens of some heads.
+
+Attention itself is then the same as on one rank (Jacobs et al. 2023, "DeepSpeed Ulysses").
+
+S tokens of one rank, T tokens of all, N query heads, K key and value heads, H head width.
+"""
+
+# pyright: reportIncompatibleMethodOverride=false
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from penstock.models.layers.attention import Attend
+from penstock_kernels.attention import Segments
+
+
+class Ulysses:
+    """One rank of those that share the heads."""
+
+    def __init__(self, group: dist.ProcessGroup, size: int, index: int) -> None:
+        self.group, self.size, self.index = group, size, index
+
+    def mine(self, x_T: torch.Tensor) -> torch.Tensor:
+        """This rank's tokens of all of them: its share of neighbours."""
+        return x_T.chunk(self.size)[self.index]
+
+    def attend(self, inner: Attend) -> Attend:
+        """`inner` for all tokens and this rank's share of the heads.
+
+        The number of query heads must be a multiple of the ranks. Key and value heads that are not
+        are repeated until they are.
+        """
+
+        def over_heads(
+            q_SNH: torch.Tensor,
+            k_SKH: torch.Tensor,
+            v_SKH: torch.Tensor,
+            segments: Segments,
+            scale: float,
+        ) -> torch.Tensor:
+            repeats = self.size // math.gcd(self.size, k_SKH.shape[1])
+            if repeats > 1:
+                k_SKH, v_SKH = (x.repeat_interleave(repeats, dim=1) for x in (k_SKH, v_SKH))
+            # In one message: three would cost three times the latency.
+            q_TNH, k_TKH, v_TKH = _ToHeads.apply(self, q_SNH, k_SKH, v_SKH)
+            return _ToTokens.apply(self, inner(q_TNH, k_TKH, v_TKH, segments, scale))
+
+        return over_heads
+
+    def to_heads(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """[S, n, H] of each part to [T, n / size, H], which are views of one tensor."""
+        by_rank = [part.unflatten(1, (self.size, -1)).transpose(0, 1) for part in parts]
+        widths = [part.shape[2] for part in by_rank]
+        return self._exchange(torch.cat(by_rank, dim=2)).flatten(0, 1).split(widths, dim=1)
+
+    def to_tokens(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """[T, n / size, H] of each part to [S, n, H]: the inverse of `to_heads`."""
+        widths = [part.shape[1] for part in parts]
+        all_parts = torch.cat([*parts], dim=1) if len(parts) > 1 else parts[0].contiguous()
+        by_rank = self._exchange(all_parts.unflatten(0, (self.size, -1))).transpose(0, 1)
+        return tuple(part.flatten(1, 2) for part in by_rank.split(widths, dim=2))
+
+    def _exchange(self, x: torch.Tensor) -> torch.Tensor:
+        """Give each rank its entry of the first dimension, and get one from each."""
+        received = torch.empty_like(x)
+        dist.all_to_all_single(received, x, group=self.group)
+        return received
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ulysses: Ulysses, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.ulysses = ulysses
+        return ulysses.to_heads(parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        return None, *ctx.ulysses.to_tokens(gradients)
+
+
+class _ToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ulysses: Ulysses, part: torch.Tensor) -> torch.Tensor:
+        ctx.ulysses = ulysses
+        return ulysses.to_tokens([part])[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return None, *ctx.ulysses.to_heads([gradient])

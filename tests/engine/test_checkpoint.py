@@ -1,0 +1,232 @@
+"""Checkpoints: the same whatever layout wrote them, read by any other, whole or not at all."""
+
+import threading
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from penstock.core.errors import ArtifactError, StageError
+from penstock.core.files import regular_files
+from penstock.engine import checkpoint
+from penstock.engine.checkpoint import Checkpoints, complete_checkpoints, sweep
+from penstock.engine.checkpoint_boxes import read_boxes, whole_box
+from penstock.engine.checkpoint_files import CheckpointFiles
+from penstock.engine.checkpoint_reader import CheckpointReader
+from penstock.engine.checkpoint_state import Trained
+from penstock.engine.hf_folder import write_weights
+from penstock.engine.hf_weights import in_checkpoint
+from penstock.engine.parallel.pieces import local
+from penstock.engine.ranks import join
+from penstock.engine.weights import fill
+from penstock.models.initialise import generator_for, initialise
+from penstock.models.weights import WeightMap
+from tests.engine.holdings import CONFIG, LAYOUTS, cut, holding
+from tests.ranks import on_ranks
+
+NAMES = WeightMap(CONFIG)
+
+
+def start(name, shape):
+    return initialise(name, shape, 3, CONFIG)
+
+
+def made(layout, *, merge_qkv):
+    """A model in this layout at its start, and its optimizer."""
+    held = holding(layout, merge_qkv=merge_qkv)
+    fill(held, None, start, readers="all_ranks", ranks=join(60))
+    optimizer = torch.optim.AdamW([one.parameter for one in held], lr=0.1)
+    return Trained(held, optimizer, only_trained=False)
+
+
+def step(trained, number):
+    """An update by gradients that are the same numbers in every layout."""
+    for one in trained.held:
+        gradient = torch.zeros_like(one.parameter)
+        for piece in one.pieces:
+            generator = generator_for(f"{number}:{piece.tensor}", 0)
+            whole = torch.randn(piece.whole, generator=generator)
+            piece.of(local(gradient)).copy_(cut(whole, piece))
+        one.parameter.grad = gradient
+    trained.optimizer.step()
+
+
+def saved(trained, root, number, **options):
+    checkpoints = Checkpoints(root, trained, join(60), **options)
+    checkpoints.save(number, {"step": number})
+    checkpoints.finish()
+
+
+def crossed(root):
+    """Each layout saves after two steps; each reads what the next one saved, and makes a third."""
+    for number, layout in enumerate(LAYOUTS):
+        trained = made(layout, merge_qkv=bool(number % 2))
+        step(trained, 1)
+        step(trained, 2)
+        for name in ("once", "twice") if layout == "hybrid" else ("once",):
+            saved(trained, root / layout / name, 2)
+    for number, layout in enumerate(LAYOUTS):
+        trained = made(layout, merge_qkv=not number % 2)
+        other = LAYOUTS[(number + 1) % len(LAYOUTS)]
+        checkpoints = Checkpoints(root / layout / "more", trained, join(60))
+        assert checkpoints.load(root / other / "once" / "global_step_2")["step"] == 2
+        step(trained, 3)
+        checkpoints.save(3, {"step": 3})
+
+
+def contents(folder):
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in regular_files(folder)
+    }
+
+
+def everything(folder):
+    """All tensors of a checkpoint, the optimizer's too."""
+    files = CheckpointFiles(folder)
+    found = {
+        name: torch.full(entry.size, torch.nan, dtype=entry.properties.dtype)
+        for name, entry in files.read_metadata().state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    read_boxes({name: [whole_box(tensor)] for name, tensor in found.items()}, files)
+    return found
+
+
+def three_steps():
+    """What a model that nothing is done to but training ends as: by torch alone."""
+    tensors = {
+        name: start(name, shape).requires_grad_() for name, shape in NAMES.hf_shapes().items()
+    }
+    optimizer = torch.optim.AdamW(tensors.values(), lr=0.1)
+    for number in (1, 2, 3):
+        for name, tensor in tensors.items():
+            tensor.grad = torch.randn(tensor.shape, generator=generator_for(f"{number}:{name}", 0))
+        optimizer.step()
+    return tensors, optimizer.state
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_any_layout_goes_on_from_what_any_other_saved_to_the_same_bits(tmp_path):
+    on_ranks(4, crossed, tmp_path)
+    tensors, state = three_steps()
+    want = {f"model.{name}": tensor.detach() for name, tensor in tensors.items()}
+    for name, tensor in tensors.items():
+        want |= {f"optimizer.{name}.{key}": value for key, value in state[tensor].items()}
+    exports = set()
+    for layout in LAYOUTS:
+        got = everything(tmp_path / layout / "more" / "global_step_3")
+        assert got.keys() == want.keys()
+        for name, tensor in want.items():
+            assert torch.equal(got[name], tensor), (layout, name)
+        once = tmp_path / layout / "once" / "global_step_2"
+        weights = in_checkpoint(CheckpointReader(once), NAMES)
+        out = tmp_path / "hf" / layout
+        write_weights(weights, out, dtype=torch.bfloat16, max_shard_size=500)
+        exports.add(tuple(sorted(contents(out).items())))
+    assert len(exports) == 1
+    once, twice = (tmp_path / "hybrid" / name / "global_step_2" for name in ("once", "twice"))
+    assert contents(once) == contents(twice)
+    # Copies are written by one rank each, and all ranks write about as much.
+    numbers = Counter()
+    metadata = CheckpointFiles(tmp_path / "copies" / "once" / "global_step_2").read_metadata()
+    for index, info in metadata.storage_data.items():
+        numbers[info.relative_path] += want[index.fqn].numel()
+    assert len(numbers) == 4
+    assert max(numbers.values()) - min(numbers.values()) <= max(t.numel() for t in want.values())
+
+
+def behind(root):
+    """Saves behind training, the first begun only when training has gone on, and two that fail."""
+    ranks = join(60)
+    write, go = checkpoint.write_boxes, threading.Event()
+    writer: Any = FileSystemWriter
+    write_data = writer.write_data
+    trained = made("sharded", merge_qkv=True)
+    step(trained, 1)
+    saved(trained, root / "at_once", 1)
+
+    def late(*given):
+        go.wait(30)
+        write(*given)
+
+    checkpoint.write_boxes = late
+    checkpoints = Checkpoints(root / "behind", trained, ranks, writes="behind")
+    checkpoints.save(1, {"step": 1})
+    step(trained, 2)
+    early = complete_checkpoints(root / "behind")
+    go.set()
+    checkpoints.save(2, {"step": 2})
+    complete = [path.name for path in complete_checkpoints(root / "behind")]
+    step(trained, 3)
+    checkpoints.finish()
+    saved(made("sharded", merge_qkv=True), root / "other", 1)
+
+    def full(boxes, folder, group):
+        if dist.get_rank() == 1:
+            writer.write_data = no_room
+        write(boxes, folder, group)
+
+    checkpoint.write_boxes = full
+    told = []
+    for again in (lambda: checkpoints.save(4, {"step": 4}), checkpoints.finish):
+        checkpoints.save(3, {"step": 3})
+        try:
+            again()
+        except StageError as error:
+            told.append(str(error))
+    checkpoint.write_boxes, writer.write_data = write, write_data
+    return early, complete, told
+
+
+def no_room(*_):
+    raise OSError(28, "No space left on device")
+
+
+def limited(root):
+    """Which checkpoints are there after each of some saves, by a run and by one that goes on."""
+    ranks, seen = join(60), []
+    trained = made("sharded", merge_qkv=False)
+    step(trained, 1)
+    first = Checkpoints(root, trained, ranks, limit=2)
+    for number in (1, 2, 3):
+        first.save(number, {"step": number})
+        seen.append([path.name[-1] for path in complete_checkpoints(root)])
+    again = Checkpoints(root, trained, ranks, limit=1, writes="behind")
+    again.load(root / "global_step_2")
+    for number in (4, 5):
+        again.save(number, {"step": number})
+        again.finish()
+        seen.append([path.name[-1] for path in complete_checkpoints(root)])
+    other = Trained(trained.held, torch.optim.SGD([trained.held[0].parameter]), only_trained=False)
+    with pytest.raises(ArtifactError, match="trained with adamw, and this run's optimizer is sgd"):
+        Checkpoints(root, other, ranks).load(root / "global_step_2")
+    return seen
+
+
+def both(root):
+    return behind(root), limited(root / "limited")
+
+
+@pytest.mark.dist
+def test_saves_behind_training_are_of_their_step_their_failures_are_told_and_old_ones_go(tmp_path):
+    for (early, complete, told), seen in on_ranks(4, both, tmp_path):
+        assert early == []
+        assert "global_step_1" in complete
+        assert len(told) == 2
+        assert all("step 3 could not be written" in each for each in told)
+        assert all("No space left on device" in each for each in told)
+        # The one that a run started from stays.
+        assert seen == [["1"], ["1", "2"], ["2", "3"], ["2", "4"], ["2", "5"]]
+    assert not list((tmp_path / "limited").glob("*.part"))
+    root = tmp_path / "behind"
+    assert contents(root / "global_step_1") == contents(tmp_path / "at_once" / "global_step_1")
+    assert contents(root / "global_step_1") != contents(tmp_path / "other" / "global_step_1")
+    assert [path.name for path in complete_checkpoints(root)] == ["global_step_1", "global_step_2"]
+    assert list(root.glob("*.part"))
+    sweep(root)
+    assert not list(root.glob("*.part"))

@@ -1,0 +1,182 @@
+"""Attention whose tokens lie on several ranks, judged by dense attention of the whole row."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.engine.parallel.context import Context
+from penstock.engine.parallel.degrees import Degrees
+from penstock.engine.parallel.mesh import Mesh
+from penstock.engine.parallel.ring import spread
+from penstock.rows.collate import MicroBatch
+from tests.dense import dense_with_gradients, relative_error, visible
+from tests.ranks import on_ranks
+
+# Neither 2 nor 4 ranks share three key heads evenly.
+HEADS, KV_HEADS, WIDTH = 12, 3, 8
+SCALE = WIDTH**-0.5
+TOKENS = 96
+
+ROWS = {
+    "one document": [96],
+    "primes and ones": [1, 2, 3, 5, 1, 1, 7, 11, 13, 17, 19, 1, 15],
+    "one longer than any share": [3, 71, 22],
+    "many short": [4] * 24,
+    "alike but for padding": [7] * 13 + [5],
+    "one over the middle": [37, 29, 30],
+}
+CASES = [
+    *(("auto", name, torch.float32) for name in ROWS),
+    ("eager", "one longer than any share", torch.float32),
+    ("auto", "one longer than any share", torch.bfloat16),
+]
+LAYOUTS = {
+    2: [Degrees(ring=2), Degrees(ulysses=2)],
+    4: [Degrees(ring=4), Degrees(ulysses=4), Degrees(ring=2, ulysses=2)],
+    8: [Degrees(ring=4, ulysses=2)],
+}
+
+# Sums in another order, from fp32; bf16: one rounding of inputs and results.
+TOLERANCE = {torch.float32: (1e-6, 1e-5), torch.bfloat16: (2e-2, 2e-2)}
+
+
+def tensors(dtype):
+    """q, k, v and dy of the whole row."""
+    generator = torch.Generator().manual_seed(0)
+    heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    return [torch.randn(TOKENS, n, WIDTH, generator=generator).to(dtype) for n in heads]
+
+
+def whole_batch(lengths):
+    tokens = torch.arange(sum(lengths))
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    return MicroBatch(tokens, tokens + 1000, positions, tuple(lengths), 90, 80)
+
+
+def attend_here(context, backend, lengths, dtype):
+    """The numbers of this rank's tokens, and y, dq, dk, dv of these."""
+    batch, mine = whole_batch(lengths), context.mine(whole_batch(lengths))
+    tokens = mine.input_ids_T
+    assert torch.equal(mine.labels_T, batch.labels_T[tokens])
+    assert torch.equal(mine.position_ids_T, batch.position_ids_T[tokens])
+    assert (mine.lengths, mine.num_tokens, mine.num_trained) == (tuple(lengths), 90, 80)
+    q, k, v, dy = (part[tokens].requires_grad_() for part in tensors(dtype))
+    y = context.attend(backend)(q, k, v, context.segments(mine.lengths, "cpu"), SCALE)
+    return tokens, [y.detach(), *torch.autograd.grad(y, (q, k, v), dy.detach())]
+
+
+def several_layouts(layouts):
+    """Of each layout and row what this rank computes."""
+    results = {}
+    for degrees in layouts:
+        context = Context(Mesh(degrees, dist.get_rank(), "cpu"))
+        for backend, name, dtype in CASES:
+            tokens, parts = attend_here(context, backend, ROWS[name], dtype)
+            _, again = attend_here(context, backend, ROWS[name], dtype)
+            assert all(map(torch.equal, parts, again)), "the same bits each time"
+            arrays = [part.float().numpy() for part in parts]
+            results[degrees, (backend, name, dtype)] = tokens.tolist(), arrays
+    return results
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("world", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
+def test_ranks_that_share_a_row_compute_what_one_computes(world):
+    ranks = on_ranks(world, several_layouts, LAYOUTS[world])
+    for degrees, (backend, name, dtype) in ranks[0]:
+        found = [results[degrees, (backend, name, dtype)] for results in ranks]
+        tokens = [token for mine, _ in found for token in mine]
+        assert sorted(tokens) == list(range(TOKENS)), "each token lies on one rank"
+        q, k, v, dy = tensors(dtype)
+        want = dense_with_gradients(q, k, v, dy, ROWS[name], SCALE)
+        forward, backward = TOLERANCE[dtype]
+        for part, whole in enumerate(want):
+            got = torch.cat([torch.from_numpy(parts[part]) for _, parts in found])
+            allowed = backward if part else forward
+            assert relative_error(got, whole[tokens]) < allowed, (degrees, name, dtype, part)
+
+
+def bytes_sent(lengths):
+    """What this rank sends in the forward pass, and in both."""
+    sent, original = [0], dist.batch_isend_irecv
+
+    def counting(operations):
+        sent[0] += sum(o.tensor.nbytes for o in operations if o.op is dist.isend)
+        return original(operations)
+
+    context = Context(Mesh(Degrees(ring=4), dist.get_rank(), "cpu"))
+    dist.batch_isend_irecv = counting
+    q, k, v, _ = (part[:24].requires_grad_() for part in tensors(torch.float32))
+    y = context.attend("auto")(q, k, v, context.segments(tuple(lengths), "cpu"), SCALE)
+    forward = sent[0]
+    y.sum().backward()
+    return forward, sent[0]
+
+
+def several_rows():
+    return {name: bytes_sent(lengths) for name, lengths in ROWS.items()}
+
+
+def owned_by(index, ring, tokens):
+    """Zigzag by its definition."""
+    chunks = torch.arange(tokens).chunk(2 * ring)
+    return torch.cat((chunks[index], chunks[2 * ring - 1 - index]))
+
+
+@pytest.mark.dist
+def test_a_ring_sends_only_what_some_query_sees():
+    ranks = on_ranks(4, several_rows)
+    seen_on = [owned_by(index, 4, TOKENS) for index in range(4)]
+    for name, lengths in ROWS.items():
+        sees = visible(lengths)
+        keys = sum(
+            int(sees[seen_on[asker]][:, seen_on[giver]].any(0).sum())
+            for asker in range(4)
+            for giver in range(4)
+            if asker != giver
+        )
+        once = keys * 2 * KV_HEADS * WIDTH * 4
+        assert sum(rank[name][0] for rank in ranks) == once
+        # There once more, and back with gradients.
+        assert sum(rank[name][1] for rank in ranks) == 3 * once
+    assert sum(rank["many short"][1] for rank in ranks) == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 5), st.integers(1, 6), st.lists(st.integers(1, 30), max_size=9))
+def test_every_visible_pair_is_computed_once_and_no_other(ring, chunk, wanted):
+    total, lengths = 2 * ring * chunk, []
+    for length in [*wanted, 2 * ring * chunk]:
+        if rest := total - sum(lengths):
+            lengths.append(min(length, rest))
+    computed = torch.zeros(total, total, dtype=torch.int64)
+    plans = [spread(lengths, ring, index) for index in range(ring)]
+    # Two ranks with other lists would not agree on the order of the messages between them.
+    assert len({tuple(step.distance for step in plan.steps) for plan in plans}) == 1
+    tokens = [owned_by(index, ring, total) for index in range(ring)]
+    for index, plan in enumerate(plans):
+        assert sum(plan.lengths) == 2 * chunk
+        mine = tokens[index]
+        computed[mine.unsqueeze(1), mine] += visible(plan.lengths).long()
+        for step in plan.steps:
+            giver = (index - step.distance) % ring
+            given = [s.gives for s in plans[giver].steps if s.distance == step.distance]
+            assert step.takes == sum(map(len, given))
+            if step.sees is not None:
+                keys = tokens[giver][list(given[0])]
+                assert (step.sees.num_queries, step.sees.num_keys) == (len(step.queries), len(keys))
+                computed[mine[list(step.queries)].unsqueeze(1), keys] += 1
+    assert torch.equal(computed, visible(lengths).long())
+
+
+def test_a_rank_alone_holds_the_row_and_attends_to_it_as_ever():
+    context = Context(Mesh(Degrees(), 0, "cpu"))
+    assert context.multiple == 1
+    for backend in ("eager", "sdpa"):
+        tokens, got = attend_here(context, backend, [37, 29, 30], torch.float32)
+        assert tokens.tolist() == list(range(TOKENS))
+        q, k, v, dy = tensors(torch.float32)
+        want = dense_with_gradients(q, k, v, dy, [37, 29, 30], SCALE)
+        assert max(map(relative_error, got, want)) < TOLERANCE[torch.float32][1]

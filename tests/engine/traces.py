@@ -1,0 +1,144 @@
+"""What a layout computes in three steps, and how far that is from what another does."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import transformers
+
+from penstock.core.source import pin_model, pin_tokenizer
+from penstock.engine.hf_export import write_folders
+from penstock.engine.origin import Form, Origin
+from penstock.rows.reader import PackedRows
+from penstock.train.job import CHECKPOINTS, Job
+from tests.engine import loops
+from tests.engine.layouts import LR, MAX_NORM, STEPS
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Three steps as they went."""
+
+    rows: list[list[int]]
+    """Of each step."""
+    losses: list[float]
+    norms: list[float]
+    """Of gradients before they are clipped."""
+    gradients: list[loops.Arrays]
+    """After it."""
+    weights: loops.Arrays
+
+
+class Errors(NamedTuple):
+    """How far one trace is from another: the worst relative difference of each kind."""
+
+    loss: float
+    norm: float
+    gradients: float
+    weights: float
+
+    def within(self, limits: "Errors") -> bool:
+        """Whether none is beyond its limit."""
+        return all(error <= limit for error, limit in zip(self, limits, strict=True))
+
+
+def trace_here(job: Job) -> Trace | None:
+    """The first steps of a run, on the first rank; what it started with is saved as step 0."""
+    loop = loops.loop_of(job)
+    loop._save()
+    gradients = loops.before_each_update(loop, lambda: loops.gradients_of(loop))
+    rows, records = [], []
+    for _ in range(STEPS):
+        rows.append(sorted(loop.batches.rows(loop.at.cursor).tolist()))
+        records.append(loops.step(loop))
+    weights = loops.parameters_of(loop)
+    if not loop.ranks.leads:
+        return None
+    losses, norms = ([record[name] for record in records] for name in ("loss", "grad_norm"))
+    return Trace(rows, losses, norms, gradients, weights)
+
+
+def trace_of_transformers(folder: Path, kind: str, rows: list[list[int]]) -> Trace:
+    """The same steps of transformers' model, with its update written out.
+
+    Documents in a row are apart for it in this call form alone: position ids, no mask, no cache.
+    """
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder / kind, dtype=torch.float32, attn_implementation="sdpa"
+    )
+    packed = PackedRows(folder / "packed" / "data" / "train")
+    losses, norms, gradients = [], [], []
+    for step in rows:
+        trained, total = 0, torch.zeros(())
+        for number in step:
+            row = packed.row(number)
+            labels = torch.tensor(row.labels, dtype=torch.int64)
+            positions = torch.cat([torch.arange(length) for length in row.lengths.tolist()])
+            logits = model(
+                input_ids=torch.tensor(row.input_ids, dtype=torch.int64)[None],
+                position_ids=positions[None],
+                attention_mask=None,
+                use_cache=False,
+            ).logits[0]
+            total = total + torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+            trained += int((labels != -100).sum())
+        loss = total / trained
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        losses.append(loss.item())
+        norms.append(norm.item())
+        found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        gradients.append({name: gradient.numpy().copy() for name, gradient in found.items()})
+        with torch.no_grad():
+            for name, gradient in found.items():
+                model.get_parameter(name).sub_(LR * gradient)
+        model.zero_grad()
+    weights = {name: p.detach().numpy() for name, p in model.named_parameters()}
+    return Trace(rows, losses, norms, gradients, weights)
+
+
+def errors(got: Trace, want: Trace) -> Errors:
+    """How far `got` is from `want`. Tensors are compared by the norms of their differences."""
+    assert got.rows == want.rows
+    return Errors(
+        loss=max(map(_relative, got.losses, want.losses)),
+        norm=max(map(_relative, got.norms, want.norms)),
+        gradients=max(map(_worst, got.gradients, want.gradients)),
+        weights=_worst(got.weights, want.weights),
+    )
+
+
+def _relative(got: float, want: float) -> float:
+    return abs(got - want) / abs(want)
+
+
+def _worst(got: loops.Arrays, want: loops.Arrays) -> float:
+    assert got.keys() == want.keys()
+    found = []
+    for name, array in want.items():
+        difference, size = np.linalg.norm(got[name] - array), np.linalg.norm(array)
+        # The first factor of an adapter gets no gradient before its second one has moved.
+        found.append(float(difference / size) if size else float(difference))
+    return max(found)
+
+
+def exported(job: Job) -> Mapping[str, bytes]:
+    """The weights a run started with, as files that transformers loads."""
+    config_path = str(job.config_path)
+    origin = Origin(
+        config=pin_model(config_path),
+        config_path=config_path,
+        weights=pin_model(config_path),
+        model_path=config_path,
+        tokenizer=pin_tokenizer("builtin:bytes"),
+        tokenizer_path="builtin:bytes",
+        lora_alpha=job.config.lora.lora_alpha if job.config.lora.enable_lora else None,
+    )
+    out = job.output_dir / "export"
+    write_folders(job.output_dir / CHECKPOINTS / "global_step_0", origin, Form(), out)
+    return {
+        str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*.safetensors"))
+    }
