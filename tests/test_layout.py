@@ -50,6 +50,21 @@ def test_only_the_engine_speaks_to_ranks():
     assert [path for path in speakers if not path.startswith(allowed)] == []
 
 
+def test_models_can_be_read_without_knowing_of_ranks():
+    stems = ("rank", "mesh", "shard", "parallel", "distribut", "replica", "collective", "stage")
+    names = ("fsdp", "ddp", "dtensor", "nccl", "gloo", "world_size", "all_reduce", "all_gather")
+    told = re.compile("|".join((*stems, *names)), re.IGNORECASE)
+    models = [path for path in SOURCES if "models" in path.parts and "tests" not in path.parts]
+    assert any(path.stem == "block" for path in models)
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in models
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if told.search(line)
+    ]
+    assert found == []
+
+
 def test_only_one_file_reads_the_environment():
     reads = re.compile(r"\bos\.(environ|getenv|putenv)\b")
     readers = [str(p.relative_to(ROOT)) for p in SOURCES if reads.search(p.read_text())]

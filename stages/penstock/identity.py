@@ -13,13 +13,13 @@ def _names(text: str) -> frozenset[str]:
 
 
 IDENTITY: Mapping[str, frozenset[str]] = {
-    "model": _names("foundation encoders merge_qkv"),
+    "model": _names("foundation encoders merge_qkv router_fp32 freeze_router"),
     "train": _names(
         """
         optimizer optimizer_dtype lr lr_min lr_start lr_warmup_ratio lr_decay_style lr_decay_ratio
         weight_decay no_decay_modules no_decay_params max_grad_norm muon_lr muon_momentum
         muon_nesterov muon_ns_steps muon_adjust_lr_fn num_train_epochs max_steps
-        enable_mixed_precision seed
+        enable_mixed_precision fsdp_reduce_dtype seed
         """
     ),
     "lora": _names(
@@ -51,17 +51,20 @@ HOW: Mapping[str, frozenset[str]] = {
     ),
     "train": _names(
         """
-        data_parallel_mode data_parallel_shard_size data_parallel_replicate_size
-        tensor_parallel_size pipeline_parallel_size pipeline_parallel_schedule
+        data_parallel_mode data_parallel_shard_size data_parallel_replicate_size zero_stage
+        tensor_parallel_size sequence_parallel tp_vocab_parallel_loss pipeline_parallel_size
+        pipeline_parallel_schedule pipeline_parallel_virtual_stages pipeline_parallel_split
+        pipeline_parallel_input_weight pipeline_parallel_output_weight
         pp_variable_seq_lengths expert_parallel_size ulysses_parallel_size ringattn_parallel_size
         cp_fsdp_mode reshard_after_forward ep_outside enable_gradient_checkpointing
         enable_reentrant recompute_modules moe_checkpoint_method enable_full_shard
-        enable_forward_prefetch enable_activation_offload activation_gpu_limit enable_compile
-        init_device load_weights_mode enable_full_determinism allow_cuda_launch_blocking
-        empty_cache_steps gc_steps output_dir ckpt_manager save_steps save_epochs save_async
-        save_hf_weights log_format use_wandb wandb_project wandb_name wandb_tags wandb_log_interval
-        enable_profiling profile_start_step profile_end_step profile_trace_dir
-        profile_record_shapes profile_profile_memory profile_with_stack profile_rank0_only
+        enable_fsdp_offload enable_forward_prefetch enable_activation_offload activation_gpu_limit
+        enable_compile init_device load_weights_mode enable_full_determinism
+        allow_cuda_launch_blocking empty_cache_steps gc_steps output_dir ckpt_manager save_steps
+        save_epochs save_async save_total_limit save_hf_weights log_format use_wandb wandb_project
+        wandb_name wandb_tags wandb_log_interval enable_profiling profile_start_step
+        profile_end_step profile_trace_dir profile_record_shapes profile_profile_memory
+        profile_with_stack profile_rank0_only
         """
     ),
     "lora": _names("save_lora_only"),

@@ -1,11 +1,21 @@
 """What this machine must have for a run: told before any work, with what to write instead."""
 
+import math
+
 from penstock.config.run import RunConfig
 from penstock.core import env
-from penstock.core.errors import CapabilityError
+from penstock.core.errors import CapabilityError, ConfigError
+from penstock.core.hub import local_folder
 from penstock.core.login import require_hub, require_login
-from penstock.engine.parallel.degrees import accumulation_steps, degrees_of
+from penstock.core.source import pin_config
+from penstock.engine.hf_config import read_hf_config
+from penstock.engine.parallel.degrees import SIZES, degrees_of, rows_per_step
+from penstock.engine.parallel.fits import Counts, require_fit, splits_model
+from penstock.engine.parallel.nearest import Candidate
+from penstock.models.builtin import SCHEME
 from penstock.train.torchrun import num_local_ranks
+
+CONFIG_ALONE = ("config.json",)
 
 
 def world_size(run: RunConfig) -> int:
@@ -15,12 +25,18 @@ def world_size(run: RunConfig) -> int:
 
 
 def check_machine(run: RunConfig) -> None:
-    """Refuse, before any work, what this machine cannot do or this world cannot be cut into."""
+    """Refuse, before any work, what this machine cannot train or this world cannot be cut into."""
     gpus = env.num_gpus()
     if not gpus and run.model.attn_implementation == "native":
         raise CapabilityError(
             "model.attn_implementation is native, which needs a CUDA device, and there is none.\n"
             "  Write sdpa, or leave it out to get the best there is."
+        )
+    if not gpus and run.model.moe_implementation in ("triton", "quack"):
+        raise CapabilityError(
+            f"model.moe_implementation is {run.model.moe_implementation}, which needs a CUDA "
+            "device, and there is none.\n"
+            "  Write native or eager, or leave it out to get the best there is."
         )
     if not gpus and run.train.init_device == "cuda":
         raise CapabilityError(
@@ -33,8 +49,59 @@ def check_machine(run: RunConfig) -> None:
             f"launch.nproc_per_node is {asked}, and {gpus} CUDA devices are visible.\n"
             f"  Write {gpus} or auto."
         )
-    degrees = degrees_of(run.train, world_size(run))
-    accumulation_steps(run.train, degrees.num_replicas)
+    check_layout(run, gpus)
+
+
+def check_layout(run: RunConfig, gpus: int = 0) -> None:
+    """Refuse a world that the model cannot be cut over. `gpus` are those of the machines that will
+    train, where they are known."""
+    counts = counts_of(run) if splits_model(run.train) else None
+    require_fit(run, world_size, counts, _launches(run, gpus))
+
+
+def refusal_of(run: RunConfig) -> ConfigError | CapabilityError | None:
+    """Why this machine cannot train the run. Any machine exports a model that is trained.
+
+    Raises it where nothing can be found without a layout: what a step trains on is then the rows
+    of all its ranks.
+    """
+    try:
+        check_machine(run)
+    except (ConfigError, CapabilityError) as error:
+        if run.train.global_batch_size is None:
+            raise
+        return error
+    return None
+
+
+def rows_of_a_step(run: RunConfig) -> int:
+    """Packed rows in one optimizer step over all ranks."""
+    if run.train.global_batch_size is not None:
+        return run.train.global_batch_size
+    return rows_per_step(run.train, degrees_of(run.train, world_size(run)).num_replicas)
+
+
+def counts_of(run: RunConfig) -> Counts:
+    """The numbers in the model's config.json, which alone is fetched if it lies elsewhere."""
+    source = run.model.config_source
+    if not source.startswith(SCHEME):
+        source = str(local_folder(source, pin_config(source), CONFIG_ALONE))
+    return Counts.of(read_hf_config(source, run.model.foundation))
+
+
+def _launches(run: RunConfig, gpus: int) -> list[Candidate]:
+    """Other numbers of processes that this machine could start."""
+    if env.rank_variables():
+        return []
+    now = num_local_ranks(run)
+    sizes = [getattr(run.train, name) for name in SIZES.values()]
+    most = gpus or max(now, math.prod(max(1, size) for size in sizes))
+    written = "nproc_per_node" in run.launch.model_fields_set
+    return [
+        Candidate("launch.nproc_per_node", size, abs(math.log2(size / now)), written)
+        for size in range(1, most + 1)
+        if size != now
+    ]
 
 
 def check_hub(run: RunConfig) -> None:

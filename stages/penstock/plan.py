@@ -17,19 +17,19 @@ from penstock.core.mirror import home_of
 from penstock.core.remote_source import folder_of
 from penstock.core.source import pin_checkpoint, pin_config, pin_data, pin_model, pin_tokenizer
 from penstock.core.stage import Artifact, Source, key_of, short
-from penstock.core.store import Cache, Outcome, Step, obtain, realize
+from penstock.core.store import Cache, Outcome, Step, lookup, obtain, realize
 from penstock.core.urls import is_url, joined
 from penstock.engine.origin import Origin
-from penstock.engine.parallel.degrees import degrees_of, rows_per_step
 from penstock.export.stage import Export, ExportSettings
 from penstock.identity import IDENTITY
-from penstock.machine import check_hub, check_machine, world_size
+from penstock.machine import check_hub, check_machine, refusal_of, rows_of_a_step
 from penstock.pack.stage import Pack, PackSettings
 from penstock.prepare.given import Given, given_step, nothing_given, root_of, take, tokens_at
 from penstock.prepare.own_files import refuse_own_files
 from penstock.prepare.settings import DatasetSettings, MixSettings, PrepareSettings
 from penstock.prepare.stage import SLICES, Prepare
 from penstock.push.stage import Push, PushSettings, push_prepared
+from penstock.train.nodes import lend, lends
 from penstock.train.stage import Train, TrainSettings, claim
 
 MADE = (SLICES, Prepare.name, Pack.name)
@@ -79,9 +79,9 @@ def plan(
 
     Raises ConfigError or CapabilityError for what cannot be honoured.
     """
-    check_machine(run)
     check_hub(run)
     wanted = wanted or run.stages
+    refusal = refusal_of(run) if needs(wanted, "train") else None
     steps = [given_data(run) if run.data.skip_prepare_dataset else prepare_step(run)]
     if needs(wanted, "pack"):
         steps.append(pack_step(run, steps[0].artifact))
@@ -89,6 +89,8 @@ def plan(
         origin = origin_of(run)
         prepared, packed = (step.artifact for step in steps)
         steps.append(train_step(run, packed, origin, ranks, prepared))
+        if refusal and lookup(steps[-1]) is None:
+            raise refusal
         if needs(wanted, "export"):
             steps.append(export_step(run, steps[2].artifact, origin))
     if needs(wanted, "push"):
@@ -119,7 +121,13 @@ def bring_up(step: Step, run: RunConfig, wishes: Wishes, notify: Callable[[str],
             )
         outcome = take(step)
     else:
-        outcome = realize(step, cache=cache_for(step, run, wishes), claim=claimed, notify=notify)
+        cache = cache_for(step, run, wishes)
+        if step.stage.name == "train" and cache != "reuse":
+            check_machine(run)
+        if lends(step):
+            outcome = lend(step, cache, notify)
+        else:
+            outcome = realize(step, cache=cache, claim=claimed, notify=notify)
     if step.stage.name == "export":
         link_exported(outcome, run)
     if step.stage.name == "prepare" and run.data.push_dataset_to_hub:
@@ -261,12 +269,11 @@ def train_step(
     prepared: Artifact,
 ) -> Step:
     """Packed rows in, a checkpoint out."""
-    degrees = degrees_of(run.train, world_size(run))
     settings = TrainSettings(
         model=_project(run, "model"),
         train=_project(run, "train"),
         lora=_project(run, "lora") if run.lora.enable_lora else {},
-        rows_per_step=rows_per_step(run.train, degrees.num_replicas),
+        rows_per_step=rows_of_a_step(run),
         last_batch="drop" if run.data.dataloader_drop_last else "keep",
     )
     stage = Train(

@@ -7,7 +7,7 @@ import pytest
 from penstock.config.load import loads
 from penstock.core.errors import ConfigError
 from penstock.core.local_files import kind_of
-from tests.config.values import faults_of, smallest
+from tests.config.values import faults_of, refused_and_mended, smallest
 
 
 def dataset(**fields: Any) -> dict[str, Any]:
@@ -319,14 +319,7 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
 def test_impossible_combination_is_refused_and_mended_by_what_is_proposed(
     sections: dict[str, Any], where: str, reason: str, mended: dict[str, Any]
 ) -> None:
-    told = faults_of(**sections)
-    assert len(told) == 1
-    assert told[0].startswith(f"{where}: ")
-    assert reason in told[0]
-    values = smallest(**sections)
-    for section, fields in mended.items():
-        values.setdefault(section, {}).update(fields)
-    loads(values)
+    refused_and_mended(sections, where, reason, mended)
 
 
 def test_unwritten_padding_may_be_any() -> None:

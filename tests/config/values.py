@@ -28,3 +28,17 @@ def faults_of(**sections: dict[str, Any]) -> list[str]:
     with pytest.raises(ConfigError) as refusal:
         loads(smallest(**sections))
     return str(refusal.value).splitlines()
+
+
+def refused_and_mended(
+    sections: dict[str, Any], where: str, reason: str, mended: dict[str, Any]
+) -> None:
+    """Assert that the smallest run with these settings has the one fault, and none with others."""
+    told = faults_of(**sections)
+    assert len(told) == 1
+    assert told[0].startswith(f"{where}: ")
+    assert reason in told[0]
+    values = smallest(**sections)
+    for section, fields in mended.items():
+        values.setdefault(section, {}).update(fields)
+    loads(values)

@@ -52,9 +52,14 @@ OF_CHAIN: dict[str, dict[str, tuple[str, ...]]] = {
             TOLD,
             f"{LAUNCH}test_two_machines_meet_and_count_their_processes_together",
         ),
-        "max_restarts": (TOLD, GIVEN),
+        "max_restarts": (
+            TOLD,
+            GIVEN,
+            "pipeline/test_killed_ranks.py::test_a_killed_rank_is_started_again_and_named_and_changes_no_weight",
+        ),
         "timeout": (
             f"{LAUNCH}test_a_run_without_a_step_for_too_long_is_ended",
+            "stages/test_hangs.py::test_a_rank_that_hangs_is_told_with_its_host_and_stack_and_all_are_killed",
             f"{RUN}test_collective_operations_wait_as_long_as_a_step_may",
         ),
         "env": (GIVEN,),

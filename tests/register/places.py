@@ -3,6 +3,9 @@
 STEP = "engine/test_step_fields.py::"
 MEMORY = "engine/test_memory_fields.py::"
 RUN = "engine/test_run_fields.py::"
+MIXTURE = "engine/test_mixture.py::"
+LAYOUT = "engine/test_layout_fields.py::"
+PIPELINE = "engine/test_pipeline.py::"
 LOADER = "engine/test_loader.py::"
 KEYS = "pipeline/test_keys.py::test_a_setting_changes_exactly_its_stages"
 ARRIVES = "pipeline/test_projection.py::test_a_field_arrives_at_its_stage"
@@ -32,6 +35,13 @@ REFUSED = "config/test_fields.py::test_field_without_code_behind_it_is_refused"
 RATES = (f"{STEP}test_the_optimizer_and_the_metrics_have_the_schedules_rate",)
 DECAY = (f"{STEP}test_sgd_subtracts_the_gradient_and_decays_all_but_what_is_exempt",)
 PASSES = (f"{STEP}test_a_step_takes_its_rows_in_as_many_passes_as_the_batch_sizes_say",)
+AXES = (f"{LAYOUT}test_every_axis_takes_its_part",)
+SHARDED = (f"{LAYOUT}test_weights_are_sharded_over_the_axes_that_are_named",)
+KEPT = (
+    f"{LAYOUT}test_gathered_weights_are_gathered_again_as_the_zero_stage_says",
+    "engine/test_degrees.py::test_gathered_weights_are_kept_as_long_as_the_settings_say",
+)
+STAGED = (f"{LAYOUT}test_layers_lie_in_stages_as_is_written",)
 RECOMPUTED = (f"{MEMORY}test_what_is_recomputed_runs_twice_and_nothing_else",)
 SAVED = (f"{RUN}test_checkpoints_are_saved_as_often_as_asked",)
 FOLDERS = (
@@ -39,6 +49,7 @@ FOLDERS = (
 )
 ADAPTERS = f"{RUN}test_adapters_have_the_rank_the_targets_and_the_weight_that_are_written"
 MODEL = f"{RUN}test_the_model_is_the_one_that_is_configured"
+SPLIT = ("engine/test_split.py::test_layers_are_split_as_the_reference_splits_them",)
 PLACES = ("pipeline/test_projection.py::test_results_lie_where_the_paths_say",)
 TOLD = f"{LAUNCH}test_torchrun_is_told_what_is_written"
 GIVEN = f"{LAUNCH}test_every_process_gets_the_environment_and_is_started_again_as_often_as_written"
@@ -46,6 +57,8 @@ NAMED_COLUMN = "stages/test_formats_columns.py::test_a_column_is_read_where_its_
 INSTRUCTION = f"{FORMATS}test_an_instruction_is_a_chat_where_the_tokenizer_has_a_template"
 COLUMNS = f"{DATA}test_messages_and_text_are_taken_from_the_columns_that_are_named"
 HUB_PART = f"{DATA}test_of_a_hub_data_set_the_named_part_is_read"
+UNFIT = (
+    "engine/test_degrees.py::test_a_wrong_layout_is_refused_before_launch_with_one_that_is_accepted"
+)
 
 ALONE = "test_fields.py::test_a_field_with_one_value_takes_no_other"
-ONE_VALUE = (REFUSED,)

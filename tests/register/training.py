@@ -4,16 +4,20 @@ from tests.register.places import (
     ADAPTERS,
     ALONE,
     ARRIVES,
+    AXES,
     DATA,
     DECAY,
     EXPORT,
     FOLDERS,
+    KEPT,
     KEYS,
+    LAYOUT,
     MEMORY,
+    MIXTURE,
     MODEL,
-    ONE_VALUE,
     PACK,
     PASSES,
+    PIPELINE,
     PLACES,
     PREPARE,
     RATES,
@@ -22,7 +26,11 @@ from tests.register.places import (
     REMOTE,
     RUN,
     SAVED,
+    SHARDED,
+    SPLIT,
+    STAGED,
     STEP,
+    UNFIT,
 )
 
 OF_TRAINING: dict[str, dict[str, tuple[str, ...]]] = {
@@ -41,6 +49,12 @@ OF_TRAINING: dict[str, dict[str, tuple[str, ...]]] = {
             f"{RUN}test_attention_runs_on_the_backend_that_is_named",
             f"{RUN}test_a_backend_that_cannot_run_here_is_refused",
         ),
+        "moe_implementation": (
+            f"{MIXTURE}test_experts_and_routers_are_computed_as_is_written",
+            f"{MIXTURE}test_experts_that_a_backend_does_not_take_are_refused_or_computed_by_another",
+        ),
+        "router_fp32": (f"{MIXTURE}test_experts_and_routers_are_computed_as_is_written",),
+        "freeze_router": (f"{MIXTURE}test_experts_and_routers_are_computed_as_is_written",),
         "merge_qkv": (MODEL, f"{ARRIVES}[model.merge_qkv]"),
         "basic_modules": (
             f"{MEMORY}test_named_modules_are_units_of_their_own_and_gathered_once_each",
@@ -49,12 +63,46 @@ OF_TRAINING: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "train": {
         "data_parallel_mode": (f"{MEMORY}test_the_mode_decides_what_a_rank_holds",),
-        "data_parallel_shard_size": (
-            f"{MEMORY}test_a_number_of_shards_that_does_not_fit_the_ranks_is_refused",
-        ),
-        "data_parallel_replicate_size": ONE_VALUE,
+        "data_parallel_shard_size": (*SHARDED, f"{UNFIT}[shards]"),
+        "data_parallel_replicate_size": (*SHARDED, f"{UNFIT}[shards without copies]"),
+        "zero_stage": KEPT,
+        "enable_full_shard": KEPT,
         "reshard_after_forward": (
             f"{MEMORY}test_weights_kept_after_the_forward_pass_are_not_gathered_again",
+            *KEPT,
+        ),
+        "fsdp_reduce_dtype": (
+            f"{LAYOUT}test_gradients_are_added_up_in_the_precision_that_is_written",
+        ),
+        "enable_fsdp_offload": (f"{LAYOUT}test_weights_lie_in_host_memory_if_wanted",),
+        "cp_fsdp_mode": SHARDED,
+        "tensor_parallel_size": (*AXES, f"{UNFIT}[heads]"),
+        "sequence_parallel": (*AXES, f"{UNFIT}[sequence parallel alone]"),
+        "tp_vocab_parallel_loss": (f"{LAYOUT}test_logits_are_gathered_only_if_wanted",),
+        "ulysses_parallel_size": (*AXES, f"{UNFIT}[heads of ulysses]"),
+        "expert_parallel_size": (
+            "engine/test_experts.py::test_experts_are_shared_by_neighbours_or_by_ranks_far_apart",
+            f"{UNFIT}[experts]",
+        ),
+        "ep_outside": (
+            "engine/test_experts.py::test_experts_are_shared_by_neighbours_or_by_ranks_far_apart",
+        ),
+        "ringattn_parallel_size": (*AXES, f"{UNFIT}[padding]"),
+        "pipeline_parallel_size": (*STAGED, *SPLIT, f"{UNFIT}[layers]"),
+        "pipeline_parallel_schedule": (
+            f"{LAYOUT}test_micro_batches_pass_in_the_order_of_the_schedule",
+            f"{PIPELINE}test_every_schedule_on_two_ranks_computes_what_one_model_does",
+        ),
+        "pipeline_parallel_virtual_stages": (
+            *STAGED,
+            "engine/test_split.py::test_the_number_of_stages_that_a_schedule_needs_is_filled_in_and_said",
+            f"{UNFIT}[stages on a rank]",
+        ),
+        "pipeline_parallel_split": (*STAGED, *SPLIT, f"{UNFIT}[split]"),
+        "pipeline_parallel_input_weight": (*STAGED, *SPLIT),
+        "pipeline_parallel_output_weight": (*STAGED, *SPLIT),
+        "pp_variable_seq_lengths": (
+            f"{LAYOUT}test_micro_batches_of_a_step_have_the_length_of_the_longest_or_of_a_full_one",
         ),
         "optimizer": (
             *DECAY,
@@ -110,6 +158,11 @@ OF_TRAINING: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "ckpt_manager": (ALONE,),
         "save_steps": SAVED,
+        "save_async": (
+            f"{RUN}test_checkpoints_are_written_behind_training_when_asked",
+            "engine/test_checkpoint.py::test_saves_behind_training_are_of_their_step_their_failures_are_told_and_old_ones_go",
+        ),
+        "save_total_limit": SAVED,
         "save_epochs": SAVED,
         "save_hf_weights": (FOLDERS,),
         "load_checkpoint_path": (

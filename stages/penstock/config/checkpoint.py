@@ -1,10 +1,9 @@
 """What a training run saves, when, and what it starts from."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from penstock.config.availability import Later
 from penstock.config.roots import Root
 from penstock.config.section import Section
 
@@ -27,8 +26,12 @@ class CheckpointConfig(Section):
     """Save a checkpoint every so many epochs; fractions allowed (0.25: four times an epoch), 0 does
     not save by epochs."""
 
-    save_async: Annotated[bool, Later()] = False
-    """Write checkpoints while training goes on."""
+    save_async: bool = False
+    """Write checkpoints while training goes on: it stops only to copy what is saved to the host's
+    memory, which has to have room for it. The next save waits for the one before."""
+
+    save_total_limit: int | None = Field(default=None, ge=1)
+    """Keep so many of the newest checkpoints, and the one the run was started from. Unset: all."""
 
     save_hf_weights: bool = True
     """Also leave the final weights in Hugging Face's format."""

@@ -28,8 +28,13 @@ class MemoryConfig(Section):
     """Mixture of experts: `moe_act` recomputes only the activations between gate and up, and so
     repeats no communication. Unset: everything."""
 
-    enable_full_shard: Annotated[bool, Later()] = True
-    """`fsdp2`: shard weights too (ZeRO-3); false shards only gradients and states (ZeRO-2)."""
+    enable_full_shard: bool = True
+    """`fsdp2`: free gathered weights after the forward pass (ZeRO-3); false keeps them until the
+    backward pass has used them, and shards only gradients and states (ZeRO-2)."""
+
+    enable_fsdp_offload: bool = False
+    """`fsdp2`: keep sharded weights, gradients and optimizer states in host memory, and let the CPU
+    step the optimizer. Slow, and the last resort when a model does not fit."""
 
     enable_forward_prefetch: bool = True
     """`fsdp2`: gather the next unit's weights during the forward pass of this one."""

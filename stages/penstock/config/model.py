@@ -19,7 +19,7 @@ class ModelConfig(Section):
 
     config_path: str | None = Field(default=None, min_length=1)
     """The model's configuration, when it is not in `model_path`: a hub id, a local folder or
-    `builtin:tiny-qwen3`. Unset: the same as `model_path`."""
+    `builtin:tiny-qwen3` (or `tiny-qwen3-moe`). Unset: the same as `model_path`."""
 
     tokenizer_path: str | None = Field(default=None, min_length=1)
     """The tokenizer: a hub id, a local folder or `builtin:bytes`. Unset: the same as
@@ -33,11 +33,18 @@ class ModelConfig(Section):
     `flash_attention_4` (Hopper and Blackwell). Unset: the best this machine has, with
     `flash_attention_3` preferred where it is installed."""
 
-    moe_implementation: Annotated[Literal["eager", "triton", "native", "quack"] | None, Later()] = (
-        None
-    )
-    """Mixture-of-experts kernel: `eager`, `triton` (group GEMM), `native` (PyTorch's grouped
-    product) or `quack`. Unset: chosen automatically."""
+    moe_implementation: Literal["eager", "triton", "native", "quack"] | None = None
+    """Mixture-of-experts kernels: `eager` (one expert after another), `triton` (group GEMM),
+    `native` (PyTorch's grouped product) or `quack` (an optional package, Hopper and Blackwell).
+    Unset: the best that this machine has for the model's experts."""
+
+    router_fp32: bool = True
+    """Mixture of experts: keep routers' weights and compute their logits in fp32 also where the
+    rest is computed in bf16, so that rounding does not choose the experts."""
+
+    freeze_router: bool = False
+    """Mixture of experts: leave routers' weights as they are. Gradients still flow through the
+    experts' weights into what comes before."""
 
     ep_dispatch: Annotated[Literal["alltoall", "deepep"], Later()] = "alltoall"
     """How tokens travel between ranks that hold different experts: `alltoall`, or `deepep` over

@@ -4,7 +4,6 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from penstock.config.availability import Later
 from penstock.config.section import Section
 
 
@@ -13,6 +12,27 @@ def _ranks_or_rest(value: int) -> int:
         return value
     raise ValueError(f"is {value}; write a number of ranks, 1 or more, or -1 to have it filled in")
 
+
+def _rising_from_0(value: Literal["uniform"] | list[int]) -> Literal["uniform"] | list[int]:
+    if value == "uniform" or (value[:1] == [0] and value == sorted(value)):
+        return value
+    raise ValueError(f"is {value}; write the first layer of each stage, rising from 0, or uniform")
+
+
+PipelineSchedule = Literal[
+    "1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+]
+
+INTERLEAVED: tuple[PipelineSchedule, ...] = ("Interleaved1F1B", "InterleavedZeroBubble")
+"""Schedules that go round the ranks several times."""
+
+V_SHAPED: tuple[PipelineSchedule, ...] = ("ZBVZeroBubble", "DualPipeV")
+"""Schedules that go down the ranks and up again."""
+
+SPLIT_BACKWARD: tuple[PipelineSchedule, ...] = ("InterleavedZeroBubble", *V_SHAPED)
+"""Schedules that compute the gradients of weights later than those of activations. They need the
+weights kept between (with `reshard_after_forward: true` the gradients are silently wrong), and the
+form of recomputation that is not reentrant."""
 
 Ranks = Annotated[int, Field(gt=0)]
 RanksOrRest = Annotated[int, AfterValidator(_ranks_or_rest)]
@@ -28,36 +48,77 @@ class ParallelConfig(Section):
     data_parallel_shard_size: RanksOrRest = -1
     """Ranks that share one copy of the weights under `fsdp2`. -1: all that the other axes leave."""
 
-    data_parallel_replicate_size: Annotated[RanksOrRest, Later(allowed=(1,))] = -1
-    """Copies of the sharded weights (hybrid sharding). -1: one."""
+    data_parallel_replicate_size: RanksOrRest = -1
+    """Copies of the weights, each of which computes rows of its own: hybrid sharding under `fsdp2`.
+    -1: one under `fsdp2`, under `ddp` all that the other axes leave."""
 
-    tensor_parallel_size: Annotated[Ranks, Later()] = 1
-    """Ranks that split each weight matrix. Needs `merge_qkv: false`."""
+    zero_stage: Literal[1, 2, 3] | None = None
+    """`fsdp2`: how long gathered weights are kept. 1: until the step ends, so that they are
+    gathered once however many micro-batches it has; 2: until the backward pass has used them; 3:
+    until the forward pass has used them. Unset: what `reshard_after_forward` and
+    `enable_full_shard` say."""
 
-    pipeline_parallel_size: Annotated[Ranks, Later()] = 1
+    tensor_parallel_size: Ranks = 1
+    """Ranks that split each weight matrix."""
+
+    sequence_parallel: bool = False
+    """Between attention and feed-forward, let each rank of `tensor_parallel_size` hold only its
+    share of a row's tokens (Megatron's sequence parallelism): less memory, the same traffic."""
+
+    tp_vocab_parallel_loss: bool = True
+    """Keep logits split by vocabulary over the ranks of `tensor_parallel_size` and compute the loss
+    from the parts; false gathers them first."""
+
+    pipeline_parallel_size: Ranks = 1
     """Ranks that split the layers."""
 
-    pipeline_parallel_schedule: Annotated[Literal["1F1B", "GPipe"], Later()] = "1F1B"
-    """Order of micro-batches: `1F1B` holds fewer activations, `GPipe` is simpler."""
+    pipeline_parallel_schedule: PipelineSchedule = "1F1B"
+    """Order of micro-batches. `1F1B` holds few activations; `GPipe` is simpler and takes any number
+    of micro-batches; `Interleaved1F1B` waits less, with several stages on each rank;
+    `InterleavedZeroBubble`, `ZBVZeroBubble` and `DualPipeV` wait least, and keep weights whole
+    through the step."""
 
-    pp_variable_seq_lengths: Annotated[bool, Later()] = True
-    """Agree on the longest row of each pipeline step instead of padding all to one length."""
+    pipeline_parallel_virtual_stages: int = Field(default=1, gt=0)
+    """Stages on each rank: 1 for `1F1B` and `GPipe`, 2 or more for the interleaved schedules, 2 for
+    `ZBVZeroBubble` and `DualPipeV`. Left out: the least that the schedule can do with."""
 
-    expert_parallel_size: Annotated[Ranks, Later()] = 1
+    pipeline_parallel_split: Annotated[
+        Literal["uniform"] | list[int], AfterValidator(_rising_from_0)
+    ] = "uniform"
+    """Layers of each stage: `uniform`, or the number of each stage's first layer, as in
+    `[0, 5, 11, 17]`."""
+
+    pipeline_parallel_input_weight: int = Field(default=1, ge=0)
+    """How many layers the embedding counts for in a `uniform` split."""
+
+    pipeline_parallel_output_weight: int = Field(default=1, ge=0)
+    """How many layers the last norm, the head and the loss count for in a `uniform` split."""
+
+    pp_variable_seq_lengths: bool = True
+    """Pad the micro-batches of a pipeline's step to the longest of them; false pads all to the
+    length of a full one, which never changes."""
+
+    expert_parallel_size: Ranks = 1
     """Ranks that share the experts of a mixture-of-experts model."""
 
-    ulysses_parallel_size: Annotated[Ranks, Later()] = 1
-    """Ranks that split a row by attention heads (Ulysses)."""
+    ulysses_parallel_size: Ranks = 1
+    """Ranks that split a row by tokens, and for attention by heads (Ulysses)."""
 
-    ringattn_parallel_size: Annotated[Ranks, Later()] = 1
-    """Ranks that split a row and pass keys and values around a ring."""
+    ringattn_parallel_size: Ranks = 1
+    """Ranks that split a row by tokens and pass keys and values around a ring."""
 
-    cp_fsdp_mode: Annotated[Literal["all", "ulysses_only", "ring_only", "none"], Later()] = "all"
-    """Which of the row-splitting axes FSDP also shards weights over."""
+    cp_fsdp_mode: Literal["all", "ulysses_only", "ring_only", "none"] = "all"
+    """`fsdp2`: over which of the axes that split a row weights are sharded too: `all` of them, or
+    `none`, so that only `data_parallel_shard_size` shards."""
 
     reshard_after_forward: bool | None = None
-    """`fsdp2`: free gathered weights after the forward pass (less memory) or keep them (less
-    traffic). Unset: free them, except under pipeline parallelism."""
+    """`fsdp2`: free gathered weights after the forward pass (less memory) or keep them for the
+    backward pass (less traffic). Unset: what `zero_stage` and `enable_full_shard` say; without them
+    they are freed, except under pipeline parallelism."""
 
-    ep_outside: Annotated[bool, Later()] = False
+    fsdp_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """`fsdp2`: precision in which gradients are added up over ranks. `bf16` halves the traffic and
+    rounds."""
+
+    ep_outside: bool = False
     """Place the expert axis outside of the axis that shards experts' weights."""

@@ -7,6 +7,7 @@ from pydantic import AfterValidator, Field
 
 from penstock.config.roots import Root
 from penstock.config.section import Section
+from penstock.core.meeting import parts_of
 
 StageName = Literal["prepare", "pack", "train", "export", "push"]
 
@@ -32,6 +33,17 @@ def _variables(value: dict[str, str]) -> dict[str, str]:
             )
         if "\0" in text:
             raise ValueError(f"the value of {name} contains a NUL character")
+    return value
+
+
+def _endpoint(value: str) -> str:
+    try:
+        parts_of(value)
+    except ValueError:
+        raise ValueError(
+            f"{value!r} is no HOST:PORT; write the first machine's name and a free port of it, such"
+            " as node0:29500"
+        ) from None
     return value
 
 
@@ -76,16 +88,17 @@ class LaunchConfig(Section):
     node_rank: int = Field(default=0, ge=0)
     """Which of them this is, counted from 0."""
 
-    rdzv_endpoint: str | None = Field(default=None, min_length=1)
+    rdzv_endpoint: Annotated[str, AfterValidator(_endpoint)] | None = None
     """Where machines meet, `host:port` of the first of them. Needed with several machines."""
 
     max_restarts: int = Field(default=0, ge=0)
     """How often training processes are started again, from the newest checkpoint, after a
-    failure."""
+    failure or after they hung."""
 
     timeout: float | None = Field(default=None, gt=0)
-    """Seconds without a training step after which the run is ended. Unset: no such limit, and 1800
-    seconds for any one collective operation."""
+    """Seconds without anything moving (a step, a save, a part of an evaluation) after which the
+    processes are killed, and it is told which one is behind and where. Unset: it is told after
+    1800 seconds, and nothing is killed unless a collective operation waits in vain."""
 
     env: Annotated[dict[str, str], AfterValidator(_variables)] = Field(
         default_factory=dict[str, str]

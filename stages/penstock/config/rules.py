@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from penstock.config.data_rules import DATA_RULES, Faults
 from penstock.config.faults import Fault
+from penstock.config.layout_rules import LAYOUT_RULES
 from penstock.config.pipeline import STAGES
 from penstock.config.run import RunConfig, has_target, written
 from penstock.core.urls import is_url
@@ -189,6 +190,7 @@ RULES: tuple[Callable[[RunConfig], Faults], ...] = (
     *DATA_RULES,
     _batches_agree,
     _fsdp2_starts_on_meta,
+    *LAYOUT_RULES,
     _decay_falls,
     _warmup_ends_before_decay,
     _recomputing_is_on,

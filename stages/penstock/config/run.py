@@ -42,10 +42,15 @@ class RunConfig(Section):
 
     @property
     def stages(self) -> tuple[StageName, ...]:
-        """The stages to run, in order: those written, or the default ones and a wanted push."""
+        """The stages to run, in order: those written, or the default ones and a wanted push.
+
+        Of machines that train together the first one alone goes on from there.
+        """
         chosen = set(self.pipeline.stages)
         if has_target(self) and not written(self, "pipeline.stages"):
             chosen.add("push")
+        if self.launch.node_rank:
+            chosen -= {"export", "push"}
         return tuple(stage for stage in STAGES if stage in chosen)
 
 
