@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import time
 from collections.abc import Mapping
@@ -12,8 +13,10 @@ from typing import ClassVar
 
 import pytest
 
+from penstock.core.depot import Depot
 from penstock.core.errors import ArtifactError, ConfigError, Interrupted
 from penstock.core.files import publishing
+from penstock.core.follower import Follower
 from penstock.core.place import Place
 from penstock.core.stage import ATTEMPT, MANIFEST, Facts, Input, Stage, key_of
 from penstock.core.store import Step, lookup, obtain, realize
@@ -241,6 +244,18 @@ def test_a_run_that_was_stopped_goes_on_from_its_newest_checkpoint_on_another_ma
     assert {f"checkpoints/global_step_{n}/COMPLETE" for n in range(1, 6)} <= sent
     assert {MANIFEST, "metrics.jsonl"} <= sent
     assert ATTEMPT not in sent
+
+
+def test_a_checkpoint_that_a_run_has_deleted_is_dropped_there_too(machine):
+    step = machine(Steps(stop_after=2), "here")
+    with pytest.raises(Interrupted):
+        realize(step)
+    follower = Follower(Depot(step.remote, step.path), step.stage, print)
+    follower.send("meanwhile")
+    shutil.rmtree(step.path / "checkpoints" / "global_step_1")
+    follower.send("meanwhile")
+    kept = {name for name in names_at(step) if name.startswith("checkpoints")}
+    assert kept == {f"checkpoints/global_step_2/{name}" for name in ("state", "COMPLETE")}
 
 
 def test_a_checkpoint_whose_mark_is_not_there_is_not_gone_on_from(machine):

@@ -91,6 +91,7 @@ def test_forcing_a_stage_builds_it_again_to_the_same_bytes(done):
     assert after == before
 
 
+@pytest.mark.slow
 def test_two_runs_at_once_do_the_work_once(tmp_path):
     config = write_run(tmp_path)
     command = [*RUN, str(config), "--json"]

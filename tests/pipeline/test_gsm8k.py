@@ -84,13 +84,11 @@ def engine_model(out, base, **lora):
     config = json.loads((base / "config.json").read_text())
     family = family_of(config)
     decoder = family.read(config)
-    model = Decoder(decoder, merge_qkv=True)
+    model = Decoder(decoder)
     if lora:
         inject(model, LoraSpec(**lora))
-        names = family.weight_map(decoder, merge_qkv=True)
         start = Qwen3ForCausalLM.from_pretrained(base, dtype=torch.float32).state_dict()
-        native = {name: names.from_hf(name, start.__getitem__) for name in names.native_names()}
-        model.load_state_dict(native, strict=False)
+        model.load_state_dict(start, strict=False)
     reader = CheckpointReader(out)
     model.load_state_dict(reader.read(sorted(reader.shapes())), strict=not lora)
     return model.eval()

@@ -17,7 +17,7 @@ FOLDER = f"checkpoints/global_step_{STEP}"
 
 
 def trained_artifact(path: Path, parameters: Mapping[str, torch.Tensor], **state: Any) -> Artifact:
-    """A sealed train artifact whose last checkpoint holds `parameters` by native name.
+    """A sealed train artifact whose last checkpoint holds `parameters` by name.
 
     It holds optimizer state too, in files that are then deleted: whoever reads it fails.
     """

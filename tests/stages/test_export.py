@@ -70,18 +70,8 @@ def loaded(folder, **options):
     return AutoModelForCausalLM.from_pretrained(folder, **options)
 
 
-def native(state: dict[str, torch.Tensor], fuse: bool) -> dict[str, torch.Tensor]:
-    """The model's own names for a Hugging Face state, written out by hand."""
-    found = dict(state)
-    for name in state if fuse else ():
-        if ".q_proj." in name:
-            q, k, v = (found.pop(name.replace("q_proj", f"{each}_proj")) for each in "qkv")
-            found[name.replace("q_proj", "qkv_proj")] = torch.cat([q, k, v])
-    return found
-
-
-def parameters_of(model, fuse: bool = False) -> dict[str, torch.Tensor]:
-    return native(dict(model.named_parameters()), fuse)
+def parameters_of(model) -> dict[str, torch.Tensor]:
+    return dict(model.named_parameters())
 
 
 def export_of(trained: Artifact, config_path, model_path=None, alpha=None, **settings) -> Export:
@@ -106,11 +96,10 @@ def saved_config(config: PretrainedConfig, folder, **more):
     return folder
 
 
-@pytest.mark.parametrize("fuse", [False, True], ids=["apart", "merge_qkv"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_transformers_computes_from_the_export_what_was_trained(tmp_path, config, fuse):
+def test_transformers_computes_from_the_export_what_was_trained(tmp_path, config):
     model = random_model(config)
-    trained = trained_artifact(tmp_path / "train", parameters_of(model, fuse))
+    trained = trained_artifact(tmp_path / "train", parameters_of(model))
     stage = export_of(trained, saved_config(config, tmp_path / "config"))
     facts = stage.run(tmp_path / "out")
     torch.testing.assert_close(logits(loaded(tmp_path / "out/hf")), logits(model), atol=0, rtol=0)
@@ -135,7 +124,7 @@ def test_the_exported_tokenizer_and_generation_config_are_those_of_training(tmp_
 
 def test_shards_hold_the_same_tensors_as_one_file(tmp_path):
     config = CONFIGS["qwen2 tied"]
-    trained = trained_artifact(tmp_path / "train", parameters_of(random_model(config), fuse=True))
+    trained = trained_artifact(tmp_path / "train", parameters_of(random_model(config)))
     saved_config(config, tmp_path / "config")
     export_of(trained, tmp_path / "config").run(tmp_path / "one")
     several = export_of(trained, tmp_path / "config", max_shard_bytes=20_000)
@@ -240,32 +229,28 @@ def with_adapter(model):
     return adapted.eval()
 
 
-def native_factors(adapted, fuse: bool) -> dict[str, torch.Tensor]:
-    """peft's factors under the model's own names, written out by hand."""
+def saved_factors(adapted) -> dict[str, torch.Tensor]:
+    """peft's factors under the names that checkpoints have for them, written out by hand."""
     found = {}
     for name, tensor in adapted.named_parameters():
         if "lora_" not in name:
             continue
         module, side = name.removeprefix("base_model.model.").split(".lora_")
-        parent, _, part = module.rpartition(".")
-        if fuse and part in ("q_proj", "k_proj", "v_proj"):
-            module = f"{parent}.qkv_proj"
-        found[f"{module}.lora_{side[0]}.{part}"] = tensor
+        found[f"{module}.lora_{side[0]}.{module.rpartition('.')[2]}"] = tensor
     return found
 
 
-@pytest.fixture(params=["random base kept", "base model, adapters only", "merge_qkv, seed only"])
+@pytest.fixture(params=["random base kept", "base model, adapters only", "seed only"])
 def lora_run(request, tmp_path):
     """An export stage maker of a LoRA run, and peft's own model of it."""
     config = CONFIGS["qwen3"]
-    fuse = "merge_qkv" in request.param
     path = saved_config(config, tmp_path / "config")
     model_path = None
     model = random_model(config)
     if request.param == "base model, adapters only":
         model_path = path = tmp_path / "base model"
         model.save_pretrained(path)
-    if request.param == "merge_qkv, seed only":
+    if request.param == "seed only":
         # What the seed gives is taken from a full export of a run that has not moved.
         from penstock.engine.hf_weights import from_seed
         from penstock.models.registry import family_of
@@ -275,9 +260,9 @@ def lora_run(request, tmp_path):
         start = from_seed(family.weight_map(family.read(hf_config)), seed=7)
         model.load_state_dict(start.read(list(start.shapes)))
     only = request.param != "random base kept"
-    base = parameters_of(model, fuse)
+    base = parameters_of(model)
     adapted = with_adapter(model)
-    factors = native_factors(adapted, fuse)
+    factors = saved_factors(adapted)
     trained = trained_artifact(
         tmp_path / "train", factors if only else {**base, **factors}, adapter_only=only
     )

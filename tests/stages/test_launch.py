@@ -11,8 +11,8 @@ import pytest
 from penstock.config.load import loads
 from penstock.config.run import RunConfig
 from penstock.core.errors import StageError
-from penstock.train.job import Job
-from penstock.train.torchrun import start_ranks
+from penstock.train.job import LOGS, Job
+from penstock.train.torchrun import Ended, start_ranks
 from tests.config.values import smallest
 
 NOTE = """
@@ -34,9 +34,9 @@ def start(
     status: int = 0,
     env: dict[str, str] | None = None,
     **launch: object,
-) -> int:
+) -> Ended:
     """Start the ranks of a job; they, or their launcher at once, only leave a note in `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
+    (folder / LOGS).mkdir(parents=True, exist_ok=True)
     (folder / "sitecustomize.py").write_text(NOTE)
     own = {"PYTHONPATH": str(folder), "RANKS_TOO": "1" if ranks else "", "EXIT_WITH": str(status)}
     return start_ranks(job(folder, env={**own, **(env or {})}, **launch), folder / "job.json")
@@ -52,24 +52,27 @@ def notes(folder: Path) -> list[dict]:
 
 
 def test_torchrun_is_told_what_is_written(tmp_path):
-    start(
-        tmp_path,
-        ranks=False,
-        nproc_per_node=3,
-        nnodes=2,
-        node_rank=1,
-        rdzv_endpoint="first:29500",
-        max_restarts=4,
-        env={"MINE": "yes"},
-    )
+    with socket.create_server(("127.0.0.1", 0)) as first:
+        endpoint = f"127.0.0.1:{first.getsockname()[1]}"
+        start(
+            tmp_path,
+            ranks=False,
+            nproc_per_node=3,
+            nnodes=2,
+            node_rank=1,
+            rdzv_endpoint=endpoint,
+            max_restarts=4,
+            env={"MINE": "yes"},
+        )
     [note] = notes(tmp_path)
     words = " ".join(note["words"])
     for told in (
         "--nproc-per-node 3",
         "--nnodes 2",
         "--node-rank 1",
-        "--rdzv-endpoint first:29500",
+        f"--rdzv-endpoint {endpoint}",
         "is_host=false",
+        "--local-addr 127.0.0.1",
         "--max-restarts 4",
     ):
         assert told in words
@@ -84,10 +87,10 @@ def test_auto_is_one_process_without_gpus(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_every_process_gets_the_environment_and_is_started_again_as_often_as_written(tmp_path):
-    status = start(
+    ended = start(
         tmp_path, ranks=True, status=9, nproc_per_node=2, max_restarts=1, env={"MINE": "yes"}
     )
-    assert status != 0
+    assert ended.status != 0
     given = [note["environment"] for note in notes(tmp_path)]
     started = sorted((one["TORCHELASTIC_RESTART_COUNT"], one["RANK"]) for one in given)
     assert started == [("0", "0"), ("0", "1"), ("1", "0"), ("1", "1")]
@@ -126,6 +129,6 @@ def test_two_machines_meet_and_count_their_processes_together(tmp_path):
 def test_a_run_without_a_step_for_too_long_is_ended(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import time\ntime.sleep(15)\n")
     started = time.monotonic()
-    with pytest.raises(StageError, match=r"no step ended for 0\.5 s \(launch\.timeout\)"):
+    with pytest.raises(StageError, match=r"nothing has begun for 0\.5 s \(launch\.timeout\)"):
         start_ranks(job(tmp_path, timeout=0.5, env={"PYTHONPATH": str(tmp_path)}), tmp_path / "j")
     assert time.monotonic() - started < 10

@@ -192,6 +192,58 @@ for _name, _summary in {
 
 
 @app.command()
+def launch(
+    config: Config,
+    way: Annotated[
+        str | None,
+        typer.Argument(metavar="[torchrun|slurm|kubernetes]", help="With --print: this one alone."),
+    ] = None,
+    printing: Annotated[
+        bool, typer.Option("--print", help="Print what starts the run elsewhere; start nothing.")
+    ] = False,
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=0, help="GPUs of each machine. Default: one for each process."),
+    ] = None,
+    cpus: Annotated[
+        int | None, typer.Option(min=1, help="Processors of each machine. Default: all it has.")
+    ] = None,
+    image: Annotated[str | None, typer.Option(help="Kubernetes: the containers' image.")] = None,
+    claim: Annotated[
+        str | None, typer.Option(help="Kubernetes: PersistentVolumeClaim for data and results.")
+    ] = None,
+    mount: Annotated[str, typer.Option(help="Kubernetes: where it is mounted.")] = "/data",
+    secret: Annotated[
+        str | None, typer.Option(help="Kubernetes: Secret to take environment variables from.")
+    ] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Train here, as `penstock train` does, or print how to start the run on other machines."""
+    console = Console(as_json, debug)
+
+    def command() -> dict[str, Any] | None:
+        from penstock.cli.run import Request, run_stage
+
+        request = Request(config, tuple(_overrides))
+        if printing:
+            from penstock.cli.kubernetes import Cluster
+            from penstock.cli.launch import Elsewhere, print_launch
+
+            cluster = Cluster(image, claim, mount, secret) if image else None
+            return print_launch(request, way, Elsewhere(gpus, cpus, cluster), console)
+        if way or image or claim or secret or gpus is not None or cpus is not None:
+            raise ConfigError(
+                "penstock launch starts the run on this machine, where only the config says how.\n"
+                "  Add --print to see what starts it elsewhere."
+            )
+        run_stage(request, "train", _wishes([], None, False), console, upstream=True)
+        return None
+
+    _end(console, command)
+
+
+@app.command()
 def plan(config: Config, as_json: AsJson = False, debug: Debug = False) -> None:
     """Say which stages are done, which are partial, and why each other one has to run."""
     console = Console(as_json, debug)

@@ -1,5 +1,7 @@
 """One rank of training by hand: `torchrun ... -m penstock.cli.train CONFIG [--train.lr 2e-5]`.
 
+`srun --ntasks-per-node N python -m penstock.cli.train CONFIG` does as well.
+
 Every rank runs this. What training needs is brought up first: all ranks ask for it, the lock lets
 one build it, and the others find it done. Then the leading rank keeps the output folder's lock and
 writes the manifest, exactly as if the stage had started torchrun itself.
@@ -20,6 +22,7 @@ from penstock.train.stage import Train
 
 def main(argv: list[str]) -> int:
     """Train on this rank and return its exit status."""
+    env.be_rank_of_slurm()
     started = env.rank_variables()
     rank = started[0] if started else 0
     console = Console()
@@ -32,7 +35,10 @@ def main(argv: list[str]) -> int:
             raise ConfigError(
                 "usage: torchrun ... -m penstock.cli.train CONFIG [--section.field value] [--fresh]"
             )
-        planned = plan(load(Path(files[0]), overrides), ("train",), ranks="this_process")
+        config = load(Path(files[0]), overrides)
+        # Before anything heavy reads them; what was set by hand stays.
+        env.default(config.launch.env)
+        planned = plan(config, ("train",), ranks="this_process")
         wishes = Wishes(fresh="--fresh" in flags)
         say = console.say if rank == 0 else lambda _: None
         *upstream, train = planned.steps

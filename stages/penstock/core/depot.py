@@ -83,6 +83,12 @@ class Depot:
                 job.result()
         return len(due)
 
+    def drop(self, name: str) -> None:
+        """Remove a file there."""
+        (self.place / name).delete()
+        self._sent.pop(name, None)
+        self._sent_now.pop(name, None)
+
     def fetch(self, manifest: dict[str, Any]) -> None:
         """Bring a sealed result here, every byte checked against its manifest, which comes last."""
         self._fetch_all(manifest["files"])

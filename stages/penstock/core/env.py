@@ -1,6 +1,7 @@
 """The only reader and writer of the process environment."""
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -36,6 +37,36 @@ def rank_variables() -> tuple[int, int, int] | None:
         return None
     rank = int(os.environ["RANK"])
     return rank, int(os.environ.get("LOCAL_RANK", rank)), int(os.environ["WORLD_SIZE"])
+
+
+def be_rank_of_slurm() -> None:
+    """Set torchrun's variables for a process that `srun` started in torchrun's place.
+
+    Those of the job step count, not those of the allocation, which other processes see too; what
+    the user has set stays.
+    """
+    if "RANK" in os.environ or "SLURM_STEP_NUM_TASKS" not in os.environ:
+        return
+    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ["SLURM_JOB_NODELIST"]
+    number = 101 * int(os.environ["SLURM_JOB_ID"]) + int(os.environ.get("SLURM_STEP_ID", 0))
+    default(
+        {
+            "RANK": os.environ["SLURM_PROCID"],
+            "LOCAL_RANK": os.environ["SLURM_LOCALID"],
+            "WORLD_SIZE": os.environ["SLURM_STEP_NUM_TASKS"],
+            "MASTER_ADDR": _first_of(nodes),
+            # Below the ports that systems hand out by themselves; steps of a node differ.
+            "MASTER_PORT": str(20000 + number % 10000),
+        }
+    )
+
+
+def _first_of(nodes: str) -> str:
+    """The first host of a list as Slurm writes them: `rack[1-2]node[08,10-12],login` has
+    `rack1node08`."""
+    first = re.match(r"(?:\[[^\]]*\]|[^,\[])+", nodes)
+    assert first, nodes
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])
 
 
 def hub_is_offline() -> bool:

@@ -25,6 +25,8 @@ class Follower:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="penstock-follower", daemon=True)
         self._complained = False
+        self._kept: dict[str, None] = {}
+        """What was sent of the groups, in order."""
 
     def __enter__(self) -> None:
         """Begin to follow."""
@@ -47,21 +49,35 @@ class Follower:
             self._complain(failure)
 
     def send(self, when: Literal["meanwhile", "at the end"]) -> None:
-        """Send what is new, each group before the next one.
+        """Send what is new, each group before the next one, and drop there what is dropped here.
 
         What goes on changing is sent along with something else, and at the end.
         """
         *groups, changing = self._stage.keepsakes(self._depot.folder) or [[]]
         if not groups and not changing:
             return
-        news = sum(self._sent(group) for group in ([self._depot.folder / ATTEMPT], *groups))
+        folder = self._depot.folder
+        news = sum(self._sent(group) for group in ([folder / ATTEMPT], *groups))
+        self._kept |= {path.relative_to(folder).as_posix(): None for g in groups for path in g}
+        self._drop()
         if news or when == "at the end":
             self._sent(changing)
 
     def _sent(self, group: Sequence[Path]) -> int:
         folder = self._depot.folder
         names = [path.relative_to(folder).as_posix() for path in group if path.is_file()]
-        return self._depot.send(names)
+        try:
+            return self._depot.send(names)
+        except FileNotFoundError:
+            # Gone while it was being sent: the stage keeps it no longer.
+            return 0
+
+    def _drop(self) -> None:
+        """Forget what this run has sent and then deleted; what a group ends with goes first."""
+        gone = [name for name in self._kept if not (self._depot.folder / name).exists()]
+        for name in reversed(gone):
+            self._depot.drop(name)
+            del self._kept[name]
 
     def _follow(self) -> None:
         while not self._ended.wait(INTERVAL):

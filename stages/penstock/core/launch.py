@@ -13,10 +13,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import BinaryIO
 
 from penstock.core import env
-from penstock.core.errors import StageError
 
 GRACE_SECONDS = 90
 """How long ranks may take to finish their step and save before they are killed."""
@@ -27,14 +27,17 @@ def run_ranks(
     *,
     environment: Mapping[str, str],
     sink: BinaryIO,
-    stalled: Callable[[], str | None] = lambda: None,
+    deaths: Path,
+    watch: Callable[[], str | None] = lambda: None,
 ) -> int:
     """Run `torchrun` with `arguments`, copying what it prints to `sink`; return its exit status.
 
-    `stalled` is asked every second and may return the reason to end the run: StageError.
-    Any exception here, KeyboardInterrupt included, ends the ranks before it travels on.
+    `deaths` is where the agent lists ranks that a signal has ended. `watch` is asked every second
+    and may return what to print, too. Any exception here or from it, KeyboardInterrupt included,
+    ends the ranks before it travels on.
     """
-    command = [sys.executable, "-m", "penstock.engine.agent", str(os.getpid()), *arguments]
+    words = [str(os.getpid()), str(deaths), *arguments]
+    command = [sys.executable, "-m", "penstock.engine.agent", *words]
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -43,7 +46,7 @@ def run_ranks(
         process_group=0,
     ) as child:
         try:
-            _copy(child, sink, stalled)
+            _copy(child, sink, watch)
             return child.wait()
         except BaseException:
             _end(child, sink)
@@ -53,11 +56,12 @@ def run_ranks(
 def _copy(
     child: "subprocess.Popen[bytes]",
     sink: BinaryIO,
-    stalled: Callable[[], str | None],
+    watch: Callable[[], str | None],
 ) -> None:
-    """Pass the child's output on until it closes its end."""
+    """Pass the child's output on until it closes its end, with what `watch` says in between."""
     stream = child.stdout
     assert stream is not None
+    looked = time.monotonic()
     with selectors.DefaultSelector() as selector:
         selector.register(stream, selectors.EVENT_READ)
         while True:
@@ -67,8 +71,11 @@ def _copy(
                     return
                 sink.write(block)
                 sink.flush()
-            if reason := stalled():
-                raise StageError(reason)
+            if time.monotonic() - looked >= 1.0:
+                looked = time.monotonic()
+                if said := watch():
+                    sink.write(f"train: {said}\n".encode())
+                    sink.flush()
 
 
 def _end(child: "subprocess.Popen[bytes]", sink: BinaryIO) -> None:
@@ -76,8 +83,13 @@ def _end(child: "subprocess.Popen[bytes]", sink: BinaryIO) -> None:
     with _deaf():
         child.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + GRACE_SECONDS
-        with contextlib.suppress(StageError, OSError):
-            _copy(child, sink, lambda: "grace" if time.monotonic() > deadline else None)
+
+        def patience() -> None:
+            if time.monotonic() > deadline:
+                raise TimeoutError
+
+        with contextlib.suppress(OSError):  # TimeoutError is one
+            _copy(child, sink, patience)
         try:
             child.wait(timeout=max(1.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:

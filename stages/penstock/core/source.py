@@ -25,7 +25,12 @@ BUILTIN_DATA = {"builtin:arithmetic": 1, "dummy": 1}
 BUILTIN_TOKENIZER_VERSION = 1
 """Raised when the byte-level tokenizer or its chat template changes."""
 
-BUILTIN_MODELS = {"builtin:tiny-llama": 1, "builtin:tiny-qwen2": 1, "builtin:tiny-qwen3": 1}
+BUILTIN_MODELS = {
+    "builtin:tiny-llama": 1,
+    "builtin:tiny-qwen2": 1,
+    "builtin:tiny-qwen3": 1,
+    "builtin:tiny-qwen3-moe": 1,
+}
 """Tiny randomly initialised models; each brings the byte-level tokenizer with it."""
 
 TOKENIZER_FILES = (

@@ -45,6 +45,14 @@ class Job:
     def write(self) -> Path:
         """Publish the job in the output folder, the config in full beside it; return its file."""
         path = self.output_dir / JOB
+        self.save(path)
+        with publishing(self.output_dir / RESOLVED) as part:
+            values = without_secrets(self.config.model_dump(mode="json"))
+            part.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+        return path
+
+    def save(self, path: Path) -> None:
+        """Write the job alone, for the ranks to read."""
         record: dict[str, Any] = {
             "key": self.key,
             # Only what was written: a rank must be able to tell a wish from a default.
@@ -59,10 +67,6 @@ class Job:
             "launch": self.launch,
         }
         write_json(path, record)
-        with publishing(self.output_dir / RESOLVED) as part:
-            values = without_secrets(self.config.model_dump(mode="json"))
-            part.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
-        return path
 
     @classmethod
     def read(cls, path: Path) -> "Job":

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from penstock.config.data import DataConfig
+from penstock.config.run import RunConfig
 from penstock.core.errors import PenstockError, StageError
 from penstock.core.orphan import end_with_starter
-from penstock.rows.collate import Laid, MicroBatch, collate
+from penstock.engine.parallel.fits import padding_of
+from penstock.rows.collate import Laid, MicroBatch, PadTo, collate
 from penstock.rows.reader import PackedRows
 
 Groups = Sequence[Sequence[int]]
@@ -41,10 +42,12 @@ class Reading:
     """Steps that each loading process keeps ready."""
     pin_memory: bool
     pad_to_multiple_of: int
+    pad_to: PadTo
 
     @classmethod
-    def of(cls, data: DataConfig, device: torch.device) -> "Reading":
-        """What the data section says. Loading processes are started where they are asked for."""
+    def of(cls, run: RunConfig, device: torch.device) -> "Reading":
+        """What the settings say. Loading processes are started where they are asked for."""
+        data = run.data
         asked = {"dataloader_num_workers"} & data.model_fields_set
         if data.dataloader_prefetch_factor is not None:
             asked |= {"dataloader_prefetch_factor"} & data.model_fields_set
@@ -52,8 +55,18 @@ class Reading:
             num_workers=data.dataloader_num_workers if asked else 0,
             steps_ahead=data.dataloader_prefetch_factor or AHEAD,
             pin_memory=data.dataloader_pin_memory and device.type == "cuda",
-            pad_to_multiple_of=data.pad_to_multiple_of,
+            pad_to_multiple_of=padding_of(data, run.train),
+            pad_to=_pad_to(run),
         )
+
+
+def _pad_to(run: RunConfig) -> PadTo:
+    """The stages of a pipeline pass on micro-batches of one length."""
+    if run.train.pipeline_parallel_size == 1:
+        return "own"
+    if run.train.pp_variable_seq_lengths:
+        return "longest"
+    return run.data.sample_packing_sequence_len * run.train.micro_batch_size
 
 
 def prepare(reading: Reading) -> None:
@@ -149,6 +162,7 @@ def _lay(rows: PackedRows, groups: Groups, reading: Reading) -> Laid:
     return collate(
         [[rows.row(index) for index in group] for group in groups],
         pad_to_multiple_of=reading.pad_to_multiple_of,
+        pad_to=reading.pad_to,
     )
 
 

@@ -56,8 +56,15 @@ class Loop:
             epoch_rows=job.epoch_rows,
         )
         self.accumulation = accumulation_steps(self.train, replicas)
-        self.reading = Reading.of(job.config.data, ranks.device)
+        self.reading = Reading.of(job.config, ranks.device)
         self.root = job.output_dir / CHECKPOINTS
+        self.checkpoints = checkpoint.Checkpoints(
+            self.root,
+            built.trained,
+            ranks,
+            writes="behind" if self.train.save_async else "at_once",
+            limit=self.train.save_total_limit,
+        )
         self.at = Position(self.batches.start())
         self.total_steps = total_steps(self.train, self.batches, self.at)
         self._loader: Loader | None = None
@@ -84,9 +91,12 @@ class Loop:
                 if stopping or self._save_is_due(before):
                     self._save()
                 if stopping and self.at.step < self.total_steps:
+                    self.checkpoints.finish()
                     return None
                 self._tidy()
-            return self._finish(log)
+            facts = self._finish(log)
+            self.checkpoints.finish()
+            return facts
         finally:
             self.close()
             gc.enable()
@@ -95,7 +105,8 @@ class Loop:
                 log.close()
 
     def close(self) -> None:
-        """End the processes that load rows, if there are any."""
+        """End what works beside this process: loaders of rows, a save under way."""
+        self.checkpoints.close()
         if self._loader:
             self._loader.close()
 
@@ -103,6 +114,7 @@ class Loop:
         started = time.perf_counter()
         step = self.at.step
         lr = learning_rate(self.train, step, self.total_steps)
+        self.ranks.pulse.begins("reading rows", step=step)
         if self._loader is None:
             self._loader = Loader(self.rows, self._steps(), self.reading)
         result: StepResult = self.built.engine.step(next(self._loader), lr)
@@ -128,7 +140,7 @@ class Loop:
 
     @property
     def _replica(self) -> int:
-        return self.ranks.rank % self.built.degrees.num_replicas
+        return self.built.engine.layout.mesh.index("replicate", "shard")
 
     def _epochs(self) -> float:
         return round(float(self.batches.progress(self.at.cursor)), 4)
@@ -165,7 +177,7 @@ class Loop:
         randomness.start(self.train.seed, self.ranks.rank)
         if folder is None:
             return
-        state = checkpoint.load(folder, self.built.trained)
+        state = self.checkpoints.load(folder)
         # RNG belongs to a rank of a layout; on another layout there is none to continue.
         mine = state["rng"].get(str(self.ranks.rank))
         if mine and state["layout"] == self.built.layout:
@@ -205,10 +217,11 @@ class Loop:
         return self.batches.progress(self.at.cursor) // interval > before // interval
 
     def _save(self) -> None:
+        self.ranks.pulse.begins("saving", step=self.at.step)
         states = self.ranks.gather(randomness.capture())
         at = self.at
         state = {
-            "format": 2,
+            "format": 3,
             "key": self.job.key,
             "step": at.step,
             "packed_key": self.job.packed_key,
@@ -223,7 +236,7 @@ class Loop:
             "adapter_only": self.built.trained.only_trained,
             "rng": {str(rank): state for rank, state in enumerate(states)},
         }
-        checkpoint.save(self.root, at.step, self.built.trained, state, self.ranks)
+        self.checkpoints.save(at.step, state)
 
     def _tidy(self) -> None:
         step, train = self.at.step, self.train
@@ -261,6 +274,7 @@ class Loop:
         total, trained = 0.0, 0
         for start in range(0, len(rows), at_once):
             several = dearest_first[start : start + at_once]
+            self.ranks.pulse.begins("evaluating")
             mine = read(rows, self._mine(several, costs, 1), self.reading)
             loss, tokens = self.built.engine.evaluate(mine)
             total, trained = total + loss, trained + tokens

@@ -1,11 +1,9 @@
 """One rank of a training run, from its job to its outcome."""
 
 import faulthandler
-import json
 import logging
+import platform
 import sys
-import time
-import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,18 +12,24 @@ from typing import Any
 from filelock import FileLock
 
 from penstock.core import env
-from penstock.core.errors import PenstockError
+from penstock.core.errors import ConfigError
 from penstock.core.files import write_json
 from penstock.core.orphan import end_with_parent
+from penstock.core.pulse import Pulse
 from penstock.engine.assemble import assemble
 from penstock.engine.hf_config import read_hf_config
 from penstock.engine.ranks import Ranks, join, leave
+from penstock.train.endings import failure_file, leave_failure
 from penstock.train.job import LOGS, OUTCOME, RANKS_LOCK, Job
 from penstock.train.loader import Reading, prepare
 from penstock.train.loop import Loop, check_job
+from penstock.train.stacks import show_on_request
 from penstock.train.stopping import StopRequest
+from penstock.train.watch import DEFAULT_TIMEOUT_SECONDS, pulse_folder
 
-DEFAULT_TIMEOUT_SECONDS = 1800.0
+MARGIN_SECONDS = 10.0
+"""Collective operations wait this much longer than the launcher, which can ask all ranks for their
+stacks while they hang, and none once they have given up."""
 
 log = logging.getLogger("penstock.train")
 
@@ -33,18 +37,27 @@ log = logging.getLogger("penstock.train")
 def main(path: Path) -> None:
     """Run the job in `path` on this rank; leave its outcome, or this rank's failure, beside it."""
     end_with_parent()
-    run_by_hand(Job.read(path))
+    job = Job.read(path)
+    rank, _, _ = env.rank_variables() or (0, 0, 1)
+    failure_file(job.output_dir / LOGS, rank).unlink(missing_ok=True)
+    show_on_request(job.output_dir / LOGS, rank)
+    _be_rank(job, Pulse(pulse_folder(job), rank=rank))
 
 
 def run_by_hand(job: Job) -> None:
     """Be one rank of the job in this process, whoever started it."""
+    _be_rank(job, Pulse())
+
+
+def _be_rank(job: Job, pulse: Pulse) -> None:
     stop = StopRequest().listen()
-    ranks = join(job.config.launch.timeout or DEFAULT_TIMEOUT_SECONDS)
+    ranks = join((job.config.launch.timeout or DEFAULT_TIMEOUT_SECONDS) + MARGIN_SECONDS, pulse)
     faulthandler.enable()
     try:
         run_rank(job, ranks, stop)
     except Exception as error:
-        _leave_failure(job, ranks, error)
+        log.exception("failed")
+        leave_failure(job.output_dir / LOGS, ranks.rank, error)
         raise
     leave()
 
@@ -69,7 +82,8 @@ def _run(
     job: Job, ranks: Ranks, stop: StopRequest, notify: Callable[[str], None]
 ) -> dict[str, Any] | None:
     run = job.config
-    reading = Reading.of(run.data, ranks.device)
+    launches = _one_run(job, ranks)
+    reading = Reading.of(run, ranks.device)
     if reading.num_workers:
         prepare(reading)
     elif run.data.dataloader_num_workers:
@@ -79,6 +93,7 @@ def _run(
         )
     if run.train.use_wandb is None and env.wandb_is_logged_in():
         notify("nothing goes to Weights & Biases, which is not available yet; see metrics.jsonl")
+    ranks.pulse.begins("loading the model")
     hf_config = read_hf_config(job.config_path, run.model.foundation)
     built = assemble(run, hf_config, job.weights, ranks, notify)
     loop = Loop(job, built, ranks, stop)
@@ -91,24 +106,27 @@ def _run(
             "facts": facts,
             "step": loop.at.step,
             "signal": stop.signum,
-            "launch": job.launch,
+            "launches": launches,
         }
         write_json(job.output_dir / OUTCOME, outcome)
     return facts
 
 
-def _leave_failure(job: Job, ranks: Ranks, error: Exception) -> None:
-    """This rank's error, for the launcher: the earliest one is the cause, the rest are echoes."""
-    log.error("failed", exc_info=error)
-    record = {
-        "rank": ranks.rank,
-        "time": time.time(),
-        "message": str(error) if isinstance(error, PenstockError) else "",
-        "error": f"{type(error).__name__}: {error}",
-        "exit_code": error.exit_code if isinstance(error, PenstockError) else 1,
-        "traceback": "".join(traceback.format_exception(error)),
-    }
-    (job.output_dir / LOGS / f"failure_{ranks.rank}.json").write_text(json.dumps(record))
+def _one_run(job: Job, ranks: Ranks) -> list[str]:
+    """The starts that the ranks come from, one for each machine.
+
+    Raises ConfigError on every rank if they were told to train different things.
+    """
+    mine = (job.key, job.launch, platform.node())
+    told: list[tuple[str, str, str]] = ranks.gather(mine)
+    others = sorted({host for key, _, host in told if key != told[0][0]})
+    if others:
+        raise ConfigError(
+            f"{', '.join(others)} and {told[0][2]} were started to train different things: not all "
+            "that decides the result is the same there.\n"
+            "  Start every machine with the same config, and the same files behind it."
+        )
+    return sorted({launch for _, launch, _ in told})
 
 
 def _log_to(file: Path) -> None:

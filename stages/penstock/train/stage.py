@@ -13,7 +13,7 @@ from pydantic import Field
 from penstock.config.base import Settings
 from penstock.config.run import RunConfig
 from penstock.core.compare import differences
-from penstock.core.errors import ConfigError, Interrupted
+from penstock.core.errors import ConfigError
 from penstock.core.files import read_json, regular_files, set_aside
 from penstock.core.hub import local_folder
 from penstock.core.stage import (
@@ -34,7 +34,7 @@ from penstock.engine.origin import Form, Origin
 from penstock.train.data_facts import keep_data_facts
 from penstock.train.job import HF_WEIGHTS, LOGS, OUTCOME, Job
 from penstock.train.keepsakes import keepsakes_of, wanted_of
-from penstock.train.torchrun import first_failure, outcome_of, start_ranks
+from penstock.train.torchrun import Ended, ending_of, start_ranks
 
 
 class TrainSettings(Settings):
@@ -54,6 +54,11 @@ class Train(Stage):
 
     name: ClassVar[str] = "train"
     version: ClassVar[int] = 2
+    neutral: ClassVar[Mapping[str, Any]] = {
+        "train.fsdp_reduce_dtype": "fp32",
+        "model.router_fp32": True,
+        "model.freeze_router": False,
+    }
 
     settings: TrainSettings
     packed: Artifact
@@ -77,25 +82,17 @@ class Train(Stage):
 
     def run(self, out: Path) -> Facts:
         """Train from the newest checkpoint in `out`. Raises Interrupted when asked to stop."""
-        job = self._job(out.resolve())
+        job = self.job(out.resolve())
         file = job.write()
         keep_data_facts(out, self.packed, self.prepared)
         shutil.rmtree(out / LOGS, ignore_errors=True)
         (out / LOGS).mkdir(parents=True)
-        status = start_ranks(job, file) if self.ranks == "torchrun" else _here(job)
+        ended = start_ranks(job, file) if self.ranks == "torchrun" else _here(job)
         _report(out)
-        outcome = outcome_of(job)
-        if outcome is None:
-            raise first_failure(out / LOGS, status)
-        if outcome["facts"] is None:
-            raise Interrupted(
-                f"train was asked to stop and saved step {outcome['step']} in {self._where(out)}.\n"
-                "  Run the same command again to go on from there.",
-                signum=outcome["signal"] or 15,
-            )
+        facts = ending_of(job, ended, self._where(out))
         if self.run_config.train.save_hf_weights:
-            self._write_hf_weights(out / outcome["facts"]["checkpoint"])
-        return outcome["facts"]
+            self._write_hf_weights(out / facts["checkpoint"])
+        return facts
 
     def keepsakes(self, out: Path) -> list[list[Path]]:
         """Complete checkpoints, and the run's record of itself."""
@@ -127,9 +124,10 @@ class Train(Stage):
 
     def follow(self, out: Path) -> None:
         """Be a rank that does not lead, in this process; the leading rank runs the stage."""
-        _here(self._job(out.resolve()))
+        _here(self.job(out.resolve()))
 
-    def _job(self, output_dir: Path) -> Job:
+    def job(self, output_dir: Path) -> Job:
+        """What the ranks of this machine are told."""
         origin, config = self.origin, self.origin.config_path
         if origin.config.pin["kind"] != "builtin":
             config = str(local_folder(config, origin.config).resolve())
@@ -200,12 +198,12 @@ def _held(folder: Path) -> dict[str, Any] | None:
     return None
 
 
-def _here(job: Job) -> int:
+def _here(job: Job) -> Ended:
     """Be the leading rank ourselves; torchrun was started by hand and the others are with us."""
     from penstock.train.main import run_by_hand
 
     run_by_hand(job)
-    return 0
+    return Ended(status=0)
 
 
 def _report(out: Path) -> None:

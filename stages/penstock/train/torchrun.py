@@ -1,59 +1,71 @@
 """Starting the ranks of a training run with torchrun, and reading how they ended."""
 
+import signal
 import sys
-import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from penstock.config.run import RunConfig
 from penstock.core import env
-from penstock.core.errors import CapabilityError, ConfigError, StageError
+from penstock.core.errors import ConfigError, Interrupted
 from penstock.core.files import read_json
 from penstock.core.launch import run_ranks
-from penstock.train.job import LOGS, METRICS, OUTCOME, Job
+from penstock.core.meeting import meet
+from penstock.train.endings import deaths_file, what_happened
+from penstock.train.job import LOGS, OUTCOME, Job
+from penstock.train.watch import Watch
 
 
-def start_ranks(job: Job, file: Path) -> int:
-    """Run all ranks of this node to their end and return torchrun's exit status.
+@dataclass(frozen=True)
+class Ended:
+    """How the ranks of this node ended."""
 
-    Raises StageError when no step ends for `launch.timeout` seconds.
+    status: int
+    """Torchrun's exit status."""
+    hung: str | None = None
+    """What was seen of ranks that did not move."""
+
+
+def start_ranks(job: Job, file: Path) -> Ended:
+    """Run all ranks of this node to their end; `file` holds the job.
+
+    With `launch.timeout` ranks that hang are killed, and so started again or given up. Raises
+    StageError when none begins, and ConfigError if the other machines cannot be met.
     """
     launch = job.config.launch
-    environment = {
+    address = meet(launch.rdzv_endpoint, launch.node_rank) if launch.rdzv_endpoint else None
+    watch = Watch(job)
+    status = run_ranks(
+        [*torchrun_arguments(job.config, address), "-m", "penstock.train", str(file)],
+        environment={
+            **env.unless_set({"OMP_NUM_THREADS": str(threads_per_rank(job.config))}),
+            **environment_of(job.config),
+        },
+        sink=sys.stderr.buffer,
+        deaths=deaths_file(job.output_dir / LOGS, job.launch),
+        watch=watch,
+    )
+    return Ended(status, watch.report)
+
+
+def environment_of(run: RunConfig) -> dict[str, str]:
+    """What is set for torchrun and the ranks beside what is there."""
+    return {
         # Never let a rank import our folders by their bare names.
         "PYTHONSAFEPATH": "1",
         # A store shared by all attempts serves stale addresses to restarted ranks.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TOKENIZERS_PARALLELISM": "false",
-        **env.unless_set({"OMP_NUM_THREADS": str(threads_per_rank(job.config))}),
-        **launch.env,
+        **run.launch.env,
     }
-    started = time.monotonic()
-    progress = _Progress(job.output_dir / METRICS)
-
-    def stalled() -> str | None:
-        limit = launch.timeout
-        if limit is None or progress.idle_seconds(started) < limit:
-            return None
-        return (
-            f"no step ended for {limit:g} s (launch.timeout).\n"
-            f"  See {job.output_dir / LOGS}, and raise launch.timeout if a step may take longer."
-        )
-
-    return run_ranks(
-        [*torchrun_arguments(job), "-m", "penstock.train", str(file)],
-        environment=environment,
-        sink=sys.stderr.buffer,
-        stalled=stalled,
-    )
 
 
-def torchrun_arguments(job: Job) -> list[str]:
-    """What `launch` means in torchrun's words."""
-    launch = job.config.launch
-    grace = ["--shutdown-timeout", "75"]
-    common = ["--nproc-per-node", str(num_local_ranks(job.config)), *grace]
+def torchrun_arguments(run: RunConfig, address: str | None = None) -> list[str]:
+    """What `launch` means in torchrun's words; `address` is this node's, as others reach it."""
+    launch = run.launch
+    common = ["--nproc-per-node", str(num_local_ranks(run)), "--shutdown-timeout", "75"]
     if launch.max_restarts:
         common += ["--max-restarts", str(launch.max_restarts)]
     if launch.nnodes == 1 and launch.rdzv_endpoint is None:
@@ -70,6 +82,7 @@ def torchrun_arguments(job: Job) -> list[str]:
         *("--rdzv-endpoint", launch.rdzv_endpoint),
         # Told outright: guessing the host by name fails in containers and clouds.
         *("--rdzv-conf", f"is_host={'true' if launch.node_rank == 0 else 'false'}"),
+        *(("--local-addr", address) if address else ()),
         *common,
     ]
 
@@ -85,40 +98,24 @@ def threads_per_rank(run: RunConfig) -> int:
     return max(1, env.num_processors() // num_local_ranks(run))
 
 
-class _Progress:
-    """When the run last ended a step, seen from outside."""
-
-    def __init__(self, metrics: Path) -> None:
-        self._metrics = metrics
-        self._seen: int = -1
-        self._since = time.monotonic()
-
-    def idle_seconds(self, started: float) -> float:
-        size = self._metrics.stat().st_size if self._metrics.is_file() else 0
-        if size != self._seen:
-            self._seen, self._since = size, time.monotonic()
-        return time.monotonic() - max(self._since, started)
-
-
-def first_failure(logs: Path, status: int) -> StageError:
-    """The earliest error any rank left; later ones are mostly lost connections to the first."""
-    records = sorted((read_json(p) for p in logs.glob("failure_*.json")), key=lambda r: r["time"])
-    if not records:
-        return StageError(
-            f"a training process died without a word (torchrun's exit status {status}).\n"
-            f"  It may have been killed for memory; see {logs}."
-        )
-    first = next((r for r in records if r["message"]), records[0])
-    text = first["message"] or f"rank {first['rank']}: {first['error']}"
-    log = logs / f"rank_{first['rank']}.log"
-    failure = StageError(f"{text}\n  The traceback is in {log}.")
-    if first["exit_code"] == CapabilityError.exit_code:
-        failure.exit_code = first["exit_code"]
-    return failure
-
-
 def outcome_of(job: Job) -> dict[str, Any] | None:
-    """What this start of the ranks left, if they came to an end."""
+    """What the ranks left that this start of them was part of, if they came to an end."""
     file = job.output_dir / OUTCOME
     outcome = read_json(file) if file.is_file() else None
-    return outcome if outcome and outcome["launch"] == job.launch else None
+    return outcome if outcome and job.launch in outcome["launches"] else None
+
+
+def ending_of(job: Job, ended: Ended, where: str) -> dict[str, Any]:
+    """The facts of a run that is done. Raises Interrupted if it was asked to stop, and saved;
+    StageError with the cause if it did not come to an end. `where` is where people look for it.
+    """
+    outcome = outcome_of(job)
+    if outcome is None:
+        raise what_happened(job.output_dir / LOGS, ended.status, ended.hung)
+    if outcome["facts"] is None:
+        raise Interrupted(
+            f"train was asked to stop and saved step {outcome['step']} in {where}.\n"
+            "  Run the same command again to go on from there.",
+            signum=outcome["signal"] or signal.SIGTERM,
+        )
+    return outcome["facts"]

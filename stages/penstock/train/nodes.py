@@ -1,0 +1,51 @@
+"""Machines that train together: the first one owns the run's folder, the others lend their ranks.
+
+Only the first holds the folder's lock, claims it and seals it; if all did, each would wait for the
+others to be done.
+"""
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from penstock.core.stage import key_of, short
+from penstock.core.store import Cache, Outcome, Step, lookup
+from penstock.train.job import JOB
+from penstock.train.stage import Train
+from penstock.train.torchrun import ending_of, start_ranks
+
+
+def lends(step: Step) -> bool:
+    """Whether this machine only lends its ranks to the step."""
+    stage = step.stage
+    return (
+        isinstance(stage, Train)
+        and stage.ranks == "torchrun"
+        and stage.run_config.launch.node_rank > 0
+    )
+
+
+def lend(step: Step, cache: Cache, notify: Callable[[str], None]) -> Outcome:
+    """Start this machine's ranks and stay until they end; the first machine seals the result.
+
+    Raises what the stage itself would raise for ranks that did not come to their end.
+    """
+    stage = step.stage
+    assert isinstance(stage, Train)
+    started, key = time.monotonic(), short(key_of(stage))
+    if cache == "reuse" and (manifest := lookup(step)):
+        return Outcome(stage.name, key, "cached", step.path, 0.0, manifest["facts"])
+    launch = stage.run_config.launch
+    notify(
+        f"train: this is machine {launch.node_rank} of {launch.nnodes}, counted from 0; it waits "
+        f"for the first at {launch.rdzv_endpoint}"
+    )
+    job = stage.job(step.path.resolve())
+    # On this machine's own disk: the paths in it may be other ones than on the first.
+    with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
+        file = Path(folder) / JOB
+        job.save(file)
+        ended = start_ranks(job, file)
+    facts = ending_of(job, ended, step.where)
+    return Outcome(stage.name, key, "ran", step.path, time.monotonic() - started, facts)

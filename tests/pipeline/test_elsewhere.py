@@ -1,0 +1,44 @@
+"""What needs no training runs on any machine, whatever layout the run is trained in."""
+
+import pytest
+
+from penstock.config.load import loads
+from penstock.core import env
+from penstock.core.errors import ConfigError
+from penstock.core.files import write_json
+from penstock.core.stage import MANIFEST, identity, key_of
+from penstock.plan import StageName, Wishes, bring_up, plan
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run in a layout of two processes, on a machine that would start one."""
+    monkeypatch.setattr(env, "num_gpus", lambda: 0)
+    monkeypatch.chdir(tmp_path)
+    return loads(
+        {
+            "model": {"config_path": "builtin:tiny-qwen3"},
+            "data": {"datasets": [{"path": "dummy"}]},
+            "train": {"output_dir": "out", "tensor_parallel_size": 2, "global_batch_size": 4},
+        }
+    )
+
+
+def test_data_is_prepared_where_the_layout_does_not_fit(run):
+    assert [step.stage.name for step in plan(run, ("pack",)).steps] == ["prepare", "pack"]
+
+
+def test_a_layout_that_does_not_fit_is_told_before_any_stage_and_not_of_a_model_that_is_there(run):
+    wishes: tuple[tuple[StageName, ...] | None, ...] = (None, ("export",))
+    for wanted in wishes:
+        with pytest.raises(ConfigError, match=r"Or write launch\.nproc_per_node: 2"):
+            plan(run, wanted)
+    fitting = run.model_copy(update={"launch": run.launch.model_copy(update={"nproc_per_node": 2})})
+    trained = plan(fitting).step("train")
+    trained.path.mkdir(parents=True)
+    sealed = {**identity(trained.stage), "key": key_of(trained.stage), "files": []}
+    write_json(trained.path / MANIFEST, sealed)
+    there = plan(run)
+    assert key_of(there.step("export").stage) == key_of(plan(fitting).step("export").stage)
+    with pytest.raises(ConfigError, match="tensor_parallel_size 2"):
+        bring_up(there.step("train"), run, Wishes(force=frozenset({"train"})), lambda _: None)

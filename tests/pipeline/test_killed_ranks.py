@@ -1,0 +1,101 @@
+"""SIGKILL of a rank in the middle of a step, under the real torchrun."""
+
+import os
+import platform
+import signal
+import threading
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from penstock.core.errors import StageError
+from penstock.core.pulse import beats
+from penstock.train.job import CHECKPOINTS, LOGS, Job
+from penstock.train.torchrun import ending_of, start_ranks
+from penstock.train.watch import pulse_folder
+from tests.engine import runs
+from tests.ranks import on_ranks
+
+STEPS = 24
+DEADLINE = 120.0
+
+
+def job(folder: Path, name: str, packed: Path, **launch: object) -> Job:
+    run = runs.run_config(
+        folder / name, folder / "model", max_steps=STEPS, save_steps=4, optimizer="adamw"
+    )
+    env = {"OMP_NUM_THREADS": "1"}
+    placed = run.launch.model_copy(update={"nproc_per_node": 2, "env": env, **launch})
+    made = runs.job_of(run.model_copy(update={"launch": placed}), packed)
+    (made.output_dir / LOGS).mkdir()
+    return made
+
+
+def kill_rank_1(job: Job, step: int, times: int) -> list[str]:
+    """Have rank 1 killed as soon as it computes that step or a later one, once in each start."""
+    done: list[str] = []
+
+    def watch() -> None:
+        killed: set[int] = set()
+        deadline = time.monotonic() + DEADLINE
+        while len(killed) < times and time.monotonic() < deadline:
+            for beat in beats(pulse_folder(job)):
+                if beat.rank == 1 and beat.step >= step and beat.pid not in killed:
+                    os.kill(beat.pid, signal.SIGKILL)
+                    killed.add(beat.pid)
+                    done.append(f"process {beat.pid}")
+            time.sleep(0.005)
+
+    threading.Thread(target=watch, daemon=True).start()
+    return done
+
+
+def content(job: Job) -> dict[str, bytes]:
+    """Every tensor of the last checkpoint, bit by bit, and what is said beside them."""
+    folder = job.output_dir / CHECKPOINTS / f"global_step_{STEPS}"
+    reader = FileSystemReader(folder)
+    metadata = reader.read_metadata().state_dict_metadata
+    found = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it reads in one process
+        dcp.load(found, storage_reader=reader, no_dist=True)
+    bits = {name: tensor.numpy().tobytes() for name, tensor in found.items()}
+    assert len(bits) > 20
+    return {**bits, "state.json": (folder / "state.json").read_bytes()}
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_killed_rank_is_started_again_and_named_and_changes_no_weight(tmp_path):
+    runs.write_config(tmp_path / "model")
+    packed = runs.write_rows(tmp_path / "packed", 40)
+    undisturbed = job(tmp_path, "undisturbed", packed)
+    on_ranks(2, runs.train_here, undisturbed)
+
+    # Killed once it starts again by itself, from the newest checkpoint; the second time it ends.
+    disturbed = job(tmp_path, "disturbed", packed, max_restarts=1)
+    disturbed.write()
+    killed = kill_rank_1(disturbed, step=6, times=2)
+    ended = start_ranks(disturbed, disturbed.output_dir / "job.json")
+    assert len(killed) == 2
+    with pytest.raises(StageError) as told:
+        ending_of(disturbed, ended, "there")
+    assert f"rank 1 on {platform.node()} ({killed[1]}) was ended by SIGKILL" in str(told.value)
+    assert 6 <= len(runs.losses(disturbed.output_dir)) < STEPS
+
+    again = replace(disturbed, launch="again")
+    facts = ending_of(again, start_ranks(again, again.write()), "there")
+    assert facts["steps"] == STEPS
+    assert runs.losses(again.output_dir) == runs.losses(undisturbed.output_dir)
+    assert content(again) == content(undisturbed)

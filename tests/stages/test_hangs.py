@@ -1,0 +1,193 @@
+"""Ranks that hang or die are told by name, place and stack. The ranks are small processes of Python
+that only do what a rank does to be seen."""
+
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from penstock.config.load import loads
+from penstock.core.errors import ConfigError, StageError
+from penstock.core.pulse import Pulse, beats
+from penstock.train.endings import Death, deaths_file, leave_failure, what_happened
+from penstock.train.job import LOGS, METRICS, Job
+from penstock.train.watch import Watch, pulse_folder
+from tests.config.values import smallest
+
+RANK = """
+import sys, time
+from pathlib import Path
+from penstock.core.pulse import Pulse
+from penstock.train.stacks import show_on_request
+
+logs, pulses, rank, what = Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
+show_on_request(logs, rank)
+pulse = Pulse(pulses, rank=rank)
+
+def all_reduce():
+    with pulse.waiting():
+        print("there", flush=True)
+        time.sleep(60)
+
+def lost_in_the_data():
+    print("there", flush=True)
+    time.sleep(60)
+
+pulse.begins("reading rows", step=7)
+if what == "waits":
+    pulse.begins("computing")
+    all_reduce()
+else:
+    lost_in_the_data()
+"""
+
+
+def job(folder: Path, **launch: object) -> Job:
+    (folder / LOGS).mkdir(parents=True)
+    run = loads(smallest(train={"output_dir": str(folder)}, launch=dict(launch)))
+    return Job("a" * 64, run, folder, "b" * 64, (), 1, "builtin:tiny-qwen3", None, folder, "test")
+
+
+@contextmanager
+def ranks(job: Job, *what: str):
+    """Processes that look like ranks of `job`, each in the middle of something."""
+    folders = [str(job.output_dir / LOGS), str(pulse_folder(job))]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, "penstock.train", *folders, str(rank), each],
+            stdout=subprocess.PIPE,
+        )
+        for rank, each in enumerate(what)
+    ]
+    try:
+        for process in started:
+            assert process.stdout
+            assert process.stdout.readline() == b"there\n"
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+            assert process.stdout
+            process.stdout.close()
+
+
+def told_by(watch: Watch) -> str:
+    """What the watch says, once nothing has moved for long enough."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        if said := watch():
+            return said
+        time.sleep(0.1)
+    raise AssertionError("it saw nothing")
+
+
+def test_a_rank_that_hangs_is_told_with_its_host_and_stack_and_all_are_killed(tmp_path):
+    watched = job(tmp_path, timeout=0.5)
+    watch = Watch(watched)
+    with ranks(watched, "waits", "hangs", "waits") as started:
+        said = told_by(watch)
+        assert [process.wait(10) for process in started] == [-signal.SIGKILL] * 3
+        assert f"rank 1 on {platform.node()} (process {started[1].pid}): 7 step(s) done" in said
+        assert "nothing has moved for 0.5 s (launch.timeout)" in said
+        assert "reading rows" in said
+        assert "lost_in_the_data" in said
+        assert "all_reduce" not in said
+        assert "rank(s) 0, 2 are waiting" in said
+        assert "all_reduce" in (tmp_path / LOGS / "rank_0.stack").read_text()
+        assert watch() is None
+    error = what_happened(tmp_path / LOGS, 1, watch.report)
+    assert "lost_in_the_data" in str(error)
+
+
+def test_a_rank_that_waited_in_vain_leads_to_the_stacks_of_the_others(tmp_path):
+    watched = job(tmp_path)
+    watch = Watch(watched)
+    with ranks(watched, "waits", "hangs") as started:
+        assert watch() is None
+        timed_out = RuntimeError("[gloo] Timed out waiting 1810000ms for recv operation")
+        leave_failure(tmp_path / LOGS, 0, timed_out)
+        started[0].kill()
+        started[0].wait()
+        said = told_by(watch)
+        assert "rank 1 on" in said
+        assert "lost_in_the_data" in said
+        assert started[1].poll() is None, "killed, though launch.timeout is not written"
+        assert watch() is None
+    assert "lost_in_the_data" in str(what_happened(tmp_path / LOGS, 1, watch.report))
+
+
+def test_what_is_stopped_by_the_kernel_is_told_and_what_moves_is_left_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("penstock.train.stacks.ANSWER_SECONDS", 1.0)
+    watched = job(tmp_path, timeout=1.0)
+    watch = Watch(watched)
+    with ranks(watched, "hangs") as started:
+        started[0].send_signal(signal.SIGSTOP)
+        moving = Pulse(pulse_folder(watched), rank=5)
+        for step in range(6):
+            moving.begins("computing", step=step)
+            assert watch() is None
+            time.sleep(0.3)
+        assert [beat.step for beat in beats(pulse_folder(watched))] == [7, 5]
+        said = told_by(watch)
+        assert "rank 0 on" in said
+        assert "no answer: it is stopped" in said
+
+
+def test_without_any_process_a_timeout_ends_the_wait(tmp_path):
+    watch = Watch(job(tmp_path, timeout=0.1))
+    (tmp_path / METRICS).write_text("{}\n")
+    assert watch() is None
+    time.sleep(0.2)
+    with pytest.raises(StageError, match=r"nothing has begun for 0\.1 s \(launch\.timeout\)"):
+        watch()
+
+
+def death(rank: int, number: int, when: float) -> dict[str, object]:
+    return vars(Death(rank, "there", 77, number, when))
+
+
+def test_the_first_to_fail_is_the_cause(tmp_path):
+    lost = ConnectionError("[gloo] Connection closed by peer")
+
+    def told(deaths: list[dict[str, object]], *errors: Exception) -> str:
+        logs = tmp_path / str(len(list(tmp_path.iterdir())))
+        logs.mkdir()
+        deaths_file(logs, "first").write_text(json.dumps([]))
+        deaths_file(logs, "second").write_text(json.dumps(deaths))
+        for rank, error in enumerate(errors):
+            leave_failure(logs, rank, error)
+        return str(what_happened(logs, 1))
+
+    now = int(time.time())
+    killed = death(3, signal.SIGKILL, now)
+    asked = death(2, signal.SIGTERM, now - 5)
+    late = death(3, signal.SIGKILL, now + 40)
+    assert "rank 3 on there (process 77) was ended by SIGKILL" in told([asked, killed], lost)
+    assert "want of memory" in told([killed])
+    assert "SIGSEGV, a fault in native code" in told([death(0, signal.SIGSEGV, now)], lost)
+    assert "rank 0 on" in told([late], ValueError("the real one"), lost)
+    assert "the real one" in told([late], ValueError("the real one"), lost)
+    assert told([late], lost, ConfigError("write less")).startswith("write less")
+    assert "died without a word" in told([asked])
+
+
+def test_a_heartbeat_costs_little_and_never_fails(tmp_path):
+    pulse = Pulse(tmp_path, rank=2)
+    before = os.times()
+    for step in range(1000):
+        with pulse.waiting():
+            pulse.begins("computing", step=step)
+    after = os.times()
+    assert (after.user + after.system) - (before.user + before.system) < 1.0
+    (beat,) = beats(tmp_path)
+    assert (beat.rank, beat.pid, beat.step, beat.waiting) == (2, os.getpid(), 999, False)
+    nowhere = Pulse(tmp_path / "rank_2.pulse" / "below", rank=0)
+    nowhere.begins("computing")
