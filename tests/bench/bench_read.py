@@ -25,7 +25,7 @@ from penstock.rows.schema import PACKED
 from penstock.train.loader import Loader, Reading
 
 LENGTH, REPEATS, PEER_ROWS = 4096, 5, 1000
-HERE = Reading(num_workers=0, steps_ahead=2, pin_memory=False, pad_to_multiple_of=128)
+HERE = Reading(num_workers=0, steps_ahead=2, pin_memory=False, pad_to_multiple_of=128, pad_to="own")
 
 
 def write(folder: Path, num_rows: int) -> None:

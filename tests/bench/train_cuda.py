@@ -1,0 +1,189 @@
+"""Our training step on GPUs: models of billions of parameters, random weights, bf16, packed rows.
+
+`bench_train.py --device cuda` runs it on as many GPUs as ranks, sharded over all of them. Tokens
+per second are of the median step of five after two; memory is the most that PyTorch had allocated.
+
+Model FLOP of a step are 6 per token and parameter of a matrix (4 where the matrix is frozen, whose
+own gradient nobody computes) and 6 per layer, head feature and squared length of a document, which
+is causal attention forward and backward. What is recomputed does not count. MFU is their rate as a
+share of the GPU's bf16 peak without sparsity.
+"""
+
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from packed import write_rows
+from tests.engine import loops, runs
+
+from penstock.engine.ranks import Ranks
+from penstock.models.cost import matrix_parameters
+from penstock.models.registry import family_of
+from penstock.rows.reader import PackedRows
+
+PAGES = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
+WARMING, MEASURED = 2, 5
+
+PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
+"""Data sheets' dense bf16 FLOP/s, by a part of the device's name; those of SXM modules."""
+
+QWEN3_8B = {
+    "vocab_size": 151_936,
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": False,
+}
+QWEN3_1_7B = {
+    **QWEN3_8B,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "tie_word_embeddings": True,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and how it is trained."""
+
+    name: str
+    shape: dict[str, Any]
+    row: int = 8192
+    document: int = 800
+    """Tokens of a middling document."""
+    train: dict[str, Any] = field(default_factory=dict)
+    lora: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def hf_config(self) -> dict[str, Any]:
+        """The model."""
+        longest = {"max_position_embeddings": 32_768, "initializer_range": 0.02}
+        return {**runs.TINY, **longest, **self.shape}
+
+
+ADAPTERS = {"enable_lora": True, "lora_rank": 16}
+KEPT = {"enable_gradient_checkpointing": False}
+CASES = (
+    Case("Qwen3-8B, adapters", QWEN3_8B, lora=ADAPTERS),
+    Case("Qwen3-8B, all weights", QWEN3_8B),
+    Case("Qwen3-1.7B, all weights", QWEN3_1_7B),
+    Case("Qwen3-1.7B, all weights, nothing recomputed", QWEN3_1_7B, train=KEPT),
+)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What was measured of a case."""
+
+    tokens_per_second: float
+    """Of each rank."""
+    flop_per_second: float
+    """Of each rank: model FLOP."""
+    peak_bytes: int
+    """The most of any rank."""
+    loss: float
+
+
+def measure_all(ranks: Ranks, folder: Path, cases: Sequence[Case] = CASES) -> None:
+    """Measure every case in `folder` and write the device's page."""
+    device = torch.cuda.get_device_name(ranks.device)
+    peak = next((flop for name, flop in PEAKS.items() if name in device), None)
+    lines = [
+        f"{ranks.world} x {device}, PyTorch {torch.__version__}, sharded over all of them.",
+        "",
+        "| case | row | tokens/s per GPU | model TFLOP/s | MFU | peak memory |",
+        "|---|---|---|---|---|---|",
+    ]
+    for number, case in enumerate(cases):
+        try:
+            found = measure(case, folder / str(number), ranks)
+        except torch.OutOfMemoryError:
+            figures = "does not fit | | |"
+        else:
+            share = f"{found.flop_per_second / peak:.1%}" if peak else "unknown peak"
+            figures = (
+                f"{found.tokens_per_second:,.0f} | {found.flop_per_second / 1e12:.0f} | {share} | "
+                f"{found.peak_bytes / 2**30:.1f} GiB |"
+            )
+        torch.cuda.empty_cache()
+        lines.append(f"| {case.name} | {case.row} | {figures}")
+        if ranks.leads:
+            print(lines[-1], flush=True)
+    if ranks.leads:
+        name = "-".join(device.lower().split())
+        write_page(name, "tests/bench/bench_train.py --device cuda", lines)
+
+
+def measure(case: Case, folder: Path, ranks: Ranks) -> Figures:
+    """Figures of one case, whose rows and config are written to `folder`."""
+    if ranks.leads:
+        write_rows(
+            folder / "packed",
+            num_rows=4 * ranks.world,
+            row=case.row,
+            document=case.document,
+            vocabulary=runs.VOCAB,
+        )
+        runs.write_config(folder / "model", **case.hf_config)
+    ranks.wait()
+    on_cuda = ranks.device.type == "cuda"
+    if on_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    settings = {
+        "enable_mixed_precision": True,
+        "global_batch_size": None,
+        "max_steps": 1000,
+        "num_train_epochs": 1000,
+        "optimizer": "adamw",
+        "lr": 1e-5,
+        **case.train,
+    }
+    run = runs.run_config(folder / "out", folder / "model", lora=case.lora, **settings)
+    loop = loops.loop_of(runs.job_of(run, folder / "packed"), ranks)
+    seconds, flop, tokens, loss = [], [], [], 0.0
+    for number in range(WARMING + MEASURED):
+        rows = loop.batches.rows(loop.at.cursor).tolist()
+        ranks.wait()
+        started = time.perf_counter()
+        record = loops.step(loop)  # ends with the loss on the host, so nothing is still under way
+        if number >= WARMING:
+            seconds.append(time.perf_counter() - started)
+            flop.append(model_flop(case, loop.rows, rows))
+            tokens.append(record["tokens"])
+        loss = record["loss"]
+    rates = [(t / s, f / s) for t, f, s in zip(tokens, flop, seconds, strict=True)]
+    of_tokens, of_flop = (
+        statistics.median(each) / ranks.world for each in zip(*rates, strict=True)
+    )
+    peak = torch.cuda.max_memory_allocated() if on_cuda else 0
+    highest = max(each for each in ranks.gather(peak) if isinstance(each, int))
+    return Figures(of_tokens, of_flop, highest, loss)
+
+
+def model_flop(case: Case, packed: PackedRows, rows: Iterable[int]) -> float:
+    """Of the training step over these rows."""
+    config = family_of(case.hf_config).read(case.hf_config)
+    each = 4 if case.lora else 6
+    features = config.num_hidden_layers * config.num_attention_heads * config.head_dim
+    total = 0.0
+    for number in rows:
+        lengths = packed.row(number).lengths.astype(float)
+        total += each * matrix_parameters(config) * lengths.sum()
+        total += 6 * features * (lengths**2).sum()
+    return total
+
+
+def write_page(name: str, command: str, lines: Sequence[str]) -> None:
+    """A page of figures in docs/benchmarks."""
+    PAGES.mkdir(parents=True, exist_ok=True)
+    text = [f"# Training steps: {name}", "", f"Written by `{command}`.", "", *lines, ""]
+    (PAGES / f"{name}.md").write_text("\n".join(text))
