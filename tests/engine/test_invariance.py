@@ -24,22 +24,41 @@ CORE = {
     4: ["replicate 2 x shard 2", "pp 2 x tp 2", "shard 2 x ulysses 2", "ring 2 x tp 2"],
 }
 """Every axis at once and each in a pair, in two starts of the ranks."""
+LARGE = {
+    "shard 4",
+    "replicate 4, ddp",
+    "ring 4",
+    "ulysses 4, two key heads",
+    "pp 4",
+    "pp 2 x shard 2 x ring 2",
+    "replicate 2 x ring 2 x ulysses 2",
+    "shard 2 x tp 4, two key heads",
+    "pp 4 x tp 2",
+    "ep 4 over pp 2 x ring 2 x ulysses 2",
+    "ep 4 over shard 2 x ulysses 2 x tp 2",
+    "ep 2 over shard 2 x ring 2 x tp 2",
+}
+"""Many processes for what others show as well: run with `pytest -m exhaustive`."""
+
 TOGETHER = 6
 """Layouts that share a start of the ranks."""
 
 
 def groups():
-    """All layouts, as many at a time as share a start; all but the first are slow."""
+    """All layouts, as many at a time as share a start; all but the first start are slow."""
     for world, names in CORE.items():
         marks = pytest.mark.slow if world > 2 else ()
         yield pytest.param(names, id=" | ".join(names), marks=marks)
     core = {name for names in CORE.values() for name in names}
-    rest = [name for name in LAYOUTS if name not in core]
-    for world in sorted({layout.world for layout in LAYOUTS.values()}):
-        names = [name for name in rest if LAYOUTS[name].world == world]
-        for start in range(0, len(names), TOGETHER):
-            some = names[start : start + TOGETHER]
-            yield pytest.param(some, id=" | ".join(some), marks=pytest.mark.slow)
+    for marks, chosen in (
+        ([pytest.mark.slow], [name for name in LAYOUTS if name not in core | LARGE]),
+        ([pytest.mark.slow, pytest.mark.exhaustive], [name for name in LAYOUTS if name in LARGE]),
+    ):
+        for world in sorted({layout.world for layout in LAYOUTS.values()}):
+            names = [name for name in chosen if LAYOUTS[name].world == world]
+            for start in range(0, len(names), TOGETHER):
+                some = names[start : start + TOGETHER]
+                yield pytest.param(some, id=" | ".join(some), marks=marks)
 
 
 @pytest.fixture(scope="module")
