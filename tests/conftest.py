@@ -1,6 +1,7 @@
 """What every test stands on: kernels interpreted without a GPU, caches of its own, no network."""
 
 import os
+import signal
 from pathlib import Path
 
 # Set before triton is first imported: without a GPU, kernels run in Triton's interpreter.
@@ -15,6 +16,10 @@ from tests.buckets import bucket, s3_server  # noqa: F401 - fixtures for all tes
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
+
+# Whoever starts the tests in the background of a script has SIGINT ignored, and so would have every
+# process that a test starts and interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="session")
