@@ -16,6 +16,7 @@ from penstock.adapters.names import factor_of, factor_pairs
 from penstock.adapters.peft_format import adapter_config, from_peft_name, peft_name
 from penstock.core.errors import ConfigError
 from penstock.models.decoder import Decoder
+from tests.models.stored import to_hf
 from tests.models.twins import (
     assert_gradients_equal,
     documents,
@@ -86,7 +87,7 @@ def test_a_merged_model_is_pefts_merged_model(tmp_path, merge_qkv):
     pairs = factor_pairs(dict(factors))
     state = {}
     for name in pair.weights.native_names():
-        for hf_name, tensor in pair.weights.to_hf(name, pair.ours.state_dict()[name]).items():
+        for hf_name, tensor in to_hf(pair.weights, name, pair.ours.state_dict()[name]).items():
             factor = pairs.get(hf_name.removesuffix(".weight"))
             state[hf_name] = merged(tensor, *factor, SPEC.scale) if factor else tensor
     expected = theirs.merge_and_unload().state_dict()

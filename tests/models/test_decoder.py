@@ -13,6 +13,7 @@ from penstock.models.layers.experts import Experts
 from penstock.models.layers.router import Router
 from penstock.models.registry import FAMILIES
 from penstock.models.roles import DECODER_GRAINS, Role, role_of
+from tests.models.stored import from_hf
 from tests.models.twins import SIZES, documents, packed_logits, packed_loss
 
 CONFIG = {"model_type": "qwen3", "head_dim": 16, **SIZES}
@@ -29,7 +30,7 @@ def start(model, weights, seed=3):
     shapes, config = weights.hf_shapes(), weights.config
     model.load_state_dict(
         {
-            name: weights.from_hf(name, lambda hf: initialise(hf, shapes[hf], seed, config))
+            name: from_hf(weights, name, lambda hf: initialise(hf, shapes[hf], seed, config))
             for name in weights.native_names()
         }
     )

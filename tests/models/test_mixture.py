@@ -11,6 +11,7 @@ from penstock.losses.balance import entropy, imbalance, load_balancing_loss, sum
 from penstock.models.layers.experts import operations_of
 from penstock.models.layers.router import Router
 from penstock.models.shape import ExpertsConfig
+from tests.models.stored import to_hf
 from tests.models.twins import (
     SPARSE,
     as_stored,
@@ -44,7 +45,7 @@ def assert_same_model(theirs, ids, labels, implementations, *, within=""):
         loss.backward()
         seen = {}
         for name, gradient in gradients(pair.ours).items():
-            seen |= pair.weights.to_hf(name, gradient)
+            seen |= to_hf(pair.weights, name, gradient)
         assert_gradients_equal(
             *({n: g for n, g in one.items() if within in n} for one in (seen, wanted))
         )

@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers
 
+from tests.models.stored import to_hf
 from tests.models.twins import (
     FAMILIES,
     assert_gradients_equal,
@@ -33,7 +34,7 @@ def test_loss_and_every_gradient_are_those_of_transformers(family, tied, merge_q
     theirs.backward()
     seen = {}
     for name, gradient in gradients(pair.ours).items():
-        seen |= pair.weights.to_hf(name, gradient)
+        seen |= to_hf(pair.weights, name, gradient)
     assert_gradients_equal(seen, gradients(pair.theirs))
     assert seen.keys() == pair.weights.hf_shapes().keys()
 

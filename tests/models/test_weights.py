@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.models.stored import to_hf
 from tests.models.twins import FAMILIES, SPARSE, as_stored, twins
 
 
@@ -30,7 +31,7 @@ def test_splitting_and_joining_returns_every_tensor_to_the_bit(family):
     checkpoint = as_stored(pair.theirs, pair.theirs.state_dict())
     split = {}
     for name, tensor in pair.ours.state_dict().items():
-        split |= pair.weights.to_hf(name, tensor)
+        split |= to_hf(pair.weights, name, tensor)
     assert split.keys() == checkpoint.keys()
     assert all(torch.equal(split[name], checkpoint[name]) for name in checkpoint)
 

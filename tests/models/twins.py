@@ -13,6 +13,7 @@ from penstock.models.family import Family
 from penstock.models.registry import family_of
 from penstock.models.weights import WeightMap
 from penstock_kernels.attention import Segments
+from tests.models.stored import from_hf
 
 SIZES = {
     "vocab_size": 131,
@@ -119,7 +120,7 @@ def ours_with(theirs: transformers.PreTrainedModel, *, merge_qkv: bool, **how) -
     ours = Decoder(config, merge_qkv=merge_qkv, **how)
     state = as_stored(theirs, theirs.state_dict())
     ours.load_state_dict(
-        {name: weights.from_hf(name, state.__getitem__) for name in weights.native_names()}
+        {name: from_hf(weights, name, state.__getitem__) for name in weights.native_names()}
     )
     return Twins(theirs, ours, family, weights)
 

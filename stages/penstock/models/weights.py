@@ -6,11 +6,9 @@ into attention are one `qkv_proj`, rows of q, then k, then v; and the experts of
 tensor for what leads into them, the rows of gate and then up of each, and one for what leads out.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-
-import torch
 
 from penstock.models.decoder import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from penstock.models.layers.router import SELECTION_BIAS
@@ -61,19 +59,6 @@ class WeightMap:
             for native in self._natives.values()
             for hf_name, shape in native.parts.items()
         }
-
-    def to_hf(self, native_name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The native tensor as a checkpoint stores it: views of its rows."""
-        parts = self._natives[native_name].parts
-        rest = next(iter(parts.values()))[1:]
-        rows = tensor.reshape(-1, *rest).split([shape[0] for shape in parts.values()])
-        return dict(zip(parts, rows, strict=True))
-
-    def from_hf(self, native_name: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """The native tensor, of checkpoint tensors that `read` fetches by name."""
-        native = self._natives[native_name]
-        parts = [read(name) for name in native.parts]
-        return parts[0] if len(parts) == 1 else torch.cat(parts).view(native.shape)
 
     def is_exact(self, hf_name: str) -> bool:
         """Whether a checkpoint keeps this tensor in fp32, whatever the others are in: what decides

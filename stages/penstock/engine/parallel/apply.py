@@ -44,7 +44,7 @@ def experts_apart(part: Decoder, mesh: Mesh) -> list[nn.Module]:
     """The experts of a part's layers, where they lie otherwise than other weights."""
     if not mesh.parts_experts:
         return []
-    return [mixture.experts for mixture in mixtures(part).values()]
+    return [mixture.experts for mixture in mixtures(part)]
 
 
 def sharding(train: TrainConfig) -> Sharding:

@@ -20,13 +20,9 @@ from penstock.models.layers.mixture import MixtureOfExperts
 from penstock_kernels.permute import order_of, unpermute
 
 
-def mixtures(model: Decoder) -> dict[str, MixtureOfExperts]:
-    """The mixtures of experts in a model, by name."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, MixtureOfExperts)
-    }
+def mixtures(model: Decoder) -> list[MixtureOfExperts]:
+    """The mixtures of experts in a model, in the order of its layers."""
+    return [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
 
 
 def share_experts(model: Decoder, mesh: Mesh) -> None:
@@ -39,7 +35,7 @@ def share_experts(model: Decoder, mesh: Mesh) -> None:
         return
     along = mesh.experts()["expert"]
     group, index, size = along.get_group(), along.get_local_rank(), along.size()
-    for mixture in mixtures(model).values():
+    for mixture in mixtures(model):
         experts = mixture.experts
         total = experts.num_experts
         assert total % size == 0, f"{total} experts over {size} ranks"
