@@ -22,6 +22,13 @@ SHARED = ROOT.parent / "shared"
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_xdist_auto_num_workers(config):
+    """A process for each core where the whole suite is run; none but this one where files or tests
+    are named: they begin sooner, and can be debugged."""
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    return len(os.sched_getaffinity(0)) if whole else 0
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _own_caches(tmp_path_factory):
     """Digests remembered by one test run are not those of another, nor of the user."""
