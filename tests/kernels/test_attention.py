@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from penstock_kernels.attention import Segments, attention
 from penstock_kernels.op import UnsupportedError
+from tests.dense import dense_with_gradients
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 16
 SCALE = WIDTH**-0.5
@@ -39,6 +40,54 @@ def forward_backward(backend, lengths, dtype=torch.float32):
     y = attention.backend(backend)(q, k, v, Segments.of(lengths), SCALE)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=dtype)
     return y, *torch.autograd.grad(y, (q, k, v), dy)
+
+
+SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
+NARROW = [(None, SINKS), (1, None), (5, SINKS), (16, None), (37, SINKS)]
+"""Windows narrower than most documents, of one token, and of whole chunks; and sinks."""
+
+
+def all_gradients(backend, lengths, window, sinks, dtype=torch.float32):
+    """y and the gradients of all inputs, and of the sinks if there are any."""
+    q, k, v = inputs(sum(lengths), dtype)
+    more = [] if sinks is None else [sinks.to(dtype, copy=True).requires_grad_()]
+    y = attention.backend(backend)(q, k, v, Segments.of(lengths), SCALE, window, *more)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    return [y, *torch.autograd.grad(y, (q, k, v, *more), dy)], (q, k, v, dy)
+
+
+@pytest.mark.parametrize(("window", "sinks"), NARROW, ids=lambda part: "" if part is None else None)
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_windows_and_sinks_are_those_of_the_definition(backend, window, sinks):
+    for lengths in ([37], [8, 8, 8], [1, 100, 1, 2, 98, 1], [3, 1, 20, 19]):
+        got, (q, k, v, dy) = all_gradients(backend, lengths, window, sinks)
+        want = dense_with_gradients(q, k, v, dy, lengths, SCALE, window, sinks)
+        for mine, exact in zip(got, want, strict=True):
+            torch.testing.assert_close(mine.double(), exact.double(), atol=3e-6, rtol=1e-5)
+
+
+def test_windows_and_sinks_in_bf16_are_within_its_own_rounding():
+    got, _ = all_gradients("sdpa", [5, 90, 19], 20, SINKS, torch.bfloat16)
+    want, _ = all_gradients("eager", [5, 90, 19], 20, SINKS, torch.bfloat16)
+    assert {part.dtype for part in got} == {torch.bfloat16}
+    torch.testing.assert_close(got[:4], want[:4], atol=4e-2, rtol=4e-2)
+    # A sum over all tokens of what each rounds.
+    torch.testing.assert_close(got[4], want[4], atol=0.3, rtol=4e-2)
+
+
+def test_a_document_costs_a_window_for_each_token_and_not_its_square(monkeypatch):
+    calls, kernel = [], torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+    def counted(q, k, *rest, **settings):
+        calls.append(q.shape[0] * q.shape[2] * k.shape[2])
+        return kernel(q, k, *rest, **settings)
+
+    monkeypatch.setattr(
+        torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", counted, raising=True
+    )
+    q, k, v = (part.detach() for part in inputs(1000))
+    attention.backend("sdpa")(q, k, v, Segments.of([1000]), SCALE, 16)
+    assert 1000 * 16 <= sum(calls) <= 1000 * 3 * 16
 
 
 def by_definition(q, k, v):
@@ -128,6 +177,12 @@ def test_native_says_why_it_cannot_run_here():
         attention.backend("native")(q, k, v, Segments.of([4]), SCALE)
 
 
+def test_other_sinks_than_one_for_each_head_are_refused():
+    q, k, v = inputs(4)
+    with pytest.raises(UnsupportedError, match=r"sinks of shape \(3,\) for 4 query heads"):
+        attention.backend("sdpa")(q, k, v, Segments.of([4]), SCALE, None, torch.zeros(3))
+
+
 def test_tokens_that_no_document_holds_are_refused():
     q, k, v = inputs(4)
     with pytest.raises(UnsupportedError, match=r"different numbers of tokens: \[4, 5\]"):
@@ -149,5 +204,21 @@ def test_native_agrees_with_eager_on_cuda(lengths):
         parts = [part.detach().to("cuda", torch.bfloat16) for part in inputs(sum(lengths))]
         q, k, v = (part.requires_grad_() for part in parts)
         y = attention.backend(backend)(q, k, v, Segments.of(lengths, "cuda"), SCALE)
+        results.append((y, *torch.autograd.grad(y.float().square().sum(), (q, k, v))))
+    torch.testing.assert_close(*results, atol=5e-2, rtol=5e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("window", "sinks"), NARROW, ids=lambda part: "" if part is None else None)
+@pytest.mark.parametrize("backend", ["native", "sdpa"])
+def test_windows_and_sinks_agree_with_eager_on_cuda(backend, window, sinks):
+    lengths, results = [1, 300, 1, 2, 299, 1], []
+    for name in (backend, "eager"):
+        parts = [part.detach().to("cuda", torch.bfloat16) for part in inputs(sum(lengths))]
+        q, k, v = (part.requires_grad_() for part in parts)
+        more = [] if sinks is None else [sinks.to("cuda", torch.bfloat16)]
+        documents = Segments.of(lengths, "cuda")
+        y = attention.backend(name)(q, k, v, documents, SCALE, window, *more)
         results.append((y, *torch.autograd.grad(y.float().square().sum(), (q, k, v))))
     torch.testing.assert_close(*results, atol=5e-2, rtol=5e-2)

@@ -32,17 +32,32 @@ def clipped(lengths, start, end):
     return document[start:end].unique_consecutive(return_counts=True)[1].tolist()
 
 
-def in_two_parts(backend, lengths, cut, dtype, device):
+WINDOWS = [None, 14]
+"""The second reaches over a cut from some queries, to some keys."""
+
+
+def across(lengths, cut, window):
+    """Keys before the cut and queries after it that see some of them, and how far these reach."""
+    seen = clipped(lengths, 0, cut)[-1]
+    seeing = clipped(lengths, cut, sum(lengths))[0]
+    if window is None:
+        return slice(cut - seen, cut), slice(0, seeing), None
+    seen, seeing = min(seen, window - 1), min(seeing, window - 1)
+    reach = window - 1 - seen
+    return slice(cut - seen, cut), slice(0, seeing), reach if reach < seeing - 1 else None
+
+
+def in_two_parts(backend, lengths, cut, dtype, device, window):
     """y, dq, dk, dv of the tokens after the cut, from themselves and from those before it."""
     forward, backward = block.backend(backend), block_backward.backend(backend)
     q, k, v, dy = (part[cut:] for part in tensors(sum(lengths), dtype, device))
     _, earlier_k, earlier_v, _ = (part[:cut] for part in tensors(sum(lengths), dtype, device))
     own = Segments.of(clipped(lengths, cut, sum(lengths)), device)
-    seen, seeing = clipped(lengths, 0, cut)[-1], own.lengths[0]
-    keys, queries = slice(cut - seen, cut), slice(0, seeing)
-    [rectangle] = Rectangle.several([(seeing, seen)], device)
+    keys, queries, reach = across(lengths, cut, window)
+    size = (queries.stop, keys.stop - keys.start)
+    [rectangle] = Rectangle.several([size], device, reaches=[reach])
 
-    y, lse = forward(q, k, v, own, SCALE)
+    y, lse = forward(q, k, v, own, SCALE, window)
     part_y, part_lse = forward(q[queries], earlier_k[keys], earlier_v[keys], rectangle, SCALE)
     joint = lse.clone()
     joint[queries] = torch.logaddexp(lse[queries], part_lse)
@@ -50,7 +65,7 @@ def in_two_parts(backend, lengths, cut, dtype, device):
     merged[queries] += part_y * (part_lse - joint[queries]).exp().unsqueeze(-1)
     y = merged.to(dtype)
 
-    dq, dk, dv = backward(dy, q, k, v, y, joint, own, SCALE)
+    dq, dk, dv = backward(dy, q, k, v, y, joint, own, SCALE, window)
     dk, dv = (torch.cat((torch.zeros_like(e), d)) for e, d in ((earlier_k, dk), (earlier_v, dv)))
     part_dq, dk[keys], dv[keys] = backward(
         dy[queries],
@@ -66,11 +81,11 @@ def in_two_parts(backend, lengths, cut, dtype, device):
     return [part.cpu() for part in (y, dq, dk, dv)]
 
 
-def check_parts_make_the_whole(backend, lengths, cut, dtype, device="cpu"):
-    got = in_two_parts(backend, lengths, cut, dtype, device)
+def check_parts_make_the_whole(backend, lengths, cut, dtype, window, device="cpu"):
+    got = in_two_parts(backend, lengths, cut, dtype, device, window)
     q, k, v, dy = (part.cpu() for part in tensors(sum(lengths), dtype, device))
     dy[:cut] = 0
-    y, dq, dk, dv = dense_with_gradients(q, k, v, dy, lengths, SCALE)
+    y, dq, dk, dv = dense_with_gradients(q, k, v, dy, lengths, SCALE, window)
     for part, want in zip(got, (y[cut:], dq[cut:], dk, dv), strict=True):
         assert relative_error(part, want) < TOLERANCE[dtype]
 
@@ -78,8 +93,9 @@ def check_parts_make_the_whole(backend, lengths, cut, dtype, device="cpu"):
 @pytest.mark.parametrize(("lengths", "cut"), CUTS, ids=str)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
-def test_a_causal_block_and_a_rectangle_make_the_whole(backend, dtype, lengths, cut):
-    check_parts_make_the_whole(backend, lengths, cut, dtype)
+@pytest.mark.parametrize("window", WINDOWS)
+def test_a_causal_block_and_a_rectangle_make_the_whole(window, backend, dtype, lengths, cut):
+    check_parts_make_the_whole(backend, lengths, cut, dtype, window)
 
 
 @pytest.mark.gpu
@@ -90,8 +106,9 @@ def test_a_causal_block_and_a_rectangle_make_the_whole(backend, dtype, lengths, 
     [("native", torch.bfloat16), ("sdpa", torch.bfloat16), ("sdpa", torch.float32)],
     ids=str,
 )
-def test_on_cuda_they_make_the_whole_too(backend, dtype, lengths, cut):
-    check_parts_make_the_whole(backend, lengths, cut, dtype, "cuda")
+@pytest.mark.parametrize("window", WINDOWS)
+def test_on_cuda_they_make_the_whole_too(window, backend, dtype, lengths, cut):
+    check_parts_make_the_whole(backend, lengths, cut, dtype, window, "cuda")
 
 
 def test_a_backend_says_why_it_cannot_run():
@@ -106,10 +123,16 @@ def test_a_backend_says_why_it_cannot_run():
 def test_what_is_called_on_cuda_fits_this_torch():
     # On the meta device: the kernels' own signatures and shapes, on a machine without one.
     q, k, v, dy = tensors(9, torch.bfloat16, "meta")
-    rectangle = Rectangle(9, 5, *torch.empty(2, 2, dtype=torch.int32, device="meta").unbind())
-    for keys, sees in ((5, rectangle), (9, Segments.of([9], "meta"))):
+    first, second = torch.empty(2, 2, dtype=torch.int32, device="meta").unbind()
+    documents = Segments.of([9], "meta")
+    for keys, sees, window in (
+        (5, Rectangle(9, 5, first, second), None),
+        (5, Rectangle(9, 5, first, second, reach=4), None),
+        (9, documents, None),
+        (9, documents, 3),
+    ):
         inputs = q, k[:keys], v[:keys]
-        y, lse = native.block(q, k[:keys], v[:keys], sees, SCALE)
+        y, lse = native.block(q, k[:keys], v[:keys], sees, SCALE, window)
         assert (y.shape, lse.shape, lse.dtype) == (q.shape, (9, HEADS), torch.float32)
-        gradients = native.block_backward(dy, q, k[:keys], v[:keys], y, lse, sees, SCALE)
+        gradients = native.block_backward(dy, q, k[:keys], v[:keys], y, lse, sees, SCALE, window)
         assert [(g.shape, g.dtype) for g in gradients] == [(x.shape, x.dtype) for x in inputs]

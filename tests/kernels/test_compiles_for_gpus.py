@@ -33,6 +33,8 @@ def compiled(kernel, types, constants, **options):
 
 
 def compile_elementwise() -> None:
+    from penstock_kernels.clamped_gate import triton as clamped_gate
+    from penstock_kernels.dropout import triton as dropout
     from penstock_kernels.rms_norm import triton as rms_norm
     from penstock_kernels.swiglu import triton as swiglu
 
@@ -41,8 +43,13 @@ def compile_elementwise() -> None:
         compiled(kernel, dict(zip(names, dtypes, strict=True)), {"BLOCK": block})
 
     for data in ("*fp32", "*bf16"):
+        words = dict.fromkeys(("F", "first", "least", "key_low", "key_high"), "i32")
+        moved = {"x_ptr": data, "places_ptr": "*i64", "y_ptr": data, "scale": "fp32"}
+        compiled(dropout._drop, {**moved, **words}, {"GROUPS": dropout.GROUPS})
         check(swiglu._forward, [*[data] * 3, "i32"], 1024)
         check(swiglu._backward, [*[data] * 5, "i32"], 1024)
+        check(clamped_gate._forward, [*[data] * 2, "fp32", "fp32", "i32"], 1024)
+        check(clamped_gate._backward, [*[data] * 3, "fp32", "fp32", "i32"], 1024)
         for weight in {"*fp32", data}:
             forward = [data, weight, data, "*fp32", "i32", "fp32"]
             check(rms_norm._forward, forward, 4096)
@@ -119,9 +126,43 @@ def compile_group_gemm() -> None:
     of_groups("pointers", "fp32", tiles._FP32)
 
 
+def compile_quant() -> None:
+    from penstock_kernels.quant import FORMATS
+    from penstock_kernels.quant import triton_dequantise as dequantise
+    from penstock_kernels.quant import triton_matmul as matmul
+    from penstock_kernels.quant import triton_quantise as quantise
+
+    def check(kernel, types, constants, **options):
+        absent = {name: None for name, kind in types.items() if kind is None}
+        types = dict.fromkeys(kernel.arg_names, "i32") | types
+        types = {name: types[name] for name in types if name not in {*absent, *constants}}
+        return compiled(kernel, types, {**absent, **constants}, **options)
+
+    for kept in FORMATS.values():
+        scale, whole = ("*u8", "*fp32") if kept.scales == "e4m3" else ("*fp32", None)
+        tensors = {"codes_ptr": "*u8", "scales_ptr": scale}
+        rows, columns = dequantise.tile(4096, kept.group)
+        tile = {"ROWS": rows, "COLUMNS": columns}
+        of = {"FORMAT": kept.name, "GROUP": kept.group or 0}
+        read = {**tensors, "global_ptr": whole}
+        check(dequantise._dequantise, {**read, "y_ptr": "*bf16"}, {**of, **tile, "ROUND": False})
+        for data in ("*bf16",) if kept.name != "nf4" else ("*bf16", "*fp32"):
+            tile_of_x = {"X_ROWS": matmul.MOST_ROWS, "WEIGHT_ROWS": matmul.WEIGHT_ROWS}
+            tile_of_x |= {"COLUMNS": matmul.COLUMNS, "UPCAST": False}
+            types = {**read, "x_ptr": data, "y_ptr": data}
+            check(matmul._multiply, types, {**of, **tile_of_x}, num_warps=4, num_stages=4)
+        made = {**tensors, "w_ptr": "*bf16"}
+        if kept.name == "block_fp8":
+            check(quantise._by_tiles, made, {"TILE": quantise.TILE}, num_warps=8)
+        elif kept.group is None:
+            check(quantise._by_rows, made, {"FORMAT": kept.name, **tile})
+        else:
+            check(quantise._by_groups, {**made, "largest_ptr": whole}, {**of, **tile})
+
+
 @pytest.mark.skipif(not HAS_TRITON, reason="triton is not published for this system")
 @pytest.mark.slow
-@pytest.mark.parametrize("kernels", ["elementwise", "permute", "group_gemm"])
+@pytest.mark.parametrize("kernels", ["elementwise", "permute", "group_gemm", "quant"])
 def test_every_kernel_compiles_for_sm_90(kernels, tmp_path):
     environment = child_environment(
         {

@@ -1,10 +1,11 @@
-"""rms_norm, rope, swiglu: references against other definitions, Triton against the references."""
+"""Elementwise operations: references against other definitions, Triton against the references."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from penstock_kernels.clamped_gate import clamped_gate
 from penstock_kernels.op import INTERPRETED, UnsupportedError
 from penstock_kernels.rms_norm import rms_norm
 from penstock_kernels.rope import rope
@@ -38,6 +39,19 @@ def test_triton_swiglu_agrees_with_the_reference(T, F, dtype):
     tensors = randoms((T, F), (T, F), (T, F), dtype=dtype)
     got = forward_backward(swiglu.backend("triton"), *tensors)
     want = forward_backward(swiglu.reference, *tensors)
+    atol, rtol = TOLERANCE[dtype]
+    torch.testing.assert_close(got, want, atol=atol, rtol=rtol)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("T", "F"), SHAPES)
+def test_triton_clamped_gate_agrees_with_the_reference(T, F, dtype):
+    both, dy = randoms((T, 2 * F), (T, F), dtype=dtype)
+    # At the limits, below and above them.
+    both[0, :4] = torch.tensor([0.5, -0.5, 0.75, 0.75])
+    got = forward_backward(lambda x: clamped_gate.backend("triton")(x, 1.702, 0.5), both, dy)
+    want = forward_backward(lambda x: clamped_gate.reference(x, 1.702, 0.5), both, dy)
     atol, rtol = TOLERANCE[dtype]
     torch.testing.assert_close(got, want, atol=atol, rtol=rtol)
 

@@ -1,4 +1,5 @@
-"""Causal attention within each document of a flat micro-batch; grouped key and value heads."""
+"""Causal attention within each document of a flat micro-batch; grouped key and value heads, windows
+that slide over a document, and sinks."""
 
 from penstock_kernels.attention import native as _native
 from penstock_kernels.attention import sdpa as _sdpa

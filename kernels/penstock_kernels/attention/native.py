@@ -1,18 +1,34 @@
 """attention through PyTorch's own variable-length flash attention: no padding, CUDA only."""
 
 import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import torch
-from torch.nn.attention import varlen
 
+from penstock_kernels.attention.block import native as block
+from penstock_kernels.attention.flash import refuses_tensors
+from penstock_kernels.attention.one_block import Block, attend
 from penstock_kernels.attention.segments import Segments
+from penstock_kernels.attention.sinks import refuses_sinks
 
-TAKES = frozenset(inspect.signature(varlen.varlen_attn).parameters)
-"""What this build's varlen_attn takes: grouped heads and windows came later than the function."""
 
-MULTIPLE = 8
-"""Flash attention's kernels read heads in vectors of this many values."""
-WIDEST = 256
+@cache
+def varlen_attn() -> Callable[..., Any]:
+    """PyTorch's function. It brings the compiler with it, a second for those alone who use it."""
+    from torch.nn.attention import varlen  # noqa: PLC0415
+
+    return varlen.varlen_attn
+
+
+@cache
+def _takes() -> frozenset[str]:
+    """What this build's function takes: grouped heads and windows came later than itself."""
+    return frozenset(inspect.signature(varlen_attn()).parameters)
+
+
+_BLOCK = Block(block.block, block.block_backward)
 
 
 def refuses(
@@ -21,27 +37,18 @@ def refuses(
     v_TKH: torch.Tensor,
     segments: Segments,
     scale: float,
+    window: int | None = None,
+    sinks_N: torch.Tensor | None = None,
 ) -> str | None:
     """bf16 and fp16 on CUDA alone."""
-    del scale
-    if reason := refuses_tensors(q_TNH, k_TKH, v_TKH):
+    del scale, window
+    if reason := refuses_tensors(q_TNH, k_TKH, v_TKH) or refuses_sinks(q_TNH, sinks_N):
         return reason
     if segments.num_tokens != q_TNH.shape[0]:
         return f"q holds {q_TNH.shape[0]} tokens and the documents {segments.num_tokens}"
-    missing = {"window_size", "scale", "enable_gqa"} - TAKES
+    missing = {"window_size", "scale", "enable_gqa"} - _takes()
     if missing:
         return f"this PyTorch's varlen_attn does not take {', '.join(sorted(missing))}"
-    return None
-
-
-def refuses_tensors(q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> str | None:
-    """What flash attention's kernels refuse, whatever the documents are."""
-    if not all(part.is_cuda for part in (q_TNH, k_TKH, v_TKH)):
-        return f"its tensors are on {q_TNH.device.type}, and it needs cuda"
-    if q_TNH.dtype not in (torch.bfloat16, torch.float16):
-        return f"its tensors are {q_TNH.dtype}, and it takes bfloat16 and float16"
-    if q_TNH.shape[-1] % MULTIPLE or q_TNH.shape[-1] > WIDEST:
-        return f"heads are {q_TNH.shape[-1]} wide; it takes multiples of {MULTIPLE} up to {WIDEST}"
     return None
 
 
@@ -51,9 +58,13 @@ def native(
     v_TKH: torch.Tensor,
     segments: Segments,
     scale: float,
+    window: int | None = None,
+    sinks_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of each document to itself, in one call. Returns [T, N, H]."""
-    y_TNH = varlen.varlen_attn(
+    if sinks_N is not None:
+        return attend(_BLOCK, q_TNH, k_TKH, v_TKH, segments, scale, window, sinks_N)
+    y_TNH = varlen_attn()(
         q_TNH,
         k_TKH,
         v_TKH,
@@ -62,7 +73,8 @@ def native(
         segments.max_length,
         segments.max_length,
         scale=scale,
-        window_size=(-1, 0),  # all the past, none of the future
+        # How much of the past, all of it or some, and none of the future.
+        window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=q_TNH.shape[1] != k_TKH.shape[1],
     )
     assert isinstance(y_TNH, torch.Tensor)

@@ -3,6 +3,7 @@
 import torch
 
 from penstock_kernels.attention.segments import Segments
+from penstock_kernels.attention.visible import hidden_keys
 
 
 def eager(
@@ -11,11 +12,14 @@ def eager(
     v_TKH: torch.Tensor,
     segments: Segments,
     scale: float,
+    window: int | None = None,
+    sinks_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of each document to itself, one document after another.
 
-    T tokens, N query heads, K key and value heads (N a multiple of K), H head width. Scores are
-    softmaxed in fp32. Returns [T, N, H].
+    T tokens, N query heads, K key and value heads (N a multiple of K), H head width. A query sees
+    the last `window` tokens up to its own; None: all of them. `sinks_N` are scores beside those of
+    the keys, to which no value belongs. Scores are softmaxed in fp32. Returns [T, N, H].
     """
     group = q_TNH.shape[1] // k_TKH.shape[1]
     outputs = []
@@ -25,7 +29,11 @@ def eager(
         length = q_LNH.shape[0]
         k_LNH, v_LNH = (part.repeat_interleave(group, dim=1) for part in (k_LKH, v_LKH))
         scores_NLL = torch.einsum("qnh,knh->nqk", q_LNH, k_LNH).float() * scale
-        future = torch.ones(length, length, dtype=torch.bool, device=q_TNH.device).triu(1)
-        weights_NLL = scores_NLL.masked_fill(future, float("-inf")).softmax(-1).to(q_TNH.dtype)
+        hidden_LL = hidden_keys(length, window, q_TNH.device)
+        scores_NLL = scores_NLL.masked_fill(hidden_LL, float("-inf"))
+        if sinks_N is not None:
+            sinks_NL1 = sinks_N.float()[:, None, None].expand(-1, length, 1)
+            scores_NLL = torch.cat((scores_NLL, sinks_NL1), dim=-1)
+        weights_NLL = scores_NLL.softmax(-1)[..., :length].to(q_TNH.dtype)
         outputs.append(torch.einsum("nqk,knh->qnh", weights_NLL, v_LNH))
     return torch.cat(outputs)

@@ -7,7 +7,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from penstock_kernels.attention.block import sdpa as block
+from penstock_kernels.attention.one_block import Block, attend
 from penstock_kernels.attention.segments import Bucket, Layout, Segments
+from penstock_kernels.attention.sinks import refuses_sinks
+
+_BLOCK = Block(block.block, block.block_backward)
 
 
 def refuses(
@@ -16,13 +21,19 @@ def refuses(
     v_TKH: torch.Tensor,
     segments: Segments,
     scale: float,
+    window: int | None = None,
+    sinks_N: torch.Tensor | None = None,
 ) -> str | None:
-    """Runs everywhere, for any shapes that fit one another."""
-    del scale
+    """Runs everywhere, for any shapes that fit one another; with windows and sinks where its block
+    does."""
     sizes = {part.shape[0] for part in (q_TNH, k_TKH, v_TKH)} | {segments.num_tokens}
     if len(sizes) > 1:
         return f"q, k, v and the documents hold different numbers of tokens: {sorted(sizes)}"
-    return None
+    if segments.narrowed(window) is None and sinks_N is None:
+        return None
+    return refuses_sinks(q_TNH, sinks_N) or block.refuses(
+        q_TNH, k_TKH, v_TKH, segments, scale, window
+    )
 
 
 def sdpa(
@@ -31,11 +42,15 @@ def sdpa(
     v_TKH: torch.Tensor,
     segments: Segments,
     scale: float,
+    window: int | None = None,
+    sinks_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of each document to itself, in one call per bucket. Returns [T, N, H].
 
     No work is quadratic across documents, and a bucket's padding is bounded (see segments).
     """
+    if segments.narrowed(window) is not None or sinks_N is not None:
+        return attend(_BLOCK, q_TNH, k_TKH, v_TKH, segments, scale, window, sinks_N)
     if q_TNH.device.type == "cpu" and q_TNH.dtype in (torch.bfloat16, torch.float16):
         # On CPUs without matrix units for them the 16-bit kernels take 1 to 9 times as long as the
         # fp32 one. Autocast would turn the parts back.

@@ -61,6 +61,10 @@ class Segments:
         """T, tokens in the micro-batch."""
         return sum(self.lengths)
 
+    def narrowed(self, window: int | None) -> int | None:
+        """The window, if it hides something of some document; else None."""
+        return None if window is None or window >= self.max_length else window
+
     @staticmethod
     def of(lengths: Sequence[int], device: torch.device | str = "cpu") -> "Segments":
         """The documents whose lengths are these, one after another.

@@ -3,14 +3,19 @@
 import torch
 
 from penstock_kernels.attention.block.rectangle import Rectangle, Sees, refuses_sizes
-from penstock_kernels.attention.native import refuses_tensors
+from penstock_kernels.attention.flash import refuses_tensors
 
 
 def refuses(
-    q_QNH: torch.Tensor, k_SKH: torch.Tensor, v_SKH: torch.Tensor, sees: Sees, scale: float
+    q_QNH: torch.Tensor,
+    k_SKH: torch.Tensor,
+    v_SKH: torch.Tensor,
+    sees: Sees,
+    scale: float,
+    window: int | None = None,
 ) -> str | None:
     """bf16 and fp16 on CUDA alone."""
-    del scale
+    del scale, window
     return refuses_tensors(q_QNH, k_SKH, v_SKH) or refuses_sizes(q_QNH, k_SKH, sees)
 
 
@@ -23,17 +28,23 @@ def refuses_backward(
     lse_QN: torch.Tensor,
     sees: Sees,
     scale: float,
+    window: int | None = None,
 ) -> str | None:
     """What the forward pass refuses."""
     del dy_QNH, y_QNH, lse_QN
-    return refuses(q_QNH, k_SKH, v_SKH, sees, scale)
+    return refuses(q_QNH, k_SKH, v_SKH, sees, scale, window)
 
 
 def block(
-    q_QNH: torch.Tensor, k_SKH: torch.Tensor, v_SKH: torch.Tensor, sees: Sees, scale: float
+    q_QNH: torch.Tensor,
+    k_SKH: torch.Tensor,
+    v_SKH: torch.Tensor,
+    sees: Sees,
+    scale: float,
+    window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As the reference's, in one call."""
-    *bounds, causal, left, right = _limits(sees)
+    *bounds, causal, left, right = _limits(sees, window)
     y_QNH, lse_NQ, *_ = torch.ops.aten._flash_attention_forward(
         q_QNH,
         k_SKH,
@@ -58,9 +69,10 @@ def block_backward(
     lse_QN: torch.Tensor,
     sees: Sees,
     scale: float,
+    window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As the reference's, in one call."""
-    *bounds, causal, left, right = _limits(sees)
+    *bounds, causal, left, right = _limits(sees, window)
     # Without dropout the state of the random numbers is never read.
     random_state = torch.zeros(2, dtype=torch.uint64, device=q_QNH.device)
     unused = torch.empty(0, device=q_QNH.device)
@@ -83,11 +95,16 @@ def block_backward(
 
 
 def _limits(
-    sees: Sees,
+    sees: Sees, window: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, int, int, bool, int, int]:
-    """Bounds and longest of queries and keys, whether causal, and the window to left and right."""
+    """Bounds and longest of queries and keys, whether causal, and the window to left and right.
+
+    Windows are counted from the diagonal that ends at the last query and the last key; -1 is all.
+    """
     if isinstance(sees, Rectangle):
         bounds = sees.cu_queries, sees.cu_keys, sees.num_queries, sees.num_keys
-        return *bounds, False, -1, -1
+        left = -1 if sees.reach is None else sees.num_keys - sees.num_queries + sees.reach
+        return *bounds, False, left, -1
     bounds = sees.cu_seqlens, sees.cu_seqlens, sees.max_length, sees.max_length
-    return *bounds, True, -1, 0
+    narrowed = sees.narrowed(window)
+    return *bounds, True, -1 if narrowed is None else narrowed - 1, 0

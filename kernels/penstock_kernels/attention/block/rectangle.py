@@ -1,7 +1,8 @@
-"""Which keys of a block a query sees: all of them, or those of its own document's past."""
+"""Which keys of a block a query sees: all of them, the last ones, or those of its own past."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 
@@ -10,7 +11,8 @@ from penstock_kernels.attention.segments import Segments
 
 @dataclass(frozen=True, eq=False)
 class Rectangle:
-    """Each of some queries sees every one of some keys."""
+    """Each of some queries sees every one of some keys, or of a window that moves on with it the
+    part that lies in these keys."""
 
     num_queries: int
     num_keys: int
@@ -18,15 +20,32 @@ class Rectangle:
     """int32 [2] on the device: 0 and their number."""
     cu_keys: torch.Tensor
     """int32 [2]."""
+    reach: int | None = None
+    """Query i sees the keys from number `i - reach` on, of which there is at least one; None: all.
+    From 0 to 2 less than there are queries: no key but some query sees it, and some do not."""
 
     @staticmethod
     def several(
-        sizes: Sequence[tuple[int, int]], device: torch.device | str = "cpu"
+        sizes: Sequence[tuple[int, int]],
+        device: torch.device | str = "cpu",
+        *,
+        reaches: Sequence[int | None] = (),
     ) -> list["Rectangle"]:
-        """One for each pair of queries and keys, at the price of one copy to the device."""
+        """One for each pair of queries and keys, at the price of one copy to the device. `reaches`
+        are theirs in turn; None where there are no more."""
         bounds = [((0, queries), (0, keys)) for queries, keys in sizes]
         laid = torch.tensor(bounds, dtype=torch.int32, device=device).unbind()
-        return [Rectangle(*size, *pair.unbind()) for size, pair in zip(sizes, laid, strict=True)]
+        return [
+            Rectangle(queries, keys, of_queries, of_keys, reach)
+            for (queries, keys), (of_queries, of_keys), reach in zip_longest(sizes, laid, reaches)
+        ]
+
+    def hidden_keys(self, device: torch.device) -> torch.Tensor | None:
+        """bool [Q, S]: which keys a query does not see; None if it sees all."""
+        if self.reach is None:
+            return None
+        first_Q1 = torch.arange(self.num_queries, device=device).unsqueeze(1) - self.reach
+        return torch.arange(self.num_keys, device=device) < first_Q1
 
 
 Sees = Rectangle | Segments

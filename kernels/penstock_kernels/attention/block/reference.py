@@ -9,18 +9,27 @@ from collections.abc import Iterator
 import torch
 
 from penstock_kernels.attention.block.rectangle import Rectangle, Sees
+from penstock_kernels.attention.visible import hidden_keys
 
 
 def block(
-    q_QNH: torch.Tensor, k_SKH: torch.Tensor, v_SKH: torch.Tensor, sees: Sees, scale: float
+    q_QNH: torch.Tensor,
+    k_SKH: torch.Tensor,
+    v_SKH: torch.Tensor,
+    sees: Sees,
+    scale: float,
+    window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of the queries to the keys they see, as if there were no others.
+
+    Of documents a query sees the last `window` tokens up to its own; None: all. A rectangle says
+    for itself what it shows.
 
     Returns the output [Q, N, H], and the log of the sum of the exponentials of each query's scores
     [Q, N], in fp32 or wider.
     """
     outputs, sums = [], []
-    for queries, keys, hidden in _parts(q_QNH, sees):
+    for queries, keys, hidden in _parts(q_QNH, sees, window):
         k_SNH, v_SNH = (_for_each_query_head(part[keys], q_QNH) for part in (k_SKH, v_SKH))
         scores_NQS = _scores(q_QNH[queries], k_SNH, hidden, scale)
         weights_NQS = scores_NQS.softmax(-1)
@@ -38,13 +47,14 @@ def block_backward(
     lse_QN: torch.Tensor,
     sees: Sees,
     scale: float,
+    window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """This block's part of the gradients of the queries [Q, N, H], keys and values [S, K, H].
 
     `y_QNH` and `lse_QN` are those of the queries' attention to all keys, of this block and others.
     """
     dq_QNH, dk_SKH, dv_SKH = (torch.zeros_like(part) for part in (q_QNH, k_SKH, v_SKH))
-    for queries, keys, hidden in _parts(q_QNH, sees):
+    for queries, keys, hidden in _parts(q_QNH, sees, window):
         k_SNH, v_SNH = (_for_each_query_head(part[keys], q_QNH) for part in (k_SKH, v_SKH))
         q, y, dy = (_wide(part[queries]) for part in (q_QNH, y_QNH, dy_QNH))
         scores_NQS = _scores(q, k_SNH, hidden, scale)
@@ -62,15 +72,18 @@ def block_backward(
     return dq_QNH, dk_SKH, dv_SKH
 
 
-def _parts(q_QNH: torch.Tensor, sees: Sees) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
+def _parts(
+    q_QNH: torch.Tensor, sees: Sees, window: int | None
+) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
     """Queries, the keys they may see, and which of these are hidden from which."""
     if isinstance(sees, Rectangle):
-        yield slice(0, sees.num_queries), slice(0, sees.num_keys), None
+        hidden_QS = sees.hidden_keys(q_QNH.device)
+        yield slice(0, sees.num_queries), slice(0, sees.num_keys), hidden_QS
         return
     start = 0
     for length in sees.lengths:
         document = slice(start, start + length)
-        yield document, document, q_QNH.new_ones((length, length), dtype=torch.bool).triu(1)
+        yield document, document, hidden_keys(length, window, q_QNH.device)
         start += length
 
 

@@ -5,11 +5,13 @@ B documents of a bucket, L tokens of each.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
+from penstock_kernels.attention.block import chunks
 from penstock_kernels.attention.block.rectangle import Rectangle, Sees, refuses_sizes
 from penstock_kernels.attention.segments import Segments
 
@@ -18,13 +20,20 @@ Keys = Literal["all", "past"]
 
 CUDA_ROWS = 32
 """The kernel on CUDA pads the queries of its log-sum-exp to a multiple of this many."""
+CUDA_COLUMNS = 16
+"""It wants the rows of a mask this many numbers apart, or a multiple."""
 
 
 def refuses(
-    q_QNH: torch.Tensor, k_SKH: torch.Tensor, v_SKH: torch.Tensor, sees: Sees, scale: float
+    q_QNH: torch.Tensor,
+    k_SKH: torch.Tensor,
+    v_SKH: torch.Tensor,
+    sees: Sees,
+    scale: float,
+    window: int | None = None,
 ) -> str | None:
     """CPU and CUDA; on CUDA heads that the kernel can read in whole vectors."""
-    del scale, v_SKH
+    del scale, v_SKH, window
     device, width = q_QNH.device.type, q_QNH.shape[-1]
     if device not in ("cpu", "cuda"):
         return f"its tensors are on {device}, and it needs cpu or cuda"
@@ -44,22 +53,33 @@ def refuses_backward(
     lse_QN: torch.Tensor,
     sees: Sees,
     scale: float,
+    window: int | None = None,
 ) -> str | None:
     """What the forward pass refuses."""
     del dy_QNH, y_QNH, lse_QN
-    return refuses(q_QNH, k_SKH, v_SKH, sees, scale)
+    return refuses(q_QNH, k_SKH, v_SKH, sees, scale, window)
 
 
 def block(
-    q_QNH: torch.Tensor, k_SKH: torch.Tensor, v_SKH: torch.Tensor, sees: Sees, scale: float
+    q_QNH: torch.Tensor,
+    k_SKH: torch.Tensor,
+    v_SKH: torch.Tensor,
+    sees: Sees,
+    scale: float,
+    window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As the reference's."""
     q, k, v = (_computable(part) for part in (q_QNH, k_SKH, v_SKH))
     if isinstance(sees, Rectangle):
-        y, lse = _forward("all", scale, *(part.unsqueeze(0) for part in (q, k, v)))
+        attend = partial(_forward, scale, "all", sees.hidden_keys(q.device))
+        y, lse = attend(*(part.unsqueeze(0) for part in (q, k, v)))
         return y.squeeze(0).to(q_QNH.dtype), lse.squeeze(0)
-    buckets = zip(*(_rows(part, sees) for part in (q, k, v)), strict=True)
-    results = [_forward("past", scale, *parts) for parts in buckets]
+    results = [
+        _forward(scale, "past", None, *parts)
+        if window is None or window >= parts[0].shape[1]
+        else chunks.forward(partial(_forward, scale, "all"), window, *parts)
+        for parts in zip(*(_rows(part, sees) for part in (q, k, v)), strict=True)
+    ]
     y, lse = (_tokens(parts, sees) for parts in zip(*results, strict=True))
     return y.to(q_QNH.dtype), lse
 
@@ -73,16 +93,22 @@ def block_backward(
     lse_QN: torch.Tensor,
     sees: Sees,
     scale: float,
+    window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As the reference's."""
     dy, q, k, v, y = (_computable(part) for part in (dy_QNH, q_QNH, k_SKH, v_SKH, y_QNH))
     if isinstance(sees, Rectangle):
         parts = (part.unsqueeze(0) for part in (dy, q, k, v, y, lse_QN))
-        gradients = tuple(part.squeeze(0) for part in _backward("all", scale, *parts))
+        given = _backward(scale, "all", sees.hidden_keys(q.device), *parts)
+        gradients = tuple(part.squeeze(0) for part in given)
     else:
         rows = (_rows(part, sees) for part in (q, k, v, y, lse_QN))
-        buckets = zip(_rows(dy, sees, padding="zero"), *rows, strict=True)
-        results = [_backward("past", scale, *parts) for parts in buckets]
+        results = [
+            _backward(scale, "past", None, *parts)
+            if window is None or window >= parts[0].shape[1]
+            else chunks.backward(partial(_backward, scale, "all"), window, *parts)
+            for parts in zip(_rows(dy, sees, padding="zero"), *rows, strict=True)
+        ]
         gradients = tuple(_tokens(parts, sees) for parts in zip(*results, strict=True))
     dq, dk, dv = (part.to(q_QNH.dtype) for part in gradients)
     return dq, dk, dv
@@ -119,38 +145,45 @@ def _tokens(rows: Sequence[torch.Tensor], documents: Segments) -> torch.Tensor:
 
 
 def _forward(
-    keys: Keys, scale: float, q_BLNH: torch.Tensor, k_BLKH: torch.Tensor, v_BLKH: torch.Tensor
+    scale: float,
+    keys: Keys,
+    hidden_LS: torch.Tensor | None,
+    q_BLNH: torch.Tensor,
+    k_BSKH: torch.Tensor,
+    v_BSKH: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output [B, L, N, H] and its log-sum-exp [B, L, N]."""
-    q, k, v = (part.transpose(1, 2) for part in (q_BLNH, k_BLKH, v_BLKH))
-    causal = keys == "past"
+    """The output [B, L, N, H] and its log-sum-exp [B, L, N]; of the keys, S in a row, `hidden_LS`
+    are not seen."""
+    q, k, v = (part.transpose(1, 2) for part in (q_BLNH, k_BSKH, v_BSKH))
+    causal, bias = keys == "past", _bias(hidden_LS, q)
     if q.is_cuda:
         k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (k, v))
         y, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            q, k, v, None, True, 0.0, causal, scale=scale
+            q, k, v, bias, True, 0.0, causal, scale=scale
         )
         lse = lse[..., : q.shape[2]]
     else:
         y, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal, scale=scale
+            q, k, v, 0.0, causal, attn_mask=bias, scale=scale
         )
     return y.transpose(1, 2), lse.transpose(1, 2)
 
 
 def _backward(
-    keys: Keys,
     scale: float,
+    keys: Keys,
+    hidden_LS: torch.Tensor | None,
     dy_BLNH: torch.Tensor,
     q_BLNH: torch.Tensor,
-    k_BLKH: torch.Tensor,
-    v_BLKH: torch.Tensor,
+    k_BSKH: torch.Tensor,
+    v_BSKH: torch.Tensor,
     y_BLNH: torch.Tensor,
     lse_BLN: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v, shaped as they are."""
-    tensors = (dy_BLNH, q_BLNH, k_BLKH, v_BLKH, y_BLNH, lse_BLN)
+    tensors = (dy_BLNH, q_BLNH, k_BSKH, v_BSKH, y_BLNH, lse_BLN)
     dy, q, k, v, y, lse = (part.transpose(1, 2) for part in tensors)
-    causal = keys == "past"
+    causal, bias = keys == "past", _bias(hidden_LS, q)
     if q.is_cuda:
         grouped = k.shape[1]
         k, v = (part.repeat_interleave(q.shape[1] // grouped, dim=1) for part in (k, v))
@@ -159,11 +192,22 @@ def _backward(
         state = torch.zeros((), dtype=torch.int64)
         wanted = [True, True, True, False]
         dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-            dy, q, k, v, None, y, padded, state, state, 0.0, wanted, causal, scale=scale
+            dy, q, k, v, bias, y, padded, state, state, 0.0, wanted, causal, scale=scale
         )
         dk, dv = (part.unflatten(1, (grouped, -1)).sum(2) for part in (dk, dv))
     else:
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dy, q, k, v, y, lse, 0.0, causal, scale=scale
+            dy, q, k, v, y, lse, 0.0, causal, attn_mask=bias, scale=scale
         )
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def _bias(hidden_LS: torch.Tensor | None, q_BNLH: torch.Tensor) -> torch.Tensor | None:
+    """What is added to scores so that nothing hidden is seen, for every head of every row."""
+    if hidden_LS is None:
+        return None
+    queries, keys = hidden_LS.shape
+    columns = -(-keys // CUDA_COLUMNS) * CUDA_COLUMNS
+    bias_LS = q_BNLH.new_zeros((queries, columns))[:, :keys]
+    bias_LS.masked_fill_(hidden_LS, float("-inf"))
+    return bias_LS.expand(*q_BNLH.shape[:2], -1, -1)

@@ -1,0 +1,26 @@
+"""gpt-oss's gate: clamped, and one added to what it gates; on Triton in one pass each way."""
+
+from collections.abc import Mapping
+
+import torch
+
+from penstock_kernels.clamped_gate.reference import clamped_gate as _reference
+from penstock_kernels.op import HAS_TRITON, Fast, Op, needs_cuda
+
+__all__ = ["clamped_gate"]
+
+
+def _refuses(both_T2F: torch.Tensor, alpha: float, limit: float) -> str | None:
+    del alpha, limit
+    if both_T2F.shape[-1] % 2:
+        return f"its input is {tuple(both_T2F.shape)}, which is not gate and up by turns"
+    return needs_cuda(both_T2F)
+
+
+_FAST: Mapping[str, Fast[[torch.Tensor, float, float], torch.Tensor]] = {}
+if HAS_TRITON:
+    from penstock_kernels.clamped_gate.triton import clamped_gate as _triton
+
+    _FAST = {"triton": Fast(_triton, _refuses, written_in="triton")}
+
+clamped_gate = Op("clamped_gate", _reference, _FAST)

@@ -1,0 +1,35 @@
+"""Dropout by counter: what is kept is a function of token, feature and key, never of draws before.
+
+So it is the same however tokens and features are cut over processes, and in whatever order they
+are computed, and it can be drawn again in the backward pass.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from penstock_kernels.dropout.autograd import Dropout
+from penstock_kernels.dropout.reference import drop as _reference
+from penstock_kernels.op import HAS_TRITON, Fast, Op, needs_cuda
+
+__all__ = ["dropout"]
+
+
+def _refuses(
+    x_TF: torch.Tensor, places_T: torch.Tensor, rate: float, key: int, first_feature: int = 0
+) -> str | None:
+    del rate, key, first_feature
+    if x_TF.ndim != 2 or x_TF.shape[:1] != places_T.shape:
+        return f"x is {tuple(x_TF.shape)} and its places are {tuple(places_T.shape)}"
+    if x_TF.dtype == torch.float64:
+        return "x is in fp64, and it computes in fp32"
+    return needs_cuda(x_TF, places_T)
+
+
+_FAST: Mapping[str, Fast[..., torch.Tensor]] = {}
+if HAS_TRITON:
+    from penstock_kernels.dropout.triton import drop as _triton
+
+    _FAST = {"triton": Fast(Dropout(_triton), _refuses, written_in="triton")}
+
+dropout = Op("dropout", Dropout(_reference), _FAST)

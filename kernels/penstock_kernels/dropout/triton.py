@@ -1,0 +1,63 @@
+"""dropout on Triton: draws are made in registers, forward and backward, and never stored."""
+
+# pyright: reportArgumentType=false
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock_kernels.dropout.reference import threshold
+
+GROUPS = 256
+"""Groups of four features in a program: one draw makes four words."""
+
+
+@triton.jit(do_not_specialize=["key_low", "key_high", "least", "first"])
+def _drop(
+    x_ptr, places_ptr, y_ptr, F, first, least, scale, key_low, key_high, GROUPS: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.load(places_ptr + row)
+    low, high = place.to(tl.uint32), (place >> 32).to(tl.uint32)
+    # Words come as signed numbers, so that all launches have the same types.
+    key_low = key_low.to(tl.uint32, bitcast=True).to(tl.uint64)
+    key_high = key_high.to(tl.uint32, bitcast=True).to(tl.uint64)
+    first_group = first // 4 + tl.program_id(1) * GROUPS
+    group = (first_group + tl.arange(0, GROUPS)).to(tl.uint32)
+    zero = group * 0
+    w0, w1, w2, w3 = tl.philox((key_high << 32) | key_low, group, zero + low, zero + high, zero)
+    # Features of a group lie side by side.
+    word = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+    at = first_group * 4 + tl.arange(0, 4 * GROUPS) - first
+    inside = (at >= 0) & (at < F)
+    x = tl.load(x_ptr + row * F + at, mask=inside, other=0).to(tl.float32)
+    stays = word >= least.to(tl.uint32, bitcast=True)
+    tl.store(y_ptr + row * F + at, tl.where(stays, x * scale, 0.0), mask=inside)
+
+
+def drop(
+    x_TF: torch.Tensor, places_T: torch.Tensor, rate: float, key: int, first_feature: int
+) -> torch.Tensor:
+    """As the reference's, to the bit."""
+    x_TF, places_T = x_TF.contiguous(), places_T.contiguous()
+    y_TF = torch.empty_like(x_TF)
+    T, F = x_TF.shape
+    groups = -(-(first_feature + F) // 4) - first_feature // 4
+    if x_TF.numel():
+        _drop[(T, triton.cdiv(groups, GROUPS))](
+            x_TF,
+            places_T,
+            y_TF,
+            F,
+            first_feature,
+            _signed(threshold(rate)),
+            1 / (1 - rate),
+            _signed(key & 0xFFFFFFFF),
+            _signed(key >> 32),
+            GROUPS=GROUPS,
+        )
+    return y_TF
+
+
+def _signed(word: int) -> int:
+    return word - 2**32 if word >= 2**31 else word

@@ -1,0 +1,26 @@
+"""Matrices in fewer bits: kept so, used so. Formats, operations, and layers that do not learn.
+
+T rows of x, matrices of N rows and K columns, a stack of them with leading dimensions.
+"""
+
+from penstock_kernels.quant.formats import FORMATS, Format, format_named
+from penstock_kernels.quant.linear import group_linear, linear
+from penstock_kernels.quant.operations import dequantise, matmul, quantise
+from penstock_kernels.quant.quantised import Quantised, cat
+from penstock_kernels.quant.scales import largest
+from penstock_kernels.quant.steps import step_size
+
+__all__ = [
+    "FORMATS",
+    "Format",
+    "Quantised",
+    "cat",
+    "dequantise",
+    "format_named",
+    "group_linear",
+    "largest",
+    "linear",
+    "matmul",
+    "quantise",
+    "step_size",
+]

@@ -1,0 +1,33 @@
+"""What cannot be quantised."""
+
+import torch
+
+from penstock_kernels.quant.quantised import Quantised
+
+
+def require_matrix(weight_NK: torch.Tensor) -> None:
+    """Refuse what is no matrix of floating point numbers.
+
+    Raises:
+        ValueError: so.
+    """
+    if weight_NK.ndim < 2 or not weight_NK.is_floating_point() or not weight_NK.numel():
+        raise ValueError(
+            "matrices of floating point numbers are quantised, "
+            f"and this is {weight_NK.dtype} {tuple(weight_NK.shape)}"
+        )
+
+
+def require_finite(quantised: Quantised) -> Quantised:
+    """Refuse what has a number that is not finite: it shows in a scale. Waits for the device.
+
+    Raises:
+        ValueError: so.
+    """
+    scales = quantised.scales if quantised.global_scales is None else quantised.global_scales
+    if not bool(scales.isfinite().all()):
+        raise ValueError(
+            f"a matrix of {quantised.shape} has numbers that are not finite: "
+            f"it cannot be kept as {quantised.format.name}"
+        )
+    return quantised

@@ -1,0 +1,84 @@
+"""The formats: how many columns share a scale, what a code is, how many bytes a row takes.
+
+Scales, like codes, belong to rows of one matrix and never reach into the next row: a row's groups
+begin at its first column, and its last group may be short.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from penstock_kernels.quant.levels import E2M1, INT4, NF4
+
+__all__ = ["FORMATS", "Format", "format_named"]
+
+
+@dataclass(frozen=True)
+class Format:
+    """One way to keep a matrix in fewer bits."""
+
+    name: str
+    codes: Literal["levels", "int8", "e4m3"]
+    """Four bits that choose one of 16 levels, two in a byte, or a byte that is a number itself."""
+    group: int | None
+    """Columns that share a scale; None: all of a row do."""
+    tile_rows: int = 1
+    """Rows that share a scale. It is kept with each of them, so that rows can be cut anywhere."""
+    scales: Literal["float32", "e4m3"] = "float32"
+    """e4m3 scales are multiples of a float32 scale of the whole matrix, kept with each row."""
+    levels: tuple[float, ...] = ()
+    groups_allowed: tuple[int, ...] = ()
+    """Other sizes that `group` may have."""
+
+    @property
+    def scales_dtype(self) -> torch.dtype:
+        """What one scale of a group is kept as."""
+        return torch.float8_e4m3fn if self.scales == "e4m3" else torch.float32
+
+    def num_groups(self, columns: int) -> int:
+        """Groups in a row."""
+        return 1 if self.group is None else -(-columns // self.group)
+
+    def row_bytes(self, columns: int) -> int:
+        """Bytes of a row's codes. Those in two to a byte are padded to whole groups."""
+        if self.codes == "levels":
+            assert self.group is not None
+            return self.num_groups(columns) * self.group // 2
+        return columns
+
+
+_POWERS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+
+FORMATS: Mapping[str, Format] = {
+    made.name: made
+    for made in (
+        Format("nf4", "levels", 64, levels=NF4, groups_allowed=_POWERS),
+        Format("nvfp4", "levels", 16, scales="e4m3", levels=E2M1),
+        Format("int4", "levels", 128, levels=INT4, groups_allowed=_POWERS),
+        Format("int8", "int8", None),
+        Format("fp8", "e4m3", None),
+        Format("block_fp8", "e4m3", 128, tile_rows=128),
+    )
+}
+"""All formats by name, with the group sizes they are published with."""
+
+
+def format_named(name: str, group: int | None = None) -> Format:
+    """The format of this name, with groups of another size than its own where it has such.
+
+    Raises:
+        ValueError: there is no such format, or it has no groups of this size.
+    """
+    if name not in FORMATS:
+        raise ValueError(f"there is no format {name!r}; there are {', '.join(FORMATS)}")
+    found = FORMATS[name]
+    if group is None or group == found.group:
+        return found
+    if group not in found.groups_allowed:
+        has = "a scale for each row" if found.group is None else f"groups of {found.group}"
+        others = ", ".join(map(str, found.groups_allowed))
+        has = f"groups of {others}" if others else f"{has} and no others"
+        raise ValueError(f"{name} cannot have groups of {group} columns; it has {has}")
+    return replace(found, group=group)

@@ -1,0 +1,29 @@
+"""int8, a scale for each row, and int4, a scale for each group of a row. Both are symmetric.
+
+Halves are rounded to even.
+"""
+
+import torch
+
+from penstock_kernels.quant.packing import grouped, pack
+from penstock_kernels.quant.scales import INT4_MOST, INT8_MOST, SMALLEST, divided
+
+
+def int8(weight_NK: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of [..., N, K], given the rows' largest magnitudes [..., N, 1]."""
+    scales = int8_scales(largest)
+    codes = (weight_NK.float() / scales).round().clamp(-INT8_MOST, INT8_MOST)
+    return codes.to(torch.int8).view(torch.uint8), scales
+
+
+def int8_scales(largest: torch.Tensor) -> torch.Tensor:
+    """What one step of the integers is."""
+    return divided(largest.clamp(min=SMALLEST), INT8_MOST)
+
+
+def int4(weight_NK: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes, 8 more than the integers, and scales of [..., N, K]."""
+    x = grouped(weight_NK, group)
+    scales = divided(x.abs().amax(-1).clamp(min=SMALLEST), INT4_MOST)
+    codes = (x / scales[..., None]).round().clamp(-INT4_MOST, INT4_MOST) + 8
+    return pack(codes), scales

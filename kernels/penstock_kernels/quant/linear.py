@@ -1,0 +1,122 @@
+"""Layers whose matrix is quantised and does not learn: the gradient of their rows, and no more.
+
+T rows, K columns in, N out, G matrices. The dequantised matrix is never kept for the backward pass;
+it is made again there.
+"""
+
+# pyright: reportIncompatibleMethodOverride=false
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from penstock_kernels.group_gemm import group_gemm
+from penstock_kernels.quant.formats import Format
+from penstock_kernels.quant.operations import dequantise, matmul
+from penstock_kernels.quant.quantised import Quantised
+
+__all__ = ["Change", "GroupGemm", "group_linear", "linear"]
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+"""Makes of the dequantised weight the one that is used, such as by noise; called once forward and
+once backward, and must give the same."""
+
+GroupGemm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def linear(x: torch.Tensor, quantised: Quantised, change: Change | None = None) -> torch.Tensor:
+    """`x W^T`, [..., N], of x [..., K] in its dtype; few rows without dequantising all of W.
+
+    Raises:
+        ValueError: W is not one matrix, or x has other columns.
+    """
+    if len(quantised.shape) != 2 or x.shape[-1] != quantised.columns:
+        raise ValueError(f"x is {tuple(x.shape)}, and the matrix {quantised.shape}")
+    y_TN = _Linear.apply(x.reshape(-1, x.shape[-1]), *_parts(quantised), change)
+    return y_TN.unflatten(0, x.shape[:-1])
+
+
+def group_linear(
+    x_TK: torch.Tensor,
+    quantised: Quantised,
+    counts_G: torch.Tensor,
+    multiply: GroupGemm = group_gemm,
+    change: Change | None = None,
+) -> torch.Tensor:
+    """Rows of x, sorted by group, each by its group's matrix of [G, N, K]: [T, N].
+
+    `multiply` is `group_gemm`, or one of its backends.
+    """
+    return _GroupLinear.apply(x_TK, counts_G, *_parts(quantised), multiply, change)
+
+
+_Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, Format, int]
+
+
+def _parts(quantised: Quantised) -> _Parts:
+    """What autograd sees: tensors, and what is none."""
+    return (
+        quantised.codes,
+        quantised.scales,
+        quantised.global_scales,
+        quantised.format,
+        quantised.columns,
+    )
+
+
+def _weight(ctx: Any, tensors: tuple[Any, ...], dtype: torch.dtype) -> torch.Tensor:
+    weight = dequantise(Quantised(ctx.format, ctx.columns, *tensors), dtype)
+    return weight if ctx.change is None else ctx.change(weight)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TK: torch.Tensor,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        global_scales: torch.Tensor | None,
+        format: Format,
+        columns: int,
+        change: Change | None,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(codes, scales, global_scales)
+        ctx.format, ctx.columns, ctx.change = format, columns, change
+        if change is None:
+            return matmul(x_TK, Quantised(format, columns, codes, scales, global_scales))
+        return x_TK @ _weight(ctx, (codes, scales, global_scales), x_TK.dtype).mT
+
+    @staticmethod
+    def backward(ctx: Any, dy_TN: torch.Tensor) -> tuple[Any, ...]:
+        dx_TK = dy_TN @ _weight(ctx, ctx.saved_tensors, dy_TN.dtype)
+        return dx_TK, None, None, None, None, None, None
+
+
+class _GroupLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TK: torch.Tensor,
+        counts_G: torch.Tensor,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        global_scales: torch.Tensor | None,
+        format: Format,
+        columns: int,
+        multiply: GroupGemm,
+        change: Change | None,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(counts_G, codes, scales, global_scales)
+        ctx.format, ctx.columns, ctx.change = format, columns, change
+        ctx.multiply = multiply
+        weight_GNK = _weight(ctx, (codes, scales, global_scales), x_TK.dtype)
+        return multiply(x_TK, weight_GNK, counts_G)
+
+    @staticmethod
+    def backward(ctx: Any, dy_TN: torch.Tensor) -> tuple[Any, ...]:
+        counts_G, *tensors = ctx.saved_tensors
+        weight_GNK = _weight(ctx, tuple(tensors), dy_TN.dtype)
+        dx_TK = ctx.multiply(dy_TN, weight_GNK.mT, counts_G)
+        return dx_TK, None, None, None, None, None, None, None, None

@@ -1,0 +1,20 @@
+"""NF4: each group is divided by its largest magnitude, and each number rounded to a level.
+
+Ties go to the lower level, as in bitsandbytes; scales stay float32, which QLoRA calls no double
+quantisation.
+"""
+
+import torch
+
+from penstock_kernels.quant.levels import NF4_MIDPOINTS
+from penstock_kernels.quant.packing import grouped, pack
+from penstock_kernels.quant.scales import SMALLEST
+
+
+def quantise(weight_NK: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of [..., N, K]."""
+    x = grouped(weight_NK, group)
+    scales = x.abs().amax(-1).clamp(min=SMALLEST)
+    midpoints = torch.tensor(NF4_MIDPOINTS, device=x.device)
+    # As many as lie strictly below.
+    return pack(torch.bucketize(x / scales[..., None], midpoints, out_int32=True)), scales

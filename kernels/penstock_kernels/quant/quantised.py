@@ -1,0 +1,169 @@
+"""A quantised matrix, or a stack of them: its tensors, and how it is cut and laid together.
+
+N rows, K columns, B bytes and G groups of a row. Every tensor has the matrices' rows as its last
+dimension but one and leading dimensions (of experts) before it, and a row needs nothing of others:
+any run of rows, of one matrix or of several that are flattened, is a quantised matrix as well.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from penstock_kernels.quant.formats import Format
+
+__all__ = ["Quantised", "cat"]
+
+
+@dataclass(frozen=True, eq=False)
+class Quantised:
+    """`codes` times `scales` (times `global_scales`): matrices [..., N, K]."""
+
+    format: Format
+    columns: int
+    """K: codes of fewer columns than whole groups are padded."""
+    codes: torch.Tensor
+    """uint8 [..., N, B]; of two codes in a byte the low four bits are the column before."""
+    scales: torch.Tensor
+    """[..., N, G], of the dtype that the format says."""
+    global_scales: torch.Tensor | None = None
+    """float32 [..., N, 1], where scales are e4m3."""
+
+    def __post_init__(self) -> None:
+        """Refuse tensors that are not this format's.
+
+        Raises:
+            ValueError: a tensor is missing, or has another shape or dtype.
+        """
+        rows = self.codes.shape[:-1]
+        wanted = {
+            "codes": (self.codes, torch.uint8, self.format.row_bytes(self.columns)),
+            "scales": (
+                self.scales,
+                self.format.scales_dtype,
+                self.format.num_groups(self.columns),
+            ),
+        }
+        if (self.global_scales is None) != (self.format.scales == "float32"):
+            has = "has" if self.global_scales is None else "has no"
+            raise ValueError(
+                f"{self.format.name} {has} global scales, and here it is the other way round"
+            )
+        if self.global_scales is not None:
+            wanted["global_scales"] = (self.global_scales, torch.float32, 1)
+        for name, (tensor, dtype, width) in wanted.items():
+            if tensor.dtype != dtype or tensor.shape != (*rows, width):
+                raise ValueError(
+                    f"{name} of {self.format.name} with {self.columns} columns are {dtype} "
+                    f"{(*rows, width)}, and these are {tensor.dtype} {tuple(tensor.shape)}"
+                )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The matrices', [..., N, K]."""
+        return (*self.codes.shape[:-1], self.columns)
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Its tensors by name."""
+        found = {"codes": self.codes, "scales": self.scales}
+        return (
+            found if self.global_scales is None else found | {"global_scales": self.global_scales}
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes, all together."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+    def as_bytes(self) -> dict[str, torch.Tensor]:
+        """Its tensors seen as uint8 [..., N, bytes]: nobody casts bytes to another precision."""
+        return {name: tensor.view(torch.uint8) for name, tensor in self.tensors.items()}
+
+    @staticmethod
+    def of_bytes(format: Format, columns: int, tensors: Mapping[str, torch.Tensor]) -> "Quantised":
+        """What `as_bytes` gave, or any run of its rows; views, no copies.
+
+        Raises:
+            ValueError: a tensor is missing, or is not this format's.
+        """
+        names = ["codes", "scales", *(["global_scales"] if format.scales == "e4m3" else [])]
+        if missing := [name for name in names if name not in tensors]:
+            raise ValueError(f"{format.name} has no {' and no '.join(missing)}")
+        return Quantised(
+            format,
+            columns,
+            tensors["codes"],
+            tensors["scales"].view(format.scales_dtype),
+            tensors["global_scales"].view(torch.float32) if "global_scales" in names else None,
+        )
+
+    def narrow(self, dim: int, start: int, length: int) -> "Quantised":
+        """`length` matrices, rows or columns from `start` on, as a view.
+
+        Columns are cut between groups; where a row has one scale, anywhere.
+
+        Raises:
+            ValueError: a cut lies within a group, or outside.
+        """
+        dim = dim if dim < 0 else dim - len(self.shape)
+        if not 0 <= start <= start + length <= self.shape[dim]:
+            raise ValueError(
+                f"{length} from {start} on are not in the {self.shape[dim]} of dimension {dim}"
+            )
+        if dim < -1:
+            parts = {name: part.narrow(dim, start, length) for name, part in self.tensors.items()}
+            return Quantised(self.format, self.columns, **parts)
+        end, group = start + length, self.format.group
+        if group is None:
+            return Quantised(self.format, length, self.codes.narrow(-1, start, length), self.scales)
+        if start % group or (end % group and end != self.columns):
+            raise ValueError(
+                f"columns {start} to {end} of {self.columns} do not end between groups of "
+                f"{group} ({self.format.name}); cut at multiples of {group}, "
+                "or cut the matrix before it is quantised"
+            )
+        first = start // group
+        return Quantised(
+            self.format,
+            length,
+            self.codes.narrow(-1, self.format.row_bytes(start), self.format.row_bytes(length)),
+            self.scales.narrow(-1, first, self.format.num_groups(length)),
+            self.global_scales,
+        )
+
+    def copy_(self, other: "Quantised") -> None:
+        """Take another's numbers, in place: how a parameter or rows of it are requantised.
+
+        Not columns: they may share scales with the columns beside them, which would change.
+
+        Raises:
+            ValueError: the other has another shape or format.
+        """
+        if (other.format, other.shape) != (self.format, self.shape):
+            raise ValueError(
+                f"{other.format.name} {other.shape} does not fit in "
+                f"{self.format.name} {self.shape} of groups of {self.format.group}"
+            )
+        for name, tensor in self.tensors.items():
+            tensor.copy_(other.tensors[name])
+
+
+def cat(parts: Sequence[Quantised], dim: int = -2) -> Quantised:
+    """Matrices of one format and width, one after another along rows or a leading dimension.
+
+    Raises:
+        ValueError: they differ in format or width, or `dim` is that of columns.
+    """
+    first = parts[0]
+    if dim in (-1, len(first.shape) - 1):
+        raise ValueError("quantised matrices are laid together along rows, not along columns")
+    dim = dim if dim < 0 else dim - len(first.shape)
+    kinds = {(part.format, part.columns) for part in parts}
+    if len(kinds) > 1:
+        named = ", ".join(f"{kind.name} of {columns} columns" for kind, columns in kinds)
+        raise ValueError(f"quantised matrices of several kinds are not one: {named}")
+    tensors = {
+        name: torch.cat([part.tensors[name] for part in parts], dim) for name in first.tensors
+    }
+    return Quantised(first.format, first.columns, **tensors)

@@ -1,0 +1,27 @@
+"""How far quantised numbers lie apart: what noise for adaptive quantisation is a multiple of."""
+
+import torch
+
+from penstock_kernels.quant.levels import NF4
+from penstock_kernels.quant.quantised import Quantised
+
+STEPS = {
+    # From 0 to the smallest number.
+    "nvfp4": 0.5,
+    # Between numbers from 1 to 2.
+    "fp8": 0.125,
+    "block_fp8": 0.125,
+    # Half of the narrowest gap above 0: as far as a number there can be off.
+    "nf4": 0.5 * NF4[8],
+    "int8": 0.5,
+    "int4": 0.5,
+}
+"""In scales, by format."""
+
+
+def step_size(quantised: Quantised) -> torch.Tensor:
+    """A step of each group, float32 [..., N, G]; G is 1 where rows have one scale."""
+    scales = quantised.scales.float()
+    if quantised.global_scales is not None:
+        scales = scales * quantised.global_scales
+    return scales * STEPS[quantised.format.name]

@@ -1,0 +1,108 @@
+"""Few rows times a quantised matrix on Triton: codes become numbers in registers.
+
+T rows of x, N rows and K columns of the matrix.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock_kernels.op import INTERPRETED
+from penstock_kernels.quant.quantised import Quantised
+from penstock_kernels.quant.triton_dequantise import pointers, read
+from penstock_kernels.quant.triton_numbers import to_bf16_grid
+
+MOST_ROWS = 64
+"""One tile of x: with more, codes would be read and decoded more than once."""
+
+MOST_GROUP = 128
+COLUMNS = 128
+"""Contracted at a time."""
+
+WEIGHT_ROWS = 32
+
+
+@triton.jit(do_not_specialize=["T"])
+def _multiply(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    global_ptr,
+    y_ptr,
+    T,
+    N,
+    K,
+    row_bytes,
+    num_groups,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    X_ROWS: tl.constexpr,
+    WEIGHT_ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """X_ROWS x WEIGHT_ROWS of y."""
+    token = tl.arange(0, X_ROWS)
+    row = tl.program_id(0) * WEIGHT_ROWS + tl.arange(0, WEIGHT_ROWS)
+    acc = tl.zeros([X_ROWS, WEIGHT_ROWS], dtype=tl.float32)
+    for column in range(0, K, COLUMNS):
+        at = column + tl.arange(0, COLUMNS)
+        x_at = x_ptr + token[:, None] * K + at[None, :]
+        x = tl.load(x_at, mask=(token < T)[:, None] & (at < K)[None, :], other=0)
+        weight = read(
+            codes_ptr,
+            scales_ptr,
+            global_ptr,
+            row,
+            row < N,
+            column,
+            row_bytes,
+            num_groups,
+            FORMAT,
+            GROUP,
+            WEIGHT_ROWS,
+            COLUMNS,
+        )
+        # Rounded as a dequantised matrix is.
+        if UPCAST:
+            if x.dtype == tl.bfloat16:
+                weight = to_bf16_grid(weight)
+            weight = weight.to(x.dtype).to(tl.float32)
+            x = x.to(tl.float32)
+        else:
+            weight = weight.to(x.dtype)
+        acc = tl.dot(x, weight.T, acc, input_precision="ieee")
+    y_at = y_ptr + token[:, None] * N + row[None, :]
+    if UPCAST and y_ptr.dtype.element_ty == tl.bfloat16:
+        acc = to_bf16_grid(acc)
+    tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=(token < T)[:, None] & (row < N)[None, :])
+
+
+def matmul(x_TK: torch.Tensor, quantised: Quantised) -> torch.Tensor:
+    """`x W^T`, [T, N] in x's dtype; sums in float32."""
+    format = quantised.format
+    x_TK = x_TK.contiguous()
+    (T, K), N = x_TK.shape, quantised.shape[0]
+    y_TN = torch.empty(T, N, dtype=x_TK.dtype, device=x_TK.device)
+    if y_TN.numel():
+        _multiply[(triton.cdiv(N, WEIGHT_ROWS),)](
+            x_TK,
+            *pointers(quantised),
+            y_TN,
+            T,
+            N,
+            K,
+            format.row_bytes(K),
+            format.num_groups(K),
+            FORMAT=format.name,
+            GROUP=format.group or 0,
+            X_ROWS=max(16, triton.next_power_of_2(T)),
+            WEIGHT_ROWS=WEIGHT_ROWS,
+            COLUMNS=COLUMNS,
+            UPCAST=INTERPRETED,
+            num_warps=4,
+            num_stages=4,
+        )
+    return y_TN

@@ -1,0 +1,100 @@
+"""Numbers of few bits in Triton, by hand: on GPUs without them and in the interpreter as elsewhere.
+
+The interpreter's own conversions to 8-bit floats and to bfloat16 do not round as GPUs do.
+"""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportGeneralTypeIssues=false
+
+import triton
+import triton.language as tl
+
+from penstock_kernels.quant import levels as tables
+from penstock_kernels.quant import scales
+
+SMALLEST = tl.constexpr(scales.SMALLEST)
+E4M3_MOST = tl.constexpr(scales.E4M3_MOST)
+E2M1_MOST = tl.constexpr(scales.E2M1_MOST)
+INT8_MOST = tl.constexpr(scales.INT8_MOST)
+INT4_MOST = tl.constexpr(scales.INT4_MOST)
+NF4 = tl.constexpr(tables.NF4)
+NF4_MIDPOINTS = tl.constexpr(tables.NF4_MIDPOINTS)
+
+
+@triton.jit
+def round_even(x):
+    """To the nearest integer, halves to even; |x| below 2^22."""
+    magic = 12582912.0  # 1.5 * 2^23: sums with it have no bits for fractions
+    return (x + magic) - magic
+
+
+@triton.jit
+def to_bf16_grid(x):
+    """float32 that bfloat16 holds, nearest to x, ties to even; finite numbers."""
+    bits = x.to(tl.uint32, bitcast=True)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def from_e4m3(code):
+    """The number of each byte, float32."""
+    wide = code.to(tl.uint16)
+    # float16 has the same fields, wider, and an exponent that is 8 larger.
+    half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+    return half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+
+
+@triton.jit
+def to_e4m3(x):
+    """Bytes of numbers from -448 to 448, ties to even."""
+    bits = x.to(tl.uint32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    # Three bits of fraction stay; an exponent of 127 becomes 7.
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960
+    subnormal = round_even(tl.abs(x) * 512.0).to(tl.uint32)
+    code = tl.where(size < 0x3C800000, subnormal, normal)  # below 2^-6
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def e2m1_code(x):
+    """Codes of numbers from -6 to 6, ties up in magnitude."""
+    size = tl.abs(x)
+    fine = tl.minimum((2 * size + 0.5).to(tl.int32), 3)
+    coarse = 4 + (size >= 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32)
+    coarse += (size >= 5.0).to(tl.int32)
+    return tl.where(size >= 1.75, coarse, fine) + 8 * (x < 0).to(tl.int32)
+
+
+@triton.jit
+def nf4_code(x):
+    """How many midpoints lie strictly below."""
+    code = (x > NF4_MIDPOINTS[0]).to(tl.int32)
+    for i in tl.static_range(1, 15):
+        code += (x > NF4_MIDPOINTS[i]).to(tl.int32)
+    return code
+
+
+@triton.jit
+def level_of(code, LEVELS: tl.constexpr):
+    """What each code, int32 [rows, columns], stands for."""
+    if LEVELS == "nvfp4":
+        # float16 has the same fields and an exponent that is 14 larger.
+        half = ((code & 8) << 12) | ((code & 7) << 9)
+        return half.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+    elif LEVELS == "int4":
+        return (code - 8).to(tl.float32)
+    else:
+        each = tl.arange(0, 16)
+        table = tl.zeros([16], dtype=tl.float32)
+        for i in tl.static_range(16):
+            table = tl.where(each == i, NF4[i], table)
+        flat = tl.gather(table, code.reshape(code.numel), 0)
+        return flat.reshape(code.shape)
+
+
+@triton.jit
+def magnitude(x):
+    """|x|, and infinity of what is no number, which maxima would lose."""
+    return tl.where(x == x, tl.abs(x), float("inf"))
