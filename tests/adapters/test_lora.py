@@ -9,13 +9,14 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from penstock.adapters.change import Change, Product
 from penstock.adapters.inject import LoraSpec, inject
-from penstock.adapters.lora import fill
-from penstock.adapters.merge import merged
-from penstock.adapters.names import factor_of, factor_pairs
-from penstock.adapters.peft_format import adapter_config, from_peft_name, peft_name
+from penstock.adapters.names import MAGNITUDE, factor_of
+from penstock.adapters.peft_format import Strength, adapter_config, peft_bias, peft_name
+from penstock.adapters.start import fill
 from penstock.core.errors import ConfigError
 from penstock.models.decoder import Decoder
+from penstock.models.layers.dropout import Dropout, Noise, drawing_from
 from tests.models.stored import to_hf
 from tests.models.twins import (
     assert_gradients_equal,
@@ -36,36 +37,86 @@ SPEC = LoraSpec(rank=4, alpha=6.0, seed=11)
 SOME = ("q_proj", "v_proj", "layers.1.mlp.down_proj")
 
 
+FORMS = {
+    "plain": LoraSpec(4, 6.0, seed=11),
+    "some": LoraSpec(4, 6.0, SOME, 11),
+    "rslora": LoraSpec(4, 6.0, seed=11, scaling="root"),
+    "dora": LoraSpec(4, 6.0, seed=11, normed="dora"),
+    "dora, some, embedding, head": LoraSpec(
+        4, 6.0, [*SOME, "embed_tokens", "lm_head"], 11, normed="dora"
+    ),
+    "embedding": LoraSpec(4, 6.0, ["embed_tokens"], 11),
+    "biases": LoraSpec(4, 6.0, ["q_proj", "k_proj", "v_proj"], 11, bias="lora_only"),
+    "all biases": LoraSpec(4, 6.0, ["up_proj"], 11, bias="all"),
+}
+"""An adapter of each form."""
+
+
 def linear_layers(model):
     return [n for n, m in model.named_modules() if isinstance(m, nn.Linear)]
 
 
-def adapted_twins(folder, merge_qkv, targets=None):
-    """Both models with the same factors, ours with B not zero, theirs loaded by PEFT from files."""
+def adapted_twins(folder, merge_qkv, spec=SPEC):
+    """Both models with the same adapter, which changes what they compute, theirs loaded by PEFT."""
     pair = twins("qwen2", merge_qkv=merge_qkv)
     layers = linear_layers(pair.theirs)
-    chosen = inject(pair.ours, LoraSpec(4, 6.0, targets, 11))
-    factors = {n: p for n, p in pair.ours.named_parameters() if factor_of(n)}
+    chosen = inject(pair.ours, spec)
+    trained = {n: p for n, p in pair.ours.named_parameters() if p.requires_grad}
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
-        for name, factor in factors.items():
-            if ".lora_B." in name:
-                factor.copy_(0.1 * torch.randn(factor.shape, generator=generator))
+        for name, tensor in trained.items():
+            noise = torch.randn(tensor.shape, generator=generator)
+            if ".lora_A." not in name or "embed_tokens" in name:
+                tensor.add_(0.1 * noise)
     config = adapter_config(
-        rank=4, alpha=6.0, adapted=chosen, linear_layers=layers, base_model="somewhere/base"
+        Strength(4, 6.0, spec.scaling, spec.dropout, spec.bias, spec.normed),
+        adapted=chosen,
+        linear_layers=layers,
+        base_model="somewhere/base",
     )
     (folder / "adapter_config.json").write_text(json.dumps(config))
-    state = {peft_name(name): factor.detach().clone() for name, factor in factors.items()}
-    save_file(state, folder / "adapter_model.safetensors")
+    save_file(peft_state(pair, trained, chosen), folder / "adapter_model.safetensors")
     # A tensor that PEFT misses or does not expect is a warning, and so a failure.
     theirs = peft.PeftModel.from_pretrained(pair.theirs, folder, is_trainable=True)
-    return pair, theirs.eval(), factors
+    return pair, theirs.eval(), trained
 
 
-@BOTH
-@pytest.mark.parametrize("targets", [None, SOME], ids=["all", "some"])
-def test_logits_and_every_gradient_are_those_of_peft(tmp_path, merge_qkv, targets):
-    pair, theirs, factors = adapted_twins(tmp_path, merge_qkv, targets)
+def peft_state(pair, tensors, chosen):
+    """Parameters, or their gradients, by PEFT's names."""
+    found = {}
+    for name, tensor in tensors.items():
+        if factor_of(name):
+            found[peft_name(name)] = tensor.detach().clone()
+            continue
+        for hf_name, part in to_hf(pair.weights, name, tensor).items():
+            found[peft_bias(hf_name, chosen)] = part.detach().clone()
+    return found
+
+
+def their_gradients(model):
+    """Of PEFT's model, by the names of its files."""
+    found = {name.replace(".default", ""): g for name, g in gradients(model).items()}
+    return {
+        name.replace("magnitude_vector.weight", "magnitude_vector"): g for name, g in found.items()
+    }
+
+
+def pairs_of(state):
+    """A and B by the layer in a checkpoint that they belong to."""
+    found = {}
+    for name, tensor in state.items():
+        if (factor := factor_of(name)) and factor.side != MAGNITUDE:
+            found.setdefault(factor.hf_module, []).append(tensor)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("form", "merge_qkv"),
+    [*((form, True) for form in FORMS), ("some", False), ("dora", False), ("biases", False)],
+)
+def test_logits_and_every_gradient_are_those_of_peft(tmp_path, merge_qkv, form):
+    spec = FORMS[form]
+    pair, theirs, trained = adapted_twins(tmp_path, merge_qkv, spec)
     ids, labels = documents()
     with torch.no_grad():
         packed = packed_logits(pair.ours, ids).split([len(document) for document in ids])
@@ -73,26 +124,47 @@ def test_logits_and_every_gradient_are_those_of_peft(tmp_path, merge_qkv, target
             torch.testing.assert_close(logits, their_logits(theirs, document), atol=2e-5, rtol=1e-5)
     packed_loss(pair.ours, ids, labels).backward()
     their_loss(theirs, ids, labels).backward()
-    ours, expected = gradients(pair.ours), gradients(theirs)
-    assert ours.keys() == factors.keys()
+    ours = gradients(pair.ours)
+    assert ours.keys() == trained.keys()
+    chosen = {factor.hf_module for name in trained if (factor := factor_of(name))}
+    assert_gradients_equal(peft_state(pair, ours, chosen), their_gradients(theirs))
+
+
+class OfBatches(nn.Module):
+    """Our dropout for PEFT's layers, which have a batch first."""
+
+    def __init__(self, rate, site):
+        super().__init__()
+        self.dropout = Dropout(rate, site)
+
+    def forward(self, x):
+        return self.dropout(x[0])[None]
+
+
+@pytest.mark.parametrize(("normed", "merge_qkv"), [("plain", False), ("dora", True)])
+def test_each_adapted_layer_drops_from_its_own_input_as_in_peft(tmp_path, merge_qkv, normed):
+    rate = 0.3
+    spec = LoraSpec(4, 6.0, seed=11, dropout=rate, normed=normed)
+    pair, theirs, _ = adapted_twins(tmp_path, merge_qkv, spec)
+    # PEFT computes DoRA otherwise in an evaluation, whatever its dropout does then.
+    for name, module in theirs.train().named_modules():
+        if isinstance(module, peft.tuners.lora.Linear):
+            assert module.lora_dropout["default"].p == rate
+            site = name.removeprefix("base_model.model.")
+            module.lora_dropout["default"] = OfBatches(rate, site)
+    ids, labels = documents([23])
+    plain = packed_logits(pair.ours, ids).detach()
+    with drawing_from(Noise(seed=1, step=2, places_T=torch.arange(23))):
+        mine = packed_logits(pair.ours, ids)
+        packed_loss(pair.ours, ids, labels).backward()
+        expected = their_logits(theirs, ids[0])
+        their_loss(theirs, ids, labels).backward()
+    assert (mine - plain).abs().max() > 0.01
+    torch.testing.assert_close(mine, expected, atol=2e-5, rtol=1e-5)
     assert_gradients_equal(
-        {peft_name(name): gradient for name, gradient in ours.items()},
-        {name.replace(".default.", "."): gradient for name, gradient in expected.items()},
+        {peft_name(name): gradient for name, gradient in gradients(pair.ours).items()},
+        their_gradients(theirs),
     )
-
-
-@BOTH
-def test_a_merged_model_is_pefts_merged_model(tmp_path, merge_qkv):
-    pair, theirs, factors = adapted_twins(tmp_path, merge_qkv, SOME)
-    pairs = factor_pairs(dict(factors))
-    state = {}
-    for name in pair.weights.native_names():
-        for hf_name, tensor in to_hf(pair.weights, name, pair.ours.state_dict()[name]).items():
-            factor = pairs.get(hf_name.removesuffix(".weight"))
-            state[hf_name] = merged(tensor, *factor, SPEC.scale) if factor else tensor
-    expected = theirs.merge_and_unload().state_dict()
-    assert state.keys() == expected.keys()
-    torch.testing.assert_close(state, dict(expected), atol=1e-6, rtol=1e-5)
 
 
 def test_merging_rounds_once_to_the_weights_dtype():
@@ -100,7 +172,7 @@ def test_merging_rounds_once_to_the_weights_dtype():
     weight = torch.randn(8, 6, generator=generator).bfloat16()
     a, b = torch.randn(2, 6, generator=generator), torch.randn(8, 2, generator=generator)
     exact = weight.double() + 0.5 * b.double() @ a.double()
-    got = merged(weight, a, b, 0.5)
+    got = Change(Product(b, a, 0.5)).made_of(weight)
     assert got.dtype == torch.bfloat16
     torch.testing.assert_close(got, exact.bfloat16(), atol=0, rtol=2**-8)
 
@@ -108,10 +180,13 @@ def test_merging_rounds_once_to_the_weights_dtype():
 @BOTH
 def test_training_starts_at_the_base_model(merge_qkv):
     pair = twins("qwen3", merge_qkv=merge_qkv)
+    normed = copy.deepcopy(pair.ours)
     ids, _ = documents()
     base = packed_logits(pair.ours, ids)
     inject(pair.ours, SPEC)
     assert torch.equal(packed_logits(pair.ours, ids), base)
+    inject(normed, LoraSpec(4, 6.0, ["all-linear", "embed_tokens", "lm_head"], normed="dora"))
+    assert torch.equal(packed_logits(normed, ids), base)
 
 
 def test_fused_and_split_layers_start_with_the_same_factors():
@@ -119,7 +194,7 @@ def test_fused_and_split_layers_start_with_the_same_factors():
     for merge_qkv in (False, True):
         pair = twins("llama", merge_qkv=merge_qkv)
         inject(pair.ours, SPEC)
-        starts.append(factor_pairs(pair.ours.state_dict()))
+        starts.append(pairs_of(pair.ours.state_dict()))
     assert starts[0].keys() == starts[1].keys()
     for module, (a, _) in starts[0].items():
         assert torch.equal(a, starts[1][module][0])
@@ -164,16 +239,6 @@ def test_autocast_and_bf16_base_weights_stay_close_to_fp32(tmp_path):
         assert (rounded.float() - exact).std() / spread < 0.02
 
 
-@BOTH
-def test_names_return_from_peft(merge_qkv):
-    pair = twins("qwen3", merge_qkv=merge_qkv)
-    inject(pair.ours, SPEC)
-    fused = frozenset(pair.ours.config.qkv_parts) if merge_qkv else frozenset()
-    names = [n for n, _ in pair.ours.named_parameters() if factor_of(n)]
-    assert [from_peft_name(peft_name(name), fused) for name in names] == names
-    assert len(set(map(peft_name, names))) == len(names) == 3 * 7 * 2
-
-
 def test_a_fused_name_means_all_its_parts():
     pair = twins("qwen3", merge_qkv=True)
     chosen = inject(pair.ours, LoraSpec(2, 2.0, ["qkv_proj"]))
@@ -184,7 +249,8 @@ def test_a_fused_name_means_all_its_parts():
     ("targets", "says"),
     [
         (["q_porj"], "'q_porj' names no linear layer of this model; did you mean q_proj"),
-        (["embed_tokens"], "Linear layers here: down_proj, gate_proj"),
+        (["embed_tokens"], "names embed_tokens, and embedding and head are one weight"),
+        (["layers.9.*"], "Layers here: down_proj, embed_tokens, gate_proj"),
         ([], "lora_target_modules is empty"),
         (["lm_head"], "tie_word_embeddings"),
     ],
@@ -196,9 +262,42 @@ def test_a_target_that_cannot_be_adapted_is_refused(targets, says):
         inject(pair.ours, LoraSpec(2, 2.0, targets))
 
 
+@pytest.mark.parametrize(
+    ("family", "merge_qkv", "spec", "says"),
+    [
+        ("qwen2", True, LoraSpec(2, 2.0, ["q_proj"], bias="lora_only"), "merge_qkv: false"),
+        ("qwen3", False, LoraSpec(2, 2.0, bias="all"), "no layer that it means has a bias"),
+        ("qwen2", True, LoraSpec(2, 2.0, ["o_proj"], bias="lora_only"), "Leave lora_bias out"),
+        ("qwen3_moe", True, LoraSpec(2, 2.0, normed="dora"), "use_dora is true, .* names experts"),
+        ("gpt_oss", True, LoraSpec(2, 2.0, ["q_proj"], bias="all"), "Write lora_bias: lora_only"),
+    ],
+    ids=str,
+)
+def test_a_form_that_a_model_cannot_have_is_refused(family, merge_qkv, spec, says):
+    with pytest.raises(ConfigError, match=says):
+        inject(twins(family, merge_qkv=merge_qkv).ours, spec)
+
+
 def test_an_untied_head_can_be_adapted():
     pair = twins("qwen3")
     assert inject(pair.ours, LoraSpec(2, 2.0, ["lm_head"])) == ("lm_head",)
     ids, labels = documents()
     packed_loss(pair.ours, ids, labels).backward()
     assert gradients(pair.ours)["lm_head.lora_B.lm_head"].abs().sum() > 0
+
+
+def test_an_adapted_head_drops_as_tokens_places_say_however_many_it_is_given():
+    pair = twins("qwen3")
+    inject(pair.ours, LoraSpec(2, 2.0, ["lm_head"], dropout=0.5))
+    ids, labels = documents()
+    noise = Noise(seed=1, step=0, places_T=torch.arange(sum(map(len, ids))))
+    found = []
+    # The loss leaves out tokens that are not trained, and takes the others some at a time.
+    for chunk, drawn in ((11, noise), (100, noise), (11, None)):
+        pair.ours.zero_grad()
+        with drawing_from(drawn):
+            packed_loss(pair.ours, ids, labels, chunk).backward()
+        found.append(gradients(pair.ours)["lm_head.lora_B.lm_head"].clone())
+    some, all_at_once, undropped = found
+    assert (some - all_at_once).norm() <= 1e-5 * some.norm()
+    assert (some - undropped).norm() > 0.1 * undropped.norm()

@@ -3,8 +3,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from penstock.models.cost import pairs_per_token
+from penstock.models.cost import matrix_parameters, pairs_per_token
 from penstock.models.registry import family_of
+from tests.dense import visible
 
 SIZES = {
     "vocab_size": 300,
@@ -46,3 +47,19 @@ def test_a_token_costs_as_many_pairs_as_pytorch_counts(kind):
     assert pairs_per_token(family_of(hf.to_dict()).read(hf.to_dict())) == pytest.approx(
         linear / (quadratic / 2), abs=0.5
     )
+
+
+def test_under_a_window_a_long_document_costs_what_its_tokens_see():
+    hf = {"model_type": "qwen2", **SIZES, "max_position_embeddings": 64}
+    windows = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    config = family_of(hf).read({**hf, **windows})
+    features = config.num_attention_heads * config.head_dim
+
+    def operations(length):
+        pairs = sum(int(visible([length], config.window_of(layer)).sum()) for layer in range(3))
+        return 6 * matrix_parameters(config) * length + 12 * features * pairs
+
+    def cost(length):
+        return pairs_per_token(config) * length + length**2
+
+    assert cost(2000) / cost(500) == pytest.approx(operations(2000) / operations(500), rel=2e-3)

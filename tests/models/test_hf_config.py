@@ -11,6 +11,7 @@ from penstock.models.registry import FAMILIES, family_of
 from tests.models.twins import LLAMA3_ROPE, SIZES
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+UNTRUNCATED = {**YARN, "truncate": False, "original_max_position_embeddings": 16}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
 DEFAULT = {"rope_type": "default", "rope_theta": 5e5}
 
@@ -27,7 +28,9 @@ def test_fields_left_out_have_the_defaults_of_transformers(model_type):
     assert FAMILIES[model_type].read(written) == FAMILIES[model_type].read(full)
 
 
-@pytest.mark.parametrize("rope", [DEFAULT, LINEAR, YARN, LLAMA3_ROPE], ids=lambda r: r["rope_type"])
+@pytest.mark.parametrize(
+    "rope", [DEFAULT, LINEAR, YARN, UNTRUNCATED, LLAMA3_ROPE], ids=lambda r: r["rope_type"]
+)
 def test_rotary_angles_are_those_of_transformers(rope):
     config = read(rope_parameters=rope)
     theirs = LlamaRotaryEmbedding(
@@ -39,6 +42,33 @@ def test_rotary_angles_are_those_of_transformers(rope):
     mine = ours.angles(at, torch.float32)
     assert torch.equal(mine[0], cos[0])
     assert torch.equal(mine[1], sin[0])
+
+
+EVERY_LAYER, USED = (4, 4, 4), {"use_sliding_window": True, "sliding_window": 4}
+MIXED = ["full_attention", "sliding_attention", "full_attention"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "windows"),
+    [
+        ({"model_type": "qwen2", **USED}, (None, None, None)),
+        ({"model_type": "qwen2", **USED, "max_window_layers": 2}, (None, None, 4)),
+        ({"model_type": "qwen3", **USED, "layer_types": MIXED}, (None, 4, None)),
+        ({"model_type": "qwen3_moe", **USED}, EVERY_LAYER),
+        ({"model_type": "qwen3_moe", "sliding_window": 4}, (None, None, None)),
+        ({"model_type": "mixtral", "sliding_window": 4}, EVERY_LAYER),
+        ({"model_type": "gpt_oss", "sliding_window": 4}, (4, None, 4)),
+        ({"model_type": "gpt_oss", "sliding_window": 4, "layer_types": MIXED}, (None, 4, None)),
+    ],
+    ids=str,
+)
+def test_windows_lie_where_transformers_has_them(fields, windows):
+    config = read(**fields)
+    assert tuple(map(config.window_of, range(3))) == windows
+    theirs = transformers.AutoConfig.for_model(**{**SIZES, **fields})
+    everywhere = ["sliding_attention" if theirs.sliding_window else "full_attention"] * 3
+    kinds = getattr(theirs, "layer_types", None) or everywhere
+    assert [window is not None for window in windows] == [k == "sliding_attention" for k in kinds]
 
 
 @pytest.mark.parametrize("kind", ["rope_type", "type"])
@@ -56,21 +86,25 @@ def test_configs_written_before_transformers_5_read_the_same(kind):
     ("fields", "says"),
     [
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window is true"),
+        ({"model_type": "glm4_moe", "use_sliding_window": True}, "use_sliding_window is true"),
+        ({"model_type": "qwen3", "layer_types": ["linear_attention"]}, "names linear_attention"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "names sliding_attention"),
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is set"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "set; unquantised weights are read"),
+        (
+            {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
+            r"set; its weights are in MXFP4.*Mxfp4Config\(dequantize=True\)",
+        ),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "of the kind 'dynamic'"),
         (
             {"rope_parameters": {"rope_type": "spiral"}},
             "default, linear, llama3, yarn are computed",
         ),
         ({"partial_rotary_factor": 0.5}, "a share of 0.5"),
-        ({"model_type": "mixtral", "sliding_window": 128}, "sliding_window is 128"),
         ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
         ({"model_type": "ernie4_5_moe", "use_bias": True}, "use_bias is true"),
         ({"model_type": "ernie4_5_moe", "moe_norm_min": 0.5}, "moe_norm_min is 0.5"),
-        ({"model_type": "qwen4"}, "llama, .*glm4_moe are supported. Did you mean qwen"),
+        ({"model_type": "qwen4"}, "llama, .*gpt_oss are supported. Did you mean qwen"),
     ],
     ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
 )
@@ -93,6 +127,10 @@ def test_everything_not_computed_is_named_at_once():
         ({"num_key_value_heads": 4}, r"\(6\) is not a multiple of its num_key_value_heads \(4\)"),
         ({"head_dim": 7}, "head_dim is 7"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        (
+            {"model_type": "qwen2", "layer_types": ["sliding_attention"] * 3},
+            "sliding_window is None, and 3 layers slide it",
+        ),
         ({"model_type": "mixtral", "num_experts_per_tok": 9}, "chooses 9 of 8 experts"),
         ({"model_type": "glm4_moe", "n_group": 3}, r"128 experts .* of their groups \(3\)"),
         ({"model_type": "glm4_moe", "n_group": 2, "topk_group": 3}, "chooses 3 of 2 groups"),

@@ -4,12 +4,14 @@ import copy
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from penstock.losses.balance import entropy, imbalance, load_balancing_loss, summed, z_loss
+from penstock.engine.recompute import recompute
+from penstock.engine.routers import RowsHere, StepWatch
+from penstock.losses.balance import entropy, even_out, imbalance, pull_of
 from penstock.models.layers.experts import operations_of
 from penstock.models.layers.router import Router
+from penstock.models.layers.watch import watched_by
 from penstock.models.shape import ExpertsConfig
 from tests.models.stored import to_hf
 from tests.models.twins import (
@@ -57,9 +59,10 @@ def test_logits_loss_and_every_gradient_are_those_of_transformers(family):
 
 
 @pytest.mark.slow
-def test_triton_computes_the_model_of_transformers():
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_triton_computes_the_model_of_transformers(family):
     ids, labels = documents([9, 4])
-    assert_same_model(hf_model("qwen3_moe", tied=False), ids, labels, ["triton"])
+    assert_same_model(hf_model(family, tied=False, num_hidden_layers=1), ids, labels, ["triton"])
 
 
 def ragged():
@@ -88,80 +91,108 @@ def test_one_token_may_be_all_there_is():
     assert_same_model(theirs, one, [torch.tensor([7])], ["eager", "native"], within=".mlp.")
 
 
-def test_losses_over_what_routers_saw_are_those_of_transformers():
-    pair = twins("mixtral", experts=operations_of("eager"))
-    routers = pair.ours.routers()
-    for router in routers.values():
-        router.watches = True
-    ids, _ = documents()
-    with torch.no_grad():
-        seen = []
-        for document in (ids[:2], ids[2:]):
-            packed_logits(pair.ours, document)
-            seen += [router.seen for router in routers.values()]
-        theirs = [
-            pair.theirs(input_ids=d[None], use_cache=False, output_router_logits=True).router_logits
-            for d in ids
-        ]
-    logits = tuple(torch.cat(layer) for layer in zip(*theirs, strict=True))
-    total = summed(seen)
-    torch.testing.assert_close(
-        load_balancing_loss(total.frequencies_E, total.shares_E),
-        load_balancing_loss_func(logits, num_experts=5, top_k=2),  # pyright: ignore[reportArgumentType]
+LOAD, Z = 3.0, 0.1
+
+
+def rows_of(ids, padding=0):
+    """Two rows of two documents each, and padding."""
+    sizes = [len(torch.cat(ids[:2])), len(torch.cat(ids[2:]))]
+    row_T = torch.tensor([1, 2, 0]).repeat_interleave(torch.tensor([*sizes, padding]))
+    return RowsHere(row_T, torch.tensor(sizes))
+
+
+def watch_of(rows, *, load=0.0, z=0.0):
+    total = int(rows.tokens_R.sum())
+    return StepWatch(
+        rows, lambda _, counts_RE: pull_of(counts_RE, rows.tokens_R), load / total, z / total
     )
-    torch.testing.assert_close(z_loss(total), torch.cat(logits).logsumexp(-1).square().mean())
-    assert total.counts_E.sum() == 2 * total.num_tokens == 2 * len(torch.cat(logits))
 
 
-def penalised(model, ids, labels, recomputed):
-    """Gradients with losses of routers, and what these saw, by the sockets' ways."""
-    model = copy.deepcopy(model)
-    for router in model.routers().values():
-        router.penalty = lambda seen: (
-            3 * load_balancing_loss(seen.frequencies_E, seen.shares_E) + 0.1 * z_loss(seen)
-        )
+def their_balance(pair, ids):
+    """Transformers' loss of each row and layer, weighted by tokens, and the z-loss; over layers."""
+    logits = [
+        pair.theirs(input_ids=d[None], use_cache=False, output_router_logits=True).router_logits
+        for d in ids
+    ]
+    balance = squares = torch.zeros(())
+    for layer in zip(*logits, strict=True):
+        for row in (torch.cat(layer[:2]), torch.cat(layer[2:])):
+            loss = load_balancing_loss_func((row,), num_experts=8, top_k=3)  # pyright: ignore[reportArgumentType]
+            balance = balance + len(row) * loss
+            squares = squares + row.logsumexp(-1).square().sum()
+    return balance, squares
+
+
+def penalised(pair, ids, labels, recomputed):
+    """The loss, gradients with the losses of routers, and what a watch noted, by the engine's ways.
+
+    Padding is routed as well, and must not count.
+    """
+    model = copy.deepcopy(pair.ours)
     if recomputed:
-        # The first layer's input wants no gradient, which the reentrant kind would stop at.
-        model.model.embed_tokens.requires_grad_()
-        model.run_layer = lambda module, *args: checkpoint(
-            module, *args, use_reentrant=recomputed == "reentrant"
-        )
-    loss = packed_loss(model, ids, labels)
-    seen = [router.seen for router in model.routers().values()]
+        recompute(model, None, recomputed)
+    rest = torch.zeros(9, dtype=torch.int64)
+    watch = watch_of(rows_of(ids, padding=9), load=LOAD, z=Z)
+    with watched_by(watch):
+        loss = packed_loss(model, [*ids, rest], [*labels, rest - 100])
+    noted = dict(watch.noted)
     loss.backward()
-    again = [router.seen for router in model.routers().values()]
-    for one, other in zip(seen, again, strict=True):
-        assert torch.equal(one.counts_E, other.counts_E)
-    return loss.detach(), gradients(model)
+    assert watch.noted == noted, "a layer that is computed again was noted again"
+    return loss.detach(), gradients(model), list(noted.values())
 
 
-def test_a_penalty_joins_every_gradient_and_recomputation_does_not_double_it():
+def test_losses_of_routers_and_all_gradients_are_those_of_transformers_recomputed_or_not():
     pair = twins("qwen3_moe", experts=operations_of("eager"))
     ids, labels = documents()
-    inputs = {}
-    routers = pair.ours.routers()
-    for number, router in routers.items():
-        router.register_forward_hook(lambda _, args, __, at=number: inputs.update({at: args[0]}))
-    # By hand: the loss and the penalties as one sum.
-    total = plain = packed_loss(pair.ours, ids, labels)
-    for number, router in routers.items():
-        logits = inputs[number] @ router.weight.T
-        chosen = logits.topk(3).indices
-        frequencies = torch.bincount(chosen.flatten(), minlength=8) / len(logits)
-        balance = 8 * (frequencies * logits.softmax(-1).mean(0)).sum()
-        total = total + 3 * balance + 0.1 * logits.logsumexp(-1).square().mean()
-    total.backward()
-    wanted = gradients(pair.ours)
-    for recomputed in (None, "plain", "reentrant"):
-        loss, got = penalised(pair.ours, ids, labels, recomputed)
-        torch.testing.assert_close(loss, plain.detach())
-        assert_gradients_equal(got, wanted)
+    plain = their_loss(pair.theirs, ids, labels)
+    balance, squares = their_balance(pair, ids)
+    tokens = len(torch.cat(ids))
+    (plain + (LOAD * balance + Z * squares) / tokens).backward()
+    wanted = as_stored(pair.theirs, gradients(pair.theirs))
+    for recomputed in (None, "plain", "reentrant", "once"):
+        loss, got, noted = penalised(pair, ids, labels, recomputed)
+        torch.testing.assert_close(loss, plain.detach(), rtol=1e-6, atol=0)
+        sums = torch.stack(noted).sum(0)
+        assert sums[:8].sum() == len(noted) * 3 * tokens
+        torch.testing.assert_close(sums[-2:].float(), torch.stack((balance, squares)).detach())
+        found = {}
+        for name, gradient in got.items():
+            found |= to_hf(pair.weights, name, gradient)
+        assert_gradients_equal(found, wanted)
 
 
-def test_routers_that_nobody_asks_keep_nothing():
-    pair = twins("qwen3_moe")
-    packed_logits(pair.ours, documents()[0])
-    assert all(router.seen is None for router in pair.ours.routers().values())
+def test_shares_of_a_row_on_several_ranks_add_up_to_its_loss():
+    generator = torch.Generator().manual_seed(3)
+    config = ExpertsConfig((0,), num_experts=6, experts_per_token=2, width=8, scoring="sigmoid")
+    router = Router(config, 16, precision="fp32")
+    with torch.no_grad():
+        router.weight.copy_(torch.randn(6, 16, generator=generator))
+    x, row_T = torch.randn(40, 16, generator=generator), torch.arange(40) % 2 + 1
+    tokens_R = torch.tensor([20, 20])
+
+    def gradient(parts, pull):
+        router.zero_grad()
+        total = torch.zeros(14, dtype=torch.float64)
+        for part in parts:
+            watch = StepWatch(RowsHere(row_T[part], tokens_R), pull, 0.7, 0.2)
+            with watched_by(watch):
+                # The weights' own gradient is none of this.
+                (0 * router(x[part])[1].sum()).backward()
+            total += watch.noted[router]
+        return gradients(router)["weight"].clone(), total
+
+    whole, sums = gradient([slice(0, 40)], lambda _, counts_RE: pull_of(counts_RE, tokens_R))
+    watch = StepWatch(RowsHere(row_T, tokens_R), None, 0, 0)
+    with watched_by(watch), torch.no_grad():
+        choice, _ = router(x)
+    counts_RE = torch.stack(
+        [torch.bincount(choice[row_T == r].flatten(), minlength=6) for r in (1, 2)]
+    )
+    parts = [slice(0, 13), slice(13, 14), slice(14, 40)]
+    cut, summed = gradient(parts, lambda *_: pull_of(counts_RE, tokens_R))
+    torch.testing.assert_close(cut, whole)
+    torch.testing.assert_close(summed, sums)
+    assert torch.equal(watch.noted[router][:6].long(), counts_RE.sum(0))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "model"])
@@ -186,3 +217,5 @@ def test_even_use_is_1_and_the_use_of_one_expert_is_as_uneven_as_can_be():
     assert (imbalance(even), imbalance(one)) == (1, 4)
     assert (entropy(even), entropy(one)) == pytest.approx((1, 0))
     assert entropy(torch.tensor([6, 6, 0, 0])) == pytest.approx(0.5)
+    assert even_out(even, 0.1).tolist() == [0, 0, 0, 0]
+    assert even_out(one, 0.1).tolist() == pytest.approx([0.1, -0.1, 0.1, 0.1])

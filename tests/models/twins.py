@@ -36,6 +36,7 @@ FAMILIES = {
     "llama": {"rope_parameters": LLAMA3_ROPE, "rms_norm_eps": 1e-5},
     "llama-biased": {"attention_bias": True, "mlp_bias": True},
     "qwen2": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    "qwen2-windows": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     "qwen3": {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     # The gradient of keys' biases is what turning leaves of it: little, if it is slow.
     "ernie4_5": {
@@ -53,7 +54,12 @@ SPARSE = {
         "norm_topk_prob": True,
         "mlp_only_layers": [1],
     },
-    "mixtral": {"intermediate_size": 32, "num_local_experts": 5, "num_experts_per_tok": 2},
+    "mixtral": {
+        "intermediate_size": 32,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "sliding_window": 6,
+    },
     "ernie4_5_moe": {
         "moe_num_experts": 6,
         "moe_k": 2,
@@ -72,6 +78,21 @@ SPARSE = {
         "use_qk_norm": True,
         "attention_bias": True,
         "num_mtp_layers": 0,
+    },
+    "gpt_oss": {
+        "head_dim": 16,
+        "intermediate_size": 24,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "sliding_window": 5,
+        "swiglu_limit": 0.4,  # so low that gates and what they gate are clamped
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 100.0,
+            "factor": 4.0,
+            "truncate": False,
+            "original_max_position_embeddings": 16,
+        },
     },
 }
 """Families with experts: some layers dense, and sizes that PyTorch's grouped product takes."""
@@ -93,7 +114,9 @@ def hf_model(family: str, *, tied: bool, **more) -> transformers.PreTrainedModel
     config = transformers.AutoConfig.for_model(
         model_type, **{**SIZES, **(FAMILIES | SPARSE)[family], **more}, tie_word_embeddings=tied
     )
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    # Of sinks transformers' sdpa knows nothing.
+    attention = "eager" if model_type == "gpt_oss" else "sdpa"
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.state_dict().items():
@@ -166,13 +189,13 @@ def packed_logits(model: nn.Module, ids) -> torch.Tensor:
     return model(torch.cat(ids), positions(lengths), Segments.of(lengths))
 
 
-def packed_loss(model: nn.Module, ids, labels) -> torch.Tensor:
+def packed_loss(model: nn.Module, ids, labels, chunk=11) -> torch.Tensor:
     lengths = [len(document) for document in ids]
     return model(
         torch.cat(ids),
         positions(lengths),
         Segments.of(lengths),
-        lambda hidden, head: sum_cross_entropy(hidden, head, torch.cat(labels), chunk=11),
+        lambda hidden, head: sum_cross_entropy(hidden, head, torch.cat(labels), chunk=chunk),
     )
 
 

@@ -1,17 +1,30 @@
-"""Putting low-rank factors onto a model's linear layers."""
+"""Putting low-rank factors onto a model's layers, and onto the experts of its mixtures."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 import torch
 from torch import nn
 
-from penstock.adapters.lora import LoraLinear, fill
+from penstock.adapters.dora import Normed
+from penstock.adapters.lora import LoraLinear
+from penstock.adapters.lora_embedding import LoraEmbedding
+from penstock.adapters.lora_experts import Form, adapt_experts
+from penstock.adapters.peft_format import Bias
+from penstock.adapters.scale import Scaling, scale_of
+from penstock.adapters.start import fill
+from penstock.adapters.targets import chosen_layers, is_of_experts, layers_in, layers_of
 from penstock.core.errors import ConfigError
 from penstock.models.decoder import Decoder
 from penstock.models.family import LINEAR_PARTS
-from penstock.models.weights import FUSED
+from penstock.models.layers.dropout import Dropout
+from penstock.models.layers.experts import Matrix
+from penstock.models.layers.mixture import MixtureOfExperts
+
+FIELDS: Mapping[Form, str] = {"shared": "moe_shared_lora", "hybrid": "moe_hybrid_shared_lora"}
+"""Where a run says that experts have factors in common."""
+
+WITHOUT_EXPERTS = "lora_target_modules without experts, such as [q_proj, k_proj, v_proj, o_proj]"
 
 
 @dataclass(frozen=True)
@@ -21,14 +34,21 @@ class LoraSpec:
     rank: int
     alpha: float
     targets: Sequence[str] | None = None
-    """Names of linear layers in a checkpoint, whole or their ends (`q_proj`, `mlp.up_proj`); None
-    for the family's own."""
+    """As `targets.chosen_layers` takes them; None for the family's own."""
     seed: int = 0
+    dropout: float = 0.0
+    """The rate at which features of an adapter's input are dropped."""
+    experts: Form = "each"
+    """Which factors the experts of a layer have in common."""
+    scaling: Scaling = "rank"
+    normed: Normed = "plain"
+    bias: Bias = "none"
+    """Which biases of the model are trained as well."""
 
     @property
     def scale(self) -> float:
         """What the product of the factors is multiplied by."""
-        return self.alpha / self.rank
+        return scale_of(self.rank, self.alpha, self.scaling)
 
 
 def inject(
@@ -37,78 +57,113 @@ def inject(
     """Adapt the targeted layers in place and freeze all else; return their names in a checkpoint.
 
     A decoder that is a part of itself is adapted as the whole one would be, so a target may name
-    what is in another part. Factors of a model that has memory are filled with their start. On the
-    meta device they stay unfilled, for `lora.fill` or `lora.initial_lora` once there is memory.
+    what is in another part. An adapter on a model that has memory is filled with its start. On the
+    meta device it stays unfilled, for `start.fill` or `start.initial_lora` once there is memory.
 
     Raises:
-        ConfigError: a rank below 1, a target that names no linear layer, or a tied head.
+        ConfigError: a rank below 1, a target that names no layer or one that cannot be adapted, or
+            what experts cannot have.
     """
     if spec.rank < 1:
         raise ConfigError(f"lora.lora_rank is {spec.rank}. Give a rank of 1 or more.")
-    targets = default_targets if spec.targets is None else spec.targets
     with torch.device("meta"):
         whole = Decoder(model.config, merge_qkv=model.merge_qkv)
-    chosen = _chosen(_layers(whole), targets)
-    if model.config.tie_word_embeddings and "lm_head" in chosen:
-        raise ConfigError(
-            "lora.lora_target_modules names lm_head, whose weight is the embedding's own in this "
-            "model (tie_word_embeddings); an adapted head could not be merged. Leave lm_head out."
-        )
+    chosen = chosen_layers(whole, default_targets if spec.targets is None else spec.targets)
+    _check_experts(chosen, spec, model)
+    _check_biases(chosen, spec, whole)
+    named = model.named_parameters()
+    biases = [p for name, p in named if p.requires_grad and name.endswith(".bias")]
     model.requires_grad_(False)
-    here = _layers(model)
-    for native in dict.fromkeys(here[hf] for hf in chosen if hf in here):
-        parts = _layers_in(model, native)
-        adapted = [hf.rpartition(".")[2] for hf in parts if hf in chosen]
-        widths = {hf.rpartition(".")[2]: width for hf, width in parts.items()}
-        linear = model.get_submodule(native)
-        assert isinstance(linear, nn.Linear)
-        adapter = LoraLinear(
-            linear, parts=widths, adapted=adapted, rank=spec.rank, alpha=spec.alpha
-        )
-        model.set_submodule(native, adapter)
+    here = layers_of(model)
+    natives = list(dict.fromkeys(here[hf] for hf in chosen if hf in here))
+    for name, mixture in _mixtures(model):
+        matrices: list[Matrix] = [
+            matrix for matrix in mixture.experts.matrices if f"{name}.experts.{matrix}" in natives
+        ]
+        if matrices:
+            adapt_experts(mixture, matrices, rank=spec.rank, scale=spec.scale, form=spec.experts)
+    for native in natives:
+        if not is_of_experts(native):
+            model.set_submodule(native, _adapted(model, native, chosen, spec))
+    if spec.bias == "lora_only":
+        adapted = [module for module in model.modules() if isinstance(module, LoraLinear)]
+        biases = [module.bias for module in adapted if module.bias is not None]
+    for bias in () if spec.bias == "none" else biases:
+        bias.requires_grad_(True)
     if not any(parameter.is_meta for parameter in model.parameters()):
         fill(model, spec.seed)
     return tuple(chosen)
 
 
-def _layers(model: Decoder) -> dict[str, str]:
-    """Linear layers by their names in a checkpoint, and the native modules that are them."""
-    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    return {hf: native for native in linears for hf in _layers_in(model, native)}
+def _adapted(model: Decoder, native: str, chosen: Sequence[str], spec: LoraSpec) -> nn.Module:
+    """The module with factors beside it."""
+    base = model.get_submodule(native)
+    if isinstance(base, nn.Embedding):
+        return LoraEmbedding(base, rank=spec.rank, scale=spec.scale, normed=spec.normed)
+    assert isinstance(base, nn.Linear)
+    parts = layers_in(model, native)
+    adapted = {hf.rpartition(".")[2]: hf for hf in parts if hf in chosen}
+    return LoraLinear(
+        base,
+        parts={hf.rpartition(".")[2]: width for hf, width in parts.items()},
+        adapted=list(adapted),
+        rank=spec.rank,
+        scale=spec.scale,
+        dropout={part: Dropout(spec.dropout, hf) for part, hf in adapted.items()},
+        normed=spec.normed,
+    )
 
 
-def _layers_in(model: Decoder, native: str) -> dict[str, int]:
-    """A checkpoint's linear layers that the native module is, and their output features."""
-    parent, _, last = native.rpartition(".")
-    if last == FUSED:
-        return {f"{parent}.{part}": rows for part, rows in model.config.qkv_parts.items()}
-    return {native: model.get_submodule(native).get_parameter("weight").shape[0]}
+def _mixtures(model: Decoder) -> list[tuple[str, MixtureOfExperts]]:
+    named = model.named_modules()
+    return [(name, module) for name, module in named if isinstance(module, MixtureOfExperts)]
 
 
-def _chosen(layers: dict[str, str], targets: Iterable[str]) -> list[str]:
-    """The layers that a target names, in the model's order."""
-    chosen: set[str] = set()
-    faults = []
-    for target in targets:
-        named = {
-            hf for hf, native in layers.items() if _names(target, hf) or _names(target, native)
-        }
-        if not named:
-            faults.append(_fault(target, layers))
-        chosen |= named
-    if faults or not chosen:
-        faults = faults or ["lora.lora_target_modules is empty, so nothing would be trained"]
-        last = sorted({hf.rpartition(".")[2] for hf in layers})
-        raise ConfigError("\n".join([*faults, f"Linear layers here: {', '.join(last)}."]))
-    return [hf for hf in layers if hf in chosen]
+def _check_experts(chosen: Sequence[str], spec: LoraSpec, model: Decoder) -> None:
+    """Refuse what experts cannot have."""
+    of_experts = [name for name in chosen if is_of_experts(name)]
+    for field, value, neutral in (
+        ("lora_dropout", f"{spec.dropout:g}" if spec.dropout else "", "0"),
+        ("use_dora", "true" if spec.normed == "dora" else "", "false"),
+    ):
+        if of_experts and value:
+            raise ConfigError(
+                f"lora.{field} is {value}, and lora.lora_target_modules names experts "
+                f"({of_experts[0]} is the first), whose adapters have none.\n"
+                f"  Write {field}: {neutral}, or {WITHOUT_EXPERTS}."
+            )
+    if spec.experts != "each" and not of_experts:
+        why = "lora_target_modules names none" if model.config.experts else "the model has none"
+        raise ConfigError(
+            f"lora.{FIELDS[spec.experts]} is true, and no expert bears an adapter: {why}.\n"
+            f"  Leave {FIELDS[spec.experts]} out, or train experts: lora_target_modules "
+            "[gate_proj, up_proj, down_proj]."
+        )
 
 
-def _names(target: str, module: str) -> bool:
-    return module == target or module.endswith(f".{target}")
-
-
-def _fault(target: str, layers: dict[str, str]) -> str:
-    ends = {hf.split(".", cut)[-1] for hf in layers for cut in range(hf.count(".") + 1)}
-    near = get_close_matches(target, sorted(ends), n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    return f"lora.lora_target_modules: {target!r} names no linear layer of this model{hint}"
+def _check_biases(chosen: Sequence[str], spec: LoraSpec, whole: Decoder) -> None:
+    """Refuse what no adapter's folder can say of biases."""
+    if spec.bias == "none":
+        return
+    names = [name for name, _ in whole.named_parameters()]
+    of_experts = [name for name in names if name.endswith("_proj_bias")]
+    if of_experts and spec.bias == "all":
+        raise ConfigError(
+            f"lora.lora_bias is all, and experts of this model have biases ({of_experts[0]} is the "
+            "first), which PEFT knows no names for.\n  Write lora_bias: lora_only."
+        )
+    biased = [name.removesuffix(".bias") for name in names if name.endswith(".bias")]
+    if spec.bias == "lora_only":
+        biased = [name for name in biased if not set(layers_in(whole, name)).isdisjoint(chosen)]
+        partly = [name for name in biased if not set(layers_in(whole, name)) <= set(chosen)]
+        if partly:
+            raise ConfigError(
+                f"lora.lora_bias is lora_only, and lora.lora_target_modules names only some of the "
+                f"layers that {partly[0]} is, which has one bias.\n"
+                "  Write model.merge_qkv: false, or target all of q_proj, k_proj and v_proj."
+            )
+    if not biased:
+        raise ConfigError(
+            f"lora.lora_bias is {spec.bias}, and no layer that it means has a bias in this model."
+            "\n  Leave lora_bias out."
+        )

@@ -1,17 +1,19 @@
 """Low-rank adaptation: a frozen linear layer plus a trained product of two narrow matrices.
 
-T tokens; A is [r, in], B is [out, r]; y = W x + (alpha / r) B A x (Hu et al. 2021, no dropout).
+T tokens; A is [r, in], B is [out, r]; y = W x + s B A dropout(x), with s = alpha / r or as
+`scale.scale_of` has it (Hu et al. 2021, section 4; each adapted part drops for itself, as in PEFT).
+With magnitudes (`dora.py`) each row of what is multiplied with x is given a norm as well.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from penstock.adapters.names import factor_of
-from penstock.models.initialise import generator_for
+from penstock.adapters.change import Product
+from penstock.adapters.dora import Normed, SumSquares, all_here, ratio, row_norms
+from penstock.models.layers.dropout import Dropout
 
 
 class LoraLinear(nn.Linear):
@@ -19,6 +21,7 @@ class LoraLinear(nn.Linear):
 
     It takes the base layer's Parameters as they are, under the same names. A fused projection has
     several parts, of which only some may be adapted; a plain layer is its own single part.
+    `sum_squares` is a socket for whoever lets only some of the inputs arrive.
     """
 
     def __init__(
@@ -28,71 +31,98 @@ class LoraLinear(nn.Linear):
         parts: Mapping[str, int],
         adapted: Sequence[str],
         rank: int,
-        alpha: float,
+        scale: float,
+        dropout: Mapping[str, Dropout],
+        normed: Normed = "plain",
     ) -> None:
-        """`parts`: output features of each part, in the order of the weight's rows."""
+        """`parts`: output features of each part, in the order of the weight's rows; `scale`: what
+        products are multiplied by; `dropout`: what each adapted part's first factor is given, with
+        the layer's input; `normed`: whether each has magnitudes.
+        """
         super().__init__(
             base.in_features, base.out_features, bias=base.bias is not None, device="meta"
         )
         self.weight, self.bias = base.weight, base.bias
         self.requires_grad_(False)
         self.parts = dict(parts)
-        self.rank, self.alpha = rank, alpha
-        self.scale = alpha / rank
+        self.rank, self.scale = rank, scale
+        self.sum_squares: SumSquares = all_here
         device = base.weight.device
         shapes = {part: ((rank, base.in_features), (parts[part], rank)) for part in adapted}
-        self.lora_A = nn.ParameterDict(
-            {part: _unfilled(a, device) for part, (a, _) in shapes.items()}
+        self.lora_A = unfilled({part: a for part, (a, _) in shapes.items()}, device)
+        self.lora_B = unfilled({part: b for part, (_, b) in shapes.items()}, device)
+        self.lora_magnitude = unfilled(
+            {part: (parts[part],) for part in adapted if normed == "dora"}, device
         )
-        self.lora_B = nn.ParameterDict(
-            {part: _unfilled(b, device) for part, (_, b) in shapes.items()}
-        )
+        self.lora_dropout = nn.ModuleDict(dropout)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The base layer's output plus each adapted part's product, in the base output's dtype."""
+        if self.lora_magnitude:
+            return self._normed(input)
         y = super().forward(input)
-        if len(self.parts) == 1:
-            (part,) = self.parts
-            return y + self._product(input, part).to(y.dtype)
         outputs = [
-            rows + self._product(input, part).to(y.dtype) if part in self.lora_A else rows
-            for part, rows in zip(
-                self.parts, y.split(list(self.parts.values()), dim=-1), strict=True
-            )
+            rows + (self._product(input, part) * self.scale).to(y.dtype)
+            if part in self.lora_A
+            else rows
+            for part, rows in self._by_part(y, dim=-1)
         ]
-        return torch.cat(outputs, dim=-1)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
     def _product(self, x: torch.Tensor, part: str) -> torch.Tensor:
         """In the factors' dtype unless autocast says otherwise: fp32 factors beside a bf16 weight
         keep their precision."""
         a, b = self.lora_A[part], self.lora_B[part]
-        return F.linear(F.linear(x.to(a.dtype), a), b) * self.scale
+        return F.linear(F.linear(self.lora_dropout[part](x.to(a.dtype)), a), b)
+
+    def _normed(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.linear(x, self.weight)
+        outputs = [
+            self._normed_part(x, part, rows, weight) if part in self.lora_A else rows
+            for (part, rows), (_, weight) in zip(
+                self._by_part(y, dim=-1), self._by_part(self.weight, dim=0), strict=True
+            )
+        ]
+        y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    @torch.no_grad()
+    def measure(self) -> None:
+        """Start magnitudes, if there are any, at the norms there are now."""
+        weights = dict(self._by_part(self.weight, dim=0))
+        for part, magnitude in self.lora_magnitude.items():
+            magnitude.copy_(self._norms(part, weights[part]))
+
+    def _norms(self, part: str, weight: torch.Tensor) -> torch.Tensor:
+        a, b = (factors[part].detach().float() for factors in (self.lora_A, self.lora_B))
+        return row_norms(weight, Product(b, a, self.scale), self.sum_squares)
+
+    def _normed_part(
+        self, x: torch.Tensor, part: str, y: torch.Tensor, weight: torch.Tensor
+    ) -> torch.Tensor:
+        """What becomes of a part's base output `y`.
+
+        As in PEFT, what is dropped for the product is dropped for all but the base output as well.
+        """
+        by = ratio(self.lora_magnitude[part], self._norms(part, weight))
+        more = self._product(x, part) * self.scale
+        dropped = self.lora_dropout[part](x)
+        if dropped is x:
+            return (by * (y + more.to(y.dtype))).to(y.dtype)
+        return (y + (by - 1) * F.linear(dropped, weight) + by * more).to(y.dtype)
+
+    def _by_part(self, tensor: torch.Tensor, dim: int) -> list[tuple[str, torch.Tensor]]:
+        if len(self.parts) == 1:
+            return [(part, tensor) for part in self.parts]
+        rows = tensor.split(list(self.parts.values()), dim=dim)
+        return list(zip(self.parts, rows, strict=True))
 
 
-def initial_lora(name: str, shape: Sequence[int], seed: int) -> torch.Tensor:
-    """The start of the factor with this native name, fp32 on the CPU.
-
-    A is uniform in ±1/sqrt(in) (kaiming_uniform with a = sqrt 5, as PEFT has it), B is zeros, so
-    that training starts at the base model. The generator is seeded by the checkpoint's name of the
-    layer: fused or not, a layer starts alike.
-    """
-    factor = factor_of(name)
-    assert factor is not None, f"{name} is not the name of a low-rank factor"
-    with torch.device("cpu"):
-        if factor.side == "lora_B":
-            return torch.zeros(*shape, dtype=torch.float32)
-        start = torch.empty(*shape, dtype=torch.float32)
-        generator = generator_for(f"{factor.hf_module}.lora_A", seed)
-        return nn.init.kaiming_uniform_(start, a=math.sqrt(5), generator=generator)
-
-
-def fill(model: nn.Module, seed: int) -> None:
-    """Give every factor of the model, none of them on the meta device, its start, in place."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if factor_of(name) is not None:
-                parameter.copy_(initial_lora(name, parameter.shape, seed))
-
-
-def _unfilled(shape: tuple[int, int], device: torch.device) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=torch.float32, device=device))
+def unfilled(shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> nn.ParameterDict:
+    """Tensors of an adapter by the parts that they are for, fp32."""
+    return nn.ParameterDict(
+        {
+            part: nn.Parameter(torch.empty(shape, dtype=torch.float32, device=device))
+            for part, shape in shapes.items()
+        }
+    )

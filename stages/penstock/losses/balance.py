@@ -1,51 +1,54 @@
 """Losses that keep experts evenly used and routers' logits small, and how even their use is.
 
-All are functions of what routers saw (`models.layers.router.Seen`): sums, so that a loss is over as
-many ranks, micro-batches and layers as were added up before it was asked for. E experts.
+All are of sums over tokens, as routers see them (`models.layers.watch.Seen`), and are sums over
+tokens themselves: what the ranks, micro-batches and layers of a step give adds up, and is divided
+by the step's tokens and layers where they are known. R packed rows, E experts.
 """
 
 import math
-from collections.abc import Iterable
-from functools import reduce
 
 import torch
 
-from penstock.models.layers.router import Seen
 
+def pull_of(counts_RE: torch.Tensor, tokens_R: torch.Tensor) -> torch.Tensor:
+    """How strongly the load-balancing loss pulls on each expert's share of the scores, fp32 [R, E].
 
-def summed(seen: Iterable[Seen]) -> Seen:
-    """What several routers saw, or one saw of several micro-batches, as if it were one."""
-
-    def plus(one: Seen, other: Seen) -> Seen:
-        return Seen(
-            one.num_tokens + other.num_tokens,
-            one.counts_E + other.counts_E,
-            one.probabilities_E + other.probabilities_E,
-            one.squares + other.squares,
-        )
-
-    return reduce(plus, seen)
-
-
-def load_balancing_loss(frequencies_E: torch.Tensor, shares_E: torch.Tensor) -> torch.Tensor:
-    """`E * sum(frequencies * shares)`, a scalar (Fedus et al. 2021, "Switch Transformers").
-
-    K, the experts each token chooses, where all are used alike, and more where the same few are
-    favoured. Gradients flow through the shares alone. The frequencies may be of more tokens than
-    the shares: those of a global batch leave single micro-batches free to favour some experts (Qiu
-    et al. 2025, "Demons in the Detail").
+    It is the experts' use, `E * counts / tokens`, which has no gradient: 1 for each expert that a
+    token chooses, where all are used alike.
 
     Args:
-        frequencies_E: how often each expert was chosen per token, `Seen.frequencies_E`.
-        shares_E: each expert's mean share of a token's scores, `Seen.shares_E`.
+        counts_RE: tokens that chose each expert, of all of a row or of all of a step.
+        tokens_R: the tokens among which they were counted.
     """
-    return frequencies_E.numel() * (frequencies_E * shares_E).sum()
+    return counts_RE.shape[-1] * counts_RE.float() / tokens_R.clamp(min=1)[:, None]
 
 
-def z_loss(seen: Seen) -> torch.Tensor:
-    """The mean over tokens of the squared logarithm of the sum of exponentials of the logits, a
+def load_balancing_loss(pull_RE: torch.Tensor, shares_RE: torch.Tensor) -> torch.Tensor:
+    """The load-balancing loss times tokens, a scalar (Fedus et al. 2021, "Switch Transformers").
+
+    The loss of a row of n tokens is `E * sum_e f_e * P_e`: f_e = counts_e / n is how often an
+    expert was chosen, P_e = shares_e / n its mean share of the scores. It is K, the experts each
+    token chooses, where all are used alike, and more where the same few are favoured. Times n it is
+    `sum_e pull_e * shares_e` with `pull_of`, which may be added up over any part of the tokens.
+
+    With frequencies of all tokens of a step, single rows are free to favour some experts (Qiu et
+    al. 2025, "Demons in the Detail").
+    """
+    return (pull_RE * shares_RE).sum()
+
+
+def z_loss(squares_R: torch.Tensor) -> torch.Tensor:
+    """The sum over tokens of the squared logarithm of the sum of exponentials of the logits, a
     scalar (Zoph et al. 2022, "ST-MoE")."""
-    return seen.squares / max(1, seen.num_tokens)
+    return squares_R.sum()
+
+
+def even_out(counts_E: torch.Tensor, rate: float) -> torch.Tensor:
+    """What is added to the biases by which experts are chosen, fp64 [E]: `rate` where an expert got
+    less than the mean of the step's tokens, and minus that where it got more (Wang et al. 2024,
+    "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts")."""
+    counts_E = counts_E.double()
+    return rate * (counts_E.mean() - counts_E).sign()
 
 
 def imbalance(counts_E: torch.Tensor) -> float:
@@ -54,11 +57,11 @@ def imbalance(counts_E: torch.Tensor) -> float:
     return counts_E.max().item() / mean if mean else 1.0
 
 
-def entropy(counts_E: torch.Tensor) -> float:
-    """The entropy of the choice of experts over its largest: 1 where all are used alike, 0 where
-    one is used alone."""
-    if counts_E.numel() < 2 or not counts_E.any():
+def entropy(weights_E: torch.Tensor) -> float:
+    """The entropy of a distribution over experts, given up to a factor, over its largest: 1 where
+    all are alike, 0 where there is one alone."""
+    if weights_E.numel() < 2 or not weights_E.any():
         return 1.0
-    return torch.special.entr(counts_E.double() / counts_E.sum()).sum().item() / math.log(
-        counts_E.numel()
+    return torch.special.entr(weights_E.double() / weights_E.sum()).sum().item() / math.log(
+        weights_E.numel()
     )

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.losses.linear_cross_entropy import linear_cross_entropy
+from penstock.models.layers.dropout import Noise, current_noise, drawing_from
 
 IGNORED = -100
 """The label of a position that is not trained."""
@@ -48,7 +49,8 @@ def sum_cross_entropy(
     else, gradients are computed with the loss, else logits once more in the backward pass.
     Without any trained token the sum is exactly 0 and still reaches the head and the hidden states,
     whose gradients are zeros: every process of a group must take part in its collectives.
-    `of_logits` is what is made of a chunk's logits, whatever `head` gives as such.
+    `of_logits` is what is made of a chunk's logits, whatever `head` gives as such. A head that
+    draws from a noise gets that of its tokens.
 
     Raises:
         ValueError: for a chunk below 1, or labels that are not one per position.
@@ -59,14 +61,19 @@ def sum_cross_entropy(
         raise ValueError(f"{tuple(labels_T.shape)} labels for {tuple(hidden_TD.shape)} positions")
     trained = (labels_T != IGNORED).nonzero().squeeze(1)
     hidden_SD, labels_S = hidden_TD.index_select(0, trained), labels_T.index_select(0, trained)
+    noise = current_noise()
+    noise = noise.of(trained) if noise else None
     if not len(trained):
-        return head(hidden_SD).float().sum()
+        with drawing_from(noise):
+            return head(hidden_SD).float().sum()
     if of_logits is of_whole_logits and _is_one_matrix(head):
         return linear_cross_entropy(hidden_SD, head.weight, labels_S, chunk=chunk)
     total = hidden_SD.new_zeros((), dtype=torch.float32)
-    for hidden_CD, labels_C in zip(hidden_SD.split(chunk), labels_S.split(chunk), strict=True):
-        part = checkpoint(_summed, hidden_CD, head, labels_C, of_logits, use_reentrant=False)
-        total = total + part
+    for start in range(0, len(trained), chunk):
+        some = slice(start, start + chunk)
+        here = noise.of(some) if noise else None
+        given = hidden_SD[some], head, labels_S[some], of_logits, here
+        total = total + checkpoint(_summed, *given, use_reentrant=False)
     return total
 
 
@@ -76,6 +83,11 @@ def _is_one_matrix(head: Head) -> TypeGuard[nn.Linear]:
 
 
 def _summed(
-    hidden_CD: torch.Tensor, head: Head, labels_C: torch.Tensor, of_logits: OfLogits
+    hidden_CD: torch.Tensor,
+    head: Head,
+    labels_C: torch.Tensor,
+    of_logits: OfLogits,
+    noise: Noise | None,
 ) -> torch.Tensor:
-    return of_logits(head(hidden_CD), labels_C)
+    with drawing_from(noise):
+        return of_logits(head(hidden_CD), labels_C)

@@ -26,12 +26,20 @@ def matrix_parameters(config: DecoderConfig) -> int:
 
 
 def pairs_per_token(config: DecoderConfig) -> int:
-    """How many squared tokens of a document cost as much as the matrices cost one token.
+    """How many squared tokens of a document cost as much as all else costs one token.
 
     A step does 6 floating-point operations per token and matrix parameter, and 12 per layer, head
     feature and pair of tokens that attend to each other (Chowdhery et al. 2022, "PaLM", appendix
-    B). Causal attention looks at half of a document's length squared. A whole number, so that
-    costs, and the order that follows from them, are the same on every machine.
+    B). Causal attention looks at half of a document's length squared, or in a layer with a window
+    at as many tokens from each: to these a token costs the same in every document that is longer.
+    A whole number, so that costs, and the order that follows from them, are the same on every
+    machine.
     """
-    per_squared_token = 6 * config.num_hidden_layers * config.num_attention_heads * config.head_dim
-    return max(1, round(6 * matrix_parameters(config) / per_squared_token))
+    sliding = len(config.sliding_layers)
+    features = config.num_attention_heads * config.head_dim
+    per_token = 6 * matrix_parameters(config)
+    if config.sliding_window is not None:
+        per_token += 12 * sliding * features * config.sliding_window
+    # With windows in every layer nothing grows with the square.
+    per_squared_token = 6 * (config.num_hidden_layers - sliding) * features or 1
+    return max(1, round(per_token / per_squared_token))

@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from penstock.models.layers.attention import Attend
-from penstock.models.layers.block import Block, Run, direct
+from penstock.models.layers.block import Block
 from penstock.models.layers.experts import ExpertOperations, operations_of
 from penstock.models.layers.mixture import MixtureOfExperts
 from penstock.models.layers.norm import RMSNorm
 from penstock.models.layers.rotary import Rotary
 from penstock.models.layers.router import Precision, Router
+from penstock.models.layers.run import Run, direct
 from penstock.models.shape import DecoderConfig
 from penstock_kernels.attention import Segments, attention
 
@@ -59,6 +60,7 @@ class Trunk(nn.Module):
         attend: Attend,
         operations: ExpertOperations,
         router: Precision,
+        dropout: float,
     ) -> None:
         super().__init__()
         self.embed_tokens = (
@@ -74,6 +76,7 @@ class Trunk(nn.Module):
                     attend=attend,
                     operations=operations,
                     router=router,
+                    dropout=dropout,
                 )
                 for number in part.layers
             }
@@ -101,8 +104,10 @@ class Decoder(nn.Module):
         attention: Attend = attention,
         experts: ExpertOperations = BEST,
         router: Precision = "fp32",
+        dropout: float = 0.0,
         part: Part | None = None,
     ) -> None:
+        """`dropout`: the rate at which features are dropped from what layers add to the stream."""
         super().__init__()
         part = part or Part.all_of(config)
         self.config = config
@@ -114,6 +119,7 @@ class Decoder(nn.Module):
             attend=attention,
             operations=experts,
             router=router,
+            dropout=dropout,
         )
         self.lm_head = (
             nn.Linear(config.hidden_size, config.vocab_size, bias=False) if part.ends else None

@@ -4,7 +4,7 @@ No torch here: whether a layout fits a model is judged before anything heavy is 
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.models.shape import DecoderConfig
@@ -15,6 +15,15 @@ KINDS = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embedding with fixed frequencies. `dynamic` and `longrope` choose them by the
 longest sequence in a batch, so a document would be computed otherwise among others than alone."""
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""What `layer_types` calls attention over whole documents, and over the last tokens alone."""
+
+MXFP4 = (
+    "its weights are in MXFP4, and unquantised ones are read. In transformers, "
+    "from_pretrained(..., dtype='bfloat16', quantization_config=Mxfp4Config(dequantize=True)) and "
+    "then save_pretrained write a folder of bfloat16 weights; name that one as model.model_path"
+)
+
 
 def decoder_config(hf: HfConfig, *, faults: Iterable[str] = (), **specific: Any) -> DecoderConfig:
     """The DecoderConfig of a config.json; `specific` is what the family alone knows, and goes
@@ -24,7 +33,9 @@ def decoder_config(hf: HfConfig, *, faults: Iterable[str] = (), **specific: Any)
         ConfigError: a needed number is missing.
         CapabilityError: it asks for something that the decoder does not compute.
     """
-    refuse_what_is_not_computed(hf, faults)
+    refuse_what_is_not_computed(
+        hf, faults, windows="computed" if "sliding_layers" in specific else "refused"
+    )
     heads = required(hf, "num_attention_heads")
     hidden = required(hf, "hidden_size")
     fields = {
@@ -59,6 +70,12 @@ def given(hf: HfConfig, name: str, default: Any) -> Any:
     """The field, or the default where the file leaves it out or null."""
     value = hf.get(name)
     return default if value is None else value
+
+
+def balance_of(hf: HfConfig) -> float:
+    """What the load-balancing loss is multiplied by: as in transformers, which adds it only where
+    `output_router_logits` is true."""
+    return given(hf, "router_aux_loss_coef", 0.001) * bool(given(hf, "output_router_logits", False))
 
 
 def rope_parameters(
@@ -103,23 +120,67 @@ def of_whole_heads(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
     return parameters
 
 
-def refuse_what_is_not_computed(hf: HfConfig, more: Iterable[str]) -> None:
-    """Raise CapabilityError for what no family here computes and for `more`, all of it at once."""
+def sliding(hf: HfConfig, window: int | None, layers: Iterable[int]) -> dict[str, Any]:
+    """The fields of a DecoderConfig that say where attention sees a window of `window` tokens: in
+    those layers that `layer_types` names, or else in `layers`. None is no window."""
+    types = given(hf, "layer_types", None)
+    if types is not None:
+        layers = (at for at, kind in enumerate(types) if kind == SLIDING)
+    elif window is None:
+        layers = ()
+    chosen = tuple(layers)
+    return {"sliding_window": window if chosen else None, "sliding_layers": chosen}
+
+
+def sliding_everywhere(hf: HfConfig, window: int | None) -> dict[str, Any]:
+    """The same for a family in which all layers see the window, whatever `layer_types` says."""
+    layers = tuple(range(required(hf, "num_hidden_layers"))) if window is not None else ()
+    return {"sliding_window": window, "sliding_layers": layers}
+
+
+def window_if_used(hf: HfConfig) -> int | None:
+    """The window of the Qwen families, in which `use_sliding_window` decides whether it counts."""
+    return hf.get("sliding_window", 4096) if given(hf, "use_sliding_window", False) else None
+
+
+def sliding_from_a_layer_on(hf: HfConfig) -> dict[str, Any]:
+    """`sliding` for the dense Qwen families: from the layer `max_window_layers` on."""
+    first = given(hf, "max_window_layers", 28)
+    return sliding(hf, window_if_used(hf), range(first, required(hf, "num_hidden_layers")))
+
+
+def refuse_what_is_not_computed(
+    hf: HfConfig, more: Iterable[str], *, windows: Literal["computed", "refused"]
+) -> None:
+    """Raise CapabilityError for what no family here computes and for `more`, all of it at once.
+
+    `windows` are those that slide over a document, which not every family has.
+    """
     faults = list(more)
     activation = given(hf, "hidden_act", "silu")
     if activation not in ("silu", "swish"):
         faults.append(f"hidden_act is {activation!r}; silu is computed")
-    if given(hf, "use_sliding_window", False):
+    computed = (FULL, SLIDING) if windows == "computed" else (FULL,)
+    if windows == "refused" and given(hf, "use_sliding_window", False):
         faults.append("use_sliding_window is true; attention over whole documents is computed")
-    elif other := sorted(set(given(hf, "layer_types", [])) - {"full_attention"}):
-        faults.append(f"layer_types names {', '.join(other)}; full_attention is computed")
+    elif other := sorted(set(given(hf, "layer_types", [])) - set(computed)):
+        faults.append(
+            f"layer_types names {', '.join(other)}; for this family {' and '.join(computed)} "
+            f"{'are' if len(computed) > 1 else 'is'} computed"
+        )
     if dropout := given(hf, "attention_dropout", 0.0):
-        faults.append(f"attention_dropout is {dropout}; training without dropout is computed")
-    if hf.get("quantization_config"):
-        faults.append("quantization_config is set; unquantised weights are read")
+        faults.append(f"attention_dropout is {dropout}; attention is computed without dropout")
+    if quantised := hf.get("quantization_config"):
+        faults.append(f"quantization_config is set; {_unquantised(quantised)}")
     if faults:
         lines = "\n  ".join(faults)
         raise CapabilityError(
             f"the model's config.json asks for what is not computed:\n  {lines}\n"
             "Change these fields in a copy that model.config_path names, or use another model."
         )
+
+
+def _unquantised(quantised: Any) -> str:
+    if isinstance(quantised, Mapping) and quantised.get("quant_method") == "mxfp4":
+        return MXFP4
+    return "unquantised weights are read"

@@ -6,6 +6,7 @@ from penstock.core.errors import CapabilityError
 from penstock.models.families.ernie4_5 import ERNIE4_5
 from penstock.models.families.ernie4_5_moe import ERNIE4_5_MOE
 from penstock.models.families.glm4_moe import GLM4_MOE
+from penstock.models.families.gpt_oss import GPT_OSS
 from penstock.models.families.llama import LLAMA
 from penstock.models.families.mixtral import MIXTRAL
 from penstock.models.families.qwen2 import QWEN2
@@ -25,6 +26,7 @@ FAMILIES = {
         ERNIE4_5,
         ERNIE4_5_MOE,
         GLM4_MOE,
+        GPT_OSS,
     )
 }
 

@@ -21,6 +21,8 @@ class Role(Enum):
     """Linear out of independent heads or features."""
     HEAD = "head"
     """Linear onto the vocabulary."""
+    PER_HEAD = "per head"
+    """Its own parameters, beside those of its parts, have one number for each query head."""
     ROUTER = "router"
     """Chooses experts for tokens."""
     EXPERTS = "experts"
@@ -57,6 +59,7 @@ def role_of(name: str, roles: Roles) -> Role | None:
 
 DECODER_ROLES: Roles = {
     "model.embed_tokens": Role.VOCAB,
+    "model.layers.*.self_attn": Role.PER_HEAD,
     "model.layers.*.self_attn.[qkv]_proj": Role.WIDEN,
     "model.layers.*.self_attn.qkv_proj": Role.WIDEN,
     "model.layers.*.self_attn.o_proj": Role.NARROW,

@@ -32,6 +32,19 @@ class ExpertNames:
     down: str = "down_proj"
     """The three matrices of an expert, within `experts.<number>`."""
     selection_bias: str = "gate.e_score_correction_bias"
+    router: str = "gate"
+    """What scores the experts."""
+
+
+@dataclass(frozen=True)
+class ClampedGate:
+    """Experts as gpt-oss has them: `clamp(gate) * sigmoid(alpha * clamp(gate)) * (clamp(up) + 1)`
+    for the activation, biases on all their matrices, and these in tensors of all experts together,
+    [inputs, outputs] each, the features of gate and up by turns."""
+
+    alpha: float
+    limit: float
+    """Gates are at most this, and what they gate is between it and its negative."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +69,16 @@ class ExpertsConfig:
     its best `groups_per_token`, judged by each group's two best experts."""
     scale: float = 1.0
     """What the weights are multiplied by at last."""
+    router_bias: bool = False
+    """Whether experts' scores have a bias, which counts for choosing and for the weights."""
     selection_bias: tuple[int, ...] = ()
     """Shape of what is added to the scores for choosing, and not to the weights; none if empty."""
     exact_router: bool = False
     """Whether checkpoints keep the router's weights in fp32, whatever the others are in."""
     balance: float = 0.0
-    """What config.json says the load-balancing loss is multiplied by."""
+    """What the load-balancing loss is multiplied by where no setting says it."""
+    clamped: ClampedGate | None = None
+    """None: `silu(gate) * up`, without biases, in a tensor for each matrix of each expert."""
     names: ExpertNames = field(default_factory=ExpertNames)
 
     def __post_init__(self) -> None:
@@ -115,6 +132,12 @@ class DecoderConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     """Whether queries and keys are normalised head by head."""
+    attention_sinks: bool = False
+    """Whether each query head has a learned score of its own beside those of the keys."""
+    sliding_window: int | None = None
+    """Of `sliding_layers`: how many tokens one sees, itself and those just before it."""
+    sliding_layers: tuple[int, ...] = ()
+    """The numbers of the layers whose attention sees a window; the others' sees all of the past."""
     initializer_range: float = 0.02
     experts: ExpertsConfig | None = None
 
@@ -134,6 +157,11 @@ class DecoderConfig:
                 f"head_dim is {self.head_dim}{share}; rotary embedding turns features in pairs, "
                 "which wants an even number of them"
             )
+        if self.sliding_layers and (self.sliding_window is None or self.sliding_window < 1):
+            raise _misfit(
+                f"sliding_window is {self.sliding_window}, and {len(self.sliding_layers)} layers "
+                "slide it; it is a count of tokens, 1 or more"
+            )
 
     @property
     def rotary_dim(self) -> int:
@@ -148,6 +176,10 @@ class DecoderConfig:
             "k_proj": self.num_key_value_heads * self.head_dim,
             "v_proj": self.num_key_value_heads * self.head_dim,
         }
+
+    def window_of(self, layer: int) -> int | None:
+        """How many tokens one sees in the layer with this number; None where it sees all."""
+        return self.sliding_window if layer in self.sliding_layers else None
 
     def experts_of(self, layer: int) -> ExpertsConfig | None:
         """The experts of the layer with this number; None where it has one network."""

@@ -4,6 +4,7 @@ A native tensor is a run of a checkpoint's, one after another, over the rows of 
 but the last. Mostly the run is one tensor of the same name. With `merge_qkv` the three projections
 into attention are one `qkv_proj`, rows of q, then k, then v; and the experts of a layer are one
 tensor for what leads into them, the rows of gate and then up of each, and one for what leads out.
+Those that a checkpoint keeps in one tensor already stay as they are.
 """
 
 from collections.abc import Iterator, Mapping
@@ -52,6 +53,17 @@ class WeightMap:
         native = self._natives.get(native_name)
         return tuple(native.parts) if native else (native_name,)
 
+    def expert_layers(self, matrix: str, layer: str) -> tuple[str, ...]:
+        """A checkpoint's linear layers that are `matrix` (`gate_proj`, `up_proj` or `down_proj`) of
+        the experts in `layer` (`model.layers.0`), in the order of their numbers; none where it
+        keeps all of them in one tensor."""
+        if self.config.experts is None or self.config.experts.clamped:
+            return ()
+        leads_in = matrix != "down_proj"
+        tensors = self.hf_names(f"{layer}.mlp.experts.{'gate_up_proj' if leads_in else matrix}")
+        chosen = tensors[("gate_proj", "up_proj").index(matrix) :: 2] if leads_in else tensors
+        return tuple(name.removesuffix(".weight") for name in chosen)
+
     def hf_shapes(self) -> Mapping[str, Shape]:
         """The shape of every tensor a checkpoint must hold."""
         return {
@@ -66,7 +78,7 @@ class WeightMap:
         experts = self.config.experts
         if experts is None:
             return False
-        router = f".{experts.names.block}.gate.weight"
+        router = f".{experts.names.block}.{experts.names.router}.weight"
         is_bias = bool(experts.selection_bias) and hf_name.endswith(experts.names.selection_bias)
         return is_bias or (experts.exact_router and hf_name.endswith(router))
 
@@ -104,6 +116,8 @@ class WeightMap:
     def _attention(self, at: str) -> Iterator[tuple[str, _Native]]:
         config = self.config
         width, parts = config.hidden_size, config.qkv_parts
+        if config.attention_sinks:
+            yield _same(f"{at}.sinks", (config.num_attention_heads,))
         leaves = {"weight": (width,), **({"bias": ()} if config.qkv_bias else {})}
         if self.merge_qkv:
             for leaf, rest in leaves.items():
@@ -132,23 +146,39 @@ class WeightMap:
     def _mixture(self, layer: str, experts: ExpertsConfig) -> Iterator[tuple[str, _Native]]:
         at, names = f"{layer}.mlp", experts.names
         stored = f"{layer}.{names.block}"
-        count, inner, width = experts.num_experts, experts.width, self.config.hidden_size
-        yield _renamed(f"{at}.gate.weight", f"{stored}.gate.weight", (count, width))
+        scores = (experts.num_experts, self.config.hidden_size)
+        yield from _linear(f"{at}.gate", f"{stored}.{names.router}", scores, experts.router_bias)
         if bias := experts.selection_bias:
             yield _renamed(f"{at}.gate.{SELECTION_BIAS}", f"{stored}.{names.selection_bias}", bias)
-        each = [f"{stored}.experts.{number}" for number in range(count)]
+        yield from self._experts(f"{at}.experts", f"{stored}.experts", experts)
+        if experts.shared_width:
+            yield from self._network(
+                f"{at}.shared_experts", f"{stored}.shared_experts", experts.shared_width
+            )
+
+    def _experts(
+        self, at: str, stored: str, experts: ExpertsConfig
+    ) -> Iterator[tuple[str, _Native]]:
+        count, inner, width = experts.num_experts, experts.width, self.config.hidden_size
+        if experts.clamped:
+            yield _renamed(
+                f"{at}.gate_up_proj", f"{stored}.gate_up_proj", (count, width, 2 * inner)
+            )
+            yield _renamed(
+                f"{at}.gate_up_proj_bias", f"{stored}.gate_up_proj_bias", (count, 2 * inner)
+            )
+            yield _renamed(f"{at}.down_proj", f"{stored}.down_proj", (count, inner, width))
+            yield _renamed(f"{at}.down_proj_bias", f"{stored}.down_proj_bias", (count, width))
+            return
+        names, each = experts.names, [f"{stored}.{number}" for number in range(count)]
         into = {
             f"{expert}.{part}.weight": (inner, width)
             for expert in each
             for part in (names.gate, names.up)
         }
-        yield f"{at}.experts.gate_up_proj", _Native((count, 2 * inner, width), into)
+        yield f"{at}.gate_up_proj", _Native((count, 2 * inner, width), into)
         out_of = {f"{expert}.{names.down}.weight": (width, inner) for expert in each}
-        yield f"{at}.experts.down_proj", _Native((count, width, inner), out_of)
-        if experts.shared_width:
-            yield from self._network(
-                f"{at}.shared_experts", f"{stored}.shared_experts", experts.shared_width
-            )
+        yield f"{at}.down_proj", _Native((count, width, inner), out_of)
 
 
 def _same(name: str, shape: Shape) -> tuple[str, _Native]:

@@ -1,9 +1,10 @@
 """ERNIE 4.5 with experts: chosen by softmax plus a bias, beside shared ones; dense layers first."""
 
 from penstock.models.families.ernie4_5 import THETA
-from penstock.models.family import ATTENTION_PARTS, Family
+from penstock.models.family import Family
 from penstock.models.hf_config import (
     HfConfig,
+    balance_of,
     decoder_config,
     given,
     of_whole_heads,
@@ -56,9 +57,9 @@ def _experts(hf: HfConfig) -> ExpertsConfig | None:
         shared_width=width * given(hf, "moe_num_shared_experts", 2),
         selection_bias=(1, count),
         exact_router=True,
-        balance=given(hf, "router_aux_loss_coef", 0.001),
+        balance=balance_of(hf),
         names=NAMES,
     )
 
 
-ERNIE4_5_MOE = Family("ernie4_5_moe", read, ROLES, lora_targets=ATTENTION_PARTS)
+ERNIE4_5_MOE = Family("ernie4_5_moe", read, ROLES)

@@ -1,7 +1,7 @@
 """GLM-4.5 and its kin: experts scored each by itself, in groups, with a bias for choosing; shared
 experts; half of each head is turned; dense layers first."""
 
-from penstock.models.family import ATTENTION_PARTS, Family
+from penstock.models.family import Family
 from penstock.models.hf_config import HfConfig, decoder_config, given, required, rope_parameters
 from penstock.models.roles import DECODER_ROLES
 from penstock.models.shape import DecoderConfig, ExpertsConfig
@@ -43,4 +43,4 @@ def _experts(hf: HfConfig) -> ExpertsConfig | None:
     )
 
 
-GLM4_MOE = Family("glm4_moe", read, ROLES, lora_targets=ATTENTION_PARTS)
+GLM4_MOE = Family("glm4_moe", read, ROLES)

@@ -1,13 +1,15 @@
 """Mixtral: experts in every layer, the best few by softmax, under names of their own."""
 
-from penstock.models.family import ATTENTION_PARTS, Family
+from penstock.models.family import Family
 from penstock.models.hf_config import (
     HfConfig,
+    balance_of,
     decoder_config,
     given,
     of_whole_heads,
     required,
     rope_parameters,
+    sliding_everywhere,
 )
 from penstock.models.roles import DECODER_ROLES
 from penstock.models.shape import DecoderConfig, ExpertNames, ExpertsConfig
@@ -19,8 +21,6 @@ NAMES = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
 def read(hf: HfConfig) -> DecoderConfig:
     """The DecoderConfig of a Mixtral's config.json."""
     faults = []
-    if window := given(hf, "sliding_window", None):
-        faults.append(f"sliding_window is {window}; attention over whole documents is computed")
     if noise := given(hf, "router_jitter_noise", 0.0):
         faults.append(f"router_jitter_noise is {noise}; routing without noise is computed")
     return decoder_config(
@@ -34,10 +34,11 @@ def read(hf: HfConfig) -> DecoderConfig:
             num_experts=given(hf, "num_local_experts", given(hf, "num_experts", 8)),
             experts_per_token=given(hf, "num_experts_per_tok", 2),
             width=required(hf, "intermediate_size"),
-            balance=given(hf, "router_aux_loss_coef", 0.001),
+            balance=balance_of(hf),
             names=NAMES,
         ),
+        **sliding_everywhere(hf, given(hf, "sliding_window", None)),
     )
 
 
-MIXTRAL = Family("mixtral", read, ROLES, lora_targets=ATTENTION_PARTS)
+MIXTRAL = Family("mixtral", read, ROLES)

@@ -1,7 +1,7 @@
 """Qwen2 and Qwen2.5: biases on q, k and v alone."""
 
 from penstock.models.family import Family
-from penstock.models.hf_config import HfConfig, decoder_config
+from penstock.models.hf_config import HfConfig, decoder_config, sliding_from_a_layer_on
 from penstock.models.roles import DECODER_ROLES
 from penstock.models.shape import DecoderConfig
 
@@ -10,7 +10,7 @@ ROLES = DECODER_ROLES
 
 def read(hf: HfConfig) -> DecoderConfig:
     """The DecoderConfig of a Qwen2's config.json, which has no field for its biases."""
-    return decoder_config(hf, qkv_bias=True)
+    return decoder_config(hf, qkv_bias=True, **sliding_from_a_layer_on(hf))
 
 
 QWEN2 = Family("qwen2", read, ROLES)

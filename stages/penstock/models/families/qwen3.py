@@ -1,7 +1,7 @@
 """Qwen3, dense: queries and keys are normalised head by head; the head width is its own field."""
 
 from penstock.models.family import Family
-from penstock.models.hf_config import HfConfig, decoder_config, given
+from penstock.models.hf_config import HfConfig, decoder_config, given, sliding_from_a_layer_on
 from penstock.models.roles import DECODER_ROLES
 from penstock.models.shape import DecoderConfig
 
@@ -12,7 +12,12 @@ def read(hf: HfConfig) -> DecoderConfig:
     """The DecoderConfig of a Qwen3's config.json."""
     bias = bool(given(hf, "attention_bias", False))
     return decoder_config(
-        hf, head_dim=given(hf, "head_dim", 128), qkv_bias=bias, o_bias=bias, qk_norm=True
+        hf,
+        head_dim=given(hf, "head_dim", 128),
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+        **sliding_from_a_layer_on(hf),
     )
 
 

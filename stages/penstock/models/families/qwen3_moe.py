@@ -1,7 +1,15 @@
 """Qwen3 with experts: softmax over all of them, the best few; no shared ones."""
 
-from penstock.models.family import ATTENTION_PARTS, Family
-from penstock.models.hf_config import HfConfig, decoder_config, given, required
+from penstock.models.family import Family
+from penstock.models.hf_config import (
+    HfConfig,
+    balance_of,
+    decoder_config,
+    given,
+    required,
+    sliding_everywhere,
+    window_if_used,
+)
 from penstock.models.roles import DECODER_ROLES
 from penstock.models.shape import DecoderConfig, ExpertsConfig
 
@@ -11,7 +19,14 @@ ROLES = DECODER_ROLES
 def read(hf: HfConfig) -> DecoderConfig:
     """The DecoderConfig of a Qwen3-MoE's config.json."""
     bias = bool(given(hf, "attention_bias", False))
-    return decoder_config(hf, qkv_bias=bias, o_bias=bias, qk_norm=True, experts=_experts(hf))
+    return decoder_config(
+        hf,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+        experts=_experts(hf),
+        **sliding_everywhere(hf, window_if_used(hf)),
+    )
 
 
 def _experts(hf: HfConfig) -> ExpertsConfig | None:
@@ -30,8 +45,8 @@ def _experts(hf: HfConfig) -> ExpertsConfig | None:
         experts_per_token=given(hf, "num_experts_per_tok", 8),
         width=given(hf, "moe_intermediate_size", 768),
         normalised=bool(given(hf, "norm_topk_prob", False)),
-        balance=given(hf, "router_aux_loss_coef", 0.001),
+        balance=balance_of(hf),
     )
 
 
-QWEN3_MOE = Family("qwen3_moe", read, ROLES, lora_targets=ATTENTION_PARTS)
+QWEN3_MOE = Family("qwen3_moe", read, ROLES)

@@ -15,7 +15,11 @@ from penstock_kernels.rope import rope
 
 
 class Attend(Protocol):
-    """Causal attention within each document: q [T,N,H], k and v [T,K,H] in, [T,N,H] out."""
+    """Causal attention within each document: q [T,N,H], k and v [T,K,H] in, [T,N,H] out.
+
+    A token sees the last `window` ones up to itself, or with None all of them. `sinks_N`, if there
+    are any, are scores beside those of the keys, to which no value belongs.
+    """
 
     def __call__(
         self,
@@ -24,6 +28,8 @@ class Attend(Protocol):
         v_TKH: torch.Tensor,
         segments: Segments,
         scale: float,
+        window: int | None = None,
+        sinks_N: torch.Tensor | None = None,
         /,
     ) -> torch.Tensor: ...
 
@@ -34,8 +40,16 @@ class SelfAttention(nn.Module):
     `attend` is a socket: whoever assembles the model may wrap or replace it.
     """
 
-    def __init__(self, config: DecoderConfig, *, merge_qkv: bool, attend: Attend) -> None:
+    def __init__(
+        self, config: DecoderConfig, layer: int, *, merge_qkv: bool, attend: Attend
+    ) -> None:
         super().__init__()
+        self.window = config.window_of(layer)
+        self.sinks = (
+            nn.Parameter(torch.empty(config.num_attention_heads))
+            if config.attention_sinks
+            else None
+        )
         self.head_dim = config.head_dim
         self.scale = config.head_dim**-0.5
         self.merge_qkv = merge_qkv
@@ -65,7 +79,7 @@ class SelfAttention(nn.Module):
         if self.qk_norm:
             q_TNH, k_TKH = self.q_norm(q_TNH), self.k_norm(k_TKH)
         q_TNH, k_TKH = rope(q_TNH, k_TKH, cos_TH, sin_TH, self.rope_pairs)
-        y_TNH = self.attend(q_TNH, k_TKH, v_TKH, segments, self.scale)
+        y_TNH = self.attend(q_TNH, k_TKH, v_TKH, segments, self.scale, self.window, self.sinks)
         return self.o_proj(y_TNH.flatten(1))
 
     def _projected(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -3,14 +3,17 @@
 T tokens, D model width, K experts per token.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import nn
 
+from penstock.models.layers.clamped_experts import ClampedExperts
 from penstock.models.layers.experts import ExpertOperations, Experts
 from penstock.models.layers.feed_forward import FeedForward
 from penstock.models.layers.router import Precision, Router
+from penstock.models.layers.run import Run, direct
 from penstock.models.shape import DecoderConfig, ExpertsConfig
 from penstock_kernels.permute import order_of
 
@@ -41,10 +44,17 @@ def dispatch_here(
     return operations.unpermute(y_RD, weights_TK, order)
 
 
+def at_hand(y_TD: torch.Tensor) -> torch.Tensor:
+    """Nothing is on its way."""
+    return y_TD
+
+
 class MixtureOfExperts(nn.Module):
     """Choose, dispatch, combine, and add what the shared experts say of every token.
 
-    `dispatch` is a socket: whoever assembles the model may wrap or replace it.
+    `dispatch`, `arrive` and `run_shared` are sockets: whoever assembles the model may wrap or
+    replace them. What `dispatch` gives may still be on its way; `arrive` waits for it, and is
+    called once nothing is left to do meanwhile.
     """
 
     def __init__(
@@ -58,16 +68,22 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         width = config.hidden_size
         self.gate = Router(experts, width, precision=router)
-        self.experts = Experts(experts, width, operations=operations)
+        form = ClampedExperts if experts.clamped else Experts
+        self.experts = form(experts, width, operations=operations)
         self.shared_experts = (
             FeedForward(width, experts.shared_width, bias=config.mlp_bias)
             if experts.shared_width
             else None
         )
         self.dispatch: Dispatch = dispatch_here
+        self.arrive: Callable[[torch.Tensor], torch.Tensor] = at_hand
+        self.run_shared: Run = direct
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """The network's contribution to the residual stream, [T, D]."""
         choice_TK, weights_TK = self.gate(x_TD)
         y_TD = self.dispatch(x_TD, choice_TK, weights_TK, self.experts)
-        return y_TD if self.shared_experts is None else y_TD + self.shared_experts(x_TD)
+        if self.shared_experts is None:
+            return self.arrive(y_TD)
+        shared_TD = self.run_shared(self.shared_experts, x_TD)
+        return self.arrive(y_TD) + shared_TD

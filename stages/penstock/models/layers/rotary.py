@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from penstock.models.shape import RotaryPairs
 
@@ -71,4 +70,7 @@ def _frequencies(
         max_position_embeddings=max_position_embeddings,
         standardize_rope_params=lambda: None,
     )
+    # Half a second that models without scaled positions need not wait.
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: PLC0415
+
     return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))

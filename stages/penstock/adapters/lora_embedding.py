@@ -1,0 +1,68 @@
+"""Low-rank adaptation of an embedding.
+
+T tokens, V vocabulary, D model width. A is [r, V] and B [D, r], as in PEFT: the row of a token is
+that of its table plus s B A's column, and under DoRA columns of the sum are given norms.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from penstock.adapters.change import Product
+from penstock.adapters.dora import Normed, SumSquares, all_here, column_norms, ratio
+from penstock.adapters.lora import unfilled
+
+LookUp = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Token ids [T] and a table [V, F] to rows [T, F]."""
+
+PART = "embed_tokens"
+
+
+class LoraEmbedding(nn.Embedding):
+    """An embedding whose own table is frozen, with one pair of factors.
+
+    It takes the base layer's Parameter as it is, under the same name. For whoever has only some
+    tokens' rows here, `look_up` is a socket, as are `leave`, through which embeddings go out, and
+    `sum_squares`.
+    """
+
+    def __init__(
+        self, base: nn.Embedding, *, rank: int, scale: float, normed: Normed = "plain"
+    ) -> None:
+        super().__init__(base.num_embeddings, base.embedding_dim, device="meta")
+        self.weight = base.weight
+        self.requires_grad_(False)
+        self.scale = scale
+        self.look_up: LookUp = F.embedding
+        self.leave: Callable[[torch.Tensor], torch.Tensor] = _as_it_is
+        self.sum_squares: SumSquares = all_here
+        device = base.weight.device
+        self.lora_A = unfilled({PART: (rank, base.num_embeddings)}, device)
+        self.lora_B = unfilled({PART: (base.embedding_dim, rank)}, device)
+        norms = {PART: (base.embedding_dim,)} if normed == "dora" else {}
+        self.lora_magnitude = unfilled(norms, device)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Embeddings [T, D] in the table's dtype."""
+        x_TD = self.look_up(input, self.weight)
+        more_TD = F.linear(self.look_up(input, self.lora_A[PART].T), self.lora_B[PART]) * self.scale
+        if PART in self.lora_magnitude:
+            by_D = ratio(self.lora_magnitude[PART], self._norms())
+            return self.leave((by_D * (x_TD + more_TD)).to(x_TD.dtype))
+        return self.leave(x_TD + more_TD.to(x_TD.dtype))
+
+    @torch.no_grad()
+    def measure(self) -> None:
+        """Start magnitudes, if there are any, at the norms there are now."""
+        for magnitude in self.lora_magnitude.values():
+            magnitude.copy_(self._norms())
+
+    def _norms(self) -> torch.Tensor:
+        a, b = (factors[PART].detach().float() for factors in (self.lora_A, self.lora_B))
+        return column_norms(self.weight, Product(a.T, b.T, self.scale), self.sum_squares)
+
+
+def _as_it_is(x_TD: torch.Tensor) -> torch.Tensor:
+    return x_TD

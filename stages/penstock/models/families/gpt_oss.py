@@ -1,0 +1,68 @@
+"""gpt-oss: every second layer's attention sees a window, all of them have sinks and biases; experts
+in every layer, with biases and a clamped gate."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.models.family import ATTENTION_PARTS, Family
+from penstock.models.hf_config import (
+    HfConfig,
+    balance_of,
+    decoder_config,
+    given,
+    of_whole_heads,
+    required,
+    rope_parameters,
+    sliding,
+)
+from penstock.models.roles import DECODER_ROLES
+from penstock.models.shape import ClampedGate, DecoderConfig, ExpertNames, ExpertsConfig
+
+ROLES = DECODER_ROLES
+NAMES = ExpertNames(router="router")
+THETA = 150_000.0
+LORA_TARGETS = (*ATTENTION_PARTS, "gate_up_proj", "down_proj")
+
+ROPE: Mapping[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+"""What turns queries and keys where config.json says nothing of it."""
+
+
+def read(hf: HfConfig) -> DecoderConfig:
+    """The DecoderConfig of a gpt-oss's config.json."""
+    bias = bool(given(hf, "attention_bias", True))
+    says = hf.get("rope_parameters") or hf.get("rope_scaling")
+    rope = rope_parameters(hf if says else {**hf, "rope_parameters": ROPE}, theta=THETA)
+    num_layers = required(hf, "num_hidden_layers")
+    return decoder_config(
+        hf,
+        num_key_value_heads=given(hf, "num_key_value_heads", 8),
+        head_dim=given(hf, "head_dim", 64),
+        rms_norm_eps=given(hf, "rms_norm_eps", 1e-5),
+        rope_parameters=of_whole_heads(rope),
+        qkv_bias=bias,
+        o_bias=bias,
+        attention_sinks=True,
+        experts=ExpertsConfig(
+            layers=tuple(range(num_layers)),
+            num_experts=given(hf, "num_local_experts", given(hf, "num_experts", 128)),
+            experts_per_token=given(hf, "num_experts_per_tok", 4),
+            width=required(hf, "intermediate_size"),
+            router_bias=True,
+            balance=balance_of(hf),
+            clamped=ClampedGate(
+                alpha=given(hf, "swiglu_alpha", 1.702), limit=given(hf, "swiglu_limit", 7.0)
+            ),
+            names=NAMES,
+        ),
+        **sliding(hf, hf.get("sliding_window", 128), range(0, num_layers, 2)),
+    )
+
+
+GPT_OSS = Family("gpt_oss", read, ROLES, lora_targets=LORA_TARGETS)

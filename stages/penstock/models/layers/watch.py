@@ -1,0 +1,87 @@
+"""Who looks on while routers choose. Routers say what they see; this is where it goes.
+
+A watch is of one micro-batch, and reaches routers beside the model's arguments: a layer that is
+computed again, perhaps when another micro-batch is on its way, finds its own again.
+
+T tokens, R packed rows, E experts.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a router saw of a micro-batch, padding left out: sums over the tokens of each row, or
+    over those that arrived here."""
+
+    counts_RE: torch.Tensor  # noqa: N815 - R and E name the dimensions
+    """int64: tokens that chose each expert."""
+    shares_RE: torch.Tensor  # noqa: N815 - R and E name the dimensions
+    """Each expert's share of a token's scores, of which a token has 1 in all; fp32."""
+    squares_R: torch.Tensor  # noqa: N815 - R names the dimension
+    """The squared logarithm of the sum of exponentials of a token's logits; fp32."""
+
+
+class Watch(Protocol):
+    """Looks on during the passes of one micro-batch."""
+
+    @property
+    def row_T(self) -> torch.Tensor:  # noqa: N802 - T names the dimension
+        """The row of each of the pass's tokens, from 1; 0 for padding. int64."""
+        ...
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        ...
+
+    @property
+    def penalises(self) -> bool:
+        """Whether `saw` gives something to add to the loss."""
+        ...
+
+    def looks_at(self, router: nn.Module) -> bool:
+        """Whether it wants to hear of the pass that is going on."""
+        ...
+
+    def saw(self, router: nn.Module, seen: Seen) -> torch.Tensor | None:
+        """Take note, and give a scalar to add to the loss, or None."""
+        ...
+
+
+_WATCHED_BY: ContextVar[Watch | None] = ContextVar("watch", default=None)
+
+
+@contextmanager
+def watched_by(watch: Watch | None) -> Iterator[None]:
+    """While this is entered, routers that are called tell `watch`, or with None nobody."""
+    before = _WATCHED_BY.set(watch)
+    try:
+        yield
+    finally:
+        _WATCHED_BY.reset(before)
+
+
+def current_watch() -> Watch | None:
+    """Who looks on here and now."""
+    return _WATCHED_BY.get()
+
+
+def watched_alike(run: Callable[..., Result]) -> Callable[..., Result]:
+    """`run` for a call that is repeated later: who looks on now will then."""
+    watch = current_watch()
+
+    def alike(*args: Any) -> Result:
+        with watched_by(watch):
+            return run(*args)
+
+    return alike

@@ -1,0 +1,121 @@
+"""Dropout in a model: where it falls, judged by transformers with the same draws, and on what."""
+
+from dataclasses import replace
+from itertools import cycle
+
+import pytest
+import torch
+
+from penstock.engine.recompute import FORMS, recompute
+from penstock.models.layers.dropout import Dropout, Noise, drawing_from
+from tests.models.twins import (
+    assert_gradients_equal,
+    documents,
+    gradients,
+    packed_logits,
+    packed_loss,
+    their_loss,
+    twins,
+)
+
+RATE = 0.4
+
+
+def noise_of(ids, *, step=0, first_row=0):
+    """Each document a row of its own."""
+    places = [
+        (row << 32) + torch.arange(len(document)) for row, document in enumerate(ids, first_row)
+    ]
+    return Noise(seed=3, step=step, places_T=torch.cat(places))
+
+
+def drops(site, ids):
+    """A hook for transformers' modules that drops as the site does; they see one document after
+    another."""
+    dropout = Dropout(RATE, site)
+    noises = cycle([noise_of([document], first_row=row) for row, document in enumerate(ids)])
+
+    def hook(_module, _arguments, output):
+        with drawing_from(next(noises)):
+            if isinstance(output, tuple):
+                return dropout(output[0][0])[None], *output[1:]
+            return dropout(output[0])[None]
+
+    return hook
+
+
+def test_what_layers_add_is_dropped_from_before_it_is_added():
+    pair = twins("qwen3", dropout=RATE)
+    ids, labels = documents()
+    for number, layer in enumerate(pair.theirs.model.layers):
+        for part in ("self_attn", "mlp"):
+            layer.get_submodule(part).register_forward_hook(
+                drops(f"model.layers.{number}.{part}", ids)
+            )
+    with drawing_from(noise_of(ids)):
+        mine = packed_loss(pair.ours, ids, labels)
+    mine.backward()
+    theirs = their_loss(pair.theirs, ids, labels)
+    theirs.backward()
+    torch.testing.assert_close(mine, theirs, atol=0, rtol=2e-6)
+    assert_gradients_equal(gradients(pair.ours), gradients(pair.theirs))
+
+
+def logits(model, ids, noise):
+    with torch.no_grad(), drawing_from(noise):
+        return packed_logits(model, ids)
+
+
+def test_a_token_draws_alike_in_whatever_company_and_otherwise_in_other_steps_rows_and_runs():
+    model = twins("qwen3", dropout=RATE).ours
+    ids, _ = documents()
+    noise = noise_of(ids)
+    whole = logits(model, ids, noise)
+    alone = noise_of(ids[2:3], first_row=2)
+    start = len(ids[0]) + len(ids[1])
+    within = whole[start : start + len(ids[2])]
+    torch.testing.assert_close(logits(model, ids[2:3], alone), within, atol=1e-5, rtol=1e-5)
+    others = (
+        replace(alone, step=1),
+        replace(alone, seed=4),
+        noise_of(ids[2:3], first_row=1),
+    )
+    for other in others:
+        assert (logits(model, ids[2:3], other) - within).abs().max() > 0.1
+
+
+def test_nothing_is_dropped_in_an_evaluation_or_without_a_noise():
+    model, plain = (twins("qwen3", dropout=rate).ours for rate in (RATE, 0.0))
+    ids, _ = documents()
+    want = packed_logits(plain, ids)
+    assert torch.equal(logits(model, ids, None), want)
+    assert not torch.equal(logits(model, ids, noise_of(ids)), want)
+    assert torch.equal(logits(model.eval(), ids, noise_of(ids)), want)
+
+
+@pytest.mark.parametrize("modules", [None, ["mlp", "self_attn"]], ids=["layers", "parts"])
+@pytest.mark.parametrize("kind", FORMS)
+def test_what_is_computed_again_drops_what_it_dropped_before(kind, modules):
+    ids, labels = documents()
+    found = []
+    for again in (False, True):
+        model = twins("qwen3", dropout=RATE).ours
+        if again:
+            recompute(model, modules, kind)
+        with drawing_from(noise_of(ids)):
+            loss = packed_loss(model, ids, labels)
+        # As in a pipeline, where another micro-batch is on its way forward.
+        with drawing_from(noise_of(ids, step=9)):
+            loss.backward()
+        found.append(gradients(model))
+    plain, repeated = found
+    assert all(torch.equal(repeated[name], gradient) for name, gradient in plain.items())
+
+
+def test_sites_are_called_alike_in_every_part_of_a_model():
+    pair = twins("qwen3", dropout=RATE)
+    sites = [module.site for module in pair.ours.modules() if isinstance(module, Dropout)]
+    assert len(set(sites)) == len(sites) == 2 * 3
+    # By the names of transformers' modules, whatever ours are called.
+    known = {name for name, _ in pair.theirs.named_modules()}
+    assert set(sites) < known
