@@ -29,7 +29,9 @@ PRELOADED = [
     "torch.nn.parallel",
     "torch.utils.checkpoint",
     "penstock.engine.assemble",
+    "penstock.engine.parallel.pipeline",
     "penstock.train.main",
+    "tests.engine.traces",
 ]
 ECHOES = (
     "Connection reset",

@@ -1,7 +1,4 @@
-"""Ways to cut one small model over ranks, and rows to train it on.
-
-Rows hold documents of one token, of prime lengths, and longer than any rank's share.
-"""
+"""Ways to cut one small model over ranks."""
 
 import math
 from collections.abc import Mapping
@@ -9,12 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import torch
-import transformers
-
-from penstock.rows.schema import PACKED
 from penstock.train.job import Job
 from tests.engine import runs
 
@@ -22,39 +13,6 @@ STEPS, ROWS_PER_STEP = 3, 4
 MAX_NORM, LR = 0.5, 0.5
 """Every step is clipped, and moves weights by far more than rounding does."""
 
-DOCUMENTS = (
-    [1, 2, 3, 5, 7, 11, 13, 17, 1],
-    [97],
-    [1],
-    [31, 1, 41],
-    [2, 83],
-    [19, 23, 29],
-    [1, 1, 1, 53],
-    [61, 37, 1],
-)
-"""Lengths of the documents in a row; a rank's share of one is at most half of it."""
-
-MODELS: Mapping[str, dict[str, Any]] = {
-    "tied": {"tie_word_embeddings": True},
-    "untied": {"tie_word_embeddings": False},
-    "two key heads": {"tie_word_embeddings": True, "num_key_value_heads": 2},
-    "experts": {
-        "model_type": "qwen3_moe",
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "tie_word_embeddings": False,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 20,
-        "mlp_only_layers": [1],
-        "norm_topk_prob": True,
-    },
-}
-SHAPE = {
-    "vocab_size": runs.VOCAB + 11,  # a prime: no two ranks hold as much of it
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-}
 SHORT = {
     "pp": "pipeline_parallel_size",
     "replicate": "data_parallel_replicate_size",
@@ -66,6 +24,30 @@ SHORT = {
 """Sizes of axes are written by these names, outermost first."""
 
 
+LORA_FORMS: Mapping[bool | str, dict[str, Any]] = {
+    "shared": {"moe_shared_lora": True},
+    "half shared": {"moe_hybrid_shared_lora": True},
+    "normed": {
+        "use_dora": True,
+        "use_rslora": True,
+        # With the root of the rank an adapter would count eight times, and so would its rounding.
+        "lora_alpha": 4,
+        "lora_plus_ratio": 4.0,
+        "lora_target_modules": ["all-linear", "embed_tokens", "lm_head"],
+    },
+    "biased": {"lora_bias": "lora_only", "lora_target_modules": ["*.self_attn.*"]},
+}
+"""What adapters may be besides the plain ones."""
+
+
+BALANCES: Mapping[str, dict[str, Any]] = {
+    "": {},
+    "of rows": {"moe_aux_loss_coef": 0.5, "moe_z_loss_coef": 0.05},
+    "of steps": {"moe_aux_loss_coef": 0.5, "moe_global_load_balancing": True},
+}
+"""What is asked of routers, of which gradients are as large as of the loss."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """Sizes of axes, and other settings."""
@@ -74,8 +56,13 @@ class Layout:
     sizes: Mapping[str, int]
     more: Mapping[str, Any] = field(default_factory=dict)
     kind: str = "tied"
-    """One of MODELS."""
-    lora: bool = False
+    """One of `inputs.MODELS`."""
+    lora: bool | str = False
+    """A text: one of LORA_FORMS."""
+    drops: float = 0.0
+    """The rate of every dropout there is."""
+    balance: str = ""
+    """One of BALANCES."""
 
     @property
     def world(self) -> int:
@@ -89,9 +76,16 @@ class Layout:
             "lr": LR,
             "max_grad_norm": MAX_NORM,
             "global_batch_size": ROWS_PER_STEP,
-            "lora": {"enable_lora": self.lora, "lora_rank": 4},
+            "dropout": {"hidden": self.drops},
+            "lora": {
+                "enable_lora": bool(self.lora),
+                "lora_rank": 4,
+                "lora_dropout": self.drops,
+                **LORA_FORMS.get(self.lora, {}),
+            },
             "data": {"pad_to_multiple_of": 1},
             **{SHORT[axis]: size for axis, size in self.sizes.items()},
+            **BALANCES[self.balance],
             **self.more,
             **train,
         }
@@ -99,15 +93,31 @@ class Layout:
         run = runs.run_config(folder / out, folder / self.kind, model=model, **settings)
         return runs.job_of(run, folder / "packed")
 
+    @property
+    def alone(self) -> "Layout":
+        """The same in one process: what every other layout is compared with."""
+        return alone(self.kind, lora=self.lora, drops=self.drops, balance=self.balance)
 
-def _laid(name: str, /, kind: str = "tied", lora: bool = False, **settings: Any) -> Layout:
+
+def _laid(
+    name: str,
+    /,
+    kind: str = "tied",
+    lora: bool | str = False,
+    drops: float = 0.0,
+    balance: str = "",
+    **settings: Any,
+) -> Layout:
     sizes = {axis: settings.pop(axis) for axis in SHORT if axis in settings}
-    return Layout(name, sizes, settings, kind, lora)
+    return Layout(name, sizes, settings, kind, lora, drops, balance)
 
 
-def alone(kind: str, *, lora: bool = False) -> Layout:
-    """One process: what every other layout is compared with."""
-    return Layout("one process", {}, {"data_parallel_mode": "none"}, kind, lora)
+def alone(kind: str, *, lora: bool | str = False, drops: float = 0.0, balance: str = "") -> Layout:
+    """One process."""
+    adapters = f", adapters {lora}" if isinstance(lora, str) else ", adapters" * lora
+    name = f"one process of {kind}{adapters}{', dropout' * (drops > 0)}"
+    name += f", balance {balance}" if balance else ""
+    return Layout(name, {}, {"data_parallel_mode": "none"}, kind, lora, drops, balance)
 
 
 FORMS = (
@@ -217,6 +227,14 @@ EXPERTS = (
     _sparse("ep 2 over replicate 2 x shard 2", 2, replicate=2, shard=2),
     _sparse("ep 2 over shard 2 x tp 2", 2, shard=2, tp=2),
     _sparse("ep 2 over pp 2 x shard 2", 2, pp=2, shard=2),
+    _sparse("ep 2 over tp 2, gates recomputed", 2, tp=2, moe_checkpoint_method="moe_act"),
+    _sparse(
+        "experts, pp 2, ZBV, gates recomputed",
+        1,
+        pp=2,
+        pipeline_parallel_schedule="ZBVZeroBubble",
+        moe_checkpoint_method="moe_act",
+    ),
     _sparse("ep 4 over shard 4", 4, shard=4),
     _sparse("ep 4 over shard 2 x tp 2, ddp", 4, replicate=2, tp=2, data_parallel_mode="ddp"),
     _sparse("ep 4 over ring 2 x ulysses 2", 4, ring=2, ulysses=2),
@@ -227,37 +245,122 @@ EXPERTS = (
 )
 """Experts shared out over ranks of every other axis."""
 
-LAYOUTS = {layout.name: layout for layout in (*FORMS, *SINGLE, *PAIRS, *TRIPLES, *EXPERTS)}
+ADAPTED = (
+    _sparse("adapters of experts, ep 2 over shard 2", 2, shard=2, lora=True),
+    _sparse("adapters of experts, pp 2", 1, pp=2, lora=True),
+    _sparse(
+        "shared adapters, ep 2 over replicate 2, ddp",
+        2,
+        replicate=2,
+        lora="shared",
+        data_parallel_mode="ddp",
+    ),
+    _sparse("shared adapters, tp 2", 1, tp=2, lora="shared"),
+    _sparse("half shared adapters, ep 2 over tp 2", 2, tp=2, lora="half shared", **SPLIT),
+    _sparse(
+        "half shared adapters, ep 2 over shard 2, gates recomputed",
+        2,
+        shard=2,
+        lora="half shared",
+        moe_checkpoint_method="moe_act",
+    ),
+)
+"""Experts with adapters, which lie where they do, or on all ranks if experts share them."""
 
 
-def write_inputs(folder: Path, num_rows: int) -> None:
-    """Packed rows, and a folder of random weights for each model."""
-    write_rows(folder / "packed", num_rows)
-    for name, changes in MODELS.items():
-        config = transformers.AutoConfig.for_model(**{**runs.TINY, **SHAPE, **changes})
-        config.dtype = torch.float32
-        torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(config)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                # Not the usual start: norms must differ from 1 to be told apart.
-                parameter.add_(0.1 * torch.randn_like(parameter))
-        model.save_pretrained(folder / name)
+def _sinks(name: str, /, **settings: Any) -> Layout:
+    return _laid(f"gpt-oss, {name}", kind="sinks", **settings)
 
 
-def write_rows(folder: Path, num_rows: int) -> None:
-    """Rows of these documents in turn, most of whose tokens are trained."""
-    rng = np.random.default_rng(0)
-    rows: dict[str, list[Any]] = {"input_ids": [], "labels": [], "lengths": []}
-    for number in range(num_rows):
-        lengths = DOCUMENTS[number % len(DOCUMENTS)]
-        ids = rng.integers(0, runs.VOCAB, size=sum(lengths))
-        labels = np.where(rng.random(len(ids)) < 0.8, np.roll(ids, -1), -100)
-        labels[np.cumsum(lengths) - 1] = -100
-        rows["input_ids"].append(ids.tolist())
-        rows["labels"].append(labels.tolist())
-        rows["lengths"].append(lengths)
-    train = folder / "data" / "train"
-    train.mkdir(parents=True)
-    with pa.ipc.new_file(str(train / "rows-00000-of-00001.arrow"), PACKED) as writer:
-        writer.write_table(pa.table(rows, schema=PACKED))
+SINKS = (
+    _sinks(
+        "ep 2 over shard 2, gates recomputed",
+        shard=2,
+        expert_parallel_size=2,
+        moe_checkpoint_method="moe_act",
+    ),
+    _sinks("ring 2", ring=2),
+    _sinks("ulysses 2", ulysses=2),
+    _sinks("tp 2, sequence parallel", tp=2, model={"merge_qkv": False}, **SPLIT),
+    _sinks("tp 2, adapters", tp=2, lora=True),
+    _sinks("pp 2", pp=2),
+)
+"""Windows and sinks in attention, and experts that are one tensor in a checkpoint."""
+
+NORMED: dict[str, Any] = {"kind": "untied", "lora": "normed"}
+FORMED = (
+    _laid("normed adapters, shard 2", shard=2, load_weights_mode="all_ranks", **NORMED),
+    _laid("normed adapters, tp 2", tp=2, **NORMED),
+    _laid("normed adapters, tp 2, not fused", tp=2, model={"merge_qkv": False}, **SPLIT, **NORMED),
+    _laid("normed adapters, pp 2", pp=2, **NORMED),
+    _sinks("tp 2, adapters and biases", tp=2, lora="biased"),
+)
+"""Adapters with magnitudes, on the embedding and the head too, and with biases."""
+
+RATE = 0.1
+
+
+def _dropping(name: str, /, **settings: Any) -> Layout:
+    return _laid(f"dropout, {name}", drops=RATE, **settings)
+
+
+DROPPING = (
+    _dropping("all kept", data_parallel_mode="none", enable_gradient_checkpointing=False),
+    _dropping("two rows at once", data_parallel_mode="none", micro_batch_size=2),
+    _dropping("shard 2", shard=2),
+    _dropping("ring 2", ring=2),
+    _dropping("ulysses 2", ulysses=2),
+    _dropping("tp 2, sequence parallel", tp=2, **SPLIT),
+    _dropping("pp 2, ZBV", pp=2, pipeline_parallel_schedule="ZBVZeroBubble"),
+    _dropping("tp 2, adapters", tp=2, lora=True),
+    _dropping(
+        "tp 2, sequence parallel, adapters not fused",
+        tp=2,
+        lora=True,
+        model={"merge_qkv": False},
+        recompute_modules=["self_attn"],
+        **SPLIT,
+    ),
+)
+"""Layouts under which the same is dropped."""
+
+TWO_AT_ONCE: dict[str, Any] = {"micro_batch_size": 2}
+ZBV: dict[str, Any] = {"pipeline_parallel_schedule": "ZBVZeroBubble"}
+BALANCED = (
+    _sparse("balance of rows, two at once", 1, balance="of rows", shard=1, **TWO_AT_ONCE),
+    _sparse("balance of rows, ep 2 over shard 2", 2, balance="of rows", shard=2),
+    _sparse("balance of rows, ring 2", 1, balance="of rows", ring=2, **TWO_AT_ONCE),
+    _sparse("balance of rows, ulysses 2", 1, balance="of rows", ulysses=2),
+    _sparse("balance of rows, tp 2", 1, balance="of rows", tp=2),
+    _sparse("balance of rows, ep 2 over tp 2, split", 2, balance="of rows", tp=2, **SPLIT),
+    _sparse("balance of rows, pp 2, ZBV", 1, balance="of rows", pp=2, **ZBV),
+    _sparse("balance of steps, shard 2", 1, balance="of steps", shard=2),
+    _sparse("balance of steps, one pass, shard 2", 1, balance="of steps", shard=2, **TWO_AT_ONCE),
+    _sparse("balance of steps, tp 2, split", 1, balance="of steps", tp=2, **SPLIT),
+    _sparse("balance of steps, pp 2", 1, balance="of steps", pp=2),
+    _sparse(
+        "balance of steps, ep 4 over pp 2 x ring 2 x tp 2",
+        4,
+        balance="of steps",
+        pp=2,
+        ring=2,
+        tp=2,
+    ),
+)
+"""Losses of routers, of rows that are cut or several at once, and of steps of several passes."""
+
+LAYOUTS = {
+    layout.name: layout
+    for layout in (
+        *FORMS,
+        *SINGLE,
+        *PAIRS,
+        *TRIPLES,
+        *EXPERTS,
+        *ADAPTED,
+        *SINKS,
+        *FORMED,
+        *DROPPING,
+        *BALANCED,
+    )
+}

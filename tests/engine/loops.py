@@ -25,7 +25,7 @@ def loop_of(job: Job, ranks: Ranks | None = None) -> Loop:
     torch.set_num_threads(1)
     ranks = ranks or join(60)
     hf_config = read_hf_config(job.config_path, job.config.model.foundation)
-    built = assemble(job.config, hf_config, job.weights, ranks, lambda _: None)
+    built = assemble(job.config, hf_config, job.weights, ranks, lambda _: None, adapter=job.adapter)
     return Loop(job, built, ranks, StopRequest())
 
 

@@ -18,6 +18,7 @@ from penstock.train.main import run_rank
 from penstock.train.stopping import StopRequest
 
 VOCAB = 320
+LR = 0.05
 
 TINY = {
     "model_type": "qwen3",
@@ -76,7 +77,7 @@ def run_config(out: Path, model: Path, /, **train: Any) -> RunConfig:
         "enable_mixed_precision": False,
         "global_batch_size": 4,
         "num_train_epochs": 1,
-        "lr": 0.05,
+        "lr": LR,
         "seed": 7,
         "save_epochs": 0,
         "save_hf_weights": False,
@@ -98,7 +99,11 @@ def run_config(out: Path, model: Path, /, **train: Any) -> RunConfig:
 
 
 def job_of(
-    run: RunConfig, packed: Path, key: str = "a" * 64, epoch_rows: tuple[int, ...] = ()
+    run: RunConfig,
+    packed: Path,
+    key: str = "a" * 64,
+    epoch_rows: tuple[int, ...] = (),
+    adapter: Path | None = None,
 ) -> Job:
     """The job a train stage would hand to its ranks."""
     out = Path(run.train.output_dir)
@@ -115,6 +120,7 @@ def job_of(
         weights=weights,
         output_dir=out,
         launch="test",
+        adapter=adapter,
     )
 
 

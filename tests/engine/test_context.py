@@ -27,10 +27,18 @@ ROWS = {
     "alike but for padding": [7] * 13 + [5],
     "one over the middle": [37, 29, 30],
 }
+SINKS = torch.linspace(-1, 2, HEADS)
 CASES = [
-    *(("auto", name, torch.float32) for name in ROWS),
-    ("eager", "one longer than any share", torch.float32),
-    ("auto", "one longer than any share", torch.bfloat16),
+    *(("auto", name, torch.float32, None) for name in ROWS),
+    ("eager", "one longer than any share", torch.float32, None),
+    ("auto", "one longer than any share", torch.bfloat16, None),
+    # Windows within a rank's chunk, of whole chunks, and over several ranks'; with sinks, as all
+    # rows are that have a window here.
+    ("auto", "one document", torch.float32, 5),
+    ("auto", "primes and ones", torch.float32, 16),
+    ("auto", "one over the middle", torch.float32, 24),
+    ("eager", "one longer than any share", torch.float32, 50),
+    ("auto", "one document", torch.float32, 96),
 ]
 LAYOUTS = {
     2: [Degrees(ring=2), Degrees(ulysses=2)],
@@ -52,19 +60,22 @@ def tensors(dtype):
 def whole_batch(lengths):
     tokens = torch.arange(sum(lengths))
     positions = torch.cat([torch.arange(length) for length in lengths])
-    return MicroBatch(tokens, tokens + 1000, positions, tuple(lengths), 90, 80)
+    return MicroBatch(tokens, tokens + 1000, positions, tuple(lengths), 90, 80, ())
 
 
-def attend_here(context, backend, lengths, dtype):
-    """The numbers of this rank's tokens, and y, dq, dk, dv of these."""
+def attend_here(context, backend, lengths, dtype, window=None):
+    """The numbers of this rank's tokens, and y, dq, dk, dv of these; with a window also what the
+    sinks' gradient gets from here."""
     batch, mine = whole_batch(lengths), context.mine(whole_batch(lengths))
     tokens = mine.input_ids_T
     assert torch.equal(mine.labels_T, batch.labels_T[tokens])
     assert torch.equal(mine.position_ids_T, batch.position_ids_T[tokens])
     assert (mine.lengths, mine.num_tokens, mine.num_trained) == (tuple(lengths), 90, 80)
     q, k, v, dy = (part[tokens].requires_grad_() for part in tensors(dtype))
-    y = context.attend(backend)(q, k, v, context.segments(mine.lengths, "cpu"), SCALE)
-    return tokens, [y.detach(), *torch.autograd.grad(y, (q, k, v), dy.detach())]
+    given = [q, k, v] if window is None else [q, k, v, SINKS.clone().requires_grad_()]
+    segments = context.segments(mine.lengths, "cpu")
+    y = context.attend(backend)(q, k, v, segments, SCALE, window, *given[3:])
+    return tokens, [y.detach(), *torch.autograd.grad(y, given, dy.detach())]
 
 
 def several_layouts(layouts):
@@ -72,12 +83,13 @@ def several_layouts(layouts):
     results = {}
     for degrees in layouts:
         context = Context(Mesh(degrees, dist.get_rank(), "cpu"))
-        for backend, name, dtype in CASES:
-            tokens, parts = attend_here(context, backend, ROWS[name], dtype)
-            _, again = attend_here(context, backend, ROWS[name], dtype)
+        for case in CASES:
+            backend, name, *how = case
+            tokens, parts = attend_here(context, backend, ROWS[name], *how)
+            _, again = attend_here(context, backend, ROWS[name], *how)
             assert all(map(torch.equal, parts, again)), "the same bits each time"
             arrays = [part.float().numpy() for part in parts]
-            results[degrees, (backend, name, dtype)] = tokens.tolist(), arrays
+            results[degrees, case] = tokens.tolist(), arrays
     return results
 
 
@@ -85,20 +97,25 @@ def several_layouts(layouts):
 @pytest.mark.parametrize("world", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_ranks_that_share_a_row_compute_what_one_computes(world):
     ranks = on_ranks(world, several_layouts, LAYOUTS[world])
-    for degrees, (backend, name, dtype) in ranks[0]:
-        found = [results[degrees, (backend, name, dtype)] for results in ranks]
+    for degrees, case in ranks[0]:
+        _, name, dtype, window = case
+        found = [results[degrees, case] for results in ranks]
         tokens = [token for mine, _ in found for token in mine]
         assert sorted(tokens) == list(range(TOKENS)), "each token lies on one rank"
         q, k, v, dy = tensors(dtype)
-        want = dense_with_gradients(q, k, v, dy, ROWS[name], SCALE)
+        sinks = None if window is None else SINKS
+        want = dense_with_gradients(q, k, v, dy, ROWS[name], SCALE, window, sinks)
         forward, backward = TOLERANCE[dtype]
         for part, whole in enumerate(want):
-            got = torch.cat([torch.from_numpy(parts[part]) for _, parts in found])
+            parts = [torch.from_numpy(arrays[part]) for _, arrays in found]
+            is_of_tokens = part < 4
+            got = torch.cat(parts) if is_of_tokens else torch.stack(parts).sum(0)
+            expected = whole[tokens] if is_of_tokens else whole
             allowed = backward if part else forward
-            assert relative_error(got, whole[tokens]) < allowed, (degrees, name, dtype, part)
+            assert relative_error(got, expected) < allowed, (degrees, case, part)
 
 
-def bytes_sent(lengths):
+def bytes_sent(lengths, window=None):
     """What this rank sends in the forward pass, and in both."""
     sent, original = [0], dist.batch_isend_irecv
 
@@ -109,14 +126,22 @@ def bytes_sent(lengths):
     context = Context(Mesh(Degrees(ring=4), dist.get_rank(), "cpu"))
     dist.batch_isend_irecv = counting
     q, k, v, _ = (part[:24].requires_grad_() for part in tensors(torch.float32))
-    y = context.attend("auto")(q, k, v, context.segments(tuple(lengths), "cpu"), SCALE)
+    segments = context.segments(tuple(lengths), "cpu")
+    y = context.attend("auto")(q, k, v, segments, SCALE, window)
     forward = sent[0]
     y.sum().backward()
     return forward, sent[0]
 
 
+SENT_WINDOWS = (None, 5, 30)
+
+
 def several_rows():
-    return {name: bytes_sent(lengths) for name, lengths in ROWS.items()}
+    return {
+        (name, window): bytes_sent(lengths, window)
+        for name, lengths in ROWS.items()
+        for window in SENT_WINDOWS
+    }
 
 
 def owned_by(index, ring, tokens):
@@ -129,8 +154,8 @@ def owned_by(index, ring, tokens):
 def test_a_ring_sends_only_what_some_query_sees():
     ranks = on_ranks(4, several_rows)
     seen_on = [owned_by(index, 4, TOKENS) for index in range(4)]
-    for name, lengths in ROWS.items():
-        sees = visible(lengths)
+    for name, window in ranks[0]:
+        sees = visible(ROWS[name], window)
         keys = sum(
             int(sees[seen_on[asker]][:, seen_on[giver]].any(0).sum())
             for asker in range(4)
@@ -138,37 +163,51 @@ def test_a_ring_sends_only_what_some_query_sees():
             if asker != giver
         )
         once = keys * 2 * KV_HEADS * WIDTH * 4
-        assert sum(rank[name][0] for rank in ranks) == once
+        assert sum(rank[name, window][0] for rank in ranks) == once
         # There once more, and back with gradients.
-        assert sum(rank[name][1] for rank in ranks) == 3 * once
-    assert sum(rank["many short"][1] for rank in ranks) == 0
+        assert sum(rank[name, window][1] for rank in ranks) == 3 * once
+    assert sum(rank["many short", None][1] for rank in ranks) == 0
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(2, 5), st.integers(1, 6), st.lists(st.integers(1, 30), max_size=9))
-def test_every_visible_pair_is_computed_once_and_no_other(ring, chunk, wanted):
+@given(
+    st.integers(2, 5),
+    st.integers(1, 6),
+    st.lists(st.integers(1, 30), max_size=9),
+    st.none() | st.integers(1, 40),
+)
+def test_every_visible_pair_is_computed_once_and_no_other(ring, chunk, wanted, window):
     total, lengths = 2 * ring * chunk, []
     for length in [*wanted, 2 * ring * chunk]:
         if rest := total - sum(lengths):
             lengths.append(min(length, rest))
     computed = torch.zeros(total, total, dtype=torch.int64)
-    plans = [spread(lengths, ring, index) for index in range(ring)]
+    plans = [spread(lengths, ring, index).within(window) for index in range(ring)]
     # Two ranks with other lists would not agree on the order of the messages between them.
     assert len({tuple(step.distance for step in plan.steps) for plan in plans}) == 1
     tokens = [owned_by(index, ring, total) for index in range(ring)]
+
+    def count(part, asking, given):
+        queries, keys = asking[list(part.queries)], given[list(part.keys)]
+        assert (part.sees.num_queries, part.sees.num_keys) == (len(queries), len(keys))
+        hidden = part.sees.hidden_keys(torch.device("cpu"))
+        seen = torch.ones(len(queries), len(keys)) if hidden is None else ~hidden
+        assert all(seen.any(dim).all() for dim in (0, 1)), "each sees some, and each is seen"
+        computed[queries.unsqueeze(1), keys] += seen.long()
+
     for index, plan in enumerate(plans):
         assert sum(plan.lengths) == 2 * chunk
         mine = tokens[index]
-        computed[mine.unsqueeze(1), mine] += visible(plan.lengths).long()
+        computed[mine.unsqueeze(1), mine] += visible(plan.lengths, window).long()
+        for part in plan.own:
+            count(part, mine, mine)
         for step in plan.steps:
             giver = (index - step.distance) % ring
-            given = [s.gives for s in plans[giver].steps if s.distance == step.distance]
-            assert step.takes == sum(map(len, given))
-            if step.sees is not None:
-                keys = tokens[giver][list(given[0])]
-                assert (step.sees.num_queries, step.sees.num_keys) == (len(step.queries), len(keys))
-                computed[mine[list(step.queries)].unsqueeze(1), keys] += 1
-    assert torch.equal(computed, visible(lengths).long())
+            [given] = [s.gives for s in plans[giver].steps if s.distance == step.distance]
+            assert step.takes == len(given)
+            for part in step.parts:
+                count(part, mine, tokens[giver][list(given)])
+    assert torch.equal(computed, visible(lengths, window).long())
 
 
 def test_a_rank_alone_holds_the_row_and_attends_to_it_as_ever():

@@ -47,7 +47,7 @@ def counted(steps, seen):
 
 
 def plain(batch):
-    tensors = (batch.input_ids_T, batch.labels_T, batch.position_ids_T)
+    tensors = (batch.input_ids_T, batch.labels_T, batch.position_ids_T, batch.places())
     return [t.tolist() for t in tensors], batch.lengths, batch.num_tokens, batch.num_trained
 
 

@@ -1,6 +1,7 @@
 """Models with experts, sharded over ranks: read, computed, saved and exported; and their fields."""
 
 import shutil
+from importlib import metadata
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 from penstock.core.errors import CapabilityError
+from penstock.engine.assemble import build_empty
 from penstock.engine.checkpoint import Checkpoints
 from penstock.engine.checkpoint_reader import CheckpointReader
 from penstock.engine.expert_kernels import choose_experts
@@ -20,8 +22,10 @@ from penstock.engine.parallel.apply import shard_units
 from penstock.engine.ranks import join
 from penstock.engine.safetensors_folder import SafetensorsFolder
 from penstock.models.decoder import Decoder, Part
+from penstock.models.layers.experts import operations_of
 from penstock.models.registry import family_of
 from penstock.plan import check_machine
+from penstock_kernels.attention import attention
 from tests.engine import runs
 from tests.engine.loops import (
     before_each_update,
@@ -171,6 +175,33 @@ def test_experts_and_routers_are_computed_as_is_written(folder):
     assert len(found["new"][2]) == 3
 
 
+def factors(job):
+    """The shapes of one layer's factors, by the last parts of their names."""
+    experts = operations_of("eager")
+    family = family_of(hf_config := read_hf_config(job.config_path, {}))
+    config = family.read(hf_config)
+    model = build_empty(job.config, family, config, Part([2]), attention, experts)
+    return {
+        name.rpartition(".mlp.")[2]: tuple(parameter.shape)
+        for name, parameter in model.named_parameters()
+        if ".mlp." in name and parameter.requires_grad
+    }
+
+
+def test_experts_share_the_factors_that_are_written(folder):
+    lora = {"enable_lora": True, "lora_rank": 4, "lora_target_modules": ["down_proj"]}
+    found = [
+        factors(job(folder, "factors", "qwen3_moe", lora={**lora, **more}))
+        for more in ({}, {"moe_shared_lora": True}, {"moe_hybrid_shared_lora": True})
+    ]
+    own, shared = "experts.adapter.lora_{}.down_proj", "adapter.lora_{}.down_proj"
+    assert found == [
+        {own.format("A"): (8, 4, 24), own.format("B"): (8, 48, 4)},
+        {shared.format("A"): (4, 24), shared.format("B"): (48, 4)},
+        {own.format("A"): (8, 4, 24), shared.format("B"): (48, 4)},
+    ]
+
+
 def test_a_part_without_experts_knows_what_they_are_called_elsewhere(folder):
     config = config_of(folder, "glm4_moe")
     with torch.device("meta"):
@@ -203,4 +234,14 @@ def test_experts_that_a_backend_does_not_take_are_refused_or_computed_by_another
 def test_kernels_for_gpus_are_refused_before_anything_starts(folder, implementation):
     made = job(folder, "gpus", "qwen3_moe", model={"moe_implementation": implementation})
     with pytest.raises(CapabilityError, match=f"{implementation}, which needs a CUDA device"):
+        check_machine(made.config)
+
+
+def test_quack_without_its_package_is_refused_before_anything_starts(folder, monkeypatch):
+    monkeypatch.setattr("penstock.core.env.num_gpus", lambda: 1)
+    monkeypatch.setattr("penstock.machine.version", lambda name: metadata.version(f"no-{name}"))
+    made = job(folder, "quack", "qwen3_moe", model={"moe_implementation": "quack"})
+    with pytest.raises(
+        CapabilityError, match=r"quack-kernels is not installed.*\n.*penstock\[quack"
+    ):
         check_machine(made.config)

@@ -15,7 +15,8 @@ from penstock.config.train import TrainConfig
 from penstock.engine.parallel.call import Call
 from penstock.engine.parallel.degrees import Degrees
 from penstock.engine.parallel.mesh import Mesh
-from penstock.engine.parallel.pipeline import Pipeline, parts_of
+from penstock.engine.parallel.parts import parts_of
+from penstock.engine.parallel.pipeline import Pipeline
 from penstock.engine.parallel.split import (
     stages_of,
 )
@@ -93,7 +94,7 @@ def batches_of(seed, count, longest):
         lengths = rng.integers(1, longest, size=rng.integers(1, 5)).astype(np.int32)
         ids = rng.integers(0, 67, size=lengths.sum()).astype(np.int32)
         labels = np.where(rng.random(len(ids)) < 0.7, np.roll(ids, -1), -100).astype(np.int32)
-        groups.append([Row(ids, labels, lengths)])
+        groups.append([Row(ids, labels, lengths, len(groups))])
     laid = collate([*groups, []], pad_to_multiple_of=4, pad_to="longest")
     return laid.micro_batches()
 
@@ -324,7 +325,7 @@ def test_micro_batches_of_a_pipeline_are_as_long_as_the_longest_or_all_alike(set
 
     def row(length):
         ids = np.arange(length, dtype=np.int32)
-        return Row(ids, ids, np.array([length], np.int32))
+        return Row(ids, ids, np.array([length], np.int32), 0)
 
     laid = collate(
         [[row(5)], [row(20)], []],

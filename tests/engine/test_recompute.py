@@ -2,13 +2,17 @@
 
 import weakref
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
+from penstock.engine.recompute_gates import keep_rows
 from penstock.engine.recompute_once import run_again_once
+from penstock.models.layers.experts import Experts, in_turn, operations_of
+from penstock.models.shape import ExpertsConfig
 
 
 class Twice(nn.Module):
@@ -57,3 +61,70 @@ def test_without_gradients_a_call_is_just_made():
     with torch.no_grad():
         y = run_again_once(nn.Module.__call__, layer, torch.ones(3, 4))
     assert (layer.calls, y.requires_grad) == (1, False)
+
+
+R, D, F = 9, 8, 16
+
+
+class Counted:
+    """Experts whose products are counted, and the memory of what lies between them."""
+
+    def __init__(self, implementation):
+        torch.manual_seed(0)
+        operations = operations_of(implementation)
+        config = ExpertsConfig(layers=(0,), num_experts=3, experts_per_token=1, width=F)
+        self.products, self.between = 0, []
+        self.experts = Experts(config, D, operations=replace(operations, group_gemm=self.multiply))
+        for parameter in self.experts.parameters():
+            torch.nn.init.normal_(parameter)
+        self._multiply = operations.group_gemm
+
+    def multiply(self, x, weight, counts):
+        self.products += 1
+        y = self._multiply(x, weight, counts)
+        for tensor in (x, y):
+            if tensor.shape[1] != D:
+                self.between.append(weakref.ref(tensor.untyped_storage()))
+        return y
+
+    def alive(self):
+        return sum(one() is not None for one in self.between)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "native"])
+@pytest.mark.parametrize(
+    "casting", [nullcontext, partial(torch.autocast, "cpu", dtype=torch.bfloat16)]
+)
+@pytest.mark.parametrize("frozen", [(), ("gate_up_proj",), ("gate_up_proj", "down_proj")])
+def test_of_experts_the_first_half_alone_is_computed_again(casting, implementation, frozen):
+    counted = Counted(implementation)
+    experts = counted.experts
+    for name in frozen:
+        experts.get_parameter(name).requires_grad_(False)
+    dtype = torch.float32 if casting is nullcontext else torch.bfloat16
+    x = torch.randn(R, D, dtype=dtype, requires_grad=True)
+    counts = torch.tensor([5, 0, 4])
+    wanted_of = [x, *(p for p in experts.parameters() if p.requires_grad)]
+    with casting():
+        loss = in_turn(experts, x, counts).float().square().sum()
+    wanted = torch.autograd.grad(loss, wanted_of)
+    del loss
+    counted.products, counted.between = 0, []
+    with casting():
+        y = keep_rows(experts, x, counts)
+    assert (counted.products, counted.alive()) == (2, 0)
+    loss = y.float().square().sum()
+    # One pass for the rows, then one for each weight.
+    found = [torch.autograd.grad(loss, [one], retain_graph=True)[0] for one in wanted_of]
+    assert counted.products == 3
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    del y, loss
+    assert counted.alive() == 0
+
+
+def test_experts_without_gradients_are_just_called():
+    counted = Counted("eager")
+    with torch.no_grad():
+        keep_rows(counted.experts, torch.ones(R, D), torch.tensor([5, 0, 4]))
+    assert counted.products == 2

@@ -13,11 +13,18 @@ from tests.engine import runs
 from tests.ranks import on_ranks
 
 LAYOUTS = {
-    "none": (1, {"data_parallel_mode": "none"}),
+    "none": (1, {"data_parallel_mode": "none", "dropout": {"hidden": 0.1}}),
     "ddp": (2, {"data_parallel_mode": "ddp"}),
     "fsdp2": (2, {"data_parallel_mode": "fsdp2"}),
     "fsdp2 in bf16": (2, {"data_parallel_mode": "fsdp2", "enable_mixed_precision": True}),
-    "fsdp2 with lora": (2, {"data_parallel_mode": "fsdp2", "lora": {"enable_lora": True}}),
+    "fsdp2 with lora": (
+        2,
+        {
+            "data_parallel_mode": "fsdp2",
+            "dropout": {"hidden": 0.1},
+            "lora": {"enable_lora": True, "lora_dropout": 0.1},
+        },
+    ),
     "stages of rings": (4, {"pipeline_parallel_size": 2, "ringattn_parallel_size": 2}),
 }
 LONG = ("ddp", "fsdp2 in bf16", "fsdp2 with lora", "stages of rings")

@@ -6,7 +6,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from penstock.core.errors import ConfigError
-from penstock.engine.parallel.pipeline import parts_of
+from penstock.engine.parallel.parts import parts_of
 from penstock.engine.parallel.split import (
     described,
     layers_of_stages,

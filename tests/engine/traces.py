@@ -1,21 +1,25 @@
 """What a layout computes in three steps, and how far that is from what another does."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 import transformers
 
 from penstock.core.source import pin_model, pin_tokenizer
 from penstock.engine.hf_export import write_folders
-from penstock.engine.origin import Form, Origin
+from penstock.engine.origin import Adapting, Form, Origin
 from penstock.rows.reader import PackedRows
 from penstock.train.job import CHECKPOINTS, Job
 from tests.engine import loops
 from tests.engine.layouts import LR, MAX_NORM, STEPS
+
+TOLD = ("aux_loss", "z_loss", "routers")
+"""What a step's record may tell of routers."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,8 @@ class Trace:
     gradients: list[loops.Arrays]
     """After it."""
     weights: loops.Arrays
+    told: list[dict[str, Any]] = field(default_factory=list)
+    """Of routers, in each step; empty where nobody looked."""
 
 
 class Errors(NamedTuple):
@@ -58,7 +64,8 @@ def trace_here(job: Job) -> Trace | None:
     if not loop.ranks.leads:
         return None
     losses, norms = ([record[name] for record in records] for name in ("loss", "grad_norm"))
-    return Trace(rows, losses, norms, gradients, weights)
+    told = [{name: record[name] for name in TOLD if name in record} for record in records]
+    return Trace(rows, losses, norms, gradients, weights, told)
 
 
 def trace_of_transformers(folder: Path, kind: str, rows: list[list[int]]) -> Trace:
@@ -103,12 +110,24 @@ def trace_of_transformers(folder: Path, kind: str, rows: list[list[int]]) -> Tra
 def errors(got: Trace, want: Trace) -> Errors:
     """How far `got` is from `want`. Tensors are compared by the norms of their differences."""
     assert got.rows == want.rows
+    for here, there in zip(got.told, want.told, strict=False):
+        # Counts are the same numbers, and the others sums in another order.
+        assert _flat(here) == pytest.approx(_flat(there), rel=1e-5)
     return Errors(
         loss=max(map(_relative, got.losses, want.losses)),
         norm=max(map(_relative, got.norms, want.norms)),
         gradients=max(map(_worst, got.gradients, want.gradients)),
         weights=_worst(got.weights, want.weights),
     )
+
+
+def _flat(told: dict[str, Any]) -> dict[str, float]:
+    plain = {**told, **told.get("routers", {}), "routers": ()}
+    return {
+        f"{name}[{at}]": value
+        for name, values in plain.items()
+        for at, value in enumerate(np.ravel(values).tolist())
+    }
 
 
 def _relative(got: float, want: float) -> float:
@@ -127,7 +146,7 @@ def _worst(got: loops.Arrays, want: loops.Arrays) -> float:
 
 def exported(job: Job) -> Mapping[str, bytes]:
     """The weights a run started with, as files that transformers loads."""
-    config_path = str(job.config_path)
+    config_path, lora = str(job.config_path), job.config.lora
     origin = Origin(
         config=pin_model(config_path),
         config_path=config_path,
@@ -135,7 +154,9 @@ def exported(job: Job) -> Mapping[str, bytes]:
         model_path=config_path,
         tokenizer=pin_tokenizer("builtin:bytes"),
         tokenizer_path="builtin:bytes",
-        lora_alpha=job.config.lora.lora_alpha if job.config.lora.enable_lora else None,
+        adapting=Adapting(lora.lora_alpha, "root" if lora.use_rslora else "rank", 0, lora.lora_bias)
+        if lora.enable_lora
+        else None,
     )
     out = job.output_dir / "export"
     write_folders(job.output_dir / CHECKPOINTS / "global_step_0", origin, Form(), out)

@@ -65,6 +65,31 @@ def test_names_decide_the_groups_and_frozen_parameters_are_left_out():
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
 
 
+def test_second_factors_learn_faster_in_groups_of_their_own_whatever_decays():
+    names = [
+        "layers.0.q_proj.lora_A.q_proj",
+        "layers.0.q_proj.lora_B.q_proj",
+        "layers.0.v_proj.lora_B.v_proj",
+        "model.embed_tokens.lora_B.embed_tokens",
+    ]
+    named = [(name, nn.Parameter(torch.ones(1))) for name in names]
+    optimizer = build_optimizer(
+        named,
+        optimizer="sgd",
+        lr=0.1,
+        weight_decay=0.5,
+        no_decay_params=["v_proj"],
+        lora_plus_ratio=4.0,
+    )
+    called = {id(parameter): name for name, parameter in named}
+    found = {
+        called[id(parameter)]: (group["lr"], group["weight_decay"])
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    assert [found[name] for name in names] == [(0.1, 0.5), (0.4, 0.5), (0.4, 0.0), (0.1, 0.5)]
+
+
 def test_without_exceptions_there_is_one_group():
     assert len(parameter_groups(model().named_parameters(), 0.1)) == 1
 

@@ -11,9 +11,9 @@ from penstock.rows.schema import histogram
 DOCUMENTS = [([1, 2, 3], [2, 3, -100]), ([4, 5], [5, -100])]
 
 
-def row_of(*documents):
+def row_of(*documents, number=0):
     ids, labels = (np.concatenate(part).astype(np.int32) for part in zip(*documents, strict=True))
-    return Row(ids, labels, np.array([len(ids) for ids, _ in documents], np.int32))
+    return Row(ids, labels, np.array([len(ids) for ids, _ in documents], np.int32), number)
 
 
 def test_padding_is_a_document_of_its_own_and_labels_stay_as_they_are():
@@ -48,7 +48,8 @@ def test_no_rows_give_a_batch_of_padding_that_trains_nothing():
 
 
 def test_a_row_whose_lengths_disagree_with_its_tokens_is_refused():
-    bad = Row(np.arange(4, dtype=np.int32), np.arange(4, dtype=np.int32), np.array([3], np.int32))
+    ids = np.arange(4, dtype=np.int32)
+    bad = Row(ids, ids, np.array([3], np.int32), 0)
     with pytest.raises(ValueError, match="hold 4 tokens"):
         collate([[bad]], pad_to_multiple_of=1)
 
@@ -66,11 +67,23 @@ def test_micro_batches_hold_the_documents_of_their_rows_and_share_one_memory(gro
         for group in groups
     ]
     laid = collate(
-        [[row_of(*row) for row in group] for group in documents], pad_to_multiple_of=multiple
+        [
+            [row_of(*row, number=100 * at + row_at) for row_at, row in enumerate(group)]
+            for at, group in enumerate(documents)
+        ],
+        pad_to_multiple_of=multiple,
     )
     found = laid.micro_batches()
     assert len(found) == len(groups)
-    for group, batch in zip(documents, found, strict=True):
+    for at, (group, batch) in enumerate(zip(documents, found, strict=True)):
+        sizes = [sum(len(ids) for ids, _ in row) for row in group]
+        places = [
+            (100 * at + row_at) * 2**32 + place
+            for row_at, size in enumerate(sizes)
+            for place in range(size)
+        ]
+        padding = len(batch.input_ids_T) - len(places)
+        assert batch.places().tolist() == places + [-1] * padding
         flat = [document for row in group for document in row]
         used = sum(len(ids) for ids, _ in flat)
         total = max(-(-used // multiple), 1) * multiple

@@ -27,6 +27,7 @@ def test_any_row_of_any_shard_and_batch_is_read_as_it_was_written(tmp_path):
     for index in (6, 0, 3, 2, 5, 1, 4):
         row = packed.row(index)
         assert [row.input_ids.tolist(), row.labels.tolist(), row.lengths.tolist()] == rows[index]
+        assert row.number == index
         assert not row.input_ids.flags.writeable  # a view of the mapped file
     assert packed.lengths().tolist() == [1, 2, 3, 4, 5, 6, 7]
     with pytest.raises(IndexError):

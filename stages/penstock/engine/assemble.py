@@ -15,14 +15,22 @@ from typing import Any
 import torch
 
 from penstock.adapters.inject import LoraSpec, inject
-from penstock.adapters.lora import initial_lora
-from penstock.adapters.names import factor_of
+from penstock.adapters.lora_experts import Form
+from penstock.adapters.names import MAGNITUDE, factor_of
+from penstock.adapters.start import initial_lora
+from penstock.adapters.targets import chosen_layers
+from penstock.config.lora import LoraConfig
 from penstock.config.run import RunConfig
 from penstock.config.train import TrainConfig
 from penstock.core.errors import CapabilityError
+from penstock.engine.adapter_norms import norms_for
+from penstock.engine.adapter_start import AdapterStart
+from penstock.engine.balance import require_routers
 from penstock.engine.checkpoint_state import Trained
+from penstock.engine.expert_exchange import choose_exchange
 from penstock.engine.expert_kernels import choose_experts
 from penstock.engine.parallel.apply import gradient_sync, held_in, shard_parts
+from penstock.engine.parallel.call import Casting
 from penstock.engine.parallel.collectives import Residual
 from penstock.engine.parallel.context import Context
 from penstock.engine.parallel.cuts import pieces_of
@@ -30,20 +38,22 @@ from penstock.engine.parallel.degrees import Degrees, degrees_of
 from penstock.engine.parallel.expert import share_experts
 from penstock.engine.parallel.layout import Layout
 from penstock.engine.parallel.mesh import Mesh
+from penstock.engine.parallel.parts import parts_of
 from penstock.engine.parallel.pieces import Held
-from penstock.engine.parallel.pipeline import Casting, Pipeline, parts_of
 from penstock.engine.parallel.split import described
 from penstock.engine.parallel.tensor import divide
 from penstock.engine.parallel.vocabulary import sum_of_losses
 from penstock.engine.ranks import Ranks
-from penstock.engine.recompute import kind_of, recompute
+from penstock.engine.recompute import kind_of, mixtures_of, recompute
+from penstock.engine.routers import routers_of
 from penstock.engine.step import Engine
-from penstock.engine.weights import fill
+from penstock.engine.weights import Readers, fill
 from penstock.models.cost import pairs_per_token
 from penstock.models.decoder import Decoder, Part
 from penstock.models.family import Family
 from penstock.models.initialise import initialise
 from penstock.models.layers.attention import Attend
+from penstock.models.layers.dropout import Dropout
 from penstock.models.layers.experts import ExpertOperations
 from penstock.models.registry import family_of
 from penstock.models.shape import DecoderConfig
@@ -72,12 +82,16 @@ def assemble(
     weights: Path | None,
     ranks: Ranks,
     notify: Notify,
+    *,
+    adapter: Path | None = None,
 ) -> Assembled:
     """Build the model that `run` asks for, laid out over `ranks`, with its weights and optimizer.
 
-    `weights` is a folder of safetensors, or None for a random start from `train.seed`.
+    `weights` is a folder of safetensors, or None for a random start from `train.seed`; `adapter` is
+    a folder of an adapter to go on from.
     """
     train = run.train
+    require_routers(run, hf_config)
     mesh = Mesh(
         degrees_of(train, ranks.world),
         ranks.rank,
@@ -90,6 +104,7 @@ def assemble(
     names = family.weight_map(config, merge_qkv=run.model.merge_qkv)
     attend = context.attend(choose_attention(run, ranks.device, notify))
     experts = choose_experts(run, config, ranks.device, notify)
+    exchange = choose_exchange(run, config, mesh, ranks.device, notify)
     parts = [
         build_empty(run, family, config, part, attend, experts)
         for part in parts_of(config, train, mesh.index("pipeline"))
@@ -97,16 +112,19 @@ def assemble(
     residual: Residual = "split" if train.sequence_parallel else "whole"
     for part in parts:
         divide(part, mesh, family.roles, residual=residual)
-        share_experts(part, mesh)
+        share_experts(part, mesh, exchange)
         if train.enable_gradient_checkpointing:
-            recompute(part, train.recompute_modules, kind_of(train))
+            recompute(part, train.recompute_modules, kind_of(train), mixtures=mixtures_of(train))
     pieces = [pieces_of(part, names, mesh, roles=family.roles, residual=residual) for part in parts]
     shard_parts(parts, mesh, train, run.model.basic_modules)
     # Offloaded weights stay in host memory.
     home = torch.device("cpu") if train.enable_fsdp_offload else ranks.device
     for part in parts:
         part.to_empty(device="cpu" if train.init_device == "cpu" else home)
-    load(held_in(parts, pieces, mesh, train), names, weights, run, ranks)
+    begun = None
+    if adapter:
+        begun = AdapterStart(adapter, adapted_layers(run, family, config), names)
+    load(held_in(parts, pieces, mesh, train), names, weights, run, ranks, begun)
     for part in parts:
         part.to(home)
     # Again: moving a parameter may have made another of it.
@@ -118,11 +136,15 @@ def assemble(
         weight_decay=train.weight_decay,
         no_decay_modules=train.no_decay_modules,
         no_decay_params=train.no_decay_params,
+        lora_plus_ratio=run.lora.lora_plus_ratio,
     )
     casting = casting_of(train, ranks.device)
     pipeline = None
     if mesh.size("pipeline") > 1:
         notify(described(train, config.num_hidden_layers))
+        # Its schedules bring the compiler with them, a second that others need not wait.
+        from penstock.engine.parallel.pipeline import Pipeline  # noqa: PLC0415
+
         pipeline = Pipeline(
             parts, mesh, train, device=ranks.device, residual=residual, casting=casting
         )
@@ -145,6 +167,8 @@ def assemble(
             logits="divided" if train.tp_vocab_parallel_loss else "gathered",
         ),
         max_grad_norm=train.max_grad_norm,
+        noise_seed=train.seed if any(map(drops, parts)) else None,
+        routers=routers_of(train, config, parts, held, mesh, ranks),
     )
     degrees = mesh.degrees
     return Assembled(
@@ -173,6 +197,7 @@ def build_empty(
             attention=attend,
             experts=experts,
             router="fp32" if run.model.router_fp32 else "model",
+            dropout=run.train.dropout.hidden,
             part=part,
         )
         if run.model.freeze_router:
@@ -181,6 +206,11 @@ def build_empty(
         if run.lora.enable_lora:
             inject(model, lora_spec(run, family))
     return model
+
+
+def drops(part: Decoder) -> bool:
+    """Whether anything in it is dropped in training."""
+    return any(isinstance(module, Dropout) and module.rate for module in part.modules())
 
 
 def casting_of(train: TrainConfig, device: torch.device) -> Casting:
@@ -192,11 +222,33 @@ def casting_of(train: TrainConfig, device: torch.device) -> Casting:
 
 def lora_spec(run: RunConfig, family: Family) -> LoraSpec:
     """What the `lora` section says, in the adapter's words."""
-    lora = run.lora
-    targets = tuple(lora.lora_target_modules or family.lora_targets)
+    lora, targets = run.lora, run.lora.lora_target_modules
+    targets = (targets,) if isinstance(targets, str) else targets
     return LoraSpec(
-        rank=lora.lora_rank, alpha=lora.lora_alpha, targets=targets, seed=run.train.seed
+        rank=lora.lora_rank,
+        alpha=lora.lora_alpha,
+        targets=tuple(targets or family.lora_targets),
+        seed=run.train.seed,
+        dropout=lora.lora_dropout,
+        experts=sharing_of(lora),
+        scaling="root" if lora.use_rslora else "rank",
+        normed="dora" if lora.use_dora else "plain",
+        bias=lora.lora_bias,
     )
+
+
+def adapted_layers(run: RunConfig, family: Family, config: DecoderConfig) -> list[str]:
+    """What bears adapters in all parts of the model, by the names in a checkpoint."""
+    with torch.device("meta"):
+        whole = Decoder(config, merge_qkv=run.model.merge_qkv)
+    return chosen_layers(whole, lora_spec(run, family).targets or ())
+
+
+def sharing_of(lora: LoraConfig) -> Form:
+    """Which factors experts have in common."""
+    if lora.moe_shared_lora:
+        return "shared"
+    return "hybrid" if lora.moe_hybrid_shared_lora else "each"
 
 
 def optimizer_name(train: TrainConfig) -> OptimizerName:
@@ -228,14 +280,30 @@ def load(
     weights: Path | None,
     run: RunConfig,
     ranks: Ranks,
+    begun: AdapterStart | None = None,
 ) -> None:
-    """Fill the empty model: base weights from `weights` or the seed, adapters from the seed."""
-    seed = run.train.seed
+    """Fill the empty model: base weights from `weights` or the seed, adapters from the seed or as
+    they were `begun`."""
+    seed, shapes = run.train.seed, names.hf_shapes()
+    readers: Readers = "all_ranks" if run.train.load_weights_mode == "all_ranks" else "first_rank"
+
+    def drawn(name: str) -> torch.Tensor:
+        return initialise(name, shapes[name], seed, names.config)
+
+    norms: dict[str, torch.Tensor] = {}
+    if run.lora.use_dora and not begun:
+        norms = norms_for(held, weights, drawn, readers=readers, ranks=ranks)
 
     def start(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        if factor_of(name):
-            return initial_lora(name, shape, seed)
-        return initialise(name, shape, seed, names.config)
+        factor = factor_of(name)
+        if factor is None:
+            return initialise(name, shape, seed, names.config)
+        if begun:
+            return begun(name, shape)
+        if factor.side == MAGNITUDE:
+            return norms[factor.hf_module]
+        return initial_lora(name, shape, seed)
 
-    readers = "all_ranks" if run.train.load_weights_mode == "all_ranks" else "first_rank"
     fill(held, weights, start, readers=readers, ranks=ranks)
+    if begun:
+        begun.lay_over(held)

@@ -25,6 +25,8 @@ def choose_experts(
     if config.experts is None:
         if written:
             notify(f"experts: the model has none, so moe_implementation {written} changes nothing")
+        if run.train.moe_checkpoint_method:
+            notify("experts: the model has none, so moe_checkpoint_method moe_act changes nothing")
         return operations_of("eager")
     dtype = torch.bfloat16 if run.train.enable_mixed_precision else torch.float32
     refusals: dict[Implementation, str | None] = {
@@ -58,6 +60,8 @@ def refusal(
     """Why this backend of grouped products does not take the experts; None if it does."""
     experts = config.experts
     assert experts is not None
+    if missing := group_gemm.fast[name].missing:
+        return missing
     refuses = group_gemm.fast[name].refuses
     counts_E = torch.zeros(experts.num_experts, dtype=torch.int64, device=device)
     for inputs, outputs in (

@@ -18,11 +18,11 @@ from penstock.engine.hf_config import read_hf_config
 from penstock.engine.hf_folder import (
     DTYPES,
     Extras,
-    bytes_in,
     declared_dtype,
     name_of,
     write_hf_folder,
 )
+from penstock.engine.hf_quantised import Quantiser, quantiser_for
 from penstock.engine.hf_tokenizer import TokenizerFiles
 from penstock.engine.hf_weights import HfWeights, from_seed, in_checkpoint, in_folder
 from penstock.engine.origin import Form, Origin
@@ -46,7 +46,8 @@ def write_folders(checkpoint: Path, origin: Origin, form: Form, out: Path) -> di
     hf_config = read_hf_config(_config_path(origin), origin.foundation)
     family = family_of(hf_config)
     names = family.weight_map(family.read(hf_config))
-    adapters = adapters_in(reader, origin.lora_alpha)
+    adapters = adapters_in(reader, names, origin.adapting)
+    quantiser = quantiser_for(form.quantise, family, names) if form.quantise else None
     extras = Extras(
         hf_config,
         TokenizerFiles(origin.tokenizer_path, origin.tokenizer),
@@ -55,34 +56,41 @@ def write_folders(checkpoint: Path, origin: Origin, form: Form, out: Path) -> di
     with ExitStack() as opened:
         base = _base(origin, reader, names, opened)
         if adapters is None:
-            found = {"hf": _model(form, origin, base, out / "hf", extras)}
+            found = {"hf": _model(form, origin, base, out / "hf", extras, quantiser)}
         else:
-            found = _with_adapters(form, origin, base, adapters, out, extras)
+            found = _with_adapters(form, origin, base, adapters, out, extras, quantiser)
     return {
         "format": "hf",
         "folders": {name: name for name in found},
         "step": reader.state["step"],
+        "model_type": family.model_type,
         "dtype": name_of(_dtype(form, origin, hf_config)),
         "parameters": found.get("hf", found.get("adapter", {}))["parameters"],
         "shards": found.get("hf", {}).get("shards", 0),
-        "bytes": sum(bytes_in(out / name) for name in found),
+        **({"quantised": form.quantise} if form.quantise else {}),
         **({"adapter": found["adapter"]} if "adapter" in found else {}),
     }
 
 
 def _with_adapters(
-    form: Form, origin: Origin, base: HfWeights, adapters: Adapters, out: Path, extras: Extras
+    form: Form,
+    origin: Origin,
+    base: HfWeights,
+    adapters: Adapters,
+    out: Path,
+    extras: Extras,
+    quantiser: Quantiser | None,
 ) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if form.merged:
-        found["hf"] = _model(form, origin, adapters.merged_into(base), out / "hf", extras)
+        merged = adapters.merged_into(base)
+        found["hf"] = _model(form, origin, merged, out / "hf", extras, quantiser)
     else:
         # Nothing else of the export carries the tokenizer and its chat template.
         extras.tokenizer.write(out / "adapter")
     found["adapter"] = write_adapter_folder(
         adapters,
         out / "adapter",
-        base_shapes=base.shapes.items(),
         base_model=origin.model_path or BASE_BESIDE,
         revision=origin.weights.pin.get("commit") if origin.weights else None,
         dtype=None if form.dtype == "auto" else DTYPES[form.dtype],
@@ -93,7 +101,12 @@ def _with_adapters(
 
 
 def _model(
-    form: Form, origin: Origin, weights: HfWeights, out: Path, extras: Extras
+    form: Form,
+    origin: Origin,
+    weights: HfWeights,
+    out: Path,
+    extras: Extras,
+    quantiser: Quantiser | None = None,
 ) -> dict[str, Any]:
     return write_hf_folder(
         weights,
@@ -101,6 +114,7 @@ def _model(
         extras,
         dtype=_dtype(form, origin, extras.hf_config),
         max_shard_size=form.max_shard_bytes,
+        quantiser=quantiser,
     )
 
 

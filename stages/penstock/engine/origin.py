@@ -7,6 +7,20 @@ from typing import Any, Literal
 from penstock.core.stage import Source
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+SchemeName = Literal["fp8", "block_fp8", "int8", "int4", "nvfp4"]
+
+
+@dataclass(frozen=True)
+class Adapting:
+    """What a checkpoint alone does not say of its adapters."""
+
+    alpha: float
+    scaling: Literal["rank", "root"] = "rank"
+    """What alpha is divided by."""
+    dropout: float = 0.0
+    """What they were trained with, for those who train them further."""
+    bias: Literal["none", "all", "lora_only"] = "none"
+    """Which biases of the base model were trained as well."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +40,12 @@ class Origin:
     """What was laid over the config.json."""
     seed: int = 42
     """What a random start was drawn from."""
-    lora_alpha: float | None = None
-    """Scale of the adapters; None when there are none."""
+    adapting: Adapting | None = None
+    """None when there are no adapters."""
+    adapter: Source | None = None
+    """What adapters went on from; None when they started anew."""
+    adapter_path: str | None = None
+    """Its folder or hub id, as typed."""
 
 
 @dataclass(frozen=True)
@@ -40,3 +58,5 @@ class Form:
     max_shard_bytes: int = 5_000_000_000
     merged: bool = True
     """Whether adapters are also merged into the model."""
+    quantise: SchemeName | None = None
+    """What the model's linear layers are rounded to; None leaves them as they are."""

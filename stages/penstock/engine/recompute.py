@@ -1,6 +1,6 @@
 """Activation checkpointing: which parts of the model compute their activations twice."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -11,12 +11,21 @@ from torch.utils.checkpoint import checkpoint
 from penstock.config.parallel import SPLIT_BACKWARD
 from penstock.config.train import TrainConfig
 from penstock.core.errors import ConfigError
+from penstock.engine.recompute_gates import recompute_gates
 from penstock.engine.recompute_once import run_again_once
 from penstock.models.decoder import Decoder
-from penstock.models.layers.block import SOCKETS, Run
+from penstock.models.layers.block import SOCKETS
+from penstock.models.layers.dropout import drawing_alike
+from penstock.models.layers.mixture import MixtureOfExperts
+from penstock.models.layers.run import Run
+from penstock.models.layers.watch import watched_alike
 
 Kind = Literal["plain", "reentrant", "once"]
 """PyTorch's two forms, and the one for a backward pass that is made of several."""
+
+Mixtures = Literal["whole", "gates"]
+"""What is recomputed of a mixture of experts: all, which sends tokens to their experts a second
+time, or only what experts compute between their products (`train.moe_checkpoint_method`)."""
 
 
 def kind_of(train: TrainConfig) -> Kind:
@@ -26,26 +35,60 @@ def kind_of(train: TrainConfig) -> Kind:
     return "reentrant" if train.enable_reentrant else "plain"
 
 
-def recompute(model: Decoder, modules: Sequence[str] | None, kind: Kind) -> None:
+def mixtures_of(train: TrainConfig) -> Mixtures:
+    """What the settings say of mixtures."""
+    return "gates" if train.moe_checkpoint_method == "moe_act" else "whole"
+
+
+def recompute(
+    model: Decoder, modules: Sequence[str] | None, kind: Kind, *, mixtures: Mixtures = "whole"
+) -> None:
     """Plug recomputation into the model: whole layers, or only the named parts of each layer.
 
-    What was plugged there before is called within, and so a second time in the backward pass.
+    Where only the `gates` of mixtures are recomputed, a layer that has one is never recomputed as a
+    whole: `None` then means both its parts. What was plugged there before is called within, and so
+    a second time in the backward pass, where it drops what it dropped the first time.
     """
-    again = FORMS[kind]
+    again = partial(_again, FORMS[kind])
+    layers = list(model.model.layers.values())
+    apart: dict[nn.Module, MixtureOfExperts] = {}
+    if mixtures == "gates":
+        networks = ((layer, layer.get_submodule("mlp")) for layer in layers)
+        apart = {layer: mlp for layer, mlp in networks if isinstance(mlp, MixtureOfExperts)}
     if modules is None:
-        model.run_layer = partial(again, model.run_layer)
-        return
-    for name in modules:
+        model.run_layer = partial(_unless, apart, again, model.run_layer)
+    for name in SOCKETS if modules is None else modules:
         if name not in SOCKETS:
             raise ConfigError(
                 f"train.recompute_modules names {name}; a layer has {', '.join(SOCKETS)}."
             )
-        for layer in model.model.layers.values():
-            setattr(layer, SOCKETS[name], partial(again, getattr(layer, SOCKETS[name])))
+        for layer in apart if modules is None else layers:
+            if name == "mlp" and layer in apart:
+                recompute_gates(apart[layer], again)
+            else:
+                setattr(layer, SOCKETS[name], partial(again, getattr(layer, SOCKETS[name])))
+
+
+def _unless(
+    apart: Collection[nn.Module],
+    again: Callable[..., Any],
+    run: Run,
+    module: nn.Module,
+    *args: Any,
+) -> Any:
+    return run(module, *args) if module in apart else again(run, module, *args)
+
+
+def _again(
+    form: Callable[..., Any], run: Run, module: nn.Module, x: torch.Tensor, *rest: Any
+) -> Any:
+    # The backward pass of a micro-batch may come when another one's noise is drawn from, or none,
+    # and another one's watch looks on.
+    return form(watched_alike(drawing_alike(run)), module, x, *rest)
 
 
 def _plain(run: Run, module: nn.Module, x: torch.Tensor, *rest: Any) -> Any:
-    # Nothing in a layer draws random numbers yet the saved state costs a copy per layer.
+    # Draws do not come from torch's generators, whose saved state would cost a copy per layer.
     return checkpoint(run, module, x, *rest, use_reentrant=False, preserve_rng_state=False)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 
-class _Slot:
+class Slot:
     """What the graph keeps in the place of a saved tensor. When the graph lets go of it, so does
     the call."""
 
@@ -25,7 +25,7 @@ def run_again_once(run: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor
     """`run(*args)`, whose saved tensors are not kept, but computed again when a backward pass first
     wants one, and then kept until none can want them any more.
 
-    `run` must save the same tensors each time, and draw no random numbers.
+    `run` must save the same tensors each time, and draw nothing from torch's generators.
     """
     if not torch.is_grad_enabled():
         return run(*args)
@@ -39,32 +39,28 @@ class _Call:
 
     def __init__(self, run: Callable[..., torch.Tensor], args: tuple[Any, ...]) -> None:
         self._run, self._args = run, args
-        self._slots: list[weakref.ref[_Slot]] = []
-        self._saved: weakref.WeakKeyDictionary[_Slot, torch.Tensor] | None = None
+        self._slots: list[weakref.ref[Slot]] = []
+        self._saved: weakref.WeakKeyDictionary[Slot, torch.Tensor] | None = None
         device = next(arg.device.type for arg in args if isinstance(arg, torch.Tensor))
-        self._casting = torch.autocast(
-            device,
-            dtype=torch.get_autocast_dtype(device),
-            enabled=torch.is_autocast_enabled(device),
-        )
+        self._casting = casting_as_now(device)
 
-    def leave_out(self, _: torch.Tensor) -> tuple["_Call", _Slot]:
+    def leave_out(self, _: torch.Tensor) -> tuple["_Call", Slot]:
         """In the forward pass: a slot for the tensor."""
-        slot = _Slot()
+        slot = Slot()
         self._slots.append(weakref.ref(slot))
         # The graph holds on to the call through its slots, and nothing else does.
         return self, slot
 
     @staticmethod
-    def get(left: tuple["_Call", _Slot]) -> torch.Tensor:
+    def get(left: tuple["_Call", Slot]) -> torch.Tensor:
         """In a backward pass: the tensor of the slot."""
         call, slot = left
         if call._saved is None:
             call._saved = call._computed_again()
         return call._saved[slot]
 
-    def _computed_again(self) -> weakref.WeakKeyDictionary[_Slot, torch.Tensor]:
-        saved: weakref.WeakKeyDictionary[_Slot, torch.Tensor] = weakref.WeakKeyDictionary()
+    def _computed_again(self) -> weakref.WeakKeyDictionary[Slot, torch.Tensor]:
+        saved: weakref.WeakKeyDictionary[Slot, torch.Tensor] = weakref.WeakKeyDictionary()
         place = iter(self._slots)
         left = len(self._slots)
 
@@ -88,6 +84,12 @@ class _Call:
             pass
         assert not left, "a call must save as many tensors the second time"
         return saved
+
+
+def casting_as_now(device: str) -> torch.autocast:
+    """What casts later as it is done now: a backward pass runs where nothing is cast."""
+    dtype = torch.get_autocast_dtype(device)
+    return torch.autocast(device, dtype=dtype, enabled=torch.is_autocast_enabled(device))
 
 
 def _leaf(arg: Any) -> Any:

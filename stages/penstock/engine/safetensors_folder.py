@@ -18,6 +18,7 @@ from typing import Any, Self
 import torch
 
 from penstock.core.errors import CapabilityError
+from penstock.models.hf_config import MXFP4
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -58,8 +59,9 @@ class SafetensorsFolder:
     asks none.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, single: str = SINGLE) -> None:
+        """`single` is what the file is called where there is no index of several."""
+        self._folder, self._single = folder, single
         self._open: dict[Path, int] = {}
         self._headers = cache(_header)
 
@@ -79,9 +81,22 @@ class SafetensorsFolder:
         shape = self.stored(name).shape
         return self.box(name, (0,) * len(shape), shape)
 
+    def names(self) -> list[str]:
+        """The names of all tensors."""
+        return list(self._files)
+
+    def by_file(self) -> dict[Path, list[str]]:
+        """The names of the tensors in each file, in the order in which they lie there."""
+        found: dict[Path, list[str]] = {}
+        for name in sorted(self._files, key=self.order):
+            found.setdefault(self._files[name], []).append(name)
+        return found
+
     def require(self, names: Iterable[str]) -> None:
         """Raise CapabilityError unless every name is there."""
         missing = [name for name in names if name not in self._files]
+        if missing and f"{missing[0]}_blocks" in self._files:
+            raise CapabilityError(f"{missing[0]} of the checkpoint is quantised: {MXFP4}.")
         if missing:
             raise CapabilityError(
                 f"the checkpoint lacks {len(missing)} tensors that its config.json implies, first "
@@ -116,7 +131,7 @@ class SafetensorsFolder:
 
     @cached_property
     def _files(self) -> dict[str, Path]:
-        return _files_by_tensor(self._folder)
+        return _files_by_tensor(self._folder, self._single)
 
     def _descriptor(self, file: Path) -> int:
         if file not in self._open:
@@ -147,16 +162,16 @@ def _runs(
         yield origin + sum(i * stride for i, stride in zip(place, strides, strict=False)), count
 
 
-def _files_by_tensor(folder: Path) -> dict[str, Path]:
+def _files_by_tensor(folder: Path, name: str) -> dict[str, Path]:
     index = folder / INDEX
     if index.is_file():
         weight_map = json.loads(index.read_text())["weight_map"]
         # Only the last part of a name counts: an index must not lead out of its folder.
         return {name: folder / Path(file).name for name, file in weight_map.items()}
-    single = folder / SINGLE
+    single = folder / name
     if not single.is_file():
         raise CapabilityError(
-            f"{folder} holds no {SINGLE} and no index of shards.\n"
+            f"{folder} holds no {name} and no index of shards.\n"
             "  Weights in other formats are not read; save them as safetensors first."
         )
     return dict.fromkeys(_header(single), single)

@@ -1,11 +1,13 @@
-"""One optimizer step over micro-batches, and the loss it reports.
+"""One optimizer step over micro-batches, and the losses it reports.
 
 The loss is the sum of the cross-entropies of all trained tokens of the step, over every rank and
-micro-batch, divided by their number. It does not depend on how the step was cut.
+micro-batch, divided by their number. It does not depend on how the step was cut. What routers add
+to it is told beside it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +18,9 @@ from penstock.engine.parallel.call import Call
 from penstock.engine.parallel.layout import Layout
 from penstock.engine.parallel.vocabulary import SumOfLosses
 from penstock.engine.ranks import Ranks
+from penstock.engine.routers import Routers
+from penstock.models.layers.dropout import Noise
+from penstock.optim.groups import RATE
 from penstock.rows.collate import MicroBatch
 
 
@@ -27,6 +32,8 @@ class StepResult:
     grad_norm: float
     tokens: int
     trained_tokens: int
+    of_routers: Mapping[str, Any]
+    """What there is to tell of them, by name: losses beside `loss`, and how they chose."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +45,23 @@ class Engine:
     ranks: Ranks
     sum_of_losses: SumOfLosses
     max_grad_norm: float
+    noise_seed: int | None = None
+    """What dropout is drawn from; None where nothing is dropped."""
+    routers: Routers | None = None
+    """None where a step has nothing to do with them."""
 
-    def step(self, batches: Sequence[MicroBatch], lr: float) -> StepResult:
-        """Forward, backward and update. Raises StageError if the gradients are not finite."""
+    def step(self, batches: Sequence[MicroBatch], lr: float, number: int) -> StepResult:
+        """Forward, backward and update, of the step with this number, from 0, which decides what
+        is dropped. Raises StageError if the gradients are not finite.
+        """
         tokens, trained = self._count(batches)
-        calls = [self._call(batch, max(1, trained)) for batch in batches]
+        calls = [
+            self._call(batch, max(1, trained), self._noise(batch, number)) for batch in batches
+        ]
         self.ranks.pulse.begins("forward and backward")
+        if self.routers:
+            layout = self.layout
+            calls = self.routers.watching(calls, batches, tokens, layout.context, layout.observe)
         mine = self.layout.forward_backward(calls)
         self.ranks.pulse.begins("update")
         trainable = self.layout.trainable
@@ -55,19 +73,26 @@ class Engine:
             )
         scale_gradients(trainable, norm, self.max_grad_norm)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group[RATE]
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return StepResult(self.ranks.total(mine).item(), norm.item(), tokens, trained)
+        told = self.routers.conclude(tokens) if self.routers else {}
+        return StepResult(self.ranks.total(mine).item(), norm.item(), tokens, trained, told)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[MicroBatch]) -> tuple[float, int]:
         """The summed cross-entropy over all replicas' `batches`, and the trained tokens in them."""
         _, trained = self._count(batches)
-        mine = self.layout.forward([self._call(batch, 1) for batch in batches])
+        mine = self.layout.forward([self._call(batch, 1, None) for batch in batches])
         return self.ranks.total(mine).item(), trained
 
-    def _call(self, batch: MicroBatch, divisor: int) -> Call:
+    def _noise(self, batch: MicroBatch, step: int) -> Noise | None:
+        if self.noise_seed is None:
+            return None
+        places_T = self.layout.context.part(batch.places())
+        return Noise(self.noise_seed, step, places_T.to(self.ranks.device, non_blocking=True))
+
+    def _call(self, batch: MicroBatch, divisor: int, noise: Noise | None) -> Call:
         device, context = self.ranks.device, self.layout.context
         part = context.mine(batch)
         labels_T = part.labels_T.to(device, non_blocking=True)
@@ -80,6 +105,7 @@ class Engine:
             part.position_ids_T.to(device, non_blocking=True),
             context.segments(batch.lengths, device),
             reduce,
+            noise,
         )
 
     def _count(self, batches: Sequence[MicroBatch]) -> tuple[int, int]:

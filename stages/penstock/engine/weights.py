@@ -57,7 +57,7 @@ def fill(
     stored = [one for one in held if weights is not None and not _is_adapter(one)]
     for one in drawn:
         for piece in one.pieces:
-            _cut(start(piece.tensor, piece.whole), piece, piece.of(local(one.parameter)))
+            cut_into(start(piece.tensor, piece.whole), piece, piece.of(local(one.parameter)))
     if weights is None:
         return
     if readers == "all_ranks" or ranks.world == 1:
@@ -91,7 +91,8 @@ def _boxes(held: Sequence[Held]) -> list[_Box]:
     ]
 
 
-def _cut(whole: torch.Tensor, piece: Piece, into: torch.Tensor) -> None:
+def cut_into(whole: torch.Tensor, piece: Piece, into: torch.Tensor) -> None:
+    """Copy the box of a whole tensor to where it lies."""
     for dim, (offset, size) in enumerate(zip(piece.offsets, piece.sizes, strict=True)):
         whole = whole.narrow(dim, offset, size)
     into.copy_(whole)
@@ -103,7 +104,7 @@ def _read(boxes: Sequence[_Box], folder: SafetensorsFolder) -> None:
     _check(folder, wanted)
     for box in sorted(boxes, key=lambda box: (folder.order(box.piece.tensor), box.piece.offsets)):
         piece = box.piece
-        for first, end in _blocks(piece.sizes, folder.stored(piece.tensor).dtype):
+        for first, end in row_blocks(piece.sizes, folder.stored(piece.tensor).dtype):
             offsets = (piece.offsets[0] + first, *piece.offsets[1:])
             rows = folder.box(piece.tensor, offsets, (end - first, *piece.sizes[1:]))
             box.into[first:end].copy_(rows)
@@ -119,7 +120,7 @@ def _check(folder: SafetensorsFolder, wanted: dict[str, tuple[int, ...]]) -> Non
             )
 
 
-def _blocks(shape: Sequence[int], dtype: torch.dtype) -> Iterator[tuple[int, int]]:
+def row_blocks(shape: Sequence[int], dtype: torch.dtype) -> Iterator[tuple[int, int]]:
     """First and end row of each block of a tensor or box."""
     row = dtype.itemsize
     for size in shape[1:]:
@@ -143,7 +144,7 @@ def _receive(
         mine.setdefault(box.piece.tensor, []).append(box)
     sender = _Sender(folder, wishes, ranks.device, group) if folder else None
     for name, (shape, dtype) in order.items():
-        for first, end in _blocks(shape, dtype):
+        for first, end in row_blocks(shape, dtype):
             if sender:
                 sender.block(name, first, end, mine.get(name, ()))
             else:

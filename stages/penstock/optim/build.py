@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from penstock.core.errors import ConfigError
-from penstock.optim.groups import parameter_groups
+from penstock.optim.groups import RATE, parameter_groups
 
 OptimizerName = Literal["adamw", "sgd"]
 
@@ -24,6 +24,7 @@ def build_optimizer(
     weight_decay: float = 0.0,
     no_decay_modules: Sequence[str] = (),
     no_decay_params: Sequence[str] = (),
+    lora_plus_ratio: float = 1.0,
 ) -> torch.optim.Optimizer:
     """The optimizer over the trainable parameters, grouped as `groups.parameter_groups` says.
 
@@ -32,7 +33,11 @@ def build_optimizer(
     Raises:
         ConfigError: if there is nothing to train.
     """
-    groups = parameter_groups(named_parameters, weight_decay, no_decay_modules, no_decay_params)
+    groups = parameter_groups(
+        named_parameters, weight_decay, no_decay_modules, no_decay_params, lora_plus_ratio
+    )
+    for group in groups:
+        group["lr"] = lr * group[RATE]
     if not groups:
         raise ConfigError(
             "no parameter of the model is trainable. "

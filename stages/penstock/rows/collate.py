@@ -33,6 +33,18 @@ class MicroBatch:
     num_tokens: int
     """Tokens without padding."""
     num_trained: int
+    rows: tuple[tuple[int, int], ...]
+    """Number and tokens of each row, in order."""
+
+    def places(self) -> torch.Tensor:
+        """Which token of the packed rows each is, of all T: number of its row in the high half,
+        place in the row in the low one; -1 for padding. int64, of the whole micro-batch."""
+        places = np.full(sum(self.lengths), -1, dtype=np.int64)
+        start = 0
+        for number, size in self.rows:
+            places[start : start + size] = (number << 32) + np.arange(size)
+            start += size
+        return torch.from_numpy(places)
 
 
 @dataclass(frozen=True)
@@ -42,6 +54,7 @@ class _Part:
     lengths: tuple[int, ...]
     num_tokens: int
     num_trained: int
+    rows: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -110,7 +123,8 @@ def collate(
         for length in lengths:
             positions[place : place + length] = counting[:length]
             place += length
-        parts.append(_Part(tuple(lengths), used, trained))
+        numbered = tuple((row.number, len(row.input_ids)) for row in rows)
+        parts.append(_Part(tuple(lengths), used, trained, numbered))
         start += total
     return Laid(torch.from_numpy(values), tuple(parts))
 

@@ -22,6 +22,8 @@ class Row:
     input_ids: Tokens
     labels: Tokens
     lengths: Tokens
+    number: int
+    """Its own among the packed rows, from 0."""
 
 
 class PackedRows:
@@ -53,7 +55,7 @@ class PackedRows:
         batch = bisect_right(self._starts, index) - 1
         at = index - self._starts[batch]
         ids, labels, lengths = self._columns[batch]
-        return Row(ids.at(at), labels.at(at), lengths.at(at))
+        return Row(ids.at(at), labels.at(at), lengths.at(at), index)
 
     def lengths(self) -> npt.NDArray[np.int64]:
         """The number of tokens of every row."""
@@ -91,10 +93,18 @@ class _Lists:
 
 def flat(lists: pa.ListArray) -> tuple[Tokens, Tokens]:
     """A list column as (values, offsets into them), both views of Arrow's memory."""
-    return (
-        lists.values.to_numpy(zero_copy_only=True),
-        lists.offsets.to_numpy(zero_copy_only=True),
-    )
+    return _viewed(lists.values), _viewed(lists.offsets)
+
+
+def _viewed(numbers: pa.Array) -> Tokens:
+    """Int32 without nulls, as Arrow's own `to_numpy` has them; that one imports pandas, a second
+    that every rank and every process that loads rows would wait."""
+    assert numbers.type == pa.int32()
+    assert not numbers.null_count
+    _, buffer = numbers.buffers()
+    if buffer is None:
+        return np.empty(0, np.int32)
+    return np.frombuffer(buffer, np.int32, count=len(numbers), offset=4 * numbers.offset)
 
 
 def map_batches(path: Path) -> list[pa.RecordBatch]:

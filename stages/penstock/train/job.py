@@ -41,6 +41,8 @@ class Job:
     output_dir: Path
     launch: str
     """Names this start of the ranks: what an earlier one leaves late is not taken for its own."""
+    adapter: Path | None = None
+    """A folder on this machine with the adapter to go on from."""
 
     def write(self) -> Path:
         """Publish the job in the output folder, the config in full beside it; return its file."""
@@ -65,6 +67,7 @@ class Job:
             "weights": str(self.weights) if self.weights else None,
             "output_dir": str(self.output_dir),
             "launch": self.launch,
+            "adapter": str(self.adapter) if self.adapter else None,
         }
         write_json(path, record)
 
@@ -83,6 +86,7 @@ class Job:
             Path(record["weights"]) if record["weights"] else None,
             Path(record["output_dir"]),
             record["launch"],
+            Path(record["adapter"]) if record["adapter"] else None,
         )
 
 

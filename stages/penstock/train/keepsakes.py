@@ -4,8 +4,8 @@ import re
 from collections.abc import Collection, Iterable
 from pathlib import Path, PurePosixPath
 
+from penstock.core.data_facts import DATA
 from penstock.core.files import regular_files
-from penstock.train.data_facts import DATA
 from penstock.train.job import CHECKPOINTS, LOGS, METRICS, RESOLVED
 
 COMPLETE = "COMPLETE"

@@ -117,7 +117,7 @@ class Loop:
         self.ranks.pulse.begins("reading rows", step=step)
         if self._loader is None:
             self._loader = Loader(self.rows, self._steps(), self.reading)
-        result: StepResult = self.built.engine.step(next(self._loader), lr)
+        result: StepResult = self.built.engine.step(next(self._loader), lr, step)
         self.at = Position(
             self.batches.after(self.at.cursor),
             step + 1,
@@ -136,6 +136,7 @@ class Loop:
             "trained_tokens": result.trained_tokens,
             "tokens_per_second": round(result.tokens / seconds, 1),
             "seconds": round(seconds, 5),
+            **result.of_routers,
         }
 
     @property

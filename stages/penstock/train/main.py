@@ -95,7 +95,7 @@ def _run(
         notify("nothing goes to Weights & Biases, which is not available yet; see metrics.jsonl")
     ranks.pulse.begins("loading the model")
     hf_config = read_hf_config(job.config_path, run.model.foundation)
-    built = assemble(run, hf_config, job.weights, ranks, notify)
+    built = assemble(run, hf_config, job.weights, ranks, notify, adapter=job.adapter)
     loop = Loop(job, built, ranks, stop)
     check_job(job, built.vocab_size)
     log.info("%d rows, %d steps, layout %s", len(loop.rows), loop.total_steps, built.layout)

@@ -49,7 +49,9 @@ class _Lines:
         self._total = total
 
     def show(self, record: dict[str, Any]) -> None:
-        fields = " ".join(f"{name}={_short(value)}" for name, value in record.items())
+        # What is told of each layer is for plots.
+        plain = {name: value for name, value in record.items() if not isinstance(value, dict)}
+        fields = " ".join(f"{name}={_short(value)}" for name, value in plain.items())
         sys.stderr.write(f"{fields} total_steps={self._total}\n")
         sys.stderr.flush()
 

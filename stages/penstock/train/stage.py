@@ -13,6 +13,7 @@ from pydantic import Field
 from penstock.config.base import Settings
 from penstock.config.run import RunConfig
 from penstock.core.compare import differences
+from penstock.core.data_facts import DATA, keep_data_facts
 from penstock.core.errors import ConfigError
 from penstock.core.files import read_json, regular_files, set_aside
 from penstock.core.hub import local_folder
@@ -31,7 +32,6 @@ from penstock.core.stage import (
 from penstock.core.store import Step, reason_of
 from penstock.core.urls import is_url, spoken
 from penstock.engine.origin import Form, Origin
-from penstock.train.data_facts import keep_data_facts
 from penstock.train.job import HF_WEIGHTS, LOGS, OUTCOME, Job
 from penstock.train.keepsakes import keepsakes_of, wanted_of
 from penstock.train.torchrun import Ended, ending_of, start_ranks
@@ -58,6 +58,19 @@ class Train(Stage):
         "train.fsdp_reduce_dtype": "fp32",
         "model.router_fp32": True,
         "model.freeze_router": False,
+        "train.dropout.hidden": 0.0,
+        "train.dropout": {},
+        "lora.use_rslora": False,
+        "lora.use_dora": False,
+        "lora.lora_plus_ratio": 1.0,
+        "lora.lora_bias": "none",
+        "lora.lora_dropout": 0.0,
+        "train.moe_aux_loss_coef": None,
+        "train.moe_global_load_balancing": False,
+        "train.moe_z_loss_coef": 0.0,
+        "train.moe_bias_update_rate": 0.0,
+        "lora.moe_shared_lora": False,
+        "lora.moe_hybrid_shared_lora": False,
     }
 
     settings: TrainSettings
@@ -72,10 +85,12 @@ class Train(Stage):
 
     @property
     def inputs(self) -> Mapping[str, Input]:
-        """The packed rows, the model's config, its weights, and a checkpoint to start from."""
+        """The packed rows, the model's config, its weights, and what else training starts from."""
         found: dict[str, Input] = {"packed": self.packed, "config": self.origin.config}
         if self.origin.weights:
             found["weights"] = self.origin.weights
+        if self.origin.adapter:
+            found["adapter"] = self.origin.adapter
         if self.checkpoint:
             found["checkpoint"] = self.checkpoint
         return found
@@ -134,6 +149,9 @@ class Train(Stage):
         weights = None
         if origin.model_path and origin.weights:
             weights = local_folder(origin.model_path, origin.weights).resolve()
+        adapter = None
+        if origin.adapter_path and origin.adapter:
+            adapter = local_folder(origin.adapter_path, origin.adapter).resolve()
         facts = self.packed.facts
         return Job(
             key=key_of(self),
@@ -144,16 +162,19 @@ class Train(Stage):
             max_token_id=facts["max_token_id"]["train"],
             config_path=config,
             weights=weights,
+            adapter=adapter,
             output_dir=output_dir,
             launch=uuid.uuid4().hex,
         )
 
     def owned_files(self, out: Path) -> Iterable[Path]:
-        """The last checkpoint: what other stages read. Logs, metrics and older ones come and go."""
+        """The last checkpoint, and what is told of the data: what other stages read. Logs, metrics
+        and older ones come and go."""
         checkpoint = out / read_json(out / OUTCOME)["facts"]["checkpoint"]
         # Whether Hugging Face weights lie beside it is not identity, so they are not vouched for.
         files = regular_files(checkpoint)
-        return [path for path in files if (checkpoint / HF_WEIGHTS) not in path.parents]
+        own = [path for path in files if (checkpoint / HF_WEIGHTS) not in path.parents]
+        return [*own, out / DATA]
 
 
 def claim(step: Step, *, fresh: bool) -> None:

@@ -138,7 +138,8 @@ class _Scatter(torch.autograd.Function):
         return gathered(grads[0], ctx.group), None
 
 
-def _share_of(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def share_of(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """What `keep_share` keeps of a tensor that has no gradient."""
     if padding := -x.shape[0] % group.size():
         x = torch.cat((x, x.new_zeros((padding, *x.shape[1:]))))
     return x.chunk(group.size())[group.rank()].contiguous()
@@ -148,7 +149,7 @@ class _KeepShare(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group, ctx.count = group, x.shape[0]
-        return _share_of(x, group)
+        return share_of(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -163,7 +164,7 @@ class _GatherShares(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _share_of(grads[0], ctx.group), None
+        return share_of(grads[0], ctx.group), None
 
 
 class _GatherColumns(torch.autograd.Function):

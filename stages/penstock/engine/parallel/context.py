@@ -39,12 +39,12 @@ class Context:
         )
 
     def mine(self, batch: MicroBatch) -> MicroBatch:
-        """This rank's tokens. `lengths` and counts stay those of the whole micro-batch."""
+        """This rank's tokens. What is not a tensor stays that of the whole micro-batch."""
         return replace(
             batch,
-            input_ids_T=self._part(batch.input_ids_T),
-            labels_T=self._part(batch.labels_T),
-            position_ids_T=self._part(batch.position_ids_T),
+            input_ids_T=self.part(batch.input_ids_T),
+            labels_T=self.part(batch.labels_T),
+            position_ids_T=self.part(batch.position_ids_T),
         )
 
     def segments(self, lengths: tuple[int, ...], device: torch.device | str) -> Segments:
@@ -58,7 +58,8 @@ class Context:
         inner = self._ring.attend(backend) if self._ring else attention.backend(backend)
         return self._ulysses.attend(inner) if self._ulysses else inner
 
-    def _part(self, x_T: torch.Tensor) -> torch.Tensor:
+    def part(self, x_T: torch.Tensor) -> torch.Tensor:
+        """This rank's share of what there is for each token of a micro-batch."""
         assert x_T.shape[0] % self.multiple == 0, (
             f"{x_T.shape[0]} tokens are not padded to a multiple of {self.multiple}"
         )

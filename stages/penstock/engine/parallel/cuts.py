@@ -57,10 +57,12 @@ class Cuts:
     def pieces(self, name: str, shape: tuple[int, ...]) -> tuple[Piece, ...]:
         """Those of the parameter `name`; none where a rank has no such parameter.
 
-        `shape` is read only for the rank of low-rank factors, which no division changes.
+        `shape` is read only for what no division changes of low-rank factors: all of one that
+        experts share, and else their rank.
         """
         if factor := factor_of(name):
-            return (self._of_factor(factor, shape),)
+            of = self._of_experts_factor if factor.of_experts else self._of_factor
+            return (of(factor, shape),)
         module, _, leaf = name.rpartition(".")
         role = role_of(module, self.roles)
         if self.lends_table and name in (EMBEDDING_WEIGHT, HEAD_WEIGHT):
@@ -68,6 +70,9 @@ class Cuts:
             return (replace(table, copies=2),)
         if role is None:
             return (self._uncut(name, self._how_norms_sum(module)),)
+        if role is Role.PER_HEAD:
+            heads = _span(self.names.config.num_attention_heads, self.size, self.index)
+            return (self._cut(name, 0, heads),)
         if role is Role.EXPERTS:
             return tuple(self._experts(name))
         if self.is_in_mixture(module):
@@ -133,10 +138,15 @@ class Cuts:
         return int(parts[2]) in experts.layers
 
     def _experts(self, name: str) -> Iterator[Piece]:
-        """The tensors of this rank's experts, one after another."""
+        """The tensors of this rank's experts, one after another, or their part of one for all."""
         tensors = self.names.hf_names(name)
+        if len(tensors) == 1:
+            [tensor] = tensors
+            first = self._shapes[tensor][0]
+            yield self._cut(tensor, 0, _span(first, self.expert_size, self.expert_index))
+            return
         mine = share(len(tensors), self.expert_size, self.expert_index)
-        return _after_one_another(
+        yield from _after_one_another(
             whole_piece(tensors[number], self._shapes[tensors[number]]) for number in mine
         )
 
@@ -151,22 +161,41 @@ class Cuts:
         return self.names.hf_shapes()
 
     def _of_factor(self, factor: Factor, shape: tuple[int, ...]) -> Piece:
-        """A low-rank factor under its name in a model in which nothing is fused.
+        """An adapter's tensor under its name in a model in which nothing is fused.
 
-        The narrow dimension between A and B is never cut. The factor on its far side from the cut
-        is whole on each rank, which has a part of the sum that is its gradient.
+        The narrow dimension between A and B is never cut. What is on the far side from the cut is
+        whole on each rank, which has a part of the sum that is its gradient.
         """
         name = native_name(factor.hf_module, factor.side)
         rows, columns = self._shapes[f"{factor.hf_module}.weight"]
+        if factor.of_embedding:
+            # A has columns for tokens, and B rows for features.
+            rows, columns = columns, rows
         is_a = factor.side == "lora_A"
-        whole = (shape[0], columns) if is_a else (rows, shape[1])
+        whole = (shape[0], columns) if is_a else (rows, *shape[1:])
         if self.is_in_mixture(factor.module):
             return self._uncut(name, "tensor", whole)
-        narrows = role_of(factor.module, self.roles) is Role.NARROW
+        narrows = role_of(factor.module, self.roles) in (Role.NARROW, Role.VOCAB)
         if is_a is not narrows:
             return self._uncut(name, "tensor", whole)
         span = self.span(factor.part, columns if narrows else rows)
         return self._cut(name, int(is_a), span, whole)
+
+    def _of_experts_factor(self, factor: Factor, shape: tuple[int, ...]) -> Piece:
+        """Each expert's own is where the expert is. One that they share is on all ranks, and its
+        gradient a sum over those that compute other tokens, or other experts of the same."""
+        name = native_name(factor.hf_module, factor.side)
+        if len(shape) == 2:
+            return self._uncut(name, "tensor", shape)
+        experts = self.names.config.experts
+        assert experts is not None
+        mine = share(experts.num_experts, self.expert_size, self.expert_index)
+        return Piece(
+            name,
+            whole=(experts.num_experts, *shape[1:]),
+            offsets=(mine.start, 0, 0),
+            sizes=(len(mine), *shape[1:]),
+        )
 
     def _how_norms_sum(self, module: str) -> Shared | None:
         within = any(part in SOCKETS for part in module.split("."))

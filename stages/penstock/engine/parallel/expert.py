@@ -7,6 +7,7 @@ Gale et al. 2022, "MegaBlocks", for experts of uneven load).
 T tokens of this rank, D model width, K experts per token, E experts in all, R rows that arrive.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,14 +20,18 @@ from penstock.models.layers.experts import Experts
 from penstock.models.layers.mixture import MixtureOfExperts
 from penstock_kernels.permute import order_of, unpermute
 
+Plug = Callable[[MixtureOfExperts, dist.ProcessGroup, int], None]
+"""Gives a mixture, whose experts are on the ranks of a group and so many in all, its sockets."""
+
 
 def mixtures(model: Decoder) -> list[MixtureOfExperts]:
     """The mixtures of experts in a model, in the order of its layers."""
     return [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
 
 
-def share_experts(model: Decoder, mesh: Mesh) -> None:
-    """Keep of every layer's experts those that are this rank's, and let tokens travel; in place.
+def share_experts(model: Decoder, mesh: Mesh, plug: Plug) -> None:
+    """Keep of every layer's experts those that are this rank's, and let tokens travel as `plug`
+    says; in place.
 
     To be called on every rank before anything is sharded. The ranks that share experts must be as
     many as divide the experts. Without any that share: nothing.
@@ -40,14 +45,27 @@ def share_experts(model: Decoder, mesh: Mesh) -> None:
         total = experts.num_experts
         assert total % size == 0, f"{total} experts over {size} ranks"
         experts.num_experts = total // size
-        for name, parameter in list(experts.named_parameters(recurse=False)):
+        # With those of adapters that each expert has for itself.
+        for name, parameter in list(experts.named_parameters()):
             mine = parameter.detach().chunk(size)[index].clone()
-            setattr(experts, name, nn.Parameter(mine, requires_grad=parameter.requires_grad))
-        mixture.dispatch = Dispatch(group, total)
+            owner, _, leaf = name.rpartition(".")
+            kept = nn.Parameter(mine, requires_grad=parameter.requires_grad)
+            setattr(experts.get_submodule(owner), leaf, kept)
+        plug(mixture, group, total)
+
+
+def plug_all_to_all(mixture: MixtureOfExperts, group: dist.ProcessGroup, total: int) -> None:
+    """Tokens travel by the collectives that every backend has."""
+    mixture.dispatch = Dispatch(group, total)
 
 
 class Dispatch:
-    """The socket of a mixture whose experts are on several ranks."""
+    """The socket of a mixture whose experts are on several ranks.
+
+    Five messages in a layer and micro-batch: how many rows go where, the rows, and back what was
+    made of them; in the backward pass the gradients of both. Where the layer is recomputed, the
+    first three are repeated.
+    """
 
     def __init__(self, group: dist.ProcessGroup, num_experts: int) -> None:
         """`num_experts` are those of all ranks; each has equally many, in the order of ranks."""

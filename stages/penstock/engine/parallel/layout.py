@@ -1,18 +1,25 @@
 """A model laid out over ranks: its parts here, and how a step runs through them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
-from penstock.engine.parallel.call import Call
+from penstock.engine.parallel.call import Call, Casting
 from penstock.engine.parallel.context import Context
 from penstock.engine.parallel.data import GradientSync
 from penstock.engine.parallel.mesh import Mesh
 from penstock.engine.parallel.pieces import Held
-from penstock.engine.parallel.pipeline import Casting, Pipeline
 from penstock.engine.parallel.tensor import sum_partial
 from penstock.models.decoder import Decoder
+from penstock.models.layers.dropout import drawing_from
+from penstock.models.layers.watch import watched_by
+
+if TYPE_CHECKING:
+    # Imported by whoever makes one: it takes a second.
+    from penstock.engine.parallel.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
@@ -26,7 +33,7 @@ class Layout:
     """Every parameter of the parts."""
     context: Context
     sync: GradientSync
-    pipeline: Pipeline | None
+    pipeline: "Pipeline | None"
     """None where the only part is the whole model."""
     casting: Casting
     """Entered around forward passes: casts, where the weights are not cast themselves."""
@@ -69,6 +76,16 @@ class Layout:
             part.train()
         return self._share(total)
 
+    @torch.no_grad()
+    def observe(self, calls: Sequence[Call]) -> None:
+        """Pass forward as in training, for those who look on, and compute no loss."""
+        calls = [replace(call, reduce=_nothing) for call in calls]
+        if self.pipeline:
+            self.pipeline.forward(calls)
+        else:
+            for call in calls:
+                self._reduced(call)
+
     def _one_by_one(self, calls: Sequence[Call]) -> torch.Tensor:
         total = torch.zeros((), device=calls[0].input_ids_T.device)
         for index, call in enumerate(calls):
@@ -80,9 +97,13 @@ class Layout:
 
     def _reduced(self, call: Call) -> torch.Tensor:
         [model] = self.parts
-        with self.casting():
+        with self.casting(), drawing_from(call.noise), watched_by(call.watch):
             return model(call.input_ids_T, call.position_ids_T, call.segments, call.reduce)
 
     def _share(self, total: torch.Tensor) -> torch.Tensor:
         # Ranks along the tensor axis come to the same sum; one of them tells it.
         return total if self.mesh.index("tensor") == 0 else torch.zeros_like(total)
+
+
+def _nothing(hidden_TD: torch.Tensor, _: nn.Module) -> torch.Tensor:
+    return hidden_TD.new_zeros(())

@@ -5,8 +5,8 @@ it has already. T tokens of a micro-batch on this rank, D model width.
 """
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -19,32 +19,16 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from penstock.config.train import TrainConfig
-from penstock.engine.parallel.call import Call
+from penstock.engine.parallel.call import Call, Casting
 from penstock.engine.parallel.mesh import Mesh
 from penstock.engine.parallel.pieces import local
-from penstock.engine.parallel.split import layers_of_stages, stages_of, virtual_stages
-from penstock.models.decoder import Decoder, Part
-from penstock.models.shape import DecoderConfig
-
-Casting = Callable[[], AbstractContextManager[object]]
+from penstock.engine.parallel.split import stages_of_rank, virtual_stages
+from penstock.models.decoder import Decoder
+from penstock.models.layers.dropout import drawing_from
+from penstock.models.layers.watch import watched_by
 
 # Of an error it prints the whole schedule, a hundred lines, above the error itself.
 logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
-
-
-def parts_of(config: DecoderConfig, train: TrainConfig, index: int) -> list[Part]:
-    """What the rank numbered `index` in its pipeline holds of the model, in order of stages.
-
-    Raises ConfigError as `layers_of_stages` does.
-    """
-    if train.pipeline_parallel_size == 1:
-        return [Part.all_of(config)]
-    layers = layers_of_stages(train, config.num_hidden_layers)
-    last = len(layers) - 1
-    return [
-        Part(layers[stage], begins=stage == 0, ends=stage == last)
-        for stage in _stages_of(train, index)
-    ]
 
 
 class Pipeline:
@@ -70,11 +54,11 @@ class Pipeline:
         self._share = mesh.size("tensor") if residual == "split" else 1
         self._dtype = torch.bfloat16 if train.enable_mixed_precision else torch.float32
         self._casting = casting
-        self._numbers = _stages_of(train, mesh.index("pipeline"))
+        self._numbers = stages_of_rank(train, mesh.index("pipeline"))
         self._num_stages = mesh.size("pipeline") * virtual_stages(train)
         ranks = mesh.ranks("pipeline")
         self._rank_of = {
-            stage: rank for at, rank in enumerate(ranks) for stage in _stages_of(train, at)
+            stage: rank for at, rank in enumerate(ranks) for stage in stages_of_rank(train, at)
         }
         # Of its own: messages between pairs would come between the collectives of a shared one,
         # at other places on each rank.
@@ -110,7 +94,7 @@ class Pipeline:
                 inputs = call.input_ids_T
                 if number:
                     inputs = self._received(number - 1, hidden_TD, len(call.position_ids_T))
-                with self._casting():
+                with self._casting(), drawing_from(call.noise), watched_by(call.watch):
                     given = part(inputs, call.position_ids_T, call.segments, call.reduce)
                 if number == self._num_stages - 1:
                     total += given
@@ -214,16 +198,17 @@ class _Stage(PipelineStage):
     ) -> Any:
         del args, kwargs
         call = self.calls[fwd_chunk_id]
-        return super().forward_one_chunk(
-            fwd_chunk_id,
-            (call.input_ids_T,),
-            {
-                "position_ids_T": call.position_ids_T,
-                "segments": call.segments,
-                "reduce": call.reduce,
-            },
-            save_forward_output,
-        )
+        with drawing_from(call.noise), watched_by(call.watch):
+            return super().forward_one_chunk(
+                fwd_chunk_id,
+                (call.input_ids_T,),
+                {
+                    "position_ids_T": call.position_ids_T,
+                    "segments": call.segments,
+                    "reduce": call.reduce,
+                },
+                save_forward_output,
+            )
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         with self.casting():
@@ -264,15 +249,6 @@ class _Running:
         if not losses:
             return torch.zeros((), device=self._stages[0].device)
         return torch.stack([loss.detach().float() for loss in losses]).sum()
-
-
-def _stages_of(train: TrainConfig, index: int) -> list[int]:
-    return stages_of(
-        train.pipeline_parallel_schedule,
-        train.pipeline_parallel_size,
-        virtual_stages(train),
-        index,
-    )
 
 
 def _as_it_is(loss: torch.Tensor, _target: torch.Tensor) -> torch.Tensor:

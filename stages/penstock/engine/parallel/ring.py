@@ -3,7 +3,7 @@
 A rank first attends to what it holds itself, which is ordinary causal attention; then, step by
 step, to what a rank one further away holds. What is merged is exact: each part's output is weighed
 by its share of the whole sum of exponentials (Liu et al. 2023, "Ring Attention"). Only what some
-query sees is sent, so rows of short documents send next to nothing.
+query sees is sent, so rows of short documents, and layers with short windows, send next to nothing.
 
 T tokens of this rank, S of another that come here; N query heads, K key and value heads, H head
 width.
@@ -12,7 +12,7 @@ width.
 # pyright: reportIncompatibleMethodOverride=false
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -20,10 +20,22 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from penstock.engine.parallel.zigzag import Holding, need, own_lengths
+from penstock.engine.parallel.zigzag import Holding, Need, needs, own_lengths
 from penstock.models.layers.attention import Attend
 from penstock_kernels.attention import Segments, attention
 from penstock_kernels.attention.block import Rectangle, block, block_backward
+from penstock_kernels.attention.sinks import gradient_of_sinks, with_sinks
+
+
+@dataclass(frozen=True)
+class Part:
+    """Attention of some of this rank's tokens to some keys, of others or its own."""
+
+    queries: range
+    """This rank's numbers of its tokens."""
+    keys: range
+    """Numbers among the keys that came, or this rank's own."""
+    sees: Rectangle
 
 
 @dataclass(frozen=True)
@@ -35,10 +47,8 @@ class Step:
     """This rank's tokens whose keys and values go; none where empty."""
     takes: int
     """How many tokens' keys and values come."""
-    queries: range
-    """This rank's tokens that see them."""
-    sees: Rectangle | None
-    """None where nothing comes."""
+    parts: tuple[Part, ...]
+    """Who sees what came; none where nothing does."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,36 +58,88 @@ class Spread(Segments):
     steps: tuple[Step, ...]
     """The same distances on every rank, or two would not agree on the order of the messages
     between them; those at which no rank gives anything are left out."""
+    own: tuple[Part, ...]
+    """What this rank's tokens see of each other beyond their documents here, which are then cut
+    where tokens of others lie between."""
+    row: tuple[int, ...]
+    """The lengths of the row's documents."""
+    size: int
+    """Of the ring."""
+    index: int
+    """Of this rank in it."""
+    _under_windows: dict[int, "Spread"] = field(default_factory=dict, repr=False)
+
+    def within(self, window: int | None) -> "Spread":
+        """The same for queries that see the last `window` tokens up to their own; made once."""
+        if window is None or window >= max(self.row):
+            return self
+        if window not in self._under_windows:
+            device = self.cu_seqlens.device
+            made = spread(self.row, self.size, self.index, device, window=window)
+            self._under_windows[window] = made
+        return self._under_windows[window]
 
 
 def spread(
-    lengths: Sequence[int], size: int, index: int, device: torch.device | str = "cpu"
+    lengths: Sequence[int],
+    size: int,
+    index: int,
+    device: torch.device | str = "cpu",
+    *,
+    window: int | None = None,
 ) -> Spread:
     """What rank `index` of a ring of `size` attends to, in a row of documents of these lengths.
 
-    The lengths sum to a multiple of twice the ring's size.
+    The lengths sum to a multiple of twice the ring's size. `window` as in `zigzag.needs`.
     """
     bounds = (0, *accumulate(lengths))
     holdings = [Holding(rank, size, bounds[-1] // (2 * size)) for rank in range(size)]
     me = holdings[index]
-    found: list[tuple[int, range, range, range]] = []
+
+    def asked(asker: Holding, giver: Holding) -> list[Need]:
+        return needs(bounds, asker, giver, window)
+
+    found: list[tuple[int, range, list[Need]]] = [(0, range(0), asked(me, me))]
     for distance in range(1, size):
-        if not any(need(bounds, one, holdings[one.index - distance]) for one in holdings):
-            continue
-        asked = need(bounds, holdings[(index + distance) % size], me)
-        asks = need(bounds, me, holdings[index - distance])
-        gives = asked.keys if asked else range(0)
-        queries, keys = (asks.queries, asks.keys) if asks else (range(0), range(0))
-        found.append((distance, gives, queries, keys))
-    sizes = [(len(queries), len(keys)) for *_, queries, keys in found]
-    steps = [
-        Step(distance, gives, len(keys), queries, rectangle if keys else None)
-        for (distance, gives, queries, keys), rectangle in zip(
-            found, Rectangle.several(sizes, device), strict=True
+        if any(asked(one, holdings[one.index - distance]) for one in holdings):
+            gives = _all_keys(asked(holdings[(index + distance) % size], me))
+            found.append((distance, gives, asked(me, holdings[index - distance])))
+    every = [need for *_, some in found for need in some]
+    sizes = [(len(need.queries), len(need.keys)) for need in every]
+    reaches = [need.reach for need in every]
+    rectangles = iter(Rectangle.several(sizes, device, reaches=reaches))
+
+    def parts(some: Sequence[Need], first_key: int) -> tuple[Part, ...]:
+        return tuple(
+            Part(need.queries, _shifted(need.keys, by=first_key), next(rectangles)) for need in some
         )
+
+    # Own keys are numbered as they lie, others' as they come.
+    [(*_, within), *others] = found
+    own = parts(within, 0)
+    steps = [
+        Step(distance, gives, len(came := _all_keys(some)), parts(some, came.start))
+        for distance, gives, some in others
     ]
-    own = Segments.of(own_lengths(bounds, me), device)
-    return Spread(**vars(own), steps=tuple(steps))
+    return Spread(
+        **vars(Segments.of(own_lengths(bounds, me, window), device)),
+        steps=tuple(steps),
+        own=own,
+        row=tuple(lengths),
+        size=size,
+        index=index,
+    )
+
+
+def _all_keys(some: Sequence[Need]) -> range:
+    """Those of all needs, which are neighbours."""
+    if not some:
+        return range(0)
+    return range(min(need.keys.start for need in some), max(need.keys.stop for need in some))
+
+
+def _shifted(numbers: range, *, by: int) -> range:
+    return range(numbers.start - by, numbers.stop - by)
 
 
 class Ring:
@@ -110,13 +172,18 @@ class Ring:
             v_TKH: torch.Tensor,
             segments: Segments,
             scale: float,
+            window: int | None = None,
+            sinks_N: torch.Tensor | None = None,
         ) -> torch.Tensor:
             assert isinstance(segments, Spread), "ring attention needs what `spread` returns"
-            if not segments.steps:
-                return alone(q_TNH, k_TKH, v_TKH, segments, scale)
+            here = segments.within(window)
+            if not here.steps and not here.own:
+                return alone(q_TNH, k_TKH, v_TKH, here, scale, window, sinks_N)
             # Autocast would turn what is computed in fp32 on purpose back.
             with torch.autocast(q_TNH.device.type, enabled=False):
-                return _RingAttention.apply(q_TNH, k_TKH, v_TKH, segments, scale, self, backend)
+                return _RingAttention.apply(
+                    q_TNH, k_TKH, v_TKH, sinks_N, here, scale, window, self, backend
+                )
 
         return over_ring
 
@@ -157,13 +224,13 @@ class _KeysAndValues:
 
     def __init__(self, ring: Ring, steps: Sequence[Step], kv_T2KH: torch.Tensor) -> None:
         self.ring, self.steps, self.kv_T2KH = ring, steps, kv_T2KH
-        self._under_way = self._start(steps[0])
+        self._under_way = [self._start(step) for step in steps[:1]]
 
     def __iter__(self) -> Iterator[tuple[Step, torch.Tensor | None]]:
         for step, following in zip(self.steps, (*self.steps[1:], None), strict=True):
-            here = self._under_way
+            here = self._under_way.pop()
             if following:
-                self._under_way = self._start(following)
+                self._under_way.append(self._start(following))
             yield step, here.wait()
 
     def _start(self, step: Step) -> Transfer:
@@ -182,48 +249,69 @@ class _RingAttention(torch.autograd.Function):
         q_TNH: torch.Tensor,
         k_TKH: torch.Tensor,
         v_TKH: torch.Tensor,
+        sinks_N: torch.Tensor | None,
         spread: Spread,
         scale: float,
+        window: int | None,
         ring: Ring,
         backend: str,
     ) -> torch.Tensor:
         attend = block.backend(backend)
         kv_T2KH = torch.stack((k_TKH, v_TKH), dim=1)
         incoming = _KeysAndValues(ring, spread.steps, kv_T2KH)
-        y_TNH, lse_TN = attend(q_TNH, k_TKH, v_TKH, spread, scale)
+        y_TNH, lse_TN = attend(q_TNH, k_TKH, v_TKH, spread, scale, window)
         y_TNH, lse_TN = y_TNH.to(_wide(q_TNH)), lse_TN.contiguous()
+
+        def see(parts: Sequence[Part], kv_S2KH: torch.Tensor) -> None:
+            for part in parts:
+                rows = _rows(part.queries)
+                k_SKH, v_SKH = kv_S2KH[_rows(part.keys)].unbind(1)
+                merged = attend(q_TNH[rows], k_SKH, v_SKH, part.sees, scale)
+                _merge(y_TNH[rows], lse_TN[rows], *merged)
+
+        see(spread.own, kv_T2KH)
         for step, taken in incoming:
-            if taken is not None and step.sees is not None:
-                rows = _rows(step.queries)
-                k_SKH, v_SKH = taken.unbind(1)
-                part = attend(q_TNH[rows], k_SKH, v_SKH, step.sees, scale)
-                _merge(y_TNH[rows], lse_TN[rows], *part)
+            if taken is not None:
+                see(step.parts, taken)
+        if sinks_N is not None:
+            # Once, now that every key is in.
+            y_TNH, lse_TN = with_sinks(y_TNH, lse_TN, sinks_N)
         y_TNH = y_TNH.to(q_TNH.dtype)
-        ctx.save_for_backward(q_TNH, kv_T2KH, y_TNH, lse_TN)
-        ctx.spread, ctx.scale, ctx.ring, ctx.backend = spread, scale, ring, backend
+        ctx.save_for_backward(q_TNH, kv_T2KH, y_TNH, lse_TN, sinks_N)
+        ctx.spread, ctx.scale, ctx.window = spread, scale, window
+        ctx.ring, ctx.backend = ring, backend
         return y_TNH
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TNH: torch.Tensor) -> tuple[Any, ...]:
-        q_TNH, kv_T2KH, y_TNH, lse_TN = ctx.saved_tensors
+        q_TNH, kv_T2KH, y_TNH, lse_TN, sinks_N = ctx.saved_tensors
         spread, scale, ring = ctx.spread, ctx.scale, ctx.ring
         gradients = block_backward.backend(ctx.backend)
         incoming = _KeysAndValues(ring, spread.steps, kv_T2KH)
         k_TKH, v_TKH = kv_T2KH.unbind(1)
-        dq, dk, dv = gradients(dy_TNH, q_TNH, k_TKH, v_TKH, y_TNH, lse_TN, spread, scale)
+        own = (q_TNH, k_TKH, v_TKH, y_TNH, lse_TN, spread, scale, ctx.window)
+        dq, dk, dv = gradients(dy_TNH, *own)
         wide = _wide(q_TNH)
         dq_TNH, dkv_T2KH = dq.to(wide), torch.stack((dk, dv), dim=1).to(wide)
+
+        def see(parts: Sequence[Part], kv_S2KH: torch.Tensor, dkv_S2KH: torch.Tensor) -> None:
+            for part in parts:
+                rows, keys = _rows(part.queries), _rows(part.keys)
+                dy, q, y, lse = (x[rows] for x in (dy_TNH, q_TNH, y_TNH, lse_TN))
+                k_SKH, v_SKH = kv_S2KH[keys].unbind(1)
+                dq, dk, dv = gradients(dy, q, k_SKH, v_SKH, y, lse, part.sees, scale)
+                dq_TNH[rows] += dq
+                dkv_S2KH[keys] += torch.stack((dk, dv), dim=1)
+
+        see(spread.own, kv_T2KH, dkv_T2KH)
         returns: list[tuple[Step, Transfer]] = []
         for step, taken in incoming:
             given_back = None
-            if taken is not None and step.sees is not None:
-                rows = _rows(step.queries)
-                dy, q, y, lse = (x[rows] for x in (dy_TNH, q_TNH, y_TNH, lse_TN))
-                k_SKH, v_SKH = taken.unbind(1)
-                dq, dk, dv = gradients(dy, q, k_SKH, v_SKH, y, lse, step.sees, scale)
-                dq_TNH[rows] += dq
-                given_back = torch.stack((dk, dv), dim=1)
+            if taken is not None:
+                dkv_S2KH = torch.zeros_like(taken, dtype=wide)
+                see(step.parts, taken, dkv_S2KH)
+                given_back = dkv_S2KH.to(kv_T2KH.dtype)
             under_way = ring.send(given_back, -step.distance, kv_T2KH, len(step.gives))
             returns.append((step, under_way))
             if len(returns) > 1:
@@ -231,7 +319,10 @@ class _RingAttention(torch.autograd.Function):
         for step, under_way in returns:
             _add(dkv_T2KH, step, under_way)
         dk_TKH, dv_TKH = dkv_T2KH.to(kv_T2KH.dtype).unbind(1)
-        return dq_TNH.to(q_TNH.dtype), dk_TKH, dv_TKH, None, None, None, None
+        dsinks_N = None
+        if sinks_N is not None and ctx.needs_input_grad[3]:
+            dsinks_N = gradient_of_sinks(dy_TNH, y_TNH, lse_TN, sinks_N)
+        return (dq_TNH.to(q_TNH.dtype), dk_TKH, dv_TKH, dsinks_N, *[None] * 5)
 
 
 def _merge(

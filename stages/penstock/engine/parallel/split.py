@@ -150,3 +150,13 @@ def _span(layers: range) -> str:
     if not layers:
         return "none"
     return f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])
+
+
+def stages_of_rank(train: TrainConfig, index: int) -> list[int]:
+    """The stages of the rank numbered `index` in its pipeline, as the settings have it."""
+    return stages_of(
+        train.pipeline_parallel_schedule,
+        train.pipeline_parallel_size,
+        virtual_stages(train),
+        index,
+    )

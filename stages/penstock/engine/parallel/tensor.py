@@ -15,20 +15,25 @@ import torch.distributed as dist
 from torch import nn
 
 from penstock.adapters.lora import LoraLinear
+from penstock.adapters.lora_embedding import LoraEmbedding
 from penstock.engine.parallel.collectives import (
     Residual,
     enter,
     gather_shares,
     keep_share,
     leave,
+    share_of,
 )
 from penstock.engine.parallel.cuts import Cuts, cuts_of
 from penstock.engine.parallel.mesh import Mesh
 from penstock.engine.parallel.pieces import Held, local
-from penstock.engine.parallel.vocabulary import DividedEmbedding
+from penstock.engine.parallel.vocabulary import DividedEmbedding, rows_here
 from penstock.models.decoder import Decoder
-from penstock.models.layers.block import SOCKETS, Block, Run
+from penstock.models.layers.block import SOCKETS, Block
+from penstock.models.layers.dropout import Dropout
 from penstock.models.layers.mixture import MixtureOfExperts
+from penstock.models.layers.router import Router
+from penstock.models.layers.run import Run
 from penstock.models.roles import Roles
 from penstock.models.weights import WeightMap
 
@@ -55,12 +60,14 @@ def divide(model: Decoder, mesh: Mesh, roles: Roles, *, residual: Residual) -> N
         model.tie()
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and not cuts.is_in_mixture(name):
-            _resize(module, names.hf_names(f"{name}.weight"), cuts)
+            _resize(module, names.hf_names(f"{name}.weight"), cuts, group)
+        if isinstance(module, Dropout) and _sees_share(name, cuts):
+            module.places_here = partial(share_of, group=group)
+        if isinstance(module, Router):
+            module.rows_here = partial(share_of, group=group)
     if (table := model.model.embed_tokens) is not None:
         first = cuts.span("embed_tokens").first
-        model.model.embed_tokens = DividedEmbedding(
-            table.get_parameter("weight"), first, group, residual
-        )
+        model.model.embed_tokens = _divided(table, first, group, residual)
     for layer in model.model.layers.values():
         assert isinstance(layer, Block)
         layer.self_attn.parts = [cuts.span(part).count for part in model.config.qkv_parts]
@@ -103,13 +110,46 @@ def _keep(model: nn.Module, name: str, kept: torch.Tensor | None, wants_gradient
     setattr(model.get_submodule(parent), leaf, parameter)
 
 
-def _resize(module: nn.Linear, tensors: Sequence[str], cuts: Cuts) -> None:
+def _divided(
+    table: nn.Embedding, first: int, group: dist.ProcessGroup, residual: Residual
+) -> nn.Embedding:
+    """The embedding of a table whose rows from `first` on are here."""
+    if not isinstance(table, LoraEmbedding):
+        return DividedEmbedding(table.get_parameter("weight"), first, group, residual)
+    table.look_up = partial(rows_here, first=first)
+    table.leave = partial(leave, group=group, residual=residual)
+    table.sum_squares = partial(_summed, group=group)
+    return table
+
+
+def _resize(
+    module: nn.Linear, tensors: Sequence[str], cuts: Cuts, group: dist.ProcessGroup
+) -> None:
     """Tell the layer how many features it has left."""
-    before = module.out_features
+    rows, columns = module.out_features, module.in_features
     module.out_features, module.in_features = module.weight.shape
-    if isinstance(module, LoraLinear) and module.out_features != before:
+    if not isinstance(module, LoraLinear):
+        return
+    if module.out_features != rows:
         layers = [tensor.split(".")[-2] for tensor in tensors]
-        module.parts = {layer: cuts.span(layer, before).count for layer in layers}
+        module.parts = {layer: cuts.span(layer, rows).count for layer in layers}
+    if module.in_features != columns:
+        for layer, dropout in module.lora_dropout.items():
+            assert isinstance(dropout, Dropout)
+            dropout.first_feature = cuts.span(layer, columns).first
+        module.sum_squares = partial(_summed, group=group)
+
+
+def _summed(squares: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    dist.all_reduce(squares, group=group)
+    return squares
+
+
+def _sees_share(name: str, cuts: Cuts) -> bool:
+    """Whether what arrives at a module are only some of the tokens that come to a layer."""
+    parts = name.split(".")
+    in_stream = parts[:2] == ["model", "layers"] and not SOCKETS.keys() & parts
+    return cuts.residual == "split" if in_stream else cuts.is_in_mixture(name)
 
 
 def _region(

@@ -42,13 +42,18 @@ class Ulysses:
             v_SKH: torch.Tensor,
             segments: Segments,
             scale: float,
+            window: int | None = None,
+            sinks_N: torch.Tensor | None = None,
         ) -> torch.Tensor:
             repeats = self.size // math.gcd(self.size, k_SKH.shape[1])
             if repeats > 1:
                 k_SKH, v_SKH = (x.repeat_interleave(repeats, dim=1) for x in (k_SKH, v_SKH))
             # In one message: three would cost three times the latency.
             q_TNH, k_TKH, v_TKH = _ToHeads.apply(self, q_SNH, k_SKH, v_SKH)
-            return _ToTokens.apply(self, inner(q_TNH, k_TKH, v_TKH, segments, scale))
+            if sinks_N is not None:
+                sinks_N = sinks_N.chunk(self.size)[self.index]
+            y_TNH = inner(q_TNH, k_TKH, v_TKH, segments, scale, window, sinks_N)
+            return _ToTokens.apply(self, y_TNH)
 
         return over_heads
 

@@ -46,9 +46,13 @@ class DividedEmbedding(nn.Embedding):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Embeddings of token ids [T]: of all of them, or with a split residual of a share."""
-        at_T, here_T = _within(input, self.first, self.num_embeddings)
-        x_TD = F.embedding(at_T, self.weight).masked_fill(~here_T[:, None], 0)
-        return leave(x_TD, self.group, self.residual)
+        return leave(rows_here(input, self.weight, self.first), self.group, self.residual)
+
+
+def rows_here(ids_T: torch.Tensor, rows_WF: torch.Tensor, first: int) -> torch.Tensor:
+    """Of a table of which the rows from `first` on are here, those of token ids, else zeros."""
+    at_T, here_T = _within(ids_T, first, rows_WF.shape[0])
+    return F.embedding(at_T, rows_WF).masked_fill(~here_T[:, None], 0)
 
 
 def sum_of_losses(

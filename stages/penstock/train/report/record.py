@@ -12,10 +12,10 @@ from typing import Any, cast
 from penstock import __version__
 from penstock.config.run import RunConfig
 from penstock.core import provenance
+from penstock.core.data_facts import kept_data_facts
 from penstock.core.errors import ConfigError
 from penstock.core.files import read_json
 from penstock.core.stage import MANIFEST
-from penstock.train.data_facts import kept_data_facts
 from penstock.train.job import JOB, METRICS, OUTCOME
 from penstock.train.metrics import read_metrics
 
@@ -50,11 +50,9 @@ class RunRecord:
         model = self.config.model
         start = model.model_path or f"{model.config_path} from random weights"
         data = ", ".join(dataset.path for dataset in self.config.data.datasets)
-        how = (
-            f"LoRA rank {self.config.lora.lora_rank}"
-            if self.config.lora.enable_lora
-            else "all weights"
-        )
+        lora = self.config.lora
+        kind = f"{'DoRA' if lora.use_dora else 'LoRA'} rank {lora.lora_rank}"
+        how = kind if lora.enable_lora else "all weights"
         return without_credentials(f"{start} on {data}, {how}")
 
 

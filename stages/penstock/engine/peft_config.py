@@ -1,0 +1,47 @@
+"""What a PEFT adapter's own config says, of the kinds that are computed here. No torch."""
+
+from pathlib import Path
+from typing import Any
+
+from penstock.core.errors import CapabilityError
+from penstock.core.files import read_json
+
+CONFIG = "adapter_config.json"
+
+STARTS_BESIDE_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Ways to start factors that leave the base weights alone. Others (PiSSA and the like) adapt what
+is left of the weights once they have taken a part of them away, and no file holds that."""
+
+UNSUPPORTED = {
+    "layer_replication": "layers that are used more than once",
+    "trainable_token_indices": "single rows of an embedding",
+    "use_qalora": "QA-LoRA",
+    "alora_invocation_tokens": "adapters that begin at a token (aLoRA)",
+}
+
+
+def read_peft_config(folder: Path) -> dict[str, Any]:
+    """The content of `adapter_config.json`.
+
+    Raises CapabilityError for a folder without one, or what is asked for there and not computed.
+    """
+    if not (folder / CONFIG).is_file():
+        raise CapabilityError(
+            f"{folder} has no {CONFIG}.\n  Name the folder that holds the adapter."
+        )
+    config: dict[str, Any] = read_json(folder / CONFIG)
+    if config.get("peft_type") != "LORA":
+        raise CapabilityError(
+            f"{folder} is an adapter of type {config.get('peft_type')}, and only LORA is read."
+        )
+    for key, what in UNSUPPORTED.items():
+        if config.get(key):
+            raise CapabilityError(f"{folder} asks for {what} ({key}), which is not computed.")
+    start = config.get("init_lora_weights", True)
+    if start not in STARTS_BESIDE_BASE:
+        raise CapabilityError(
+            f"{folder} started with init_lora_weights {start!r}, which changed the base weights "
+            "too, and how is not in the folder.\n"
+            "  Save it with path_initial_model_for_weight_conversion, as PEFT documents."
+        )
+    return config

@@ -1,0 +1,93 @@
+"""What layouts are tried on: small models with random weights, and rows to train them on.
+
+Rows hold documents of one token, of prime lengths, and longer than any rank's share.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+import transformers
+
+from penstock.rows.schema import PACKED
+from tests.engine import runs
+
+DOCUMENTS = (
+    [1, 2, 3, 5, 7, 11, 13, 17, 1],
+    [97],
+    [1],
+    [31, 1, 41],
+    [2, 83],
+    [19, 23, 29],
+    [1, 1, 1, 53],
+    [61, 37, 1],
+)
+"""Lengths of the documents in a row; a rank's share of one is at most half of it."""
+
+MODELS: Mapping[str, dict[str, Any]] = {
+    "tied": {"tie_word_embeddings": True},
+    "untied": {"tie_word_embeddings": False},
+    "two key heads": {"tie_word_embeddings": True, "num_key_value_heads": 2},
+    "experts": {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "tie_word_embeddings": False,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "mlp_only_layers": [1],
+        "norm_topk_prob": True,
+    },
+    "sinks": {
+        "model_type": "gpt_oss",
+        "architectures": ["GptOssForCausalLM"],
+        "tie_word_embeddings": False,
+        "attention_bias": True,
+        "intermediate_size": 20,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 20,
+    },
+}
+SHAPE = {
+    "vocab_size": runs.VOCAB + 11,  # a prime: no two ranks hold as much of it
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+
+
+def write_inputs(folder: Path, num_rows: int) -> None:
+    """Packed rows, and a folder of random weights for each model."""
+    write_rows(folder / "packed", num_rows)
+    for name, changes in MODELS.items():
+        config = transformers.AutoConfig.for_model(**{**runs.TINY, **SHAPE, **changes})
+        config.dtype = torch.float32
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                # Not the usual start: norms must differ from 1 to be told apart.
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        model.save_pretrained(folder / name)
+
+
+def write_rows(folder: Path, num_rows: int) -> None:
+    """Rows of these documents in turn, most of whose tokens are trained."""
+    rng = np.random.default_rng(0)
+    rows: dict[str, list[Any]] = {"input_ids": [], "labels": [], "lengths": []}
+    for number in range(num_rows):
+        lengths = DOCUMENTS[number % len(DOCUMENTS)]
+        ids = rng.integers(0, runs.VOCAB, size=sum(lengths))
+        labels = np.where(rng.random(len(ids)) < 0.8, np.roll(ids, -1), -100)
+        labels[np.cumsum(lengths) - 1] = -100
+        rows["input_ids"].append(ids.tolist())
+        rows["labels"].append(labels.tolist())
+        rows["lengths"].append(lengths)
+    train = folder / "data" / "train"
+    train.mkdir(parents=True)
+    with pa.ipc.new_file(str(train / "rows-00000-of-00001.arrow"), PACKED) as writer:
+        writer.write_table(pa.table(rows, schema=PACKED))

@@ -1,0 +1,131 @@
+"""What a training step drops, and where: watched at every place that may drop something."""
+
+import pytest
+import torch
+
+from penstock.models.layers.dropout import Dropout
+from penstock.train.loader import read
+from penstock.train.metrics import read_metrics
+from tests.engine import runs
+from tests.engine.loops import decoder_of, each, loop_of, step
+from tests.ranks import on_ranks
+
+pytestmark = pytest.mark.dist
+
+HIDDEN, OF_ADAPTERS = 0.3, 0.2
+PARTS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dropout")
+    runs.write_rows(folder / "packed", 8)
+    runs.write_config(folder / "model")
+    return folder
+
+
+def job(folder, out, **train):
+    settings = {
+        "data_parallel_mode": "none",
+        "enable_gradient_checkpointing": False,
+        "data": {"pad_to_multiple_of": 2},
+        **train,
+    }
+    run = runs.run_config(folder / out, folder / "model", **settings)
+    return runs.job_of(run, folder / "packed")
+
+
+def dropped(job):
+    """Of each site: the share of its input that it drops in a step, whether the rest is scaled by
+    what is written, and the same in an evaluation."""
+    loop = loop_of(job)
+    seen = {}
+
+    def watch(module, arguments, output):
+        (x,) = arguments
+        gone = (output == 0) & (x != 0)
+        scale = torch.where(gone | (x == 0), 1, output / x)
+        seen.setdefault(module.site, []).append((gone.float().mean().item(), scale.max().item()))
+
+    for module in decoder_of(loop).modules():
+        if isinstance(module, Dropout):
+            module.register_forward_hook(watch)
+    step(loop)
+    in_training = {site: calls[:] for site, calls in seen.items()}
+    seen.clear()
+    loop.built.engine.evaluate(read(loop.rows, [[0, 1]], loop.reading))
+    return in_training, dict(seen)
+
+
+def test_sites_drop_as_much_as_is_written_and_nothing_in_an_evaluation(folder):
+    adapters = {"enable_lora": True, "lora_target_modules": list(PARTS)}
+    jobs = {
+        "none": job(folder, "none", lora=adapters),
+        "hidden": job(folder, "hidden", lora=adapters, dropout={"hidden": HIDDEN}),
+        "adapters": job(folder, "adapters", lora={**adapters, "lora_dropout": OF_ADAPTERS}),
+    }
+    [found] = on_ranks(1, each, dropped, jobs)
+    blocks = {f"model.layers.{n}.{part}" for n in range(2) for part in ("self_attn", "mlp")}
+    linears = {f"model.layers.{n}.self_attn.{part}" for n in range(2) for part in PARTS}
+    rates = {
+        "none": {},
+        "hidden": dict.fromkeys(blocks, HIDDEN),
+        "adapters": dict.fromkeys(linears, OF_ADAPTERS),
+    }
+    for name, (in_training, in_evaluation) in found.items():
+        assert in_training.keys() == in_evaluation.keys() == blocks | linears
+        for site, calls in in_training.items():
+            rate = rates[name].get(site, 0.0)
+            assert len(calls) == 4  # rows of a step
+            # Thousands of draws.
+            assert sum(share for share, _ in calls) / 4 == pytest.approx(rate, abs=0.03)
+            for share, scale in calls:
+                assert (share > 0) == (rate > 0)
+                assert scale == pytest.approx(1 / (1 - rate), rel=1e-3)
+        assert {call for calls in in_evaluation.values() for call in calls} == {(0.0, 1.0)}
+
+
+def results(job):
+    """Loss and gradient norm of every step."""
+    runs.train_here(job)
+    records = list(read_metrics(job.output_dir / "metrics.jsonl"))
+    return [(record["loss"], record["grad_norm"]) for record in records]
+
+
+@pytest.mark.slow
+def test_adapters_beside_experts_drop_alike_where_ranks_share_out_tokens(folder):
+    sparse = runs.write_config(
+        folder / "sparse",
+        model_type="ernie4_5_moe",
+        architectures=["Ernie4_5_MoeForCausalLM"],
+        moe_num_experts=4,
+        moe_k=2,
+        moe_intermediate_size=16,
+        moe_num_shared_experts=1,
+    )
+    settings = {
+        "model": {"config_path": str(sparse)},
+        "dropout": {"hidden": HIDDEN},
+        "lora": {
+            "enable_lora": True,
+            "lora_target_modules": ["o_proj", "shared_experts.gate_proj", "mlp.down_proj"],
+            "lora_dropout": OF_ADAPTERS,
+        },
+        "optimizer": "sgd",
+        "lr": 0.5,
+        "max_steps": 2,
+    }
+    over_two = {**settings, "tensor_parallel_size": 2}
+    [alone] = on_ranks(1, results, job(folder, "alone", **settings))
+    [found, _] = on_ranks(
+        2,
+        each,
+        results,
+        {
+            "whole": job(folder, "whole", **over_two),
+            "split": job(folder, "split", sequence_parallel=True, **over_two),
+        },
+    )
+    for name in ("whole", "split"):
+        for got, want in zip(found[name], alone, strict=True):
+            assert got == pytest.approx(want, rel=1e-5), name
