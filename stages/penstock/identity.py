@@ -19,12 +19,14 @@ IDENTITY: Mapping[str, frozenset[str]] = {
         optimizer optimizer_dtype lr lr_min lr_start lr_warmup_ratio lr_decay_style lr_decay_ratio
         weight_decay no_decay_modules no_decay_params max_grad_norm muon_lr muon_momentum
         muon_nesterov muon_ns_steps muon_adjust_lr_fn num_train_epochs max_steps
-        enable_mixed_precision fsdp_reduce_dtype seed
+        moe_aux_loss_coef moe_global_load_balancing moe_z_loss_coef moe_bias_update_rate
+        enable_mixed_precision fsdp_reduce_dtype dropout seed
         """
     ),
     "lora": _names(
         """
-        enable_lora lora_rank lora_alpha lora_target_modules enable_qlora quant_format
+        enable_lora lora_rank lora_alpha use_rslora use_dora lora_plus_ratio lora_bias lora_dropout
+        lora_target_modules moe_shared_lora moe_hybrid_shared_lora enable_qlora quant_format
         quant_group_size exclude_modules merge_lora_interval reset_optimizer_on_merge enable_aqn
         aqn_alpha
         """
@@ -38,7 +40,7 @@ PINNED: Mapping[str, frozenset[str]] = {
     "train": _names(
         "load_checkpoint_path micro_batch_size gradient_accumulation_steps global_batch_size"
     ),
-    "lora": frozenset(),
+    "lora": _names("init_adapter_path"),
 }
 """What enters a key through what it stands for: a source's content, the rows of a step."""
 
@@ -61,10 +63,10 @@ HOW: Mapping[str, frozenset[str]] = {
         enable_fsdp_offload enable_forward_prefetch enable_activation_offload activation_gpu_limit
         enable_compile init_device load_weights_mode enable_full_determinism
         allow_cuda_launch_blocking empty_cache_steps gc_steps output_dir ckpt_manager save_steps
-        save_epochs save_async save_total_limit save_hf_weights log_format use_wandb wandb_project
-        wandb_name wandb_tags wandb_log_interval enable_profiling profile_start_step
-        profile_end_step profile_trace_dir profile_record_shapes profile_profile_memory
-        profile_with_stack profile_rank0_only
+        save_epochs save_async save_total_limit save_hf_weights log_format log_router_stats
+        use_wandb wandb_project wandb_name wandb_tags wandb_log_interval enable_profiling
+        profile_start_step profile_end_step profile_trace_dir profile_record_shapes
+        profile_profile_memory profile_with_stack profile_rank0_only
         """
     ),
     "lora": _names("save_lora_only"),

@@ -1,21 +1,29 @@
 """What this machine must have for a run: told before any work, with what to write instead."""
 
 import math
+from importlib.metadata import PackageNotFoundError, version
 
 from penstock.config.run import RunConfig
 from penstock.core import env
 from penstock.core.errors import CapabilityError, ConfigError
+from penstock.core.gpus import Gpus, gpus_here
 from penstock.core.hub import local_folder
 from penstock.core.login import require_hub, require_login
 from penstock.core.source import pin_config
+from penstock.engine.balance import asks_of_routers, require_routers
 from penstock.engine.hf_config import read_hf_config
 from penstock.engine.parallel.degrees import SIZES, degrees_of, rows_per_step
 from penstock.engine.parallel.fits import Counts, require_fit, splits_model
 from penstock.engine.parallel.nearest import Candidate
+from penstock.engine.parallel.nvlink import require_nvlink, require_one_machine
 from penstock.models.builtin import SCHEME
+from penstock.models.hf_config import HfConfig
 from penstock.train.torchrun import num_local_ranks
 
 CONFIG_ALONE = ("config.json",)
+
+QUACK = "quack-kernels"
+"""By its name in the package index: other packages may be imported as `quack` too."""
 
 
 def world_size(run: RunConfig) -> int:
@@ -26,7 +34,8 @@ def world_size(run: RunConfig) -> int:
 
 def check_machine(run: RunConfig) -> None:
     """Refuse, before any work, what this machine cannot train or this world cannot be cut into."""
-    gpus = env.num_gpus()
+    devices = gpus_here() if run.model.ep_dispatch == "deepep" else Gpus(env.num_gpus())
+    gpus = devices.count
     if not gpus and run.model.attn_implementation == "native":
         raise CapabilityError(
             "model.attn_implementation is native, which needs a CUDA device, and there is none.\n"
@@ -38,6 +47,12 @@ def check_machine(run: RunConfig) -> None:
             "device, and there is none.\n"
             "  Write native or eager, or leave it out to get the best there is."
         )
+    if run.model.moe_implementation == "quack" and not is_installed(QUACK):
+        raise CapabilityError(
+            f"model.moe_implementation is quack, and the package {QUACK} is not installed.\n"
+            "  pip install 'penstock[quack]', or leave it out to get the best there is."
+        )
+    require_nvlink(run, devices)
     if not gpus and run.train.init_device == "cuda":
         raise CapabilityError(
             "train.init_device is cuda, and there is no CUDA device.\n"
@@ -49,7 +64,19 @@ def check_machine(run: RunConfig) -> None:
             f"launch.nproc_per_node is {asked}, and {gpus} CUDA devices are visible.\n"
             f"  Write {gpus} or auto."
         )
+    if asks_of_routers(run.train):
+        require_routers(run, config_of(run))
     check_layout(run, gpus)
+    require_one_machine(run, world_size(run), num_local_ranks(run))
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package is there, by its name in the index."""
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def check_layout(run: RunConfig, gpus: int = 0) -> None:
@@ -82,11 +109,16 @@ def rows_of_a_step(run: RunConfig) -> int:
 
 
 def counts_of(run: RunConfig) -> Counts:
-    """The numbers in the model's config.json, which alone is fetched if it lies elsewhere."""
+    """The numbers in the model's config.json."""
+    return Counts.of(config_of(run))
+
+
+def config_of(run: RunConfig) -> HfConfig:
+    """The model's config.json, which alone is fetched if it lies elsewhere."""
     source = run.model.config_source
     if not source.startswith(SCHEME):
         source = str(local_folder(source, pin_config(source), CONFIG_ALONE))
-    return Counts.of(read_hf_config(source, run.model.foundation))
+    return read_hf_config(source, run.model.foundation)
 
 
 def _launches(run: RunConfig, gpus: int) -> list[Candidate]:

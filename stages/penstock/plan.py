@@ -15,7 +15,7 @@ from penstock.core import env
 from penstock.core.errors import ConfigError, StageError
 from penstock.core.mirror import home_of
 from penstock.core.remote_source import folder_of
-from penstock.core.source import pin_checkpoint, pin_config, pin_data, pin_model, pin_tokenizer
+from penstock.core.source import pin_checkpoint, pin_data, pin_tokenizer
 from penstock.core.stage import Artifact, Source, key_of, short
 from penstock.core.store import Cache, Outcome, Step, lookup, obtain, realize
 from penstock.core.urls import is_url, joined
@@ -23,6 +23,7 @@ from penstock.engine.origin import Origin
 from penstock.export.stage import Export, ExportSettings
 from penstock.identity import IDENTITY
 from penstock.machine import check_hub, check_machine, refusal_of, rows_of_a_step
+from penstock.origins import origin_of, with_adapter
 from penstock.pack.stage import Pack, PackSettings
 from penstock.prepare.given import Given, given_step, nothing_given, root_of, take, tokens_at
 from penstock.prepare.own_files import refuse_own_files
@@ -80,6 +81,7 @@ def plan(
     Raises ConfigError or CapabilityError for what cannot be honoured.
     """
     check_hub(run)
+    run = with_adapter(run)
     wanted = wanted or run.stages
     refusal = refusal_of(run) if needs(wanted, "train") else None
     steps = [given_data(run) if run.data.skip_prepare_dataset else prepare_step(run)]
@@ -184,7 +186,6 @@ def link_exported(outcome: Outcome, run: RunConfig) -> None:
 def prepare_step(run: RunConfig) -> Step:
     """Data and tokenizer in, tokenised slices out."""
     data = run.data
-    token = data.hf_use_auth_token
     root = data.dataset_prepared_path
     tokenizer = pin_tokenizer(run.model.tokenizer_source)
     stage = Prepare(
@@ -217,7 +218,7 @@ def prepare_step(run: RunConfig) -> Step:
         tokenizer_path=folder_of(run.model.tokenizer_source, tokenizer),
         slices_url=joined(root, SLICES) if is_url(root) else None,
         num_proc=data.dataset_num_proc or env.num_processors(),
-        hub_token=token,
+        hub_token=data.hf_use_auth_token,
     )
     return _keyed(stage, root)
 
@@ -298,6 +299,8 @@ def export_step(run: RunConfig, trained: Artifact, origin: Origin) -> Step:
             dtype=export.dtype,
             max_shard_bytes=export.max_shard_bytes,
             merge_lora=export.merge_lora and not run.lora.save_lora_only,
+            quantise=export.quantise,
+            model_card=export.model_card,
         ),
         trained=trained,
         origin=origin,
@@ -312,22 +315,6 @@ def push_step(run: RunConfig, exported: Artifact) -> Step:
         raise ConfigError("push has nowhere to go.\n  Write push.repo_id or push.url.")
     settings = PushSettings(**push.model_dump())
     return _keyed(Push(settings=settings, exported=exported), run.pipeline.artifacts_path)
-
-
-def origin_of(run: RunConfig) -> Origin:
-    """The base model, its tokenizer, and what was made of them."""
-    model = run.model
-    return Origin(
-        config=pin_config(model.config_source),
-        config_path=model.config_source,
-        weights=pin_model(model.model_path) if model.model_path else None,
-        model_path=model.model_path,
-        tokenizer=pin_tokenizer(model.tokenizer_source),
-        tokenizer_path=model.tokenizer_source,
-        foundation=model.foundation,
-        seed=run.train.seed,
-        lora_alpha=run.lora.lora_alpha if run.lora.enable_lora else None,
-    )
 
 
 def _keyed(stage: Any, root: str) -> Step:

@@ -1,6 +1,7 @@
 """The schema holds every documented field, explains it, and refuses what has no code behind it."""
 
 import json
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -13,6 +14,7 @@ from penstock.config.availability import Later, accepted, mark_of, same
 from penstock.config.load import loads
 from penstock.config.run import RunConfig, written
 from penstock.config.shape import branches, is_section, sections
+from penstock.core.errors import ConfigError
 from tests.config.values import faults_of, smallest
 
 HERE = Path(__file__).parent
@@ -78,7 +80,7 @@ def test_smallest_run_has_every_default() -> None:
     run = loads(smallest())
     for place, name, field in all_fields():
         if not place.endswith("[]") and not written(run, f"{place}.{name}"):
-            assert getattr(getattr(run, place), name) == default_of(field)
+            assert attrgetter(f"{place}.{name}")(run) == default_of(field)
 
 
 def candidates(field: FieldInfo) -> list[Any]:
@@ -212,6 +214,14 @@ def test_push_joins_the_default_stages_when_it_has_a_target(
 )
 def test_shard_size_counts_decimal_and_binary_units(size: str | int, count: int) -> None:
     assert loads(smallest(export={"max_shard_size": size})).export.max_shard_bytes == count
+
+
+@pytest.mark.parametrize(
+    ("kind", "instead"), [("gguf", r"run its convert_hf_to_gguf\.py"), ("nf4", "int4 or nvfp4")]
+)
+def test_formats_that_others_make_are_refused_with_what_makes_them(kind: str, instead: str) -> None:
+    with pytest.raises(ConfigError, match=f"export.quantise: {kind} is .*{instead}"):
+        loads(smallest(export={"quantise": kind}))
 
 
 @pytest.mark.parametrize(

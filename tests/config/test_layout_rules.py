@@ -12,6 +12,39 @@ ZERO_BUBBLE = {"pipeline_parallel_size": 2, "pipeline_parallel_schedule": "ZBVZe
 # The settings, where the fault is told, words of the reason, and the change that mends it.
 COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (
+        {"train": {"moe_checkpoint_method": "moe_act", "enable_gradient_checkpointing": False}},
+        "train.moe_checkpoint_method",
+        "nothing is recomputed",
+        {"train": {"enable_gradient_checkpointing": True}},
+    ),
+    (
+        {"train": {"moe_checkpoint_method": "moe_act", "recompute_modules": ["self_attn"]}},
+        "train.moe_checkpoint_method",
+        "write recompute_modules: [self_attn, mlp]",
+        {"train": {"recompute_modules": ["self_attn", "mlp"]}},
+    ),
+    (
+        {"model": {"deepep_num_sms": 24}},
+        "model.deepep_num_sms",
+        "write ep_dispatch: deepep",
+        {"model": {"ep_dispatch": "deepep"}, "train": {"expert_parallel_size": 2}},
+    ),
+    (
+        {"model": {"ep_dispatch": "deepep"}, "train": {"expert_parallel_size": 6}},
+        "model.ep_dispatch",
+        "between 2, 4 or 8 ranks",
+        {"train": {"expert_parallel_size": 4}},
+    ),
+    (
+        {
+            "model": {"ep_dispatch": "deepep"},
+            "train": {"expert_parallel_size": 2, "enable_mixed_precision": False},
+        },
+        "model.ep_dispatch",
+        "sends bfloat16 alone",
+        {"train": {"enable_mixed_precision": True}},
+    ),
+    (
         {"train": {"data_parallel_mode": "ddp", "enable_fsdp_offload": True}},
         "train.enable_fsdp_offload",
         "write data_parallel_mode: fsdp2",

@@ -15,6 +15,7 @@ def dataset(**fields: Any) -> dict[str, Any]:
 
 
 ROW = "sample_packing_sequence_len"
+ON = {"enable_lora": True}
 
 # The settings, where the fault is told, words of the reason, and the change that mends it.
 COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
@@ -243,11 +244,20 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         "nothing is recomputed",
         {"train": {"recompute_modules": None}},
     ),
+    ({"lora": {"save_lora_only": True}}, "lora.save_lora_only", "no adapters", {"lora": ON}),
     (
-        {"lora": {"save_lora_only": True}},
-        "lora.save_lora_only",
-        "write enable_lora: true",
-        {"lora": {"enable_lora": True}},
+        {"lora": ON, "export": {"quantise": "int8", "merge_lora": False}},
+        "export.quantise",
+        "export.merge_lora: false leaves out",
+        {"export": {"merge_lora": True}},
+    ),
+    ({"lora": {"moe_shared_lora": True}}, "lora.moe_shared_lora", "no adapters", {"lora": ON}),
+    ({"lora": {"init_adapter_path": "x"}}, "lora.init_adapter_path", "no adapters", {"lora": ON}),
+    (
+        {"lora": {**ON, "moe_shared_lora": True, "moe_hybrid_shared_lora": True}},
+        "lora.moe_shared_lora",
+        "write only one of the two",
+        {"lora": {"moe_hybrid_shared_lora": False}},
     ),
     (
         {"pipeline": {"stages": ["pack", "prepare"]}},
@@ -305,6 +315,18 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         "data.skip_prepare_dataset",
         "a folder of this machine",
         {"data": {"skip_prepare_dataset": False}},
+    ),
+    (
+        {"train": {"moe_bias_update_rate": 0.001}, "lora": {"enable_lora": True}},
+        "train.moe_bias_update_rate",
+        "only adapters are kept",
+        {"train": {"moe_bias_update_rate": 0}},
+    ),
+    (
+        {"train": {"moe_bias_update_rate": 0.001}, "model": {"freeze_router": True}},
+        "train.moe_bias_update_rate",
+        "leaves routers as they are",
+        {"model": {"freeze_router": False}},
     ),
     (
         {"launch": {"node_rank": 1}},

@@ -3,6 +3,7 @@
 from tests.register.places import (
     ALONE,
     ARRIVES,
+    CARD,
     COPY,
     EXPORT,
     GIVEN,
@@ -78,6 +79,14 @@ OF_CHAIN: dict[str, dict[str, tuple[str, ...]]] = {
         "merge_lora": (
             f"{EXPORT}test_without_merging_only_the_adapter_is_exported",
             f"{ARRIVES}[export.merge_lora]",
+        ),
+        "quantise": (
+            "stages/test_export_quantised.py::test_every_layer_is_the_quantised_one_and_what_is_no_layer_stays",
+            f"{ARRIVES}[export.quantise]",
+        ),
+        "model_card": (
+            f"{CARD}test_without_a_card_the_key_is_that_of_before_and_nothing_is_written",
+            f"{ARRIVES}[export.model_card]",
         ),
     },
     "push": {

@@ -22,6 +22,7 @@ MASKS = "stages/test_encode_masks.py::"
 FITTING = "stages/test_encode_fitting.py::"
 PACK = "stages/test_pack.py::"
 EXPORT = "stages/test_export.py::"
+CARD = "stages/test_card.py::"
 HUB = "stages/test_push_hub.py::"
 REMOTE = "pipeline/test_remote.py::"
 COPY = "stages/test_push_copy.py::"
@@ -41,6 +42,7 @@ KEPT = (
     f"{LAYOUT}test_gathered_weights_are_gathered_again_as_the_zero_stage_says",
     "engine/test_degrees.py::test_gathered_weights_are_kept_as_long_as_the_settings_say",
 )
+DEEPEP = ("engine/test_deepep.py::test_settings_reach_deepep_and_change_no_number",)
 STAGED = (f"{LAYOUT}test_layers_lie_in_stages_as_is_written",)
 RECOMPUTED = (f"{MEMORY}test_what_is_recomputed_runs_twice_and_nothing_else",)
 SAVED = (f"{RUN}test_checkpoints_are_saved_as_often_as_asked",)
@@ -48,6 +50,27 @@ FOLDERS = (
     "pipeline/test_saved_weights.py::test_the_last_checkpoint_holds_the_folders_that_were_asked_for"
 )
 ADAPTERS = f"{RUN}test_adapters_have_the_rank_the_targets_and_the_weight_that_are_written"
+FORMS = "engine/test_adapter_fields.py::"
+OF_FORM = f"{FORMS}test_adapters_are_of_the_form_that_is_written"
+GONE_ON_WITH = (
+    f"{FORMS}test_an_adapter_of_peft_is_gone_on_with_exported_and_merged_as_it_is",
+    f"{FORMS}test_an_adapter_that_does_not_agree_or_is_not_trained_on_is_refused",
+)
+OF_PEFT = (
+    "adapters/test_lora.py::test_logits_and_every_gradient_are_those_of_peft",
+    GONE_ON_WITH[0],
+)
+DROPPED = (
+    "engine/test_dropout.py::test_sites_drop_as_much_as_is_written_and_nothing_in_an_evaluation"
+)
+BALANCE = "engine/test_balance.py::"
+BALANCED = f"{BALANCE}test_losses_of_routers_are_asked_for_and_told_as_is_written"
+WITHOUT_ROUTERS = f"{BALANCE}test_what_routers_cannot_do_is_refused_before_anything_starts"
+REACHED = (
+    "adapters/test_lora_experts.py::test_a_name_reaches_every_layer_that_bears_it",
+    "adapters/test_lora_experts.py::test_what_experts_cannot_have_is_refused",
+)
+IN_COMMON = (f"{MIXTURE}test_experts_share_the_factors_that_are_written",)
 MODEL = f"{RUN}test_the_model_is_the_one_that_is_configured"
 SPLIT = ("engine/test_split.py::test_layers_are_split_as_the_reference_splits_them",)
 PLACES = ("pipeline/test_projection.py::test_results_lie_where_the_paths_say",)

@@ -8,6 +8,7 @@ from typing import Any
 
 from penstock.config.data_rules import Faults
 from penstock.config.faults import Fault, shown
+from penstock.config.model import ModelConfig
 from penstock.config.parallel import SPLIT_BACKWARD
 from penstock.config.run import RunConfig, written
 
@@ -19,6 +20,12 @@ OF_SHARDS: Mapping[str, Any] = {
     "cp_fsdp_mode": "all",
 }
 """Settings that speak of sharded weights, with the value that asks for nothing."""
+
+OF_DEEPEP = ("deepep_buffer_size_gb", "deepep_num_sms", "deepep_async_combine")
+"""Settings of `ep_dispatch: deepep` alone."""
+
+OVER_NVLINK = (2, 4, 8)
+"""Ranks that it can send tokens between."""
 
 
 def _only_fsdp2_shards(run: RunConfig) -> Faults:
@@ -125,10 +132,43 @@ def _stages_are_those_of_a_pipeline(run: RunConfig) -> Faults:
             )
 
 
+def _tokens_travel_over_nvlink(run: RunConfig) -> Faults:
+    model, train = run.model, run.train
+    if model.ep_dispatch != "deepep":
+        for name in OF_DEEPEP:
+            value = getattr(model, name)
+            if value != ModelConfig.model_fields[name].default:
+                yield Fault(
+                    ("model", name),
+                    f"is {shown(value)}, and ep_dispatch: {model.ep_dispatch} has no such thing;"
+                    f" write ep_dispatch: deepep or leave {name} out",
+                    ("model.ep_dispatch",),
+                )
+        return
+    size = train.expert_parallel_size
+    if size not in OVER_NVLINK:
+        near = min(OVER_NVLINK, key=lambda other: abs(other - size))
+        yield Fault(
+            ("model", "ep_dispatch"),
+            "deepep sends tokens between 2, 4 or 8 ranks of one machine, and"
+            f" expert_parallel_size is {size}; write train.expert_parallel_size: {near}, or"
+            " ep_dispatch: alltoall",
+            ("train.expert_parallel_size",),
+        )
+    if not train.enable_mixed_precision:
+        yield Fault(
+            ("model", "ep_dispatch"),
+            "deepep sends bfloat16 alone, and enable_mixed_precision is false; write"
+            " train.enable_mixed_precision: true, or ep_dispatch: alltoall",
+            ("train.enable_mixed_precision",),
+        )
+
+
 LAYOUT_RULES = (
     _only_fsdp2_shards,
     _weights_are_kept_as_long_as_one_setting_says,
     _a_split_backward_pass_finds_its_weights,
     _a_row_is_split_over_several_ranks,
     _stages_are_those_of_a_pipeline,
+    _tokens_travel_over_nvlink,
 )

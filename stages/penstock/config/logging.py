@@ -14,6 +14,10 @@ class LoggingConfig(Section):
     log_format: Literal["progress_bar", "structured"] = "progress_bar"
     """`progress_bar` for people, `structured` (`key=value` lines) for programs."""
 
+    log_router_stats: bool = True
+    """Mixture of experts: write to `metrics.jsonl`, for every layer of every step, how evenly
+    tokens were shared out among experts."""
+
     use_wandb: Annotated[bool | None, Later(allowed=(False,))] = None
     """Log to Weights & Biases. Unset: only when this machine is logged in there."""
 

@@ -17,12 +17,48 @@ class LoraConfig(Section):
     lora_rank: int = Field(default=16, gt=0)
     """Rank of the adapters."""
 
-    lora_alpha: int = Field(default=16, gt=0)
+    lora_alpha: int | float = Field(default=16, gt=0)
     """Scale of the adapters: they count alpha / rank times."""
 
-    lora_target_modules: list[str] | None = Field(default=None, min_length=1)
-    """Linear layers that bear an adapter, for example `[q_proj, v_proj]`. Unset: all linear layers
-    of the decoder blocks."""
+    use_rslora: bool = False
+    """Divide alpha by the root of the rank instead, so that adapters of a large rank learn as fast
+    as those of a small one."""
+
+    use_dora: bool = False
+    """Train the norm of each row of an adapted weight apart from its direction."""
+
+    lora_plus_ratio: float = Field(default=1.0, gt=0)
+    """The second factors (B) learn so many times as fast as `train.lr` says. Metrics show the rate
+    of all others. Those of an embedding, whose first factor starts at zero, are among these."""
+
+    lora_bias: Literal["none", "all", "lora_only"] = "none"
+    """Biases of the model that are trained as well: all that it has, or those of layers that bear
+    an adapter."""
+
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Probability with which each feature of an adapter's input is dropped while training."""
+
+    lora_target_modules: Annotated[
+        list[str] | Literal["all-linear"] | None, Field(min_length=1)
+    ] = None
+    """Layers that bear an adapter, by their names in the checkpoint or the ends of these, for
+    example `[q_proj, v_proj]`, or by patterns, in which `*` is any text: `layers.[0-3].*.q_proj`.
+    Experts have such names too: `gate_proj` means that of every network, `experts.*.gate_proj`
+    those of experts alone, and `mlp.gate_proj` those of networks without experts. `embed_tokens`
+    and `lm_head` may be named where they are not tied. `all-linear`: all linear layers but the
+    head. Unset: all linear layers of the decoder blocks, experts included and routers not."""
+
+    init_adapter_path: str | None = None
+    """An adapter to go on from: a folder or hub id with `adapter_config.json`. Its rank, alpha,
+    targets and form are taken from there unless they are written, and then must agree."""
+
+    moe_shared_lora: bool = False
+    """Mixture of experts: the experts of a layer share their adapters, one for each of their
+    matrices. An adapter that is exported holds a copy for each expert."""
+
+    moe_hybrid_shared_lora: bool = False
+    """Mixture of experts: the experts of a layer share the factors on the side of the model's
+    width, the first (A) of gate and up and the second (B) of down; each has its own others."""
 
     save_lora_only: bool = False
     """Export only the adapter, not the model merged with it."""

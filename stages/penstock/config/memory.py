@@ -24,9 +24,11 @@ class MemoryConfig(Section):
     """Recompute only these parts of each layer: `[self_attn]`, `[mlp]` or both. Unset: whole
     layers."""
 
-    moe_checkpoint_method: Annotated[Literal["moe_act"] | None, Later()] = None
-    """Mixture of experts: `moe_act` recomputes only the activations between gate and up, and so
-    repeats no communication. Unset: everything."""
+    moe_checkpoint_method: Literal["moe_act"] | None = None
+    """How a mixture of experts is recomputed. `moe_act` keeps the rows that were sent to experts
+    and what came back, and recomputes only the gate and up products and the activation (and the
+    shared experts): no token travels twice, and memory grows with the experts of a token. Unset:
+    all of it, with its communication."""
 
     enable_full_shard: bool = True
     """`fsdp2`: free gathered weights after the forward pass (ZeRO-3); false keeps them until the

@@ -19,7 +19,7 @@ class ModelConfig(Section):
 
     config_path: str | None = Field(default=None, min_length=1)
     """The model's configuration, when it is not in `model_path`: a hub id, a local folder or
-    `builtin:tiny-qwen3` (or `tiny-qwen3-moe`). Unset: the same as `model_path`."""
+    `builtin:tiny-qwen3` (or `tiny-qwen3-moe`, `tiny-gpt-oss`). Unset: the same as `model_path`."""
 
     tokenizer_path: str | None = Field(default=None, min_length=1)
     """The tokenizer: a hub id, a local folder or `builtin:bytes`. Unset: the same as
@@ -46,19 +46,21 @@ class ModelConfig(Section):
     """Mixture of experts: leave routers' weights as they are. Gradients still flow through the
     experts' weights into what comes before."""
 
-    ep_dispatch: Annotated[Literal["alltoall", "deepep"], Later()] = "alltoall"
-    """How tokens travel between ranks that hold different experts: `alltoall`, or `deepep` over
-    NVLink."""
+    ep_dispatch: Literal["alltoall", "deepep"] = "alltoall"
+    """How tokens travel between ranks that hold different experts: `alltoall`, or `deepep`, an
+    optional package, over NVLink between 2, 4 or 8 GPUs of one machine, in bf16. Without the
+    package or such GPUs the run is refused."""
 
-    deepep_buffer_size_gb: Annotated[float, Later()] = Field(default=2.0, gt=0)
+    deepep_buffer_size_gb: float = Field(default=2.0, gt=0)
     """DeepEP: buffer per GPU, in gigabytes."""
 
-    deepep_num_sms: Annotated[int, Later()] = Field(default=20, gt=0, multiple_of=2)
+    deepep_num_sms: int = Field(default=20, gt=0, multiple_of=2)
     """DeepEP: streaming multiprocessors set aside for communication; even. Fewer leave more for
     computation that overlaps with it."""
 
-    deepep_async_combine: Annotated[bool, Later()] = False
-    """DeepEP: overlap the combination of expert outputs with the next layer's computation."""
+    deepep_async_combine: bool = False
+    """DeepEP: let expert outputs return while the next thing is computed that does not wait for
+    them: the layer's shared experts. A model without those gains nothing."""
 
     merge_qkv: bool = True
     """Keep the query, key and value projections as one fused matrix, `qkv_proj`."""

@@ -5,7 +5,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
-from penstock.config.availability import Later
 from penstock.config.section import Section
 
 SHORT_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -56,6 +55,21 @@ def _repository(value: str | None) -> str | None:
     raise ValueError(f"{value!r} is no repository of the hub; write one such as your-name/my-model")
 
 
+ELSEWHERE = {
+    "gguf": "is made of the exported folder by llama.cpp: leave quantise out, and run its "
+    "convert_hf_to_gguf.py on hf/",
+    "nf4": "is no format of compressed-tensors; servers make it themselves of a model that is "
+    "loaded with bitsandbytes. Leave quantise out, or write int4 or nvfp4",
+}
+"""Formats that people ask for and others make."""
+
+
+def _made_here(value: Any) -> Any:
+    if isinstance(value, str) and value in ELSEWHERE:
+        raise ValueError(f"{value} {ELSEWHERE[value]}")
+    return value
+
+
 class ExportConfig(Section):
     """The model as others read it."""
 
@@ -76,8 +90,18 @@ class ExportConfig(Section):
     merge_lora: bool = True
     """Export the base model with the adapter merged into it, beside the adapter itself."""
 
-    quantise: Annotated[Literal["nvfp4", "block_fp8", "nf4"] | None, Later()] = None
-    """Quantisation of the exported weights."""
+    model_card: bool = True
+    """Write a README.md into the exported folders, ready for the hub: where the model comes from,
+    its data, its training, its losses, how to load it. A push replaces a card that is there."""
+
+    quantise: Annotated[
+        Literal["fp8", "block_fp8", "int8", "int4", "nvfp4"] | None,
+        BeforeValidator(_made_here),
+    ] = None
+    """Round the linear layers of `hf/` and store them in the layout of compressed-tensors, which
+    vLLM, SGLang and `transformers` load: `fp8` (8 bits, a scale for each row), `block_fp8` (a scale
+    for each 128 x 128), `int8` (a scale for each row), `int4` (a scale for each 128, 64 or 32
+    columns), `nvfp4` (4 bits, a scale for each 16). Embeddings, head, norms and routers stay."""
 
     @property
     def max_shard_bytes(self) -> int:

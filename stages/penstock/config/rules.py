@@ -9,9 +9,22 @@ from collections.abc import Callable
 from penstock.config.data_rules import DATA_RULES, Faults
 from penstock.config.faults import Fault
 from penstock.config.layout_rules import LAYOUT_RULES
+from penstock.config.lora import LoraConfig
 from penstock.config.pipeline import STAGES
 from penstock.config.run import RunConfig, has_target, written
 from penstock.core.urls import is_url
+
+OF_ADAPTERS = (
+    "use_rslora",
+    "use_dora",
+    "lora_plus_ratio",
+    "lora_bias",
+    "init_adapter_path",
+    "moe_shared_lora",
+    "moe_hybrid_shared_lora",
+    "save_lora_only",
+)
+"""Settings that mean something only where adapters are trained."""
 
 
 def broken(run: RunConfig) -> Faults:
@@ -83,22 +96,83 @@ def _warmup_ends_before_decay(run: RunConfig) -> Faults:
 
 def _recomputing_is_on(run: RunConfig) -> Faults:
     train = run.train
-    if train.recompute_modules is not None and not train.enable_gradient_checkpointing:
+    for name in ("recompute_modules", "moe_checkpoint_method"):
+        if getattr(train, name) is not None and not train.enable_gradient_checkpointing:
+            yield Fault(
+                ("train", name),
+                "nothing is recomputed with enable_gradient_checkpointing: false;"
+                f" set it to true or leave {name} out",
+                ("train.enable_gradient_checkpointing",),
+            )
+    modules = train.recompute_modules
+    if train.moe_checkpoint_method and modules is not None and "mlp" not in modules:
         yield Fault(
-            ("train", "recompute_modules"),
-            "nothing is recomputed with enable_gradient_checkpointing: false;"
-            " set it to true or leave recompute_modules out",
-            ("train.enable_gradient_checkpointing",),
+            ("train", "moe_checkpoint_method"),
+            "says how experts are recomputed, and recompute_modules leaves them out; write"
+            f" recompute_modules: [{', '.join([*modules, 'mlp'])}], or leave one of the two out",
+            ("train.recompute_modules",),
         )
 
 
 def _adapters_are_on(run: RunConfig) -> Faults:
-    if run.lora.save_lora_only and not run.lora.enable_lora:
+    if run.lora.enable_lora:
+        return
+    for name in OF_ADAPTERS:
+        if getattr(run.lora, name) != LoraConfig.model_fields[name].default:
+            yield Fault(
+                ("lora", name),
+                "there are no adapters with enable_lora: false;"
+                f" write enable_lora: true or leave {name} out",
+                ("lora.enable_lora",),
+            )
+
+
+def _what_is_quantised_is_written(run: RunConfig) -> Faults:
+    kind, lora = run.export.quantise, run.lora
+    if kind is None or not lora.enable_lora:
+        return
+    for is_apart, other, value in (
+        (not run.export.merge_lora, "export.merge_lora", "false"),
+        (lora.save_lora_only, "lora.save_lora_only", "true"),
+    ):
+        if is_apart:
+            yield Fault(
+                ("export", "quantise"),
+                f"{kind} weights are those of the merged model, which {other}: {value} leaves out;"
+                " leave one of the two out",
+                (other,),
+            )
+
+
+def _biases_may_move(run: RunConfig) -> Faults:
+    if not run.train.moe_bias_update_rate:
+        return
+    path = ("train", "moe_bias_update_rate")
+    if run.lora.enable_lora:
         yield Fault(
-            ("lora", "save_lora_only"),
-            "there is no adapter to save with enable_lora: false;"
-            " write enable_lora: true or leave save_lora_only out",
+            path,
+            "moves biases of the model itself, and with enable_lora: true only adapters are kept;"
+            " leave moe_bias_update_rate out, or write lora.enable_lora: false",
             ("lora.enable_lora",),
+        )
+    if run.model.freeze_router:
+        yield Fault(
+            path,
+            "moves biases of routers, and freeze_router: true leaves routers as they are; leave one"
+            " of the two out",
+            ("model.freeze_router",),
+        )
+
+
+def _experts_share_in_one_way(run: RunConfig) -> Faults:
+    lora, ways = run.lora, ("moe_shared_lora", "moe_hybrid_shared_lora")
+    written = [way for way in ways if getattr(lora, way)]
+    if len(written) > 1:
+        yield Fault(
+            ("lora", ways[0]),
+            "experts share whole adapters, or the factors on one side (moe_hybrid_shared_lora);"
+            " write only one of the two",
+            (f"lora.{ways[1]}",),
         )
 
 
@@ -195,6 +269,9 @@ RULES: tuple[Callable[[RunConfig], Faults], ...] = (
     _warmup_ends_before_decay,
     _recomputing_is_on,
     _adapters_are_on,
+    _what_is_quantised_is_written,
+    _biases_may_move,
+    _experts_share_in_one_way,
     _stages_are_a_chain,
     _push_has_one_target,
     _machines_can_meet,

@@ -1,7 +1,11 @@
-"""The training section: one flat mapping in the file, composed of one class per idea."""
+"""The training section: one mapping in the file, composed of one class per idea."""
 
+from pydantic import Field
+
+from penstock.config.balance import BalanceConfig
 from penstock.config.batch import BatchConfig
 from penstock.config.checkpoint import CheckpointConfig
+from penstock.config.dropout import DropoutConfig
 from penstock.config.logging import LoggingConfig
 from penstock.config.memory import MemoryConfig
 from penstock.config.optim import OptimConfig
@@ -10,6 +14,15 @@ from penstock.config.parallel import ParallelConfig
 
 # Pydantic takes the fields of the last base first.
 class TrainConfig(
-    LoggingConfig, CheckpointConfig, MemoryConfig, BatchConfig, OptimConfig, ParallelConfig
+    LoggingConfig,
+    CheckpointConfig,
+    MemoryConfig,
+    BatchConfig,
+    BalanceConfig,
+    OptimConfig,
+    ParallelConfig,
 ):
     """Everything about training that is neither the model nor the data."""
+
+    dropout: DropoutConfig = Field(default_factory=DropoutConfig)
+    """What is dropped at random while training."""

@@ -1,0 +1,130 @@
+"""Where a run's model and adapter come from, pinned to their content. No torch."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from penstock.config.lora import LoraConfig
+from penstock.config.run import RunConfig, written
+from penstock.core.errors import CapabilityError, ConfigError
+from penstock.core.hub import local_folder
+from penstock.core.source import pin_adapter, pin_config, pin_model, pin_tokenizer
+from penstock.core.urls import spoken
+from penstock.engine.origin import Adapting, Origin
+from penstock.engine.peft_config import CONFIG, read_peft_config
+
+TAKEN = {
+    "lora_rank": "r",
+    "lora_alpha": "lora_alpha",
+    "use_rslora": "use_rslora",
+    "use_dora": "use_dora",
+    "lora_bias": "bias",
+}
+"""Settings that an adapter to go on from decides, and what PEFT calls them."""
+
+DEFAULTS: Mapping[str, Any] = {
+    "lora_rank": 8,
+    "lora_alpha": 8,
+    "use_rslora": False,
+    "use_dora": False,
+    "lora_bias": "none",
+}
+"""What PEFT means where its config is silent."""
+
+NOT_TRAINED = {
+    "rank_pattern": "layers of several ranks",
+    "alpha_pattern": "layers of several alphas",
+    "modules_to_save": "whole modules beside the factors",
+    "fan_in_fan_out": "weights that lie the other way round",
+    "lora_bias": "biases of its own",
+}
+"""What adapters may have and is merged, and not trained on."""
+
+ELSEWHERE = ("target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern")
+"""Where a PEFT config says of its targets what `target_modules` does not."""
+
+
+def origin_of(run: RunConfig) -> Origin:
+    """The base model, its tokenizer, and what was made of them."""
+    model, lora = run.model, run.lora
+    adapting = Adapting(
+        alpha=lora.lora_alpha,
+        scaling="root" if lora.use_rslora else "rank",
+        dropout=lora.lora_dropout,
+        bias=lora.lora_bias,
+    )
+    return Origin(
+        config=pin_config(model.config_source),
+        config_path=model.config_source,
+        weights=pin_model(model.model_path) if model.model_path else None,
+        model_path=model.model_path,
+        tokenizer=pin_tokenizer(model.tokenizer_source),
+        tokenizer_path=model.tokenizer_source,
+        foundation=model.foundation,
+        seed=run.train.seed,
+        adapting=adapting if lora.enable_lora else None,
+        adapter=pin_adapter(lora.init_adapter_path) if lora.init_adapter_path else None,
+        adapter_path=lora.init_adapter_path,
+    )
+
+
+def with_adapter(run: RunConfig) -> RunConfig:
+    """The run with all that the adapter which it goes on from decides.
+
+    Raises ConfigError where something else is written, and CapabilityError for an adapter of a kind
+    that is not trained on.
+    """
+    path = run.lora.init_adapter_path
+    if path is None:
+        return run
+    said = read_peft_config(local_folder(path, pin_adapter(path), (CONFIG,)))
+    for key, what in NOT_TRAINED.items():
+        if said.get(key):
+            raise CapabilityError(
+                f"lora.init_adapter_path: {spoken(path)} has {what} ({key}), which are not trained "
+                "on.\n"
+                "  Merge it with penstock merge, and start from the merged model."
+            )
+    taken = {name: _agreed(run, name, said, key) for name, key in TAKEN.items()}
+    if not written(run, "lora.lora_target_modules"):
+        taken["lora_target_modules"] = _targets(path, said)
+    try:
+        lora = LoraConfig.model_validate({**run.lora.model_dump(exclude_unset=True), **taken})
+    except ValidationError as error:
+        [first, *_] = error.errors()
+        raise ConfigError(
+            f"lora.init_adapter_path: {CONFIG} of {spoken(path)} says what no adapter here can be: "
+            f"{'.'.join(map(str, first['loc']))}: {first['msg']}.\n"
+            "  Name the folder of another adapter."
+        ) from None
+    return run.model_copy(update={"lora": lora})
+
+
+def _agreed(run: RunConfig, name: str, said: Mapping[str, Any], key: str) -> Any:
+    """The adapter's value, which is what is written if anything is."""
+    mine, theirs = getattr(run.lora, name), said.get(key)
+    if theirs is None:
+        theirs = DEFAULTS[name]
+    if written(run, f"lora.{name}") and mine != theirs:
+        path = spoken(str(run.lora.init_adapter_path))
+        raise ConfigError(
+            f"lora.{name} is {json.dumps(mine)}, and the adapter {path} has {json.dumps(theirs)} "
+            f"({key}).\n  Leave {name} out to go on with the adapter's, or leave out "
+            "init_adapter_path."
+        )
+    return theirs
+
+
+def _targets(path: str, said: Mapping[str, Any]) -> list[str] | str:
+    targets: Any = said.get("target_modules")
+    elsewhere = [key for key in ELSEWHERE if said.get(key)]
+    if elsewhere or not targets or not (isinstance(targets, list) or targets == "all-linear"):
+        why = elsewhere[0] if elsewhere else f"target_modules: {targets}"
+        raise ConfigError(
+            f"lora.init_adapter_path: {spoken(path)} says which layers it adapts in words of "
+            f"PEFT's own ({why}).\n"
+            "  Write lora.lora_target_modules: the same layers by names or patterns."
+        )
+    return targets
