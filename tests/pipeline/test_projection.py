@@ -1,5 +1,6 @@
 """What is written in a config arrives at the stage it is meant for, and at none before it."""
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -58,6 +59,26 @@ def hub(**values):
 
 def section(name, **values):
     return lambda _: {name: values}
+
+
+def sparse(**train):
+    """A model with experts that a bias chooses."""
+    model = {"foundation": {"model_type": "glm4_moe"}}
+    return lambda _: {"model": model, "train": train, "lora": {"enable_lora": False}}
+
+
+def adapter(weights):
+    """A folder whose adapter is of these bytes; keys need no more of it."""
+
+    def sections(chats):
+        folder = Path(chats).parent / "adapter"
+        folder.mkdir(exist_ok=True)
+        said = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+        (folder / "adapter_config.json").write_text(json.dumps(said))
+        (folder / "adapter_model.safetensors").write_bytes(weights)
+        return {"lora": {"init_adapter_path": str(folder)}}
+
+    return sections
 
 
 ORDER = ("prepare", "pack", "train", "export", "push")
@@ -186,10 +207,33 @@ CHANGES = {
     ),
     "model.merge_qkv": (section("model", merge_qkv=False), section("model"), "train"),
     "lora.lora_alpha": (section("lora", lora_alpha=3), section("lora"), "train"),
+    "lora.moe_shared_lora": (section("lora", moe_shared_lora=True), section("lora"), "train"),
+    "lora.moe_hybrid_shared_lora": (
+        section("lora", moe_hybrid_shared_lora=True),
+        section("lora"),
+        "train",
+    ),
+    "lora.lora_dropout": (section("lora", lora_dropout=0.1), section("lora"), "train"),
+    "lora.use_rslora": (section("lora", use_rslora=True), section("lora"), "train"),
+    "lora.use_dora": (section("lora", use_dora=True), section("lora"), "train"),
+    "lora.lora_plus_ratio": (section("lora", lora_plus_ratio=2), section("lora"), "train"),
+    "lora.lora_bias": (section("lora", lora_bias="all"), section("lora"), "train"),
+    "lora.init_adapter_path": (adapter(b"other"), adapter(b"one"), "train"),
+    "train.moe_aux_loss_coef": (sparse(moe_aux_loss_coef=0.1), sparse(), "train"),
+    "train.moe_global_load_balancing": (
+        sparse(moe_aux_loss_coef=0.1, moe_global_load_balancing=True),
+        sparse(moe_aux_loss_coef=0.1),
+        "train",
+    ),
+    "train.moe_z_loss_coef": (sparse(moe_z_loss_coef=0.1), sparse(), "train"),
+    "train.moe_bias_update_rate": (sparse(moe_bias_update_rate=0.1), sparse(), "train"),
+    "train.dropout.hidden": (section("train", dropout={"hidden": 0.1}), PLAIN, "train"),
     "lora.save_lora_only": (section("lora", save_lora_only=True), section("lora"), "export"),
     "export.dtype": (section("export", dtype="float16"), PLAIN, "export"),
     "export.max_shard_size": (section("export", max_shard_size="1MB"), PLAIN, "export"),
     "export.merge_lora": (section("export", merge_lora=False), PLAIN, "export"),
+    "export.quantise": (section("export", quantise="fp8"), PLAIN, "export"),
+    "export.model_card": (section("export", model_card=False), PLAIN, "export"),
     "push.repo_id": (section("push", repo_id="someone/other"), PLAIN, "push"),
     "push.url": (section("push", repo_id=None, url="file:///models"), PLAIN, "push"),
     "push.private": (section("push", private=False), PLAIN, "push"),

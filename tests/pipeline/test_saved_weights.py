@@ -19,7 +19,10 @@ RUNS = {
     "none": ({"train": {"save_hf_weights": False}}, None),
     "model": ({"model": {"merge_qkv": False}}, {"hf"}),
     "merged": ({"lora": LORA}, {"adapter", "base", "hf"}),
-    "adapter alone": ({"lora": {**LORA, "save_lora_only": True}}, {"adapter", "base"}),
+    "adapter alone": (
+        {"lora": {**LORA, "lora_dropout": 0.1, "save_lora_only": True}},
+        {"adapter", "base"},
+    ),
 }
 
 
@@ -81,4 +84,4 @@ def test_what_transformers_and_peft_find_there_is_what_was_trained(folder):
     adapter = checkpoint_of(folder, "adapter alone") / "hf_ckpt" / "adapter"
     found = PeftConfig.from_pretrained(str(adapter))
     assert isinstance(found, LoraConfig)
-    assert found.r == 4
+    assert (found.r, found.lora_dropout) == (4, 0.1)

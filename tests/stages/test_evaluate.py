@@ -6,7 +6,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from penstock.core.errors import StageError
+from penstock.core.errors import CapabilityError, StageError
+from penstock.core.files import read_json, write_json
 from penstock.core.stage import Artifact
 from penstock.evaluate.exact_match import exact_match
 from penstock.rows.schema import IGNORED, PREPARED
@@ -153,3 +154,16 @@ def test_data_without_a_question_is_a_failed_stage_that_says_what_to_set(exporte
     absent = Artifact("prepare", "0" * 64, tmp_path / "absent")
     with pytest.raises(StageError, match=r"data\.val_set_size"):
         exact_match(folder, absent, limit=1, seed=0, batch_size=1)
+
+
+def test_a_quantised_model_without_what_decodes_it_is_refused(exported, tmp_path, monkeypatch):
+    folder, _, _ = exported
+    config = read_json(folder / "config.json")
+    write_json(
+        folder / "config.json",
+        {**config, "quantization_config": {"quant_method": "compressed-tensors"}},
+    )
+    monkeypatch.setattr("penstock.evaluate.exact_match.find_spec", lambda _: None)
+    data = prepared(tmp_path / "d", [row(PROMPTS[0], [65])])
+    with pytest.raises(CapabilityError, match="pip install compressed-tensors"):
+        exact_match(folder, data, limit=1, seed=0, batch_size=1)

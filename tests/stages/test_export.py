@@ -24,7 +24,7 @@ from penstock.core.files import regular_files, write_json
 from penstock.core.source import pin_model, pin_tokenizer
 from penstock.core.stage import Artifact
 from penstock.engine.checkpoint_reader import CheckpointReader
-from penstock.engine.origin import Origin
+from penstock.engine.origin import Adapting, Origin
 from penstock.export.stage import Export, ExportSettings
 from tests.stages.checkpoints import FOLDER, trained_artifact
 
@@ -86,7 +86,7 @@ def export_of(trained: Artifact, config_path, model_path=None, alpha=None, **set
             model_path=str(model_path) if model_path else None,
             tokenizer_path="builtin:bytes",
             seed=7,
-            lora_alpha=alpha,
+            adapting=Adapting(alpha) if alpha else None,
         ),
     )
 
@@ -322,6 +322,6 @@ def test_a_checkpoint_of_another_model_is_refused_by_name_and_shape(tmp_path):
 def test_adapters_that_the_config_does_not_know_of_are_refused(lora_run, tmp_path):
     stage, _ = lora_run
     aware = stage()
-    unaware = replace(aware, origin=replace(aware.origin, lora_alpha=None))
+    unaware = replace(aware, origin=replace(aware.origin, adapting=None))
     with pytest.raises((ArtifactError, CapabilityError), match="adapters"):
         unaware.run(tmp_path / "out")

@@ -11,10 +11,10 @@ from xml.etree import ElementTree
 import pytest
 
 from penstock.config.load import loads
+from penstock.core.data_facts import DATA, keep_data_facts
 from penstock.core.files import write_json
 from penstock.core.stage import Artifact
 from penstock.rows.reader import PackedRows
-from penstock.train.data_facts import DATA, keep_data_facts
 from penstock.train.job import METRICS, OUTCOME, Job
 from penstock.train.metrics import MetricsLog
 from penstock.train.report import write_report

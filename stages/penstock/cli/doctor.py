@@ -46,6 +46,8 @@ OPTIONAL = {
     "peft": "pip install peft, to load exported adapters as adapters",
     "flash-attn": "pip install flash-attn, on a machine with a CUDA compiler",
     "hf-xet": "pip install hf-xet, for faster pushes to the hub",
+    "quack-kernels": "pip install 'penstock[quack]', for model.moe_implementation: quack",
+    "deep_ep": "build github.com/deepseek-ai/DeepEP, for model.ep_dispatch: deepep",
     "prefect-dask": "pip install 'penstock[dask]', for pipeline.task_runner: dask",
     "prefect-ray": "pip install 'penstock[ray]', for pipeline.task_runner: ray",
     "s3fs": "pip install 'penstock[s3]', for s3://",

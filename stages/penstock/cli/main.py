@@ -348,6 +348,27 @@ app.add_typer(_artifacts(), name="artifacts")
 app.add_typer(_data(), name="data")
 
 
+@app.command()
+def merge(
+    base: Annotated[str, typer.Argument(metavar="BASE", help="A model: a folder, or a hub id.")],
+    adapter: Annotated[
+        str, typer.Argument(metavar="ADAPTER", help="A PEFT adapter: a folder, or a hub id.")
+    ],
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="A new folder.")],
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Merge a low-rank adapter into its base model."""
+    console = Console(as_json, debug)
+
+    def command() -> dict[str, Any]:
+        from penstock.cli.merge import merge_adapter
+
+        return merge_adapter(base, adapter, out, console)
+
+    _end(console, command)
+
+
 @app.command("eval")
 def evaluate(
     config: Config,

@@ -28,6 +28,8 @@ def local_folder(typed: str, source: Source, patterns: Sequence[str] = MODEL_FIL
             source.pin["repo"],
             revision=source.pin["commit"],
             allow_patterns=list(patterns),
+            # A star also stands for folders, in which copies of the weights lie in other formats.
+            ignore_patterns=None if any("/" in pattern for pattern in patterns) else ["*/*"],
             token=env.hub_token(),
         )
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:

@@ -30,6 +30,7 @@ BUILTIN_MODELS = {
     "builtin:tiny-qwen2": 1,
     "builtin:tiny-qwen3": 1,
     "builtin:tiny-qwen3-moe": 1,
+    "builtin:tiny-gpt-oss": 1,
 }
 """Tiny randomly initialised models; each brings the byte-level tokenizer with it."""
 
@@ -52,6 +53,8 @@ MODEL_FILES = (
     "model.safetensors.index.json",
     "*.safetensors",
 )
+
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
@@ -146,6 +149,27 @@ def pin_model(path: str, revision: str | None = None) -> Source:
         raise ConfigError(
             f"{path} holds neither config.json nor *.safetensors.\n"
             "  Weights in other formats (.bin, .pt) are not read; save the model as safetensors."
+        )
+    found = Found(folder.name, folder, tuple(files))
+    return Source({"kind": "files", "files": _digested(found)}, found.paths)
+
+
+def pin_adapter(path: str) -> Source:
+    """Pin an adapter in PEFT's form.
+
+    Raises ConfigError for a folder without one, CapabilityError for an unreachable hub.
+    """
+    if is_url(path):
+        return pin_remote_files(path, ADAPTER_FILES, f"has none of {', '.join(ADAPTER_FILES)}")
+    if _is_on_hub(path):
+        return Source({"kind": "hub", "repo": path, "commit": _commit_of(path, None, "model")})
+    folder = _folder_of(path)
+    files = _matching(folder, ADAPTER_FILES)
+    if lacking := set(ADAPTER_FILES) - {file.name for file in files}:
+        raise ConfigError(
+            f"lora.init_adapter_path {path} has no {sorted(lacking)[0]}.\n"
+            "  Name a folder that PEFT or an export of ours wrote; pickled weights (.bin) are not "
+            "read, since reading them can run code."
         )
     found = Found(folder.name, folder, tuple(files))
     return Source({"kind": "files", "files": _digested(found)}, found.paths)

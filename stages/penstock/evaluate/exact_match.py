@@ -5,6 +5,7 @@ Nothing of this project's own modelling code takes part: what is measured is wha
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,7 @@ def _load_model(folder: Path) -> Any:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     adapter = folder / "adapter_config.json"
     if not adapter.is_file():
+        _require_what_decodes(folder)
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
         return model.to(device).eval()
     try:
@@ -139,6 +141,16 @@ def _load_model(folder: Path) -> Any:
     beside = folder / named
     base = AutoModelForCausalLM.from_pretrained(beside if beside.is_dir() else named, dtype="auto")
     return PeftModel.from_pretrained(base, folder).to(device).eval()
+
+
+def _require_what_decodes(folder: Path) -> None:
+    quantised = read_json(folder / "config.json").get("quantization_config")
+    if quantised and find_spec("compressed_tensors") is None:
+        raise CapabilityError(
+            f"{folder} is quantised (export.quantise), and compressed-tensors, with which "
+            "transformers loads it, is not installed.\n"
+            "  pip install compressed-tensors, or export without export.quantise."
+        )
 
 
 def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from penstock.config.base import Settings
 from penstock.core.errors import ArtifactError
-from penstock.core.stage import Artifact, Facts, Input, Stage
-from penstock.engine.origin import DType, Form, Origin
+from penstock.core.stage import Artifact, Facts, Input, Stage, key_of
+from penstock.engine.origin import DType, Form, Origin, SchemeName
 
 
 class ExportSettings(Settings):
@@ -29,8 +29,11 @@ class ExportSettings(Settings):
     merge_lora: bool = True
     """Whether an adapter is also merged into the model."""
 
-    quantise: None = None
-    """Weights are not quantised."""
+    quantise: SchemeName | None = None
+    """What the linear layers in `hf/` are rounded to, in the layout of compressed-tensors."""
+
+    model_card: bool = True
+    """Whether `hf/` and `adapter/` have a README.md that says what they are."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Export(Stage):
 
     name: ClassVar[str] = "export"
     version: ClassVar[int] = 1
+    neutral: ClassVar[Mapping[str, Any]] = {"model_card": False}
 
     settings: ExportSettings
     trained: Artifact
@@ -63,10 +67,17 @@ class Export(Stage):
         Raises ArtifactError when the checkpoint is not complete or not of this model.
         """
         from penstock.engine.hf_export import write_folders
+        from penstock.engine.hf_folder import bytes_in
+        from penstock.export.card import write_cards
 
         settings = self.settings
-        form = Form(settings.dtype, settings.max_shard_bytes, settings.merge_lora)
-        return write_folders(self._checkpoint(), self.origin, form, out)
+        form = Form(
+            settings.dtype, settings.max_shard_bytes, settings.merge_lora, settings.quantise
+        )
+        facts = write_folders(self._checkpoint(), self.origin, form, out)
+        if settings.model_card:
+            write_cards(out, facts, key=key_of(self), origin=self.origin, trained=self.trained)
+        return {**facts, "bytes": sum(bytes_in(out / name) for name in facts["folders"])}
 
     def _checkpoint(self) -> Path:
         relative = PurePosixPath(self.trained.facts["checkpoint"])

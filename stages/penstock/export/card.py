@@ -1,0 +1,312 @@
+"""The model cards of an export: a README.md in each folder, ready for the hub.
+
+All a card says comes from manifests and facts, so that equal runs have equal cards. Nothing in it
+is of a machine, and no sample of the data is.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+from penstock.core.files import publishing, read_json
+from penstock.core.stage import Artifact
+from penstock.engine.origin import Origin
+from penstock.engine.peft_config import CONFIG
+from penstock.export.base_model import BaseModel, base_of
+from penstock.export.card_text import (
+    adapter_told,
+    code,
+    count,
+    number,
+    pairs,
+    section,
+    use_of_adapter,
+    use_of_model,
+)
+from penstock.export.data_text import data_section
+from penstock.export.licence import CARD, pass_on
+from penstock.export.lineage import Lineage, has_chat_template
+
+MARKUP = "\\`*_[]<>#|&!~$"
+"""Characters that Markdown does not take for themselves."""
+
+OBJECTIVES = {"sft": "cross-entropy of the next token, over the tokens that are trained on"}
+"""What is made small, by the kind of data."""
+
+STARTS = {"checkpoint": "a checkpoint of another run", "adapter": "an adapter that was there"}
+"""What a run may go on from, by the name of the train stage's input."""
+
+CODE = ("penstock", "torch", "transformers", "commit")
+"""What of the code that trained is told."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """What is known once all folders are written."""
+
+    facts: Mapping[str, Any]
+    key: str
+    origin: Origin
+    base: BaseModel | None
+    adapter: Mapping[str, Any] | None
+    """The adapter_config.json, where there are adapters."""
+    lineage: Lineage
+
+
+def write_cards(
+    out: Path, facts: Mapping[str, Any], *, key: str, origin: Origin, trained: Artifact
+) -> None:
+    """Write the cards of the model and of the adapter, where there are, and put the texts of the
+    base model's licence beside them.
+
+    `facts` are the export's, `key` is its own. A base model that started at random has no card.
+    """
+    adapter = read_json(out / "adapter" / CONFIG) if "adapter" in facts["folders"] else None
+    export = Export(facts, key, origin, base_of(origin), adapter, Lineage.of(trained))
+    whole = out / facts["folders"].get("hf", facts["folders"].get("adapter", ""))
+    prompting = "chat" if has_chat_template(whole) else "text"
+    for name in ("hf", "adapter"):
+        if name not in facts["folders"]:
+            continue
+        folder = out / facts["folders"][name]
+        if name == "hf":
+            use = use_of_model(prompting)
+        else:
+            use = use_of_adapter(prompting, _tokenizer_of(export))
+        save_card(folder, _front_matter(export, name), _body(export, name, use))
+        if export.base and export.base.folder:
+            pass_on(export.base.folder, folder)
+
+
+def save_card(folder: Path, data: ModelCardData, body: str) -> None:
+    """Publish README.md with that front matter."""
+    card = ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}\n")
+    with publishing(folder / CARD) as part:
+        card.save(part)
+
+
+def front_matter(base: BaseModel | None, relation: str, **more: Any) -> ModelCardData:
+    """The fields that all cards have. A base model that is not known to be on the hub is left out,
+    for the hub takes its name for a link."""
+    on_hub = base is not None and base.repo is not None
+    licence = base.licence.front_matter if base and base.licence else {}
+    return ModelCardData(
+        base_model=base.repo if base else None,
+        base_model_relation=relation if on_hub else None,
+        pipeline_tag="text-generation",
+        **licence,
+        **more,
+    )
+
+
+def heading(text: str) -> str:
+    """The card's title, in which nothing is markup."""
+    words = " ".join(text.split())
+    return "# " + "".join(f"\\{each}" if each in MARKUP else each for each in words)
+
+
+def told_of(base: BaseModel) -> str:
+    """The base model in a sentence's place, with its commit."""
+    if not base.repo:
+        return code(base.name)
+    at = f" at {code(base.commit[:12])}" if base.commit else ""
+    return f"[{base.repo}](https://huggingface.co/{base.repo}){at}"
+
+
+def licence_told(base: BaseModel) -> str:
+    """The base model's licence, or that it is not known."""
+    if not base.licence:
+        return "not known here; look for that of the base model before you pass this on"
+    name = code(base.licence.spoken)
+    link = base.licence.link
+    # Angle brackets keep a link whole, and end it at characters that no link holds.
+    is_link = link is not None and not any(each in link for each in "<> \n")
+    return (
+        f"that of the base model, [{name}](<{link}>)"
+        if is_link
+        else f"that of the base model, {name}"
+    )
+
+
+def _tokenizer_of(export: Export) -> Literal["here", "of the base", "in hf"]:
+    if "hf" not in export.facts["folders"]:
+        return "here"
+    origin = export.origin
+    is_of_base = origin.model_path in (None, origin.tokenizer_path)
+    return "of the base" if is_of_base else "in hf"
+
+
+def _front_matter(export: Export, name: str) -> ModelCardData:
+    lineage = export.lineage
+    return front_matter(
+        export.base,
+        "finetune" if name == "hf" else "adapter",
+        library_name="transformers" if name == "hf" else "peft",
+        datasets=lineage.datasets or None,
+        tags=["penstock", *(["lora"] if export.adapter else [])],
+        **_evaluation(export),
+    )
+
+
+def _evaluation(export: Export) -> dict[str, Any]:
+    """The loss on held-out data as metadata, where there are such data."""
+    lineage = export.lineage
+    loss = lineage.train["facts"].get("eval_loss")
+    if loss is None:
+        return {}
+    data = ", ".join(dict.fromkeys(each["label"] for each in lineage.sources))
+    result = EvalResult(
+        task_type="text-generation",
+        dataset_type=lineage.datasets[0] if len(lineage.datasets) == 1 else "held-out",
+        dataset_name=f"{data or 'data'}, held out",
+        metric_type="loss",
+        metric_name="cross-entropy of a token",
+        metric_value=round(loss, 6),
+    )
+    return {"model_name": _title(export), "eval_results": [result]}
+
+
+def _title(export: Export) -> str:
+    start = export.base.name if export.base else f"{export.facts['model_type']} from scratch"
+    labels = [each["label"] for each in export.lineage.sources if each["role"] == "train"]
+    on = f" on {', '.join(dict.fromkeys(labels))}" if labels else ""
+    return f"{start.rpartition('/')[2]} fine-tuned{on}" if export.base else f"{start}{on}"
+
+
+def _body(export: Export, name: str, use: str) -> str:
+    parts = [
+        heading(_title(export)),
+        _what(export, name),
+        section("Use", use),
+        data_section(export.lineage),
+        _recipe(export),
+        _results(export),
+        _lineage(export),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _what(export: Export, name: str) -> str:
+    facts, base = export.facts, export.base
+    base_beside = not base and name == "adapter"
+    rows = {
+        "base model": told_of(base) if base else "none: training started at random weights",
+        "architecture": code(facts["model_type"]),
+        "parameters": f"{facts['parameters']:,}" if name == "hf" else "",
+        "precision of the weights": _precision(facts) if name == "hf" else "",
+        "adapter": adapter_told(export.adapter) if export.adapter else "",
+        "its parameters": f"{facts['adapter']['parameters']:,}" if export.adapter else "",
+        "licence": licence_told(base) if base else "",
+    }
+    notes: list[str] = []
+    if export.adapter and name == "hf":
+        notes.append("The adapter is merged into these weights; `adapter/` holds it alone.")
+    elif base_beside:
+        notes.append("The weights that it adapts exist nowhere else; they lie in `../base`.")
+    if "quantised" in facts and name == "hf":
+        notes.append("vLLM and SGLang load this; transformers does with `compressed-tensors`.")
+    return "\n\n".join(each for each in (pairs(rows), *notes) if each)
+
+
+def _precision(facts: Mapping[str, Any]) -> str:
+    if "quantised" not in facts:
+        return facts["dtype"]
+    return f"{code(facts['quantised'])} in linear layers, {facts['dtype']} elsewhere"
+
+
+def _recipe(export: Export) -> str:
+    lineage = export.lineage
+    settings: Mapping[str, Any] = lineage.train.get("settings", {})
+    facts: Mapping[str, Any] = lineage.train["facts"]
+    train: Mapping[str, Any] = settings.get("train", {})
+    if not train:
+        return ""
+    length = lineage.packing.get("sample_packing_sequence_len")
+    row = count(settings["rows_per_step"], "row") + (f" of {length:,} tokens" if length else "")
+    kind = lineage.prepared.get("kind", "")
+    lora: Mapping[str, Any] = settings.get("lora", {})
+    inputs = lineage.train.get("inputs", {})
+    dropped = {
+        "hidden states": train.get("dropout", {}).get("hidden", 0.0),
+        "adapters": lora.get("lora_dropout", 0.0),
+    }
+    return section(
+        "Training",
+        pairs(
+            {
+                "objective": OBJECTIVES.get(kind, code(kind)),
+                "what is trained": _trained(settings),
+                "optimizer": _optimizer(train),
+                "learning rate": _rate(train) + _rate_of_b(lora),
+                "gradient norm": f"at most {number(train['max_grad_norm'])}"
+                if train["max_grad_norm"]
+                else "as it is",
+                "started from": " and ".join(STARTS[name] for name in STARTS if name in inputs),
+                "a step": row,
+                "steps": f"{facts['steps']:,}, {count_epochs(facts['epochs'])}",
+                "tokens seen": f"{facts['tokens']:,}",
+                "of them trained on": f"{facts['trained_tokens']:,}",
+                "computed in": "bfloat16, weights and optimizer states in float32"
+                if train["enable_mixed_precision"]
+                else "float32",
+                "dropout": ", ".join(f"{rate} of {what}" for what, rate in dropped.items() if rate),
+                "seed": str(train["seed"]),
+            }
+        ),
+    )
+
+
+def _trained(settings: Mapping[str, Any]) -> str:
+    if settings.get("lora"):
+        return "adapters; the base model is frozen"
+    frozen = settings["model"].get("freeze_router", False)
+    return "all weights but those of routers" if frozen else "all weights"
+
+
+def count_epochs(epochs: float) -> str:
+    """`1 epoch`, `2.5 epochs`."""
+    return f"{epochs:.4g} epoch" + ("" if epochs == 1 else "s")
+
+
+def _optimizer(train: Mapping[str, Any]) -> str:
+    decay = train["weight_decay"]
+    return f"{code(train['optimizer'])}, weight decay {number(decay)}"
+
+
+def _rate(train: Mapping[str, Any]) -> str:
+    said = number(train["lr"])
+    if train["lr_warmup_ratio"]:
+        said += f", after a rise over {train['lr_warmup_ratio']:.4g} of the steps"
+    if train["lr_decay_style"] == "constant":
+        return f"{said}, constant"
+    by = "" if train["lr_decay_ratio"] == 1 else f" at {train['lr_decay_ratio']:.4g} of the steps"
+    return f"{said}, falling to {number(train['lr_min'])}{by} ({train['lr_decay_style']})"
+
+
+def _rate_of_b(lora: Mapping[str, Any]) -> str:
+    ratio = lora.get("lora_plus_ratio", 1.0)
+    return f"; {number(ratio)} times as fast for second factors" if ratio != 1 else ""
+
+
+def _results(export: Export) -> str:
+    facts = export.lineage.train["facts"]
+    rows = {
+        "loss of the last step": number(facts["final_loss"]) if "final_loss" in facts else "",
+        "loss on held-out data": number(facts["eval_loss"]) if "eval_loss" in facts else "",
+    }
+    return section("Results", pairs(rows))
+
+
+def _lineage(export: Export) -> str:
+    keys = {**export.lineage.keys, "export": export.key}
+    made_by: Mapping[str, str] = export.lineage.train.get("code", {})
+    with_what = ", ".join(f"{name} {code(made_by[name])}" for name in CODE if name in made_by)
+    return section(
+        "Lineage",
+        "Each stage's key is a digest of all that decides its result.",
+        pairs({stage: code(key) for stage, key in keys.items()}),
+        f"Trained with {with_what}." if with_what else "",
+    )

@@ -1,0 +1,111 @@
+"""Model cards as Markdown: what users named is shown, never obeyed, and numbers are for people."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from penstock.core.urls import scrubbed
+
+MOST_NAMES = 16
+"""Of layers, in one sentence."""
+
+Prompting = Literal["chat", "text"]
+"""Whether the tokenizer has a template for messages."""
+
+_CHAT = """\
+messages = [{"role": "user", "content": "Hello!"}]
+inputs = tokenizer.apply_chat_template(
+    messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+)"""
+_TEXT = """\
+inputs = tokenizer("Hello!", return_tensors="pt")"""
+_ANSWER = """\
+output = model.generate(**inputs, max_new_tokens=64)
+answer = output[0, inputs["input_ids"].shape[1] :]
+print(tokenizer.decode(answer, skip_special_tokens=True))"""
+
+_MODEL = """\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+name = "."  # this folder, or the repository that holds it
+tokenizer = AutoTokenizer.from_pretrained(name)
+model = AutoModelForCausalLM.from_pretrained(name, dtype="auto")"""
+_ADAPTER = """\
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoTokenizer
+
+name = "."  # this folder, or the repository that holds it
+model = AutoPeftModelForCausalLM.from_pretrained(name, dtype="auto")
+tokenizer = AutoTokenizer.from_pretrained({tokenizer})"""
+_BASE_NAMED = 'model.peft_config["default"].base_model_name_or_path'
+
+
+def code(text: str) -> str:
+    """The text as it is, in a code span that also holds within a table."""
+    plain = " ".join(scrubbed(text).split()).replace("`", "'").replace("|", "\\|")
+    return f"`{plain}`" if plain else ""
+
+
+def number(value: float) -> str:
+    """Four significant digits, as `0.0123` or `5e-05`."""
+    return f"{value:.4g}"
+
+
+def count(number: int, one: str, many: str | None = None) -> str:
+    """`1 row`, `2,000 rows`."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def section(title: str, *paragraphs: str) -> str:
+    """A heading and what is below it; nothing where there is nothing to say."""
+    said = [each for each in paragraphs if each]
+    return "\n\n".join([f"## {title}", *said]) if said else ""
+
+
+def table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of cells that are Markdown; nothing without rows."""
+    if not rows:
+        return ""
+    lines = [heading, ["---"] * len(heading), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def pairs(rows: Mapping[str, str]) -> str:
+    """A table of names and values, without those that are empty."""
+    return table(("", ""), [(name, value) for name, value in rows.items() if value])
+
+
+def adapter_told(config: Mapping[str, Any]) -> str:
+    """What an adapter_config.json asks for: the kind, its size, and the layers."""
+    said = f"{_kind(config)} of rank {config['r']}, alpha {number(config['lora_alpha'])}"
+    if any(config.get(each) for each in ("rank_pattern", "alpha_pattern")):
+        said += ", others for some layers"
+    targets = config.get("target_modules") or []
+    names = [targets] if isinstance(targets, str) else sorted(targets)
+    names += sorted(config.get("target_parameters") or [])
+    shown = [code(name) for name in names[:MOST_NAMES]]
+    if len(names) > len(shown):
+        shown.append(f"{len(names) - len(shown):,} others")
+    said += f", on {', '.join(shown)}" if shown else ""
+    biases = {"all": "all biases", "lora_only": "biases of these"}.get(config.get("bias", "none"))
+    return f"{said}; {biases} trained too" if biases else said
+
+
+def _kind(config: Mapping[str, Any]) -> str:
+    kind = "DoRA" if config.get("use_dora") else "LoRA"
+    return f"rank-stabilised {kind}" if config.get("use_rslora") else kind
+
+
+def use_of_model(prompting: Prompting) -> str:
+    """How transformers loads the folder, as a snippet."""
+    return _snippet(_MODEL, prompting)
+
+
+def use_of_adapter(prompting: Prompting, tokenizer: Literal["here", "of the base", "in hf"]) -> str:
+    """How peft loads the folder, as a snippet; `tokenizer` says what holds its tokenizer."""
+    places = {"here": "name", "of the base": _BASE_NAMED, "in hf": '"../hf"'}
+    return _snippet(_ADAPTER.format(tokenizer=places[tokenizer]), prompting)
+
+
+def _snippet(loading: str, prompting: Prompting) -> str:
+    asking = _CHAT if prompting == "chat" else _TEXT
+    return f"```python\n{loading}\n\n{asking}\n{_ANSWER}\n```"

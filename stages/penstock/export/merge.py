@@ -1,0 +1,130 @@
+"""A base model and an adapter to one model, file by file: `penstock merge`.
+
+What is not adapted is copied from file to file, and what is adapted passes through a stretch of
+rows at a time, so that memory does not grow with the model. Files keep the base model's layout.
+"""
+
+import errno
+import math
+from pathlib import Path
+from typing import Any
+
+from penstock.core.errors import CapabilityError, ConfigError, StageError
+from penstock.core.files import PART, fsync, read_json, remove, write_json
+from penstock.core.source import TOKENIZER_FILES
+from penstock.engine.hf_folder import INDEX
+from penstock.engine.peft_folder import PeftFolder
+from penstock.engine.peft_merging import Merging
+from penstock.engine.safetensors_folder import SafetensorsFolder
+from penstock.export.licence import CARD
+from penstock.export.merge_file import shape_of, write_file
+from penstock.export.merged_card import write_merged_card
+
+CONFIG = "config.json"
+WEIGHT_FORMATS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack"}
+NOT_COPIED = {INDEX, CARD, "adapter_config.json", "training_args.bin"}
+"""Files that would say of the merged model what is true of the base model alone."""
+
+
+def merge_folders(base: Path, adapter: Path, out: Path) -> dict[str, Any]:
+    """Write to `out` the model in the folder `base` with the PEFT adapter in `adapter` merged.
+
+    `out` appears whole or not at all. Returns facts of it. Raises ConfigError for an `out` that
+    holds something, CapabilityError for folders that cannot be merged, StageError for a full disk.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} is there already.\n  Name another folder with -o.")
+    hf_config = _config_of(base)
+    aside = out.with_name(out.name + PART)
+    remove(aside)
+    aside.mkdir(parents=True)
+    try:
+        with SafetensorsFolder(base) as weights, PeftFolder(adapter) as folder:
+            changes = Merging(folder, weights, hf_config.get("hidden_size"))
+            files = weights.by_file()
+            for file, names in files.items():
+                write_file(weights, changes, names, file, aside / file.name)
+            facts = {
+                "folder": str(out),
+                "tensors": len(weights.names()),
+                "changed": len(changes.targets()),
+                "shards": len(files),
+            }
+            _write_config(aside, hf_config, weights, changes)
+        _copy_rest(base, adapter, aside)
+        write_merged_card(aside, base, adapter, folder.config, facts)
+    except OSError as error:
+        remove(aside)
+        if error.errno == errno.ENOSPC:
+            raise StageError(
+                f"the disk of {out} is full; nothing was left there.\n"
+                "  Free as much as the base model takes, or name a folder on another disk with -o."
+            ) from error
+        raise
+    except BaseException:
+        remove(aside)
+        raise
+    if out.exists():
+        out.rmdir()
+    fsync(aside)
+    aside.rename(out)
+    fsync(out.parent)
+    return facts
+
+
+def _config_of(base: Path) -> dict[str, Any]:
+    if not (base / CONFIG).is_file():
+        raise CapabilityError(f"{base} has no {CONFIG}.\n  Name the folder of a model.")
+    config = read_json(base / CONFIG)
+    if "quantization_config" in config:
+        raise CapabilityError(
+            f"{base} is quantised; what is merged into rounded weights would be rounded away.\n"
+            "  Name the model that it was quantised from."
+        )
+    return config
+
+
+def _write_config(
+    out: Path, hf_config: dict[str, Any], weights: SafetensorsFolder, changes: Merging
+) -> None:
+    """config.json and the index, as true of what was written."""
+    for name in changes.targets():
+        replacement = changes.replacement(name)
+        if replacement and name.endswith("embed_tokens.weight"):
+            # Tokens were added when the adapter was trained.
+            hf_config = {**hf_config, "vocab_size": replacement.shape[0]}
+    write_json(out / CONFIG, hf_config)
+    files = weights.by_file()
+    if len(files) > 1:
+        total = sum(
+            math.prod(shape_of(name, weights, changes)) * weights.stored(name).dtype.itemsize
+            for name in weights.names()
+        )
+        weight_map = {name: file.name for file, names in files.items() for name in names}
+        write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _copy_rest(base: Path, adapter: Path, out: Path) -> None:
+    """What else loads the model: the base model's files, and the adapter's tokenizer if it has one,
+    since that is what it was trained with."""
+    own_tokenizer = any(
+        (adapter / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")
+    )
+    tokenizer = {path.name for pattern in TOKENIZER_FILES for path in base.glob(pattern)}
+    for path in sorted(base.iterdir()):
+        is_weights = path.suffix in WEIGHT_FORMATS or path.name in NOT_COPIED
+        if is_weights or not path.is_file() or (own_tokenizer and path.name in tokenizer):
+            continue
+        if not (out / path.name).exists():
+            _copy_file(path, out / path.name)
+    if own_tokenizer:
+        for pattern in TOKENIZER_FILES:
+            for path in sorted(adapter.glob(pattern)):
+                if path.is_file():
+                    (out / path.relative_to(adapter)).parent.mkdir(exist_ok=True)
+                    _copy_file(path, out / path.relative_to(adapter))
+
+
+def _copy_file(source: Path, target: Path) -> None:
+    target.write_bytes(source.read_bytes())
+    fsync(target)
