@@ -3,27 +3,33 @@
 import torch
 
 
-def visible(lengths):
-    """bool [T, T]: whether a query (row) sees a key (column): its own document's, and not later."""
+def visible(lengths, window=None):
+    """bool [T, T]: whether a query (row) sees a key (column): its own document's, not later, and
+    among the last `window`."""
     document = torch.tensor([i for i, length in enumerate(lengths) for _ in range(length)])
     same = document.unsqueeze(1) == document.unsqueeze(0)
-    return same & torch.ones(len(document), len(document), dtype=torch.bool).tril()
+    sees = same & torch.ones(len(document), len(document), dtype=torch.bool).tril()
+    return sees if window is None else sees.triu(1 - window)
 
 
-def dense_attention(q, k, v, lengths, scale):
-    """[T, N, H] of q [T, N, H] and k, v [T, K, H]."""
+def dense_attention(q, k, v, lengths, scale, window=None, sinks=None):
+    """[T, N, H] of q [T, N, H], k, v [T, K, H] and sinks [N]."""
     q, k, v = (part.double() for part in (q, k, v))
     k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (k, v))
     scores = torch.einsum("qnh,knh->nqk", q, k) * scale
-    weights = scores.masked_fill(~visible(lengths), float("-inf")).softmax(-1)
-    return torch.einsum("nqk,knh->qnh", weights, v)
+    shares = scores.masked_fill(~visible(lengths, window), float("-inf")).exp()
+    total = shares.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + sinks.double().exp()[:, None, None]
+    return torch.einsum("nqk,knh->qnh", shares / total, v)
 
 
-def dense_with_gradients(q, k, v, dy, lengths, scale):
-    """y, dq, dk, dv."""
-    q, k, v = (part.detach().clone().requires_grad_() for part in (q, k, v))
-    y = dense_attention(q, k, v, lengths, scale)
-    return [y.detach(), *torch.autograd.grad(y, (q, k, v), dy.double())]
+def dense_with_gradients(q, k, v, dy, lengths, scale, window=None, sinks=None):
+    """y, dq, dk, dv, and dsinks if there are sinks."""
+    given = [q, k, v] if sinks is None else [q, k, v, sinks]
+    given = [part.detach().clone().requires_grad_() for part in given]
+    y = dense_attention(*given[:3], lengths, scale, window, *given[3:])
+    return [y.detach(), *torch.autograd.grad(y, given, dy.double())]
 
 
 def relative_error(got, want):

@@ -9,7 +9,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from tests.engine.layouts import LAYOUTS, Layout, alone, write_inputs
+from tests.engine.inputs import write_inputs
+from tests.engine.layouts import LAYOUTS, Layout, alone
 from tests.engine.traces import Errors, Trace, errors, trace_here, trace_of_transformers
 from tests.ranks import on_ranks
 
@@ -23,7 +24,7 @@ HEAD = """| layout | model | ranks | loss | gradient norm | gradients | weights 
 
 def row(layout: Layout, ranks: int, far: Errors) -> str:
     """A line of the table."""
-    model = f"{layout.kind}, adapters" if layout.lora else layout.kind
+    model = layout.alone.name.removeprefix("one process of ")
     figures = " | ".join("0" if error == 0 else f"{error:.0e}" for error in far)
     return f"| {layout.name} | {model} | {ranks} | {figures} |\n"
 
@@ -34,13 +35,15 @@ def main() -> None:
         write_inputs(folder, 24)
 
         @cache
-        def reference(kind: str, lora: bool) -> Trace:
-            job = alone(kind, lora=lora).job(folder, f"alone {kind} {lora}")
+        def reference(name: str) -> Trace:
+            job = named[name].job(folder, name)
             return on_ranks(1, trace_here, job, timeout=600)[0]
+
+        named = {layout.alone.name: layout.alone for layout in LAYOUTS.values()}
 
         rows = []
         for kind in ("tied", "untied", "two key heads"):
-            mine = reference(kind, False)
+            mine = reference(alone(kind).name)
             theirs = Layout("transformers", {}, kind=kind)
             rows.append(
                 row(theirs, 1, errors(trace_of_transformers(folder, kind, mine.rows), mine))
@@ -49,7 +52,7 @@ def main() -> None:
             got = on_ranks(layout.world, trace_here, layout.job(folder, layout.name), timeout=600)[
                 0
             ]
-            rows.append(row(layout, layout.world, errors(got, reference(layout.kind, layout.lora))))
+            rows.append(row(layout, layout.world, errors(got, reference(layout.alone.name))))
             print(rows[-1], end="", flush=True)
     text = PAGE.read_text()
     assert TABLE.search(text), f"{PAGE} has no place for the table"

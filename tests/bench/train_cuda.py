@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from packed import write_rows
+from pages import write_section
 from tests.engine import loops, runs
 
 from penstock.engine.ranks import Ranks
@@ -25,7 +26,6 @@ from penstock.models.cost import matrix_parameters
 from penstock.models.registry import family_of
 from penstock.rows.reader import PackedRows
 
-PAGES = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
 WARMING, MEASURED = 2, 5
 
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
@@ -183,7 +183,5 @@ def model_flop(case: Case, packed: PackedRows, rows: Iterable[int]) -> float:
 
 
 def write_page(name: str, command: str, lines: Sequence[str]) -> None:
-    """A page of figures in docs/benchmarks."""
-    PAGES.mkdir(parents=True, exist_ok=True)
-    text = [f"# Training steps: {name}", "", f"Written by `{command}`.", "", *lines, ""]
-    (PAGES / f"{name}.md").write_text("\n".join(text))
+    """A section of figures in docs/benchmarks."""
+    write_section(name, f"Training steps: {name}", [f"Written by `{command}`.", "", *lines])

@@ -1,0 +1,152 @@
+"""Quantised matrices, ours and bitsandbytes' and torchao's: `python tests/bench/bench_quant.py`.
+
+Medians of five, in turns, after one warm run each; peers that are not installed are named. On a
+GPU: quantising and dequantising against copying as many bytes (goal: at least 0.85 of its speed for
+dequantising), the product of few rows against dequantising first (what `matmul` chooses by rows is
+right while the first is faster up to 64), and a layer's forward and backward pass of 8192 tokens
+against one whose weight is bfloat16 (goal: at least 0.9 of its speed). On a CPU: quantising and
+dequantising by the references, which is what runs there.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from penstock_kernels.quant import FORMATS, Quantised, dequantise, linear, matmul, quantise
+
+Work = Callable[[], object]
+REPEATS = 5
+TOKENS = 8192
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+SHAPE = (14336, 8192) if CUDA else (2048, 4096)
+MATMUL_ROWS = (1, 8, 16, 64)
+
+
+def seconds(work: Work) -> float:
+    """Of one run; on a GPU of one of ten in a row, after its caches held something else."""
+    if not CUDA:
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.empty(256 * 2**20, dtype=torch.int8, device="cuda").zero_()
+    first.record()
+    for _ in range(10):
+        work()
+    last.record()
+    last.synchronize()
+    return first.elapsed_time(last) / 10e3
+
+
+def medians(works: Mapping[str, Work]) -> dict[str, float]:
+    """Of each, in turns."""
+    for work in works.values():
+        work()
+    taken: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(REPEATS):
+        for name, work in works.items():
+            taken[name].append(seconds(work))
+    return {name: statistics.median(each) for name, each in taken.items()}
+
+
+def show(what: str, found: Mapping[str, float], against: str, num_bytes: float = 0) -> None:
+    """One line: milliseconds, bytes a second where it is bytes that cost, and ratios to ours."""
+    parts = []
+    for name, spent in found.items():
+        rate = f" {num_bytes / spent / 1e9:7.1f} GB/s" if num_bytes and name == "ours" else ""
+        parts.append(f"{name} {spent * 1e3:8.3f} ms{rate}")
+    ratio = found[against] / found["ours"] if against in found else float("nan")
+    print(f"{what:28} {', '.join(parts)}; {against}/ours {ratio:.2f}")
+
+
+def peers(name: str, weight: torch.Tensor) -> dict[str, tuple[Work, Work]]:
+    """Who else quantises to this format, and the way back, by name."""
+    found: dict[str, tuple[Work, Work]] = {}
+    if name == "nf4" and find_spec("bitsandbytes"):
+        bnb = import_module("bitsandbytes.functional")
+        packed, state = bnb.quantize_4bit(weight, blocksize=64, quant_type="nf4")
+        found["bitsandbytes"] = (
+            lambda: bnb.quantize_4bit(weight, blocksize=64, quant_type="nf4"),
+            lambda: bnb.dequantize_4bit(packed, state),
+        )
+    if name == "nvfp4" and find_spec("torchao"):
+        ao = import_module("torchao.prototype.mx_formats.nvfp4_tensor")
+
+        def make() -> Any:
+            return ao.NVFP4Tensor.to_nvfp4(
+                weight, per_tensor_scale=ao.per_tensor_amax_to_scale(weight.abs().max().float())
+            )
+
+        made = make()
+        found["torchao"] = make, lambda: made.dequantize(torch.bfloat16)
+    return found
+
+
+def compare_conversions(name: str, weight: torch.Tensor) -> Quantised:
+    """Print both ways, ours and the peers'."""
+    made = quantise(weight, FORMATS[name])
+    num_bytes = made.num_bytes + weight.numel() * weight.element_size()
+    source = torch.empty(num_bytes // 2, dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    ours: tuple[Work, Work] = (lambda: quantise(weight, FORMATS[name]), lambda: dequantise(made))
+    others = peers(name, weight)
+    for at, what in enumerate(("quantise", "dequantise")):
+        works = {"ours": ours[at], "copy": lambda: target.copy_(source)}
+        works |= {who: work[at] for who, work in others.items()}
+        found = medians(works)
+        show(f"{name} {what}", found, "copy", num_bytes)
+        for who in others:
+            show(f"{name} {what}", {"ours": found["ours"], who: found[who]}, who)
+    return made
+
+
+def compare_products(name: str, made: Quantised) -> None:
+    """Print products of few rows, both ways."""
+    fused = matmul.backend("triton")
+    for rows in MATMUL_ROWS:
+        x = torch.randn(rows, made.columns, device=DEVICE, dtype=torch.bfloat16)
+        found = medians(
+            {
+                "ours": lambda x=x: fused(x, made),
+                "dequantised first": lambda x=x: matmul.reference(x, made),
+            }
+        )
+        show(f"{name} times {rows} rows", found, "dequantised first", made.num_bytes)
+
+
+def compare_layers(name: str, made: Quantised, weight: torch.Tensor) -> None:
+    """Print a layer's forward and backward pass, and one's of a bfloat16 weight."""
+    x = torch.randn(TOKENS, made.columns, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(TOKENS, weight.shape[0], device=DEVICE, dtype=torch.bfloat16)
+    found = medians(
+        {
+            "ours": lambda: torch.autograd.grad(linear(x, made), x, dy),
+            "bfloat16": lambda: torch.autograd.grad(F.linear(x, weight), x, dy),
+        }
+    )
+    show(f"{name} layer of {TOKENS} rows", found, "bfloat16")
+
+
+def main() -> None:
+    name = torch.cuda.get_device_name() if CUDA else f"CPU, {torch.get_num_threads()} threads"
+    print(f"{name}, torch {torch.__version__}, a matrix of {SHAPE} in bfloat16")
+    for peer in ("bitsandbytes", "torchao"):
+        if not find_spec(peer):
+            print(f"{peer} is not installed")
+    weight = torch.randn(SHAPE, device=DEVICE, dtype=torch.bfloat16) * 0.02
+    for format_name in FORMATS:
+        made = compare_conversions(format_name, weight)
+        if CUDA:
+            compare_products(format_name, made)
+            compare_layers(format_name, made, weight)
+
+
+if __name__ == "__main__":
+    main()
