@@ -49,9 +49,8 @@ def main() -> None:
                 row(theirs, 1, errors(trace_of_transformers(folder, kind, mine.rows), mine))
             )
         for layout in LAYOUTS.values():
-            got = on_ranks(layout.world, trace_here, layout.job(folder, layout.name), timeout=600)[
-                0
-            ]
+            job = layout.job(folder, layout.name)
+            got = on_ranks(layout.world, trace_here, job, timeout=600)[0]
             rows.append(row(layout, layout.world, errors(got, reference(layout.alone.name))))
             print(rows[-1], end="", flush=True)
     text = PAGE.read_text()
