@@ -12,7 +12,7 @@ from typing import Self
 import torch
 
 from penstock.adapters.change import Change, Product
-from penstock.adapters.peft_format import EMBEDDED, LINEAR, NORMS, PREFIX
+from penstock.adapters.peft_format import EMBEDDED, LINEAR, NORMS, PREFIX, separate_factors
 from penstock.adapters.scale import scale_of
 from penstock.core.errors import CapabilityError
 from penstock.engine.peft_config import read_peft_config
@@ -100,14 +100,9 @@ class PeftFolder:
         """What is added to each expert's matrix [out, in] of such a parameter."""
         ends = self._layers[module]
         lora_A, lora_B = (self._read(ends[side]) for side in LINEAR)
-        rank = lora_A.shape[0] // num_experts
-        scale = self._scale(module, rank)
-        a_ERI = lora_A.reshape(num_experts, rank, -1)
-        b_ORE = lora_B.reshape(len(lora_B), rank, num_experts)
-        return [
-            Product(b_ORE[:, :, expert].contiguous(), a_ERI[expert], scale)
-            for expert in range(num_experts)
-        ]
+        a_ERI, b_EOR = separate_factors(lora_A, lora_B, num_experts)
+        scale = self._scale(module, rank=a_ERI.shape[1])
+        return [Product(b, a, scale) for a, b in zip(a_ERI, b_EOR, strict=True)]
 
     def _sort(self, name: str) -> None:
         inner = name.removeprefix(PREFIX)

@@ -8,7 +8,7 @@ rank and expert; a base model's files may have that tensor too, turned or not, o
 import re
 from collections.abc import Callable
 from difflib import get_close_matches
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 
@@ -24,6 +24,9 @@ MATRICES = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up"}
 """The halves of what PEFT has in one, by the names that families give an expert's matrices."""
 DOWN = ("down_proj", "w2")
 
+KEPT = 4
+"""Parameters of experts whose factors are kept: two layers, in which all threads are busy."""
+
 
 class Merging:
     """The changes of one adapter to one base model, by the names of the base model's tensors."""
@@ -36,6 +39,8 @@ class Merging:
         Raises CapabilityError for what the base model does not have.
         """
         self.folder, self._base, self._hidden_size = folder, base, hidden_size
+        # A layer's factors are read once for all of its experts, whose tensors are neighbours.
+        self._products = lru_cache(maxsize=KEPT)(folder.products)
         self._of_experts: dict[str, Callable[[], Change]] = {}
         self._plain: list[str] = []
         missing: list[str] = []
@@ -126,13 +131,13 @@ class Merging:
         return found
 
     def _stacked(self, module: str, num_experts: int, is_turned: bool) -> Change:
-        products = self.folder.products(module, num_experts)
+        products = self._products(module, num_experts)
         if is_turned:
             products = [product.turned() for product in products]
         return Change(Stacked(tuple(products)))
 
     def _one(self, module: str, num_experts: int, expert: int, rows: slice) -> Change:
-        product = self.folder.products(module, num_experts)[expert]
+        product = self._products(module, num_experts)[expert]
         return Change(Product(product.left[rows], product.right, product.scale))
 
     def _without(self, missing: list[str]) -> CapabilityError:

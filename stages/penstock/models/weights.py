@@ -82,16 +82,6 @@ class WeightMap:
         is_bias = bool(experts.selection_bias) and hf_name.endswith(experts.names.selection_bias)
         return is_bias or (experts.exact_router and hf_name.endswith(router))
 
-    def is_optional(self, hf_name: str) -> bool:
-        """Whether a checkpoint may store this tensor although the model has no place for it: a copy
-        of a tied head, old checkpoints' rotary frequencies, which are computed, or further layers
-        that predict tokens after the next."""
-        tied = self.config.tie_word_embeddings and hf_name == HEAD_WEIGHT
-        number, _, _ = hf_name.removeprefix(LAYERS).partition(".")
-        is_layer = hf_name.startswith(LAYERS) and number.isdecimal()
-        beyond = is_layer and int(number) >= self.config.num_hidden_layers
-        return tied or beyond or hf_name.endswith("rotary_emb.inv_freq")
-
     @cached_property
     def _natives(self) -> Mapping[str, _Native]:
         return dict(self._each())
