@@ -2,10 +2,11 @@
 
 Medians of five, in turns, after one warm run each; peers that are not installed are named. On a
 GPU: quantising and dequantising against copying as many bytes (goal: at least 0.85 of its speed for
-dequantising), the product of few rows against dequantising first (what `matmul` chooses by rows is
-right while the first is faster up to 64), and a layer's forward and backward pass of 8192 tokens
-against one whose weight is bfloat16 (goal: at least 0.9 of its speed). On a CPU: quantising and
-dequantising by the references, which is what runs there.
+dequantising), noise on the weights against dequantising them, the product of few rows against
+dequantising first (what `matmul` chooses by rows is right while the first is faster up to 64), and
+a layer's forward and backward pass of 8192 tokens against one whose weight is bfloat16 (goal: at
+least 0.9 of its speed). On a CPU: quantising, dequantising and noise by the references, which is
+what runs there.
 """
 
 import statistics
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from penstock_kernels.noise import Run, add_noise_
 from penstock_kernels.quant import FORMATS, Quantised, dequantise, linear, matmul, quantise
 
 Work = Callable[[], object]
@@ -107,6 +109,18 @@ def compare_conversions(name: str, weight: torch.Tensor) -> Quantised:
     return made
 
 
+def compare_noise(name: str, made: Quantised) -> None:
+    """Print noise on a matrix, and dequantising it."""
+    weight, runs = dequantise(made), [Run(made.shape[0], 1)]
+    found = medians(
+        {
+            "ours": lambda: add_noise_(weight, made, 1.0, runs),
+            "dequantise": lambda: dequantise(made),
+        }
+    )
+    show(f"{name} noise", found, "dequantise", made.num_bytes + 4 * weight.numel())
+
+
 def compare_products(name: str, made: Quantised) -> None:
     """Print products of few rows, both ways."""
     fused = matmul.backend("triton")
@@ -143,6 +157,7 @@ def main() -> None:
     weight = torch.randn(SHAPE, device=DEVICE, dtype=torch.bfloat16) * 0.02
     for format_name in FORMATS:
         made = compare_conversions(format_name, weight)
+        compare_noise(format_name, made)
         if CUDA:
             compare_products(format_name, made)
             compare_layers(format_name, made, weight)

@@ -4,9 +4,12 @@ import functools
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load, save
 
 from penstock_kernels.group_gemm import group_gemm
+from penstock_kernels.op import INTERPRETED
 from penstock_kernels.quant import (
     FORMATS,
     Quantised,
@@ -22,6 +25,7 @@ from penstock_kernels.quant import (
 )
 from tests.kernels.matrices import DEVICE, normal, same, uneven
 
+CAN_RUN_TRITON = INTERPRETED or torch.cuda.is_available()
 each_format = pytest.mark.parametrize("name", FORMATS)
 
 # Cuts.
@@ -44,19 +48,50 @@ def test_any_cut_of_a_matrix_is_what_the_whole_has_there(name):
     assert torch.equal(dequantise(rows), whole.flatten(0, 1)[100:201])
 
 
+ROWS, COLUMNS = 260, 300
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    name=st.sampled_from(sorted(FORMATS)),
+    backend=st.sampled_from(["reference", "triton"] if CAN_RUN_TRITON else ["reference"]),
+    rows=st.lists(st.integers(0, ROWS), min_size=2, max_size=2, unique=True).map(sorted),
+    columns=st.sampled_from([(0, 128), (0, COLUMNS), (128, 256), (128, COLUMNS), (256, COLUMNS)]),
+)
+def test_parts_quantised_by_themselves_are_those_of_the_whole(name, backend, rows, columns):
+    weight, kept = uneven(ROWS, COLUMNS), FORMATS[name]
+    (start, stop), (left, right) = rows, columns
+    whole = quantise(weight, kept).narrow(-2, start, stop - start).narrow(-1, left, right - left)
+    most = largest(weight, kept)
+    if most is not None:
+        most = most[start:stop] if most.shape[0] == ROWS else most
+        most = most[:, left // 128 : -(-right // 128)] if most.shape[1] > 1 else most
+    same(quantise.backend(backend)(weight[start:stop, left:right], kept, most), whole)
+
+
 @each_format
-def test_parts_quantised_by_themselves_are_those_of_the_whole(name):
-    weight, kept = uneven(256, 256), FORMATS[name]
-    made, most = quantise(weight, kept), largest(weight, kept)
-    parts = {
-        (-2, 0, 128): weight[:128],
-        (-2, 128, 128): weight[128:],
-        (-1, 128, 128): weight[:, 128:],
-    }
-    for cut, part in parts.items():
-        # As ranks find it out: the maximum over all parts, of the rows that this one has.
-        given = most.narrow(*cut) if most is not None and most.shape[cut[0]] == 256 else most
-        same(quantise(part, kept, given), made.narrow(*cut))
+def test_the_largest_magnitudes_of_the_whole_are_found_part_by_part(name):
+    weight, kept = torch.stack([uneven(300, 140), uneven(300, 140, seed=5)]), FORMATS[name]
+    most = largest(weight, kept)
+    parts = {start: weight[:, start:stop] for start, stop in ((0, 60), (60, 70), (70, 300))}
+    found = [
+        each for start, part in parts.items() if (each := largest(part, kept, start)) is not None
+    ]
+    if most is None:
+        assert name in ("nf4", "int4")
+        assert not found
+    elif name == "nvfp4":
+        assert torch.equal(torch.stack(found).amax(0), most)
+    elif name == "block_fp8":
+        tiles = torch.zeros(2, 3, 2, device=DEVICE)
+        for start, part in zip(parts, found, strict=True):
+            for row in range(part.shape[1]):
+                at = (start + row) // 128
+                tiles[:, at] = tiles[:, at].maximum(part[:, row])
+        assert torch.equal(tiles.repeat_interleave(128, 1)[:, :300], most)
+        assert torch.equal(tiles[:, 2, 1], weight[:, 256:, 128:].abs().amax((-2, -1)))
+    else:
+        assert torch.equal(torch.cat(found, 1), most)
 
 
 @each_format
@@ -100,6 +135,10 @@ def test_what_makes_no_sense_is_refused():
         format_named("nvfp4", 32)
     with pytest.raises(ValueError, match="there is no format 'fp4'"):
         format_named("fp4")
+    with pytest.raises(ValueError, match=r"takes largest magnitudes \(4, 2\), .* are \(1, 2\, 1\)"):
+        quantise(normal(4, 256), FORMATS["block_fp8"], torch.ones(1, 2, 1))
+    with pytest.raises(ValueError, match="nf4 takes no largest"):
+        quantise(normal(4, 256), FORMATS["nf4"], torch.ones(1, 1))
     for broken in (torch.tensor([[1.0, float("nan")]]), torch.tensor([[float("inf"), 1.0]])):
         for kept in FORMATS.values():
             with pytest.raises(ValueError, match="not finite"):

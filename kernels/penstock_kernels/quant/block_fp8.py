@@ -4,20 +4,18 @@ Tiles at a matrix's last rows and columns may be smaller.
 """
 
 import torch
-import torch.nn.functional as F
 
 from penstock_kernels.quant.fp8 import codes_of, scales_of
+from penstock_kernels.quant.packing import grouped
 
 TILE = 128
 
 
-def quantise(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [..., N, K] and scales [..., N, G] of [..., N, K]: a tile's scale with all its rows."""
-    x = weight_NK.float()
-    N, K = x.shape[-2:]
-    padded = F.pad(x, (0, -K % TILE, 0, -N % TILE))
-    tiles = padded.unflatten(-1, (-1, TILE)).unflatten(-3, (-1, TILE))
-    of_tile = tiles.abs().amax((-3, -1))
-    scales = scales_of(of_tile).repeat_interleave(TILE, -2)[..., :N, :]
-    scaled = x / scales.repeat_interleave(TILE, -1)[..., :K]
-    return codes_of(scaled), scales.contiguous()
+def quantise(weight_NK: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [..., N, K] and scales [..., N, G] of [..., N, K].
+
+    Given the largest magnitude [..., N, G] of the tile that each row's group lies in.
+    """
+    scales = scales_of(largest).contiguous()
+    scaled = grouped(weight_NK, TILE) / scales[..., None]
+    return codes_of(scaled.flatten(-2)[..., : weight_NK.shape[-1]]).contiguous(), scales

@@ -48,6 +48,14 @@ class Format:
             return self.num_groups(columns) * self.group // 2
         return columns
 
+    def widths(self, columns: int) -> dict[str, int]:
+        """Bytes of a row in each tensor of a `Quantised`, by name."""
+        found = {
+            "codes": self.row_bytes(columns),
+            "scales": self.num_groups(columns) * self.scales_dtype.itemsize,
+        }
+        return found if self.scales == "float32" else found | {"global_scales": 4}
+
 
 _POWERS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 

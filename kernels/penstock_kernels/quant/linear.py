@@ -19,8 +19,8 @@ from penstock_kernels.quant.quantised import Quantised
 __all__ = ["Change", "GroupGemm", "group_linear", "linear"]
 
 Change = Callable[[torch.Tensor], torch.Tensor]
-"""Makes of the dequantised weight the one that is used, such as by noise; called once forward and
-once backward, and must give the same."""
+"""Makes of the dequantised weight the one that is used, such as by noise, in place if it likes;
+called once forward and once backward, and must give the same."""
 
 GroupGemm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 

@@ -16,10 +16,10 @@ GROUP = 16
 def quantise(
     weight_NK: torch.Tensor, largest: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes, scales and global scales of [..., N, K], given its largest magnitude [..., 1, 1]."""
+    """Codes, scales and global scales of [..., N, K], given the largest magnitudes [..., N, 1]."""
     x = grouped(weight_NK, GROUP)
     of_group = x.abs().amax(-1).clamp(min=SMALLEST)
-    largest = largest.clamp(min=SMALLEST).expand(*of_group.shape[:-1], 1)
+    largest = largest.clamp(min=SMALLEST)
     scaled = (x * (x.new_full((), E2M1_MOST) / of_group)[..., None]).clamp(-E2M1_MOST, E2M1_MOST)
     scales = (of_group / largest * E4M3_MOST).clamp(max=E4M3_MOST).to(torch.float8_e4m3fn)
     return pack(e2m1(scaled)), scales, global_scales(largest)

@@ -7,7 +7,7 @@ from penstock_kernels.quant.check import require_finite, require_matrix
 from penstock_kernels.quant.formats import Format
 from penstock_kernels.quant.packing import grouped, unpack
 from penstock_kernels.quant.quantised import Quantised
-from penstock_kernels.quant.scales import largest as largest_of
+from penstock_kernels.quant.scales import of_rows
 
 
 def quantise(
@@ -18,11 +18,11 @@ def quantise(
     """Matrices [..., N, K] in a format; `largest` as `scales.largest` gives it, of the whole.
 
     Raises:
-        ValueError: it is no matrix of floating point numbers, or a number is not finite.
+        ValueError: it is no matrix of floating point numbers, a number is not finite, or `largest`
+            has another shape.
     """
     require_matrix(weight_NK)
-    if largest is None:
-        largest = largest_of(weight_NK, format)
+    largest = of_rows(weight_NK, format, largest)
     global_scales = None
     match format.name:
         case "nf4":
@@ -32,7 +32,8 @@ def quantise(
             assert largest is not None
             codes, scales, global_scales = nvfp4.quantise(weight_NK, largest)
         case "block_fp8":
-            codes, scales = block_fp8.quantise(weight_NK)
+            assert largest is not None
+            codes, scales = block_fp8.quantise(weight_NK, largest)
         case "fp8":
             assert largest is not None
             codes, scales = fp8.quantise(weight_NK, largest)

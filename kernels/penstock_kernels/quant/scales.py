@@ -1,6 +1,7 @@
 """Numbers that scales are made with, and how far they reach beyond a group."""
 
 import torch
+import torch.nn.functional as F
 
 from penstock_kernels.quant.formats import Format
 
@@ -23,20 +24,63 @@ def divided(numbers: torch.Tensor, by: float) -> torch.Tensor:
     return numbers / numbers.new_full((), by)
 
 
-def largest(weight_NK: torch.Tensor, format: Format) -> torch.Tensor | None:
-    """The largest magnitudes that `quantise` takes, of [..., N, K]; None if it needs none.
+def largest(weight_NK: torch.Tensor, format: Format, first_row: int = 0) -> torch.Tensor | None:
+    """The largest magnitudes that `quantise` takes, of [..., N, K]; None if it takes none.
 
-    Of a matrix [..., 1, 1] for `nvfp4`, of a row [..., N, 1] for `int8` and
-    `fp8`. Whoever holds a part of
-    what they are the largest of takes the maximum over all parts' before quantising its own; then
-    the parts' codes are those of the whole.
+    Of a matrix [..., 1, 1] for `nvfp4`, of a row [..., N, 1] for `int8` and `fp8`, and for
+    `block_fp8` of the tile that each row's group lies in, [..., N, G]. Whoever holds a part of what
+    they are the largest of takes the maximum over all parts' before quantising its own; then the
+    parts' codes are those of the whole. Where a part's rows begin within a tile, `first_row` says
+    where in the whole that is. What is no number counts as infinite: maxima over ranks keep it.
     """
     if format.scales == "e4m3":
         return _largest(weight_NK, (-2, -1))
     if format.group is None:
         return _largest(weight_NK, (-1,))
+    if format.tile_rows > 1:
+        return _of_tiles(weight_NK, format.tile_rows, format.group, first_row % format.tile_rows)
     return None
 
 
+def of_rows(
+    weight_NK: torch.Tensor, format: Format, given: torch.Tensor | None
+) -> torch.Tensor | None:
+    """`largest`, given or found, for each row of the weight: [..., N, 1] or [..., N, G].
+
+    Raises:
+        ValueError: what is given has another shape, or the format takes none.
+    """
+    found = largest(weight_NK, format) if given is None else given
+    if found is None:
+        return None
+    *rows, columns = weight_NK.shape
+    if format.tile_rows > 1:
+        rows.append(format.num_groups(columns))
+    elif format.group is None or format.scales == "e4m3":
+        rows.append(1)
+    else:
+        raise ValueError(f"{format.name} takes no largest magnitudes: each group has its own")
+    wanted, has = tuple(reversed(rows)), tuple(reversed(found.shape))
+    fits = has[:1] == wanted[:1] and len(has) <= len(wanted)
+    if not fits or any(mine not in (1, its) for mine, its in zip(has, wanted, strict=False)):
+        raise ValueError(
+            f"{format.name} of {tuple(weight_NK.shape)} takes largest magnitudes {tuple(rows)}, "
+            f"and these are {tuple(found.shape)}; cut what `largest` gives of the whole alike"
+        )
+    return found.float().expand(rows)
+
+
 def _largest(weight: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
-    return torch.linalg.vector_norm(weight, float("inf"), dim=dims, keepdim=True).float()
+    found = torch.linalg.vector_norm(weight, float("inf"), dim=dims, keepdim=True).float()
+    return torch.where(found.isnan(), float("inf"), found)
+
+
+def _of_tiles(weight_NK: torch.Tensor, tall: int, wide: int, above: int) -> torch.Tensor:
+    """Of the tiles that rows' groups lie in, where `above` rows of the first tile are missing."""
+    N, K = weight_NK.shape[-2:]
+    missing = 0, -K % wide, above, -(above + N) % tall
+    if any(missing):
+        weight_NK = F.pad(weight_NK, missing)
+    tiles = weight_NK.unflatten(-1, (-1, wide)).unflatten(-3, (-1, tall))
+    of_tile = _largest(tiles, (-3, -1))[..., 0, :, 0]
+    return of_tile.repeat_interleave(tall, -2).narrow(-2, above, N)

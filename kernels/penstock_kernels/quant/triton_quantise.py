@@ -1,4 +1,4 @@
-"""quantise on Triton: one pass, and one before it where scales reach beyond a group.
+"""quantise on Triton: one pass, and one before it where scales reach beyond a group or tile.
 
 R rows of all matrices, K columns; for tiles, M matrices of N rows.
 """
@@ -16,7 +16,7 @@ from penstock_kernels.quant.formats import Format
 from penstock_kernels.quant.fp8 import scales_of
 from penstock_kernels.quant.integers import int8_scales
 from penstock_kernels.quant.quantised import Quantised
-from penstock_kernels.quant.scales import largest as largest_of
+from penstock_kernels.quant.scales import of_rows
 from penstock_kernels.quant.triton_dequantise import tile
 from penstock_kernels.quant.triton_numbers import (
     E2M1_MOST,
@@ -85,17 +85,28 @@ def _by_rows(
     scales_ptr,
     R,
     K,
+    num_groups,
     FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Codes of a byte, given the rows' scales."""
+    """Codes of a byte, given the scales of rows, or of their groups where GROUP is not 0."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    column = tl.program_id(1) * COLUMNS
+    at = column + tl.arange(0, COLUMNS)
     inside = (rows < R)[:, None] & (at < K)[None, :]
-    place = rows.to(tl.int64)[:, None] * K + at[None, :]
-    scale = tl.load(scales_ptr + rows, mask=rows < R, other=1)[:, None]
-    scaled = tl.div_rn(tl.load(w_ptr + place, mask=inside, other=0).to(tl.float32), scale)
+    wide = rows.to(tl.int64)[:, None]
+    place = wide * K + at[None, :]
+    x = tl.load(w_ptr + place, mask=inside, other=0).to(tl.float32)
+    if GROUP == 0:
+        scaled = tl.div_rn(x, tl.load(scales_ptr + wide, mask=(rows < R)[:, None], other=1))
+    else:
+        group = column // GROUP + tl.arange(0, COLUMNS // GROUP)
+        known = (rows < R)[:, None] & (group < num_groups)[None, :]
+        scale = tl.load(scales_ptr + wide * num_groups + group[None, :], mask=known, other=1)
+        grouped = x.reshape(ROWS, COLUMNS // GROUP, GROUP)
+        scaled = tl.div_rn(grouped, scale[:, :, None]).reshape(ROWS, COLUMNS)
     if FORMAT == "int8":
         step = tl.minimum(tl.maximum(round_even(scaled), -INT8_MOST), INT8_MOST)
         code = step.to(tl.int8).to(tl.uint8, bitcast=True)
@@ -131,8 +142,8 @@ def quantise(
 ) -> Quantised:
     """As the reference's, to the bit."""
     require_matrix(weight_NK)
-    if largest is None:
-        largest = largest_of(weight_NK, format)
+    in_tiles = format.tile_rows > 1 and largest is None
+    magnitudes = None if in_tiles else of_rows(weight_NK, format, largest)
     weight = weight_NK.contiguous()
     *outer, N, K = weight.shape
     R = weight.numel() // K
@@ -144,32 +155,21 @@ def quantise(
     codes = empty(row_bytes, torch.uint8)
     rows, columns = tile(K, format.group)
     grid = triton.cdiv(R, rows), triton.cdiv(K, columns)
+    of = {"FORMAT": format.name, "GROUP": format.group or 0, "ROWS": rows, "COLUMNS": columns}
     global_scales = None
-    if format.name == "block_fp8":
+    if in_tiles:
         scales = empty(num_groups, torch.float32)
         tiles = R // N * triton.cdiv(N, TILE), num_groups
         _by_tiles[tiles](weight, codes, scales, N, K, num_groups, TILE=TILE, num_warps=8)
-    elif format.group is None:
-        assert largest is not None
-        scales = (int8_scales if format.name == "int8" else scales_of)(largest).contiguous()
-        _by_rows[grid](weight, codes, scales, R, K, FORMAT=format.name, ROWS=rows, COLUMNS=columns)
-    else:
+    elif format.codes == "levels":
         scales = empty(num_groups, format.scales_dtype)
-        if largest is not None:
-            largest = largest.expand(*outer, N, 1).contiguous()
-            global_scales = nvfp4.global_scales(largest)
-        _by_groups[grid](
-            weight,
-            codes,
-            scales.view(torch.uint8) if format.scales == "e4m3" else scales,
-            largest,
-            R,
-            K,
-            row_bytes,
-            num_groups,
-            FORMAT=format.name,
-            GROUP=format.group,
-            ROWS=rows,
-            COLUMNS=columns,
-        )
+        if magnitudes is not None:
+            magnitudes = magnitudes.contiguous()
+            global_scales = nvfp4.global_scales(magnitudes)
+        stored = scales.view(torch.uint8) if format.scales == "e4m3" else scales
+        _by_groups[grid](weight, codes, stored, magnitudes, R, K, row_bytes, num_groups, **of)
+    else:
+        assert magnitudes is not None
+        scales = (int8_scales if format.codes == "int8" else scales_of)(magnitudes).contiguous()
+        _by_rows[grid](weight, codes, scales, R, K, num_groups, **of)
     return require_finite(Quantised(format, K, codes, scales, global_scales))

@@ -1,0 +1,40 @@
+"""Noise on dequantised weights, by counter: a function of key, row and column alone.
+
+So it is the same however a matrix is cut over processes, and in the backward pass and in a layer
+that is computed again it is drawn again rather than kept.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from penstock_kernels.noise.reference import add_noise_ as _reference
+from penstock_kernels.op import HAS_TRITON, Fast, Op, needs_cuda
+from penstock_kernels.quant import Quantised
+from penstock_kernels.runs import Run
+
+__all__ = ["Run", "add_noise_"]
+
+
+def _refuses(
+    weight_NK: torch.Tensor,
+    quantised: Quantised,
+    alpha: float,
+    runs: Sequence[Run],
+    first_column: int = 0,
+) -> str | None:
+    del alpha, runs, first_column
+    if weight_NK.dtype == torch.float64:
+        return "the weight is in fp64, and it computes in fp32"
+    if weight_NK.stride(-1) != 1:
+        return "the weight's rows are not contiguous"
+    return needs_cuda(weight_NK, *quantised.tensors.values())
+
+
+_FAST: Mapping[str, Fast[..., torch.Tensor]] = {}
+if HAS_TRITON:
+    from penstock_kernels.noise.triton import add_noise_ as _triton
+
+    _FAST = {"triton": Fast(_triton, _refuses, written_in="triton")}
+
+add_noise_: Op[..., torch.Tensor] = Op("add_noise_", _reference, _FAST)

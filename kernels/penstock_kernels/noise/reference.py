@@ -1,0 +1,78 @@
+"""What noise by counter means. Slow, obvious, and the judge of every other implementation.
+
+N rows, K columns, a stack of such matrices with leading dimensions; R rows of all.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from penstock_kernels.noise.runs import require_runs
+from penstock_kernels.quant import Quantised, step_size
+from penstock_kernels.runs import Run, blocks, side_by_side, words
+
+PURPOSE = 1
+"""The last word of counters: one key draws other words here than in `dropout`, where it is 0."""
+
+
+def add_noise_(
+    weight_NK: torch.Tensor,
+    quantised: Quantised,
+    alpha: float,
+    runs: Sequence[Run],
+    first_column: int = 0,
+) -> torch.Tensor:
+    """`weight + alpha * n * step`, in place: n is normal, and a group's step is `step_size`'s.
+
+    `weight` [..., N, K] is `quantised`, dequantised; the sum is made in float32 and rounded once.
+    `runs` say of all R rows, one after another, whose they are, and `first_column` is the first
+    one's number in the whole. What is drawn for an element is a function of its run's key and of
+    its row and column in the whole, as `normals` says.
+
+    Raises:
+        ValueError: these do not fit together.
+    """
+    require_runs(weight_NK, quantised, alpha, runs, first_column)
+    if alpha == 0:
+        return weight_NK
+    columns = quantised.columns
+    # A view, so that what is written is written there.
+    weight_RK = weight_NK.view(-1, columns)
+    spread_RG = (step_size(quantised) * alpha).flatten(0, -2)
+    for here, run in blocks(runs, columns):
+        noise = normals(run, first_column, columns, weight_RK.device)
+        spread = _of_columns(spread_RG[here], quantised.format.group, columns)
+        weight_RK[here] = torch.addcmul(weight_RK[here].float(), noise, spread)
+    return weight_NK
+
+
+def normals(run: Run, first_column: int, columns: int, device: torch.device) -> torch.Tensor:
+    """What is drawn for the rows of a run, float32 [rows, columns].
+
+    Columns 4c to 4c + 3 of row r are made of the four words that Philox4x32-10 has for the counter
+    (c, low half of r, high half of r, 1) and the run's key: of two words v and w, by Box and Muller
+    (1958), `sqrt(-2 log u(v)) cos(2 pi u(w))` and the same with `sin`. `u` of a word is
+    `word * 2^-32 + 2^-33`, in float32 like all the rest: at least 2^-33, so that no logarithm is
+    infinite and no number beyond 6.8, and at most 1.
+    """
+    one, two, three, four = words(run, first_column, columns, PURPOSE, device)
+    drawn = *_two_normals(one, two), *_two_normals(three, four)
+    return side_by_side(drawn, first_column, columns)
+
+
+def _two_normals(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    size = (-2 * _uniform(first).log()).sqrt()
+    angle = 2 * math.pi * _uniform(second)
+    return size * angle.cos(), size * angle.sin()
+
+
+def _uniform(word: torch.Tensor) -> torch.Tensor:
+    return word.float() * 2**-32 + 2**-33
+
+
+def _of_columns(spread_RG: torch.Tensor, group: int | None, columns: int) -> torch.Tensor:
+    """For each column its group's."""
+    if group is None:
+        return spread_RG
+    return spread_RG.repeat_interleave(group, -1)[:, :columns]

@@ -1,0 +1,35 @@
+"""What fits together: a weight, what it is dequantised of, and whose rows it has."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from penstock_kernels.quant import Quantised
+from penstock_kernels.runs import Run, require_rows
+
+
+def require_runs(
+    weight_NK: torch.Tensor,
+    quantised: Quantised,
+    alpha: float,
+    runs: Sequence[Run],
+    first_column: int,
+) -> None:
+    """Refuse what does not fit together.
+
+    Raises:
+        ValueError: the weight is not of the quantised one's shape, the runs are not its rows, a key
+            has more than 64 bits, columns begin within a group, or `alpha` is negative or not
+            finite.
+    """
+    if tuple(weight_NK.shape) != quantised.shape:
+        raise ValueError(f"the weight is {tuple(weight_NK.shape)}, and quantised {quantised.shape}")
+    require_rows(quantised.shape, runs, first_column)
+    group = quantised.format.group
+    if group and first_column % group:
+        raise ValueError(
+            f"columns begin at {first_column}, and {quantised.format.name} has groups of {group}"
+        )
+    if not 0 <= alpha < math.inf:
+        raise ValueError(f"alpha is {alpha}; it must be finite and at least 0")

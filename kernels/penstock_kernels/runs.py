@@ -1,0 +1,87 @@
+"""Whose rows a matrix has: fused projections and stacks of experts are several tensors' rows.
+
+And what is drawn for their elements: a function of a tensor's key and of row and column in it, so
+that it is the same however tensors are cut and laid together.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from penstock_kernels.philox import WORD, philox
+
+AT_ONCE = 1 << 18
+"""Numbers that are drawn together: their words, 64 bits each here, stay in caches."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Rows of one tensor, side by side here as they are there."""
+
+    rows: int
+    key: int
+    """64 bits: what the tensor's draws depend on besides rows and columns."""
+    first_row: int = 0
+    """Where in the whole tensor they begin."""
+
+
+def require_rows(shape: Sequence[int], runs: Sequence[Run], first_column: int) -> None:
+    """Refuse runs that are not the rows of all matrices of this shape [..., N, K].
+
+    Raises:
+        ValueError: there are fewer or more rows, a key has more than 64 bits, or something that is
+            counted is negative.
+    """
+    rows, have = math.prod(shape[:-1]), sum(run.rows for run in runs)
+    if rows != have:
+        raise ValueError(f"runs have {have} rows, and {tuple(shape)} has {rows}")
+    if any(not 0 <= run.key < 2**64 or run.first_row < 0 or run.rows < 0 for run in runs):
+        raise ValueError("a run's key has 64 bits, and its rows are not negative")
+    if first_column < 0:
+        raise ValueError(f"columns begin at {first_column}")
+
+
+def blocks(runs: Sequence[Run], columns: int) -> Iterator[tuple[slice, Run]]:
+    """The rows of all runs, a block at a time, and whose they are."""
+    each = max(AT_ONCE // max(columns, 1), 1)
+    start = 0
+    for run in runs:
+        for row in range(0, run.rows, each):
+            rows = min(each, run.rows - row)
+            yield (
+                slice(start + row, start + row + rows),
+                Run(rows, run.key, run.first_row + row),
+            )
+        start += run.rows
+
+
+def words(
+    run: Run, first_column: int, columns: int, purpose: int, device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    """What is drawn for groups of four columns, from the group of `first_column` on: four words of
+    32 bits, each int64 [rows, groups].
+
+    Those that Philox4x32-10 has for the counter (group, low half of the row, high half of it,
+    `purpose`) and the run's key; rows and columns are counted in the whole tensor.
+    """
+    groups_G = torch.arange(first_column // 4, -(-(first_column + columns) // 4), device=device)
+    number_R1 = torch.arange(run.rows, device=device)[:, None] + run.first_row
+    low_R1, high_R1 = number_R1 & WORD, number_R1 >> 32
+    return philox((groups_G, low_R1, high_R1, torch.full_like(low_R1, purpose)), run.key)
+
+
+def side_by_side(four: Sequence[torch.Tensor], first_column: int, columns: int) -> torch.Tensor:
+    """What was made of each group's four words, by column, [rows, columns]."""
+    return torch.stack(tuple(four), -1).flatten(1).narrow(1, first_column % 4, columns)
+
+
+def table(runs: Sequence[Run]) -> torch.Tensor:
+    """The same for kernels, int64 [3, runs]: where each run's rows end, its key, and what its rows'
+    numbers in their tensor are more than here."""
+    ends = list(accumulate(run.rows for run in runs))
+    keys = [run.key - 2**64 if run.key >= 2**63 else run.key for run in runs]
+    further = [run.first_row + run.rows - end for run, end in zip(runs, ends, strict=True)]
+    return torch.tensor([ends, keys, further])
