@@ -1,4 +1,6 @@
-"""The chunked loss, judged by one plain cross-entropy over all logits."""
+"""The loss of trained tokens, judged by one plain cross-entropy over all logits of the head."""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,55 +10,169 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from penstock.losses.cross_entropy import sum_cross_entropy
+from penstock.adapters.dora import Normed
+from penstock.adapters.lora import LoraLinear
+from penstock.losses.cross_entropy import Loss, sum_cross_entropy, token_log_probs
+from penstock.models.layers.dropout import Dropout, Noise, drawing_from
+from penstock.models.layers.quantised import QuantisedLinear
+from penstock_kernels.cross_entropy import Terms
+from penstock_kernels.quant import FORMATS, quantise
 
 TOKENS, WIDTH, VOCAB = 53, 16, 41
+CHUNKED = Loss(chunk=8)
 
 
-def setting(dtype=torch.float32):
-    generator = torch.Generator().manual_seed(0)
+def numbers(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def matrix():
     head = nn.Linear(WIDTH, VOCAB, bias=False)
-    with torch.no_grad():
-        head.weight.copy_(torch.randn(VOCAB, WIDTH, generator=generator))
-    hidden = torch.randn(TOKENS, WIDTH, generator=generator)
+    head.weight = nn.Parameter(numbers(VOCAB, WIDTH))
+    return head
+
+
+def adapted(normed: Normed = "plain", rate=0.0):
+    head = LoraLinear(
+        matrix(),
+        parts={"lm_head": VOCAB},
+        adapted=["lm_head"],
+        rank=3,
+        scale=0.5,
+        dropout={"lm_head": Dropout(rate, "lm_head")},
+        normed=normed,
+    )
+    head.lora_A["lm_head"] = nn.Parameter(numbers(3, WIDTH))
+    head.lora_B["lm_head"] = nn.Parameter(numbers(VOCAB, 3))
+    head.measure()
+    return head
+
+
+def frozen():
+    return matrix().requires_grad_(False)
+
+
+def quantised():
+    head = matrix()
+    made = QuantisedLinear(head, FORMATS["nf4"])
+    for name, raw in quantise(head.weight.detach(), FORMATS["nf4"]).as_bytes().items():
+        made.get_parameter(f"weight.{name}").data.copy_(raw)
+    return made
+
+
+HEADS = {
+    "a matrix": matrix,
+    "frozen": frozen,
+    "adapted": adapted,
+    "adapted and normed": lambda: adapted("dora"),
+    "quantised": quantised,
+    "a matrix and more": lambda: nn.Sequential(matrix(), nn.Tanh()),
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Tiny products are slower with more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def setting(head, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
     labels = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
     labels[torch.rand(TOKENS, generator=generator) < 0.4] = -100
-    return hidden.to(dtype).requires_grad_(), head.to(dtype), labels
+    return numbers(TOKENS, WIDTH).to(dtype).requires_grad_(), HEADS[head]().to(dtype), labels
 
 
-def plain(hidden, head, labels):
-    return F.cross_entropy(head(hidden).float(), labels, ignore_index=-100, reduction="sum")
+def plain(hidden, head, labels, terms=None):
+    logits, terms = head(hidden).float(), terms or Terms()
+    if terms.soft_cap:
+        logits = terms.soft_cap * (logits / terms.soft_cap).tanh()
+    z = logits.logsumexp(1).square()[labels != -100].sum()
+    spread = {"label_smoothing": terms.smoothing, "reduction": "sum"}
+    return F.cross_entropy(logits, labels, ignore_index=-100, **spread) + terms.z * z
 
 
-@pytest.mark.parametrize("form", ["a matrix", "a matrix and more"])
-@pytest.mark.parametrize("chunk", [1, 7, 4096])
-def test_loss_and_gradients_are_those_of_all_logits_at_once(chunk, form):
-    hidden, head, labels = setting()
-    call = head if form == "a matrix" else nn.Sequential(head)
-    got = sum_cross_entropy(hidden, call, labels, chunk=chunk)
-    want = plain(hidden, head, labels)
-    torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
-    inputs = (hidden, head.weight)
-    torch.testing.assert_close(
-        torch.autograd.grad(got, inputs), torch.autograd.grad(want, inputs), rtol=1e-5, atol=1e-5
-    )
+def trained(hidden, head):
+    return [hidden, *(p for p in head.parameters() if p.requires_grad)]
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("terms", [Terms(), Terms(smoothing=0.1, z=0.01, soft_cap=3.0)])
+def test_loss_and_gradients_are_those_of_all_logits_at_once(head, terms):
+    hidden, call, labels = setting(head)
+    want = plain(hidden, call, labels, terms)
+    inputs = trained(hidden, call)
+    wanted = torch.autograd.grad(want, inputs)
+    for loss in (Loss(mode="eager"), Loss(chunk=1), Loss(chunk=7), Loss()):
+        got = sum_cross_entropy(hidden, call, labels, replace(loss, terms=terms))
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+        found = torch.autograd.grad(got, inputs)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=3e-5)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_log_probabilities_are_those_of_all_logits_at_once(head):
+    hidden, call, labels = setting(head)
+    capped = 3 * (call(hidden) / 3).tanh()
+    every = capped.log_softmax(-1).gather(1, labels.clamp(min=0)[:, None])[:, 0]
+    want = every.masked_fill(labels == -100, 0)
+    inputs, weights = trained(hidden, call), numbers(TOKENS)
+    wanted = torch.autograd.grad(want, inputs, weights)
+    for loss in (Loss(mode="eager"), CHUNKED, Loss()):
+        got = token_log_probs(hidden, call, labels, replace(loss, terms=Terms(soft_cap=3.0)))
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        found = torch.autograd.grad(got, inputs, weights)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_bf16_logits_are_softmaxed_in_fp32():
-    hidden, head, labels = setting(torch.bfloat16)
-    got = sum_cross_entropy(hidden, head, labels, chunk=5)
+    hidden, head, labels = setting("a matrix", torch.bfloat16)
+    got = sum_cross_entropy(hidden, head, labels, Loss(chunk=5))
     assert got.dtype == torch.float32
     # The head's products are rounded to bf16 in both; nothing after them is.
     torch.testing.assert_close(got, plain(hidden, head, labels), rtol=1e-6, atol=0)
 
 
-def test_without_a_trained_token_the_loss_is_zero_and_gradients_are_zeros():
-    hidden, head, labels = setting()
-    loss = sum_cross_entropy(hidden, head, torch.full_like(labels, -100))
-    assert loss.item() == 0
-    weight, stream = torch.autograd.grad(loss, (head.weight, hidden))
-    assert torch.equal(weight, torch.zeros_like(head.weight))
-    assert torch.equal(stream, torch.zeros_like(hidden))
+def test_under_autocast_products_are_in_its_dtype_and_gradients_in_the_weights():
+    hidden, head, labels = setting("adapted")
+    with torch.autocast("cpu", torch.bfloat16):
+        got = sum_cross_entropy(hidden, head, labels, CHUNKED)
+        want = plain(hidden, head, labels)
+    inputs = trained(hidden, head)
+    found, wanted = (torch.autograd.grad(loss, inputs) for loss in (got, want))
+    torch.testing.assert_close(got, want, rtol=2e-3, atol=0)
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert mine.dtype == torch.float32
+        assert (mine - theirs).norm() < 2e-2 * theirs.norm()
+
+
+def test_an_adapted_head_drops_what_it_would_of_all_tokens():
+    hidden, call, labels = setting("a matrix")
+    call = adapted(rate=0.5)
+    noise = Noise(1, 2, torch.arange(100, 100 + TOKENS))
+    with drawing_from(noise):
+        want = plain(hidden, call, labels)
+        assert want != plain(hidden, adapted(), labels)
+        for loss in (Loss(mode="eager"), CHUNKED):
+            got = sum_cross_entropy(hidden, call, labels, loss)
+            torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_without_a_trained_token_the_loss_is_zero_and_gradients_are_zeros(head):
+    hidden, call, labels = setting(head)
+    nothing = torch.full_like(labels, -100)
+    for loss in (Loss(), Loss(mode="eager")):
+        for made in (
+            sum_cross_entropy(hidden, call, nothing, loss),
+            token_log_probs(hidden, call, nothing, loss).sum(),
+        ):
+            assert made.item() == 0
+            for gradient in torch.autograd.grad(made, trained(hidden, call)):
+                assert torch.equal(gradient, torch.zeros_like(gradient))
 
 
 class Largest(TorchDispatchMode):
@@ -71,27 +187,40 @@ class Largest(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("form", ["a matrix", "a matrix and more"])
-def test_logits_of_more_than_a_chunk_are_never_made(form):
-    hidden, head, labels = setting()
-    call = head if form == "a matrix" else nn.Sequential(head)
+# Dequantising 656 weights takes more numbers than a chunk has logits.
+@pytest.mark.parametrize("head", sorted(HEADS.keys() - {"quantised"}))
+def test_logits_of_more_than_a_chunk_are_never_made(head):
+    hidden, call, labels = setting(head)
+    most = max(VOCAB * WIDTH, hidden.numel(), 8 * VOCAB)
+    for made in (sum_cross_entropy, token_log_probs):
+        with Largest() as largest:
+            made(hidden, call, labels, CHUNKED).sum().backward()
+        assert largest.numbers == most
     with Largest() as largest:
-        sum_cross_entropy(hidden, call, labels, chunk=8).backward()
-    assert largest.numbers == max(head.weight.numel(), hidden.numel(), 8 * VOCAB)
+        sum_cross_entropy(hidden, call, labels, Loss(mode="eager"))
+    assert largest.numbers == int((labels != -100).sum()) * VOCAB
 
 
-def test_each_trained_token_passes_a_matrix_once_and_the_others_never():
-    hidden, head, labels = setting()
-    trained = int((labels != -100).sum())
+@pytest.mark.parametrize(
+    ("head", "products"),
+    # Two products for gradients, one for the logits they come from; a third as many of factors.
+    [("a matrix", 3 * WIDTH), ("frozen", 2 * WIDTH), ("adapted", 2 * WIDTH + 3 * 3)],
+)
+def test_each_trained_token_passes_a_matrix_once_and_the_others_never(head, products):
+    hidden, call, labels = setting(head)
+    count = int((labels != -100).sum())
     with FlopCounterMode(display=False) as counted:
-        sum_cross_entropy(hidden, head, labels, chunk=8).backward()
-    # Two products for the gradients, and one for the logits they come from.
-    assert counted.get_total_flops() == 3 * 2 * trained * WIDTH * VOCAB
+        sum_cross_entropy(hidden, call, labels, CHUNKED).backward()
+    low = 3 * (2 * count * 3 * WIDTH) if head == "adapted" else 0
+    assert counted.get_total_flops() == 2 * count * products * VOCAB + low
 
 
-def test_labels_that_are_not_one_per_position_are_refused():
-    hidden, head, labels = setting()
-    with pytest.raises(ValueError, match="labels for"):
-        sum_cross_entropy(hidden, head, labels[:-1])
-    with pytest.raises(ValueError, match="chunk is 0"):
-        sum_cross_entropy(hidden, head, labels, chunk=0)
+def test_what_cannot_be_is_refused():
+    hidden, head, labels = setting("a matrix")
+    for call in (head, nn.Sequential(head)):
+        with pytest.raises(ValueError, match="labels for"):
+            sum_cross_entropy(hidden, call, labels[:-1])
+        with pytest.raises(ValueError, match="chunk is 0"):
+            sum_cross_entropy(hidden, call, labels, Loss(chunk=0))
+    with pytest.raises(ValueError, match="have no Terms"):
+        token_log_probs(hidden, head, labels, Loss(Terms(smoothing=0.1)))

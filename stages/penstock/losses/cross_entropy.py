@@ -1,93 +1,222 @@
-"""Cross-entropy summed over trained tokens, without ever holding a micro-batch's logits.
+"""Cross-entropy of trained tokens, without ever holding a micro-batch's logits.
 
-T tokens, D model width, V vocabulary.
+T tokens, S those that are trained, C those of a chunk, D model width, V vocabulary.
 """
 
-from collections.abc import Callable
-from typing import TypeGuard
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import reduce
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock.losses.linear_cross_entropy import linear_cross_entropy
 from penstock.models.layers.dropout import Noise, current_noise, drawing_from
+from penstock.models.layers.products import WeightedRows, products_of
+from penstock_kernels.cross_entropy import (
+    PLAIN,
+    Divided,
+    Passes,
+    Terms,
+    cross_entropies,
+    eager_cross_entropies,
+    linear_cross_entropies,
+    linear_cross_entropy,
+)
 
 IGNORED = -100
 """The label of a position that is not trained."""
 
 CHUNK = 1024
-"""Tokens whose logits are held at a time: 0.6 GB in fp32 for a vocabulary of 150 thousand."""
+"""Tokens at a time of a head that only makes logits: 0.6 GB in fp32 for a vocabulary of 150
+thousand."""
 
+Mode = Literal["eager", "compiled", "chunked"]
+"""`eager` holds the logits of all trained tokens at once; the others those of a chunk, with passes
+over them that `torch.compile` makes or with the package's own."""
+
+Precision = Literal["fp32", "model"]
+"""In which logits are computed: fp32, or that of the hidden states and the weights."""
 
 Head = Callable[[torch.Tensor], torch.Tensor]
 """Hidden states [C, D] to logits."""
 
-OfLogits = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Logits and labels [C] to the summed cross-entropy, a scalar in fp32."""
+
+@dataclass(frozen=True)
+class Loss:
+    """Which loss, and how it is computed."""
+
+    terms: Terms = PLAIN
+    """What is added to plain cross-entropy."""
+    mode: Mode = "chunked"
+    chunk: int | None = None
+    """Tokens whose logits are held at a time; unset, as many as are quick."""
+    divided: Divided | None = None
+    """What of the vocabulary the head gives, where that is not all."""
+    precision: Precision = "model"
+
+    @property
+    def passes(self) -> Passes:
+        """By what logits are read and turned into gradients."""
+        return "compiled" if self.mode == "compiled" else "auto"
+
+    def of_logits(self, logits_CV: torch.Tensor, labels_C: torch.Tensor) -> torch.Tensor:
+        """Each token's, [C]."""
+        if self.mode == "eager" and self.divided is None:
+            return eager_cross_entropies(logits_CV, labels_C, self.terms)
+        return cross_entropies(
+            logits_CV, labels_C, terms=self.terms, divided=self.divided, passes=self.passes
+        )
 
 
-def of_whole_logits(logits_CV: torch.Tensor, labels_C: torch.Tensor) -> torch.Tensor:
-    """The summed cross-entropy where the logits of every token of the vocabulary are here."""
-    return F.cross_entropy(logits_CV.float(), labels_C, reduction="sum")
+CROSS_ENTROPY = Loss()
+"""Plain cross-entropy, the quick way."""
 
 
 def sum_cross_entropy(
-    hidden_TD: torch.Tensor,
-    head: Head,
-    labels_T: torch.Tensor,
-    *,
-    chunk: int = CHUNK,
-    of_logits: OfLogits = of_whole_logits,
+    hidden_TD: torch.Tensor, head: Head, labels_T: torch.Tensor, loss: Loss = CROSS_ENTROPY
 ) -> torch.Tensor:
-    """The summed cross-entropy of the tokens with a label, a scalar in fp32.
+    """The summed loss of the tokens with a label, a scalar in fp32.
 
     labels[t] is the target of position t itself (already shifted); -100 is not trained. Positions
-    that are not trained are left out before the head, so they cost nothing. At most `chunk` tokens'
-    logits are held at a time; the softmax is in fp32. Where the head is one matrix and nothing
-    else, gradients are computed with the loss, else logits once more in the backward pass.
+    that are not trained are left out before the head, so they cost nothing. Where the head is a sum
+    of products gradients are computed with the loss, else logits once more in the backward pass.
     Without any trained token the sum is exactly 0 and still reaches the head and the hidden states,
     whose gradients are zeros: every process of a group must take part in its collectives.
-    `of_logits` is what is made of a chunk's logits, whatever `head` gives as such. A head that
-    draws from a noise gets that of its tokens.
+    A head that draws from a noise gets that of its tokens.
 
     Raises:
-        ValueError: for a chunk below 1, or labels that are not one per position.
+        ValueError: for a chunk below 1, or labels that are not one per position, or, on a CPU, are
+            no entries of the vocabulary.
     """
-    if chunk < 1:
-        raise ValueError(f"chunk is {chunk}; logits are computed at least one token at a time")
-    if labels_T.shape != hidden_TD.shape[:1]:
-        raise ValueError(f"{tuple(labels_T.shape)} labels for {tuple(hidden_TD.shape)} positions")
-    trained = (labels_T != IGNORED).nonzero().squeeze(1)
-    hidden_SD, labels_S = hidden_TD.index_select(0, trained), labels_T.index_select(0, trained)
-    noise = current_noise()
-    noise = noise.of(trained) if noise else None
-    if not len(trained):
-        with drawing_from(noise):
-            return head(hidden_SD).float().sum()
-    if of_logits is of_whole_logits and _is_one_matrix(head):
-        return linear_cross_entropy(hidden_SD, head.weight, labels_S, chunk=chunk)
-    total = hidden_SD.new_zeros((), dtype=torch.float32)
-    for start in range(0, len(trained), chunk):
-        some = slice(start, start + chunk)
-        here = noise.of(some) if noise else None
-        given = hidden_SD[some], head, labels_S[some], of_logits, here
-        total = total + checkpoint(_summed, *given, use_reentrant=False)
+    given = _Given.of(hidden_TD, head, labels_T)
+    if not len(given.labels):
+        return given.nothing()
+    if products := given.products(loss):
+        return linear_cross_entropy(
+            products,
+            given.labels,
+            terms=loss.terms,
+            chunk=loss.chunk,
+            divided=loss.divided,
+            passes=loss.passes,
+        )
+    total = hidden_TD.new_zeros((), dtype=torch.float32)
+    for losses_C in given.losses_by_chunks(loss):
+        total = total + losses_C.sum()
     return total
 
 
-def _is_one_matrix(head: Head) -> TypeGuard[nn.Linear]:
-    # Another class does more than multiply, be it an adapter's part or to gather its weight.
-    return type(head) is nn.Linear and head.bias is None  # pyright: ignore[reportFunctionMemberAccess]
+def token_log_probs(
+    hidden_TD: torch.Tensor, head: Head, labels_T: torch.Tensor, loss: Loss = CROSS_ENTROPY
+) -> torch.Tensor:
+    """The log-probability of each position's label, fp32 [T]; 0 where there is none.
+
+    For losses that make something else of them than their sum. Logits are computed once more in the
+    backward pass. Of the loss's terms only a soft cap has to do with probabilities.
+
+    Raises:
+        ValueError: as `sum_cross_entropy`; for a loss with smoothing or a z-loss.
+    """
+    if loss.terms.smoothing or loss.terms.z:
+        raise ValueError(f"log-probabilities have no {loss.terms}")
+    given = _Given.of(hidden_TD, head, labels_T)
+    found_T = hidden_TD.new_zeros(len(hidden_TD), dtype=torch.float32)
+    if not len(given.labels):
+        return found_T + given.nothing()
+    if products := given.products(loss):
+        losses_S = linear_cross_entropies(
+            products,
+            given.labels,
+            terms=loss.terms,
+            chunk=loss.chunk,
+            divided=loss.divided,
+            passes=loss.passes,
+        )
+    else:
+        losses_S = torch.cat([*given.losses_by_chunks(loss)])
+    return found_T.index_put((given.trained,), -losses_S.float())
 
 
-def _summed(
-    hidden_CD: torch.Tensor,
-    head: Head,
-    labels_C: torch.Tensor,
-    of_logits: OfLogits,
-    noise: Noise | None,
+@dataclass(frozen=True)
+class _Given:
+    """The positions with a label, and what makes logits of them."""
+
+    trained: torch.Tensor
+    hidden: torch.Tensor
+    head: Head
+    labels: torch.Tensor
+    noise: Noise | None
+
+    @classmethod
+    def of(cls, hidden_TD: torch.Tensor, head: Head, labels_T: torch.Tensor) -> "_Given":
+        if labels_T.shape != hidden_TD.shape[:1]:
+            positions = tuple(hidden_TD.shape)
+            raise ValueError(f"{tuple(labels_T.shape)} labels for {positions} positions")
+        trained = (labels_T != IGNORED).nonzero().squeeze(1)
+        noise = current_noise()
+        return cls(
+            trained,
+            hidden_TD.index_select(0, trained),
+            head,
+            labels_T.index_select(0, trained),
+            noise.of(trained) if noise else None,
+        )
+
+    def nothing(self) -> torch.Tensor:
+        """Zero, which reaches all that a loss of some tokens would."""
+        with drawing_from(self.noise):
+            return self.head(self.hidden).float().sum()
+
+    def products(self, loss: Loss) -> Sequence[WeightedRows] | None:
+        """Of which logits are the sum, unless all logits are wanted, or only the head knows."""
+        if loss.mode == "eager":
+            return None
+        kind, hidden_SD = self.hidden.device.type, self.hidden
+        if loss.precision == "fp32":
+            hidden_SD = hidden_SD.float()
+        elif torch.is_autocast_enabled(kind):
+            hidden_SD = hidden_SD.to(torch.get_autocast_dtype(kind))
+        with drawing_from(self.noise), _casting_for(loss.precision, kind):
+            return products_of(self.head, hidden_SD)
+
+    def losses_by_chunks(self, loss: Loss) -> Iterator[torch.Tensor]:
+        """Each token's, [C] at a time."""
+        if loss.mode == "eager":
+            yield _losses(self.hidden, self.head, self.labels, loss, self.noise)
+            return
+        chunk = CHUNK if loss.chunk is None else loss.chunk
+        if chunk < 1:
+            raise ValueError(f"chunk is {chunk}; logits are computed at least one token at a time")
+        for start in range(0, len(self.labels), chunk):
+            some = slice(start, start + chunk)
+            noise = self.noise.of(some) if self.noise else None
+            here = self.hidden[some], self.head, self.labels[some], loss, noise
+            yield checkpoint(_losses, *here, use_reentrant=False)
+
+
+def _losses(
+    hidden_CD: torch.Tensor, head: Head, labels_C: torch.Tensor, loss: Loss, noise: Noise | None
 ) -> torch.Tensor:
     with drawing_from(noise):
-        return of_logits(head(hidden_CD), labels_C)
+        return loss.of_logits(logits_of(hidden_CD, head, loss.precision), labels_C)
+
+
+def logits_of(hidden_CD: torch.Tensor, head: Head, precision: Precision) -> torch.Tensor:
+    """The head's logits, [C, V]. Its weights may be kept in less precision than is computed in."""
+    if precision == "model":
+        return head(hidden_CD)
+    with _casting_for(precision, hidden_CD.device.type):
+        products = products_of(head, hidden_CD.float())
+        if products is None:
+            return head(hidden_CD.float())
+        return reduce(
+            torch.add, (F.linear(x_CK.float(), matrix_VK.float()) for x_CK, matrix_VK in products)
+        )
+
+
+def _casting_for(precision: Precision, kind: str) -> AbstractContextManager[object]:
+    """Autocast as it is, or off."""
+    return nullcontext() if precision == "model" else torch.autocast(kind, enabled=False)

@@ -5,8 +5,9 @@ that are here.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,8 @@ from penstock.engine.parallel.collectives import (
 )
 from penstock.engine.parallel.cuts import share
 from penstock.engine.parallel.mesh import Mesh
-from penstock.losses.cross_entropy import CHUNK, sum_cross_entropy
+from penstock.losses.cross_entropy import CROSS_ENTROPY, Loss, logits_of, sum_cross_entropy
+from penstock_kernels.cross_entropy import Divided, Tally
 
 Logits = Literal["divided", "gathered"]
 """Whether the loss is computed from each rank's own logits, or from those of all ranks on each."""
@@ -61,41 +63,52 @@ def sum_of_losses(
     *,
     residual: Residual = "whole",
     logits: Logits = "divided",
-    chunk: int = CHUNK,
+    loss: Loss = CROSS_ENTROPY,
 ) -> SumOfLosses:
     """`losses.cross_entropy.sum_cross_entropy` for a model divided over the mesh's tensor axis.
 
-    With `divided` logits a rank holds [C, W] of them, and two numbers per token travel; with
-    `gathered` ones each rank holds [C, V].
+    With `divided` logits a rank holds [C, W] of them, and two numbers per token travel, or three
+    where labels are smoothed; with `gathered` ones each rank holds [C, V].
     """
     group = mesh.group("tensor")
     if group is None:
-        return partial(sum_cross_entropy, chunk=chunk)
+        return partial(sum_cross_entropy, loss=loss)
     size = mesh.size("tensor")
     shares = [share(vocab_size, size, index) for index in range(size)]
-    first = shares[mesh.index("tensor")].start
     widths = [len(each) for each in shares]
+    divided = Divided(
+        first=shares[mesh.index("tensor")].start,
+        size=vocab_size,
+        widest=max(widths),
+        merge=partial(_merged, group=group),
+    )
 
     def summed(hidden: torch.Tensor, head: nn.Module, labels_T: torch.Tensor) -> torch.Tensor:
         hidden_TD = enter(hidden, group, residual)
         if logits == "gathered":
             return sum_cross_entropy(
                 hidden_TD,
-                lambda hidden_CD: gather_columns(head(hidden_CD), group, widths),
+                lambda hidden_CD: gather_columns(
+                    logits_of(hidden_CD, head, loss.precision), group, widths
+                ),
                 labels_T,
-                chunk=chunk,
+                loss,
             )
-        return sum_cross_entropy(
-            hidden_TD,
-            head,
-            labels_T,
-            chunk=chunk,
-            of_logits=lambda logits_CW, labels_C: _OfDividedLogits.apply(
-                logits_CW, labels_C, first, group
-            ),
-        )
+        return sum_cross_entropy(hidden_TD, head, labels_T, replace(loss, divided=divided))
 
     return summed
+
+
+def _merged(own: Tally, group: dist.ProcessGroup) -> Tally:
+    """The tally of logits that lie side by side on the ranks of a group, from each rank's own.
+
+    The log of a sum of exponentials is that of the ranks' own.
+    """
+    mine = torch.stack([numbers for numbers in own if numbers is not None])
+    log_sums, *others = gathered(mine, group).unflatten(0, (-1, len(mine))).unbind(1)
+    # One rank knows a token's own logit, and the others say 0: no rounding.
+    target_C, *totals = (each.sum(0) for each in others)
+    return Tally(log_sums.logsumexp(0), target_C, totals[0] if totals else None)
 
 
 def _within(ids: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,35 +116,3 @@ def _within(ids: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, to
     at = ids - first
     here = (at >= 0) & (at < count)
     return at.masked_fill(~here, 0), here
-
-
-class _OfDividedLogits(torch.autograd.Function):
-    """The summed cross-entropy of logits that lie side by side on the ranks of a group.
-
-    Each rank reduces its own columns; the log of a sum of exponentials is that of the ranks' own.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits_CW: torch.Tensor,
-        labels_C: torch.Tensor,
-        first: int,
-        group: dist.ProcessGroup,
-    ) -> torch.Tensor:
-        at_C, here_C = _within(labels_C, first, logits_CW.shape[1])
-        precise_CW = logits_CW.float()
-        target_C = precise_CW.gather(1, at_C[:, None]).squeeze(1).masked_fill(~here_C, 0)
-        mine = torch.stack((precise_CW.logsumexp(1), target_C))
-        log_sums, targets = gathered(mine, group).unflatten(0, (-1, 2)).unbind(1)
-        log_sum_C = log_sums.logsumexp(0)
-        ctx.save_for_backward(logits_CW, at_C, here_C, log_sum_C)
-        # One rank knows a token's own logit, and the others say 0: no rounding.
-        return (log_sum_C - targets.sum(0)).sum()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        logits_CW, at_C, here_C, log_sum_C = ctx.saved_tensors
-        grad_CW = (logits_CW.float() - log_sum_C[:, None]).exp_()
-        grad_CW.scatter_add_(1, at_C[:, None], -here_C[:, None].float())
-        return grad_CW.mul_(grads[0]).to(logits_CW.dtype), None, None, None

@@ -1,0 +1,28 @@
+"""Cross-entropy of a head's logits, which are made a chunk of tokens at a time."""
+
+from penstock_kernels.cross_entropy.chunks import tokens_at_once
+from penstock_kernels.cross_entropy.linear import (
+    Product,
+    cross_entropies,
+    eager_cross_entropies,
+    linear_cross_entropies,
+    linear_cross_entropy,
+)
+from penstock_kernels.cross_entropy.passes import Passes, slope_, tally
+from penstock_kernels.cross_entropy.terms import PLAIN, Divided, Tally, Terms
+
+__all__ = [
+    "PLAIN",
+    "Divided",
+    "Passes",
+    "Product",
+    "Tally",
+    "Terms",
+    "cross_entropies",
+    "eager_cross_entropies",
+    "linear_cross_entropies",
+    "linear_cross_entropy",
+    "slope_",
+    "tally",
+    "tokens_at_once",
+]

@@ -1,0 +1,92 @@
+"""Gradients of the sides of products, which come one chunk of tokens after another.
+
+V rows of a matrix, K its columns, C tokens of a chunk.
+"""
+
+import torch
+
+ADDED_ON_CPU, ADDED_ON_GPU = 2 << 20, 16 << 20
+"""Bytes of a chunk's own contribution at a time: it never leaves the caches."""
+
+TILE = 48 << 20
+"""Bytes of a sum that come and go at once. Less than 32 MiB the C library of a CPU may keep."""
+
+SCALED_ON_CPU, SCALED_ON_GPU = 8 << 20, 128 << 20
+"""Bytes in fp32 that are scaled at a time."""
+
+
+class WeightGradient:
+    """`sum slope.T @ x` over chunks, added up in fp32 where there are several.
+
+    A sum that is wider than what comes of it lies in tiles, which go as their rows are rounded: the
+    two are never there whole at the same time.
+    """
+
+    def __init__(self, matrix_VK: torch.Tensor, products: torch.dtype, num_chunks: int) -> None:
+        """`matrix_VK` is as it was given; `products` is the dtype of slopes and rows."""
+        self._matrix_VK = matrix_VK
+        precise = torch.promote_types(products, torch.float32)
+        self._dtype = products if num_chunks == 1 and matrix_VK.dtype == products else precise
+        self._whole_VK: torch.Tensor | None = None
+        width = max(1, matrix_VK.shape[1])
+        size = ADDED_ON_CPU if matrix_VK.device.type == "cpu" else ADDED_ON_GPU
+        self._each = max(1, size // (width * products.itemsize))
+        if self._dtype == matrix_VK.dtype:
+            self._whole_VK = torch.empty_like(matrix_VK)
+            self._tiles = [self._whole_VK]
+        else:
+            height = max(1, TILE // (width * precise.itemsize))
+            self._tiles = [torch.empty_like(t, dtype=precise) for t in matrix_VK.split(height)]
+        self._is_empty = True
+
+    def add(self, slope_CV: torch.Tensor, x_CK: torch.Tensor) -> None:
+        """A chunk's contribution."""
+        # With a beta of 0 what was there does not count, not even as NaN.
+        beta = 0 if self._is_empty else 1
+        if self._dtype == x_CK.dtype and self._whole_VK is not None:
+            whole_VK = self._whole_VK
+            torch.addmm(whole_VK, slope_CV.t(), x_CK, beta=beta, out=whole_VK)
+        else:
+            self._add_by_tiles(slope_CV, x_CK)
+        self._is_empty = False
+
+    def _add_by_tiles(self, slope_CV: torch.Tensor, x_CK: torch.Tensor) -> None:
+        made_RK = x_CK.new_empty(min(self._each, slope_CV.shape[1]), x_CK.shape[1])
+        start = 0
+        for rows_RK in (rows for tile in self._tiles for rows in tile.split(self._each)):
+            stop = start + len(rows_RK)
+            part_RK = torch.mm(slope_CV[:, start:stop].t(), x_CK, out=made_RK[: len(rows_RK)])
+            if self._is_empty:
+                rows_RK.copy_(part_RK)
+            else:
+                rows_RK.add_(part_RK)
+            start = stop
+
+    def take(self) -> torch.Tensor:
+        """What was added up, in the matrix's dtype. To be called once."""
+        if self._is_empty:
+            return torch.zeros_like(self._matrix_VK)
+        if self._whole_VK is not None:
+            return self._whole_VK
+        rounded_VK = torch.empty_like(self._matrix_VK)
+        stop = len(rounded_VK)
+        while self._tiles:
+            tile_RK = self._tiles.pop()
+            rounded_VK[stop - len(tile_RK) : stop] = tile_RK
+            stop -= len(tile_RK)
+        return rounded_VK
+
+
+def scaled(found: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    """`found * by` in a new tensor. `by` is a scalar, and is not rounded before."""
+    precise = torch.promote_types(found.dtype, torch.float32)
+    by = by.to(precise)
+    if found.dtype == precise:
+        return found * by
+    out = torch.empty_like(found)
+    size = SCALED_ON_CPU if found.device.type == "cpu" else SCALED_ON_GPU
+    each = max(1, size // max(1, found[:1].numel() * precise.itemsize))
+    for start in range(0, len(found), each):
+        stop = start + each
+        out[start:stop] = found[start:stop].to(precise).mul_(by)
+    return out

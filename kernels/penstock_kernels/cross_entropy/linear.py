@@ -1,0 +1,356 @@
+"""Cross-entropy of logits that are never there all at once.
+
+Logits are sums of products, `sum_i x_i @ w_i.T`: of hidden states and a head, and of what an
+adapter adds to it. A chunk of tokens at a time they are made, tallied, and turned into their own
+gradient, of which those of the products' sides follow; so nothing is computed twice (idea: Liger
+Kernel, arXiv 2410.10989, its fused linear cross-entropy). Where what comes of each token's loss is
+not known yet, gradients wait for the backward pass and logits are made once more.
+
+S tokens, all with a label, C those of a chunk; V entries of the vocabulary that are here; K the
+width that a product is summed over.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from penstock_kernels.cross_entropy import reference
+from penstock_kernels.cross_entropy.chunks import tokens_at_once
+from penstock_kernels.cross_entropy.gradients import WeightGradient, scaled
+from penstock_kernels.cross_entropy.passes import IMPLEMENTATIONS, Implementation, Passes
+from penstock_kernels.cross_entropy.terms import (
+    PLAIN,
+    Divided,
+    Tally,
+    Terms,
+    losses,
+    slopes,
+)
+
+Product = tuple[torch.Tensor, torch.Tensor]
+"""Rows [S, K] and a matrix [V, K]."""
+
+
+def linear_cross_entropy(
+    products: Sequence[Product],
+    labels_S: torch.Tensor,
+    *,
+    terms: Terms = PLAIN,
+    chunk: int | None = None,
+    divided: Divided | None = None,
+    passes: Passes = "auto",
+) -> torch.Tensor:
+    """The summed loss of logits that are sums of products, a scalar in fp32 (fp64 of fp64).
+
+    Products are in the dtype of the first's rows, to which all else is cast. Gradients of matrices
+    are added up over chunks in fp32. Gradients are made with the loss.
+
+    Args:
+        labels_S: entries of the whole vocabulary, int64.
+        chunk: tokens at a time; unset, as many as are quick.
+        divided: what is here of the vocabulary, where that is not all; gradients are then those of
+            the logits here.
+
+    Raises:
+        ValueError: for tensors that do not fit, a chunk below 1, or, on a CPU, labels that are no
+            entries. On a GPU such labels end the process.
+    """
+    work = _work(products, labels_S, terms, chunk, divided, passes)
+    return _Summed.apply(work, *_seen_by_autograd(products))
+
+
+def linear_cross_entropies(
+    products: Sequence[Product],
+    labels_S: torch.Tensor,
+    *,
+    terms: Terms = PLAIN,
+    chunk: int | None = None,
+    divided: Divided | None = None,
+    passes: Passes = "auto",
+) -> torch.Tensor:
+    """As `linear_cross_entropy`, the loss of each token, [S], for whoever weighs them afterwards.
+
+    The logits are made once more in the backward pass.
+    """
+    work = _work(products, labels_S, terms, chunk, divided, passes)
+    return _Each.apply(work, *_seen_by_autograd(products))
+
+
+def cross_entropies(
+    logits_CV: torch.Tensor,
+    labels_C: torch.Tensor,
+    *,
+    terms: Terms = PLAIN,
+    divided: Divided | None = None,
+    passes: Passes = "auto",
+) -> torch.Tensor:
+    """The loss of each token, [C], of logits that are there already."""
+    width = logits_CV.shape[1]
+    _require_entries(labels_C, divided.size if divided else width)
+    return _OfLogits.apply(logits_CV, _here(labels_C, divided, width), terms, divided, passes)
+
+
+class _Sides(NamedTuple):
+    """Those of the products, in the dtype in which they are multiplied."""
+
+    rows: list[torch.Tensor]
+    matrices: list[torch.Tensor]
+
+
+def eager_cross_entropies(
+    logits_CV: torch.Tensor, labels_C: torch.Tensor, terms: Terms = PLAIN
+) -> torch.Tensor:
+    """The same by PyTorch's own operations and their gradients."""
+    return losses(reference.tally(logits_CV, labels_C, terms), logits_CV.shape[1], terms)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Everything but the tensors that have gradients."""
+
+    labels: torch.Tensor
+    """[S], by their place here; -1 where others hold them."""
+    terms: Terms
+    entries: int
+    chunk: int
+    divided: Divided | None
+    made_by: Implementation
+
+    @property
+    def num_chunks(self) -> int:
+        """How often logits are made."""
+        return -(-len(self.labels) // self.chunk)
+
+    def tally(self, logits_CV: torch.Tensor, rows: slice) -> tuple[Tally, Tally]:
+        """That of the entries here, and that of all."""
+        own = self.made_by.tally(logits_CV, self.labels[rows], self.terms)
+        return own, self.divided.merge(own) if self.divided else own
+
+    def turn_(self, logits_CV: torch.Tensor, rows: slice) -> Tally:
+        """The tally of all; in the logits' place the slopes of their tokens' losses."""
+        labels_C = self.labels[rows]
+        if self.divided is None:
+            return self.made_by.turn_(logits_CV, labels_C, self.entries, self.terms)
+        own, whole = self.tally(logits_CV, rows)
+        rises = slopes(own.log_sum, whole.log_sum, self.entries, self.terms)
+        self.made_by.slope_(logits_CV, labels_C, own.log_sum, rises, self.terms)
+        return whole
+
+    def chunks(self, sides: _Sides) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Logits of a chunk after another, in the same memory."""
+        count, width = len(self.labels), len(sides.matrices[0])
+        # Made once: fresh memory for each chunk would cost a CPU as much as a pass over it.
+        kept = sides.rows[0].new_empty(min(count, self.chunk), width)
+        for start in range(0, count, self.chunk):
+            rows = slice(start, min(start + self.chunk, count))
+            logits_CV = kept[: rows.stop - start]
+            first, *others = zip(sides.rows, sides.matrices, strict=True)
+            torch.mm(first[0][rows], first[1].t(), out=logits_CV)
+            for x_SK, matrix_VK in others:
+                torch.addmm(logits_CV, x_SK[rows], matrix_VK.t(), out=logits_CV)
+            yield rows, logits_CV
+
+
+class _Gradients:
+    """Those of the products' sides that want one, from the slopes of one chunk after another."""
+
+    def __init__(
+        self, wanted: Sequence[bool], sides: Sequence[torch.Tensor], num_chunks: int
+    ) -> None:
+        """`sides` are as they were given, rows and matrix of one product after another."""
+        dtype = sides[0].dtype
+        self._dtypes = [x_SK.dtype for x_SK in sides[::2]]
+        self._rows = [
+            torch.empty_like(x_SK, dtype=dtype) if wants else None
+            for x_SK, wants in zip(sides[::2], wanted[::2], strict=True)
+        ]
+        self._matrices = [
+            WeightGradient(matrix_VK, dtype, num_chunks) if wants else None
+            for matrix_VK, wants in zip(sides[1::2], wanted[1::2], strict=True)
+        ]
+
+    def add(
+        self,
+        rows: slice,
+        slope_CV: torch.Tensor,
+        sides: _Sides,
+    ) -> None:
+        """What follows from the slopes of a chunk."""
+        for found_SK, matrix_VK in zip(self._rows, sides.matrices, strict=True):
+            if found_SK is not None:
+                torch.mm(slope_CV, matrix_VK, out=found_SK[rows])
+        for found, x_SK in zip(self._matrices, sides.rows, strict=True):
+            if found is not None:
+                found.add(slope_CV, x_SK[rows])
+
+    def take(self) -> list[torch.Tensor | None]:
+        """Rows' and matrix's of one product after another, in their dtypes. To be called once."""
+        taken: list[torch.Tensor | None] = []
+        for found_SK, dtype, found in zip(self._rows, self._dtypes, self._matrices, strict=True):
+            taken.append(None if found_SK is None else found_SK.to(dtype))
+            taken.append(None if found is None else found.take())
+        return taken
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, work: _Work, *sides: torch.Tensor) -> torch.Tensor:
+        gradients = _Gradients(ctx.needs_input_grad[1:], sides, work.num_chunks)
+        with torch.autocast(sides[0].device.type, enabled=False):
+            wanted = any(ctx.needs_input_grad)
+            total = _total(work, _computed(sides), gradients if wanted else None)
+        ctx.save_for_backward(*gradients.take())
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # Not in place: some pipeline schedules go back once for each side.
+        return None, *(
+            None if found is None else scaled(found, grads[0]) for found in ctx.saved_tensors
+        )
+
+
+def _total(work: _Work, sides: _Sides, gradients: _Gradients | None) -> torch.Tensor:
+    """The summed loss; gradients, where wanted, on the way. No logits outlive it."""
+    total = sides.rows[0].new_zeros((), dtype=_precise(sides.rows[0]))
+    for rows, logits_CV in work.chunks(sides):
+        whole = work.turn_(logits_CV, rows) if gradients else work.tally(logits_CV, rows)[1]
+        total += losses(whole, work.entries, work.terms).sum()
+        if gradients:
+            gradients.add(rows, logits_CV, sides)
+    return total
+
+
+class _Each(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, work: _Work, *sides: torch.Tensor) -> torch.Tensor:
+        found_S = sides[0].new_empty(len(sides[0]), dtype=_precise(sides[0]))
+        own_S, whole_S = torch.empty_like(found_S), torch.empty_like(found_S)
+        with torch.autocast(found_S.device.type, enabled=False):
+            for rows, logits_CV in work.chunks(_computed(sides)):
+                own, whole = work.tally(logits_CV, rows)
+                found_S[rows] = losses(whole, work.entries, work.terms)
+                own_S[rows], whole_S[rows] = own.log_sum, whole.log_sum
+        ctx.work = work
+        ctx.save_for_backward(own_S, whole_S, *sides)
+        return found_S
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        work, (own_S, whole_S, *given) = ctx.work, ctx.saved_tensors
+        gradients = _Gradients(ctx.needs_input_grad[1:], given, work.num_chunks)
+        _go_back(work, _computed(given), own_S, whole_S, grads[0], gradients)
+        return None, *gradients.take()
+
+
+def _go_back(
+    work: _Work,
+    sides: _Sides,
+    own_S: torch.Tensor,
+    whole_S: torch.Tensor,
+    upstream_S: torch.Tensor,
+    gradients: _Gradients,
+) -> None:
+    """Make logits once more, and gradients of them. No logits outlive it."""
+    for rows, logits_CV in work.chunks(sides):
+        own_C, labels_C = own_S[rows], work.labels[rows]
+        rises = slopes(own_C, whole_S[rows], work.entries, work.terms, upstream_S[rows])
+        work.made_by.slope_(logits_CV, labels_C, own_C, rises, work.terms)
+        gradients.add(rows, logits_CV, sides)
+
+
+class _OfLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_CV: torch.Tensor,
+        labels_C: torch.Tensor,
+        terms: Terms,
+        divided: Divided | None,
+        passes: Passes,
+    ) -> torch.Tensor:
+        ctx.made_by, ctx.terms = IMPLEMENTATIONS[passes], terms
+        ctx.entries = divided.size if divided else logits_CV.shape[1]
+        own = ctx.made_by.tally(logits_CV, labels_C, terms)
+        whole = divided.merge(own) if divided else own
+        ctx.save_for_backward(logits_CV, labels_C, own.log_sum, whole.log_sum)
+        return losses(whole, ctx.entries, terms)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits_CV, labels_C, own_C, whole_C = ctx.saved_tensors
+        rises = slopes(own_C, whole_C, ctx.entries, ctx.terms, grads[0])
+        slope_CV = logits_CV.clone()
+        ctx.made_by.slope_(slope_CV, labels_C, own_C, rises, ctx.terms)
+        return slope_CV, None, None, None, None
+
+
+def _seen_by_autograd(products: Sequence[Product]) -> list[torch.Tensor]:
+    """Rows and matrix of one product after another; without a graph, nobody wants gradients."""
+    sides = [side for product in products for side in product]
+    return sides if torch.is_grad_enabled() else [side.detach() for side in sides]
+
+
+def _computed(sides: Sequence[torch.Tensor]) -> _Sides:
+    cast = [side.to(sides[0].dtype) for side in sides]
+    return _Sides(cast[::2], cast[1::2])
+
+
+def _precise(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _work(
+    products: Sequence[Product],
+    labels_S: torch.Tensor,
+    terms: Terms,
+    chunk: int | None,
+    divided: Divided | None,
+    passes: Passes,
+) -> _Work:
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk is {chunk}; logits are computed at least one token at a time")
+    if not products:
+        raise ValueError("there is no product to make logits of")
+    first_SK, first_VK = products[0]
+    for x_SK, matrix_VK in products:
+        if len(x_SK) != len(labels_S) or len(matrix_VK) != len(first_VK):
+            raise ValueError(
+                f"rows {tuple(x_SK.shape)} and a matrix {tuple(matrix_VK.shape)} do not fit "
+                f"{len(labels_S)} labels and {len(first_VK)} entries of the vocabulary"
+            )
+        if x_SK.shape[1:] != matrix_VK.shape[1:]:
+            raise ValueError(
+                f"rows {tuple(x_SK.shape)} cannot be multiplied by {tuple(matrix_VK.shape)}"
+            )
+    entries = divided.size if divided else len(first_VK)
+    _require_entries(labels_S, entries)
+    widest = divided.widest if divided else len(first_VK)
+    return _Work(
+        _here(labels_S, divided, len(first_VK)),
+        terms,
+        entries,
+        chunk or tokens_at_once(widest, first_SK.dtype, first_SK.device),
+        divided,
+        IMPLEMENTATIONS[passes],
+    )
+
+
+def _require_entries(labels: torch.Tensor, entries: int) -> None:
+    fit = (labels >= 0) & (labels < entries)
+    if labels.device.type != "cpu":
+        # Waiting for the answer would cost more than all the rest of the loss.
+        torch._assert_async(fit.all(), "labels are not entries of the vocabulary")
+    elif not fit.all():
+        wrong = labels[~fit][0].item()
+        raise ValueError(f"label {wrong} is not one of the vocabulary's {entries} entries")
+
+
+def _here(labels: torch.Tensor, divided: Divided | None, width: int) -> torch.Tensor:
+    """The labels' places among the entries that are here, else -1."""
+    if divided is None:
+        return labels
+    at = labels - divided.first
+    return at.masked_fill((at < 0) | (at >= width), -1)

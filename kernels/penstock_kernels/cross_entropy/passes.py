@@ -1,0 +1,103 @@
+"""Which implementation makes the passes over a chunk's logits."""
+
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple
+
+import torch
+
+from penstock_kernels.cross_entropy import compiled, reference, rows
+from penstock_kernels.cross_entropy.terms import Slopes, Tally, Terms, slopes
+from penstock_kernels.op import HAS_TRITON, Fast, Op, needs_cuda
+
+Passes = Literal["auto", "compiled"]
+"""The best that serves the logits, or what `torch.compile` makes of the reference."""
+
+TallyOf = Callable[[torch.Tensor, torch.Tensor, Terms], Tally]
+TurnOf = Callable[[torch.Tensor, torch.Tensor, int, Terms], Tally]
+SlopeOf = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Slopes, Terms], None]
+
+
+def _misfit(logits_CV: torch.Tensor, labels_C: torch.Tensor) -> str | None:
+    if labels_C.shape != logits_CV.shape[:1]:
+        return f"there are {tuple(labels_C.shape)} labels for logits of {tuple(logits_CV.shape)}"
+    if labels_C.dtype != torch.int64:
+        return f"labels are {labels_C.dtype}, not int64"
+    return None
+
+
+def _refuses_tally(logits_CV: torch.Tensor, labels_C: torch.Tensor, terms: Terms) -> str | None:
+    del terms
+    if reason := _misfit(logits_CV, labels_C):
+        return reason
+    if logits_CV.dtype == torch.float64:
+        return "logits are float64, and it computes in float32"
+    if logits_CV.stride(1) != 1:
+        return f"logits have strides {logits_CV.stride()}, and those of a row lie apart"
+    return needs_cuda(logits_CV, labels_C)
+
+
+def _refuses_slope(
+    logits_CV: torch.Tensor,
+    labels_C: torch.Tensor,
+    log_sum_C: torch.Tensor,
+    slopes: Slopes,
+    terms: Terms,
+) -> str | None:
+    for numbers in (log_sum_C, *slopes):
+        if numbers is not None and (numbers.shape != labels_C.shape or not numbers.is_contiguous()):
+            return f"numbers of {tuple(labels_C.shape)} tokens are {tuple(numbers.shape)}"
+    return _refuses_tally(logits_CV, labels_C, terms)
+
+
+def _off_cpu(logits_CV: torch.Tensor, labels_C: torch.Tensor, *rest: object) -> str | None:
+    del rest
+    if logits_CV.device.type != "cpu":
+        return f"its tensors are on {logits_CV.device.type}, and it needs the cpu"
+    return _misfit(logits_CV, labels_C)
+
+
+_TALLY: dict[str, Fast[[torch.Tensor, torch.Tensor, Terms], Tally]] = {
+    "rows": Fast(rows.tally, _off_cpu)
+}
+_SLOPE: dict[str, Fast[[torch.Tensor, torch.Tensor, torch.Tensor, Slopes, Terms], None]] = {
+    "rows": Fast(rows.slope_, _off_cpu)
+}
+if HAS_TRITON:
+    from penstock_kernels.cross_entropy import triton
+
+    _TALLY = {"triton": Fast(triton.tally, _refuses_tally, written_in="triton"), **_TALLY}
+    _SLOPE = {"triton": Fast(triton.slope_, _refuses_slope, written_in="triton"), **_SLOPE}
+
+tally = Op("tally", reference.tally, _TALLY)
+slope_ = Op("slope_", reference.slope_, _SLOPE)
+
+
+def one_after_the_other(tally: TallyOf, slope_: SlopeOf) -> TurnOf:
+    """A tally of a whole vocabulary, and each loss's own slopes in the logits' place."""
+
+    def turn_(logits_CV: torch.Tensor, labels_C: torch.Tensor, entries: int, terms: Terms) -> Tally:
+        found = tally(logits_CV, labels_C, terms)
+        rises = slopes(found.log_sum, found.log_sum, entries, terms)
+        slope_(logits_CV, labels_C, found.log_sum, rises, terms)
+        return found
+
+    return turn_
+
+
+turn_ = Op("turn_", one_after_the_other(tally, slope_), {"rows": Fast(rows.turn_, _off_cpu)})
+
+
+class Implementation(NamedTuple):
+    """What goes over the logits."""
+
+    tally: TallyOf
+    slope_: SlopeOf
+    turn_: TurnOf
+
+
+IMPLEMENTATIONS: Mapping[Passes, Implementation] = {
+    "auto": Implementation(tally, slope_, turn_),
+    "compiled": Implementation(
+        compiled.tally, compiled.slope_, one_after_the_other(compiled.tally, compiled.slope_)
+    ),
+}

@@ -1,0 +1,104 @@
+"""What a loss is made of, and the few numbers of each token from which it and its slope follow.
+
+With logits y of a token, V of them, and its label l the loss is
+
+    log_sum - (1 - smoothing) y_l - smoothing mean(y) + z log_sum^2,    log_sum = log sum_v exp(y_v)
+
+where y may be bent by a soft cap: y = cap tanh(x / cap) of what the head gives. Smoothing is as in
+`torch.nn.functional.cross_entropy` (Szegedy et al. 2016, section 7), and the last term the z-loss
+(Chowdhery et al. 2022, "PaLM", section 5).
+
+C tokens of a chunk.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What is added to, or changed in, plain cross-entropy."""
+
+    smoothing: float = 0.0
+    """The share of each target that is spread evenly over the vocabulary."""
+    z: float = 0.0
+    """What the squared logarithm of the sum of exponentials is multiplied by."""
+    soft_cap: float | None = None
+    """What logits come close to and never exceed."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.smoothing < 1:
+            raise ValueError(f"smoothing is {self.smoothing}; it is a share, from 0 to below 1")
+        if self.z < 0:
+            raise ValueError(f"z is {self.z}; below 0 logits would be driven apart")
+        if self.soft_cap is not None and self.soft_cap <= 0:
+            raise ValueError(f"soft_cap is {self.soft_cap}; logits have to be allowed some range")
+
+
+PLAIN = Terms()
+"""Cross-entropy and nothing else."""
+
+
+class Tally(NamedTuple):
+    """What a loss needs to know of each token's logits, [C] each, in fp32 or wider."""
+
+    log_sum: torch.Tensor
+    """The logarithm of the sum of their exponentials."""
+    target: torch.Tensor
+    """That of the label, or 0 where the label is not among them."""
+    total: torch.Tensor | None
+    """Their sum, where something is smoothed."""
+
+
+class Slopes(NamedTuple):
+    """What the result rises by when a token's logit does, of numbers [C]: `share * softmax - floor`
+    of the logits that are here, and `hit` less for the label's."""
+
+    share: torch.Tensor
+    hit: torch.Tensor
+    floor: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Divided:
+    """A vocabulary of which others hold the rest."""
+
+    first: int
+    """The entry that is the first here."""
+    size: int
+    """Entries there are in all."""
+    widest: int
+    """The most that anyone holds: all take as many tokens at a time."""
+    merge: Callable[[Tally], Tally]
+    """From the tally of the entries here to that of all; called by all holders, in one order."""
+
+
+def losses(tally: Tally, vocab_size: int, terms: Terms) -> torch.Tensor:
+    """The loss of each token, [C]."""
+    found = tally.log_sum - (1 - terms.smoothing) * tally.target
+    if tally.total is not None:
+        found = found - terms.smoothing / vocab_size * tally.total
+    return found + terms.z * tally.log_sum.square() if terms.z else found
+
+
+def slopes(
+    own_log_sum_C: torch.Tensor,
+    log_sum_C: torch.Tensor,
+    vocab_size: int,
+    terms: Terms,
+    upstream_C: torch.Tensor | None = None,
+) -> Slopes:
+    """How each token's logits change the result.
+
+    Args:
+        own_log_sum_C: of the logits that are here.
+        log_sum_C: of those of the whole vocabulary.
+        upstream_C: what the result rises by with each token's loss; absent, 1.
+    """
+    rise_C = torch.ones_like(log_sum_C) if upstream_C is None else upstream_C.to(log_sum_C.dtype)
+    share_C = rise_C * (1 + 2 * terms.z * log_sum_C) * (own_log_sum_C - log_sum_C).exp()
+    floor_C = rise_C * (terms.smoothing / vocab_size) if terms.smoothing else None
+    return Slopes(share_C, rise_C * (1 - terms.smoothing), floor_C)

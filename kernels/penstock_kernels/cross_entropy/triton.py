@@ -1,0 +1,153 @@
+"""The passes on Triton: a tally reads each logit once, a slope reads and writes it once.
+
+A tally is one program a row, which keeps the largest logit so far and the sum of exponentials
+relative to it (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax").
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock_kernels.cross_entropy.terms import Slopes, Tally, Terms
+
+BLOCK = 4096
+WARPS = 8
+LEAST = tl.constexpr(-3e38)
+"""Below every logit, and still a number: the difference of two infinities is none."""
+
+
+@triton.jit
+def _capped(x, cap):
+    # tanh(u) is 2 sigmoid(2 u) - 1, of which no exponential overflows.
+    return cap * (2 * tl.sigmoid(2 * (x / cap)) - 1)
+
+
+@triton.jit
+def _tally(
+    logits_ptr,
+    labels_ptr,
+    log_sum_ptr,
+    target_ptr,
+    total_ptr,
+    V,
+    stride,
+    cap,
+    CAPPED: tl.constexpr,
+    SMOOTHED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride
+    largest = tl.full([BLOCK], LEAST, tl.float32)
+    sums = tl.zeros([BLOCK], tl.float32)
+    totals = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, V, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < V
+        y = tl.load(logits_ptr + at, mask=inside, other=0).to(tl.float32)
+        if CAPPED:
+            y = _capped(y, cap)
+        if SMOOTHED:
+            totals += tl.where(inside, y, 0.0)
+        y = tl.where(inside, y, float("-inf"))
+        # Each lane has its own largest: one exponential rescales, and lanes meet once, at the end.
+        now = tl.maximum(largest, y)
+        sums = sums * tl.exp(largest - now) + tl.exp(y - now)
+        largest = now
+    most = tl.max(largest, axis=0)
+    whole = tl.sum(sums * tl.exp(largest - most), axis=0)
+    tl.store(log_sum_ptr + row, most + tl.log(whole))
+    label = tl.load(labels_ptr + row)
+    here = (label >= 0) & (label < V)
+    target = tl.load(logits_ptr + label, mask=here, other=0).to(tl.float32)
+    if CAPPED:
+        target = _capped(target, cap)
+    tl.store(target_ptr + row, tl.where(here, target, 0.0))
+    if SMOOTHED:
+        tl.store(total_ptr + row, tl.sum(totals, axis=0))
+
+
+@triton.jit
+def _slope(
+    logits_ptr,
+    labels_ptr,
+    log_sum_ptr,
+    share_ptr,
+    hit_ptr,
+    floor_ptr,
+    V,
+    stride,
+    cap,
+    CAPPED: tl.constexpr,
+    SMOOTHED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < V
+    logits_ptr += row * stride
+    y = tl.load(logits_ptr + at, mask=inside, other=0).to(tl.float32)
+    if CAPPED:
+        y = _capped(y, cap)
+    found = tl.exp(y - tl.load(log_sum_ptr + row)) * tl.load(share_ptr + row)
+    if SMOOTHED:
+        found -= tl.load(floor_ptr + row)
+    found = tl.where(at == tl.load(labels_ptr + row), found - tl.load(hit_ptr + row), found)
+    if CAPPED:
+        bent = y / cap
+        found *= 1 - bent * bent
+    tl.store(logits_ptr + at, found, mask=inside)
+
+
+def tally(logits_CV: torch.Tensor, labels_C: torch.Tensor, terms: Terms) -> Tally:
+    """As the reference."""
+    count, width = logits_CV.shape
+    log_sum_C = logits_CV.new_empty(count, dtype=torch.float32)
+    target_C = torch.empty_like(log_sum_C)
+    total_C = torch.empty_like(log_sum_C) if terms.smoothing else None
+    if count:
+        _tally[(count,)](
+            logits_CV,
+            labels_C,
+            log_sum_C,
+            target_C,
+            total_C,
+            width,
+            logits_CV.stride(0),
+            terms.soft_cap or 1.0,
+            CAPPED=terms.soft_cap is not None,
+            SMOOTHED=total_C is not None,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
+    return Tally(log_sum_C, target_C, total_C)
+
+
+def slope_(
+    logits_CV: torch.Tensor,
+    labels_C: torch.Tensor,
+    log_sum_C: torch.Tensor,
+    slopes: Slopes,
+    terms: Terms,
+) -> None:
+    """As the reference."""
+    count, width = logits_CV.shape
+    if not count:
+        return
+    _slope[(count, triton.cdiv(width, BLOCK))](
+        logits_CV,
+        labels_C,
+        log_sum_C,
+        slopes.share,
+        slopes.hit,
+        slopes.floor,
+        width,
+        logits_CV.stride(0),
+        terms.soft_cap or 1.0,
+        CAPPED=terms.soft_cap is not None,
+        SMOOTHED=slopes.floor is not None,
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+    )

@@ -1,0 +1,45 @@
+"""The loss that a run asks for."""
+
+import torch
+from torch import nn
+
+from penstock.adapters.lora import LoraLinear
+from penstock.config.run import RunConfig
+from penstock.core.errors import CapabilityError
+from penstock.engine.compilers import require_compiler
+from penstock.losses.cross_entropy import Loss, Precision
+from penstock_kernels.cross_entropy import Terms
+
+
+def trained_loss(run: RunConfig, device: torch.device) -> Loss:
+    """What the settings say.
+
+    Raises CapabilityError where nothing compiles, and something should be compiled.
+    """
+    train = run.train
+    if train.ce_mode == "compiled":
+        require_compiler(
+            device, "train.ce_mode is compiled", "Write chunked, which needs no compiler."
+        )
+    terms = Terms(smoothing=train.label_smoothing, z=train.z_loss_coef)
+    return Loss(terms, mode=train.ce_mode, precision=_precision(run))
+
+
+def told_loss(run: RunConfig) -> Loss:
+    """Plain cross-entropy, by which models are compared; computed as the settings say."""
+    return Loss(mode=run.train.ce_mode, precision=_precision(run))
+
+
+def require_products(head: nn.Module | None, run: RunConfig) -> None:
+    """Raise CapabilityError for a head that only the model's own precision can use, where fp32 is
+    wanted."""
+    if run.model.lm_head_fp32 and isinstance(head, LoraLinear) and head.lora_magnitude:
+        raise CapabilityError(
+            "model.lm_head_fp32 is true, and lora.use_dora gives the head magnitudes, with which "
+            "logits are computed in the model's own precision alone.\n"
+            "  Leave lm_head out of lora.lora_target_modules, or one of the two settings."
+        )
+
+
+def _precision(run: RunConfig) -> Precision:
+    return "fp32" if run.model.lm_head_fp32 else "model"

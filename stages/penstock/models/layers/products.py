@@ -1,0 +1,35 @@
+"""Layers that are sums of products, for whoever multiplies for them and never holds their outputs.
+
+T tokens, V outputs, K the width that a product is summed over.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+WeightedRows = tuple[torch.Tensor, torch.Tensor]
+"""Rows [T, K] and a matrix [V, K]."""
+
+
+class SumOfProducts:
+    """What a layer of a class of its own may say of itself."""
+
+    def products(self, x: torch.Tensor) -> Sequence[WeightedRows] | None:
+        """The products that add up to the layer's outputs, or None if it does more."""
+        raise NotImplementedError
+
+
+def products_of(layer: object, x: torch.Tensor) -> Sequence[WeightedRows] | None:
+    """The products of which a layer's outputs are the sum, or None where only the layer knows.
+
+    A weight that is not here as it is, in parts or quantised, only the layer can use.
+    """
+    found = None
+    if isinstance(layer, SumOfProducts):
+        found = layer.products(x)
+    elif type(layer) is nn.Linear and layer.bias is None:
+        found = [(x, layer.weight)]
+    if found and all(type(matrix) in (torch.Tensor, nn.Parameter) for _, matrix in found):
+        return found
+    return None
