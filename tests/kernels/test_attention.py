@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from penstock_kernels.attention import Segments, attention
 from penstock_kernels.op import UnsupportedError
-from tests.dense import dense_with_gradients
+from tests.dense import dense_with_gradients, relative_error
+from tests.kernels.attention_cases import drawn, of_shared_prompts
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 16
 SCALE = WIDTH**-0.5
@@ -64,6 +65,68 @@ def test_windows_and_sinks_are_those_of_the_definition(backend, window, sinks):
         want = dense_with_gradients(q, k, v, dy, lengths, SCALE, window, sinks)
         for mine, exact in zip(got, want, strict=True):
             torch.testing.assert_close(mine.double(), exact.double(), atol=3e-6, rtol=1e-5)
+
+
+HUNDRED = [range(8), pytest.param(range(8, 100), marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("seeds", HUNDRED)
+def test_a_hundred_random_cases_are_what_their_dense_masks_say(seeds):
+    for seed in seeds:
+        case = drawn(seed)
+        q, k, v, dy, sinks = case.tensors()
+        more = {"soft_cap": case.soft_cap, "start_rows": case.start_rows}
+        want = dense_with_gradients(
+            q, k, v, dy, case.lengths, case.scale, case.window, sinks, **more
+        )
+        got = case.with_gradients(attention.backend("eager"))
+        # fp64, and sums of at most 131 terms.
+        torch.testing.assert_close(got, want, atol=1e-12, rtol=1e-12, msg=str(case))
+
+
+@pytest.mark.parametrize("seeds", HUNDRED)
+def test_a_hundred_random_cases_on_sdpa_are_those_of_the_reference_in_fp64(seeds):
+    for seed in seeds:
+        case = drawn(seed, soft_caps=False)
+        want = case.with_gradients(attention.backend("eager"))
+        got = case.with_gradients(attention.backend("sdpa"), torch.float32)
+        # Rounding of sums in fp32, of the largest part: a gradient may be the little that is left
+        # of two that cancel.
+        largest = max(exact.norm() for exact in want)
+        for mine, exact in zip(got, want, strict=True):
+            assert (mine.double() - exact).norm() < 1e-6 * largest, case
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_answers_that_share_a_prompt_see_it_and_themselves_alone(backend):
+    groups = [(5, 4, 7), (1, 1, 1), (40, 30, 3)]
+    lengths, start_rows = of_shared_prompts(groups)
+    q, k, v = (part.detach() for part in inputs(sum(lengths)))
+    attend = attention.backend(backend)
+    y = attend(q, k, v, Segments.of(lengths, start_rows=start_rows), SCALE, None, SINKS)
+    first = 0
+    for prompt, chosen, rejected in groups:
+        tokens = torch.arange(first, first + prompt + chosen + rejected)
+        for answer in (tokens[prompt : prompt + chosen], tokens[prompt + chosen :]):
+            alone = torch.cat((tokens[:prompt], answer))
+            document = Segments.of([len(alone)])
+            want = attend(q[alone], k[alone], v[alone], document, SCALE, None, SINKS)
+            torch.testing.assert_close(y[alone], want, atol=2e-6, rtol=1e-5)
+        first += len(tokens)
+
+
+def test_start_rows_that_hide_nothing_cost_nothing():
+    assert Segments.of([3, 2], start_rows=[3, 3, 9, 5, 5]).start_rows is None
+    assert Segments.of([3, 2], start_rows=[3, 2, 3, 5, 5]).start_rows is not None
+
+
+@pytest.mark.parametrize(
+    ("start_rows", "says"),
+    [([1, 2], "2 start rows for 3 tokens"), ([3, 1, 3], "token 1 would be hidden from token 1")],
+)
+def test_start_rows_are_one_for_each_token_and_hide_none_from_itself(start_rows, says):
+    with pytest.raises(ValueError, match=says):
+        Segments.of([3], start_rows=start_rows)
 
 
 def test_windows_and_sinks_in_bf16_are_within_its_own_rounding():
@@ -124,8 +187,7 @@ def test_sdpa_agrees_with_eager_whatever_the_lengths(lengths):
     # fp64, where the two differ by rounding far below any real fault.
     got = forward_backward("sdpa", lengths, torch.float64)
     want = forward_backward("eager", lengths, torch.float64)
-    # eager's softmax is fp32 by definition.
-    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(got, want, atol=1e-12, rtol=1e-12)
 
 
 def test_bf16_is_within_its_own_rounding():
@@ -181,6 +243,15 @@ def test_other_sinks_than_one_for_each_head_are_refused():
     q, k, v = inputs(4)
     with pytest.raises(UnsupportedError, match=r"sinks of shape \(3,\) for 4 query heads"):
         attention.backend("sdpa")(q, k, v, Segments.of([4]), SCALE, None, torch.zeros(3))
+
+
+def test_sdpa_caps_no_scores():
+    q, k, v = inputs(4)
+    with pytest.raises(UnsupportedError, match=r"scores are capped at 30.0, and PyTorch's fused"):
+        attention.backend("sdpa")(q, k, v, Segments.of([4]), SCALE, None, None, 30.0)
+    # A plain call then takes the reference.
+    capped = attention(q, k, v, Segments.of([4]), SCALE, None, None, 0.1)
+    assert relative_error(capped, attention(q, k, v, Segments.of([4]), SCALE)) > 1e-3
 
 
 def test_tokens_that_no_document_holds_are_refused():

@@ -1,20 +1,37 @@
 """Causal attention within each document of a flat micro-batch; grouped key and value heads, windows
-that slide over a document, and sinks."""
+that slide over a document, sinks, soft caps, and start rows that part a document further."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
 
 from penstock_kernels.attention import native as _native
+from penstock_kernels.attention import packages as _packages
 from penstock_kernels.attention import sdpa as _sdpa
 from penstock_kernels.attention.reference import eager as _eager
 from penstock_kernels.attention.segments import Segments
+from penstock_kernels.flash_packages import PACKAGES
 from penstock_kernels.op import Fast, Op
 
 __all__ = ["Segments", "attention"]
+
+
+def _packaged(name: str, run: Callable[..., torch.Tensor]) -> Fast[..., torch.Tensor]:
+    refuses = partial(_packages.refusal, name)
+    return Fast(run, refuses, missing=PACKAGES[name].missing())
+
 
 attention = Op(
     "attention",
     _eager,
     {
+        "flash_attention_3": _packaged("flash_attention_3", _packages.flash_attention_3),
         "native": Fast(_native.native, _native.refuses),
         "sdpa": Fast(_sdpa.sdpa, _sdpa.refuses),
+        # By name alone: the one is still young, and PyTorch brings the other's kernels.
+        "flash_attention_4": _packaged("flash_attention_4", _packages.flash_attention_4),
+        "flash_attention_2": _packaged("flash_attention_2", _packages.flash_attention_2),
     },
     reference_name="eager",
 )

@@ -1,31 +1,26 @@
-"""attention through PyTorch's own variable-length flash attention: no padding, CUDA only."""
+"""attention through PyTorch's own variable-length flash attention, and through its flex_attention
+for what that does not compute: no padding, CUDA only."""
 
 import inspect
-from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import torch
 
 from penstock_kernels.attention.block import native as block
 from penstock_kernels.attention.flash import refuses_tensors
+from penstock_kernels.attention.flex import flex, refuses_width
 from penstock_kernels.attention.one_block import Block, attend
 from penstock_kernels.attention.segments import Segments
 from penstock_kernels.attention.sinks import refuses_sinks
 
 
 @cache
-def varlen_attn() -> Callable[..., Any]:
-    """PyTorch's function. It brings the compiler with it, a second for those alone who use it."""
-    from torch.nn.attention import varlen  # noqa: PLC0415
+def _lacks() -> list[str]:
+    """What this build's function does not take: grouped heads and windows came after it."""
+    from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415
 
-    return varlen.varlen_attn
-
-
-@cache
-def _takes() -> frozenset[str]:
-    """What this build's function takes: grouped heads and windows came later than itself."""
-    return frozenset(inspect.signature(varlen_attn()).parameters)
+    taken = inspect.signature(varlen_attn).parameters
+    return [name for name in ("enable_gqa", "scale", "window_size") if name not in taken]
 
 
 _BLOCK = Block(block.block, block.block_backward)
@@ -39,6 +34,7 @@ def refuses(
     scale: float,
     window: int | None = None,
     sinks_N: torch.Tensor | None = None,
+    soft_cap: float | None = None,
 ) -> str | None:
     """bf16 and fp16 on CUDA alone."""
     del scale, window
@@ -46,9 +42,11 @@ def refuses(
         return reason
     if segments.num_tokens != q_TNH.shape[0]:
         return f"q holds {q_TNH.shape[0]} tokens and the documents {segments.num_tokens}"
-    missing = {"window_size", "scale", "enable_gqa"} - _takes()
-    if missing:
-        return f"this PyTorch's varlen_attn does not take {', '.join(sorted(missing))}"
+    if _needs_flex(segments, soft_cap):
+        return refuses_width(q_TNH)
+    # What is compiled was asked for before; a cache would stop the compiler.
+    if not torch.compiler.is_compiling() and (lacks := _lacks()):
+        return f"this PyTorch's varlen_attn does not take {', '.join(lacks)}"
     return None
 
 
@@ -60,11 +58,17 @@ def native(
     scale: float,
     window: int | None = None,
     sinks_N: torch.Tensor | None = None,
+    soft_cap: float | None = None,
 ) -> torch.Tensor:
     """Causal attention of each document to itself, in one call. Returns [T, N, H]."""
+    if _needs_flex(segments, soft_cap):
+        return flex(q_TNH, k_TKH, v_TKH, segments, scale, window, sinks_N, soft_cap)
     if sinks_N is not None:
         return attend(_BLOCK, q_TNH, k_TKH, v_TKH, segments, scale, window, sinks_N)
-    y_TNH = varlen_attn()(
+    # It brings the compiler with it, a second for those alone who use it.
+    from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415
+
+    y_TNH = varlen_attn(
         q_TNH,
         k_TKH,
         v_TKH,
@@ -79,3 +83,7 @@ def native(
     )
     assert isinstance(y_TNH, torch.Tensor)
     return y_TNH
+
+
+def _needs_flex(segments: Segments, soft_cap: float | None) -> bool:
+    return soft_cap is not None or segments.start_rows is not None

@@ -14,26 +14,35 @@ def eager(
     scale: float,
     window: int | None = None,
     sinks_N: torch.Tensor | None = None,
+    soft_cap: float | None = None,
 ) -> torch.Tensor:
     """Causal attention of each document to itself, one document after another.
 
     T tokens, N query heads, K key and value heads (N a multiple of K), H head width. A query sees
-    the last `window` tokens up to its own; None: all of them. `sinks_N` are scores beside those of
-    the keys, to which no value belongs. Scores are softmaxed in fp32. Returns [T, N, H].
+    the last `window` tokens up to its own; None: all of them; but never a token whose start row it
+    has reached. Scores are kept within `soft_cap` and its negative by a tanh, as Gemma 2's are.
+    `sinks_N` are scores beside those of the keys, to which no value belongs. Scores are softmaxed
+    in fp32 or wider. Returns [T, N, H].
     """
     group = q_TNH.shape[1] // k_TKH.shape[1]
+    wide = torch.promote_types(q_TNH.dtype, torch.float32)
     outputs = []
+    first = 0
     for q_LNH, k_LKH, v_LKH in zip(
         *(part.split(list(segments.lengths)) for part in (q_TNH, k_TKH, v_TKH)), strict=True
     ):
         length = q_LNH.shape[0]
         k_LNH, v_LNH = (part.repeat_interleave(group, dim=1) for part in (k_LKH, v_LKH))
-        scores_NLL = torch.einsum("qnh,knh->nqk", q_LNH, k_LNH).float() * scale
-        hidden_LL = hidden_keys(length, window, q_TNH.device)
+        scores_NLL = torch.einsum("qnh,knh->nqk", q_LNH, k_LNH).to(wide) * scale
+        if soft_cap is not None:
+            scores_NLL = (scores_NLL / soft_cap).tanh() * soft_cap
+        start_rows_L = segments.start_rows_of(first, length)
+        hidden_LL = hidden_keys(length, window, q_TNH.device, start_rows_L)
         scores_NLL = scores_NLL.masked_fill(hidden_LL, float("-inf"))
         if sinks_N is not None:
-            sinks_NL1 = sinks_N.float()[:, None, None].expand(-1, length, 1)
+            sinks_NL1 = sinks_N.to(wide)[:, None, None].expand(-1, length, 1)
             scores_NLL = torch.cat((scores_NLL, sinks_NL1), dim=-1)
         weights_NLL = scores_NLL.softmax(-1)[..., :length].to(q_TNH.dtype)
         outputs.append(torch.einsum("nqk,knh->qnh", weights_NLL, v_LNH))
+        first += length
     return torch.cat(outputs)

@@ -11,6 +11,7 @@ from penstock_kernels.attention.block import sdpa as block
 from penstock_kernels.attention.one_block import Block, attend
 from penstock_kernels.attention.segments import Bucket, Layout, Segments
 from penstock_kernels.attention.sinks import refuses_sinks
+from penstock_kernels.attention.traced import traced
 
 _BLOCK = Block(block.block, block.block_backward)
 
@@ -23,17 +24,21 @@ def refuses(
     scale: float,
     window: int | None = None,
     sinks_N: torch.Tensor | None = None,
+    soft_cap: float | None = None,
 ) -> str | None:
-    """Runs everywhere, for any shapes that fit one another; with windows and sinks where its block
-    does."""
-    sizes = {part.shape[0] for part in (q_TNH, k_TKH, v_TKH)} | {segments.num_tokens}
-    if len(sizes) > 1:
-        return f"q, k, v and the documents hold different numbers of tokens: {sorted(sizes)}"
-    if segments.narrowed(window) is None and sinks_N is None:
+    """Runs everywhere, for any shapes that fit one another; with windows, sinks and start rows
+    where its block does. It has no soft cap."""
+    if soft_cap is not None:
+        return f"scores are capped at {soft_cap}, and PyTorch's fused kernels do not cap them"
+    sizes = (q_TNH.shape[0], k_TKH.shape[0], v_TKH.shape[0], segments.num_tokens)
+    if any(size != sizes[0] for size in sizes):
+        return f"q, k, v and the documents hold different numbers of tokens: {sorted({*sizes})}"
+    if reason := refuses_sinks(q_TNH, sinks_N):
+        return reason
+    # On a CPU it makes no difference; and to a compiler the longest document is a number to ask.
+    if q_TNH.device.type == "cpu" or _is_plain(segments, window, sinks_N):
         return None
-    return refuses_sinks(q_TNH, sinks_N) or block.refuses(
-        q_TNH, k_TKH, v_TKH, segments, scale, window
-    )
+    return block.refuses(q_TNH, k_TKH, v_TKH, segments, scale, window)
 
 
 def sdpa(
@@ -44,12 +49,16 @@ def sdpa(
     scale: float,
     window: int | None = None,
     sinks_N: torch.Tensor | None = None,
+    soft_cap: float | None = None,
 ) -> torch.Tensor:
     """Causal attention of each document to itself, in one call per bucket. Returns [T, N, H].
 
     No work is quadratic across documents, and a bucket's padding is bounded (see segments).
     """
-    if segments.narrowed(window) is not None or sinks_N is not None:
+    assert soft_cap is None, "refused"
+    if torch.compiler.is_compiling() and q_TNH.device.type == "cpu":
+        return traced(q_TNH, k_TKH, v_TKH, segments, scale, window, sinks_N)
+    if not _is_plain(segments, window, sinks_N):
         return attend(_BLOCK, q_TNH, k_TKH, v_TKH, segments, scale, window, sinks_N)
     if q_TNH.device.type == "cpu" and q_TNH.dtype in (torch.bfloat16, torch.float16):
         # On CPUs without matrix units for them the 16-bit kernels take 1 to 9 times as long as the
@@ -58,6 +67,11 @@ def sdpa(
             y_TNH = _by_buckets(q_TNH.float(), k_TKH.float(), v_TKH.float(), segments, scale)
         return y_TNH.to(q_TNH.dtype)
     return _by_buckets(q_TNH, k_TKH, v_TKH, segments, scale)
+
+
+def _is_plain(segments: Segments, window: int | None, sinks_N: torch.Tensor | None) -> bool:
+    """Whether each token sees all of its document's past, and nothing else."""
+    return segments.narrowed(window) is None and segments.start_rows is None and sinks_N is None
 
 
 def _by_buckets(

@@ -6,8 +6,9 @@ looks to the right; what padded positions compute is dropped.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -48,6 +49,8 @@ class Segments:
 
     lengths: tuple[int, ...]
     """Tokens of each document, in order."""
+    num_tokens: int
+    """T, tokens in the micro-batch. Kept: to a compiler a sum over the documents is all of them."""
     max_length: int
     cu_seqlens: torch.Tensor
     """int32 [documents + 1] on the device: where each document begins, and the end of the last."""
@@ -55,35 +58,69 @@ class Segments:
     """Longest first."""
     layout: Layout | None
     """None where the documents are one bucket as they lie: nothing needs to be copied."""
-
-    @property
-    def num_tokens(self) -> int:
-        """T, tokens in the micro-batch."""
-        return sum(self.lengths)
+    start_rows: torch.Tensor | None
+    """int32 [T] on the device: for each token the first one that no longer sees it, though it comes
+    later in the document. None where a token sees all of its document's past."""
+    kept: dict[Any, Any] = field(default_factory=dict, repr=False, kw_only=True)
+    """What backends make of the documents once, for all layers."""
 
     def narrowed(self, window: int | None) -> int | None:
         """The window, if it hides something of some document; else None."""
         return None if window is None or window >= self.max_length else window
 
+    def start_rows_of(self, first: int, length: int) -> torch.Tensor | None:
+        """The start rows of a document, counted from its own first token."""
+        return None if self.start_rows is None else self.start_rows[first : first + length] - first
+
     @staticmethod
-    def of(lengths: Sequence[int], device: torch.device | str = "cpu") -> "Segments":
+    def of(
+        lengths: Sequence[int],
+        device: torch.device | str = "cpu",
+        *,
+        start_rows: Sequence[int] | None = None,
+    ) -> "Segments":
         """The documents whose lengths are these, one after another.
 
+        `start_rows` part a document further, as answers that share a prompt are parted: for each
+        of the T tokens the number, counted over all of them, of the first that no longer sees it.
+        Numbers past its document's end hide it from nobody.
+
         Raises:
-            ValueError: for no documents at all, or a document without tokens.
+            ValueError: for no documents at all, or a document without tokens; for other start rows
+                than one for each token, or a token that would be hidden from itself.
         """
         lengths = tuple(int(length) for length in lengths)
         if not lengths or min(lengths) < 1:
             raise ValueError(f"documents have at least one token each; the lengths are {lengths}")
+        hides = start_rows is not None and _hides_anything(start_rows, lengths)
         groups = _groups(lengths)
         buckets = tuple(Bucket(len(g), max(lengths[i] for i in g)) for g in groups)
         return Segments(
             lengths=lengths,
+            num_tokens=sum(lengths),
             max_length=max(lengths),
             cu_seqlens=torch.tensor((0, *accumulate(lengths)), dtype=torch.int32, device=device),
             buckets=buckets,
             layout=None if len(set(lengths)) == 1 else _layout(groups, buckets, lengths, device),
+            start_rows=(
+                torch.tensor(start_rows, dtype=torch.int32, device=device) if hides else None
+            ),
         )
+
+
+def _hides_anything(start_rows: Sequence[int], lengths: tuple[int, ...]) -> bool:
+    """Whether a token is hidden from a later one of its own document."""
+    if len(start_rows) != sum(lengths):
+        raise ValueError(f"there are {len(start_rows)} start rows for {sum(lengths)} tokens")
+    for token, start in enumerate(start_rows):
+        if start <= token:
+            raise ValueError(
+                f"token {token} would be hidden from token {start} on, and so from itself"
+            )
+    ends = (
+        end for end, length in zip(accumulate(lengths), lengths, strict=True) for _ in range(length)
+    )
+    return any(start < end for start, end in zip(start_rows, ends, strict=True))
 
 
 def _groups(lengths: tuple[int, ...]) -> list[list[int]]:

@@ -1,13 +1,15 @@
 """Attention of some queries to some keys, with what it takes to merge it with attention to others.
 
 Q queries, S keys, N query heads, K key and value heads (N a multiple of K), H head width. The
-backends are called as attention's are, so that one name chooses both.
+backends are called as attention's are, so that one name chooses both. The packages of
+FlashAttention give no gradients of a block; PyTorch's kernels of the same algorithm do.
 """
 
 from penstock_kernels.attention.block import native as _native
 from penstock_kernels.attention.block import reference as _reference
 from penstock_kernels.attention.block import sdpa as _sdpa
 from penstock_kernels.attention.block.rectangle import Rectangle, Sees
+from penstock_kernels.flash_packages import PACKAGES
 from penstock_kernels.op import Fast, Op
 
 __all__ = ["Rectangle", "Sees", "block", "block_backward"]
@@ -18,6 +20,7 @@ block = Op(
     {
         "native": Fast(_native.block, _native.refuses),
         "sdpa": Fast(_sdpa.block, _sdpa.refuses),
+        **dict.fromkeys(PACKAGES, Fast(_native.block, _native.refuses)),
     },
     reference_name="eager",
 )
@@ -27,6 +30,7 @@ block_backward = Op(
     {
         "native": Fast(_native.block_backward, _native.refuses_backward),
         "sdpa": Fast(_sdpa.block_backward, _sdpa.refuses_backward),
+        **dict.fromkeys(PACKAGES, Fast(_native.block_backward, _native.refuses_backward)),
     },
     reference_name="eager",
 )

@@ -14,8 +14,10 @@ def refuses(
     scale: float,
     window: int | None = None,
 ) -> str | None:
-    """bf16 and fp16 on CUDA alone."""
+    """bf16 and fp16 on CUDA alone, without start rows."""
     del scale, window
+    if not isinstance(sees, Rectangle) and sees.start_rows is not None:
+        return "start rows hide some of a document's past, and it has causal masks and windows"
     return refuses_tensors(q_QNH, k_SKH, v_SKH) or refuses_sizes(q_QNH, k_SKH, sees)
 
 

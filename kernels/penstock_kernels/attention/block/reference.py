@@ -22,8 +22,8 @@ def block(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of the queries to the keys they see, as if there were no others.
 
-    Of documents a query sees the last `window` tokens up to its own; None: all. A rectangle says
-    for itself what it shows.
+    Of documents a query sees the last `window` tokens up to its own; None: all; but none whose
+    start row it has reached. A rectangle says for itself what it shows.
 
     Returns the output [Q, N, H], and the log of the sum of the exponentials of each query's scores
     [Q, N], in fp32 or wider.
@@ -82,8 +82,8 @@ def _parts(
         return
     start = 0
     for length in sees.lengths:
-        document = slice(start, start + length)
-        yield document, document, hidden_keys(length, window, q_QNH.device)
+        document, start_rows_L = slice(start, start + length), sees.start_rows_of(start, length)
+        yield document, document, hidden_keys(length, window, q_QNH.device, start_rows_L)
         start += length
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from penstock_kernels.attention.block import chunks
 from penstock_kernels.attention.block.rectangle import Rectangle, Sees, refuses_sizes
 from penstock_kernels.attention.segments import Segments
+from penstock_kernels.attention.visible import hidden_keys
 
 Keys = Literal["all", "past"]
 """Which keys a query sees: all there are, or its own and those before it."""
@@ -74,11 +75,9 @@ def block(
         attend = partial(_forward, scale, "all", sees.hidden_keys(q.device))
         y, lse = attend(*(part.unsqueeze(0) for part in (q, k, v)))
         return y.squeeze(0).to(q_QNH.dtype), lse.squeeze(0)
+    rows = (_rows(part, sees) for part in (q, k, v))
     results = [
-        _forward(scale, "past", None, *parts)
-        if window is None or window >= parts[0].shape[1]
-        else chunks.forward(partial(_forward, scale, "all"), window, *parts)
-        for parts in zip(*(_rows(part, sees) for part in (q, k, v)), strict=True)
+        _documents(scale, window, *bucket) for bucket in zip(_starts(sees), *rows, strict=True)
     ]
     y, lse = (_tokens(parts, sees) for parts in zip(*results, strict=True))
     return y.to(q_QNH.dtype), lse
@@ -103,12 +102,8 @@ def block_backward(
         gradients = tuple(part.squeeze(0) for part in given)
     else:
         rows = (_rows(part, sees) for part in (q, k, v, y, lse_QN))
-        results = [
-            _backward(scale, "past", None, *parts)
-            if window is None or window >= parts[0].shape[1]
-            else chunks.backward(partial(_backward, scale, "all"), window, *parts)
-            for parts in zip(_rows(dy, sees, padding="zero"), *rows, strict=True)
-        ]
+        given = zip(_starts(sees), _rows(dy, sees, padding="zero"), *rows, strict=True)
+        results = [_documents_backward(scale, window, *bucket) for bucket in given]
         gradients = tuple(_tokens(parts, sees) for parts in zip(*results, strict=True))
     dq, dk, dv = (part.to(q_QNH.dtype) for part in gradients)
     return dq, dk, dv
@@ -136,6 +131,48 @@ def _rows(
         part.unflatten(0, (bucket.num_documents, bucket.width))
         for part, bucket in zip(parts, documents.buckets, strict=True)
     ]
+
+
+def _starts(documents: Segments) -> Sequence[torch.Tensor | None]:
+    """Of each bucket the documents' start rows [B, L], counted from their first tokens; None where
+    a token sees all of its past."""
+    if documents.start_rows is None:
+        return [None] * len(documents.buckets)
+    lengths = documents.cu_seqlens.diff()
+    first_T = documents.cu_seqlens[:-1].repeat_interleave(lengths, output_size=documents.num_tokens)
+    starts = _rows(documents.start_rows - first_T, documents)
+    if documents.layout is None:
+        return starts
+    # Padding sees itself: a query without keys would have no numbers.
+    padding = documents.layout.is_padding.split([b.num_slots for b in documents.buckets])
+    return [
+        start_BL.masked_fill(is_padding.view_as(start_BL), start_BL.shape[1])
+        for start_BL, is_padding in zip(starts, padding, strict=True)
+    ]
+
+
+def _documents(
+    scale: float, window: int | None, start_BL: torch.Tensor | None, *parts: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp of a bucket, from its rows of q, k and v."""
+    length, device = parts[0].shape[1], parts[0].device
+    if start_BL is not None:
+        return _forward(scale, "all", hidden_keys(length, window, device, start_BL), *parts)
+    if window is None or window >= length:
+        return _forward(scale, "past", None, *parts)
+    return chunks.forward(partial(_forward, scale, "all"), window, *parts)
+
+
+def _documents_backward(
+    scale: float, window: int | None, start_BL: torch.Tensor | None, *parts: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of a bucket, from its rows of dy, q, k, v, y and the log-sum-exp."""
+    length, device = parts[0].shape[1], parts[0].device
+    if start_BL is not None:
+        return _backward(scale, "all", hidden_keys(length, window, device, start_BL), *parts)
+    if window is None or window >= length:
+        return _backward(scale, "past", None, *parts)
+    return chunks.backward(partial(_backward, scale, "all"), window, *parts)
 
 
 def _tokens(rows: Sequence[torch.Tensor], documents: Segments) -> torch.Tensor:
@@ -203,11 +240,12 @@ def _backward(
 
 
 def _bias(hidden_LS: torch.Tensor | None, q_BNLH: torch.Tensor) -> torch.Tensor | None:
-    """What is added to scores so that nothing hidden is seen, for every head of every row."""
+    """What is added to scores so that nothing hidden is seen, for every head of every row: one mask
+    [L, S] for all rows, or [B, L, S], one for each."""
     if hidden_LS is None:
         return None
-    queries, keys = hidden_LS.shape
+    *rows, queries, keys = hidden_LS.shape
     columns = -(-keys // CUDA_COLUMNS) * CUDA_COLUMNS
-    bias_LS = q_BNLH.new_zeros((queries, columns))[:, :keys]
+    bias_LS = q_BNLH.new_zeros((*rows, queries, columns))[..., :keys]
     bias_LS.masked_fill_(hidden_LS, float("-inf"))
-    return bias_LS.expand(*q_BNLH.shape[:2], -1, -1)
+    return bias_LS.unsqueeze(-3).expand(*q_BNLH.shape[:2], -1, -1)

@@ -1,0 +1,149 @@
+"""attention through PyTorch's flex_attention, for what its variable-length kernel does not compute:
+soft caps and start rows. One call for the whole micro-batch; blocks of tokens in which no query
+sees a key are never visited.
+
+T tokens; N query heads, K key and value heads, H head width; n blocks of the T tokens.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from penstock_kernels.attention.segments import Segments
+from penstock_kernels.attention.sinks import with_sinks
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+BLOCK = 128
+"""Tokens in a block, of queries and of keys."""
+NARROWEST = 16
+"""Its kernels' matrix units take heads from this width on."""
+
+
+def refuses_width(q_TNH: torch.Tensor) -> str | None:
+    """Heads too narrow for it."""
+    if q_TNH.shape[-1] >= NARROWEST:
+        return None
+    return f"heads are {q_TNH.shape[-1]} wide; with soft caps or start rows it takes {NARROWEST} up"
+
+
+def flex(
+    q_TNH: torch.Tensor,
+    k_TKH: torch.Tensor,
+    v_TKH: torch.Tensor,
+    segments: Segments,
+    scale: float,
+    window: int | None,
+    sinks_N: torch.Tensor | None,
+    soft_cap: float | None,
+) -> torch.Tensor:
+    """As the reference's. On CPUs it is computed without being compiled, and without gradients."""
+    # It brings the compiler with it, a second for those alone who use it.
+    from torch.nn.attention.flex_attention import AuxRequest  # noqa: PLC0415
+
+    q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (q_TNH, k_TKH, v_TKH))
+    y_1NTH, aux = _function(q)(
+        q,
+        k,
+        v,
+        score_mod=None if soft_cap is None else capped(soft_cap),
+        block_mask=blocks(segments, segments.narrowed(window)),
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+        return_aux=AuxRequest(lse=sinks_N is not None),
+    )
+    y_TNH = y_1NTH.squeeze(0).transpose(0, 1)
+    return y_TNH if sinks_N is None else with_sinks(y_TNH, aux.lse.squeeze(0).t(), sinks_N)[0]
+
+
+def _function(q: torch.Tensor) -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention  # noqa: PLC0415
+
+    # Within a compiled model it is compiled with the rest.
+    return flex_attention if torch.compiler.is_compiling() or not q.is_cuda else _compiled()
+
+
+@cache
+def _compiled() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention  # noqa: PLC0415
+
+    return torch.compile(flex_attention)
+
+
+def capped(soft_cap: float) -> Callable[..., torch.Tensor]:
+    """What is made of a score, as flex_attention asks for it."""
+
+    def within(score: torch.Tensor, *at: torch.Tensor) -> torch.Tensor:
+        del at
+        return (score / soft_cap).tanh() * soft_cap
+
+    return within
+
+
+def blocks(segments: Segments, window: int | None) -> "BlockMask":
+    """Which blocks of keys each block of queries visits, and what is seen in them. Made once for
+    each window."""
+    if ("flex", window) not in segments.kept:
+        segments.kept["flex", window] = _blocks(segments, window)
+    return segments.kept["flex", window]
+
+
+def _blocks(segments: Segments, window: int | None) -> "BlockMask":
+    from torch.nn.attention.flex_attention import BlockMask  # noqa: PLC0415
+
+    total, start_T = segments.num_tokens, segments.start_rows
+    lengths = segments.cu_seqlens.diff()
+    document_T = torch.arange(len(lengths), device=lengths.device).repeat_interleave(
+        lengths, output_size=total
+    )
+
+    def sees(
+        batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor:
+        del batch, head
+        seen = (document_T[query] == document_T[key]) & (key <= query)
+        if window is not None:
+            seen = seen & (query - key < window)
+        return seen if start_T is None else seen & (query < start_T[key])
+
+    document_nB = _in_blocks(document_T)
+    first_n, last_n = document_nB.amin(1), document_nB.amax(1)
+    at_n = torch.arange(len(first_n), device=lengths.device)
+    query_n1, key_n = at_n.unsqueeze(1), at_n
+    back_nn = (query_n1 - key_n) * BLOCK
+    # Documents lie in order: two blocks share one if the earlier one's last is the later one's
+    # first, and hold but one if its first is the later one's last.
+    some_nn = (back_nn >= 0) & (last_n >= first_n.unsqueeze(1))
+    every_nn = (back_nn > 0) & (first_n == last_n.unsqueeze(1))
+    # What lies beyond the last token is to be asked about.
+    every_nn &= (query_n1 + 1) * BLOCK <= total
+    if window is not None:
+        some_nn &= back_nn - (BLOCK - 1) < window
+        every_nn &= back_nn + (BLOCK - 1) < window
+    if start_T is not None:
+        start_nB = _in_blocks(start_T)
+        some_nn &= query_n1 * BLOCK < start_nB.amax(1)
+        every_nn &= query_n1 * BLOCK + (BLOCK - 1) < start_nB.amin(1)
+    return BlockMask.from_kv_blocks(
+        *_listed(some_nn & ~every_nn),
+        *_listed(every_nn),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=sees,
+        seq_lengths=(total, total),
+    )
+
+
+def _in_blocks(x_T: torch.Tensor) -> torch.Tensor:
+    """[n, BLOCK], the last value repeated to the end of the last block."""
+    slots = -(-len(x_T) // BLOCK) * BLOCK
+    return x_T[torch.arange(slots, device=x_T.device).clamp_(max=len(x_T) - 1)].view(-1, BLOCK)
+
+
+def _listed(chosen_nn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many blocks of keys are chosen for each of queries, and which: these come first."""
+    counts_n = chosen_nn.sum(1, dtype=torch.int32)
+    order_nn = chosen_nn.to(torch.int8).argsort(dim=1, descending=True, stable=True)
+    return counts_n[None, None], order_nn.to(torch.int32)[None, None].contiguous()

@@ -1,0 +1,77 @@
+"""What a model's attention is computed with: what was written, or the best that serves here."""
+
+from collections.abc import Callable, Mapping
+from itertools import groupby
+
+import torch
+
+from penstock.config.run import RunConfig
+from penstock.core.errors import CapabilityError
+from penstock.models.shape import DecoderConfig
+from penstock_kernels.attention import Segments, attention
+from penstock_kernels.flash_packages import PACKAGES
+
+WANTED = ("flash_attention_3", "native", "sdpa", "eager")
+"""What is taken unasked, the best first."""
+
+
+def choose_attention(
+    run: RunConfig, config: DecoderConfig, device: torch.device, notify: Callable[[str], None]
+) -> str:
+    """The backend of `attention` that `model.attn_implementation` names; unset, the first of WANTED
+    that takes the model's heads on this device. `notify` is told which, and why.
+
+    Raises CapabilityError for one that does not take them, with its reason.
+    """
+    written = run.model.attn_implementation
+    casts = run.train.enable_mixed_precision or run.model.attention_cast_bf16
+    dtype = torch.bfloat16 if casts else torch.float32
+    refusals = {name: refusal(name, config, device, dtype) for name in ("eager", *attention.fast)}
+    if written and (reason := refusals[written]):
+        serving = [name for name in WANTED if refusals[name] is None]
+        raise CapabilityError(
+            f"model.attn_implementation is {written}, which cannot compute this model's attention "
+            f"here: {reason}.\n"
+            f"  Write {' or '.join(serving)}, or leave it out to get the best there is."
+        )
+    chosen = written or next(name for name in WANTED if refusals[name] is None)
+    reason = "as is written" if written else _why(chosen, refusals)
+    if chosen in PACKAGES and run.train.ringattn_parallel_size > 1:
+        reason = f"{reason}; native for what comes over the ring"
+    notify(f"attention: {chosen} ({reason})" if reason else f"attention: {chosen}")
+    return chosen
+
+
+def refusal(
+    name: str, config: DecoderConfig, device: torch.device, dtype: torch.dtype
+) -> str | None:
+    """Why this backend of attention does not take the model's heads; None if it does."""
+    if name == "eager":
+        return None
+    backend = attention.fast[name]
+    q_1NH, k_1KH, sinks_N = (
+        torch.empty(size, dtype=dtype, device=device)
+        for size in (
+            (1, config.num_attention_heads, config.head_dim),
+            (1, config.num_key_value_heads, config.head_dim),
+            (config.num_attention_heads,),
+        )
+    )
+    reason = backend.refuses(
+        q_1NH,
+        k_1KH,
+        k_1KH,
+        Segments.of([1], device),
+        config.head_dim**-0.5,
+        config.sliding_window if config.sliding_layers else None,
+        sinks_N if config.attention_sinks else None,
+    )
+    # What could not be used is not asked for.
+    return reason or backend.missing
+
+
+def _why(chosen: str, refusals: Mapping[str, str | None]) -> str:
+    """Why nothing better was chosen; those with one reason share it."""
+    better = WANTED[: WANTED.index(chosen)]
+    grouped = groupby(better, key=refusals.__getitem__)
+    return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in grouped)
