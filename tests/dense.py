@@ -3,32 +3,38 @@
 import torch
 
 
-def visible(lengths, window=None):
-    """bool [T, T]: whether a query (row) sees a key (column): its own document's, not later, and
-    among the last `window`."""
+def visible(lengths, window=None, start_rows=None):
+    """bool [T, T]: whether a query (row) sees a key (column): its own document's, not later, among
+    the last `window`, and before the row from which on the key is hidden."""
     document = torch.tensor([i for i, length in enumerate(lengths) for _ in range(length)])
     same = document.unsqueeze(1) == document.unsqueeze(0)
     sees = same & torch.ones(len(document), len(document), dtype=torch.bool).tril()
+    if start_rows is not None:
+        sees &= torch.arange(len(document)).unsqueeze(1) < torch.tensor(start_rows)
     return sees if window is None else sees.triu(1 - window)
 
 
-def dense_attention(q, k, v, lengths, scale, window=None, sinks=None):
+def dense_attention(
+    q, k, v, lengths, scale, window=None, sinks=None, *, soft_cap=None, start_rows=None
+):
     """[T, N, H] of q [T, N, H], k, v [T, K, H] and sinks [N]."""
     q, k, v = (part.double() for part in (q, k, v))
     k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (k, v))
     scores = torch.einsum("qnh,knh->nqk", q, k) * scale
-    shares = scores.masked_fill(~visible(lengths, window), float("-inf")).exp()
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    shares = scores.masked_fill(~visible(lengths, window, start_rows), float("-inf")).exp()
     total = shares.sum(-1, keepdim=True)
     if sinks is not None:
         total = total + sinks.double().exp()[:, None, None]
     return torch.einsum("nqk,knh->qnh", shares / total, v)
 
 
-def dense_with_gradients(q, k, v, dy, lengths, scale, window=None, sinks=None):
+def dense_with_gradients(q, k, v, dy, lengths, scale, window=None, sinks=None, **more):
     """y, dq, dk, dv, and dsinks if there are sinks."""
     given = [q, k, v] if sinks is None else [q, k, v, sinks]
     given = [part.detach().clone().requires_grad_() for part in given]
-    y = dense_attention(*given[:3], lengths, scale, window, *given[3:])
+    y = dense_attention(*given[:3], lengths, scale, window, *given[3:], **more)
     return [y.detach(), *torch.autograd.grad(y, given, dy.double())]
 
 

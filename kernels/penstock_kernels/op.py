@@ -97,3 +97,11 @@ def needs_cuda(*tensors: torch.Tensor) -> str | None:
         return None
     where = ", ".join(sorted({t.device.type for t in tensors}))
     return f"its tensors are on {where}, and it needs cuda"
+
+
+def needs_floats(*tensors: torch.Tensor) -> str | None:
+    """The refusal of kernels that compute in fp32 what has at most its precision."""
+    for tensor in tensors:
+        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return f"a tensor is in {tensor.dtype}, and it takes float32, bfloat16 and float16"
+    return None

@@ -6,18 +6,15 @@ import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from penstock_kernels.clamped_gate import clamped_gate
+from penstock_kernels.glu import geglu, swiglu
 from penstock_kernels.op import INTERPRETED, UnsupportedError
-from penstock_kernels.rms_norm import rms_norm
+from penstock_kernels.rms_norm import add_rms_norm, rms_norm
 from penstock_kernels.rope import rope
-from penstock_kernels.swiglu import swiglu
+from penstock_kernels.spans import spans_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CAN_RUN_TRITON = INTERPRETED or torch.cuda.is_available()
 needs_triton = pytest.mark.skipif(not CAN_RUN_TRITON, reason="needs CUDA or Triton's interpreter")
-
-# fp32: a few roundings of sums. bf16: the reference rounds after every step, Triton once.
-TOLERANCE = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (4e-2, 2e-2)}
-SHAPES = [(1, 8), (7, 100), (40, 128)]
 
 
 def randoms(*shapes, dtype=torch.float32):
@@ -33,58 +30,60 @@ def forward_backward(function, *tensors):
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(("T", "F"), SHAPES)
-def test_triton_swiglu_agrees_with_the_reference(T, F, dtype):
-    tensors = randoms((T, F), (T, F), (T, F), dtype=dtype)
-    got = forward_backward(swiglu.backend("triton"), *tensors)
-    want = forward_backward(swiglu.reference, *tensors)
-    atol, rtol = TOLERANCE[dtype]
-    torch.testing.assert_close(got, want, atol=atol, rtol=rtol)
+def test_a_weight_that_does_not_learn_costs_no_gradient():
+    x, weight, dy = randoms((7, 33), (33,), (7, 33))
+    operator = torch.ops.penstock.rms_norm_gradients.default
+    with_it, dweight = operator(x, weight, dy, None, torch.ones(7, device=DEVICE), True)
+    without, none = operator(x, weight, dy, None, torch.ones(7, device=DEVICE), False)
+    assert torch.equal(with_it, without)
+    assert (dweight.shape, none.shape) == ((33,), (0,))
+    [dx] = forward_backward(lambda x: rms_norm.backend("triton")(x, weight, 1e-6), x, dy)[1:]
+    [want] = forward_backward(lambda x: rms_norm.reference(x, weight, 1e-6), x, dy)[1:]
+    torch.testing.assert_close(dx, want, atol=1e-5, rtol=1e-5)
 
 
-@needs_triton
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(("T", "F"), SHAPES)
-def test_triton_clamped_gate_agrees_with_the_reference(T, F, dtype):
-    both, dy = randoms((T, 2 * F), (T, F), dtype=dtype)
-    # At the limits, below and above them.
-    both[0, :4] = torch.tensor([0.5, -0.5, 0.75, 0.75])
-    got = forward_backward(lambda x: clamped_gate.backend("triton")(x, 1.702, 0.5), both, dy)
-    want = forward_backward(lambda x: clamped_gate.reference(x, 1.702, 0.5), both, dy)
-    atol, rtol = TOLERANCE[dtype]
-    torch.testing.assert_close(got, want, atol=atol, rtol=rtol)
+@pytest.mark.parametrize(
+    ("x", "copied"),
+    [
+        (torch.arange(24).view(2, 3, 4), False),
+        (torch.arange(24).view(2, 3, 4)[..., 1:3], False),
+        (torch.arange(24).view(2, 12)[:, :8].unflatten(-1, (2, 4)), False),
+        (torch.arange(24).view(6, 4)[::2], False),
+        (torch.arange(24).view(2, 3, 4)[:, :2, :3], True),
+        (torch.arange(24).view(4, 6).T, True),
+        (torch.arange(24)[::3], True),
+        (torch.arange(8).expand(3, 8), False),
+        (torch.arange(24).view(2, 3, 4).transpose(0, 1), True),
+        (torch.arange(24).view(3, 2, 4)[:, :1], False),
+        (torch.empty(0, 5), False),
+    ],
+    ids=lambda value: (
+        f"{tuple(value.shape)} by {value.stride()}" if hasattr(value, "shape") else ""
+    ),
+)
+def test_elements_lie_where_their_spans_say(x, copied):
+    tensor, length, stride = spans_of(x)
+    count = x.numel() // length if length else 0
+    found = torch.as_strided(tensor, (count, length), (stride, 1), tensor.storage_offset())
+    assert torch.equal(found.flatten(), x.flatten())
+    assert (tensor is not x) == copied
 
 
-@needs_triton
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(("T", "D"), SHAPES)
-def test_triton_rms_norm_agrees_with_the_reference(T, D, dtype):
-    tensors = randoms((T, D), (D,), (T, D), dtype=dtype)
-    got = forward_backward(lambda x, w: rms_norm.backend("triton")(x, w, 1e-6), *tensors)
-    want = forward_backward(lambda x, w: rms_norm.reference(x, w, 1e-6), *tensors)
-    atol, rtol = TOLERANCE[dtype]
-    # A weight's gradient sums T terms, and its rounding grows with them.
-    torch.testing.assert_close(got, want, atol=atol * T**0.5, rtol=rtol)
-
-
-@needs_triton
-def test_triton_rms_norm_sums_many_rows_into_one_weight_gradient():
-    # More rows than there are partial sums, and not a multiple of them.
-    x, weight, dy = randoms((601, 4), (4,), (601, 4))
-    got = forward_backward(lambda x, w: rms_norm.backend("triton")(x, w, 1e-6), x, weight, dy)
-    want = forward_backward(lambda x, w: rms_norm.reference(x, w, 1e-6), x, weight, dy)
-    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
-
-
-@needs_triton
-def test_no_tokens_give_no_output_and_zero_gradients():
-    x, weight, dy = randoms((0, 8), (8,), (0, 8))
-    y, dx, dweight = forward_backward(
-        lambda x, w: rms_norm.backend("triton")(x, w, 1e-6), x, weight, dy
+@pytest.mark.parametrize("backend", [*rms_norm.backends[1:]])
+def test_rows_to_be_normalised_may_lie_anywhere(backend):
+    if backend == "triton" and not CAN_RUN_TRITON:
+        pytest.skip("needs CUDA or Triton's interpreter")
+    x, weight, dy = randoms((5, 7, 33), (33,), (7, 5, 33))
+    norm = rms_norm.backend(backend)
+    got = forward_backward(lambda x, w: norm(x.transpose(0, 1), w, 1e-5), x, weight, dy)
+    apart = dy.transpose(0, 1).contiguous().transpose(0, 1)
+    also = forward_backward(lambda x, w: norm(x.transpose(0, 1), w, 1e-5), x, weight, apart)
+    want = forward_backward(
+        lambda x, w: F.rms_norm(x.transpose(0, 1), (33,), w, 1e-5), x, weight, dy
     )
-    assert y.shape == dx.shape == (0, 8)
-    assert torch.equal(dweight, torch.zeros_like(weight))
+    for found in (got, also):
+        for one, other in zip(found, want, strict=True):
+            torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-5)
 
 
 def test_rms_norm_is_torchs_in_fp32():
@@ -140,14 +139,33 @@ def test_a_plain_call_compiles_without_a_graph_break():
     torch.testing.assert_close(both(gate, up, weight), want)
 
 
+ONES = torch.ones
+REFUSED = {
+    r"gate is \(2, 4\) and up is \(2, 3\)": (swiglu, ONES(2, 4), ONES(2, 3)),
+    "gate is torch.float32 and up is torch.bfloat16": (geglu, ONES(2, 3), ONES(2, 3).bfloat16()),
+    "a tensor is in torch.float64": (swiglu, ONES(2, 3).double(), ONES(2, 3).double()),
+    r"\(2, 3\), which is not gate and up by turns": (clamped_gate, ONES(2, 3), 1.7, 7.0),
+    "the limit is -1.0": (clamped_gate, ONES(2, 4), 1.7, -1.0),
+    r"x is \(2, 4\) and its weight is \(3,\)": (rms_norm, ONES(2, 4), ONES(3), 1e-6),
+    "rows are 0 wide": (rms_norm, ONES(2, 0), ONES(0), 1e-6),
+    "eps is -1.0": (rms_norm, ONES(2, 4), ONES(4), -1.0),
+    r"x is \(4,\) and the stream is \(2, 4\)": (add_rms_norm, ONES(4), ONES(2, 4), ONES(4), 1e-6),
+    "the stream is torch.float16": (add_rms_norm, ONES(4), ONES(4).half(), ONES(4), 1e-6),
+    r"q is \(5, 1, 4\), k is \(6, 1, 4\)": (rope, ONES(5, 1, 4), ONES(6, 1, 4), *[ONES(5, 4)] * 2),
+    "6 features are to turn of heads 4": (rope, *[ONES(5, 1, 4)] * 2, *[ONES(5, 6)] * 2),
+    "3 features are to turn": (rope, *[ONES(5, 1, 4)] * 2, *[ONES(5, 3)] * 2),
+    "angles are to learn": (rope, *[ONES(5, 1, 4)] * 2, *[ONES(5, 4).requires_grad_()] * 2),
+}
+
+
 @pytest.mark.skipif(
     "triton" not in swiglu.backends, reason="triton is not published for this system"
 )
-def test_a_named_backend_says_why_it_cannot():
-    with pytest.raises(UnsupportedError, match=r"gate is \(2, 4\) and up is \(2, 3\)"):
-        swiglu.backend("triton")(torch.ones(2, 4), torch.ones(2, 3))
-    with pytest.raises(UnsupportedError, match=r"x is \(2, 4\) and its weight is \(3,\)"):
-        rms_norm.backend("triton")(torch.ones(2, 4), torch.ones(3), 1e-6)
+@pytest.mark.parametrize("reason", REFUSED)
+def test_a_named_backend_says_why_it_cannot(reason):
+    op, *inputs = REFUSED[reason]
+    with pytest.raises(UnsupportedError, match=reason):
+        op.backend("triton")(*inputs)
 
 
 def test_an_unknown_backend_lists_the_known_ones():

@@ -9,10 +9,12 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.models.decoder import Decoder
 from penstock.models.initialise import initialise
+from penstock.models.layers.attention import in_bf16
 from penstock.models.layers.experts import Experts
 from penstock.models.layers.router import Router
 from penstock.models.registry import FAMILIES
 from penstock.models.roles import DECODER_GRAINS, Role, role_of
+from penstock_kernels.attention import Segments, attention
 from tests.models.stored import from_hf
 from tests.models.twins import SIZES, documents, packed_logits, packed_loss
 
@@ -134,3 +136,12 @@ def test_recomputing_through_a_socket_changes_no_gradient(socket):
     assert len(calls) == SIZES["num_hidden_layers"]
     for one, other in zip(plain.parameters(), recomputed.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)
+
+
+def test_attention_in_bf16_is_that_of_rounded_inputs_in_the_precision_they_came_in():
+    q, k, v = torch.randn(3, 7, 2, 8, generator=torch.Generator().manual_seed(0)).unbind()
+    segments, sinks = Segments.of([4, 3]), torch.tensor([0.5, -1.0])
+    got = in_bf16(attention)(q, k, v, segments, 0.3, 3, sinks)
+    want = attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), segments, 0.3, 3, sinks)
+    assert got.dtype == torch.float32
+    assert torch.equal(got, want.float())

@@ -85,20 +85,24 @@ def test_configs_written_before_transformers_5_read_the_same(kind):
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"hidden_act": "relu"}, "hidden_act is 'relu'; silu, swish, gelu, "),
+        (
+            {"model_type": "qwen3_moe", "hidden_act": "gelu"},
+            "hidden_act is 'gelu'; silu, swish are",
+        ),
         ({"model_type": "glm4_moe", "use_sliding_window": True}, "use_sliding_window is true"),
         ({"model_type": "qwen3", "layer_types": ["linear_attention"]}, "names linear_attention"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "names sliding_attention"),
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "set; unquantised weights are read"),
+        ({"quantization_config": {"quant_method": "awq"}}, "says quant_method 'awq'; fp8, "),
         (
             {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
             r"set; its weights are in MXFP4.*Mxfp4Config\(dequantize=True\)",
         ),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "of the kind 'dynamic'"),
+        ({"rope_scaling": {"type": "spiral", "factor": 2.0}}, "of the kind 'spiral'"),
         (
             {"rope_parameters": {"rope_type": "spiral"}},
-            "default, linear, llama3, yarn are computed",
+            "default, linear, llama3, yarn, dynamic, longrope are computed",
         ),
         ({"partial_rotary_factor": 0.5}, "a share of 0.5"),
         ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),

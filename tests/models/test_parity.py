@@ -1,5 +1,7 @@
 """Our decoder is transformers' model: loss, every gradient, logits; alone and packed."""
 
+import copy
+
 import pytest
 import torch
 import transformers
@@ -52,6 +54,37 @@ def test_a_document_has_the_same_logits_alone_packed_and_in_transformers(family,
             torch.testing.assert_close(
                 logits, their_logits(pair.theirs, document), atol=1e-5, rtol=1e-5
             )
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "gelu_pytorch_tanh"])
+def test_other_activations_are_those_of_transformers(activation):
+    pair = ours_with(hf_model("llama", tied=False, hidden_act=activation), merge_qkv=False)
+    ids, labels = documents()
+    with torch.no_grad():
+        ours, theirs = packed_loss(pair.ours, ids, labels), their_loss(pair.theirs, ids, labels)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+
+
+TRAINED = 10
+LONG = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 4.0, 8.0]}
+BY_LENGTH = {
+    "dynamic": {"factor": 4.0},
+    "longrope": {**LONG, "factor": 8.0, "original_max_position_embeddings": TRAINED},
+}
+
+
+@pytest.mark.parametrize("kind", BY_LENGTH)
+def test_documents_turn_by_their_own_lengths_as_alone_in_transformers(kind):
+    rope = {"rope_type": kind, "rope_theta": 1e4, **BY_LENGTH[kind]}
+    more = {"rope_parameters": rope, "max_position_embeddings": TRAINED}
+    pair = ours_with(hf_model("llama", tied=False, **more), merge_qkv=True)
+    ids, _ = documents([7, 10, 11, 20, 5])
+    with torch.no_grad():
+        packed = packed_logits(pair.ours, ids).split([len(document) for document in ids])
+        for document, logits in zip(ids, packed, strict=True):
+            # A copy, because theirs keeps the longest that it has seen.
+            theirs = their_logits(copy.deepcopy(pair.theirs), document)
+            torch.testing.assert_close(logits, theirs, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -7,7 +7,7 @@ import transformers
 from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 
-from penstock.losses.cross_entropy import sum_cross_entropy
+from penstock.losses.cross_entropy import Loss, sum_cross_entropy
 from penstock.models.decoder import Decoder
 from penstock.models.family import Family
 from penstock.models.registry import family_of
@@ -195,7 +195,7 @@ def packed_loss(model: nn.Module, ids, labels, chunk=11) -> torch.Tensor:
         torch.cat(ids),
         positions(lengths),
         Segments.of(lengths),
-        lambda hidden, head: sum_cross_entropy(hidden, head, torch.cat(labels), chunk=chunk),
+        lambda hidden, head: sum_cross_entropy(hidden, head, torch.cat(labels), Loss(chunk=chunk)),
     )
 
 

@@ -5,16 +5,18 @@ from collections.abc import Mapping
 import torch
 
 from penstock_kernels.clamped_gate.reference import clamped_gate as _reference
-from penstock_kernels.op import HAS_TRITON, Fast, Op, needs_cuda
+from penstock_kernels.op import HAS_TRITON, Fast, Op, needs_cuda, needs_floats
 
 __all__ = ["clamped_gate"]
 
 
 def _refuses(both_T2F: torch.Tensor, alpha: float, limit: float) -> str | None:
-    del alpha, limit
-    if both_T2F.shape[-1] % 2:
+    del alpha
+    if not both_T2F.ndim or both_T2F.shape[-1] % 2:
         return f"its input is {tuple(both_T2F.shape)}, which is not gate and up by turns"
-    return needs_cuda(both_T2F)
+    if limit < 0:
+        return f"the limit is {limit}, and nothing lies between it and its negative"
+    return needs_floats(both_T2F) or needs_cuda(both_T2F)
 
 
 _FAST: Mapping[str, Fast[[torch.Tensor, float, float], torch.Tensor]] = {}

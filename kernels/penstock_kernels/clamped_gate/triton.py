@@ -1,12 +1,14 @@
 """clamped_gate on Triton: one pass forward, one pass backward, which keep the input alone."""
 
-# pyright: reportArgumentType=false, reportIncompatibleMethodOverride=false
+# pyright: reportArgumentType=false
 
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+
+from penstock_kernels.operator import operator
 
 BLOCK = 1024
 
@@ -41,28 +43,53 @@ def _backward(both_ptr, dy_ptr, dboth_ptr, alpha, limit, n, BLOCK: tl.constexpr)
     tl.store(dboth_ptr + 2 * at + 1, tl.where(up_passes, dy * gate * sig, 0), mask=inside)
 
 
-class _ClampedGate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, both_T2F: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
-        both_T2F = both_T2F.contiguous()
-        y_TF = both_T2F.new_empty((*both_T2F.shape[:-1], both_T2F.shape[-1] // 2))
-        if n := y_TF.numel():
-            _forward[(triton.cdiv(n, BLOCK),)](both_T2F, y_TF, alpha, limit, n, BLOCK=BLOCK)
-        ctx.save_for_backward(both_T2F)
-        ctx.alpha, ctx.limit = alpha, limit
-        return y_TF
+def _clamped_gate(both: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    y = _clamped_gate_fake(both, alpha, limit)
+    if n := y.numel():
+        _forward[(triton.cdiv(n, BLOCK),)](both.contiguous(), y, alpha, limit, n, BLOCK=BLOCK)
+    return y
 
-    @staticmethod
-    def backward(ctx: Any, dy_TF: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (both_T2F,) = ctx.saved_tensors
-        dboth_T2F = torch.empty_like(both_T2F)
-        if n := dy_TF.numel():
-            _backward[(triton.cdiv(n, BLOCK),)](
-                both_T2F, dy_TF.contiguous(), dboth_T2F, ctx.alpha, ctx.limit, n, BLOCK=BLOCK
-            )
-        return dboth_T2F, None, None
+
+def _clamped_gate_fake(both: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    del alpha, limit
+    return both.new_empty((*both.shape[:-1], both.shape[-1] // 2))
+
+
+def _gradient(both: torch.Tensor, dy: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    dboth = both.new_empty(both.shape)
+    if n := dy.numel():
+        _backward[(triton.cdiv(n, BLOCK),)](
+            both.contiguous(), dy.contiguous(), dboth, alpha, limit, n, BLOCK=BLOCK
+        )
+    return dboth
+
+
+def _gradient_fake(
+    both: torch.Tensor, dy: torch.Tensor, alpha: float, limit: float
+) -> torch.Tensor:
+    del dy, alpha, limit
+    return both.new_empty(both.shape)
+
+
+_gradient_of = operator("clamped_gate_gradient", _gradient, fake=_gradient_fake)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    del output
+    both, ctx.alpha, ctx.limit = inputs
+    ctx.save_for_backward(both)
+
+
+def _back(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    (both,) = ctx.saved_tensors
+    return _gradient_of(both, dy, ctx.alpha, ctx.limit), None, None
+
+
+_clamped_gate_of = operator(
+    "clamped_gate", _clamped_gate, fake=_clamped_gate_fake, keep=_keep, backward=_back
+)
 
 
 def clamped_gate(both_T2F: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
     """As the reference's; rounded once, from fp32."""
-    return _ClampedGate.apply(both_T2F, alpha, limit)
+    return _clamped_gate_of(both_T2F, alpha, limit)

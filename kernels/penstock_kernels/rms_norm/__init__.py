@@ -1,32 +1,77 @@
-"""Root-mean-square normalisation over the last dimension, with a learned scale."""
+"""Root-mean-square normalisation over the last dimension, with a learned scale; by itself, or of a
+sum that is made on the way."""
 
 from collections.abc import Mapping
 
 import torch
 
-from penstock_kernels.op import HAS_TRITON, Fast, Op, needs_cuda
+from penstock_kernels.op import HAS_TRITON, Fast, Op, needs_cuda, needs_floats
+from penstock_kernels.rms_norm import lean as _lean
+from penstock_kernels.rms_norm.reference import add_rms_norm as _add_reference
 from penstock_kernels.rms_norm.reference import rms_norm as _reference
 
-__all__ = ["rms_norm"]
+__all__ = ["add_rms_norm", "rms_norm"]
 
 WIDEST = 65536
-"""A row is held in one program's registers; wider ones would spill."""
+"""On Triton a row is held in one program's registers; wider ones would spill."""
+
+
+def _misfit(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> str | None:
+    if not x_TD.ndim or weight_D.shape != x_TD.shape[-1:]:
+        return f"x is {tuple(x_TD.shape)} and its weight is {tuple(weight_D.shape)}"
+    if not x_TD.shape[-1]:
+        return "rows are 0 wide, and have no mean"
+    if eps < 0:
+        return f"eps is {eps}, and the root of a negative number would be taken"
+    return needs_floats(x_TD, weight_D)
+
+
+def _misfit_of_sum(
+    x_TD: torch.Tensor, stream_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+) -> str | None:
+    if x_TD.shape != stream_TD.shape:
+        return f"x is {tuple(x_TD.shape)} and the stream is {tuple(stream_TD.shape)}"
+    if x_TD.dtype != stream_TD.dtype:
+        return f"x is {x_TD.dtype} and the stream is {stream_TD.dtype}"
+    return _misfit(x_TD, weight_D, eps)
+
+
+def _too_wide(x_TD: torch.Tensor) -> str | None:
+    if x_TD.shape[-1] > WIDEST:
+        return f"rows are {x_TD.shape[-1]} wide, and it takes up to {WIDEST}"
+    return None
 
 
 def _refuses(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> str | None:
-    if weight_D.shape != x_TD.shape[-1:]:
-        return f"x is {tuple(x_TD.shape)} and its weight is {tuple(weight_D.shape)}"
-    if x_TD.shape[-1] > WIDEST:
-        return f"rows are {x_TD.shape[-1]} wide, and it takes up to {WIDEST}"
-    if eps < 0:
-        return f"eps is {eps}, and the root of a negative number would be taken"
-    return needs_cuda(x_TD, weight_D)
+    misfit = _misfit(x_TD, weight_D, eps)
+    return misfit or _too_wide(x_TD) or needs_cuda(x_TD, weight_D)
+
+
+def _add_refuses(
+    x_TD: torch.Tensor, stream_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+) -> str | None:
+    misfit = _misfit_of_sum(x_TD, stream_TD, weight_D, eps)
+    return misfit or _too_wide(x_TD) or needs_cuda(x_TD, stream_TD, weight_D)
 
 
 _FAST: Mapping[str, Fast[[torch.Tensor, torch.Tensor, float], torch.Tensor]] = {}
+_ADD_FAST: Mapping[
+    str,
+    Fast[
+        [torch.Tensor, torch.Tensor, torch.Tensor, float],
+        tuple[torch.Tensor, torch.Tensor],
+    ],
+] = {}
 if HAS_TRITON:
+    from penstock_kernels.rms_norm.triton import add_rms_norm as _add_triton
     from penstock_kernels.rms_norm.triton import rms_norm as _triton
 
     _FAST = {"triton": Fast(_triton, _refuses, written_in="triton")}
+    _ADD_FAST = {"triton": Fast(_add_triton, _add_refuses, written_in="triton")}
 
-rms_norm = Op("rms_norm", _reference, _FAST)
+rms_norm = Op("rms_norm", _reference, {**_FAST, "lean": Fast(_lean.rms_norm, _misfit)})
+add_rms_norm = Op(
+    "add_rms_norm",
+    _add_reference,
+    {**_ADD_FAST, "lean": Fast(_lean.add_rms_norm, _misfit_of_sum)},
+)

@@ -12,3 +12,11 @@ def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Te
     x = x_TD.float()
     normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
     return weight_D.to(x_TD.dtype) * normed.to(x_TD.dtype)
+
+
+def add_rms_norm(
+    x_TD: torch.Tensor, stream_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `stream + x`, rounded to their dtype, and `rms_norm` of it."""
+    sum_TD = stream_TD + x_TD
+    return sum_TD, rms_norm(sum_TD, weight_D, eps)

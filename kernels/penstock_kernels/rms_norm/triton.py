@@ -1,9 +1,9 @@
-"""rms_norm on Triton: one program a row forward; backward sums the weight's gradient in two steps.
+"""rms_norm on Triton: some rows a program; backward sums the weight's gradient in two steps.
 
 With n = x / rms(x), g = dy * weight:  dx = (g - n * mean(g * n)) / rms(x),  dweight = sum_T dy * n.
 """
 
-# pyright: reportArgumentType=false, reportIncompatibleMethodOverride=false
+# pyright: reportArgumentType=false
 
 from typing import Any
 
@@ -11,23 +11,52 @@ import torch
 import triton
 import triton.language as tl
 
-MOST_PARTIALS = 256
+from penstock_kernels.operator import operator
+from penstock_kernels.spans import spans_of
+
+MOST_PARTIALS = 512
 """Programs in the backward pass, each summing the weight's gradient over its share of the rows.
 A fixed number of partial sums, added in one order, keeps the gradient the same from run to run."""
 
+TILE = 2048
+"""Elements that a program takes at a time where rows are narrower: heads are."""
+
 
 @triton.jit
-def _forward(x_ptr, weight_ptr, y_ptr, scale_ptr, D, eps, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    inside = at < D
-    x = tl.load(x_ptr + row * D + at, mask=inside, other=0).to(tl.float32)
-    scale = 1 / tl.sqrt(tl.sum(x * x, axis=0) / D + eps)
-    tl.store(scale_ptr + row, scale)
+def _forward(
+    x_ptr,
+    stream_ptr,
+    weight_ptr,
+    sum_ptr,
+    y_ptr,
+    scale_ptr,
+    num_rows,
+    D,
+    rows_of_span,
+    span_stride,
+    eps,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    at = tl.arange(0, BLOCK)[None, :]
+    inside = (row < num_rows)[:, None] & (at < D)
+    here = row[:, None] * D + at
+    start = (row // rows_of_span) * span_stride + (row % rows_of_span) * D
+    x = tl.load(x_ptr + start[:, None] + at, mask=inside, other=0).to(tl.float32)
+    if stream_ptr is not None:
+        x += tl.load(stream_ptr + here, mask=inside, other=0).to(tl.float32)
+        # What is normalised is the sum as it is kept.
+        kept = x.to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + here, kept, mask=inside)
+        x = kept.to(tl.float32)
+    mean = tl.sum(x * x, axis=1) / D + eps
+    scale = 1 / tl.sqrt(tl.where(row < num_rows, mean, 1.0))
+    tl.store(scale_ptr + row, scale, mask=row < num_rows)
     # Rounded to y's dtype before the weight, as the reference does.
-    normed = (x * scale).to(y_ptr.dtype.element_ty).to(tl.float32)
-    weight = tl.load(weight_ptr + at, mask=inside, other=0).to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + row * D + at, normed * weight.to(tl.float32), mask=inside)
+    normed = (x * scale[:, None]).to(y_ptr.dtype.element_ty).to(tl.float32)
+    weight = tl.load(weight_ptr + at, mask=at < D, other=0).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + here, normed * weight.to(tl.float32), mask=inside)
 
 
 @triton.jit
@@ -35,72 +64,210 @@ def _backward(
     x_ptr,
     weight_ptr,
     dy_ptr,
+    dsum_ptr,
     scale_ptr,
     dx_ptr,
     dweight_ptr,
     num_rows,
     rows_each,
     D,
+    rows_of_span,
+    span_stride,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     part = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    inside = at < D
-    weight = tl.load(weight_ptr + at, mask=inside, other=0).to(dx_ptr.dtype.element_ty)
+    at = tl.arange(0, BLOCK)[None, :]
+    weight = tl.load(weight_ptr + at, mask=at < D, other=0).to(dx_ptr.dtype.element_ty)
     weight = weight.to(tl.float32)
-    dweight = tl.zeros([BLOCK], dtype=tl.float32)
-    for row in range(part * rows_each, tl.minimum((part + 1) * rows_each, num_rows)):
-        x = tl.load(x_ptr + row * D + at, mask=inside, other=0).to(tl.float32)
-        dy = tl.load(dy_ptr + row * D + at, mask=inside, other=0).to(tl.float32)
-        scale = tl.load(scale_ptr + row)
+    dweight = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+    end = tl.minimum((part + 1) * rows_each, num_rows)
+    for first in range(part * rows_each, end, ROWS):
+        row = first + tl.arange(0, ROWS)
+        inside = (row < end)[:, None] & (at < D)
+        here = row[:, None] * D + at
+        start = (row // rows_of_span) * span_stride + (row % rows_of_span) * D
+        x = tl.load(x_ptr + start[:, None] + at, mask=inside, other=0).to(tl.float32)
+        dy = tl.load(dy_ptr + here, mask=inside, other=0).to(tl.float32)
+        scale = tl.load(scale_ptr + row, mask=row < end, other=0)[:, None]
         normed = x * scale
         weighted = dy * weight
-        mean = tl.sum(weighted * normed, axis=0) / D
-        tl.store(dx_ptr + row * D + at, (weighted - normed * mean) * scale, mask=inside)
+        mean = tl.sum(weighted * normed, axis=1)[:, None] / D
+        dx = (weighted - normed * mean) * scale
+        if dsum_ptr is not None:
+            dx += tl.load(dsum_ptr + here, mask=inside, other=0).to(tl.float32)
+        tl.store(dx_ptr + here, dx, mask=inside)
         dweight += dy * normed
-    tl.store(dweight_ptr + part * D + at, dweight, mask=inside)
-
-
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-        x_TD, weight_D = x_TD.contiguous(), weight_D.contiguous()
-        y_TD = torch.empty_like(x_TD)
-        D = x_TD.shape[-1]
-        rows = x_TD.numel() // D
-        scale_T = torch.empty(rows, dtype=torch.float32, device=x_TD.device)
-        if rows:
-            block = triton.next_power_of_2(D)
-            _forward[(rows,)](x_TD, weight_D, y_TD, scale_T, D, eps, BLOCK=block)
-        ctx.save_for_backward(x_TD, weight_D, scale_T)
-        return y_TD
-
-    @staticmethod
-    def backward(ctx: Any, dy_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        x_TD, weight_D, scale_T = ctx.saved_tensors
-        D = x_TD.shape[-1]
-        rows = x_TD.numel() // D
-        dx_TD = torch.empty_like(x_TD)
-        if not rows:
-            return dx_TD, torch.zeros_like(weight_D), None
-        rows_each = triton.cdiv(rows, MOST_PARTIALS)
-        parts = triton.cdiv(rows, rows_each)
-        dweight_PD = torch.empty(parts, D, dtype=torch.float32, device=x_TD.device)
-        _backward[(parts,)](
-            x_TD,
-            weight_D,
-            dy_TD.contiguous(),
-            scale_T,
-            dx_TD,
-            dweight_PD,
-            rows,
-            rows_each,
-            D,
-            BLOCK=triton.next_power_of_2(D),
+    if dweight_ptr is not None:
+        tl.store(
+            dweight_ptr + part * D + tl.arange(0, BLOCK),
+            tl.sum(dweight, axis=0),
+            mask=tl.arange(0, BLOCK) < D,
         )
-        return dx_TD, dweight_PD.sum(0).to(weight_D.dtype), None
+
+
+def tile(width: int) -> dict[str, int]:
+    """Rows and columns that a program takes at a time, and its warps."""
+    block = triton.next_power_of_2(width)
+    rows = max(1, TILE // block)
+    size = rows * block
+    warps = 4 if size <= 2048 else 8 if size <= 4096 else 16 if size <= 16384 else 32
+    return {"ROWS": rows, "BLOCK": block, "num_warps": warps}
+
+
+def _normalised(
+    x: torch.Tensor, stream: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The sum, or nothing without a stream, its norm, and what each row was multiplied by."""
+    D = x.shape[-1]
+    num_rows = x.numel() // D
+    y = x.new_empty(x.shape)
+    total = x.new_empty(x.shape if stream is not None else (0,))
+    scale = x.new_empty(num_rows, dtype=torch.float32)
+    if num_rows:
+        spans, how = spans_of(x), tile(D)
+        _forward[(triton.cdiv(num_rows, how["ROWS"]),)](
+            spans.tensor,
+            None if stream is None else stream.contiguous(),
+            weight.contiguous(),
+            None if stream is None else total,
+            y,
+            scale,
+            num_rows,
+            D,
+            spans.length // D,
+            spans.stride,
+            eps,
+            **how,
+        )
+    return total, y, scale
+
+
+def _gradients(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    dy: torch.Tensor,
+    dsum: torch.Tensor | None,
+    scale: torch.Tensor,
+    wants_weight: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """That of x, plus `dsum`, and that of the weight, or nothing if it is not wanted."""
+    D = x.shape[-1]
+    num_rows = x.numel() // D
+    dx = x.new_empty(x.shape)
+    if not num_rows:
+        return dx, weight.new_zeros(D if wants_weight else 0)
+    spans, how = spans_of(x), tile(D)
+    rows_each = triton.cdiv(triton.cdiv(num_rows, MOST_PARTIALS), how["ROWS"]) * how["ROWS"]
+    parts = triton.cdiv(num_rows, rows_each)
+    partial = x.new_empty(parts, D, dtype=torch.float32) if wants_weight else None
+    _backward[(parts,)](
+        spans.tensor,
+        weight.contiguous(),
+        dy.contiguous(),
+        None if dsum is None else dsum.contiguous(),
+        scale,
+        dx,
+        partial,
+        num_rows,
+        rows_each,
+        D,
+        spans.length // D,
+        spans.stride,
+        **how,
+    )
+    if partial is None:
+        return dx, weight.new_empty(0)
+    return dx, partial.sum(0).to(weight.dtype)
+
+
+def _gradients_fake(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    dy: torch.Tensor,
+    dsum: torch.Tensor | None,
+    scale: torch.Tensor,
+    wants_weight: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    del dy, dsum, scale
+    return x.new_empty(x.shape), weight.new_empty(weight.shape if wants_weight else (0,))
+
+
+_gradients_of = operator("rms_norm_gradients", _gradients, fake=_gradients_fake)
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    _, y, scale = _normalised(x, None, weight, eps)
+    return y, scale
+
+
+def _norm_fake(
+    x: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    del weight, eps
+    return x.new_empty(x.shape), x.new_empty(x.shape[:-1].numel(), dtype=torch.float32)
+
+
+def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, weight, _ = inputs
+    _, scale = output
+    ctx.save_for_backward(x, weight, scale)
+
+
+def _back_norm(ctx: Any, dy: torch.Tensor, dscale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    del dscale
+    x, weight, scale = ctx.saved_tensors
+    wanted = ctx.needs_input_grad[1]
+    dx, dweight = _gradients_of(x, weight, dy, None, scale, wanted)
+    return dx, dweight if wanted else None, None
+
+
+_norm_of = operator("rms_norm", _norm, fake=_norm_fake, keep=_keep_norm, backward=_back_norm)
+
+
+def _add_norm(
+    x: torch.Tensor, stream: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _normalised(x, stream, weight, eps)
+
+
+def _add_norm_fake(
+    x: torch.Tensor, stream: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    del stream
+    return x.new_empty(x.shape), *_norm_fake(x, weight, eps)
+
+
+def _keep_add_norm(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, _, weight, _ = inputs
+    total, _, scale = output
+    ctx.save_for_backward(total, weight, scale)
+
+
+def _back_add_norm(
+    ctx: Any, dsum: torch.Tensor, dy: torch.Tensor, dscale: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    del dscale
+    total, weight, scale = ctx.saved_tensors
+    wanted = ctx.needs_input_grad[2]
+    dx, dweight = _gradients_of(total, weight, dy, dsum, scale, wanted)
+    return dx, dx, dweight if wanted else None, None
+
+
+_add_norm_of = operator(
+    "add_rms_norm", _add_norm, fake=_add_norm_fake, keep=_keep_add_norm, backward=_back_add_norm
+)
 
 
 def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
     """Return `x / rms(x) * weight` over the last dimension, with a fused backward."""
-    return _RMSNorm.apply(x_TD, weight_D, eps)
+    y_TD, _ = _norm_of(x_TD, weight_D, eps)
+    return y_TD
+
+
+def add_rms_norm(
+    x_TD: torch.Tensor, stream_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the reference's: each of both is read once, and each result written once."""
+    sum_TD, y_TD, _ = _add_norm_of(x_TD, stream_TD, weight_D, eps)
+    return sum_TD, y_TD

@@ -7,7 +7,9 @@ from pydantic import Field
 from penstock.config.availability import Later
 from penstock.config.section import Section
 
-Attention = Literal["eager", "sdpa", "native", "flash_attention_3", "flash_attention_4"]
+Attention = Literal[
+    "eager", "sdpa", "native", "flash_attention_2", "flash_attention_3", "flash_attention_4"
+]
 
 
 class ModelConfig(Section):
@@ -25,13 +27,12 @@ class ModelConfig(Section):
     """The tokenizer: a hub id, a local folder or `builtin:bytes`. Unset: the same as
     `config_path`."""
 
-    attn_implementation: Annotated[Attention | None, Later(allowed=("eager", "sdpa", "native"))] = (
-        None
-    )
+    attn_implementation: Attention | None = None
     """Attention backend: `eager` (plain matrix products), `sdpa` (PyTorch's fused attention),
-    `native` (PyTorch's variable-length and cuDNN kernels), `flash_attention_3` (Hopper),
-    `flash_attention_4` (Hopper and Blackwell). Unset: the best this machine has, with
-    `flash_attention_3` preferred where it is installed."""
+    `native` (PyTorch's variable-length and flex kernels; CUDA), and the packages
+    `flash_attention_2` (Ampere and later), `flash_attention_3` (Hopper) and `flash_attention_4`
+    (Hopper and Blackwell), which are refused where they are not installed. Unset: the best this
+    machine has, with `flash_attention_3` preferred where it is installed."""
 
     moe_implementation: Literal["eager", "triton", "native", "quack"] | None = None
     """Mixture-of-experts kernels: `eager` (one expert after another), `triton` (group GEMM),
@@ -45,6 +46,25 @@ class ModelConfig(Section):
     freeze_router: bool = False
     """Mixture of experts: leave routers' weights as they are. Gradients still flow through the
     experts' weights into what comes before."""
+
+    lm_head_fp32: bool = False
+    """Compute logits in fp32 also where the rest is computed in bf16, of the head's weights and the
+    hidden states as they are there, so that no rounding lies between them and the loss. On a GPU
+    such products take many times as long, and the head is held in fp32 while they last."""
+
+    rmsnorm_native: bool = False
+    """Compute norms, and what is added to the residual stream before them, with PyTorch's plain
+    operations, rounding where Hugging Face's models do, also where a fused kernel serves."""
+
+    activation_native: bool = False
+    """The same of feed-forward networks' activations, experts' among them."""
+
+    rope_native: bool = False
+    """The same of rotary position embedding."""
+
+    attention_cast_bf16: bool = False
+    """Compute attention in bf16, from queries, keys and values on, also where the rest is computed
+    in fp32."""
 
     ep_dispatch: Literal["alltoall", "deepep"] = "alltoall"
     """How tokens travel between ranks that hold different experts: `alltoall`, or `deepep`, an

@@ -16,6 +16,7 @@ from penstock.models.layers.block import Block
 from penstock.models.layers.experts import ExpertOperations, operations_of
 from penstock.models.layers.mixture import MixtureOfExperts
 from penstock.models.layers.norm import RMSNorm
+from penstock.models.layers.operations import BEST_OPERATIONS, Operations
 from penstock.models.layers.rotary import Rotary
 from penstock.models.layers.router import Precision, Router
 from penstock.models.layers.run import Run, direct
@@ -58,7 +59,8 @@ class Trunk(nn.Module):
         *,
         merge_qkv: bool,
         attend: Attend,
-        operations: ExpertOperations,
+        operations: Operations,
+        experts: ExpertOperations,
         router: Precision,
         dropout: float,
     ) -> None:
@@ -75,13 +77,18 @@ class Trunk(nn.Module):
                     merge_qkv=merge_qkv,
                     attend=attend,
                     operations=operations,
+                    experts=experts,
                     router=router,
                     dropout=dropout,
                 )
                 for number in part.layers
             }
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if part.ends else None
+        self.norm = (
+            RMSNorm(config.hidden_size, config.rms_norm_eps, operations=operations)
+            if part.ends
+            else None
+        )
 
 
 class Decoder(nn.Module):
@@ -103,6 +110,7 @@ class Decoder(nn.Module):
         merge_qkv: bool = False,
         attention: Attend = attention,
         experts: ExpertOperations = BEST,
+        operations: Operations = BEST_OPERATIONS,
         router: Precision = "fp32",
         dropout: float = 0.0,
         part: Part | None = None,
@@ -117,7 +125,8 @@ class Decoder(nn.Module):
             part,
             merge_qkv=merge_qkv,
             attend=attention,
-            operations=experts,
+            operations=operations,
+            experts=experts,
             router=router,
             dropout=dropout,
         )
@@ -166,7 +175,7 @@ class Decoder(nn.Module):
         model to hold only a part of it between calls.
         """
         x_TD = self._embedded(inputs)
-        cos_TH, sin_TH = self.rotary.angles(position_ids_T, x_TD.dtype)
+        cos_TH, sin_TH = self.rotary.angles(position_ids_T, x_TD.dtype, segments)
         for layer in self.model.layers.values():
             x_TD = self.run_layer(layer, x_TD, cos_TH, sin_TH, segments)
         if self.model.norm is None or self.lm_head is None:

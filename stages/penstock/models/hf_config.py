@@ -3,26 +3,29 @@
 No torch here: whether a layout fits a model is judged before anything heavy is imported.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from penstock.core.errors import CapabilityError, ConfigError
-from penstock.models.shape import DecoderConfig
+from penstock.models.published import declared_in
+from penstock.models.shape import BY_DOCUMENT, Activation, DecoderConfig
 
 HfConfig = Mapping[str, Any]
 
-KINDS = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary embedding with fixed frequencies. `dynamic` and `longrope` choose them by the
-longest sequence in a batch, so a document would be computed otherwise among others than alone."""
+KINDS = ("default", "linear", "llama3", "yarn", *BY_DOCUMENT)
+"""Kinds of rotary embedding."""
+
+SILU = ("silu", "swish")
+ACTIVATIONS: Mapping[str, Activation] = {
+    **dict.fromkeys(SILU, "silu"),
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+"""What `hidden_act` calls the activations; experts are computed with the first alone."""
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """What `layer_types` calls attention over whole documents, and over the last tokens alone."""
-
-MXFP4 = (
-    "its weights are in MXFP4, and unquantised ones are read. In transformers, "
-    "from_pretrained(..., dtype='bfloat16', quantization_config=Mxfp4Config(dequantize=True)) and "
-    "then save_pretrained write a folder of bfloat16 weights; name that one as model.model_path"
-)
 
 
 def decoder_config(hf: HfConfig, *, faults: Iterable[str] = (), **specific: Any) -> DecoderConfig:
@@ -34,7 +37,10 @@ def decoder_config(hf: HfConfig, *, faults: Iterable[str] = (), **specific: Any)
         CapabilityError: it asks for something that the decoder does not compute.
     """
     refuse_what_is_not_computed(
-        hf, faults, windows="computed" if "sliding_layers" in specific else "refused"
+        hf,
+        faults,
+        windows="computed" if "sliding_layers" in specific else "refused",
+        activations=SILU if specific.get("experts") else tuple(ACTIVATIONS),
     )
     heads = required(hf, "num_attention_heads")
     hidden = required(hf, "hidden_size")
@@ -50,6 +56,7 @@ def decoder_config(hf: HfConfig, *, faults: Iterable[str] = (), **specific: Any)
         "max_position_embeddings": required(hf, "max_position_embeddings"),
         "tie_word_embeddings": bool(given(hf, "tie_word_embeddings", False)),
         "initializer_range": given(hf, "initializer_range", 0.02),
+        "activation": ACTIVATIONS[given(hf, "hidden_act", "silu")],
     }
     if "rope_parameters" not in specific:
         fields["rope_parameters"] = of_whole_heads(rope_parameters(hf))
@@ -100,10 +107,11 @@ def rope_parameters(
     share = parameters.pop("partial_rotary_factor", given(hf, "partial_rotary_factor", share))
     if share != 1.0:
         parameters["partial_rotary_factor"] = share
-    if kind in ("llama3", "yarn"):
-        parameters.setdefault(
-            "original_max_position_embeddings", required(hf, "max_position_embeddings")
+    if kind in ("llama3", "yarn", "longrope"):
+        begun = given(
+            hf, "original_max_position_embeddings", required(hf, "max_position_embeddings")
         )
+        parameters.setdefault("original_max_position_embeddings", begun)
     return parameters
 
 
@@ -150,16 +158,21 @@ def sliding_from_a_layer_on(hf: HfConfig) -> dict[str, Any]:
 
 
 def refuse_what_is_not_computed(
-    hf: HfConfig, more: Iterable[str], *, windows: Literal["computed", "refused"]
+    hf: HfConfig,
+    more: Iterable[str],
+    *,
+    windows: Literal["computed", "refused"],
+    activations: Sequence[str],
 ) -> None:
     """Raise CapabilityError for what no family here computes and for `more`, all of it at once.
 
-    `windows` are those that slide over a document, which not every family has.
+    `windows` are those that slide over a document, which not every family has; `activations`
+    those that the model's networks are computed with.
     """
     faults = list(more)
-    activation = given(hf, "hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        faults.append(f"hidden_act is {activation!r}; silu is computed")
+    written = given(hf, "hidden_act", "silu")
+    if written not in activations:
+        faults.append(f"hidden_act is {written!r}; {', '.join(activations)} are computed")
     computed = (FULL, SLIDING) if windows == "computed" else (FULL,)
     if windows == "refused" and given(hf, "use_sliding_window", False):
         faults.append("use_sliding_window is true; attention over whole documents is computed")
@@ -170,17 +183,13 @@ def refuse_what_is_not_computed(
         )
     if dropout := given(hf, "attention_dropout", 0.0):
         faults.append(f"attention_dropout is {dropout}; attention is computed without dropout")
-    if quantised := hf.get("quantization_config"):
-        faults.append(f"quantization_config is set; {_unquantised(quantised)}")
+    try:
+        declared_in(hf)
+    except CapabilityError as error:
+        faults.append(str(error))
     if faults:
         lines = "\n  ".join(faults)
         raise CapabilityError(
             f"the model's config.json asks for what is not computed:\n  {lines}\n"
             "Change these fields in a copy that model.config_path names, or use another model."
         )
-
-
-def _unquantised(quantised: Any) -> str:
-    if isinstance(quantised, Mapping) and quantised.get("quant_method") == "mxfp4":
-        return MXFP4
-    return "unquantised weights are read"

@@ -17,8 +17,13 @@ COUNTS = (
 )
 EXPERT_COUNTS = ("num_experts", "experts_per_token", "width", "num_groups", "groups_per_token")
 
+BY_DOCUMENT = ("dynamic", "longrope")
+"""Kinds of rotary embedding whose frequencies follow from the length of a document: of its own, so
+that it is computed among others as alone."""
+
 Scoring = Literal["softmax", "sigmoid"]
 RotaryPairs = Literal["halves", "neighbours"]
+Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 
 @dataclass(frozen=True)
@@ -130,6 +135,8 @@ class DecoderConfig:
     o_bias: bool = False
     """Whether the projection out of attention has a bias."""
     mlp_bias: bool = False
+    activation: Activation = "silu"
+    """Of what gates a feed-forward network: GELU exactly, or by its tanh approximation."""
     qk_norm: bool = False
     """Whether queries and keys are normalised head by head."""
     attention_sinks: bool = False
@@ -157,6 +164,13 @@ class DecoderConfig:
                 f"head_dim is {self.head_dim}{share}; rotary embedding turns features in pairs, "
                 "which wants an even number of them"
             )
+        for factors in ("short_factor", "long_factor"):
+            count = len(self.rope_parameters.get(factors) or ())
+            if self.rope_parameters["rope_type"] == "longrope" and count != self.rotary_dim // 2:
+                raise _misfit(
+                    f"{factors} (rope_parameters) has {count} numbers, and {self.rotary_dim // 2} "
+                    "pairs of features turn"
+                )
         if self.sliding_layers and (self.sliding_window is None or self.sliding_window < 1):
             raise _misfit(
                 f"sliding_window is {self.sliding_window}, and {len(self.sliding_layers)} layers "
@@ -167,6 +181,11 @@ class DecoderConfig:
     def rotary_dim(self) -> int:
         """Features of each head, from the first on, that rotary embedding turns."""
         return int(self.head_dim * self.rope_parameters.get("partial_rotary_factor", 1.0))
+
+    @property
+    def turns_by_document(self) -> bool:
+        """Whether rotary embedding's frequencies follow from the length of each document."""
+        return self.rope_parameters["rope_type"] in BY_DOCUMENT
 
     @property
     def qkv_parts(self) -> Mapping[str, int]:

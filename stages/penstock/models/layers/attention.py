@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from penstock.models.layers.norm import RMSNorm
+from penstock.models.layers.operations import BEST_OPERATIONS, Operations
 from penstock.models.shape import DecoderConfig, RotaryPairs
 from penstock_kernels.attention import Segments
-from penstock_kernels.rope import rope
 
 
 class Attend(Protocol):
@@ -34,6 +34,25 @@ class Attend(Protocol):
     ) -> torch.Tensor: ...
 
 
+def in_bf16(attend: Attend) -> Attend:
+    """Attention of queries, keys and values in bf16, whatever they came in; given back in that."""
+
+    def attend_in_bf16(
+        q_TNH: torch.Tensor,
+        k_TKH: torch.Tensor,
+        v_TKH: torch.Tensor,
+        segments: Segments,
+        scale: float,
+        window: int | None = None,
+        sinks_N: torch.Tensor | None = None,
+        /,
+    ) -> torch.Tensor:
+        q, k, v = (part.bfloat16() for part in (q_TNH, k_TKH, v_TKH))
+        return attend(q, k, v, segments, scale, window, sinks_N).to(q_TNH.dtype)
+
+    return attend_in_bf16
+
+
 class SelfAttention(nn.Module):
     """Project, normalise if the family does, rotate, attend, project back.
 
@@ -41,7 +60,13 @@ class SelfAttention(nn.Module):
     """
 
     def __init__(
-        self, config: DecoderConfig, layer: int, *, merge_qkv: bool, attend: Attend
+        self,
+        config: DecoderConfig,
+        layer: int,
+        *,
+        merge_qkv: bool,
+        attend: Attend,
+        operations: Operations = BEST_OPERATIONS,
     ) -> None:
         super().__init__()
         self.window = config.window_of(layer)
@@ -65,9 +90,12 @@ class SelfAttention(nn.Module):
         self.o_proj = nn.Linear(self.parts[0], width, bias=config.o_bias)
         self.qk_norm = config.qk_norm
         if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+            self.q_norm, self.k_norm = (
+                RMSNorm(config.head_dim, config.rms_norm_eps, operations=operations)
+                for _ in range(2)
+            )
         self.attend = attend
+        self.rope = operations.rope
 
     def forward(
         self, x_TD: torch.Tensor, cos_TH: torch.Tensor, sin_TH: torch.Tensor, segments: Segments
@@ -78,7 +106,7 @@ class SelfAttention(nn.Module):
         q_TNH, k_TKH, v_TKH = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, v))
         if self.qk_norm:
             q_TNH, k_TKH = self.q_norm(q_TNH), self.k_norm(k_TKH)
-        q_TNH, k_TKH = rope(q_TNH, k_TKH, cos_TH, sin_TH, self.rope_pairs)
+        q_TNH, k_TKH = self.rope(q_TNH, k_TKH, cos_TH, sin_TH, self.rope_pairs)
         y_TNH = self.attend(q_TNH, k_TKH, v_TKH, segments, self.scale, self.window, self.sinks)
         return self.o_proj(y_TNH.flatten(1))
 

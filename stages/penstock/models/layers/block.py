@@ -9,6 +9,7 @@ from penstock.models.layers.experts import ExpertOperations
 from penstock.models.layers.feed_forward import FeedForward
 from penstock.models.layers.mixture import MixtureOfExperts
 from penstock.models.layers.norm import RMSNorm
+from penstock.models.layers.operations import Operations
 from penstock.models.layers.router import Precision
 from penstock.models.layers.run import Run, direct
 from penstock.models.shape import DecoderConfig
@@ -32,20 +33,25 @@ class Block(nn.Module):
         *,
         merge_qkv: bool,
         attend: Attend,
-        operations: ExpertOperations,
+        operations: Operations,
+        experts: ExpertOperations,
         router: Precision,
         dropout: float = 0.0,
     ) -> None:
         """`dropout`: the rate at which features are dropped from what is added to the stream."""
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = SelfAttention(config, layer, merge_qkv=merge_qkv, attend=attend)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        experts = config.experts_of(layer)
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(width, eps, operations=operations)
+        self.self_attn = SelfAttention(
+            config, layer, merge_qkv=merge_qkv, attend=attend, operations=operations
+        )
+        self.post_attention_layernorm = RMSNorm(width, eps, operations=operations)
+        sparse = config.experts_of(layer)
+        gate = operations.gates[config.activation]
         self.mlp = (
-            MixtureOfExperts(config, experts, operations=operations, router=router)
-            if experts
-            else FeedForward(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+            MixtureOfExperts(config, sparse, operations=experts, router=router, gate=gate)
+            if sparse
+            else FeedForward(width, config.intermediate_size, bias=config.mlp_bias, gate=gate)
         )
         self.drop_attn, self.drop_mlp = (
             Dropout(dropout, f"model.layers.{layer}.{part}") for part in SOCKETS
@@ -59,5 +65,5 @@ class Block(nn.Module):
         """The residual stream after this block, [T, D]."""
         normed_TD = self.input_layernorm(x_TD)
         attended_TD = self.run_attn(self.self_attn, normed_TD, cos_TH, sin_TH, segments)
-        x_TD = x_TD + self.drop_attn(attended_TD)
-        return x_TD + self.drop_mlp(self.run_mlp(self.mlp, self.post_attention_layernorm(x_TD)))
+        x_TD, normed_TD = self.post_attention_layernorm(self.drop_attn(attended_TD), x_TD)
+        return x_TD + self.drop_mlp(self.run_mlp(self.mlp, normed_TD))

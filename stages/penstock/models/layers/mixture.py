@@ -12,9 +12,11 @@ from torch import nn
 from penstock.models.layers.clamped_experts import ClampedExperts
 from penstock.models.layers.experts import ExpertOperations, Experts
 from penstock.models.layers.feed_forward import FeedForward
+from penstock.models.layers.operations import Gate
 from penstock.models.layers.router import Precision, Router
 from penstock.models.layers.run import Run, direct
 from penstock.models.shape import DecoderConfig, ExpertsConfig
+from penstock_kernels.glu import swiglu
 from penstock_kernels.permute import order_of
 
 
@@ -64,14 +66,16 @@ class MixtureOfExperts(nn.Module):
         *,
         operations: ExpertOperations,
         router: Precision,
+        gate: Gate = swiglu,
     ) -> None:
+        """`gate`: that of the shared experts."""
         super().__init__()
         width = config.hidden_size
         self.gate = Router(experts, width, precision=router)
         form = ClampedExperts if experts.clamped else Experts
         self.experts = form(experts, width, operations=operations)
         self.shared_experts = (
-            FeedForward(width, experts.shared_width, bias=config.mlp_bias)
+            FeedForward(width, experts.shared_width, bias=config.mlp_bias, gate=gate)
             if experts.shared_width
             else None
         )

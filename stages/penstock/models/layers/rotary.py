@@ -5,12 +5,14 @@ the frequencies it was trained with.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from penstock.models.shape import RotaryPairs
+from penstock.models.shape import BY_DOCUMENT, RotaryPairs
+from penstock_kernels.attention import Segments
 
 
 class Rotary:
@@ -25,23 +27,34 @@ class Rotary:
         max_position_embeddings: int,
         pairs: RotaryPairs = "halves",
     ) -> None:
+        model = _Model(parameters, head_dim, max_position_embeddings)
         # On the CPU whatever device the model is being built on: the numbers are needed now.
         with torch.device("cpu"):
-            inverse_frequencies, self.attention_factor = _frequencies(
-                parameters, head_dim, max_position_embeddings
-            )
+            inverse_frequencies, self.attention_factor = model.frequencies()
         self.pairs = pairs
         self.inverse_frequencies: list[float] = inverse_frequencies.float().tolist()
+        self.model = model if parameters["rope_type"] in BY_DOCUMENT else None
 
     def angles(
-        self, position_ids_T: torch.Tensor, dtype: torch.dtype
+        self,
+        position_ids_T: torch.Tensor,
+        dtype: torch.dtype,
+        segments: Segments | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines [T, H] on the positions' device, for the features that turn.
 
         Computed in fp32, and given in `dtype`, or as they are where neighbours are turned together.
+        `segments` are the documents of all the positions, for kinds that go by their lengths.
         """
         device = position_ids_T.device
-        inverse = torch.tensor(self.inverse_frequencies, dtype=torch.float32, device=device)
+        if self.model is None:
+            inverse = torch.tensor(self.inverse_frequencies, dtype=torch.float32, device=device)
+        else:
+            assert segments is not None
+            lengths_D = segments.cu_seqlens.diff()
+            inverse = self.model.frequencies_of(lengths_D).repeat_interleave(
+                lengths_D, dim=0, output_size=position_ids_T.shape[0]
+            )
         angle = position_ids_T[:, None].float() * inverse
         factor = self.attention_factor
         if self.pairs == "neighbours":
@@ -52,25 +65,45 @@ class Rotary:
         return (cos_TH * factor).to(dtype), (sin_TH * factor).to(dtype)
 
 
-def _frequencies(
-    parameters: Mapping[str, Any], head_dim: int, max_position_embeddings: int
-) -> tuple[torch.Tensor, float]:
-    kind = parameters["rope_type"]
-    if kind == "default":
-        turning = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
-        exponents = torch.arange(0, turning, 2, dtype=torch.float) / turning
-        return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
-    # What the formulas read of a transformers config. Some compute the head width that a config
-    # without one would have before they read ours.
-    config = SimpleNamespace(
-        rope_parameters=dict(parameters),
-        head_dim=head_dim,
-        hidden_size=head_dim,
-        num_attention_heads=1,
-        max_position_embeddings=max_position_embeddings,
-        standardize_rope_params=lambda: None,
-    )
-    # Half a second that models without scaled positions need not wait.
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: PLC0415
+@dataclass(frozen=True)
+class _Model:
+    """What the formulas read of a model. R features of a head turn, D documents."""
 
-    return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    parameters: Mapping[str, Any]
+    head_dim: int
+    max_position_embeddings: int
+
+    def frequencies(self, length: int | torch.Tensor | None = None) -> tuple[torch.Tensor, float]:
+        """Inverse frequencies [R/2], and the attention factor; of documents as long as the model
+        was trained for, or of `length`, which with `dynamic` may be [D, 1], and gives [D, R/2]."""
+        kind = self.parameters["rope_type"]
+        if kind == "default":
+            turning = int(self.head_dim * self.parameters.get("partial_rotary_factor", 1.0))
+            exponents = torch.arange(0, turning, 2, dtype=torch.float) / turning
+            return 1.0 / (self.parameters["rope_theta"] ** exponents), 1.0
+        # What the formulas read of a transformers config. Some compute the head width that a config
+        # without one would have before they read ours.
+        config = SimpleNamespace(
+            rope_parameters=dict(self.parameters),
+            head_dim=self.head_dim,
+            hidden_size=self.head_dim,
+            num_attention_heads=1,
+            max_position_embeddings=self.max_position_embeddings,
+            standardize_rope_params=lambda: None,
+        )
+        device = length.device if isinstance(length, torch.Tensor) else torch.device("cpu")
+        # Half a second that models without scaled positions need not wait.
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: PLC0415
+
+        return ROPE_INIT_FUNCTIONS[kind](config, device, seq_len=length)
+
+    def frequencies_of(self, lengths_D: torch.Tensor) -> torch.Tensor:
+        """Those of each document, [D, R/2] on the device of their lengths."""
+        lengths_D1 = lengths_D[:, None].float()
+        if self.parameters["rope_type"] == "dynamic":
+            return self.frequencies(lengths_D1)[0]
+        trained = self.parameters["original_max_position_embeddings"]
+        short, long = (
+            self.frequencies(length)[0].to(lengths_D.device) for length in (trained, trained + 1)
+        )
+        return torch.where(lengths_D1 > trained, long, short)

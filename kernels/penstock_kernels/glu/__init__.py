@@ -1,0 +1,33 @@
+"""The elementwise half of gated linear units, `activation(gate) * up`, on Triton without storing
+the activation: of SiLU (swiglu), of GELU, and of GELU by its tanh approximation (geglu)."""
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+
+from penstock_kernels.glu import reference as _reference
+from penstock_kernels.op import HAS_TRITON, Fast, Op, needs_cuda, needs_floats
+
+__all__ = ["geglu", "geglu_tanh", "swiglu"]
+
+
+def _refuses(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> str | None:
+    if gate_TF.shape != up_TF.shape:
+        return f"gate is {tuple(gate_TF.shape)} and up is {tuple(up_TF.shape)}"
+    if gate_TF.dtype != up_TF.dtype:
+        return f"gate is {gate_TF.dtype} and up is {up_TF.dtype}"
+    return needs_floats(gate_TF) or needs_cuda(gate_TF, up_TF)
+
+
+def _fast(activation: str) -> Mapping[str, Fast[[torch.Tensor, torch.Tensor], torch.Tensor]]:
+    if not HAS_TRITON:
+        return {}
+    from penstock_kernels.glu.triton import glu  # noqa: PLC0415 - published for Linux alone
+
+    return {"triton": Fast(partial(glu, activation=activation), _refuses, written_in="triton")}
+
+
+swiglu = Op("swiglu", _reference.swiglu, _fast("silu"))
+geglu = Op("geglu", _reference.geglu, _fast("gelu"))
+geglu_tanh = Op("geglu_tanh", _reference.geglu_tanh, _fast("gelu_tanh"))

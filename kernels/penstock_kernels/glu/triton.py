@@ -1,0 +1,172 @@
+"""Gated linear units on Triton: one pass forward, one pass backward, activations computed again
+rather than kept.
+
+An activation of g is g * s(g), with a sigmoid or a distribution function s.
+"""
+
+# pyright: reportArgumentType=false
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock_kernels.operator import operator
+from penstock_kernels.spans import Spans, spans_of
+
+BLOCK = 1024
+
+SQRT_HALF = tl.constexpr(0.7071067811865476)
+DENSITY_AT_0 = tl.constexpr(0.3989422804014327)
+"""Of the normal distribution: 1 / sqrt(2 pi)."""
+TWICE_SLOPE_AT_0 = tl.constexpr(1.5957691216057308)
+"""Twice sqrt(2 / pi), of the approximation; its tanh is a sigmoid of twice the argument."""
+CUBIC = tl.constexpr(0.044715)
+
+
+@triton.jit
+def _share(gate, ACTIVATION: tl.constexpr):
+    """s(g) and its slope."""
+    if ACTIVATION == "gelu":
+        share = 0.5 * (1 + tl.erf(gate * SQRT_HALF))
+        slope = tl.exp(-0.5 * gate * gate) * DENSITY_AT_0
+    elif ACTIVATION == "gelu_tanh":
+        square = gate * gate
+        share = tl.sigmoid(gate * (square * CUBIC + 1) * TWICE_SLOPE_AT_0)
+        slope = share * (1 - share) * (square * (3 * CUBIC) + 1) * TWICE_SLOPE_AT_0
+    else:
+        share = tl.sigmoid(gate)
+        slope = share * (1 - share)
+    return share, slope
+
+
+@triton.jit
+def _forward(
+    gate_ptr,
+    up_ptr,
+    y_ptr,
+    length,
+    gate_stride,
+    up_stride,
+    blocks,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    span = (tl.program_id(0) // blocks).to(tl.int64)
+    at = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < length
+    gate = tl.load(gate_ptr + span * gate_stride + at, mask=inside, other=0).to(tl.float32)
+    up = tl.load(up_ptr + span * up_stride + at, mask=inside, other=0).to(tl.float32)
+    share, _ = _share(gate, ACTIVATION)
+    tl.store(y_ptr + span * length + at, gate * share * up, mask=inside)
+
+
+@triton.jit
+def _backward(
+    gate_ptr,
+    up_ptr,
+    dy_ptr,
+    dgate_ptr,
+    dup_ptr,
+    length,
+    gate_stride,
+    up_stride,
+    blocks,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    span = (tl.program_id(0) // blocks).to(tl.int64)
+    at = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < length
+    here = span * length + at
+    gate = tl.load(gate_ptr + span * gate_stride + at, mask=inside, other=0).to(tl.float32)
+    up = tl.load(up_ptr + span * up_stride + at, mask=inside, other=0).to(tl.float32)
+    dy = tl.load(dy_ptr + here, mask=inside, other=0).to(tl.float32)
+    share, slope = _share(gate, ACTIVATION)
+    tl.store(dgate_ptr + here, dy * up * (share + gate * slope), mask=inside)
+    tl.store(dup_ptr + here, dy * gate * share, mask=inside)
+
+
+def _glu(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    y = gate.new_empty(gate.shape)
+    if y.numel():
+        gates, ups = _alike(gate, up)
+        blocks = triton.cdiv(gates.length, BLOCK)
+        _forward[(y.numel() // gates.length * blocks,)](
+            gates.tensor,
+            ups.tensor,
+            y,
+            gates.length,
+            gates.stride,
+            ups.stride,
+            blocks,
+            ACTIVATION=activation,
+            BLOCK=BLOCK,
+        )
+    return y
+
+
+def _gradients(
+    gate: torch.Tensor, up: torch.Tensor, dy: torch.Tensor, activation: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dgate, dup = gate.new_empty(gate.shape), up.new_empty(up.shape)
+    if dgate.numel():
+        gates, ups = _alike(gate, up)
+        blocks = triton.cdiv(gates.length, BLOCK)
+        _backward[(dgate.numel() // gates.length * blocks,)](
+            gates.tensor,
+            ups.tensor,
+            dy.contiguous(),
+            dgate,
+            dup,
+            gates.length,
+            gates.stride,
+            ups.stride,
+            blocks,
+            ACTIVATION=activation,
+            BLOCK=BLOCK,
+        )
+    return dgate, dup
+
+
+def _alike(gate: torch.Tensor, up: torch.Tensor) -> tuple[Spans, Spans]:
+    """Both, in spans of the same length."""
+    gates, ups = spans_of(gate), spans_of(up)
+    if gates.length == ups.length:
+        return gates, ups
+    return spans_of(gate.contiguous()), spans_of(up.contiguous())
+
+
+def _glu_fake(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    del up, activation
+    return gate.new_empty(gate.shape)
+
+
+def _gradients_fake(
+    gate: torch.Tensor, up: torch.Tensor, dy: torch.Tensor, activation: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    del dy, activation
+    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+
+
+_gradients_of = operator("glu_gradients", _gradients, fake=_gradients_fake)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    del output
+    gate, up, ctx.activation = inputs
+    ctx.save_for_backward(gate, up)
+
+
+def _back(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    gate, up = ctx.saved_tensors
+    return *_gradients_of(gate, up, dy, ctx.activation), None
+
+
+_glu_of = operator("glu", _glu, fake=_glu_fake, keep=_keep, backward=_back)
+
+
+def glu(gate_TF: torch.Tensor, up_TF: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return `activation(gate) * up` with a fused backward; rounded once, from fp32."""
+    return _glu_of(gate_TF, up_TF, activation)

@@ -1,0 +1,56 @@
+"""rms_norm by PyTorch's operations, as few of them as it takes, and with its own gradient.
+
+Autograd keeps the row and its norm in fp32, and goes back over each step of the reference; this
+keeps the row as it came and one number of it, and takes half the time on a CPU or less.
+"""
+
+# pyright: reportIncompatibleMethodOverride=false
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+        normed_TD = x_TD.to(torch.float32, copy=True)
+        scale_T1 = torch.linalg.vector_norm(normed_TD, dim=-1, keepdim=True)
+        scale_T1.square_().div_(x_TD.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x_TD, weight_D, scale_T1)
+        return normed_TD.mul_(scale_T1).to(x_TD.dtype).mul_(weight_D.to(x_TD.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, dy_TD: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        x_TD, weight_D, scale_T1 = ctx.saved_tensors
+        for_x, for_weight, _ = ctx.needs_input_grad
+        dx_TD = dweight_D = None
+        slope_TD = dy_TD.float()
+        normed_TD = x_TD.to(torch.float32, copy=True).mul_(scale_T1)
+        product_TD = slope_TD * normed_TD
+        if for_weight:
+            dweight_D = product_TD.flatten(0, -2).sum(0).to(weight_D.dtype)
+        if for_x:
+            # As it was multiplied by: rounded to x's dtype.
+            factor_D = weight_D.to(x_TD.dtype).float()
+            mean_T1 = (product_TD @ factor_D).div_(-x_TD.shape[-1]).unsqueeze(-1)
+            torch.mul(slope_TD, factor_D, out=product_TD)
+            dx_TD = product_TD.addcmul_(normed_TD, mean_T1).mul_(scale_T1).to(x_TD.dtype)
+        return dx_TD, dweight_D, None
+
+
+def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    """As the reference's, but for the last bits of sums."""
+    return _RMSNorm.apply(x_TD, weight_D, eps)
+
+
+def add_rms_norm(
+    x_TD: torch.Tensor, stream_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the reference's, but for the last bits of sums."""
+    sum_TD = stream_TD + x_TD
+    return sum_TD, rms_norm(sum_TD, weight_D, eps)

@@ -1,0 +1,198 @@
+"""rope on Triton: a program turns all heads of a token, queries and keys, and reads each once.
+
+Backward turns gradients the other way, by the same kernel.
+"""
+
+# pyright: reportArgumentType=false
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock_kernels.operator import operator
+from penstock_kernels.rope.reference import Pairs
+
+TILE = 2048
+"""Pairs of features that a program turns at a time."""
+
+
+@triton.jit
+def _heads(
+    x_ptr,
+    y_ptr,
+    cos,
+    sin,
+    heads,
+    token_stride,
+    head_stride,
+    H,
+    R,
+    PAIRS: tl.constexpr,
+    HEADS: tl.constexpr,
+    PAIR: tl.constexpr,
+    REST: tl.constexpr,
+):
+    """The heads of one token: of each the pairs are turned, and the rest is copied."""
+    token = tl.program_id(0).to(tl.int64)
+    pair = tl.arange(0, PAIR)
+    if PAIRS == "halves":
+        first, second = pair, pair + R // 2
+    else:
+        first, second = 2 * pair, 2 * pair + 1
+    for start in range(0, heads, HEADS):
+        head = (start + tl.arange(0, HEADS))[:, None]
+        x_head = x_ptr + token * token_stride + head * head_stride
+        y_head = y_ptr + (token * heads + head) * H
+        inside = (head < heads) & (pair < R // 2)[None, :]
+        one = tl.load(x_head + first[None, :], mask=inside, other=0).to(tl.float32)
+        two = tl.load(x_head + second[None, :], mask=inside, other=0).to(tl.float32)
+        tl.store(y_head + first[None, :], one * cos - two * sin, mask=inside)
+        tl.store(y_head + second[None, :], two * cos + one * sin, mask=inside)
+        if REST:
+            at = R + tl.arange(0, REST)[None, :]
+            still = (head < heads) & (at < H)
+            tl.store(y_head + at, tl.load(x_head + at, mask=still), mask=still)
+
+
+@triton.jit
+def _turn(
+    q_ptr,
+    k_ptr,
+    cos_ptr,
+    sin_ptr,
+    turned_q_ptr,
+    turned_k_ptr,
+    N,
+    K,
+    H,
+    R,
+    q_token_stride,
+    q_head_stride,
+    k_token_stride,
+    k_head_stride,
+    PAIRS: tl.constexpr,
+    BACK: tl.constexpr,
+    HEADS: tl.constexpr,
+    PAIR: tl.constexpr,
+    REST: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    pair = tl.arange(0, PAIR)
+    # Angles are there twice; each is read at its pair's first feature.
+    at = pair if PAIRS == "halves" else 2 * pair
+    inside = pair < R // 2
+    cos = tl.load(cos_ptr + token * R + at, mask=inside, other=0).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + token * R + at, mask=inside, other=0).to(tl.float32)[None, :]
+    if BACK:
+        sin = -sin
+    _heads(
+        q_ptr,
+        turned_q_ptr,
+        cos,
+        sin,
+        N,
+        q_token_stride,
+        q_head_stride,
+        H,
+        R,
+        PAIRS,
+        HEADS,
+        PAIR,
+        REST,
+    )
+    _heads(
+        k_ptr,
+        turned_k_ptr,
+        cos,
+        sin,
+        K,
+        k_token_stride,
+        k_head_stride,
+        H,
+        R,
+        PAIRS,
+        HEADS,
+        PAIR,
+        REST,
+    )
+
+
+def tile(num_heads: int, width: int, turning: int) -> dict[str, int]:
+    """Heads, pairs and still features that a program takes at a time."""
+    pairs = triton.next_power_of_2(turning // 2)
+    heads = min(triton.next_power_of_2(num_heads), max(1, TILE // pairs))
+    rest = triton.next_power_of_2(width - turning) if turning < width else 0
+    return {"HEADS": heads, "PAIR": pairs, "REST": rest}
+
+
+def _turned(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    pairs: str,
+    back: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and keys turned by their angles, or back by them."""
+    turned_q, turned_k = _turned_fake(q, k, cos, sin, pairs, back)
+    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    T, N, H = q.shape
+    K, R = k.shape[1], cos.shape[1]
+    if T:
+        _turn[(T,)](
+            q,
+            k,
+            cos.contiguous(),
+            sin.contiguous(),
+            turned_q,
+            turned_k,
+            N,
+            K,
+            H,
+            R,
+            *q.stride()[:2],
+            *k.stride()[:2],
+            PAIRS=pairs,
+            BACK=back,
+            **tile(max(N, K, 1), H, R),
+        )
+    return turned_q, turned_k
+
+
+def _turned_fake(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    pairs: str,
+    back: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    del cos, sin, pairs, back
+    return q.new_empty(q.shape), k.new_empty(k.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    del output
+    _, _, cos, sin, ctx.pairs, ctx.back = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _turn_back(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    cos, sin = ctx.saved_tensors
+    return *_turned_of(dq, dk, cos, sin, ctx.pairs, not ctx.back), None, None, None, None
+
+
+_turned_of = operator("rope", _turned, fake=_turned_fake, keep=_keep, backward=_turn_back)
+
+
+def rope(
+    q_TNH: torch.Tensor,
+    k_TKH: torch.Tensor,
+    cos_TR: torch.Tensor,
+    sin_TR: torch.Tensor,
+    pairs: Pairs = "halves",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the reference's; rounded once, from fp32."""
+    return _turned_of(q_TNH, k_TKH, cos_TR, sin_TR, pairs, False)

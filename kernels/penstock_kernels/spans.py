@@ -1,0 +1,34 @@
+"""Tensors as kernels read them without a copy: spans of elements, at even distances."""
+
+from typing import NamedTuple
+
+import torch
+
+
+class Spans(NamedTuple):
+    """A tensor whose elements, in order, are spans of `length`, each `stride` after the one before
+    it begins."""
+
+    tensor: torch.Tensor
+    length: int
+    stride: int
+
+
+def spans_of(x: torch.Tensor) -> Spans:
+    """`x`, such as one part of a fused projection; or a copy, where it is not such spans.
+
+    Memory without a gap is one span, and its stride 0.
+    """
+    # A dimension of one element lies anywhere.
+    dimensions = [(size, step) for size, step in zip(x.shape, x.stride(), strict=True) if size != 1]
+    length = 1
+    while dimensions and dimensions[-1][1] == length:
+        length *= dimensions.pop()[0]
+    if not dimensions:
+        return Spans(x, length, 0)
+    size, stride = dimensions.pop()
+    while dimensions and dimensions[-1][1] == stride * size:
+        size *= dimensions.pop()[0]
+    if dimensions or length == 1:
+        return Spans(x.contiguous(), x.numel(), 0)
+    return Spans(x, length, stride)

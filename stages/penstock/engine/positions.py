@@ -1,0 +1,33 @@
+"""Which ranks may share the tokens of a document, if how they turn follows from all of it.
+
+No torch here: it is judged before any process starts.
+"""
+
+from penstock.config.train import TrainConfig
+from penstock.core.errors import CapabilityError
+from penstock.models.hf_config import HfConfig, rope_parameters
+from penstock.models.shape import BY_DOCUMENT
+
+
+def shares_tokens(train: TrainConfig) -> bool:
+    """Whether ranks have parts of each row."""
+    return max(train.ringattn_parallel_size, train.ulysses_parallel_size) > 1
+
+
+def require_whole_documents(train: TrainConfig, hf: HfConfig) -> None:
+    """Raise CapabilityError where tokens are shared out and the rotary embedding of the model whose
+    config.json this is goes by the lengths of documents."""
+    kind = rope_parameters(hf)["rope_type"]
+    if kind not in BY_DOCUMENT or not shares_tokens(train):
+        return
+    names = [
+        f"train.{name}"
+        for name in ("ringattn_parallel_size", "ulysses_parallel_size")
+        if getattr(train, name) > 1
+    ]
+    raise CapabilityError(
+        f"{' and '.join(names)} share the tokens of a document out, and the model's rotary "
+        f"embedding is of the kind {kind!r} (rope_parameters in config.json), which goes by the "
+        "lengths of whole documents.\n"
+        "  Write 1, or tensor_parallel_size with sequence_parallel to save memory."
+    )

@@ -1,0 +1,215 @@
+"""How a published checkpoint's matrices are quantised, as far as its configuration says.
+
+No torch here: what is not read is refused before anything heavy is imported. The engine reads.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from penstock.core.errors import CapabilityError
+
+Publisher = Literal["bitsandbytes", "modelopt", "fp8", "compressed-tensors"]
+
+TILE = (128, 128)
+
+INSTEAD = (
+    "Name the model that it was quantised from as model.model_path; with lora.enable_lora and "
+    "lora.enable_qlora it is quantised on loading"
+)
+
+MXFP4 = (
+    "its weights are in MXFP4, and unquantised ones are read. In transformers, "
+    "from_pretrained(..., dtype='bfloat16', quantization_config=Mxfp4Config(dequantize=True)) and "
+    "then save_pretrained write a folder of bfloat16 weights; name that one as model.model_path"
+)
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What a checkpoint's configuration says of its matrices."""
+
+    format: str
+    """By its name in `penstock_kernels.quant`."""
+    publisher: Publisher
+    """Whose names and layout its tensors have; by the `quant_method` of config.json."""
+    group: int | None = None
+    """Columns that share a scale, where the configuration says it; None: as the format has it."""
+    untouched: tuple[str, ...] = ()
+    """Modules left in floats, as published: names, beginnings of names or patterns. What is stored
+    decides."""
+
+
+def declared_in(hf: Mapping[str, Any], beside: Mapping[str, Any] | None = None) -> Declared | None:
+    """What a config.json says of quantised matrices; None if there are none.
+
+    `beside` is ModelOpt's hf_quant_config.json, which its older exports have and say nothing in
+    config.json.
+
+    Raises:
+        CapabilityError: they are quantised in a way that is not read.
+    """
+    said = hf.get("quantization_config")
+    if said is None and beside is not None:
+        inner = beside.get("quantization")
+        said = {"quant_method": "modelopt", **(inner if isinstance(inner, Mapping) else {})}
+    if not said:
+        return None
+    if not isinstance(said, Mapping):
+        raise _refused("is no table")
+    method = said.get("quant_method")
+    if method is None and {"load_in_4bit", "load_in_8bit"} & set(said):
+        # As transformers takes it.
+        method = "bitsandbytes"
+    if method == "mxfp4":
+        raise CapabilityError(f"quantization_config is set; {MXFP4}")
+    if not isinstance(method, str) or method not in _METHODS:
+        raise _refused(f"says quant_method {method!r}; {', '.join(_METHODS)} are read")
+    return _METHODS[method](said)
+
+
+def malformed(name: str, fault: str) -> CapabilityError:
+    """Tensors of a quantised checkpoint that are not what its configuration says."""
+    return CapabilityError(
+        f"{name} of the checkpoint cannot be read as its configuration says it is quantised: "
+        f"{fault}.\n"
+        f"  Fetch the checkpoint again. {INSTEAD}."
+    )
+
+
+def _refused(what: str) -> CapabilityError:
+    return CapabilityError(f"quantization_config {what}. {INSTEAD}")
+
+
+def _fp8(said: Mapping[str, Any]) -> Declared:
+    if (experts := said.get("expert_dtype", "fp8")) != "fp8":
+        raise _refused(f"says expert_dtype {experts!r}; experts in fp8 are read")
+    if said.get("modules_to_convert"):
+        raise _refused("names modules_to_convert; linear layers in fp8 are read, embeddings not")
+    untouched = _names(said, "modules_to_not_convert", "ignored_layers")
+    block = said.get("weight_block_size", TILE)
+    if block is None:
+        return Declared("fp8", "fp8", untouched=untouched)
+    if not _is_tile(block):
+        raise _refused(f"says weight_block_size {block}; tiles of [128, 128] are read")
+    return Declared("block_fp8", "fp8", 128, untouched)
+
+
+def _modelopt(said: Mapping[str, Any]) -> Declared:
+    algorithm = said.get("quant_algo")
+    untouched = _names(said, "ignore", "exclude_modules")
+    if algorithm == "FP8":
+        return Declared("fp8", "modelopt", untouched=untouched)
+    if algorithm not in ("NVFP4", "W4A16_NVFP4"):
+        raise _refused(f"says quant_algo {algorithm!r} of ModelOpt; NVFP4 and FP8 are read")
+    # Older exports say it here, newer ones in the groups.
+    sizes = {said.get("group_size") or 16} | {
+        weights.get("group_size") or 16 for weights in _weights_of(said)
+    }
+    if sizes != {16}:
+        raise _refused(f"says group_size {max(sizes)} of NVFP4, which has groups of 16")
+    return Declared("nvfp4", "modelopt", 16, untouched)
+
+
+def _bitsandbytes(said: Mapping[str, Any]) -> Declared:
+    if not (said.get("load_in_4bit") or said.get("_load_in_4bit")):
+        raise _refused("says that bitsandbytes keeps 8 bits; its nf4 is read")
+    # That of bitsandbytes where nothing is written.
+    kind = said.get("bnb_4bit_quant_type", "fp4")
+    if kind != "nf4":
+        raise _refused(f"says bnb_4bit_quant_type {kind!r}; nf4 is read")
+    # How large groups are is said with each matrix.
+    return Declared("nf4", "bitsandbytes", untouched=_names(said, "llm_int8_skip_modules"))
+
+
+_COMPRESSED = {
+    ("float-quantized", "float", 8, "block"): "block_fp8",
+    ("float-quantized", "float", 8, "channel"): "fp8",
+    ("float-quantized", "float", 8, "tensor"): "fp8",
+    ("int-quantized", "int", 8, "channel"): "int8",
+    ("int-quantized", "int", 8, "tensor"): "int8",
+    ("pack-quantized", "int", 4, "group"): "int4",
+    ("nvfp4-pack-quantized", "float", 4, "tensor_group"): "nvfp4",
+}
+"""compressed-tensors' format, and type, bits and strategy of weights, to the format that it is."""
+
+
+def _compressed_tensors(said: Mapping[str, Any]) -> Declared:
+    for name in ("transform_config", "sparsity_config"):
+        extra = said.get(name)
+        if extra and not (isinstance(extra, Mapping) and extra.get("format") == "dense"):
+            raise _refused(f"has a {name}; weights that are quantised and no more are read")
+    groups, found = _groups_of(said), set[Declared]()
+    for group in groups:
+        layout = group.get("format") or said.get("format")
+        found.add(_compressed(layout, group.get("weights"), _names(said, "ignore")))
+    if len(found) != 1:
+        raise _refused(f"quantises weights in {len(found)} ways; one for all is read")
+    return found.pop()
+
+
+def _compressed(layout: Any, weights: Any, untouched: tuple[str, ...]) -> Declared:
+    if not isinstance(weights, Mapping):
+        raise _refused("has a group of layers whose weights are not quantised; weights are read")
+    kind = (layout, weights.get("type", "int"), weights.get("num_bits", 8), _strategy(weights))
+    if kind not in _COMPRESSED:
+        _, number, bits, strategy = kind
+        raise _refused(
+            f"says {layout} weights of {bits} bits ({number}) by {strategy}; of compressed-tensors "
+            "fp8 and int8 by channel or tensor, fp8 in blocks, int4 in groups and nvfp4 are read"
+        )
+    if not weights.get("symmetric", True):
+        raise _refused("says weights are not symmetric; those without zero points are read")
+    if weights.get("actorder") not in (None, False, "weight", "static"):
+        raise _refused("says weights are quantised in the order of activations; others are read")
+    format = _COMPRESSED[kind]
+    block, size = weights.get("block_structure"), weights.get("group_size")
+    if format == "block_fp8":
+        if not _is_tile(block):
+            raise _refused(f"says block_structure {block}; tiles of [128, 128] are read")
+        return Declared(format, "compressed-tensors", 128, untouched)
+    if format == "nvfp4":
+        if size not in (None, 16):
+            raise _refused(f"says group_size {size} of NVFP4, which has groups of 16")
+        return Declared(format, "compressed-tensors", 16, untouched)
+    if format == "int4" and not isinstance(size, int):
+        raise _refused(f"says group_size {size!r}, which is no number of columns")
+    return Declared(format, "compressed-tensors", size if format == "int4" else None, untouched)
+
+
+def _strategy(weights: Mapping[str, Any]) -> Any:
+    if strategy := weights.get("strategy"):
+        return strategy
+    # As compressed-tensors takes it.
+    return "group" if weights.get("group_size") else "tensor"
+
+
+def _is_tile(block: Any) -> bool:
+    # compressed-tensors wrote it as one word at first.
+    return block == "128x128" or (isinstance(block, list | tuple) and tuple(block) == TILE)
+
+
+def _groups_of(said: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    groups = said.get("config_groups")
+    each = groups.values() if isinstance(groups, Mapping) else ()
+    return [group for group in each if isinstance(group, Mapping)]
+
+
+def _weights_of(said: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    found = (group.get("weights") for group in _groups_of(said))
+    return [weights for weights in found if isinstance(weights, Mapping)]
+
+
+def _names(said: Mapping[str, Any], *fields: str) -> tuple[str, ...]:
+    for field in fields:
+        if isinstance(names := said.get(field), list | tuple):
+            return tuple(map(str, names))
+    return ()
+
+
+_METHODS: Mapping[str, Callable[[Mapping[str, Any]], Declared]] = {
+    "fp8": _fp8,
+    "modelopt": _modelopt,
+    "bitsandbytes": _bitsandbytes,
+    "compressed-tensors": _compressed_tensors,
+}

@@ -1,0 +1,141 @@
+"""What layers are computed with and in what precision: as the `model` section says."""
+
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from penstock.core.errors import CapabilityError
+from penstock.engine.hf_config import read_hf_config
+from penstock.engine.loss import require_products
+from penstock.engine.positions import require_whole_documents
+from penstock.models.layers.block import Block
+from penstock.plan import check_machine
+from penstock_kernels.op import Op
+from tests.engine import runs
+from tests.engine.loops import decoder_of, each, loop_of, step
+from tests.losses.test_cross_entropy import adapted, matrix
+from tests.models.twins import hf_model
+from tests.ranks import on_ranks
+
+OPERATIONS = {
+    "rmsnorm_native": {"rms_norm", "add_rms_norm"},
+    "activation_native": {"swiglu"},
+    "rope_native": {"rope"},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kernels")
+    runs.write_rows(folder / "packed", 2)
+    for family in ("qwen3", "qwen3_moe"):
+        hf_model(family, tied=False, vocab_size=runs.VOCAB).save_pretrained(folder / family)
+    return folder
+
+
+def job(folder, out, family="qwen3", model=None, **train):
+    settings = {"data_parallel_mode": "none", "max_steps": 1, **train}
+    model = {"model_path": str(folder / family), **(model or {})}
+    run = runs.run_config(folder / out, folder / family, model=model, **settings)
+    return runs.job_of(run, folder / "packed")
+
+
+class OfLogits(TorchFunctionMode):
+    """In what the products that make logits are computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = set()
+
+    def __torch_function__(self, function, types, arguments=(), options=None):
+        options = options or {}
+        if function is torch.mm and options["out"].shape[-1] == runs.VOCAB:
+            self.dtypes.add(str(options["out"].dtype))
+        return function(*arguments, **options)
+
+
+def seeing(attend, seen, q_TNH, *rest):
+    """Whether what attention gives is made of numbers that bf16 has, though it may be in fp32."""
+    y_TNH = attend(q_TNH, *rest)
+    seen.add("bf16" if torch.equal(y_TNH, y_TNH.bfloat16().to(y_TNH.dtype)) else "fp32")
+    assert y_TNH.dtype == q_TNH.dtype
+    return y_TNH
+
+
+def watched(job):
+    """Of which operations the best implementation was asked for in a step, what attention and
+    logits were computed in."""
+    loop, asked, call = loop_of(job), set(), Op.__call__
+    seen = set()
+    for layer in decoder_of(loop).model.layers.values():
+        assert isinstance(layer, Block)
+        layer.self_attn.attend = partial(seeing, layer.self_attn.attend, seen)
+
+    def counted(op, *arguments, **options):
+        asked.add(op.name)
+        return call(op, *arguments, **options)
+
+    with patch.object(Op, "__call__", counted), OfLogits() as logits:
+        step(loop)
+    return asked, seen, logits.dtypes
+
+
+@pytest.mark.dist
+def test_layers_are_computed_with_what_is_written_and_in_what_is_written(folder):
+    mixed: dict[str, Any] = {"enable_mixed_precision": True}
+    jobs = {
+        "unset": job(folder, "unset"),
+        "experts": job(folder, "experts", "qwen3_moe", {"activation_native": True}),
+        "cast": job(folder, "cast", model={"attention_cast_bf16": True}),
+        "mixed": job(folder, "mixed", **mixed),
+        "exact": job(folder, "exact", model={"lm_head_fp32": True}, **mixed),
+        "sharded": job(
+            folder,
+            "sharded",
+            model={"lm_head_fp32": True},
+            **mixed,
+            data_parallel_mode="fsdp2",
+        ),
+    }
+    for name in OPERATIONS:
+        jobs[name] = job(folder, name, model={name: True})
+    [found] = on_ranks(1, each, watched, jobs)
+    everything = set().union(*OPERATIONS.values())
+    assert found["unset"][0] & everything == everything
+    for name, operations in OPERATIONS.items():
+        assert found[name][0] & everything == everything - operations
+    assert found["experts"][0] & everything == everything - {"swiglu"}
+    attention = {name: dtypes for name, (_, dtypes, _) in found.items()}
+    assert attention["unset"] == {"fp32"}
+    assert attention["cast"] == attention["mixed"] == {"bf16"}
+    logits = {name: dtypes for name, (_, _, dtypes) in found.items()}
+    assert logits["mixed"] == {"torch.bfloat16"}
+    assert logits["unset"] == logits["exact"] == logits["sharded"] == {"torch.float32"}
+
+
+def test_a_head_with_magnitudes_is_refused_in_fp32(folder):
+    run = job(folder, "magnitudes", model={"lm_head_fp32": True}).config
+    require_products(adapted(), run)
+    require_products(matrix(), run)
+    with pytest.raises(CapabilityError, match=r"lm_head_fp32 is true, and lora\.use_dora"):
+        require_products(adapted("dora"), run)
+
+
+@pytest.mark.parametrize("name", ["ringattn_parallel_size", "ulysses_parallel_size"])
+def test_documents_that_turn_by_their_length_are_not_shared_out(folder, name):
+    shared: dict[str, Any] = {name: 2}
+    run = job(folder, "shared out", **shared).config
+    alone = job(folder, "alone").config
+    require_whole_documents(run.train, read_hf_config(str(folder / "qwen3"), {}))
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    by_length = read_hf_config(str(folder / "qwen3"), {"rope_parameters": rope})
+    require_whole_documents(alone.train, by_length)
+    with pytest.raises(CapabilityError, match=f"train.{name} share.*kind 'dynamic'"):
+        require_whole_documents(run.train, by_length)
+    changed = {"model": run.model.model_copy(update={"foundation": {"rope_parameters": rope}})}
+    with pytest.raises(CapabilityError, match=f"train.{name} share"):
+        check_machine(run.model_copy(update=changed))
