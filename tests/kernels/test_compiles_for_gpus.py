@@ -35,26 +35,71 @@ def compiled(kernel, types, constants, **options):
 def compile_elementwise() -> None:
     from penstock_kernels.clamped_gate import triton as clamped_gate
     from penstock_kernels.dropout import triton as dropout
+    from penstock_kernels.glu import triton as glu
     from penstock_kernels.rms_norm import triton as rms_norm
-    from penstock_kernels.swiglu import triton as swiglu
+    from penstock_kernels.rope import triton as rope
 
-    def check(kernel, dtypes, block):
-        *names, _ = kernel.arg_names
-        compiled(kernel, dict(zip(names, dtypes, strict=True)), {"BLOCK": block})
+    def check(kernel, pointers, more, constants, **options):
+        """Pointers by name, None where there is none, then what else it takes."""
+        types = {name: kind for name, kind in {**pointers, **more}.items() if kind}
+        types |= dict.fromkeys(set(kernel.arg_names) - {*pointers, *more, *constants}, "i32")
+        absent = {name: None for name, kind in pointers.items() if not kind}
+        compiled(kernel, types, {**absent, **constants}, **options)
 
     for data in ("*fp32", "*bf16"):
         words = dict.fromkeys(("F", "first", "least", "key_low", "key_high"), "i32")
         moved = {"x_ptr": data, "places_ptr": "*i64", "y_ptr": data, "scale": "fp32"}
         compiled(dropout._drop, {**moved, **words}, {"GROUPS": dropout.GROUPS})
-        check(swiglu._forward, [*[data] * 3, "i32"], 1024)
-        check(swiglu._backward, [*[data] * 5, "i32"], 1024)
-        check(clamped_gate._forward, [*[data] * 2, "fp32", "fp32", "i32"], 1024)
-        check(clamped_gate._backward, [*[data] * 3, "fp32", "fp32", "i32"], 1024)
-        for weight in {"*fp32", data}:
-            forward = [data, weight, data, "*fp32", "i32", "fp32"]
-            check(rms_norm._forward, forward, 4096)
-            backward = [data, weight, data, "*fp32", data, "*fp32", "i32", "i32", "i32"]
-            check(rms_norm._backward, backward, 4096)
+        pair, block = dict.fromkeys(("gate_ptr", "up_ptr"), data), {"BLOCK": glu.BLOCK}
+        slopes = dict.fromkeys(("dy_ptr", "dgate_ptr", "dup_ptr"), data)
+        for activation in ("silu", "gelu", "gelu_tanh"):
+            kind = {**block, "ACTIVATION": activation}
+            check(glu._forward, {**pair, "y_ptr": data}, {}, kind)
+            check(glu._backward, {**pair, **slopes}, {}, kind)
+        limits, both = {"alpha": "fp32", "limit": "fp32"}, {"both_ptr": data}
+        block = {"BLOCK": clamped_gate.BLOCK}
+        check(clamped_gate._forward, {**both, "y_ptr": data}, limits, block)
+        backward = {**both, "dy_ptr": data, "dboth_ptr": data}
+        check(clamped_gate._backward, backward, limits, block)
+        heads = dict.fromkeys(("q_ptr", "k_ptr", "turned_q_ptr", "turned_k_ptr"), data)
+        angles = dict.fromkeys(("cos_ptr", "sin_ptr"), data)
+        for pairs, turning in (("halves", 128), ("neighbours", 64)):
+            kinds = {"PAIRS": pairs, "BACK": turning == 64, **rope.tile(32, 128, turning)}
+            check(rope._turn, {**heads, **angles}, {}, kinds)
+        for weight, width in (("*fp32", 4096), (data, 128), (data, 8192)):
+            for stream in (None, data):
+                streams = {"stream_ptr": stream, "sum_ptr": stream}
+                forward = {"x_ptr": data, "weight_ptr": weight, "y_ptr": data, **streams}
+                forward["scale_ptr"] = "*fp32"
+                check(rms_norm._forward, forward, {"eps": "fp32"}, **_parted(rms_norm.tile(width)))
+                backward = {"x_ptr": data, "weight_ptr": weight, "dy_ptr": data, "dx_ptr": data}
+                backward |= {"dsum_ptr": stream, "scale_ptr": "*fp32"}
+                backward["dweight_ptr"] = stream and "*fp32"
+                check(rms_norm._backward, backward, {}, **_parted(rms_norm.tile(width)))
+
+
+def compile_cross_entropy() -> None:
+    from penstock_kernels.cross_entropy import triton as cross_entropy
+
+    numbers = ("log_sum_ptr", "target_ptr", "total_ptr", "share_ptr", "hit_ptr", "floor_ptr")
+    types = {"labels_ptr": "*i64", "V": "i32", "stride": "i32", "cap": "fp32"}
+    types |= dict.fromkeys(numbers, "*fp32")
+    for data, more in (("*bf16", False), ("*bf16", True), ("*fp32", True)):
+        constants = {"CAPPED": more, "SMOOTHED": more, "BLOCK": cross_entropy.BLOCK}
+        for kernel in (cross_entropy._tally, cross_entropy._slope):
+            names = {*kernel.arg_names} - {*constants}
+            # Where nothing is smoothed there is no such tensor.
+            absent = set() if more else names & {"total_ptr", "floor_ptr"}
+            given = {"logits_ptr": data, **types}
+            given = {name: given[name] for name in names - absent}
+            chosen = {**constants, **dict.fromkeys(absent)}
+            compiled(kernel, given, chosen, num_warps=cross_entropy.WARPS)
+
+
+def _parted(tile) -> dict:
+    """Constants, and how many warps."""
+    warps = tile.pop("num_warps")
+    return {"constants": tile, "num_warps": warps}
 
 
 def compile_permute() -> None:
@@ -127,6 +172,7 @@ def compile_group_gemm() -> None:
 
 
 def compile_quant() -> None:
+    from penstock_kernels.noise import triton as noise
     from penstock_kernels.quant import FORMATS
     from penstock_kernels.quant import triton_dequantise as dequantise
     from penstock_kernels.quant import triton_matmul as matmul
@@ -151,18 +197,64 @@ def compile_quant() -> None:
             tile_of_x |= {"COLUMNS": matmul.COLUMNS, "UPCAST": False}
             types = {**read, "x_ptr": data, "y_ptr": data}
             check(matmul._multiply, types, {**of, **tile_of_x}, num_warps=4, num_stages=4)
+        if kept.name in ("nvfp4", "int8"):
+            drawn = {"w_ptr": "*bf16", "spread_ptr": "*fp32", "runs_ptr": "*i64"}
+            shape = {"GROUP": kept.group or 0, **tile, "RUNS": 256}
+            check(noise._add, drawn, {**shape, "ROUND": False})
         made = {**tensors, "w_ptr": "*bf16"}
         if kept.name == "block_fp8":
             check(quantise._by_tiles, made, {"TILE": quantise.TILE}, num_warps=8)
-        elif kept.group is None:
-            check(quantise._by_rows, made, {"FORMAT": kept.name, **tile})
-        else:
+        if kept.codes == "levels":
             check(quantise._by_groups, {**made, "largest_ptr": whole}, {**of, **tile})
+        else:
+            check(quantise._by_rows, made, {**of, **tile})
+
+
+def compile_optimizers() -> None:
+    from penstock_kernels.adamw import triton as adamw
+    from penstock_kernels.newton_schulz import triton as newton_schulz
+    from penstock_kernels.stochastic_rounding import triton as rounding
+
+    def check(kernel, types, constants, **options):
+        absent = {name: None for name, kind in types.items() if kind is None}
+        types = dict.fromkeys(kernel.arg_names, "i32") | types
+        types = {name: types[name] for name in types if name not in {*absent, *constants}}
+        return compiled(kernel, types, {**absent, **constants}, **options)
+
+    rows, across = rounding.tile(4096)
+    blocks = {"ROWS": rows, "ACROSS": across}
+    rounded = {"x_ptr": "*fp32", "y_ptr": "*bf16", "runs_ptr": "*i64"}
+    check(rounding._round, rounded, {**blocks, "RUNS": 4})
+    numbers = dict.fromkeys(
+        ("forgets1", "beta2", "forgets2", "eps", "kept", "size", "root"), "fp32"
+    )
+    for data, states, lost, runs in (
+        ("*bf16", "*bf16", None, 4),
+        ("*bf16", "*bf16", "*bf16", 4),
+        ("*bf16", "*fp32", None, 4),
+        ("*fp32", "*fp32", None, 0),
+    ):
+        tensors = {"weight_ptr": data, "gradient_ptr": data, "lost_ptr": lost}
+        tensors |= {"first_ptr": states, "second_ptr": states}
+        tensors["runs_ptr"] = "*i64" if runs else None
+        check(adamw._step, {**tensors, **numbers}, {**blocks, "RUNS": runs})
+    least, tile, depth = newton_schulz.LEAST, newton_schulz.TILE, newton_schulz.DEPTH
+    of_symmetric = {"x_ptr": "*bf16", "add_ptr": "*bf16", "y_ptr": "*bf16"}
+    of_symmetric |= {"times": "fp32", "plus": "fp32"}
+    small = {"ROWS": least, "DEPTH": least, "UPCAST": False}
+    check(newton_schulz._symmetric, of_symmetric, small, num_warps=4, num_stages=3)
+    sizes = {"ROWS": tile, "DEPTH": depth, "UPCAST": False}
+    for add in ("*bf16", None):
+        types = {**of_symmetric, "add_ptr": add}
+        found = check(newton_schulz._symmetric, types, sizes, num_warps=8, num_stages=3)
+        assert "warp_group_dot" in found.asm["ttgir"]
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="triton is not published for this system")
 @pytest.mark.slow
-@pytest.mark.parametrize("kernels", ["elementwise", "permute", "group_gemm", "quant"])
+@pytest.mark.parametrize(
+    "kernels", ["elementwise", "cross_entropy", "permute", "group_gemm", "quant", "optimizers"]
+)
 def test_every_kernel_compiles_for_sm_90(kernels, tmp_path):
     environment = child_environment(
         {

@@ -1,0 +1,39 @@
+"""A step of AdamW in one pass, for weights and states in float32 or bfloat16.
+
+What is rounded is rounded at random by counter, so that small steps are not lost, and so that no
+cut of a tensor changes it; or what is rounded away is kept.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from penstock_kernels.adamw.reference import adamw_ as _reference
+from penstock_kernels.adamw.settings import Settings
+from penstock_kernels.op import HAS_TRITON, Fast, Op, needs_cuda
+from penstock_kernels.runs import Run
+
+__all__ = ["Run", "Settings", "adamw_"]
+
+
+def _refuses(
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    settings: Settings,
+    runs: Sequence[Run] | None = None,
+    first_column: int = 0,
+    lost: torch.Tensor | None = None,
+) -> str | None:
+    del settings, runs, first_column
+    return needs_cuda(weight, gradient, first, second, *([] if lost is None else [lost]))
+
+
+_FAST: Mapping[str, Fast[..., None]] = {}
+if HAS_TRITON:
+    from penstock_kernels.adamw.triton import adamw_ as _triton
+
+    _FAST = {"triton": Fast(_triton, _refuses, written_in="triton")}
+
+adamw_: Op[..., None] = Op("adamw_", _reference, _FAST)

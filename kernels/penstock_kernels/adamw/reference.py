@@ -1,0 +1,74 @@
+"""What a step of AdamW means, also with weights and states in bfloat16. The judge of every other.
+
+R rows of all matrices, K columns.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from penstock_kernels.adamw.settings import Settings, require_step
+from penstock_kernels.runs import Run, blocks
+from penstock_kernels.stochastic_rounding.reference import LOW, drawn_words, rounded
+
+
+def adamw_(
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    settings: Settings,
+    runs: Sequence[Run] | None = None,
+    first_column: int = 0,
+    lost: torch.Tensor | None = None,
+) -> None:
+    """One step (Loshchilov and Hutter 2019, algorithm 2, where decay is a share of the rate).
+
+    All are [..., N, K], each in float32 or bfloat16; `weight`, the moments `first` and `second` and
+    `lost` are changed in place. Everything is computed in float32, of which what is kept in
+    bfloat16 is rounded once:
+
+    - the weight at random, or with `lost` to the nearest: then `lost` keeps what was rounded away,
+      and gives it to the next step (Kahan 1965);
+    - the second moment at random, since near 1 `beta2` changes it by less than half a unit;
+    - the first moment to the nearest.
+
+    Draws are those of `stochastic_round`: of an element's word the low half is the weight's, the
+    high half the second moment's. Without `runs` all is rounded to the nearest.
+
+    Raises:
+        ValueError: these do not fit together.
+    """
+    require_step(weight, (gradient, first, second, lost), settings, runs, first_column)
+    columns = weight.shape[-1]
+    rows = math.prod(weight.shape[:-1])
+    # Views, so that what is written is written there.
+    weight_RK, gradient_RK, first_RK, second_RK = (
+        one.view(rows, columns) for one in (weight, gradient, first, second)
+    )
+    lost_RK = None if lost is None else lost.view(rows, columns)
+    for here, run in blocks([Run(rows, 0)] if runs is None else runs, columns):
+        drawn = None
+        if runs is not None:
+            drawn = drawn_words(run, first_column, columns, weight.device)
+        g = gradient_RK[here].float()
+        m = first_RK[here].float()
+        m = m + (g - m) * (1 - settings.beta1)
+        v = second_RK[here].float() * settings.beta2 + g * g * (1 - settings.beta2)
+        update = m / (v.sqrt() / settings.root + settings.eps)
+        w = weight_RK[here].float()
+        if lost_RK is not None:
+            w = w + lost_RK[here].float()
+        w = w * settings.kept - update * settings.size
+        first_RK[here] = m
+        second_RK[here] = _as(second.dtype, v, None if drawn is None else drawn >> 16)
+        if lost_RK is None:
+            weight_RK[here] = _as(weight.dtype, w, None if drawn is None else drawn & LOW)
+        else:
+            weight_RK[here] = w
+            lost_RK[here] = w - weight_RK[here].float()
+
+
+def _as(dtype: torch.dtype, x: torch.Tensor, drawn: torch.Tensor | None) -> torch.Tensor:
+    return x if dtype == torch.float32 or drawn is None else rounded(x, drawn)

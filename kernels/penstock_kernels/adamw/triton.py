@@ -1,0 +1,135 @@
+"""adamw_ on Triton: one pass over each tensor. R rows of all matrices, K columns."""
+
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock_kernels.adamw.settings import Settings, require_step
+from penstock_kernels.runs import Run, table
+from penstock_kernels.stochastic_rounding.draws import (
+    LOW,
+    as_bfloat16,
+    at_random,
+    drawn_for,
+    tile,
+    to_nearest,
+)
+
+
+@triton.jit
+def _put(at, x, inside):
+    """x, of which bfloat16 holds every number where it is put as that."""
+    if at.dtype.element_ty == tl.bfloat16:
+        x = as_bfloat16(x)
+    tl.store(at, x, mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("R", "num_runs", "first_column", "forgets1", "beta2", "forgets2"),
+        *("eps", "kept", "size", "root"),
+    ]
+)
+def _step(
+    weight_ptr,
+    gradient_ptr,
+    first_ptr,
+    second_ptr,
+    lost_ptr,
+    runs_ptr,
+    R,
+    K,
+    num_runs,
+    first_column,
+    forgets1,
+    beta2,
+    forgets2,
+    eps,
+    kept,
+    size,
+    root,
+    ROWS: tl.constexpr,
+    ACROSS: tl.constexpr,
+    RUNS: tl.constexpr,
+):
+    """`lost_ptr` may be None, and RUNS 0: then nothing is drawn."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = tl.program_id(1) * ACROSS - first_column % 4 + tl.arange(0, ACROSS)
+    inside = (row < R)[:, None] & ((column >= 0) & (column < K))[None, :]
+    at = row[:, None] * K + column[None, :]
+    g = tl.load(gradient_ptr + at, mask=inside, other=0).to(tl.float32)
+    m = tl.load(first_ptr + at, mask=inside, other=0).to(tl.float32)
+    v = tl.load(second_ptr + at, mask=inside, other=0).to(tl.float32)
+    w = tl.load(weight_ptr + at, mask=inside, other=0).to(tl.float32)
+    m = m + (g - m) * forgets1
+    v = v * beta2 + g * g * forgets2
+    update = tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), root) + eps)
+    if lost_ptr is not None:
+        w += tl.load(lost_ptr + at, mask=inside, other=0).to(tl.float32)
+    w = w * kept - update * size
+    if RUNS:
+        drawn = drawn_for(row, runs_ptr, num_runs, first_column, ROWS, ACROSS, RUNS)
+    if first_ptr.dtype.element_ty == tl.bfloat16:
+        m = to_nearest(m)
+    _put(first_ptr + at, m, inside)
+    if second_ptr.dtype.element_ty == tl.bfloat16:
+        v = at_random(v, drawn >> 16) if RUNS else to_nearest(v)
+    _put(second_ptr + at, v, inside)
+    here = w
+    if weight_ptr.dtype.element_ty == tl.bfloat16:
+        here = at_random(w, drawn & LOW) if RUNS and lost_ptr is None else to_nearest(w)
+    _put(weight_ptr + at, here, inside)
+    if lost_ptr is not None:
+        rest = w - here
+        if lost_ptr.dtype.element_ty == tl.bfloat16:
+            rest = to_nearest(rest)
+        _put(lost_ptr + at, rest, inside)
+
+
+def adamw_(
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    settings: Settings,
+    runs: Sequence[Run] | None = None,
+    first_column: int = 0,
+    lost: torch.Tensor | None = None,
+) -> None:
+    """As the reference's, but for products and sums that are rounded together, and what is drawn
+    within a hair of that."""
+    require_step(weight, (gradient, first, second, lost), settings, runs, first_column)
+    if not weight.numel():
+        return
+    K = weight.shape[-1]
+    R = weight.numel() // K
+    rows, across = tile(K)
+    # Groups of four columns are drawn together, and begin where the whole tensor's do.
+    begins = 0 if runs is None else first_column
+    known = None if runs is None else table(runs).to(weight.device, non_blocking=True)
+    _step[(triton.cdiv(R, rows), triton.cdiv(begins % 4 + K, across))](
+        weight,
+        gradient,
+        first,
+        second,
+        lost,
+        known,
+        R,
+        K,
+        0 if runs is None else len(runs),
+        begins,
+        1 - settings.beta1,
+        settings.beta2,
+        1 - settings.beta2,
+        settings.eps,
+        settings.kept,
+        settings.size,
+        settings.root,
+        ROWS=rows,
+        ACROSS=across,
+        RUNS=0 if runs is None else triton.next_power_of_2(len(runs)),
+    )

@@ -1,0 +1,39 @@
+"""Newton and Schulz's iteration as Muon has it: a matrix's singular values are brought near 1."""
+
+import torch
+
+from penstock_kernels.newton_schulz.batched import newton_schulz as _batched
+from penstock_kernels.newton_schulz.each import each_by_shape
+from penstock_kernels.newton_schulz.reference import COEFFICIENTS, EPS, STEPS
+from penstock_kernels.newton_schulz.reference import newton_schulz as _reference
+from penstock_kernels.op import HAS_TRITON, Fast, Op, needs_cuda
+
+__all__ = ["COEFFICIENTS", "EPS", "STEPS", "each_by_shape", "newton_schulz"]
+
+
+def _refuses_none(
+    matrix_NK: torch.Tensor,
+    steps: int = STEPS,
+    coefficients: tuple[float, float, float] = COEFFICIENTS,
+    eps: float = EPS,
+) -> str | None:
+    del matrix_NK, steps, coefficients, eps
+
+
+def _refuses(
+    matrix_NK: torch.Tensor,
+    steps: int = STEPS,
+    coefficients: tuple[float, float, float] = COEFFICIENTS,
+    eps: float = EPS,
+) -> str | None:
+    del steps, coefficients, eps
+    return needs_cuda(matrix_NK)
+
+
+_FAST: dict[str, Fast[..., torch.Tensor]] = {"batched": Fast(_batched, _refuses_none)}
+if HAS_TRITON:
+    from penstock_kernels.newton_schulz.triton import newton_schulz as _triton
+
+    _FAST = {"triton": Fast(_triton, _refuses, written_in="triton"), **_FAST}
+
+newton_schulz: Op[..., torch.Tensor] = Op("newton_schulz", _reference, _FAST)

@@ -1,0 +1,36 @@
+"""newton_schulz with the vendor's products, of which sums are part.
+
+B matrices, N rows, K columns.
+"""
+
+import math
+
+import torch
+
+from penstock_kernels.newton_schulz.reference import (
+    COEFFICIENTS,
+    EPS,
+    STEPS,
+    require_matrices,
+    scaled,
+    turned,
+)
+
+
+def newton_schulz(
+    matrix_NK: torch.Tensor,
+    steps: int = STEPS,
+    coefficients: tuple[float, float, float] = COEFFICIENTS,
+    eps: float = EPS,
+) -> torch.Tensor:
+    """As the reference's, but that a product and what is added to it are rounded together."""
+    require_matrices(matrix_NK, steps)
+    a, b, c = coefficients
+    x = scaled(matrix_NK, eps)
+    shape = x.shape
+    x_BNK = x.view(math.prod(shape[:-2]), *shape[-2:])
+    for _ in range(steps):
+        gram = x_BNK @ x_BNK.mT
+        of_gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x_BNK = torch.baddbmm(x_BNK, of_gram, x_BNK, beta=a)
+    return turned(x_BNK.view(shape), matrix_NK)

@@ -1,0 +1,35 @@
+"""Matrices of many shapes: those of one shape are computed together, tall ones with wide ones."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from penstock_kernels.newton_schulz.reference import is_tall
+
+TOGETHER = 1 << 28
+"""Numbers at a time, but for a single matrix: each is held in bfloat16 about four times."""
+
+
+def each_by_shape(
+    matrices: Sequence[torch.Tensor],
+    compute: Callable[[torch.Tensor], torch.Tensor],
+    together: int = TOGETHER,
+) -> list[torch.Tensor]:
+    """`compute` of every matrix [N, K], in order, called with stacks of at most `together` numbers.
+
+    What it makes of a matrix must not depend on the others of a stack, and be transposed where the
+    matrix is, as it is of `newton_schulz`.
+    """
+    alike: dict[tuple[torch.Size, torch.dtype, torch.device], list[int]] = {}
+    wide = [matrix.mT if is_tall(matrix) else matrix for matrix in matrices]
+    for number, matrix in enumerate(wide):
+        alike.setdefault((matrix.shape, matrix.dtype, matrix.device), []).append(number)
+    found = dict[int, torch.Tensor]()
+    for (shape, _, _), numbers in alike.items():
+        most = max(1, together // max(1, shape.numel()))
+        for start in range(0, len(numbers), most):
+            some = numbers[start : start + most]
+            made = compute(torch.stack([wide[number] for number in some]))
+            for number, one in zip(some, made, strict=True):
+                found[number] = one.mT if is_tall(matrices[number]) else one
+    return [found[number] for number in range(len(matrices))]

@@ -1,0 +1,65 @@
+"""What the iteration of Muon means. Slow, obvious, and the judge of every other implementation.
+
+N rows, K columns of a matrix, a stack of such matrices with leading dimensions.
+"""
+
+import torch
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of x, x^3 and x^5: small singular values grow fast, and all end between about 0.7 and 1.2."""
+STEPS = 5
+EPS = 1e-7
+"""The least norm that is divided by."""
+
+
+def newton_schulz(
+    matrix_NK: torch.Tensor,
+    steps: int = STEPS,
+    coefficients: tuple[float, float, float] = COEFFICIENTS,
+    eps: float = EPS,
+) -> torch.Tensor:
+    """A matrix with the same singular vectors whose singular values are near 1, in bfloat16.
+
+    `X <- a X + (b A + c A A) X` with `A = X X'`, so many times, from the matrix divided by its
+    Frobenius norm (Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks").
+    A singular value s becomes `a s + b s^3 + c s^5` each time. All is in bfloat16, whose products
+    are summed in float32. A matrix with more rows than columns is transposed meanwhile.
+
+    Matrices [..., N, K] are taken each by itself.
+
+    Raises:
+        ValueError: it has no rows and columns, or steps are negative.
+    """
+    require_matrices(matrix_NK, steps)
+    a, b, c = coefficients
+    x = scaled(matrix_NK, eps)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    return turned(x, matrix_NK)
+
+
+def require_matrices(matrix_NK: torch.Tensor, steps: int) -> None:
+    """Refuse what is no matrix, and what is no number of steps."""
+    if matrix_NK.ndim < 2:
+        raise ValueError(f"{tuple(matrix_NK.shape)} is no matrix; it must have rows and columns")
+    if steps < 0:
+        raise ValueError(f"{steps} steps are less than none")
+
+
+def scaled(matrix_NK: torch.Tensor, eps: float) -> torch.Tensor:
+    """Each matrix over its norm, in bfloat16 and as wide as it is tall or wider."""
+    x = matrix_NK.bfloat16()
+    x = x.mT if is_tall(x) else x
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    return (x / norm.clamp(min=eps)).contiguous()
+
+
+def turned(x: torch.Tensor, like_NK: torch.Tensor) -> torch.Tensor:
+    """`x` as the matrix lies that it was made of."""
+    return x.mT if is_tall(like_NK) else x
+
+
+def is_tall(matrix_NK: torch.Tensor) -> bool:
+    """Whether it has more rows than columns."""
+    return matrix_NK.shape[-2] > matrix_NK.shape[-1]

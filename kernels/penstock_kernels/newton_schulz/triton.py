@@ -1,0 +1,124 @@
+"""newton_schulz on Triton: of symmetric products one half is computed, and written twice.
+
+Two of a step's three products are symmetric, so it takes 2/3 of the work where matrices are square.
+B matrices, N rows, K columns.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock_kernels.newton_schulz.reference import (
+    COEFFICIENTS,
+    EPS,
+    STEPS,
+    require_matrices,
+    scaled,
+    turned,
+)
+from penstock_kernels.op import INTERPRETED
+from penstock_kernels.quant.triton_numbers import to_bf16_grid
+
+LEAST, TILE, DEPTH = 16, 128, 64
+"""Rows and columns of a program, at least and at most, and how much of their products is taken at a
+time."""
+
+
+@triton.jit(do_not_specialize=["times", "plus"])
+def _symmetric(
+    x_ptr,
+    add_ptr,
+    y_ptr,
+    N,
+    K,
+    times,
+    plus,
+    ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """A tile of `y = times x x' + plus add` and the one across the diagonal; `add` is symmetric, or
+    None."""
+    # Tiles on and below the diagonal are counted row by row: row i begins at i (i + 1) / 2.
+    tile = tl.program_id(0)
+    i = ((tl.sqrt(8.0 * tile + 1.0) - 1.0) / 2.0).to(tl.int32)
+    # A root that is a hair off would be in the next row, or the one before.
+    i -= (i * (i + 1) // 2 > tile).to(tl.int32)
+    i += ((i + 1) * (i + 2) // 2 <= tile).to(tl.int32)
+    j = tile - i * (i + 1) // 2
+    matrix = tl.program_id(1).to(tl.int64)
+    row = (i * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = (j * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    depth = tl.arange(0, DEPTH)
+    x_ptr += matrix * N * K
+    acc = tl.zeros([ROWS, ROWS], dtype=tl.float32)
+    for start in range(0, K, DEPTH):
+        k = start + depth
+        at = row[:, None] * K + k[None, :]
+        one = tl.load(x_ptr + at, mask=(row < N)[:, None] & (k < K)[None, :], other=0)
+        at = column[None, :] * K + k[:, None]
+        other = tl.load(x_ptr + at, mask=(column < N)[None, :] & (k < K)[:, None], other=0)
+        if UPCAST:
+            acc += tl.dot(one.to(tl.float32), other.to(tl.float32), input_precision="ieee")
+        else:
+            acc = tl.dot(one, other, acc)
+    acc *= times
+    at = matrix * N * N + row[:, None] * N + column[None, :]
+    inside = (row < N)[:, None] & (column < N)[None, :]
+    if add_ptr is not None:
+        acc += plus * tl.load(add_ptr + at, mask=inside, other=0).to(tl.float32)
+    if UPCAST:
+        acc = to_bf16_grid(acc)
+    y = acc.to(tl.bfloat16)
+    tl.store(y_ptr + at, y, mask=inside)
+    if i != j:
+        across = matrix * N * N + column[:, None] * N + row[None, :]
+        tl.store(y_ptr + across, tl.trans(y), mask=(column < N)[:, None] & (row < N)[None, :])
+
+
+def newton_schulz(
+    matrix_NK: torch.Tensor,
+    steps: int = STEPS,
+    coefficients: tuple[float, float, float] = COEFFICIENTS,
+    eps: float = EPS,
+) -> torch.Tensor:
+    """As the reference's, but that a product and what is added to it are rounded together."""
+    require_matrices(matrix_NK, steps)
+    a, b, c = coefficients
+    x = scaled(matrix_NK, eps)
+    shape = x.shape
+    x_BNK = x.view(math.prod(shape[:-2]), *shape[-2:])
+    for _ in range(steps if x.numel() else 0):
+        gram = _product(x_BNK, 1.0)
+        of_gram = _product(gram, c, gram, b)
+        x_BNK = torch.baddbmm(x_BNK, of_gram, x_BNK, beta=a)
+    return turned(x_BNK.view(shape), matrix_NK)
+
+
+def _product(
+    x_BNK: torch.Tensor, times: float, add_BNN: torch.Tensor | None = None, plus: float = 0.0
+) -> torch.Tensor:
+    """`times x x' + plus add`, [B, N, N]."""
+    B, N, K = x_BNK.shape
+    y_BNN = x_BNK.new_empty(B, N, N)
+    rows = min(TILE, max(LEAST, triton.next_power_of_2(N)))
+    across = triton.cdiv(N, rows)
+    _symmetric[(across * (across + 1) // 2, B)](
+        x_BNK,
+        add_BNN,
+        y_BNN,
+        N,
+        K,
+        times,
+        plus,
+        ROWS=rows,
+        DEPTH=min(DEPTH, max(LEAST, triton.next_power_of_2(K))),
+        UPCAST=INTERPRETED,
+        num_warps=8 if rows == TILE else 4,
+        num_stages=3,
+    )
+    return y_BNN

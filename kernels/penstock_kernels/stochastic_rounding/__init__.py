@@ -1,0 +1,28 @@
+"""float32 to bfloat16 at random, such that the mean is the number: small steps are not lost.
+
+By counter: a function of key, row and column alone, so it is the same however a tensor is cut.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from penstock_kernels.op import HAS_TRITON, Fast, Op, needs_cuda
+from penstock_kernels.runs import Run
+from penstock_kernels.stochastic_rounding.reference import stochastic_round as _reference
+
+__all__ = ["Run", "stochastic_round"]
+
+
+def _refuses(x_NK: torch.Tensor, runs: Sequence[Run], first_column: int = 0) -> str | None:
+    del runs, first_column
+    return needs_cuda(x_NK)
+
+
+_FAST: Mapping[str, Fast[..., torch.Tensor]] = {}
+if HAS_TRITON:
+    from penstock_kernels.stochastic_rounding.triton import stochastic_round as _triton
+
+    _FAST = {"triton": Fast(_triton, _refuses, written_in="triton")}
+
+stochastic_round: Op[..., torch.Tensor] = Op("stochastic_round", _reference, _FAST)

@@ -1,0 +1,62 @@
+"""stochastic_round on Triton: drawn in registers. R rows of all matrices."""
+
+# pyright: reportArgumentType=false
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock_kernels.runs import Run, require_rows, table
+from penstock_kernels.stochastic_rounding.draws import LOW, as_bfloat16, at_random, drawn_for, tile
+from penstock_kernels.stochastic_rounding.reference import require_float32
+
+
+@triton.jit(do_not_specialize=["R", "num_runs", "first"])
+def _round(
+    x_ptr,
+    y_ptr,
+    runs_ptr,
+    R,
+    K,
+    num_runs,
+    first,
+    ROWS: tl.constexpr,
+    ACROSS: tl.constexpr,
+    RUNS: tl.constexpr,
+):
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    drawn = drawn_for(row, runs_ptr, num_runs, first, ROWS, ACROSS, RUNS)
+    column = tl.program_id(1) * ACROSS - first % 4 + tl.arange(0, ACROSS)
+    inside = (row < R)[:, None] & ((column >= 0) & (column < K))[None, :]
+    at = row[:, None] * K + column[None, :]
+    x = tl.load(x_ptr + at, mask=inside, other=0)
+    tl.store(y_ptr + at, as_bfloat16(at_random(x, drawn & LOW)), mask=inside)
+
+
+def stochastic_round(
+    x_NK: torch.Tensor, runs: Sequence[Run], first_column: int = 0
+) -> torch.Tensor:
+    """As the reference's, to the bit."""
+    require_float32(x_NK)
+    require_rows(x_NK.shape, runs, first_column)
+    x_NK = x_NK.contiguous()
+    y_NK = torch.empty_like(x_NK, dtype=torch.bfloat16)
+    if x_NK.numel():
+        K = x_NK.shape[-1]
+        R = x_NK.numel() // K
+        rows, across = tile(K)
+        _round[(triton.cdiv(R, rows), triton.cdiv(first_column % 4 + K, across))](
+            x_NK,
+            y_NK,
+            table(runs).to(x_NK.device, non_blocking=True),
+            R,
+            K,
+            len(runs),
+            first_column,
+            ROWS=rows,
+            ACROSS=across,
+            RUNS=triton.next_power_of_2(len(runs)),
+        )
+    return y_NK
