@@ -22,7 +22,9 @@ class Cost:
     """Of one step of one rank."""
 
     peak: int
-    """Bytes that tensors made in the step took at most at the same time."""
+    """Bytes that tensors made in the step took at most at the same time, but for those moved."""
+    moved: int
+    """Bytes that activation offload moved to host memory."""
     exchanges: int
     """All-to-alls of rows."""
     sent: int
@@ -32,15 +34,22 @@ class Cost:
 
 
 class Alive(TorchDispatchMode):
-    """Counts the bytes of tensors that are made while it is entered, and are still there."""
+    """Counts the bytes of tensors that are made while it is entered, and are still there.
+
+    Without a GPU, what is moved to host memory is a copy in the same memory, and is counted apart:
+    nothing else copies bytes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak = 0
+        self.now = self.peak = self.moved = 0
         self._known: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and result.dtype == torch.uint8:
+            self.moved += result.nbytes
+            return result
         taken = {
             leaf.untyped_storage()._cdata
             for leaf in tree_leaves((args, kwargs))
@@ -96,4 +105,4 @@ def _watched(loop: Any, seconds: list[float]) -> Cost:
             loss = loops.step(loop)["loss"]
     finally:
         dist.all_to_all_single = exchange
-    return Cost(alive.peak, len(sizes), sum(sizes), seconds, loss)
+    return Cost(alive.peak, alive.moved, len(sizes), sum(sizes), seconds, loss)

@@ -18,6 +18,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.store import lookup
 from penstock.plan import Wishes, bring_up, plan
 from penstock.train.stage import Train
+from penstock.train.torchrun import written_environment
 
 
 def main(argv: list[str]) -> int:
@@ -37,7 +38,7 @@ def main(argv: list[str]) -> int:
             )
         config = load(Path(files[0]), overrides)
         # Before anything heavy reads them; what was set by hand stays.
-        env.default(config.launch.env)
+        env.default(written_environment(config))
         planned = plan(config, ("train",), ranks="this_process")
         wishes = Wishes(fresh="--fresh" in flags)
         say = console.say if rank == 0 else lambda _: None

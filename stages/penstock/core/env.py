@@ -31,6 +31,11 @@ def num_gpus() -> int:
     return min(present, len(named))
 
 
+def waits_for_kernels() -> bool:
+    """Whether CUDA is told to wait for every kernel before it starts the next."""
+    return os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
+
+
 def rank_variables() -> tuple[int, int, int] | None:
     """(rank, local rank, world size) as torchrun set them, or None outside of torchrun."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:

@@ -7,9 +7,12 @@ so would compute each layer half a dozen times.
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from penstock.engine.keeping import Kept, keep
 
 
 class Slot:
@@ -38,7 +41,8 @@ class _Call:
     """One call: its arguments, and what it saved once it is computed again."""
 
     def __init__(self, run: Callable[..., torch.Tensor], args: tuple[Any, ...]) -> None:
-        self._run, self._args = run, args
+        self._run = run
+        self._args = [_Argument.of(arg) for arg in args]
         self._slots: list[weakref.ref[Slot]] = []
         self._saved: weakref.WeakKeyDictionary[Slot, torch.Tensor] | None = None
         device = next(arg.device.type for arg in args if isinstance(arg, torch.Tensor))
@@ -75,7 +79,7 @@ class _Call:
                 raise _EnoughError
             return tensor
 
-        args = [_leaf(arg) for arg in self._args]
+        args = [arg.again() if isinstance(arg, _Argument) else arg for arg in self._args]
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
         try:
             with hooks, torch.enable_grad(), self._casting:
@@ -92,8 +96,17 @@ def casting_as_now(device: str) -> torch.autocast:
     return torch.autocast(device, dtype=dtype, enabled=torch.is_autocast_enabled(device))
 
 
-def _leaf(arg: Any) -> Any:
-    """A tensor that is differentiated like the one that was given, and no further."""
-    if isinstance(arg, torch.Tensor):
-        return arg.detach().requires_grad_(arg.requires_grad)
-    return arg
+@dataclass(frozen=True)
+class _Argument:
+    """A tensor that a call was given."""
+
+    kept: Kept
+    wants_gradient: bool
+
+    @staticmethod
+    def of(arg: Any) -> Any:
+        return _Argument(keep(arg), arg.requires_grad) if isinstance(arg, torch.Tensor) else arg
+
+    def again(self) -> torch.Tensor:
+        """One that is differentiated like it, and no further."""
+        return self.kept().detach().requires_grad_(self.wants_gradient)

@@ -234,7 +234,6 @@ class Loop:
             "trained_tokens": at.trained_tokens,
             "loss": at.loss,
             "layout": self.built.layout,
-            "adapter_only": self.built.trained.only_trained,
             "rng": {str(rank): state for rank, state in enumerate(states)},
         }
         self.checkpoints.save(at.step, state)
@@ -259,6 +258,8 @@ class Loop:
             "final_loss": at.loss,
             "checkpoint": f"{CHECKPOINTS}/global_step_{at.step}",
         }
+        if self.built.quantised:
+            facts["quantised"] = list(self.built.quantised)
         validation = self.job.packed / "data" / "validation"
         if validation.is_dir():
             facts["eval_loss"] = self._evaluate(PackedRows(validation))

@@ -17,6 +17,7 @@ from penstock.core.files import write_json
 from penstock.core.orphan import end_with_parent
 from penstock.core.pulse import Pulse
 from penstock.engine.assemble import assemble
+from penstock.engine.determinism import use_only_deterministic_kernels
 from penstock.engine.hf_config import read_hf_config
 from penstock.engine.ranks import Ranks, join, leave
 from penstock.train.endings import failure_file, leave_failure
@@ -82,6 +83,8 @@ def _run(
     job: Job, ranks: Ranks, stop: StopRequest, notify: Callable[[str], None]
 ) -> dict[str, Any] | None:
     run = job.config
+    if run.train.enable_full_determinism:
+        use_only_deterministic_kernels()
     launches = _one_run(job, ranks)
     reading = Reading.of(run, ranks.device)
     if reading.num_workers:

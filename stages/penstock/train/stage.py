@@ -58,6 +58,8 @@ class Train(Stage):
         "train.fsdp_reduce_dtype": "fp32",
         "model.router_fp32": True,
         "model.freeze_router": False,
+        "model.lm_head_fp32": False,
+        "model.attention_cast_bf16": False,
         "train.dropout.hidden": 0.0,
         "train.dropout": {},
         "lora.use_rslora": False,
@@ -69,6 +71,8 @@ class Train(Stage):
         "train.moe_global_load_balancing": False,
         "train.moe_z_loss_coef": 0.0,
         "train.moe_bias_update_rate": 0.0,
+        "train.label_smoothing": 0.0,
+        "train.z_loss_coef": 0.0,
         "lora.moe_shared_lora": False,
         "lora.moe_hybrid_shared_lora": False,
     }

@@ -2,6 +2,7 @@
 
 import signal
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,13 @@ from penstock.core.meeting import meet
 from penstock.train.endings import deaths_file, what_happened
 from penstock.train.job import LOGS, OUTCOME, Job
 from penstock.train.watch import Watch
+
+DETERMINISTIC: Mapping[str, str] = {
+    "CUDA_LAUNCH_BLOCKING": "1",
+    # Of the two values with which cuBLAS gives the same bits, the one with room to be quick.
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+}
+"""For ranks that must give the same bits each time."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +66,13 @@ def environment_of(run: RunConfig) -> dict[str, str]:
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TOKENIZERS_PARALLELISM": "false",
-        **run.launch.env,
+        **written_environment(run),
     }
+
+
+def written_environment(run: RunConfig) -> dict[str, str]:
+    """What the settings say of the ranks' environment, which CUDA reads when it starts."""
+    return {**(DETERMINISTIC if run.train.enable_full_determinism else {}), **run.launch.env}
 
 
 def torchrun_arguments(run: RunConfig, address: str | None = None) -> list[str]:
