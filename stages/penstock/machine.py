@@ -12,13 +12,18 @@ from penstock.core.login import require_hub, require_login
 from penstock.core.source import pin_config
 from penstock.engine.balance import asks_of_routers, require_routers
 from penstock.engine.hf_config import read_hf_config
+from penstock.engine.origin import quantising_of
 from penstock.engine.parallel.degrees import SIZES, degrees_of, rows_per_step
 from penstock.engine.parallel.fits import Counts, require_fit, splits_model
 from penstock.engine.parallel.nearest import Candidate
 from penstock.engine.parallel.nvlink import require_nvlink, require_one_machine
+from penstock.engine.positions import require_whole_documents, shares_tokens
+from penstock.engine.published_agreement import require_agreement
 from penstock.models.builtin import SCHEME
 from penstock.models.hf_config import HfConfig
+from penstock.models.published import declared_in
 from penstock.train.torchrun import num_local_ranks
+from penstock_kernels.flash_packages import PACKAGES
 
 CONFIG_ALONE = ("config.json",)
 
@@ -36,11 +41,7 @@ def check_machine(run: RunConfig) -> None:
     """Refuse, before any work, what this machine cannot train or this world cannot be cut into."""
     devices = gpus_here() if run.model.ep_dispatch == "deepep" else Gpus(env.num_gpus())
     gpus = devices.count
-    if not gpus and run.model.attn_implementation == "native":
-        raise CapabilityError(
-            "model.attn_implementation is native, which needs a CUDA device, and there is none.\n"
-            "  Write sdpa, or leave it out to get the best there is."
-        )
+    check_attention(run.model.attn_implementation, gpus)
     if not gpus and run.model.moe_implementation in ("triton", "quack"):
         raise CapabilityError(
             f"model.moe_implementation is {run.model.moe_implementation}, which needs a CUDA "
@@ -58,6 +59,17 @@ def check_machine(run: RunConfig) -> None:
             "train.init_device is cuda, and there is no CUDA device.\n"
             "  Write cpu, or leave it out: weights are then made where they are needed."
         )
+    if not gpus and run.train.enable_activation_offload:
+        raise CapabilityError(
+            "train.enable_activation_offload moves activations from a GPU to the host's memory, "
+            "where they are anyway: there is no CUDA device.\n"
+            "  Leave it out. enable_gradient_checkpointing saves memory on any machine."
+        )
+    if env.waits_for_kernels() and not run.train.allow_cuda_launch_blocking:
+        raise CapabilityError(
+            "CUDA_LAUNCH_BLOCKING is set in the environment, and makes every kernel wait.\n"
+            "  Unset it, or write train.allow_cuda_launch_blocking: true if that is wanted."
+        )
     asked = run.launch.nproc_per_node
     if gpus and asked != "auto" and asked > gpus:
         raise CapabilityError(
@@ -66,8 +78,24 @@ def check_machine(run: RunConfig) -> None:
         )
     if asks_of_routers(run.train):
         require_routers(run, config_of(run))
+    if shares_tokens(run.train):
+        require_whole_documents(run.train, config_of(run))
     check_layout(run, gpus)
     require_one_machine(run, world_size(run), num_local_ranks(run))
+
+
+def check_attention(written: str | None, gpus: int) -> None:
+    """Refuse attention that needs a GPU where there is none, or a package that is not here."""
+    if not gpus and written in ("native", *PACKAGES):
+        raise CapabilityError(
+            f"model.attn_implementation is {written}, which needs a CUDA device, and there is "
+            "none.\n  Write sdpa, or leave it out to get the best there is."
+        )
+    if written in PACKAGES and (reason := PACKAGES[written].missing()):
+        raise CapabilityError(
+            f"model.attn_implementation is {written}, and {reason}.\n"
+            "  Or leave it out to get the best there is."
+        )
 
 
 def is_installed(package: str) -> bool:
@@ -77,6 +105,12 @@ def is_installed(package: str) -> bool:
     except PackageNotFoundError:
         return False
     return True
+
+
+def check_weights(run: RunConfig) -> None:
+    """Refuse weights that are published quantised unless the run uses them so."""
+    if run.model.model_path and (declared := declared_in(config_of(run))):
+        require_agreement(quantising_of(run), declared)
 
 
 def check_layout(run: RunConfig, gpus: int = 0) -> None:
@@ -94,6 +128,7 @@ def refusal_of(run: RunConfig) -> ConfigError | CapabilityError | None:
     """
     try:
         check_machine(run)
+        check_weights(run)
     except (ConfigError, CapabilityError) as error:
         if run.train.global_batch_size is None:
             raise

@@ -12,7 +12,7 @@ from penstock.core.errors import CapabilityError, ConfigError
 from penstock.core.hub import local_folder
 from penstock.core.source import pin_adapter, pin_config, pin_model, pin_tokenizer
 from penstock.core.urls import spoken
-from penstock.engine.origin import Adapting, Origin
+from penstock.engine.origin import Adapting, Origin, quantising_of
 from penstock.engine.peft_config import CONFIG, read_peft_config
 
 TAKEN = {
@@ -65,6 +65,7 @@ def origin_of(run: RunConfig) -> Origin:
         foundation=model.foundation,
         seed=run.train.seed,
         adapting=adapting if lora.enable_lora else None,
+        quantising=quantising_of(run),
         adapter=pin_adapter(lora.init_adapter_path) if lora.init_adapter_path else None,
         adapter_path=lora.init_adapter_path,
     )

@@ -30,6 +30,18 @@ class Product:
         left = self.left[start : start + len(weight)]
         return torch.addmm(weight.float(), left, self.right, alpha=self.scale)
 
+    def added_alike(self, weight: torch.Tensor, start: int) -> torch.Tensor:
+        """The same, with bits that do not depend on which rows and columns are computed together.
+
+        Products of two fp32 numbers are exact in fp64, and here they are added in one order: so it
+        does not matter either whether a device rounds between multiplying and adding.
+        """
+        left = self.left[start : start + len(weight)].double()
+        total = torch.zeros_like(weight, dtype=torch.float64)
+        for column, row in zip(left.unbind(1), self.right.double(), strict=True):
+            total.addcmul_(column.unsqueeze(1), row)
+        return total.mul_(self.scale).add_(weight).float()
+
 
 @dataclass(frozen=True)
 class Stacked:

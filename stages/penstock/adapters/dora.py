@@ -19,6 +19,9 @@ Normed = Literal["plain", "dora"]
 STRETCH = 32 << 20
 """Bytes of the weight's rows, in fp32, that are held at a time."""
 
+Rows = Callable[[int, int], torch.Tensor]
+"""The rows of a weight from one number to another."""
+
 SumSquares = Callable[[torch.Tensor], torch.Tensor]
 """From sums of squares over what of each row or column is here to those over all of it."""
 
@@ -29,13 +32,16 @@ def all_here(squares: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def row_norms(weight: torch.Tensor, product: Product, sum_squares: SumSquares) -> torch.Tensor:
-    """The norm of each row of the sum of weight and product, fp32."""
-    with torch.autocast(weight.device.type, enabled=False):
-        found = weight.new_empty(weight.shape[0], dtype=torch.float32)
-        for start in range(0, len(weight), stride := _rows_at_once(weight)):
-            rows = product.added_to(weight[start : start + stride], start)
-            torch.sum(rows.square_(), dim=1, out=found[start : start + stride])
+def row_norms(rows: Rows, product: Product, sum_squares: SumSquares) -> torch.Tensor:
+    """The norm of each row of the sum of a weight and a product, fp32."""
+    device = product.left.device
+    with torch.autocast(device.type, enabled=False):
+        count, columns = product.shape
+        found = torch.empty(count, dtype=torch.float32, device=device)
+        for start in range(0, count, stride := _rows_at_once(columns)):
+            end = min(start + stride, count)
+            made = product.added_to(rows(start, end), start)
+            torch.sum(made.square_(), dim=1, out=found[start:end])
         return sum_squares(found).sqrt()
 
 
@@ -44,14 +50,14 @@ def column_norms(weight: torch.Tensor, product: Product, sum_squares: SumSquares
     """The norm of each column of the sum of weight and product, fp32."""
     with torch.autocast(weight.device.type, enabled=False):
         found = weight.new_zeros(weight.shape[1], dtype=torch.float32)
-        for start in range(0, len(weight), stride := _rows_at_once(weight)):
+        for start in range(0, len(weight), stride := _rows_at_once(weight.shape[1])):
             rows = product.added_to(weight[start : start + stride], start)
             found += rows.square_().sum(dim=0)
         return sum_squares(found).sqrt()
 
 
-def _rows_at_once(weight: torch.Tensor) -> int:
-    return max(1, STRETCH // (4 * weight.shape[1]))
+def _rows_at_once(columns: int) -> int:
+    return max(1, STRETCH // (4 * columns))
 
 
 def ratio(magnitude: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:

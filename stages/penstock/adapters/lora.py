@@ -14,12 +14,14 @@ from torch import nn
 from penstock.adapters.change import Product
 from penstock.adapters.dora import Normed, SumSquares, all_here, ratio, row_norms
 from penstock.models.layers.dropout import Dropout
+from penstock.models.layers.products import SumOfProducts, WeightedRows
+from penstock.models.layers.quantised import affine, put_weight, rows_of, weight_of
 
 
-class LoraLinear(nn.Linear):
+class LoraLinear(nn.Linear, SumOfProducts):
     """A linear layer whose own weight is frozen, with one pair of factors per adapted part.
 
-    It takes the base layer's Parameters as they are, under the same names. A fused projection has
+    It takes the base layer's parameters as they are, under the same names. A fused projection has
     several parts, of which only some may be adapted; a plain layer is its own single part.
     `sum_squares` is a socket for whoever lets only some of the inputs arrive.
     """
@@ -42,7 +44,8 @@ class LoraLinear(nn.Linear):
         super().__init__(
             base.in_features, base.out_features, bias=base.bias is not None, device="meta"
         )
-        self.weight, self.bias = base.weight, base.bias
+        self.bias = base.bias
+        put_weight(self, weight_of(base))
         self.requires_grad_(False)
         self.parts = dict(parts)
         self.rank, self.scale = rank, scale
@@ -60,28 +63,39 @@ class LoraLinear(nn.Linear):
         """The base layer's output plus each adapted part's product, in the base output's dtype."""
         if self.lora_magnitude:
             return self._normed(input)
-        y = super().forward(input)
+        y = affine(input, self.weight, self.bias)
         outputs = [
             rows + (self._product(input, part) * self.scale).to(y.dtype)
             if part in self.lora_A
             else rows
-            for part, rows in self._by_part(y, dim=-1)
+            for part, rows in self._by_part(y)
         ]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+    def products(self, x: torch.Tensor) -> list[WeightedRows] | None:
+        """The weight's, and the adapter's second: of a layer with one part and nothing else."""
+        [part, *others] = self.parts
+        if others or self.lora_magnitude or self.bias is not None:
+            return None
+        found: list[WeightedRows] = [(x, self.weight)]
+        if part in self.lora_A:
+            found.append((self._low(x, part) * self.scale, self.lora_B[part]))
+        return found
 
     def _product(self, x: torch.Tensor, part: str) -> torch.Tensor:
         """In the factors' dtype unless autocast says otherwise: fp32 factors beside a bf16 weight
         keep their precision."""
-        a, b = self.lora_A[part], self.lora_B[part]
-        return F.linear(F.linear(self.lora_dropout[part](x.to(a.dtype)), a), b)
+        return F.linear(self._low(x, part), self.lora_B[part])
+
+    def _low(self, x: torch.Tensor, part: str) -> torch.Tensor:
+        a = self.lora_A[part]
+        return F.linear(self.lora_dropout[part](x.to(a.dtype)), a)
 
     def _normed(self, x: torch.Tensor) -> torch.Tensor:
-        y = F.linear(x, self.weight)
+        y = affine(x, self.weight)
         outputs = [
-            self._normed_part(x, part, rows, weight) if part in self.lora_A else rows
-            for (part, rows), (_, weight) in zip(
-                self._by_part(y, dim=-1), self._by_part(self.weight, dim=0), strict=True
-            )
+            self._normed_part(x, part, rows) if part in self.lora_A else rows
+            for part, rows in self._by_part(y)
         ]
         y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
         return y if self.bias is None else y + self.bias.to(y.dtype)
@@ -89,33 +103,42 @@ class LoraLinear(nn.Linear):
     @torch.no_grad()
     def measure(self) -> None:
         """Start magnitudes, if there are any, at the norms there are now."""
-        weights = dict(self._by_part(self.weight, dim=0))
         for part, magnitude in self.lora_magnitude.items():
-            magnitude.copy_(self._norms(part, weights[part]))
+            magnitude.copy_(self._norms(part))
 
-    def _norms(self, part: str, weight: torch.Tensor) -> torch.Tensor:
+    def _norms(self, part: str) -> torch.Tensor:
         a, b = (factors[part].detach().float() for factors in (self.lora_A, self.lora_B))
-        return row_norms(weight, Product(b, a, self.scale), self.sum_squares)
+        first = self.first_row(part)
 
-    def _normed_part(
-        self, x: torch.Tensor, part: str, y: torch.Tensor, weight: torch.Tensor
-    ) -> torch.Tensor:
+        def rows(start: int, end: int) -> torch.Tensor:
+            return rows_of(self.weight, first + start, first + end)
+
+        return row_norms(rows, Product(b, a, self.scale), self.sum_squares)
+
+    def _normed_part(self, x: torch.Tensor, part: str, y: torch.Tensor) -> torch.Tensor:
         """What becomes of a part's base output `y`.
 
         As in PEFT, what is dropped for the product is dropped for all but the base output as well.
         """
-        by = ratio(self.lora_magnitude[part], self._norms(part, weight))
+        by = ratio(self.lora_magnitude[part], self._norms(part))
         more = self._product(x, part) * self.scale
         dropped = self.lora_dropout[part](x)
         if dropped is x:
             return (by * (y + more.to(y.dtype))).to(y.dtype)
+        first = self.first_row(part)
+        weight = rows_of(self.weight, first, first + self.parts[part]).to(y.dtype)
         return (y + (by - 1) * F.linear(dropped, weight) + by * more).to(y.dtype)
 
-    def _by_part(self, tensor: torch.Tensor, dim: int) -> list[tuple[str, torch.Tensor]]:
+    def first_row(self, part: str) -> int:
+        """The row of the weight at which a part begins."""
+        names = list(self.parts)
+        return sum(self.parts[name] for name in names[: names.index(part)])
+
+    def _by_part(self, y: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         if len(self.parts) == 1:
-            return [(part, tensor) for part in self.parts]
-        rows = tensor.split(list(self.parts.values()), dim=dim)
-        return list(zip(self.parts, rows, strict=True))
+            return [(part, y) for part in self.parts]
+        outputs = y.split(list(self.parts.values()), dim=-1)
+        return list(zip(self.parts, outputs, strict=True))
 
 
 def unfilled(shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> nn.ParameterDict:

@@ -69,7 +69,7 @@ class ExpertAdapter(Factors):
     ) -> torch.Tensor | None:
         """[R, N], or None for a matrix that is not adapted. `counts_E` rows of each expert lie in
         order."""
-        a, b = self._factor("lora_A", matrix), self._factor("lora_B", matrix)
+        a, b = self.factor("lora_A", matrix), self.factor("lora_B", matrix)
         if a is None or b is None:
             return None
         # In the factors' dtype unless autocast, which does not know grouped products, says
@@ -80,7 +80,8 @@ class ExpertAdapter(Factors):
         inner_Rr = self._product(x_RK.to(dtype), a.to(dtype), counts_E)
         return self._product(inner_Rr, b.to(dtype), counts_E) * self.scale
 
-    def _factor(self, side: Side, matrix: Matrix) -> nn.Parameter | None:
+    def factor(self, side: Side, matrix: Matrix) -> nn.Parameter | None:
+        """The factor of each expert or of all, [E, r, K] or [E, N, r], or without E."""
         own = self.get(side, matrix)
         return self._shared[0].get(side, matrix) if own is None else own
 

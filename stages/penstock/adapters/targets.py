@@ -42,7 +42,9 @@ def layers_in(model: Decoder, native: str) -> dict[str, int]:
     parent, _, last = native.rpartition(".")
     if last == FUSED:
         return {f"{parent}.{part}": rows for part, rows in model.config.qkv_parts.items()}
-    return {native: model.get_submodule(native).get_parameter("weight").shape[0]}
+    module = model.get_submodule(native)
+    assert isinstance(module, (nn.Linear, nn.Embedding, Router))
+    return {native: module.weight.shape[0]}
 
 
 def is_of_experts(name: str) -> bool:

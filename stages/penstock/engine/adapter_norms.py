@@ -1,29 +1,33 @@
 """Norms of a base model's weights, which magnitudes of adapters (DoRA) start at."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 
 from penstock.adapters.names import EMBEDDING, MAGNITUDE, factor_of
 from penstock.engine.parallel.pieces import Held
+from penstock.engine.quantised_folder import Source
 from penstock.engine.ranks import Ranks
 from penstock.engine.safetensors_folder import SafetensorsFolder
-from penstock.engine.weights import Readers, row_blocks
+from penstock.engine.weights import Readers, Seen, row_blocks
 
 
 def norms_for(
     held: Sequence[Held],
     weights: Path | None,
-    start: Callable[[str], torch.Tensor],
+    drawn: Source,
     *,
     readers: Readers,
     ranks: Ranks,
+    seen: Seen,
 ) -> dict[str, torch.Tensor]:
     """The norm of each row, for an embedding of each column, of every weight whose adapter has
     magnitudes on any rank; by the layer's name. Every rank calls it and gets all.
 
-    Weights are those of the folder `weights`, or without one `start` of a weight's name. They are
+    Weights are those of the folder `weights`, looked at as `seen` says, or without one those
+    that are `drawn`. They are
     computed from whole rows in one order, so that the layout does not show: by rank 0 alone, or of
     `all_ranks` by each a share.
     """
@@ -41,14 +45,12 @@ def norms_for(
     else:
         here = wanted if ranks.leads else []
     found: dict[str, torch.Tensor] = {}
-    if weights is None:
+    with SafetensorsFolder(weights) if weights else nullcontext() as opened:
+        source = seen(opened) if opened else drawn
+        if here:
+            source.require(f"{layer}.weight" for layer in here)
         for layer in here:
-            found[layer] = _norms(layer, [start(f"{layer}.weight")])
-    elif here:
-        with SafetensorsFolder(weights) as folder:
-            folder.require(f"{layer}.weight" for layer in here)
-            for layer in here:
-                found[layer] = _norms(layer, _rows(folder, f"{layer}.weight"))
+            found[layer] = _norms(layer, _rows(source, f"{layer}.weight"))
     return {layer: norms for some in ranks.gather(found) for layer, norms in some.items()}
 
 
@@ -60,7 +62,7 @@ def _norms(layer: str, stretches: Iterable[torch.Tensor]) -> torch.Tensor:
     return total.sqrt_().float()
 
 
-def _rows(folder: SafetensorsFolder, name: str) -> Iterator[torch.Tensor]:
-    stored = folder.stored(name)
+def _rows(source: Source, name: str) -> Iterator[torch.Tensor]:
+    stored = source.stored(name)
     for first, end in row_blocks(stored.shape, stored.dtype):
-        yield folder.box(name, (first, 0), (end - first, stored.shape[1]))
+        yield source.box(name, (first, 0), (end - first, stored.shape[1]))

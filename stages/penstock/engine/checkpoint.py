@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from penstock.adapters.names import factor_of
 from penstock.core.errors import ArtifactError, StageError
 from penstock.core.files import PART, fsync, read_json, regular_files, remove, write_json
 from penstock.engine.checkpoint_boxes import Box, Boxes, write_boxes
@@ -23,6 +24,9 @@ from penstock.engine.ranks import Ranks
 COMPLETE = "COMPLETE"
 STATE = "state.json"
 FOLDER = re.compile(r"global_step_(\d+)$")
+
+ADAPTERS, MERGED, MODEL = "adapters alone", "a model with adapters merged into it", "all of a model"
+"""What a checkpoint may hold."""
 
 
 class Checkpoints:
@@ -52,7 +56,8 @@ class Checkpoints:
     def load(self, folder: Path) -> dict[str, Any]:
         """Restore what is trained from a complete checkpoint, which is then kept; its state.json.
 
-        Raises ArtifactError when it is not complete, damaged or of another model.
+        Raises ArtifactError when it is not complete, damaged, of another model, or of a run that
+        trained something else of it.
         """
         state, mine = read_state(folder), _name_of(self._trained.optimizer)
         if state["optimizer"] != mine:
@@ -61,7 +66,9 @@ class Checkpoints:
                 f"{mine}.\n"
                 "  Write the same train.optimizer, or start from its weights as model.model_path."
             )
-        self._trained.restore(CheckpointFiles(folder))
+        files = CheckpointFiles(folder)
+        self._require_same_kind(folder, _kind_of(state, files))
+        self._trained.restore(files)
         self._started_from = folder.resolve()
         return state
 
@@ -72,7 +79,11 @@ class Checkpoints:
         this write or the one before failed, on any rank.
         """
         self.finish()
-        state = {**state, "optimizer": _name_of(self._trained.optimizer)}
+        state = {
+            **state,
+            "optimizer": _name_of(self._trained.optimizer),
+            "adapter_only": self._trained.only_trained,
+        }
         boxes = self._trained.boxes()
         if self._copies is None:
             self._write(step, boxes, state)
@@ -98,6 +109,20 @@ class Checkpoints:
         if self._thread:
             self._thread.join()
             self._thread = None
+
+    def _require_same_kind(self, folder: Path, there: str) -> None:
+        """Refuse a checkpoint of which a part would be missing, or left out without a word."""
+        mine = ADAPTERS
+        if not self._trained.only_trained:
+            bears = any(factor_of(held.name) for held in self._trained.held)
+            # A stage of a pipeline may have none.
+            mine = MERGED if self._ranks.anywhere(bears) else MODEL
+        if there != mine:
+            raise ArtifactError(
+                f"{folder} holds {there}, and this run trains {mine}.\n"
+                "  Write the lora section as it was, or export that run and start from its weights "
+                "as model.model_path."
+            )
 
     def _behind(self, step: int, boxes: Boxes, state: dict[str, Any]) -> None:
         try:
@@ -169,6 +194,12 @@ class _HostCopies:
                 pin_memory=torch.cuda.is_available(),
             )
         return self._memory[key].copy_(box.data, non_blocking=True)
+
+
+def _kind_of(state: dict[str, Any], files: CheckpointFiles) -> str:
+    if state["adapter_only"]:
+        return ADAPTERS
+    return MERGED if any(map(factor_of, files.read_metadata().state_dict_metadata)) else MODEL
 
 
 def _name_of(optimizer: torch.optim.Optimizer) -> str:

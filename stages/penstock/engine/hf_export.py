@@ -2,6 +2,7 @@
 
 Without adapters there is `hf/`. With them there is `adapter/`, and `hf/` with the merged model if
 that is wanted. A base model that started at random exists nowhere else, so it comes as `base/`.
+Where adapters were merged while training, what was learnt is not theirs alone: there is only `hf/`.
 """
 
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ import torch
 
 from penstock.core.files import read_json
 from penstock.core.hub import local_folder
+from penstock.engine.base_weights import Base
 from penstock.engine.checkpoint_reader import CheckpointReader
 from penstock.engine.hf_adapter import Adapters, adapters_in, write_adapter_folder
 from penstock.engine.hf_config import read_hf_config
@@ -24,11 +26,11 @@ from penstock.engine.hf_folder import (
 )
 from penstock.engine.hf_quantised import Quantiser, quantiser_for
 from penstock.engine.hf_tokenizer import TokenizerFiles
-from penstock.engine.hf_weights import HfWeights, from_seed, in_checkpoint, in_folder
+from penstock.engine.hf_weights import HfWeights, in_checkpoint, in_source
 from penstock.engine.origin import Form, Origin
+from penstock.engine.quantised_folder import Drawn
 from penstock.engine.safetensors_folder import SafetensorsFolder
 from penstock.models.registry import family_of
-from penstock.models.weights import WeightMap
 
 GENERATION_CONFIG = "generation_config.json"
 
@@ -46,6 +48,8 @@ def write_folders(checkpoint: Path, origin: Origin, form: Form, out: Path) -> di
     hf_config = read_hf_config(_config_path(origin), origin.foundation)
     family = family_of(hf_config)
     names = family.weight_map(family.read(hf_config))
+    folder = _folder(origin) if origin.quantising else None
+    weights = Base(names, origin.quantising, hf_config, family.roles, folder)
     adapters = adapters_in(reader, names, origin.adapting)
     quantiser = quantiser_for(form.quantise, family, names) if form.quantise else None
     extras = Extras(
@@ -54,11 +58,12 @@ def write_folders(checkpoint: Path, origin: Origin, form: Form, out: Path) -> di
         _generation_config(origin),
     )
     with ExitStack() as opened:
-        base = _base(origin, reader, names, opened)
-        if adapters is None:
-            found = {"hf": _model(form, origin, base, out / "hf", extras, quantiser)}
-        else:
+        base = _base(origin, reader, weights, opened)
+        if adapters and reader.state["adapter_only"]:
             found = _with_adapters(form, origin, base, adapters, out, extras, quantiser)
+        else:
+            whole = adapters.merged_into(base) if adapters else base
+            found = {"hf": _model(form, origin, whole, out / "hf", extras, quantiser)}
     return {
         "format": "hf",
         "folders": {name: name for name in found},
@@ -124,16 +129,24 @@ def _dtype(form: Form, origin: Origin, hf_config: Any) -> torch.dtype:
     return declared_dtype(hf_config) if origin.model_path else torch.float32
 
 
-def _base(
-    origin: Origin, reader: CheckpointReader, names: WeightMap, opened: ExitStack
-) -> HfWeights:
-    """The model without its adapters, which a checkpoint of adapters alone does not hold."""
-    if not reader.state.get("adapter_only", False):
-        return in_checkpoint(reader, names)
+def _base(origin: Origin, reader: CheckpointReader, base: Base, opened: ExitStack) -> HfWeights:
+    """The model without its adapters, which a checkpoint of adapters alone does not hold.
+
+    Matrices that were quantised are what adapters were trained beside: not what was read.
+    """
+    if not reader.state["adapter_only"]:
+        return in_checkpoint(reader, base.names, base.formats)
+    if (found := _folder(origin)) is None:
+        return in_source(base.seen(Drawn(base.names, origin.seed)), base.names)
+    folder = opened.enter_context(SafetensorsFolder(found))
+    return in_source(base.seen(folder), base.names)
+
+
+def _folder(origin: Origin) -> Path | None:
+    """Of the base model's weights; None if they are drawn."""
     if origin.model_path is None or origin.weights is None:
-        return from_seed(names, origin.seed)
-    folder = SafetensorsFolder(local_folder(origin.model_path, origin.weights))
-    return in_folder(opened.enter_context(folder), names)
+        return None
+    return local_folder(origin.model_path, origin.weights)
 
 
 def _config_path(origin: Origin) -> str:

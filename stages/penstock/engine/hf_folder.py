@@ -61,7 +61,9 @@ def write_hf_folder(
     num_shards = write_weights(
         weights, out, dtype=dtype, max_shard_size=max_shard_size, quantiser=quantiser
     )
-    config = {key: value for key, value in extras.hf_config.items() if key != "torch_dtype"}
+    # What is written is not quantised as the base model was.
+    replaced = {"torch_dtype", "quantization_config"}
+    config = {key: value for key, value in extras.hf_config.items() if key not in replaced}
     if quantiser:
         config["quantization_config"] = quantiser.config
     write_json(out / "config.json", {**config, "dtype": name_of(dtype)})

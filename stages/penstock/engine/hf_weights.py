@@ -7,9 +7,10 @@ import torch
 
 from penstock.core.errors import ArtifactError
 from penstock.engine.checkpoint_reader import CheckpointReader
-from penstock.engine.safetensors_folder import SafetensorsFolder
-from penstock.models.initialise import initialise
+from penstock.engine.quantised_folder import Source
+from penstock.engine.quantising import Formats
 from penstock.models.weights import WeightMap
+from penstock_kernels.quant import Quantised, dequantise
 
 
 @dataclass(frozen=True)
@@ -28,35 +29,47 @@ class HfWeights:
         return sum(torch.Size(shape).numel() for shape in self.shapes.values())
 
 
-def in_checkpoint(reader: CheckpointReader, names: WeightMap) -> HfWeights:
-    """The tensors of a training checkpoint. Raises ArtifactError when it is of another model."""
-    found, shapes = reader.shapes(), names.hf_shapes()
+def in_checkpoint(
+    reader: CheckpointReader, names: WeightMap, formats: Formats | None = None
+) -> HfWeights:
+    """The tensors of a training checkpoint; matrices that it holds in `formats` are what these
+    stand for, fp32. Raises ArtifactError when it is of another model."""
+    found, shapes, kept = reader.shapes(), names.hf_shapes(), formats or {}
     for name, shape in shapes.items():
-        there = found[name][0] if name in found else None
-        if there != shape:
+        there = found.get(f"{name}.codes" if name in kept else name, (None,))[0]
+        wanted = (shape[0], kept[name].row_bytes(shape[1])) if name in kept else shape
+        if there != wanted:
             raise ArtifactError(
                 f"{name} is {there or 'absent'} in {reader.folder}, and the config makes it "
-                f"{shape}.\n"
+                f"{wanted}.\n"
                 "  model.config_path or model.foundation is not what the run was trained with."
             )
-    return HfWeights(shapes, reader.read, _exact(names, shapes))
+
+    def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
+        plain = reader.read(name for name in names if name not in kept)
+        for name in names:
+            if name in kept:
+                leaves = kept[name].widths(shapes[name][1])
+                stored = reader.read(f"{name}.{leaf}" for leaf in leaves)
+                of_leaf = {leaf: stored[f"{name}.{leaf}"] for leaf in leaves}
+                value = Quantised.of_bytes(kept[name], shapes[name][1], of_leaf)
+                plain[name] = dequantise(value, torch.float32)
+        return {name: plain[name] for name in names}
+
+    return HfWeights(shapes, read, _exact(names, shapes))
 
 
-def in_folder(folder: SafetensorsFolder, names: WeightMap) -> HfWeights:
-    """The tensors of a Hugging Face folder. Raises CapabilityError when it lacks one."""
+def in_source(source: Source, names: WeightMap) -> HfWeights:
+    """The tensors of a folder, or of what is seen of it.
+
+    Raises:
+        CapabilityError: one is missing.
+    """
     shapes = names.hf_shapes()
-    folder.require(shapes)
-    return HfWeights(
-        shapes, lambda wanted: {name: folder[name] for name in wanted}, _exact(names, shapes)
-    )
-
-
-def from_seed(names: WeightMap, seed: int) -> HfWeights:
-    """The random start of a model that was given no weights."""
-    shapes = names.hf_shapes()
+    source.require(shapes)
 
     def read(wanted: Sequence[str]) -> dict[str, torch.Tensor]:
-        return {name: initialise(name, shapes[name], seed, names.config) for name in wanted}
+        return {name: source.box(name, (0,) * len(shapes[name]), shapes[name]) for name in wanted}
 
     return HfWeights(shapes, read, _exact(names, shapes))
 

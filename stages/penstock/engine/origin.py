@@ -4,10 +4,35 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from penstock.config.run import RunConfig, written
 from penstock.core.stage import Source
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 SchemeName = Literal["fp8", "block_fp8", "int8", "int4", "nvfp4"]
+
+
+@dataclass(frozen=True)
+class Quantising:
+    """What was written of the base model's weights under adapters; None: nothing was."""
+
+    format: str | None = None
+    """`lora.quant_format`."""
+    group: int | None = None
+    """Columns that share a scale."""
+    excluded: tuple[str, ...] | None = None
+    """Modules, by names and patterns, that are not quantised."""
+
+
+def quantising_of(run: RunConfig) -> Quantising | None:
+    """What a run says of it."""
+    lora = run.lora
+    if not lora.enable_qlora:
+        return None
+    return Quantising(
+        lora.quant_format if written(run, "lora.quant_format") else None,
+        lora.quant_group_size if written(run, "lora.quant_group_size") else None,
+        None if lora.exclude_modules is None else tuple(lora.exclude_modules),
+    )
 
 
 @dataclass(frozen=True)
@@ -42,6 +67,8 @@ class Origin:
     """What a random start was drawn from."""
     adapting: Adapting | None = None
     """None when there are no adapters."""
+    quantising: Quantising | None = None
+    """None when the base model is as it was stored."""
     adapter: Source | None = None
     """What adapters went on from; None when they started anew."""
     adapter_path: str | None = None

@@ -10,11 +10,12 @@ R rows, D model width, F features of an expert, E experts.
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 
+from penstock.engine.keeping import Kept, given_back, keep
 from penstock.engine.recompute_once import Slot, casting_as_now
+from penstock.models.layers.dropout import drawing_alike
 from penstock.models.layers.experts import Experts, in_turn
 from penstock.models.layers.mixture import MixtureOfExperts
 from penstock.models.layers.run import Run
@@ -37,10 +38,10 @@ def keep_rows(experts: Experts, x_RD: torch.Tensor, counts_E: torch.Tensor, /) -
     if not torch.is_grad_enabled():
         return in_turn(experts, x_RD, counts_E)
     call = _Call(experts, x_RD, counts_E)
-    with torch.autograd.graph.saved_tensors_hooks(call.of_first_half, _Call.get):
+    with torch.autograd.graph.saved_tensors_hooks(call.of_first_half, given_back):
         inner_RF = experts.gated(x_RD, counts_E)
     call.gave(inner_RF)
-    with torch.autograd.graph.saved_tensors_hooks(call.of_second_half, _Call.get):
+    with torch.autograd.graph.saved_tensors_hooks(call.of_second_half, given_back):
         return experts.down(inner_RF, counts_E)
 
 
@@ -48,9 +49,10 @@ class _Call:
     """One call: what it needs to compute its first half again, and what that then saves."""
 
     def __init__(self, experts: Experts, x_RD: torch.Tensor, counts_E: torch.Tensor) -> None:
-        self._experts = experts
+        # What is drawn from may be another micro-batch's by then.
+        self._gated = drawing_alike(experts.gated)
         # Not the tensor itself, which would hold the graph of all that came before it.
-        self._x_RD, self._wanted = x_RD.detach(), x_RD.requires_grad
+        self._x_RD, self._wanted = keep(x_RD), x_RD.requires_grad
         self._counts_E = counts_E
         self._places: list[weakref.ref[Slot] | None] = []
         self._results: list[tuple[weakref.ref[Slot], tuple[int, ...], tuple[int, ...], int]] = []
@@ -60,39 +62,35 @@ class _Call:
         there = (x_RD, counts_E, *experts.parameters())
         self._there = {_memory_of(tensor) for tensor in there}
 
-    def of_first_half(self, tensor: torch.Tensor) -> Any:
-        """A tensor that is saved: itself where it is there anyway, else a slot for it."""
+    def of_first_half(self, tensor: torch.Tensor) -> Kept:
+        """A tensor that is saved: kept where it is there anyway, else a slot for it."""
         if _memory_of(tensor) in self._there:
             self._places.append(None)
-            return tensor
+            return keep(tensor)
         slot = Slot()
         self._places.append(weakref.ref(slot))
-        return self, slot
+        return partial(self._saved_in, slot)
 
     def gave(self, inner_RF: torch.Tensor) -> None:
         """The first half has ended with this, which is held by whoever calls the second one."""
         # Not the tensor itself: the graph may hold on to this call's methods, and so to it.
         self._inner = _memory_of(inner_RF), inner_RF.dtype, int(inner_RF.storage_offset())
 
-    def of_second_half(self, tensor: torch.Tensor) -> Any:
+    def of_second_half(self, tensor: torch.Tensor) -> Kept:
         """The same: here only what the first half gave, or some rows of it, is not there anyway."""
         memory, dtype, offset = self._inner
         if _memory_of(tensor) != memory or tensor.dtype != dtype:
-            return tensor
+            return keep(tensor)
         slot = Slot()
         first = int(tensor.storage_offset()) - offset
         self._results.append((weakref.ref(slot), tensor.shape, tensor.stride(), first))
-        return self, slot
+        return partial(self._saved_in, slot)
 
-    @staticmethod
-    def get(left: Any) -> torch.Tensor:
+    def _saved_in(self, slot: Slot) -> torch.Tensor:
         """In a backward pass: the tensor that was saved."""
-        if isinstance(left, torch.Tensor):
-            return left
-        call, slot = left
-        if call._saved is None:
-            call._saved = call._computed_again()
-        return call._saved[slot]
+        if self._saved is None:
+            self._saved = self._computed_again()
+        return self._saved[slot]
 
     def _computed_again(self) -> weakref.WeakKeyDictionary[Slot, torch.Tensor]:
         saved: weakref.WeakKeyDictionary[Slot, torch.Tensor] = weakref.WeakKeyDictionary()
@@ -103,10 +101,10 @@ class _Call:
             found.append(tensor.detach())
             return found[-1]
 
-        x_RD = self._x_RD.detach().requires_grad_(self._wanted)
+        x_RD = self._x_RD().detach().requires_grad_(self._wanted)
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
         with hooks, torch.enable_grad(), self._casting:
-            inner_RF = self._experts.gated(x_RD, self._counts_E)
+            inner_RF = self._gated(x_RD, self._counts_E)
         for place, tensor in zip(self._places, found, strict=True):
             if place and (slot := place()):
                 saved[slot] = tensor

@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 
 from penstock.core.errors import CapabilityError
-from penstock.models.hf_config import MXFP4
+from penstock.models.published import MXFP4
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -127,7 +127,7 @@ class SafetensorsFolder:
             end = done + count * width
             self._fill(descriptor, into[done:end], found.start + first * width, name)
             done = end
-        return raw.view(found.dtype).view(*sizes)
+        return raw.view(found.dtype).view(tuple(sizes))
 
     @cached_property
     def _files(self) -> dict[str, Path]:

@@ -1,6 +1,6 @@
 """One optimizer step over micro-batches, and the losses it reports.
 
-The loss is the sum of the cross-entropies of all trained tokens of the step, over every rank and
+The loss is the sum of the losses of all trained tokens of the step, over every rank and
 micro-batch, divided by their number. It does not depend on how the step was cut. What routers add
 to it is told beside it.
 """
@@ -14,6 +14,7 @@ from torch import nn
 
 from penstock.core.errors import StageError
 from penstock.engine.clip import gradient_norm, scale_gradients
+from penstock.engine.merging import Merging
 from penstock.engine.parallel.call import Call
 from penstock.engine.parallel.layout import Layout
 from penstock.engine.parallel.vocabulary import SumOfLosses
@@ -44,19 +45,25 @@ class Engine:
     optimizer: torch.optim.Optimizer
     ranks: Ranks
     sum_of_losses: SumOfLosses
+    told_losses: SumOfLosses
+    """What validation tells."""
     max_grad_norm: float
     noise_seed: int | None = None
     """What dropout is drawn from; None where nothing is dropped."""
     routers: Routers | None = None
     """None where a step has nothing to do with them."""
+    merging: Merging | None = None
+    """None where adapters stay apart from the weights."""
 
     def step(self, batches: Sequence[MicroBatch], lr: float, number: int) -> StepResult:
         """Forward, backward and update, of the step with this number, from 0, which decides what
-        is dropped. Raises StageError if the gradients are not finite.
+        is dropped and whether adapters are merged. Raises StageError if the gradients are not
+        finite.
         """
         tokens, trained = self._count(batches)
         calls = [
-            self._call(batch, max(1, trained), self._noise(batch, number)) for batch in batches
+            self._call(batch, self.sum_of_losses, max(1, trained), self._noise(batch, number))
+            for batch in batches
         ]
         self.ranks.pulse.begins("forward and backward")
         if self.routers:
@@ -76,6 +83,9 @@ class Engine:
             group["lr"] = lr * group[RATE]
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        if self.merging and self.merging.is_due(number + 1):
+            self.ranks.pulse.begins("merging adapters")
+            self.merging.merge(number + 1)
         told = self.routers.conclude(tokens) if self.routers else {}
         return StepResult(self.ranks.total(mine).item(), norm.item(), tokens, trained, told)
 
@@ -83,7 +93,9 @@ class Engine:
     def evaluate(self, batches: Sequence[MicroBatch]) -> tuple[float, int]:
         """The summed cross-entropy over all replicas' `batches`, and the trained tokens in them."""
         _, trained = self._count(batches)
-        mine = self.layout.forward([self._call(batch, 1, None) for batch in batches])
+        mine = self.layout.forward(
+            [self._call(batch, self.told_losses, 1, None) for batch in batches]
+        )
         return self.ranks.total(mine).item(), trained
 
     def _noise(self, batch: MicroBatch, step: int) -> Noise | None:
@@ -92,13 +104,15 @@ class Engine:
         places_T = self.layout.context.part(batch.places())
         return Noise(self.noise_seed, step, places_T.to(self.ranks.device, non_blocking=True))
 
-    def _call(self, batch: MicroBatch, divisor: int, noise: Noise | None) -> Call:
+    def _call(
+        self, batch: MicroBatch, summed: SumOfLosses, divisor: int, noise: Noise | None
+    ) -> Call:
         device, context = self.ranks.device, self.layout.context
         part = context.mine(batch)
         labels_T = part.labels_T.to(device, non_blocking=True)
 
         def reduce(hidden_TD: torch.Tensor, head: nn.Module) -> torch.Tensor:
-            return self.sum_of_losses(hidden_TD, head, labels_T) / divisor
+            return summed(hidden_TD, head, labels_T) / divisor
 
         return Call(
             part.input_ids_T.to(device, non_blocking=True),

@@ -4,7 +4,6 @@ What a rank holds beyond its own parameters is a few blocks, never a whole tenso
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,13 +14,23 @@ import torch.distributed as dist
 from penstock.adapters.names import factor_of
 from penstock.core.errors import CapabilityError
 from penstock.engine.parallel.pieces import Held, Piece, local
+from penstock.engine.quantised_folder import QuantisedFolder, Source
 from penstock.engine.ranks import Ranks
 from penstock.engine.safetensors_folder import SafetensorsFolder
 
 Start = Callable[[str, tuple[int, ...]], torch.Tensor]
 """A checkpoint tensor's name and whole shape to its random start, on the CPU."""
 
+Seen = Callable[[SafetensorsFolder], Source]
+"""A folder to what a model sees of it, such as quantised matrices."""
+
 Readers = Literal["first_rank", "all_ranks"]
+
+
+def as_it_is(folder: SafetensorsFolder) -> Source:
+    """For a model that holds what is stored."""
+    return folder
+
 
 BLOCK_BYTES = 4 << 20
 """Of a tensor's file, read and sent at once."""
@@ -43,13 +52,15 @@ def fill(
     *,
     readers: Readers,
     ranks: Ranks,
+    seen: Seen = as_it_is,
 ) -> None:
     """Give every parameter its value. Every rank calls it, with memory for its own part.
 
-    Tensors come from `weights`, a folder of safetensors; adapters, and without a folder all of
-    them, come from `start` on every rank. With `all_ranks` a rank reads the bytes of its own part.
-    With `first_rank` rank 0 alone reads, every byte once, and sends the others theirs: of each
-    group of ranks that hold the same (`Held.copying`) to the first, which sends it on.
+    Tensors come from `weights`, a folder of safetensors that is looked at as `seen` says; adapters,
+    and without a folder all of them, come from `start` on every rank. With `all_ranks` a rank
+    reads the bytes of its own part. With `first_rank` rank 0 alone reads, every byte once, and
+    sends the others theirs: of each group of ranks that hold the same (`Held.copying`) to the
+    first, which sends it on.
 
     Raises CapabilityError, on every rank, for tensors that are missing or of another shape.
     """
@@ -62,15 +73,14 @@ def fill(
         return
     if readers == "all_ranks" or ranks.world == 1:
         with SafetensorsFolder(weights) as folder:
-            _read(_boxes(stored), folder)
+            _read(_boxes(stored), seen(folder), ranks)
         return
     receiving = [one for one in stored if _is_first(one.copying)]
     # What one rank says to another must not be counted among what all say together.
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
-    with ExitStack() as opened:
-        folder = opened.enter_context(SafetensorsFolder(weights)) if ranks.leads else None
-        _receive(_boxes(receiving), folder, ranks, group)
+    with SafetensorsFolder(weights) as folder:
+        _receive(_boxes(receiving), seen(folder) if ranks.leads else None, ranks, group)
     dist.destroy_process_group(group)
     for one in stored:
         if one.copying is not None:
@@ -98,10 +108,12 @@ def cut_into(whole: torch.Tensor, piece: Piece, into: torch.Tensor) -> None:
     into.copy_(whole)
 
 
-def _read(boxes: Sequence[_Box], folder: SafetensorsFolder) -> None:
+def _read(boxes: Sequence[_Box], folder: Source, ranks: Ranks) -> None:
     """Read this rank's own bytes."""
     wanted = {box.piece.tensor: box.piece.whole for box in boxes}
     _check(folder, wanted)
+    if isinstance(folder, QuantisedFolder):
+        folder.measure(wanted, ranks)
     for box in sorted(boxes, key=lambda box: (folder.order(box.piece.tensor), box.piece.offsets)):
         piece = box.piece
         for first, end in row_blocks(piece.sizes, folder.stored(piece.tensor).dtype):
@@ -110,7 +122,7 @@ def _read(boxes: Sequence[_Box], folder: SafetensorsFolder) -> None:
             box.into[first:end].copy_(rows)
 
 
-def _check(folder: SafetensorsFolder, wanted: dict[str, tuple[int, ...]]) -> None:
+def _check(folder: Source, wanted: dict[str, tuple[int, ...]]) -> None:
     folder.require(wanted)
     for name, shape in wanted.items():
         if (found := folder.stored(name).shape) != shape:
@@ -132,7 +144,7 @@ def row_blocks(shape: Sequence[int], dtype: torch.dtype) -> Iterator[tuple[int, 
 
 def _receive(
     boxes: Sequence[_Box],
-    folder: SafetensorsFolder | None,
+    folder: Source | None,
     ranks: Ranks,
     group: dist.ProcessGroup,
 ) -> None:
@@ -162,7 +174,7 @@ def _gathered(pieces: list[Piece], ranks: Ranks, group: dist.ProcessGroup) -> li
 
 
 def _agreed(
-    folder: SafetensorsFolder | None,
+    folder: Source | None,
     wishes: Sequence[Sequence[Piece]],
     group: dist.ProcessGroup,
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -188,7 +200,7 @@ class _Sender:
 
     def __init__(
         self,
-        folder: SafetensorsFolder,
+        folder: Source,
         wishes: Sequence[Sequence[Piece]],
         device: torch.device,
         group: dist.ProcessGroup,

@@ -238,7 +238,7 @@ def _recipe(export: Export) -> str:
         pairs(
             {
                 "objective": OBJECTIVES.get(kind, code(kind)),
-                "what is trained": _trained(settings),
+                "what is trained": _trained(settings) + _beside(facts),
                 "optimizer": _optimizer(train),
                 "learning rate": _rate(train) + _rate_of_b(lora),
                 "gradient norm": f"at most {number(train['max_grad_norm'])}"
@@ -260,10 +260,18 @@ def _recipe(export: Export) -> str:
 
 
 def _trained(settings: Mapping[str, Any]) -> str:
-    if settings.get("lora"):
+    if lora := settings.get("lora"):
+        every = lora.get("merge_lora_interval")
+        if every:
+            return f"adapters, made part of the base model every {count(every, 'step')}"
         return "adapters; the base model is frozen"
     frozen = settings["model"].get("freeze_router", False)
     return "all weights but those of routers" if frozen else "all weights"
+
+
+def _beside(facts: Mapping[str, Any]) -> str:
+    formats = facts.get("quantised", ())
+    return f", in {' and '.join(map(code, formats))}" if formats else ""
 
 
 def count_epochs(epochs: float) -> str:

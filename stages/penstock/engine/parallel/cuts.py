@@ -5,19 +5,22 @@ means for one rank. Rows of what widens are cut, columns of what narrows, entrie
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 
 from penstock.adapters.names import Factor, factor_of, native_name
+from penstock.core.errors import CapabilityError
 from penstock.engine.parallel.collectives import Residual
 from penstock.engine.parallel.mesh import Mesh
 from penstock.engine.parallel.pieces import Piece, Shared, whole_piece
 from penstock.models.decoder import EMBEDDING_WEIGHT, HEAD_WEIGHT, Decoder
 from penstock.models.layers.block import SOCKETS
+from penstock.models.layers.quantised import QuantisedMatrix
 from penstock.models.roles import DECODER_GRAINS, DECODER_ROLES, Grain, Role, Roles, role_of
 from penstock.models.weights import WeightMap
+from penstock_kernels.quant import Format
 
 
 def share(count: int, size: int, index: int) -> range:
@@ -50,6 +53,8 @@ class Cuts:
     """Ranks that share a layer's experts."""
     expert_index: int = 0
     """Of this rank among them."""
+    formats: Mapping[str, Format] = field(default_factory=dict[str, Format])
+    """Of parameters that are quantised, by their names as plain ones."""
     lends_table: bool = False
     """Whether the tied embedding and head are in different parts, each with a Parameter of its
     own."""
@@ -64,6 +69,10 @@ class Cuts:
             of = self._of_experts_factor if factor.of_experts else self._of_factor
             return (of(factor, shape),)
         module, _, leaf = name.rpartition(".")
+        if module in self.formats:
+            return tuple(
+                _of_bytes(piece, leaf, self.formats[module]) for piece in self.pieces(module, shape)
+            )
         role = role_of(module, self.roles)
         if self.lends_table and name in (EMBEDDING_WEIGHT, HEAD_WEIGHT):
             table = self._cut(EMBEDDING_WEIGHT, 0, self.span("embed_tokens"))
@@ -235,6 +244,11 @@ def cuts_of(
         residual=residual,
         expert_size=mesh.degrees.expert,
         expert_index=mesh.experts()["expert"].get_local_rank() if mesh.degrees.expert > 1 else 0,
+        formats={
+            name: module.format
+            for name, module in model.named_modules()
+            if isinstance(module, QuantisedMatrix)
+        },
         lends_table=model.config.tie_word_embeddings and apart,
     )
 
@@ -253,6 +267,35 @@ def pieces_of(
         name: cuts.pieces(name, tuple(parameter.shape))
         for name, parameter in model.named_parameters()
     }
+
+
+def _of_bytes(piece: Piece, leaf: str, format: Format) -> Piece:
+    """The same box of one of the tensors that a quantised matrix is.
+
+    Columns are cut between groups; where a row has one scale, anywhere, and all who have a part of
+    the row have the scale. Raises CapabilityError for a cut within a group.
+    """
+    rows, columns = piece.whole
+    first, count = piece.offsets[1], piece.sizes[1]
+    group = format.group or 1
+    if first % group or ((first + count) % group and first + count != columns):
+        raise CapabilityError(
+            f"train.tensor_parallel_size cuts the {columns} columns of {piece.tensor} at {first} "
+            f"and {first + count}, within groups of {group} that share a scale "
+            f"({format.name}).\n"
+            "  Write a smaller tensor_parallel_size, or another lora.quant_format."
+        )
+    width = format.widths(columns)[leaf]
+    before, mine = format.widths(first)[leaf] if first else 0, format.widths(count)[leaf]
+    if mine == width:
+        before = 0
+    return replace(
+        piece,
+        tensor=f"{piece.tensor}.{leaf}",
+        whole=(rows, width),
+        offsets=(piece.offsets[0], before),
+        sizes=(piece.sizes[0], mine),
+    )
 
 
 def _after_one_another(pieces: Iterable[Piece]) -> Iterator[Piece]:

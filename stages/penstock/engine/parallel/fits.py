@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from penstock.config.data import DataConfig
 from penstock.config.parallel import INTERLEAVED, V_SHAPED, PipelineSchedule
+from penstock.config.quantising import cut_at
 from penstock.config.rules import broken
-from penstock.config.run import RunConfig
+from penstock.config.run import RunConfig, written
 from penstock.config.train import TrainConfig
 from penstock.core.errors import ConfigError
 from penstock.engine.parallel.degrees import (
@@ -24,6 +25,7 @@ from penstock.engine.parallel.degrees import (
 from penstock.engine.parallel.nearest import Candidate, Values, nearest, spelled
 from penstock.engine.parallel.split import layers_of_stages, takes, virtual_stages
 from penstock.models.hf_config import HfConfig, given, required
+from penstock.models.published import Declared, declared_in
 
 SCHEDULES: tuple[PipelineSchedule, ...] = ("1F1B", "GPipe", *INTERLEAVED, *V_SHAPED)
 
@@ -42,10 +44,18 @@ class Counts:
     intermediate_size: int
     vocab_size: int
     num_experts: int = 0
+    head_dim: int = 0
+    published: Declared | None = None
+    """How its weights are quantised already."""
 
     @classmethod
     def of(cls, hf: HfConfig) -> "Counts":
-        """Read them. Raises ConfigError if one is missing."""
+        """Read them.
+
+        Raises:
+            ConfigError: one is missing.
+            CapabilityError: weights are quantised in a way that is not read.
+        """
         heads = required(hf, "num_attention_heads")
         return cls(
             heads,
@@ -54,6 +64,8 @@ class Counts:
             required(hf, "intermediate_size"),
             required(hf, "vocab_size"),
             next((hf[name] for name in EXPERTS if hf.get(name)), 0),
+            given(hf, "head_dim", required(hf, "hidden_size") // heads),
+            declared_in(hf),
         )
 
 
@@ -126,6 +138,7 @@ def misfits(run: RunConfig, world: int, counts: Counts | None) -> list[Misfit]:
     if counts:
         found += [*_of_heads(train, counts), *_of_features(train, counts)]
         found += [*_of_experts(train, counts), *_of_stages(train, counts)]
+        found += _of_groups(run, counts)
     return [*found, *_of_rows(run)]
 
 
@@ -165,6 +178,36 @@ def _of_features(train: TrainConfig, counts: Counts) -> Iterable[Misfit]:
                 "rank would get nothing of it",
                 ("train.tensor_parallel_size",),
             )
+
+
+def _of_groups(run: RunConfig, counts: Counts) -> Iterable[Misfit]:
+    """Quantised columns that share a scale stay together."""
+    lora, tensor = run.lora, run.train.tensor_parallel_size
+    if not lora.enable_qlora or tensor == 1:
+        return
+    kept, unit = _kept_of(run, counts)
+    columns = {"o_proj": counts.num_attention_heads * counts.head_dim}
+    if not counts.num_experts:
+        columns["down_proj"] = counts.intermediate_size
+    for layer, count in columns.items():
+        cuts = [index * count // tensor for index in range(tensor)]
+        if any(cut % unit for cut in cuts) and layer not in (lora.exclude_modules or ()):
+            yield Misfit(
+                f"train.tensor_parallel_size is {tensor}, and cuts the {count} columns of {layer} "
+                f"within groups of {unit} that share a scale ({kept})",
+                ("train.tensor_parallel_size",),
+            )
+
+
+def _kept_of(run: RunConfig, counts: Counts) -> tuple[str, int]:
+    """How base weights are quantised, and what their columns are cut at multiples of."""
+    lora, published = run.lora, counts.published
+    if published and run.model.model_path:
+        # bitsandbytes says with each matrix how wide groups are; hardly ever they are wider.
+        usual = cut_at("nf4", None) if published.publisher == "bitsandbytes" else 1
+        return f"as published, {published.format}", published.group or usual
+    group = lora.quant_group_size if written(run, "lora.quant_group_size") else None
+    return f"lora.quant_format {lora.quant_format}", cut_at(lora.quant_format, group)
 
 
 def _of_experts(train: TrainConfig, counts: Counts) -> Iterable[Misfit]:

@@ -105,6 +105,20 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def rows_here(tensor: torch.Tensor, dims: int) -> tuple[int, int]:
+    """First and end of this rank's rows of a tensor, which is seen as one of `dims` dimensions:
+    rows are those of all its others and the first of these together."""
+    within = math.prod(tensor.shape[1 : tensor.dim() - dims + 1])
+    if not isinstance(tensor, DTensor):
+        return 0, tensor.shape[0] * within
+    shape, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    if not math.prod(shape):
+        return 0, 0
+    return offset[0] * within, (offset[0] + shape[0]) * within
+
+
 def hold(
     name: str,
     parameter: nn.Parameter,
@@ -115,13 +129,7 @@ def hold(
     """`pieces` of the tensor before it was sharded; `copying` as in Held."""
     pieces = tuple(pieces)
     if isinstance(parameter, DTensor) and pieces:
-        shape, offset = compute_local_shape_and_global_offset(
-            parameter.shape, parameter.device_mesh, parameter.placements
-        )
-        within = parameter.shape[1 : parameter.dim() - len(pieces[0].sizes) + 1]
-        first = offset[0] * math.prod(within) if math.prod(shape) else 0
-        end = first + shape[0] * math.prod(within) if math.prod(shape) else 0
-        pieces = tuple(_within(pieces, first, end))
+        pieces = tuple(_within(pieces, *rows_here(parameter, len(pieces[0].sizes))))
     return Held(name, parameter, pieces, copying)
 
 

@@ -32,6 +32,7 @@ from penstock.models.decoder import Decoder
 from penstock.models.layers.block import SOCKETS, Block
 from penstock.models.layers.dropout import Dropout
 from penstock.models.layers.mixture import MixtureOfExperts
+from penstock.models.layers.quantised import QuantisedMatrix
 from penstock.models.layers.router import Router
 from penstock.models.layers.run import Run
 from penstock.models.roles import Roles
@@ -60,7 +61,7 @@ def divide(model: Decoder, mesh: Mesh, roles: Roles, *, residual: Residual) -> N
         model.tie()
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and not cuts.is_in_mixture(name):
-            _resize(module, names.hf_names(f"{name}.weight"), cuts, group)
+            _resize(module, f"{name}.weight", cuts, group)
         if isinstance(module, Dropout) and _sees_share(name, cuts):
             module.places_here = partial(share_of, group=group)
         if isinstance(module, Router):
@@ -122,16 +123,17 @@ def _divided(
     return table
 
 
-def _resize(
-    module: nn.Linear, tensors: Sequence[str], cuts: Cuts, group: dist.ProcessGroup
-) -> None:
+def _resize(module: nn.Linear, weight: str, cuts: Cuts, group: dist.ProcessGroup) -> None:
     """Tell the layer how many features it has left."""
     rows, columns = module.out_features, module.in_features
+    if isinstance(module.weight, QuantisedMatrix):
+        [piece, *_] = cuts.pieces(weight, tuple(module.weight.shape))
+        module.weight.columns = piece.sizes[1]
     module.out_features, module.in_features = module.weight.shape
     if not isinstance(module, LoraLinear):
         return
     if module.out_features != rows:
-        layers = [tensor.split(".")[-2] for tensor in tensors]
+        layers = [tensor.split(".")[-2] for tensor in cuts.names.hf_names(weight)]
         module.parts = {layer: cuts.span(layer, rows).count for layer in layers}
     if module.in_features != columns:
         for layer, dropout in module.lora_dropout.items():

@@ -10,12 +10,13 @@ from typing import Literal, ParamSpec, Protocol, TypeVar
 import torch
 from torch import nn
 
+from penstock.models.layers.quantised import QuantisedMatrix
 from penstock.models.shape import ExpertsConfig
 from penstock_kernels.clamped_gate import clamped_gate
+from penstock_kernels.glu import swiglu
 from penstock_kernels.group_gemm import group_gemm
 from penstock_kernels.op import Op
 from penstock_kernels.permute import Order, permute, unpermute
-from penstock_kernels.swiglu import swiglu
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -112,10 +113,7 @@ class Experts(nn.Module):
 
     def gated(self, x_RD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
         """The first half: each row's features, activated, [R, F]."""
-        # Weights kept in fp32 beside autocast's hidden states are cast here: autocast itself does
-        # not know grouped products.
-        into_EFD = self.gate_up_proj.to(x_RD.dtype)
-        gate_RF, up_RF = self.operations.group_gemm(x_RD, into_EFD, counts_E).chunk(2, dim=-1)
+        gate_RF, up_RF = self._multiplied(x_RD, self.gate_up_proj, counts_E).chunk(2, dim=-1)
         return self.operations.activate(
             self._adapted("gate_proj", gate_RF, x_RD, counts_E),
             self._adapted("up_proj", up_RF, x_RD, counts_E),
@@ -123,9 +121,18 @@ class Experts(nn.Module):
 
     def down(self, inner_RF: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
         """The second half: of features, rows of the model's width, [R, D]."""
-        out_of_EDF = self.down_proj.to(inner_RF.dtype)
-        y_RD = self.operations.group_gemm(inner_RF, out_of_EDF, counts_E)
+        y_RD = self._multiplied(inner_RF, self.down_proj, counts_E)
         return self._adapted("down_proj", y_RD, inner_RF, counts_E)
+
+    def _multiplied(
+        self, x_RK: torch.Tensor, weight_ENK: torch.Tensor | QuantisedMatrix, counts_E: torch.Tensor
+    ) -> torch.Tensor:
+        multiply = self.operations.group_gemm
+        if isinstance(weight_ENK, QuantisedMatrix):
+            return weight_ENK.group_linear(x_RK, counts_E, multiply)
+        # Weights kept in fp32 beside autocast's hidden states are cast here: autocast itself does
+        # not know grouped products.
+        return multiply(x_RK, weight_ENK.to(x_RK.dtype), counts_E)
 
     def _adapted(
         self, matrix: Matrix, y_RN: torch.Tensor, x_RK: torch.Tensor, counts_E: torch.Tensor

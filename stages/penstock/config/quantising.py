@@ -1,0 +1,32 @@
+"""The formats of quantised base weights, and what groups of columns they may share scales in.
+
+No torch here: what does not fit is refused before anything heavy is imported.
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+QuantFormat = Literal["nvfp4", "block_fp8", "nf4", "int8", "int8_int4_experts"]
+
+DEFAULT: QuantFormat = "nvfp4"
+
+PAIRS: Mapping[str, tuple[str, str]] = {"int8_int4_experts": ("int8", "int4")}
+"""Formats that are two: of linear layers, and of experts."""
+
+_POWERS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+
+GROUPS: Mapping[QuantFormat, tuple[int, ...]] = {
+    "nvfp4": (16,),
+    "block_fp8": (128,),
+    "nf4": (64, *_POWERS),
+    "int8": (),
+    "int8_int4_experts": (128, *_POWERS),
+}
+"""Columns that may share a scale, the format's own first; with none, each row has one."""
+
+
+def cut_at(format: QuantFormat, group: int | None) -> int:
+    """What columns of linear layers can be cut at multiples of."""
+    if format in PAIRS or not GROUPS[format]:
+        return 1
+    return group or GROUPS[format][0]

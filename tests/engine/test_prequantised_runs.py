@@ -1,0 +1,153 @@
+"""Training adapters beside weights that were published quantised, and what is exported then."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from penstock.core.errors import ConfigError
+from penstock.core.files import read_json, write_json
+from penstock.engine.hf_export import write_folders
+from penstock.engine.hf_folder import write_weights
+from penstock.engine.hf_quantised import quantiser_for
+from penstock.engine.hf_weights import in_source
+from penstock.engine.origin import Form
+from penstock.engine.parallel.fits import Counts, misfits
+from penstock.engine.prequantised import published_in
+from penstock.engine.quantised_folder import Drawn
+from penstock.engine.safetensors_folder import SafetensorsFolder
+from penstock.machine import refusal_of
+from penstock.models.registry import family_of
+from penstock.origins import origin_of
+from penstock_kernels.quant import dequantise
+from tests.engine import runs
+from tests.engine.loops import each, loop_of, parameters_of, step
+from tests.ranks import on_ranks
+
+pytestmark = pytest.mark.dist
+
+TINY = {
+    **runs.TINY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "head_dim": 64,
+    "num_hidden_layers": 1,
+    "dtype": "float32",
+}
+ADAPTERS = {"enable_lora": True, "lora_rank": 4, "lora_target_modules": ["q_proj", "up_proj"]}
+
+
+def publish(folder, scheme):
+    """A model that compressed-tensors' users would publish, and FP8 as its own publishers do."""
+    family = family_of(TINY)
+    names = family.weight_map(family.read(TINY))
+    quantiser, folder = quantiser_for(scheme, family, names), folder / scheme
+    folder.mkdir()
+    source = in_source(Drawn(names, 3), names)
+    write_weights(source, folder, dtype=torch.float32, max_shard_size="5GB", quantiser=quantiser)
+    said = quantiser.config
+    if scheme == "block_fp8":
+        file = folder / "model.safetensors"
+        tensors = load_file(file)
+        save_file({n.replace("_scale", "_scale_inv"): t for n, t in tensors.items()}, file)
+        said = {"quant_method": "fp8", "modules_to_not_convert": ["lm_head"]}
+    write_json(folder / "config.json", {**TINY, "quantization_config": said})
+    return folder
+
+
+def dequantised(folder, out):
+    """The same model in floats; also which of its tensors were codes."""
+    config = read_json(folder / "config.json")
+    published = published_in(config, folder)
+    assert published is not None
+    tensors, codes = {}, {}
+    family = family_of(TINY)
+    with SafetensorsFolder(folder) as opened:
+        for name in family.weight_map(family.read(TINY)).hf_shapes():
+            if published.is_quantised(opened, name):
+                whole = published.rows(opened, name, 0, published.shape(opened, name)[0])
+                tensors[name], codes[name] = dequantise(whole, torch.float32), whole.codes.numpy()
+            else:
+                tensors[name] = opened[name]
+    out.mkdir()
+    save_file(tensors, out / "model.safetensors")
+    write_json(out / "config.json", TINY)
+    return tensors, codes
+
+
+def run_of(out, model, **lora):
+    settings = {"model_path": str(model), "tokenizer_path": "builtin:bytes"}
+    lora = {**ADAPTERS, **lora}
+    return runs.run_config(out, model, model=settings, lora=lora, data_parallel_mode="none")
+
+
+def steps(job):
+    loop = loop_of(job)
+    begun = parameters_of(loop)
+    records = [step(loop), step(loop)]
+    loop._save()
+    return begun, parameters_of(loop), [record["loss"] for record in records]
+
+
+def test_adapters_learn_beside_published_codes_as_beside_the_floats_they_stand_for(tmp_path):
+    runs.write_rows(tmp_path / "packed", 8)
+    jobs, floats = {}, {}
+    for scheme in ("nvfp4", "block_fp8"):
+        model, plain = publish(tmp_path, scheme), tmp_path / f"{scheme} floats"
+        floats[scheme] = dequantised(model, plain)
+        for kind, at, lora in (("codes", model, {"enable_qlora": True}), ("floats", plain, {})):
+            run = run_of(tmp_path / f"{scheme} {kind} out", at, **lora)
+            assert refusal_of(run) is None
+            jobs[f"{scheme} {kind}"] = runs.job_of(run, tmp_path / "packed")
+    [found] = on_ranks(1, each, steps, jobs)
+    for scheme, (tensors, codes) in floats.items():
+        begun, ended, losses = found[f"{scheme} codes"]
+        assert len(codes) == 7
+        for name, stored in codes.items():
+            # As published, to the bit, before and after.
+            assert np.array_equal(begun[f"{name}.codes"], stored)
+            assert np.array_equal(ended[f"{name}.codes"], stored)
+            assert name not in begun
+        _, plain, wanted = found[f"{scheme} floats"]
+        assert losses == pytest.approx(wanted, rel=1e-6)
+        factors = [name for name in ended if "lora_" in name]
+        assert len(factors) == 4
+        for name in factors:
+            np.testing.assert_allclose(ended[name], plain[name], rtol=1e-3, atol=1e-6)
+        job = jobs[f"{scheme} codes"]
+        out = job.output_dir / "exported"
+        saved = job.output_dir / "checkpoints" / "global_step_2"
+        write_folders(saved, origin_of(job.config), Form(), out)
+        # What is merged is floats, and says so.
+        assert "quantization_config" not in read_json(out / "hf/config.json")
+        merged = load_file(out / "hf/model.safetensors")
+        assert set(merged) == set(tensors)
+        for name, tensor in tensors.items():
+            is_adapted = name.removesuffix(".weight").endswith(("q_proj", "up_proj"))
+            assert torch.equal(merged[name], tensor) != is_adapted
+
+
+def test_runs_that_would_not_use_published_codes_are_refused_before_any_work(tmp_path):
+    model = publish(tmp_path, "block_fp8")
+    for lora, fault in (
+        ({}, r"in block_fp8 \(fp8\).*Write lora.enable_lora: true and lora.enable_qlora: true"),
+        ({"enable_qlora": True, "quant_format": "nf4"}, "quant_format is nf4, .* block_fp8"),
+    ):
+        run = run_of(tmp_path / "out", model, **lora)
+        refusal = refusal_of(run)
+        assert isinstance(refusal, ConfigError)
+        assert re.search(f"(?s){fault}", str(refusal))
+
+
+@pytest.mark.parametrize(("scheme", "says"), [("block_fp8", True), ("nvfp4", False)])
+def test_columns_are_cut_between_the_groups_that_are_published(scheme, says, tmp_path):
+    model = publish(tmp_path, scheme)
+    run = run_of(tmp_path / "out", model, enable_qlora=True)
+    run = run.model_copy(update={"train": run.train.model_copy(update={"tensor_parallel_size": 4})})
+    fault = "cuts the 256 columns of down_proj within groups of 128 .*as published, block_fp8"
+    told = [
+        misfit.reason for misfit in misfits(run, 4, Counts.of(read_json(model / "config.json")))
+    ]
+    assert any(re.search(fault, text) for text in told) == says
