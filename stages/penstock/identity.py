@@ -13,13 +13,18 @@ def _names(text: str) -> frozenset[str]:
 
 
 IDENTITY: Mapping[str, frozenset[str]] = {
-    "model": _names("foundation encoders merge_qkv router_fp32 freeze_router"),
+    "model": _names(
+        """
+        foundation encoders merge_qkv router_fp32 freeze_router lm_head_fp32 attention_cast_bf16
+        """
+    ),
     "train": _names(
         """
         optimizer optimizer_dtype lr lr_min lr_start lr_warmup_ratio lr_decay_style lr_decay_ratio
         weight_decay no_decay_modules no_decay_params max_grad_norm muon_lr muon_momentum
         muon_nesterov muon_ns_steps muon_adjust_lr_fn num_train_epochs max_steps
         moe_aux_loss_coef moe_global_load_balancing moe_z_loss_coef moe_bias_update_rate
+        label_smoothing z_loss_coef
         enable_mixed_precision fsdp_reduce_dtype dropout seed
         """
     ),
@@ -47,7 +52,8 @@ PINNED: Mapping[str, frozenset[str]] = {
 HOW: Mapping[str, frozenset[str]] = {
     "model": _names(
         """
-        attn_implementation moe_implementation ep_dispatch deepep_buffer_size_gb deepep_num_sms
+        attn_implementation moe_implementation rmsnorm_native activation_native rope_native
+        ep_dispatch deepep_buffer_size_gb deepep_num_sms
         deepep_async_combine basic_modules
         """
     ),
@@ -58,7 +64,7 @@ HOW: Mapping[str, frozenset[str]] = {
         pipeline_parallel_schedule pipeline_parallel_virtual_stages pipeline_parallel_split
         pipeline_parallel_input_weight pipeline_parallel_output_weight
         pp_variable_seq_lengths expert_parallel_size ulysses_parallel_size ringattn_parallel_size
-        cp_fsdp_mode reshard_after_forward ep_outside enable_gradient_checkpointing
+        cp_fsdp_mode reshard_after_forward ep_outside ce_mode enable_gradient_checkpointing
         enable_reentrant recompute_modules moe_checkpoint_method enable_full_shard
         enable_fsdp_offload enable_forward_prefetch enable_activation_offload activation_gpu_limit
         enable_compile init_device load_weights_mode enable_full_determinism

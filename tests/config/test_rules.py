@@ -15,7 +15,6 @@ def dataset(**fields: Any) -> dict[str, Any]:
 
 
 ROW = "sample_packing_sequence_len"
-ON = {"enable_lora": True}
 
 # The settings, where the fault is told, words of the reason, and the change that mends it.
 COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
@@ -244,20 +243,23 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         "nothing is recomputed",
         {"train": {"recompute_modules": None}},
     ),
-    ({"lora": {"save_lora_only": True}}, "lora.save_lora_only", "no adapters", {"lora": ON}),
     (
-        {"lora": ON, "export": {"quantise": "int8", "merge_lora": False}},
-        "export.quantise",
-        "export.merge_lora: false leaves out",
-        {"export": {"merge_lora": True}},
+        {"train": {"activation_gpu_limit": 2.0}},
+        "train.activation_gpu_limit",
+        "all activations stay on the GPU",
+        {"train": {"enable_activation_offload": True}},
     ),
-    ({"lora": {"moe_shared_lora": True}}, "lora.moe_shared_lora", "no adapters", {"lora": ON}),
-    ({"lora": {"init_adapter_path": "x"}}, "lora.init_adapter_path", "no adapters", {"lora": ON}),
     (
-        {"lora": {**ON, "moe_shared_lora": True, "moe_hybrid_shared_lora": True}},
-        "lora.moe_shared_lora",
-        "write only one of the two",
-        {"lora": {"moe_hybrid_shared_lora": False}},
+        {"train": {"enable_full_determinism": True}},
+        "train.enable_full_determinism",
+        "sets CUDA_LAUNCH_BLOCKING=1",
+        {"train": {"allow_cuda_launch_blocking": True}},
+    ),
+    (
+        {"launch": {"env": {"CUDA_LAUNCH_BLOCKING": "1"}}},
+        "launch.env",
+        "write train.allow_cuda_launch_blocking: true",
+        {"train": {"allow_cuda_launch_blocking": True}},
     ),
     (
         {"pipeline": {"stages": ["pack", "prepare"]}},
@@ -315,12 +317,6 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         "data.skip_prepare_dataset",
         "a folder of this machine",
         {"data": {"skip_prepare_dataset": False}},
-    ),
-    (
-        {"train": {"moe_bias_update_rate": 0.001}, "lora": {"enable_lora": True}},
-        "train.moe_bias_update_rate",
-        "only adapters are kept",
-        {"train": {"moe_bias_update_rate": 0}},
     ),
     (
         {"train": {"moe_bias_update_rate": 0.001}, "model": {"freeze_router": True}},

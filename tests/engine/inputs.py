@@ -31,6 +31,7 @@ MODELS: Mapping[str, dict[str, Any]] = {
     "tied": {"tie_word_embeddings": True},
     "untied": {"tie_word_embeddings": False},
     "two key heads": {"tie_word_embeddings": True, "num_key_value_heads": 2},
+    "broad": {"tie_word_embeddings": False, "intermediate_size": 64},
     "experts": {
         "model_type": "qwen3_moe",
         "architectures": ["Qwen3MoeForCausalLM"],

@@ -12,6 +12,7 @@ from penstock.engine.hf_config import read_hf_config
 from penstock.engine.parallel.pieces import local
 from penstock.engine.ranks import Ranks, join
 from penstock.models.decoder import Decoder
+from penstock.rows.reader import PackedRows
 from penstock.train.job import Job
 from penstock.train.loop import Loop
 from penstock.train.stopping import StopRequest
@@ -62,12 +63,16 @@ def _whole(loop: Loop, take: Callable[[nn.Parameter], torch.Tensor | None]) -> A
         if tensor is None:
             continue
         for piece in held.pieces:
-            box = piece.of(local(tensor)).numpy().copy()
+            box = piece.of(local(tensor))
+            # numpy knows no bfloat16.
+            box = (box.float() if box.is_floating_point() else box).numpy().copy()
             mine.append((piece.tensor, piece.whole, piece.offsets, box))
     found: Arrays = {}
     for boxes in loop.ranks.gather(mine):
         for name, shape, offsets, box in boxes:
-            whole = found.setdefault(name, np.full(shape, np.nan, box.dtype))
+            # Bytes of quantised weights too: what is missing is no number.
+            kind = np.promote_types(box.dtype, np.float32)
+            whole = found.setdefault(name, np.full(shape, np.nan, kind))
             ends = zip(offsets, box.shape, strict=True)
             at = tuple(slice(first, first + size) for first, size in ends)
             assert (np.isnan(whole[at]) | (whole[at] == box)).all(), f"{name} is not the same twice"
@@ -87,6 +92,11 @@ def calls_of(module: nn.Module, look: Callable[[tuple[Any, ...]], Any]) -> list[
 def step(loop: Loop) -> dict[str, Any]:
     """The next step and its record, without the save that ends a run."""
     return loop._step()
+
+
+def evaluated(loop: Loop, rows: PackedRows) -> float:
+    """The mean loss of these rows, as validation tells it."""
+    return loop._evaluate(rows)
 
 
 def each(look: Callable[[Job], Any], jobs: Mapping[str, Job]) -> dict[str, Any]:

@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.engine.inputs import MODELS, write_inputs
-from tests.engine.layouts import LAYOUTS, MAX_NORM, alone
+from tests.engine.laid import MAX_NORM, alone
+from tests.engine.layouts import LAYOUTS
 from tests.engine.loops import each
 from tests.engine.traces import Errors, errors, exported, trace_here, trace_of_transformers
 from tests.ranks import on_ranks

@@ -274,6 +274,32 @@ def test_a_device_that_is_not_there_is_refused(folder):
         check_machine(job(folder, "no gpu", init_device="cuda").config)
 
 
+def ends_with_other_bits(job):
+    """Whether a rank computes, after a run of its own, what has no deterministic kernel."""
+    assert runs.train_here(job)
+    try:
+        torch.ones(4).put_(torch.tensor([1, 1]), torch.ones(2))
+    except RuntimeError as error:
+        return str(error)
+    return "computed"
+
+
+def test_what_gives_other_bits_each_time_is_refused_if_that_is_written(folder):
+    determined = {"enable_full_determinism": True, "allow_cuda_launch_blocking": True}
+    jobs = {"any": job(folder, "any bits"), "same": job(folder, "same bits", **determined)}
+    [found] = on_ranks(1, each, ends_with_other_bits, jobs)
+    assert found["any"] == "computed"
+    assert "put_ does not have a deterministic implementation" in found["same"]
+    assert runs.losses(folder / "any bits") == runs.losses(folder / "same bits")
+
+
+def test_waiting_for_every_kernel_is_refused_unless_it_is_allowed(folder, monkeypatch):
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    with pytest.raises(CapabilityError, match=r"write train\.allow_cuda_launch_blocking: true"):
+        check_machine(job(folder, "waits").config)
+    check_machine(job(folder, "waits", allow_cuda_launch_blocking=True).config)
+
+
 def collections(job):
     """The steps after which all garbage was collected, and whether Python might do so meanwhile."""
     loop, asked, enabled = loop_of(job), [], []

@@ -12,12 +12,13 @@ from transformers import AutoModelForCausalLM
 
 from penstock.core.errors import CapabilityError
 from penstock.engine.assemble import build_empty
+from penstock.engine.base_weights import Base
 from penstock.engine.checkpoint import Checkpoints
 from penstock.engine.checkpoint_reader import CheckpointReader
 from penstock.engine.expert_kernels import choose_experts
 from penstock.engine.hf_config import read_hf_config
 from penstock.engine.hf_folder import write_weights
-from penstock.engine.hf_weights import in_checkpoint, in_folder
+from penstock.engine.hf_weights import in_checkpoint, in_source
 from penstock.engine.parallel.apply import shard_units
 from penstock.engine.ranks import join
 from penstock.engine.safetensors_folder import SafetensorsFolder
@@ -114,7 +115,7 @@ def test_in_bf16_what_decides_between_experts_is_exported_in_fp32(folder, family
     stored = load_file(folder / family / "model.safetensors")
     with SafetensorsFolder(folder / family) as opened:
         write_weights(
-            in_folder(opened, names), tmp_path / "ours", dtype=torch.bfloat16, max_shard_size="1GB"
+            in_source(opened, names), tmp_path / "ours", dtype=torch.bfloat16, max_shard_size="1GB"
         )
     theirs, ours = (load_file(tmp_path / who / "model.safetensors") for who in ("theirs", "ours"))
     assert {n: t.dtype for n, t in ours.items()} == {n: t.dtype for n, t in theirs.items()}
@@ -180,7 +181,8 @@ def factors(job):
     experts = operations_of("eager")
     family = family_of(hf_config := read_hf_config(job.config_path, {}))
     config = family.read(hf_config)
-    model = build_empty(job.config, family, config, Part([2]), attention, experts)
+    base = Base(family.weight_map(config), None, hf_config, family.roles, None)
+    model = build_empty(job.config, family, base, Part([2]), attention, experts)
     return {
         name.rpartition(".mlp.")[2]: tuple(parameter.shape)
         for name, parameter in model.named_parameters()

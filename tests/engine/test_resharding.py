@@ -7,7 +7,8 @@ import pytest
 from penstock.train.job import CHECKPOINTS
 from tests.engine import runs
 from tests.engine.inputs import write_inputs
-from tests.engine.layouts import LAYOUTS, STEPS, alone
+from tests.engine.laid import STEPS, alone
+from tests.engine.layouts import LAYOUTS
 from tests.engine.loops import each, loop_of, step
 from tests.ranks import on_ranks
 
@@ -18,6 +19,7 @@ CHANGES = [
         "half shared adapters, ep 2 over tp 2",
     ),
     ("normed adapters, tp 2, not fused", "normed adapters, shard 2"),
+    ("merged adapters, tp 2, not fused", "merged adapters, shard 2, offloaded"),
     ("one process", "pp 2 x tp 2"),
     ("shard 2", "tp 2"),
     ("shard 2", "pp 2"),

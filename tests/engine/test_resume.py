@@ -25,9 +25,21 @@ LAYOUTS = {
             "lora": {"enable_lora": True, "lora_dropout": 0.1},
         },
     ),
+    "fsdp2 with qlora, merged": (
+        2,
+        {
+            "data_parallel_mode": "fsdp2",
+            "lora": {
+                "enable_lora": True,
+                "enable_qlora": True,
+                "exclude_modules": ["mlp"],
+                "merge_lora_interval": 2,
+            },
+        },
+    ),
     "stages of rings": (4, {"pipeline_parallel_size": 2, "ringattn_parallel_size": 2}),
 }
-LONG = ("ddp", "fsdp2 in bf16", "fsdp2 with lora", "stages of rings")
+LONG = ("ddp", "fsdp2 in bf16", "fsdp2 with lora", "fsdp2 with qlora, merged", "stages of rings")
 
 
 class StopAfter(StopRequest):

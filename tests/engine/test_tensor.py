@@ -20,7 +20,7 @@ from torch import nn
 from penstock.adapters.inject import LoraSpec, inject
 from penstock.adapters.names import factor_of, native_name
 from penstock.engine.parallel.collectives import Residual
-from penstock.engine.parallel.cuts import Cuts, pieces_of, share
+from penstock.engine.parallel.cuts import Cuts, pieces_of
 from penstock.engine.parallel.data import Sharding, shard
 from penstock.engine.parallel.degrees import Degrees
 from penstock.engine.parallel.mesh import Mesh
@@ -28,13 +28,14 @@ from penstock.engine.parallel.pieces import hold, local
 from penstock.engine.parallel.tensor import divide, sum_partial
 from penstock.engine.parallel.vocabulary import sum_of_losses
 from penstock.engine.recompute import Kind, recompute
-from penstock.losses.cross_entropy import sum_cross_entropy
+from penstock.losses.cross_entropy import Loss, sum_cross_entropy
 from penstock.models.decoder import Decoder
 from penstock.models.registry import family_of
 from penstock.models.roles import DECODER_ROLES
 from penstock.models.shape import DecoderConfig
 from penstock.models.weights import WeightMap
 from penstock_kernels.attention import Segments
+from tests.engine.divided_losses import Products, check_terms
 from tests.models.twins import documents, hf_model, positions, their_loss
 from tests.ranks import on_ranks
 
@@ -50,6 +51,7 @@ AGAIN: list[tuple[list[str] | None, Kind]] = [
 ]
 """Parts of a layer, or all of it, and how they are computed again."""
 LOSS_RTOL, GRADIENT_RTOL = 2e-6, 1e-5
+BY_FIVE = Loss(chunk=5)
 
 
 @dataclass(frozen=True)
@@ -184,10 +186,9 @@ class Divided:
                     piece.of(local(one.parameter)).copy_(box(reference[piece.tensor], piece))
         return cls(case, mesh, model, held, reference)
 
-    def loss(self, ids, labels, **how):
-        losses = sum_of_losses(
-            self.mesh, self.model.config.vocab_size, residual=self.case.residual, chunk=5, **how
-        )
+    def loss(self, ids, labels, loss=BY_FIVE, **how):
+        how = {"residual": self.case.residual, "loss": loss, **how}
+        losses = sum_of_losses(self.mesh, self.model.config.vocab_size, **how)
         return packed(self.model, losses, ids, labels)
 
     def check_step(self, ids, labels, **how):
@@ -213,13 +214,11 @@ class Divided:
                     assert error <= GRADIENT_RTOL * want.norm(), f"{self.case} {name}: {error}"
 
     def shapes_of_logits(self, ids, labels):
-        """Of each call of the head in a step that comes to the reference's result."""
-        shapes = []
-        head = self.model.get_submodule("lm_head")
-        handle = head.register_forward_hook(lambda *call: shapes.append(call[-1].shape))
-        self.check_step(ids, labels)
-        handle.remove()
-        return shapes
+        """Of each product that gives logits in a step that comes to the reference's result."""
+        with Products() as seen:
+            self.check_step(ids, labels)
+        here = len(self.model.get_parameter("lm_head.weight"))
+        return [shape for shape in seen.shapes if shape[1] in (here, 131)]
 
     def tally(self):
         """How much of each tensor is here, each number divided by the ranks that have it."""
@@ -254,8 +253,13 @@ def ways_to_compute(cases, folder):
         here = Divided.of(case, mesh, hf_config, folder)
         shapes = here.shapes_of_logits(ids, labels)
         assert max(count for count, _ in shapes) == 5
-        assert {width for _, width in shapes} == {len(share(131, world, rank))}
+        assert 131 not in {width for _, width in shapes}
         here.check_step(ids, labels, logits="gathered")
+        here.check_step(ids, labels, loss=Loss(mode="eager"))
+        check_terms(
+            lambda loss, logits, here=here: here.loss(ids, labels, loss, logits=logits),
+            here.model.get_parameter("lm_head.weight"),
+        )
         with torch.no_grad():
             torch.testing.assert_close(here.loss(ids, labels), here.reference["loss"])
         nothing = [torch.full_like(each, -100) for each in labels]

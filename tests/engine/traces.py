@@ -11,15 +11,22 @@ import torch
 import transformers
 
 from penstock.core.source import pin_model, pin_tokenizer
+from penstock.engine.base_weights import Base
+from penstock.engine.hf_config import read_hf_config
 from penstock.engine.hf_export import write_folders
-from penstock.engine.origin import Adapting, Form, Origin
+from penstock.engine.origin import Adapting, Form, Origin, quantising_of
+from penstock.models.registry import family_of
 from penstock.rows.reader import PackedRows
 from penstock.train.job import CHECKPOINTS, Job
+from penstock_kernels.quant import Quantised, dequantise
 from tests.engine import loops
-from tests.engine.layouts import LR, MAX_NORM, STEPS
+from tests.engine.laid import LR, MAX_NORM, STEPS
 
 TOLD = ("aux_loss", "z_loss", "routers")
 """What a step's record may tell of routers."""
+
+OTHER_CODES = 2e-3
+"""Which share of a matrix two layouts may round to other codes, after merging what they trained."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,8 @@ class Trace:
     weights: loops.Arrays
     told: list[dict[str, Any]] = field(default_factory=list)
     """Of routers, in each step; empty where nobody looked."""
+    rounded: loops.Arrays = field(default_factory=dict[str, np.ndarray])
+    """What quantised matrices stand for that adapters were merged into; `weights` lack these."""
 
 
 class Errors(NamedTuple):
@@ -63,36 +72,37 @@ def trace_here(job: Job) -> Trace | None:
     weights = loops.parameters_of(loop)
     if not loop.ranks.leads:
         return None
+    rounded = _dequantised(job, weights) if job.config.lora.merge_lora_interval else {}
     losses, norms = ([record[name] for record in records] for name in ("loss", "grad_norm"))
     told = [{name: record[name] for name in TOLD if name in record} for record in records]
-    return Trace(rows, losses, norms, gradients, weights, told)
+    return Trace(rows, losses, norms, gradients, weights, told, rounded)
+
+
+def _dequantised(job: Job, weights: loops.Arrays) -> loops.Arrays:
+    """What quantised matrices stand for, the tensors of which are taken out of `weights`."""
+    hf_config = read_hf_config(job.config_path, job.config.model.foundation)
+    family = family_of(hf_config)
+    names = family.weight_map(family.read(hf_config))
+    base = Base(names, quantising_of(job.config), hf_config, family.roles, None)
+    shapes, found = names.hf_shapes(), {}
+    for name, kept in base.formats.items():
+        columns = shapes[name][1]
+        raw = {leaf: weights.pop(f"{name}.{leaf}") for leaf in kept.widths(columns)}
+        tensors = {leaf: torch.tensor(array).to(torch.uint8) for leaf, array in raw.items()}
+        value = Quantised.of_bytes(kept, columns, tensors)
+        found[name] = dequantise(value, torch.float32).numpy()
+    return found
 
 
 def trace_of_transformers(folder: Path, kind: str, rows: list[list[int]]) -> Trace:
-    """The same steps of transformers' model, with its update written out.
-
-    Documents in a row are apart for it in this call form alone: position ids, no mask, no cache.
-    """
+    """The same steps of transformers' model, with its update written out."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder / kind, dtype=torch.float32, attn_implementation="sdpa"
     )
     packed = PackedRows(folder / "packed" / "data" / "train")
     losses, norms, gradients = [], [], []
     for step in rows:
-        trained, total = 0, torch.zeros(())
-        for number in step:
-            row = packed.row(number)
-            labels = torch.tensor(row.labels, dtype=torch.int64)
-            positions = torch.cat([torch.arange(length) for length in row.lengths.tolist()])
-            logits = model(
-                input_ids=torch.tensor(row.input_ids, dtype=torch.int64)[None],
-                position_ids=positions[None],
-                attention_mask=None,
-                use_cache=False,
-            ).logits[0]
-            total = total + torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
-            trained += int((labels != -100).sum())
-        loss = total / trained
+        loss = loss_of_transformers(model, packed, step)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         losses.append(loss.item())
@@ -107,12 +117,40 @@ def trace_of_transformers(folder: Path, kind: str, rows: list[list[int]]) -> Tra
     return Trace(rows, losses, norms, gradients, weights)
 
 
+def loss_of_transformers(
+    model: torch.nn.Module, packed: PackedRows, rows: list[int]
+) -> torch.Tensor:
+    """The loss of a step over these rows.
+
+    Documents in a row are apart for it in this call form alone: position ids, no mask, no cache.
+    """
+    trained, total = 0, torch.zeros(())
+    for number in rows:
+        row = packed.row(number)
+        labels = torch.tensor(row.labels, dtype=torch.int64)
+        positions = torch.cat([torch.arange(length) for length in row.lengths.tolist()])
+        logits = model(
+            input_ids=torch.tensor(row.input_ids, dtype=torch.int64)[None],
+            position_ids=positions[None],
+            attention_mask=None,
+            use_cache=False,
+        ).logits[0]
+        total = total + torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+        trained += int((labels != -100).sum())
+    return total / trained
+
+
 def errors(got: Trace, want: Trace) -> Errors:
     """How far `got` is from `want`. Tensors are compared by the norms of their differences."""
     assert got.rows == want.rows
     for here, there in zip(got.told, want.told, strict=False):
         # Counts are the same numbers, and the others sums in another order.
         assert _flat(here) == pytest.approx(_flat(there), rel=1e-5)
+    assert got.rounded.keys() == want.rounded.keys()
+    for name, array in want.rounded.items():
+        # Sums in another order may be nearest to another code.
+        others = np.abs(got.rounded[name] - array) > 1e-5 * np.abs(array).max()
+        assert others.mean() <= OTHER_CODES, f"{name}: {others.sum()} of {array.size}"
     return Errors(
         loss=max(map(_relative, got.losses, want.losses)),
         norm=max(map(_relative, got.norms, want.norms)),
@@ -157,6 +195,7 @@ def exported(job: Job) -> Mapping[str, bytes]:
         adapting=Adapting(lora.lora_alpha, "root" if lora.use_rslora else "rank", 0, lora.lora_bias)
         if lora.enable_lora
         else None,
+        quantising=quantising_of(job.config),
     )
     out = job.output_dir / "export"
     write_folders(job.output_dir / CHECKPOINTS / "global_step_0", origin, Form(), out)

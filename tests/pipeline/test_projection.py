@@ -67,6 +67,11 @@ def sparse(**train):
     return lambda _: {"model": model, "train": train, "lora": {"enable_lora": False}}
 
 
+def quantised(**lora):
+    """Adapters beside quantised weights."""
+    return section("lora", enable_qlora=True, **lora)
+
+
 def adapter(weights):
     """A folder whose adapter is of these bytes; keys need no more of it."""
 
@@ -218,6 +223,30 @@ CHANGES = {
     "lora.use_dora": (section("lora", use_dora=True), section("lora"), "train"),
     "lora.lora_plus_ratio": (section("lora", lora_plus_ratio=2), section("lora"), "train"),
     "lora.lora_bias": (section("lora", lora_bias="all"), section("lora"), "train"),
+    "lora.merge_lora_interval": (
+        section("lora", merge_lora_interval=2),
+        section("lora"),
+        "train",
+    ),
+    "lora.reset_optimizer_on_merge": (
+        section("lora", merge_lora_interval=2, reset_optimizer_on_merge=True),
+        section("lora", merge_lora_interval=2),
+        "train",
+    ),
+    "lora.enable_qlora": (quantised(), section("lora"), "train"),
+    "lora.quant_format": (quantised(quant_format="nf4"), quantised(), "train"),
+    "lora.quant_group_size": (
+        quantised(quant_format="nf4", quant_group_size=32),
+        quantised(quant_format="nf4"),
+        "train",
+    ),
+    "lora.exclude_modules": (quantised(exclude_modules=["o_proj"]), quantised(), "train"),
+    "lora.enable_aqn": (quantised(enable_aqn=True), quantised(), "train"),
+    "lora.aqn_alpha": (
+        quantised(enable_aqn=True, aqn_alpha=2),
+        quantised(enable_aqn=True),
+        "train",
+    ),
     "lora.init_adapter_path": (adapter(b"other"), adapter(b"one"), "train"),
     "train.moe_aux_loss_coef": (sparse(moe_aux_loss_coef=0.1), sparse(), "train"),
     "train.moe_global_load_balancing": (
@@ -225,6 +254,8 @@ CHANGES = {
         sparse(moe_aux_loss_coef=0.1),
         "train",
     ),
+    "train.label_smoothing": (section("train", label_smoothing=0.1), PLAIN, "train"),
+    "train.z_loss_coef": (section("train", z_loss_coef=1e-4), PLAIN, "train"),
     "train.moe_z_loss_coef": (sparse(moe_z_loss_coef=0.1), sparse(), "train"),
     "train.moe_bias_update_rate": (sparse(moe_bias_update_rate=0.1), sparse(), "train"),
     "train.dropout.hidden": (section("train", dropout={"hidden": 0.1}), PLAIN, "train"),

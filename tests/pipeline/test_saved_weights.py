@@ -23,6 +23,7 @@ RUNS = {
         {"lora": {**LORA, "lora_dropout": 0.1, "save_lora_only": True}},
         {"adapter", "base"},
     ),
+    "merged while training": ({"lora": {**LORA, "merge_lora_interval": 1}}, {"hf"}),
 }
 
 

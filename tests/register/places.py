@@ -3,6 +3,7 @@
 STEP = "engine/test_step_fields.py::"
 MEMORY = "engine/test_memory_fields.py::"
 RUN = "engine/test_run_fields.py::"
+ATTENTION = "engine/test_attention_choice.py::"
 MIXTURE = "engine/test_mixture.py::"
 LAYOUT = "engine/test_layout_fields.py::"
 PIPELINE = "engine/test_pipeline.py::"
@@ -45,12 +46,23 @@ KEPT = (
 DEEPEP = ("engine/test_deepep.py::test_settings_reach_deepep_and_change_no_number",)
 STAGED = (f"{LAYOUT}test_layers_lie_in_stages_as_is_written",)
 RECOMPUTED = (f"{MEMORY}test_what_is_recomputed_runs_twice_and_nothing_else",)
+OFFLOADED = (
+    "engine/test_offload.py::test_layers_keep_on_the_gpu_what_the_limit_says_and_nothing_where_none_is_written",
+    "engine/test_offload.py::test_without_a_gpu_there_is_nowhere_to_move_them_from",
+)
+DETERMINISTIC = (
+    "stages/test_launch.py::test_ranks_that_must_give_the_same_bits_find_it_in_their_environment"
+)
 SAVED = (f"{RUN}test_checkpoints_are_saved_as_often_as_asked",)
 FOLDERS = (
     "pipeline/test_saved_weights.py::test_the_last_checkpoint_holds_the_folders_that_were_asked_for"
 )
 ADAPTERS = f"{RUN}test_adapters_have_the_rank_the_targets_and_the_weight_that_are_written"
+OF_LOSS = (
+    "engine/test_loss_fields.py::test_the_loss_is_what_is_written_and_computed_as_is_written",
+)
 FORMS = "engine/test_adapter_fields.py::"
+MERGING = "engine/test_merging.py::"
 OF_FORM = f"{FORMS}test_adapters_are_of_the_form_that_is_written"
 GONE_ON_WITH = (
     f"{FORMS}test_an_adapter_of_peft_is_gone_on_with_exported_and_merged_as_it_is",
@@ -60,8 +72,15 @@ OF_PEFT = (
     "adapters/test_lora.py::test_logits_and_every_gradient_are_those_of_peft",
     GONE_ON_WITH[0],
 )
+QLORA = "engine/test_qlora.py::"
+QUANTISED = f"{QLORA}test_codes_train_as_the_weights_that_they_stand_for"
+NOISY = f"{QLORA}test_noise_is_that_of_a_step_and_of_training_alone"
 DROPPED = (
     "engine/test_dropout.py::test_sites_drop_as_much_as_is_written_and_nothing_in_an_evaluation"
+)
+COMPUTED = (
+    "engine/test_layer_kernels.py::"
+    "test_layers_are_computed_with_what_is_written_and_in_what_is_written"
 )
 BALANCE = "engine/test_balance.py::"
 BALANCED = f"{BALANCE}test_losses_of_routers_are_asked_for_and_told_as_is_written"

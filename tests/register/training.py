@@ -4,12 +4,15 @@ from tests.register.places import (
     ADAPTERS,
     ALONE,
     ARRIVES,
+    ATTENTION,
     AXES,
     BALANCE,
     BALANCED,
+    COMPUTED,
     DATA,
     DECAY,
     DEEPEP,
+    DETERMINISTIC,
     DROPPED,
     EXPORT,
     FOLDERS,
@@ -19,15 +22,21 @@ from tests.register.places import (
     KEYS,
     LAYOUT,
     MEMORY,
+    MERGING,
     MIXTURE,
     MODEL,
+    NOISY,
     OF_FORM,
+    OF_LOSS,
     OF_PEFT,
+    OFFLOADED,
     PACK,
     PASSES,
     PIPELINE,
     PLACES,
     PREPARE,
+    QLORA,
+    QUANTISED,
     RATES,
     REACHED,
     RECOMPUTED,
@@ -58,6 +67,8 @@ OF_TRAINING: dict[str, dict[str, tuple[str, ...]]] = {
         "attn_implementation": (
             f"{RUN}test_attention_runs_on_the_backend_that_is_named",
             f"{RUN}test_a_backend_that_cannot_run_here_is_refused",
+            f"{ATTENTION}test_the_best_that_serves_is_chosen_and_said_once_with_the_reason",
+            f"{ATTENTION}test_a_package_that_is_not_installed_is_refused_before_any_work",
         ),
         "moe_implementation": (
             f"{MIXTURE}test_experts_and_routers_are_computed_as_is_written",
@@ -69,6 +80,14 @@ OF_TRAINING: dict[str, dict[str, tuple[str, ...]]] = {
         "deepep_async_combine": DEEPEP,
         "router_fp32": (f"{MIXTURE}test_experts_and_routers_are_computed_as_is_written",),
         "freeze_router": (f"{MIXTURE}test_experts_and_routers_are_computed_as_is_written",),
+        "lm_head_fp32": (
+            COMPUTED,
+            "engine/test_layer_kernels.py::test_a_head_with_magnitudes_is_refused_in_fp32",
+        ),
+        "rmsnorm_native": (COMPUTED,),
+        "activation_native": (COMPUTED,),
+        "rope_native": (COMPUTED,),
+        "attention_cast_bf16": (COMPUTED,),
         "merge_qkv": (MODEL, f"{ARRIVES}[model.merge_qkv]"),
         "basic_modules": (
             f"{MEMORY}test_named_modules_are_units_of_their_own_and_gathered_once_each",
@@ -118,6 +137,9 @@ OF_TRAINING: dict[str, dict[str, tuple[str, ...]]] = {
         "pp_variable_seq_lengths": (
             f"{LAYOUT}test_micro_batches_of_a_step_have_the_length_of_the_longest_or_of_a_full_one",
         ),
+        "ce_mode": OF_LOSS,
+        "label_smoothing": (*OF_LOSS, f"{ARRIVES}[train.label_smoothing]"),
+        "z_loss_coef": (*OF_LOSS, f"{ARRIVES}[train.z_loss_coef]"),
         "moe_aux_loss_coef": (
             BALANCED,
             WITHOUT_ROUTERS,
@@ -166,8 +188,21 @@ OF_TRAINING: dict[str, dict[str, tuple[str, ...]]] = {
         "moe_checkpoint_method": (
             "engine/test_experts.py::test_experts_are_shared_by_neighbours_or_by_ranks_far_apart",
         ),
+        "enable_compile": (
+            "engine/test_compiling.py::test_compiled_layers_train_as_they_did_and_are_few_programs",
+        ),
         "enable_forward_prefetch": (
             f"{MEMORY}test_prefetching_gathers_the_next_unit_before_this_one_runs",
+        ),
+        "enable_activation_offload": OFFLOADED,
+        "activation_gpu_limit": OFFLOADED,
+        "enable_full_determinism": (
+            f"{MEMORY}test_what_gives_other_bits_each_time_is_refused_if_that_is_written",
+            DETERMINISTIC,
+        ),
+        "allow_cuda_launch_blocking": (
+            DETERMINISTIC,
+            f"{MEMORY}test_waiting_for_every_kernel_is_refused_unless_it_is_allowed",
         ),
         "init_device": (
             f"{MEMORY}test_weights_begin_where_init_device_says_and_end_on_the_training_device",
@@ -218,5 +253,24 @@ OF_TRAINING: dict[str, dict[str, tuple[str, ...]]] = {
         "moe_shared_lora": (*IN_COMMON, f"{ARRIVES}[lora.moe_shared_lora]"),
         "moe_hybrid_shared_lora": (*IN_COMMON, f"{ARRIVES}[lora.moe_hybrid_shared_lora]"),
         "save_lora_only": (FOLDERS, f"{ARRIVES}[lora.save_lora_only]"),
+        "enable_qlora": (QUANTISED, f"{ARRIVES}[lora.enable_qlora]"),
+        "quant_format": (QUANTISED, f"{ARRIVES}[lora.quant_format]"),
+        "quant_group_size": (QUANTISED, f"{ARRIVES}[lora.quant_group_size]"),
+        "exclude_modules": (
+            f"{QLORA}test_modules_that_are_excluded_stay_as_they_are",
+            f"{ARRIVES}[lora.exclude_modules]",
+        ),
+        "enable_aqn": (NOISY, f"{ARRIVES}[lora.enable_aqn]"),
+        "aqn_alpha": (NOISY, f"{ARRIVES}[lora.aqn_alpha]"),
+        "merge_lora_interval": (
+            f"{MERGING}test_weights_are_those_of_a_loop_that_merges_with_peft",
+            f"{MERGING}test_adapters_of_every_form_become_part_of_their_weights",
+            FOLDERS,
+            f"{ARRIVES}[lora.merge_lora_interval]",
+        ),
+        "reset_optimizer_on_merge": (
+            f"{MERGING}test_the_optimizer_forgets_adapters_alone_at_a_merge_if_that_is_written",
+            f"{ARRIVES}[lora.reset_optimizer_on_merge]",
+        ),
     },
 }

@@ -117,7 +117,13 @@ def made(tmp_path_factory):
             "bad_rows_allowed": 0.5,
         },
         train={"max_steps": 2, "lr_decay_style": "cosine"},
-        lora={"enable_lora": True, "lora_rank": 4, "lora_alpha": 8},
+        lora={
+            "enable_lora": True,
+            "lora_rank": 4,
+            "lora_alpha": 8,
+            "enable_qlora": True,
+            "quant_format": "nf4",
+        },
         launch={"env": {"OMP_DISPLAY": TOKEN}},
     )
     on_ranks(1, train, config, folder / "cache")
@@ -174,6 +180,7 @@ def test_the_text_says_what_the_manifests_say(made):
     assert cell(text, "adapter").startswith("LoRA of rank 4, alpha 8, on `down_proj`, ")
     factors = load_file(made.adapter / "adapter_model.safetensors").values()
     assert cell(text, "its parameters") == f"{sum(each.numel() for each in factors):,}"
+    assert cell(text, "what is trained") == "adapters; the base model is frozen, in `nf4`"
     assert cell(text, "learning rate") == "0.01, falling to 1e-07 (cosine)"
     assert cell(text, "a step").endswith(" of 256 tokens")
     assert cell(text, "steps").startswith("2, ")

@@ -240,32 +240,29 @@ def saved_factors(adapted) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.fixture(params=["random base kept", "base model, adapters only", "seed only"])
+@pytest.fixture(params=["base model", "seed"])
 def lora_run(request, tmp_path):
     """An export stage maker of a LoRA run, and peft's own model of it."""
     config = CONFIGS["qwen3"]
     path = saved_config(config, tmp_path / "config")
     model_path = None
     model = random_model(config)
-    if request.param == "base model, adapters only":
+    if request.param == "base model":
         model_path = path = tmp_path / "base model"
         model.save_pretrained(path)
-    if request.param == "seed only":
+    if request.param == "seed":
         # What the seed gives is taken from a full export of a run that has not moved.
-        from penstock.engine.hf_weights import from_seed
+        from penstock.engine.hf_weights import in_source
+        from penstock.engine.quantised_folder import Drawn
         from penstock.models.registry import family_of
 
         hf_config = json.loads((path / "config.json").read_text())
         family = family_of(hf_config)
-        start = from_seed(family.weight_map(family.read(hf_config)), seed=7)
+        names = family.weight_map(family.read(hf_config))
+        start = in_source(Drawn(names, seed=7), names)
         model.load_state_dict(start.read(list(start.shapes)))
-    only = request.param != "random base kept"
-    base = parameters_of(model)
     adapted = with_adapter(model)
-    factors = saved_factors(adapted)
-    trained = trained_artifact(
-        tmp_path / "train", factors if only else {**base, **factors}, adapter_only=only
-    )
+    trained = trained_artifact(tmp_path / "train", saved_factors(adapted), adapter_only=True)
 
     def stage(**settings) -> Export:
         return export_of(trained, path, model_path=model_path, alpha=ALPHA, **settings)
@@ -294,6 +291,25 @@ def test_the_adapter_loads_in_peft_and_the_merged_model_equals_base_plus_adapter
         p.numel() for name, p in adapted.named_parameters() if "lora_" in name
     )
     assert ("base" in facts["folders"]) == (stage().origin.model_path is None)
+
+
+def test_of_adapters_that_were_merged_while_training_the_whole_model_alone_is_exported(tmp_path):
+    config = CONFIGS["qwen3"]
+    start, learnt = random_model(config), random_model(config)
+    start.save_pretrained(tmp_path / "base")
+    with torch.no_grad():
+        for parameter in learnt.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    base = parameters_of(learnt)
+    adapted = with_adapter(learnt)
+    tensors = {**base, **saved_factors(adapted)}
+    trained = trained_artifact(tmp_path / "train", tensors, adapter_only=False)
+    model_path = tmp_path / "base"
+    facts = export_of(trained, model_path, model_path=model_path, alpha=ALPHA).run(tmp_path / "out")
+    assert facts["folders"] == {"hf": "hf"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"hf"}
+    mine = logits(loaded(tmp_path / "out/hf"))
+    torch.testing.assert_close(mine, logits(adapted), atol=1e-4, rtol=1e-5)
 
 
 def test_without_merging_only_the_adapter_is_exported(lora_run, tmp_path):

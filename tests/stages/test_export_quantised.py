@@ -158,10 +158,8 @@ def test_compressed_tensors_and_transformers_read_what_was_quantised(scheme, tmp
 
 
 def test_an_adapter_is_merged_before_and_lies_beside_as_it_was(tmp_path):
-    model = random_model(DENSE)
-    base = parameters_of(model)
-    factors = saved_factors(with_adapter(model))
-    trained = trained_artifact(tmp_path / "train", {**base, **factors})
+    factors = saved_factors(with_adapter(random_model(DENSE)))
+    trained = trained_artifact(tmp_path / "train", factors, adapter_only=True)
     path = saved_config(DENSE, tmp_path / "config")
     export_of(trained, path, alpha=ALPHA).run(tmp_path / "as it is")
     export_of(trained, path, alpha=ALPHA, quantise="nvfp4").run(tmp_path / "rounded")

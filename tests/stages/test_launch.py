@@ -33,17 +33,20 @@ def start(
     ranks: bool,
     status: int = 0,
     env: dict[str, str] | None = None,
+    train: dict[str, object] | None = None,
     **launch: object,
 ) -> Ended:
     """Start the ranks of a job; they, or their launcher at once, only leave a note in `folder`."""
     (folder / LOGS).mkdir(parents=True, exist_ok=True)
     (folder / "sitecustomize.py").write_text(NOTE)
     own = {"PYTHONPATH": str(folder), "RANKS_TOO": "1" if ranks else "", "EXIT_WITH": str(status)}
-    return start_ranks(job(folder, env={**own, **(env or {})}, **launch), folder / "job.json")
+    told = job(folder, train, env={**own, **(env or {})}, **launch)
+    return start_ranks(told, folder / "job.json")
 
 
-def job(folder: Path, **launch: object) -> Job:
-    run: RunConfig = loads(smallest(train={"output_dir": str(folder)}, launch=dict(launch)))
+def job(folder: Path, train: dict[str, object] | None = None, **launch: object) -> Job:
+    settings = {"output_dir": str(folder), **(train or {})}
+    run: RunConfig = loads(smallest(train=settings, launch=dict(launch)))
     return Job("a" * 64, run, folder, "b" * 64, (), 1, "builtin:tiny-qwen3", None, folder, "test")
 
 
@@ -83,6 +86,19 @@ def test_auto_is_one_process_without_gpus(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     start(tmp_path, ranks=False)
     assert "--nproc-per-node 1 " in " ".join(notes(tmp_path)[0]["words"])
+
+
+def test_ranks_that_must_give_the_same_bits_find_it_in_their_environment(tmp_path, monkeypatch):
+    names = ("CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    given = []
+    for asked in (False, True):
+        folder = tmp_path / str(asked)
+        allowed = {"allow_cuda_launch_blocking": True}
+        start(folder, ranks=False, train={"enable_full_determinism": asked, **allowed})
+        given.append([notes(folder)[0]["environment"].get(name) for name in names])
+    assert given == [[None, None], ["1", ":4096:8"]]
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from penstock.config.availability import Later
+from penstock.config.quantising import QuantFormat
 from penstock.config.section import Section
 
 
@@ -63,27 +63,36 @@ class LoraConfig(Section):
     save_lora_only: bool = False
     """Export only the adapter, not the model merged with it."""
 
-    enable_qlora: Annotated[bool, Later()] = False
-    """Quantise the base weights and train adapters on top."""
+    enable_qlora: bool = False
+    """Quantise the base weights and train adapters on top (Dettmers et al. 2023, "QLoRA"): all
+    linear layers within blocks, experts included and routers not, layer by layer as they are read.
+    Weights that are published quantised are used as they are."""
 
-    quant_format: Annotated[Literal["nvfp4", "block_fp8", "nf4"], Later()] = "nvfp4"
-    """QLoRA: format of the base weights: `nvfp4` (4 bits, Hopper and later), `block_fp8` (8 bits in
-    blocks) or `nf4` (4-bit normal float)."""
+    quant_format: QuantFormat = "nvfp4"
+    """QLoRA: format of the base weights: `nvfp4` (4 bits, a scale for 16), `nf4` (4-bit normal
+    float), `block_fp8` (8 bits in tiles), `int8`, or `int8_int4_experts`, in which experts have 4
+    bits. Of a checkpoint that is published quantised it is that of the checkpoint."""
 
-    quant_group_size: Annotated[int, Later()] = Field(default=16, gt=0)
-    """QLoRA: weights that share a scale; 16 for `nvfp4`, 128 for `block_fp8`, 64 for `nf4`."""
+    quant_group_size: int = Field(default=16, gt=0)
+    """QLoRA: columns that share a scale. Unset: 16 for `nvfp4`, 128 for `block_fp8`, 64 for `nf4`,
+    128 for experts of `int8_int4_experts`; the last two take other powers of two as well."""
 
-    exclude_modules: Annotated[list[str] | None, Later()] = None
-    """QLoRA: modules that stay in bfloat16. Unset: read from the checkpoint's configuration."""
+    exclude_modules: list[str] | None = None
+    """QLoRA: modules that are not quantised, by runs of the parts of their names (`self_attn`,
+    `layers.0`) or patterns (`layers.[0-3].*`). Embeddings, head, norms and routers never are.
+    Unset: those that a checkpoint which is published quantised names, else none."""
 
-    merge_lora_interval: Annotated[int, Later()] = Field(default=0, ge=0)
-    """Merge the adapters into the base weights every so many steps; 0 never."""
+    merge_lora_interval: int = Field(default=0, ge=0)
+    """Merge the adapters into the base weights every so many steps, and let them start anew; 0
+    never. Checkpoints then hold the base model too, and an export is the merged model alone."""
 
-    reset_optimizer_on_merge: Annotated[bool, Later()] = False
-    """Forget the optimizer's states after each merge (ReLoRA). Needs `merge_lora_interval`."""
+    reset_optimizer_on_merge: bool = False
+    """Forget the optimizer's states of the adapters at each merge (ReLoRA). Needs
+    `merge_lora_interval`."""
 
-    enable_aqn: Annotated[bool, Later()] = False
-    """QLoRA: add calibrated noise to quantised weights in the forward pass."""
+    enable_aqn: bool = False
+    """QLoRA: add noise of the size of a quantisation step to quantised weights in training, drawn
+    anew each step."""
 
-    aqn_alpha: Annotated[float, Later()] = Field(default=1.0, ge=0)
-    """QLoRA: magnitude of that noise."""
+    aqn_alpha: float = Field(default=1.0, ge=0)
+    """QLoRA: what that noise is multiplied by."""

@@ -41,14 +41,18 @@ class MemoryConfig(Section):
     enable_forward_prefetch: bool = True
     """`fsdp2`: gather the next unit's weights during the forward pass of this one."""
 
-    enable_activation_offload: Annotated[bool, Later()] = False
-    """Move activations to the CPU during the forward pass."""
+    enable_activation_offload: bool = False
+    """Move what layers keep for the backward pass to host memory, beside the computation, and back
+    before it is wanted. With recomputation that is little more than the input of each layer."""
 
-    activation_gpu_limit: Annotated[float, Later()] = Field(default=0.0, ge=0)
-    """Gigabytes of activations that stay on the GPU when offloading; 0 moves all."""
+    activation_gpu_limit: float = Field(default=0.0, ge=0)
+    """Gigabytes of activations that stay on the GPU when offloading: the newest, which are wanted
+    first. 0 moves all, but for those of two layers on their way."""
 
-    enable_compile: Annotated[bool, Later()] = False
-    """Compile the model's forward pass with `torch.compile`."""
+    enable_compile: bool = False
+    """Compile what layers compute with `torch.compile`, when training starts: one program for all
+    layers of a kind, whatever the lengths of rows and documents. Mixtures of experts keep their
+    kernels. Needs a C++ compiler on CPUs, Triton on GPUs."""
 
     init_device: Annotated[
         Literal["cpu", "cuda", "meta", "npu"] | None, Later(allowed=("cpu", "cuda", "meta"))
@@ -59,11 +63,13 @@ class MemoryConfig(Section):
     load_weights_mode: Literal["broadcast", "all_ranks"] = "broadcast"
     """`broadcast`: one rank reads the weights and sends them on; `all_ranks`: each reads them."""
 
-    enable_full_determinism: Annotated[bool, Later()] = False
-    """Use only deterministic kernels; slow. Needs `allow_cuda_launch_blocking`."""
+    enable_full_determinism: bool = False
+    """Use only kernels that give the same bits each time, with `CUDA_LAUNCH_BLOCKING=1`; what has
+    no such kernel fails. Slow. Needs `allow_cuda_launch_blocking`."""
 
-    allow_cuda_launch_blocking: Annotated[bool, Later()] = False
-    """Permit `CUDA_LAUNCH_BLOCKING=1`, which makes every kernel wait."""
+    allow_cuda_launch_blocking: bool = False
+    """Permit `CUDA_LAUNCH_BLOCKING=1`, which makes every kernel wait. Without this a run that finds
+    it in its environment is refused."""
 
     empty_cache_steps: int = Field(default=500, ge=0)
     """Return cached GPU memory every so many steps; 0 never."""

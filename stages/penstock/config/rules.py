@@ -10,7 +10,9 @@ from penstock.config.data_rules import DATA_RULES, Faults
 from penstock.config.faults import Fault
 from penstock.config.layout_rules import LAYOUT_RULES
 from penstock.config.lora import LoraConfig
+from penstock.config.memory_rules import MEMORY_RULES
 from penstock.config.pipeline import STAGES
+from penstock.config.qlora_rules import QLORA_RULES
 from penstock.config.run import RunConfig, has_target, written
 from penstock.core.urls import is_url
 
@@ -23,6 +25,9 @@ OF_ADAPTERS = (
     "moe_shared_lora",
     "moe_hybrid_shared_lora",
     "save_lora_only",
+    "enable_qlora",
+    "merge_lora_interval",
+    "reset_optimizer_on_merge",
 )
 """Settings that mean something only where adapters are trained."""
 
@@ -94,26 +99,6 @@ def _warmup_ends_before_decay(run: RunConfig) -> Faults:
         )
 
 
-def _recomputing_is_on(run: RunConfig) -> Faults:
-    train = run.train
-    for name in ("recompute_modules", "moe_checkpoint_method"):
-        if getattr(train, name) is not None and not train.enable_gradient_checkpointing:
-            yield Fault(
-                ("train", name),
-                "nothing is recomputed with enable_gradient_checkpointing: false;"
-                f" set it to true or leave {name} out",
-                ("train.enable_gradient_checkpointing",),
-            )
-    modules = train.recompute_modules
-    if train.moe_checkpoint_method and modules is not None and "mlp" not in modules:
-        yield Fault(
-            ("train", "moe_checkpoint_method"),
-            "says how experts are recomputed, and recompute_modules leaves them out; write"
-            f" recompute_modules: [{', '.join([*modules, 'mlp'])}], or leave one of the two out",
-            ("train.recompute_modules",),
-        )
-
-
 def _adapters_are_on(run: RunConfig) -> Faults:
     if run.lora.enable_lora:
         return
@@ -124,6 +109,40 @@ def _adapters_are_on(run: RunConfig) -> Faults:
                 "there are no adapters with enable_lora: false;"
                 f" write enable_lora: true or leave {name} out",
                 ("lora.enable_lora",),
+            )
+
+
+def _what_is_merged_is_all(run: RunConfig) -> Faults:
+    lora = run.lora
+    if not lora.enable_lora:
+        return
+    if not lora.merge_lora_interval:
+        if lora.reset_optimizer_on_merge:
+            yield Fault(
+                ("lora", "reset_optimizer_on_merge"),
+                "adapters are never merged with merge_lora_interval: 0; write after how many steps,"
+                " or leave reset_optimizer_on_merge out",
+                ("lora.merge_lora_interval",),
+            )
+        return
+    path, every = ("lora", "merge_lora_interval"), f"every {lora.merge_lora_interval} step(s)"
+    if lora.use_dora:
+        yield Fault(
+            path,
+            f"merges products {every}, and with use_dora: true rows have trained norms besides,"
+            " which no product holds; leave one of the two out",
+            ("lora.use_dora",),
+        )
+    for is_apart, other, value in (
+        (lora.save_lora_only, "lora.save_lora_only", "true"),
+        (not run.export.merge_lora, "export.merge_lora", "false"),
+    ):
+        if is_apart:
+            yield Fault(
+                path,
+                f"makes adapters part of the model {every}, so the adapter alone, which"
+                f" {other}: {value} asks for, is not what was learnt; leave one of the two out",
+                (other,),
             )
 
 
@@ -267,8 +286,10 @@ RULES: tuple[Callable[[RunConfig], Faults], ...] = (
     *LAYOUT_RULES,
     _decay_falls,
     _warmup_ends_before_decay,
-    _recomputing_is_on,
+    *MEMORY_RULES,
     _adapters_are_on,
+    _what_is_merged_is_all,
+    *QLORA_RULES,
     _what_is_quantised_is_written,
     _biases_may_move,
     _experts_share_in_one_way,

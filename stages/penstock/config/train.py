@@ -7,6 +7,7 @@ from penstock.config.batch import BatchConfig
 from penstock.config.checkpoint import CheckpointConfig
 from penstock.config.dropout import DropoutConfig
 from penstock.config.logging import LoggingConfig
+from penstock.config.loss import LossConfig
 from penstock.config.memory import MemoryConfig
 from penstock.config.optim import OptimConfig
 from penstock.config.parallel import ParallelConfig
@@ -18,6 +19,7 @@ class TrainConfig(
     CheckpointConfig,
     MemoryConfig,
     BatchConfig,
+    LossConfig,
     BalanceConfig,
     OptimConfig,
     ParallelConfig,

@@ -1,11 +1,12 @@
 """The order of construction. This file is that order; read it top to bottom.
 
-    meta -> adapters -> division -> recomputation -> sharding -> storage -> weights -> optimizer
+    meta -> bits -> adapters -> division -> recomputation -> sharding -> storage -> weights ->
+    optimizer
 
 Nothing is allocated until it is known where it lies, so a model larger than one device assembles.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -25,10 +26,22 @@ from penstock.config.train import TrainConfig
 from penstock.core.errors import CapabilityError
 from penstock.engine.adapter_norms import norms_for
 from penstock.engine.adapter_start import AdapterStart
+from penstock.engine.attention_choice import choose_attention
 from penstock.engine.balance import require_routers
+from penstock.engine.base_weights import Base
 from penstock.engine.checkpoint_state import Trained
+from penstock.engine.compiling import compile_layers
 from penstock.engine.expert_exchange import choose_exchange
 from penstock.engine.expert_kernels import choose_experts
+from penstock.engine.layer_kernels import (
+    gates_as_written,
+    operations_as_written,
+    precision_as_written,
+)
+from penstock.engine.loss import require_products, told_loss, trained_loss
+from penstock.engine.merging import merging_of
+from penstock.engine.offload import offload, store_for
+from penstock.engine.origin import quantising_of
 from penstock.engine.parallel.apply import gradient_sync, held_in, shard_parts
 from penstock.engine.parallel.call import Casting
 from penstock.engine.parallel.collectives import Residual
@@ -39,10 +52,13 @@ from penstock.engine.parallel.expert import share_experts
 from penstock.engine.parallel.layout import Layout
 from penstock.engine.parallel.mesh import Mesh
 from penstock.engine.parallel.parts import parts_of
-from penstock.engine.parallel.pieces import Held
+from penstock.engine.parallel.pieces import Held, Piece
 from penstock.engine.parallel.split import described
 from penstock.engine.parallel.tensor import divide
 from penstock.engine.parallel.vocabulary import sum_of_losses
+from penstock.engine.positions import require_whole_documents
+from penstock.engine.quantisation_noise import add_noise
+from penstock.engine.quantised_folder import Drawn
 from penstock.engine.ranks import Ranks
 from penstock.engine.recompute import kind_of, mixtures_of, recompute
 from penstock.engine.routers import routers_of
@@ -51,13 +67,11 @@ from penstock.engine.weights import Readers, fill
 from penstock.models.cost import pairs_per_token
 from penstock.models.decoder import Decoder, Part
 from penstock.models.family import Family
-from penstock.models.initialise import initialise
 from penstock.models.layers.attention import Attend
 from penstock.models.layers.dropout import Dropout
 from penstock.models.layers.experts import ExpertOperations
 from penstock.models.registry import family_of
 from penstock.models.shape import DecoderConfig
-from penstock.models.weights import WeightMap
 from penstock.optim.build import OptimizerName, build_optimizer
 
 Notify = Callable[[str], None]
@@ -74,6 +88,8 @@ class Assembled:
     vocab_size: int
     pairs_per_token: int
     """What a token costs in pairs of tokens, for telling dear rows from cheap ones."""
+    quantised: tuple[str, ...] = ()
+    """The formats in which matrices of the base model are kept."""
 
 
 def assemble(
@@ -92,6 +108,7 @@ def assemble(
     """
     train = run.train
     require_routers(run, hf_config)
+    require_whole_documents(train, hf_config)
     mesh = Mesh(
         degrees_of(train, ranks.world),
         ranks.rank,
@@ -102,11 +119,14 @@ def assemble(
     family = family_of(hf_config)
     config = family.read(hf_config)
     names = family.weight_map(config, merge_qkv=run.model.merge_qkv)
-    attend = context.attend(choose_attention(run, ranks.device, notify))
-    experts = choose_experts(run, config, ranks.device, notify)
+    attend = context.attend(choose_attention(run, config, ranks.device, notify))
+    attend = precision_as_written(attend, run.model)
+    experts = gates_as_written(choose_experts(run, config, ranks.device, notify), run.model)
     exchange = choose_exchange(run, config, mesh, ranks.device, notify)
+    loss = trained_loss(run, ranks.device)
+    base = Base(names, quantising_of(run), hf_config, family.roles, weights)
     parts = [
-        build_empty(run, family, config, part, attend, experts)
+        build_empty(run, family, base, part, attend, experts)
         for part in parts_of(config, train, mesh.index("pipeline"))
     ]
     residual: Residual = "split" if train.sequence_parallel else "whole"
@@ -115,7 +135,11 @@ def assemble(
         share_experts(part, mesh, exchange)
         if train.enable_gradient_checkpointing:
             recompute(part, train.recompute_modules, kind_of(train), mixtures=mixtures_of(train))
+    if train.enable_activation_offload:
+        offload(parts, store_for(ranks.device, train.activation_gpu_limit))
     pieces = [pieces_of(part, names, mesh, roles=family.roles, residual=residual) for part in parts]
+    for part, its in zip(parts, pieces, strict=True):
+        complete(part, its, run, ranks)
     shard_parts(parts, mesh, train, run.model.basic_modules)
     # Offloaded weights stay in host memory.
     home = torch.device("cpu") if train.enable_fsdp_offload else ranks.device
@@ -124,7 +148,7 @@ def assemble(
     begun = None
     if adapter:
         begun = AdapterStart(adapter, adapted_layers(run, family, config), names)
-    load(held_in(parts, pieces, mesh, train), names, weights, run, ranks, begun)
+    load(held_in(parts, pieces, mesh, train), base, weights, run, ranks, begun)
     for part in parts:
         part.to(home)
     # Again: moving a parameter may have made another of it.
@@ -148,6 +172,13 @@ def assemble(
         pipeline = Pipeline(
             parts, mesh, train, device=ranks.device, residual=residual, casting=casting
         )
+    losses = partial(
+        sum_of_losses,
+        mesh,
+        config.vocab_size,
+        residual=residual,
+        logits="divided" if train.tp_vocab_parallel_loss else "gathered",
+    )
     engine = Engine(
         layout=Layout(
             mesh=mesh,
@@ -160,31 +191,29 @@ def assemble(
         ),
         optimizer=optimizer,
         ranks=ranks,
-        sum_of_losses=sum_of_losses(
-            mesh,
-            config.vocab_size,
-            residual=residual,
-            logits="divided" if train.tp_vocab_parallel_loss else "gathered",
-        ),
+        sum_of_losses=losses(loss=loss),
+        told_losses=losses(loss=told_loss(run)),
         max_grad_norm=train.max_grad_norm,
-        noise_seed=train.seed if any(map(drops, parts)) else None,
+        noise_seed=train.seed if run.lora.enable_aqn or any(map(drops, parts)) else None,
         routers=routers_of(train, config, parts, held, mesh, ranks),
+        merging=merging_of(run, parts, held, optimizer, names, mesh, ranks),
     )
     degrees = mesh.degrees
     return Assembled(
         engine=engine,
-        trained=Trained(held, optimizer, only_trained=run.lora.enable_lora),
+        trained=Trained(held, optimizer, only_trained=keeps_only_adapters(run.lora)),
         degrees=degrees,
         layout={"mode": train.data_parallel_mode, **asdict(degrees)},
         vocab_size=config.vocab_size,
         pairs_per_token=pairs_per_token(config),
+        quantised=tuple(sorted({format.name for format in base.formats.values()})),
     )
 
 
 def build_empty(
     run: RunConfig,
     family: Family,
-    config: DecoderConfig,
+    base: Base,
     part: Part,
     attend: Attend,
     experts: ExpertOperations,
@@ -192,10 +221,11 @@ def build_empty(
     """The architecture with its adapters, on the meta device: shapes and no storage."""
     with torch.device("meta"):
         model = Decoder(
-            config,
+            base.names.config,
             merge_qkv=run.model.merge_qkv,
             attention=attend,
             experts=experts,
+            operations=operations_as_written(run.model),
             router="fp32" if run.model.router_fp32 else "model",
             dropout=run.train.dropout.hidden,
             part=part,
@@ -203,9 +233,36 @@ def build_empty(
         if run.model.freeze_router:
             for router in model.routers().values():
                 router.requires_grad_(False)
+        base.quantise(model)
         if run.lora.enable_lora:
             inject(model, lora_spec(run, family))
+            require_products(model.lm_head, run)
+            if keeps_only_adapters(run.lora) and run.train.enable_mixed_precision:
+                keep_frozen_in(torch.bfloat16, model)
     return model
+
+
+def complete(
+    part: Decoder, pieces: Mapping[str, tuple[Piece, ...]], run: RunConfig, ranks: Ranks
+) -> None:
+    """What layers are given once they are cut, and before their weights are sharded."""
+    if run.lora.enable_aqn:
+        add_noise(part, pieces, run.lora.aqn_alpha)
+    if run.train.enable_compile:
+        compile_layers(part, ranks.device)
+
+
+def keep_frozen_in(dtype: torch.dtype, model: Decoder) -> None:
+    """Keep the matrices that no step changes in the precision that they are computed in, in place.
+
+    But for routers that choose in fp32. Vectors stay as they are: they are small, and norms are
+    computed in fp32.
+    """
+    exact = {id(router.weight) for router in model.routers().values() if router.is_exact}
+    for parameter in model.parameters():
+        is_matrix = parameter.is_floating_point() and parameter.dim() > 1
+        if is_matrix and not parameter.requires_grad and id(parameter) not in exact:
+            parameter.data = parameter.data.to(dtype)
 
 
 def drops(part: Decoder) -> bool:
@@ -244,6 +301,11 @@ def adapted_layers(run: RunConfig, family: Family, config: DecoderConfig) -> lis
     return chosen_layers(whole, lora_spec(run, family).targets or ())
 
 
+def keeps_only_adapters(lora: LoraConfig) -> bool:
+    """Whether checkpoints leave out the base model: it is nowhere else if adapters are merged."""
+    return lora.enable_lora and not lora.merge_lora_interval
+
+
 def sharing_of(lora: LoraConfig) -> Form:
     """Which factors experts have in common."""
     if lora.moe_shared_lora:
@@ -258,25 +320,9 @@ def optimizer_name(train: TrainConfig) -> OptimizerName:
     raise CapabilityError(f"train.optimizer {train.optimizer} is not available yet; write adamw.")
 
 
-def choose_attention(run: RunConfig, device: torch.device, notify: Notify) -> str:
-    """The attention backend: the one that was written, else the best that serves here."""
-    written = run.model.attn_implementation
-    fits = device.type == "cuda" and run.train.enable_mixed_precision
-    if written is None:
-        chosen = "native" if fits else "sdpa"
-        notify(f"attention: {chosen} (flash_attention_3, the documented default, is not available)")
-        return chosen
-    if written == "native" and not fits:
-        raise CapabilityError(
-            "model.attn_implementation is native, which needs a CUDA device and bf16.\n"
-            "  Write sdpa, or leave it out to get the best there is."
-        )
-    return written
-
-
 def load(
     held: Sequence[Held],
-    names: WeightMap,
+    base: Base,
     weights: Path | None,
     run: RunConfig,
     ranks: Ranks,
@@ -284,26 +330,24 @@ def load(
 ) -> None:
     """Fill the empty model: base weights from `weights` or the seed, adapters from the seed or as
     they were `begun`."""
-    seed, shapes = run.train.seed, names.hf_shapes()
+    seed = run.train.seed
     readers: Readers = "all_ranks" if run.train.load_weights_mode == "all_ranks" else "first_rank"
-
-    def drawn(name: str) -> torch.Tensor:
-        return initialise(name, shapes[name], seed, names.config)
-
+    seen = partial(base.seen, device=ranks.device)
+    drawn = seen(Drawn(base.names, seed))
     norms: dict[str, torch.Tensor] = {}
     if run.lora.use_dora and not begun:
-        norms = norms_for(held, weights, drawn, readers=readers, ranks=ranks)
+        norms = norms_for(held, weights, drawn, readers=readers, ranks=ranks, seen=seen)
 
     def start(name: str, shape: tuple[int, ...]) -> torch.Tensor:
         factor = factor_of(name)
         if factor is None:
-            return initialise(name, shape, seed, names.config)
+            return drawn.box(name, (0,) * len(shape), shape)
         if begun:
             return begun(name, shape)
         if factor.side == MAGNITUDE:
             return norms[factor.hf_module]
         return initial_lora(name, shape, seed)
 
-    fill(held, weights, start, readers=readers, ranks=ranks)
+    fill(held, weights, start, readers=readers, ranks=ranks, seen=seen)
     if begun:
         begun.lay_over(held)

@@ -1,0 +1,70 @@
+"""Layers that are compiled compute what they did, as a few programs whatever the documents are."""
+
+import pytest
+import torch
+
+from penstock.core.errors import CapabilityError
+from penstock.engine import compilers
+from penstock.engine.compiling import compile_layers
+from penstock.models.decoder import Decoder
+from tests.engine.holdings import CONFIG
+from tests.engine.inputs import write_inputs
+from tests.engine.laid import laid
+from tests.engine.test_invariance import LIMITS, OF_ADAPTERS
+from tests.engine.traces import errors, trace_here
+from tests.ranks import on_ranks
+
+LAYOUTS = {
+    "one process": {"data_parallel_mode": "none"},
+    "shard 2, adapters": {"shard": 2, "lora": True},
+}
+PROGRAMS = {"one process": 3, "shard 2, adapters": 6}
+"""For twelve rows of documents of 1 to 97 tokens. Below the first adapter no gradient is wanted,
+which is another program."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("compiling")
+    write_inputs(folder, 24)
+    return folder
+
+
+def counted(job):
+    """A trace, and the programs that it took and what broke them."""
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    found = trace_here(job)
+    return found, counters["stats"]["unique_graphs"], dict(counters["graph_break"])
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["one process", pytest.param("shard 2, adapters", marks=pytest.mark.exhaustive)]
+)
+def test_compiled_layers_train_as_they_did_and_are_few_programs(name, folder):
+    layouts = {
+        compiled: laid(
+            f"{name}, {compiled}", kind="untied", enable_compile=compiled, **LAYOUTS[name]
+        )
+        for compiled in (False, True)
+    }
+    found = {
+        compiled: on_ranks(layout.world, counted, layout.job(folder, layout.name), timeout=200)[0]
+        for compiled, layout in layouts.items()
+    }
+    far = errors(found[True][0], found[False][0])
+    assert far.within(OF_ADAPTERS if "adapters" in name else LIMITS), far
+    assert found[False][1] == 0
+    assert 1 <= found[True][1] <= PROGRAMS[name]
+    assert not found[True][2], "the graph of a layer is whole"
+
+
+def test_without_a_compiler_the_wish_is_refused(monkeypatch):
+    monkeypatch.setattr(compilers.shutil, "which", lambda _: None)
+    with torch.device("meta"):
+        model = Decoder(CONFIG)
+    with pytest.raises(CapabilityError, match=r"enable_compile is true.*g\+\+"):
+        compile_layers(model, torch.device("cpu"))
