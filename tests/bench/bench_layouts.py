@@ -10,7 +10,8 @@ from functools import cache
 from pathlib import Path
 
 from tests.engine.inputs import write_inputs
-from tests.engine.layouts import LAYOUTS, Layout, alone
+from tests.engine.laid import Layout, alone
+from tests.engine.layouts import LAYOUTS
 from tests.engine.traces import Errors, Trace, errors, trace_here, trace_of_transformers
 from tests.ranks import on_ranks
 

@@ -35,13 +35,13 @@ LINEAR = {
 }
 
 
-def write_base(folder: Path, layers: int) -> int:
+def write_base(folder: Path, layers: int, vocabulary: int = VOCABULARY) -> int:
     """A Llama's files, a few layers to each; returns the parameters."""
     from transformers import LlamaConfig
 
     folder.mkdir()
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=WIDTH,
         intermediate_size=INNER,
         num_hidden_layers=layers,
@@ -53,8 +53,8 @@ def write_base(folder: Path, layers: int) -> int:
     )
     config.save_pretrained(folder)
     shapes = {
-        "model.embed_tokens.weight": (VOCABULARY, WIDTH),
-        "lm_head.weight": (VOCABULARY, WIDTH),
+        "model.embed_tokens.weight": (vocabulary, WIDTH),
+        "lm_head.weight": (vocabulary, WIDTH),
         "model.norm.weight": (WIDTH,),
     }
     for layer in range(layers):

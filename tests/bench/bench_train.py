@@ -45,6 +45,22 @@ PEERS = {
 """Name to the package it needs, the module beside this one and the function in it."""
 
 
+def small_qwen3(vocabulary: int) -> dict[str, Any]:
+    """A config.json of four layers."""
+    return {
+        **runs.TINY,
+        "vocab_size": vocabulary,
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 8192,
+        "initializer_range": 0.02,
+    }
+
+
 @dataclass(frozen=True)
 class Case:
     """What is measured: a model and rows."""
@@ -60,18 +76,7 @@ class Case:
     @property
     def hf_config(self) -> dict[str, Any]:
         """The model."""
-        return {
-            **runs.TINY,
-            "vocab_size": self.vocabulary,
-            "hidden_size": 256,
-            "intermediate_size": 768,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 64,
-            "max_position_embeddings": 8192,
-            "initializer_range": 0.02,
-        }
+        return small_qwen3(self.vocabulary)
 
 
 CASES = (

@@ -1,5 +1,6 @@
 """Packed rows for benchmarks of training."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,33 @@ def write_rows(
     `document` is the middling length; None: one document fills a row.
     """
     rng = np.random.default_rng(0)
-    rows: dict[str, list[Any]] = {"input_ids": [], "labels": [], "lengths": []}
+    lengths_of_rows: list[list[int]] = []
     for _ in range(num_rows):
         lengths: list[int] = []
         while (room := row - sum(lengths)) > 0:
             drawn = rng.lognormal(np.log(document), 0.8) if document else row
             lengths.append(min(room, max(2, int(drawn))))
-        ids = rng.integers(0, vocabulary, size=row)
+        lengths_of_rows.append(lengths)
+    _write(folder, lengths_of_rows, vocabulary)
+
+
+def write_documents(
+    folder: Path, *, num_rows: int, documents: Sequence[int], vocabulary: int
+) -> None:
+    """Rows of documents of these lengths."""
+    _write(folder, [list(documents)] * num_rows, vocabulary)
+
+
+def _write(folder: Path, lengths_of_rows: Sequence[Sequence[int]], vocabulary: int) -> None:
+    rng = np.random.default_rng(1)
+    rows: dict[str, list[Any]] = {"input_ids": [], "labels": [], "lengths": []}
+    for lengths in lengths_of_rows:
+        ids = rng.integers(0, vocabulary, size=sum(lengths))
         labels = np.roll(ids, -1)
         labels[np.cumsum(lengths) - 1] = -100
         rows["input_ids"].append(ids.tolist())
         rows["labels"].append(labels.tolist())
-        rows["lengths"].append(lengths)
+        rows["lengths"].append(list(lengths))
     train = folder / "data" / "train"
     train.mkdir(parents=True)
     with pa.ipc.new_file(str(train / "rows-00000-of-00001.arrow"), PACKED) as writer:
