@@ -92,3 +92,24 @@ def write_rows(folder: Path, num_rows: int) -> None:
     train.mkdir(parents=True)
     with pa.ipc.new_file(str(train / "rows-00000-of-00001.arrow"), PACKED) as writer:
         writer.write_table(pa.table(rows, schema=PACKED))
+
+
+BASES: Mapping[str, dict[str, Any]] = {
+    "dense": {"attention_bias": True, "tie_word_embeddings": False},
+    "experts": {**MODELS["experts"], "mlp_only_layers": []},
+    "sinks": MODELS["sinks"],
+}
+"""Models to put adapters on."""
+
+
+def write_bases(folder: Path) -> None:
+    """A folder of random weights for each of BASES, of which no tensor is ones or zeros."""
+    for name, changes in BASES.items():
+        config = transformers.AutoConfig.for_model(**{**runs.TINY, **changes})
+        config.dtype = torch.float32
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.05 * torch.randn_like(parameter))
+        model.save_pretrained(folder / name)

@@ -18,7 +18,7 @@ from penstock.engine.origin import Form
 from penstock.models.registry import family_of
 from penstock.origins import origin_of, with_adapter
 from tests.engine import runs
-from tests.engine.inputs import MODELS
+from tests.engine.inputs import write_bases
 from tests.engine.loops import decoder_of, each, loop_of, step
 from tests.ranks import on_ranks
 
@@ -28,26 +28,13 @@ pytestmark = [
 ]
 
 IDS = torch.arange(3, 40)[None]
-BASES = {
-    "dense": {"attention_bias": True, "tie_word_embeddings": False},
-    "experts": {**MODELS["experts"], "mlp_only_layers": []},
-    "sinks": MODELS["sinks"],
-}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters")
     runs.write_rows(folder / "packed", 8)
-    for name, changes in BASES.items():
-        config = transformers.AutoConfig.for_model(**{**runs.TINY, **changes})
-        config.dtype = torch.float32
-        torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(config)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.05 * torch.randn_like(parameter))
-        model.save_pretrained(folder / name)
+    write_bases(folder)
     return folder
 
 

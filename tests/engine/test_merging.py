@@ -14,7 +14,7 @@ from penstock.adapters.names import EMBEDDING, factor_of
 from penstock.core.errors import ArtifactError
 from penstock.rows.reader import PackedRows
 from tests.engine import runs
-from tests.engine.inputs import MODELS
+from tests.engine.inputs import write_bases
 from tests.engine.loops import each, loop_of, parameters_of, step
 from tests.engine.traces import loss_of_transformers
 from tests.ranks import on_ranks
@@ -30,26 +30,12 @@ MERGED = {**ADAPTED, "merge_lora_interval": 2}
 # Roundings of weights to fp32, and of sums of products that are small beside these.
 RELATIVE = 1e-6
 
-BASES = {
-    "dense": {"attention_bias": True, "tie_word_embeddings": False},
-    "experts": {**MODELS["experts"], "mlp_only_layers": []},
-    "sinks": MODELS["sinks"],
-}
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("merging")
     runs.write_rows(folder / "packed", 16)
-    for name, changes in BASES.items():
-        config = transformers.AutoConfig.for_model(**{**runs.TINY, **changes})
-        config.dtype = torch.float32
-        torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(config)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.05 * torch.randn_like(parameter))
-        model.save_pretrained(folder / name)
+    write_bases(folder)
     return folder
 
 

@@ -10,6 +10,7 @@ T tokens; N query heads, K key and value heads, H head width.
 # pyright: reportUnknownVariableType=false
 # pyright: reportIncompatibleMethodOverride=false
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,35 +62,22 @@ def refusal(
     return None
 
 
-def flash_attention_2(
-    q_TNH: torch.Tensor,
-    k_TKH: torch.Tensor,
-    v_TKH: torch.Tensor,
-    segments: Segments,
-    scale: float,
-    window: int | None = None,
-    sinks_N: torch.Tensor | None = None,
-    soft_cap: float | None = None,
-) -> torch.Tensor:
+def flash_attention_2(*given: Any, **settings: Any) -> torch.Tensor:
     """As the reference's, but for sinks."""
     from flash_attn import flash_attn_varlen_func  # noqa: PLC0415
 
-    assert sinks_N is None, "refused"
-    y_TNH = flash_attn_varlen_func(
-        q_TNH,
-        k_TKH,
-        v_TKH,
-        **_bounds(segments),
-        softmax_scale=scale,
-        causal=True,
-        window_size=_past(segments, window, everything=-1),
-        softcap=soft_cap or 0.0,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )
-    return _first(y_TNH)
+    return _without_sinks(flash_attn_varlen_func, *given, **settings)
 
 
-def flash_attention_3(
+def flash_attention_3(*given: Any, **settings: Any) -> torch.Tensor:
+    """As the reference's, but for sinks."""
+    from flash_attn_interface import flash_attn_varlen_func  # noqa: PLC0415
+
+    return _without_sinks(flash_attn_varlen_func, *given, **settings)
+
+
+def _without_sinks(
+    varlen: Callable[..., Any],
     q_TNH: torch.Tensor,
     k_TKH: torch.Tensor,
     v_TKH: torch.Tensor,
@@ -99,11 +87,9 @@ def flash_attention_3(
     sinks_N: torch.Tensor | None = None,
     soft_cap: float | None = None,
 ) -> torch.Tensor:
-    """As the reference's, but for sinks."""
-    from flash_attn_interface import flash_attn_varlen_func  # noqa: PLC0415
-
+    """By the function that the second and the third package share the parameters of."""
     assert sinks_N is None, "refused"
-    y_TNH = flash_attn_varlen_func(
+    y_TNH = varlen(
         q_TNH,
         k_TKH,
         v_TKH,
@@ -114,8 +100,8 @@ def flash_attention_3(
         softcap=soft_cap or 0.0,
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
-    # Its first releases gave the log-sum-exp as well.
-    return _first(y_TNH)
+    # The third's first releases gave the log-sum-exp as well.
+    return y_TNH[0] if isinstance(y_TNH, tuple) else y_TNH
 
 
 def flash_attention_4(
@@ -165,10 +151,6 @@ def _past(
     are `everything`, and it is the causal mask that hides the right."""
     narrowed = segments.narrowed(window)
     return (everything, everything) if narrowed is None else (narrowed - 1, 0)
-
-
-def _first(results: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
-    return results[0] if isinstance(results, tuple) else results
 
 
 class _WithSinks(torch.autograd.Function):

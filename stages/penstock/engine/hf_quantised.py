@@ -15,17 +15,15 @@ from penstock.core.errors import CapabilityError
 from penstock.engine import compressed_tensors
 from penstock.engine.hf_weights import HfWeights
 from penstock.engine.origin import SchemeName
+from penstock.engine.quantising import matrices
 from penstock.engine.safetensors_file import Kind
 from penstock.models.decoder import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from penstock.models.family import Family
-from penstock.models.roles import Role, role_of
 from penstock.models.weights import WeightMap
 from penstock_kernels.quant import Format, largest, quantise
 
 STRETCH = 4 << 20
 """Bytes of the rows, in fp32, that are quantised at once; that takes up to 14 times as many."""
-
-QUANTISED = (Role.WIDEN, Role.NARROW, Role.EXPERTS)
 
 ONE_MATRIX = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv"),
@@ -114,8 +112,7 @@ def quantiser_for(scheme: SchemeName, family: Family, names: WeightMap) -> Quant
     hf_shapes = names.hf_shapes()
     chosen = {
         name: hf_shapes[name]
-        for native in names.native_names()
-        if _is_linear(native, names, family)
+        for native, _ in matrices(names, family.roles)
         for name in names.hf_names(native)
     }
     untouched = {
@@ -126,13 +123,6 @@ def quantiser_for(scheme: SchemeName, family: Family, names: WeightMap) -> Quant
     kept = compressed_tensors.format_for(scheme, chosen)
     # A tied head has no tensor, and yet is a linear layer.
     return Quantiser(scheme, kept, chosen, tuple(sorted({*untouched, _layer(HEAD_WEIGHT)})))
-
-
-def _is_linear(native: str, names: WeightMap, family: Family) -> bool:
-    module, _, leaf = native.rpartition(".")
-    # Experts' matrices are the parameters of one module.
-    is_matrix = leaf == "weight" or len(names.native_shape(native)) > 2
-    return is_matrix and role_of(module, family.roles) in QUANTISED
 
 
 def _layer(name: str) -> str:

@@ -74,9 +74,6 @@ class Drawn:
         """All that the model has are there."""
         assert set(names) <= set(self._shapes)
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._shapes
-
     def _whole(self, name: str) -> torch.Tensor:
         if self._last is None or self._last[0] != name:
             drawn = initialise(name, self._shapes[name], self._seed, self._names.config)
@@ -142,17 +139,11 @@ class QuantisedFolder:
             found.append(rows[low - block.start : high - block.start, left : left + width])
         return found[0] if len(found) == 1 else torch.cat(found)
 
-    def __getitem__(self, name: str) -> torch.Tensor:
-        """A whole tensor."""
-        shape = self.stored(name).shape
-        return self.box(name, (0,) * len(shape), shape)
-
     def order(self, name: str) -> tuple[str, int]:
         """As the tensors lie that they are made of."""
         base, _ = split_name(name)
-        # Some publishers give codes a name of their own.
-        packed = f"{base}_packed"
-        return self._inner.order(packed if packed in self._inner else base)
+        at = self._of_others()[0].codes_of(base) if self._is_published(base) else base
+        return self._inner.order(at)
 
     def require(self, names: Iterable[str]) -> None:
         """Raise CapabilityError unless every name, or what it is made of, is there."""
@@ -243,9 +234,8 @@ class QuantisedFolder:
         if name not in self._largest:
             every = self._blocks(name, 0, self._shape(name)[0])
             found = [largest(self._rows(name, block), self._formats[name]) for block in every]
-            self._largest[name] = torch.stack([one.cpu() for one in found if one is not None]).amax(
-                0
-            )
+            each = torch.stack([one for one in found if one is not None])
+            self._largest[name] = each.amax(0).cpu()
         return self._largest[name]
 
     def _rows(self, name: str, block: range) -> torch.Tensor:

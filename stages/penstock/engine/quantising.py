@@ -49,7 +49,7 @@ def formats_of(
     else:
         _require_known(excluded, names)
     found: dict[str, Format] = {}
-    for native, role in _matrices(names, roles):
+    for native, role in matrices(names, roles):
         parts = names.hf_names(native)
         kept = [part for part in parts if not is_among(excluded, part.removesuffix(".weight"))]
         if not kept:
@@ -102,8 +102,8 @@ def _pair(name: str, group: int | None) -> tuple[Format, Format]:
         raise ConfigError(f"lora.quant_group_size: {error}.\n  Leave it out.") from error
 
 
-def _matrices(names: WeightMap, roles: Roles) -> Iterator[tuple[str, Role]]:
-    """The model's parameters that may be quantised."""
+def matrices(names: WeightMap, roles: Roles) -> Iterator[tuple[str, Role]]:
+    """The model's parameters that may be quantised, and what for they are."""
     for native in names.native_names():
         module, _, leaf = native.rpartition(".")
         role = role_of(module, roles)

@@ -4,6 +4,7 @@ T tokens, V outputs, K the width that a product is summed over.
 """
 
 from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -12,12 +13,13 @@ WeightedRows = tuple[torch.Tensor, torch.Tensor]
 """Rows [T, K] and a matrix [V, K]."""
 
 
-class SumOfProducts:
+@runtime_checkable
+class SumOfProducts(Protocol):
     """What a layer of a class of its own may say of itself."""
 
     def products(self, x: torch.Tensor) -> Sequence[WeightedRows] | None:
         """The products that add up to the layer's outputs, or None if it does more."""
-        raise NotImplementedError
+        ...
 
 
 def products_of(layer: object, x: torch.Tensor) -> Sequence[WeightedRows] | None:
