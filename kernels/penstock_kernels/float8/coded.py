@@ -1,0 +1,65 @@
+"""A matrix in float8 numbers, with the scales that some of them share.
+
+R rows, C columns, which products are summed over; B = 128 columns of a group.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+
+BLOCK = 128
+
+Sharing = Literal["tensor", "rows", "groups", "tiles"]
+"""What shares a scale: all numbers, those of a row, B columns of a row, or of B rows."""
+
+Sums = Literal["exact", "fast"]
+"""In float32, or in as many bits as tensor cores of Hopper like, about 14, where there are such."""
+
+
+class Coded(NamedTuple):
+    """What a matrix has become."""
+
+    codes: torch.Tensor
+    """[R, C] float8, rows one after another."""
+    scales: torch.Tensor
+    """float32, [1, 1], [R, 1], [R, C / B] or [R / B, C / B], rounded up: codes times these are the
+    numbers."""
+    sharing: Sharing
+
+    def numbers(self, dtype: torch.dtype) -> torch.Tensor:
+        """The matrix [R, C]; exact in float32 and bfloat16."""
+        rows, columns = self.codes.shape
+        scales = spread(self.scales, self.sharing, rows, columns)
+        return self.codes.to(dtype) * scales.to(dtype)
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether a column shares as a row does."""
+        return self.sharing in ("tensor", "tiles")
+
+    @property
+    def mT(self) -> "Coded":  # noqa: N802 - torch's name
+        """The transpose, as if it had been quantised; only of what is symmetric."""
+        assert self.is_symmetric, self.sharing
+        return Coded(self.codes.mT.contiguous(), self.scales.mT.contiguous(), self.sharing)
+
+
+def shape_of_scales(sharing: Sharing, rows: int, columns: int) -> tuple[int, int]:
+    """How many scales a matrix has."""
+    across, down = -(-columns // BLOCK), -(-rows // BLOCK)
+    shapes = {
+        "tensor": (1, 1),
+        "rows": (rows, 1),
+        "groups": (rows, across),
+        "tiles": (down, across),
+    }
+    return shapes[sharing]
+
+
+def spread(scales: torch.Tensor, sharing: Sharing, rows: int, columns: int) -> torch.Tensor:
+    """Each number's scale, [R, C] or what is broadcast to it."""
+    if sharing == "tiles":
+        scales = scales.repeat_interleave(BLOCK, 0)[:rows]
+    if sharing in ("tiles", "groups"):
+        scales = scales.repeat_interleave(BLOCK, 1)[:, :columns]
+    return scales

@@ -1,0 +1,74 @@
+"""A linear layer whose products are of float8 numbers, and so are those of its gradients.
+
+T rows of x, K columns in, N out.
+"""
+
+# pyright: reportIncompatibleMethodOverride=false
+
+from typing import Any
+
+import torch
+
+from penstock_kernels.float8.coded import Coded
+from penstock_kernels.float8.products import ALONE, Agreement, Scheme, gradients, outputs
+from penstock_kernels.float8.program import linear_of
+from penstock_kernels.float8.weight import CodedWeight
+
+
+def linear(
+    x: torch.Tensor,
+    weight_NK: torch.Tensor,
+    scheme: Scheme,
+    agreement: Agreement = ALONE,
+) -> torch.Tensor:
+    """`x W^T`, [..., N], of x [..., K] in its dtype, float32 or bfloat16, in which gradients are
+    computed too.
+
+    Compiled, it is one operator, and its gradients another; then nobody else may hold parts of its
+    matrices.
+
+    Raises:
+        ValueError: x has other columns than W, or they are not whole blocks.
+    """
+    columns = weight_NK.shape[-1]
+    if weight_NK.dim() != 2 or x.shape[-1] != columns:
+        raise ValueError(f"x is {tuple(x.shape)}, and the matrix {tuple(weight_NK.shape)}")
+    if scheme.block and columns % scheme.block:
+        raise ValueError(f"{columns} columns are not whole blocks of {scheme.block}")
+    x_TK = x.reshape(-1, columns)
+    if torch.compiler.is_compiling():
+        assert agreement == ALONE
+        assert not isinstance(weight_NK, CodedWeight)
+        y_TN = linear_of(x_TK, weight_NK, scheme)
+    else:
+        y_TN = _Linear.apply(x_TK, weight_NK, scheme, agreement)
+    # Whoever shards layers warns of views.
+    return y_TN if x.dim() == 2 else y_TN.unflatten(0, x.shape[:-1])
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TK: torch.Tensor,
+        weight_NK: torch.Tensor,
+        scheme: Scheme,
+        agreement: Agreement,
+    ) -> torch.Tensor:
+        ctx.scheme, ctx.agreement = scheme, agreement
+        y_TN, x, weight = outputs(x_TK, weight_NK, scheme, agreement)
+        # One scale for all serves either way; others are made of the numbers again.
+        ctx.keeps_codes = x.sharing == "tensor" and scheme.weight_gradient == "quantised"
+        kept = (x.codes, x.scales) if ctx.keeps_codes else (x_TK, None)
+        learns = ctx.needs_input_grad[1]
+        ctx.save_for_backward(weight_NK, weight.scales, *(kept if learns else (None, None)))
+        return y_TN
+
+    @staticmethod
+    def backward(ctx: Any, dy_TN: torch.Tensor) -> tuple[Any, ...]:
+        weight_NK, scales, x, x_scales = ctx.saved_tensors
+        if x is not None and ctx.keeps_codes:
+            x = Coded(x, x_scales, "tensor")
+        wanted = ctx.needs_input_grad[:2]
+        made = gradients(dy_TN, x, weight_NK, scales, ctx.scheme, ctx.agreement, wanted=wanted)
+        return *made, None, None

@@ -1,0 +1,29 @@
+"""What float8 numbers and their products are. Slow, obvious, and the judge of the others.
+
+R rows, C columns; M and N rows of two matrices, K columns that their product is summed over.
+"""
+
+import torch
+
+from penstock_kernels.float8.coded import Coded, Sharing, Sums, spread
+from penstock_kernels.float8.largest import largest_of
+from penstock_kernels.float8.numbers import Kind, codes_of, scales_of
+
+
+def quantise(
+    x_RC: torch.Tensor, kind: Kind, sharing: Sharing, scales: torch.Tensor | None = None
+) -> Coded:
+    """Round a matrix to float8 numbers; it may be the transpose of one that lies in memory.
+
+    `scales`: those it has, where they are known.
+    """
+    if scales is None:
+        scales = scales_of(largest_of(x_RC, sharing), kind)
+    scaled = x_RC.float() / spread(scales, sharing, *x_RC.shape)
+    return Coded(codes_of(scaled, kind).contiguous(), scales, sharing)
+
+
+def multiply(a_MK: Coded, b_NK: Coded, dtype: torch.dtype, sums: Sums = "exact") -> torch.Tensor:
+    """`a b^T`, [M, N] in float32 or bfloat16, summed in float32 and rounded once."""
+    del sums
+    return a_MK.numbers(dtype) @ b_NK.numbers(dtype).mT

@@ -1,0 +1,171 @@
+"""Products of float8 numbers on Triton, of which 128 columns share a scale.
+
+What is summed over a group's columns is multiplied by its scales and added in float32, so that no
+sum is kept in the few bits that tensor cores add float8 products in (DeepSeek-AI 2024,
+"DeepSeek-V3", section 3.3.2).
+
+M and N rows of two matrices, K columns that their product is summed over.
+"""
+
+# pyright: reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock_kernels.float8.coded import BLOCK, Coded, Sums
+from penstock_kernels.float8.numbers import DTYPES, Kind
+from penstock_kernels.op import INTERPRETED, needs_cuda
+from penstock_kernels.operator import operator
+from penstock_kernels.quant.triton_numbers import from_e4m3, to_bf16_grid
+
+TILE = 128
+WARPS, STAGES = 8, 4
+BAND = 8
+"""Rows of tiles whose columns are computed one after another, while they are in the cache."""
+
+
+@triton.jit
+def from_e5m2(code):
+    """The number of each byte, float32: the upper half of a float16."""
+    return (code.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _number(code, KIND: tl.constexpr):
+    if KIND == "e4m3":
+        return from_e4m3(code)
+    else:
+        return from_e5m2(code)
+
+
+@triton.jit
+def _multiply(
+    a_ptr,
+    b_ptr,
+    a_scales_ptr,
+    b_scales_ptr,
+    y_ptr,
+    M,
+    N,
+    K,
+    groups,
+    A_KIND: tl.constexpr,
+    B_KIND: tl.constexpr,
+    A_ROWS: tl.constexpr,
+    B_ROWS: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BAND: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """One tile of y. A_ROWS, B_ROWS: rows that share a scale. UPCAST: codes come as bytes."""
+    down, across = tl.cdiv(M, TILE_M), tl.cdiv(N, TILE_N)
+    in_band = BAND * across
+    first = tl.program_id(0) // in_band * BAND
+    tall = tl.minimum(down - first, BAND)
+    m = (first + tl.program_id(0) % in_band % tall).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
+    n = (tl.program_id(0) % in_band // tall).to(tl.int64) * TILE_N + tl.arange(0, TILE_N)
+    acc = tl.zeros([TILE_M, TILE_N], dtype=tl.float32)
+    for group in range(0, groups):
+        k = group * BLOCK + tl.arange(0, BLOCK)
+        a_inside = (m < M)[:, None] & (k < K)[None, :]
+        b_inside = (n < N)[:, None] & (k < K)[None, :]
+        a = tl.load(a_ptr + m[:, None] * K + k[None, :], mask=a_inside, other=0.0)
+        b = tl.load(b_ptr + n[:, None] * K + k[None, :], mask=b_inside, other=0.0)
+        a_scale = tl.load(a_scales_ptr + m // A_ROWS * groups + group, mask=m < M, other=0)
+        b_scale = tl.load(b_scales_ptr + n // B_ROWS * groups + group, mask=n < N, other=0)
+        if UPCAST:
+            a, b = _number(a, A_KIND), _number(b, B_KIND)
+        acc += tl.dot(a, b.T, input_precision="ieee") * a_scale[:, None] * b_scale[None, :]
+    inside = (m < M)[:, None] & (n < N)[None, :]
+    if UPCAST and y_ptr.dtype.element_ty == tl.bfloat16:
+        acc = to_bf16_grid(acc)
+    y_at = y_ptr + m[:, None] * N + n[None, :]
+    tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+def _run(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scales: torch.Tensor,
+    b_scales: torch.Tensor,
+    a_kind: str,
+    b_kind: str,
+    tiles: str,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """`a` and `b` as bytes; `tiles`: which of the two have scales of tiles, by these letters."""
+    (M, K), N = a.shape, len(b)
+    y = a.new_empty((M, N), dtype=dtype)
+    if y.numel():
+        _multiply[(triton.cdiv(M, TILE) * triton.cdiv(N, TILE),)](
+            a if INTERPRETED else a.view(DTYPES[a_kind]),
+            b if INTERPRETED else b.view(DTYPES[b_kind]),
+            a_scales,
+            b_scales,
+            y,
+            M,
+            N,
+            K,
+            a_scales.shape[1],
+            A_KIND=a_kind,
+            B_KIND=b_kind,
+            A_ROWS=BLOCK if "a" in tiles else 1,
+            B_ROWS=BLOCK if "b" in tiles else 1,
+            TILE_M=TILE,
+            TILE_N=TILE,
+            BLOCK=BLOCK,
+            BAND=BAND,
+            UPCAST=INTERPRETED,
+            num_warps=WARPS,
+            num_stages=STAGES,
+        )
+    return y
+
+
+def _fake(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scales: torch.Tensor,
+    b_scales: torch.Tensor,
+    a_kind: str,
+    b_kind: str,
+    tiles: str,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    del a_scales, b_scales, a_kind, b_kind, tiles
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
+
+
+_product = operator("float8_multiply", _run, fake=_fake)
+
+
+def multiply(a_MK: Coded, b_NK: Coded, dtype: torch.dtype, sums: Sums = "exact") -> torch.Tensor:
+    """As the reference's, but for the order of sums."""
+    del sums
+    named = {"a": a_MK, "b": b_NK}
+    tiles = "".join(name for name, each in named.items() if each.sharing == "tiles")
+    codes = (each.codes.view(torch.uint8) for each in (a_MK, b_NK))
+    scales = (each.scales.contiguous() for each in (a_MK, b_NK))
+    return _product(*codes, *scales, _kind(a_MK), _kind(b_NK), tiles, dtype)
+
+
+def refuses(a_MK: Coded, b_NK: Coded, dtype: torch.dtype, sums: Sums = "exact") -> str | None:
+    """Why it cannot multiply them."""
+    del sums
+    if a_MK.codes.shape[1] != b_NK.codes.shape[1]:
+        return f"the matrices are {tuple(a_MK.codes.shape)} and {tuple(b_NK.codes.shape)}"
+    for each in (a_MK, b_NK):
+        if each.sharing not in ("groups", "tiles"):
+            return f"scales of {each.sharing} reach beyond {BLOCK} columns"
+        if not each.codes.is_contiguous():
+            return "codes do not lie row by row"
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"it gives no {dtype}"
+    return needs_cuda(a_MK.codes, b_NK.codes)
+
+
+def _kind(matrix: Coded) -> Kind:
+    return "e4m3" if matrix.codes.dtype == DTYPES["e4m3"] else "e5m2"

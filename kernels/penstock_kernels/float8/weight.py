@@ -1,0 +1,55 @@
+"""A weight of which only the float8 numbers are here: what ranks gather that hold parts of it.
+
+N rows, K columns.
+"""
+
+# pyright: reportIncompatibleMethodOverride=false
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from penstock_kernels.float8.coded import Coded
+from penstock_kernels.float8.hadamard import factors, turn
+
+
+class CodedWeight(torch.Tensor):
+    """What `linear` takes in the place of a weight [N, K]; to all else it is the numbers it stands
+    for, made when they are asked for."""
+
+    coded: Coded
+    """Of the weight as products see it: turned, if there is a block."""
+    block: int | None
+
+    @staticmethod
+    def __new__(cls, coded: Coded, block: int | None, dtype: torch.dtype) -> "CodedWeight":
+        """`dtype`: of the weight, and so of its gradient."""
+        codes = coded.codes
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, codes.shape, dtype=dtype, device=codes.device
+        )
+        made.coded, made.block = coded, block
+        return made
+
+    def numbers(self) -> torch.Tensor:
+        """The weight."""
+        turned = self.coded.numbers(self.dtype)
+        return turned if self.block is None else turn(turned, self.block, factors(self.block)[0])
+
+    def __repr__(self, **_: Any) -> str:
+        """What `print` shows."""
+        return f"CodedWeight({list(self.shape)}, {self.coded.sharing})"
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """A view of all of it stays what it is."""
+        aten = torch.ops.aten
+        if function in (aten.detach.default, aten.as_strided.default):
+            weight = args[0]
+            if function is aten.detach.default or tuple(args[1]) == tuple(weight.shape):
+                return cls(weight.coded, weight.block, weight.dtype)
+        args, kwargs = tree_map_only(CodedWeight, CodedWeight.numbers, (args, kwargs or {}))
+        return function(*args, **kwargs)
