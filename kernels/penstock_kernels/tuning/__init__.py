@@ -1,0 +1,77 @@
+"""Tile sizes and warps of Triton kernels: measured at first use on a device, then kept in a file.
+
+A kernel has a rule that gives a good choice for every shape, and may have a few candidates beside
+it. Candidates leave every sum in its order, so that what is chosen changes no result: ranks agree,
+and a run that goes on elsewhere goes on alike. What would change one has a rule alone.
+
+Files are `tuning/<device>.json` in the folder that PENSTOCK_CACHE_HOME names, else in `penstock` in
+the user's cache folder.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from penstock_kernels.op import INTERPRETED, cache_home
+from penstock_kernels.tuning.book import Book, Device, Question
+from penstock_kernels.tuning.tuner import Candidate, Tuner, class_of
+
+__all__ = ["chosen"]
+
+FOLDER = "tuning"
+
+
+def chosen(
+    kernel: Any,
+    like: torch.Tensor,
+    sizes: Sequence[int],
+    candidates: Sequence[Candidate],
+    run: Callable[[Candidate], Any],
+    kind: str = "",
+) -> Candidate:
+    """Which of `candidates` a Triton kernel is launched with, the first being what its rule says.
+
+    Args:
+        like: a tensor of the launch, for its device and dtype.
+        sizes: those that decide how long a launch takes. They are rounded up to powers of two.
+        run: launches with a candidate, writing the same each time.
+        kind: what else a launch differs by.
+
+    Nothing is measured in the interpreter, where only deterministic kernels are wanted, or while
+    launches are captured in a CUDA graph.
+    """
+    if INTERPRETED or len(candidates) == 1 or not like.is_cuda:
+        return candidates[0]
+    if torch.are_deterministic_algorithms_enabled():
+        return candidates[0]
+    inputs = f"{str(like.dtype).removeprefix('torch.')} {class_of(sizes)} {kind}".strip()
+    return _tuner(like.device).choose(
+        Question(_name(kernel), _made_by(kernel), inputs),
+        candidates,
+        run,
+        may_measure=not torch.cuda.is_current_stream_capturing(),
+    )
+
+
+@cache
+def _tuner(device: torch.device) -> Tuner:
+    # Known where Triton is.
+    from penstock_kernels.tuning.measuring import microseconds  # noqa: PLC0415
+
+    name = torch.cuda.get_device_name(device)
+    kind = Device(name, torch.cuda.get_device_capability(device))
+    return Tuner(Book(cache_home() / FOLDER, kind), microseconds)
+
+
+def _name(kernel: Any) -> str:
+    return f"{kernel.__module__.split('.')[-2]}.{kernel.__name__.strip('_')}"
+
+
+@cache
+def _made_by(kernel: Any) -> str:
+    import triton  # noqa: PLC0415
+
+    # Of its source, and of all that it calls.
+    return f"triton {triton.__version__}, {kernel.cache_key[:16]}"

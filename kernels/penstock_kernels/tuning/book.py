@@ -1,0 +1,132 @@
+"""What was measured on one kind of device: a file that all processes on a machine share.
+
+It is read whole, and written aside and renamed. Whoever adds to it holds a lock, and reads it again
+before: so nobody measures what another one is measuring, and ranks that start together choose
+alike.
+What an earlier version of a kernel, or of Triton, was measured with is no answer, and is dropped
+when that kernel is measured again.
+"""
+
+import json
+import os
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from filelock import FileLock, Timeout
+
+FORMAT = 1
+
+PATIENCE = 300.0
+"""Seconds to wait for another process that is measuring: more than a kernel's candidates take."""
+
+Choice = Sequence[int]
+
+
+class Device(NamedTuple):
+    """A kind of device: choices are not those of another."""
+
+    name: str
+    capability: tuple[int, int]
+
+
+class Question(NamedTuple):
+    """What was chosen for."""
+
+    kernel: str
+    made_by: str
+    """The version of the kernel, and of what compiles it."""
+    inputs: str
+    """Kinds and sizes, rounded to classes."""
+
+
+class Book:
+    """Choices by question, in a folder."""
+
+    def __init__(self, folder: Path, device: Device) -> None:
+        name = re.sub(r"[^a-z0-9]+", "-", device.name.lower()).strip("-")
+        self.device = device
+        self.path = folder / f"{name}-{'.'.join(map(str, device.capability))}.json"
+        self._warned = False
+
+    def find(self, question: Question) -> Choice | None:
+        """What was chosen, if it has been."""
+        kernel = self._read().get(question.kernel, {})
+        if kernel.get("made_by") != question.made_by:
+            return None
+        return kernel["choices"].get(question.inputs, {}).get("choice")
+
+    def add(self, question: Question, choice: Choice, microseconds: dict[str, float]) -> None:
+        """Note a choice, and what it was chosen by. To be called `alone`."""
+        kernels = self._read()
+        kernel = kernels.get(question.kernel, {})
+        if kernel.get("made_by") != question.made_by:
+            kernel = {"made_by": question.made_by, "choices": {}}
+        kernel["choices"][question.inputs] = {
+            "choice": list(choice),
+            "microseconds": microseconds,
+        }
+        whole = {
+            "format": FORMAT,
+            "device": self.device.name,
+            "capability": list(self.device.capability),
+            "kernels": {**kernels, question.kernel: kernel},
+        }
+        aside = self.path.with_suffix(f".{os.getpid()}.part")
+        try:
+            aside.write_text(json.dumps(whole, indent=1, sort_keys=True) + "\n")
+            aside.replace(self.path)
+        except OSError as error:
+            self._warn(f"cannot be written ({error}); the next process measures again")
+
+    @contextmanager
+    def alone(self) -> Iterator[bool]:
+        """While this is entered no other process measures; False if one has not ended in time."""
+        lock = FileLock(self.path.with_suffix(".lock"), timeout=PATIENCE)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+        except Timeout:
+            self._warn(f"is held by another process for more than {PATIENCE:g} s")
+            yield False
+            return
+        except OSError as error:
+            self._warn(f"cannot be locked ({error}); every process measures for itself")
+            yield True
+            return
+        try:
+            yield True
+        finally:
+            lock.release()
+
+    def _read(self) -> dict[str, Any]:
+        """The kernels in it; none if it is not there, or cannot be read."""
+        try:
+            whole = json.loads(self.path.read_text())
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        except (OSError, ValueError) as error:
+            self._warn(f"cannot be read ({error}); what it held is measured again")
+            return {}
+        kernels = whole.get("kernels") if isinstance(whole, dict) else None
+        if not isinstance(kernels, dict) or whole.get("format") != FORMAT:
+            self._warn(f"is not of format {FORMAT}; what it held is measured again")
+            return {}
+        well_formed = {
+            name: kernel
+            for name, kernel in kernels.items()
+            if isinstance(kernel, dict)
+            and isinstance(kernel.get("choices"), dict)
+            and all(isinstance(one, dict) for one in kernel["choices"].values())
+        }
+        if len(well_formed) < len(kernels):
+            self._warn("has entries of another form; what they held is measured again")
+        return well_formed
+
+    def _warn(self, fault: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"the tuning file {self.path} {fault}", RuntimeWarning, stacklevel=4)

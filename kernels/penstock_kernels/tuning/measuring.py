@@ -1,0 +1,48 @@
+"""How long kernels take on a GPU: medians of rounds in which all take turns."""
+
+# pyright: reportMissingImports=false
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from triton.compiler.errors import CompileTimeAssertionFailure
+from triton.runtime.errors import OutOfResources, PTXASError
+
+ROUNDS = 5
+ROUND = 1000.0
+"""Microseconds that a round of one work is to take, or a single launch if that takes more."""
+MOST = 50
+"""Launches in a round."""
+
+
+def microseconds(works: Sequence[Callable[[], Any]]) -> list[float]:
+    """Of a launch of each; infinity for what does not fit on the device. Waits for it."""
+    launches = [_launches(work) for work in works]
+    taken: list[list[float]] = [[] for _ in works]
+    for _ in range(ROUNDS):
+        for work, count, times in zip(works, launches, taken, strict=True):
+            if count:
+                times.append(_timed(work, count))
+    return [statistics.median(times) if times else math.inf for times in taken]
+
+
+def _launches(work: Callable[[], Any]) -> int:
+    """How many launches make a round; none if there can be none. Compiles it."""
+    try:
+        work()
+    except (OutOfResources, PTXASError, CompileTimeAssertionFailure):
+        return 0
+    return min(max(int(ROUND / max(_timed(work, 1), 1.0)), 1), MOST)
+
+
+def _timed(work: Callable[[], Any], count: int) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(count):
+        work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1000 / count

@@ -1,0 +1,83 @@
+"""Which of a few candidates is fastest on this device, measured once."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from penstock_kernels.tuning.book import Book, Choice, Question
+
+Candidate = TypeVar("Candidate", bound=tuple[int, ...])
+
+Measure = Callable[[Sequence[Callable[[], Any]]], list[float]]
+"""Works to their microseconds; infinity for one that the device cannot do."""
+
+CLEARLY = 0.97
+"""Of the time of the first candidate: less than that has to be needed to be preferred to it. What
+is measured differs by a few percent from time to time."""
+
+
+def class_of(sizes: Sequence[int]) -> str:
+    """Sizes rounded up to powers of two: what is chosen for one size serves the others."""
+    return "x".join(str(1 << max(size - 1, 0).bit_length()) for size in sizes)
+
+
+class Tuner:
+    """The choices of one process for one device."""
+
+    def __init__(self, book: Book, measure: Measure) -> None:
+        self._book, self._measure = book, measure
+        self._known: dict[tuple[Any, ...], Any] = {}
+
+    def choose(
+        self,
+        question: Question,
+        candidates: Sequence[Candidate],
+        run: Callable[[Candidate], Any],
+        *,
+        may_measure: bool = True,
+    ) -> Candidate:
+        """The fastest of `candidates`, the first of which is what is taken unmeasured.
+
+        `run` does a candidate's work, again and again if need be.
+        """
+        key = question, candidates[0]
+        if (known := self._known.get(key)) is not None:
+            return known
+        # What is first by rule is part of what is asked: others are measured against it.
+        asked = question._replace(inputs=f"{question.inputs} {_name(candidates[0])}")
+        found = _among(candidates, self._book.find(asked))
+        if found is None and not may_measure:
+            return candidates[0]
+        if found is None:
+            found = self._measured(asked, candidates, run)
+        self._known[key] = found
+        return found
+
+    def _measured(
+        self, asked: Question, candidates: Sequence[Candidate], run: Callable[[Candidate], Any]
+    ) -> Candidate:
+        with self._book.alone() as is_alone:
+            # Another process may have found out while this one waited.
+            found = _among(candidates, self._book.find(asked))
+            if found is not None or not is_alone:
+                return candidates[0] if found is None else found
+            works = [lambda candidate=candidate: run(candidate) for candidate in candidates]
+            times = self._measure(works)
+            best = min(range(len(times)), key=times.__getitem__)
+            chosen = candidates[best if times[best] < CLEARLY * times[0] else 0]
+            taken = {
+                _name(candidate): round(time, 2)
+                for candidate, time in zip(candidates, times, strict=True)
+                if time < math.inf
+            }
+            self._book.add(asked, chosen, taken)
+            return chosen
+
+
+def _name(candidate: tuple[int, ...]) -> str:
+    return "/".join(map(str, candidate))
+
+
+def _among(candidates: Sequence[Candidate], choice: Choice | None) -> Candidate | None:
+    """The candidate that a file says, if it still is one."""
+    return next((one for one in candidates if choice is not None and list(one) == choice), None)
