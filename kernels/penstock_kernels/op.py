@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Generic, Literal, ParamSpec, TypeVar
 
 import torch
@@ -89,6 +90,14 @@ class Op(Generic[P, R]):
             return fast.run(*args, **kwargs)
 
         return obey
+
+
+def cache_home() -> Path:
+    """Where small files of this user are kept that can be made again (XDG)."""
+    if root := os.environ.get("PENSTOCK_CACHE_HOME"):
+        return Path(root)
+    xdg = os.environ.get("XDG_CACHE_HOME")
+    return (Path(xdg) if xdg else Path.home() / ".cache") / "penstock"
 
 
 def needs_cuda(*tensors: torch.Tensor) -> str | None:

@@ -1,11 +1,13 @@
 """adamw_: torch's in float32; in bfloat16 one rounding of it, at random or kept; cuts, Triton."""
 
+import random
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock_kernels.adamw import Run, Settings, adamw_
+from penstock_kernels.adamw import Run, Settings, Stepped, adamw_, adamw_each_
 from penstock_kernels.op import INTERPRETED
 from penstock_kernels.runs import side_by_side, words
 from penstock_kernels.stochastic_rounding import stochastic_round
@@ -14,6 +16,7 @@ from tests.kernels.matrices import DEVICE, normal
 CAN_RUN_TRITON = INTERPRETED or torch.cuda.is_available()
 BACKENDS = ["reference", "triton"] if CAN_RUN_TRITON else ["reference"]
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 KEY = 0xF00DFACE_89ABCDEF
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -79,6 +82,22 @@ def test_what_is_kept_in_bfloat16_is_rounded_once(weight, states, runs, backend)
         unit = 2.0**-7 if at_random else 2.0**-8
         rtol, atol = (unit * 1.001, 1e-9) if got.dtype == BF16 else (1e-5, 1e-7)
         torch.testing.assert_close(got.double(), want, rtol=rtol, atol=atol)
+
+
+def test_a_hundred_random_steps_are_the_formulas_rounded_once():
+    for seed in range(120):
+        draw = random.Random(seed)
+        shape = draw.randint(1, 2), draw.randint(0, 5), draw.choice((0, 1, 2, 7, 31, 64, 97))
+        dtypes = {"weight": draw.choice((FP32, BF16)), "states": draw.choice((FP32, BF16))}
+        tensors = inputs(*shape, **dtypes)
+        decay, step = draw.choice((0.0, 0.1)), draw.choice((1, 2, 100, 10**6))
+        settings = Settings(
+            draw.choice((1e-5, 1e-2)), 0.9, draw.choice((0.95, 0.999)), 1e-8, decay, step
+        )
+        found = after("reference", tensors, settings=settings)
+        for got, want in zip(found, exact(*tensors, settings), strict=True):
+            rtol, atol = (2.0**-8, 1e-9) if got.dtype == BF16 else (1e-5, 1e-7)
+            torch.testing.assert_close(got.double(), want, rtol=rtol, atol=atol)
 
 
 def test_draws_are_those_of_rounding_at_random_with_halves_of_a_word_for_weight_and_moment():
@@ -208,3 +227,30 @@ def test_what_makes_no_sense_is_refused(backend):
     with pytest.raises(ValueError, match="it must have rows and columns"):
         step(w[0], g[0], m[0], v[0], STEP)
     step(w[:0], g[:0], m[:0], v[:0], STEP, [])
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    shapes=st.lists(
+        st.tuples(st.integers(0, 5), st.integers(1, 9)) | st.tuples(st.integers(1, 20)), max_size=6
+    ),
+    kinds=st.lists(
+        st.sampled_from([(FP32, FP32), (BF16, FP32), (BF16, BF16)]), min_size=6, max_size=6
+    ),
+    keeps=st.booleans(),
+    small=st.sampled_from([0, 10, 1000]),
+)
+def test_many_are_stepped_as_each_is_alone(shapes, kinds, keeps, small):
+    alone, together = [], []
+    for shape, (weight, states) in zip(shapes, kinds, strict=False):
+        made = inputs(*shape, weight=weight, states=states)
+        lost = normal(*shape, seed=4, scale=1e-4).to(weight) if keeps else None
+        together.append(Stepped(*made, lost))
+        mine = [None if part is None else part.clone() for part in together[-1]]
+        rows = [None if part is None else part.view(-1, part.shape[-1]) for part in mine]
+        adamw_(*rows[:4], STEP, lost=rows[4])
+        alone.append(mine)
+    adamw_each_(together, STEP, adamw_, small)
+    for mine, theirs in zip(together, alone, strict=True):
+        for one, other in zip(mine, theirs, strict=True):
+            assert one is other or torch.equal(one, other)

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from penstock_kernels.attention import Segments, attention
 from penstock_kernels.op import UnsupportedError
 from tests.dense import dense_with_gradients, relative_error
-from tests.kernels.attention_cases import drawn, of_shared_prompts
+from tests.kernels.attention_cases import HUNDRED, drawn, of_shared_prompts
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 16
 SCALE = WIDTH**-0.5
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 ADVERSARIAL = [
     [1],
@@ -67,9 +68,6 @@ def test_windows_and_sinks_are_those_of_the_definition(backend, window, sinks):
             torch.testing.assert_close(mine.double(), exact.double(), atol=3e-6, rtol=1e-5)
 
 
-HUNDRED = [range(8), pytest.param(range(8, 100), marks=pytest.mark.slow)]
-
-
 @pytest.mark.parametrize("seeds", HUNDRED)
 def test_a_hundred_random_cases_are_what_their_dense_masks_say(seeds):
     for seed in seeds:
@@ -84,17 +82,23 @@ def test_a_hundred_random_cases_are_what_their_dense_masks_say(seeds):
         torch.testing.assert_close(got, want, atol=1e-12, rtol=1e-12, msg=str(case))
 
 
+# Of the largest part, as a gradient may be the little that is left of two that cancel. fp32: sums;
+# 16 bits: inputs, results, and what a reference keeps between its operations.
+ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
 @pytest.mark.parametrize("seeds", HUNDRED)
-def test_a_hundred_random_cases_on_sdpa_are_those_of_the_reference_in_fp64(seeds):
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_a_hundred_random_cases_are_those_of_the_reference_in_fp64_rounded(backend, dtype, seeds):
     for seed in seeds:
-        case = drawn(seed, soft_caps=False)
+        case = drawn(seed, soft_caps=backend == "eager")
         want = case.with_gradients(attention.backend("eager"))
-        got = case.with_gradients(attention.backend("sdpa"), torch.float32)
-        # Rounding of sums in fp32, of the largest part: a gradient may be the little that is left
-        # of two that cancel.
+        got = case.with_gradients(attention.backend(backend), dtype)
         largest = max(exact.norm() for exact in want)
         for mine, exact in zip(got, want, strict=True):
-            assert (mine.double() - exact).norm() < 1e-6 * largest, case
+            assert mine.dtype == dtype
+            assert (mine.double() - exact).norm() < ROUNDING[dtype] * largest, case
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
@@ -127,15 +131,6 @@ def test_start_rows_that_hide_nothing_cost_nothing():
 def test_start_rows_are_one_for_each_token_and_hide_none_from_itself(start_rows, says):
     with pytest.raises(ValueError, match=says):
         Segments.of([3], start_rows=start_rows)
-
-
-def test_windows_and_sinks_in_bf16_are_within_its_own_rounding():
-    got, _ = all_gradients("sdpa", [5, 90, 19], 20, SINKS, torch.bfloat16)
-    want, _ = all_gradients("eager", [5, 90, 19], 20, SINKS, torch.bfloat16)
-    assert {part.dtype for part in got} == {torch.bfloat16}
-    torch.testing.assert_close(got[:4], want[:4], atol=4e-2, rtol=4e-2)
-    # A sum over all tokens of what each rounds.
-    torch.testing.assert_close(got[4], want[4], atol=0.3, rtol=4e-2)
 
 
 def test_a_document_costs_a_window_for_each_token_and_not_its_square(monkeypatch):
@@ -190,12 +185,6 @@ def test_sdpa_agrees_with_eager_whatever_the_lengths(lengths):
     torch.testing.assert_close(got, want, atol=1e-12, rtol=1e-12)
 
 
-def test_bf16_is_within_its_own_rounding():
-    got = forward_backward("sdpa", [5, 40, 19], torch.bfloat16)
-    want = forward_backward("eager", [5, 40, 19], torch.bfloat16)
-    torch.testing.assert_close(got, want, atol=3e-2, rtol=3e-2)
-
-
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=40))
 def test_padding_and_the_number_of_calls_are_bounded(lengths):
@@ -243,6 +232,13 @@ def test_other_sinks_than_one_for_each_head_are_refused():
     q, k, v = inputs(4)
     with pytest.raises(UnsupportedError, match=r"sinks of shape \(3,\) for 4 query heads"):
         attention.backend("sdpa")(q, k, v, Segments.of([4]), SCALE, None, torch.zeros(3))
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_a_window_shows_a_token_itself_at_least(backend):
+    q, k, v = inputs(4)
+    with pytest.raises(ValueError, match="a window of 0 tokens shows a token nothing"):
+        attention.backend(backend)(q, k, v, Segments.of([4]), SCALE, 0)
 
 
 def test_sdpa_caps_no_scores():

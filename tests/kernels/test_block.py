@@ -1,5 +1,7 @@
 """Blocks of attention: merged, they are attention to all keys, and their gradients add up."""
 
+import random
+
 import pytest
 import torch
 
@@ -7,12 +9,19 @@ from penstock_kernels.attention import Segments
 from penstock_kernels.attention.block import Rectangle, block, block_backward, native
 from penstock_kernels.op import UnsupportedError
 from tests.dense import dense_with_gradients, relative_error
+from tests.kernels.attention_cases import HUNDRED, LENGTHS
 
 HEADS, KV_HEADS, WIDTH = 6, 2, 16
 SCALE = WIDTH**-0.5
+pytestmark = pytest.mark.usefixtures("poisoned")
 
-# fp64: rounding of a few sums. bf16: inputs and results are rounded, and so is what is merged.
-TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-2}
+# fp64: rounding of a few sums. 16 bits: inputs and results are rounded, and so is what is merged.
+TOLERANCE = {
+    torch.float64: 1e-13,
+    torch.float32: 1e-6,
+    torch.bfloat16: 1e-2,
+    torch.float16: 2e-3,
+}
 
 # Documents of a row, and where it is cut in two: inside one, inside the only one, inside one that
 # others of many lengths follow.
@@ -87,7 +96,7 @@ def check_parts_make_the_whole(backend, lengths, cut, dtype, window, device="cpu
     dy[:cut] = 0
     y, dq, dk, dv = dense_with_gradients(q, k, v, dy, lengths, SCALE, window)
     for part, want in zip(got, (y[cut:], dq[cut:], dk, dv), strict=True):
-        assert relative_error(part, want) < TOLERANCE[dtype]
+        assert relative_error(part, want) < TOLERANCE[dtype], (backend, lengths, cut, dtype, window)
 
 
 @pytest.mark.parametrize(("lengths", "cut"), CUTS, ids=str)
@@ -96,6 +105,19 @@ def check_parts_make_the_whole(backend, lengths, cut, dtype, window, device="cpu
 @pytest.mark.parametrize("window", WINDOWS)
 def test_a_causal_block_and_a_rectangle_make_the_whole(window, backend, dtype, lengths, cut):
     check_parts_make_the_whole(backend, lengths, cut, dtype, window)
+
+
+@pytest.mark.parametrize("seeds", HUNDRED)
+def test_a_hundred_random_rows_cut_in_two_make_the_whole(seeds):
+    for seed in seeds:
+        draw = random.Random(seed)
+        lengths = [draw.choice(LENGTHS) for _ in range(draw.choice((1, 2, 4)))]
+        lengths.insert(draw.randint(0, len(lengths)), draw.choice((2, 17, 37, 64, 101)))
+        # Inside a document, at any of its tokens but the first.
+        inside = [sum(lengths[:i]) + j for i, n in enumerate(lengths) for j in range(1, n)]
+        case = lengths, draw.choice(inside), draw.choice([*TOLERANCE])
+        for backend in ("eager", "sdpa"):
+            check_parts_make_the_whole(backend, *case, draw.choice((None, 2, 5, 16, 33)))
 
 
 @pytest.mark.gpu

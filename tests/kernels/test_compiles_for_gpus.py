@@ -3,267 +3,106 @@
 In a process of its own: under Triton's interpreter, which other tests need, nothing compiles.
 """
 
+import pkgutil
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 
+import penstock_kernels
 from penstock.core.env import child_environment
 from penstock_kernels.op import HAS_TRITON
+from tests.kernels.compiling_for_gpus import name_of
 
-SHARED_MEMORY = 232_448
-"""Bytes that one thread block may use on sm_90."""
+TUNED = ("cross_entropy", "group_gemm", "quant", "optimizers")
+
+KERNELS = {
+    "elementwise": {
+        "clamped_gate.triton._backward",
+        "clamped_gate.triton._forward",
+        "dropout.triton._drop",
+        "glu.triton._backward",
+        "glu.triton._forward",
+        "rms_norm.triton._backward",
+        "rms_norm.triton._forward",
+        "rope.triton._turn",
+    },
+    "cross_entropy": {"cross_entropy.triton._slope", "cross_entropy.triton._tally"},
+    "permute": {"permute.triton._add", "permute.triton._copy", "permute.triton._weigh"},
+    "group_gemm": {
+        "group_gemm.triton._by_rows",
+        "group_gemm.triton._of_groups",
+        "group_gemm.triton._plan",
+        "group_gemm.zeroing_triton._zero_rows",
+    },
+    "quant": {
+        "noise.triton._add",
+        "quant.triton_dequantise._dequantise",
+        "quant.triton_matmul._multiply",
+        "quant.triton_quantise._by_groups",
+        "quant.triton_quantise._by_rows",
+        "quant.triton_quantise._by_tiles",
+    },
+    "float8": {"float8.triton_multiply._multiply", "float8.triton_quantise._quantise"},
+    "optimizers": {
+        "adamw.triton._step",
+        "newton_schulz.triton._symmetric",
+        "stochastic_rounding.triton._round",
+    },
+}
+"""What each function `compile_...` there compiles; other kernels are parts of these."""
 
 
-def compiled(kernel, types, constants, **options):
-    """`kernel` for arguments of `types` by name, and for `constants`."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+def all_kernels() -> dict[str, set[str]]:
+    """Every kernel of the package by name, and the kernels that each calls."""
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
 
-    names = kernel.arg_names
-    assert {*types, *constants} == set(names)
-    signature = {name: types.get(name, "constexpr") for name in names}
-    values = {(names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(kernel, signature, values)
-    found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    assert found.asm["cubin"]
-    assert found.metadata.shared <= SHARED_MEMORY
+    kernel = JITFunction | InterpretedFunction
+    modules = pkgutil.walk_packages(penstock_kernels.__path__, "penstock_kernels.")
+    found = {}
+    for module in [import_module(each.name) for each in modules]:
+        for value in vars(module).values():
+            if isinstance(value, kernel) and value.fn.__module__ == module.__name__:
+                names = {*value.fn.__code__.co_names} & {*vars(module)}
+                used = [vars(module)[name] for name in names]
+                parts = {name_of(each.fn) for each in used if isinstance(each, kernel)}
+                found[name_of(value.fn)] = parts
     return found
 
 
-def compile_elementwise() -> None:
-    from penstock_kernels.clamped_gate import triton as clamped_gate
-    from penstock_kernels.dropout import triton as dropout
-    from penstock_kernels.glu import triton as glu
-    from penstock_kernels.rms_norm import triton as rms_norm
-    from penstock_kernels.rope import triton as rope
-
-    def check(kernel, pointers, more, constants, **options):
-        """Pointers by name, None where there is none, then what else it takes."""
-        types = {name: kind for name, kind in {**pointers, **more}.items() if kind}
-        types |= dict.fromkeys(set(kernel.arg_names) - {*pointers, *more, *constants}, "i32")
-        absent = {name: None for name, kind in pointers.items() if not kind}
-        compiled(kernel, types, {**absent, **constants}, **options)
-
-    for data in ("*fp32", "*bf16"):
-        words = dict.fromkeys(("F", "first", "least", "key_low", "key_high"), "i32")
-        moved = {"x_ptr": data, "places_ptr": "*i64", "y_ptr": data, "scale": "fp32"}
-        compiled(dropout._drop, {**moved, **words}, {"GROUPS": dropout.GROUPS})
-        pair, block = dict.fromkeys(("gate_ptr", "up_ptr"), data), {"BLOCK": glu.BLOCK}
-        slopes = dict.fromkeys(("dy_ptr", "dgate_ptr", "dup_ptr"), data)
-        for activation in ("silu", "gelu", "gelu_tanh"):
-            kind = {**block, "ACTIVATION": activation}
-            check(glu._forward, {**pair, "y_ptr": data}, {}, kind)
-            check(glu._backward, {**pair, **slopes}, {}, kind)
-        limits, both = {"alpha": "fp32", "limit": "fp32"}, {"both_ptr": data}
-        block = {"BLOCK": clamped_gate.BLOCK}
-        check(clamped_gate._forward, {**both, "y_ptr": data}, limits, block)
-        backward = {**both, "dy_ptr": data, "dboth_ptr": data}
-        check(clamped_gate._backward, backward, limits, block)
-        heads = dict.fromkeys(("q_ptr", "k_ptr", "turned_q_ptr", "turned_k_ptr"), data)
-        angles = dict.fromkeys(("cos_ptr", "sin_ptr"), data)
-        for pairs, turning in (("halves", 128), ("neighbours", 64)):
-            kinds = {"PAIRS": pairs, "BACK": turning == 64, **rope.tile(32, 128, turning)}
-            check(rope._turn, {**heads, **angles}, {}, kinds)
-        for weight, width in (("*fp32", 4096), (data, 128), (data, 8192)):
-            for stream in (None, data):
-                streams = {"stream_ptr": stream, "sum_ptr": stream}
-                forward = {"x_ptr": data, "weight_ptr": weight, "y_ptr": data, **streams}
-                forward["scale_ptr"] = "*fp32"
-                check(rms_norm._forward, forward, {"eps": "fp32"}, **_parted(rms_norm.tile(width)))
-                backward = {"x_ptr": data, "weight_ptr": weight, "dy_ptr": data, "dx_ptr": data}
-                backward |= {"dsum_ptr": stream, "scale_ptr": "*fp32"}
-                backward["dweight_ptr"] = stream and "*fp32"
-                check(rms_norm._backward, backward, {}, **_parted(rms_norm.tile(width)))
-
-
-def compile_cross_entropy() -> None:
-    from penstock_kernels.cross_entropy import triton as cross_entropy
-
-    numbers = ("log_sum_ptr", "target_ptr", "total_ptr", "share_ptr", "hit_ptr", "floor_ptr")
-    types = {"labels_ptr": "*i64", "V": "i32", "stride": "i32", "cap": "fp32"}
-    types |= dict.fromkeys(numbers, "*fp32")
-    for data, more in (("*bf16", False), ("*bf16", True), ("*fp32", True)):
-        constants = {"CAPPED": more, "SMOOTHED": more, "BLOCK": cross_entropy.BLOCK}
-        for kernel in (cross_entropy._tally, cross_entropy._slope):
-            names = {*kernel.arg_names} - {*constants}
-            # Where nothing is smoothed there is no such tensor.
-            absent = set() if more else names & {"total_ptr", "floor_ptr"}
-            given = {"logits_ptr": data, **types}
-            given = {name: given[name] for name in names - absent}
-            chosen = {**constants, **dict.fromkeys(absent)}
-            compiled(kernel, given, chosen, num_warps=cross_entropy.WARPS)
-
-
-def _parted(tile) -> dict:
-    """Constants, and how many warps."""
-    warps = tile.pop("num_warps")
-    return {"constants": tile, "num_warps": warps}
-
-
-def compile_permute() -> None:
-    from penstock_kernels.permute import triton as permute
-
-    data, order, sizes = "*bf16", "*i64", {"K": "i32", "D": "i32"}
-    block = {"BLOCK": permute.WIDEST}
-    moved = {"x_ptr": data, "copy_of_row_ptr": order, "rows_ptr": data}
-    compiled(permute._copy, {**moved, **sizes}, block)
-    added = {"rows_ptr": data, "row_of_copy_ptr": order, "weights_ptr": "*fp32", "y_ptr": data}
-    compiled(permute._add, {**added, **sizes}, {"WEIGHTED": True, **block})
-    weighed = {
-        **{"dy_ptr": data, "rows_ptr": data, "weights_ptr": "*fp32", "copy_of_row_ptr": order},
-        **{"drows_ptr": data, "dweights_ptr": "*fp32"},
-    }
-    compiled(permute._weigh, {**weighed, **sizes}, block)
-
-
-def compile_group_gemm() -> None:
-    from penstock_kernels.group_gemm import tiles, triton, zeroing_triton
-
-    plan = {"counts_ptr": "*i64", "bounds_ptr": "*i32", "G": "i32", "T": "i32"}
-    compiled(triton._plan, plan, {"ROWS": 128, "GROUPS": 256})
-    zeroing = {"y_ptr": "*bf16", "flags_ptr": "*i8", "R": "i32", "W": "i32"}
-    compiled(zeroing_triton._zero_rows, zeroing, {"ROWS": 1, "COLUMNS": 4096, "EACH": 65536})
-
-    def by_rows(copy, weight, dtype, tile):
-        types = dict.fromkeys(triton._by_rows.arg_names[:12], "i32")
-        types |= {"y_ptr": f"*{dtype}", "bounds_ptr": "*i32"}
-        types |= {"x": f"*{dtype}", "weight": f"*{dtype}"}
-        if copy == "descriptors":
-            block = (tile.columns, tile.depth)
-            block = block if weight == "contracted" else block[::-1]
-            types["x"] = f"tensordesc<{dtype}[{tile.rows},{tile.depth}]>"
-            types["weight"] = f"tensordesc<{dtype}[1,{block[0]},{block[1]}]>"
-        constants = {"WEIGHT": weight, "COPY": copy, "GROUPS": 256}
-        return products(triton._by_rows, types, constants, tile)
-
-    def of_groups(copy, dtype, tile):
-        types = dict.fromkeys(triton._of_groups.arg_names[:9], "i32")
-        types |= {"ends_ptr": "*i32", "y_ptr": f"*{dtype}"}
-        types |= dict.fromkeys(("a", "b", "a_ptr", "b_ptr"), f"*{dtype}")
-        if copy == "descriptors":
-            types["a"] = f"tensordesc<{dtype}[{tile.depth},{tile.rows}]>"
-            types["b"] = f"tensordesc<{dtype}[{tile.depth},{tile.columns}]>"
-        return products(triton._of_groups, types, {"COPY": copy}, tile)
-
-    def products(kernel, types, constants, tile):
-        rows, columns, depth, warps, stages = tile
-        constants |= {"ROWS": rows, "COLUMNS": columns, "DEPTH": depth}
-        constants |= {"UPCAST": False, "BAND": tiles.BAND}
-        return compiled(kernel, types, constants, num_warps=warps, num_stages=stages)
-
-    for found in (
-        by_rows("descriptors", "contracted", "bf16", tiles._WIDE),
-        by_rows("descriptors", "resulting", "bf16", tiles._WIDE),
-        of_groups("descriptors", "bf16", tiles._WIDE),
-    ):
-        # Tiles go from memory to the tensor cores without passing through registers.
-        loop = found.asm["ttgir"].split("scf.for")[1].split("scf.yield")[0]
-        assert "warp_group_dot" in loop
-        assert "local_load" not in loop
-        assert "async_tma_copy" in loop
-    by_rows(
-        "descriptors", "contracted", "bf16", tiles._WIDE._replace(rows=16, columns=128, warps=4)
-    )
-    by_rows("pointers", "contracted", "fp16", tiles._WIDE)
-    by_rows("pointers", "resulting", "fp32", tiles._FP32)
-    of_groups("pointers", "fp32", tiles._FP32)
-
-
-def compile_quant() -> None:
-    from penstock_kernels.noise import triton as noise
-    from penstock_kernels.quant import FORMATS
-    from penstock_kernels.quant import triton_dequantise as dequantise
-    from penstock_kernels.quant import triton_matmul as matmul
-    from penstock_kernels.quant import triton_quantise as quantise
-
-    def check(kernel, types, constants, **options):
-        absent = {name: None for name, kind in types.items() if kind is None}
-        types = dict.fromkeys(kernel.arg_names, "i32") | types
-        types = {name: types[name] for name in types if name not in {*absent, *constants}}
-        return compiled(kernel, types, {**absent, **constants}, **options)
-
-    for kept in FORMATS.values():
-        scale, whole = ("*u8", "*fp32") if kept.scales == "e4m3" else ("*fp32", None)
-        tensors = {"codes_ptr": "*u8", "scales_ptr": scale}
-        rows, columns = dequantise.tile(4096, kept.group)
-        tile = {"ROWS": rows, "COLUMNS": columns}
-        of = {"FORMAT": kept.name, "GROUP": kept.group or 0}
-        read = {**tensors, "global_ptr": whole}
-        check(dequantise._dequantise, {**read, "y_ptr": "*bf16"}, {**of, **tile, "ROUND": False})
-        for data in ("*bf16",) if kept.name != "nf4" else ("*bf16", "*fp32"):
-            tile_of_x = {"X_ROWS": matmul.MOST_ROWS, "WEIGHT_ROWS": matmul.WEIGHT_ROWS}
-            tile_of_x |= {"COLUMNS": matmul.COLUMNS, "UPCAST": False}
-            types = {**read, "x_ptr": data, "y_ptr": data}
-            check(matmul._multiply, types, {**of, **tile_of_x}, num_warps=4, num_stages=4)
-        if kept.name in ("nvfp4", "int8"):
-            drawn = {"w_ptr": "*bf16", "spread_ptr": "*fp32", "runs_ptr": "*i64"}
-            shape = {"GROUP": kept.group or 0, **tile, "RUNS": 256}
-            check(noise._add, drawn, {**shape, "ROUND": False})
-        made = {**tensors, "w_ptr": "*bf16"}
-        if kept.name == "block_fp8":
-            check(quantise._by_tiles, made, {"TILE": quantise.TILE}, num_warps=8)
-        if kept.codes == "levels":
-            check(quantise._by_groups, {**made, "largest_ptr": whole}, {**of, **tile})
-        else:
-            check(quantise._by_rows, made, {**of, **tile})
-
-
-def compile_optimizers() -> None:
-    from penstock_kernels.adamw import triton as adamw
-    from penstock_kernels.newton_schulz import triton as newton_schulz
-    from penstock_kernels.stochastic_rounding import triton as rounding
-
-    def check(kernel, types, constants, **options):
-        absent = {name: None for name, kind in types.items() if kind is None}
-        types = dict.fromkeys(kernel.arg_names, "i32") | types
-        types = {name: types[name] for name in types if name not in {*absent, *constants}}
-        return compiled(kernel, types, {**absent, **constants}, **options)
-
-    rows, across = rounding.tile(4096)
-    blocks = {"ROWS": rows, "ACROSS": across}
-    rounded = {"x_ptr": "*fp32", "y_ptr": "*bf16", "runs_ptr": "*i64"}
-    check(rounding._round, rounded, {**blocks, "RUNS": 4})
-    numbers = dict.fromkeys(
-        ("forgets1", "beta2", "forgets2", "eps", "kept", "size", "root"), "fp32"
-    )
-    for data, states, lost, runs in (
-        ("*bf16", "*bf16", None, 4),
-        ("*bf16", "*bf16", "*bf16", 4),
-        ("*bf16", "*fp32", None, 4),
-        ("*fp32", "*fp32", None, 0),
-    ):
-        tensors = {"weight_ptr": data, "gradient_ptr": data, "lost_ptr": lost}
-        tensors |= {"first_ptr": states, "second_ptr": states}
-        tensors["runs_ptr"] = "*i64" if runs else None
-        check(adamw._step, {**tensors, **numbers}, {**blocks, "RUNS": runs})
-    least, tile, depth = newton_schulz.LEAST, newton_schulz.TILE, newton_schulz.DEPTH
-    of_symmetric = {"x_ptr": "*bf16", "add_ptr": "*bf16", "y_ptr": "*bf16"}
-    of_symmetric |= {"times": "fp32", "plus": "fp32"}
-    small = {"ROWS": least, "DEPTH": least, "UPCAST": False}
-    check(newton_schulz._symmetric, of_symmetric, small, num_warps=4, num_stages=3)
-    sizes = {"ROWS": tile, "DEPTH": depth, "UPCAST": False}
-    for add in ("*bf16", None):
-        types = {**of_symmetric, "add_ptr": add}
-        found = check(newton_schulz._symmetric, types, sizes, num_warps=8, num_stages=3)
-        assert "warp_group_dot" in found.asm["ttgir"]
+@pytest.mark.skipif(not HAS_TRITON, reason="triton is not published for this system")
+def test_no_kernel_is_left_out_of_what_is_compiled():
+    parts, reached = all_kernels(), set()
+    waiting = set.union(*KERNELS.values())
+    while waiting:
+        reached |= waiting
+        waiting = set.union(*(parts[name] for name in waiting)) - reached
+    assert reached == set(parts)
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="triton is not published for this system")
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kernels", ["elementwise", "cross_entropy", "permute", "group_gemm", "quant", "optimizers"]
+    ("kernels", "candidates"),
+    [
+        *((kernels, False) for kernels in KERNELS),
+        *(pytest.param(kernels, True, marks=pytest.mark.exhaustive) for kernels in TUNED),
+    ],
 )
-def test_every_kernel_compiles_for_sm_90(kernels, tmp_path):
+def test_every_kernel_compiles_for_sm_90(kernels, candidates, tmp_path):
     environment = child_environment(
         {
             "TRITON_INTERPRET": "0",
             "TRITON_CACHE_DIR": str(tmp_path),  # so that something is compiled each time
         }
     )
-    code = f"from tests.kernels import test_compiles_for_gpus as t; t.compile_{kernels}()"
+    code = f"""from tests.kernels import compiling_for_gpus as t
+t.WITH_CANDIDATES = {candidates}
+t.compile_{kernels}()"""
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+    assert set(done.stdout.split()) == KERNELS[kernels]

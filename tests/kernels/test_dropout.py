@@ -1,5 +1,7 @@
 """dropout: its meaning, Triton against the reference."""
 
+import random
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ CAN_RUN_TRITON = INTERPRETED or torch.cuda.is_available()
 needs_triton = pytest.mark.skipif(not CAN_RUN_TRITON, reason="needs CUDA or Triton's interpreter")
 
 KEY = 0xF00DFACE_89ABCDEF
+pytestmark = pytest.mark.usefixtures("poisoned")
 # Far apart, so that all their words differ, and one of padding.
 PLACES = torch.tensor([0, 1, (7 << 32) + 3, (2**31 - 1 << 32) + 2**32 - 1, -1], device=DEVICE)
 
@@ -46,11 +49,32 @@ def test_triton_drops_what_the_reference_drops_to_the_bit(features, first, dtype
             torch.testing.assert_close(mine, theirs, atol=0, rtol=rtol)
 
 
+SIZES = (0, 1, 2, 3, 4, 7, 16, 31, 97, 129)
+
+
 @needs_triton
-def test_triton_takes_no_tokens():
-    none = torch.empty(0, 8, device=DEVICE)
-    y, dx = forward_backward(dropout.backend("triton"), none, none, PLACES[:0], 0.5, KEY)
-    assert y.shape == dx.shape == (0, 8)
+@pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 100), marks=pytest.mark.slow)])
+def test_triton_drops_alike_at_any_shape_and_place(seeds):
+    for seed in seeds:
+        draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+        shape = draw.choice(SIZES[:4]), draw.choice((*SIZES, 1025))
+        dtype = draw.choice((torch.float32, torch.bfloat16, torch.float16))
+        x, dy = (torch.randn(shape, generator=generator).to(DEVICE, dtype) for _ in range(2))
+        places = torch.randint(-1, 2**62, shape[:1], generator=generator).to(DEVICE)
+        draws = (
+            places,
+            draw.choice((0.0, 0.1, 0.5, 0.999)),
+            draw.getrandbits(64),
+            draw.randint(0, 9),
+        )
+        found = forward_backward(dropout.backend("triton"), x, dy, *draws)
+        stays = kept(places, shape[1], draws[1], *draws[2:])
+        for mine, given in zip(found, (x, dy), strict=True):
+            assert mine.dtype == dtype
+            exact = torch.where(stays, given.double() / (1 - draws[1]), 0)
+            # Rounded once; the interpreter cuts off, for bf16.
+            rtol = {torch.float32: 2e-7, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
+            torch.testing.assert_close(mine.double(), exact, atol=0, rtol=rtol)
 
 
 def test_what_is_kept_is_scaled_and_its_gradient_alike():

@@ -18,10 +18,14 @@ CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA de
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_random_cases_are_those_of_the_reference(monkeypatch):
+@pytest.mark.parametrize(
+    "seeds",
+    [range(6), pytest.param(range(6, 100), marks=[pytest.mark.slow, pytest.mark.exhaustive])],
+)
+def test_a_hundred_random_cases_are_those_of_the_reference(seeds, monkeypatch):
     # Each case would be traced anew, for seconds.
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    for seed in range(100, 106):
+    for seed in seeds:
         case = drawn(seed)
         q, k, v, _, sinks = case.tensors(torch.float32)
         documents = Segments.of(case.lengths, start_rows=case.start_rows)

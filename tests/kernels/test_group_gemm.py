@@ -17,6 +17,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CAN_RUN_TRITON = INTERPRETED or torch.cuda.is_available()
 needs_triton = pytest.mark.skipif(not CAN_RUN_TRITON, reason="needs CUDA or Triton's interpreter")
 BACKENDS = ["eager", "native", pytest.param("triton", marks=needs_triton)]
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 # fp32: sums of some dozens of products. 16 bits: one rounding of the result, or one truncation in
 # Triton's interpreter.
@@ -98,20 +99,31 @@ def test_rows_need_not_be_whole_vectors(case, backend):
     agrees(group_gemm.backend(backend), *case)
 
 
-def some_shape(seed):
-    """A few groups, many of them without rows; widths with and without whole vectors."""
+def some_shape(seed, vector):
+    """A few groups, many of them without rows; widths with and without whole vectors, or multiples
+    of one."""
     drawn = random.Random(seed)
     counts = [drawn.choice((0, 0, 1, 5, 16, 17)) for _ in range(drawn.randint(1, 3))]
     K, N = (drawn.choice((8, 8, 16, 24, drawn.randint(1, 20))) for _ in range(2))
+    K, N = (-(-width // vector) * vector for width in (K, N))
     past = drawn.choice((0, 0, 9))
     return counts, past, K, N, drawn.choice(list(TOLERANCE)), drawn.choice(("GNK", "GKN"))
 
 
-@needs_triton
-@pytest.mark.slow
-def test_triton_agrees_for_200_ragged_shapes():
+@pytest.mark.parametrize(
+    ("backend", "vector"),
+    [
+        ("eager", 1),
+        ("native", 8),
+        pytest.param("triton", 1, marks=[needs_triton, pytest.mark.slow]),
+    ],
+)
+def test_it_agrees_for_200_ragged_shapes(backend, vector):
     for seed in range(200):
-        agrees(group_gemm.backend("triton"), *some_shape(seed), seed=seed)
+        case = some_shape(seed, vector)
+        if backend == "native" and DEVICE == "cuda":
+            case = (*case[:4], torch.bfloat16, case[5])
+        agrees(group_gemm.backend(backend), *case, seed=seed)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -204,4 +216,4 @@ def test_quack_is_asked_as_its_documentation_says(case, monkeypatch):
     monkeypatch.setattr(stand_in, "gemm", gemm_as_documented, raising=False)
     monkeypatch.setitem(sys.modules, "quack", ModuleType("quack"))
     monkeypatch.setitem(sys.modules, "quack.gemm_interface", stand_in)
-    agrees(quack.group_gemm, *case)
+    agrees(quack.PRODUCTS.by_rows, *case)

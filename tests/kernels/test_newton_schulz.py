@@ -11,6 +11,7 @@ from tests.kernels.matrices import DEVICE, normal
 
 CAN_RUN_TRITON = INTERPRETED or torch.cuda.is_available()
 FAST = ["batched", "triton"] if CAN_RUN_TRITON else ["batched"]
+pytestmark = pytest.mark.usefixtures("poisoned")
 # Tall, wide, square, of one row, primes, and of several tiles, some off the diagonal.
 SHAPES = [(1, 1), (1, 40), (7, 3), (64, 64), (31, 97), (3, 20, 50), (2, 2, 50, 20), (131, 140)]
 
@@ -47,10 +48,10 @@ def test_singular_values_grow_as_the_polynomial_says_and_vectors_stay(shape, bac
     columns=st.integers(1, 40),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
 )
-def test_triton_is_as_near_to_fp64_as_the_reference_for_any_shape(stack, rows, columns, dtype):
+def test_all_are_as_near_to_fp64_for_any_shape(stack, rows, columns, dtype):
     matrix = normal(stack, rows, columns, seed=rows, scale=1.0).to(dtype)
     want, values = by_singular_values(matrix.bfloat16(), 1)
-    for backend in ("triton", "reference"):
+    for backend in newton_schulz.backends[1:]:
         got = newton_schulz.backend(backend)(matrix, 1).double()
         off = (got - want).flatten(1).norm(dim=1) / values.norm(dim=-1)
         assert (off < 0.03).all(), (backend, off)

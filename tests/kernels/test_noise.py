@@ -27,6 +27,7 @@ CAN_RUN_TRITON = INTERPRETED or torch.cuda.is_available()
 needs_triton = pytest.mark.skipif(not CAN_RUN_TRITON, reason="needs CUDA or Triton's interpreter")
 BACKENDS = ["reference", "triton"] if CAN_RUN_TRITON else ["reference"]
 each_format = pytest.mark.parametrize("name", FORMATS)
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 KEYS = (0xF00DFACE_89ABCDEF, 5, 2**64 - 1)
 

@@ -23,6 +23,7 @@ from tests.kernels.matrices import DEVICE, normal, same, uneven
 CAN_RUN_TRITON = INTERPRETED or torch.cuda.is_available()
 needs_triton = pytest.mark.skipif(not CAN_RUN_TRITON, reason="needs CUDA or Triton's interpreter")
 each_format = pytest.mark.parametrize("name", FORMATS)
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 NF4 = [
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),

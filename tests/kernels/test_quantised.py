@@ -27,6 +27,7 @@ from tests.kernels.matrices import DEVICE, normal, same, uneven
 
 CAN_RUN_TRITON = INTERPRETED or torch.cuda.is_available()
 each_format = pytest.mark.parametrize("name", FORMATS)
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 # Cuts.
 

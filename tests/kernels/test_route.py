@@ -1,5 +1,6 @@
 """route: choices, weights and gradients are those of the routers of transformers' models."""
 
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -89,3 +90,63 @@ def test_scores_are_computed_in_fp32_whatever_the_logits_are():
     assert weights_TK.dtype == torch.float32
     assert torch.equal(weights_TK, route(logits_TE.float(), PER_TOKEN)[1])
     assert choice_TK.dtype == torch.int64
+
+
+def by_hand(logits_E, count, scoring, normalised, bias_E, groups, scale):
+    """One token's choice, in the order of preference, and its weights."""
+    if scoring == "softmax":
+        scores_E = logits_E.exp() / logits_E.exp().sum()
+    else:
+        scores_E = 1 / (1 + (-logits_E).exp())
+    wanted = (scores_E + bias_E).tolist()
+    num_groups, of_token = groups
+    size = len(wanted) // num_groups
+    runs = [range(at, at + size) for at in range(0, len(wanted), size)]
+    if of_token < num_groups:
+        runs.sort(key=lambda run: -sum(sorted(wanted[e] for e in run)[-2:]))
+        runs = runs[:of_token]
+    choice = sorted((expert for run in runs for expert in run), key=lambda e: -wanted[e])[:count]
+    weights = scores_E[choice]
+    return choice, (weights / weights.sum() if normalised else weights) * scale
+
+
+def test_a_hundred_random_routers_choose_and_weigh_as_plain_loops_do():
+    for seed in range(120):
+        draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+        num_groups = draw.choice((1, 1, 2, 4))
+        experts = num_groups * draw.choice((2, 3, 5, 8))
+        of_token = draw.randint(1, num_groups)
+        count = draw.randint(1, of_token * experts // num_groups)
+        tokens, dtype = draw.choice((0, 1, 7, 13)), draw.choice((torch.float32, torch.bfloat16))
+        # Numbers that 16 bits hold, no two of them alike and none another's negative.
+        order = torch.stack(
+            [torch.randperm(experts, generator=generator) for _ in range(tokens + 1)]
+        )
+        logits_TE = (order[1:] - experts // 2).to(dtype) / 8 + 1 / 32
+        bias_E = torch.rand(experts, generator=generator) if draw.random() < 0.5 else None
+        scoring, normalised = draw.choice(("softmax", "sigmoid")), draw.random() < 0.5
+        given = logits_TE.clone().requires_grad_()
+        choice_TK, weights_TK = route(
+            given,
+            count,
+            scoring=scoring,
+            normalised=normalised,
+            bias_E=bias_E,
+            num_groups=num_groups,
+            groups_per_token=of_token,
+            scale=2.5,
+        )
+        assert choice_TK.shape == weights_TK.shape == (tokens, count)
+        upstream_TK = torch.randn(tokens, count, generator=generator)
+        (slope_TE,) = torch.autograd.grad(weights_TK, given, upstream_TK)
+        added = torch.zeros(experts) if bias_E is None else bias_E.double()
+        for token in range(tokens):
+            exact = logits_TE[token].double().requires_grad_()
+            settings = scoring, normalised, added, (num_groups, of_token), 2.5
+            choice, weights = by_hand(exact, count, *settings)
+            assert choice_TK[token].tolist() == choice, seed
+            torch.testing.assert_close(weights_TK[token], weights.float(), atol=0, rtol=1e-5)
+            (slope,) = torch.autograd.grad(weights, exact, upstream_TK[token].double())
+            # A slope is the difference of larger numbers, and is rounded to the logits' dtype.
+            rtol = 1e-5 if dtype == torch.float32 else 2**-8
+            torch.testing.assert_close(slope_TE[token].double(), slope, atol=2e-6, rtol=rtol)

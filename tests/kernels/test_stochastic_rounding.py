@@ -16,6 +16,7 @@ CAN_RUN_TRITON = INTERPRETED or torch.cuda.is_available()
 BACKENDS = ["reference", "triton"] if CAN_RUN_TRITON else ["reference"]
 KEY = 0xF00DFACE_89ABCDEF
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def neighbours(x):

@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from penstock_kernels.adamw.each import Stepped, adamw_each_
 from penstock_kernels.adamw.reference import adamw_ as _reference
 from penstock_kernels.adamw.settings import Settings
 from penstock_kernels.op import HAS_TRITON, Fast, Op, needs_cuda
 from penstock_kernels.runs import Run
 
-__all__ = ["Run", "Settings", "adamw_"]
+__all__ = ["Run", "Settings", "Stepped", "adamw_", "adamw_each_"]
 
 
 def _refuses(

@@ -65,7 +65,15 @@ class Segments:
     """What backends make of the documents once, for all layers."""
 
     def narrowed(self, window: int | None) -> int | None:
-        """The window, if it hides something of some document; else None."""
+        """The window, if it hides something of some document; else None.
+
+        Raises:
+            ValueError: it shows a token nothing, not even itself.
+        """
+        if window is not None and window < 1:
+            raise ValueError(
+                f"a window of {window} tokens shows a token nothing; it has at least 1"
+            )
         return None if window is None or window >= self.max_length else window
 
     def start_rows_of(self, first: int, length: int) -> torch.Tensor | None:

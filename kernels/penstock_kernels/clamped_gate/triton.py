@@ -14,23 +14,28 @@ BLOCK = 1024
 
 
 @triton.jit
+def _read(both_ptr, n, BLOCK: tl.constexpr):
+    """Gates and what they gate, as they are. They lie by turns, and are read as they lie: whole
+    vectors, of which each thread parts its own."""
+    at = tl.program_id(0).to(tl.int64) * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
+    both = tl.load(both_ptr + at, mask=at < 2 * n, other=0).to(tl.float32)
+    return tl.split(both.reshape(BLOCK, 2))
+
+
+@triton.jit
 def _forward(both_ptr, y_ptr, alpha, limit, n, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n
-    gate = tl.load(both_ptr + 2 * at, mask=inside, other=0).to(tl.float32)
-    up = tl.load(both_ptr + 2 * at + 1, mask=inside, other=0).to(tl.float32)
+    gate, up = _read(both_ptr, n, BLOCK)
     gate = tl.minimum(gate, limit)
     up = tl.minimum(tl.maximum(up, -limit), limit)
-    tl.store(y_ptr + at, (up + 1) * gate * tl.sigmoid(alpha * gate), mask=inside)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + at, (up + 1) * gate * tl.sigmoid(alpha * gate), mask=at < n)
 
 
 @triton.jit
 def _backward(both_ptr, dy_ptr, dboth_ptr, alpha, limit, n, BLOCK: tl.constexpr):
+    gate, up = _read(both_ptr, n, BLOCK)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n
-    gate = tl.load(both_ptr + 2 * at, mask=inside, other=0).to(tl.float32)
-    up = tl.load(both_ptr + 2 * at + 1, mask=inside, other=0).to(tl.float32)
-    dy = tl.load(dy_ptr + at, mask=inside, other=0).to(tl.float32)
+    dy = tl.load(dy_ptr + at, mask=at < n, other=0).to(tl.float32)
     # At the limits themselves gradients pass, as torch.clamp has it.
     gate_passes = gate <= limit
     up_passes = (up >= -limit) & (up <= limit)
@@ -39,8 +44,10 @@ def _backward(both_ptr, dy_ptr, dboth_ptr, alpha, limit, n, BLOCK: tl.constexpr)
     sig = tl.sigmoid(alpha * gate)
     # d (g * s(a g)) / dg = s + a * g * s * (1 - s)
     dgate = dy * (up + 1) * sig * (1 + alpha * gate * (1 - sig))
-    tl.store(dboth_ptr + 2 * at, tl.where(gate_passes, dgate, 0), mask=inside)
-    tl.store(dboth_ptr + 2 * at + 1, tl.where(up_passes, dy * gate * sig, 0), mask=inside)
+    dgate = tl.where(gate_passes, dgate, 0)
+    dup = tl.where(up_passes, dy * gate * sig, 0)
+    both_at = tl.program_id(0).to(tl.int64) * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
+    tl.store(dboth_ptr + both_at, tl.interleave(dgate, dup), mask=both_at < 2 * n)
 
 
 def _clamped_gate(both: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:

@@ -77,16 +77,14 @@ class WeightGradient:
         return rounded_VK
 
 
-def scaled(found: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-    """`found * by` in a new tensor. `by` is a scalar, and is not rounded before."""
+def scale_(found: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    """Multiply `found` in place, and return it. `by` is a scalar, and is not rounded before."""
     precise = torch.promote_types(found.dtype, torch.float32)
     by = by.to(precise)
     if found.dtype == precise:
-        return found * by
-    out = torch.empty_like(found)
+        return found.mul_(by)
     size = SCALED_ON_CPU if found.device.type == "cpu" else SCALED_ON_GPU
     each = max(1, size // max(1, found[:1].numel() * precise.itemsize))
-    for start in range(0, len(found), each):
-        stop = start + each
-        out[start:stop] = found[start:stop].to(precise).mul_(by)
-    return out
+    for rows in found.split(each):
+        rows.copy_(rows.to(precise).mul_(by))
+    return found

@@ -18,7 +18,7 @@ import torch
 
 from penstock_kernels.cross_entropy import reference
 from penstock_kernels.cross_entropy.chunks import tokens_at_once
-from penstock_kernels.cross_entropy.gradients import WeightGradient, scaled
+from penstock_kernels.cross_entropy.gradients import WeightGradient, scale_
 from penstock_kernels.cross_entropy.passes import IMPLEMENTATIONS, Implementation, Passes
 from penstock_kernels.cross_entropy.terms import (
     PLAIN,
@@ -202,14 +202,19 @@ class _Summed(torch.autograd.Function):
             wanted = any(ctx.needs_input_grad)
             total = _total(work, _computed(sides), gradients if wanted else None)
         ctx.save_for_backward(*gradients.take())
+        ctx.scaled_by = None
         return total
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # Not in place: some pipeline schedules go back once for each side.
-        return None, *(
-            None if found is None else scaled(found, grads[0]) for found in ctx.saved_tensors
-        )
+        found = ctx.saved_tensors
+        if ctx.scaled_by is None:
+            ctx.scaled_by = grads[0]
+            # Unseen by the count of versions: who goes back again finds them scaled, and knows.
+            return None, *(one if one is None else scale_(one.data, grads[0]) for one in found)
+        # Some pipeline schedules go back once for each side.
+        again = grads[0] / ctx.scaled_by
+        return None, *(one if one is None else scale_(one.clone(), again) for one in found)
 
 
 def _total(work: _Work, sides: _Sides, gradients: _Gradients | None) -> torch.Tensor:

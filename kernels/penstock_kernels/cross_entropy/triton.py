@@ -6,14 +6,34 @@ relative to it (Milakov and Gimelshein 2018, "Online normalizer calculation for 
 
 # pyright: reportArgumentType=false, reportCallIssue=false
 
+from functools import cache
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from penstock_kernels.cross_entropy.terms import Slopes, Tally, Terms
+from penstock_kernels.tuning import chosen
 
 BLOCK = 4096
 WARPS = 8
+
+
+class Tile(NamedTuple):
+    """Logits of a row that a program turns, and its warps."""
+
+    block: int
+    warps: int
+
+
+TILES = (Tile(BLOCK, WARPS), Tile(2048, 4), Tile(8192, 8), Tile(8192, 16))
+"""What the rule says of slopes, and what is measured beside it. A tally has the rule alone: its
+sums are of as many parts as a block has lanes."""
+
+TRIED = 64 << 20
+"""Bytes of a copy of logits that slopes are measured on: they are written in place."""
+
 LEAST = tl.constexpr(-3e38)
 """Below every logit, and still a number: the difference of two infinities is none."""
 
@@ -88,7 +108,7 @@ def _slope(
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < V
     logits_ptr += row * stride
-    y = tl.load(logits_ptr + at, mask=inside, other=0).to(tl.float32)
+    y = tl.load(logits_ptr + at, mask=inside, other=float("-inf")).to(tl.float32)
     if CAPPED:
         y = _capped(y, cap)
     found = tl.exp(y - tl.load(log_sum_ptr + row)) * tl.load(share_ptr + row)
@@ -136,18 +156,28 @@ def slope_(
     count, width = logits_CV.shape
     if not count:
         return
-    _slope[(count, triton.cdiv(width, BLOCK))](
-        logits_CV,
-        labels_C,
-        log_sum_C,
-        slopes.share,
-        slopes.hit,
-        slopes.floor,
-        width,
-        logits_CV.stride(0),
-        terms.soft_cap or 1.0,
-        CAPPED=terms.soft_cap is not None,
-        SMOOTHED=slopes.floor is not None,
-        BLOCK=BLOCK,
-        num_warps=WARPS,
-    )
+
+    def launch(logits_CV: torch.Tensor, tile: Tile) -> None:
+        _slope[(len(logits_CV), triton.cdiv(width, tile.block))](
+            logits_CV,
+            labels_C,
+            log_sum_C,
+            slopes.share,
+            slopes.hit,
+            slopes.floor,
+            width,
+            logits_CV.stride(0),
+            terms.soft_cap or 1.0,
+            CAPPED=terms.soft_cap is not None,
+            SMOOTHED=slopes.floor is not None,
+            BLOCK=tile.block,
+            num_warps=tile.warps,
+        )
+
+    @cache
+    def some_rows() -> torch.Tensor:
+        return logits_CV[: max(1, TRIED // (width * logits_CV.element_size()))].clone()
+
+    kind = "capped" if terms.soft_cap else ""
+    tile = chosen(_slope, logits_CV, (width,), TILES, lambda tile: launch(some_rows(), tile), kind)
+    launch(logits_CV, tile)

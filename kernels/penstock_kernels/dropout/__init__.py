@@ -8,15 +8,19 @@ from collections.abc import Mapping
 
 import torch
 
-from penstock_kernels.dropout.autograd import Dropout
+from penstock_kernels.dropout.operators import dropping, on_host
 from penstock_kernels.dropout.reference import drop as _reference
 from penstock_kernels.op import HAS_TRITON, Fast, Op, needs_cuda
 
-__all__ = ["dropout"]
+__all__ = ["dropout", "on_host"]
 
 
 def _refuses(
-    x_TF: torch.Tensor, places_T: torch.Tensor, rate: float, key: int, first_feature: int = 0
+    x_TF: torch.Tensor,
+    places_T: torch.Tensor,
+    rate: float | torch.Tensor,
+    key: int | torch.Tensor,
+    first_feature: int = 0,
 ) -> str | None:
     del rate, key, first_feature
     if x_TF.ndim != 2 or x_TF.shape[:1] != places_T.shape:
@@ -30,6 +34,6 @@ _FAST: Mapping[str, Fast[..., torch.Tensor]] = {}
 if HAS_TRITON:
     from penstock_kernels.dropout.triton import drop as _triton
 
-    _FAST = {"triton": Fast(Dropout(_triton), _refuses, written_in="triton")}
+    _FAST = {"triton": Fast(dropping("triton", _triton), _refuses, written_in="triton")}
 
-dropout = Op("dropout", Dropout(_reference), _FAST)
+dropout = Op("dropout", dropping("reference", _reference), _FAST)

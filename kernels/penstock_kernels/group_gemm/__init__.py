@@ -8,10 +8,11 @@ from collections.abc import Mapping
 
 import torch
 
+from penstock_kernels.group_gemm import loops as _loops
 from penstock_kernels.group_gemm import native as _native
 from penstock_kernels.group_gemm import quack as _quack
 from penstock_kernels.group_gemm.reference import group_gemm as _reference
-from penstock_kernels.group_gemm.shapes import refuses_shapes
+from penstock_kernels.group_gemm.shapes import refuses_pairs, refuses_shapes
 from penstock_kernels.op import HAS_TRITON, Fast, Op, needs_cuda
 
 __all__ = ["group_gemm"]
@@ -25,17 +26,18 @@ def _refuses(x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tenso
 
 _TRITON: Mapping[str, Fast[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {}
 if HAS_TRITON:
-    from penstock_kernels.group_gemm.triton import group_gemm as _triton
+    from penstock_kernels.group_gemm.triton import PRODUCTS
 
-    _TRITON = {"triton": Fast(_triton, _refuses, written_in="triton")}
+    _TRITON = {"triton": Fast(PRODUCTS.by_rows, _refuses, written_in="triton")}
 
 group_gemm = Op(
     "group_gemm",
     _reference,
     {
-        "native": Fast(_native.group_gemm, _native.refuses),
+        "native": Fast(_native.PRODUCTS.by_rows, _native.refuses),
         **_TRITON,
-        "quack": Fast(_quack.group_gemm, _quack.refuses, missing=_quack.MISSING),
+        "quack": Fast(_quack.PRODUCTS.by_rows, _quack.refuses, missing=_quack.MISSING),
+        "loops": Fast(_loops.PRODUCTS.by_rows, refuses_pairs),
     },
     reference_name="eager",
 )

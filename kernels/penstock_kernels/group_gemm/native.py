@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from penstock_kernels.group_gemm.autograd import Products, multiply
+from penstock_kernels.group_gemm.autograd import operators
 from penstock_kernels.group_gemm.shapes import refuses_shapes, refuses_widths, with_unit_stride
 from penstock_kernels.group_gemm.zeroing import zero_empty, zero_past
 
@@ -47,11 +47,4 @@ def _of_groups(a_TM: torch.Tensor, b_TN: torch.Tensor, counts_G: torch.Tensor) -
     return zero_empty(y_GMN, counts_G)
 
 
-_PRODUCTS = Products(_by_rows, _of_groups)
-
-
-def group_gemm(
-    x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor
-) -> torch.Tensor:
-    """Each group's rows by its own matrix, in one call forward and two backward."""
-    return multiply(x_TK, weight_GNK, counts_G, _PRODUCTS)
+PRODUCTS = operators("native", _by_rows, _of_groups)

@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from penstock_kernels.group_gemm.autograd import Products, multiply
+from penstock_kernels.group_gemm.autograd import operators
 from penstock_kernels.group_gemm.shapes import refuses_shapes, refuses_widths, with_unit_stride
 from penstock_kernels.group_gemm.zeroing import zero_past
 
@@ -71,11 +71,4 @@ def _of_groups(a_TM: torch.Tensor, b_TN: torch.Tensor, counts_G: torch.Tensor) -
     )
 
 
-_PRODUCTS = Products(_by_rows, _of_groups)
-
-
-def group_gemm(
-    x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor
-) -> torch.Tensor:
-    """Each group's rows by its own matrix; sums in fp32."""
-    return multiply(x_TK, weight_GNK, counts_G, _PRODUCTS)
+PRODUCTS = operators("quack", _by_rows, _of_groups)

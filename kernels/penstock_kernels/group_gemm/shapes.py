@@ -11,6 +11,18 @@ VECTOR = 16
 def refuses_shapes(
     x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor
 ) -> str | None:
+    """Operands that do not belong together, or are of a kind that no device's product takes."""
+    if reason := refuses_pairs(x_TK, weight_GNK, counts_G):
+        return reason
+    if x_TK.dtype not in DTYPES:
+        takes = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        return f"x and its weight are {x_TK.dtype}; they must be one of {takes}"
+    return None
+
+
+def refuses_pairs(
+    x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor
+) -> str | None:
     """Operands that do not belong together, whatever multiplies them."""
     x, weight, counts = (tuple(part.shape) for part in (x_TK, weight_GNK, counts_G))
     if len(x) != 2 or len(weight) != 3 or x[1] != weight[2] or counts != weight[:1]:
@@ -18,9 +30,8 @@ def refuses_shapes(
             f"x is {x}, its weight {weight} and the counts {counts}; "
             "they must be [T, K], [G, N, K] and [G]"
         )
-    if x_TK.dtype != weight_GNK.dtype or x_TK.dtype not in DTYPES:
-        takes = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        return f"x is {x_TK.dtype} and its weight {weight_GNK.dtype}; both must be one of {takes}"
+    if x_TK.dtype != weight_GNK.dtype:
+        return f"x is {x_TK.dtype} and its weight {weight_GNK.dtype}; they must be alike"
     if counts_G.dtype not in (torch.int32, torch.int64):
         return f"the counts are {counts_G.dtype}; they must be int32 or int64"
     return None

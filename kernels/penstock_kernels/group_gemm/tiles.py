@@ -1,4 +1,7 @@
-"""How large the pieces of a grouped product are that one program computes, by shape and device."""
+"""How large the pieces of a grouped product are that one program computes, by shape and device.
+
+A rule says it, and which others are worth measuring (`tuning`).
+"""
 
 from typing import NamedTuple
 
@@ -44,6 +47,23 @@ def by_rows(x_TK: torch.Tensor, num_groups: int) -> Tiles:
         if average <= rows < largest.rows:
             return largest._replace(rows=rows, columns=columns, warps=4)
     return largest
+
+
+def candidates(first: Tiles, like: torch.Tensor) -> list[Tiles]:
+    """What is measured: the rule's choice, and others where numbers are the tensor cores'."""
+    if INTERPRETED or like.dtype == torch.float32:
+        return [first]
+    return [first, *others(first)]
+
+
+def others(first: Tiles) -> list[Tiles]:
+    """What is worth measuring beside `first`: as many rows, so that the same instructions add in
+    the same order."""
+    if first.rows < _SQUARE.rows:
+        found = [first._replace(columns=64), first._replace(stages=3)]
+    else:
+        found = [_WIDE, _WIDE._replace(stages=3), _SQUARE, _SQUARE._replace(warps=8, stages=3)]
+    return [tiles for tiles in found if tiles != first]
 
 
 def of_groups(x_TK: torch.Tensor) -> Tiles:

@@ -15,9 +15,10 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from penstock_kernels.group_gemm import tiles
-from penstock_kernels.group_gemm.autograd import Products, multiply
+from penstock_kernels.group_gemm.autograd import operators
 from penstock_kernels.group_gemm.shapes import VECTOR, with_unit_stride
 from penstock_kernels.op import INTERPRETED
+from penstock_kernels.tuning import chosen
 
 DESCRIPTORS_SINCE = 9
 """CUDA capability whose hardware copies tiles."""
@@ -190,42 +191,48 @@ def by_rows(x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor
     y_TN = torch.empty(T, N, dtype=x_TK.dtype, device=x_TK.device)
     if not y_TN.numel():
         return y_TN
-    rows, columns, depth, warps, stages = tiles.by_rows(x_TK, G)
-    groups = triton.next_power_of_2(G + 1)
-    bounds = torch.empty(3, G + 1, dtype=torch.int32, device=x_TK.device)
-    _plan[(1,)](counts_G.contiguous(), bounds, G, T, ROWS=rows, GROUPS=groups)
-    # Every group, and the rows past them, may end in a tile that is not full.
-    most_tiles = T // rows + min(G + 1, T)
+    counts_G = counts_G.contiguous()
     weight = "contracted" if weight_GNK.stride(-1) == 1 else "resulting"
     stored = weight_GNK if weight == "contracted" else weight_GNK.mT
-    copy, x, w = "pointers", x_TK, weight_GNK
-    if _take_descriptors(x_TK, stored):
-        copy = "descriptors"
-        x = TensorDescriptor.from_tensor(x_TK, [rows, depth])
-        block = [columns, depth] if weight == "contracted" else [depth, columns]
-        w = TensorDescriptor.from_tensor(stored, [1, *block])
-    _by_rows[(most_tiles * triton.cdiv(N, columns),)](
-        x,
-        w,
-        y_TN,
-        bounds,
-        G,
-        K,
-        N,
-        most_tiles,
-        x_TK.stride(0),
-        *weight_GNK.stride(),
-        WEIGHT=weight,
-        COPY=copy,
-        UPCAST=INTERPRETED,  # its products of bfloat16 are not
-        ROWS=rows,
-        COLUMNS=columns,
-        DEPTH=depth,
-        GROUPS=groups,
-        BAND=tiles.BAND,
-        num_warps=warps,
-        num_stages=stages,
-    )
+    copy = "descriptors" if _take_descriptors(x_TK, stored) else "pointers"
+
+    def launch(tile: tiles.Tiles) -> None:
+        groups = triton.next_power_of_2(G + 1)
+        bounds = torch.empty(3, G + 1, dtype=torch.int32, device=x_TK.device)
+        _plan[(1,)](counts_G, bounds, G, T, ROWS=tile.rows, GROUPS=groups)
+        # Every group, and the rows past them, may end in a tile that is not full.
+        most_tiles = T // tile.rows + min(G + 1, T)
+        x, w = x_TK, weight_GNK
+        if copy == "descriptors":
+            x = TensorDescriptor.from_tensor(x_TK, [tile.rows, tile.depth])
+            block = [tile.columns, tile.depth]
+            block = block if weight == "contracted" else block[::-1]
+            w = TensorDescriptor.from_tensor(stored, [1, *block])
+        _by_rows[(most_tiles * triton.cdiv(N, tile.columns),)](
+            x,
+            w,
+            y_TN,
+            bounds,
+            G,
+            K,
+            N,
+            most_tiles,
+            x_TK.stride(0),
+            *weight_GNK.stride(),
+            WEIGHT=weight,
+            COPY=copy,
+            UPCAST=INTERPRETED,  # its products of bfloat16 are not
+            ROWS=tile.rows,
+            COLUMNS=tile.columns,
+            DEPTH=tile.depth,
+            GROUPS=groups,
+            BAND=tiles.BAND,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+
+    several = tiles.candidates(tiles.by_rows(x_TK, G), x_TK)
+    launch(chosen(_by_rows, x_TK, (T, G, N, K), several, launch, f"{weight} {copy}"))
     return y_TN
 
 
@@ -236,39 +243,37 @@ def of_groups(a_TM: torch.Tensor, b_TN: torch.Tensor, counts_G: torch.Tensor) ->
     y_GMN = torch.empty(G, M, N, dtype=a_TM.dtype, device=a_TM.device)
     if not T or not y_GMN.numel():
         return y_GMN.zero_()
-    rows, columns, depth, warps, stages = tiles.of_groups(a_TM)
-    copy, a, b = "pointers", a_TM, b_TN
-    if _take_descriptors(a_TM, b_TN):
-        copy = "descriptors"
-        a = TensorDescriptor.from_tensor(a_TM, [depth, rows])
-        b = TensorDescriptor.from_tensor(b_TN, [depth, columns])
-    _of_groups[(G * triton.cdiv(M, rows) * triton.cdiv(N, columns),)](
-        a,
-        b,
-        a_TM,
-        b_TN,
-        y_GMN,
-        counts_G.cumsum(0, dtype=torch.int32),
-        T,
-        M,
-        N,
-        COPY=copy,
-        UPCAST=INTERPRETED,
-        ROWS=rows,
-        COLUMNS=columns,
-        DEPTH=depth,
-        BAND=tiles.BAND,
-        num_warps=warps,
-        num_stages=stages,
-    )
+    ends_G = counts_G.cumsum(0, dtype=torch.int32)
+    copy = "descriptors" if _take_descriptors(a_TM, b_TN) else "pointers"
+
+    def launch(tile: tiles.Tiles) -> None:
+        a, b = a_TM, b_TN
+        if copy == "descriptors":
+            a = TensorDescriptor.from_tensor(a_TM, [tile.depth, tile.rows])
+            b = TensorDescriptor.from_tensor(b_TN, [tile.depth, tile.columns])
+        _of_groups[(G * triton.cdiv(M, tile.rows) * triton.cdiv(N, tile.columns),)](
+            a,
+            b,
+            a_TM,
+            b_TN,
+            y_GMN,
+            ends_G,
+            T,
+            M,
+            N,
+            COPY=copy,
+            UPCAST=INTERPRETED,
+            ROWS=tile.rows,
+            COLUMNS=tile.columns,
+            DEPTH=tile.depth,
+            BAND=tiles.BAND,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+
+    several = tiles.candidates(tiles.of_groups(a_TM), a_TM)
+    launch(chosen(_of_groups, a_TM, (T, G, M, N), several, launch, copy))
     return y_GMN
 
 
-_PRODUCTS = Products(by_rows, of_groups)
-
-
-def group_gemm(
-    x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor
-) -> torch.Tensor:
-    """Each group's rows by its own matrix, forward and backward; sums in fp32, rounded once."""
-    return multiply(x_TK, weight_GNK, counts_G, _PRODUCTS)
+PRODUCTS = operators("triton", by_rows, of_groups)

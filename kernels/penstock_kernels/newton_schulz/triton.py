@@ -7,6 +7,7 @@ B matrices, N rows, K columns.
 # pyright: reportArgumentType=false, reportCallIssue=false
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,10 +23,24 @@ from penstock_kernels.newton_schulz.reference import (
 )
 from penstock_kernels.op import INTERPRETED
 from penstock_kernels.quant.triton_numbers import to_bf16_grid
+from penstock_kernels.tuning import chosen
+
+
+class Tile(NamedTuple):
+    """What a program computes, and how it goes about it."""
+
+    rows: int
+    depth: int
+    warps: int
+    stages: int
+
 
 LEAST, TILE, DEPTH = 16, 128, 64
 """Rows and columns of a program, at least and at most, and how much of their products is taken at a
 time."""
+
+OTHERS = (Tile(128, 64, 4, 3), Tile(128, 64, 8, 4), Tile(64, 64, 4, 4))
+"""What is measured beside the rule's choice for large matrices."""
 
 
 @triton.jit(do_not_specialize=["times", "plus"])
@@ -106,19 +121,27 @@ def _product(
     B, N, K = x_BNK.shape
     y_BNN = x_BNK.new_empty(B, N, N)
     rows = min(TILE, max(LEAST, triton.next_power_of_2(N)))
-    across = triton.cdiv(N, rows)
-    _symmetric[(across * (across + 1) // 2, B)](
-        x_BNK,
-        add_BNN,
-        y_BNN,
-        N,
-        K,
-        times,
-        plus,
-        ROWS=rows,
-        DEPTH=min(DEPTH, max(LEAST, triton.next_power_of_2(K))),
-        UPCAST=INTERPRETED,
-        num_warps=8 if rows == TILE else 4,
-        num_stages=3,
-    )
+    depth = min(DEPTH, max(LEAST, triton.next_power_of_2(K)))
+    first = Tile(rows, depth, 8 if rows == TILE else 4, 3)
+
+    def launch(tile: Tile) -> None:
+        across = triton.cdiv(N, tile.rows)
+        _symmetric[(across * (across + 1) // 2, B)](
+            x_BNK,
+            add_BNN,
+            y_BNN,
+            N,
+            K,
+            times,
+            plus,
+            ROWS=tile.rows,
+            DEPTH=tile.depth,
+            UPCAST=INTERPRETED,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+
+    several = [first, *OTHERS] if rows == TILE and depth == DEPTH else [first]
+    kind = "alone" if add_BNN is None else "added"
+    launch(chosen(_symmetric, x_BNK, (B, N, K), several, launch, kind))
     return y_BNN

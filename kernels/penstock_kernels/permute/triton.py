@@ -5,7 +5,7 @@ is copying. Each result is one program's, which reads what it needs by the order
 nothing is added atomically, so results are the same from run to run.
 """
 
-# pyright: reportArgumentType=false, reportIncompatibleMethodOverride=false
+# pyright: reportArgumentType=false
 
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock_kernels.operator import operator
 from penstock_kernels.permute.order import Order
 
 WIDEST = 2048
@@ -80,95 +81,132 @@ def _block(D: int) -> int:
     return min(triton.next_power_of_2(D), WIDEST)
 
 
-def _copied(x_TD: torch.Tensor, order: Order) -> torch.Tensor:
-    R, D, K = order.copy_of_row.shape[0], x_TD.shape[1], order.row_of_copy.shape[1]
-    rows_RD = torch.empty(R, D, dtype=x_TD.dtype, device=x_TD.device)
-    if rows_RD.numel():
+def _weighed(
+    dy: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, copy_of_row: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    drows = rows.new_empty(rows.shape)
+    dweights = weights.new_zeros(weights.shape, dtype=torch.float32)
+    R, D = rows.shape
+    if drows.numel():
+        _weigh[(R,)](
+            dy.contiguous(),
+            rows.contiguous(),
+            weights.contiguous(),
+            copy_of_row,
+            drows,
+            dweights,
+            weights.shape[1],
+            D,
+            BLOCK=_block(D),
+        )
+    return drows, dweights
+
+
+def _weighed_fake(
+    dy: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, copy_of_row: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    del dy, copy_of_row
+    return rows.new_empty(rows.shape), weights.new_empty(weights.shape, dtype=torch.float32)
+
+
+_weighed_of = operator("unpermute_gradients", _weighed, fake=_weighed_fake)
+
+
+def _permuted(
+    x: torch.Tensor, copy_of_row: torch.Tensor, row_of_copy: torch.Tensor
+) -> torch.Tensor:
+    R, D = copy_of_row.shape[0], x.shape[1]
+    rows = x.new_empty(R, D)
+    if rows.numel():
         block = _block(D)
         grid = (R, triton.cdiv(D, block))
-        _copy[grid](x_TD.contiguous(), order.copy_of_row, rows_RD, K, D, BLOCK=block)
-    return rows_RD
+        _copy[grid](x.contiguous(), copy_of_row, rows, row_of_copy.shape[1], D, BLOCK=block)
+    return rows
 
 
-def _added(rows_RD: torch.Tensor, weights_TK: torch.Tensor | None, order: Order) -> torch.Tensor:
-    (T, K), D = order.row_of_copy.shape, rows_RD.shape[1]
-    y_TD = torch.empty(T, D, dtype=rows_RD.dtype, device=rows_RD.device)
-    if y_TD.numel():
+def _permuted_fake(
+    x: torch.Tensor, copy_of_row: torch.Tensor, row_of_copy: torch.Tensor
+) -> torch.Tensor:
+    del row_of_copy
+    return x.new_empty(copy_of_row.shape[0], x.shape[1])
+
+
+def _keep_order(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    del output
+    _, copy_of_row, row_of_copy = inputs
+    ctx.save_for_backward(copy_of_row, row_of_copy)
+
+
+def _back_permuted(ctx: Any, drows: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    copy_of_row, row_of_copy = ctx.saved_tensors
+    return _unpermute_of(drows, None, copy_of_row, row_of_copy), None, None
+
+
+_permute_of = operator(
+    "permute", _permuted, fake=_permuted_fake, keep=_keep_order, backward=_back_permuted
+)
+
+
+def _unpermuted(
+    rows: torch.Tensor,
+    weights: torch.Tensor | None,
+    copy_of_row: torch.Tensor,
+    row_of_copy: torch.Tensor,
+) -> torch.Tensor:
+    del copy_of_row
+    (T, K), D = row_of_copy.shape, rows.shape[1]
+    y = rows.new_empty(T, D)
+    if y.numel():
         block = _block(D)
-        rows_RD = rows_RD.contiguous()
+        rows = rows.contiguous()
         _add[(T, triton.cdiv(D, block))](
-            rows_RD,
-            order.row_of_copy,
-            rows_RD if weights_TK is None else weights_TK.contiguous(),
-            y_TD,
+            rows,
+            row_of_copy,
+            rows if weights is None else weights.contiguous(),
+            y,
             K,
             D,
-            WEIGHTED=weights_TK is not None,
+            WEIGHTED=weights is not None,
             BLOCK=block,
         )
-    return y_TD
+    return y
 
 
-class _Permute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_TD: torch.Tensor, order: Order) -> torch.Tensor:
-        ctx.order = order
-        return _copied(x_TD, order)
-
-    @staticmethod
-    def backward(ctx: Any, drows_RD: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _added(drows_RD, None, ctx.order), None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows_RD: torch.Tensor, order: Order) -> torch.Tensor:
-        ctx.order = order
-        return _added(rows_RD, None, order)
-
-    @staticmethod
-    def backward(ctx: Any, dy_TD: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _copied(dy_TD, ctx.order), None
+def _unpermuted_fake(
+    rows: torch.Tensor,
+    weights: torch.Tensor | None,
+    copy_of_row: torch.Tensor,
+    row_of_copy: torch.Tensor,
+) -> torch.Tensor:
+    del weights, copy_of_row
+    return rows.new_empty(row_of_copy.shape[0], rows.shape[1])
 
 
-class _WeightedSum(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows_RD: torch.Tensor, weights_TK: torch.Tensor, order: Order
-    ) -> torch.Tensor:
-        ctx.order = order
-        ctx.save_for_backward(rows_RD, weights_TK)
-        return _added(rows_RD, weights_TK, order)
+def _keep_rows(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    del output
+    rows, weights, copy_of_row, row_of_copy = inputs
+    # Rows that are added as they are have a gradient that knows nothing of them.
+    ctx.save_for_backward(None if weights is None else rows, weights, copy_of_row, row_of_copy)
 
-    @staticmethod
-    def backward(ctx: Any, dy_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        rows_RD, weights_TK = ctx.saved_tensors
-        copy_of_row = ctx.order.copy_of_row
-        drows_RD = torch.empty_like(rows_RD, memory_format=torch.contiguous_format)
-        dweights_TK = torch.zeros(weights_TK.shape, dtype=torch.float32, device=dy_TD.device)
-        R, D = rows_RD.shape
-        if drows_RD.numel():
-            _weigh[(R,)](
-                dy_TD.contiguous(),
-                rows_RD.contiguous(),
-                weights_TK.contiguous(),
-                copy_of_row,
-                drows_RD,
-                dweights_TK,
-                weights_TK.shape[1],
-                D,
-                BLOCK=_block(D),
-            )
-        return drows_RD, dweights_TK.to(weights_TK.dtype), None
+
+def _back_unpermuted(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    rows, weights, copy_of_row, row_of_copy = ctx.saved_tensors
+    if weights is None:
+        return _permute_of(dy, copy_of_row, row_of_copy), None, None, None
+    drows, dweights = _weighed_of(dy, rows, weights, copy_of_row)
+    return drows, dweights.to(weights.dtype), None, None
+
+
+_unpermute_of = operator(
+    "unpermute", _unpermuted, fake=_unpermuted_fake, keep=_keep_rows, backward=_back_unpermuted
+)
 
 
 def permute(x_TD: torch.Tensor, order: Order) -> torch.Tensor:
     """A row for every copy of a token, sorted by expert, [R, D]."""
-    return _Permute.apply(x_TD, order)
+    return _permute_of(x_TD, order.copy_of_row, order.row_of_copy)
 
 
 def unpermute(y_RD: torch.Tensor, weights_TK: torch.Tensor | None, order: Order) -> torch.Tensor:
     """The sum of each token's rows, each times its weight, [T, D]; rounded once, from fp32."""
-    if weights_TK is None:
-        return _Sum.apply(y_RD, order)
-    return _WeightedSum.apply(y_RD, weights_TK, order)
+    return _unpermute_of(y_RD, weights_TK, order.copy_of_row, order.row_of_copy)

@@ -5,6 +5,8 @@ T rows of x, N rows and K columns of the matrix.
 
 # pyright: reportArgumentType=false, reportCallIssue=false
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -13,6 +15,7 @@ from penstock_kernels.op import INTERPRETED
 from penstock_kernels.quant.quantised import Quantised
 from penstock_kernels.quant.triton_dequantise import pointers, read
 from penstock_kernels.quant.triton_numbers import to_bf16_grid
+from penstock_kernels.tuning import chosen
 
 MOST_ROWS = 64
 """One tile of x: with more, codes would be read and decoded more than once."""
@@ -21,7 +24,17 @@ MOST_GROUP = 128
 COLUMNS = 128
 """Contracted at a time."""
 
-WEIGHT_ROWS = 32
+
+class Tile(NamedTuple):
+    """The rows of the matrix that a program multiplies by, and how it goes about it."""
+
+    weight_rows: int
+    warps: int
+    stages: int
+
+
+TILES = (Tile(32, 4, 4), Tile(16, 4, 4), Tile(64, 4, 4), Tile(32, 4, 2))
+"""What the rule says, and what is measured beside it."""
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -86,10 +99,13 @@ def matmul(x_TK: torch.Tensor, quantised: Quantised) -> torch.Tensor:
     x_TK = x_TK.contiguous()
     (T, K), N = x_TK.shape, quantised.shape[0]
     y_TN = torch.empty(T, N, dtype=x_TK.dtype, device=x_TK.device)
-    if y_TN.numel():
-        _multiply[(triton.cdiv(N, WEIGHT_ROWS),)](
+    tensors = pointers(quantised)
+    x_rows = max(16, triton.next_power_of_2(T))
+
+    def launch(tile: Tile) -> None:
+        _multiply[(triton.cdiv(N, tile.weight_rows),)](
             x_TK,
-            *pointers(quantised),
+            *tensors,
             y_TN,
             T,
             N,
@@ -98,11 +114,15 @@ def matmul(x_TK: torch.Tensor, quantised: Quantised) -> torch.Tensor:
             format.num_groups(K),
             FORMAT=format.name,
             GROUP=format.group or 0,
-            X_ROWS=max(16, triton.next_power_of_2(T)),
-            WEIGHT_ROWS=WEIGHT_ROWS,
+            X_ROWS=x_rows,
+            WEIGHT_ROWS=tile.weight_rows,
             COLUMNS=COLUMNS,
             UPCAST=INTERPRETED,
-            num_warps=4,
-            num_stages=4,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
         )
+
+    if y_TN.numel():
+        kind = f"{format.name} {format.group}"
+        launch(chosen(_multiply, x_TK, (x_rows, N, K), TILES, launch, kind))
     return y_TN

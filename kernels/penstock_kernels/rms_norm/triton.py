@@ -16,7 +16,12 @@ from penstock_kernels.spans import spans_of
 
 MOST_PARTIALS = 512
 """Programs in the backward pass, each summing the weight's gradient over its share of the rows.
-A fixed number of partial sums, added in one order, keeps the gradient the same from run to run."""
+Partial sums whose number is a device's, added in one order, keep the gradient the same from run to
+run. This many where it is no GPU."""
+
+RESIDENT = 16
+"""Warps that a multiprocessor holds at once, by their registers. As many programs start as all of
+them hold: none waits for the end of another, and they end together."""
 
 TILE = 2048
 """Elements that a program takes at a time where rows are narrower: heads are."""
@@ -115,6 +120,14 @@ def tile(width: int) -> dict[str, int]:
     return {"ROWS": rows, "BLOCK": block, "num_warps": warps}
 
 
+def _most_partials(device: torch.device, warps: int) -> int:
+    """Programs of so many warps in the backward pass."""
+    if device.type != "cuda":
+        return MOST_PARTIALS
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    return multiprocessors * max(1, RESIDENT // warps)
+
+
 def _normalised(
     x: torch.Tensor, stream: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -158,7 +171,8 @@ def _gradients(
     if not num_rows:
         return dx, weight.new_zeros(D if wants_weight else 0)
     spans, how = spans_of(x), tile(D)
-    rows_each = triton.cdiv(triton.cdiv(num_rows, MOST_PARTIALS), how["ROWS"]) * how["ROWS"]
+    most = _most_partials(x.device, how["num_warps"])
+    rows_each = triton.cdiv(triton.cdiv(num_rows, most), how["ROWS"]) * how["ROWS"]
     parts = triton.cdiv(num_rows, rows_each)
     partial = x.new_empty(parts, D, dtype=torch.float32) if wants_weight else None
     _backward[(parts,)](

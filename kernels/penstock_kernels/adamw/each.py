@@ -1,0 +1,82 @@
+"""A step of AdamW of many tensors: the small ones side by side, as one."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from penstock_kernels.adamw.settings import Settings
+
+SMALL = 1 << 16
+"""Numbers of a tensor that is copied rather than stepped by itself: calls cost more than copies."""
+TOGETHER = 1 << 22
+"""Numbers side by side, at most but for one tensor."""
+
+
+class Stepped(NamedTuple):
+    """What a step reads and writes of one weight: tensors of one shape, as `adamw_` has them."""
+
+    weight: torch.Tensor
+    gradient: torch.Tensor
+    first: torch.Tensor
+    second: torch.Tensor
+    lost: torch.Tensor | None = None
+
+
+def adamw_each_(
+    each: Sequence[Stepped], settings: Settings, step: Callable[..., None], small: int = SMALL
+) -> None:
+    """`step` (an `adamw_`) of every weight, with nothing rounded at random.
+
+    Weights of at most `small` numbers, of the same dtypes, are laid side by side for it. Every
+    number comes out as it would alone.
+
+    Raises:
+        ValueError: as `step` does.
+    """
+    alike: dict[tuple[object, ...], list[Stepped]] = {}
+    for one in each:
+        if not one.weight.numel():
+            continue
+        if one.weight.numel() > small:
+            _alone(one, settings, step)
+            continue
+        key = tuple(None if part is None else (part.dtype, part.device) for part in one)
+        alike.setdefault(key, []).append(one)
+    for ones in alike.values():
+        for some in _batches(ones):
+            if len(some) == 1:
+                _alone(some[0], settings, step)
+            else:
+                _side_by_side(some, settings, step)
+
+
+def _alone(one: Stepped, settings: Settings, step: Callable[..., None]) -> None:
+    columns = one.weight.shape[-1] if one.weight.ndim else 1
+    weight, gradient, first, second = (part.view(-1, columns) for part in one[:4])
+    lost = None if one.lost is None else one.lost.view(-1, columns)
+    step(weight, gradient, first, second, settings, lost=lost)
+
+
+def _side_by_side(some: Sequence[Stepped], settings: Settings, step: Callable[..., None]) -> None:
+    columns = [[part for part in parts if part is not None] for parts in zip(*some, strict=True)]
+    flat = [torch.cat([part.view(-1) for part in parts])[None] for parts in columns if parts]
+    step(*flat[:4], settings, lost=flat[4] if columns[4] else None)
+    sizes = [one.weight.numel() for one in some]
+    written = [parts for at, parts in enumerate(columns) if parts and at != 1]
+    made = [one for at, one in enumerate(flat) if at != 1]
+    for parts, one in zip(written, made, strict=True):
+        pieces = one.view(-1).split(sizes)
+        torch._foreach_copy_([part.view(-1) for part in parts], list(pieces))
+
+
+def _batches(ones: Sequence[Stepped]) -> list[list[Stepped]]:
+    found: list[list[Stepped]] = []
+    room = 0
+    for one in ones:
+        if one.weight.numel() > room:
+            found.append([])
+            room = TOGETHER
+        found[-1].append(one)
+        room -= one.weight.numel()
+    return found

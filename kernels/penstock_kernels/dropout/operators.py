@@ -1,0 +1,76 @@
+"""Dropout as an operator: its gradient is dropped alike, by draws that are made once more.
+
+What is drawn is data to it. So a program that was compiled once drops at every step what that step
+drops, and is not compiled anew for it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from penstock_kernels.operator import operator
+
+Drop = Callable[[torch.Tensor, torch.Tensor, float, int, int], torch.Tensor]
+"""x [T, F], places [T], rate, key and first feature to what is left of x."""
+
+
+def dropping(name: str, drop: Drop) -> Callable[..., torch.Tensor]:
+    """The operation made of the `drop` of the implementation `name`."""
+
+    def run(
+        x: torch.Tensor,
+        places: torch.Tensor,
+        rate: torch.Tensor,
+        key: torch.Tensor,
+        first_feature: int,
+    ) -> torch.Tensor:
+        return drop(x, places, rate.item(), int(key.item()) % 2**64, first_feature).contiguous()
+
+    def back(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return dropped(dy, *ctx.saved_tensors, ctx.first_feature), None, None, None, None
+
+    dropped = operator(f"dropout_{name}", run, fake=_fake, keep=_keep, backward=back)
+
+    def dropout(
+        x_TF: torch.Tensor,
+        places_T: torch.Tensor,
+        rate: float | torch.Tensor,
+        key: int | torch.Tensor,
+        first_feature: int = 0,
+    ) -> torch.Tensor:
+        """`x / (1 - rate)` where it is kept and 0 elsewhere, [T, F].
+
+        `places_T` (int64) says of each token which one it is, and `key` (64 bits) of what the draws
+        are besides; the same four always draw the same. `first_feature` is the number of x's first
+        feature, where x is a run of the features of a wider one. Nothing but places is kept for the
+        backward pass. In what is compiled, rate and key are tensors on the host, as `on_host` makes
+        them.
+        """
+        if not isinstance(rate, torch.Tensor) or not isinstance(key, torch.Tensor):
+            rate, key = on_host(float(rate), int(key))
+        return dropped(x_TF, places_T, rate, key, first_feature)
+
+    return dropout
+
+
+def on_host(rate: float, key: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A rate, float64 [], and a key, its 64 bits as int64 []."""
+    signed = key - 2**64 if key >= 2**63 else key
+    return (
+        torch.tensor(rate, dtype=torch.float64, device="cpu"),
+        torch.tensor(signed, dtype=torch.int64, device="cpu"),
+    )
+
+
+def _fake(
+    x: torch.Tensor, places: torch.Tensor, rate: torch.Tensor, key: torch.Tensor, first_feature: int
+) -> torch.Tensor:
+    del places, rate, key, first_feature
+    return x.new_empty(x.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    del output
+    _, places, rate, key, ctx.first_feature = inputs
+    ctx.save_for_backward(places, rate, key)

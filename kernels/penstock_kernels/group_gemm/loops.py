@@ -1,0 +1,23 @@
+"""group_gemm by the reference's loop as an operator: for what nothing faster takes.
+
+A program that is compiled passes through it; the plain loop, which asks how many rows each group
+has, would end it.
+"""
+
+import torch
+
+from penstock_kernels.group_gemm.autograd import operators
+from penstock_kernels.group_gemm.reference import group_gemm as _by_rows
+
+
+def _of_groups(a_TM: torch.Tensor, b_TN: torch.Tensor, counts_G: torch.Tensor) -> torch.Tensor:
+    y_GMN = a_TM.new_empty(counts_G.shape[0], a_TM.shape[1], b_TN.shape[1])
+    start = 0
+    for y_MN, count in zip(y_GMN, counts_G.tolist(), strict=True):
+        rows = slice(start, start + count)
+        torch.mm(a_TM[rows].mT, b_TN[rows], out=y_MN)
+        start += count
+    return y_GMN
+
+
+PRODUCTS = operators("loops", _by_rows, _of_groups)

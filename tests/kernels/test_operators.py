@@ -1,0 +1,93 @@
+"""Operators of mixtures, dropout and quantised matrices are what PyTorch takes them for.
+
+Those of attention, norms, gates and rotary embedding are asked beside their other tests.
+"""
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from penstock.models.layers.by_number import Numbered
+from penstock.models.layers.dropout import Dropout, Noise, drawing_from
+from penstock.models.layers.quantised import LEAVES, QuantisedMatrix
+from penstock.models.layers.router import Router
+from penstock.models.shape import ExpertsConfig
+from penstock_kernels.dropout import dropout, on_host
+from penstock_kernels.group_gemm import group_gemm
+from penstock_kernels.op import INTERPRETED
+from penstock_kernels.permute import order_of
+from penstock_kernels.quant import format_named, quantise
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CAN_RUN_TRITON = INTERPRETED or torch.cuda.is_available()
+BACKENDS = ["native", "loops", *(["triton"] if CAN_RUN_TRITON else [])]
+
+PLAIN = ("test_schema", "test_faketensor")
+"""Of operators without gradients; the others are also asked for theirs."""
+
+
+def operator(name):
+    assert group_gemm
+    assert dropout
+    return getattr(torch.ops.penstock, name).default
+
+
+def drawn(*shape, learns=True):
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator).to(DEVICE).requires_grad_(learns)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_grouped_products(backend):
+    counts = torch.tensor([2, 0, 3], device=DEVICE)
+    by_rows = operator(f"group_gemm_by_rows_{backend}")
+    opcheck(by_rows, (drawn(7, 8), drawn(3, 4, 8), counts))
+    in_other_order = drawn(3, 8, 4).mT
+    opcheck(by_rows, (drawn(7, 8), in_other_order, counts), test_utils=PLAIN)
+    of_groups = operator(f"group_gemm_of_groups_{backend}")
+    given = drawn(7, 4, learns=False), drawn(7, 8, learns=False), counts
+    opcheck(of_groups, given, test_utils=PLAIN)
+
+
+@pytest.mark.skipif(not CAN_RUN_TRITON, reason="needs CUDA or Triton's interpreter")
+def test_sorting_by_expert_and_adding_up():
+    order = order_of(torch.tensor([[0, 2], [-1, 1], [2, 0]], device=DEVICE), 3)
+    both = order.copy_of_row, order.row_of_copy
+    opcheck(operator("permute"), (drawn(3, 5), *both))
+    opcheck(operator("unpermute"), (drawn(6, 5), None, *both), test_utils=PLAIN)
+    opcheck(operator("unpermute"), (drawn(6, 5), drawn(3, 2), *both))
+    given = (drawn(*shape, learns=False) for shape in ((3, 5), (6, 5), (3, 2)))
+    opcheck(operator("unpermute_gradients"), (*given, order.copy_of_row), test_utils=PLAIN)
+
+
+@pytest.mark.parametrize("backend", ["reference", *(["triton"] if CAN_RUN_TRITON else [])])
+def test_dropout_by_a_key_that_is_data(backend):
+    places = torch.tensor([3, 1 << 33, -1], device=DEVICE)
+    opcheck(operator(f"dropout_{backend}"), (drawn(3, 6), places, *on_host(0.3, 2**63 + 5), 2))
+
+
+def numbered(module: Numbered):
+    module.give_number()
+    return module.number
+
+
+def test_what_programs_ask_of_modules_by_number():
+    matrix = QuantisedMatrix(format_named("nvfp4"), (4, 24), torch.device(DEVICE))
+    for leaf, raw in quantise(drawn(4, 24, learns=False), matrix.format).as_bytes().items():
+        matrix.get_parameter(leaf).data = raw
+    tensors = [matrix.get_parameter(leaf) for leaf in LEAVES]
+    number, kind = numbered(matrix), (24, torch.bfloat16)
+    weight, told = operator("quantised_weight")(number, *tensors, *kind)
+    assert torch.equal(operator("quantised_weight_again")(number, told, *tensors, *kind), weight)
+    again = (number, told, *tensors, *kind)
+    opcheck(operator("quantised_weight"), (number, *tensors, *kind), test_utils=PLAIN)
+    opcheck(operator("quantised_weight_again"), again, test_utils=PLAIN)
+    site = Dropout(0.5, "site")
+    with drawing_from(Noise(1, 2, torch.arange(3, device=DEVICE))):
+        given = drawn(3, 6, learns=False), numbered(site)
+        opcheck(operator("dropout_draws"), given, test_utils=PLAIN)
+    config = ExpertsConfig(layers=(0,), num_experts=4, experts_per_token=2, width=8)
+    router = Router(config, 8, precision="fp32")
+    scores = drawn(3, 2, learns=False), drawn(3, 4, learns=False), drawn(3, learns=False)
+    choice = torch.tensor([[0, 1], [2, 3], [1, 0]], device=DEVICE)
+    opcheck(operator("router_told"), (*scores, choice, numbered(router)), test_utils=PLAIN)
