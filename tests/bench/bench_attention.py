@@ -1,4 +1,5 @@
-"""Attention over packed documents: `PYTHONPATH=. python tests/bench/bench_attention.py`.
+"""Attention over packed documents: `PYTHONPATH=. python tests/bench/bench_attention.py [--alone]
+[--dry]`.
 
 First attention alone, forward and backward, each backend that serves here: beside one call over the
 whole row with a mask of its square, which is what transformers' models make of packed rows, and
@@ -9,16 +10,14 @@ Then, on a CPU, a whole training step of a small Qwen3 on a row of eight documen
 beside transformers' model on the same row with the same optimizer, in one thread: tokens per CPU
 second (goal: at least 2.5 times as many).
 
-Medians of five, in turns, after one warm run each; packages that are not installed are named as
-missing. Figures of a CPU go to docs/benchmarks/cpu.md.
+Packages that are not installed are named as missing. Figures of a CPU go to docs/benchmarks/cpu.md.
+With `--dry` attention runs over few tokens.
 """
 
 import argparse
 import platform
-import statistics
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -26,8 +25,9 @@ import torch.nn.functional as F
 import transformers
 from bench_train import SEED, weights
 from packed import write_documents
-from tests.bench.pages import write_section
+from pages import write_section
 from tests.engine import loops, runs
+from timing import CUDA, DEVICE, Work, medians, processor_seconds, verdict
 
 from penstock.engine.ranks import Ranks, join, leave
 from penstock.rows.collate import MicroBatch
@@ -35,11 +35,10 @@ from penstock.train.loader import read
 from penstock_kernels.attention import Segments, attention
 
 TITLE = "Attention over packed documents: cpu"
-ROUNDS = 5
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
-DOCUMENTS = [512] * 8
+OF_ROWS = 0.9
+DOCUMENTS = [2048] * 8 if CUDA else [512] * 8
 MIXED = [1300, 37, 611, 420, 1009, 90, 5, 624]
+DRY = {"of one length": [24] * 3, "mixed": [5, 30, 11]}
 HEADS, KEY_HEADS, WIDTH = (32, 8, 128) if CUDA else (4, 2, 64)
 SCALE = WIDTH**-0.5
 VOCABULARY = 4096
@@ -55,33 +54,6 @@ HF_CONFIG = {
     "max_position_embeddings": 8192,
     "initializer_range": 0.02,
 }
-Work = Callable[[], object]
-
-
-def medians(works: Mapping[str, Work], clock: Callable[[Work], float]) -> dict[str, float]:
-    """Seconds of each, in turns."""
-    for work in works.values():
-        work()
-    taken: dict[str, list[float]] = {name: [] for name in works}
-    for _ in range(ROUNDS):
-        for name, work in works.items():
-            taken[name].append(clock(work))
-    return {name: statistics.median(each) for name, each in taken.items()}
-
-
-def clock(work: Work) -> float:
-    """CPU seconds; on a GPU its own."""
-    if not CUDA:
-        used = time.process_time()
-        work()
-        return time.process_time() - used
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    first.record()
-    for _ in range(10):
-        work()
-    last.record()
-    last.synchronize()
-    return first.elapsed_time(last) / 10e3
 
 
 def alone(lengths: Sequence[int], dtype: torch.dtype) -> list[str]:
@@ -109,6 +81,10 @@ def alone(lengths: Sequence[int], dtype: torch.dtype) -> list[str]:
     def dense(rows: int, attn_mask: torch.Tensor | None) -> Work:
         def work() -> object:
             parts = [part.unflatten(0, (rows, -1)).transpose(1, 2) for part in given]
+            if CUDA and attn_mask is not None:
+                # No fused kernel takes a mask and grouped heads.
+                group = HEADS // KEY_HEADS
+                parts[1:] = (part.repeat_interleave(group, dim=1) for part in parts[1:])
             y = F.scaled_dot_product_attention(
                 *parts,
                 attn_mask=attn_mask,
@@ -121,17 +97,21 @@ def alone(lengths: Sequence[int], dtype: torch.dtype) -> list[str]:
         return work
 
     works["whole row, masked"] = dense(1, mask)
+    of_one = "rows of one document"
     if len(set(lengths)) == 1:
-        works["rows of one document"] = dense(len(lengths), None)
-    found = medians(works, clock)
+        works[of_one] = dense(len(lengths), None)
+    found = medians(works, processor_seconds)
     lines = [f"  missing: {', '.join(names)}: {reason}" for reason, names in refusals.items()]
     for name, seconds in found.items():
         ratios = [
             f"{found[other] / seconds:6.2f} x {other}"
-            for other in ("whole row, masked", "rows of one document")
+            for other in ("whole row, masked", of_one)
             if other in found and name in ("eager", *attention.fast)
         ]
         lines.append("  ".join([f"  {name:24} {1e3 * seconds:8.1f} ms", *ratios]))
+    if CUDA and of_one in found:
+        ours = min(seconds for name, seconds in found.items() if name in attention.fast)
+        lines.append(f"  {verdict(f'best of {of_one}', found[of_one] / ours, OF_ROWS)}")
     return lines
 
 
@@ -193,7 +173,7 @@ def steps(folder: Path, ranks: Ranks, *, mixed: bool) -> list[str]:
     ours, batch = our_step(folder, ranks, mixed=mixed)
     theirs = their_step(batch, mixed=mixed)
     lines = [f"  first loss: ours {ours():.5f}, transformers {theirs():.5f}"]
-    found = medians({"ours": ours, "transformers": theirs}, clock)
+    found = medians({"ours": ours, "transformers": theirs}, processor_seconds)
     tokens = sum(DOCUMENTS)
     lines += [f"  {name:24} {tokens / used:8.0f} tokens/CPU s" for name, used in found.items()]
     ratio = found["transformers"] / found["ours"]
@@ -204,6 +184,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--dtype", choices=["bf16", "fp32"])
     parser.add_argument("--alone", action="store_true", help="no whole steps")
+    parser.add_argument("--dry", action="store_true", help="few tokens, and no whole steps")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     lines: list[str] = []
@@ -213,12 +194,16 @@ def main() -> None:
             print(line, flush=True)
             lines.append(line)
 
-    dtypes = [name for name in ("bf16", "fp32") if asked.dtype in (None, name)]
+    # GPUs have fused kernels for 16 bits.
+    known = ("bf16",) if CUDA else ("bf16", "fp32")
+    dtypes = [asked.dtype] if asked.dtype else known
+    documents = [DRY["of one length"], DRY["mixed"]] if asked.dry else [DOCUMENTS, MIXED]
     for name in dtypes:
         dtype = torch.bfloat16 if name == "bf16" else torch.float32
-        say(f"attention, documents of 512, {name}", alone(DOCUMENTS, dtype))
-        say(f"attention, documents of {MIXED}, {name}", alone(MIXED, dtype))
-    if not asked.alone and not CUDA:
+        for lengths in documents:
+            told = lengths[0] if len(set(lengths)) == 1 else lengths
+            say(f"attention, documents of {told}, {name}", alone(lengths, dtype))
+    if not (asked.alone or asked.dry or CUDA):
         ranks = join(600)
         for name in dtypes:
             with tempfile.TemporaryDirectory() as made:

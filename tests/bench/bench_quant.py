@@ -1,4 +1,5 @@
-"""Quantised matrices, ours and bitsandbytes' and torchao's: `python tests/bench/bench_quant.py`.
+"""Quantised matrices, ours and bitsandbytes' and torchao's: `python tests/bench/bench_quant.py
+[--dry]`.
 
 Medians of five, in turns, after one warm run each; peers that are not installed are named. On a
 GPU: quantising and dequantising against copying as many bytes (goal: at least 0.85 of its speed for
@@ -9,53 +10,23 @@ least 0.9 of its speed). On a CPU: quantising, dequantising and noise by the ref
 what runs there.
 """
 
-import statistics
-import time
-from collections.abc import Callable, Mapping
+import argparse
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from timing import CUDA, DEVICE, Work, copying, machine, medians
 
 from penstock_kernels.noise import Run, add_noise_
 from penstock_kernels.quant import FORMATS, Quantised, dequantise, linear, matmul, quantise
 
-Work = Callable[[], object]
-REPEATS = 5
 TOKENS = 8192
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
 SHAPE = (14336, 8192) if CUDA else (2048, 4096)
+DRY = (64, 256)
 MATMUL_ROWS = (1, 8, 16, 64)
-
-
-def seconds(work: Work) -> float:
-    """Of one run; on a GPU of one of ten in a row, after its caches held something else."""
-    if not CUDA:
-        start = time.perf_counter()
-        work()
-        return time.perf_counter() - start
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.empty(256 * 2**20, dtype=torch.int8, device="cuda").zero_()
-    first.record()
-    for _ in range(10):
-        work()
-    last.record()
-    last.synchronize()
-    return first.elapsed_time(last) / 10e3
-
-
-def medians(works: Mapping[str, Work]) -> dict[str, float]:
-    """Of each, in turns."""
-    for work in works.values():
-        work()
-    taken: dict[str, list[float]] = {name: [] for name in works}
-    for _ in range(REPEATS):
-        for name, work in works.items():
-            taken[name].append(seconds(work))
-    return {name: statistics.median(each) for name, each in taken.items()}
 
 
 def show(what: str, found: Mapping[str, float], against: str, num_bytes: float = 0) -> None:
@@ -95,12 +66,10 @@ def compare_conversions(name: str, weight: torch.Tensor) -> Quantised:
     """Print both ways, ours and the peers'."""
     made = quantise(weight, FORMATS[name])
     num_bytes = made.num_bytes + weight.numel() * weight.element_size()
-    source = torch.empty(num_bytes // 2, dtype=torch.uint8, device=DEVICE)
-    target = torch.empty_like(source)
     ours: tuple[Work, Work] = (lambda: quantise(weight, FORMATS[name]), lambda: dequantise(made))
     others = peers(name, weight)
     for at, what in enumerate(("quantise", "dequantise")):
-        works = {"ours": ours[at], "copy": lambda: target.copy_(source)}
+        works = {"ours": ours[at], "copy": copying(num_bytes)}
         works |= {who: work[at] for who, work in others.items()}
         found = medians(works)
         show(f"{name} {what}", found, "copy", num_bytes)
@@ -149,12 +118,14 @@ def compare_layers(name: str, made: Quantised, weight: torch.Tensor) -> None:
 
 
 def main() -> None:
-    name = torch.cuda.get_device_name() if CUDA else f"CPU, {torch.get_num_threads()} threads"
-    print(f"{name}, torch {torch.__version__}, a matrix of {SHAPE} in bfloat16")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dry", action="store_true", help="a small matrix")
+    shape = DRY if parser.parse_args().dry else SHAPE
+    print(f"{machine()}, a matrix of {shape} in bfloat16")
     for peer in ("bitsandbytes", "torchao"):
         if not find_spec(peer):
             print(f"{peer} is not installed")
-    weight = torch.randn(SHAPE, device=DEVICE, dtype=torch.bfloat16) * 0.02
+    weight = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) * 0.02
     for format_name in FORMATS:
         made = compare_conversions(format_name, weight)
         compare_noise(format_name, made)

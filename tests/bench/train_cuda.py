@@ -58,8 +58,8 @@ class Case:
     name: str
     shape: dict[str, Any]
     row: int = 8192
-    document: int = 800
-    """Tokens of a middling document."""
+    document: int | None = 800
+    """Tokens of a middling document; None: a document fills its row."""
     train: dict[str, Any] = field(default_factory=dict)
     lora: dict[str, Any] = field(default_factory=dict)
 
