@@ -1,50 +1,85 @@
 """The optimizer a run asks for."""
 
-from collections.abc import Iterable, Sequence
-from typing import Literal
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
+from penstock.config.optim import OptimConfig
 from penstock.core.errors import ConfigError
-from penstock.optim.groups import RATE, parameter_groups
-
-OptimizerName = Literal["adamw", "sgd"]
+from penstock.optim.anyprecision import AnyPrecisionAdamW, Keeping
+from penstock.optim.groups import RATE, Grouping, parameter_groups
+from penstock.optim.muon import Alone, Directions, Muon, Turning
+from penstock.optim.named import named_optimizer
 
 ADAMW_BETAS = (0.9, 0.95)
 """Llama's and Qwen's choice; torch's own second one, 0.999, forgets too slowly for short runs."""
 ADAMW_EPS = 1e-8
 
+EXACT = Keeping()
+"""All in float32, or in what a parameter is kept in."""
+
 
 def build_optimizer(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
+    optim: OptimConfig,
+    grouping: Grouping | None = None,
     *,
-    optimizer: OptimizerName,
-    lr: float,
-    weight_decay: float = 0.0,
-    no_decay_modules: Sequence[str] = (),
-    no_decay_params: Sequence[str] = (),
-    lora_plus_ratio: float = 1.0,
+    keeping: Keeping = EXACT,
+    directions: Directions | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer over the trainable parameters, grouped as `groups.parameter_groups` says.
 
-    `sgd` is plain: no momentum, and weight decay is part of the gradient, as torch has it.
+    `keeping` is for optimizers of ours: AdamW wherever not all is kept in float32, and Muon, whose
+    matrices move as `directions` says (default: they are all here).
 
     Raises:
-        ConfigError: if there is nothing to train.
+        ConfigError: if there is nothing to train, or the optimizer does not take what it is told.
     """
-    groups = parameter_groups(
-        named_parameters, weight_decay, no_decay_modules, no_decay_params, lora_plus_ratio
-    )
+    grouping = grouping or Grouping(optim.weight_decay)
+    groups = parameter_groups(named_parameters, grouping)
     for group in groups:
-        group["lr"] = lr * group[RATE]
+        group["lr"] = optim.lr * group[RATE]
     if not groups:
         raise ConfigError(
             "no parameter of the model is trainable. "
             "Set lora.enable_lora, or load a model whose parameters are not all frozen."
         )
-    if optimizer == "sgd":
+    told: dict[str, Any] = dict(optim.optimizer_kwargs)
+    if optim.optimizer == "sgd":
         # Not fused: torch has no such kernel for parameters that are sharded.
-        return torch.optim.SGD(groups, lr=lr, foreach=True)
+        return torch.optim.SGD(groups, lr=optim.lr, foreach=True, **told)
+    if "." in optim.optimizer:
+        return named_optimizer(optim)(groups, lr=optim.lr)
+    beta1, beta2 = told.get("betas", ADAMW_BETAS)
+    adam = {"lr": optim.lr, "betas": (beta1, beta2), "eps": told.get("eps", ADAMW_EPS)}
+    if optim.optimizer == "muon":
+        return Muon(
+            groups,
+            **adam,
+            momentum=optim.muon_momentum,
+            nesterov=optim.muon_nesterov,
+            keeping=keeping,
+            directions=directions or Alone(turning_of(optim)),
+        )
+    if optim.optimizer == "anyprecision_adamw" or not _is_exact(groups):
+        return AnyPrecisionAdamW(groups, **adam, keeping=keeping)
     # One pass over each tensor; without it a step makes several temporaries of every weight's size.
-    return torch.optim.AdamW(groups, lr=lr, betas=ADAMW_BETAS, eps=ADAMW_EPS, fused=True)
+    return torch.optim.AdamW(groups, **adam, fused=True)
+
+
+def turning_of(optim: OptimConfig) -> Turning:
+    """What the settings say of Muon's matrices."""
+    return Turning(optim.muon_ns_steps, optim.muon_adjust_lr_fn or "original")
+
+
+def _is_exact(groups: Iterable[dict[str, list[tuple[str, nn.Parameter]]]]) -> bool:
+    """Whether weights and gradients are in float32."""
+    dtypes = {
+        dtype
+        for group in groups
+        for _, parameter in group["params"]
+        for dtype in (parameter.dtype, parameter.grad_dtype)
+    }
+    return dtypes == {torch.float32}

@@ -1,12 +1,18 @@
-"""Which parameters weight decay applies to, and which learn at another rate."""
+"""Which parameters weight decay applies to, which learn at another rate, and which are matrices."""
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 RATE = "rate"
 """What of the schedule's learning rate a group has, among the group's settings."""
+
+MATRICES = "matrices"
+"""Whether a group's parameters are matrices that Muon steps, among the group's settings."""
 
 FASTER = ".lora_B."
 """Names of the second factors of adapters, which start at zero."""
@@ -14,16 +20,60 @@ FASTER = ".lora_B."
 OF_EMBEDDING = ".embed_tokens."
 """Names of factors of an embedding, the first of which starts at zero."""
 
+LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+RateOf = Callable[[str], float]
+"""A parameter's name to its share of the learning rate."""
+
+
+def set_rates(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Give every group what it has of the schedule's learning rate."""
+    for group in optimizer.param_groups:
+        rate = lr * group.get(RATE, 1.0)
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+def alike(_: str) -> float:
+    """The same for all."""
+    return 1.0
+
+
+def by_depth(bound: float, num_layers: int) -> RateOf:
+    """The learning rate by depth: `bound` of it for the embedding, all of it for the final norm and
+    the head, and even steps between: b + d/(n+2) (1-b), with d the layer's number in n layers."""
+
+    def rate_of(name: str) -> float:
+        depth = 0 if "embed_tokens" in name else num_layers + 2
+        if layer := LAYER.search(name):
+            depth = int(layer[1])
+        return bound + depth / (num_layers + 2) * (1 - bound)
+
+    return rate_of
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """What tells parameters apart."""
+
+    weight_decay: float = 0.0
+    no_decay_modules: Iterable[str] = ()
+    no_decay_params: Iterable[str] = ()
+    lora_plus_ratio: float = 1.0
+    rate_of: RateOf = alike
+    matrices: Container[str] = field(default_factory=frozenset[str])
+    """Names of parameters that Muon steps."""
+    rate_of_matrices: float = 1.0
+    """Theirs, as a share of the learning rate."""
+
 
 def parameter_groups(
-    named_parameters: Iterable[tuple[str, nn.Parameter]],
-    weight_decay: float,
-    no_decay_modules: Sequence[str] = (),
-    no_decay_params: Sequence[str] = (),
-    lora_plus_ratio: float = 1.0,
+    named_parameters: Iterable[tuple[str, nn.Parameter]], grouping: Grouping
 ) -> list[dict[str, Any]]:
-    """Optimizer groups of the trainable parameters: those that decay, then those that do not, and
-    of either those that learn faster last.
+    """Optimizer groups of the trainable parameters: matrices of Muon last, before that those that
+    learn faster last, and of these those that do not decay.
 
     A parameter does not decay if the name of its module (`model.layers.0.input_layernorm`) contains
     one of `no_decay_modules`, or its own name (the same with `.weight` or `.bias`) one of
@@ -32,22 +82,30 @@ def parameter_groups(
     decays, though decay, which is a share of the rate, is as much stronger. Parameters keep their
     order and, in the group, their names; a group that would be empty is left out.
     """
-    groups: dict[tuple[float, float], list[tuple[str, nn.Parameter]]] = {}
-    for rate in (1.0, lora_plus_ratio):
-        for decay in (weight_decay, 0.0):
-            groups.setdefault((decay, rate), [])
+    groups: dict[tuple[bool, float, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named_parameters:
         if not parameter.requires_grad:
             continue
         module = name.rpartition(".")[0]
-        is_exempt = any(part in module for part in no_decay_modules) or any(
-            part in name for part in no_decay_params
+        is_exempt = any(part in module for part in grouping.no_decay_modules) or any(
+            part in name for part in grouping.no_decay_params
         )
-        learns_faster = FASTER in name and OF_EMBEDDING not in name
-        key = (0.0 if is_exempt else weight_decay, lora_plus_ratio if learns_faster else 1.0)
-        groups[key].append((name, parameter))
+        rate = grouping.rate_of(name)
+        if FASTER in name and OF_EMBEDDING not in name:
+            rate *= grouping.lora_plus_ratio
+        is_matrix = name in grouping.matrices
+        if is_matrix:
+            rate *= grouping.rate_of_matrices
+        exempts = is_exempt or not grouping.weight_decay
+        groups.setdefault((is_matrix, rate, exempts), []).append((name, parameter))
     return [
-        {"params": parameters, "weight_decay": decay, RATE: rate}
-        for (decay, rate), parameters in groups.items()
-        if parameters
+        {
+            "params": parameters,
+            "weight_decay": 0.0 if is_exempt else grouping.weight_decay,
+            RATE: rate,
+            MATRICES: is_matrix,
+        }
+        for (is_matrix, rate, is_exempt), parameters in sorted(
+            groups.items(), key=lambda item: item[0]
+        )
     ]

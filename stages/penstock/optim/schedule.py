@@ -1,37 +1,154 @@
-"""The learning rate at each step: warmup, then constant, linear or cosine."""
+"""The learning rate at each step: a warmup, perhaps a hold, then one of many ways down.
+
+s is the step, from 0, and N their number; W steps of warmup, H of holding, and E the step at which
+the decay has ended. p runs from 0 at W + H to 1 at E.
+"""
 
 import math
-from typing import Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
-DecayStyle = Literal["constant", "linear", "cosine"]
+from penstock.config.optim import OptimConfig
+
+WITHOUT_WARMUP = 10_000
+"""Steps in which `inverse_sqrt` falls to about 0.7 where nothing else says how fast."""
 
 
-def lr_at(
-    step: int,
-    total_steps: int,
-    *,
-    lr: float,
-    lr_start: float = 0.0,
-    lr_min: float = 0.0,
-    warmup_ratio: float = 0.0,
-    decay_style: DecayStyle = "constant",
-    decay_ratio: float = 1.0,
-) -> float:
+@dataclass(frozen=True)
+class _Place:
+    """Where in a schedule a step is: the letters of this file, as numbers."""
+
+    s: int
+    N: int
+    W: int
+    H: int
+    E: int
+
+    @property
+    def beyond(self) -> int:
+        """Steps of the decay that are done."""
+        return self.s - self.W - self.H
+
+    @property
+    def p(self) -> float:
+        return min(1.0, self.beyond / max(1, self.E - self.W - self.H))
+
+
+def lr_at(step: int, total_steps: int, optim: OptimConfig) -> float:
     """The learning rate of optimizer step `step`, counted from 0.
 
-    With w = int(total_steps * warmup_ratio) and d = int(total_steps * decay_ratio): linearly from
-    lr_start (which the very first step uses) to lr over w steps; then, with p = (s-w)/(d-w),
-    `linear` is lr_min + (lr-lr_min)(1-p), `cosine` is lr_min + (lr-lr_min)(1+cos(pi p))/2, and from
-    step d on both stay at lr_min; `constant` stays at lr.
+    Warmup is linear: `zero_start` has lr_start + (lr - lr_start) s/W, so the very first step uses
+    lr_start, and `plus_one` has (s+1)/(W+1) in its place. Step W has lr, and so have the H steps
+    after it. Then:
+
+    - `constant`: lr
+    - `linear`: m + (lr-m)(1-p), with m = lr_min
+    - `cosine`: m + (lr-m)(1 + cos(2 pi p num_cycles))/2: half a wave goes down once
+    - `polynomial`: m + (lr-m)(1-p)^power
+    - `wsd` (warmup, stable, decay; Hu et al. 2024, "MiniCPM"): lr until `decay_steps` before E, and
+      down to m from there: straight, as a cosine, or as 1 - sqrt of the way (Haegele et al. 2024)
+    - `square`: lr (1-p)^2, `sqrt`: lr sqrt(1 - s/E), `inverse_sqrt`: lr sqrt(t/(s-W-H+t)), with t
+      the `timescale`, else the steps of the warmup
+    - `noam` (Vaswani et al. 2017): lr d_model^-0.5 min(s^-0.5, s W^-1.5), warmup included
+    - `noam_hold`: lr (W/(s-H))^decay_rate
+    - `step`: lr gamma^floor((s-W-H)/step_size), `exponential`: the same without floor
+
+    and the seven from `square` on are never below m. Where it has an end, m is what there is from
+    step E on. E is int(N decay_ratio) - constant_steps, and W a share of N rounded down.
     """
-    warmup = int(total_steps * warmup_ratio)
-    if step < warmup:
-        return lr_start + (lr - lr_start) * step / warmup
-    if decay_style == "constant":
-        return lr
-    end = int(total_steps * decay_ratio)
-    if step >= end:
-        return lr_min
-    progress = (step - warmup) / max(1, end - warmup)
-    share = 1 - progress if decay_style == "linear" else (1 + math.cos(math.pi * progress)) / 2
-    return lr_min + (lr - lr_min) * share
+    style, more = optim.lr_decay_style, optim.lr_schedule_kwargs
+    if style == "noam":
+        return _noam(step, warmup_steps(optim, total_steps), optim)
+    warmup = warmup_steps(optim, total_steps)
+    if warmup and step <= warmup:
+        ahead = _ahead(optim)
+        return optim.lr_start + (optim.lr - optim.lr_start) * (step + ahead) / (warmup + ahead)
+    end = int(total_steps * optim.lr_decay_ratio) - more.constant_steps
+    if style in ENDING and step >= end:
+        return optim.lr_min
+    if step < warmup + more.hold_steps:
+        return optim.lr
+    return _WAYS[style](_Place(step, total_steps, warmup, more.hold_steps, end), optim)
+
+
+def warmup_steps(optim: OptimConfig, total_steps: int) -> int:
+    """Steps over which the rate rises: as many as are written, else a share of all."""
+    if optim.lr_warmup_steps is not None:
+        return optim.lr_warmup_steps
+    return int(total_steps * optim.lr_warmup_ratio)
+
+
+def _ahead(optim: OptimConfig) -> int:
+    return 1 if optim.lr_schedule_kwargs.warmup_style == "plus_one" else 0
+
+
+def _between(optim: OptimConfig, share: float) -> float:
+    return optim.lr_min + (optim.lr - optim.lr_min) * share
+
+
+def _not_below(optim: OptimConfig, share: float) -> float:
+    return max(optim.lr_min, optim.lr * share)
+
+
+def _wave(progress: float, cycles: float) -> float:
+    return (1 + math.cos(2 * math.pi * cycles * progress)) / 2
+
+
+def _stable(at: _Place, optim: OptimConfig) -> float:
+    more = optim.lr_schedule_kwargs
+    steps = at.N // 10 if more.decay_steps is None else more.decay_steps
+    begins = at.E - steps
+    if at.s < begins:
+        return optim.lr
+    progress = (at.s - begins) / max(1, steps)
+    shares = {
+        "linear": 1 - progress,
+        "cosine": _wave(progress, more.num_cycles),
+        "sqrt": 1 - math.sqrt(progress),
+    }
+    return _between(optim, shares[more.decay_shape])
+
+
+def _inverse_sqrt(at: _Place, optim: OptimConfig) -> float:
+    scale = optim.lr_schedule_kwargs.timescale or at.W + _ahead(optim) or WITHOUT_WARMUP
+    return _not_below(optim, math.sqrt(scale / (at.beyond + scale)))
+
+
+def _noam(step: int, warmup: int, optim: OptimConfig) -> float:
+    s, peak = max(1, step), optim.lr / math.sqrt(optim.lr_schedule_kwargs.d_model)
+    if s <= warmup:
+        return peak * s * warmup**-1.5
+    return max(optim.lr_min, peak / math.sqrt(s))
+
+
+def _noam_hold(at: _Place, optim: OptimConfig) -> float:
+    scale = max(1, at.W)
+    return _not_below(optim, (scale / (at.beyond + scale)) ** optim.lr_schedule_kwargs.decay_rate)
+
+
+def _exponential(at: _Place, optim: OptimConfig) -> float:
+    more = optim.lr_schedule_kwargs
+    return _not_below(optim, more.gamma ** (at.beyond / more.step_size))
+
+
+def _stairs(at: _Place, optim: OptimConfig) -> float:
+    more = optim.lr_schedule_kwargs
+    return _not_below(optim, more.gamma ** (at.beyond // more.step_size))
+
+
+_WAYS: Mapping[str, Callable[[_Place, OptimConfig], float]] = {
+    "constant": lambda _, optim: optim.lr,
+    "linear": lambda at, optim: _between(optim, 1 - at.p),
+    "cosine": lambda at, optim: _between(optim, _wave(at.p, optim.lr_schedule_kwargs.num_cycles)),
+    "polynomial": lambda at, optim: _between(optim, (1 - at.p) ** optim.lr_schedule_kwargs.power),
+    "wsd": _stable,
+    "square": lambda at, optim: _not_below(optim, (1 - at.p) ** 2),
+    "sqrt": lambda at, optim: _not_below(optim, math.sqrt(1 - at.s / at.E)),
+    "inverse_sqrt": _inverse_sqrt,
+    "noam_hold": _noam_hold,
+    "step": _stairs,
+    "exponential": _exponential,
+}
+
+ENDING = ("linear", "cosine", "polynomial", "wsd", "square", "sqrt")
+"""The ways that have come to lr_min at a step that is known; the others fall on."""
