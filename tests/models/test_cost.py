@@ -1,9 +1,10 @@
 import pytest
 import torch
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from penstock.models.cost import matrix_parameters, pairs_per_token
+from penstock.models.cost import Learning, Work, forward_flops, pairs_per_token, step_flops
 from penstock.models.registry import family_of
 from tests.dense import visible
 
@@ -22,10 +23,11 @@ EXPERTS = {
     "moe_intermediate_size": 40,
     "mlp_only_layers": [1],
 }
+LENGTH, KEPT = 48, 20
 
 
-@pytest.mark.parametrize("kind", ["dense", "experts"])
-def test_a_token_costs_as_many_pairs_as_pytorch_counts(kind):
+def built(kind):
+    """A model of transformers, whose attention compares every pair of tokens, and our config."""
     if kind == "dense":
         hf = Qwen3Config(**SIZES)  # pyright: ignore[reportArgumentType]
         model = Qwen3ForCausalLM(hf)
@@ -34,30 +36,103 @@ def test_a_token_costs_as_many_pairs_as_pytorch_counts(kind):
         model = Qwen3MoeForCausalLM(hf)
         model.set_experts_implementation("eager")
     model.set_attn_implementation("eager")
+    return model, family_of(hf.to_dict()).read(hf.to_dict())
 
-    def operations(length):
-        with FlopCounterMode(display=False) as counter:
-            model(torch.zeros(1, length, dtype=torch.int64), use_cache=False)
-        return counter.get_total_flops()
 
+def counted(model, length=LENGTH):
+    """Operations of a forward pass, and of it with its backward pass, as PyTorch counts them; the
+    logits of the last tokens alone are computed."""
+    rows = torch.randn(1, length, SIZES["hidden_size"], requires_grad=True)
+    with FlopCounterMode(display=False) as forward:
+        logits = model(inputs_embeds=rows, use_cache=False, logits_to_keep=KEPT).logits
+    with FlopCounterMode(display=False) as backward:
+        logits.sum().backward()
+    return forward.get_total_flops(), forward.get_total_flops() + backward.get_total_flops()
+
+
+def as_eager(length=LENGTH):
+    """What eager attention computes: the pairs of the future as well."""
+    return Work(length, pairs=length**2, window_pairs=0, logits=KEPT)
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_a_step_costs_what_pytorch_counts(kind):
+    model, config = built(kind)
+    forward, step = counted(model)
+    assert forward_flops(config, as_eager()) == forward
+    assert step_flops(config, as_eager()) == step
+
+
+class _Adapted(nn.Module):
+    def __init__(self, base, rank):
+        super().__init__()
+        self.base = base
+        self.factors = nn.Sequential(
+            nn.Linear(base.in_features, rank, bias=False),
+            nn.Linear(rank, base.out_features, bias=False),
+        )
+
+    def forward(self, x):
+        return self.base(x) + self.factors(x)
+
+
+def test_frozen_matrices_cost_two_products_and_their_adapters_three():
+    model, config = built("dense")
+    model.requires_grad_(False)
+    rank, inner = 4, 0
+    for number in range(SIZES["num_hidden_layers"]):
+        name = f"model.layers.{number}.mlp.up_proj"
+        model.set_submodule(name, _Adapted(model.get_submodule(name), rank))
+        inner += rank * (SIZES["hidden_size"] + SIZES["intermediate_size"])
+    model.set_submodule("lm_head", _Adapted(model.lm_head, rank))
+    head = rank * (SIZES["hidden_size"] + SIZES["vocab_size"])
+    _, step = counted(model)
+    learning = Learning("frozen", inner + head, head)
+    assert step_flops(config, as_eager(), learning=learning) == step
+
+
+def test_parts_that_are_computed_again_cost_what_they_cost_alone():
+    model, config = built("experts")
+    forward, _ = counted(model)
+    parts = [forward_flops(config, as_eager(), parts=[part]) for part in ("attention", "network")]
+    head = 2 * KEPT * SIZES["hidden_size"] * SIZES["vocab_size"]
+    assert sum(parts) == forward - head
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_documents_are_compared_with_themselves_alone(window):
+    hf = {"model_type": "qwen2", **SIZES, "max_position_embeddings": 64}
+    windows = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1}
+    config = family_of(hf).read({**hf, **windows} if window else hf)
+    lengths = [1, 7, 8, 9, 30]
+    work = Work.of(config, lengths)
+    assert work.tokens == work.logits == sum(lengths)
+    assert work.pairs == visible(lengths).sum()
+    assert work.window_pairs == (visible(lengths, window).sum() if window else 0)
+    assert work == Work.of(config, lengths[:2]) + Work.of(config, lengths[2:])
+    sums = Work.of_sums(config, sum(lengths), sum(n**2 for n in lengths))
+    assert sums.pairs == work.pairs
+    assert 0 <= sums.window_pairs - work.window_pairs <= len(lengths) * (window or 0) ** 2 / 2
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_a_token_costs_as_many_pairs_as_pytorch_counts(kind):
+    model, config = built(kind)
     # Linear and quadratic parts, from two lengths; causal attention needs half of what is counted.
-    one, two = operations(64), operations(128)
+    head = 2 * SIZES["hidden_size"] * SIZES["vocab_size"]
+    one, two = (counted(model, length)[0] - KEPT * head for length in (64, 128))
     quadratic = (two - 2 * one) / (2 * 64**2)
-    linear = one / 64 - quadratic * 64
-    assert pairs_per_token(family_of(hf.to_dict()).read(hf.to_dict())) == pytest.approx(
-        linear / (quadratic / 2), abs=0.5
-    )
+    linear = one / 64 - quadratic * 64 + head
+    assert pairs_per_token(config) == pytest.approx(linear / (quadratic / 2), abs=0.5)
 
 
 def test_under_a_window_a_long_document_costs_what_its_tokens_see():
     hf = {"model_type": "qwen2", **SIZES, "max_position_embeddings": 64}
     windows = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
     config = family_of(hf).read({**hf, **windows})
-    features = config.num_attention_heads * config.head_dim
 
     def operations(length):
-        pairs = sum(int(visible([length], config.window_of(layer)).sum()) for layer in range(3))
-        return 6 * matrix_parameters(config) * length + 12 * features * pairs
+        return step_flops(config, Work.of(config, [length]))
 
     def cost(length):
         return pairs_per_token(config) * length + length**2

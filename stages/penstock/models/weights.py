@@ -4,15 +4,15 @@ A native tensor is a run of a checkpoint's, one after another, over the rows of 
 but the last. Mostly the run is one tensor of the same name. With `merge_qkv` the three projections
 into attention are one `qkv_proj`, rows of q, then k, then v; and the experts of a layer are one
 tensor for what leads into them, the rows of gate and then up of each, and one for what leads out.
-Those that a checkpoint keeps in one tensor already stay as they are.
+Those that a checkpoint keeps in one tensor already stay as they are. No torch: shapes are asked for
+by plans too.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from penstock.models.decoder import EMBEDDING_WEIGHT, HEAD_WEIGHT
-from penstock.models.layers.router import SELECTION_BIAS
+from penstock.models.names import EMBEDDING_WEIGHT, HEAD_WEIGHT, SELECTION_BIAS
 from penstock.models.shape import DecoderConfig, ExpertsConfig
 
 FUSED = "qkv_proj"
