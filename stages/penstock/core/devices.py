@@ -1,0 +1,123 @@
+"""What accelerators can do at best, by the names their drivers give them; makers' data sheets.
+
+Speeds are dense: what data sheets promise of matrices that are half zeros is divided by two. Those
+of 16 and 8 bits are with sums in fp32, which GeForce cards have at half the rate of others.
+A name is matched as a whole, so that one card is never taken for another that is called alike.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Precision = Literal["fp32", "bf16", "fp16", "fp8"]
+
+TERA = 1e12
+GB = 1e9
+
+_MAKERS = {"nvidia", "amd", "tesla", "instinct", "geforce", "corporation"}
+_FORMS = re.compile(r"\d+gb|sxm\d?|hbm\d?e?|oam")
+"""Words that name no other chip: the size of its memory, its kind, and its socket."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator. Speeds are per second."""
+
+    bf16: float | None
+    """Operations with bf16 and fp16; None: it has none in bf16."""
+    fp32: float
+    """Operations with fp32, none of it rounded to fewer bits."""
+    fp8: float | None
+    """None: it has no products of 8 bits."""
+    memory: float
+    """Bytes."""
+    bandwidth: float
+    """Bytes read or written."""
+    link: float
+    """Bytes to and from the other accelerators of its machine, each way."""
+    fp16: float | None = None
+    """Operations with fp16 where these are not as fast as with bf16."""
+
+    def peak(self, precision: Precision) -> float | None:
+        """Operations in this precision; None where it has none."""
+        if precision == "fp16":
+            return self.fp16 or self.bf16
+        return getattr(self, precision)
+
+
+def _device(
+    bf16: float | None,
+    fp32: float,
+    fp8: float | None,
+    memory: float,
+    bandwidth: float,
+    link: float,
+    *,
+    fp16: float | None = None,
+) -> Device:
+    """From TFLOP/s, GB and GB/s."""
+    scaled = [None if value is None else value * TERA for value in (bf16, fp32, fp8, fp16)]
+    return Device(
+        scaled[0], fp32 * TERA, scaled[2], memory * GB, bandwidth * GB, link * GB, fp16=scaled[3]
+    )
+
+
+_PCIE4, _PCIE5 = 32, 64
+
+DEVICES: Mapping[str, Device] = {
+    "b300": _device(2250, 75, 4500, 288, 8000, 900),
+    "gb300": _device(2500, 80, 5000, 288, 8000, 900),
+    "b200": _device(2250, 75, 4500, 180, 7700, 900),
+    "gb200": _device(2500, 80, 5000, 186, 8000, 900),
+    "h200": _device(989.4, 66.9, 1978.9, 141, 4800, 450),
+    "h200 nvl": _device(835.5, 60, 1671, 141, 4800, 450),
+    "gh200": _device(989.4, 66.9, 1978.9, 96, 4000, 450),
+    "h100": _device(989.4, 66.9, 1978.9, 80, 3350, 450),
+    "h100 nvl": _device(835.5, 60, 1671, 94, 3900, 300),
+    "h100 pcie": _device(756, 51.2, 1513, 80, 2000, _PCIE5),
+    "h800": _device(989.4, 66.9, 1978.9, 80, 3350, 200),
+    "h20": _device(148, 44, 296, 96, 4000, 450),
+    "a100": _device(312, 19.5, None, 80, 2039, 300),
+    "a100 40gb": _device(312, 19.5, None, 40, 1555, 300),
+    "a100 pcie": _device(312, 19.5, None, 80, 1935, _PCIE4),
+    "a100 pcie 40gb": _device(312, 19.5, None, 40, 1555, _PCIE4),
+    "a800": _device(312, 19.5, None, 80, 2039, 200),
+    "a40": _device(149.7, 37.4, None, 48, 696, _PCIE4),
+    "a30": _device(165, 10.3, None, 24, 933, _PCIE4),
+    "a10": _device(125, 31.2, None, 24, 600, _PCIE4),
+    "l40s": _device(362, 91.6, 733, 48, 864, _PCIE4),
+    "l40": _device(181, 90.5, 362, 48, 864, _PCIE4),
+    "l4": _device(121, 30.3, 242.5, 24, 300, _PCIE4),
+    "rtx a6000": _device(154.8, 38.7, None, 48, 768, _PCIE4),
+    "rtx 6000 ada generation": _device(364.2, 91.1, 728.5, 48, 960, _PCIE4),
+    "rtx 5090": _device(209.5, 104.8, 419, 32, 1792, _PCIE5),
+    "rtx 4090": _device(165.2, 82.6, 330.3, 24, 1008, _PCIE4),
+    "rtx 3090": _device(71, 35.6, None, 24, 936, _PCIE4),
+    "v100": _device(None, 15.7, None, 32, 900, 150, fp16=125),
+    "t4": _device(None, 8.1, None, 16, 320, 16, fp16=65),
+    "mi300x": _device(1307.4, 163.4, 2614.9, 192, 5300, 448),
+    "mi325x": _device(1307.4, 163.4, 2614.9, 256, 6000, 448),
+}
+
+
+def device_called(name: str) -> Device | None:
+    """The accelerator of that name, as a driver tells it or short; None for one not known here.
+
+    `NVIDIA A100-SXM4-40GB`, `A100 40GB` and `a100-40gb` are the same. So are `H200` and
+    `NVIDIA H200`, while `H200 NVL` is another, and a slice of one (MIG) is none.
+    """
+    words = [word for word in re.split(r"[^a-z0-9]+", name.lower()) if word not in _MAKERS]
+    plain = " ".join(word for word in words if word and not _FORMS.fullmatch(word))
+    sizes = [word for word in words if re.fullmatch(r"\d+gb", word)]
+    found = DEVICES.get(" ".join([plain, *sizes])) or DEVICES.get(plain)
+    if not found or not sizes:
+        return found
+    # Some cards come with less memory; some are named after memory that is not all theirs.
+    return replace(found, memory=min(found.memory, int(sizes[0][:-2]) * GB))
+
+
+def peak_flops(name: str, precision: Precision) -> float | None:
+    """Operations per second at best of the accelerator of that name; None where nobody knows."""
+    device = device_called(name)
+    return device.peak(precision) if device else None

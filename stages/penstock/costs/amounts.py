@@ -1,0 +1,164 @@
+"""How many tokens and steps a run has: counted where its data is there, else estimated.
+
+No torch.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Literal
+
+from penstock.config.run import RunConfig
+from penstock.core.stage import Source
+from penstock.core.store import Step, lookup
+from penstock.models.cost import Work
+from penstock.models.shape import DecoderConfig
+from penstock.prepare.stage import Prepare
+
+BYTES_PER_TOKEN = 4.5
+"""Of files of text, with what JSON adds to it: English, with vocabularies of today."""
+
+FILL = 0.97
+"""The share of packed rows that holds tokens, where nothing is packed yet."""
+
+DOCUMENT = 512
+"""Tokens of a document, where nobody says."""
+
+Certainty = Literal["counted", "estimated"]
+
+
+@dataclass(frozen=True)
+class Data:
+    """The training split."""
+
+    epoch_rows: tuple[int, ...]
+    """Packed rows of each epoch, over and over."""
+    tokens: int
+    """Of all these rows, padding left out."""
+    documents: int
+    trained: int
+    """Tokens with a label."""
+    certain: Certainty
+
+    @property
+    def rows(self) -> int:
+        """Of all epochs that are laid out."""
+        return sum(self.epoch_rows)
+
+    @property
+    def tokens_per_row(self) -> float:
+        """On average."""
+        return self.tokens / max(1, self.rows)
+
+
+@dataclass(frozen=True)
+class Length:
+    """How long the run is."""
+
+    steps: int
+    tokens: int
+    set_by: str
+    """The setting that says so."""
+    certain: Certainty
+
+
+def data_of(run: RunConfig, steps: Sequence[Step]) -> Data | None:
+    """What is known of the data: from packed rows, from prepared samples, or from the sizes of the
+    files; None where there is none of it."""
+    by_stage = {step.stage.name: step for step in steps}
+    packed = lookup(by_stage["pack"]) if "pack" in by_stage else None
+    if packed:
+        facts = {name: of.get("train") for name, of in packed["facts"].items()}
+        rows = facts["epoch_rows"] or [facts["rows"]]
+        return Data(
+            tuple(rows), facts["tokens"], facts["documents"], facts["trained_tokens"], "counted"
+        )
+    prepare = by_stage["prepare"]
+    prepared = lookup(prepare)
+    row = run.data.sample_packing_sequence_len
+    if prepared:
+        facts = {name: prepared["facts"][name]["train"] for name in COUNTED}
+        rows = max(1, math.ceil(facts["tokens"] / (row * FILL)))
+        return Data((rows,), facts["tokens"], facts["rows"], facts["trained_tokens"], "estimated")
+    sources = prepare.stage.sources if isinstance(prepare.stage, Prepare) else ()
+    tokens = _tokens_of_files(sources)
+    if tokens is None:
+        return None
+    rows = max(1, math.ceil(tokens / (row * FILL)))
+    return Data((rows,), tokens, max(1, tokens // DOCUMENT), tokens, "estimated")
+
+
+COUNTED = ("rows", "tokens", "trained_tokens")
+
+
+def _tokens_of_files(sources: Iterable[Source]) -> int | None:
+    sizes: list[int] = []
+    for source in sources:
+        files: Any = source.pin.get("files")
+        if not isinstance(files, list) or not all(
+            isinstance(file, Mapping) and isinstance(file.get("bytes"), int) for file in files
+        ):
+            return None
+        sizes += [file["bytes"] for file in files]
+    return max(1, int(sum(sizes) / BYTES_PER_TOKEN)) if sizes else None
+
+
+def length_of(run: RunConfig, data: Data | None, rows_per_step: int) -> Length | None:
+    """The steps of a run from its beginning; None where the data decides, and nobody knows it."""
+    train = run.train
+    row = run.data.sample_packing_sequence_len
+    per_step = rows_per_step * (data.tokens_per_row if data else row * FILL)
+    certain: Certainty = data.certain if data else "estimated"
+    if train.eval_only:
+        return Length(0, 0, "eval_only", "counted")
+    ends: dict[str, tuple[int, Certainty]] = {}
+    if train.max_steps is not None:
+        ends["max_steps"] = train.max_steps, "counted"
+    if train.max_tokens is not None:
+        ends["max_tokens"] = max(1, math.ceil(train.max_tokens / per_step)), "estimated"
+    if not ends:
+        if data is None:
+            return None
+        epochs = Fraction(str(train.num_train_epochs))
+        ends["num_train_epochs"] = _steps(run, data, rows_per_step, epochs), certain
+    first = min(ends, key=lambda name: ends[name][0])
+    steps, sure = ends[first]
+    return Length(steps, round(steps * per_step), first, sure)
+
+
+def _steps(run: RunConfig, data: Data, rows_per_step: int, epochs: Fraction) -> int:
+    """Every epoch ends with a step of what is left of it, or drops that."""
+    whole, steps = math.floor(epochs), 0
+    drops = run.data.dataloader_drop_last
+
+    def in_epoch(rows: Fraction | int) -> int:
+        return rows // rows_per_step if drops else math.ceil(rows / rows_per_step)  # pyright: ignore[reportReturnType]
+
+    for epoch in range(whole):
+        steps += in_epoch(data.epoch_rows[epoch % len(data.epoch_rows)])
+    rest = epochs - whole
+    if rest:
+        rows = data.epoch_rows[whole % len(data.epoch_rows)]
+        used = in_epoch(rows) * rows_per_step if drops else rows
+        steps += math.ceil(rest * used / rows_per_step)
+    return steps
+
+
+def work_of(config: DecoderConfig, run: RunConfig, data: Data | None, rows: int) -> Work:
+    """What so many rows hold: as many tokens as rows do on average, in documents of equal length,
+    or full rows of one document where nothing is known."""
+    row = run.data.sample_packing_sequence_len
+    if data is None or not data.documents:
+        return Work.of(config, [row] * rows)
+    tokens = data.tokens_per_row * rows
+    length = max(1, round(data.tokens / data.documents))
+    documents = max(1, round(tokens / length))
+    one = Work.of(config, [length])
+    trained = data.trained / max(1, data.tokens)
+    return Work(
+        tokens=length * documents,
+        pairs=one.pairs * documents,
+        window_pairs=one.window_pairs * documents,
+        logits=round(length * documents * trained),
+    )

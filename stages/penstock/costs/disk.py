@@ -1,0 +1,75 @@
+"""What a run writes to disk, in bytes. No torch."""
+
+from dataclasses import dataclass, replace
+from math import ceil
+
+from penstock.costs.amounts import Data
+from penstock.costs.cut import Cut
+from penstock.costs.holding import Tensor, held
+from penstock.costs.states import state_bytes
+
+OF_TOKEN = 8
+"""An id and a label."""
+
+EXPORTED = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Bytes, by what they are."""
+
+    checkpoint: float
+    """One of them."""
+    checkpoints: int | None
+    """How many are kept at the end; None where nobody knows how long the run is."""
+    exported: float
+    prepared: float | None
+    packed: float | None
+
+    @property
+    def total(self) -> float:
+        """With one checkpoint where nobody knows how many."""
+        kept = self.checkpoint * (self.checkpoints or 1)
+        return kept + self.exported + (self.prepared or 0) + (self.packed or 0)
+
+
+def disk_of(cut: Cut, data: Data | None, steps: int | None, epochs: float) -> Disk:
+    """Of all ranks together."""
+    whole = _whole(cut)
+    saved = [tensor for tensor in whole if tensor.learns or not cut.keeps_only_adapters]
+    checkpoint = sum(_alone(tensor) for tensor in saved)
+    checkpoint += sum(state_bytes(cut.run.train, tensor) for tensor in whole if tensor.learns)
+    export = cut.run.export
+    width = EXPORTED.get(export.dtype or "", 4 if not cut.run.model.model_path else 2)
+    adapters = sum(_alone(tensor) for tensor in whole if tensor.learns)
+    exported = float(sum(tensor.numbers * width for tensor in whole))
+    if cut.run.lora.enable_lora:
+        merges = export.merge_lora and not cut.run.lora.save_lora_only
+        base = sum(tensor.numbers * width for tensor in whole if not tensor.learns)
+        exported = adapters + (base if merges else 0)
+    tokens = data.tokens if data else None
+    each = None if tokens is None else float(tokens * OF_TOKEN)
+    return Disk(checkpoint, _kept(cut, steps, epochs), exported, each, each)
+
+
+def _whole(cut: Cut) -> list[Tensor]:
+    """All tensors as one rank alone would hold them."""
+    alone = replace(cut.degrees, pipeline=1, replicate=1, shard=1, ring=1, ulysses=1)
+    return held(replace(cut, degrees=replace(alone, tensor=1, expert=1)))
+
+
+def _alone(tensor: Tensor) -> float:
+    return tensor.numbers * tensor.width
+
+
+def _kept(cut: Cut, steps: int | None, epochs: float) -> int | None:
+    train = cut.run.train
+    if steps is None:
+        return None
+    saved = 1
+    if train.save_steps:
+        saved += (steps - 1) // train.save_steps
+    if train.save_epochs:
+        saved += max(0, ceil(epochs / train.save_epochs) - 1)
+    limit = train.save_total_limit
+    return min(saved, limit + bool(train.save_best.metric)) if limit else saved

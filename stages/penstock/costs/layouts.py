@@ -1,0 +1,178 @@
+"""Which layout of a run would be the fastest on so many devices of a kind, of those that fit.
+
+The result of a run is the same in all of them: rows of a step stay as they are. No torch.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from penstock.config.rules import broken
+from penstock.config.run import RunConfig
+from penstock.costs.amounts import Data, work_of
+from penstock.costs.cut import Cut, Model
+from penstock.costs.durations import step_of
+from penstock.costs.machines import Machine
+from penstock.costs.memory import at_rest, peak
+from penstock.costs.prediction import USED, Prediction, predict
+from penstock.engine.parallel.degrees import Degrees, lay_out
+from penstock.engine.parallel.fits import Counts, misfits
+
+Settings = Mapping[str, Any]
+"""Of the section `train`."""
+
+SIZES = (1, 2, 4, 8)
+MICRO_BATCHES = (1, 2, 4, 8)
+LONG = 16_384
+"""Tokens of a row from which on ranks may share it."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A layout, and what it would cost."""
+
+    settings: Settings
+    """What to write of `train`."""
+    prediction: Prediction
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What layouts are looked for."""
+
+    run: RunConfig
+    model: Model
+    counts: Counts
+    machine: Machine
+    devices: int
+    rows: int
+    """Of a step, whatever the layout."""
+    data: Data | None
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    settings: Settings
+    cut: Cut
+    seconds: float
+    memory: float
+
+
+def fastest(wanted: Wanted, *, most: int = 5) -> list[Proposal]:
+    """The fastest layouts that fit, the fastest first; none where nothing fits."""
+    found: list[_Candidate] = []
+    for axes in _axes(wanted):
+        # How rows are dealt out, and what is recomputed, is a choice within each way to cut.
+        if here := list(_of_axes(wanted, axes)):
+            found.append(min(here, key=_order))
+    found.sort(key=_order)
+    return [
+        Proposal(
+            {name: value for name, value in one.settings.items() if _says_something(name, value)},
+            predict(one.cut.run, wanted.model, one.cut.degrees, wanted.machine, wanted.data),
+        )
+        for one in found[:most]
+    ]
+
+
+def _order(candidate: _Candidate) -> tuple[float, float]:
+    return candidate.seconds, candidate.memory
+
+
+def _says_something(name: str, value: Any) -> bool:
+    """Sizes of 1, and recomputation, are what is there if nothing is written."""
+    return value != 1 or name == "micro_batch_size"
+
+
+def _of_axes(wanted: Wanted, axes: Settings) -> Iterator[_Candidate]:
+    """Those with these sizes of the axes that fit."""
+    options = product([3, 2] if axes["pipeline_parallel_size"] == 1 else [2], [False, True])
+    for stage, recomputes in options:
+        for several in MICRO_BATCHES:
+            settings = {
+                **axes,
+                "data_parallel_mode": "fsdp2",
+                "zero_stage": stage,
+                "enable_gradient_checkpointing": recomputes,
+                "micro_batch_size": several,
+                "global_batch_size": wanted.rows,
+            }
+            cut = _cut(wanted, settings)
+            if cut is None:
+                continue
+            memory = peak(cut).total
+            if wanted.machine.memory and memory > USED * wanted.machine.memory:
+                # More rows at once take more.
+                break
+            work = work_of(wanted.model.config, wanted.run, wanted.data, wanted.rows)
+            step = step_of(cut, wanted.machine, work)
+            yield _Candidate(settings, cut, step.total if step else 0.0, memory)
+
+
+def _axes(wanted: Wanted) -> Iterator[Settings]:
+    """Sizes that multiply to the devices, of weights that a device has the room for."""
+    devices, machine = wanted.devices, wanted.machine
+    within = [size for size in SIZES if size <= min(devices, machine.local)]
+    long = wanted.run.data.sample_packing_sequence_len >= LONG
+    experts = [size for size in (*SIZES, 16, 32) if wanted.model.config.experts]
+    sizes = {
+        "tensor_parallel_size": within,
+        "pipeline_parallel_size": [size for size in SIZES if size <= devices],
+        "expert_parallel_size": [size for size in experts if size <= devices] or [1],
+        "ulysses_parallel_size": within if long else [1],
+        "ringattn_parallel_size": [1, 2] if long else [1],
+        "data_parallel_replicate_size": _copies(devices, machine),
+    }
+    for values in product(*sizes.values()):
+        axes = dict(zip(sizes, values, strict=True))
+        least = {**axes, "zero_stage": 2, "global_batch_size": wanted.rows, "micro_batch_size": 1}
+        cut = _cut(wanted, {**least, "data_parallel_mode": "fsdp2"})
+        if cut and (not machine.memory or at_rest(cut) < USED * machine.memory):
+            yield axes
+
+
+def _copies(devices: int, machine: Machine) -> list[int]:
+    """Of the weights: one, or one in each machine."""
+    machines = devices // machine.local
+    return [1, machines] if machines > 1 and devices % machine.local == 0 else [1]
+
+
+def _cut(wanted: Wanted, settings: Settings) -> Cut | None:
+    """None where the layout is none."""
+    changed = with_train(wanted.run, settings)
+    degrees = lay_out(changed.train, wanted.devices)
+    if not isinstance(degrees, Degrees) or misfits(changed, wanted.devices, wanted.counts):
+        return None
+    if any(True for _ in broken(changed)):
+        return None
+    return Cut(changed, wanted.model, degrees, wanted.machine.kind)
+
+
+FREED = (
+    "data_parallel_shard_size",
+    "gradient_accumulation_steps",
+    "reshard_after_forward",
+    "enable_full_shard",
+    "recompute_modules",
+    "moe_checkpoint_method",
+    "sequence_parallel",
+    "pipeline_parallel_split",
+    "pipeline_parallel_virtual_stages",
+    "init_device",
+)
+"""Settings that follow from a layout, and go back to their defaults with another one."""
+
+
+def with_train(run: RunConfig, settings: Settings) -> RunConfig:
+    """The run with these settings of `train` as if they had been written, on a layout of its
+    own."""
+    train = type(run.train).model_construct(
+        _fields_set=(run.train.model_fields_set - {*FREED}) | set(settings),
+        **{
+            **{name: getattr(run.train, name) for name in type(run.train).model_fields},
+            **{name: type(run.train).model_fields[name].get_default() for name in FREED},
+            **settings,
+        },
+    )
+    return run.model_copy(update={"train": train})

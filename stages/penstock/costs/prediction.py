@@ -1,0 +1,85 @@
+"""What a run will cost, before it runs: memory of a rank, seconds of a step, tokens, steps, disk.
+
+No torch.
+"""
+
+from dataclasses import dataclass
+
+from penstock.config.run import RunConfig
+from penstock.costs.amounts import Data, Length, length_of, work_of
+from penstock.costs.cut import Cut, Model
+from penstock.costs.disk import Disk, disk_of
+from penstock.costs.durations import Step, step_of
+from penstock.costs.machines import Machine
+from penstock.costs.memory import Memory, peak
+from penstock.engine.parallel.degrees import Degrees, rows_per_step
+from penstock.models.cost import step_flops
+from penstock.models.hf_config import HfConfig
+from penstock.models.published import declared_in
+from penstock.models.registry import family_of
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one run on one layout."""
+
+    degrees: Degrees
+    machine: Machine
+    memory: Memory
+    """Of the rank that takes the most, at its highest."""
+    step: Step | None
+    """None where nobody knows how fast the machine is."""
+    rows_per_step: int
+    tokens_per_step: int
+    flops_per_step: float
+    length: Length | None
+    disk: Disk
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether a rank has the memory; None where nobody knows how much it has."""
+        limit = self.machine.memory
+        return None if limit is None else self.memory.total <= USED * limit
+
+    @property
+    def seconds(self) -> float | None:
+        """Of all steps; what `max_hours` or `early_stopping` may save is not known."""
+        if self.step is None or self.length is None:
+            return None
+        return self.step.total * self.length.steps
+
+
+USED = 0.92
+"""The share of a device's memory that tensors may take: libraries, and gaps between tensors, take
+the rest."""
+
+
+def model_of(run: RunConfig, hf_config: HfConfig) -> Model:
+    """What there is to cut. Raises CapabilityError for a model that is not trained here."""
+    family = family_of(hf_config)
+    published = declared_in(hf_config) if run.model.model_path else None
+    return Model.of(run, family, family.read(hf_config), published)
+
+
+def predict(
+    run: RunConfig, model: Model, degrees: Degrees, machine: Machine, data: Data | None
+) -> Prediction:
+    """What the run costs, laid out over so many ranks of that machine."""
+    cut = Cut(run, model, degrees, machine.kind)
+    rows = rows_per_step(run.train, degrees.num_replicas)
+    length = length_of(run, data, rows)
+    work = work_of(model.config, run, data, rows)
+    epochs = float(run.train.num_train_epochs)
+    if length and data and length.set_by != "num_train_epochs":
+        epochs = length.tokens * len(data.epoch_rows) / max(1, data.tokens)
+    return Prediction(
+        degrees=degrees,
+        machine=machine,
+        memory=peak(cut),
+        step=step_of(cut, machine, work),
+        rows_per_step=rows,
+        tokens_per_step=work.tokens,
+        flops_per_step=step_flops(model.config, work, learning=model.learning),
+        length=length,
+        disk=disk_of(cut, data, length.steps if length else None, epochs),
+    )

@@ -1,0 +1,44 @@
+"""What is told of a run's disk, beside what a run leaves there."""
+
+import json
+
+import pytest
+
+from penstock.costs.cut import Cut
+from penstock.costs.disk import disk_of
+from penstock.costs.prediction import model_of
+from penstock.engine.parallel.degrees import Degrees
+from tests.costs import measured
+from tests.engine import runs
+from tests.engine.loops import each
+from tests.ranks import on_ranks
+
+CASES = {
+    "adamw": {},
+    "states in bf16": {"optimizer": "anyprecision_adamw"},
+    "no states": {"optimizer": "sgd"},
+    "adapters": {"lora": {"enable_lora": True, "lora_rank": 128}},
+}
+SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+KEPT = {"max_steps": 4, "save_steps": 1, "save_total_limit": 3, "save_hf_weights": False}
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_checkpoints_take_what_is_told_and_as_many_are_kept(tmp_path):
+    rows = measured.write_rows(tmp_path / "rows", [32, 16], 8)
+    model = measured.write_model(tmp_path / "model", SMALL)
+    hf = json.loads((model / "config.json").read_text())
+    data = {"sample_packing_sequence_len": 64}
+    jobs = {
+        name: measured.job(tmp_path, name, rows, model, data=data, **KEPT, **case)
+        for name, case in CASES.items()
+    }
+    on_ranks(1, each, runs.train_here, jobs)
+    for name, job in jobs.items():
+        cut = Cut(job.config, model_of(job.config, hf), Degrees(), "cpu")
+        told = disk_of(cut, None, 4, 1.0)
+        folders = list((tmp_path / name / "checkpoints").glob("global_step_*"))
+        assert told.checkpoints == len(folders) == 3
+        sizes = [sum(file.stat().st_size for file in folder.rglob("*")) for folder in folders]
+        assert told.checkpoint == pytest.approx(max(sizes), rel=0.05), name

@@ -1,0 +1,146 @@
+"""What a rank is said to hold, beside the models, pieces and formats that it would hold."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from penstock.adapters.inject import LoraSpec, inject
+from penstock.config.load import loads
+from penstock.costs.cut import Cut, Model
+from penstock.costs.holding import CODES, _width, held
+from penstock.engine.parallel.cuts import Cuts
+from penstock.engine.parallel.degrees import Degrees
+from penstock.engine.parallel.parts import parts_of
+from penstock.models.decoder import Decoder
+from penstock.models.published import Declared
+from penstock.models.registry import family_of
+from penstock_kernels.quant import format_named
+from tests.config.values import smallest
+
+SIZES = {
+    "vocab_size": 101,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+MODELS = {
+    "dense": ("qwen3", {"tie_word_embeddings": True}),
+    "experts": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "biases": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+
+
+def family(kind):
+    model_type, more = MODELS[kind]
+    hf = AutoConfig.for_model(model_type, **SIZES, **more).to_dict()
+    return family_of(hf), family_of(hf).read(hf)
+
+
+def cut_of(kind, degrees, **sections):
+    run = loads(smallest(**sections))
+    its, config = family(kind)
+    return Cut(run, Model.of(run, its, config), degrees, "cpu"), its, config
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_one_process_holds_the_model(kind):
+    cut, _, config = cut_of(kind, Degrees())
+    with torch.device("meta"):
+        model = Decoder(config, merge_qkv=True)
+    assert sum(one.numbers for one in held(cut)) == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_that_split_matrices_hold_their_pieces(kind, size):
+    degrees = Degrees(tensor=size, expert=2)
+    cut, its, config = cut_of(kind, degrees, train={"tensor_parallel_size": size})
+    names = its.weight_map(config, merge_qkv=True)
+    most = 0
+    for index in range(size):
+        cuts = Cuts(names, its.roles, size, index, "whole", expert_size=2, expert_index=index % 2)
+        shapes = {name: names.native_shape(name) for name in names.native_names()}
+        sizes = [sum(p.numel for p in cuts.pieces(name, shape)) for name, shape in shapes.items()]
+        most = max(most, sum(sizes))
+    # Shares that do not come out even are rounded up, each for itself.
+    assert sum(one.numbers for one in held(cut)) == pytest.approx(most, rel=0.01)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+def test_ranks_of_a_pipeline_hold_their_stages(schedule):
+    train = {
+        "pipeline_parallel_size": 2,
+        "pipeline_parallel_schedule": schedule,
+        "gradient_accumulation_steps": 2,
+    }
+    cut, _, config = cut_of("experts", Degrees(pipeline=2), train=train)
+    for rank in range(2):
+        with torch.device("meta"):
+            parts = [
+                Decoder(config, merge_qkv=True, part=part)
+                for part in parts_of(config, cut.run.train, rank)
+            ]
+        whole = sum(p.numel() for part in parts for p in part.parameters())
+        assert sum(one.numbers for one in held(cut, rank)) == whole
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_adapters_alone_learn_and_are_as_many_as_are_injected(kind):
+    targets = ["q_proj", "down_proj", *(["lm_head"] if kind == "experts" else [])]
+    lora = {"enable_lora": True, "lora_rank": 4, "lora_target_modules": targets}
+    cut, _, config = cut_of(kind, Degrees(), lora=lora)
+    with torch.device("meta"):
+        model = Decoder(config, merge_qkv=True)
+        inject(model, LoraSpec(rank=4, alpha=4, targets=targets))
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert sum(one.numbers for one in held(cut) if one.learns) == sum(
+        p.numel() for p in trained.values()
+    )
+    head = sum(p.numel() for name, p in trained.items() if name.startswith("lm_head"))
+    share = config.experts.experts_per_token / config.experts.num_experts if config.experts else 1
+    inner = sum(
+        p.numel() * (share if ".experts." in name else 1)
+        for name, p in trained.items()
+        if not name.startswith("lm_head")
+    )
+    assert cut.model.learning.factors == head + inner
+    assert cut.model.learning.head_factors == head
+
+
+@pytest.mark.parametrize("name", CODES)
+@pytest.mark.parametrize("columns", [64, 128, 200, 4096])
+def test_quantised_rows_take_the_bytes_of_their_format(name, columns):
+    widths = format_named(name).widths(columns)
+    assert _width(name, columns, None) * columns == pytest.approx(sum(widths.values()))
+
+
+def test_shards_are_whole_rows():
+    cut, _, _ = cut_of("dense", Degrees(shard=8))
+    for one in held(cut):
+        assert one.mine == math.ceil(one.rows / 8) * one.columns
+
+
+@pytest.mark.parametrize("published", [None, Declared("fp8", "compressed-tensors")])
+def test_quantised_matrices_take_their_bits_and_all_else_its_own(published):
+    lora = {"enable_lora": True, "enable_qlora": True, "quant_format": "int8"}
+    model = {"exclude_modules": ["o_proj"]}
+    cut, its, config = cut_of("dense", Degrees(), lora={**lora, **model})
+    cut = replace(cut, model=Model.of(cut.run, its, config, published))
+    format = format_named(published.format if published else "int8")
+    names = its.weight_map(config, merge_qkv=True)
+    want = 0.0
+    for name in names.native_names():
+        *rows, columns = names.native_shape(name)
+        count = math.prod(rows) * columns
+        if "_proj" in name and "o_proj" not in name:
+            want += rows[0] * sum(format.widths(columns).values())
+        else:
+            # Vectors in fp32, matrices as they are computed with.
+            want += count * (2 if rows else 4)
+    assert sum(one.at_rest for one in held(cut) if not one.learns) == pytest.approx(want)

@@ -1,0 +1,121 @@
+"""Layouts that are proposed: each can be run, fits, and is in its place."""
+
+from dataclasses import replace
+
+import pytest
+from transformers import AutoConfig
+
+from penstock.config.load import loads
+from penstock.costs.cut import Cut
+from penstock.costs.durations import step_of
+from penstock.costs.layouts import Wanted, fastest
+from penstock.costs.machines import machine_called
+from penstock.costs.prediction import USED, model_of
+from penstock.engine.parallel.degrees import Degrees, degrees_of
+from penstock.engine.parallel.fits import Counts, misfits
+from penstock.models.cost import Work, forward_flops, step_flops
+from tests.config.values import smallest
+
+SIZES = {
+    "vocab_size": 32_000,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+}
+DENSE = AutoConfig.for_model("qwen3", **SIZES).to_dict()
+SPARSE = AutoConfig.for_model(
+    "qwen3_moe", **SIZES, num_experts=16, num_experts_per_tok=4, moe_intermediate_size=1024
+).to_dict()
+ROWS = 24
+
+
+def wanted(hf, devices, memory=80e9, **sections):
+    run = loads(smallest(data={"sample_packing_sequence_len": 4096}, **sections))
+    machine = replace(machine_called("H100"), memory=memory)
+    return Wanted(run, model_of(run, hf), Counts.of(hf), machine, devices, ROWS, None)
+
+
+@pytest.mark.parametrize(
+    ("hf", "devices"),
+    [(DENSE, 1), (DENSE, 6), (DENSE, 8), (SPARSE, 4)],
+    ids=["dense on one", "dense on six", "dense on eight", "experts on four"],
+)
+def test_proposals_run_fit_and_come_in_order(hf, devices):
+    asked = wanted(hf, devices)
+    proposals = fastest(asked)
+    assert proposals
+    for one in proposals:
+        run = loads(smallest(data={"sample_packing_sequence_len": 4096}, train=dict(one.settings)))
+        assert not misfits(run, devices, asked.counts)
+        assert degrees_of(run.train, devices) == one.prediction.degrees
+        assert one.prediction.rows_per_step == ROWS
+        assert one.prediction.memory.total <= USED * 80e9
+    seconds = [one.prediction.step.total for one in proposals if one.prediction.step]
+    assert seconds == sorted(seconds)
+    assert len({one.prediction.degrees for one in proposals}) == len(proposals)
+
+
+def test_less_memory_asks_for_more_cuts_or_recomputing_and_none_is_proposed_without_enough():
+    [roomy, *_] = fastest(wanted(DENSE, 8, memory=80e9))
+    [tight, *_] = fastest(wanted(DENSE, 8, memory=8e9))
+    assert roomy.prediction.memory.total > 8e9
+    assert tight.prediction.memory.total <= USED * 8e9
+    assert roomy.prediction.step
+    assert tight.prediction.step
+    assert roomy.prediction.step.total < tight.prediction.step.total
+    assert fastest(wanted(DENSE, 2, memory=4e9)) == []
+
+
+def test_products_take_the_time_of_their_operations_shared_by_all_ranks():
+    asked = wanted(DENSE, 4, train={"global_batch_size": ROWS})
+    machine, config = asked.machine, asked.model.config
+    work = Work.of(config, [512] * 8 * ROWS)
+    flops = step_flops(config, work)
+    for recomputes in (True, False):
+        train = asked.run.train.model_copy(update={"enable_gradient_checkpointing": recomputes})
+        run = asked.run.model_copy(update={"train": train})
+        step = step_of(Cut(run, asked.model, Degrees(shard=4), "cuda"), machine, work)
+        again = forward_flops(config, work, parts=["attention", "network"]) if recomputes else 0
+        speed = machine.speed(2)
+        assert step
+        assert speed
+        assert step.products == pytest.approx((flops + again) / 4 / speed)
+    assert (
+        step_of(
+            Cut(asked.run, asked.model, Degrees(shard=4), "cuda"), replace(machine, speeds={}), work
+        )
+        is None
+    )
+
+
+def test_a_pipeline_waits_for_as_many_micro_batches_as_it_has_other_ranks():
+    train = {"pipeline_parallel_size": 4, "global_batch_size": ROWS}
+    asked = wanted(DENSE, 4, train=train)
+    work = Work.of(asked.model.config, [4096] * ROWS)
+    step = step_of(Cut(asked.run, asked.model, Degrees(pipeline=4), "cuda"), asked.machine, work)
+    assert step
+    others = step.products + step.memory + step.communication
+    assert step.bubble == pytest.approx(others * 3 / ROWS)
+
+
+def test_split_matrices_send_four_sums_of_the_stream_for_each_layer():
+    asked = wanted(
+        DENSE,
+        2,
+        train={
+            "tensor_parallel_size": 2,
+            "global_batch_size": 2,
+            "data_parallel_mode": "none",
+            "enable_gradient_checkpointing": False,
+        },
+    )
+    work = Work.of(asked.model.config, [4096] * 2)
+    step = step_of(Cut(asked.run, asked.model, Degrees(tensor=2), "cuda"), asked.machine, work)
+    # Two ranks send and receive the whole stream once for each sum, forward and backward.
+    stream = 4096 * SIZES["hidden_size"] * 2
+    sent = 2 * SIZES["num_hidden_layers"] * 4 * stream
+    assert step
+    assert step.communication == pytest.approx(sent / asked.machine.link)

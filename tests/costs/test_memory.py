@@ -1,0 +1,55 @@
+"""What is predicted of a step's memory, beside what the system counts."""
+
+import json
+
+import pytest
+
+from penstock.costs.cut import Cut
+from penstock.costs.memory import peak
+from penstock.costs.prediction import model_of
+from penstock.engine.parallel.degrees import degrees_of
+from tests.costs import measured
+from tests.costs.cases import CASES, QUICK
+from tests.ranks import on_ranks
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+
+def jobs_of(folder, name):
+    """A tiny job that warms up, and the one that is measured."""
+    case = dict(CASES[name])
+    lengths, hf, world = case.pop("lengths"), case.pop("hf", {}), case.pop("world", 1)
+    settings = {
+        "data": {"sample_packing_sequence_len": sum(lengths), "pad_to_multiple_of": 1},
+        "global_batch_size": world,
+        "enable_mixed_precision": True,
+        "enable_gradient_checkpointing": False,
+        **case,
+    }
+    rows = measured.write_rows(folder / name / "rows", lengths, 8)
+    model = measured.write_model(folder / name / "model", hf)
+    few = measured.write_rows(folder / name / "few", [sum(lengths) // 8], 8)
+    small = {**hf, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    tiny = measured.write_model(folder / name / "tiny", small)
+    warm = measured.job(folder, f"{name} warm", few, tiny, **settings)
+    return warm, measured.job(folder, name, rows, model, **settings), world
+
+
+def compare(folder, name):
+    """What is predicted and what is measured, of all that is beyond the process itself."""
+    warm, job, world = jobs_of(folder, name)
+    found = on_ranks(world, measured.peak, warm, job, collectives="plain")
+    most = max(one["most"] for one in found)
+    config = json.loads((folder / name / "model" / "config.json").read_text())
+    model = model_of(job.config, config)
+    told = peak(Cut(job.config, model, degrees_of(job.config.train, world), "cpu"))
+    return told.total, most
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.exhaustive]) for name in CASES],
+)
+def test_predicted_memory_is_what_the_system_counts(name, tmp_path):
+    told, most = compare(tmp_path, name)
+    assert told == pytest.approx(most, rel=0.1), f"{told / 1e6:.0f} MB and {most / 1e6:.0f} MB"
