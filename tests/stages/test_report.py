@@ -1,135 +1,55 @@
-import html
 import json
 import math
 import re
-import shutil
-from html.parser import HTMLParser
+import time
 from itertools import pairwise
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from penstock.config.load import loads
-from penstock.core.data_facts import DATA, keep_data_facts
+from penstock.core.errors import ConfigError
 from penstock.core.files import write_json
-from penstock.core.stage import Artifact
-from penstock.rows.reader import PackedRows
-from penstock.train.job import METRICS, OUTCOME, Job
-from penstock.train.metrics import MetricsLog
-from penstock.train.report import write_report
+from penstock.train import recorder
+from penstock.train.job import LOGS, OUTCOME, SAMPLES, SURROUNDINGS
+from penstock.train.recorder import Recorder
+from penstock.train.report import write_comparison, write_report
 from penstock.train.report.chart import smoothed
-from tests.cli.command import penstock, small_run
-from tests.stages.prepared import table_of, texts, write_lines
-
-VOID = {"meta", "link", "br", "img", "input"}
-
-
-class Page(HTMLParser):
-    """A page as a browser reads it. Fails on tags that do not close."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.texts: dict[str, list[str]] = {}
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self._open: list[str] = []
-        self.feed(text)
-        self.close()
-        assert self._open == []
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self._open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag):
-        assert self._open.pop() == tag
-
-    def handle_data(self, data):
-        if self._open:
-            self.texts.setdefault(self._open[-1], []).append(data)
-
-    def named(self, tag):
-        return [attributes for name, attributes in self.tags if name == tag]
-
-
-def record(step, loss, **more):
-    return {
-        "step": step,
-        "epoch": step / 100,
-        "loss": loss,
-        "lr": 1e-3 / step,
-        "grad_norm": 2.0 + step % 3,
-        "tokens": 1000 + step,
-        "trained_tokens": 500,
-        "tokens_per_second": 20_000.0 - step,
-        "seconds": 0.05,
-        **more,
-    }
-
-
-def falling(count):
-    return [record(step, 1 + 4 / step) for step in range(1, count + 1)]
-
-
-def report_of(folder, records, evaluations=(), outcome="finished", **sections):
-    settings = {
-        "model": {"config_path": "builtin:tiny-qwen3"},
-        "data": {"datasets": [{"path": "builtin:arithmetic", "type": "chat"}]},
-        "train": {"output_dir": str(folder)},
-        **sections,
-    }
-    folder.mkdir(exist_ok=True)
-    run = loads(settings)
-    Job(
-        "0" * 64, run, folder, "1" * 64, (), 258, "builtin:tiny-qwen3", None, folder, launch="1"
-    ).write()
-    log = MetricsLog(folder / METRICS, 0)
-    for each in records:
-        log.append(each)
-    for step, loss in evaluations:
-        log.append({"step": step, "eval_loss": loss})
-    log.close()
-    if outcome == "finished":
-        write_json(folder / OUTCOME, {"facts": {}, "step": len(records), "signal": None})
-    return write_report(folder).read_text()
-
-
-def chart_of(page_text, name):
-    figure = page_text.split(f'data-chart="{name}"')[1].split("</figure>")[0]
-    (drawing,) = re.findall(r"<svg.*?</svg>", figure, re.S)
-    svg = ElementTree.fromstring(drawing)
-    paths = {path.get("class"): path.get("d") for path in svg.findall(".//{*}path")}
-    ticks = re.findall(r'class="y" style="top:([\d.]+)%">([^<]+)<', figure)
-    return paths, [(float(at), float(label)) for at, label in ticks]
-
-
-def points(path):
-    return [(float(x), float(y)) for x, y in re.findall(r"([\d.]+) ([\d.]+)", path)]
+from penstock.train.report.heat import over_steps
+from tests.cli.command import penstock
+from tests.stages.report_pages import Page, chart_of, numbers_of, points, report_of, section_of
+from tests.stages.told_runs import falling, job_in, record, tell
 
 
 def test_the_numbers_on_the_page_are_those_of_the_metrics(tmp_path):
-    records = falling(50)
-    text = report_of(tmp_path, records, [(50, 1.25)])
-    payload = re.search(r'id="steps">(.*?)</script>', text)
-    assert payload
-    values = json.loads(payload[1])["values"]
-    for name in ("step", "loss", "lr", "grad_norm", "tokens_per_second"):
-        assert values[name] == [each[name] for each in records]
+    phases = {"data": 0.5, "optimizer": 1.5}
+    records = falling(50, tflops=1.5, mfu=None, memory_gib=2.5, phases=phases)
+    more = {"eval_perplexity": 3.5, "eval_token_accuracy": 0.75, "eval_loss/a": 1.5}
+    evaluation = {"step": 50, "eval_loss": 1.25, **more}
+    job_in(tmp_path)
+    tell(tmp_path, [*records, evaluation])
+    text = write_report(tmp_path).read_text()
+    [tables] = numbers_of(text)["tables"]
+    for name in ("step", "loss", "lr", "grad_norm", "tokens_per_second", "tflops", "memory_gib"):
+        assert tables["steps"][name] == [each[name] for each in records]
+    assert tables["evaluations"] == {name: [value] for name, value in evaluation.items()}
     page = Page(text)
     assert dict(zip(page.texts["dt"], page.texts["dd"], strict=True)) == {
-        "final loss": "1.08",
+        "loss": "1.08",
         "held-out loss": "1.25",
+        "held-out token accuracy": "75.0%",
         "steps": "50",
         "epochs": "0.50",
         "tokens": "51.3 k",
         "of them trained on": "25 k",
         "tokens per second, median": "20 k",
+        "memory, peak": "2.5 GiB",
         "time in steps": "2.5 s",
     }
+    spent = section_of(text, "Where the time went")
+    assert re.findall(r"</i>(.*?) <b>(.*?)</b>", spent) == [
+        ("update", "75.0 %"),
+        ("reading rows", "25.0 %"),
+    ]
 
 
 def test_the_curve_read_off_its_axes_is_the_loss(tmp_path):
@@ -140,10 +60,10 @@ def test_the_curve_read_off_its_axes_is_the_loss(tmp_path):
     def read_off(y):
         return high + (y / 10 - top) * (low - high) / (bottom - top)
 
-    drawn = points(paths["raw"])
+    drawn = points(paths[0, "raw"])
     assert [read_off(y) for _, y in drawn] == pytest.approx([r["loss"] for r in records], abs=1e-3)
     assert [x for x, _ in drawn] == pytest.approx([1000 * i / 49 for i in range(50)], abs=0.1)
-    ((x, y),) = points(paths["dots"])
+    ((x, y),) = points(paths[1, "dots"])
     assert (x, read_off(y)) == pytest.approx((1000, 1.5), abs=1e-3)
 
 
@@ -152,7 +72,7 @@ def test_a_long_run_is_drawn_small_and_keeps_its_spikes(tmp_path):
     records[12_345]["loss"] = 9.0
     text = report_of(tmp_path, records)
     paths, _ = chart_of(text, "loss")
-    x, _ = min(points(paths["raw"]), key=lambda point: point[1])
+    x, _ = min(points(paths[0, "raw"]), key=lambda point: point[1])
     assert x == pytest.approx(1000 * 12_345 / 19_999, abs=0.1)
     assert len(text) < 250_000
 
@@ -174,17 +94,17 @@ def test_every_page_is_well_formed_and_asks_for_nothing_from_elsewhere(tmp_path,
     page = Page(text)
     assert page.texts["title"] == ["finetune · Penstock"]
     assert "not finished" in page.texts["p"]
-    svgs = re.findall(r"<svg.*?</svg>", text, re.S)
+    svgs = re.findall(r"<svg xmlns.*?</svg>", text, re.S)
     assert len(svgs) == (4 if records else 0)
     for svg in svgs:
         assert "nan" not in "".join(ElementTree.fromstring(svg).itertext()).lower()
         assert not re.search(r'd="[^"]*(nan|inf)', svg)
-    payload = re.search(r'id="steps">(.*?)</script>', text)
-    assert payload
-    json.loads(payload[1], parse_constant=lambda name: pytest.fail(f"browsers cannot read {name}"))
-    targets = [tag.get("href") or tag.get("src") for tag in (*page.named("link"), *page.named("a"))]
-    assert targets == ["data:,"]
-    assert [tag for tag in page.named("script") if tag.get("src")] == []
+    numbers_of(text)
+    named = (*page.named("link"), *page.named("a"), *page.named("script"))
+    targets = {each for tag in named if (each := tag.get("href") or tag.get("src"))}
+    assert {each for each in targets if not each.startswith("#")} == {"data:,"}
+    ids = {tag["id"] for _, tag in page.tags if "id" in tag}
+    assert {each[1:] for each in targets if each.startswith("#")} <= ids
     assert "default-src 'none'" in text
 
 
@@ -197,23 +117,30 @@ def test_what_users_write_is_shown_and_never_obeyed(tmp_path):
         pipeline={"name": name},
         data={"datasets": [{"path": path, "type": "text"}]},
     )
+    tell(tmp_path, [*falling(3), {"step": 3, "warning": name}])
+    answered = {"step": 3, "samples": [{"prompt": path, "answer": name}]}
+    (tmp_path / SAMPLES).write_text(json.dumps(answered) + "\n")
+    text = write_report(tmp_path).read_text()
     page = Page(text)
-    assert len(page.named("script")) == 2
+    assert len(page.named("script")) == 3
     assert page.named("img") == []
     assert page.texts["h1"] == [name]
     assert path in page.texts["td"]
+    assert path in page.texts["h3"]
+    assert name in page.texts["p"]
+    assert name in page.texts["td"]
 
 
 def test_credentials_are_left_out(tmp_path):
     text = report_of(
         tmp_path,
         falling(3),
-        launch={"env": {"SECRET_NAME": "hunter2"}},
+        launch={"env": {"NCCL_DEBUG": "hunter2"}},
         data={"datasets": [{"path": "https://me:hunter2@host/rows.jsonl", "type": "text"}]},
     )
     assert "hunter2" not in text
     assert "https://host/rows.jsonl" in text
-    assert "launch.env.SECRET_NAME" in text
+    assert "launch.env.NCCL_DEBUG" in text
 
 
 def test_the_command_writes_it_again_and_says_what_hinders_it(tmp_path):
@@ -233,7 +160,7 @@ def test_the_command_writes_it_again_and_says_what_hinders_it(tmp_path):
 
 def test_only_what_differs_from_the_defaults_is_listed_first(tmp_path):
     text = report_of(tmp_path, falling(2), lora={"enable_lora": True, "lora_rank": 16})
-    changed, rest = text.split("<details>")
+    changed, rest = section_of(text, "Settings").split("<details")
     assert "lora.enable_lora" in changed
     assert "lora.lora_rank" not in changed
     assert "lora.lora_rank" in rest
@@ -260,79 +187,133 @@ def test_ticks_are_round_and_enclose_the_values(tmp_path, highest):
     assert f"{gaps[0]:.3e}"[:4] in ("1.00", "2.00", "2.50", "5.00")
 
 
-@pytest.fixture(scope="module")
-def data_facts(tmp_path_factory):
-    """What two stages said of two real sources, and their samples as pyarrow reads them."""
-    folder = tmp_path_factory.mktemp("data")
-    first = write_lines(folder / "<b>one.jsonl", [*texts(40), {"text": "x"}, {"text": "x"}])
-    second = write_lines(folder / "two.jsonl", texts(20, "another "))
-    config = small_run(
-        folder,
-        data={
-            "datasets": [{"path": str(path), "type": "text"} for path in (first, second)],
-            "val_set_size": 7,
-            "deduplicate": "exact",
-        },
-    )
-    stages = penstock("pack", config, "--json").last["stages"]
-    prepared, packed = (Artifact(s["stage"], s["key"], Path(s["path"])) for s in stages)
-    keep_data_facts(folder, packed, prepared)
-    tables = {split: table_of(prepared.path, split) for split in ("train", "validation")}
-    rows = {s: len(PackedRows(packed.path / "data" / s)) for s in tables}
-    for artifact in (prepared, packed):
-        shutil.rmtree(artifact.path)
-    return folder / DATA, tables, rows
+AROUND = {
+    "started": "2026-01-02T03:04:05+00:00",
+    "total_steps": 3,
+    "host": "a host",
+    "system": "a system",
+    "device": "a device",
+    "ranks": 8,
+    "threads": 2,
+    "layout": {"mode": "fsdp2", "shard": 8, "tensor": 1},
+    "quantised": ["nf4"],
+    "versions": {"penstock": "0.0", "torch": "9.9"},
+}
 
 
-def section_of(text, heading):
-    (section,) = [s for s in text.split("<section>") if f"<h2>{heading}</h2>" in s]
-    return section.split("</section>")[0]
+def test_a_page_says_how_a_run_stands(tmp_path):
+    write_json(tmp_path / SURROUNDINGS, {**AROUND, "total_steps": 40})
+    assert "not finished" in report_of(tmp_path, falling(10), outcome="none")
+    text = write_report(tmp_path, state="running").read_text()
+    assert '<body data-refresh="30">' in text
+    assert 'aria-valuenow="25"' in text
+    assert ">10 of 40<" in text
+    failure = {"rank": 1, "host": "h", "time": 1.0, "message": "the disk is full <b>", "error": ""}
+    (tmp_path / LOGS).mkdir()
+    write_json(tmp_path / LOGS / "failure_1.json", {**failure, "exit_code": 1, "traceback": ""})
+    text = write_report(tmp_path).read_text()
+    assert "failed: the disk is full &lt;b&gt;" in text
+    assert "<body>" in text
+    write_json(tmp_path / OUTCOME, {"facts": None, "step": 10, "signal": 15})
+    assert "stopped after step 10" in write_report(tmp_path).read_text()
 
 
-@pytest.mark.parametrize("outcome", ["finished", "none"])
-def test_the_data_is_told_as_it_was_though_it_is_pruned(tmp_path, data_facts, outcome):
-    file, tables, rows = data_facts
-    tmp_path.joinpath(DATA).write_bytes(file.read_bytes())
-    text = report_of(tmp_path, falling(3) if outcome == "finished" else [], outcome=outcome)
+def test_a_page_tells_of_answers_layers_experts_lineage_and_surroundings(tmp_path):
+    routers = {
+        "layers": [1, 3],
+        "imbalance": [1.0, 2.0],
+        "entropy": [1.0, 0.5],
+        "counts": [[3, 1], [2, 2]],
+    }
+    norms = {"embed_tokens": 1.0, "layers.0": 10.0}
+    write_json(tmp_path / SURROUNDINGS, AROUND)
+    answers = [
+        {"step": step, "samples": [{"prompt": "why?", "answer": f"because {step}"}]}
+        for step in (1, 3)
+    ]
+    (tmp_path / SAMPLES).write_text("".join(json.dumps(each) + "\n" for each in answers))
+    text = report_of(tmp_path, falling(3, routers=routers, grad_norms=norms))
     page = Page(text)
-    section = section_of(text, "Data")
-    cells = re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", section)
-    told = dict(pairwise(cells))
-    assert told["training samples"] == str(len(tables["train"])) == "54"
-    assert told["held-out samples"] == str(len(tables["validation"])) == "7"
-    lengths = [len(ids) for ids in tables["train"]["input_ids"].to_pylist()]
-    trained = sum(v != -100 for r in tables["train"]["labels"].to_pylist() for v in r[1:])
-    assert f"{trained / sum(lengths):.1%} of them trained on" in section
-    assert told["training rows of 32,000 tokens"] == str(rows["train"])
-    assert told["exact duplicate"] == "1"
-    for name in ("<b>one.jsonl", "two.jsonl"):
-        its = [
-            len(row["input_ids"]) for row in tables["train"].to_pylist() if row["source"] == name
-        ]
-        at = cells.index(html.escape(name))
-        assert cells[at + 1 : at + 3] == ["training", str(len(its))]
-        assert cells[at + 5] == f"{len(its) / len(lengths):.1%}"
-    assert all(tag.get("class") for tag in page.named("b"))
+    maps = numbers_of(text)["maps"]
+    assert maps["grad_norms"]["rows"] == list(norms)
+    assert maps["grad_norms"]["table"] == [[1.0, 10.0]] * 3
+    assert maps["load"]["table"] == [[1.5, 1.0], [0.5, 1.0]]
+    assert maps["imbalance"]["rows"] == ["layer 1", "layer 3"]
+    said = page.texts["p"]
+    assert said.index("because 3") < said.index("because 1")
+    told = dict(
+        pairwise(re.findall(r"<t[hd](?: [^>]*)?>(.*?)</t[hd]>", section_of(text, "Made with")))
+    )
+    assert told["device"] == "a device, 8 process(es)"
+    assert told["layout"] == "mode fsdp2, shard 8"
+    assert told["torch"] == "9.9"
+    assert "2026-01-02 03:04 UTC" in said
 
 
-def test_bars_read_off_their_axis_are_the_lengths(tmp_path, data_facts):
-    file, tables, _ = data_facts
-    tmp_path.joinpath(DATA).write_bytes(file.read_bytes())
-    section = section_of(report_of(tmp_path, falling(3)), "Data")
-    figures = re.findall(r'<figure class="bars">.*?</figure>', section, re.S)
-    for figure, table in zip(figures, tables.values(), strict=True):
-        (drawing,) = re.findall(r"<svg.*?</svg>", figure, re.S)
-        paths = ElementTree.fromstring(drawing).findall(".//{*}path")
-        (bars,) = (path.get("d", "") for path in paths if path.get("class") == "bar")
-        marks = re.findall(r'class="y" style="top:([\d.]+)%">([^<]+)<', figure)
-        axis = sorted((float(y), float(value)) for y, value in marks)
-        (top, high), (bottom, low) = axis[0], axis[-1]
-        heights = [float(y) / 10 for y in re.findall(r"M[\d.]+ 1000\.0V([\d.]+)H", bars)]
-        read = [high + (y - top) * (low - high) / (bottom - top) for y in heights]
-        exponents = [(len(ids) - 1).bit_length() for ids in table["input_ids"].to_pylist()]
-        counts = [exponents.count(e) for e in range(min(exponents), max(exponents) + 1)]
-        assert read == pytest.approx([count for count in counts if count], abs=0.05)
+def test_tiles_of_a_long_run_are_means_of_its_stretches():
+    values = [[float(step), 1.0] for step in range(1, 1201)]
+    found = over_steps("x", "X", ["a", "b"], range(1, 1201), values).pointed_at
+    assert len(found["table"]) == 120
+    assert found["table"][0] == [5.5, 1.0]
+    assert found["columns"][-1] == "steps 1,191 to 1,200"
 
 
-def test_a_run_that_kept_nothing_of_its_data_has_no_such_section(tmp_path):
-    assert "<h2>Data</h2>" not in report_of(tmp_path, falling(3))
+def test_two_runs_are_compared_on_one_page(tmp_path):
+    one, other = tmp_path / "one", tmp_path / "other"
+    report_of(one, falling(20), [(20, 1.5)])
+    report_of(other, falling(40), train={"lr": 0.5}, pipeline={"name": "<i>second</i>"})
+    said = penstock("report", one, other, "--output", tmp_path / "both.html", "--json")
+    assert said.last["reports"] == [str(tmp_path / "both.html")]
+    text = (tmp_path / "both.html").read_text()
+    page = Page(text)
+    assert page.texts["h2"][:2] == ["finetune", "<i>second</i>"]
+    tables = numbers_of(text)["tables"]
+    assert [len(each["steps"]["loss"]) for each in tables] == [20, 40]
+    cells = re.findall(r"<t[hd](?: [^>]*)?>(.*?)</t[hd]>", section_of(text, "What differs"))
+    heading, *rows = [cells[at : at + 3] for at in range(0, len(cells), 3)]
+    assert heading == ["setting", "A · one", "B · other"]
+    changed = {name: values for name, *values in rows}
+    assert changed["train.lr"] == ["5e-5", "0.5"]
+    assert changed["pipeline.name"] == ["finetune", "&lt;i&gt;second&lt;/i&gt;"]
+    assert changed.keys() == {"train.lr", "pipeline.name", "train.output_dir"}
+    paths, _ = chart_of(text, "loss")
+    ends = [points(paths[series, "raw"])[-1][0] for series in (0, 2)]
+    assert ends == pytest.approx([1000 * 19 / 39, 1000], abs=0.1)
+    assert (1, "dots") in paths
+
+
+def test_too_many_runs_and_a_needless_output_are_refused(tmp_path):
+    report_of(tmp_path, falling(1))
+    with pytest.raises(ConfigError, match="7 runs are too many"):
+        write_comparison([tmp_path] * 7, tmp_path / "x.html")
+    said = penstock("report", tmp_path, "--output", tmp_path / "x.html")
+    assert said.code == 2
+    assert "--output names the page that compares" in said.err
+
+
+def wait_for(is_there):
+    deadline = time.monotonic() + 60
+    while not is_there():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_a_page_is_written_again_while_training_runs_if_wanted(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(recorder, "LOOK_SECONDS", 0.0)
+    recorders = {}
+    for name, seconds in (("never", 0), ("often", 0.1)):
+        settings = {"report_interval": seconds, "log_format": "structured", "use_wandb": False}
+        recorders[name] = Recorder(job_in(tmp_path / name, train=settings), done=0, total=9)
+        recorders[name].tell(record(1, 3.0))
+        time.sleep(0.15)
+        recorders[name].tell(record(2, 2.0))
+    file = tmp_path / "often" / "report.html"
+    wait_for(file.is_file)
+    recorders["often"].tell(record(3, 1.5))
+    wait_for(lambda: "<dd>3</dd>" in file.read_text())
+    assert '<p class="standing running">' in file.read_text()
+    for each in recorders.values():
+        each.close()
+    assert not (tmp_path / "never" / "report.html").exists()
+    assert "no more" not in capsys.readouterr().err

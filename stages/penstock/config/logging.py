@@ -2,57 +2,106 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from penstock.config.availability import Later
 from penstock.config.section import Section
+from penstock.core.urls import spoken
+
+
+def _without_password(uri: str | None) -> str | None:
+    if uri is not None and uri != spoken(uri):
+        raise ValueError(
+            "holds what is secret, and a run's configuration is kept beside its results; write the "
+            "address alone, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the "
+            "environment"
+        )
+    return uri
 
 
 class LoggingConfig(Section):
     """Progress, trackers and profiles."""
 
-    log_format: Literal["progress_bar", "structured"] = "progress_bar"
-    """`progress_bar` for people, `structured` (`key=value` lines) for programs."""
+    log_format: Literal["progress_bar", "structured", "json"] = "progress_bar"
+    """What stderr shows: `progress_bar`, one line for people; `structured`, lines of `key=value`;
+    `json`, one object a line."""
+
+    log_interval: int = Field(default=1, gt=0)
+    """Show a line, and send it to TensorBoard, MLflow and trackio, every so many steps and at the
+    end. `metrics.jsonl` has every step."""
+
+    log_grad_norm: bool | Literal["layers"] = True
+    """Tell the norm of all gradients together, before they are cut; `layers`: and of each layer.
+    One pass over them serves both."""
+
+    log_param_norm: bool | Literal["layers"] = False
+    """Tell the norm of all trained parameters together, after the update; `layers`: and of each
+    layer."""
 
     log_router_stats: bool = True
     """Mixture of experts: write to `metrics.jsonl`, for every layer of every step, how evenly
     tokens were shared out among experts."""
 
-    use_wandb: Annotated[bool | None, Later(allowed=(False,))] = None
-    """Log to Weights & Biases. Unset: only when this machine is logged in there."""
+    log_loss_spikes: float = Field(default=6.0, ge=0)
+    """Warn of a step whose loss is so many standard deviations above the last hundred, and name
+    the rank and the packed rows it came from. 0: never."""
 
-    wandb_project: Annotated[str, Later()] = Field(default="penstock", min_length=1)
-    """Weights & Biases: project."""
+    report_interval: float = Field(default=30.0, ge=0)
+    """Write `report.html` again every so many seconds while training runs. 0: only at the end."""
 
-    wandb_name: Annotated[str | None, Later()] = None
-    """Weights & Biases: name of the run."""
+    use_wandb: bool | None = None
+    """Log to Weights & Biases; without a login, into `output_dir`, to be sent later with
+    `wandb sync`. Unset: only when this machine is logged in there."""
 
-    wandb_tags: Annotated[list[str] | None, Later()] = None
-    """Weights & Biases: tags of the run."""
+    use_tensorboard: bool = False
+    """Write events for TensorBoard to `output_dir`/tensorboard."""
 
-    wandb_log_interval: Annotated[int, Later()] = Field(default=1, gt=0)
+    use_mlflow: bool = False
+    """Log to MLflow."""
+
+    use_trackio: bool = False
+    """Log to trackio, on this machine."""
+
+    wandb_project: str = Field(default="penstock", min_length=1)
+    """What the run is part of: the project at Weights & Biases and in trackio, the experiment in
+    MLflow."""
+
+    wandb_name: str | None = Field(default=None, min_length=1)
+    """Name of the run in trackers. Unset: `pipeline.name`."""
+
+    wandb_tags: list[str] | None = None
+    """Tags of the run in trackers that have them."""
+
+    wandb_log_interval: int = Field(default=1, gt=0)
     """Weights & Biases: log every so many steps."""
 
-    enable_profiling: Annotated[bool, Later()] = False
-    """Record a PyTorch profile."""
+    mlflow_tracking_uri: Annotated[str | None, AfterValidator(_without_password)] = Field(
+        default=None, min_length=1
+    )
+    """Where MLflow's server or store is. Unset: what MLFLOW_TRACKING_URI says, else the file
+    mlflow.db in `output_dir`."""
 
-    profile_start_step: Annotated[int, Later()] = Field(default=1, ge=0)
-    """Profile: first step."""
+    enable_profiling: bool = False
+    """Record a few steps with PyTorch's profiler: a trace for ui.perfetto.dev and, on GPUs with
+    `profile_profile_memory`, a snapshot of memory for pytorch.org/memory_viz."""
 
-    profile_end_step: Annotated[int, Later()] = Field(default=2, ge=0)
-    """Profile: the step it stops at."""
+    profile_start_step: int = Field(default=1, ge=0)
+    """Profile: recording begins when so many steps are done. 1 leaves out the first step, which is
+    like no other."""
 
-    profile_trace_dir: Annotated[str, Later()] = Field(default="./trace", min_length=1)
-    """Profile: folder for traces."""
+    profile_end_step: int = Field(default=2, ge=0)
+    """Profile: recording ends when so many steps are done."""
 
-    profile_record_shapes: Annotated[bool, Later()] = True
+    profile_trace_dir: str = Field(default="./trace", min_length=1)
+    """Profile: folder for traces, whose names begin with the run's key."""
+
+    profile_record_shapes: bool = True
     """Profile: record the shapes of inputs."""
 
-    profile_profile_memory: Annotated[bool, Later()] = True
-    """Profile: record memory."""
+    profile_profile_memory: bool = True
+    """Profile: record what is allocated, and on GPUs where."""
 
-    profile_with_stack: Annotated[bool, Later()] = True
+    profile_with_stack: bool = True
     """Profile: record Python stacks."""
 
-    profile_rank0_only: Annotated[bool, Later()] = True
+    profile_rank0_only: bool = True
     """Profile: only the first rank; false writes large files for each."""

@@ -1,6 +1,10 @@
-"""metrics.jsonl: one object per logged step, each step once, whatever interrupted the run."""
+"""metrics.jsonl: one object per record, each step once, whatever interrupted the run.
+
+It is the one stream of what a run tells. Displays, trackers and the report follow it.
+"""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,16 +19,40 @@ class MetricsLog:
         kept = [record for record in read_metrics(path) if record["step"] <= resumed_step]
         with publishing(path) as part:
             part.write_text("".join(_line(record) for record in kept))
-        self._stream = path.open("a")
+        self._file = os.open(path, os.O_WRONLY)
+        self._end = os.lseek(self._file, 0, os.SEEK_END)
+        self._waiting = b""
+        self.fault: OSError | None = None
+        """Why the last record is not in the file yet; None if it is."""
 
     def append(self, record: dict[str, Any]) -> None:
-        """Write one record and hand it to the system at once."""
-        self._stream.write(_line(record))
-        self._stream.flush()
+        """Hand one record to the system at once.
+
+        A disk that is full stops nobody: the record waits in memory, and the next one brings it.
+        """
+        self._waiting += _line(record).encode()
+        self._write()
 
     def close(self) -> None:
-        """Close the file."""
-        self._stream.close()
+        """Close the file, with what could be written of it."""
+        if self._waiting:
+            self._write()
+        os.close(self._file)
+
+    def _write(self) -> None:
+        """All that waits, or nothing of it: half a line would become half of the next one."""
+        try:
+            written = os.pwrite(self._file, self._waiting, self._end)
+            if written < len(self._waiting):
+                # What is left has not been tried yet: this says why it would not go.
+                written += os.pwrite(self._file, self._waiting[written:], self._end + written)
+        except OSError as error:
+            self.fault = error
+            os.ftruncate(self._file, self._end)
+            return
+        self._end += written
+        self._waiting = self._waiting[written:]
+        self.fault = None
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:

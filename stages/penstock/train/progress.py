@@ -1,63 +1,154 @@
-"""What a person sees while training runs; the leading rank's stderr only."""
+"""What a person or a program sees while training runs; the leading rank's stderr only."""
 
+import json
 import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
 
 from tqdm import tqdm
 
+Style = Literal["progress_bar", "structured", "json"]
+
+RECENT = 50
+"""Steps whose pace says when the run will end."""
+
 
 class Progress(Protocol):
-    """Shows steps as they end."""
+    """Shows records as they come."""
 
-    def show(self, record: dict[str, Any]) -> None:
-        """One logged step."""
+    def show(self, record: Mapping[str, Any]) -> None:
+        """One step, or one evaluation."""
+
+    def say(self, line: str) -> None:
+        """A line for people, beside the records."""
 
     def close(self) -> None:
-        """No more steps."""
+        """No more of them."""
 
 
-def progress(style: Literal["progress_bar", "structured"], total: int, done: int) -> Progress:
-    """The display that `train.log_format` names."""
-    return _Bar(total, done) if style == "progress_bar" else _Lines(total)
+def progress(style: Style, total: int, done: int, every: int = 1) -> Progress:
+    """The display that `train.log_format` names, of `every` so many steps and of the last one."""
+    if style == "progress_bar":
+        return _Bar(total, done, every)
+    return _Lines(total, done, every, _as_json if style == "json" else _as_words)
 
 
 class _Bar:
-    def __init__(self, total: int, done: int) -> None:
+    """One line, which is drawn again."""
+
+    def __init__(self, total: int, done: int, every: int) -> None:
+        self._every, self._pace, self._total = every, _Pace(done, total), total
         self._bar = tqdm(
             total=total,
             initial=done,
-            unit="step",
             desc="train",
             dynamic_ncols=True,
             mininterval=0.5,
+            bar_format="{desc} {percentage:3.0f}% {bar:16} {n_fmt}/{total_fmt}{postfix}",
         )
 
-    def show(self, record: dict[str, Any]) -> None:
-        self._bar.set_postfix_str(
-            f"loss {record['loss']:.4f}  lr {record['lr']:.2e}  norm {record['grad_norm']:.2f}  "
-            f"{record['tokens_per_second']:,.0f} tok/s",
-            refresh=False,
-        )
-        self._bar.update(1)
+    def show(self, record: Mapping[str, Any]) -> None:
+        if "loss" not in record:
+            if told := _evaluated(record):
+                self.say(f"train: step {record['step']}: {told}")
+            return
+        left = self._pace.after(record["step"])
+        if record["step"] % self._every == 0 or record["step"] == self._total:
+            self._bar.set_postfix_str("  ".join(_in_brief(record, left)), refresh=False)
+        self._bar.update(record["step"] - self._bar.n)
+
+    def say(self, line: str) -> None:
+        tqdm.write(line, file=sys.stderr)
 
     def close(self) -> None:
         self._bar.close()
 
 
 class _Lines:
-    def __init__(self, total: int) -> None:
-        self._total = total
+    """One line for each record."""
 
-    def show(self, record: dict[str, Any]) -> None:
-        # What is told of each layer is for plots.
-        plain = {name: value for name, value in record.items() if not isinstance(value, dict)}
-        fields = " ".join(f"{name}={_short(value)}" for name, value in plain.items())
-        sys.stderr.write(f"{fields} total_steps={self._total}\n")
+    def __init__(
+        self, total: int, done: int, every: int, line_of: Callable[[Mapping[str, Any]], str]
+    ) -> None:
+        self._total, self._every, self._line_of = total, every, line_of
+        self._pace = _Pace(done, total)
+
+    def show(self, record: Mapping[str, Any]) -> None:
+        more: dict[str, Any] = {"total_steps": self._total}
+        if "loss" in record:
+            step = record["step"]
+            more["eta_seconds"] = round(self._pace.after(step), 1)
+            if step % self._every and step != self._total:
+                return
+        sys.stderr.write(f"{self._line_of({**record, **more})}\n")
+        sys.stderr.flush()
+
+    def say(self, line: str) -> None:
+        sys.stderr.write(f"{line}\n")
         sys.stderr.flush()
 
     def close(self) -> None:
         sys.stderr.flush()
 
 
+class _Pace:
+    """How long the steps that are left will take, if they take as long as the last ones."""
+
+    def __init__(self, done: int, total: int) -> None:
+        self._total = total
+        self._seen: deque[tuple[int, float]] = deque([(done, time.monotonic())], maxlen=RECENT)
+
+    def after(self, step: int) -> float:
+        """Seconds that are left when `step` steps are done."""
+        now = time.monotonic()
+        first, then = self._seen[0]
+        self._seen.append((step, now))
+        return max(0, self._total - step) * (now - then) / max(1, step - first)
+
+
+def clock(seconds: float) -> str:
+    """Hours, minutes and seconds, as clocks show them; days before them."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d {hours:02}:{minutes:02}:{rest:02}"
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes:02}:{rest:02}"
+
+
+def _in_brief(record: Mapping[str, Any], left: float) -> list[str]:
+    told = [f"loss {record['loss']:.4f}", f"lr {record['lr']:.2e}"]
+    if "grad_norm" in record:
+        told.append(f"norm {record['grad_norm']:.2f}")
+    told.append(f"{record['tokens_per_second']:,.0f} tok/s")
+    if record.get("mfu") is not None:
+        told.append(f"MFU {record['mfu']:.1%}")
+    if "memory_gib" in record:
+        told.append(f"{record['memory_gib']:.1f} GiB")
+    told.append(f"{clock(left)} left")
+    return told
+
+
+def _evaluated(record: Mapping[str, Any]) -> str:
+    names = [name for name in record if name.startswith("eval_") and "/" not in name]
+    return ", ".join(f"{name} {_short(record[name])}" for name in names)
+
+
+def _as_words(record: Mapping[str, Any]) -> str:
+    # What is told of each layer is for plots.
+    plain = {name: value for name, value in record.items() if not isinstance(value, dict | list)}
+    return " ".join(f"{name}={_short(value)}" for name, value in plain.items())
+
+
+def _as_json(record: Mapping[str, Any]) -> str:
+    return json.dumps(dict(record))
+
+
 def _short(value: Any) -> str:
+    if value is None:
+        return "n/a"
+    if isinstance(value, str):
+        return json.dumps(value)
     return f"{value:.6g}" if isinstance(value, float) else str(value)

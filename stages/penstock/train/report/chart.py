@@ -1,55 +1,73 @@
-"""From numbers to what a page draws: lines, round ticks and places, in per cent of the plot.
+"""From numbers to what a page draws: lines and bars, in per cent of the plot.
 
 Charts are stretched to whatever width the page has, so lines are SVG paths in a square of 1000 x
-1000 units with strokes that do not scale, and labels are text placed in per cent beside it.
+1000 units with strokes that do not scale, and labels are text placed in per cent beside it. They
+are drawn here, so a page shows them without scripts; what is under the pointer is looked up in the
+numbers that the page carries.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from penstock.train.report.scale import Axis, Tick, of_steps, round_marks, upright
 
 SIDE = 1000
 """Units of the square that paths are drawn in."""
 MOST_POINTS = 600
 """Points of one line; a longer run is drawn by the extremes of as many stretches of it."""
-LOG_SPAN = 30.0
-"""Largest over smallest value from which on a positive curve is drawn on a logarithmic scale."""
 SMOOTHING_SHARE = 0.01
 """Reach of the smoothed line to either side, as a share of the run."""
 BAR_GAP = 0.1
 """Free space on either side of a bar, as a share of its room."""
 MOST_NAMES = 5
 """Names below a bar chart for which there is room."""
-ROOM_FOR_NAME = 15
-"""Per cent of the width that the axis's name takes, on a small chart."""
+
+Kind = Literal["line", "raw and smooth", "dots"]
 
 
 @dataclass(frozen=True)
-class Tick:
-    """A label and its place, per cent from the left or from the top."""
+class Series:
+    """One quantity of one run over its steps."""
 
-    at: float
     label: str
+    table: str
+    """Where the page has its numbers: `steps` or `evaluations` of a run, as `steps.0`."""
+    column: str
+    steps: Sequence[int]
+    values: Sequence[float]
+    colour: int
+    kind: Kind = "line"
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A series as SVG paths."""
+
+    label: str
+    colour: int
+    raw: str
+    """The values as logged."""
+    smooth: str
+    """Their moving average; empty where none is drawn."""
+    dots: str
+    """Single points, drawn by round line caps."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """One quantity over the steps, ready to be drawn."""
+    """Some series over the steps, ready to be drawn."""
 
     name: str
     title: str
-    scale: Literal["linear", "log"]
+    note: str
+    is_log: bool
     x_ticks: list[Tick]
     y_ticks: list[Tick]
-    raw: str
-    """SVG path of the values as logged."""
-    smooth: str
-    """SVG path of their moving average; empty where none is drawn."""
-    dots: str
-    """SVG path of single points, drawn by round line caps."""
-    places: list[float | None]
-    """Per cent from the top of the values at the shown steps; None for one that is not finite."""
+    lines: list[Drawn]
+    pointed_at: dict[str, Any]
+    """What the page's script reads to tell of a place in it."""
 
 
 @dataclass(frozen=True)
@@ -63,62 +81,41 @@ class BarChart:
     """SVG path of all bars."""
 
 
-class Axis:
-    """A range of values laid over 0 to 100 per cent."""
-
-    def __init__(self, low: float, high: float, scale: Literal["linear", "log"]) -> None:
-        self.scale: Literal["linear", "log"] = scale
-        self._low, self._high = self._bent(low), self._bent(high)
-        if self._low == self._high:
-            self._low, self._high = self._low - 0.5, self._high + 0.5
-
-    def at(self, value: float) -> float:
-        """Per cent of the way from the low end to the high end."""
-        return 100 * (self._bent(value) - self._low) / (self._high - self._low)
-
-    def _bent(self, value: float) -> float:
-        return math.log10(value) if self.scale == "log" else value
-
-
 def chart(
     name: str,
     title: str,
-    steps: Sequence[int],
-    values: Sequence[float],
-    shown: Sequence[int],
+    series: Sequence[Series],
     label: Callable[[float], str],
     *,
-    line: Literal["raw", "raw and smooth"] = "raw",
-    points: Sequence[tuple[int, float]] = (),
+    unit: Literal["number", "amount", "share", "GiB", "seconds"] = "number",
+    note: str = "",
 ) -> Chart:
-    """Draw `values` over `steps` (both of one length, at least 1), and `points` as dots.
+    """Draw all `series`, of which there is at least one, each with at least one value.
 
-    `shown` are the indices whose places a pointer can ask for.
+    `unit` says how the values under the pointer are written.
     """
-    finite = [v for v in (*values, *(value for _, value in points)) if math.isfinite(v)] or [0.0]
-    low, high = min(finite), max(finite)
-    scale = "log" if low > 0 and high / low >= LOG_SPAN else "linear"
-    y_marks = log_marks(low, high) if scale == "log" else round_marks(low, high, 5)
-    across = Axis(steps[0], steps[-1], "linear")
-    up = Axis(min(low, y_marks[0]), max(high, y_marks[-1]), scale)
-
-    def place(step: float, value: float) -> tuple[float, float]:
-        return across.at(step), 100 - up.at(value)
-
-    averaged = smoothed(values) if line == "raw and smooth" else []
-    marks = [(s, v) for s, v in points if math.isfinite(v)]
+    steps = [step for each in series for step in (each.steps[0], each.steps[-1])]
+    across = Axis(min(steps), max(steps), "linear")
+    finite = [value for each in series for value in each.values if math.isfinite(value)]
+    up, y_ticks = upright(finite, label, 5)
     return Chart(
         name=name,
         title=title,
-        scale=scale,
-        x_ticks=_step_ticks(across, steps[0], steps[-1]),
-        y_ticks=[Tick(100 - up.at(mark), label(mark)) for mark in y_marks],
-        raw=_path([place(steps[i], v) if math.isfinite(v) else None for i, v in extremes(values)]),
-        smooth=_path([place(steps[i], averaged[i]) for i in shown] if averaged else []),
-        dots=" ".join(f"{_move(*place(s, v))}h0" for s, v in marks),
-        places=[
-            round(100 - up.at(values[i]), 3) if math.isfinite(values[i]) else None for i in shown
-        ],
+        note=note,
+        is_log=up.bend == "log",
+        x_ticks=of_steps(across),
+        y_ticks=y_ticks,
+        lines=[_drawn(each, across, up) for each in series],
+        pointed_at={
+            "x": [across.low, across.high],
+            "y": list(up.ends),
+            "bend": up.bend,
+            "unit": unit,
+            "series": [
+                {"label": s.label, "table": s.table, "column": s.column, "colour": s.colour}
+                for s in series
+            ],
+        },
     )
 
 
@@ -130,7 +127,7 @@ def bar_chart(
     up = Axis(0, marks[-1], "linear")
     width = 100 / len(counts)
     bars = [
-        f"{_move(width * (at + BAR_GAP), 100)}V{(100 - up.at(count)) * SIDE / 100:.1f}"
+        f"{move(width * (at + BAR_GAP), 100)}V{(100 - up.at(count)) * SIDE / 100:.1f}"
         f"H{width * (at + 1 - BAR_GAP) * SIDE / 100:.1f}V{SIDE}Z"
         for at, (_, count) in enumerate(counts)
         if count
@@ -146,9 +143,9 @@ def bar_chart(
     )
 
 
-def shown_indices(count: int) -> list[int]:
-    """At most MOST_POINTS indices below `count`, evenly apart, the last one among them."""
-    stretches = min(count, MOST_POINTS)
+def shown_indices(count: int, most: int = MOST_POINTS) -> list[int]:
+    """At most `most` indices below `count`, evenly apart, the last one among them."""
+    stretches = min(count, most)
     return [(i + 1) * count // stretches - 1 for i in range(stretches)]
 
 
@@ -188,6 +185,33 @@ def smoothed(values: Sequence[float]) -> list[float]:
     return averages
 
 
+def move(x: float, y: float) -> str:
+    """The SVG command that puts the pen there; both in per cent."""
+    return f"M{x * SIDE / 100:.1f} {y * SIDE / 100:.1f}"
+
+
+def _drawn(series: Series, across: Axis, up: Axis) -> Drawn:
+    steps, values = series.steps, series.values
+
+    def place(index: int, value: float) -> tuple[float, float] | None:
+        if not math.isfinite(value):
+            return None
+        # The mean of values that are not finite may lie outside of what others span.
+        return across.at(steps[index]), min(100.0, max(0.0, 100 - up.at(value)))
+
+    raw = _path([place(i, v) for i, v in extremes(values)])
+    smooth, dots = "", ""
+    if series.kind == "raw and smooth":
+        averaged = smoothed(values)
+        shown = shown_indices(len(values))
+        if any(map(math.isfinite, values)):
+            smooth = _path([place(i, averaged[i]) for i in shown])
+    elif series.kind == "dots":
+        found = [place(i, v) for i, v in enumerate(values)]
+        dots = " ".join(f"{move(*each)}h0" for each in found if each)
+    return Drawn(series.label, series.colour, raw, smooth, dots)
+
+
 def _decayed(values: Sequence[float], keep: float) -> list[tuple[float, float]]:
     """For each place the weighted sum of the values up to it, and the sum of their weights."""
     total, weight, sums = 0.0, 0.0, []
@@ -199,38 +223,6 @@ def _decayed(values: Sequence[float], keep: float) -> list[tuple[float, float]]:
     return sums
 
 
-def round_marks(low: float, high: float, about: int) -> list[float]:
-    """Round numbers, `about` as many, of which the outermost enclose the range."""
-    if low == high:
-        return [low]
-    rough = (high - low) / about
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= rough * 0.999)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(i * step, 12) if step > 1e-9 else i * step for i in range(first, last + 1)]
-
-
-def log_marks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten within the range; only the powers where they are many."""
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    factors = (1, 2, 5) if len(powers) <= 3 else (1,)
-    marks = [m * 10.0**p for p in powers for m in factors]
-    return [m for m in marks if low <= m <= high] or [low, high]
-
-
-def _step_ticks(across: Axis, first: int, last: int) -> list[Tick]:
-    """Round steps, and the first one with the axis's name where there is room for it."""
-    marks = [m for m in round_marks(first, last, 5) if first < m <= last and m == round(m)]
-    ticks = [Tick(across.at(mark), f"{mark:,.0f}") for mark in marks]
-    if not ticks or ticks[0].at > ROOM_FOR_NAME:
-        ticks.insert(0, Tick(across.at(first), f"step {first:,}"))
-    return ticks
-
-
-def _move(x: float, y: float) -> str:
-    return f"M{x * SIDE / 100:.1f} {y * SIDE / 100:.1f}"
-
-
 def _path(places: Sequence[tuple[float, float] | None]) -> str:
     """Lines from place to place, broken at None."""
     parts: list[str] = []
@@ -239,8 +231,8 @@ def _path(places: Sequence[tuple[float, float] | None]) -> str:
         if place is None:
             pen = "up"
             continue
-        move = _move(*place)
+        command = move(*place)
         # A move followed by a line of no length, so that a single point is seen too.
-        parts.append(f"{move}h0" if pen == "up" else f"L{move[1:]}")
+        parts.append(f"{command}h0" if pen == "up" else f"L{command[1:]}")
         pen = "down"
     return "".join(parts)

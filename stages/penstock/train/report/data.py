@@ -6,7 +6,7 @@ from typing import Any
 
 from penstock.config.run import RunConfig
 from penstock.train.report.chart import BarChart, bar_chart
-from penstock.train.report.record import amount, without_credentials
+from penstock.train.report.words import amount, without_credentials
 
 Row = tuple[str, ...]
 

@@ -1,46 +1,139 @@
-"""The page: a run's record and its charts, put into the template. Every value is escaped there."""
+"""The page: records and their charts, put into a template. Every value is escaped there."""
 
-import math
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from penstock import __version__
+from penstock.core.errors import ConfigError
 from penstock.core.files import publishing
-from penstock.train.report.chart import SIDE, Chart, chart, shown_indices
+from penstock.train.report.chart import MOST_POINTS, SIDE, Chart
+from penstock.train.report.curves import columns, groups, heat_maps, letter, loss_chart
 from penstock.train.report.data import data_section
+from penstock.train.report.heat import HeatMap
+from penstock.train.report.lineage import lineage
 from penstock.train.report.record import (
     RunRecord,
-    all_settings,
-    amount,
+    environment,
     key_figures,
-    number,
     read_run,
-    written_settings,
+    time_by_phase,
 )
 
 REPORT = "report.html"
-POINTED_AT = ("step", "loss", "lr", "grad_norm", "tokens_per_second")
-"""What the page tells of the step under the pointer."""
+MOST_RUNS = 6
+"""As many colours as there are."""
+LEAST_REFRESH = 10
+"""Seconds after which a page of a run that goes on is looked at again, at least."""
+MISSING = "-"
 
 
-def write_report(output_dir: Path) -> Path:
+def write_report(output_dir: Path, *, state: Literal["running"] | None = None) -> Path:
     """Publish `report.html` in a training run's output folder, and return its path.
 
-    Reads metrics.jsonl, job.json and, where they are, data.json, the outcome and the manifest. The
-    page needs no network and, but for what it tells under the pointer, no scripts. Raises
-    ConfigError if the folder holds no run, OSError if it cannot be read or written.
+    Reads metrics.jsonl, job.json and, where they are, what the run kept of its data, surroundings,
+    answers to prompts, outcome and manifest. The page needs no network and, but for what it tells
+    under the pointer, no scripts. Raises ConfigError if the folder holds no run, OSError if it
+    cannot be read or written.
     """
     target = output_dir / REPORT
-    text = render(read_run(output_dir))
+    text = render(read_run(output_dir, state=state))
+    with publishing(target) as part:
+        part.write_text(text, encoding="utf-8")
+    return target
+
+
+def write_comparison(folders: Sequence[Path], target: Path) -> Path:
+    """Publish one page of several training runs in the file `target`, and return it.
+
+    Raises ConfigError for a folder that holds no run, or for too many of them.
+    """
+    if len(folders) > MOST_RUNS:
+        raise ConfigError(
+            f"{len(folders)} runs are too many for one page; {MOST_RUNS} can be told apart.\n"
+            "  Name fewer."
+        )
+    text = render_comparison([read_run(folder) for folder in folders])
     with publishing(target) as part:
         part.write_text(text, encoding="utf-8")
     return target
 
 
 def render(run: RunRecord) -> str:
-    """The whole page."""
+    """The whole page of one run."""
+    loss, small, maps = loss_chart([run]), groups([run]), heat_maps(run)
+    time, samples = time_by_phase(run), _samples(run)
+    data = data_section(run.data, run.config)
+    interval = max(LEAST_REFRESH, round(run.config.train.report_interval))
+    return _page(
+        "run.html.jinja",
+        [run],
+        [loss, *(chart for _, charts in small for chart in charts)],
+        maps,
+        refresh=interval if run.state == "running" else None,
+        run=run,
+        figures=key_figures(run),
+        loss=loss,
+        groups=small,
+        time=time,
+        maps=maps,
+        samples=samples,
+        data=data,
+        lineage=lineage(run),
+        changed=[(name, run.settings[name]) for name in run.settings if name in run.written],
+        settings=list(run.settings.items()),
+        environment=environment(run),
+        sections=[
+            *([("loss", "Loss")] if loss else []),
+            *((f"group-{at}", heading) for at, (heading, _) in enumerate(small, start=1)),
+            *([("time", "Time")] if time else []),
+            *([("layers", "Layers")] if maps else []),
+            *([("samples", "Answers")] if samples else []),
+            *([("data", "Data")] if data else []),
+            ("lineage", "Lineage"),
+            ("settings", "Settings"),
+            ("environment", "Environment"),
+        ],
+    )
+
+
+def render_comparison(runs: Sequence[RunRecord]) -> str:
+    """The whole page of several runs."""
+    names = [f"{letter(at)} · {run.folder.resolve().name}" for at, run in enumerate(runs)]
+    loss, small = loss_chart(runs), groups(runs)
+    return _page(
+        "comparison.html.jinja",
+        runs,
+        [loss, *(chart for _, charts in small for chart in charts)],
+        [],
+        refresh=None,
+        runs=runs,
+        names=names,
+        figures=_side_by_side([dict(key_figures(run)) for run in runs]),
+        loss=loss,
+        groups=small,
+        times=[
+            (name, rows)
+            for name, run in zip(names, runs, strict=True)
+            if (rows := time_by_phase(run))
+        ],
+        differences=[
+            row for row in _side_by_side([run.settings for run in runs]) if len(set(row[1:])) > 1
+        ],
+        environments=_side_by_side([dict(environment(run)) for run in runs]),
+    )
+
+
+def _page(
+    template: str,
+    records: Sequence[RunRecord],
+    charts: Sequence[Chart | None],
+    tiles: Sequence[HeatMap],
+    **values: Any,
+) -> str:
     templates = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -48,62 +141,30 @@ def render(run: RunRecord) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    large, small = _charts(run)
-    return templates.get_template("page.html.jinja").render(
-        run=run,
-        figures=key_figures(run),
-        large=large,
-        small=small,
+    numbers = {
+        "tables": [columns(run, MOST_POINTS) for run in records],
+        "charts": {chart.name: chart.pointed_at for chart in charts if chart},
+        "maps": {map.name: map.pointed_at for map in tiles},
+    }
+    return templates.get_template(template).render(
+        numbers=numbers,
         side=SIDE,
-        pointed_at=_pointed_at(run, [*large, *small]),
-        data=data_section(run.data, run.config),
-        changed=written_settings(run.config),
-        settings=all_settings(run.config),
+        version=__version__,
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        **values,
     )
 
 
-def _charts(run: RunRecord) -> tuple[list[Chart], list[Chart]]:
-    if not run.steps:
-        return [], []
-    steps = [record["step"] for record in run.steps]
-    shown = shown_indices(len(steps))
-
-    def values(name: str) -> list[float]:
-        return [float(record[name]) for record in run.steps]
-
-    loss = chart(
-        "loss",
-        "Loss",
-        steps,
-        values("loss"),
-        shown,
-        number,
-        line="raw and smooth",
-        points=run.evaluations,
-    )
-    small = [
-        chart("lr", "Learning rate", steps, values("lr"), shown, number),
-        chart("grad_norm", "Gradient norm", steps, values("grad_norm"), shown, number),
-        chart(
-            "tokens_per_second",
-            "Tokens per second",
-            steps,
-            values("tokens_per_second"),
-            shown,
-            amount,
-        ),
-    ]
-    return [loss], small
+def _samples(run: RunRecord) -> list[tuple[str, list[tuple[int, str]]]]:
+    """(prompt, (step, answer) with the newest first), in the order they were asked."""
+    found: dict[str, list[tuple[int, str]]] = {}
+    for record in run.samples:
+        for sample in record["samples"]:
+            found.setdefault(sample["prompt"], []).insert(0, (record["step"], sample["answer"]))
+    return list(found.items())
 
 
-def _pointed_at(run: RunRecord, charts: list[Chart]) -> dict[str, Any]:
-    """What the page's script reads: values at the shown steps, and their places in each chart."""
-    records = [run.steps[index] for index in shown_indices(len(run.steps))] if run.steps else []
-    columns = {name: [_or_none(record[name]) for record in records] for name in POINTED_AT}
-    return {"values": columns, "places": {each.name: each.places for each in charts}}
-
-
-def _or_none(value: float) -> float | None:
-    """JSON, as browsers read it, has neither NaN nor infinities."""
-    return value if math.isfinite(value) else None
+def _side_by_side(of_runs: Sequence[Mapping[str, str]]) -> list[tuple[str, ...]]:
+    """One row for each name that any run has, in their order."""
+    names = list(dict.fromkeys(name for each in of_runs for name in each))
+    return [(name, *(each.get(name, MISSING) for each in of_runs)) for name in names]

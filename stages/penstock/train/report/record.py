@@ -1,43 +1,78 @@
 """What a report knows: the files of a training run, read and summed up. Nothing here draws."""
 
-import math
 import platform
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import Any, cast
+from typing import Any, Literal
 
 from penstock import __version__
 from penstock.config.run import RunConfig
 from penstock.core import provenance
-from penstock.core.data_facts import kept_data_facts
+from penstock.core.data_facts import kept_data_facts, kept_lineage
 from penstock.core.errors import ConfigError
 from penstock.core.files import read_json
 from penstock.core.stage import MANIFEST
-from penstock.train.job import JOB, METRICS, OUTCOME
+from penstock.core.urls import scrubbed
+from penstock.train.endings import first_failure
+from penstock.train.job import JOB, LOGS, METRICS, OUTCOME, SAMPLES, SURROUNDINGS
 from penstock.train.metrics import read_metrics
+from penstock.train.report.words import (
+    amount,
+    duration,
+    gibibytes,
+    number,
+    plain,
+    share,
+    without_credentials,
+)
+from penstock.train.trackers.card import settings_shown
 
-CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
-"""What may stand before the host of a URL."""
+State = Literal["finished", "running", "stopped", "failed", "not finished"]
+
+MOST_WARNINGS = 200
+
+PHASES = {
+    "data": "reading rows",
+    "forward_backward": "forward and backward",
+    "optimizer": "update",
+    "between": "between steps",
+}
+"""Phases in words, where their names in the metrics are none."""
+
+Figures = list[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class RunRecord:
     """One training run, finished or not."""
 
+    folder: Path
+    key: str
     config: RunConfig
     steps: list[dict[str, Any]]
     """The records of metrics.jsonl that tell of an optimizer step, in order."""
-    evaluations: list[tuple[int, float]]
-    """(step, loss) of every evaluation."""
+    evaluations: list[dict[str, Any]]
+    """Those that tell of an evaluation."""
+    warnings: list[tuple[str, str]]
+    """(place, text), the newest last."""
+    samples: list[dict[str, Any]]
+    """The records of answers to prompts."""
+    state: State
     standing: str
-    """One sentence: finished, stopped or not."""
+    """The state in a sentence."""
     versions: Mapping[str, str]
     """What ran it, by name."""
+    around: Mapping[str, Any]
+    """What it ran on, as far as it is known."""
     data: Mapping[str, Any] | None
     """What the stages before said of the data, if it was kept."""
+    making: Mapping[str, Any]
+    """When these stages made it, as far as that is known."""
+    seconds: float | None
+    """Of the whole stage, once it is done."""
 
     @property
     def title(self) -> str:
@@ -55,26 +90,61 @@ class RunRecord:
         how = kind if lora.enable_lora else "all weights"
         return without_credentials(f"{start} on {data}, {how}")
 
+    @property
+    def done(self) -> float | None:
+        """The share of its steps that it has taken, where it is known how many there are."""
+        total = self.around.get("total_steps")
+        return min(1.0, self.steps[-1]["step"] / total) if total and self.steps else None
 
-def read_run(output_dir: Path) -> RunRecord:
-    """The run in `output_dir`. Raises ConfigError where there is none, OSError if unreadable."""
+    @cached_property
+    def settings(self) -> dict[str, str]:
+        """Every setting by its dotted name, as YAML would have it."""
+        return {name: without_credentials(plain(v)) for name, v in settings_shown(self.config)}
+
+    @cached_property
+    def written(self) -> set[str]:
+        """Names of the settings that are not at their defaults."""
+        kept = self.config.model_dump(mode="json", exclude_defaults=True)
+        return {name for name in self.settings if _is_in(kept, name)}
+
+
+def read_run(output_dir: Path, *, state: Literal["running"] | None = None) -> RunRecord:
+    """The run in `output_dir`, which is `running` if whoever asks knows that; else its files tell.
+
+    Raises ConfigError where there is none, OSError if unreadable.
+    """
     if not (output_dir / JOB).is_file():
         raise ConfigError(
             f"{output_dir} holds no training run: there is no {JOB} in it.\n"
             "  Name a train.output_dir."
         )
+    job = read_json(output_dir / JOB)
     records = list(read_metrics(output_dir / METRICS))
+    found, standing = (state, "running") if state else _standing(output_dir)
+    steps = [record for record in records if "loss" in record]
+    around = output_dir / SURROUNDINGS
+    manifest = output_dir / MANIFEST
     return RunRecord(
-        config=RunConfig.model_validate(read_json(output_dir / JOB)["config"]),
-        steps=[record for record in records if "loss" in record],
-        evaluations=[(r["step"], r["eval_loss"]) for r in records if "eval_loss" in r],
-        standing=_standing(output_dir),
+        folder=output_dir,
+        key=job["key"],
+        config=RunConfig.model_validate(job["config"]),
+        steps=steps,
+        evaluations=[r for r in records if "eval_loss" in r],
+        warnings=[
+            (f"step {r['step']:,}", scrubbed(r["warning"])) for r in records if "warning" in r
+        ][-MOST_WARNINGS:],
+        samples=list(read_metrics(output_dir / SAMPLES)),
+        state=found,
+        standing=standing,
         versions=_versions(output_dir),
+        around=read_json(around) if around.is_file() else {},
         data=kept_data_facts(output_dir),
+        making=kept_lineage(output_dir),
+        seconds=read_json(manifest)["seconds"] if manifest.is_file() else None,
     )
 
 
-def key_figures(run: RunRecord) -> list[tuple[str, str]]:
+def key_figures(run: RunRecord) -> Figures:
     """The figures people ask for first, as (name, value); empty before the first step.
 
     Losses are the run's own: of the last step, and of the last evaluation over held-out rows.
@@ -82,82 +152,101 @@ def key_figures(run: RunRecord) -> list[tuple[str, str]]:
     if not run.steps:
         return []
     last = run.steps[-1]
-    figures = [("final loss", number(last["loss"]))]
+    figures = [("loss", number(last["loss"]))]
     if run.evaluations:
-        figures.append(("held-out loss", number(run.evaluations[-1][1])))
-    return [
-        *figures,
-        ("steps", f"{last['step']:,}"),
+        held = run.evaluations[-1]
+        figures.append(("held-out loss", number(held["eval_loss"])))
+        if "eval_token_accuracy" in held:
+            figures.append(("held-out token accuracy", share(held["eval_token_accuracy"])))
+    figures += [
+        ("steps", _of_total(last["step"], run.around.get("total_steps"))),
         ("epochs", f"{last['epoch']:.2f}"),
         ("tokens", amount(sum(r["tokens"] for r in run.steps))),
         ("of them trained on", amount(sum(r["trained_tokens"] for r in run.steps))),
         ("tokens per second, median", amount(median(r["tokens_per_second"] for r in run.steps))),
-        ("time in steps", duration(sum(r["seconds"] for r in run.steps))),
+    ]
+    mfu = [r["mfu"] for r in run.steps if r.get("mfu") is not None]
+    if mfu:
+        figures.append(("of the device's peak (MFU)", share(median(mfu))))
+    memory = [r["memory_gib"] for r in run.steps if "memory_gib" in r]
+    if memory:
+        figures.append(("memory, peak", gibibytes(max(memory))))
+    figures.append(("time in steps", duration(sum(r["seconds"] for r in run.steps))))
+    if run.state == "running" and (left := _left(run)) is not None:
+        figures.append(("left, about", duration(left)))
+    return figures
+
+
+def time_by_phase(run: RunRecord) -> list[tuple[str, float, str]]:
+    """(phase, share of the time, time) over the whole run, the longest first.
+
+    Waiting for other ranks happens within the other phases, and is left out.
+    """
+    totals: dict[str, float] = {}
+    for record in run.steps:
+        for phase, seconds in record.get("phases", {}).items():
+            if phase != "communication":
+                totals[phase] = totals.get(phase, 0.0) + seconds
+    whole = sum(totals.values())
+    if not whole:
+        return []
+    ordered = sorted(totals.items(), key=lambda each: -each[1])
+    return [
+        (PHASES.get(phase, phase.replace("_", " ")), seconds / whole, duration(seconds))
+        for phase, seconds in ordered
     ]
 
 
-def written_settings(config: RunConfig) -> list[tuple[str, str]]:
-    """(dotted name, value) of every setting that is not at its default."""
-    return list(_leaves(config.model_dump(mode="json", exclude_defaults=True)))
+def environment(run: RunRecord) -> Figures:
+    """What it ran on and with."""
+    around, found = run.around, Figures()
+    if around:
+        layout = {n: v for n, v in around["layout"].items() if v not in (1, "1", None)}
+        found += [
+            ("device", f"{around['device']}, {around['ranks']} process(es)"),
+            ("layout", ", ".join(f"{n} {v}" for n, v in layout.items()) or "one process"),
+            ("host", around["host"]),
+            ("system", around["system"]),
+        ]
+        if around["quantised"]:
+            found.append(("kept in", ", ".join(around["quantised"])))
+    return [*found, *run.versions.items()]
 
 
-def all_settings(config: RunConfig) -> list[tuple[str, str]]:
-    """(dotted name, value) of every setting."""
-    return list(_leaves(config.model_dump(mode="json")))
+def _left(run: RunRecord) -> float | None:
+    total = run.around.get("total_steps")
+    if not total:
+        return None
+    recent = run.steps[-50:]
+    return (total - recent[-1]["step"]) * sum(r["seconds"] for r in recent) / len(recent)
 
 
-def without_credentials(text: str) -> str:
-    """`text` without what stands before the host of a URL: a report is made to be sent around."""
-    return CREDENTIALS.sub("", text)
+def _of_total(step: int, total: int | None) -> str:
+    return f"{step:,} of {total:,}" if total and total > step else f"{step:,}"
 
 
-def number(value: float) -> str:
-    """Four significant digits; small ones in powers of ten, as learning rates are written."""
-    if not math.isfinite(value):
-        return str(value)
-    if value == 0 or 1e-3 <= abs(value) < 1e5:
-        return f"{value:.4g}"
-    mantissa, exponent = f"{value:.3e}".split("e")
-    return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
-
-
-def amount(value: float) -> str:
-    """A count of things, to three digits and a unit."""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= size:
-            return (
-                f"{value / size:.3g} {unit}"
-                if value < 999.5 * size
-                else f"{value / size:.0f} {unit}"
-            )
-    return f"{value:.3g}"
-
-
-def duration(seconds: float) -> str:
-    """Hours, minutes and seconds, the two largest of them."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    return f"{minutes // 60} h {minutes % 60} min"
-
-
-def _standing(output_dir: Path) -> str:
+def _standing(output_dir: Path) -> tuple[State, str]:
     path = output_dir / OUTCOME
-    if not path.is_file():
-        return "not finished"
-    outcome = read_json(path)
-    if outcome["facts"] is None:
-        return f"stopped after step {outcome['step']:,}; the same command goes on from there"
-    return "finished"
+    if path.is_file():
+        outcome = read_json(path)
+        if outcome["facts"] is None:
+            return (
+                "stopped",
+                f"stopped after step {outcome['step']:,}; the same command goes on from there",
+            )
+        return "finished", "finished"
+    if failure := first_failure(output_dir / LOGS):
+        return "failed", f"failed: {scrubbed(failure)}"
+    return "not finished", "not finished"
 
 
 def _versions(output_dir: Path) -> Mapping[str, str]:
-    """Those the manifest was sealed with, or this process's own while there is none yet."""
-    path = output_dir / MANIFEST
-    if path.is_file():
-        return read_json(path)["code"]
+    """Those the run was made with, or this process's own while nobody has told."""
+    manifest, around = output_dir / MANIFEST, output_dir / SURROUNDINGS
+    if manifest.is_file():
+        return read_json(manifest)["code"]
+    if around.is_file():
+        return read_json(around)["versions"]
     return {
         "penstock": __version__,
         "python": platform.python_version(),
@@ -165,29 +254,19 @@ def _versions(output_dir: Path) -> Mapping[str, str]:
     }
 
 
-def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    if isinstance(value, dict) and value:
-        members = cast("dict[str, Any]", value)
-        for name, inner in members.items():
-            yield from _leaves(inner, f"{prefix}.{name}" if prefix else name)
-    elif isinstance(value, list) and value and isinstance(value[0], dict):
-        for index, inner in enumerate(cast("list[Any]", value)):
-            yield from _leaves(inner, f"{prefix}[{index}]")
-    elif prefix.startswith("launch.env."):
-        # Variables are where people put what is nobody else's business.
-        yield prefix, "(not shown)"
-    else:
-        yield prefix, without_credentials(_plain(value))
-
-
-def _plain(value: Any) -> str:
-    """As YAML would have it."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, float):
-        return number(value)
-    if isinstance(value, list):
-        return f"[{', '.join(_plain(each) for each in cast('list[Any]', value))}]"
-    return str(value)
+def _is_in(tree: Any, name: str) -> bool:
+    """Whether a dump holds what a dotted name says."""
+    at = tree
+    for part in name.replace("]", "").replace("[", ".").split("."):
+        if isinstance(at, list):
+            index = int(part)
+            if index >= len(at):
+                return False
+            at = at[index]
+        elif isinstance(at, dict):
+            if part not in at:
+                return False
+            at = at[part]
+        else:
+            return True
+    return True

@@ -1,0 +1,116 @@
+"""What is measured of a step besides what it learnt: phases, operations per second, memory."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.config.train import TrainConfig
+from penstock.core.devices import Precision, peak_flops
+from penstock.engine.assemble import Assembled
+from penstock.engine.phases import Phases
+from penstock.engine.ranks import Ranks
+from penstock.engine.step import StepResult
+from penstock.models.cost import Work, step_flops
+from penstock.rows.batches import Integers
+from penstock.rows.collate import MicroBatch
+from penstock.rows.reader import PackedRows
+from penstock.train.spikes import SpikeWatch
+
+GIB = 1 << 30
+
+
+class Measures:
+    """What one rank measures, and what all ranks look out for together. Close it when no more steps
+    come."""
+
+    def __init__(
+        self,
+        built: Assembled,
+        rows: PackedRows,
+        train: TrainConfig,
+        ranks: Ranks,
+        warn: Callable[[str], None],
+    ) -> None:
+        """`warn` is called on every rank with what people should look at."""
+        self._config, self._learning = built.config, built.learning
+        self._lengths, self._squares = rows.lengths(), rows.squares()
+        self._ranks, self._warn = ranks, warn
+        self._spikes = SpikeWatch(train.log_loss_spikes, ranks)
+        self._phases = Phases(ranks.device) if ranks.leads else None
+        self._peak = peak_of(ranks.device, precision_of(train))
+        if self._phases:
+            ranks.pulse.listen(self._phases.hear)
+
+    def of_step(
+        self, result: StepResult, batches: Sequence[MicroBatch], rows: Integers, seconds: float
+    ) -> dict[str, Any]:
+        """What the leading rank's record tells besides of a step, whose micro-batches on this rank
+        are `batches`, and on all ranks together the packed `rows`.
+
+        `tflops` are operations that the model's mathematics asks for, padding and what is computed
+        a second time left out, per second and device; `mfu` is their share of what the device can
+        do at best, None where nobody knows that.
+        """
+        if oddity := self._spikes.see(result, batches):
+            self._warn(oddity)
+        if not self._phases:
+            return {}
+        operations = self._operations(rows, result.trained_tokens)
+        per_second = operations / seconds / self._ranks.world
+        return {
+            "tflops": round(per_second / 1e12, 5),
+            "mfu": round(per_second / self._peak, 5) if self._peak else None,
+            "memory_gib": round(self._memory() / GIB, 4),
+            "phases": self._phases.take(),
+        }
+
+    def close(self) -> None:
+        """Take no more time."""
+        self._ranks.pulse.listen(None)
+
+    def _operations(self, rows: Integers, trained_tokens: int) -> float:
+        tokens, squares = int(self._lengths[rows].sum()), int(self._squares[rows].sum())
+        work = Work.of_sums(self._config, tokens, squares, logits=trained_tokens)
+        return step_flops(self._config, work, learning=self._learning)
+
+    def _memory(self) -> int:
+        """Bytes at most in use: on the rank's GPU in this step, else by its process so far."""
+        if self._ranks.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self._ranks.device)
+            torch.cuda.reset_peak_memory_stats(self._ranks.device)
+            return peak
+        return peak_resident()
+
+
+def precision_of(train: TrainConfig) -> Precision:
+    """What most products are computed in; those of 8 bits are measured against 16, as others do,
+    and float16 is as fast as bfloat16."""
+    return "fp32" if train.computes_in == "float32" else "bf16"
+
+
+def peak_of(device: torch.device, precision: Precision) -> float | None:
+    """Operations per second that the device does at best; None where nobody knows."""
+    if device.type != "cuda":
+        return None
+    return peak_flops(torch.cuda.get_device_name(device), precision)
+
+
+def peak_resident() -> int:
+    """Bytes of memory that this process has had at once."""
+    if sys.platform.startswith("linux"):
+        # Of this program alone: the kernel's other count begins with the one that started it.
+        fields = _status(Path("/proc/self/status"))
+        if "VmHWM" in fields:
+            return int(fields["VmHWM"].split()[0]) * 1024
+    import resource  # noqa: PLC0415 - systems that have no /proc have it, and others lack it
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _status(file: Path) -> Mapping[str, str]:
+    lines = file.read_text().splitlines()
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}

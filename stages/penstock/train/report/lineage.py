@@ -1,0 +1,73 @@
+"""Where a run came from: the stages before it, what each made, and whether it was there already."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.core.stage import short
+from penstock.train.report.record import RunRecord
+from penstock.train.report.words import duration, share, when, without_credentials
+
+
+@dataclass(frozen=True)
+class Link:
+    """One stage of the chain."""
+
+    stage: str
+    key: str
+    state: str
+    """Such as `reused` or `made for this run`."""
+    facts: list[str]
+
+
+def lineage(run: RunRecord) -> list[Link]:
+    """From sources to the run itself; only the run where nothing is known of the rest."""
+    links: list[Link] = []
+    if run.data:
+        made: Mapping[str, Any] = run.data.get("made", {})
+        if sources := made.get("prepare", {}).get("sources"):
+            links.append(Link("sources", "", "", [_source(n, its) for n, its in sources.items()]))
+        if "prepare" in made:
+            links.append(_link("prepare", made, run.making, _prepared(run.data["prepared"] or {})))
+        if "pack" in made:
+            links.append(_link("pack", made, run.making, _packed(run.data["packed"])))
+    return [*links, _train(run)]
+
+
+def _link(stage: str, made: Mapping[str, Any], making: Mapping[str, Any], facts: list[str]) -> Link:
+    state = ""
+    if its := making.get(stage):
+        state = "reused" if its["reused"] else "made for this run"
+        facts = [*facts, f"{when(its['created'])}, in {duration(its['seconds'])}"]
+    return Link(stage, short(made[stage]["key"]), state, facts)
+
+
+def _train(run: RunRecord) -> Link:
+    facts = [f"{run.steps[-1]['step']:,} step(s)"] if run.steps else []
+    if started := run.around.get("started"):
+        facts.append(when(started))
+    if run.seconds is not None:
+        facts.append(f"in {duration(run.seconds)}")
+    return Link("train", short(run.key), run.state, facts)
+
+
+def _prepared(facts: Mapping[str, Any]) -> list[str]:
+    rows = facts.get("rows", {})
+    return [f"{sum(rows.values()):,} sample(s)"] if rows else []
+
+
+def _packed(facts: Mapping[str, Any]) -> list[str]:
+    rows, fill = facts.get("rows", {}), facts.get("fill", {})
+    found = [f"{sum(rows.values()):,} row(s)"] if rows else []
+    if "train" in fill:
+        found.append(f"{share(fill['train'])} full")
+    return found
+
+
+def _source(name: str, pin: Mapping[str, Any]) -> str:
+    """What it is called and which content it stands for, in brief."""
+    called = next((str(pin[n]) for n in ("repo", "label", "name") if pin.get(n)), name)
+    mark = next((f"{n} {str(pin[n])[:12]}" for n in ("commit", "version") if pin.get(n)), "")
+    files = f"{pin['files']} file(s)" if isinstance(pin.get("files"), int) else ""
+    rest = ", ".join(each for each in (mark, files) if each)
+    return without_credentials(f"{called} ({rest})" if rest else called)

@@ -1,0 +1,84 @@
+"""Axes: ranges of numbers laid over a plot, and the round numbers written beside them."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+Bend = Literal["linear", "log"]
+
+LOG_SPAN = 30.0
+"""Largest over smallest value from which on a positive curve is drawn on a logarithmic scale."""
+ROOM_FOR_NAME = 15
+"""Per cent of the width that the axis's name takes, on a small chart."""
+
+
+@dataclass(frozen=True)
+class Tick:
+    """A label and its place, per cent from the left or from the top."""
+
+    at: float
+    label: str
+
+
+class Axis:
+    """A range of values laid over 0 to 100 per cent."""
+
+    def __init__(self, low: float, high: float, bend: Bend) -> None:
+        self.low, self.high, self.bend = low, high, bend
+        self._low, self._high = self._bent(low), self._bent(high)
+        if self._low == self._high:
+            self._low, self._high = self._low - 0.5, self._high + 0.5
+
+    def at(self, value: float) -> float:
+        """Per cent of the way from the low end to the high end."""
+        return 100 * (self._bent(value) - self._low) / (self._high - self._low)
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """What lies at 0 and at 100 per cent; their logarithms to base 10 where it is bent."""
+        return self._low, self._high
+
+    def _bent(self, value: float) -> float:
+        return math.log10(value) if self.bend == "log" else value
+
+
+def upright(
+    values: list[float], label: Callable[[float], str], about: int
+) -> tuple[Axis, list[Tick]]:
+    """The axis beside a curve through these finite values, of which there may be none."""
+    found = values or [0.0]
+    low, high = min(found), max(found)
+    bend: Bend = "log" if low > 0 and high / low >= LOG_SPAN else "linear"
+    marks = log_marks(low, high) if bend == "log" else round_marks(low, high, about)
+    axis = Axis(min(low, marks[0]), max(high, marks[-1]), bend)
+    return axis, [Tick(100 - axis.at(mark), label(mark)) for mark in marks]
+
+
+def of_steps(axis: Axis) -> list[Tick]:
+    """Round steps, and the first one with the axis's name where there is room for it."""
+    first, last = round(axis.low), round(axis.high)
+    marks = [m for m in round_marks(first, last, 5) if first < m <= last and m == round(m)]
+    ticks = [Tick(axis.at(mark), f"{mark:,.0f}") for mark in marks]
+    if not ticks or ticks[0].at > ROOM_FOR_NAME:
+        ticks.insert(0, Tick(axis.at(first), f"step {first:,}"))
+    return ticks
+
+
+def round_marks(low: float, high: float, about: int) -> list[float]:
+    """Round numbers, `about` as many, of which the outermost enclose the range."""
+    if low == high:
+        return [low]
+    rough = (high - low) / about
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= rough * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(i * step, 12) if step > 1e-9 else i * step for i in range(first, last + 1)]
+
+
+def log_marks(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times powers of ten within the range; only the powers where they are many."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    factors = (1, 2, 5) if len(powers) <= 3 else (1,)
+    marks = [m * 10.0**p for p in powers for m in factors]
+    return [m for m in marks if low <= m <= high] or [low, high]

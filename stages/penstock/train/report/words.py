@@ -1,0 +1,74 @@
+"""Numbers as people read them."""
+
+import math
+import re
+from typing import Any
+
+CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
+"""What may stand before the host of a URL."""
+
+
+def number(value: float) -> str:
+    """Four significant digits; small ones in powers of ten, as learning rates are written."""
+    if not math.isfinite(value):
+        return str(value)
+    if value == 0 or 1e-3 <= abs(value) < 1e5:
+        return f"{value:.4g}"
+    mantissa, exponent = f"{value:.3e}".split("e")
+    return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+
+
+def amount(value: float) -> str:
+    """A count of things, to three digits and a unit."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return (
+                f"{value / size:.3g} {unit}"
+                if value < 999.5 * size
+                else f"{value / size:.0f} {unit}"
+            )
+    return f"{value:.3g}"
+
+
+def share(value: float) -> str:
+    """A part of a whole, in per cent."""
+    return f"{value:.1%}"
+
+
+def gibibytes(value: float) -> str:
+    """Memory."""
+    return f"{value:.3g} GiB"
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds, the two largest of them."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+def when(time: str) -> str:
+    """A time that was written in ISO 8601, to the minute."""
+    return time[:16].replace("T", " ") + (" UTC" if time.endswith(("+00:00", "Z")) else "")
+
+
+def plain(value: Any) -> str:
+    """A setting, as YAML would have it."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return number(value)
+    if isinstance(value, list):
+        return f"[{', '.join(plain(each) for each in value)}]"
+    return str(value)
+
+
+def without_credentials(text: str) -> str:
+    """`text` without what stands before the host of a URL: a report is made to be sent around."""
+    return CREDENTIALS.sub("", text)

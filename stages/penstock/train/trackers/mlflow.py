@@ -1,0 +1,64 @@
+"""MLflow: its server, or a file in the run's folder."""
+
+# pyright: reportMissingImports=false
+
+from collections.abc import Mapping
+
+from mlflow.entities import Metric, Param
+from mlflow.exceptions import MlflowException
+from mlflow.tracking import MlflowClient
+
+from penstock.train.trackers.card import Card, uri_of
+from penstock.train.trackers.tracker import Ending, Memory, Tracker
+
+MOST_AT_ONCE = 100
+"""Parameters that a server takes in one request."""
+LONGEST = 6000
+"""Characters of a parameter, at most."""
+
+
+def begin(card: Card, memory: Memory) -> Tracker:
+    """As `Begin` has it."""
+    client = MlflowClient(tracking_uri=uri_of(card))
+    if "id" in memory:
+        client.update_run(memory["id"], status="RUNNING")
+        return _Run(client, memory["id"])
+    tags = {"penstock.key": card.key, **dict.fromkeys(card.tags, "true")}
+    run = client.create_run(_experiment(client, card.project), run_name=card.name, tags=tags)
+    memory["id"] = run.info.run_id
+    params = [Param(_named(name), str(value)[:LONGEST]) for name, value in card.settings.items()]
+    for start in range(0, len(params), MOST_AT_ONCE):
+        several = params[start : start + MOST_AT_ONCE]
+        client.log_batch(memory["id"], params=several)
+    return _Run(client, memory["id"])
+
+
+class _Run:
+    def __init__(self, client: MlflowClient, run_id: str) -> None:
+        self._client, self._id = client, run_id
+
+    def tell(self, step: int, values: Mapping[str, float], at: float) -> None:
+        time = int(at * 1000)
+        found = [Metric(_named(name), value, time, step) for name, value in values.items()]
+        self._client.log_batch(self._id, metrics=found)
+
+    def close(self, ending: Ending) -> None:
+        status = "FINISHED" if ending == "finished" else "KILLED"
+        self._client.set_terminated(self._id, status=status)
+
+
+def _experiment(client: MlflowClient, name: str) -> str:
+    if found := client.get_experiment_by_name(name):
+        return found.experiment_id
+    try:
+        return client.create_experiment(name)
+    except MlflowException:
+        # Another run has made it since.
+        if found := client.get_experiment_by_name(name):
+            return found.experiment_id
+        raise
+
+
+def _named(name: str) -> str:
+    """MLflow takes letters, digits and these few signs."""
+    return "".join(sign if sign.isalnum() or sign in "_-. /" else "_" for sign in name)

@@ -1,0 +1,40 @@
+"""TensorBoard: files of events in the run's folder."""
+
+# pyright: reportMissingImports=false
+
+from collections.abc import Mapping
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from penstock.train.trackers.card import Card
+from penstock.train.trackers.tracker import Ending, Memory, Tracker
+
+FOLDER = "tensorboard"
+
+
+def begin(card: Card, memory: Memory) -> Tracker:
+    """As `Begin` has it. Another file continues those that are there."""
+    return _Events(EventFileWriter(str(card.folder / FOLDER)), begins_after=told_until(memory))
+
+
+def told_until(memory: Memory) -> int:
+    """The last step that was told in another process."""
+    return max([0, *memory.get("told", {}).values()])
+
+
+class _Events:
+    def __init__(self, writer: EventFileWriter, begins_after: int) -> None:
+        self._writer = writer
+        # A process that was killed may have written more than it remembers: readers drop that.
+        start = SessionLog(status=SessionLog.START)
+        self._writer.add_event(Event(step=begins_after + 1, session_log=start))
+
+    def tell(self, step: int, values: Mapping[str, float], at: float) -> None:
+        found = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._writer.add_event(Event(wall_time=at, step=step, summary=Summary(value=found)))
+        self._writer.flush()
+
+    def close(self, ending: Ending) -> None:  # noqa: ARG002 - files know no end
+        self._writer.close()

@@ -1,0 +1,37 @@
+"""trackio: its database on this machine, where `trackio show` finds it."""
+
+# pyright: reportMissingImports=false
+
+from collections.abc import Mapping
+
+import trackio
+
+from penstock.train.trackers.card import Card
+from penstock.train.trackers.tracker import Ending, Memory, Tracker
+
+
+def begin(card: Card, memory: Memory) -> Tracker:
+    """As `Begin` has it. Runs are known by name there, so another one of that name gets a part of
+    its key too."""
+    memory.setdefault("id", f"{card.name}-{card.key[:8]}")
+    run = trackio.init(
+        project=card.project,
+        name=memory["id"],
+        config=dict(card.settings),
+        resume="allow",
+        embed=False,
+        auto_log_gpu=False,
+        auto_log_cpu=False,
+    )
+    return _Run(run)
+
+
+class _Run:
+    def __init__(self, run: trackio.Run) -> None:
+        self._run = run
+
+    def tell(self, step: int, values: Mapping[str, float], at: float) -> None:  # noqa: ARG002 - it takes its own time
+        self._run.log(dict(values), step=step)
+
+    def close(self, ending: Ending) -> None:  # noqa: ARG002 - nothing there tells of it
+        self._run.finish()
