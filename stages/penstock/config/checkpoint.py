@@ -8,6 +8,19 @@ from penstock.config.roots import Root
 from penstock.config.section import Section
 
 
+class SaveBestConfig(Section):
+    """By what the best checkpoint is told. It is kept, and saved if it is not yet, beside those
+    that `save_total_limit` keeps; `checkpoints/best` names it. It is the run's result,
+    which is exported."""
+
+    metric: str | None = Field(default=None, min_length=1)
+    """A name in the records of evaluations, such as `eval_loss`. Unset: there is no best one. Needs
+    `eval_steps` or `eval_epochs`."""
+
+    mode: Literal["min", "max"] | None = None
+    """Whether less or more of it is better. Unset: more of a `token_accuracy`, less of all else."""
+
+
 class CheckpointConfig(Section):
     """Checkpoints and outputs."""
 
@@ -31,7 +44,11 @@ class CheckpointConfig(Section):
     memory, which has to have room for it. The next save waits for the one before."""
 
     save_total_limit: int | None = Field(default=None, ge=1)
-    """Keep so many of the newest checkpoints, and the one the run was started from. Unset: all."""
+    """Keep so many of the newest checkpoints, the best (`save_best`), and the one the run was
+    started from. Unset: all."""
+
+    save_best: SaveBestConfig = Field(default_factory=SaveBestConfig)
+    """Keeping the checkpoint that evaluated best."""
 
     save_hf_weights: bool = True
     """Also leave the final weights in Hugging Face's format."""

@@ -3,6 +3,7 @@
 Nothing of this project's own modelling code takes part: what is measured is what others will load.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -56,45 +57,77 @@ class Report:
 
 
 def exact_match(
-    hf_folder: Path, prepared: Artifact, *, limit: int, seed: int, batch_size: int
+    hf_folder: Path,
+    prepared: Artifact,
+    *,
+    limit: int,
+    seed: int,
+    batch_size: int,
+    answer: re.Pattern[str] | None = None,
 ) -> Report:
     """Ask the model in `hf_folder` up to `limit` rows of the validation split, chosen by `seed`.
 
     A prompt is what comes before the first trained token of a row, the expected answer is the run
     of trained tokens that starts there. Answers are generated greedily and compared token by token
-    up to and including the end token. Raises StageError when no row asks anything, CapabilityError
-    when the folder holds only an adapter and peft is not installed.
+    up to and including the end token. With `answer`, texts are compared, and of both only what its
+    first group (without one, all of it) matches last; answers may then be twice as long as the
+    expected ones, and rows whose own answer it does not match are skipped.
+
+    Raises StageError when no row asks anything, CapabilityError when the folder holds only an
+    adapter and peft is not installed.
     """
     rows = _chosen_rows(prepared.path / "data" / "validation", limit, seed)
+    tokenizer = AutoTokenizer.from_pretrained(hf_folder)
     found = [question_of(ids, labels) for ids, labels in rows]
     questions = [question for question in found if question is not None]
+    if answer:
+        questions = [q for q in questions if last_match(answer, _text(tokenizer, q.expected))]
     if not questions:
+        such = f" that {answer.pattern} matches" if answer else ""
         raise StageError(
-            f"{prepared.path} holds no validation row with a prompt and an answer "
+            f"{prepared.path} holds no validation row with a prompt and an answer{such} "
             f"({len(found)} rows looked at).\n  Set data.val_set_size or data.test_datasets."
         )
     model = _load_model(hf_folder)
-    tokenizer = AutoTokenizer.from_pretrained(hf_folder)
     ends = _end_tokens(model, tokenizer)
-    answers = _answers(model, questions, ends, tokenizer.pad_token_id or 0, batch_size)
-    samples: list[Sample] = []
-    for question, answer in zip(questions, answers, strict=True):
-        expected = _up_to_end(question.expected, ends)
-        samples.append(
-            Sample(
-                prompt=tokenizer.decode(question.prompt),
-                answer=tokenizer.decode(answer, skip_special_tokens=True),
-                expected=tokenizer.decode(expected, skip_special_tokens=True),
-                # An expected answer that was cut off has no end token, and is compared as far.
-                right=tuple(answer[: len(expected)]) == expected,
-            )
-        )
+    asking = _Asking(model, ends, tokenizer.pad_token_id or 0, room=2 if answer else 1)
+    samples = [
+        _judged(question, given, ends, tokenizer, answer)
+        for question, given in zip(questions, asking.answers(questions, batch_size), strict=True)
+    ]
     return Report(
         num_asked=len(questions),
         num_right=sum(sample.right for sample in samples),
         num_skipped=len(found) - len(questions),
         samples=tuple(samples),
     )
+
+
+def last_match(answer: re.Pattern[str], text: str) -> str | None:
+    """What the pattern's first group, or all of it, matches last; None where it matches nothing."""
+    found = [match[1 if answer.groups else 0] for match in answer.finditer(text)]
+    return found[-1].strip() if found and found[-1] is not None else None
+
+
+def _judged(
+    question: Question,
+    given: tuple[int, ...],
+    ends: frozenset[int],
+    tokenizer: Any,
+    answer: re.Pattern[str] | None,
+) -> Sample:
+    expected = _up_to_end(question.expected, ends)
+    texts = _text(tokenizer, given), _text(tokenizer, expected)
+    if answer:
+        right = last_match(answer, texts[0]) == last_match(answer, texts[1])
+    else:
+        # An expected answer that was cut off has no end token, and is compared as far.
+        right = given[: len(expected)] == expected
+    return Sample(tokenizer.decode(question.prompt), *texts, right)
+
+
+def _text(tokenizer: Any, tokens: Sequence[int]) -> str:
+    return tokenizer.decode(tokens, skip_special_tokens=True)
 
 
 def question_of(input_ids: Sequence[int], labels: Sequence[int]) -> Question | None:
@@ -159,51 +192,52 @@ def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(end for end in ends if end is not None)
 
 
-def _answers(
-    model: Any,
-    questions: Sequence[Question],
-    ends: frozenset[int],
-    pad: int,
-    batch_size: int,
-) -> list[tuple[int, ...]]:
-    """The model's answer to each question, up to and including the first end token."""
-    # Neighbours in length share a batch, so that little of it is padding.
-    order = sorted(range(len(questions)), key=lambda index: len(questions[index].prompt))
-    answers: list[tuple[int, ...]] = [()] * len(questions)
-    for batch in _batches(order, batch_size):
-        asked = [questions[index] for index in batch]
-        for index, answer in zip(batch, _generate(model, asked, ends, pad), strict=True):
-            answers[index] = answer
-    return answers
+@dataclass(frozen=True)
+class _Asking:
+    """How a model is asked."""
+
+    model: Any
+    ends: frozenset[int]
+    pad: int
+    room: int
+    """How many times as long as the expected answer one may be."""
+
+    def answers(self, questions: Sequence[Question], batch_size: int) -> list[tuple[int, ...]]:
+        """The model's answer to each question, up to and including the first end token."""
+        # Neighbours in length share a batch, so that little of it is padding.
+        order = sorted(range(len(questions)), key=lambda index: len(questions[index].prompt))
+        answers: list[tuple[int, ...]] = [()] * len(questions)
+        for batch in _batches(order, batch_size):
+            asked = [questions[index] for index in batch]
+            for index, answer in zip(batch, self._generate(asked), strict=True):
+                answers[index] = answer
+        return answers
+
+    @torch.no_grad()
+    def _generate(self, asked: Sequence[Question]) -> list[tuple[int, ...]]:
+        width = max(len(question.prompt) for question in asked)
+        ids_BT = torch.full((len(asked), width), self.pad)
+        mask_BT = torch.zeros_like(ids_BT)
+        for row, question in enumerate(asked):
+            ids_BT[row, width - len(question.prompt) :] = torch.tensor(question.prompt)
+            mask_BT[row, width - len(question.prompt) :] = 1
+        greedy = GenerationConfig(
+            do_sample=False,
+            max_new_tokens=self.room * max(len(question.expected) for question in asked),
+            eos_token_id=sorted(self.ends) or None,
+            pad_token_id=self.pad,
+        )
+        out_BT = self.model.generate(
+            input_ids=ids_BT.to(self.model.device),
+            attention_mask=mask_BT.to(self.model.device),
+            generation_config=greedy,
+        )
+        return [_up_to_end(row, self.ends) for row in out_BT[:, width:].tolist()]
 
 
 def _batches(order: Sequence[int], size: int) -> Iterator[Sequence[int]]:
     for start in range(0, len(order), size):
         yield order[start : start + size]
-
-
-@torch.no_grad()
-def _generate(
-    model: Any, asked: Sequence[Question], ends: frozenset[int], pad: int
-) -> list[tuple[int, ...]]:
-    width = max(len(question.prompt) for question in asked)
-    ids_BT = torch.full((len(asked), width), pad)
-    mask_BT = torch.zeros_like(ids_BT)
-    for row, question in enumerate(asked):
-        ids_BT[row, width - len(question.prompt) :] = torch.tensor(question.prompt)
-        mask_BT[row, width - len(question.prompt) :] = 1
-    greedy = GenerationConfig(
-        do_sample=False,
-        max_new_tokens=max(len(question.expected) for question in asked),
-        eos_token_id=sorted(ends) or None,
-        pad_token_id=pad,
-    )
-    out_BT = model.generate(
-        input_ids=ids_BT.to(model.device),
-        attention_mask=mask_BT.to(model.device),
-        generation_config=greedy,
-    )
-    return [_up_to_end(row, ends) for row in out_BT[:, width:].tolist()]
 
 
 def _up_to_end(tokens: Sequence[int], ends: frozenset[int]) -> tuple[int, ...]:

@@ -69,6 +69,12 @@ def leave_failure(logs: Path, rank: int, error: Exception) -> None:
     failure_file(logs, rank).write_text(json.dumps(asdict(failure)))
 
 
+def first_failure(logs: Path) -> str | None:
+    """What the first rank that failed said, if any did."""
+    first = next(iter(_failures(logs)), None)
+    return (first.message or first.error) if first else None
+
+
 def timed_out_records(logs: Path) -> list[Failure]:
     """Failures of ranks that waited in vain for others."""
     return [f for f in _failures(logs) if any(word in f.error for word in _TIMEOUTS)]

@@ -17,6 +17,8 @@ RANKS_LOCK = ".ranks.lock"
 CHECKPOINTS = "checkpoints"
 LOGS = "logs"
 METRICS = "metrics.jsonl"
+SAMPLES = "samples.jsonl"
+SURROUNDINGS = "surroundings.json"
 HF_WEIGHTS = "hf_ckpt"
 """Folder in the last checkpoint, named as users of xorl expect it."""
 
@@ -43,6 +45,9 @@ class Job:
     """Names this start of the ranks: what an earlier one leaves late is not taken for its own."""
     adapter: Path | None = None
     """A folder on this machine with the adapter to go on from."""
+    tokenizer: str | None = None
+    """Where the tokenizer lies: a folder, a hub id or `builtin:<name>`. Only prompts need it."""
+    tokenizer_revision: str | None = None
 
     def write(self) -> Path:
         """Publish the job in the output folder, the config in full beside it; return its file."""
@@ -68,6 +73,8 @@ class Job:
             "output_dir": str(self.output_dir),
             "launch": self.launch,
             "adapter": str(self.adapter) if self.adapter else None,
+            "tokenizer": self.tokenizer,
+            "tokenizer_revision": self.tokenizer_revision,
         }
         write_json(path, record)
 
@@ -87,6 +94,8 @@ class Job:
             Path(record["output_dir"]),
             record["launch"],
             Path(record["adapter"]) if record["adapter"] else None,
+            record["tokenizer"],
+            record["tokenizer_revision"],
         )
 
 

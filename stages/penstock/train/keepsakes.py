@@ -4,14 +4,17 @@ import re
 from collections.abc import Collection, Iterable
 from pathlib import Path, PurePosixPath
 
-from penstock.core.data_facts import DATA
+from penstock.core.data_facts import DATA, LINEAGE
 from penstock.core.files import regular_files
-from penstock.train.job import CHECKPOINTS, LOGS, METRICS, RESOLVED
+from penstock.train.job import CHECKPOINTS, LOGS, METRICS, RESOLVED, SAMPLES, SURROUNDINGS
 
 COMPLETE = "COMPLETE"
 """The file that is written last into a checkpoint, so only whole ones have it."""
 
 REPORT = "report.html"
+
+BEST = "BEST"
+"""A file in the best checkpoint so far, and in older ones that were it before."""
 
 _MARK = re.compile(rf"{CHECKPOINTS}/global_step_(\d+)/{COMPLETE}")
 
@@ -23,21 +26,25 @@ def keepsakes_of(out: Path) -> list[list[Path]]:
         files = regular_files((out / mark).parent)
         groups += [[path for path in files if path.name != COMPLETE], [out / mark]]
     logs = sorted((out / LOGS).glob("*.log"))
-    return [*groups, [out / METRICS, out / RESOLVED, out / DATA, out / REPORT, *logs]]
+    files = (METRICS, SAMPLES, f"{CHECKPOINTS}/best", RESOLVED, DATA, LINEAGE, SURROUNDINGS, REPORT)
+    return [*groups, [*(out / name for name in files), *logs]]
 
 
 def wanted_of(names: Collection[str], out: Path) -> list[str]:
-    """The files of the newest complete checkpoint among `names`, its mark last, and the metrics
-    that lead to it; none when `out` holds one as new.
+    """The files of the newest complete checkpoint among `names` and of the best one, the newest's
+    mark last, and what was told on the way to it; none when `out` holds one as new.
     """
     there = _marks(names)
     here = _marks(path.relative_to(out).as_posix() for path in _marks_in(out))
     if not there or (here and here[-1][0] >= there[-1][0]):
         return []
-    mark = there[-1][1]
-    folder = PurePosixPath(mark).parent.as_posix() + "/"
-    files = [name for name in names if name.startswith(folder) and name != mark]
-    return [*files, *(name for name in names if name == METRICS), mark]
+    folders = [PurePosixPath(mark).parent.as_posix() for _, mark in there]
+    newest, mark = folders[-1], there[-1][1]
+    best = [folder for folder in folders if f"{folder}/{BEST}" in names][-1:]
+    beginnings = tuple(f"{folder}/" for folder in {newest, *best})
+    files = [name for name in names if name.startswith(beginnings) and name != mark]
+    told = (METRICS, SAMPLES, f"{CHECKPOINTS}/best")
+    return [*files, *(name for name in names if name in told), mark]
 
 
 def _marks_in(out: Path) -> list[Path]:

@@ -1,19 +1,21 @@
-"""Epochs, cadences and the clock: from packed rows to a last checkpoint."""
+"""One run of one rank, from the newest checkpoint to its end or to a request to stop.
+
+After a step come, in this order, its record, a save, an evaluation, answers to prompts. A
+checkpoint says which of these its step still owes, so what breaks off is made up for.
+"""
 
 import gc
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from penstock.config.train import TrainConfig
 from penstock.core.errors import ConfigError
-from penstock.engine import checkpoint, randomness
+from penstock.engine import randomness
 from penstock.engine.assemble import Assembled
 from penstock.engine.parallel.degrees import accumulation_steps, rows_per_step
 from penstock.engine.ranks import Ranks
@@ -21,27 +23,29 @@ from penstock.engine.step import StepResult
 from penstock.optim.schedule import lr_at
 from penstock.rows.batches import Batches, Cursor, Integers, deal
 from penstock.rows.reader import PackedRows
-from penstock.train.job import CHECKPOINTS, METRICS, Job
-from penstock.train.loader import Groups, Loader, Reading, read
-from penstock.train.metrics import MetricsLog
-from penstock.train.progress import progress
+from penstock.train.budget import Cadence, Clock, budget_of
+from penstock.train.evaluation import LOSS, held_out_rows
+from penstock.train.job import CHECKPOINTS, METRICS, SAMPLES, Job
+from penstock.train.judge import Judge
+from penstock.train.loader import Groups, Loader, Reading
+from penstock.train.measures import Measures
+from penstock.train.metrics import MetricsLog, read_metrics
+from penstock.train.position import Position
+from penstock.train.profiling import Profile
+from penstock.train.recorder import Recorder
+from penstock.train.sampling import sampler_of
+from penstock.train.saving import Saves
 from penstock.train.stopping import StopRequest
+from penstock.train.surroundings import keep_surroundings
 
+GO_ON, TIME_IS_UP, STOP = 0, 1, 2
+"""What ranks agree on after a step: the highest that any of them says."""
 
-@dataclass
-class Position:
-    """How far the run is. Everything a checkpoint must say besides tensors."""
-
-    cursor: Cursor
-    """Where in the data the next step begins."""
-    step: int = 0
-    tokens: int = 0
-    trained_tokens: int = 0
-    loss: float | None = None
+Duty = Literal["evaluation", "samples"]
 
 
 class Loop:
-    """One run of one rank, from the newest checkpoint to the last step or a request to stop."""
+    """Everything a run stands on, and the order in which things happen to it."""
 
     def __init__(self, job: Job, built: Assembled, ranks: Ranks, stop: StopRequest) -> None:
         self.job, self.built, self.ranks, self.stop = job, built, ranks, stop
@@ -49,7 +53,7 @@ class Loop:
         self.rows = PackedRows(job.packed / "data" / "train")
         replicas = built.degrees.num_replicas
         self.batches = Batches(
-            self._costs(self.rows),
+            built.pairs_per_token * self.rows.lengths() + self.rows.squares(),
             rows_per_step=rows_per_step(self.train, replicas),
             seed=self.train.seed,
             last_batch="drop" if job.config.data.dataloader_drop_last else "keep",
@@ -57,67 +61,91 @@ class Loop:
         )
         self.accumulation = accumulation_steps(self.train, replicas)
         self.reading = Reading.of(job.config, ranks.device)
-        self.root = job.output_dir / CHECKPOINTS
-        self.checkpoints = checkpoint.Checkpoints(
-            self.root,
-            built.trained,
-            ranks,
-            writes="behind" if self.train.save_async else "at_once",
-            limit=self.train.save_total_limit,
-        )
+        self.saves = Saves(job, built, ranks, self._warn)
+        self.held_out = held_out_rows(job, built, ranks, self.reading, self.batches.rows_per_step)
+        self.sampler = sampler_of(job, built, ranks, self.reading)
+        self.judge = Judge.of(self.train)
+        self.judge.require(self.held_out.names if self.held_out else ())
+        self.profile = Profile(self.train, ranks, job.key[:8])
+        self.measures = Measures(built, self.rows, self.train, ranks, self._warn)
+        self.clock = Clock(self.train.max_hours)
         self.at = Position(self.batches.start())
-        self.total_steps = total_steps(self.train, self.batches, self.at)
+        self.budget = budget_of(self.train, self.batches, self.rows.lengths(), self.at)
+        self._started_at = 0
+        """The step where this start of the run began."""
+        self._untrained: int | None = 0
+        """The step of the weights that were given; None: this run has trained them before."""
+        self._evaluated: dict[str, Any] | None = None
+        """The numbers of this step's evaluation."""
         self._loader: Loader | None = None
+        self._recorder: Recorder | None = None
+        self._samples: MetricsLog | None = None
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run, those that are done included."""
+        return self.budget.total_steps
 
     def run(self) -> dict[str, Any] | None:
         """Train to the end and return the facts, or None when asked to stop before."""
-        self._resume()
-        log = MetricsLog(self.job.output_dir / METRICS, self.at.step) if self.ranks.leads else None
-        display = (
-            progress(self.train.log_format, self.total_steps, self.at.step)
-            if self.ranks.leads
-            else None
-        )
+        due = self._resume()
+        self._open()
         if self.train.gc_steps:
             gc.disable()
         try:
-            while self.at.step < self.total_steps:
-                before = self.batches.progress(self.at.cursor)
-                record = self._step()
-                if log and display:
-                    log.append(record)
-                    display.show(record)
-                stopping = self.ranks.anywhere(bool(self.stop))
-                if stopping or self._save_is_due(before):
-                    self._save()
-                if stopping and self.at.step < self.total_steps:
-                    self.checkpoints.finish()
-                    return None
-                self._tidy()
-            facts = self._finish(log)
-            self.checkpoints.finish()
-            return facts
+            ended_by = self._go_on(due)
+            self.saves.finish()
+            if ended_by and self._recorder:
+                self._recorder.ending = "finished"
+            return self._facts(ended_by) if ended_by else None
         finally:
             self.close()
             gc.enable()
-            if log and display:
-                display.close()
-                log.close()
+            for told in (self._recorder, self._samples):
+                if told:
+                    told.close()
 
     def close(self) -> None:
-        """End what works beside this process: loaders of rows, a save under way."""
-        self.checkpoints.close()
+        """End what works beside this process: a profile, loaders of rows, a save under way."""
+        self.profile.close(self.at.step)
+        self.saves.close()
+        self.measures.close()
         if self._loader:
             self._loader.close()
+
+    def _go_on(self, due: set[Duty]) -> str | None:
+        """Take step after step; what ended the run, or None when asked to stop before."""
+        word = self._agree()
+        while True:
+            stopped = word == STOP and (bool(due) or not self._ended_by(word))
+            if stopped or not self._look(due, word):
+                self.saves.must(self.at, self._standing(due))
+                return None
+            if ended_by := self._ended_by(word):
+                self.saves.must(self.at, self._standing(due))
+                return ended_by
+            before = self.batches.progress(self.at.cursor)
+            with self.profile.step(self.at.step):
+                record = self._step()
+            self._tell(record)
+            word = self._agree()
+            due = self._due(before, word)
+            if self._ended_by(word):
+                self.saves.must(self.at, self._standing(due))
+            elif self._is_due(self.train.save_steps, self.train.save_epochs, before):
+                self.saves.may(self.at, self._standing(due))
+            self._tidy()
 
     def _step(self) -> dict[str, Any]:
         started = time.perf_counter()
         step = self.at.step
-        lr = learning_rate(self.train, step, self.total_steps)
+        lr = lr_at(step, self.total_steps, self.train)
         self.ranks.pulse.begins("reading rows", step=step)
         if self._loader is None:
             self._loader = Loader(self.rows, self._steps(), self.reading)
-        result: StepResult = self.built.engine.step(next(self._loader), lr, step)
+        batches, rows = next(self._loader), self.batches.rows(self.at.cursor)
+        result: StepResult = self.built.engine.step(batches, lr, step)
+        self._evaluated = None
         self.at = Position(
             self.batches.after(self.at.cursor),
             step + 1,
@@ -131,112 +159,182 @@ class Loop:
             "epoch": self._epochs(),
             "loss": result.loss,
             "lr": lr,
-            "grad_norm": result.grad_norm,
+            **({"grad_norm": result.grad_norm} if self.train.log_grad_norm else {}),
             "tokens": result.tokens,
             "trained_tokens": result.trained_tokens,
             "tokens_per_second": round(result.tokens / seconds, 1),
             "seconds": round(seconds, 5),
             **result.of_routers,
+            **result.of_scaling,
+            **result.of_norms,
+            **self.measures.of_step(result, batches, rows, seconds),
         }
-
-    @property
-    def _replica(self) -> int:
-        return self.built.engine.layout.mesh.index("replicate", "shard")
-
-    def _epochs(self) -> float:
-        return round(float(self.batches.progress(self.at.cursor)), 4)
-
-    def _costs(self, rows: PackedRows) -> Integers:
-        return self.built.pairs_per_token * rows.lengths() + rows.squares()
 
     def _steps(self) -> Iterator[Groups]:
         """This rank's rows of every step from here to the end."""
         cursor = self.at.cursor
         for _ in range(self.at.step, self.total_steps):
             rows = self.batches.rows(cursor)
-            yield self._mine(rows, self.batches.costs, self.accumulation)
+            yield self._mine(rows)
             cursor = self.batches.after(cursor)
 
-    def _mine(self, rows: Integers, costs: Integers, count: int) -> Groups:
+    def _mine(self, rows: Integers) -> Groups:
         return deal(
             rows.tolist(),
-            costs[rows].tolist(),
+            self.batches.costs[rows].tolist(),
             num_replicas=self.built.degrees.num_replicas,
             size=self.train.micro_batch_size,
-            count=count,
-        )[self._replica]
+            count=self.accumulation,
+        )[self.built.engine.layout.mesh.index("replicate", "shard")]
 
-    def _resume(self) -> None:
-        """Take the newest checkpoint of this run, else the one that was named, else start fresh."""
-        if self.ranks.leads:
-            checkpoint.sweep(self.root)
-        self.ranks.wait()
-        folder = newest_checkpoint(self.root, self.job.key)
-        named = self.train.load_checkpoint_path
-        if folder is None and named not in (None, "auto"):
-            folder = Path(named)
-        randomness.start(self.train.seed, self.ranks.rank)
-        if folder is None:
+    def _agree(self) -> int:
+        """Whether to go on, asked on all ranks: their clocks and signals may differ."""
+        mine = STOP if self.stop else TIME_IS_UP if self.clock.is_up else GO_ON
+        return self.ranks.anywhere(mine)
+
+    def _ended_by(self, word: int) -> str | None:
+        """The setting that ends the run here; None: it goes on."""
+        if self.judge.is_tired:
+            return "early_stopping"
+        if self.at.step >= self.total_steps:
+            return self.budget.set_by
+        return "max_hours" if word == TIME_IS_UP else None
+
+    def _is_due(self, steps: int, epochs: float, before: Fraction) -> bool:
+        """Whether something that is done so often is, after a step that was begun when `before`
+        epochs were done."""
+        now = self.batches.progress(self.at.cursor)
+        return Cadence(steps, epochs).is_due(self.at.step, before, now)
+
+    def _due(self, before: Fraction, word: int) -> set[Duty]:
+        """What of looking at the model is due after this step."""
+        train, found = self.train, set[Duty]()
+        ends = self._ended_by(word) is not None
+        often = self._is_due(train.eval_steps, train.eval_epochs, before)
+        if self.held_out and (often or (ends and train.eval_at_end)):
+            found.add("evaluation")
+        if self.sampler and (ends or self._is_due(train.sample_steps, 0, before)):
+            found.add("samples")
+        return found
+
+    def _look(self, due: set[Duty], word: int) -> bool:
+        """Do what is due, which then leaves `due`. False when asked to stop before it is done."""
+        if "evaluation" in due and self.held_out:
+            found = self._told_before(METRICS, LOSS)
+            if found is None:
+                found = self.held_out.evaluate(lambda: self.stop)
+                if found is None:
+                    return False
+                self._tell({"step": self.at.step, **found})
+            due.discard("evaluation")
+            self._consider(found, due)
+        if self.sampler and ("samples" in due or (self.at.step and self._ended_by(word))):
+            if self._told_before(SAMPLES, "samples") is None:
+                answers = self.sampler.answer(lambda: self.stop)
+                if answers is None:
+                    return False
+                if self._samples:
+                    self._samples.append({"step": self.at.step, "samples": answers})
+            due.discard("samples")
+        return True
+
+    def _consider(self, found: dict[str, Any], due: set[Duty]) -> None:
+        """Draw conclusions from an evaluation, unless nothing has been learnt yet."""
+        self._evaluated = found
+        if self.at.step == self._untrained:
             return
-        state = self.checkpoints.load(folder)
-        # RNG belongs to a rank of a layout; on another layout there is none to continue.
-        mine = state["rng"].get(str(self.ranks.rank))
-        if mine and state["layout"] == self.built.layout:
-            randomness.restore(mine)
-        self.at = Position(
-            self._cursor_of(state),
-            state["step"],
-            state["tokens"],
-            state["trained_tokens"],
-            state["loss"],
-        )
-        self.total_steps = total_steps(self.train, self.batches, self.at)
-        if folder.parent != self.root and self.at.step >= self.total_steps:
+        self.judge.hear(found)
+        if self.judge.is_best(found):
+            before, self.judge.best = self.judge.best, {"step": self.at.step, **found}
+            if not self.saves.best(self.at, self._standing(due)):
+                self.judge.best = before
+
+    def _told_before(self, file: str, name: str) -> dict[str, Any] | None:
+        """What an earlier start has told of the step where this one began; on all ranks the same.
+
+        Of a record what `name` begins, which evaluations share.
+        """
+        if self.at.step != self._started_at:
+            return None
+        found = None
+        if self.ranks.leads:
+            records = read_metrics(self.job.output_dir / file)
+            mine = (r for r in records if r["step"] == self.at.step and name in r)
+            found = next(mine, None)
+        told = self.ranks.gather(found)[0]
+        return told and {n: value for n, value in told.items() if n not in ("step", "time")}
+
+    def _standing(self, owes: set[Duty]) -> dict[str, Any]:
+        """What a checkpoint says of the run besides its position."""
+        # How long it took is no result, unless that is what ends it.
+        timed = {"seconds": self.clock.seconds} if self.train.max_hours else {}
+        return {"owes": sorted(owes), **self.judge.as_json(), **timed}
+
+    def _resume(self) -> set[Duty]:
+        """Take the newest checkpoint of this run, else the one that was named, else start fresh;
+        what is due before the next step."""
+        folder, named = self.saves.newest(), self.train.load_checkpoint_path
+        randomness.start(self.train.seed, self.ranks.rank)
+        due: set[Duty] = set()
+        if folder:
+            state = self._load(folder)
+            self._untrained, due = None, set(state["owes"])
+            self.judge.restore(state)
+            if self.judge.best:
+                self.saves.keep_best(self.judge.best["step"])
+            self.clock.go_on_from(state.get("seconds", 0.0))
+        elif named not in (None, "auto"):
+            self._load(Path(named))
+            self._untrained = self.at.step
+            self._require_steps(named)
+        self._started_at = self.at.step
+        if self.held_out and self._looks_first and self.at.step == self._untrained:
+            due.add("evaluation")
+        return due
+
+    @property
+    def _looks_first(self) -> bool:
+        return self.train.eval_at_start or self.train.eval_only
+
+    def _require_steps(self, named: str) -> None:
+        if self.at.step >= self.total_steps and not self.train.eval_only:
             raise ConfigError(
                 f"train.load_checkpoint_path {named} has taken {self.at.step} steps, and this run "
-                f"ends at {self.total_steps}.\n"
-                "  Raise train.max_steps or train.num_train_epochs."
+                f"ends at {self.total_steps}.\n  Raise train.{self.budget.set_by}."
             )
+
+    def _load(self, folder: Path) -> dict[str, Any]:
+        state = self.saves.load(folder)
+        self.at = Position.of_json(state)
+        self.at.cursor = self._cursor_of(state)
+        self.budget = budget_of(self.train, self.batches, self.rows.lengths(), self.at)
+        return state
 
     def _cursor_of(self, state: dict[str, Any]) -> Cursor:
         """Where a checkpoint was in these rows; at their beginning if it was in others."""
         if state["packed_key"] != self.job.packed_key:
             return self.batches.start()
-        place = (state[name] for name in ("epoch", "samples_consumed", "order_seed", "group"))
-        return self.batches.settle(Cursor(*place))
+        return self.batches.settle(self.at.cursor)
 
-    def _save_is_due(self, before: Fraction) -> bool:
-        """Whether to save now; `before` are the epochs that were done a step ago."""
-        step, train = self.at.step, self.train
-        if step == self.total_steps:
-            return True
-        if train.save_steps and step % train.save_steps == 0:
-            return True
-        if not train.save_epochs:
-            return False
-        interval = Fraction(str(train.save_epochs))
-        return self.batches.progress(self.at.cursor) // interval > before // interval
+    def _open(self) -> None:
+        """Begin to tell, where this rank speaks for all."""
+        if not self.ranks.leads:
+            return
+        keep_surroundings(self.job, self.built, self.ranks, total_steps=self.total_steps)
+        self._recorder = Recorder(self.job, done=self.at.step, total=self.total_steps)
+        if self.sampler:
+            self._samples = MetricsLog(self.job.output_dir / SAMPLES, self.at.step)
 
-    def _save(self) -> None:
-        self.ranks.pulse.begins("saving", step=self.at.step)
-        states = self.ranks.gather(randomness.capture())
-        at = self.at
-        state = {
-            "format": 3,
-            "key": self.job.key,
-            "step": at.step,
-            "packed_key": self.job.packed_key,
-            "epoch": at.cursor.epoch,
-            "samples_consumed": at.cursor.samples,
-            "order_seed": at.cursor.seed,
-            "group": at.cursor.group,
-            "tokens": at.tokens,
-            "trained_tokens": at.trained_tokens,
-            "loss": at.loss,
-            "layout": self.built.layout,
-            "rng": {str(rank): state for rank, state in enumerate(states)},
-        }
-        self.checkpoints.save(at.step, state)
+    def _tell(self, record: dict[str, Any]) -> None:
+        if self._recorder:
+            self._recorder.tell(record)
+
+    def _warn(self, text: str) -> None:
+        if self._recorder:
+            self._recorder.warn(self.at.step, text)
+
+    def _epochs(self) -> float:
+        return round(float(self.batches.progress(self.at.cursor)), 4)
 
     def _tidy(self) -> None:
         step, train = self.at.step, self.train
@@ -246,73 +344,29 @@ class Loop:
         if on_cuda and train.empty_cache_steps and step % train.empty_cache_steps == 0:
             torch.cuda.empty_cache()
 
-    def _finish(self, log: MetricsLog | None) -> dict[str, Any]:
-        at = self.at
+    def _facts(self, ended_by: str) -> dict[str, Any]:
+        """What is told of a run that is over. With `train.save_best` its result is the best
+        checkpoint, and evaluations are those of that one."""
+        at, best = self.at, self.judge.best
         facts: dict[str, Any] = {
             "steps": at.step,
+            "ended_by": ended_by,
             "epochs": self._epochs(),
             "rows": len(self.rows),
             "rows_per_step": self.batches.rows_per_step,
             "tokens": at.tokens,
             "trained_tokens": at.trained_tokens,
             "final_loss": at.loss,
-            "checkpoint": f"{CHECKPOINTS}/global_step_{at.step}",
         }
+        if not self.train.eval_only:
+            last = f"{CHECKPOINTS}/global_step_{at.step}"
+            facts["checkpoint"] = f"{CHECKPOINTS}/global_step_{best['step']}" if best else last
+            if best:
+                facts |= {"best_step": best["step"], "last_checkpoint": last}
         if self.built.quantised:
             facts["quantised"] = list(self.built.quantised)
-        validation = self.job.packed / "data" / "validation"
-        if validation.is_dir():
-            facts["eval_loss"] = self._evaluate(PackedRows(validation))
-            if log:
-                log.append({"step": at.step, "eval_loss": facts["eval_loss"]})
-        return facts
-
-    def _evaluate(self, rows: PackedRows) -> float:
-        """Mean cross-entropy over the trained tokens of the validation split."""
-        at_once = self.built.degrees.num_replicas * self.train.micro_batch_size
-        costs = self._costs(rows)
-        # Replicas compute rows of similar cost at the same time.
-        dearest_first = np.argsort(-costs, kind="stable")
-        total, trained = 0.0, 0
-        for start in range(0, len(rows), at_once):
-            several = dearest_first[start : start + at_once]
-            self.ranks.pulse.begins("evaluating")
-            mine = read(rows, self._mine(several, costs, 1), self.reading)
-            loss, tokens = self.built.engine.evaluate(mine)
-            total, trained = total + loss, trained + tokens
-        return total / max(1, trained)
-
-
-def total_steps(train: TrainConfig, batches: Batches, at: Position) -> int:
-    """Optimizer steps of the whole run, those that are done included.
-
-    `max_steps` decides alone where it is written, else what is left of the epochs.
-    """
-    if train.max_steps is not None:
-        return train.max_steps
-    return at.step + batches.steps_until(train.num_train_epochs, at.cursor)
-
-
-def learning_rate(train: TrainConfig, step: int, total: int) -> float:
-    """The rate for the step numbered `step`, from 0."""
-    return lr_at(
-        step,
-        total,
-        lr=train.lr,
-        lr_start=train.lr_start,
-        lr_min=train.lr_min,
-        warmup_ratio=train.lr_warmup_ratio,
-        decay_style=train.lr_decay_style,
-        decay_ratio=train.lr_decay_ratio,
-    )
-
-
-def newest_checkpoint(root: Path, key: str) -> Path | None:
-    """The newest complete checkpoint of the run with this key."""
-    for folder in reversed(checkpoint.complete_checkpoints(root)):
-        if checkpoint.read_state(folder)["key"] == key:
-            return folder
-    return None
+        told = best or self._evaluated or {}
+        return facts | {name: value for name, value in told.items() if name != "step"}
 
 
 def check_job(job: Job, vocab_size: int) -> None:

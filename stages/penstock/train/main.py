@@ -94,8 +94,6 @@ def _run(
             "rows are mapped into memory and read in this process; write "
             "data.dataloader_num_workers to have others read ahead"
         )
-    if run.train.use_wandb is None and env.wandb_is_logged_in():
-        notify("nothing goes to Weights & Biases, which is not available yet; see metrics.jsonl")
     ranks.pulse.begins("loading the model")
     hf_config = read_hf_config(job.config_path, run.model.foundation)
     built = assemble(run, hf_config, job.weights, ranks, notify, adapter=job.adapter)

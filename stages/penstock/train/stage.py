@@ -11,12 +11,14 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from penstock.config.base import Settings
+from penstock.config.fp8 import Fp8Config
 from penstock.config.run import RunConfig
 from penstock.core.compare import differences
 from penstock.core.data_facts import DATA, keep_data_facts
 from penstock.core.errors import ConfigError
 from penstock.core.files import read_json, regular_files, set_aside
 from penstock.core.hub import local_folder
+from penstock.core.remote_source import folder_of
 from penstock.core.stage import (
     ATTEMPT,
     MANIFEST,
@@ -46,6 +48,8 @@ class TrainSettings(Settings):
     rows_per_step: int
     """Packed rows in one optimizer step over all ranks."""
     last_batch: Literal["drop", "keep"]
+    judging: dict[str, Any] | None = None
+    """What decides when a run ends, or which checkpoint is its result, by what is evaluated."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,30 @@ class Train(Stage):
         "model.attention_cast_bf16": False,
         "train.dropout.hidden": 0.0,
         "train.dropout": {},
+        "train.enable_fp8_training": False,
+        **{f"train.fp8.{name}": value for name, value in Fp8Config().model_dump().items()},
+        "train.fp8": {},
+        "train.optimizer_kwargs": {},
+        "train.lr_warmup_steps": None,
+        "train.lr_schedule_kwargs.warmup_style": "zero_start",
+        "train.lr_schedule_kwargs.hold_steps": 0,
+        "train.lr_schedule_kwargs.constant_steps": 0,
+        "train.lr_schedule_kwargs.num_cycles": 0.5,
+        "train.lr_schedule_kwargs.power": 1.0,
+        "train.lr_schedule_kwargs.gamma": 0.1,
+        "train.lr_schedule_kwargs.step_size": 1,
+        "train.lr_schedule_kwargs.d_model": 1,
+        "train.lr_schedule_kwargs.decay_rate": 0.5,
+        "train.lr_schedule_kwargs.timescale": None,
+        "train.lr_schedule_kwargs.decay_steps": None,
+        "train.lr_schedule_kwargs.decay_shape": "linear",
+        "train.lr_schedule_kwargs": {},
+        "train.layerwise_lr_decay_bound": 1.0,
+        "train.precision": None,
+        "train.master_weights": None,
+        "train.stochastic_rounding": False,
+        "train.grad_accum_dtype": None,
+        "train.loss_scale_init": 65536.0,
         "lora.use_rslora": False,
         "lora.use_dora": False,
         "lora.lora_plus_ratio": 1.0,
@@ -75,6 +103,10 @@ class Train(Stage):
         "train.z_loss_coef": 0.0,
         "lora.moe_shared_lora": False,
         "lora.moe_hybrid_shared_lora": False,
+        "train.max_tokens": None,
+        "train.max_hours": None,
+        "train.eval_only": False,
+        "judging": None,
     }
 
     settings: TrainSettings
@@ -109,7 +141,7 @@ class Train(Stage):
         ended = start_ranks(job, file) if self.ranks == "torchrun" else _here(job)
         _report(out)
         facts = ending_of(job, ended, self._where(out))
-        if self.run_config.train.save_hf_weights:
+        if self.run_config.train.save_hf_weights and "checkpoint" in facts:
             self._write_hf_weights(out / facts["checkpoint"])
         return facts
 
@@ -169,12 +201,17 @@ class Train(Stage):
             adapter=adapter,
             output_dir=output_dir,
             launch=uuid.uuid4().hex,
+            tokenizer=folder_of(origin.tokenizer_path, origin.tokenizer),
+            tokenizer_revision=origin.tokenizer.pin.get("commit"),
         )
 
     def owned_files(self, out: Path) -> Iterable[Path]:
-        """The last checkpoint, and what is told of the data: what other stages read. Logs, metrics
-        and older ones come and go."""
-        checkpoint = out / read_json(out / OUTCOME)["facts"]["checkpoint"]
+        """The checkpoint that is the result, and what is told of the data: what other stages read.
+        Logs, metrics and other checkpoints come and go."""
+        facts = read_json(out / OUTCOME)["facts"]
+        if "checkpoint" not in facts:
+            return [out / DATA]
+        checkpoint = out / facts["checkpoint"]
         # Whether Hugging Face weights lie beside it is not identity, so they are not vouched for.
         files = regular_files(checkpoint)
         own = [path for path in files if (checkpoint / HF_WEIGHTS) not in path.parents]

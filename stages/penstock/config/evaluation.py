@@ -1,0 +1,55 @@
+"""What is measured of a model while it is trained, and when."""
+
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from penstock.config.section import Section
+
+
+def _batches_or_share(value: int | float | None) -> int | float | None:
+    if value is None:
+        return None
+    if value < 0 or (isinstance(value, float) and value > 1):
+        raise ValueError(
+            f"is {value}; write a whole number of batches (10), or a share up to 1.0 (0.25)"
+        )
+    return value
+
+
+class EvaluationConfig(Section):
+    """Loss on held-out rows (`data.test_datasets`, `data.val_set_size`), and answers to prompts."""
+
+    eval_steps: int = Field(default=0, ge=0)
+    """Evaluate every so many optimizer steps; 0 does not by steps."""
+
+    eval_epochs: float = Field(default=0.0, ge=0)
+    """Evaluate every so many epochs; fractions allowed, 0 does not by epochs."""
+
+    eval_at_start: bool = False
+    """Evaluate before the first step too."""
+
+    eval_at_end: bool = True
+    """Evaluate after the last step, where anything is held out."""
+
+    eval_max_batches: Annotated[int | float | None, AfterValidator(_batches_or_share)] = None
+    """How much of what is held out is evaluated on: so many batches of as many rows as a step has,
+    or the share of all rows, up to 1.0; always the same rows. 0: none, so no evaluation. Unset:
+    all."""
+
+    eval_micro_batch_size: int | None = Field(default=None, gt=0)
+    """Rows that one rank evaluates at once. Unset: `micro_batch_size`."""
+
+    eval_only: bool = False
+    """Evaluate the model that training would start from, and train nothing. Nothing is exported."""
+
+    sample_prompts: list[str] = Field(default_factory=list[str])
+    """Prompts that the model answers while it is trained, each time with the likeliest tokens: as a
+    user's message where the tokenizer has a chat template, else as text to go on with. Answers are
+    in `samples.jsonl` and in the report."""
+
+    sample_steps: int = Field(default=0, ge=0)
+    """Answer them every so many optimizer steps; after the last step in any case."""
+
+    sample_max_new_tokens: int = Field(default=64, gt=0)
+    """Tokens of an answer, at most. Every one costs a pass over its prompt."""

@@ -1,0 +1,124 @@
+"""The checkpoints of one run: when it can be done without one, and what it says besides tensors."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.core.errors import StageError
+from penstock.engine import checkpoint, randomness
+from penstock.engine.assemble import Assembled
+from penstock.engine.ranks import Ranks
+from penstock.train.job import CHECKPOINTS, Job
+from penstock.train.position import Position
+
+FORMAT = 3
+
+
+class Saves:
+    """Every rank makes one and makes the same calls."""
+
+    def __init__(
+        self, job: Job, built: Assembled, ranks: Ranks, warn: Callable[[str], None]
+    ) -> None:
+        """`warn` is told of saves that fail and that a run can do without."""
+        train = job.config.train
+        self._job, self._built, self._ranks, self._warn = job, built, ranks, warn
+        self.root = job.output_dir / CHECKPOINTS
+        self._checkpoints = checkpoint.Checkpoints(
+            self.root,
+            built.trained,
+            ranks,
+            writes="behind" if train.save_async else "at_once",
+            limit=train.save_total_limit,
+        )
+        self._step: int | None = 0
+        self._learns = not train.eval_only
+
+    def is_needless(self, step: int) -> bool:
+        """Whether the checkpoint of that step is there, or holds nothing that is learnt here."""
+        return self._step == step or not self._learns
+
+    def newest(self) -> Path | None:
+        """The newest complete checkpoint of this run; what interrupted saves left is swept."""
+        if self._ranks.leads:
+            checkpoint.sweep(self.root)
+        self._ranks.wait()
+        return newest_checkpoint(self.root, self._job.key)
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Be as a complete checkpoint was; its state.json. Raises ArtifactError if it cannot."""
+        state = self._checkpoints.load(folder)
+        # RNG belongs to a rank of a layout; on another layout there is none to continue.
+        mine = state["rng"].get(str(self._ranks.rank))
+        if mine and state["layout"] == self._built.layout:
+            randomness.restore(mine)
+        if (scaling := self._built.engine.scaling) and "loss_scale" in state:
+            scaling.restore(state["loss_scale"])
+        self._step = state["step"] if folder.parent == self.root else None
+        return state
+
+    def must(self, at: Position, more: Mapping[str, Any]) -> None:
+        """Save unless that is needless; `more` goes into state.json. Raises StageError when this
+        one, or the one before, cannot be written."""
+        if not self.is_needless(at.step):
+            self._checkpoints.finish()
+            self._write(at, more)
+
+    def may(self, at: Position, more: Mapping[str, Any]) -> bool:
+        """The same, but if a checkpoint cannot be written it is told, and the run goes on. Whether
+        this one was begun."""
+        if self.is_needless(at.step):
+            return True
+        for act in (self._checkpoints.finish, lambda: self._write(at, more)):
+            try:
+                act()
+            except StageError as error:
+                self._warn(str(error))
+        return self.is_needless(at.step)
+
+    def best(self, at: Position, more: Mapping[str, Any]) -> bool:
+        """Save as `may` does, and name this checkpoint the best. Whether that is done."""
+        if not self.may(at, more):
+            return False
+        try:
+            self._checkpoints.name_best(at.step)
+        except StageError as error:
+            self._warn(str(error))
+            return False
+        return True
+
+    def keep_best(self, step: int) -> None:
+        """Keep the checkpoint of `step`, which was named the best, until another one is."""
+        self._checkpoints.keep_best(step)
+
+    def finish(self) -> None:
+        """Wait until what was saved is complete. Raises StageError when it failed, on any rank."""
+        self._checkpoints.finish()
+
+    def close(self) -> None:
+        """Wait for a save under way, whatever comes of it."""
+        self._checkpoints.close()
+
+    def _write(self, at: Position, more: Mapping[str, Any]) -> None:
+        self._ranks.pulse.begins("saving", step=at.step)
+        states, scaling = self._ranks.gather(randomness.capture()), self._built.engine.scaling
+        state = {
+            "format": FORMAT,
+            "key": self._job.key,
+            "packed_key": self._job.packed_key,
+            **at.as_json(),
+            **more,
+            **({"loss_scale": scaling.as_json()} if scaling else {}),
+            "layout": self._built.layout,
+            "rng": {str(rank): state for rank, state in enumerate(states)},
+        }
+        self._checkpoints.save(at.step, state)
+        self._step = at.step
+
+
+def newest_checkpoint(root: Path, key: str) -> Path | None:
+    """The newest complete checkpoint of the run with this key."""
+    for folder in reversed(checkpoint.complete_checkpoints(root)):
+        if checkpoint.read_state(folder)["key"] == key:
+            return folder
+    return None
