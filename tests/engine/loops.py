@@ -1,6 +1,6 @@
 """A training loop of this rank, opened up before its first step so that a test may watch it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,9 @@ from penstock.engine.hf_config import read_hf_config
 from penstock.engine.parallel.pieces import local
 from penstock.engine.ranks import Ranks, join
 from penstock.models.decoder import Decoder
+from penstock.rows.collate import MicroBatch
 from penstock.rows.reader import PackedRows
+from penstock.train.evaluation import HeldOut
 from penstock.train.job import Job
 from penstock.train.loop import Loop
 from penstock.train.stopping import StopRequest
@@ -94,9 +96,27 @@ def step(loop: Loop) -> dict[str, Any]:
     return loop._step()
 
 
-def evaluated(loop: Loop, rows: PackedRows) -> float:
-    """The mean loss of these rows, as validation tells it."""
-    return loop._evaluate(rows)
+def save(loop: Loop) -> None:
+    """A checkpoint of the step that the loop is at."""
+    loop.saves._write(loop.at, {"owes": []})
+    loop.saves.finish()
+
+
+def evaluated(loop: Loop, rows: PackedRows) -> dict[str, float]:
+    """What an evaluation tells of these rows."""
+    held_out = HeldOut(rows, loop.built, loop.ranks, loop.train, loop.reading, rows_per_batch=1)
+    found = held_out.evaluate(lambda: False)
+    assert found is not None
+    return found
+
+
+def looked_at(loop: Loop, batches: Sequence[MicroBatch]) -> tuple[float, float, float]:
+    """The summed loss of these batches, passed forward as evaluations do, their trained tokens, and
+    those of them that were foretold."""
+    kinds = [torch.zeros(sum(batch.lengths), dtype=torch.int64) for batch in batches]
+    [found] = loop.ranks.total(loop.built.onlooker.counts(batches, kinds, 1)).tolist()
+    loss, tokens, right = found
+    return loss, tokens, right
 
 
 def each(look: Callable[[Job], Any], jobs: Mapping[str, Job]) -> dict[str, Any]:

@@ -104,6 +104,7 @@ def job_of(
     key: str = "a" * 64,
     epoch_rows: tuple[int, ...] = (),
     adapter: Path | None = None,
+    tokenizer: str | None = None,
 ) -> Job:
     """The job a train stage would hand to its ranks."""
     out = Path(run.train.output_dir)
@@ -121,6 +122,7 @@ def job_of(
         output_dir=out,
         launch="test",
         adapter=adapter,
+        tokenizer=tokenizer,
     )
 
 

@@ -19,7 +19,7 @@ from penstock.models.registry import family_of
 from penstock.origins import origin_of, with_adapter
 from tests.engine import runs
 from tests.engine.inputs import write_bases
-from tests.engine.loops import decoder_of, each, loop_of, step
+from tests.engine.loops import decoder_of, each, loop_of, save, step
 from tests.ranks import on_ranks
 
 pytestmark = [
@@ -57,9 +57,9 @@ def job_of(run, folder):
 def begun(job):
     """A checkpoint of what a run starts with, and one after a step."""
     loop = loop_of(job)
-    loop._save()
+    save(loop)
     step(loop)
-    loop._save()
+    save(loop)
 
 
 def looked_at(job):

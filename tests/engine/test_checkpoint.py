@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from penstock.core.errors import ArtifactError, StageError
 from penstock.core.files import regular_files
 from penstock.engine import checkpoint
-from penstock.engine.checkpoint import Checkpoints, complete_checkpoints, sweep
+from penstock.engine.checkpoint import Checkpoints, complete_checkpoints
 from penstock.engine.checkpoint_boxes import read_boxes, whole_box
 from penstock.engine.checkpoint_files import CheckpointFiles
 from penstock.engine.checkpoint_reader import CheckpointReader
@@ -227,6 +227,5 @@ def test_saves_behind_training_are_of_their_step_their_failures_are_told_and_old
     assert contents(root / "global_step_1") == contents(tmp_path / "at_once" / "global_step_1")
     assert contents(root / "global_step_1") != contents(tmp_path / "other" / "global_step_1")
     assert [path.name for path in complete_checkpoints(root)] == ["global_step_1", "global_step_2"]
-    assert list(root.glob("*.part"))
-    sweep(root)
+    # What there was of the third takes no room.
     assert not list(root.glob("*.part"))

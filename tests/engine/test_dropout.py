@@ -7,7 +7,7 @@ from penstock.models.layers.dropout import Dropout
 from penstock.train.loader import read
 from penstock.train.metrics import read_metrics
 from tests.engine import runs
-from tests.engine.loops import decoder_of, each, loop_of, step
+from tests.engine.loops import decoder_of, each, looked_at, loop_of, step
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.dist
@@ -53,7 +53,7 @@ def dropped(job):
     step(loop)
     in_training = {site: calls[:] for site, calls in seen.items()}
     seen.clear()
-    loop.built.engine.evaluate(read(loop.rows, [[0, 1]], loop.reading))
+    looked_at(loop, read(loop.rows, [[0, 1]], loop.reading))
     return in_training, dict(seen)
 
 

@@ -12,7 +12,15 @@ from penstock.models.layers.experts import Experts
 from penstock.train.job import CHECKPOINTS
 from tests.engine.inputs import write_inputs
 from tests.engine.layouts import LAYOUTS
-from tests.engine.loops import before_each_update, decoder_of, each, gradients_of, loop_of, step
+from tests.engine.loops import (
+    before_each_update,
+    decoder_of,
+    each,
+    gradients_of,
+    loop_of,
+    save,
+    step,
+)
 from tests.engine.traces import exported
 from tests.ranks import on_ranks
 
@@ -70,10 +78,10 @@ def test_experts_are_shared_by_neighbours_or_by_ranks_far_apart(folder):
 
 def saved_again(first, second):
     """A checkpoint of the first job's start, and one of what the second takes from that."""
-    loop_of(first)._save()
+    save(loop_of(first))
     loop = loop_of(second)
     loop._resume()
-    loop._save()
+    save(loop)
 
 
 @pytest.mark.dist

@@ -217,9 +217,9 @@ def rows_of_steps(job):
     seen = []
     mine = loop._mine
 
-    def noted(rows, costs, count):
+    def noted(rows):
         seen.append(rows.tolist())
-        return mine(rows, costs, count)
+        return mine(rows)
 
     loop._mine = noted
     facts = loop.run()

@@ -15,7 +15,7 @@ from penstock.core.errors import ArtifactError
 from penstock.rows.reader import PackedRows
 from tests.engine import runs
 from tests.engine.inputs import write_bases
-from tests.engine.loops import each, loop_of, parameters_of, step
+from tests.engine.loops import each, loop_of, parameters_of, save, step
 from tests.engine.traces import loss_of_transformers
 from tests.ranks import on_ranks
 
@@ -211,7 +211,7 @@ def after_a_merge(job):
 def kinds(saving, others):
     """Checkpoints of some runs, and what others say that are told to go on from them."""
     for job in saving:
-        loop_of(job)._save()
+        save(loop_of(job))
     said = []
     for job in others:
         try:

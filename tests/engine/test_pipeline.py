@@ -22,8 +22,9 @@ from penstock.engine.parallel.split import (
 )
 from penstock.engine.recompute import kind_of, recompute
 from penstock.losses.cross_entropy import sum_cross_entropy
-from penstock.models.decoder import EMBEDDING_WEIGHT, HEAD_WEIGHT, Decoder
+from penstock.models.decoder import Decoder
 from penstock.models.initialise import initialise
+from penstock.models.names import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from penstock.models.shape import DecoderConfig
 from penstock.rows.collate import collate
 from penstock.rows.reader import Row

@@ -23,7 +23,7 @@ from penstock.models.registry import family_of
 from penstock.origins import origin_of
 from penstock_kernels.quant import dequantise
 from tests.engine import runs
-from tests.engine.loops import each, loop_of, parameters_of, step
+from tests.engine.loops import each, loop_of, parameters_of, save, step
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.dist
@@ -87,7 +87,7 @@ def steps(job):
     loop = loop_of(job)
     begun = parameters_of(loop)
     records = [step(loop), step(loop)]
-    loop._save()
+    save(loop)
     return begun, parameters_of(loop), [record["loss"] for record in records]
 
 

@@ -16,7 +16,7 @@ from penstock.origins import origin_of
 from penstock_kernels.quant import FORMATS, dequantise, format_named, quantise
 from tests.engine import runs
 from tests.engine.inputs import MODELS
-from tests.engine.loops import decoder_of, each, loop_of, step
+from tests.engine.loops import decoder_of, each, looked_at, loop_of, save, step
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.dist
@@ -90,11 +90,11 @@ def trained(job):
     """Losses of three steps and of an evaluation, the adapters, and what holds the weights."""
     loop = loop_of(job)
     losses = [step(loop)["loss"] for _ in range(3)]
-    loop._save()
+    save(loop)
     named = dict(decoder_of(loop).named_parameters())
     bytes_of = {name: p.nbytes for name, p in named.items() if p.dtype == torch.uint8}
     factors = {name: p.detach().numpy().copy() for name, p in named.items() if p.requires_grad}
-    evaluated = loop.built.engine.evaluate(next(loop._loader)) if loop._loader else None
+    evaluated = looked_at(loop, next(loop._loader)) if loop._loader else None
     return losses, factors, bytes_of, evaluated
 
 
@@ -169,7 +169,7 @@ def noisy(job):
     first = step(loop)["loss"]
     assert loop._loader
     rows = next(loop._loader)
-    evaluated = [loop.built.engine.evaluate(rows) for _ in range(2)]
+    evaluated = [looked_at(loop, rows) for _ in range(2)]
     for group in loop.built.engine.optimizer.param_groups:
         group["rate"] = 0.0
     again = [loop.built.engine.step(rows, 0.0, number).loss for number in (1, 1, 2)]

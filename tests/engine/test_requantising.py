@@ -23,7 +23,7 @@ from penstock_kernels.quant import FORMATS, Quantised, dequantise, quantise
 from tests.engine import runs
 from tests.engine.inputs import MODELS
 from tests.engine.laid import SHORT
-from tests.engine.loops import each, loop_of, parameters_of
+from tests.engine.loops import each, loop_of, parameters_of, save
 from tests.engine.test_merging import merged_by_hand
 from tests.ranks import on_ranks
 
@@ -104,7 +104,7 @@ def merged(job, spoilt=""):
     assert engine.merging
     engine.merging.merge(1)
     if loop.ranks.world == 1:
-        loop._save()
+        save(loop)
     found = parameters_of(loop)
     return found if loop.ranks.leads else None
 

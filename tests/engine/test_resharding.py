@@ -9,7 +9,7 @@ from tests.engine import runs
 from tests.engine.inputs import write_inputs
 from tests.engine.laid import STEPS, alone
 from tests.engine.layouts import LAYOUTS
-from tests.engine.loops import each, loop_of, step
+from tests.engine.loops import each, loop_of, save, step
 from tests.ranks import on_ranks
 
 CHANGES = [
@@ -40,7 +40,7 @@ def begun(job):
     loop = loop_of(job)
     for _ in range(STEPS):
         step(loop)
-    loop._save()
+    save(loop)
 
 
 def gone_on(job):

@@ -49,27 +49,21 @@ def rates(job):
 
 
 def of_a_peak(peak, settings):
-    """Settings of the schedule as a config has them; its rates are linear in those written."""
-    found = {}
-    for name, value in settings.items():
-        if name in ("lr_min", "lr_start"):
-            found[name] = value * peak
-        else:
-            found[f"lr_{name}"] = value
-    return found
+    """Settings of the schedule with another peak; its rates are linear in those written."""
+    return {
+        name: value * peak if name in ("lr_min", "lr_start") else value
+        for name, value in settings.items()
+    }
 
 
 def test_the_optimizer_and_the_metrics_have_the_schedules_rate(folder):
     peak = 1e-3
     jobs = {
-        settings["decay_style"]: job(
-            folder, settings["decay_style"], lr=peak, max_steps=10, **of_a_peak(peak, settings)
-        )
-        for settings, _ in VECTORS
+        name: job(folder, name, lr=peak, max_steps=10, **of_a_peak(peak, settings))
+        for name, (settings, _) in VECTORS.items()
     }
     [found] = on_ranks(1, each, rates, jobs)
-    for settings, expected in VECTORS:
-        name = settings["decay_style"]
+    for name, (_, expected) in VECTORS.items():
         want = [value * peak for value in expected][:10]
         assert len(found[name]) == 10
         assert found[name][: len(want)] == pytest.approx(want, abs=1e-6 * peak), name

@@ -26,7 +26,7 @@ from penstock.engine.parallel.degrees import Degrees
 from penstock.engine.parallel.mesh import Mesh
 from penstock.engine.parallel.pieces import hold, local
 from penstock.engine.parallel.tensor import divide, sum_partial
-from penstock.engine.parallel.vocabulary import sum_of_losses
+from penstock.engine.parallel.vocabulary import Vocabulary
 from penstock.engine.recompute import Kind, recompute
 from penstock.losses.cross_entropy import Loss, sum_cross_entropy
 from penstock.models.decoder import Decoder
@@ -187,9 +187,9 @@ class Divided:
         return cls(case, mesh, model, held, reference)
 
     def loss(self, ids, labels, loss=BY_FIVE, **how):
-        how = {"residual": self.case.residual, "loss": loss, **how}
-        losses = sum_of_losses(self.mesh, self.model.config.vocab_size, **how)
-        return packed(self.model, losses, ids, labels)
+        how = {"residual": self.case.residual, **how}
+        vocabulary = Vocabulary(self.mesh, self.model.config.vocab_size, **how)
+        return packed(self.model, vocabulary.sum_of_losses(loss), ids, labels)
 
     def check_step(self, ids, labels, **how):
         """Loss and every gradient are the reference's."""

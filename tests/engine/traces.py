@@ -63,7 +63,7 @@ class Errors(NamedTuple):
 def trace_here(job: Job) -> Trace | None:
     """The first steps of a run, on the first rank; what it started with is saved as step 0."""
     loop = loops.loop_of(job)
-    loop._save()
+    loops.save(loop)
     gradients = loops.before_each_update(loop, lambda: loops.gradients_of(loop))
     rows, records = [], []
     for _ in range(STEPS):

@@ -5,7 +5,7 @@ T tokens; A is [r, in], B is [out, r]; y = W x + s B A dropout(x), with s = alph
 With magnitudes (`dora.py`) each row of what is multiplied with x is given a norm as well.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -17,13 +17,17 @@ from penstock.models.layers.dropout import Dropout
 from penstock.models.layers.products import SumOfProducts, WeightedRows
 from penstock.models.layers.quantised import affine, put_weight, rows_of, weight_of
 
+Affine = Callable[..., torch.Tensor]
+"""`x W^T + b` of x, W and b, of which the last may be left out."""
+
 
 class LoraLinear(nn.Linear, SumOfProducts):
     """A linear layer whose own weight is frozen, with one pair of factors per adapted part.
 
     It takes the base layer's parameters as they are, under the same names. A fused projection has
     several parts, of which only some may be adapted; a plain layer is its own single part.
-    `sum_squares` is a socket for whoever lets only some of the inputs arrive.
+    `sum_squares` is a socket for whoever lets only some of the inputs arrive, and `affine` one for
+    whoever multiplies with the weight otherwise.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class LoraLinear(nn.Linear, SumOfProducts):
         self.parts = dict(parts)
         self.rank, self.scale = rank, scale
         self.sum_squares: SumSquares = all_here
+        self.affine: Affine = affine
         device = base.weight.device
         shapes = {part: ((rank, base.in_features), (parts[part], rank)) for part in adapted}
         self.lora_A = unfilled({part: a for part, (a, _) in shapes.items()}, device)
@@ -63,7 +68,7 @@ class LoraLinear(nn.Linear, SumOfProducts):
         """The base layer's output plus each adapted part's product, in the base output's dtype."""
         if self.lora_magnitude:
             return self._normed(input)
-        y = affine(input, self.weight, self.bias)
+        y = self.affine(input, self.weight, self.bias)
         outputs = [
             rows + (self._product(input, part) * self.scale).to(y.dtype)
             if part in self.lora_A
@@ -92,7 +97,7 @@ class LoraLinear(nn.Linear, SumOfProducts):
         return F.linear(self.lora_dropout[part](x.to(a.dtype)), a)
 
     def _normed(self, x: torch.Tensor) -> torch.Tensor:
-        y = affine(x, self.weight)
+        y = self.affine(x, self.weight)
         outputs = [
             self._normed_part(x, part, rows) if part in self.lora_A else rows
             for part, rows in self._by_part(y)

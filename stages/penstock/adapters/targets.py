@@ -3,22 +3,17 @@
 import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
 
 from torch import nn
 
 from penstock.adapters.lora_experts import expert_layers
+from penstock.adapters.matching import HEAD, means
 from penstock.adapters.names import EACH, EMBEDDING
 from penstock.core.errors import ConfigError
 from penstock.models.decoder import Decoder
 from penstock.models.layers.experts import Experts
 from penstock.models.layers.router import Router
 from penstock.models.weights import FUSED
-
-ALL_LINEAR = "all-linear"
-"""Stands for every linear layer but the head, as in PEFT."""
-
-HEAD = "lm_head"
 
 
 def layers_of(model: Decoder) -> dict[str, str]:
@@ -55,9 +50,7 @@ def is_of_experts(name: str) -> bool:
 def chosen_layers(whole: Decoder, targets: Iterable[str]) -> list[str]:
     """The layers that a target names, by their names in a checkpoint, in the model's order.
 
-    A target is a layer's name in a checkpoint or in the model, or an end of one that begins with
-    a part of it; or a pattern of such in which `*` stands for anything and `[0-3]` for a character;
-    or ALL_LINEAR.
+    A target is taken as `matching.means` says, of a layer's name in a checkpoint or in the model.
 
     Raises:
         ConfigError: a target that names none, or a head or an embedding that are tied.
@@ -66,9 +59,7 @@ def chosen_layers(whole: Decoder, targets: Iterable[str]) -> list[str]:
     chosen: set[str] = set()
     faults = []
     for target in targets:
-        named = {
-            hf for hf, native in layers.items() if _names(target, hf) or _names(target, native)
-        }
+        named = {hf for hf, native in layers.items() if means(target, hf) or means(target, native)}
         if not named:
             faults.append(_fault(target, layers, _routers(whole)))
         chosen |= named
@@ -90,22 +81,12 @@ def _routers(model: Decoder) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, Router)]
 
 
-def _names(target: str, module: str) -> bool:
-    if target == ALL_LINEAR:
-        return module not in (HEAD, EMBEDDING)
-    if module == target or module.endswith(f".{target}"):
-        return True
-    # A layer of experts has a star in its own name, which a star in a pattern stands for as well.
-    is_pattern = any(sign in target for sign in "*?[")
-    return is_pattern and (fnmatchcase(module, target) or fnmatchcase(module, f"*.{target}"))
-
-
 def _fault(target: str, layers: dict[str, str], routers: Sequence[str]) -> str:
     said = f"lora.lora_target_modules: {target!r}"
-    if any(_names(target, router) for router in routers):
+    if any(means(target, router) for router in routers):
         return f"{said} is a router, and a router bears no adapter; leave it out"
     every = re.sub(r"\bexperts\.\d+\.", f"{EACH}.", target)
-    if every != target and any(_names(every, hf) for hf in layers):
+    if every != target and any(means(every, hf) for hf in layers):
         return f"{said} names one expert, and all of a layer are adapted; write {every!r}"
     ends = {hf.split(".", cut)[-1] for hf in layers for cut in range(hf.count(".") + 1)}
     near = get_close_matches(target, sorted(ends), n=1)

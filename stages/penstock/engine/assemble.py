@@ -6,12 +6,12 @@
 Nothing is allocated until it is known where it lies, so a model larger than one device assembles.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,7 +23,6 @@ from penstock.adapters.targets import chosen_layers
 from penstock.config.lora import LoraConfig
 from penstock.config.run import RunConfig
 from penstock.config.train import TrainConfig
-from penstock.core.errors import CapabilityError
 from penstock.engine.adapter_norms import norms_for
 from penstock.engine.adapter_start import AdapterStart
 from penstock.engine.attention_choice import choose_attention
@@ -31,16 +30,25 @@ from penstock.engine.balance import require_routers
 from penstock.engine.base_weights import Base
 from penstock.engine.checkpoint_state import Trained
 from penstock.engine.compiling import compile_layers
+from penstock.engine.evaluation import Onlooker
 from penstock.engine.expert_exchange import choose_exchange
 from penstock.engine.expert_kernels import choose_experts
+from penstock.engine.float8_gather import gather_in_8_bits
+from penstock.engine.float8_training import agree_on_scales, put_float8
+from penstock.engine.fused_step import FusedStep
 from penstock.engine.layer_kernels import (
     gates_as_written,
     operations_as_written,
     precision_as_written,
 )
+from penstock.engine.learning import learning_of
 from penstock.engine.loss import require_products, told_loss, trained_loss
+from penstock.engine.loss_scale import LossScale
 from penstock.engine.merging import merging_of
+from penstock.engine.norms import norms_of
 from penstock.engine.offload import offload, store_for
+from penstock.engine.optimizer import accumulate_as_written, optimizer_of
+from penstock.engine.optimizer_offload import HostCopies
 from penstock.engine.origin import quantising_of
 from penstock.engine.parallel.apply import gradient_sync, held_in, shard_parts
 from penstock.engine.parallel.call import Casting
@@ -52,10 +60,10 @@ from penstock.engine.parallel.expert import share_experts
 from penstock.engine.parallel.layout import Layout
 from penstock.engine.parallel.mesh import Mesh
 from penstock.engine.parallel.parts import parts_of
-from penstock.engine.parallel.pieces import Held, Piece
+from penstock.engine.parallel.pieces import Held
 from penstock.engine.parallel.split import described
 from penstock.engine.parallel.tensor import divide
-from penstock.engine.parallel.vocabulary import sum_of_losses
+from penstock.engine.parallel.vocabulary import Vocabulary
 from penstock.engine.positions import require_whole_documents
 from penstock.engine.quantisation_noise import add_noise
 from penstock.engine.quantised_folder import Drawn
@@ -64,7 +72,7 @@ from penstock.engine.recompute import kind_of, mixtures_of, recompute
 from penstock.engine.routers import routers_of
 from penstock.engine.step import Engine
 from penstock.engine.weights import Readers, fill
-from penstock.models.cost import pairs_per_token
+from penstock.models.cost import Learning, pairs_per_token
 from penstock.models.decoder import Decoder, Part
 from penstock.models.family import Family
 from penstock.models.layers.attention import Attend
@@ -72,7 +80,9 @@ from penstock.models.layers.dropout import Dropout
 from penstock.models.layers.experts import ExpertOperations
 from penstock.models.registry import family_of
 from penstock.models.shape import DecoderConfig
-from penstock.optim.build import OptimizerName, build_optimizer
+
+if TYPE_CHECKING:
+    from penstock.engine.parallel.pipeline import Pipeline
 
 Notify = Callable[[str], None]
 
@@ -82,10 +92,14 @@ class Assembled:
     """A model ready to train."""
 
     engine: Engine
+    onlooker: Onlooker
+    """The same model, for those who only look."""
     trained: Trained
     degrees: Degrees
     layout: dict[str, Any]
     vocab_size: int
+    config: DecoderConfig
+    learning: Learning
     pairs_per_token: int
     """What a token costs in pairs of tokens, for telling dear rows from cheap ones."""
     quantised: tuple[str, ...] = ()
@@ -129,6 +143,7 @@ def assemble(
         build_empty(run, family, base, part, attend, experts)
         for part in parts_of(config, train, mesh.index("pipeline"))
     ]
+    in_float8 = put_float8(parts, train, names, family.roles, notify)
     residual: Residual = "split" if train.sequence_parallel else "whole"
     for part in parts:
         divide(part, mesh, family.roles, residual=residual)
@@ -138,73 +153,75 @@ def assemble(
     if train.enable_activation_offload:
         offload(parts, store_for(ranks.device, train.activation_gpu_limit))
     pieces = [pieces_of(part, names, mesh, roles=family.roles, residual=residual) for part in parts]
-    for part, its in zip(parts, pieces, strict=True):
-        complete(part, its, run, ranks)
+    if run.lora.enable_aqn:
+        for part, its in zip(parts, pieces, strict=True):
+            add_noise(part, its, run.lora.aqn_alpha)
+    agree_on_scales(parts, in_float8, mesh)
     shard_parts(parts, mesh, train, run.model.basic_modules)
+    if train.enable_compile:
+        for part in parts:
+            compile_layers(part, ranks.device)
     # Offloaded weights stay in host memory.
     home = torch.device("cpu") if train.enable_fsdp_offload else ranks.device
     for part in parts:
         part.to_empty(device="cpu" if train.init_device == "cpu" else home)
-    begun = None
-    if adapter:
-        begun = AdapterStart(adapter, adapted_layers(run, family, config), names)
+    begun = AdapterStart(adapter, adapted_layers(run, family, config), names) if adapter else None
     load(held_in(parts, pieces, mesh, train), base, weights, run, ranks, begun)
     for part in parts:
         part.to(home)
+    gather_in_8_bits(parts, train, notify)
     # Again: moving a parameter may have made another of it.
     held = held_in(parts, pieces, mesh, train)
-    optimizer = build_optimizer(
-        [(one.name, one.parameter) for one in held],
-        optimizer=optimizer_name(train),
-        lr=train.lr,
-        weight_decay=train.weight_decay,
-        no_decay_modules=train.no_decay_modules,
-        no_decay_params=train.no_decay_params,
-        lora_plus_ratio=run.lora.lora_plus_ratio,
-    )
+    accumulate_as_written(train, held)
+    copies = HostCopies.of(held) if train.optimizer_offload == "cpu" else None
+    stepped = copies.there if copies else held
+    optimizer = optimizer_of(run, stepped, family.roles, config.num_hidden_layers, ranks)
     casting = casting_of(train, ranks.device)
-    pipeline = None
     if mesh.size("pipeline") > 1:
         notify(described(train, config.num_hidden_layers))
-        # Its schedules bring the compiler with them, a second that others need not wait.
-        from penstock.engine.parallel.pipeline import Pipeline  # noqa: PLC0415
-
-        pipeline = Pipeline(
-            parts, mesh, train, device=ranks.device, residual=residual, casting=casting
-        )
-    losses = partial(
-        sum_of_losses,
+    vocabulary = Vocabulary(
         mesh,
         config.vocab_size,
         residual=residual,
         logits="divided" if train.tp_vocab_parallel_loss else "gathered",
     )
+    layout = Layout(
+        mesh=mesh,
+        parts=parts,
+        held=held,
+        context=context,
+        sync=gradient_sync(train, mesh, parts, held),
+        pipeline=pipeline_of(parts, mesh, train, ranks.device, residual, casting),
+        casting=casting,
+    )
+    told = told_loss(run)
     engine = Engine(
-        layout=Layout(
-            mesh=mesh,
-            parts=parts,
-            held=held,
-            context=context,
-            sync=gradient_sync(train, mesh, parts, held),
-            pipeline=pipeline,
-            casting=casting,
-        ),
+        layout=layout,
         optimizer=optimizer,
         ranks=ranks,
-        sum_of_losses=losses(loss=loss),
-        told_losses=losses(loss=told_loss(run)),
+        sum_of_losses=vocabulary.sum_of_losses(loss),
+        told_losses=vocabulary.sum_of_losses(told),
         max_grad_norm=train.max_grad_norm,
         noise_seed=train.seed if run.lora.enable_aqn or any(map(drops, parts)) else None,
         routers=routers_of(train, config, parts, held, mesh, ranks),
         merging=merging_of(run, parts, held, optimizer, names, mesh, ranks),
+        fused=FusedStep(optimizer, layout.trainable, ranks) if train.fuse_optimizer_step else None,
+        copies=copies,
+        scaling=LossScale(train.loss_scale_init) if train.computes_in == "float16" else None,
+        norms=norms_of(train, held, ranks),
     )
     degrees = mesh.degrees
     return Assembled(
         engine=engine,
-        trained=Trained(held, optimizer, only_trained=keeps_only_adapters(run.lora)),
+        onlooker=Onlooker(layout, ranks, vocabulary.scores(told), vocabulary.likeliest(told)),
+        trained=Trained(
+            held, optimizer, only_trained=keeps_only_adapters(run.lora), stepped=stepped
+        ),
         degrees=degrees,
         layout={"mode": train.data_parallel_mode, **asdict(degrees)},
         vocab_size=config.vocab_size,
+        config=config,
+        learning=learning_of(run.lora, held, config, ranks),
         pairs_per_token=pairs_per_token(config),
         quantised=tuple(sorted({format.name for format in base.formats.values()})),
     )
@@ -237,19 +254,28 @@ def build_empty(
         if run.lora.enable_lora:
             inject(model, lora_spec(run, family))
             require_products(model.lm_head, run)
-            if keeps_only_adapters(run.lora) and run.train.enable_mixed_precision:
-                keep_frozen_in(torch.bfloat16, model)
+            if keeps_only_adapters(run.lora):
+                keep_frozen_in(getattr(torch, run.train.computes_in), model)
+        if run.train.keeps_in == "bfloat16":
+            keep_all_in(torch.bfloat16, model)
     return model
 
 
-def complete(
-    part: Decoder, pieces: Mapping[str, tuple[Piece, ...]], run: RunConfig, ranks: Ranks
-) -> None:
-    """What layers are given once they are cut, and before their weights are sharded."""
-    if run.lora.enable_aqn:
-        add_noise(part, pieces, run.lora.aqn_alpha)
-    if run.train.enable_compile:
-        compile_layers(part, ranks.device)
+def pipeline_of(
+    parts: Sequence[Decoder],
+    mesh: Mesh,
+    train: TrainConfig,
+    device: torch.device,
+    residual: Residual,
+    casting: Casting,
+) -> "Pipeline | None":
+    """What passes hidden states from part to part; None where one rank has all layers."""
+    if mesh.size("pipeline") == 1:
+        return None
+    # Its schedules bring the compiler with them, a second that others need not wait.
+    from penstock.engine.parallel.pipeline import Pipeline  # noqa: PLC0415
+
+    return Pipeline(parts, mesh, train, device=device, residual=residual, casting=casting)
 
 
 def keep_frozen_in(dtype: torch.dtype, model: Decoder) -> None:
@@ -258,11 +284,25 @@ def keep_frozen_in(dtype: torch.dtype, model: Decoder) -> None:
     But for routers that choose in fp32. Vectors stay as they are: they are small, and norms are
     computed in fp32.
     """
-    exact = {id(router.weight) for router in model.routers().values() if router.is_exact}
+    exact = of_exact_routers(model)
     for parameter in model.parameters():
         is_matrix = parameter.is_floating_point() and parameter.dim() > 1
         if is_matrix and not parameter.requires_grad and id(parameter) not in exact:
             parameter.data = parameter.data.to(dtype)
+
+
+def keep_all_in(dtype: torch.dtype, model: Decoder) -> None:
+    """Keep every weight in this precision, in place, but for routers that choose in fp32."""
+    exact = of_exact_routers(model)
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and id(parameter) not in exact:
+            parameter.data = parameter.data.to(dtype)
+
+
+def of_exact_routers(model: Decoder) -> set[int]:
+    """The identities of their parameters."""
+    exact = [router for router in model.routers().values() if router.is_exact]
+    return {id(parameter) for router in exact for parameter in router.parameters()}
 
 
 def drops(part: Decoder) -> bool:
@@ -271,10 +311,12 @@ def drops(part: Decoder) -> bool:
 
 
 def casting_of(train: TrainConfig, device: torch.device) -> Casting:
-    """What casts for a forward pass; nothing where FSDP casts the weights themselves."""
-    if train.data_parallel_mode == "fsdp2" or not train.enable_mixed_precision:
+    """What casts for a forward pass; nothing where FSDP casts the weights themselves, or where they
+    are kept in what is computed in."""
+    dtype = train.computes_in
+    if train.data_parallel_mode == "fsdp2" or train.keeps_in == dtype:
         return nullcontext
-    return partial(torch.autocast, device.type, dtype=torch.bfloat16)
+    return partial(torch.autocast, device.type, dtype=getattr(torch, dtype))
 
 
 def lora_spec(run: RunConfig, family: Family) -> LoraSpec:
@@ -311,13 +353,6 @@ def sharing_of(lora: LoraConfig) -> Form:
     if lora.moe_shared_lora:
         return "shared"
     return "hybrid" if lora.moe_hybrid_shared_lora else "each"
-
-
-def optimizer_name(train: TrainConfig) -> OptimizerName:
-    """The optimizer that was written. Raises CapabilityError for one that is not there yet."""
-    if train.optimizer in ("adamw", "sgd"):
-        return train.optimizer
-    raise CapabilityError(f"train.optimizer {train.optimizer} is not available yet; write adamw.")
 
 
 def load(

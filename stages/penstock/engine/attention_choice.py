@@ -24,8 +24,8 @@ def choose_attention(
     Raises CapabilityError for one that does not take them, with its reason.
     """
     written = run.model.attn_implementation
-    casts = run.train.enable_mixed_precision or run.model.attention_cast_bf16
-    dtype = torch.bfloat16 if casts else torch.float32
+    casts = run.model.attention_cast_bf16
+    dtype: torch.dtype = torch.bfloat16 if casts else getattr(torch, run.train.computes_in)
     refusals = {name: refusal(name, config, device, dtype) for name in ("eager", *attention.fast)}
     if written and (reason := refusals[written]):
         serving = [name for name in WANTED if refusals[name] is None]

@@ -6,6 +6,7 @@
 import re
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +16,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from penstock.adapters.names import factor_of
 from penstock.core.errors import ArtifactError, StageError
-from penstock.core.files import PART, fsync, read_json, regular_files, remove, write_json
+from penstock.core.files import (
+    PART,
+    fsync,
+    publishing,
+    read_json,
+    regular_files,
+    remove,
+    write_json,
+)
 from penstock.engine.checkpoint_boxes import Box, Boxes, write_boxes
 from penstock.engine.checkpoint_files import CheckpointFiles
 from penstock.engine.checkpoint_state import Trained
@@ -24,6 +33,11 @@ from penstock.engine.ranks import Ranks
 COMPLETE = "COMPLETE"
 STATE = "state.json"
 FOLDER = re.compile(r"global_step_(\d+)$")
+BEST = "best"
+"""The file that holds the name of the best checkpoint."""
+BEST_MARK = "BEST"
+"""A file in it, and in those that were it before: the newest one is. By it the best is found where
+there are only names of files."""
 
 ADAPTERS, MERGED, MODEL = "adapters alone", "a model with adapters merged into it", "all of a model"
 """What a checkpoint may hold."""
@@ -45,6 +59,7 @@ class Checkpoints:
         self.root, self._trained, self._ranks = root, trained, ranks
         self._limit = limit
         self._started_from: Path | None = None
+        self._best: Path | None = None
         # Of its own: a thread must not speak among the collectives of training.
         group = dist.new_group(backend="gloo")
         assert isinstance(group, dist.ProcessGroup)
@@ -94,6 +109,25 @@ class Checkpoints:
         )
         self._thread.start()
 
+    def name_best(self, step: int) -> None:
+        """Let `best` name the checkpoint of `step`, which is saved, and keep that.
+
+        Raises StageError when it could not be saved, or this cannot be written.
+        """
+        self.finish()
+        folder = self.root / f"global_step_{step}"
+        try:
+            self._lead(lambda: _name(folder, self.root / BEST))
+        except OSError as error:
+            raise StageError(
+                f"{self.root / BEST} cannot be written: {error}\n  Make room in train.output_dir."
+            ) from error
+        self.keep_best(step)
+
+    def keep_best(self, step: int) -> None:
+        """Keep the checkpoint of `step` until another one is the best."""
+        self._best = (self.root / f"global_step_{step}").resolve()
+
     def finish(self) -> None:
         """Wait until what was saved is complete. Raises StageError when it failed, on any rank."""
         self.close()
@@ -139,6 +173,9 @@ class Checkpoints:
             self._lead(lambda: _publish(aside, final, state))
             self._lead(lambda: self._forget_old(final))
         except (OSError, CheckpointException) as error:
+            # What there is of it would take the room that the next one needs.
+            with suppress(OSError):
+                self._lead(lambda: remove(aside))
             raise StageError(
                 f"the checkpoint of step {step} could not be written: {_reason(error)}.\n"
                 "  The ones before it are intact; make room in train.output_dir and run again."
@@ -159,7 +196,7 @@ class Checkpoints:
     def _forget_old(self, newest: Path) -> None:
         if self._limit is None:
             return
-        kept = {self._started_from, newest.resolve()}
+        kept = {self._started_from, self._best, newest.resolve()}
         for folder in complete_checkpoints(self.root)[: -self._limit]:
             if folder.resolve() not in kept:
                 # In one step, so that what is left of a deletion that broke off is swept.
@@ -219,6 +256,13 @@ def _publish(aside: Path, final: Path, state: dict[str, Any]) -> None:
     remove(final)
     aside.rename(final)
     fsync(final.parent)
+
+
+def _name(folder: Path, file: Path) -> None:
+    (folder / BEST_MARK).touch()
+    fsync(folder)
+    with publishing(file) as part:
+        part.write_text(f"{folder.name}\n")
 
 
 def _reason(error: BaseException) -> str:

@@ -6,6 +6,7 @@ shows in a checkpoint, and any layout reads what any other wrote.
 """
 
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from penstock.engine.checkpoint_boxes import Box, Boxes, read_boxes, whole_box
 from penstock.engine.checkpoint_files import CheckpointFiles
 from penstock.engine.parallel.pieces import Held, local
+from penstock.optim.groups import set_rates
 
 MODEL = "model."
 OPTIMIZER = "optimizer."
@@ -27,6 +29,8 @@ class Trained:
     optimizer: torch.optim.Optimizer
     only_trained: bool
     """Leave out frozen parameters; they are the base model's and are found there."""
+    stepped: Sequence[Held] | None = None
+    """What the optimizer steps, where that is copies of the parameters; None: these."""
 
     @torch.no_grad()
     def boxes(self) -> Boxes:
@@ -51,43 +55,55 @@ class Trained:
             if held.parameter.requires_grad or not self.only_trained:
                 yield held
 
+    def _stepped(self) -> Sequence[Held]:
+        return self.held if self.stepped is None else self.stepped
+
     def _each_box(self) -> Iterator[tuple[str, Box]]:
         for held in self._kept():
             part = local(held.parameter.detach())
             yield from _boxes(held, part, MODEL, "")
+        for held in self._stepped():
+            part = local(held.parameter.detach())
             for name, value in self.optimizer.state.get(held.parameter, {}).items():
                 if isinstance(value, torch.Tensor):
-                    yield from self._state_boxes(held, f".{name}", local(value), part)
-
-    def _state_boxes(
-        self, held: Held, end: str, value: torch.Tensor, like: torch.Tensor
-    ) -> Iterator[tuple[str, Box]]:
-        if value.shape == like.shape:
-            yield from _boxes(held, value, OPTIMIZER, end)
-            return
-        assert not value.dim(), f"{held.name}{end} is neither a number nor as the parameter is"
-        for piece in held.pieces:
-            yield f"{OPTIMIZER}{piece.tensor}{end}", whole_box(value)
+                    yield from _state_boxes(held, f".{name}", local(value), part)
 
     def _make_state(self, files: CheckpointFiles) -> None:
-        """Give the optimizer, which makes its state at its first step, memory to read into."""
+        """Let the optimizer, which makes its state at its first step, take one along nothing at a
+        rate of nothing: only it knows what its state is like. All of it is then read over."""
         there = _states(files)
-        state = self.optimizer.state_dict()
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
-        for held in self._kept():
-            if not held.pieces or self.optimizer.state.get(held.parameter):
-                continue
-            states = there.get(held.pieces[0].tensor, {})
-            if states and id(held.parameter) in numbers:
-                state["state"][numbers[id(held.parameter)]] = {
-                    name: torch.zeros_like(held.parameter, dtype=entry.properties.dtype)
-                    if entry.size
-                    else torch.zeros((), dtype=entry.properties.dtype)
-                    for name, entry in states.items()
-                }
-        # The optimizer itself decides where a number lies.
-        self.optimizer.load_state_dict(state)
+        for held in self._stepped():
+            if held.pieces and there.get(held.pieces[0].tensor):
+                parameter = held.parameter
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+        rates = [deepcopy(group["lr"]) for group in self.optimizer.param_groups]
+        set_rates(self.optimizer, 0.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+
+def _state_boxes(
+    held: Held, end: str, value: torch.Tensor, like: torch.Tensor
+) -> Iterator[tuple[str, Box]]:
+    """What the optimizer keeps for a parameter: as that is, one number, or for all of it at once.
+
+    The last goes by the name of the parameter's first tensor. Optimizers that keep such are refused
+    where ranks hold parts of parameters.
+    """
+    flatten = getattr(value, "__tensor_flatten__", None)
+    if flatten is not None:
+        for part in flatten()[0]:
+            yield from _state_boxes(held, f"{end}_{part}", getattr(value, part), like[:0])
+    elif value.shape == like.shape:
+        yield from _boxes(held, value, OPTIMIZER, end)
+    elif value.dim():
+        for piece in held.pieces[:1]:
+            yield f"{OPTIMIZER}{piece.tensor}{end}", whole_box(value)
+    else:
+        for piece in held.pieces:
+            yield f"{OPTIMIZER}{piece.tensor}{end}", whole_box(value)
 
 
 def _boxes(held: Held, part: torch.Tensor, begin: str, end: str) -> Iterator[tuple[str, Box]]:

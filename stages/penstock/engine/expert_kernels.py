@@ -28,7 +28,7 @@ def choose_experts(
         if run.train.moe_checkpoint_method:
             notify("experts: the model has none, so moe_checkpoint_method moe_act changes nothing")
         return operations_of("eager")
-    dtype = torch.bfloat16 if run.train.enable_mixed_precision else torch.float32
+    dtype: torch.dtype = getattr(torch, run.train.computes_in)
     refusals: dict[Implementation, str | None] = {
         name: refusal(name, config, device, dtype) for name in NAMES if name in group_gemm.fast
     }

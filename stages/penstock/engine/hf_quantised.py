@@ -17,8 +17,8 @@ from penstock.engine.hf_weights import HfWeights
 from penstock.engine.origin import SchemeName
 from penstock.engine.quantising import matrices
 from penstock.engine.safetensors_file import Kind
-from penstock.models.decoder import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from penstock.models.family import Family
+from penstock.models.names import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from penstock.models.weights import WeightMap
 from penstock_kernels.quant import Format, largest, quantise
 

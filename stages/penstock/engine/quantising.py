@@ -4,12 +4,10 @@ Linear layers within blocks are: attention's, feed-forward networks' and experts
 they bear adapters. Embeddings, the head, norms and routers are not.
 """
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
 
-from penstock.config.quantising import DEFAULT, PAIRS
+from penstock.config.quantising import DEFAULT, PAIRS, is_among, names_layer
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.engine.origin import Quantising
 from penstock.engine.prequantised import Published
@@ -72,23 +70,6 @@ def native_formats(formats: Formats, names: WeightMap) -> dict[str, Format]:
     return {native: formats[first] for native, first in firsts.items() if first in formats}
 
 
-def is_among(entries: Sequence[str], layer: str) -> bool:
-    """Whether one of the entries names a layer or what it is part of.
-
-    An entry is a run of the parts of a name (`self_attn`, `layers.0`), a pattern of whole names
-    with `*`, `?` or `[...]`, or with `re:` before it a regular expression that names begin with.
-    """
-    return any(_names(entry, layer) for entry in entries)
-
-
-def _names(entry: str, layer: str) -> bool:
-    if entry.startswith("re:"):
-        return re.match(entry[3:], layer) is not None
-    if any(sign in entry for sign in "*?["):
-        return fnmatchcase(layer, entry) or fnmatchcase(layer, f"*.{entry}")
-    return f".{entry}." in f".{layer}."
-
-
 def _pair(name: str, group: int | None) -> tuple[Format, Format]:
     """Of linear layers and of experts."""
     try:
@@ -115,7 +96,7 @@ def matrices(names: WeightMap, roles: Roles) -> Iterator[tuple[str, Role]]:
 def _require_known(entries: Sequence[str], names: WeightMap) -> None:
     layers = [name.removesuffix(".weight") for name in names.hf_shapes()]
     for entry in entries:
-        if any(_names(entry, layer) for layer in layers):
+        if any(names_layer(entry, layer) for layer in layers):
             continue
         parts = sorted({part for layer in layers for part in layer.split(".")})
         near = get_close_matches(entry, parts, n=1)

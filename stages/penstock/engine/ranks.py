@@ -35,12 +35,18 @@ class Ranks:
             dist.all_reduce(value, op=dist.ReduceOp.SUM)
         return value
 
-    def anywhere(self, flag: bool) -> bool:
-        """Whether `flag` is set on any rank; all ranks get the same answer."""
+    def highest(self, value: torch.Tensor) -> torch.Tensor:
+        """The highest `value` of any rank, number by number, in place."""
+        with self.pulse.waiting():
+            dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return value
+
+    def anywhere(self, flag: int) -> int:
+        """The highest `flag` on any rank; all ranks get the same answer. 0 is none."""
         mark = torch.tensor(int(flag), device=self.device)
         with self.pulse.waiting():
             dist.all_reduce(mark, op=dist.ReduceOp.MAX)
-            return bool(mark.item())
+            return int(mark.item())
 
     def gather(self, value: T) -> list[T]:
         """Each rank's `value`, in rank order, on every rank."""

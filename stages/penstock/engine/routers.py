@@ -29,8 +29,8 @@ from penstock.losses.balance import (
     z_loss,
 )
 from penstock.models.decoder import Decoder
-from penstock.models.layers.router import SELECTION_BIAS
-from penstock.models.layers.watch import Seen
+from penstock.models.layers.watch import Pull, Seen
+from penstock.models.names import SELECTION_BIAS
 from penstock.models.shape import DecoderConfig, ExpertsConfig
 from penstock.rows.collate import MicroBatch
 
@@ -95,19 +95,22 @@ class Routers:
         tokens: int,
         context: Context,
         observe: Observe,
+        *,
+        scale: float = 1.0,
     ) -> list[Call]:
-        """The calls of a step of `tokens` tokens, watched.
+        """The calls of a step of `tokens` tokens, watched. What joins the loss is multiplied by
+        `scale`, as the loss is.
 
         Losses of the whole step's balance need what all of its tokens choose before the first of
         them is learnt from. In a step of one pass ranks tell one another as it goes on; with more,
         all are passed through the model before, which costs a forward pass of each.
         """
-        factor = 1 / (max(1, tokens) * len(self._config.layers))
+        factor = scale / (max(1, tokens) * len(self._config.layers))
         load, z = self._balance.load * factor, self._balance.z * factor
         rows = [RowsHere.of(batch, context, self._ranks.device) for batch in batches]
         step = torch.tensor([tokens], device=self._ranks.device)
 
-        def with_row(of: "RowsHere") -> Pull:
+        def with_row(of: "RowsHere") -> PullOf:
             return lambda _, counts_RE: pull_of(_summed(counts_RE, self._of_row), of.tokens_R)
 
         def with_pass(_: nn.Module, counts_RE: torch.Tensor) -> torch.Tensor:
@@ -117,7 +120,9 @@ class Routers:
         def with_step(router: nn.Module, _: torch.Tensor) -> torch.Tensor:
             return pulls_LE[self._at[router]][None]
 
-        def watches(pull: Callable[["RowsHere"], Pull | None], load: float, z: float) -> list[Call]:
+        def watches(
+            pull: Callable[["RowsHere"], PullOf | None], load: float, z: float
+        ) -> list[Call]:
             self._watches = [StepWatch(one, pull(one), load, z) for one in rows]
             pairs = zip(calls, self._watches, strict=True)
             return [replace(call, watch=watch) for call, watch in pairs]
@@ -183,7 +188,7 @@ class Routers:
         return self._ranks.total(sums)
 
 
-Pull = Callable[[nn.Module, torch.Tensor], torch.Tensor]
+PullOf = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 """A router, and how many of the tokens here chose each expert [R, E], to `losses.balance.pull_of`,
 [R, E] or [1, E]."""
 
@@ -211,7 +216,7 @@ class RowsHere:
 class StepWatch:
     """Looks on during the passes of one micro-batch, and takes note of each router once."""
 
-    def __init__(self, rows: RowsHere, pull: Pull | None, load: float, z: float) -> None:
+    def __init__(self, rows: RowsHere, pull: PullOf | None, load: float, z: float) -> None:
         """`load` and `z` are what the summed losses are multiplied by; without a `pull` there is no
         load-balancing loss."""
         self._rows, self._pull, self._load, self._z = rows, pull, load, z
@@ -238,19 +243,20 @@ class StepWatch:
         """Without penalties, once."""
         return self.penalises or router not in self.noted
 
-    def saw(self, router: nn.Module, seen: Seen) -> torch.Tensor | None:
+    def saw(self, router: nn.Module, seen: Seen) -> Pull | None:
         """In a layer that is computed again the pull is what it was: nothing is asked twice."""
         if router not in self._pulls:
             counts_RE = seen.counts_RE
             self._pulls[router] = self._pull(router, counts_RE) if self._pull else None
-        pull_RE = self._pulls[router]
-        z = z_loss(seen.squares_R)
-        load = z.new_zeros(()) if pull_RE is None else load_balancing_loss(pull_RE, seen.shares_RE)
+        pull_RE, shares_RE = self._pulls[router], seen.shares_RE.detach()
+        if pull_RE is None:
+            pull_RE = torch.zeros_like(shares_RE)
         if router not in self.noted:
-            losses = torch.stack((load.detach(), z.detach()))
-            sums = (seen.counts_RE.sum(0), seen.shares_RE.detach().sum(0), losses)
+            load = load_balancing_loss(pull_RE, shares_RE)
+            losses = torch.stack((load, z_loss(seen.squares_R.detach())))
+            sums = (seen.counts_RE.sum(0), shares_RE.sum(0), losses)
             self.noted[router] = torch.cat([each.double() for each in sums])
-        return self._load * load + self._z * z if self.penalises else None
+        return Pull(self._load * pull_RE, self._z) if self.penalises else None
 
 
 def _summed(counts: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

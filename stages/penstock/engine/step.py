@@ -14,14 +14,20 @@ from torch import nn
 
 from penstock.core.errors import StageError
 from penstock.engine.clip import gradient_norm, scale_gradients
+from penstock.engine.diagnosis import find_fault
+from penstock.engine.fused_step import FusedStep
+from penstock.engine.loss_scale import LossScale
 from penstock.engine.merging import Merging
+from penstock.engine.norms import Norms
+from penstock.engine.optimizer_offload import HostCopies
 from penstock.engine.parallel.call import Call
 from penstock.engine.parallel.layout import Layout
+from penstock.engine.parallel.pieces import Held
 from penstock.engine.parallel.vocabulary import SumOfLosses
 from penstock.engine.ranks import Ranks
 from penstock.engine.routers import Routers
 from penstock.models.layers.dropout import Noise
-from penstock.optim.groups import RATE
+from penstock.optim.groups import set_rates
 from penstock.rows.collate import MicroBatch
 
 
@@ -35,6 +41,12 @@ class StepResult:
     trained_tokens: int
     of_routers: Mapping[str, Any]
     """What there is to tell of them, by name: losses beside `loss`, and how they chose."""
+    of_norms: Mapping[str, Any]
+    """What there is to tell of norms besides `grad_norm`, by name."""
+    of_scaling: Mapping[str, Any]
+    """What there is to tell of the loss's scale, by name."""
+    share: torch.Tensor
+    """This rank's part of `loss`; the only thing that differs between ranks. A scalar."""
 
 
 @dataclass(frozen=True)
@@ -54,49 +66,105 @@ class Engine:
     """None where a step has nothing to do with them."""
     merging: Merging | None = None
     """None where adapters stay apart from the weights."""
+    norms: Norms | None = None
+    """None where nothing is told of norms but that of all gradients."""
+    scaling: LossScale | None = None
+    """None where the loss is as it is."""
+    fused: FusedStep | None = None
+    """What steps the optimizer within the backward pass; None where it steps after that."""
+    copies: HostCopies | None = None
+    """What the optimizer steps in place of the parameters; None where it steps these."""
 
     def step(self, batches: Sequence[MicroBatch], lr: float, number: int) -> StepResult:
         """Forward, backward and update, of the step with this number, from 0, which decides what
         is dropped and whether adapters are merged. Raises StageError if the gradients are not
-        finite.
+        finite; if a smaller scale of the loss may help, the update is left out instead.
         """
         tokens, trained = self._count(batches)
+        scale = self.scaling.scale if self.scaling else 1.0
+        divisor = max(1, trained) / scale
         calls = [
-            self._call(batch, self.sum_of_losses, max(1, trained), self._noise(batch, number))
+            self._call(batch, self.sum_of_losses, divisor, self._noise(batch, number))
             for batch in batches
         ]
         self.ranks.pulse.begins("forward and backward")
         if self.routers:
             layout = self.layout
-            calls = self.routers.watching(calls, batches, tokens, layout.context, layout.observe)
-        mine = self.layout.forward_backward(calls)
+            calls = self.routers.watching(
+                calls, batches, tokens, layout.context, layout.observe, scale=scale
+            )
+        set_rates(self.optimizer, lr)
+        mine = self.layout.forward_backward(calls) / scale
         self.ranks.pulse.begins("update")
         trainable = self.layout.trainable
-        norm = gradient_norm(trainable, self.ranks)
-        if not torch.isfinite(norm):
-            raise StageError(
-                f"the gradient norm is {norm.item()}; the weights were left as they were.\n"
-                "  Lower train.lr, or look at the data of this step; the last checkpoint is intact."
-            )
-        scale_gradients(trainable, norm, self.max_grad_norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr * group[RATE]
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        if self.scaling:
+            self.scaling.unscale(trainable)
+        norms = self.norms.of_gradients() if self.norms and not self.fused else None
+        norm = norms.total if norms else self._norm(trainable)
+        is_finite = bool(torch.isfinite(norm))
+        if not is_finite and not (self.scaling and self.scaling.can_give_way()):
+            raise self._not_finite(batches, norm, number)
+        if is_finite and not self.fused:
+            self._update(trainable, norm)
+        for held in trainable:
+            held.parameter.grad = None
         if self.merging and self.merging.is_due(number + 1):
             self.ranks.pulse.begins("merging adapters")
             self.merging.merge(number + 1)
         told = self.routers.conclude(tokens) if self.routers else {}
-        return StepResult(self.ranks.total(mine).item(), norm.item(), tokens, trained, told)
-
-    @torch.no_grad()
-    def evaluate(self, batches: Sequence[MicroBatch]) -> tuple[float, int]:
-        """The summed cross-entropy over all replicas' `batches`, and the trained tokens in them."""
-        _, trained = self._count(batches)
-        mine = self.layout.forward(
-            [self._call(batch, self.told_losses, 1, None) for batch in batches]
+        of_norms = self.norms.told(norms) if self.norms and norms else {}
+        of_scaling = {"loss_scale": scale, "skipped": not is_finite} if self.scaling else {}
+        loss = self.ranks.total(mine.clone()).item()
+        return StepResult(
+            loss,
+            # No number is that of gradients that overflowed.
+            norm.item() if is_finite else 0.0,
+            tokens,
+            trained,
+            told,
+            of_norms if is_finite else {},
+            of_scaling,
+            mine,
         )
-        return self.ranks.total(mine).item(), trained
+
+    def _norm(self, trainable: Sequence[Held]) -> torch.Tensor:
+        return self.fused.norm() if self.fused else gradient_norm(trainable, self.ranks)
+
+    def _update(self, trainable: Sequence[Held], norm: torch.Tensor) -> None:
+        """One step of the optimizer."""
+        scale_gradients(trainable, norm, self.max_grad_norm)
+        if self.copies:
+            self.copies.bring()
+        self.optimizer.step()
+        if self.copies:
+            self.copies.take_back()
+        if self.scaling:
+            self.scaling.went_well()
+
+    def _not_finite(
+        self, batches: Sequence[MicroBatch], norm: torch.Tensor, number: int
+    ) -> StageError:
+        """The end of a run whose gradients are not finite in the step with this number, from 0."""
+        if self.fused:
+            return StageError(
+                f"the gradient norm of step {number + 1} is {norm.item()}, and with "
+                "train.fuse_optimizer_step weights have moved along it already.\n"
+                "  Lower train.lr and go on from the last checkpoint, which is intact; without "
+                "fuse_optimizer_step the rows that do it are found."
+            )
+        self.ranks.pulse.begins("finding what is not finite")
+
+        def loss_of(batch: MicroBatch) -> float:
+            return self.layout.forward([self._call(batch, self.told_losses, 1, None)]).item()
+
+        with torch.no_grad():
+            found = find_fault(batches, loss_of, self.layout.trainable, self.ranks)
+        return StageError(
+            f"the gradient norm of step {number + 1} is {norm.item()}; the weights were left as "
+            f"they were.\n  {found}\n"
+            "  Look at those rows in the packed data, or lower train.lr; the last checkpoint is "
+            "intact."
+        )
 
     def _noise(self, batch: MicroBatch, step: int) -> Noise | None:
         if self.noise_seed is None:
@@ -105,7 +173,7 @@ class Engine:
         return Noise(self.noise_seed, step, places_T.to(self.ranks.device, non_blocking=True))
 
     def _call(
-        self, batch: MicroBatch, summed: SumOfLosses, divisor: int, noise: Noise | None
+        self, batch: MicroBatch, summed: SumOfLosses, divisor: float, noise: Noise | None
     ) -> Call:
         device, context = self.ranks.device, self.layout.context
         part = context.mine(batch)

@@ -20,6 +20,7 @@ from penstock.models.layers.operations import BEST_OPERATIONS, Operations
 from penstock.models.layers.rotary import Rotary
 from penstock.models.layers.router import Precision, Router
 from penstock.models.layers.run import Run, direct
+from penstock.models.names import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from penstock.models.shape import DecoderConfig
 from penstock_kernels.attention import Segments, attention
 
@@ -27,9 +28,6 @@ Reduce = Callable[[torch.Tensor, nn.Module], torch.Tensor]
 """What to make of the final hidden states [T, D] and the head, instead of logits."""
 
 BEST = operations_of("auto")
-
-HEAD_WEIGHT = "lm_head.weight"
-EMBEDDING_WEIGHT = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from penstock.engine.parallel.mesh import ROWS, Mesh
 from penstock.engine.parallel.pieces import Held, Piece, hold
 from penstock.engine.parallel.replicas import GradientSums
 from penstock.engine.parallel.zero import kept
-from penstock.models.decoder import EMBEDDING_WEIGHT, HEAD_WEIGHT, Decoder, Part
+from penstock.models.decoder import Decoder, Part
+from penstock.models.names import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from penstock.models.shape import DecoderConfig
 
 
@@ -49,10 +50,10 @@ def experts_apart(part: Decoder, mesh: Mesh) -> list[nn.Module]:
 
 def sharding(train: TrainConfig) -> Sharding:
     """What the settings say of weights that are sharded."""
-    mixed = train.enable_mixed_precision
+    computes_in: torch.dtype = getattr(torch, train.computes_in)
     return Sharding(
         kept=kept(train),
-        compute=torch.bfloat16 if mixed else None,
+        compute=None if computes_in == torch.float32 else computes_in,
         reduce=torch.bfloat16 if train.fsdp_reduce_dtype == "bf16" else torch.float32,
         offload=train.enable_fsdp_offload,
         prefetch=train.enable_forward_prefetch,

@@ -15,9 +15,10 @@ from penstock.core.errors import CapabilityError
 from penstock.engine.parallel.collectives import Residual
 from penstock.engine.parallel.mesh import Mesh
 from penstock.engine.parallel.pieces import Piece, Shared, whole_piece
-from penstock.models.decoder import EMBEDDING_WEIGHT, HEAD_WEIGHT, Decoder
+from penstock.models.decoder import Decoder
 from penstock.models.layers.block import SOCKETS
 from penstock.models.layers.quantised import QuantisedMatrix
+from penstock.models.names import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from penstock.models.roles import DECODER_GRAINS, DECODER_ROLES, Grain, Role, Roles, role_of
 from penstock.models.weights import WeightMap
 from penstock_kernels.quant import Format

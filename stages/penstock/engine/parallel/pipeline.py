@@ -52,7 +52,7 @@ class Pipeline:
         self._parts, self._train, self._device = parts, train, device
         self._width = parts[0].config.hidden_size
         self._share = mesh.size("tensor") if residual == "split" else 1
-        self._dtype = torch.bfloat16 if train.enable_mixed_precision else torch.float32
+        self._dtype: torch.dtype = getattr(torch, train.computes_in)
         self._casting = casting
         self._numbers = stages_of_rank(train, mesh.index("pipeline"))
         self._num_stages = mesh.size("pipeline") * virtual_stages(train)

@@ -79,20 +79,22 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> Iterable[_Bucket]:
     held: list[nn.Parameter] = []
     size = 0
     for parameter in parameters:
-        if held and (size >= BUCKET_BYTES or parameter.dtype != held[0].dtype):
+        if held and (size >= BUCKET_BYTES or parameter.grad_dtype != held[0].grad_dtype):
             yield _Bucket(held)
             held, size = [], 0
         held.append(parameter)
-        size += parameter.numel() * parameter.element_size()
+        size += parameter.numel() * (parameter.grad_dtype or parameter.dtype).itemsize
     if held:
         yield _Bucket(held)
 
 
 def _packed(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
     # A gradient that this rank has none of is a zero: others may have one.
-    return torch.cat(
-        [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters]
-    )
+    return torch.cat([(_zeros(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])
+
+
+def _zeros(parameter: nn.Parameter) -> torch.Tensor:
+    return torch.zeros_like(parameter, dtype=parameter.grad_dtype)
 
 
 def _unpack(bucket: _Bucket) -> None:

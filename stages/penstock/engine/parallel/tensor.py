@@ -44,7 +44,7 @@ def divide(model: Decoder, mesh: Mesh, roles: Roles, *, residual: Residual) -> N
 
     To be called on every rank, with adapters in place, and before anything is sharded; the model
     may have memory or be on the meta device. From then on it gives hidden states [T, D], with
-    `split` the rank's share of the tokens, and wants `vocabulary.sum_of_losses` as its `reduce`:
+    `split` the rank's share of the tokens, and wants `Vocabulary.sum_of_losses` as its `reduce`:
     its head gives some of the logits.
     """
     group = mesh.group("tensor")

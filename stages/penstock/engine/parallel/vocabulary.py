@@ -5,7 +5,7 @@ that are here.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -23,7 +23,14 @@ from penstock.engine.parallel.collectives import (
 )
 from penstock.engine.parallel.cuts import share
 from penstock.engine.parallel.mesh import Mesh
-from penstock.losses.cross_entropy import CROSS_ENTROPY, Loss, logits_of, sum_cross_entropy
+from penstock.losses.cross_entropy import (
+    CROSS_ENTROPY,
+    Head,
+    Loss,
+    logits_of,
+    sum_cross_entropy,
+)
+from penstock.losses.scores import Scores, likeliest_tokens, token_scores
 from penstock_kernels.cross_entropy import Divided, Tally
 
 Logits = Literal["divided", "gathered"]
@@ -32,6 +39,15 @@ Logits = Literal["divided", "gathered"]
 SumOfLosses = Callable[[torch.Tensor, nn.Module, torch.Tensor], torch.Tensor]
 """Final hidden states, the head and labels [T] to the summed cross-entropy, the same on all ranks
 of the group. Hidden states are [T, D], or where the residual stream is split a share of them."""
+
+
+ScoresOf = Callable[[torch.Tensor, nn.Module, torch.Tensor], Scores]
+"""Final hidden states, the head and labels [T] to what they tell of each trained token, the same on
+all ranks of the group."""
+
+LikeliestOf = Callable[[torch.Tensor, nn.Module, torch.Tensor], torch.Tensor]
+"""Final hidden states, the head and places [S] among their tokens to the likeliest tokens after
+those, the same on all ranks of the group."""
 
 
 class DividedEmbedding(nn.Embedding):
@@ -57,46 +73,108 @@ def rows_here(ids_T: torch.Tensor, rows_WF: torch.Tensor, first: int) -> torch.T
     return F.embedding(at_T, rows_WF).masked_fill(~here_T[:, None], 0)
 
 
-def sum_of_losses(
-    mesh: Mesh,
-    vocab_size: int,
-    *,
-    residual: Residual = "whole",
-    logits: Logits = "divided",
-    loss: Loss = CROSS_ENTROPY,
-) -> SumOfLosses:
-    """`losses.cross_entropy.sum_cross_entropy` for a model divided over the mesh's tensor axis.
+@dataclass(frozen=True)
+class Vocabulary:
+    """How a model divided over the mesh's tensor axis comes from hidden states to logits.
 
     With `divided` logits a rank holds [C, W] of them, and two numbers per token travel, or three
     where labels are smoothed; with `gathered` ones each rank holds [C, V].
     """
-    group = mesh.group("tensor")
-    if group is None:
-        return partial(sum_cross_entropy, loss=loss)
-    size = mesh.size("tensor")
-    shares = [share(vocab_size, size, index) for index in range(size)]
-    widths = [len(each) for each in shares]
-    divided = Divided(
-        first=shares[mesh.index("tensor")].start,
-        size=vocab_size,
-        widest=max(widths),
-        merge=partial(_merged, group=group),
-    )
 
-    def summed(hidden: torch.Tensor, head: nn.Module, labels_T: torch.Tensor) -> torch.Tensor:
-        hidden_TD = enter(hidden, group, residual)
-        if logits == "gathered":
-            return sum_cross_entropy(
-                hidden_TD,
-                lambda hidden_CD: gather_columns(
-                    logits_of(hidden_CD, head, loss.precision), group, widths
-                ),
+    mesh: Mesh
+    size: int
+    residual: Residual = "whole"
+    logits: Logits = "divided"
+
+    def sum_of_losses(self, loss: Loss = CROSS_ENTROPY) -> SumOfLosses:
+        """`losses.cross_entropy.sum_cross_entropy` for such a model."""
+
+        def summed(hidden: torch.Tensor, head: nn.Module, labels_T: torch.Tensor) -> torch.Tensor:
+            return sum_cross_entropy(*self._seen(hidden, head, loss), labels_T, self._loss(loss))
+
+        return summed if self._group else partial(sum_cross_entropy, loss=loss)
+
+    def scores(self, loss: Loss = CROSS_ENTROPY) -> ScoresOf:
+        """`losses.scores.token_scores` for such a model."""
+
+        def scored(hidden: torch.Tensor, head: nn.Module, labels_T: torch.Tensor) -> Scores:
+            return token_scores(
+                *self._seen(hidden, head, loss),
                 labels_T,
-                loss,
+                width=self._widest,
+                loss=self._loss(loss),
+                highest=self._highest if self._is_divided else None,
             )
-        return sum_cross_entropy(hidden_TD, head, labels_T, replace(loss, divided=divided))
 
-    return summed
+        return scored
+
+    def likeliest(self, loss: Loss = CROSS_ENTROPY) -> LikeliestOf:
+        """`losses.scores.likeliest_tokens` for such a model."""
+
+        def found(hidden: torch.Tensor, head: nn.Module, places_S: torch.Tensor) -> torch.Tensor:
+            return likeliest_tokens(
+                *self._seen(hidden, head, loss),
+                places_S,
+                width=self._widest,
+                loss=self._loss(loss),
+                first_of=self._first_of if self._is_divided else None,
+            )
+
+        return found
+
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        return self.mesh.group("tensor")
+
+    @property
+    def _is_divided(self) -> bool:
+        return self._group is not None and self.logits == "divided"
+
+    @property
+    def _shares(self) -> list[range]:
+        size = self.mesh.size("tensor")
+        return [share(self.size, size, index) for index in range(size)]
+
+    @property
+    def _widest(self) -> int:
+        """Entries of which a rank has logits, at most."""
+        return max(map(len, self._shares)) if self._is_divided else self.size
+
+    def _seen(self, hidden: torch.Tensor, head: nn.Module, loss: Loss) -> tuple[torch.Tensor, Head]:
+        """All tokens' hidden states, and what makes of them the logits that are here."""
+        group = self._group
+        if group is None:
+            return hidden, head
+        hidden_TD = enter(hidden, group, self.residual)
+        if self.logits == "divided":
+            return hidden_TD, head
+        widths = [len(each) for each in self._shares]
+        return hidden_TD, lambda hidden_CD: gather_columns(
+            logits_of(hidden_CD, head, loss.precision), group, widths
+        )
+
+    def _loss(self, loss: Loss) -> Loss:
+        if not self._is_divided:
+            return loss
+        assert self._group is not None
+        divided = Divided(
+            first=self._shares[self.mesh.index("tensor")].start,
+            size=self.size,
+            widest=self._widest,
+            merge=partial(_merged, group=self._group),
+        )
+        return replace(loss, divided=divided)
+
+    def _highest(self, numbers: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, self._group)
+        return numbers
+
+    def _first_of(self, best_C: torch.Tensor, entries_C: torch.Tensor) -> torch.Tensor:
+        assert self._group is not None
+        highest_C = self._highest(best_C.clone())
+        mine_C = entries_C.masked_fill(best_C < highest_C, self.size)
+        dist.all_reduce(mine_C, dist.ReduceOp.MIN, self._group)
+        return mine_C
 
 
 def _merged(own: Tally, group: dist.ProcessGroup) -> Tally:

@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
-from penstock_kernels.dropout import dropout
+from penstock.models.layers.by_number import Numbered, numbered
+from penstock_kernels.dropout import dropout, on_host
+from penstock_kernels.operator import operator
 
 R = TypeVar("R")
 
@@ -71,7 +72,7 @@ def drawing_alike(run: Callable[..., R]) -> Callable[..., R]:
     return alike
 
 
-class Dropout(nn.Module):
+class Dropout(Numbered):
     """One place in a model where features are dropped, in training alone.
 
     Its name is that of what it drops in a checkpoint, so that models cut or fused otherwise draw
@@ -89,6 +90,10 @@ class Dropout(nn.Module):
         """What is left, [T, F], divided by the share that is kept."""
         if not (self.training and self.rate):
             return x_TF
+        number = self.known_number()
+        if number is not None:
+            places_T, rate, key = _draws_of(x_TF.detach(), number)
+            return dropout(x_TF, places_T, rate, key, self.first_feature)
         noise = current_noise()
         if noise is None:
             return x_TF
@@ -102,3 +107,31 @@ class Dropout(nn.Module):
 
 def _all_of_them(places_T: torch.Tensor) -> torch.Tensor:
     return places_T
+
+
+def _draws(
+    x: torch.Tensor, number: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What a site draws by here and now: places, rate and key. Where nothing is drawn, a rate of 0
+    drops nothing."""
+    site, noise = numbered(number), current_noise()
+    assert isinstance(site, Dropout)
+    if noise is None:
+        return x.new_zeros(len(x), dtype=torch.int64), *on_host(0.0, 0)
+    # Not the noise's own tensor: a program may write over what it is given.
+    places_T = site.places_here(noise.places_T).clone()
+    return places_T, *on_host(site.rate, noise.key(site.site))
+
+
+def _draws_fake(
+    x: torch.Tensor, number: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    del number
+    places = x.new_empty(x.shape[0], dtype=torch.int64)
+    rate, key = (
+        x.new_empty((), dtype=dtype, device="cpu") for dtype in (torch.float64, torch.int64)
+    )
+    return places, rate, key
+
+
+_draws_of = operator("dropout_draws", _draws, fake=_draws_fake)

@@ -9,18 +9,19 @@ from typing import cast
 import torch
 from torch import nn
 
+from penstock.models.layers import quantised_programs as programs
+from penstock.models.layers.quantised_programs import MakesWeights, Multiply, Tensors
 from penstock_kernels.quant import Format, Quantised, dequantise, group_linear, linear
 
 LEAVES = ("codes", "scales", "global_scales")
 """What the tensors of a quantised matrix are called."""
 
-Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Change = Callable[[Quantised], Callable[[torch.Tensor], torch.Tensor] | None]
 """A pass's matrix to what makes of its dequantised weight the one that is used; called in forward,
 and what it gives once more in backward."""
 
 
-class QuantisedMatrix(nn.Module):
+class QuantisedMatrix(MakesWeights):
     """A matrix [N, K], or those of experts [E, N, K], as parameters of bytes.
 
     Bytes, so that nobody casts scales to another precision; and with N as the last dimension but
@@ -30,6 +31,8 @@ class QuantisedMatrix(nn.Module):
     """
 
     codes: nn.Parameter
+    scales: nn.Parameter
+    global_scales: nn.Parameter
 
     def __init__(self, format: Format, shape: Sequence[int], device: torch.device) -> None:
         super().__init__()
@@ -60,6 +63,10 @@ class QuantisedMatrix(nn.Module):
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
+        number = self.known_number()
+        if number is not None:
+            y_TN = programs.linear(x.flatten(0, -2), number, self._tensors, self.columns)
+            return y_TN.unflatten(0, x.shape[:-1])
         value = self.value
         return linear(x, value, self._change_of(value))
 
@@ -67,8 +74,24 @@ class QuantisedMatrix(nn.Module):
         self, x_RK: torch.Tensor, counts_E: torch.Tensor, multiply: Multiply
     ) -> torch.Tensor:
         """Rows by their experts' matrices, [R, N]; `counts_E` of each lie in order."""
+        number = self.known_number()
+        if number is not None:
+            tensors, columns = self._tensors, self.columns
+            return programs.group_linear(x_RK, counts_E, number, tensors, columns, multiply)
         value = self.value
         return group_linear(x_RK, value, counts_E, multiply, self._change_of(value))
+
+    def weight(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
+        """The weight that a pass uses, of these tensors, in new memory."""
+        named = {name: one for name, one in zip(LEAVES, tensors, strict=True) if one is not None}
+        value = Quantised.of_bytes(self.format, self.columns, named)
+        change, weight = self._change_of(value), dequantise(value, dtype)
+        return weight if change is None else change(weight)
+
+    @property
+    def _tensors(self) -> Tensors:
+        has_global = self.format.scales == "e4m3"
+        return self.codes, self.scales, self.global_scales if has_global else None
 
     def _change_of(self, value: Quantised) -> Callable[[torch.Tensor], torch.Tensor] | None:
         return self.change(value) if self.change and self.training else None

@@ -12,17 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from penstock.models.layers.watch import Seen, current_watch
+from penstock.models.layers.by_number import Numbered, numbered
+from penstock.models.layers.watch import Seen, Watch, current_watch
 from penstock.models.shape import ExpertsConfig
+from penstock_kernels.operator import operator
 from penstock_kernels.route import route
-
-SELECTION_BIAS = "e_score_correction_bias"
 
 Precision = Literal["fp32", "model"]
 """In which the logits are computed: fp32, or that of the hidden states."""
 
 
-class Router(nn.Module):
+class Router(Numbered):
     """One linear layer onto the experts, of which each token takes the best few.
 
     Everything from the logits on is computed in fp32. The selection bias is a parameter that no
@@ -67,15 +67,66 @@ class Router(nn.Module):
             groups_per_token=config.groups_per_token,
             scale=config.scale,
         )
-        watch = current_watch()
-        if watch is None or not watch.looks_at(self):
-            return choice_TK, weights_TK
-        with torch.set_grad_enabled(torch.is_grad_enabled() and watch.penalises):
-            seen = self._seen(logits_TE, choice_TK, self.rows_here(watch.row_T), watch.num_rows)
-            penalty = watch.saw(self, seen)
+        number = self.known_number()
+        if number is not None:
+            scores = self._scores(logits_TE)
+            return choice_TK, _Told.apply(weights_TK, *scores, choice_TK, number)
+        penalty = self._penalty(logits_TE, choice_TK)
         if penalty is not None:
             weights_TK = _WithPenalty.apply(weights_TK, penalty)
         return choice_TK, weights_TK
+
+    def _penalty(self, logits_TE: torch.Tensor, choice_TK: torch.Tensor) -> torch.Tensor | None:
+        """Tell whoever looks on; what they add to the loss, if they add anything."""
+        watch = current_watch()
+        if watch is None or not watch.looks_at(self):
+            return None
+        with torch.set_grad_enabled(torch.is_grad_enabled() and watch.penalises):
+            seen = self._seen(watch, *self._scores(logits_TE), choice_TK)
+            pull = watch.saw(self, seen)
+            return None if pull is None else pull.of(seen)
+
+    def pulls(
+        self, shares_TE: torch.Tensor, squares_T: torch.Tensor, choice_TK: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same for a pass that is compiled: what the loss rises by with each token's shares and
+        squares, zeros where nobody looks."""
+        watch = current_watch()
+        if watch is not None and watch.looks_at(self):
+            pull = watch.saw(self, self._seen(watch, shares_TE, squares_T, choice_TK))
+            if pull is not None:
+                in_row_RT = self._in_row(watch)
+                of_shares_RE = pull.shares_RE.expand(len(in_row_RT), -1)
+                with torch.autocast(shares_TE.device.type, enabled=False):
+                    return in_row_RT.T @ of_shares_RE, in_row_RT.sum(0) * pull.squares
+        return torch.zeros_like(shares_TE), torch.zeros_like(squares_T)
+
+    def _in_row(self, watch: Watch) -> torch.Tensor:
+        """Whether a token that arrives here is in a row, fp32 [R, T]."""
+        row_T = self.rows_here(watch.row_T)
+        numbers_R = torch.arange(1, watch.num_rows + 1, device=row_T.device)
+        return (row_T == numbers_R[:, None]).float()
+
+    def _seen(
+        self,
+        watch: Watch,
+        shares_TE: torch.Tensor,
+        squares_T: torch.Tensor,
+        choice_TK: torch.Tensor,
+    ) -> Seen:
+        """The sums over the tokens of each row."""
+        experts, row_T = self.config.num_experts, self.rows_here(watch.row_T)
+        # Not `bincount`, for which a GPU would wait.
+        chosen = (row_T[:, None] * experts + choice_TK).flatten()
+        counts = chosen.new_zeros((watch.num_rows + 1) * experts)
+        counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+        in_row_RT = self._in_row(watch)
+        with torch.autocast(shares_TE.device.type, enabled=False):
+            return Seen(
+                counts_RE=counts.view(-1, experts)[1:],
+                shares_RE=in_row_RT @ shares_TE,
+                squares_R=in_row_RT @ squares_T,
+            )
 
     def _logits(self, x_TD: torch.Tensor) -> torch.Tensor:
         dtype = torch.float32 if self.precision == "fp32" else x_TD.dtype
@@ -83,31 +134,15 @@ class Router(nn.Module):
         with torch.autocast(x_TD.device.type, enabled=False):
             return F.linear(x_TD.to(dtype), self.weight.to(dtype), bias).float()
 
-    def _seen(
-        self,
-        logits_TE: torch.Tensor,
-        choice_TK: torch.Tensor,
-        row_T: torch.Tensor,
-        num_rows: int,
-    ) -> Seen:
-        experts = self.config.num_experts
+    def _scores(self, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each expert's share of a token's scores, and the squared logarithm of the sum of
+        exponentials of its logits."""
         if self.config.scoring == "softmax":
             shares_TE = logits_TE.softmax(-1)
         else:
             scores_TE = logits_TE.sigmoid()
             shares_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
-        # Not `bincount`, for which a GPU would wait.
-        chosen = (row_T[:, None] * experts + choice_TK).flatten()
-        counts = chosen.new_zeros((num_rows + 1) * experts)
-        counts.scatter_add_(0, chosen, torch.ones_like(chosen))
-        numbers_R = torch.arange(1, num_rows + 1, device=row_T.device)
-        in_row_RT = (row_T == numbers_R[:, None]).float()
-        with torch.autocast(logits_TE.device.type, enabled=False):
-            return Seen(
-                counts_RE=counts.view(-1, experts)[1:],
-                shares_RE=in_row_RT @ shares_TE,
-                squares_R=in_row_RT @ logits_TE.logsumexp(-1).square(),
-            )
+        return shares_TE, logits_TE.logsumexp(-1).square()
 
     def extra_repr(self) -> str:
         """What `print(model)` shows."""
@@ -132,3 +167,54 @@ class _WithPenalty(torch.autograd.Function):
 
 def _all_of_them(row_T: torch.Tensor) -> torch.Tensor:
     return row_T
+
+
+class _Told(torch.autograd.Function):
+    """The same in a compiled program: weights as they are, and in the backward pass scores get what
+    a penalty rises by with them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weights_TK: torch.Tensor,
+        shares_TE: torch.Tensor,
+        squares_T: torch.Tensor,
+        choice_TK: torch.Tensor,
+        number: torch.Tensor,
+    ) -> torch.Tensor:
+        weights_TK, *pulls = _told_of(weights_TK, shares_TE, squares_T, choice_TK, number)
+        ctx.save_for_backward(*pulls)
+        return weights_TK
+
+    @staticmethod
+    def backward(ctx: Any, dweights_TK: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        pull_TE, pull_T = ctx.saved_tensors
+        return dweights_TK, pull_TE, pull_T, None, None
+
+
+def _told(
+    weights: torch.Tensor,
+    shares: torch.Tensor,
+    squares: torch.Tensor,
+    choice: torch.Tensor,
+    number: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Weights as they are, of which the forward pass has need: what only the backward pass needs is
+    computed there, when others look on."""
+    router = numbered(number)
+    assert isinstance(router, Router)
+    return weights.clone(), *router.pulls(shares, squares, choice)
+
+
+def _told_fake(
+    weights: torch.Tensor,
+    shares: torch.Tensor,
+    squares: torch.Tensor,
+    choice: torch.Tensor,
+    number: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    del choice, number
+    return torch.empty_like(weights), torch.empty_like(shares), torch.empty_like(squares)
+
+
+_told_of = operator("router_told", _told, fake=_told_fake)

@@ -31,6 +31,20 @@ class Seen:
     """The squared logarithm of the sum of exponentials of a token's logits; fp32."""
 
 
+@dataclass(frozen=True)
+class Pull:
+    """What the loss rises by with what a router saw."""
+
+    shares_RE: torch.Tensor  # noqa: N815 - R and E name the dimensions
+    """With the shares of each row, or, as [1, E], of any; fp32, without a gradient."""
+    squares: float
+    """With the squares of each row."""
+
+    def of(self, seen: Seen) -> torch.Tensor:
+        """By how much it is higher for them, a scalar."""
+        return (self.shares_RE * seen.shares_RE).sum() + self.squares * seen.squares_R.sum()
+
+
 class Watch(Protocol):
     """Looks on during the passes of one micro-batch."""
 
@@ -53,8 +67,8 @@ class Watch(Protocol):
         """Whether it wants to hear of the pass that is going on."""
         ...
 
-    def saw(self, router: nn.Module, seen: Seen) -> torch.Tensor | None:
-        """Take note, and give a scalar to add to the loss, or None."""
+    def saw(self, router: nn.Module, seen: Seen) -> Pull | None:
+        """Take note, and say what the loss rises by, if it does."""
         ...
 
 

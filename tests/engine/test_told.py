@@ -1,0 +1,224 @@
+"""What a step tells besides its loss: norms, where a fault came from, how long its phases took."""
+
+import math
+import time
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from penstock.core.pulse import Pulse
+from penstock.engine.diagnosis import Suspect, told
+from penstock.engine.norms import layer_of
+from penstock.engine.phases import Phases
+from penstock.engine.ranks import join
+from penstock.engine.step import StepResult
+from penstock.rows.collate import MicroBatch
+from penstock.train.spikes import LossWatch, SpikeWatch
+from tests.engine import runs
+from tests.engine.loops import (
+    before_each_update,
+    each,
+    gradients_of,
+    loop_of,
+    parameters_of,
+    step,
+)
+from tests.ranks import on_ranks
+
+POISON = runs.VOCAB - 1
+"""A token that one packed row alone has."""
+BAD_ROW = 5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("told")
+    runs.write_rows(folder / "packed", 8)
+    [file] = (folder / "packed" / "data" / "train").iterdir()
+    table = pa.ipc.open_file(file.read_bytes()).read_all()
+    ids = [[min(each, POISON - 1) for each in row] for row in table["input_ids"].to_pylist()]
+    ids[BAD_ROW][0] = POISON
+    column = pa.array(ids, type=table.schema.field("input_ids").type)
+    with pa.ipc.new_file(str(file), table.schema) as writer:
+        writer.write_table(table.set_column(0, table.schema.field("input_ids"), column))
+    runs.write_config(folder / "model", tie_word_embeddings=False)
+    return folder
+
+
+def job(folder, name, **train):
+    settings = {"max_grad_norm": 0, "micro_batch_size": 1, **train}
+    run = runs.run_config(folder / name, folder / "model", **settings)
+    return runs.job_of(run, folder / "packed")
+
+
+def norms(job):
+    """What a step told, and what it should have, from whole gradients and parameters."""
+    loop = loop_of(job)
+    seen = before_each_update(loop, lambda: gradients_of(loop))
+    record = step(loop)
+    adapters = {n: v for n, v in parameters_of(loop).items() if "lora_" in n}
+    trained = adapters or parameters_of(loop)
+    loop.close()
+    factors = sum(value.size for value in adapters.values())
+    return record, by_layer(seen[0]), by_layer(trained), factors, loop.built.learning.factors
+
+
+def by_layer(arrays):
+    squares = {}
+    for name, value in arrays.items():
+        layer = layer_of(name)
+        squares[layer] = squares.get(layer, 0.0) + float((value.astype(np.float64) ** 2).sum())
+    return {layer: math.sqrt(square) for layer, square in squares.items()}
+
+
+LAID = {
+    "shards": {"data_parallel_shard_size": 2},
+    "tensors": {"data_parallel_mode": "none", "tensor_parallel_size": 2},
+    "stages": {"data_parallel_mode": "none", "pipeline_parallel_size": 2},
+    "adapters": {"data_parallel_shard_size": 2, "lora": {"enable_lora": True}},
+}
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_norms_by_layer_are_those_of_whole_tensors_in_every_layout(folder):
+    asked = {"log_grad_norm": "layers", "log_param_norm": "layers"}
+    jobs = {name: job(folder, name, **layout, **asked) for name, layout in LAID.items()}
+    for found in on_ranks(2, each, norms, jobs):
+        for name, (record, gradients, parameters, factors, counted) in found.items():
+            order = ["embed_tokens", "layers.0", "layers.1", "norm", "lm_head"]
+            there = [layer for layer in order if layer in gradients]
+            assert list(record["grad_norms"]) == list(record["param_norms"]) == there, name
+            assert record["grad_norms"] == pytest.approx(gradients, rel=1e-5), name
+            assert record["param_norms"] == pytest.approx(parameters, rel=1e-5), name
+            for whole, parts in (("grad_norm", gradients), ("param_norm", parameters)):
+                assert record[whole] == pytest.approx(math.hypot(*parts.values()), rel=1e-5), name
+            assert counted == factors, name
+
+
+def records(job):
+    loop = loop_of(job)
+    found = step(loop)
+    loop.close()
+    return {name: value for name, value in found.items() if "norm" in name}
+
+
+@pytest.mark.dist
+def test_norms_are_told_as_far_as_is_asked(folder):
+    asked = {
+        "neither": {"log_grad_norm": False},
+        "as it comes": {},
+        "both": {"log_param_norm": True},
+    }
+    jobs = {
+        name: job(folder, name, data_parallel_mode="none", **each) for name, each in asked.items()
+    }
+    [found] = on_ranks(1, each, records, jobs)
+    assert {name: list(told) for name, told in found.items()} == {
+        "neither": [],
+        "as it comes": ["grad_norm"],
+        "both": ["grad_norm", "param_norm"],
+    }
+    assert found["both"]["grad_norm"] == pytest.approx(found["as it comes"]["grad_norm"], rel=1e-6)
+
+
+def poisoned(job):
+    """What is said when one row's tokens have no numbers."""
+    loop = loop_of(job)
+    for held in loop.built.engine.layout.held:
+        if held.name == "model.embed_tokens.weight":
+            held.parameter.data[POISON] = math.nan
+    steps = [
+        [(number, rank) for rank, rows in enumerate(loop.ranks.gather(groups)) for number in rows]
+        for groups in ([row for group in each for row in group] for each in loop._steps())
+    ]
+    [(at, rank)] = [
+        (at, rank) for at, each in enumerate(steps, 1) for row, rank in each if row == BAD_ROW
+    ]
+    try:
+        loop.run()
+    except Exception as error:  # noqa: BLE001 - carried home
+        return at, rank, str(error)
+    return None
+
+
+@pytest.mark.dist
+def test_a_number_that_is_not_finite_is_traced_to_its_rank_step_and_row(folder):
+    ways = {
+        "copies": {"data_parallel_mode": "ddp", "data_parallel_replicate_size": 2},
+    }
+    jobs = {name: job(folder, f"bad {name}", **layout) for name, layout in ways.items()}
+    for found in on_ranks(2, each, poisoned, jobs):
+        for at, rank, said in found.values():
+            assert f"the gradient norm of step {at} is nan" in said
+            assert f"On rank {rank} the loss of packed row(s) {BAD_ROW} is nan" in said
+            assert "parameter with such a gradient is model." in said
+
+
+def test_an_overflow_on_the_way_back_names_the_rows_of_the_step():
+    fine = Suspect((), 0.0, None, (4, 9))
+    said = told([fine, Suspect((), 0.0, "model.norm.weight", (7,))])
+    assert "packed row(s) are 4, 7, 9" in said
+    assert "model.norm.weight (rank 1)" in said
+
+
+def test_a_loss_stands_out_once_and_only_from_many():
+    watch = LossWatch(6.0)
+    usual = [2 + 0.01 * math.sin(i) for i in range(60)]
+    assert not any(map(watch.see, [50.0, *usual]))
+    spike = watch.see(3.0)
+    assert spike
+    assert spike.usual == pytest.approx(2, abs=0.02)
+    assert watch.see(3.1) is None  # the same one
+    assert watch.see(2.0) is None
+    assert watch.see(math.inf)
+    assert not any(map(watch.see, [2.0, 2.2]))
+    assert not any(map(LossWatch(0).see, [*usual, 1e9]))
+
+
+def spike(rank_with_the_spike):
+    """What is said on this rank of a step that was dear on one of them."""
+    ranks = join(60)
+    watch = SpikeWatch(6.0, ranks)
+    empty = torch.zeros(0, dtype=torch.int64)
+
+    def see(loss, share):
+        batch = MicroBatch(empty, empty, empty, (), 10, 10, ((10 + ranks.rank, 10),))
+        result = StepResult(loss, 1.0, 20, 20, {}, {}, {}, torch.tensor(share))
+        return watch.see(result, [batch])
+
+    assert not any(see(2.0 + i % 2 / 100, 1.0) for i in range(30))
+    return see(5.0, 4.0 if ranks.rank == rank_with_the_spike else 1.0)
+
+
+@pytest.mark.dist
+def test_a_spike_is_traced_to_its_rank_and_rows_and_all_ranks_say_so():
+    one, other = on_ranks(2, spike, 1)
+    assert one == other
+    assert "the loss is 5" in one
+    assert "on rank(s) 1, 1.60 times the mean, with packed row(s) 11" in one
+
+
+def test_phases_add_up_to_the_time_that_has_passed_and_waiting_is_within_them():
+    pulse, phases = Pulse(), Phases(torch.device("cpu"))
+    pulse.listen(phases.hear)
+    began = time.perf_counter()
+    phases.take()
+    pulse.begins("reading rows")
+    time.sleep(0.02)
+    pulse.begins("update")
+    time.sleep(0.01)
+    with pulse.waiting():
+        time.sleep(0.03)
+    found = phases.take()
+    passed = time.perf_counter() - began
+    assert found["data"] >= 0.02
+    assert found["optimizer"] >= 0.04
+    assert 0.03 <= found["communication"] < found["optimizer"]
+    parts = sum(seconds for phase, seconds in found.items() if phase != "communication")
+    assert parts == pytest.approx(passed, abs=0.005)
+    time.sleep(0.01)
+    pulse.begins("saving")
+    assert phases.take()["between"] >= 0.01
