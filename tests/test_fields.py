@@ -1,8 +1,4 @@
-"""No setting is accepted and ignored: for each, the tests that fail when it does nothing.
-
-A setting whose values are all refused but its default needs no entry; that it is refused is proven
-in tests/config/test_fields.py.
-"""
+"""No setting is accepted and ignored: for each, the tests that fail when it does nothing."""
 
 import ast
 from functools import cache
@@ -10,28 +6,25 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config.availability import Later, mark_of
 from penstock.config.shape import is_section, sections
 from tests.config.values import faults_of
+from tests.register.adapters import OF_ADAPTERS
 from tests.register.chain import OF_CHAIN
 from tests.register.data import OF_DATA
 from tests.register.training import OF_TRAINING
 
 HERE = Path(__file__).parent
 
-REGISTER = {**OF_TRAINING, **OF_DATA, **OF_CHAIN}
+REGISTER = {**OF_TRAINING, **OF_ADAPTERS, **OF_DATA, **OF_CHAIN}
 
 
-def available() -> set[str]:
-    """Every field that may be given another value than its default."""
-    found: set[str] = set()
-    for place, section in sections().items():
-        for name, field in section.model_fields.items():
-            mark = mark_of(field)
-            refused = isinstance(mark, Later) and not mark.allowed
-            if not is_section(field.annotation) and not refused:
-                found.add(f"{place}.{name}")
-    return found
+def all_fields() -> set[str]:
+    return {
+        f"{place}.{name}"
+        for place, section in sections().items()
+        for name, field in section.model_fields.items()
+        if not is_section(field.annotation)
+    }
 
 
 def registered() -> dict[str, tuple[str, ...]]:
@@ -58,12 +51,12 @@ def exists(test: str) -> bool:
     return name in functions and (not case or case.removesuffix("]") in texts)
 
 
-def test_every_available_field_has_a_test_that_would_miss_it():
-    assert available() - registered().keys() == set()
+def test_every_field_has_a_test_that_would_miss_it():
+    assert all_fields() - registered().keys() == set()
 
 
-def test_the_register_names_no_field_that_is_gone_or_not_available():
-    assert registered().keys() - available() == set()
+def test_the_register_names_no_field_that_is_gone():
+    assert registered().keys() - all_fields() == set()
 
 
 @pytest.mark.parametrize("field", registered())

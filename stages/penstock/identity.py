@@ -6,6 +6,9 @@ again. A field that alters the mathematics belongs above; where and how fast it 
 """
 
 from collections.abc import Mapping
+from typing import Any
+
+from penstock.config.train import TrainConfig
 
 
 def _names(text: str) -> frozenset[str]:
@@ -20,12 +23,15 @@ IDENTITY: Mapping[str, frozenset[str]] = {
     ),
     "train": _names(
         """
-        optimizer optimizer_dtype lr lr_min lr_start lr_warmup_ratio lr_decay_style lr_decay_ratio
+        optimizer optimizer_dtype optimizer_kwargs lr lr_min lr_start lr_warmup_ratio
+        lr_warmup_steps lr_decay_style lr_decay_ratio lr_schedule_kwargs layerwise_lr_decay_bound
         weight_decay no_decay_modules no_decay_params max_grad_norm muon_lr muon_momentum
         muon_nesterov muon_ns_steps muon_adjust_lr_fn num_train_epochs max_steps
+        max_tokens max_hours eval_only
         moe_aux_loss_coef moe_global_load_balancing moe_z_loss_coef moe_bias_update_rate
         label_smoothing z_loss_coef
-        enable_mixed_precision fsdp_reduce_dtype dropout seed
+        precision master_weights stochastic_rounding grad_accum_dtype loss_scale_init
+        enable_mixed_precision enable_fp8_training fp8 fsdp_reduce_dtype dropout seed
         """
     ),
     "lora": _names(
@@ -39,12 +45,16 @@ IDENTITY: Mapping[str, frozenset[str]] = {
 }
 """What enters the train stage's key as it is written."""
 
+JUDGING = _names("early_stopping save_best eval_steps eval_epochs eval_at_end eval_max_batches")
+"""What enters the train stage's key together, where a run is judged by evaluations."""
+
 PINNED: Mapping[str, frozenset[str]] = {
     "model": _names("model_path config_path tokenizer_path"),
     # The batch sizes make, together with the layout, the rows of one step.
     "train": _names(
         "load_checkpoint_path micro_batch_size gradient_accumulation_steps global_batch_size"
-    ),
+    )
+    | JUDGING,
     "lora": _names("init_adapter_path"),
 }
 """What enters a key through what it stands for: a source's content, the rows of a step."""
@@ -66,11 +76,15 @@ HOW: Mapping[str, frozenset[str]] = {
         pp_variable_seq_lengths expert_parallel_size ulysses_parallel_size ringattn_parallel_size
         cp_fsdp_mode reshard_after_forward ep_outside ce_mode enable_gradient_checkpointing
         enable_reentrant recompute_modules moe_checkpoint_method enable_full_shard
-        enable_fsdp_offload enable_forward_prefetch enable_activation_offload activation_gpu_limit
-        enable_compile init_device load_weights_mode enable_full_determinism
+        fuse_optimizer_step optimizer_offload enable_fsdp_offload enable_forward_prefetch
+        enable_activation_offload activation_gpu_limit
+        enable_fp8_all_gather enable_compile init_device load_weights_mode enable_full_determinism
         allow_cuda_launch_blocking empty_cache_steps gc_steps output_dir ckpt_manager save_steps
-        save_epochs save_async save_total_limit save_hf_weights log_format log_router_stats
-        use_wandb wandb_project wandb_name wandb_tags wandb_log_interval enable_profiling
+        save_epochs save_async save_total_limit save_hf_weights eval_at_start eval_micro_batch_size
+        sample_prompts sample_steps sample_max_new_tokens log_format log_interval
+        log_grad_norm log_param_norm log_router_stats log_loss_spikes report_interval use_wandb
+        use_tensorboard use_mlflow use_trackio wandb_project wandb_name wandb_tags
+        wandb_log_interval mlflow_tracking_uri enable_profiling
         profile_start_step profile_end_step profile_trace_dir profile_record_shapes
         profile_profile_memory profile_with_stack profile_rank0_only
         """
@@ -78,3 +92,11 @@ HOW: Mapping[str, frozenset[str]] = {
     "lora": _names("save_lora_only"),
 }
 """How the work is done."""
+
+
+def judging_of(train: TrainConfig) -> dict[str, Any] | None:
+    """What decides when a run ends, or which checkpoint is its result, by evaluations; None where
+    these change nothing."""
+    if not train.early_stopping.patience and not train.save_best.metric:
+        return None
+    return train.model_dump(mode="json", include=set(JUDGING))

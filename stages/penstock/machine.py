@@ -11,9 +11,15 @@ from penstock.core.hub import local_folder
 from penstock.core.login import require_hub, require_login
 from penstock.core.source import pin_config
 from penstock.engine.balance import asks_of_routers, require_routers
+from penstock.engine.float8_layers import float8_layers, require_float8
 from penstock.engine.hf_config import read_hf_config
 from penstock.engine.origin import quantising_of
-from penstock.engine.parallel.degrees import SIZES, degrees_of, rows_per_step
+from penstock.engine.parallel.degrees import (
+    SIZES,
+    accumulation_steps,
+    degrees_of,
+    rows_per_step,
+)
 from penstock.engine.parallel.fits import Counts, require_fit, splits_model
 from penstock.engine.parallel.nearest import Candidate
 from penstock.engine.parallel.nvlink import require_nvlink, require_one_machine
@@ -22,7 +28,9 @@ from penstock.engine.published_agreement import require_agreement
 from penstock.models.builtin import SCHEME
 from penstock.models.hf_config import HfConfig
 from penstock.models.published import declared_in
+from penstock.models.registry import family_of
 from penstock.train.torchrun import num_local_ranks
+from penstock.train.trackers.names import require_trackers
 from penstock_kernels.flash_packages import PACKAGES
 
 CONFIG_ALONE = ("config.json",)
@@ -39,7 +47,8 @@ def world_size(run: RunConfig) -> int:
 
 def check_machine(run: RunConfig) -> None:
     """Refuse, before any work, what this machine cannot train or this world cannot be cut into."""
-    devices = gpus_here() if run.model.ep_dispatch == "deepep" else Gpus(env.num_gpus())
+    asks = run.model.ep_dispatch == "deepep" or run.train.enable_fp8_training
+    devices = gpus_here() if asks else Gpus(env.num_gpus())
     gpus = devices.count
     check_attention(run.model.attn_implementation, gpus)
     if not gpus and run.model.moe_implementation in ("triton", "quack"):
@@ -54,6 +63,9 @@ def check_machine(run: RunConfig) -> None:
             "  pip install 'penstock[quack]', or leave it out to get the best there is."
         )
     require_nvlink(run, devices)
+    if run.train.enable_fp8_training:
+        require_float8(devices.capability)
+        check_float8(run)
     if not gpus and run.train.init_device == "cuda":
         raise CapabilityError(
             "train.init_device is cuda, and there is no CUDA device.\n"
@@ -76,12 +88,42 @@ def check_machine(run: RunConfig) -> None:
             f"launch.nproc_per_node is {asked}, and {gpus} CUDA devices are visible.\n"
             f"  Write {gpus} or auto."
         )
+    require_trackers(run.train)
+    check_optimizer(run, gpus)
     if asks_of_routers(run.train):
         require_routers(run, config_of(run))
     if shares_tokens(run.train):
         require_whole_documents(run.train, config_of(run))
     check_layout(run, gpus)
     require_one_machine(run, world_size(run), num_local_ranks(run))
+
+
+def check_optimizer(run: RunConfig, gpus: int) -> None:
+    """Refuse an optimizer that is not here, does not take what it is told, or cannot work so."""
+    if not gpus and run.train.optimizer_offload != "none":
+        raise CapabilityError(
+            "train.optimizer_offload moves the optimizer from a GPU to the host's memory, where it "
+            "is anyway: there is no CUDA device.\n"
+            "  Leave it out. anyprecision_adamw keeps its states in half the memory on any machine."
+        )
+    if run.train.fuse_optimizer_step:
+        require_one_pass(run)
+    if "." in run.train.optimizer:
+        # Torch is imported where an optimizer of its own is asked for, and nowhere else here.
+        from penstock.optim.named import named_optimizer  # noqa: PLC0415
+
+        named_optimizer(run.train)
+
+
+def require_one_pass(run: RunConfig) -> None:
+    """Refuse a step of several micro-batches where gradients are used as soon as they are there."""
+    count = accumulation_steps(run.train, degrees_of(run.train, world_size(run)).num_replicas)
+    if count > 1:
+        raise ConfigError(
+            f"train.fuse_optimizer_step is true, and a step of global_batch_size "
+            f"{run.train.global_batch_size} is {count} micro-batches, whose gradients are added up "
+            "first.\n  Raise train.micro_batch_size, or leave fuse_optimizer_step out."
+        )
 
 
 def check_attention(written: str | None, gpus: int) -> None:
@@ -96,6 +138,14 @@ def check_attention(written: str | None, gpus: int) -> None:
             f"model.attn_implementation is {written}, and {reason}.\n"
             "  Or leave it out to get the best there is."
         )
+
+
+def check_float8(run: RunConfig) -> None:
+    """Refuse to compute in float8 what cannot be: every layer of the model, or parts of one."""
+    config = config_of(run)
+    family = family_of(config)
+    names = family.weight_map(family.read(config), merge_qkv=run.model.merge_qkv)
+    float8_layers(run.train, names, family.roles)
 
 
 def is_installed(package: str) -> bool:

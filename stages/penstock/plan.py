@@ -4,6 +4,7 @@ A pure projection: it parts the config into each stage's identity and the rest, 
 its content, and so knows every key before any work starts. No torch is imported.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from penstock.core.store import Cache, Outcome, Step, lookup, obtain, realize
 from penstock.core.urls import is_url, joined
 from penstock.engine.origin import Origin
 from penstock.export.stage import Export, ExportSettings
-from penstock.identity import IDENTITY
+from penstock.identity import IDENTITY, judging_of
 from penstock.machine import check_hub, check_machine, refusal_of, rows_of_a_step
 from penstock.origins import origin_of, with_adapter
 from penstock.pack.stage import Pack, PackSettings
@@ -199,7 +200,7 @@ def prepare_step(run: RunConfig) -> Step:
             test_mix=tuple(_mix(d) for d in data.test_datasets),
             mix_strategy=data.mix_strategy,
             samples_per_epoch=data.samples_per_epoch,
-            epochs=run.train.num_train_epochs if data.mix_strategy == "random" else 1,
+            epochs=math.ceil(run.train.num_train_epochs) if data.mix_strategy == "random" else 1,
             deduplicate=data.deduplicate,
             near_duplicate_threshold=data.near_duplicate_threshold,
             decontaminate_ngram=data.decontaminate_ngram,
@@ -276,6 +277,7 @@ def train_step(
         lora=_project(run, "lora") if run.lora.enable_lora else {},
         rows_per_step=rows_of_a_step(run),
         last_batch="drop" if run.data.dataloader_drop_last else "keep",
+        judging=judging_of(run.train),
     )
     stage = Train(
         settings=settings,
@@ -291,7 +293,12 @@ def train_step(
 
 
 def export_step(run: RunConfig, trained: Artifact, origin: Origin) -> Step:
-    """A checkpoint in, a Hugging Face folder out."""
+    """A checkpoint in, a Hugging Face folder out. Raises ConfigError if there will be none."""
+    if run.train.eval_only:
+        raise ConfigError(
+            "train.eval_only is true, so nothing is trained, and there is nothing to export.\n"
+            "  Leave eval_only out, or end with penstock train."
+        )
     export = run.export
     stage = Export(
         settings=ExportSettings(

@@ -2,7 +2,8 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 
-from penstock.cli.doctor import OPTIONAL, REQUIRED, optional, required
+from penstock.cli.doctor import OPTIONAL, REQUIRED, measured, optional, required
+from penstock.costs.machines import machine_here
 
 GOOD = {
     "torch": "2.13.0+cpu",
@@ -63,3 +64,18 @@ def test_a_missing_package_is_wrong_when_needed_and_absent_when_not():
 
 def test_this_environment_fits():
     assert [each for each in required() if each.standing != "ok"] == []
+
+
+@pytest.mark.slow
+def test_a_measured_machine_is_remembered_by_what_computes(monkeypatch, tmp_path):
+    monkeypatch.setenv("PENSTOCK_CACHE_HOME", str(tmp_path))
+    assert not machine_here(1).speeds
+    [finding] = measured()
+    assert finding.standing == "ok"
+    machine, half = machine_here(1), machine_here(2)
+    assert finding.seen.startswith(machine.name)
+    assert machine.known_by == "measured"
+    assert machine.bandwidth
+    # Anything that runs this multiplies more than a hundred million numbers a second.
+    assert all(speed > 1e8 for speed in machine.speeds.values())
+    assert half.speeds["fp32"] == machine.speeds["fp32"] / 2

@@ -3,6 +3,7 @@ import json
 from penstock.cli.run import Request
 from penstock.core.files import write_json
 from penstock.core.stage import ATTEMPT, identity, key_of
+from penstock.costs.machines import remember
 from penstock.plan import plan
 from tests.cli.command import penstock, small_run
 
@@ -63,3 +64,58 @@ def test_plan_builds_nothing_and_says_it_again_the_same(tmp_path):
     first = penstock("plan", config, "--json").out
     assert sorted(tmp_path.rglob("*")) == before
     assert json.loads(penstock("plan", config, "--json").out) == json.loads(first)
+
+
+def test_plan_tells_what_training_costs_and_counts_what_is_packed(tmp_path):
+    config = small_run(tmp_path, train={"output_dir": str(tmp_path / "out"), "num_train_epochs": 3})
+    said = penstock("plan", config, "--json").last["costs"]
+    assert said["length"]["certain"] == "estimated"
+    assert said["fits"]
+    assert said["memory"]["total"] == sum(
+        size for name, size in said["memory"].items() if name != "total"
+    )
+
+    packed = penstock("pack", config, "--json").last["stages"][-1]["facts"]
+    told = penstock("plan", config, "--json").last["costs"]
+    assert told["length"]["certain"] == "counted"
+    assert told["length"]["steps"] == 3 * packed["rows"]["train"]
+    assert told["length"]["tokens"] == 3 * packed["tokens"]["train"]
+    assert f"{told['length']['steps']} steps of 1 row" in penstock("plan", config).out
+
+
+def test_plan_proposes_layouts_that_a_config_takes(tmp_path):
+    config = small_run(tmp_path)
+    ask = ("plan", config, "--devices", 2, "--device-kind", "H100", "--json")
+    said = penstock(*ask, "--train.global_batch_size", 4).last
+    assert said["costs"]["machine"]["name"] == "H100"
+    assert said["costs"]["step"]["total"] > 0
+    assert said["layouts"]
+    for layout in said["layouts"]:
+        written = [
+            word
+            for name, value in layout["settings"].items()
+            for word in (f"--train.{name}", str(value).lower())
+        ]
+        checked = penstock("plan", config, *written, "--launch.nproc_per_node", 2, "--json")
+        assert checked.last["costs"]["layout"] == layout["layout"]
+
+    nobody = penstock("plan", config, "--device-kind", "H1")
+    assert nobody.code == 2
+    assert "H1 is not known" in nobody.err
+    data_alone = penstock("plan", config, "--devices", 2, "--pipeline.stages", "[prepare, pack]")
+    assert data_alone.code == 2
+    assert "does not train" in data_alone.err
+
+
+def test_a_measured_machine_has_steps_of_a_known_length(tmp_path, monkeypatch):
+    monkeypatch.setenv("PENSTOCK_CACHE_HOME", str(tmp_path / "cache"))
+    config = small_run(tmp_path)
+    assert penstock("plan", config, "--json").last["costs"]["step"] is None
+    assert "penstock doctor --measure" in penstock("plan", config).out
+    remember({"name": None, "fp32": 1e10, "bf16": 4e10, "bandwidth": 1e9})
+    mixed, full = (
+        penstock("plan", config, "--train.enable_mixed_precision", mixed, "--json").last["costs"]
+        for mixed in ("true", "false")
+    )
+    assert full["step"]["products"] == 4 * mixed["step"]["products"]
+    assert mixed["machine"]["known_by"] == "measured"

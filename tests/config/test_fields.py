@@ -1,19 +1,17 @@
-"""The schema holds every documented field, explains it, and refuses what has no code behind it."""
+"""The schema holds every documented field and explains it."""
 
 import json
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 import pytest
 import yaml
-from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from penstock.config.availability import Later, accepted, mark_of, same
 from penstock.config.load import loads
-from penstock.config.run import RunConfig, written
-from penstock.config.shape import branches, is_section, sections
+from penstock.config.run import written
+from penstock.config.shape import is_section, sections
 from penstock.core.errors import ConfigError
 from tests.config.values import faults_of, smallest
 
@@ -51,7 +49,9 @@ def assert_default(section: str, name: str, default: Any) -> None:
     if default == "REQUIRED":
         assert field.is_required()
     else:
-        assert same(default_of(field), default)
+        found = default_of(field)
+        # Python takes 0 for false.
+        assert (found, type(found) is bool) == (default, type(default) is bool)
 
 
 @pytest.mark.parametrize(
@@ -81,77 +81,6 @@ def test_smallest_run_has_every_default() -> None:
     for place, name, field in all_fields():
         if not place.endswith("[]") and not written(run, f"{place}.{name}"):
             assert attrgetter(f"{place}.{name}")(run) == default_of(field)
-
-
-def candidates(field: FieldInfo) -> list[Any]:
-    choices = [
-        choice
-        for branch in branches(field.annotation)
-        if get_origin(branch) is Literal
-        for choice in get_args(branch)
-    ]
-    plain = [True, False, 1, 2, 3, 0.5, 2.5, "x", ["x"], {"image": {"model_path": "x"}}]
-    return [value for value in choices + plain if not same(value, default_of(field))]
-
-
-def with_value(place: str, name: str, value: Any) -> dict[str, Any]:
-    if place == "data.datasets[]":
-        return smallest(data={"datasets": [{"path": "dummy", name: value}]})
-    return smallest(**{place: {name: value}})
-
-
-def is_valid(values: dict[str, Any]) -> bool:
-    try:
-        RunConfig.model_validate(values)
-    except ValidationError:
-        return False
-    return True
-
-
-LATER = [
-    (place, name, field, mark)
-    for place, name, field in all_fields()
-    if isinstance(mark := mark_of(field), Later)
-]
-
-
-@pytest.mark.parametrize(
-    ("place", "name", "field", "mark"), LATER, ids=[f"{place}.{name}" for place, name, *_ in LATER]
-)
-def test_field_without_code_behind_it_is_refused(
-    place: str, name: str, field: FieldInfo, mark: Later
-) -> None:
-    refused = [
-        value
-        for value in candidates(field)
-        if is_valid(with_value(place, name, value))
-        and not any(same(value, one) for one in accepted(field, mark))
-    ]
-    assert refused, "the field takes no value that is not available"
-    for value in refused:
-        section, _, rest = place.replace("[]", ".0").partition(".")
-        added = with_value(place, name, value)[section]
-        path = ".".join(filter(None, (section, rest, name)))
-        lines = [line for line in faults_of(**{section: added}) if line.startswith(f"{path}: ")]
-        assert len(lines) == 1
-        assert "not available yet" in lines[0]
-        assert "leave it out" in lines[0]
-
-
-@pytest.mark.parametrize(
-    ("place", "name", "value"),
-    [
-        (place, name, value)
-        for place, name, field, mark in LATER
-        for value in accepted(field, mark)
-        # Weights cannot start on a device under fsdp2, the default: test_rules.py has that.
-        if name != "init_device" or value in (None, "meta")
-    ],
-)
-def test_default_and_available_values_may_be_written(place: str, name: str, value: Any) -> None:
-    values = with_value(place, name, value)
-    run = loads(values)
-    assert RunConfig.model_validate(run.model_dump(exclude_unset=True)) == run
 
 
 ROOTS = [

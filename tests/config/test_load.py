@@ -121,9 +121,9 @@ train:
   lr: 2e-5
   use_wandb: yes
   init_device: cuda
-  optimizer: muon
+  optimizer: muoon
   micro_batch_size: 0
-  num_train_epochs: 3.0
+  gc_steps: 3.0
   lr_decay_style: cosien
   recompute_modules: mlp
 launch:
@@ -171,13 +171,18 @@ FAULTS = [
         "train.init_device: data_parallel_mode: fsdp2 cannot start from cuda, where every rank"
         " would hold the whole model; write init_device: meta or leave it out",
     ),
-    (20, "train.optimizer: not available yet; write adamw or sgd, or leave it out"),
+    (
+        20,
+        "train.optimizer: is muoon; did you mean muon? It takes adamw, anyprecision_adamw, sgd,"
+        " muon, or the full name of another, such as torch.optim.RAdam",
+    ),
     (21, "train.micro_batch_size: is 0; it must be at least 1"),
-    (22, "train.num_train_epochs: is 3.0; wanted a whole number: write 3"),
+    (22, "train.gc_steps: is 3.0; wanted a whole number: write 3"),
     (
         23,
         "train.lr_decay_style: is the text cosien; did you mean cosine?"
-        " It takes constant, linear or cosine",
+        " It takes constant, linear, cosine, polynomial, inverse_sqrt, wsd, square, sqrt, noam,"
+        " noam_hold, step or exponential",
     ),
     (
         24,
@@ -305,7 +310,7 @@ PATHS = [
 ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.tuples(st.sampled_from(PATHS), st.sampled_from(BAD_VALUES)), max_size=4))
 def test_any_values_make_a_run_or_a_refusal_in_our_words(changes: list[Any]) -> None:
     values = deepcopy(SMALLEST)

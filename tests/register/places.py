@@ -32,8 +32,41 @@ SKIPPED = "pipeline/test_skip_prepare.py::"
 RUNNER = "flows/test_task_runner.py::"
 LAUNCH = "stages/test_launch.py::"
 ORDER = "rows/test_order.py::"
+RULED = (
+    "config/test_rules.py::test_impossible_combination_is_refused_and_mended_by_what_is_proposed"
+)
+FLOAT8 = "engine/test_float8.py::"
+ROUNDED = f"{FLOAT8}test_every_field_of_fp8_decides_what_is_rounded"
+WINDOW = "config/test_memory_rules.py::test_what_cannot_be_honoured_is_refused_with_what_can"
+PROFILE = "engine/test_profiling.py::"
+PROFILED = (
+    f"{PROFILE}test_a_trace_holds_the_steps_of_its_window_and_no_others",
+    f"{PROFILE}test_nothing_is_recorded_unasked_or_past_the_window",
+)
 REFUSED = "config/test_fields.py::test_field_without_code_behind_it_is_refused"
 
+OPTIM = "engine/test_optim_fields.py::"
+KEEPING = f"{OPTIM}test_everything_is_computed_and_kept_in_the_precision_that_is_written"
+SMALL_STEPS = (
+    f"{OPTIM}test_steps_too_small_for_bf16_are_lost_unless_they_are_rounded_at_random_or_kept"
+)
+IN_LAYOUTS = (
+    "engine/test_optimizers.py::"
+    "test_twenty_steps_are_torchs_of_a_checkpoints_tensors_in_every_layout"
+)
+STEPPED = "optim/test_build.py::test_training_is_torchs_with_groups_made_by_hand"
+OF_MUON = (
+    IN_LAYOUTS,
+    "optim/test_muon.py::test_twenty_steps_are_those_of_torch_of_each_matrix_by_itself",
+)
+OF_SCHEDULES = (
+    "optim/test_schedule.py::test_the_schedule_is_the_references",
+    "optim/test_schedule.py::test_the_schedule_is_that_of_transformers",
+)
+MORE_OF_SCHEDULES = (
+    *("warmup_style", "hold_steps", "constant_steps", "num_cycles", "power", "gamma"),
+    *("step_size", "d_model", "decay_rate", "timescale", "decay_steps", "decay_shape"),
+)
 RATES = (f"{STEP}test_the_optimizer_and_the_metrics_have_the_schedules_rate",)
 DECAY = (f"{STEP}test_sgd_subtracts_the_gradient_and_decays_all_but_what_is_exempt",)
 PASSES = (f"{STEP}test_a_step_takes_its_rows_in_as_many_passes_as_the_batch_sizes_say",)
@@ -53,6 +86,31 @@ OFFLOADED = (
 DETERMINISTIC = (
     "stages/test_launch.py::test_ranks_that_must_give_the_same_bits_find_it_in_their_environment"
 )
+EVALUATION = "engine/test_evaluation.py::"
+EVALUATED = (f"{EVALUATION}test_a_run_evaluates_as_often_and_on_as_much_as_is_written",)
+ANSWERED = (
+    f"{EVALUATION}test_any_layout_tells_what_transformers_tells_and_answers_as_it_does",
+    f"{EVALUATION}test_looking_at_a_model_changes_nothing_of_it",
+)
+BUDGET = "engine/test_budget.py::"
+LONG_AS_WRITTEN = (f"{BUDGET}test_a_run_is_as_long_as_is_written_and_its_rate_falls_to_that_end",)
+JUDGED = (
+    f"{BUDGET}test_a_run_ends_when_nothing_gets_better_and_its_best_checkpoint_is_its_result",
+    f"{BUDGET}test_a_run_that_goes_on_remembers_what_was_best_and_how_long_it_waited",
+)
+TOLD_BY_STEPS = "engine/test_told.py::"
+NORMS = (
+    f"{TOLD_BY_STEPS}test_norms_by_layer_are_those_of_whole_tensors_in_every_layout",
+    f"{TOLD_BY_STEPS}test_norms_are_told_as_far_as_is_asked",
+)
+SHOWN = (f"{RUN}test_the_log_format_is_a_bar_or_lines_or_objects",)
+TRACKERS = "stages/test_trackers.py::"
+PACKAGES = "stages/test_tracker_packages.py::"
+TRACKED = (
+    f"{TRACKERS}test_weights_and_biases_is_used_where_there_is_a_login_unless_written",
+    f"{TRACKERS}test_a_tracker_whose_package_is_missing_is_refused_before_any_work",
+)
+CALLED = (f"{TRACKERS}test_a_run_has_its_name_project_and_tags_there_and_no_secret",)
 SAVED = (f"{RUN}test_checkpoints_are_saved_as_often_as_asked",)
 FOLDERS = (
     "pipeline/test_saved_weights.py::test_the_last_checkpoint_holds_the_folders_that_were_asked_for"

@@ -1,12 +1,14 @@
 """`penstock doctor`: versions, devices, optional packages, and the mend for what is wrong."""
 
+import json
 import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, Literal
 
 from packaging.version import Version
@@ -15,6 +17,7 @@ from penstock import __version__
 from penstock.cli.console import Console, table
 from penstock.core import env
 from penstock.core.errors import CapabilityError
+from penstock.costs.machines import remember
 
 Standing = Literal["ok", "absent", "wrong"]
 
@@ -48,6 +51,11 @@ OPTIONAL = {
     "hf-xet": "pip install hf-xet, for faster pushes to the hub",
     "quack-kernels": "pip install 'penstock[quack]', for model.moe_implementation: quack",
     "deep_ep": "build github.com/deepseek-ai/DeepEP, for model.ep_dispatch: deepep",
+    "lm_eval": "pip install 'penstock[harness]', for penstock eval --harness",
+    "wandb": "pip install 'penstock[wandb]', for train.use_wandb",
+    "tensorboard": "pip install 'penstock[tensorboard]', for train.use_tensorboard",
+    "mlflow-skinny": "pip install 'penstock[mlflow]', for train.use_mlflow",
+    "trackio": "pip install 'penstock[trackio]', for train.use_trackio",
     "prefect-dask": "pip install 'penstock[dask]', for pipeline.task_runner: dask",
     "prefect-ray": "pip install 'penstock[ray]', for pipeline.task_runner: ray",
     "s3fs": "pip install 'penstock[s3]', for s3://",
@@ -56,9 +64,9 @@ OPTIONAL = {
 }
 
 
-def examine(console: Console) -> dict[str, Any]:
+def examine(console: Console, more: Sequence[Finding] = ()) -> dict[str, Any]:
     """Print all findings. Raises CapabilityError when one of them keeps Penstock from working."""
-    findings = [*_system(), *required(), *optional(), *_working()]
+    findings = [*_system(), *required(), *optional(), *_working(), *more]
     rows = [("what", "standing", "seen", "what to do")]
     rows += [(f.what, f.standing, f.seen, f.mend) for f in findings]
     console.result(table(rows))
@@ -69,6 +77,25 @@ def examine(console: Console) -> dict[str, Any]:
     return {"findings": [vars(finding) for finding in findings]}
 
 
+def measured() -> list[Finding]:
+    """How fast this machine is; kept for `penstock plan`."""
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock.costs.measuring"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=env.child_environment({"PYTHONSAFEPATH": "1"}),
+    )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["failed"])[-1]
+        return [Finding("speed", "wrong", last[:100], "reinstall torch for this machine")]
+    found = json.loads(done.stdout.splitlines()[-1])
+    name = remember(found)
+    products = ", ".join(f"{found[one] / 1e9:,.0f} GFLOP/s in {one}" for one in ("bf16", "fp32"))
+    seen = f"{name}: {products}, memory {found['bandwidth'] / 1e9:,.0f} GB/s"
+    return [Finding("speed", "ok", seen)]
+
+
 def _system() -> list[Finding]:
     gpus = env.num_gpus()
     free = shutil.disk_usage(".").free
@@ -77,8 +104,17 @@ def _system() -> list[Finding]:
         Finding("python", "ok", platform.python_version()),
         Finding("processors", "ok", str(env.num_processors())),
         Finding("cuda devices", "ok" if gpus else "absent", str(gpus)),
+        _tuned(env.cache_home() / "tuning"),
         Finding("free disk here", "ok" if free > 10e9 else "absent", f"{free / 1e9:.0f} GB"),
     ]
+
+
+def _tuned(folder: Path) -> Finding:
+    """Whether kernels have measured their tile sizes on a GPU."""
+    files = len([*folder.glob("*.json")])
+    if files:
+        return Finding("tuned kernels", "ok", f"{files} kinds of GPU, in {folder}")
+    return Finding("tuned kernels", "absent", "none yet", "nothing: first launches on a GPU tune")
 
 
 def required(version_of: Callable[[str], str] = version) -> list[Finding]:

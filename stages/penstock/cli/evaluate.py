@@ -1,58 +1,160 @@
-"""`penstock eval`: held-out prompts, asked of the exported model."""
+"""`penstock eval`: what an exported model makes of held-out prompts, or of a harness's tasks."""
 
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from penstock.cli.console import Console
+from penstock.cli.console import Console, table
+from penstock.config.load import load, loads
+from penstock.config.overrides import Override
 from penstock.config.run import RunConfig
 from penstock.core.errors import ConfigError, StageError
+from penstock.core.files import read_json
 from penstock.core.store import Step, obtain
-from penstock.plan import plan
+from penstock.plan import Plan, plan
+from penstock.train.job import JOB
 
 SHOWN = 4
 """Sample answers that are printed."""
 BATCH = 50
+ASKED = 200
+"""Held-out prompts that are asked where nobody says how many."""
 
 
-def evaluate_run(run: RunConfig, limit: int, console: Console) -> dict[str, Any]:
-    """Print the share of exact answers, a few of them, and where the report lies.
+@dataclass(frozen=True)
+class Wanted:
+    """What is asked of the model."""
 
-    Raises ConfigError for a run without a validation split, StageError when it is not exported yet.
+    limit: int | None = None
+    """Held-out prompts, or documents of each task; None: ASKED of the former, all of the latter."""
+    answer: str | None = None
+    """A pattern: what it finds in an answer is compared, and not all of the answer."""
+    tasks: tuple[str, ...] = ()
+    """Of the harness; where there are any, held-out prompts are not asked."""
+    more_tasks: Path | None = None
+    """A folder with tasks of one's own."""
+
+
+def evaluate_target(
+    target: Path, overrides: Sequence[Override], wanted: Wanted, console: Console
+) -> dict[str, Any]:
+    """Evaluate what `target` names: a config, a run's output folder, or a folder with a model.
+
+    Raises ConfigError for what cannot be asked of it, StageError when nothing is exported yet.
     """
+    if wanted.more_tasks and not wanted.tasks:
+        raise ConfigError(
+            f"--harness-tasks {wanted.more_tasks} has tasks, and none is asked for.\n"
+            "  Add --harness and their names."
+        )
+    if (target / "config.json").is_file() or (target / "adapter_config.json").is_file():
+        if not wanted.tasks:
+            raise ConfigError(
+                f"{target} holds a model and nothing to ask it.\n"
+                "  Add --harness with names of tasks, or name the run's config or output folder."
+            )
+        return _run_tasks(target, wanted, 0, console)
+    run = _run_of(target, overrides)
+    if wanted.tasks:
+        return _run_tasks(_model_of(plan(run, ("export",))), wanted, run.train.seed, console)
+    return _ask_held_out(run, wanted, console)
+
+
+def _run_of(target: Path, overrides: Sequence[Override]) -> RunConfig:
+    if not target.is_dir():
+        return load(target, overrides)
+    if not (target / JOB).is_file():
+        raise ConfigError(
+            f"{target} holds neither a run nor a model: no {JOB} and no config.json is in it.\n"
+            "  Name a config, a train.output_dir, or a folder in Hugging Face's format."
+        )
+    return loads(read_json(target / JOB)["config"], overrides)
+
+
+def _model_of(planned: Plan) -> Path:
+    """The folder that was exported, whole or as an adapter."""
+    for step in planned.steps:
+        _require(step)
+    exported = planned.step("export").artifact
+    folders = exported.facts["folders"]
+    return exported.path / folders.get("hf", folders.get("adapter", "hf"))
+
+
+def _ask_held_out(run: RunConfig, wanted: Wanted, console: Console) -> dict[str, Any]:
+    """Print the share of exact answers, a few of them, and where the report lies."""
     if not run.data.val_set_size and not run.data.test_datasets:
         raise ConfigError(
             "this run holds nothing out, so there is nothing to ask.\n"
-            "  Write data.val_set_size or data.test_datasets."
+            "  Write data.val_set_size or data.test_datasets, or add --harness TASKS."
         )
+    answer = _pattern(wanted.answer)
     planned = plan(run, ("export",))
-    for step in planned.steps:
-        _require(step)
+    folder = _model_of(planned)
     from penstock.evaluate.exact_match import exact_match
 
-    prepared, exported = planned.step("prepare").artifact, planned.step("export").artifact
-    folders = exported.facts["folders"]
+    trained = planned.step("train")
     report = exact_match(
-        exported.path / folders.get("hf", folders.get("adapter", "hf")),
-        prepared,
-        limit=limit,
+        folder,
+        planned.step("prepare").artifact,
+        limit=ASKED if wanted.limit is None else wanted.limit,
         seed=run.train.seed,
         batch_size=BATCH,
+        answer=answer,
     )
+    facts = trained.artifact.facts
+    told = {name: value for name, value in facts.items() if name.startswith("eval_")}
     lines = [
         f"{report.num_right} of {report.num_asked} held-out prompts right: {report.accuracy:.1%}"
     ]
+    if told:
+        numbers = ", ".join(f"{name} {value:.4g}" for name, value in told.items())
+        lines.append(f"when it was trained: {numbers}")
     for sample in report.samples[:SHOWN]:
         mark = "right" if sample.right else f"wrong, expected {sample.expected!r}"
         lines.append(f"  {sample.prompt.strip()!r} -> {sample.answer!r} ({mark})")
-    lines.append(f"report: {planned.step('train').path / 'report.html'}")
-    lines.append(f"model:  {planned.step('train').path / 'hf'}")
+    lines.append(f"report: {trained.path / 'report.html'}")
+    lines.append(f"model:  {trained.path / 'hf'}")
     console.result("\n".join(lines))
     return {
         "accuracy": report.accuracy,
         "asked": report.num_asked,
         "right": report.num_right,
         "skipped": report.num_skipped,
+        "trained": told,
         "samples": [vars(sample) for sample in report.samples],
     }
+
+
+def _run_tasks(folder: Path, wanted: Wanted, seed: int, console: Console) -> dict[str, Any]:
+    """Print what the model scores in each task."""
+    from penstock.evaluate.harness import run_tasks
+
+    scores = run_tasks(
+        folder,
+        wanted.tasks,
+        limit=wanted.limit,
+        batch_size=BATCH,
+        seed=seed,
+        more_tasks=wanted.more_tasks,
+    )
+    rows = [("task", "metric", "value", "standard error")]
+    for score in scores:
+        error = "" if score.stderr is None else f"{score.stderr:.4f}"
+        rows.append((score.task, score.metric, f"{score.value:.4f}", error))
+    console.result(table(rows))
+    return {"model": str(folder), "scores": [vars(score) for score in scores]}
+
+
+def _pattern(text: str | None) -> re.Pattern[str] | None:
+    try:
+        return None if text is None else re.compile(text)
+    except re.error as error:
+        raise ConfigError(
+            f"--answer {text} is no regular expression: {error}.\n"
+            "  Write one as Python has them, for example '#### (.+)'."
+        ) from error
 
 
 def _require(step: Step) -> None:

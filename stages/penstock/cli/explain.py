@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penstock.cli.console import Console, table
+from penstock.cli.costs import Where, costs
 from penstock.config.run import RunConfig
 from penstock.core.compare import Difference, differences
 from penstock.core.files import read_json
@@ -12,6 +13,8 @@ from penstock.core.stage import ATTEMPT, MANIFEST, key_of, short
 from penstock.core.store import Step, lookup
 from penstock.plan import plan
 from penstock.prepare.given import Given
+
+HERE = Where()
 
 Standing = Literal["cached", "skipped", "partial", "stale", "missing"]
 
@@ -29,9 +32,10 @@ class Verdict:
     changed: tuple[Difference, ...] = ()
 
 
-def explain(run: RunConfig, console: Console) -> dict[str, Any]:
-    """Print a verdict per stage; returns the same as plain values."""
-    verdicts = [judge(step) for step in plan(run).steps]
+def explain(run: RunConfig, console: Console, where: Where = HERE) -> dict[str, Any]:
+    """Print a verdict per stage, and what training will cost; returns the same as plain values."""
+    planned = plan(run)
+    verdicts = [judge(step) for step in planned.steps]
     rows = [("stage", "key", "standing", "where")]
     rows += [(v.stage, v.key, v.standing, v.where) for v in verdicts]
     lines = [table(rows)]
@@ -39,8 +43,9 @@ def explain(run: RunConfig, console: Console) -> dict[str, Any]:
         if verdict.nearest:
             lines.append(f"{verdict.stage}: nearest earlier result is {verdict.nearest}")
             lines += [f"    {difference}" for difference in verdict.changed]
-    console.result("\n".join(lines))
-    return {"plan": [_plain(verdict) for verdict in verdicts]}
+    told, values = costs(planned.run, planned.steps, where)
+    console.result("\n".join([*lines, *([told] if told else [])]))
+    return {"plan": [_plain(verdict) for verdict in verdicts], **values}
 
 
 def judge(step: Step) -> Verdict:

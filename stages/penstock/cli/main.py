@@ -3,7 +3,6 @@
 What a command needs is imported when it runs: `--help` and a finished pipeline answer at once.
 """
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock.cli.console import Console, run
+from penstock.cli.looking import add_looking
 from penstock.config.overrides import Override, split_overrides
 from penstock.core import env
 from penstock.core.errors import ConfigError
@@ -243,44 +243,7 @@ def launch(
     _end(console, command)
 
 
-@app.command()
-def plan(config: Config, as_json: AsJson = False, debug: Debug = False) -> None:
-    """Say which stages are done, which are partial, and why each other one has to run."""
-    console = Console(as_json, debug)
-
-    def command() -> dict[str, Any]:
-        from penstock.cli.explain import explain
-        from penstock.cli.run import Request
-
-        return explain(Request(config, tuple(_overrides)).load(), console)
-
-    _end(console, command)
-
-
-@app.command()
-def check(config: Config, as_json: AsJson = False, debug: Debug = False) -> None:
-    """Check the config and print it in full, with every default."""
-    console = Console(as_json, debug)
-
-    def command() -> dict[str, Any]:
-        from penstock.cli.run import Request
-        from penstock.cli.show import show_config
-
-        return show_config(Request(config, tuple(_overrides)).load(), console)
-
-    _end(console, command)
-
-
-@app.command()
-def schema() -> None:
-    """Print the config's JSON Schema, for editors."""
-
-    def command() -> None:
-        from penstock.config.reference import schema as json_schema
-
-        print(json.dumps(json_schema(), indent=2))
-
-    _end(Console(), command)
+add_looking(app, _overrides)
 
 
 @app.command()
@@ -305,29 +268,22 @@ def init(
 @app.command()
 def report(
     folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="train.output_dir(s).")],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", metavar="FILE", help="Where to compare several runs: comparison.html."
+        ),
+    ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Write the report of training runs again, finished or not."""
+    """Write the report of a training run again, finished or not, or one page of several."""
     console = Console(as_json, debug)
 
     def command() -> dict[str, Any]:
-        from penstock.cli.reports import rewrite_reports
+        from penstock.cli.reports import write_reports
 
-        return rewrite_reports(folders, console)
-
-    _end(console, command)
-
-
-@app.command()
-def doctor(as_json: AsJson = False, debug: Debug = False) -> None:
-    """Look at versions, devices and optional packages, and say how to mend what is wrong."""
-    console = Console(as_json, debug)
-
-    def command() -> dict[str, Any]:
-        from penstock.cli.doctor import examine
-
-        return examine(console)
+        return write_reports(folders, output, console)
 
     _end(console, command)
 
@@ -371,8 +327,30 @@ def merge(
 
 @app.command("eval")
 def evaluate(
-    config: Config,
-    limit: Annotated[int, typer.Option("--n", help="How many held-out prompts to ask.")] = 200,
+    target: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CONFIG|DIR", help="A run's YAML file or output folder, or a model's folder."
+        ),
+    ],
+    limit: Annotated[
+        int | None,
+        typer.Option("--n", min=1, help="Held-out prompts (200), or documents of each task (all)."),
+    ] = None,
+    answer: Annotated[
+        str | None,
+        typer.Option(
+            help="Compare only what this regular expression's first group finds, last in an "
+            "answer, for example '#### (.+)'."
+        ),
+    ] = None,
+    harness: Annotated[
+        str | None,
+        typer.Option(metavar="TASKS", help="Run these tasks of the lm-evaluation-harness instead."),
+    ] = None,
+    harness_tasks: Annotated[
+        Path | None, typer.Option(help="A folder with more tasks, in the harness's format.")
+    ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -380,10 +358,11 @@ def evaluate(
     console = Console(as_json, debug)
 
     def command() -> dict[str, Any]:
-        from penstock.cli.evaluate import evaluate_run
-        from penstock.cli.run import Request
+        from penstock.cli.evaluate import Wanted, evaluate_target
 
-        return evaluate_run(Request(config, tuple(_overrides)).load(), limit, console)
+        tasks = tuple(name.strip() for name in harness.split(",")) if harness else ()
+        wanted = Wanted(limit, answer, tasks, harness_tasks)
+        return evaluate_target(target, tuple(_overrides), wanted, console)
 
     _end(console, command)
 

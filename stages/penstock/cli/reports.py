@@ -1,23 +1,35 @@
-"""`penstock report DIR...`: the page of each training run, written again."""
+"""`penstock report DIR`: the page of a training run, written again; of several, a comparison."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from penstock.cli.console import Console
-from penstock.core.errors import StageError
+from penstock.core.errors import ConfigError, StageError
 from penstock.core.store import reason_of
-from penstock.train.report import write_report
+from penstock.train.report import write_comparison, write_report
+
+COMPARISON = Path("comparison.html")
 
 
-def rewrite_reports(folders: Sequence[Path], console: Console) -> dict[str, Any]:
-    """Print the path of each report. Raises ConfigError for a folder that holds no run."""
-    written: list[str] = []
-    for folder in folders:
-        try:
-            path = write_report(folder)
-        except OSError as error:
-            raise StageError(f"no report of {folder}: {reason_of(error)}.") from error
-        written.append(str(path))
-        console.result(str(path))
-    return {"reports": written}
+def write_reports(folders: Sequence[Path], output: Path | None, console: Console) -> dict[str, Any]:
+    """Print the path of the page. Raises ConfigError for a folder that holds no run."""
+    if len(folders) == 1:
+        if output is not None:
+            raise ConfigError(
+                "--output names the page that compares several runs, and one run is named.\n"
+                "  Its page is report.html in its own folder; leave --output out."
+            )
+        path = _written(folders[0], lambda: write_report(folders[0]))
+    else:
+        target = output or COMPARISON
+        path = _written(target, lambda: write_comparison(folders, target))
+    console.result(str(path))
+    return {"reports": [str(path)]}
+
+
+def _written(about: Path, write: Callable[[], Path]) -> Path:
+    try:
+        return write()
+    except OSError as error:
+        raise StageError(f"no report of {about}: {reason_of(error)}.") from error

@@ -10,7 +10,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from penstock.config.availability import unavailable
 from penstock.config.faults import Fault, Steps, dotted
 from penstock.config.rules import broken
 from penstock.config.run import RunConfig
@@ -47,9 +46,8 @@ def judge(settings: Mapping[str, Any]) -> tuple[RunConfig, list[Fault]]:
     else:
         raise AssertionError(f"no repair helps against {[fault.path for fault in faults]}")
     faults = [fault for fault in faults if fault.path[0] not in misspelled]
-    for more in (unavailable(run), broken(run)):
-        told = [*faults, *(Fault((name,), "") for name in misspelled)]
-        faults += [fault for fault in more if not _touches(fault, told)]
+    told = [*faults, *(Fault((name,), "") for name in misspelled)]
+    faults += [fault for fault in broken(run) if not _touches(fault, told)]
     return run, faults
 
 

@@ -155,12 +155,12 @@ def _tokens_travel_over_nvlink(run: RunConfig) -> Faults:
             " ep_dispatch: alltoall",
             ("train.expert_parallel_size",),
         )
-    if not train.enable_mixed_precision:
+    if train.computes_in != "bfloat16":
         yield Fault(
             ("model", "ep_dispatch"),
-            "deepep sends bfloat16 alone, and enable_mixed_precision is false; write"
-            " train.enable_mixed_precision: true, or ep_dispatch: alltoall",
-            ("train.enable_mixed_precision",),
+            f"deepep sends bfloat16 alone, and this run computes in {train.computes_in}; write"
+            " train.precision: bf16_mixed, or ep_dispatch: alltoall",
+            ("train.enable_mixed_precision", "train.precision"),
         )
 
 

@@ -1,10 +1,10 @@
 """What a step keeps, recomputes, offloads or compiles, and where weights come up."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Literal
 
 from pydantic import Field
 
-from penstock.config.availability import Later
 from penstock.config.section import Section
 
 
@@ -13,6 +13,30 @@ class MemoryConfig(Section):
 
     enable_mixed_precision: bool = True
     """Compute in bfloat16 while weights and optimizer states stay in float32."""
+
+    precision: Literal["fp32", "bf16_mixed", "bf16", "fp16_mixed"] | None = None
+    """What is computed in, and what weights are kept in: `fp32`; `bf16_mixed` computes in bfloat16
+    and keeps float32; `bf16` keeps bfloat16 too; `fp16_mixed` computes in float16, with a loss that
+    is scaled up and down as needed, and keeps float32. Unset: `bf16_mixed`, or `fp32` with
+    `enable_mixed_precision: false`."""
+
+    master_weights: bool | None = None
+    """Keep weights in float32 while computing in bfloat16. Unset: as `precision` says. With true,
+    `bf16` is `bf16_mixed`; with false, `bf16_mixed` is `bf16`."""
+
+    stochastic_rounding: bool = False
+    """Round what the optimizer keeps in bfloat16, weights and second moments, up or down at random
+    such that the mean is right: small steps are not lost. What is drawn depends on `seed`, the step
+    and the place in the weights, and never on the layout. For `adamw`, `anyprecision_adamw` and
+    `muon`."""
+
+    grad_accum_dtype: Literal["fp32", "bf16"] | None = None
+    """Precision in which gradients of several micro-batches are added up. Unset: `fp32`. Under
+    `fsdp2` that is `fsdp_reduce_dtype`, and the two must agree."""
+
+    loss_scale_init: float = Field(default=65536.0, gt=0)
+    """`fp16_mixed`: what the loss is multiplied by at first. It is halved when gradients overflow,
+    and the step is left out; it doubles after 2,000 steps without that."""
 
     enable_gradient_checkpointing: bool = True
     """Recompute activations in the backward pass instead of keeping them."""
@@ -38,6 +62,15 @@ class MemoryConfig(Section):
     """`fsdp2`: keep sharded weights, gradients and optimizer states in host memory, and let the CPU
     step the optimizer. Slow, and the last resort when a model does not fit."""
 
+    optimizer_offload: Literal["none", "cpu"] = "none"
+    """`cpu`: the optimizer's states lie in host memory, and the CPU steps the optimizer. Weights
+    and gradients stay on the GPU, and travel once a step; `enable_fsdp_offload` moves these too."""
+
+    fuse_optimizer_step: bool = False
+    """Step each weight in the backward pass, as soon as its gradient is there: gradients are never
+    there all at once. For steps of one micro-batch with `max_grad_norm: 0`, under `none` or
+    `fsdp2`."""
+
     enable_forward_prefetch: bool = True
     """`fsdp2`: gather the next unit's weights during the forward pass of this one."""
 
@@ -51,14 +84,14 @@ class MemoryConfig(Section):
 
     enable_compile: bool = False
     """Compile what layers compute with `torch.compile`, when training starts: one program for all
-    layers of a kind, whatever the lengths of rows and documents. Mixtures of experts keep their
-    kernels. Needs a C++ compiler on CPUs, Triton on GPUs."""
+    layers of a kind, whatever the lengths of rows and documents, and whatever a step drops or
+    routes where. Where experts are on several ranks, a layer is a few programs between which tokens
+    travel; `moe_implementation: eager` and `moe_checkpoint_method: moe_act` leave experts out.
+    Needs a C++ compiler on CPUs, Triton on GPUs."""
 
-    init_device: Annotated[
-        Literal["cpu", "cuda", "meta", "npu"] | None, Later(allowed=("cpu", "cuda", "meta"))
-    ] = None
+    init_device: Literal["cpu", "cuda", "meta", "npu"] | None = None
     """Where weights are created before they are loaded. Unset: `meta` under `fsdp2`, which accepts
-    nothing else; otherwise the training device."""
+    nothing else; otherwise the training device. `npu` is refused: nothing is computed there."""
 
     load_weights_mode: Literal["broadcast", "all_ranks"] = "broadcast"
     """`broadcast`: one rank reads the weights and sends them on; `all_ranks`: each reads them."""
@@ -76,3 +109,26 @@ class MemoryConfig(Section):
 
     gc_steps: int = Field(default=500, ge=0)
     """Collect Python's garbage every so many steps, and only then; 0 leaves it to Python."""
+
+    @property
+    def computes_in(self) -> Literal["float32", "bfloat16", "float16"]:
+        """What layers compute in, as torch calls it."""
+        if self.precision is None:
+            return "bfloat16" if self.enable_mixed_precision else "float32"
+        return COMPUTES_IN[self.precision]
+
+    @property
+    def keeps_in(self) -> Literal["float32", "bfloat16"]:
+        """What trained weights are kept in, as torch calls it."""
+        masters = self.master_weights
+        if masters is None:
+            masters = self.precision != "bf16"
+        return "float32" if masters else "bfloat16"
+
+
+COMPUTES_IN: Mapping[str, Literal["float32", "bfloat16", "float16"]] = {
+    "fp32": "float32",
+    "bf16_mixed": "bfloat16",
+    "bf16": "bfloat16",
+    "fp16_mixed": "float16",
+}

@@ -1,10 +1,9 @@
 """Which model is trained, and how its layers are carried out."""
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
-from penstock.config.availability import Later
 from penstock.config.section import Section
 
 Attention = Literal[
@@ -93,9 +92,9 @@ class ModelConfig(Section):
     """Entries that replace those of the model's own configuration, for example
     `{num_hidden_layers: 4}`."""
 
-    encoders: Annotated[dict[str, Any], Later()] = Field(default_factory=dict[str, Any])
-    """Encoders of multimodal models by kind (`image`, `video`, `audio`), each with `model_path` and
-    optionally `config_path`."""
+    encoders: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Encoders of multimodal models by kind (`image`, `video`, `audio`). Anything in it is refused:
+    the families here read text alone."""
 
     @property
     def config_source(self) -> str:

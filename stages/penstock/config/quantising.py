@@ -3,7 +3,9 @@
 No torch here: what does not fit is refused before anything heavy is imported.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Literal
 
 QuantFormat = Literal["nvfp4", "block_fp8", "nf4", "int8", "int8_int4_experts"]
@@ -30,3 +32,21 @@ def cut_at(format: QuantFormat, group: int | None) -> int:
     if format in PAIRS or not GROUPS[format]:
         return 1
     return group or GROUPS[format][0]
+
+
+def is_among(entries: Sequence[str], layer: str) -> bool:
+    """Whether one of the entries names a layer or what it is part of.
+
+    An entry is a run of the parts of a name (`self_attn`, `layers.0`), a pattern of whole names
+    with `*`, `?` or `[...]`, or with `re:` before it a regular expression that names begin with.
+    """
+    return any(names_layer(entry, layer) for entry in entries)
+
+
+def names_layer(entry: str, layer: str) -> bool:
+    """The same of one entry."""
+    if entry.startswith("re:"):
+        return re.match(entry[3:], layer) is not None
+    if any(sign in entry for sign in "*?["):
+        return fnmatchcase(layer, entry) or fnmatchcase(layer, f"*.{entry}")
+    return f".{entry}." in f".{layer}."

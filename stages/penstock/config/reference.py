@@ -12,7 +12,6 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from penstock.config.availability import accepted, mark_of
 from penstock.config.faults import shown
 from penstock.config.run import RunConfig
 from penstock.config.section import Section
@@ -56,7 +55,7 @@ def schema() -> dict[str, Any]:
         for field_name, entry in definition["properties"].items():
             entry.pop("title", None)
             field = fields[field_name]
-            entry["description"] = " ".join(filter(None, (_line(field.description), _note(field))))
+            entry["description"] = _line(field.description)
             if not field.is_required() and not is_section(field.annotation):
                 entry["default"] = field.get_default(call_default_factory=True, validated_data={})
     return {
@@ -94,10 +93,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _row(name: str, field: FieldInfo) -> str:
     default = "required" if field.is_required() else f"`{_default(field)}`"
-    note = _note(field)
-    meaning = f"{_line(field.description)}{f' *{note}*' if note else ''}"
     kind = " or ".join(f"`{_kind(branch)}`" for branch in branches(field.annotation))
-    return f"| `{name}` | {kind} | {default} | {_cell(meaning)} |"
+    return f"| `{name}` | {kind} | {default} | {_cell(_line(field.description))} |"
 
 
 def _default(field: FieldInfo) -> str:
@@ -114,21 +111,11 @@ def _kind(branch: Any) -> str:
         return f"list[{' or '.join(_kind(one).replace('`', '') for one in branches(inner))}]"
     if get_origin(branch) is dict:
         value = get_args(branch)[1]
-        return f"map[{'any' if value is Any else _kind(value)}]"
+        kinds = " or ".join(_kind(one).replace("`", "") for one in branches(value))
+        return f"map[{'any' if value is Any else kinds}]"
     if isinstance(branch, type) and issubclass(branch, Section):
         return "map"
     return str(branch.__name__)
-
-
-def _note(field: FieldInfo) -> str:
-    """What of the field is not available yet."""
-    mark = mark_of(field)
-    if mark:
-        others = accepted(field, mark)
-        if len(others) == 1:
-            return "Not available yet."
-        return f"Available now: {', '.join(f'`{shown(value)}`' for value in others)}."
-    return ""
 
 
 def _line(text: str | None) -> str:

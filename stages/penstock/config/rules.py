@@ -7,10 +7,13 @@ of ranks or on a device is judged later, where those are known.
 from collections.abc import Callable
 
 from penstock.config.data_rules import DATA_RULES, Faults
+from penstock.config.evaluation_rules import EVALUATION_RULES
 from penstock.config.faults import Fault
+from penstock.config.fp8_rules import FP8_RULES
 from penstock.config.layout_rules import LAYOUT_RULES
 from penstock.config.lora import LoraConfig
 from penstock.config.memory_rules import MEMORY_RULES
+from penstock.config.optim_rules import OPTIM_RULES
 from penstock.config.pipeline import STAGES
 from penstock.config.qlora_rules import QLORA_RULES
 from penstock.config.run import RunConfig, has_target, written
@@ -48,6 +51,16 @@ def _a_model_is_named(run: RunConfig) -> Faults:
         )
 
 
+def _models_read_text(run: RunConfig) -> Faults:
+    if run.model.encoders:
+        kinds = ", ".join(sorted(run.model.encoders))
+        yield Fault(
+            ("model", "encoders"),
+            f"names encoders ({kinds}), and the families that are trained here read text alone;"
+            " leave it out, and take a text model",
+        )
+
+
 def _batches_agree(run: RunConfig) -> Faults:
     train = run.train
     if train.global_batch_size is None:
@@ -73,29 +86,6 @@ def _fsdp2_starts_on_meta(run: RunConfig) -> Faults:
             f"data_parallel_mode: fsdp2 cannot start from {device}, where every rank would hold the"
             " whole model; write init_device: meta or leave it out",
             ("train.data_parallel_mode",),
-        )
-
-
-def _decay_falls(run: RunConfig) -> Faults:
-    train = run.train
-    if train.lr_decay_style != "constant" and train.lr_min > train.lr:
-        yield Fault(
-            ("train", "lr_min"),
-            f"the {train.lr_decay_style} decay would rise from lr ({train.lr:g}) to lr_min"
-            f" ({train.lr_min:g}); write an lr_min of at most {train.lr:g}",
-            ("train.lr", "train.lr_decay_style"),
-        )
-
-
-def _warmup_ends_before_decay(run: RunConfig) -> Faults:
-    train = run.train
-    decays = train.lr_decay_style != "constant"
-    if decays and train.lr_warmup_ratio > train.lr_decay_ratio:
-        yield Fault(
-            ("train", "lr_warmup_ratio"),
-            f"the warmup ends at {train.lr_warmup_ratio:g} of all steps, after the decay's end"
-            f" (lr_decay_ratio {train.lr_decay_ratio:g}); write a smaller lr_warmup_ratio",
-            ("train.lr_decay_ratio", "train.lr_decay_style"),
         )
 
 
@@ -280,13 +270,15 @@ def _given_data_lies_here(run: RunConfig) -> Faults:
 
 RULES: tuple[Callable[[RunConfig], Faults], ...] = (
     _a_model_is_named,
+    _models_read_text,
     *DATA_RULES,
     _batches_agree,
     _fsdp2_starts_on_meta,
     *LAYOUT_RULES,
-    _decay_falls,
-    _warmup_ends_before_decay,
+    *OPTIM_RULES,
     *MEMORY_RULES,
+    *FP8_RULES,
+    *EVALUATION_RULES,
     _adapters_are_on,
     _what_is_merged_is_all,
     *QLORA_RULES,

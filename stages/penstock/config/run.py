@@ -44,12 +44,13 @@ class RunConfig(Section):
     def stages(self) -> tuple[StageName, ...]:
         """The stages to run, in order: those written, or the default ones and a wanted push.
 
-        Of machines that train together the first one alone goes on from there.
+        Of machines that train together the first one alone goes on from there, and a run that only
+        evaluates has nothing to export.
         """
         chosen = set(self.pipeline.stages)
         if has_target(self) and not written(self, "pipeline.stages"):
             chosen.add("push")
-        if self.launch.node_rank:
+        if self.launch.node_rank or self.train.eval_only:
             chosen -= {"export", "push"}
         return tuple(stage for stage in STAGES if stage in chosen)
 

@@ -29,6 +29,11 @@ LIMITS: Mapping[str, tuple[str, str]] = {
 SECRET = frozenset({"hf_use_auth_token"})
 """Settings in whose place a person may have written a secret, which is not to be repeated."""
 
+OF_A_FORM: Mapping[str, str] = {
+    "optimizer": "the full name of another, such as torch.optim.RAdam",
+}
+"""What settings take besides their choices."""
+
 YES_AND_NO = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
 
 
@@ -51,7 +56,19 @@ def sentence(path: Steps, details: Sequence[Detail]) -> str:
         return f"is empty; write at least one, for example {_example_at(path)}"
     if kind == "finite_number":
         return f"is {first['input']}; write a finite number"
+    if any(detail["type"] == "string_pattern_mismatch" for detail in details):
+        return _no_choice(path, str(first["input"]))
     return _wrong_type(path, first["input"])
+
+
+def _no_choice(path: Steps, value: str) -> str:
+    """Of a setting that takes some names, and texts of a form."""
+    choices = [
+        one for kind in _kinds(path) if get_origin(kind) is Literal for one in get_args(kind)
+    ]
+    near = get_close_matches(value, choices, 1)
+    meant = f"did you mean {near[0]}? It takes" if near else "write"
+    return f"is {shown(value)}; {meant} {', '.join(choices)}, or {OF_A_FORM[str(path[-1])]}"
 
 
 def _unknown(path: Steps, value: Any) -> str:

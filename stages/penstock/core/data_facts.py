@@ -1,5 +1,6 @@
 """What a run is trained on, kept in its own folder, for prepared and packed data may be pruned."""
 
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,12 @@ from penstock.core.files import read_json, write_json
 from penstock.core.stage import Artifact
 
 DATA = "data.json"
+
+LINEAGE = "lineage.json"
+"""When that was made, and whether it was there already: what differs between runs of one key."""
+
+BEGAN = datetime.now(UTC).isoformat(timespec="seconds")
+"""When this process did: what was made before was there already."""
 
 
 def keep_data_facts(out: Path, packed: Artifact, prepared: Artifact | None) -> None:
@@ -26,12 +33,25 @@ def keep_data_facts(out: Path, packed: Artifact, prepared: Artifact | None) -> N
         record["prepared"] = first["facts"]
         record["made"]["prepare"] = {"key": first["key"], "sources": _sources(first["inputs"])}
     write_json(out / DATA, record)
+    made = {"pack": before, **({"prepare": first} if first else {})}
+    write_json(out / LINEAGE, {name: _making(manifest) for name, manifest in made.items()})
 
 
 def kept_data_facts(out: Path) -> dict[str, Any] | None:
     """The facts by stage; None for a run that kept none."""
     path = out / DATA
     return read_json(path) if path.is_file() else None
+
+
+def kept_lineage(out: Path) -> dict[str, Any]:
+    """When each stage's result was made, by stage; empty for a run that kept nothing of that."""
+    path = out / LINEAGE
+    return read_json(path) if path.is_file() else {}
+
+
+def _making(manifest: dict[str, Any]) -> dict[str, Any]:
+    created = manifest["created"]
+    return {"created": created, "seconds": manifest["seconds"], "reused": created < BEGAN}
 
 
 def _sources(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -125,6 +125,16 @@ def wandb_is_logged_in() -> bool:
     return netrc.is_file() and "api.wandb.ai" in netrc.read_text(errors="replace")
 
 
+def wandb_mode() -> str | None:
+    """What the user has told Weights & Biases to do: `online`, `offline` or `disabled`."""
+    return os.environ.get("WANDB_MODE") or None
+
+
+def mlflow_uri() -> str | None:
+    """Where the user's MLflow is."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or None
+
+
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
     """This process's environment with `extra` on top, for a child process."""
     return {**os.environ, **extra}

@@ -34,6 +34,13 @@ def gpus_here() -> Gpus:
     )
 
 
+def names_of_gpus() -> list[str]:
+    """The names of the devices, in the driver's order; none where it tells none."""
+    count = env.num_gpus()
+    answer = _answer("--query-gpu=name", "--format=csv,noheader") if count else None
+    return [line.strip() for line in (answer or "").splitlines() if line.strip()][:count]
+
+
 def highest_capability(answer: str | None) -> tuple[int, int] | None:
     """From lines such as `9.0`, one for each device; None where there is no such line."""
     found = re.findall(r"^\s*(\d+)\.(\d+)\s*$", answer or "", re.MULTILINE)

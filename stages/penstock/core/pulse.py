@@ -4,7 +4,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -48,12 +48,17 @@ class Pulse:
         """Begin to tell in `folder`/rank_N.pulse."""
         self._beat = Beat(rank, os.getpid(), platform.node())
         self._file: int | None = None
+        self._hears: Callable[[Beat], None] | None = None
         if folder is not None:
             with suppress(OSError):
                 folder.mkdir(parents=True, exist_ok=True)
                 path = folder / f"rank_{rank}{SUFFIX}"
                 self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         self._write()
+
+    def listen(self, hears: Callable[[Beat], None] | None) -> None:
+        """Hand every beat to `hears` too, in this process; None: to nobody any more."""
+        self._hears = hears
 
     def begins(self, phase: str, *, step: int | None = None) -> None:
         """From now on it is in `phase`, such as `forward`; `step` says how many steps are done."""
@@ -77,6 +82,8 @@ class Pulse:
 
     def _write(self) -> None:
         self._beat.since = time.time()
+        if self._hears:
+            self._hears(self._beat)
         if self._file is not None:
             with suppress(OSError):
                 line = json.dumps(asdict(self._beat)).encode()

@@ -4,6 +4,7 @@ All a card says comes from manifests and facts, so that equal runs have equal ca
 is of a machine, and no sample of the data is.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, Literal
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from penstock.config.memory import MemoryConfig
 from penstock.core.files import publishing, read_json
 from penstock.core.stage import Artifact
 from penstock.engine.origin import Origin
@@ -38,6 +40,9 @@ OBJECTIVES = {"sft": "cross-entropy of the next token, over the tokens that are 
 
 STARTS = {"checkpoint": "a checkpoint of another run", "adapter": "an adapter that was there"}
 """What a run may go on from, by the name of the train stage's input."""
+
+OF_PRECISION = ("enable_mixed_precision", "precision", "master_weights")
+"""Settings that say together what is computed in and kept in."""
 
 CODE = ("penstock", "torch", "transformers", "commit")
 """What of the code that trained is told."""
@@ -249,9 +254,7 @@ def _recipe(export: Export) -> str:
                 "steps": f"{facts['steps']:,}, {count_epochs(facts['epochs'])}",
                 "tokens seen": f"{facts['tokens']:,}",
                 "of them trained on": f"{facts['trained_tokens']:,}",
-                "computed in": "bfloat16, weights and optimizer states in float32"
-                if train["enable_mixed_precision"]
-                else "float32",
+                "computed in": _computed_in(train),
                 "dropout": ", ".join(f"{rate} of {what}" for what, rate in dropped.items() if rate),
                 "seed": str(train["seed"]),
             }
@@ -279,14 +282,31 @@ def count_epochs(epochs: float) -> str:
     return f"{epochs:.4g} epoch" + ("" if epochs == 1 else "s")
 
 
+def _computed_in(train: Mapping[str, Any]) -> str:
+    written = {name: train[name] for name in OF_PRECISION if name in train}
+    kept = MemoryConfig.model_validate(written)
+    rounds = train["optimizer"] in ("anyprecision_adamw", "muon")
+    states = "bfloat16" if rounds and train["optimizer_dtype"] == "bf16" else "float32"
+    if kept.computes_in == kept.keeps_in == states:
+        return states
+    if kept.keeps_in == states:
+        return f"{kept.computes_in}, weights and optimizer states in {states}"
+    return f"{kept.computes_in}, weights in {kept.keeps_in}, optimizer states in {states}"
+
+
 def _optimizer(train: Mapping[str, Any]) -> str:
-    decay = train["weight_decay"]
-    return f"{code(train['optimizer'])}, weight decay {number(decay)}"
+    said = f"{code(train['optimizer'])}, weight decay {number(train['weight_decay'])}"
+    told = train.get("optimizer_kwargs", {})
+    return said + "".join(f", {name} {code(json.dumps(value))}" for name, value in told.items())
 
 
 def _rate(train: Mapping[str, Any]) -> str:
     said = number(train["lr"])
-    if train["lr_warmup_ratio"]:
+    if train["optimizer"] == "muon":
+        said += f" ({number(train['muon_lr'])} for matrices)"
+    if train.get("lr_warmup_steps"):
+        said += f", after a rise over {count(train['lr_warmup_steps'], 'step')}"
+    elif train["lr_warmup_ratio"]:
         said += f", after a rise over {train['lr_warmup_ratio']:.4g} of the steps"
     if train["lr_decay_style"] == "constant":
         return f"{said}, constant"

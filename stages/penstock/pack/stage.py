@@ -16,10 +16,11 @@ class Pack(Stage):
     Version 1: rows without padding; labels shifted once, -100 at the end of every document.
     Version 2: `multipack` mixes lengths; every planned epoch has rows of its own, one epoch's after
     the other's, and the fact `epoch_rows` says how many.
+    Version 3: beside validation rows of several data sets lies of which one each document is.
     """
 
     name: ClassVar[str] = "pack"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
 
     settings: PackSettings  # pyright: ignore[reportIncompatibleVariableOverride]
     prepared: Artifact
@@ -54,6 +55,7 @@ class Pack(Stage):
         from penstock.pack.spread import Workers, shards_of, write_all
         from penstock.rows.prepared import PreparedSamples
         from penstock.rows.schema import histogram
+        from penstock.rows.sources import Sources
 
         samples = PreparedSamples(self.prepared.path, split)
         layout = lay_out(samples, self.settings, method_of(split, self.settings))
@@ -61,6 +63,8 @@ class Pack(Stage):
         wanted = self.settings.num_shards
         shards = shards_of(self.prepared.path, split, layout, folder, wanted)
         written = write_all(shards, Workers(self.num_proc, self.start_method))
+        if split == "validation" and len(labels := samples.labels()) > 1:
+            Sources.of(samples.datasets()[layout.bins.samples], labels).write(folder)
         documents = layout.documents()
         tokens, rows = int(documents.sum()), len(layout.bins)
         capacity = rows * self.settings.sample_packing_sequence_len

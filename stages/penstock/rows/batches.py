@@ -106,7 +106,49 @@ class Batches:
         taken = min(self.rows_per_step, self._size(cursor.epoch) - cursor.samples)
         return self.settle(replace(cursor, samples=cursor.samples + taken))
 
-    def steps_until(self, epoch: int, cursor: Cursor) -> int:
+    def steps_until(self, epochs: Fraction | int, cursor: Cursor) -> int:
+        """Steps from a settled cursor to the first place where `epochs` are done; 0 if that is not
+        ahead."""
+        whole = math.floor(epochs)
+        steps = self._steps_to_epoch(whole, cursor)
+        if whole == epochs or cursor.epoch > whole:
+            return steps
+        begin = cursor if cursor.epoch == whole else self.start(whole)
+        rows = (epochs - whole) * self._used(begin) - begin.samples
+        return steps + max(0, math.ceil(rows / self.rows_per_step))
+
+    def steps_to_reach(
+        self, amount: int, amounts: Integers, cursor: Cursor, *, most: int | None = None
+    ) -> int:
+        """Steps from a settled cursor until the `amounts` of their rows, above 0, come to `amount`
+        together; or `most`, if that is fewer. Takes a pass over the rows for every epoch on the
+        way."""
+        steps = 0
+        while amount > 0 and (most is None or steps < most):
+            end = self._used(cursor)
+            sums = np.cumsum(amounts[self._order(cursor)[cursor.samples : end]])
+            whole = np.arange(self.rows_per_step, len(sums), self.rows_per_step)
+            after_each = sums[np.append(whole, len(sums)) - 1]
+            if after_each[-1] >= amount:
+                steps += int(np.searchsorted(after_each, amount)) + 1
+                break
+            steps, amount = steps + len(after_each), amount - int(after_each[-1])
+            cursor = self.start(cursor.epoch + 1)
+        return steps if most is None else min(steps, most)
+
+    def progress(self, cursor: Cursor) -> Fraction:
+        """Epochs done at a settled cursor. A whole number exactly where an epoch begins."""
+        return cursor.epoch + Fraction(cursor.samples, self._used(cursor))
+
+    def _size(self, epoch: int) -> int:
+        return self._blocks[epoch % len(self._blocks)]
+
+    def _used(self, cursor: Cursor) -> int:
+        """Rows of the cursor's epoch that are in steps."""
+        ahead = self._steps_in_epoch(cursor) * self.rows_per_step
+        return min(cursor.samples + ahead, self._size(cursor.epoch))
+
+    def _steps_to_epoch(self, epoch: int, cursor: Cursor) -> int:
         """Steps from a settled cursor to the beginning of `epoch`; 0 if that is not ahead."""
         if cursor.epoch >= epoch:
             return 0
@@ -115,15 +157,6 @@ class Batches:
         first = cursor.epoch + 1
         further = sum(whole[(first + index) % len(whole)] for index in range(rest))
         return self._steps_in_epoch(cursor) + rounds * sum(whole) + further
-
-    def progress(self, cursor: Cursor) -> Fraction:
-        """Epochs done at a settled cursor. A whole number exactly where an epoch begins."""
-        ahead = self._steps_in_epoch(cursor) * self.rows_per_step
-        used = min(cursor.samples + ahead, self._size(cursor.epoch))
-        return cursor.epoch + Fraction(cursor.samples, used)
-
-    def _size(self, epoch: int) -> int:
-        return self._blocks[epoch % len(self._blocks)]
 
     def _steps_in_epoch(self, cursor: Cursor) -> int:
         left = self._size(cursor.epoch) - cursor.samples

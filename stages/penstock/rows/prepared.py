@@ -97,6 +97,14 @@ class PreparedSamples:
         of = np.array([part["dataset"] for part in self._parts], dtype=np.int64)
         return np.repeat(of, [part["rows"] for part in self._parts])
 
+    def labels(self) -> dict[int, str]:
+        """What people call the data sets that there are samples of, by their places."""
+        numbers, firsts = np.unique(self.datasets(), return_index=True)
+        return {
+            number: self.sample(first).source
+            for number, first in zip(numbers.tolist(), firsts.tolist(), strict=True)
+        }
+
     def epochs(self) -> list[Indices]:
         """The samples of every planned epoch in order; one array serves all epochs unless sources
         are drawn at random. Validation is used as it is stored."""

@@ -62,6 +62,11 @@ class PackedRows:
         parts = [np.diff(ids.offsets).astype(np.int64) for ids, _, _ in self._columns]
         return np.concatenate([np.empty(0, np.int64), *parts])
 
+    def documents(self) -> npt.NDArray[np.int64]:
+        """The number of documents of every row."""
+        parts = [np.diff(lengths.offsets).astype(np.int64) for _, _, lengths in self._columns]
+        return np.concatenate([np.empty(0, np.int64), *parts])
+
     def squares(self) -> npt.NDArray[np.int64]:
         """The sum of the squared lengths of every row's documents."""
         parts = [lengths.sums_of_squares() for _, _, lengths in self._columns]

@@ -1,0 +1,54 @@
+"""What `penstock eval` can be asked of, and what it says where it cannot."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.cli.console import Console
+from penstock.cli.evaluate import Wanted, evaluate_target
+from penstock.core.errors import ConfigError, StageError
+from tests.config.values import smallest
+
+
+def refused(target: Path, wanted: Wanted, kind: type[Exception] = ConfigError) -> str:
+    with pytest.raises(kind) as told:
+        evaluate_target(target, (), wanted, Console())
+    return str(told.value)
+
+
+def run_in(folder: Path, **sections: Any) -> Path:
+    """An output folder of a run that has begun."""
+    folder.mkdir()
+    (folder / "job.json").write_text(json.dumps({"config": smallest(**sections)}))
+    return folder
+
+
+def test_what_cannot_be_asked_is_told_with_what_can(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = tmp_path / "hf"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    run = run_in(
+        tmp_path / "run",
+        data={"val_set_size": 3, "datasets": [{"path": "builtin:arithmetic", "type": "chat"}]},
+    )
+    plain = run_in(tmp_path / "plain")
+    assert "neither a run nor a model" in refused(tmp_path, Wanted())
+    assert "nothing to ask it" in refused(model, Wanted())
+    assert "Add --harness and their names" in refused(run, Wanted(more_tasks=model))
+    assert "this run holds nothing out" in refused(plain, Wanted())
+    assert "is no regular expression" in refused(run, Wanted(answer="("))
+    assert "prepare has not been run" in refused(run, Wanted(), StageError)
+    assert "prepare has not been run" in refused(run, Wanted(tasks=("a",)), StageError)
+
+
+def test_a_run_that_only_evaluates_has_no_model_to_ask(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    only = run_in(
+        tmp_path / "only",
+        data={"val_set_size": 3, "datasets": [{"path": "builtin:arithmetic", "type": "chat"}]},
+        train={"eval_only": True, "output_dir": "out", "data_parallel_mode": "none"},
+    )
+    assert "nothing to export" in refused(only, Wanted())

@@ -1,0 +1,89 @@
+"""Settings of products of 8 bits that contradict others are refused with the way out."""
+
+from typing import Any
+
+import pytest
+
+from tests.config.values import refused_and_mended
+
+ON: dict[str, Any] = {"enable_fp8_training": True}
+ROUNDED: dict[str, Any] = {"recipe": "tensorwise"}
+GATHERED: dict[str, Any] = {**ON, "fp8": ROUNDED, "enable_fp8_all_gather": True}
+
+# The settings, where the fault is told, words of the reason, and the change that mends it.
+COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
+    ({"train": {"fp8": ROUNDED}}, "train.fp8.recipe", "nothing is rounded", {"train": ON}),
+    (
+        {"train": {"fp8": {"exclude_modules": ["mlp"]}}},
+        "train.fp8.exclude_modules",
+        "nothing is rounded",
+        {"train": ON},
+    ),
+    (
+        {"train": {"enable_fp8_all_gather": True}},
+        "train.enable_fp8_all_gather",
+        "nothing is rounded",
+        {"train": {**ON, "fp8": ROUNDED}},
+    ),
+    (
+        {"train": ON, "lora": {"enable_lora": True, "enable_qlora": True}},
+        "train.enable_fp8_training",
+        "keeps base weights in fewer bits",
+        {"lora": {"enable_qlora": False}},
+    ),
+    (
+        {"train": {**ON, "precision": "fp16_mixed"}},
+        "train.enable_fp8_training",
+        "float16 has not the range",
+        {"train": {"precision": "bf16_mixed"}},
+    ),
+    (
+        {"train": {**ON, "fp8": {"hadamard_block_size": 64}}},
+        "train.fp8.hadamard_block_size",
+        "nothing is turned",
+        {"train": {"fp8": {"hadamard_block_size": 64, "hadamard": True}}},
+    ),
+    (
+        {"train": {**GATHERED, "data_parallel_mode": "ddp"}},
+        "train.enable_fp8_all_gather",
+        "ddp gathers no weights",
+        {"train": {"data_parallel_mode": "fsdp2"}},
+    ),
+    (
+        {"train": {**GATHERED, "enable_fsdp_offload": True}},
+        "train.enable_fp8_all_gather",
+        "keeps them in host memory",
+        {"train": {"enable_fsdp_offload": False}},
+    ),
+    (
+        {"train": {**GATHERED, "enable_compile": True}},
+        "train.enable_fp8_all_gather",
+        "no compiler here knows",
+        {"train": {"enable_compile": False}},
+    ),
+    (
+        {"train": GATHERED, "lora": {"enable_lora": True, "use_dora": True}},
+        "train.enable_fp8_all_gather",
+        "the norms of their rows",
+        {"lora": {"use_dora": False}},
+    ),
+    (
+        {"train": {**GATHERED, "fp8": {}}},
+        "train.enable_fp8_all_gather",
+        "want them rounded by columns",
+        {"train": {"fp8": {"quantize_input_grad": False}}},
+    ),
+    (
+        {"train": {**ON, "enable_compile": True, "tensor_parallel_size": 2}},
+        "train.enable_compile",
+        "the ranks of tensor_parallel_size (2) agree on scales",
+        {"train": {"fp8": {"recipe": "blockwise"}}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("sections", "where", "reason", "mended"), COMBINATIONS)
+def test_products_of_8_bits_that_cannot_be_are_refused_and_mended_by_what_is_proposed(
+    sections: dict[str, Any], where: str, reason: str, mended: dict[str, Any]
+) -> None:
+    refused_and_mended(sections, where, reason, mended)
