@@ -15,7 +15,7 @@ test: $(STAMP)  ## All tests
 	$(BIN)/python -m pytest
 
 fast: $(STAMP)  ## The tests that end within minutes
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not exhaustive"
 
 check: $(STAMP)  ## Format, lint, floors, types, generated files
 	$(BIN)/ruff format --check .

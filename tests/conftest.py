@@ -9,13 +9,21 @@ if not Path("/dev/nvidia0").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Each core has a process of tests already, and threads that wait for one another would wait long.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import hypothesis
 import pytest
 
 from tests.buckets import bucket, s3_server  # noqa: F401 - fixtures for all tests
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
+
+# How long one example takes says more of the machine than of what is tested.
+hypothesis.settings.register_profile("any speed", deadline=None)
+hypothesis.settings.load_profile("any speed")
 
 # Whoever starts the tests in the background of a script has SIGINT ignored, and so would have every
 # process that a test starts and interrupts.

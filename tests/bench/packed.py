@@ -35,11 +35,22 @@ def write_documents(
     _write(folder, [list(documents)] * num_rows, vocabulary)
 
 
+def write_ids(folder: Path, ids_of_rows: Sequence[Sequence[int]]) -> None:
+    """These tokens, each row one document."""
+    _store(folder, [np.array(ids) for ids in ids_of_rows], [[len(ids)] for ids in ids_of_rows])
+
+
 def _write(folder: Path, lengths_of_rows: Sequence[Sequence[int]], vocabulary: int) -> None:
     rng = np.random.default_rng(1)
+    ids = [rng.integers(0, vocabulary, size=sum(lengths)) for lengths in lengths_of_rows]
+    _store(folder, ids, lengths_of_rows)
+
+
+def _store(
+    folder: Path, ids_of_rows: Sequence[np.ndarray], lengths_of_rows: Sequence[Sequence[int]]
+) -> None:
     rows: dict[str, list[Any]] = {"input_ids": [], "labels": [], "lengths": []}
-    for lengths in lengths_of_rows:
-        ids = rng.integers(0, vocabulary, size=sum(lengths))
+    for ids, lengths in zip(ids_of_rows, lengths_of_rows, strict=True):
         labels = np.roll(ids, -1)
         labels[np.cumsum(lengths) - 1] = -100
         rows["input_ids"].append(ids.tolist())

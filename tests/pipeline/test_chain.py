@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from tests.pipeline.runs import outcome, penstock, sealed, statuses, write_chats, write_run
+from tests.stages.report_pages import section_of
 
 RUN = [sys.executable, "-m", "penstock.cli.main", "run"]
 
@@ -38,11 +39,13 @@ def test_the_report_of_a_run_tells_of_its_data(done):
     folder, _, first = done
     facts = first["stages"][0]["facts"]
     page = (folder / "out" / "report.html").read_text()
-    (section,) = [part for part in page.split("<section>") if "<h2>Data</h2>" in part]
+    section = section_of(page, "Data")
     share = facts["trained_tokens"]["train"] / facts["tokens"]["train"]
     assert f"<td>{facts['rows']['train']}</td>" in section
     assert f"{share:.1%} of them trained on" in section
-    assert "<td>chats.jsonl</td>" in section
+    assert ">chats.jsonl<" in section
+    lineage = section_of(page, "Where it came from")
+    assert lineage.count("made for this run") == 2  # what was prepared, and what was packed
 
 
 def test_a_finished_pipeline_needs_no_heavy_library(done):

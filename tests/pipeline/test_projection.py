@@ -1,6 +1,5 @@
 """What is written in a config arrives at the stage it is meant for, and at none before it."""
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +14,20 @@ from penstock.plan import Wishes, bring_up, plan
 from penstock.prepare.stage import Prepare
 from penstock.push.stage import Push
 from tests.pipeline.runs import write_chats
+from tests.pipeline.sections import (
+    COMMIT,
+    OPTIMIZED,
+    adapter,
+    beside,
+    dataset,
+    hub,
+    in_float8,
+    judged,
+    quantised,
+    section,
+    sparse,
+)
 from tests.stages.exports import sealed_export
-
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-HUB = {"path": "org/data", "revision": COMMIT}
-"""A hub data set at a commit: its key needs no network."""
 
 
 @pytest.fixture(scope="module")
@@ -43,47 +51,6 @@ def planned(chats, sections):
 
 def keys(chats, sections):
     return {step.stage.name: key_of(step.stage) for step in planned(chats, sections).steps}
-
-
-def dataset(**values):
-    return lambda chats: {"data": {"datasets": [{"path": chats, "type": "chat", **values}]}}
-
-
-def beside(datasets, **values):
-    return lambda chats: {"data": {**datasets(chats)["data"], **values}}
-
-
-def hub(**values):
-    return lambda _: {"data": {"datasets": [{**HUB, **values}]}}
-
-
-def section(name, **values):
-    return lambda _: {name: values}
-
-
-def sparse(**train):
-    """A model with experts that a bias chooses."""
-    model = {"foundation": {"model_type": "glm4_moe"}}
-    return lambda _: {"model": model, "train": train, "lora": {"enable_lora": False}}
-
-
-def quantised(**lora):
-    """Adapters beside quantised weights."""
-    return section("lora", enable_qlora=True, **lora)
-
-
-def adapter(weights):
-    """A folder whose adapter is of these bytes; keys need no more of it."""
-
-    def sections(chats):
-        folder = Path(chats).parent / "adapter"
-        folder.mkdir(exist_ok=True)
-        said = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
-        (folder / "adapter_config.json").write_text(json.dumps(said))
-        (folder / "adapter_model.safetensors").write_bytes(weights)
-        return {"lora": {"init_adapter_path": str(folder)}}
-
-    return sections
 
 
 ORDER = ("prepare", "pack", "train", "export", "push")
@@ -116,6 +83,23 @@ CHANGES = {
         lambda _: {"data": {"mix_strategy": "random"}, "train": {"num_train_epochs": 3}},
         section("data", mix_strategy="random"),
         "prepare",
+    ),
+    "train.max_tokens": (section("train", max_tokens=999), PLAIN, "train"),
+    "train.max_hours": (section("train", max_hours=0.5), PLAIN, "train"),
+    "train.early_stopping.patience": (
+        judged(early_stopping={"patience": 2}),
+        judged(early_stopping={"patience": 1}),
+        "train",
+    ),
+    "train.save_best.mode": (
+        judged(save_best={"metric": "eval_loss", "mode": "max"}),
+        judged(save_best={"metric": "eval_loss"}),
+        "train",
+    ),
+    "evaluations that a run is judged by": (
+        judged(save_best={"metric": "eval_loss"}, eval_max_batches=3),
+        judged(save_best={"metric": "eval_loss"}),
+        "train",
     ),
     "data.deduplicate": (section("data", deduplicate="exact"), PLAIN, "prepare"),
     "data.near_duplicate_threshold": (
@@ -254,11 +238,24 @@ CHANGES = {
         sparse(moe_aux_loss_coef=0.1),
         "train",
     ),
+    **{name: (after, before, "train") for name, (after, before) in OPTIMIZED.items()},
     "train.label_smoothing": (section("train", label_smoothing=0.1), PLAIN, "train"),
     "train.z_loss_coef": (section("train", z_loss_coef=1e-4), PLAIN, "train"),
     "train.moe_z_loss_coef": (sparse(moe_z_loss_coef=0.1), sparse(), "train"),
     "train.moe_bias_update_rate": (sparse(moe_bias_update_rate=0.1), sparse(), "train"),
     "train.dropout.hidden": (section("train", dropout={"hidden": 0.1}), PLAIN, "train"),
+    "train.enable_fp8_training": (in_float8(), PLAIN, "train"),
+    "train.fp8.recipe": (in_float8(recipe="tensorwise"), in_float8(), "train"),
+    "train.fp8.format": (in_float8(format="e4m3"), in_float8(), "train"),
+    "train.fp8.quantize_input_grad": (in_float8(quantize_input_grad=False), in_float8(), "train"),
+    "train.fp8.quantize_weight_grad": (in_float8(quantize_weight_grad=False), in_float8(), "train"),
+    "train.fp8.hadamard": (in_float8(hadamard=True), in_float8(), "train"),
+    "train.fp8.exclude_modules": (in_float8(exclude_modules=["mlp"]), in_float8(), "train"),
+    "train.fp8.hadamard_block_size": (
+        in_float8(hadamard=True, hadamard_block_size=16),
+        in_float8(hadamard=True),
+        "train",
+    ),
     "lora.save_lora_only": (section("lora", save_lora_only=True), section("lora"), "export"),
     "export.dtype": (section("export", dtype="float16"), PLAIN, "export"),
     "export.max_shard_size": (section("export", max_shard_size="1MB"), PLAIN, "export"),

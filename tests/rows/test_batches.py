@@ -122,6 +122,33 @@ def test_the_steps_to_an_epoch_are_those_that_are_taken(batches, at, epoch):
     assert all(one < other for one, other in pairwise(progress))
 
 
+@given(ANY, st.integers(0, 30), st.fractions(0, 5, max_denominator=20))
+def test_a_share_of_an_epoch_is_over_with_the_first_step_that_reaches_it(batches, at, epochs):
+    cursor = batches.start()
+    for _ in range(at):
+        cursor = batches.after(cursor)
+    counted, taken = batches.steps_until(epochs, cursor), 0
+    while batches.progress(cursor) < epochs:
+        cursor = batches.after(cursor)
+        taken += 1
+    assert taken == counted
+
+
+@given(ANY, st.integers(0, 20), st.integers(-5, 30_000), st.none() | st.integers(0, 40))
+def test_an_amount_is_reached_with_the_first_step_whose_rows_make_it_up(batches, at, amount, most):
+    cursor = batches.start()
+    for _ in range(at):
+        cursor = batches.after(cursor)
+    amounts = 1 + batches.costs % 50
+    counted = batches.steps_to_reach(amount, amounts, cursor, most=most)
+    taken, total = 0, 0
+    while total < amount and taken != most:
+        total += int(amounts[batches.rows(cursor)].sum())
+        cursor = batches.after(cursor)
+        taken += 1
+    assert taken == counted
+
+
 def test_rows_that_are_not_there_are_no_epoch():
     for epochs in ([3], [5], [4, 0]):
         with pytest.raises(ValueError, match="4 rows in epochs of"):

@@ -1,5 +1,7 @@
 """Exact match, judged by greedy decoding written out: one prompt, one token at a time."""
 
+import re
+
 import pyarrow as pa
 import pytest
 import torch
@@ -9,7 +11,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from penstock.core.errors import CapabilityError, StageError
 from penstock.core.files import read_json, write_json
 from penstock.core.stage import Artifact
-from penstock.evaluate.exact_match import exact_match
+from penstock.evaluate.exact_match import exact_match, last_match
 from penstock.rows.schema import IGNORED, PREPARED
 from penstock.rows.tokenizer import byte_tokenizer
 
@@ -108,6 +110,34 @@ def test_counts_exactly_the_answers_that_greedy_decoding_gives(exported, tmp_pat
     assert (report.num_asked, report.num_right, report.num_skipped) == (4, 2, 2)
     assert report.accuracy == 0.5
     assert [sample.prompt for sample in report.samples] == [p.decode() for p in PROMPTS]
+
+
+def test_only_what_a_pattern_finds_last_is_compared(exported, tmp_path):
+    folder, model, end = exported
+    signs = range(ord("!"), ord("~"))
+    # An answer may have twice the two tokens of the expected one.
+    said = {bytes([65 + n]): greedy(model, bytes([65 + n]))[:4] for n in range(26)}
+    said = {
+        prompt: [token for token in tokens if token in signs]
+        for prompt, tokens in said.items()
+        if end not in tokens
+    }
+    (one, first), (other, second) = [pair for pair in said.items() if len(set(pair[1])) > 1][:2]
+    nothing = 0xFF
+    rows = [
+        row(one, [nothing, first[-1]]),
+        row(other, [nothing, next(sign for sign in second if sign != second[-1])]),
+        row(b"?", [nothing, nothing]),
+    ]
+    data = prepared(tmp_path / "data", rows)
+    asked = {"limit": 9, "seed": 0, "batch_size": 1}
+    report = exact_match(folder, data, answer=re.compile("([!-}])"), **asked)
+    assert [sample.right for sample in report.samples] == [True, False]
+    assert report.num_skipped == 1
+    assert last_match(re.compile(r"#### (\d+)"), "#### 3, no: #### 42 ") == "42"
+    assert last_match(re.compile(r"\d+"), "none") is None
+    with pytest.raises(StageError, match=r"no validation row .* that #### matches"):
+        exact_match(folder, data, answer=re.compile("####"), **asked)
 
 
 def test_the_limit_takes_a_seeded_part_of_the_rows(exported, tmp_path):

@@ -19,6 +19,7 @@ from penstock.pack.stage import Pack
 from penstock.rows.prepared import PreparedSamples
 from penstock.rows.reader import PackedRows
 from penstock.rows.schema import PREPARED
+from penstock.rows.sources import Sources
 from tests.stages.prepared import GSM8K, contents, prepare, run, table_of, write_lines
 
 
@@ -86,7 +87,7 @@ def masked(draw):
     return ids, [token if at in mask else -100 for at, token in enumerate(ids)]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(masked(), min_size=1, max_size=50),
     st.sampled_from(["sequential", "multipack"]),
@@ -281,6 +282,30 @@ def test_validation_is_packed_unless_it_is_not_to_be(gsm8k, tmp_path):
     assert alone == together == shifted(table_of(prepared.path, "validation"))
 
 
+@pytest.mark.parametrize("method", ["sequential", "multipack"])
+def test_of_each_validation_document_its_data_set_is_told(tmp_path, method):
+    files = [
+        write_lines(tmp_path / folder / "held.jsonl", samples(np.arange(first, 60, 7)))
+        for folder, first in (("a", 3), ("b", 4), ("c", 5))
+    ]
+    trained = write_lines(tmp_path / "t.jsonl", samples([5, 6]))
+    its = {"type": "tokenized"}
+    several = prepare((trained, its), test=[(file, its) for file in files])
+    prepared, _ = run(several, tmp_path / "p" / "x")
+    folder = tmp_path / "out"
+    packed(prepared, folder, sample_packing_sequence_len=128, sample_packing_method=method)
+    sources = Sources.read(folder / "data" / "validation")
+    found, per_row = documents(folder, "validation")
+    assert sources is not None
+    assert sources.labels == ("held.jsonl#0", "held.jsonl#1", "held.jsonl#2")
+    # Lengths tell of which file a document is.
+    assert sources.of_documents.tolist() == [(len(ids) - 3) % 7 for ids, _ in found]
+    assert PackedRows(folder / "data" / "validation").documents().tolist() == per_row
+    one, _ = run(prepare((trained, its), test=[(files[0], its)]), tmp_path / "q" / "x")
+    packed(one, tmp_path / "alone", sample_packing_sequence_len=128)
+    assert Sources.read(tmp_path / "alone" / "data" / "validation") is None
+
+
 def test_samples_longer_than_a_row_are_named_with_what_to_write(tmp_path):
     paths = [
         write_lines(tmp_path / f"{n}.jsonl", samples(lengths))
@@ -316,5 +341,5 @@ def test_the_key_follows_the_prepared_samples_and_every_setting(tmp_path):
         key_of(stage)
     )
     assert key_of(replace(stage, num_proc=9, start_method="fork")) == key_of(stage)
-    assert key_of(stage)[:16] == "51eaac5d4ac7221d"
+    assert key_of(stage)[:16] == "66b89445faeacf42"
     assert json.loads(stage.settings.model_dump_json())["eval_sample_packing"] is True

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
@@ -62,7 +62,6 @@ def test_without_a_template_several_turns_have_no_form():
     assert "no chat template" in fault.why
 
 
-@settings(deadline=None)
 @given(CONTENT.filter(str.strip))
 def test_text_is_trained_whole_and_ends_with_the_end_token(text):
     ids, labels = encode({"text": text}, TOKENIZER, type="text")

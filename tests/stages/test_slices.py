@@ -70,7 +70,7 @@ def numbers_in(items):
     ]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     kind=st.sampled_from(KINDS),
     counts=st.lists(st.integers(1, 40), min_size=1, max_size=3),

@@ -1,0 +1,50 @@
+import pytest
+import torch
+from transformers import AutoConfig
+
+from penstock.adapters.matching import linear_layers, meant
+from penstock.adapters.targets import chosen_layers, layers_of
+from penstock.models.decoder import Decoder
+from penstock.models.registry import family_of
+
+SIZES = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+MODELS = {
+    "dense": ("qwen3", {}),
+    "some layers have experts": (
+        "qwen3_moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [1]},
+    ),
+    "experts of other names": ("mixtral", {"num_local_experts": 4}),
+    "experts in one tensor": ("gpt_oss", {"num_local_experts": 4}),
+}
+
+
+@pytest.mark.parametrize("merged", [True, False], ids=["fused", "apart"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_layers_told_from_names_are_those_of_the_model(kind, merged):
+    model_type, more = MODELS[kind]
+    hf = AutoConfig.for_model(model_type, **SIZES, **more).to_dict()
+    family = family_of(hf)
+    config = family.read(hf)
+    with torch.device("meta"):
+        model = Decoder(config, merge_qkv=merged)
+    told = list(linear_layers(family.weight_map(config, merge_qkv=merged)))
+    assert {layer.name: layer.native for layer in told} == layers_of(model)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    for name, shape in shapes.items():
+        rows = [one for one in told if one.of == name]
+        here = sum(one.outputs * one.inputs * max(1, one.experts) for one in rows)
+        assert here in (0, torch.Size(shape).numel())
+    for targets in (["all-linear"], ["q_proj", "layers.1.*.o_proj"], ["experts.*"]):
+        if any("experts" in target for target in targets) and not config.experts:
+            continue
+        chosen = {layer.name for layer in meant(targets, told)}
+        assert chosen == set(chosen_layers(model, targets))

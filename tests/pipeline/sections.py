@@ -1,0 +1,76 @@
+"""What may be laid over a run: functions from the path of its chats to sections of a config."""
+
+import json
+from pathlib import Path
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+HUB = {"path": "org/data", "revision": COMMIT}
+"""A hub data set at a commit: its key needs no network."""
+
+
+def dataset(**values):
+    return lambda chats: {"data": {"datasets": [{"path": chats, "type": "chat", **values}]}}
+
+
+def beside(datasets, **values):
+    return lambda chats: {"data": {**datasets(chats)["data"], **values}}
+
+
+def hub(**values):
+    return lambda _: {"data": {"datasets": [{**HUB, **values}]}}
+
+
+def section(name, **values):
+    return lambda _: {name: values}
+
+
+def judged(**train):
+    """A run that evaluations decide about."""
+    return lambda _: {"data": {"val_set_size": 2}, "train": {"eval_steps": 2, **train}}
+
+
+def sparse(**train):
+    """A model with experts that a bias chooses."""
+    model = {"foundation": {"model_type": "glm4_moe"}}
+    return lambda _: {"model": model, "train": train, "lora": {"enable_lora": False}}
+
+
+def in_float8(**fp8):
+    return section("train", enable_fp8_training=True, fp8=fp8)
+
+
+def quantised(**lora):
+    """Adapters beside quantised weights."""
+    return section("lora", enable_qlora=True, **lora)
+
+
+def adapter(weights):
+    """A folder whose adapter is of these bytes; keys need no more of it."""
+
+    def sections(chats):
+        folder = Path(chats).parent / "adapter"
+        folder.mkdir(exist_ok=True)
+        said = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+        (folder / "adapter_config.json").write_text(json.dumps(said))
+        (folder / "adapter_model.safetensors").write_bytes(weights)
+        return {"lora": {"init_adapter_path": str(folder)}}
+
+    return sections
+
+
+PURE, HALF = {"precision": "bf16"}, {"precision": "fp16_mixed"}
+OPTIMIZED = {
+    f"train.{name}": (section("train", **(over or {}), **written), section("train", **(over or {})))
+    for name, written, over in (
+        ("optimizer_kwargs", {"optimizer_kwargs": {"eps": 1e-6}}, None),
+        ("lr_warmup_steps", {"lr_warmup_steps": 3}, None),
+        ("lr_schedule_kwargs.hold_steps", {"lr_schedule_kwargs": {"hold_steps": 1}}, None),
+        ("layerwise_lr_decay_bound", {"layerwise_lr_decay_bound": 0.5}, None),
+        ("precision", PURE, None),
+        ("master_weights", {"master_weights": False}, None),
+        ("stochastic_rounding", {"stochastic_rounding": True}, PURE),
+        ("grad_accum_dtype", {"grad_accum_dtype": "fp32"}, None),
+        ("loss_scale_init", {"loss_scale_init": 8.0}, HALF),
+    )
+}
+"""Settings of optimizers and precision, and what each is laid over."""

@@ -1,0 +1,92 @@
+"""What a report tells of the data."""
+
+import html
+import re
+import shutil
+from itertools import pairwise
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from penstock.core.data_facts import DATA, keep_data_facts
+from penstock.core.stage import Artifact
+from penstock.rows.reader import PackedRows
+from tests.cli.command import penstock, small_run
+from tests.stages.prepared import table_of, texts, write_lines
+from tests.stages.report_pages import Page, report_of, section_of
+from tests.stages.told_runs import falling
+
+
+@pytest.fixture(scope="module")
+def data_facts(tmp_path_factory):
+    """What two stages said of two real sources, and their samples as pyarrow reads them."""
+    folder = tmp_path_factory.mktemp("data")
+    first = write_lines(folder / "<b>one.jsonl", [*texts(40), {"text": "x"}, {"text": "x"}])
+    second = write_lines(folder / "two.jsonl", texts(20, "another "))
+    config = small_run(
+        folder,
+        data={
+            "datasets": [{"path": str(path), "type": "text"} for path in (first, second)],
+            "val_set_size": 7,
+            "deduplicate": "exact",
+        },
+    )
+    stages = penstock("pack", config, "--json").last["stages"]
+    prepared, packed = (Artifact(s["stage"], s["key"], Path(s["path"])) for s in stages)
+    keep_data_facts(folder, packed, prepared)
+    tables = {split: table_of(prepared.path, split) for split in ("train", "validation")}
+    rows = {s: len(PackedRows(packed.path / "data" / s)) for s in tables}
+    for artifact in (prepared, packed):
+        shutil.rmtree(artifact.path)
+    return folder / DATA, tables, rows
+
+
+@pytest.mark.parametrize("outcome", ["finished", "none"])
+def test_the_data_is_told_as_it_was_though_it_is_pruned(tmp_path, data_facts, outcome):
+    file, tables, rows = data_facts
+    tmp_path.joinpath(DATA).write_bytes(file.read_bytes())
+    text = report_of(tmp_path, falling(3) if outcome == "finished" else [], outcome=outcome)
+    page = Page(text)
+    section = section_of(text, "Data")
+    cells = re.findall(r"<t[hd](?: [^>]*)?>(.*?)</t[hd]>", section)
+    told = dict(pairwise(cells))
+    assert told["training samples"] == str(len(tables["train"])) == "54"
+    assert told["held-out samples"] == str(len(tables["validation"])) == "7"
+    lengths = [len(ids) for ids in tables["train"]["input_ids"].to_pylist()]
+    trained = sum(v != -100 for r in tables["train"]["labels"].to_pylist() for v in r[1:])
+    assert f"{trained / sum(lengths):.1%} of them trained on" in section
+    assert told["training rows of 32,000 tokens"] == str(rows["train"])
+    assert told["exact duplicate"] == "1"
+    for name in ("<b>one.jsonl", "two.jsonl"):
+        its = [
+            len(row["input_ids"]) for row in tables["train"].to_pylist() if row["source"] == name
+        ]
+        at = cells.index(html.escape(name))
+        assert cells[at + 1 : at + 3] == ["training", str(len(its))]
+        assert cells[at + 5] == f"{len(its) / len(lengths):.1%}"
+    assert page.texts["title"]
+    assert "<b>one" not in text
+
+
+def test_bars_read_off_their_axis_are_the_lengths(tmp_path, data_facts):
+    file, tables, _ = data_facts
+    tmp_path.joinpath(DATA).write_bytes(file.read_bytes())
+    section = section_of(report_of(tmp_path, falling(3)), "Data")
+    figures = re.findall(r'<figure class="bars">.*?</figure>', section, re.S)
+    for figure, table in zip(figures, tables.values(), strict=True):
+        (drawing,) = re.findall(r"<svg.*?</svg>", figure, re.S)
+        paths = ElementTree.fromstring(drawing).findall(".//{*}path")
+        (bars,) = (path.get("d", "") for path in paths if path.get("class") == "bar")
+        marks = re.findall(r'class="y" style="top:([\d.]+)%">([^<]+)<', figure)
+        axis = sorted((float(y), float(value)) for y, value in marks)
+        (top, high), (bottom, low) = axis[0], axis[-1]
+        heights = [float(y) / 10 for y in re.findall(r"M[\d.]+ 1000\.0V([\d.]+)H", bars)]
+        read = [high + (y - top) * (low - high) / (bottom - top) for y in heights]
+        exponents = [(len(ids) - 1).bit_length() for ids in table["input_ids"].to_pylist()]
+        counts = [exponents.count(e) for e in range(min(exponents), max(exponents) + 1)]
+        assert read == pytest.approx([count for count in counts if count], abs=0.05)
+
+
+def test_a_run_that_kept_nothing_of_its_data_has_no_such_section(tmp_path):
+    assert "<h2>Data</h2>" not in report_of(tmp_path, falling(3))
