@@ -6,7 +6,7 @@ from typing import Literal
 
 from penstock.adapters.matching import Linear
 from penstock.config.run import RunConfig
-from penstock.costs.learning import adapted, learning
+from penstock.engine.learning import adapted, learning
 from penstock.engine.parallel.degrees import Degrees, accumulation_steps
 from penstock.engine.parallel.fits import padding_of
 from penstock.engine.parallel.zero import Kept, kept

@@ -41,7 +41,7 @@ from penstock.engine.layer_kernels import (
     operations_as_written,
     precision_as_written,
 )
-from penstock.engine.learning import learning_of
+from penstock.engine.learning import learning
 from penstock.engine.loss import require_products, told_loss, trained_loss
 from penstock.engine.loss_scale import LossScale
 from penstock.engine.merging import merging_of
@@ -221,7 +221,7 @@ def assemble(
         layout={"mode": train.data_parallel_mode, **asdict(degrees)},
         vocab_size=config.vocab_size,
         config=config,
-        learning=learning_of(run.lora, held, config, ranks),
+        learning=learning(run, family, config),
         pairs_per_token=pairs_per_token(config),
         quantised=tuple(sorted({format.name for format in base.formats.values()})),
     )

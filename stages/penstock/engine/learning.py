@@ -1,41 +1,32 @@
-"""Which of a model's matrices learn, as far as counting operations asks."""
+"""What of a model a run will train, from its settings alone. No torch."""
 
-import math
-from collections.abc import Mapping, Sequence
-
-from penstock.adapters.names import MAGNITUDE, factor_of
-from penstock.config.lora import LoraConfig
-from penstock.engine.parallel.pieces import Held
-from penstock.engine.ranks import Ranks
+from penstock.adapters.matching import HEAD, Linear, linear_layers, meant
+from penstock.adapters.names import EMBEDDING
+from penstock.config.run import RunConfig
 from penstock.models.cost import EVERYTHING, Learning
+from penstock.models.family import Family
 from penstock.models.shape import DecoderConfig
 
 
-def learning_of(
-    lora: LoraConfig, held: Sequence[Held], config: DecoderConfig, ranks: Ranks
-) -> Learning:
-    """From what the ranks hold together. On every rank at once.
-
-    Of experts' adapters those count that a token goes to.
-    """
-    if not lora.enable_lora:
+def learning(run: RunConfig, family: Family, config: DecoderConfig) -> Learning:
+    """What learns, and what only passes gradients on."""
+    if not run.lora.enable_lora:
         return EVERYTHING
-    mine = {
-        piece.tensor: math.prod(piece.whole)
-        for one in held
-        if (factor := factor_of(one.name)) and factor.side != MAGNITUDE
-        for piece in one.pieces
-    }
-    everywhere: Mapping[str, int] = {
-        tensor: size for here in ranks.gather(mine) for tensor, size in here.items()
-    }
-    inner = head = 0
-    for tensor, size in everywhere.items():
-        factor = factor_of(tensor)
-        if factor and factor.module.endswith("lm_head"):
-            head += size
-        elif factor and factor.of_experts and config.experts:
-            inner += size * config.experts.experts_per_token // config.experts.num_experts
-        elif not (factor and factor.of_embedding):
-            inner += size
-    return Learning(base="frozen", factors=inner + head, head_factors=head)
+    experts = config.experts
+    active = experts.experts_per_token if experts else 0
+    factors = head = 0
+    for layer in adapted(run, family, config):
+        if layer.name == EMBEDDING:
+            continue
+        its = run.lora.lora_rank * (layer.inputs + layer.outputs)
+        factors += its * (active if layer.experts else 1)
+        head += its if layer.name == HEAD else 0
+    return Learning("frozen", factors, head)
+
+
+def adapted(run: RunConfig, family: Family, config: DecoderConfig) -> list[Linear]:
+    """The layers that bear adapters in the run."""
+    written = run.lora.lora_target_modules
+    targets = (written,) if isinstance(written, str) else written
+    names = family.weight_map(config, merge_qkv=run.model.merge_qkv)
+    return meant(targets or family.lora_targets, linear_layers(names))

@@ -10,6 +10,7 @@ T rows of x, N rows and K columns of a matrix; E experts.
 
 # pyright: reportIncompatibleMethodOverride=false
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -24,14 +25,14 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Codes, scales and global scales, as bytes."""
 
 
-class MakesWeights(Numbered):
+class MakesWeights(Numbered, ABC):
     """A quantised matrix."""
 
     columns: int
 
+    @abstractmethod
     def weight(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
         """The weight that a pass uses, in new memory."""
-        raise NotImplementedError
 
 
 def linear(
