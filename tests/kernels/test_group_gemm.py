@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from penstock_kernels.group_gemm import group_gemm, quack
+from penstock_kernels.group_gemm.even import height_of
 from penstock_kernels.group_gemm.zeroing import zero_rows
 from penstock_kernels.op import INTERPRETED, UnsupportedError
 
@@ -97,6 +98,14 @@ def test_rows_and_every_gradient_are_those_of_products_in_float64(case, backend)
 @pytest.mark.parametrize("case", ODD.values(), ids=ODD)
 def test_rows_need_not_be_whole_vectors(case, backend):
     agrees(group_gemm.backend(backend), *case)
+
+
+def test_groups_are_multiplied_in_few_heights_that_add_little():
+    heights = {rows: height_of(rows) for rows in range(1, 4097)}
+    assert all(rows <= height for rows, height in heights.items())
+    assert all(heights[rows] <= 1.25 * rows for rows in range(128, 4097))
+    assert len({heights[rows] for rows in range(129, 4097)}) == 4 * 5
+    assert height_of(0) == 0
 
 
 def some_shape(seed, vector):

@@ -1,6 +1,5 @@
 """Cross-entropy of a head's logits, which are made a chunk of tokens at a time."""
 
-from penstock_kernels.cross_entropy.chunks import tokens_at_once
 from penstock_kernels.cross_entropy.linear import (
     Product,
     cross_entropies,
@@ -24,5 +23,4 @@ __all__ = [
     "linear_cross_entropy",
     "slope_",
     "tally",
-    "tokens_at_once",
 ]

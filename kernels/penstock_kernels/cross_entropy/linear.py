@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock_kernels.cross_entropy import reference
-from penstock_kernels.cross_entropy.chunks import tokens_at_once
 from penstock_kernels.cross_entropy.gradients import WeightGradient, scale_
 from penstock_kernels.cross_entropy.passes import IMPLEMENTATIONS, Implementation, Passes
 from penstock_kernels.cross_entropy.terms import (
@@ -28,6 +27,7 @@ from penstock_kernels.cross_entropy.terms import (
     losses,
     slopes,
 )
+from penstock_kernels.logit_chunks import tokens_at_once
 
 Product = tuple[torch.Tensor, torch.Tensor]
 """Rows [S, K] and a matrix [V, K]."""
@@ -337,7 +337,7 @@ def _work(
         _here(labels_S, divided, len(first_VK)),
         terms,
         entries,
-        chunk or tokens_at_once(widest, first_SK.dtype, first_SK.device),
+        chunk or tokens_at_once(widest * first_SK.itemsize, first_SK.device.type),
         divided,
         IMPLEMENTATIONS[passes],
     )

@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 
+from penstock_kernels.group_gemm import even
 from penstock_kernels.group_gemm.autograd import operators
 from penstock_kernels.group_gemm.shapes import refuses_shapes, refuses_widths, with_unit_stride
 from penstock_kernels.group_gemm.zeroing import zero_empty, zero_past
@@ -31,9 +32,15 @@ def refuses(x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor
     return None
 
 
+def _is_evened(x_TK: torch.Tensor) -> bool:
+    return x_TK.device.type == "cpu" and x_TK.element_size() < torch.float32.itemsize
+
+
 def _by_rows(x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor) -> torch.Tensor:
     if not x_TK.shape[0]:
         return x_TK.new_zeros(0, weight_GNK.shape[1])
+    if _is_evened(x_TK):
+        return even.by_rows(x_TK, weight_GNK, counts_G)
     ends_G = counts_G.cumsum(0, dtype=torch.int32)
     weight_GKN = with_unit_stride(weight_GNK).mT
     return zero_past(F.grouped_mm(x_TK.contiguous(), weight_GKN, offs=ends_G), ends_G)
@@ -42,6 +49,8 @@ def _by_rows(x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tenso
 def _of_groups(a_TM: torch.Tensor, b_TN: torch.Tensor, counts_G: torch.Tensor) -> torch.Tensor:
     if not a_TM.shape[0]:
         return a_TM.new_zeros(counts_G.shape[0], a_TM.shape[1], b_TN.shape[1])
+    if _is_evened(a_TM):
+        return even.of_groups(a_TM, b_TN, counts_G)
     ends_G = counts_G.cumsum(0, dtype=torch.int32)
     y_GMN = F.grouped_mm(a_TM.contiguous().mT, b_TN.contiguous(), offs=ends_G)
     return zero_empty(y_GMN, counts_G)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from penstock.losses.cross_entropy import CROSS_ENTROPY, IGNORED, Head, Loss, logits_of
-from penstock_kernels.cross_entropy import tokens_at_once
+from penstock_kernels.logit_chunks import tokens_at_once
 
 Highest = Callable[[torch.Tensor], torch.Tensor]
 """From numbers that are here to the highest of all ranks that hold other entries of the vocabulary,
@@ -95,7 +95,7 @@ def _logits(
 
     Where no place is asked for the head is called all the same: ranks of a group may wait there.
     """
-    chunk = loss.chunk or tokens_at_once(width, hidden_TD.dtype, hidden_TD.device)
+    chunk = loss.chunk or tokens_at_once(width * hidden_TD.itemsize, hidden_TD.device.type)
     if not len(places_S):
         logits_of(hidden_TD[:0], head, loss.precision)
     for start in range(0, len(places_S), chunk):

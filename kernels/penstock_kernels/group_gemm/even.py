@@ -1,0 +1,55 @@
+"""group_gemm of 16-bit numbers on a CPU: groups in heights that come again.
+
+oneDNN, which multiplies them there, makes a program for each height that it meets, and keeps a
+thousand, of half a megabyte each: with a router's counts, which no two steps share, it makes some
+in every step. So a group's rows are multiplied with some of zeros below them.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+LOWEST = 32
+
+HEIGHTS = 4
+"""Of groups that are up to twice as high as others. A twelfth of what is multiplied are zeros, and
+that is about as quick as without them by programs that are there already."""
+
+
+def by_rows(x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor) -> torch.Tensor:
+    """Each row by its group's matrix, zeros past them, [T, N]."""
+    y_TN = x_TK.new_empty(x_TK.shape[0], weight_GNK.shape[1])
+    end = 0
+    for rows, matrix_NK in zip(_groups(counts_G), weight_GNK, strict=True):
+        end = rows.stop
+        y_TN[rows] = torch.mm(_filled(x_TK[rows]), matrix_NK.mT)[: end - rows.start]
+    y_TN[end:] = 0
+    return y_TN
+
+
+def of_groups(a_TM: torch.Tensor, b_TN: torch.Tensor, counts_G: torch.Tensor) -> torch.Tensor:
+    """`a^T b` over each group's rows, zeros without rows, [G, M, N]."""
+    y_GMN = a_TM.new_empty(counts_G.shape[0], a_TM.shape[1], b_TN.shape[1])
+    for rows, y_MN in zip(_groups(counts_G), y_GMN, strict=True):
+        torch.mm(_filled(a_TM[rows]).mT, _filled(b_TN[rows]), out=y_MN)
+    return y_GMN
+
+
+def _groups(counts_G: torch.Tensor) -> Iterator[slice]:
+    start = 0
+    for count in counts_G.tolist():
+        yield slice(start, start + count)
+        start += count
+
+
+def height_of(rows: int) -> int:
+    """That in which so many rows are multiplied, at least as high."""
+    step = max(LOWEST, (1 << max(0, rows - 1).bit_length()) // 2 // HEIGHTS)
+    return -(-rows // step) * step
+
+
+def _filled(x_CK: torch.Tensor) -> torch.Tensor:
+    """With zeros below."""
+    missing = height_of(x_CK.shape[0]) - x_CK.shape[0]
+    return F.pad(x_CK, (0, 0, 0, missing)) if missing else x_CK
