@@ -166,7 +166,7 @@ def be_rank(
 
 
 def save(model: Decoder, folder: Path, ranks: Ranks) -> dict[str, float]:
-    """Seconds of saving a checkpoint, of a save behind training, and of plain writing."""
+    """Seconds of saving a checkpoint, and of plain writing."""
     model.to_empty(device="cpu")
     for parameter in model.parameters():
         local(parameter.detach()).fill_(1.5)
@@ -181,13 +181,8 @@ def save(model: Decoder, folder: Path, ranks: Ranks) -> dict[str, float]:
         found[what] = time.perf_counter() - started
 
     now = Checkpoints(folder / "now", trained, ranks)
-    behind = Checkpoints(folder / "behind", trained, ranks, writes="behind")
     timed("checkpoint", lambda: now.save(1, {}))
     timed("raw", lambda: write_raw(model, folder / f"raw-{ranks.rank}"))
-    behind.save(1, {})
-    behind.finish()
-    timed("behind, training stops for", lambda: behind.save(2, {}))
-    behind.finish()
     return found
 
 

@@ -1,7 +1,9 @@
 """Checkpoints: the same whatever layout wrote them, read by any other, whole or not at all."""
 
 import threading
+import time
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from penstock.core.files import regular_files
 from penstock.engine import checkpoint
 from penstock.engine.checkpoint import Checkpoints, complete_checkpoints
 from penstock.engine.checkpoint_boxes import read_boxes, whole_box
+from penstock.engine.checkpoint_copies import BoxCopies
 from penstock.engine.checkpoint_files import CheckpointFiles
 from penstock.engine.checkpoint_reader import CheckpointReader
 from penstock.engine.checkpoint_state import Trained
@@ -52,6 +55,7 @@ def step(trained, number):
             whole = torch.randn(piece.whole, generator=generator)
             piece.of(local(gradient)).copy_(cut(whole, piece))
         one.parameter.grad = gradient
+    trained.changes.begin()
     trained.optimizer.step()
 
 
@@ -96,24 +100,29 @@ def everything(folder):
     return found
 
 
-def three_steps():
-    """What a model that nothing is done to but training ends as: by torch alone."""
+def stepped(*starts):
+    """What a model that nothing is done to but training ends as, by torch alone: with an optimizer
+    that is new at each of these starts, which are lists of steps."""
     tensors = {
         name: start(name, shape).requires_grad_() for name, shape in NAMES.hf_shapes().items()
     }
-    optimizer = torch.optim.AdamW(tensors.values(), lr=0.1)
-    for number in (1, 2, 3):
-        for name, tensor in tensors.items():
-            tensor.grad = torch.randn(tensor.shape, generator=generator_for(f"{number}:{name}", 0))
-        optimizer.step()
-    return tensors, optimizer.state
+    state = {}
+    for numbers in starts:
+        optimizer = torch.optim.AdamW(tensors.values(), lr=0.1)
+        for number in numbers:
+            for name, tensor in tensors.items():
+                generator = generator_for(f"{number}:{name}", 0)
+                tensor.grad = torch.randn(tensor.shape, generator=generator)
+            optimizer.step()
+        state = optimizer.state
+    return tensors, state
 
 
 @pytest.mark.dist
 @pytest.mark.slow
 def test_any_layout_goes_on_from_what_any_other_saved_to_the_same_bits(tmp_path):
     on_ranks(4, crossed, tmp_path)
-    tensors, state = three_steps()
+    tensors, state = stepped([1, 2, 3])
     want = {f"model.{name}": tensor.detach() for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
         want |= {f"optimizer.{name}.{key}": value for key, value in state[tensor].items()}
@@ -141,9 +150,11 @@ def test_any_layout_goes_on_from_what_any_other_saved_to_the_same_bits(tmp_path)
 
 
 def behind(root):
-    """Saves behind training, the first begun only when training has gone on, and two that fail."""
+    """Saves behind training, the first written only when training has gone on, and three that fail.
+    Copies are made so late that training would be faster."""
     ranks = join(60)
     write, go = checkpoint.write_boxes, threading.Event()
+    copy = BoxCopies._copied
     writer: Any = FileSystemWriter
     write_data = writer.write_data
     trained = made("sharded", merge_qkv=True)
@@ -154,7 +165,11 @@ def behind(root):
         go.wait(30)
         write(*given)
 
-    checkpoint.write_boxes = late
+    def slow(self, boxes):
+        time.sleep(0.2)
+        return copy(self, boxes)
+
+    checkpoint.write_boxes, BoxCopies._copied = late, slow
     checkpoints = Checkpoints(root / "behind", trained, ranks, writes="behind")
     checkpoints.save(1, {"step": 1})
     step(trained, 2)
@@ -171,20 +186,46 @@ def behind(root):
             writer.write_data = no_room
         write(boxes, folder, group)
 
+    def crowded(self, boxes):
+        if dist.get_rank() == 1:
+            raise MemoryError("the host is full")
+        return copy(self, boxes)
+
     checkpoint.write_boxes = full
     told = []
     for again in (lambda: checkpoints.save(4, {"step": 4}), checkpoints.finish):
         checkpoints.save(3, {"step": 3})
-        try:
-            again()
-        except StageError as error:
-            told.append(str(error))
-    checkpoint.write_boxes, writer.write_data = write, write_data
-    return early, complete, told
+        told.append(fault_of(again))
+    BoxCopies._copied = crowded
+    checkpoints.save(3, {"step": 3})
+    step(trained, 4)
+    crowd = fault_of(checkpoints.finish)
+    checkpoint.write_boxes, writer.write_data, BoxCopies._copied = write, write_data, copy
+    return early, complete, told, crowd
+
+
+def fault_of(act):
+    with pytest.raises(StageError) as caught:
+        act()
+    return str(caught.value)
 
 
 def no_room(*_):
     raise OSError(28, "No space left on device")
+
+
+def anew(root):
+    """Goes on in another layout from a checkpoint that the optimizer's states were left out of."""
+    ranks = join(60)
+    first = replace(made("sharded", merge_qkv=True), states="left out")
+    step(first, 1)
+    saved(first, root / "without", 1)
+    second = made("hybrid", merge_qkv=False)
+    state = Checkpoints(root, second, ranks).load(root / "without" / "global_step_1")
+    step(second, 2)
+    saved(second, root / "with", 2)
+    kept = Checkpoints(root, made("copies", merge_qkv=False), ranks)
+    return [state["lacks_optimizer"], kept.load(root / "with" / "global_step_2")["lacks_optimizer"]]
 
 
 def limited(root):
@@ -208,18 +249,20 @@ def limited(root):
     return seen
 
 
-def both(root):
-    return behind(root), limited(root / "limited")
+def all_three(root):
+    return behind(root), limited(root / "limited"), anew(root / "anew")
 
 
 @pytest.mark.dist
 def test_saves_behind_training_are_of_their_step_their_failures_are_told_and_old_ones_go(tmp_path):
-    for (early, complete, told), seen in on_ranks(4, both, tmp_path):
+    for (early, complete, told, crowd), seen, lacks in on_ranks(4, all_three, tmp_path):
+        assert lacks == [True, False]
         assert early == []
         assert "global_step_1" in complete
         assert len(told) == 2
         assert all("step 3 could not be written" in each for each in told)
         assert all("No space left on device" in each for each in told)
+        assert "step 3 could not be copied to the host's memory: the host is full" in crowd
         # The one that a run started from stays.
         assert seen == [["1"], ["1", "2"], ["2", "3"], ["2", "4"], ["2", "5"]]
     assert not list((tmp_path / "limited").glob("*.part"))
@@ -229,3 +272,15 @@ def test_saves_behind_training_are_of_their_step_their_failures_are_told_and_old
     assert [path.name for path in complete_checkpoints(root)] == ["global_step_1", "global_step_2"]
     # What there was of the third takes no room.
     assert not list(root.glob("*.part"))
+    without, kept = (
+        tmp_path / "anew" / name for name in ("without/global_step_1", "with/global_step_2")
+    )
+    tensors, state = stepped([1], [2])
+    got = everything(kept)
+    assert all(name.startswith("model.") for name in everything(without))
+    for name, tensor in tensors.items():
+        assert torch.equal(got[f"model.{name}"], tensor), name
+        assert all(
+            torch.equal(got[f"optimizer.{name}.{key}"], value)
+            for key, value in state[tensor].items()
+        ), name

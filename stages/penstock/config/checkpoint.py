@@ -40,8 +40,14 @@ class CheckpointConfig(Section):
     not save by epochs."""
 
     save_async: bool = False
-    """Write checkpoints while training goes on: it stops only to copy what is saved to the host's
-    memory, which has to have room for it. The next save waits for the one before."""
+    """Write checkpoints while training goes on. What is saved is copied to the host's memory, which
+    has to have room for it, and only the next update of the weights waits for that. The next save
+    waits for the one before."""
+
+    save_optimizer: bool = True
+    """Save the optimizer's states too. `false` makes checkpoints of AdamW a third as large, but a
+    run that goes on from one begins with an optimizer that knows nothing: it says so, and its
+    numbers are not those of a run that was never interrupted."""
 
     save_total_limit: int | None = Field(default=None, ge=1)
     """Keep so many of the newest checkpoints, the best (`save_best`), and the one the run was

@@ -25,7 +25,8 @@ from penstock.core.files import (
     remove,
     write_json,
 )
-from penstock.engine.checkpoint_boxes import Box, Boxes, write_boxes
+from penstock.engine.checkpoint_boxes import Boxes, write_boxes
+from penstock.engine.checkpoint_copies import BoxCopies
 from penstock.engine.checkpoint_files import CheckpointFiles
 from penstock.engine.checkpoint_state import Trained
 from penstock.engine.ranks import Ranks
@@ -64,7 +65,9 @@ class Checkpoints:
         group = dist.new_group(backend="gloo")
         assert isinstance(group, dist.ProcessGroup)
         self._group = group
-        self._copies = _HostCopies() if writes == "behind" else None
+        self._copies = BoxCopies() if writes == "behind" else None
+        if self._copies:
+            trained.changes.wait_for(self._copies.wait)
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
@@ -98,14 +101,18 @@ class Checkpoints:
             **state,
             "optimizer": _name_of(self._trained.optimizer),
             "adapter_only": self._trained.only_trained,
+            "lacks_optimizer": self._lacks_optimizer(),
         }
         boxes = self._trained.boxes()
         if self._copies is None:
             self._write(step, boxes, state)
             return
-        copied = self._copies.of(boxes)
+        self._copies.begin()
         self._thread = threading.Thread(
-            target=self._behind, args=(step, copied, state), name="penstock-checkpoint", daemon=True
+            target=self._behind,
+            args=(step, boxes, state, self._copies),
+            name="penstock-checkpoint",
+            daemon=True,
         )
         self._thread.start()
 
@@ -158,11 +165,33 @@ class Checkpoints:
                 "as model.model_path."
             )
 
-    def _behind(self, step: int, boxes: Boxes, state: dict[str, Any]) -> None:
+    def _lacks_optimizer(self) -> bool:
+        """Whether anything that an optimizer keeps is left out; the same on all ranks."""
+        trained = self._trained
+        return trained.states == "left out" and bool(self._ranks.anywhere(trained.has_states))
+
+    def _behind(self, step: int, boxes: Boxes, state: dict[str, Any], copies: BoxCopies) -> None:
         try:
-            self._write(step, boxes, state)
+            self._write(step, self._copied(step, boxes, copies), state)
         except BaseException as error:  # noqa: BLE001 - raised where training meets it
             self._failure = error
+
+    def _copied(self, step: int, boxes: Boxes, copies: BoxCopies) -> Boxes:
+        """Copies of them. Raises StageError on all ranks if one has no room for them."""
+        copied, fault = boxes, None
+        try:
+            copied = copies.of(boxes)
+        except (RuntimeError, MemoryError) as error:
+            fault = str(error)
+        faults: list[str | None] = [None] * self._ranks.world
+        dist.all_gather_object(faults, fault, group=self._group)
+        if found := [fault for fault in faults if fault is not None]:
+            raise StageError(
+                f"the checkpoint of step {step} could not be copied to the host's memory: "
+                f"{found[0]}.\n"
+                "  The ones before it are intact; without train.save_async no copy is made."
+            )
+        return copied
 
     def _write(self, step: int, boxes: Boxes, state: dict[str, Any]) -> None:
         final = self.root / f"global_step_{step}"
@@ -203,34 +232,6 @@ class Checkpoints:
                 aside = folder.with_name(f"{folder.name}{PART}")
                 remove(aside)
                 remove(folder.rename(aside))
-
-
-class _HostCopies:
-    """Copies of tensors in host memory that is used again each time."""
-
-    def __init__(self) -> None:
-        self._memory: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
-
-    def of(self, boxes: Boxes) -> Boxes:
-        """Boxes that do not change when training goes on."""
-        copied = {
-            name: [Box(box.whole, box.offsets, self._copy(name, box)) for box in parts]
-            for name, parts in boxes.items()
-        }
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
-        return copied
-
-    def _copy(self, name: str, box: Box) -> torch.Tensor:
-        key = name, box.offsets
-        if key not in self._memory:
-            self._memory[key] = torch.empty(
-                box.data.shape,
-                dtype=box.data.dtype,
-                device="cpu",
-                pin_memory=torch.cuda.is_available(),
-            )
-        return self._memory[key].copy_(box.data, non_blocking=True)
 
 
 def _kind_of(state: dict[str, Any], files: CheckpointFiles) -> str:

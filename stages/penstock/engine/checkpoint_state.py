@@ -5,13 +5,15 @@ Adapters have the names they have where nothing is fused. So neither the layout 
 shows in a checkpoint, and any layout reads what any other wrote.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from penstock.engine.changes import Changes
 from penstock.engine.checkpoint_boxes import Box, Boxes, read_boxes, whole_box
 from penstock.engine.checkpoint_files import CheckpointFiles
 from penstock.engine.parallel.pieces import Held, local
@@ -31,24 +33,29 @@ class Trained:
     """Leave out frozen parameters; they are the base model's and are found there."""
     stepped: Sequence[Held] | None = None
     """What the optimizer steps, where that is copies of the parameters; None: these."""
+    states: Literal["saved", "left out"] = "saved"
+    """What becomes of the optimizer's states; those that a checkpoint has are always read."""
+    changes: Changes = field(default_factory=Changes)
+    """Whoever changes any of it says so here before."""
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the optimizer keeps anything on this rank."""
+        return any(True for _ in self._states())
 
     @torch.no_grad()
     def boxes(self) -> Boxes:
-        """Views of all of it."""
-        found: dict[str, list[Box]] = {}
-        for name, box in self._each_box():
-            found.setdefault(name, []).append(box)
-        # In one order, whichever the optimizer made its state in.
-        return dict(sorted(found.items()))
+        """Views of all that is saved of it."""
+        return _gathered(self._parameters() if self.states == "left out" else self._all())
 
     @torch.no_grad()
     def restore(self, files: CheckpointFiles) -> None:
-        """Read parameters and optimizer state in place.
+        """Read parameters in place, and the optimizer's states where the checkpoint has them.
 
         Raises ArtifactError when the checkpoint is damaged or of another model.
         """
-        self._make_state(files)
-        read_boxes(self.boxes(), files)
+        self._make_states(files)
+        read_boxes(_gathered(self._all()), files)
 
     def _kept(self) -> Iterator[Held]:
         for held in self.held:
@@ -58,17 +65,23 @@ class Trained:
     def _stepped(self) -> Sequence[Held]:
         return self.held if self.stepped is None else self.stepped
 
-    def _each_box(self) -> Iterator[tuple[str, Box]]:
+    def _all(self) -> Iterator[tuple[str, Box]]:
+        yield from self._parameters()
+        yield from self._states()
+
+    def _parameters(self) -> Iterator[tuple[str, Box]]:
         for held in self._kept():
             part = local(held.parameter.detach())
             yield from _boxes(held, part, MODEL, "")
+
+    def _states(self) -> Iterator[tuple[str, Box]]:
         for held in self._stepped():
             part = local(held.parameter.detach())
             for name, value in self.optimizer.state.get(held.parameter, {}).items():
                 if isinstance(value, torch.Tensor):
                     yield from _state_boxes(held, f".{name}", local(value), part)
 
-    def _make_state(self, files: CheckpointFiles) -> None:
+    def _make_states(self, files: CheckpointFiles) -> None:
         """Let the optimizer, which makes its state at its first step, take one along nothing at a
         rate of nothing: only it knows what its state is like. All of it is then read over."""
         there = _states(files)
@@ -82,6 +95,14 @@ class Trained:
         self.optimizer.zero_grad(set_to_none=True)
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
+
+
+def _gathered(boxes: Iterable[tuple[str, Box]]) -> Boxes:
+    """By the names, in one order, whichever the optimizer made its states in."""
+    found: dict[str, list[Box]] = {}
+    for name, box in boxes:
+        found.setdefault(name, []).append(box)
+    return dict(sorted(found.items()))
 
 
 def _state_boxes(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from penstock.engine.changes import Changes
 from penstock.engine.parallel.pieces import Held, local
 from penstock.engine.ranks import Ranks
 
@@ -16,10 +17,14 @@ class FusedStep:
     """Steps each parameter when its gradient is complete. Its norm is told afterwards."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, held: Sequence[Held], ranks: Ranks
+        self,
+        optimizer: torch.optim.Optimizer,
+        held: Sequence[Held],
+        ranks: Ranks,
+        changes: Changes,
     ) -> None:
         """`held` are trained, and every rank holds as many copies of one as the others do."""
-        self._optimizer, self._ranks = optimizer, ranks
+        self._optimizer, self._ranks, self._changes = optimizer, ranks, changes
         self._squares: list[torch.Tensor] = []
         for one in held:
             one.parameter.register_post_accumulate_grad_hook(self._arrived(one))
@@ -43,6 +48,7 @@ class FusedStep:
             gradient = local(parameter.grad)
             norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
             self._squares.append(norm.double().square() / copies)
+            self._changes.begin()
             # Of no other parameter is there a gradient now.
             self._optimizer.step()
             parameter.grad = None

@@ -6,13 +6,14 @@ to it is told beside it.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from penstock.core.errors import StageError
+from penstock.engine.changes import Changes
 from penstock.engine.clip import gradient_norm, scale_gradients
 from penstock.engine.diagnosis import find_fault
 from penstock.engine.fused_step import FusedStep
@@ -74,6 +75,8 @@ class Engine:
     """What steps the optimizer within the backward pass; None where it steps after that."""
     copies: HostCopies | None = None
     """What the optimizer steps in place of the parameters; None where it steps these."""
+    changes: Changes = field(default_factory=Changes)
+    """Where it says that weights, or what the optimizer keeps, are about to change."""
 
     def step(self, batches: Sequence[MicroBatch], lr: float, number: int) -> StepResult:
         """Forward, backward and update, of the step with this number, from 0, which decides what
@@ -87,7 +90,7 @@ class Engine:
             self._call(batch, self.sum_of_losses, divisor, self._noise(batch, number))
             for batch in batches
         ]
-        self.ranks.pulse.begins("forward and backward")
+        self.ranks.pulse.begins("forward")
         if self.routers:
             layout = self.layout
             calls = self.routers.watching(
@@ -104,6 +107,8 @@ class Engine:
         is_finite = bool(torch.isfinite(norm))
         if not is_finite and not (self.scaling and self.scaling.can_give_way()):
             raise self._not_finite(batches, norm, number)
+        # Also where no update follows: merging and routers' biases are changes too.
+        self.changes.begin()
         if is_finite and not self.fused:
             self._update(trainable, norm)
         for held in trainable:

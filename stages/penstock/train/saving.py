@@ -20,7 +20,8 @@ class Saves:
     def __init__(
         self, job: Job, built: Assembled, ranks: Ranks, warn: Callable[[str], None]
     ) -> None:
-        """`warn` is told of saves that fail and that a run can do without."""
+        """`warn` is told of saves that fail and that a run can do without, and of what a checkpoint
+        lacks."""
         train = job.config.train
         self._job, self._built, self._ranks, self._warn = job, built, ranks, warn
         self.root = job.output_dir / CHECKPOINTS
@@ -48,6 +49,12 @@ class Saves:
     def load(self, folder: Path) -> dict[str, Any]:
         """Be as a complete checkpoint was; its state.json. Raises ArtifactError if it cannot."""
         state = self._checkpoints.load(folder)
+        if state["lacks_optimizer"]:
+            self._warn(
+                f"{folder} was saved without the optimizer's states (train.save_optimizer: false), "
+                "so the optimizer starts anew: from here on the numbers are not those of a run "
+                "that was never interrupted"
+            )
         # RNG belongs to a rank of a layout; on another layout there is none to continue.
         mine = state["rng"].get(str(self._ranks.rank))
         if mine and state["layout"] == self._built.layout:
