@@ -1,8 +1,13 @@
 """What a training step drops, and where: watched at every place that may drop something."""
 
+from contextlib import nullcontext
+from pathlib import Path
+
 import pytest
 import torch
 
+from penstock.core.errors import ConfigError
+from penstock.machine import check_machine
 from penstock.models.layers.dropout import Dropout
 from penstock.train.loader import read
 from penstock.train.metrics import read_metrics
@@ -13,6 +18,8 @@ from tests.ranks import on_ranks
 pytestmark = pytest.mark.dist
 
 HIDDEN, OF_ADAPTERS = 0.3, 0.2
+RISING = {"hidden": HIDDEN, "warmup_steps": 4}
+DEEPER = {"hidden": HIDDEN, "depth_scaling": True}
 PARTS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -36,9 +43,10 @@ def job(folder, out, **train):
 
 
 def dropped(job):
-    """Of each site: the share of its input that it drops in a step, whether the rest is scaled by
-    what is written, and the same in an evaluation."""
+    """Of each site: the share of its input that it drops in the second step, whether the rest is
+    scaled by what is written, and the same in an evaluation."""
     loop = loop_of(job)
+    step(loop)
     seen = {}
 
     def watch(module, arguments, output):
@@ -62,18 +70,26 @@ def test_sites_drop_as_much_as_is_written_and_nothing_in_an_evaluation(folder):
     jobs = {
         "none": job(folder, "none", lora=adapters),
         "hidden": job(folder, "hidden", lora=adapters, dropout={"hidden": HIDDEN}),
+        "ffn": job(folder, "ffn", lora=adapters, dropout={"ffn": HIDDEN}),
         "adapters": job(folder, "adapters", lora={**adapters, "lora_dropout": OF_ADAPTERS}),
+        "rising": job(folder, "rising", lora=adapters, dropout=RISING),
+        "deeper": job(folder, "deeper", lora=adapters, dropout=DEEPER),
     }
     [found] = on_ranks(1, each, dropped, jobs)
     blocks = {f"model.layers.{n}.{part}" for n in range(2) for part in ("self_attn", "mlp")}
     linears = {f"model.layers.{n}.self_attn.{part}" for n in range(2) for part in PARTS}
+    within = {f"model.layers.{n}.mlp.act_fn" for n in range(2)}
     rates = {
         "none": {},
+        "ffn": dict.fromkeys(within, HIDDEN),
         "hidden": dict.fromkeys(blocks, HIDDEN),
         "adapters": dict.fromkeys(linears, OF_ADAPTERS),
+        # The second of four steps, and the second of two layers.
+        "rising": dict.fromkeys(blocks, HIDDEN / 4),
+        "deeper": {site: HIDDEN / 2 for site in blocks if ".1." in site},
     }
     for name, (in_training, in_evaluation) in found.items():
-        assert in_training.keys() == in_evaluation.keys() == blocks | linears
+        assert in_training.keys() == in_evaluation.keys() == blocks | within | linears
         for site, calls in in_training.items():
             rate = rates[name].get(site, 0.0)
             assert len(calls) == 4  # rows of a step
@@ -83,6 +99,16 @@ def test_sites_drop_as_much_as_is_written_and_nothing_in_an_evaluation(folder):
                 assert (share > 0) == (rate > 0)
                 assert scale == pytest.approx(1 / (1 - rate), rel=1e-3)
         assert {call for calls in in_evaluation.values() for call in calls} == {(0.0, 1.0)}
+
+
+def test_dropping_within_experts_is_refused_before_anything_starts(tmp_path):
+    for name, refused in (
+        ("qwen3-moe", pytest.raises(ConfigError, match="this qwen3_moe has exp")),
+        ("qwen3", nullcontext()),
+    ):
+        model = Path(f"builtin:tiny-{name}")
+        with refused:
+            check_machine(runs.run_config(tmp_path, model, dropout={"ffn": 0.1}))
 
 
 def results(job):

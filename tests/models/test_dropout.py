@@ -7,13 +7,16 @@ import pytest
 import torch
 
 from penstock.engine.recompute import FORMS, recompute
-from penstock.models.layers.dropout import Dropout, Noise, drawing_from
+from penstock.models.decoder import Decoder, Part
+from penstock.models.layers.dropout import Dropout, Dropping, Noise, drawing_from
+from penstock_kernels.attention import Segments
 from tests.models.twins import (
     assert_gradients_equal,
     documents,
     gradients,
     packed_logits,
     packed_loss,
+    positions,
     their_loss,
     twins,
 )
@@ -29,11 +32,13 @@ def noise_of(ids, *, step=0, first_row=0):
     return Noise(seed=3, step=step, places_T=torch.cat(places))
 
 
-def drops(site, ids):
+def drops(rate, site, ids, step):
     """A hook for transformers' modules that drops as the site does; they see one document after
     another."""
-    dropout = Dropout(RATE, site)
-    noises = cycle([noise_of([document], first_row=row) for row, document in enumerate(ids)])
+    dropout = Dropout(rate, site)
+    noises = cycle(
+        [noise_of([document], step=step, first_row=row) for row, document in enumerate(ids)]
+    )
 
     def hook(_module, _arguments, output):
         with drawing_from(next(noises)):
@@ -44,15 +49,34 @@ def drops(site, ids):
     return hook
 
 
-def test_what_layers_add_is_dropped_from_before_it_is_added():
-    pair = twins("qwen3", dropout=RATE)
+RISING = Dropping(RATE, RATE, warmup_steps=4, depth="rising")
+# Of three layers.
+BY_STEP = {
+    "as written": (Dropping(RATE), 0, (RATE, RATE, RATE)),
+    "in the first step of a rise": (Dropping(RATE, warmup_steps=4), 0, (0, 0, 0)),
+    "in a rise": (Dropping(RATE, warmup_steps=4), 3, (0.3, 0.3, 0.3)),
+    "in a rise, by depth": (RISING, 1, (0, 0.1 / 3, 0.2 / 3)),
+    "after it": (RISING, 4, (0, 0.4 / 3, 0.8 / 3)),
+    "long after it": (RISING, 9, (0, 0.4 / 3, 0.8 / 3)),
+}
+
+
+@pytest.mark.parametrize(("dropping", "step", "rates"), BY_STEP.values(), ids=BY_STEP)
+def test_what_layers_add_is_dropped_from_before_it_is_added(dropping, step, rates):
+    pair = twins("qwen3", dropout=dropping)
     ids, labels = documents()
     for number, layer in enumerate(pair.theirs.model.layers):
         for part in ("self_attn", "mlp"):
             layer.get_submodule(part).register_forward_hook(
-                drops(f"model.layers.{number}.{part}", ids)
+                drops(rates[number], f"model.layers.{number}.{part}", ids, step)
             )
-    with drawing_from(noise_of(ids)):
+        if dropping.ffn:
+            # Of what down_proj is given; transformers has no module that gives it.
+            drop = drops(rates[number], f"model.layers.{number}.mlp.act_fn", ids, step)
+            layer.mlp.down_proj.register_forward_pre_hook(
+                lambda module, given, drop=drop: drop(module, given, given[0])
+            )
+    with drawing_from(noise_of(ids, step=step)):
         mine = packed_loss(pair.ours, ids, labels)
     mine.backward()
     theirs = their_loss(pair.theirs, ids, labels)
@@ -67,7 +91,7 @@ def logits(model, ids, noise):
 
 
 def test_a_token_draws_alike_in_whatever_company_and_otherwise_in_other_steps_rows_and_runs():
-    model = twins("qwen3", dropout=RATE).ours
+    model = twins("qwen3", dropout=Dropping(RATE)).ours
     ids, _ = documents()
     noise = noise_of(ids)
     whole = logits(model, ids, noise)
@@ -84,8 +108,22 @@ def test_a_token_draws_alike_in_whatever_company_and_otherwise_in_other_steps_ro
         assert (logits(model, ids[2:3], other) - within).abs().max() > 0.1
 
 
+def test_a_layer_drops_by_its_number_in_the_whole_model_whichever_part_of_it_is_here():
+    whole = twins("qwen3", dropout=RISING).ours
+    first = Decoder(whole.config, dropout=RISING, part=Part([0], ends=False))
+    second = Decoder(whole.config, dropout=RISING, part=Part([1, 2], begins=False))
+    for part in (first, second):
+        part.load_state_dict({name: whole.state_dict()[name] for name in part.state_dict()})
+    ids, _ = documents()
+    lengths = [len(document) for document in ids]
+    place = positions(lengths), Segments.of(lengths)
+    with torch.no_grad(), drawing_from(noise_of(ids, step=3)):
+        found = second(first(torch.cat(ids), *place), *place)
+    assert torch.equal(found, logits(whole, ids, noise_of(ids, step=3)))
+
+
 def test_nothing_is_dropped_in_an_evaluation_or_without_a_noise():
-    model, plain = (twins("qwen3", dropout=rate).ours for rate in (RATE, 0.0))
+    model, plain = (twins("qwen3", dropout=Dropping(rate)).ours for rate in (RATE, 0.0))
     ids, _ = documents()
     want = packed_logits(plain, ids)
     assert torch.equal(logits(model, ids, None), want)
@@ -99,12 +137,12 @@ def test_what_is_computed_again_drops_what_it_dropped_before(kind, modules):
     ids, labels = documents()
     found = []
     for again in (False, True):
-        model = twins("qwen3", dropout=RATE).ours
+        model = twins("qwen3", dropout=RISING).ours
         if again:
             recompute(model, modules, kind)
-        with drawing_from(noise_of(ids)):
+        with drawing_from(noise_of(ids, step=2)):
             loss = packed_loss(model, ids, labels)
-        # As in a pipeline, where another micro-batch is on its way forward.
+        # As in a pipeline, where another micro-batch is on its way forward; the step tells it.
         with drawing_from(noise_of(ids, step=9)):
             loss.backward()
         found.append(gradients(model))
@@ -113,9 +151,9 @@ def test_what_is_computed_again_drops_what_it_dropped_before(kind, modules):
 
 
 def test_sites_are_called_alike_in_every_part_of_a_model():
-    pair = twins("qwen3", dropout=RATE)
+    pair = twins("qwen3", dropout=Dropping(RATE))
     sites = [module.site for module in pair.ours.modules() if isinstance(module, Dropout)]
-    assert len(set(sites)) == len(sites) == 2 * 3
+    assert len(set(sites)) == len(sites) == 3 * 3
     # By the names of transformers' modules, whatever ours are called.
     known = {name for name, _ in pair.theirs.named_modules()}
     assert set(sites) < known

@@ -12,3 +12,14 @@ class DropoutConfig(Section):
 
     hidden: float = Field(default=0.0, ge=0, lt=1)
     """Of what each layer's attention and feed-forward network add to the hidden states."""
+
+    ffn: float = Field(default=0.0, ge=0, lt=1)
+    """Of what each layer's feed-forward network computes within, before its last matrix. For models
+    without experts."""
+
+    warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps in which both rise in a line from 0, which they are in the first one, and
+    then stay. 0: they are what is written at once."""
+
+    depth_scaling: bool = False
+    """Drop less in earlier layers: in layer l of L, counted from 0, l / L of what is written."""

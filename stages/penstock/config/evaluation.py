@@ -32,6 +32,11 @@ class EvaluationConfig(Section):
     eval_at_end: bool = True
     """Evaluate after the last step, where anything is held out."""
 
+    eval_sanity_batches: int = Field(default=0, ge=0)
+    """Before its first step, a start of a run that does not evaluate then anyway tries evaluating
+    on so many batches, of the rows that cost most: what is wrong with evaluations ends the run now
+    and not hours later. The numbers are no evaluation, and are not told. 0: none."""
+
     eval_max_batches: Annotated[int | float | None, AfterValidator(_batches_or_share)] = None
     """How much of what is held out is evaluated on: so many batches of as many rows as a step has,
     or the share of all rows, up to 1.0; always the same rows. 0: none, so no evaluation. Unset:

@@ -26,7 +26,7 @@ def _something_is_held_out(run: RunConfig) -> Faults:
     # Data that is prepared already may hold some out; that is found when it is read.
     if data.test_datasets or data.val_set_size or data.skip_prepare_dataset:
         return
-    wishes = ("eval_steps", "eval_epochs", "eval_at_start", "eval_only")
+    wishes = ("eval_steps", "eval_epochs", "eval_at_start", "eval_sanity_batches", "eval_only")
     found: list[Steps] = [
         ("train", name)
         for name in (*wishes, "eval_max_batches", "eval_micro_batch_size")

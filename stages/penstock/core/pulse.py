@@ -6,7 +6,7 @@ import platform
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 SIZE = 512
@@ -86,7 +86,7 @@ class Pulse:
             self._hears(self._beat)
         if self._file is not None:
             with suppress(OSError):
-                line = json.dumps(asdict(self._beat)).encode()
+                line = json.dumps(vars(self._beat)).encode()
                 os.pwrite(self._file, line.ljust(SIZE)[:SIZE], 0)
 
 

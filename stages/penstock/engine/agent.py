@@ -1,11 +1,11 @@
 """Torchrun, told to end when the process that started it ends.
 
-`python -m penstock.engine.agent PARENT_PID DEATHS.json TORCHRUN_ARGUMENTS...`
+`python -m penstock.engine.agent PARENT_PID DEATHS.json PATIENCE TORCHRUN_ARGUMENTS...`
 
-A request to end is passed on to the ranks, and the agent stays with them until they have saved, so
-that agents of other machines see it leave with the rest. Torch's own handler leaves at once: the
-others would wait minutes for it, and a second request, which is usual where a scheduler signals
-every process of a job, would leave the ranks in the middle of their save.
+A request to end is passed on to the ranks, and the agent stays with them until they have saved, for
+PATIENCE seconds, so that agents of other machines see it leave with the rest. Torch's own handler
+leaves at once: the others would wait minutes for it, and a second request, which is usual where a
+scheduler signals every process of a job, would leave the ranks in the middle of their save.
 """
 
 import json
@@ -24,9 +24,6 @@ from torch.distributed.run import main
 
 from penstock.core.orphan import end_with_parent
 
-PATIENCE_SECONDS = 75
-"""How long ranks may take to save before they are killed; less than the launcher's own patience."""
-
 
 def _pass_on(signum: int, _frame: FrameType | None) -> None:
     """Ask the ranks to end; without any there is nothing to wait for."""
@@ -40,7 +37,7 @@ def _pass_on(signum: int, _frame: FrameType | None) -> None:
         raise api.SignalException(f"asked to end by {number.name}", sigval=number)
     if not signal.getitimer(signal.ITIMER_REAL)[0]:
         signal.signal(signal.SIGALRM, _give_up)
-        signal.setitimer(signal.ITIMER_REAL, PATIENCE_SECONDS)
+        signal.setitimer(signal.ITIMER_REAL, float(sys.argv[3]))
 
 
 def _give_up(_signum: int, _frame: FrameType | None) -> None:
@@ -79,7 +76,7 @@ if __name__ == "__main__":
     # Torch looks its handler up when it starts ranks.
     api._terminate_process_handler = _pass_on
     try:
-        main(sys.argv[3:])
+        main(sys.argv[4:])
     except api.SignalException as stopped:
         # Its stack says nothing to anyone.
         sys.exit(128 + stopped.sigval)

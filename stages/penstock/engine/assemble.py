@@ -26,10 +26,11 @@ from penstock.config.train import TrainConfig
 from penstock.engine.adapter_norms import norms_for
 from penstock.engine.adapter_start import AdapterStart
 from penstock.engine.attention_choice import choose_attention
-from penstock.engine.balance import require_routers
 from penstock.engine.base_weights import Base
+from penstock.engine.changes import Changes
 from penstock.engine.checkpoint_state import Trained
 from penstock.engine.compiling import compile_layers
+from penstock.engine.dropping import dropping, drops
 from penstock.engine.evaluation import Onlooker
 from penstock.engine.expert_exchange import choose_exchange
 from penstock.engine.expert_kernels import choose_experts
@@ -45,6 +46,7 @@ from penstock.engine.learning import learning
 from penstock.engine.loss import require_products, told_loss, trained_loss
 from penstock.engine.loss_scale import LossScale
 from penstock.engine.merging import merging_of
+from penstock.engine.model_limits import require_possible
 from penstock.engine.norms import norms_of
 from penstock.engine.offload import offload, store_for
 from penstock.engine.optimizer import accumulate_as_written, optimizer_of
@@ -64,7 +66,6 @@ from penstock.engine.parallel.pieces import Held
 from penstock.engine.parallel.split import described
 from penstock.engine.parallel.tensor import divide
 from penstock.engine.parallel.vocabulary import Vocabulary
-from penstock.engine.positions import require_whole_documents
 from penstock.engine.quantisation_noise import add_noise
 from penstock.engine.quantised_folder import Drawn
 from penstock.engine.ranks import Ranks
@@ -76,7 +77,6 @@ from penstock.models.cost import Learning, pairs_per_token
 from penstock.models.decoder import Decoder, Part
 from penstock.models.family import Family
 from penstock.models.layers.attention import Attend
-from penstock.models.layers.dropout import Dropout
 from penstock.models.layers.experts import ExpertOperations
 from penstock.models.registry import family_of
 from penstock.models.shape import DecoderConfig
@@ -121,8 +121,7 @@ def assemble(
     a folder of an adapter to go on from.
     """
     train = run.train
-    require_routers(run, hf_config)
-    require_whole_documents(train, hf_config)
+    require_possible(run, hf_config)
     mesh = Mesh(
         degrees_of(train, ranks.world),
         ranks.rank,
@@ -191,10 +190,12 @@ def assemble(
         held=held,
         context=context,
         sync=gradient_sync(train, mesh, parts, held),
-        pipeline=pipeline_of(parts, mesh, train, ranks.device, residual, casting),
+        pipeline=pipeline_of(parts, mesh, train, ranks, residual, casting),
         casting=casting,
+        pulse=ranks.pulse,
     )
     told = told_loss(run)
+    changes = Changes()
     engine = Engine(
         layout=layout,
         optimizer=optimizer,
@@ -205,17 +206,27 @@ def assemble(
         noise_seed=train.seed if run.lora.enable_aqn or any(map(drops, parts)) else None,
         routers=routers_of(train, config, parts, held, mesh, ranks),
         merging=merging_of(run, parts, held, optimizer, names, mesh, ranks),
-        fused=FusedStep(optimizer, layout.trainable, ranks) if train.fuse_optimizer_step else None,
+        fused=(
+            FusedStep(optimizer, layout.trainable, ranks, changes)
+            if train.fuse_optimizer_step
+            else None
+        ),
         copies=copies,
         scaling=LossScale(train.loss_scale_init) if train.computes_in == "float16" else None,
         norms=norms_of(train, held, ranks),
+        changes=changes,
     )
     degrees = mesh.degrees
     return Assembled(
         engine=engine,
         onlooker=Onlooker(layout, ranks, vocabulary.scores(told), vocabulary.likeliest(told)),
         trained=Trained(
-            held, optimizer, only_trained=keeps_only_adapters(run.lora), stepped=stepped
+            held,
+            optimizer,
+            only_trained=keeps_only_adapters(run.lora),
+            stepped=stepped,
+            states="saved" if train.save_optimizer else "left out",
+            changes=changes,
         ),
         degrees=degrees,
         layout={"mode": train.data_parallel_mode, **asdict(degrees)},
@@ -244,7 +255,7 @@ def build_empty(
             experts=experts,
             operations=operations_as_written(run.model),
             router="fp32" if run.model.router_fp32 else "model",
-            dropout=run.train.dropout.hidden,
+            dropout=dropping(run.train.dropout),
             part=part,
         )
         if run.model.freeze_router:
@@ -265,7 +276,7 @@ def pipeline_of(
     parts: Sequence[Decoder],
     mesh: Mesh,
     train: TrainConfig,
-    device: torch.device,
+    ranks: Ranks,
     residual: Residual,
     casting: Casting,
 ) -> "Pipeline | None":
@@ -275,7 +286,8 @@ def pipeline_of(
     # Its schedules bring the compiler with them, a second that others need not wait.
     from penstock.engine.parallel.pipeline import Pipeline  # noqa: PLC0415
 
-    return Pipeline(parts, mesh, train, device=device, residual=residual, casting=casting)
+    how = {"residual": residual, "casting": casting}
+    return Pipeline(parts, mesh, train, device=ranks.device, pulse=ranks.pulse, **how)
 
 
 def keep_frozen_in(dtype: torch.dtype, model: Decoder) -> None:
@@ -303,11 +315,6 @@ def of_exact_routers(model: Decoder) -> set[int]:
     """The identities of their parameters."""
     exact = [router for router in model.routers().values() if router.is_exact]
     return {id(parameter) for router in exact for parameter in router.parameters()}
-
-
-def drops(part: Decoder) -> bool:
-    """Whether anything in it is dropped in training."""
-    return any(isinstance(module, Dropout) and module.rate for module in part.modules())
 
 
 def casting_of(train: TrainConfig, device: torch.device) -> Casting:

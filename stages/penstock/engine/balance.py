@@ -70,11 +70,15 @@ def asks_of_routers(train: TrainConfig) -> bool:
     return any(getattr(train, name) for name in ASKING)
 
 
+def has_experts(hf: HfConfig) -> bool:
+    """Whether some layers of the model whose config.json this is have experts."""
+    return hf.get("model_type") in SPARSE or any(hf.get(name) for name in EXPERTS)
+
+
 def require_routers(run: RunConfig, hf: HfConfig) -> None:
     """Raise ConfigError for what is asked of routers that the model does not have."""
     family = hf.get("model_type")
-    has_experts = family in SPARSE or any(hf.get(name) for name in EXPERTS)
-    if asks_of_routers(run.train) and not has_experts:
+    if asks_of_routers(run.train) and not has_experts(hf):
         raise _without_experts(run.train)
     written = run.train.moe_aux_loss_coef
     load = balance_of(hf) if written is None else written

@@ -14,7 +14,7 @@ from penstock.core.pulse import Beat
 
 NAMES = {
     "reading rows": "data",
-    "forward and backward": "forward_backward",
+    "waiting for other stages": "bubble",
     "update": "optimizer",
 }
 """What phases are called in the metrics, where that is not their own name."""

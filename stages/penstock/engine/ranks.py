@@ -43,10 +43,14 @@ class Ranks:
 
     def anywhere(self, flag: int) -> int:
         """The highest `flag` on any rank; all ranks get the same answer. 0 is none."""
-        mark = torch.tensor(int(flag), device=self.device)
+        return self.most(flag)[0]
+
+    def most(self, *values: int) -> list[int]:
+        """The highest of each of these values on any rank; all ranks get the same answer."""
+        marks = torch.tensor([int(value) for value in values], device=self.device)
         with self.pulse.waiting():
-            dist.all_reduce(mark, op=dist.ReduceOp.MAX)
-            return int(mark.item())
+            dist.all_reduce(marks, op=dist.ReduceOp.MAX)
+            return marks.tolist()
 
     def gather(self, value: T) -> list[T]:
         """Each rank's `value`, in rank order, on every rank."""

@@ -13,6 +13,7 @@ from torch import nn
 
 from penstock.models.layers.attention import Attend
 from penstock.models.layers.block import Block
+from penstock.models.layers.dropout import NOTHING, Dropping
 from penstock.models.layers.experts import ExpertOperations, operations_of
 from penstock.models.layers.mixture import MixtureOfExperts
 from penstock.models.layers.norm import RMSNorm
@@ -60,7 +61,7 @@ class Trunk(nn.Module):
         operations: Operations,
         experts: ExpertOperations,
         router: Precision,
-        dropout: float,
+        dropout: Dropping,
     ) -> None:
         super().__init__()
         self.embed_tokens = (
@@ -110,10 +111,9 @@ class Decoder(nn.Module):
         experts: ExpertOperations = BEST,
         operations: Operations = BEST_OPERATIONS,
         router: Precision = "fp32",
-        dropout: float = 0.0,
+        dropout: Dropping = NOTHING,
         part: Part | None = None,
     ) -> None:
-        """`dropout`: the rate at which features are dropped from what layers add to the stream."""
         super().__init__()
         part = part or Part.all_of(config)
         self.config = config

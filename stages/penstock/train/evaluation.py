@@ -13,7 +13,7 @@ import torch
 
 from penstock.config.faults import shown
 from penstock.config.train import TrainConfig
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, StageError
 from penstock.engine.assemble import Assembled
 from penstock.engine.ranks import Ranks
 from penstock.rows.batches import Integers, deal
@@ -44,6 +44,7 @@ class HeldOut:
         # Micro-batches are computed one by one, however long others are.
         self._reading = replace(reading, pad_to="own")
         self._size = train.eval_micro_batch_size or train.micro_batch_size
+        self._rows_per_batch = rows_per_batch
         self._chosen = chosen_rows(len(rows), train.eval_max_batches, rows_per_batch)
         self._costs = built.pairs_per_token * rows.lengths() + rows.squares()
         self._sources = Sources.read(rows.folder)
@@ -59,16 +60,34 @@ class HeldOut:
         labels = self._sources.labels if self._sources else ()
         return [LOSS, PERPLEXITY, ACCURACY, *(f"{LOSS}/{label}" for label in labels)]
 
-    def evaluate(self, is_asked_to_stop: Callable[[], object]) -> dict[str, float] | None:
+    def rehearse(self, batches: int, is_asked_to_stop: Callable[[], object]) -> None:
+        """Evaluate on the dearest rows alone, so many `batches` of them, and tell nobody.
+
+        Raises StageError if the loss is not finite. Called by all ranks.
+        """
+        found = self.evaluate(is_asked_to_stop, most_rows=batches * self._rows_per_batch)
+        if found and not math.isfinite(found[LOSS]):
+            raise StageError(
+                f"before the first step the loss of {batches} batch(es) of held-out rows is "
+                f"{found[LOSS]}, so every evaluation would be broken.\n"
+                "  Look at the weights of model.model_path and at the held-out rows; "
+                "train.eval_sanity_batches: 0 trains without this look at them."
+            )
+
+    def evaluate(
+        self, is_asked_to_stop: Callable[[], object], *, most_rows: int | None = None
+    ) -> dict[str, float] | None:
         """Mean cross-entropy over the trained tokens, its exponential, the share of tokens that the
         model foretells, and the mean of each data set where there are several.
 
-        None when any rank is asked to stop before the end. Called by all ranks; all get the same.
+        None when any rank is asked to stop before the end. `most_rows` are evaluated on, the
+        dearest ones; by default all. Called by all ranks; all get the same.
         """
         kinds = len(self._sources.labels) if self._sources else 1
         found = torch.zeros(kinds, 3, dtype=torch.float64, device=self._ranks.device)
         # Replicas compute rows of similar cost at the same time.
-        dearest_first = self._chosen[np.argsort(-self._costs[self._chosen], kind="stable")]
+        by_cost = np.argsort(-self._costs[self._chosen], kind="stable")
+        dearest_first = self._chosen[by_cost][:most_rows]
         at_once = self._built.degrees.num_replicas * self._size
         for start in range(0, len(dearest_first), at_once):
             if self._ranks.anywhere(bool(is_asked_to_stop())):
@@ -124,7 +143,7 @@ def held_out_rows(
     if folder.is_dir():
         rows = PackedRows(folder)
         found = HeldOut(rows, built, ranks, train, reading, rows_per_batch=rows_per_batch)
-    asking = ("eval_only", "eval_at_start", "eval_steps", "eval_epochs")
+    asking = ("eval_only", "eval_at_start", "eval_steps", "eval_epochs", "eval_sanity_batches")
     asked = [name for name in asking if getattr(train, name)]
     # No batches are a wish too, but for a run that does nothing else.
     if asked and (found is None or (train.eval_only and not found)):

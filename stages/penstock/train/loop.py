@@ -75,10 +75,14 @@ class Loop:
         """The step where this start of the run began."""
         self._untrained: int | None = 0
         """The step of the weights that were given; None: this run has trained them before."""
+        self._memory = 0
+        """The most that any rank has used, and which, as `measures` have it."""
         self._evaluated: dict[str, Any] | None = None
         """The numbers of this step's evaluation."""
         self._loader: Loader | None = None
         self._recorder: Recorder | None = None
+        self._told_early: list[str] = []
+        """Warnings that nobody could be told yet."""
         self._samples: MetricsLog | None = None
 
     @property
@@ -116,6 +120,7 @@ class Loop:
     def _go_on(self, due: set[Duty]) -> str | None:
         """Take step after step; what ended the run, or None when asked to stop before."""
         word = self._agree()
+        self._rehearse(due, word)
         while True:
             stopped = word == STOP and (bool(due) or not self._ended_by(word))
             if stopped or not self._look(due, word):
@@ -127,14 +132,20 @@ class Loop:
             before = self.batches.progress(self.at.cursor)
             with self.profile.step(self.at.step):
                 record = self._step()
-            self._tell(record)
             word = self._agree()
+            self._tell({**record, **self.measures.of_memory(self._memory)})
             due = self._due(before, word)
             if self._ended_by(word):
                 self.saves.must(self.at, self._standing(due))
             elif self._is_due(self.train.save_steps, self.train.save_epochs, before):
                 self.saves.may(self.at, self._standing(due))
             self._tidy()
+
+    def _rehearse(self, due: set[Duty], word: int) -> None:
+        """Before the first step of this start: what is wrong with evaluations is told now."""
+        batches, ends = self.train.eval_sanity_batches, word == STOP or self._ended_by(word)
+        if self.held_out and batches and not ends and "evaluation" not in due:
+            self.held_out.rehearse(batches, lambda: self.stop)
 
     def _step(self) -> dict[str, Any]:
         started = time.perf_counter()
@@ -188,9 +199,11 @@ class Loop:
         )[self.built.engine.layout.mesh.index("replicate", "shard")]
 
     def _agree(self) -> int:
-        """Whether to go on, asked on all ranks: their clocks and signals may differ."""
+        """Whether to go on, asked on all ranks: their clocks and signals may differ. By the way
+        they tell how much memory they have used."""
         mine = STOP if self.stop else TIME_IS_UP if self.clock.is_up else GO_ON
-        return self.ranks.anywhere(mine)
+        word, self._memory = self.ranks.most(mine, self.measures.memory_here())
+        return word
 
     def _ended_by(self, word: int) -> str | None:
         """The setting that ends the run here; None: it goes on."""
@@ -324,6 +337,8 @@ class Loop:
         self._recorder = Recorder(self.job, done=self.at.step, total=self.total_steps)
         if self.sampler:
             self._samples = MetricsLog(self.job.output_dir / SAMPLES, self.at.step)
+        for text in self._told_early:
+            self._recorder.warn(self.at.step, text)
 
     def _tell(self, record: dict[str, Any]) -> None:
         if self._recorder:
@@ -332,6 +347,8 @@ class Loop:
     def _warn(self, text: str) -> None:
         if self._recorder:
             self._recorder.warn(self.at.step, text)
+        else:
+            self._told_early.append(text)
 
     def _epochs(self) -> float:
         return round(float(self.batches.progress(self.at.cursor)), 4)

@@ -63,9 +63,21 @@ class Measures:
         return {
             "tflops": round(per_second / 1e12, 5),
             "mfu": round(per_second / self._peak, 5) if self._peak else None,
-            "memory_gib": round(self._memory() / GIB, 4),
             "phases": self._phases.take(),
         }
+
+    def memory_here(self) -> int:
+        """Bytes at most in use: on this rank's GPU since this was last asked, else by its process
+        so far. In one number with whose they are, so that the highest of any rank tells both."""
+        world = self._ranks.world
+        return self._memory() * world + world - 1 - self._ranks.rank
+
+    def of_memory(self, most: int) -> dict[str, Any]:
+        """What a record tells of the highest `memory_here`, and of several ranks whose it is."""
+        world = self._ranks.world
+        used, behind = divmod(most, world)
+        whose = {"memory_rank": world - 1 - behind} if world > 1 else {}
+        return {"memory_gib": round(used / GIB, 4), **whose}
 
     def close(self) -> None:
         """Take no more time."""
@@ -77,7 +89,6 @@ class Measures:
         return step_flops(self._config, work, learning=self._learning)
 
     def _memory(self) -> int:
-        """Bytes at most in use: on the rank's GPU in this step, else by its process so far."""
         if self._ranks.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._ranks.device)
             torch.cuda.reset_peak_memory_stats(self._ranks.device)

@@ -1,12 +1,13 @@
 """A model laid out over ranks: its parts here, and how a step runs through them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from penstock.core.pulse import Pulse
 from penstock.engine.parallel.call import Call, Casting
 from penstock.engine.parallel.context import Context
 from penstock.engine.parallel.data import GradientSync
@@ -37,6 +38,9 @@ class Layout:
     """None where the only part is the whole model."""
     casting: Casting
     """Entered around forward passes: casts, where the weights are not cast themselves."""
+    pulse: Pulse = field(default_factory=Pulse, compare=False)
+    """Hears which pass begins, where gradients are computed. What sums them is of the backward
+    ones."""
 
     @property
     def trainable(self) -> list[Held]:
@@ -56,6 +60,7 @@ class Layout:
         if self.pipeline:
             self.sync.before(last=True)
             total = self.pipeline.forward_backward(calls)
+            self.pulse.begins("backward")
         else:
             total = self._one_by_one(calls)
         self.sync.finish()
@@ -90,7 +95,9 @@ class Layout:
         total = torch.zeros((), device=calls[0].input_ids_T.device)
         for index, call in enumerate(calls):
             self.sync.before(last=index == len(calls) - 1)
+            self.pulse.begins("forward")
             loss = self._reduced(call)
+            self.pulse.begins("backward")
             loss.backward()
             total += loss.detach()
         return total

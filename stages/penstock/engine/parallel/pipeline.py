@@ -5,8 +5,8 @@ it has already. T tokens of a micro-batch on this rank, D model width.
 """
 
 import logging
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -19,6 +19,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from penstock.config.train import TrainConfig
+from penstock.core.pulse import Pulse
 from penstock.engine.parallel.call import Call, Casting
 from penstock.engine.parallel.mesh import Mesh
 from penstock.engine.parallel.pieces import local
@@ -29,6 +30,8 @@ from penstock.models.layers.watch import watched_by
 
 # Of an error it prints the whole schedule, a hundred lines, above the error itself.
 logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
+
+BETWEEN_PASSES = "waiting for other stages"
 
 
 class Pipeline:
@@ -43,17 +46,19 @@ class Pipeline:
         device: torch.device,
         residual: Literal["whole", "split"] = "whole",
         casting: Casting = nullcontext,
+        pulse: Pulse | None = None,
     ) -> None:
         """`parts` are those of `parts_of`, in that order, sharded or not.
 
         With a `residual` split over the tensor axis, each rank passes its own part of the hidden
         states on. `casting` is entered around each forward pass, and never around a backward one.
+        `pulse` hears of each pass where gradients are computed, and of what lies between them.
         """
         self._parts, self._train, self._device = parts, train, device
         self._width = parts[0].config.hidden_size
         self._share = mesh.size("tensor") if residual == "split" else 1
         self._dtype: torch.dtype = getattr(torch, train.computes_in)
-        self._casting = casting
+        self._casting, self._pulse = casting, pulse or Pulse()
         self._numbers = stages_of_rank(train, mesh.index("pipeline"))
         self._num_stages = mesh.size("pipeline") * virtual_stages(train)
         ranks = mesh.ranks("pipeline")
@@ -179,7 +184,7 @@ class Pipeline:
             for number, part in zip(self._numbers, self._parts, strict=True)
         ]
         for stage in stages:
-            stage.casting = self._casting
+            stage.casting, stage.pulse = self._casting, self._pulse
         return _Running((num_calls, num_tokens), stages, self._train)
 
 
@@ -188,6 +193,7 @@ class _Stage(PipelineStage):
 
     calls: Sequence[Call] = ()
     casting: Casting = nullcontext
+    pulse: Pulse
 
     def forward_one_chunk(
         self,
@@ -198,7 +204,7 @@ class _Stage(PipelineStage):
     ) -> Any:
         del args, kwargs
         call = self.calls[fwd_chunk_id]
-        with drawing_from(call.noise), watched_by(call.watch):
+        with self._telling("forward"), drawing_from(call.noise), watched_by(call.watch):
             return super().forward_one_chunk(
                 fwd_chunk_id,
                 (call.input_ids_T,),
@@ -209,6 +215,20 @@ class _Stage(PipelineStage):
                 },
                 save_forward_output,
             )
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self._telling("backward"):
+            return super().backward_one_chunk(*args, **kwargs)
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self._telling("backward"):
+            return super().backward_weight_one_chunk(*args, **kwargs)
+
+    @contextmanager
+    def _telling(self, phase: str) -> Generator[None]:
+        self.pulse.begins(phase)
+        yield
+        self.pulse.begins(BETWEEN_PASSES)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         with self.casting():
@@ -241,6 +261,7 @@ class _Running:
         losses: list[torch.Tensor] = []
         for stage in self._stages:
             stage.calls = calls
+        self._stages[0].pulse.begins(BETWEEN_PASSES)
         # Torch wants a target for each micro-batch; `reduce` has its own.
         targets = torch.empty(len(calls), device="meta")
         self._schedule.step(target=targets, losses=losses, return_outputs=False)

@@ -31,6 +31,7 @@ from penstock.engine.parallel.vocabulary import DividedEmbedding, rows_here
 from penstock.models.decoder import Decoder
 from penstock.models.layers.block import SOCKETS, Block
 from penstock.models.layers.dropout import Dropout
+from penstock.models.layers.feed_forward import FeedForward
 from penstock.models.layers.mixture import MixtureOfExperts
 from penstock.models.layers.quantised import QuantisedMatrix
 from penstock.models.layers.router import Router
@@ -60,12 +61,7 @@ def divide(model: Decoder, mesh: Mesh, roles: Roles, *, residual: Residual) -> N
     if model.is_tied:
         model.tie()
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and not cuts.is_in_mixture(name):
-            _resize(module, f"{name}.weight", cuts, group)
-        if isinstance(module, Dropout) and _sees_share(name, cuts):
-            module.places_here = partial(share_of, group=group)
-        if isinstance(module, Router):
-            module.rows_here = partial(share_of, group=group)
+        _tell(module, name, cuts, group)
     if (table := model.model.embed_tokens) is not None:
         first = cuts.span("embed_tokens").first
         model.model.embed_tokens = _divided(table, first, group, residual)
@@ -140,6 +136,19 @@ def _resize(module: nn.Linear, weight: str, cuts: Cuts, group: dist.ProcessGroup
             assert isinstance(dropout, Dropout)
             dropout.first_feature = cuts.span(layer, columns).first
         module.sum_squares = partial(_summed, group=group)
+
+
+def _tell(module: nn.Module, name: str, cuts: Cuts, group: dist.ProcessGroup) -> None:
+    """Tell a module what it has left, and what arrives at it."""
+    if isinstance(module, nn.Linear) and not cuts.is_in_mixture(name):
+        _resize(module, f"{name}.weight", cuts, group)
+    if isinstance(module, Dropout) and _sees_share(name, cuts):
+        module.places_here = partial(share_of, group=group)
+    if isinstance(module, FeedForward) and module.drop:
+        inner = cuts.names.config.intermediate_size
+        module.drop.first_feature = cuts.span("down_proj", inner).first
+    if isinstance(module, Router):
+        module.rows_here = partial(share_of, group=group)
 
 
 def _summed(squares: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from penstock.models.layers.attention import Attend, SelfAttention
-from penstock.models.layers.dropout import Dropout
+from penstock.models.layers.dropout import NOTHING, Dropping
 from penstock.models.layers.experts import ExpertOperations
 from penstock.models.layers.feed_forward import FeedForward
 from penstock.models.layers.mixture import MixtureOfExperts
@@ -36,9 +36,9 @@ class Block(nn.Module):
         operations: Operations,
         experts: ExpertOperations,
         router: Precision,
-        dropout: float = 0.0,
+        dropout: Dropping = NOTHING,
     ) -> None:
-        """`dropout`: the rate at which features are dropped from what is added to the stream."""
+        """`layer` is its number in the whole model, from 0."""
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(width, eps, operations=operations)
@@ -51,10 +51,16 @@ class Block(nn.Module):
         self.mlp = (
             MixtureOfExperts(config, sparse, operations=experts, router=router, gate=gate)
             if sparse
-            else FeedForward(width, config.intermediate_size, bias=config.mlp_bias, gate=gate)
+            else FeedForward(
+                width,
+                config.intermediate_size,
+                bias=config.mlp_bias,
+                gate=gate,
+                drop=dropout.site("ffn", "mlp.act_fn", layer, config.num_hidden_layers),
+            )
         )
         self.drop_attn, self.drop_mlp = (
-            Dropout(dropout, f"model.layers.{layer}.{part}") for part in SOCKETS
+            dropout.site("hidden", part, layer, config.num_hidden_layers) for part in SOCKETS
         )
         self.run_attn: Run = direct
         self.run_mlp: Run = direct

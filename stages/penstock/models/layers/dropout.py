@@ -1,8 +1,9 @@
 """Dropout whose draws depend on what is dropped, and on nothing that has been drawn before.
 
 What is kept of a token at a site is a function of the run's seed, the step, the site's name, the
-token and the feature. So neither the layout, nor the order of micro-batches, nor computing a layer
-twice changes it, and a run that goes on draws what it would have drawn.
+token and the feature, and how much is kept one of the step and the layer. So neither the layout,
+nor the order of micro-batches, nor computing a layer twice changes it, and a run that goes on draws
+what it would have drawn.
 
 T tokens, F features.
 """
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -72,6 +73,33 @@ def drawing_alike(run: Callable[..., R]) -> Callable[..., R]:
     return alike
 
 
+@dataclass(frozen=True)
+class Dropping:
+    """How much a model drops."""
+
+    hidden: float = 0.0
+    """The rate for what attention and feed-forward networks add to the residual stream."""
+    ffn: float = 0.0
+    """The rate for what goes into the last matrix of a feed-forward network."""
+    warmup_steps: int = 0
+    """Steps in which rates rise in a line: none is dropped in the first, and with 0 all rates are
+    reached at once."""
+    depth: Literal["alike", "rising"] = "alike"
+    """Whether layers drop alike, or layer l of L, from 0, l / L of the rate."""
+
+    def site(
+        self, of: Literal["hidden", "ffn"], part: str, layer: int, num_layers: int
+    ) -> "Dropout":
+        """Where a layer, from 0, drops from what its `part` gives."""
+        share = layer / num_layers if self.depth == "rising" else 1.0
+        rate = self.hidden if of == "hidden" else self.ffn
+        site = f"model.layers.{layer}.{part}"
+        return Dropout(rate, site, share=share, warmup_steps=self.warmup_steps)
+
+
+NOTHING = Dropping()
+
+
 class Dropout(Numbered):
     """One place in a model where features are dropped, in training alone.
 
@@ -80,29 +108,42 @@ class Dropout(Numbered):
     that arrive here; and whoever lets only some features arrive sets `first_feature`.
     """
 
-    def __init__(self, rate: float, site: str) -> None:
+    def __init__(
+        self, rate: float, site: str, *, share: float = 1.0, warmup_steps: int = 0
+    ) -> None:
+        """A `share` of the rate is in force, once `warmup_steps` are over."""
         super().__init__()
-        self.rate, self.site = rate, site
+        self.site = site
+        self.drops = rate > 0
+        """Whether anything is ever dropped at such sites. All that a program may know of the rate,
+        which is another one in other layers and steps."""
+        self._rate, self._warmup_steps = rate * share, warmup_steps
         self.first_feature = 0
         self.places_here: Callable[[torch.Tensor], torch.Tensor] = _all_of_them
 
     def forward(self, x_TF: torch.Tensor) -> torch.Tensor:
         """What is left, [T, F], divided by the share that is kept."""
-        if not (self.training and self.rate):
+        if not (self.training and self.drops):
             return x_TF
         number = self.known_number()
         if number is not None:
             places_T, rate, key = _draws_of(x_TF.detach(), number)
             return dropout(x_TF, places_T, rate, key, self.first_feature)
         noise = current_noise()
-        if noise is None:
+        rate = self.rate_in(noise.step) if noise else 0.0
+        if noise is None or not rate:
             return x_TF
         places_T = self.places_here(noise.places_T)
-        return dropout(x_TF, places_T, self.rate, noise.key(self.site), self.first_feature)
+        return dropout(x_TF, places_T, rate, noise.key(self.site), self.first_feature)
+
+    def rate_in(self, step: int) -> float:
+        """The rate in this step, from 0."""
+        warmup = self._warmup_steps
+        return self._rate * step / warmup if step < warmup else self._rate
 
     def extra_repr(self) -> str:
         """What a printed model says of it."""
-        return f"{self.rate}, site={self.site}"
+        return f"{self._rate}, site={self.site}"
 
 
 def _all_of_them(places_T: torch.Tensor) -> torch.Tensor:
@@ -120,7 +161,7 @@ def _draws(
         return x.new_zeros(len(x), dtype=torch.int64), *on_host(0.0, 0)
     # Not the noise's own tensor: a program may write over what it is given.
     places_T = site.places_here(noise.places_T).clone()
-    return places_T, *on_host(site.rate, noise.key(site.site))
+    return places_T, *on_host(site.rate_in(noise.step), noise.key(site.site))
 
 
 def _draws_fake(

@@ -1,23 +1,37 @@
-"""The gated feed-forward network."""
+"""The gated feed-forward network.
+
+T tokens, D model width, F feed-forward width.
+"""
 
 import torch
 from torch import nn
 
+from penstock.models.layers.dropout import Dropout
 from penstock.models.layers.operations import Gate
 from penstock_kernels.glu import swiglu
 
 
 class FeedForward(nn.Module):
-    """`down(gate(gate_proj(x), up_proj(x)))`, such as `silu(...) * ...`. T tokens, D model width,
-    F feed-forward width."""
+    """`down(drop(gate(gate_proj(x), up_proj(x))))`, with a gate such as `silu(...) * ...`."""
 
-    def __init__(self, width: int, inner: int, *, bias: bool, gate: Gate = swiglu) -> None:
+    def __init__(
+        self,
+        width: int,
+        inner: int,
+        *,
+        bias: bool,
+        gate: Gate = swiglu,
+        drop: Dropout | None = None,
+    ) -> None:
+        """Without a `drop` nothing is dropped."""
         super().__init__()
         self.gate_proj = nn.Linear(width, inner, bias=bias)
         self.up_proj = nn.Linear(width, inner, bias=bias)
         self.down_proj = nn.Linear(inner, width, bias=bias)
         self.gate = gate
+        self.drop = drop
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """The network's contribution to the residual stream, [T, D]."""
-        return self.down_proj(self.gate(self.gate_proj(x_TD), self.up_proj(x_TD)))
+        y_TF = self.gate(self.gate_proj(x_TD), self.up_proj(x_TD))
+        return self.down_proj(y_TF if self.drop is None else self.drop(y_TF))
