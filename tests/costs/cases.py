@@ -4,6 +4,15 @@ from collections.abc import Mapping
 from typing import Any
 
 LONG = [1024, 512, 512]
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 512,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+MANY = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
 
 Case = Mapping[str, Any]
 
@@ -14,10 +23,27 @@ CASES: Mapping[str, Case] = {
     "whole weights": {"lengths": LONG, "data_parallel_mode": "none"},
     "a large vocabulary": {"lengths": [256, 256], "hf": {"vocab_size": 32_768}},
     "adapters": {"lengths": LONG, "lora": {"enable_lora": True}},
+    "experts": {"lengths": [512, 256, 256], "hf": EXPERTS},
+    "experts in full precision": {
+        "lengths": [512, 256, 256],
+        "hf": EXPERTS,
+        "enable_mixed_precision": False,
+    },
+    "many experts, recomputed": {
+        "lengths": LONG,
+        "hf": {**EXPERTS, **MANY},
+        "enable_gradient_checkpointing": True,
+    },
+    "divided experts": {
+        "world": 2,
+        "lengths": [512, 512],
+        "hf": EXPERTS,
+        "expert_parallel_size": 2,
+    },
     "sharded": {"world": 2, "lengths": [512, 512]},
     "split matrices": {"world": 2, "lengths": [512, 512], "tensor_parallel_size": 2},
 }
 """Settings of `train`, but for: documents of a row, what is other about the model, ranks, and the
 section `lora`."""
 
-QUICK = ("activations", "recomputed")
+QUICK = ("recomputed", "experts")

@@ -38,7 +38,7 @@ def jobs_of(folder, name):
 def compare(folder, name):
     """What is predicted and what is measured, of all that is beyond the process itself."""
     warm, job, world = jobs_of(folder, name)
-    found = on_ranks(world, measured.peak, warm, job, collectives="plain")
+    found = on_ranks(world, measured.peak, warm, job)
     most = max(one["most"] for one in found)
     config = json.loads((folder / name / "model" / "config.json").read_text())
     model = model_of(job.config, config)

@@ -48,12 +48,12 @@ def layer_of(cut: Cut, number: int) -> Layer:
     attention = normed * feeds.copies("q_proj", "k_proj", "v_proj") + _attention(cut, feeds)
     experts = config.experts_of(number)
     if experts:
-        network = _experts(cut, experts)
-        features = experts.experts_per_token * experts.width
+        network = _experts(cut, experts, feeds)
+        gradients = _gradients_of_experts(cut, experts)
     else:
         features = config.intermediate_size / tensor
         network = normed * feeds.copies("gate_proj", "up_proj") + _network(cut, feeds, features)
-    gradients = tokens * width * (2 * features + 2 * config.hidden_size)
+        gradients = tokens * width * (2 * features + 2 * config.hidden_size)
     return Layer(stream, attention, network, gradients, tokens / split * stream_row)
 
 
@@ -90,7 +90,8 @@ def _attention(cut: Cut, feeds: _Feeds) -> float:
     row = config.head_dim * tokens
     within = 2 if cut.run.model.attention_cast_bf16 else width
     if cut.kind == "cpu":
-        # PyTorch attends in fp32 there, and keeps what it attends to so.
+        # PyTorch attends in fp32 there, and keeps what it attends to so; long documents, which go
+        # by strips and keep less, are counted as short ones.
         within = FP32
     kept = row * within * 2 * (heads + keys) + tokens * heads * FP32
     projected = row * width * (heads + 2 * keys)
@@ -112,13 +113,32 @@ def _network(cut: Cut, feeds: _Feeds, features: float) -> float:
     return kept + feeds.low("gate_proj", "up_proj", "down_proj")
 
 
-def _experts(cut: Cut, experts: ExpertsConfig) -> float:
-    """Of experts that are as busy as each other: each token's copies, sorted; gate and up; their
-    product; what came of it. Routers keep scores in fp32."""
+def _experts(cut: Cut, experts: ExpertsConfig, feeds: _Feeds) -> float:
+    """Of experts that are as busy as each other: each token's copies, sorted, where a product that
+    learns reads them; gate and up; their product likewise; what came of it. Routers keep scores in
+    fp32, and what they learn from."""
     config, tokens, width = cut.config, cut.tokens, cut.computes
-    per_feature = 4 if cut.kind == "cpu" else 3
     rows = tokens * experts.experts_per_token
-    routed = rows * width * (2 * config.hidden_size + per_feature * experts.width)
-    scores = tokens * FP32 * (2 * experts.num_experts + 4 * experts.experts_per_token)
-    shared = tokens * width * (per_feature * experts.shared_width)
-    return tokens * config.hidden_size * width + routed + scores + shared
+    row = rows * width * config.hidden_size
+    kept = row * min(1, feeds.copies("gate_proj", "up_proj"))
+    per_feature = (3 if cut.kind == "cpu" else 2) + min(1, feeds.copies("down_proj"))
+    kept += per_feature * width * (rows * experts.width + tokens * experts.shared_width)
+    kept += feeds.low("gate_proj", "up_proj", "down_proj") * experts.experts_per_token
+    if cut.kind == "cpu":
+        # PyTorch weighs and adds in fp32, and keeps twice which copy is where.
+        kept += rows * (FP32 * config.hidden_size + 2 * (8 + 1))
+    else:
+        kept += row
+    kept += tokens * FP32 * (2 * experts.num_experts + 4 * experts.experts_per_token)
+    if feeds.copies("gate") and not cut.run.model.freeze_router:
+        kept += tokens * config.hidden_size * (FP32 if cut.run.model.router_fp32 else width)
+    if experts.shared_width:
+        kept += tokens * width * config.hidden_size * feeds.copies("gate_proj", "up_proj")
+    return kept
+
+
+def _gradients_of_experts(cut: Cut, experts: ExpertsConfig) -> float:
+    """Of the sum of what experts made: its own, and each copy's before any is multiplied."""
+    config, width = cut.config, cut.computes
+    copies = experts.experts_per_token * (2 * FP32 if cut.kind == "cpu" else width)
+    return cut.tokens * config.hidden_size * (width + FP32 + copies)

@@ -38,7 +38,8 @@ def disk_of(cut: Cut, data: Data | None, steps: int | None, epochs: float) -> Di
     whole = _whole(cut)
     saved = [tensor for tensor in whole if tensor.learns or not cut.keeps_only_adapters]
     checkpoint = sum(_alone(tensor) for tensor in saved)
-    checkpoint += sum(state_bytes(cut.run.train, tensor) for tensor in whole if tensor.learns)
+    if cut.run.train.save_optimizer:
+        checkpoint += sum(state_bytes(cut.run.train, tensor) for tensor in whole if tensor.learns)
     export = cut.run.export
     width = EXPORTED.get(export.dtype or "", 4 if not cut.run.model.model_path else 2)
     adapters = sum(_alone(tensor) for tensor in whole if tensor.learns)

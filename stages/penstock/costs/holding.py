@@ -46,7 +46,6 @@ class Tensor:
     shards: int
     hidden: bool = False
     """Whether it is a matrix of a layer's own weights: what Muon steps."""
-    experts: bool = False
 
     @property
     def numbers(self) -> int:
@@ -134,7 +133,7 @@ def _tensor(cut: Cut, name: str, shape: tuple[int, ...]) -> Tensor:
         width = gathered = _width(format, shape[-1], _group(cut))
     shards = cut.expert_shards if of_experts else cut.shards
     hidden = is_matrix and layer != ROOT and leaf != "sinks"
-    return Tensor(layer, rows, columns, learns, width, gathered, shards, hidden, of_experts)
+    return Tensor(layer, rows, columns, learns, width, gathered, shards, hidden)
 
 
 def _cut(cut: Cut, name: str, shape: tuple[int, ...]) -> tuple[int, int]:

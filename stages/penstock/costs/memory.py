@@ -12,10 +12,9 @@ from penstock.config.parallel import INTERLEAVED, V_SHAPED
 from penstock.costs.activations import FP32, Layer, layer_of
 from penstock.costs.cut import Cut
 from penstock.costs.holding import ROOT, Tensor, held, layers_here
+from penstock.costs.programs import program_bytes
 from penstock.costs.states import state_bytes
-
-CHUNK_BYTES = {"cpu": (16 << 20, 192, 1024), "cuda": (768 << 20, 256, 1 << 30)}
-"""Of logits that the loss holds at a time, and the fewest and most tokens whatever they come to."""
+from penstock_kernels.logit_chunks import tokens_at_once
 
 
 @dataclass(frozen=True)
@@ -29,6 +28,8 @@ class Memory:
     logits: float = 0
     buffers: float = 0
     """Weights that were gathered or cast, and gradients on their way."""
+    programs: float = 0
+    """Of the library that multiplies."""
 
     @property
     def total(self) -> float:
@@ -77,12 +78,12 @@ class _Rank:
         return max(self._moments(), key=lambda memory: memory.total)
 
     def _moments(self) -> Iterator[Memory]:
-        rest = self._rest()
+        rest = self._rest() + Memory(programs=program_bytes(self.cut))
         flight = self._in_flight()
         yield rest + self._forward_ends(flight)
         done = 0.0
         for at in reversed(range(len(self.layers))):
-            yield rest + self._backward(at, done, flight)
+            yield from (rest + moment for moment in self._backward(at, done, flight))
             if not self.train.fuse_optimizer_step:
                 done += self._gradients(self.layers[at])
         yield rest + self._root_ends(done)
@@ -201,6 +202,9 @@ class _Rank:
         if cut.kept != "nothing":
             return root + sum(units[: at + 1] if cut.kept == "backward" else units)
         neighbour = units[at - 1] if at else 0
+        if cut.shards == 1:
+            # Nothing is on its way.
+            return root + units[at]
         # On its way a unit is there as it was cast, and as it arrives.
         copies = 1 if cut.computes == cut.keeps else 2
         return root + units[at] + copies * neighbour
@@ -229,12 +233,11 @@ class _Rank:
             return 0.0, 0.0
         entries = config.vocab_size / cut.degrees.tensor
         width = FP32 if cut.run.model.lm_head_fp32 else cut.computes
-        at_once, fewest, most = CHUNK_BYTES[cut.kind]
         # PyTorch's own loss keeps logits, the same in fp32, their softmax and its gradient.
         rows, each = cut.tokens, 4 * FP32
         if self.train.ce_mode != "eager":
             each = width
-            rows = min(rows, most, max(fewest, int(at_once // (entries * width))))
+            rows = min(rows, tokens_at_once(int(entries * width), cut.kind))
         hidden = 3 * cut.tokens * config.hidden_size * width
         head = 0.0
         if not cut.run.lora.enable_lora:
@@ -246,28 +249,37 @@ class _Rank:
         last = self.cut.config.num_hidden_layers - 1
         return last in self.layers or not self.layers
 
-    def _backward(self, at: int, done: float, flight: float) -> Memory:
+    def _backward(self, at: int, done: float, flight: float) -> Iterator[Memory]:
+        """The backward pass through the layer in this place: its beginning, with all that it kept;
+        its end, with all its gradients; and while these are summed over ranks."""
         unit = self.layers[at]
         layer = self.keeps[unit]
         _, head = self._loss()
-        fresh, sent = self._fresh(unit), 0.0
-        gradients = done
-        if self.cut.is_sharded:
-            following = self.layers[at + 1] if at + 1 < len(self.layers) else None
-            # One unit's sum is still under way while the next one is computed.
-            sent = self._sent(following) if following is not None else 0.0
-            sent = max(sent, self._sent(unit) + self._copied(unit))
-        else:
-            gradients += fresh
-            fresh = 0.0
-        if self.cut.micro_batches > 1:
-            # They go into those of earlier micro-batches.
-            gradients = self._accumulated()
-        return Memory(
-            gradients=gradients + head,
+        sharded = self.cut.is_sharded
+        # They go into those of earlier micro-batches.
+        before = (done if self.cut.micro_batches == 1 else self._accumulated()) + head
+        fresh = self._fresh(unit)
+        own = 0.0 if sharded or self.cut.micro_batches > 1 else fresh
+        buffers = self._whole(at)
+        if sharded and at + 1 < len(self.layers):
+            # What the sum over ranks is made from is there until the next one begins.
+            buffers += self._sent(self.layers[at + 1])
+        left = self._saved(at, flight) + layer.entry
+        yield Memory(
+            gradients=before,
             activations=self._saved(at + 1, flight) + self._again(layer) + layer.gradients,
-            buffers=self._whole(at) + fresh + sent,
+            buffers=buffers,
         )
+        yield Memory(
+            gradients=before + own, activations=left, buffers=buffers + (fresh if sharded else 0)
+        )
+        if sharded:
+            sums = max(fresh, self._copied(unit) + self._gradients(unit))
+            yield Memory(
+                gradients=before,
+                activations=left,
+                buffers=self._gathered(ROOT) + self._sent(unit) + sums,
+            )
 
     def _root_ends(self, done: float) -> Memory:
         """The last sums: of the embedding and the head."""
