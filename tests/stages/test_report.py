@@ -21,8 +21,9 @@ from tests.stages.told_runs import falling, job_in, record, tell
 
 
 def test_the_numbers_on_the_page_are_those_of_the_metrics(tmp_path):
-    phases = {"data": 0.5, "optimizer": 1.5}
-    records = falling(50, tflops=1.5, mfu=None, memory_gib=2.5, phases=phases)
+    phases = {"forward": 0.5, "optimizer": 1.5, "communication": 0.25}
+    used = {"memory_gib": 2.5, "memory_rank": 3}
+    records = falling(50, tflops=1.5, mfu=None, **used, phases=phases)
     more = {"eval_perplexity": 3.5, "eval_token_accuracy": 0.75, "eval_loss/a": 1.5}
     evaluation = {"step": 50, "eval_loss": 1.25, **more}
     job_in(tmp_path)
@@ -42,13 +43,13 @@ def test_the_numbers_on_the_page_are_those_of_the_metrics(tmp_path):
         "tokens": "51.3 k",
         "of them trained on": "25 k",
         "tokens per second, median": "20 k",
-        "memory, peak": "2.5 GiB",
+        "memory, peak": "2.5 GiB on rank 3",
         "time in steps": "2.5 s",
     }
     spent = section_of(text, "Where the time went")
     assert re.findall(r"</i>(.*?) <b>(.*?)</b>", spent) == [
         ("update", "75.0 %"),
-        ("reading rows", "25.0 %"),
+        ("forward", "25.0 %"),
     ]
 
 
@@ -239,6 +240,7 @@ def test_a_page_tells_of_answers_layers_experts_lineage_and_surroundings(tmp_pat
     assert maps["grad_norms"]["table"] == [[1.0, 10.0]] * 3
     assert maps["load"]["table"] == [[1.5, 1.0], [0.5, 1.0]]
     assert maps["imbalance"]["rows"] == ["layer 1", "layer 3"]
+    assert "In the last step; 1 is an even share. Every expert got some." in text
     said = page.texts["p"]
     assert said.index("because 3") < said.index("because 1")
     told = dict(

@@ -104,6 +104,7 @@ def heat_maps(run: RunRecord) -> list[HeatMap]:
                 steps,
                 [record["routers"]["imbalance"] for record in told],
                 note="The busiest expert's tokens over the mean; 1 is even.",
+                palest=1.0,
             )
         )
         found += _loads(told, layers)
@@ -197,5 +198,16 @@ def _loads(told: Sequence[dict[str, Any]], layers: Sequence[str]) -> Iterator[He
         "Tokens of each expert",
         layers,
         loads,
-        note=f"Over the last {len(recent)} step(s); 1 is an even share.",
+        note=f"{_over_the_last(len(recent))}; 1 is an even share. {_idle(loads)}",
     )
+
+
+def _over_the_last(steps: int) -> str:
+    return "In the last step" if steps == 1 else f"Over the last {steps:,} steps"
+
+
+def _idle(loads: Sequence[Sequence[float]]) -> str:
+    """Whom no token went to."""
+    idle = sum(load == 0 for row in loads for load in row)
+    count = sum(map(len, loads))
+    return f"{idle:,} of {count:,} experts got none." if idle else "Every expert got some."

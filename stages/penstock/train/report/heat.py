@@ -46,8 +46,10 @@ def over_steps(
     *,
     note: str = "",
     bend: Literal["linear", "log"] = "linear",
+    palest: float | None = None,
 ) -> HeatMap:
-    """`values` has, for each of `steps`, one number for each of `rows`."""
+    """`values` has, for each of `steps`, one number for each of `rows`. `palest`: a value that the
+    shades begin with, whatever is found."""
     count = min(len(steps), MOST_COLUMNS)
     ends = [(i + 1) * len(steps) // count for i in range(count)]
     starts = [0, *ends[:-1]]
@@ -62,13 +64,13 @@ def over_steps(
         for start, end in zip(starts, ends, strict=True)
     ]
     ticks = of_steps(Axis(steps[0], steps[-1], "linear")) if len(steps) > 1 else []
-    return _map(name, title, note, rows, names, table, bend, ticks)
+    return _map(name, title, note, rows, names, table, bend, ticks, palest)
 
 
 def by_expert(
     name: str, title: str, rows: Sequence[str], values: Sequence[Sequence[float]], *, note: str = ""
 ) -> HeatMap:
-    """`values` has, for each of `rows`, one number for each expert."""
+    """`values` has, for each of `rows`, one share for each expert, of which 0 is the palest."""
     experts = len(values[0])
     table = [[row[expert] for row in values] for expert in range(experts)]
     every = max(1, -(-experts // 8))
@@ -76,9 +78,8 @@ def by_expert(
         Tick(100 * (at + 0.5) / experts, f"expert {at}" if at == 0 else str(at))
         for at in range(0, experts, every)
     ]
-    return _map(
-        name, title, note, rows, [f"expert {at}" for at in range(experts)], table, "linear", ticks
-    )
+    columns = [f"expert {at}" for at in range(experts)]
+    return _map(name, title, note, rows, columns, table, "linear", ticks, 0.0)
 
 
 def _map(
@@ -90,8 +91,10 @@ def _map(
     table: Sequence[Sequence[float]],
     bend: Literal["linear", "log"],
     x_ticks: list[Tick],
+    palest: float | None,
 ) -> HeatMap:
     finite = [v for column in table for v in column if math.isfinite(v)]
+    finite += [] if palest is None else [palest]
     if bend == "log" and not all(v > 0 for v in finite):
         bend = "linear"
     low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)

@@ -36,7 +36,7 @@ MOST_WARNINGS = 200
 
 PHASES = {
     "data": "reading rows",
-    "forward_backward": "forward and backward",
+    "bubble": "waiting for other stages",
     "optimizer": "update",
     "between": "between steps",
 }
@@ -168,9 +168,11 @@ def key_figures(run: RunRecord) -> Figures:
     mfu = [r["mfu"] for r in run.steps if r.get("mfu") is not None]
     if mfu:
         figures.append(("of the device's peak (MFU)", share(median(mfu))))
-    memory = [r["memory_gib"] for r in run.steps if "memory_gib" in r]
-    if memory:
-        figures.append(("memory, peak", gibibytes(max(memory))))
+    used = [r for r in run.steps if "memory_gib" in r]
+    if used:
+        most = max(used, key=lambda r: r["memory_gib"])
+        where = f" on rank {most['memory_rank']}" if "memory_rank" in most else ""
+        figures.append(("memory, peak", gibibytes(most["memory_gib"]) + where))
     figures.append(("time in steps", duration(sum(r["seconds"] for r in run.steps))))
     if run.state == "running" and (left := _left(run)) is not None:
         figures.append(("left, about", duration(left)))

@@ -8,6 +8,7 @@ from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
+from penstock.core.urls import spoken
 from penstock.train.trackers.card import Card, uri_of
 from penstock.train.trackers.tracker import Ending, Memory, Tracker
 
@@ -26,6 +27,9 @@ def begin(card: Card, memory: Memory) -> Tracker:
     tags = {"penstock.key": card.key, **dict.fromkeys(card.tags, "true")}
     run = client.create_run(_experiment(client, card.project), run_name=card.name, tags=tags)
     memory["id"] = run.info.run_id
+    if (uri := uri_of(card)).startswith("http"):
+        place = f"experiments/{run.info.experiment_id}/runs/{run.info.run_id}"
+        memory["url"] = f"{spoken(uri).rstrip('/')}/#/{place}"
     params = [Param(_named(name), str(value)[:LONGEST]) for name, value in card.settings.items()]
     for start in range(0, len(params), MOST_AT_ONCE):
         several = params[start : start + MOST_AT_ONCE]

@@ -8,7 +8,8 @@ from penstock.train.trackers.card import Card
 Ending = Literal["finished", "stopped"]
 
 Memory = dict[str, Any]
-"""What a tracker must know to go on with the same run in another process; JSON, kept on disk."""
+"""What a tracker must know to go on with the same run in another process; JSON, kept on disk. Its
+`url`, where it has one, is where people look for the run."""
 
 
 class Tracker(Protocol):

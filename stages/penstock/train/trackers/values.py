@@ -8,7 +8,7 @@ Kind = Literal["train", "eval"]
 GROUPS = {"phases": "seconds", "grad_norms": "grad_norm", "param_norms": "param_norm"}
 """What nested values are called, where that is not their own name."""
 
-NOT_VALUES = {"step", "time"}
+NOT_VALUES = {"step", "time", "memory_rank"}
 
 
 def kind_of(record: Mapping[str, Any]) -> Kind | None:

@@ -28,6 +28,8 @@ def begin(card: Card, memory: Memory) -> Tracker:
         # Nothing but what it is told: no console, no code, no commit.
         settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False),
     )
+    if run.url:
+        memory["url"] = run.url
     return _Run(run)
 
 
