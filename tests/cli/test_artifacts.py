@@ -1,11 +1,15 @@
+import multiprocessing
 import os
+import time
 from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from penstock.cli.artifacts import choose_prunable, find_entries
+from penstock.cli.artifacts import find_entries
+from penstock.cli.pruning import DAY, choose_prunable
 from penstock.core.errors import StageError
 from penstock.core.files import read_json, write_json
+from penstock.core.in_use import in_use
 from penstock.core.stage import MANIFEST, Artifact, key_of
 from penstock.core.store import Step, realize
 from tests.cli.command import penstock
@@ -117,8 +121,8 @@ def test_prune_keeps_training_runs_attempts_and_what_is_young(tmp_path):
     realize(young)
     age(young, 2)
     entries = list(find_entries([str(tmp_path)]))
-    assert choose_prunable(entries, keep_last=0, older_than_days=7) == []
-    doomed = choose_prunable(entries, keep_last=0, older_than_days=1)
+    assert choose_prunable(entries, keep_last=0, older_than=7 * DAY) == []
+    doomed = choose_prunable(entries, keep_last=0, older_than=DAY)
     assert [entry.where for entry in doomed] == [str(young.path)]
 
 
@@ -160,3 +164,47 @@ def test_prune_deletes_cached_slices_that_only_pruned_results_used(tmp_path):
     [used] = steps[1].path.rglob("*.arrow")
     assert left.samefile(used)
     assert not steps[0].path.exists()
+
+
+def test_prune_takes_whole_chains_that_lead_to_nothing_that_is_kept(tmp_path):
+    used = chain(tmp_path, "ab")
+    prepare = step_of(Prepare(LettersSettings(letters="old")), tmp_path)
+    pack = step_of(Pack(read=prepare.artifact), tmp_path)
+    newest = step_of(Pack(read=used[0].artifact, settings=LettersSettings(letters="n")), tmp_path)
+    for step in (prepare, pack, newest):
+        realize(step)
+    for step in used:
+        age(step, 3)
+    for step in (prepare, pack):
+        age(step, 5)
+    prune = ("artifacts", "prune", "--root", tmp_path, "--keep-last", "1", "--json")
+    young = penstock(*prune, "--unreferenced", "--older-than", "6d", "--dry-run")
+    assert young.last["pruned"] == []
+    leaves = penstock(*prune, "--older-than", "36h", "--dry-run")
+    assert leaves.last["pruned"] == [str(pack.path)]
+    chains = penstock(*prune, "--unreferenced", "--older-than", "36h")
+    assert set(chains.last["pruned"]) == {str(pack.path), str(prepare.path)}
+    assert all(step.path.is_dir() for step in (*used, newest))
+    assert penstock(*prune, "--older-than", "soon").code == 2
+
+
+def test_prune_leaves_what_a_running_process_works_with_until_it_has_died(tmp_path):
+    step, other = (step_of(Prepare(LettersSettings(letters=each)), tmp_path) for each in "xy")
+    for each in (step, other):
+        realize(each)
+    prune = ("artifacts", "prune", "--root", tmp_path, "--keep-last", "0", "--json")
+    holder = multiprocessing.get_context("fork").Process(target=hold, args=(step, tmp_path))
+    holder.start()
+    while not (tmp_path / "held").exists():
+        time.sleep(0.01)
+    assert penstock(*prune).last["pruned"] == [str(other.path)]
+    holder.kill()
+    holder.join()
+    assert penstock(*prune).last["pruned"] == [str(step.path)]
+    assert not list(tmp_path.glob(".in_use/*.json"))
+
+
+def hold(step, folder):
+    with in_use([step]):
+        (folder / "held").touch()
+        time.sleep(60)

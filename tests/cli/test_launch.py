@@ -12,11 +12,13 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 from penstock.config.load import load
+from penstock.config.pipeline import LaunchConfig
 from penstock.core.env import be_rank_of_slurm, rank_variables
 from tests.cli.command import Said, penstock, small_run
 
 OVER = {"train": {"data_parallel_mode": "fsdp2", "global_batch_size": 8}}
 TWO = ("--launch.nnodes=2", "--launch.nproc_per_node=4")
+STOP_TIMEOUT = LaunchConfig().stop_timeout
 CLUSTER = ("--image", "registry/penstock:1", "--claim", "shared")
 
 
@@ -124,8 +126,7 @@ def test_a_kubernetes_job_has_a_pod_for_each_machine_which_meet_by_name(tmp_path
     assert job["backoffLimit"] == 6
     pod = job["template"]["spec"]
     (container,) = pod["containers"]
-    # The launcher gives ranks 90 seconds to save.
-    assert pod["terminationGracePeriodSeconds"] > 90
+    assert pod["terminationGracePeriodSeconds"] > STOP_TIMEOUT + 5
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 4}
     assert container["command"][-1] == "--launch.node_rank=$(JOB_COMPLETION_INDEX)"
     assert container["envFrom"] == [{"secretRef": {"name": "tokens"}}]
@@ -171,7 +172,7 @@ def test_a_slurm_script_runs_one_launcher_on_each_node(tmp_path):
     ):
         assert f"#SBATCH {line}" in said.out.splitlines()
     (notice,) = [line for line in said.out.splitlines() if "--signal=TERM@" in line]
-    assert int(notice.rpartition("@")[2]) > 90
+    assert int(notice.rpartition("@")[2]) > STOP_TIMEOUT + 5
     if shutil.which("sbatch"):
         # Without a controller it can only say what it does not understand.
         checked = subprocess.run(

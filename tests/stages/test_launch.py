@@ -1,6 +1,7 @@
 """What `launch` does, seen from the processes it starts: they note what they were given and end."""
 
 import json
+import signal
 import socket
 import threading
 import time
@@ -10,6 +11,7 @@ import pytest
 
 from penstock.config.load import loads
 from penstock.config.run import RunConfig
+from penstock.core.deadline import Deadline
 from penstock.core.errors import StageError
 from penstock.train.job import LOGS, Job
 from penstock.train.torchrun import Ended, start_ranks
@@ -65,6 +67,7 @@ def test_torchrun_is_told_what_is_written(tmp_path):
             node_rank=1,
             rdzv_endpoint=endpoint,
             max_restarts=4,
+            stop_timeout=7.5,
             env={"MINE": "yes"},
         )
     [note] = notes(tmp_path)
@@ -77,6 +80,8 @@ def test_torchrun_is_told_what_is_written(tmp_path):
         "is_host=false",
         "--local-addr 127.0.0.1",
         "--max-restarts 4",
+        "--shutdown-timeout 8",
+        "json 7.5 ",  # of the agent, behind the file for deaths
     ):
         assert told in words
     assert note["environment"]["MINE"] == "yes"
@@ -148,3 +153,33 @@ def test_a_run_without_a_step_for_too_long_is_ended(tmp_path):
     with pytest.raises(StageError, match=r"nothing has begun for 0\.5 s \(launch\.timeout\)"):
         start_ranks(job(tmp_path, timeout=0.5, env={"PYTHONPATH": str(tmp_path)}), tmp_path / "j")
     assert time.monotonic() - started < 10
+
+
+DEAF = """
+import os, signal, time
+from pathlib import Path
+if "RANK" in os.environ:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (Path(__file__).parent / f"rank-{os.getpid()}").touch()
+    time.sleep(120)
+"""
+
+
+@pytest.mark.exhaustive
+def test_ranks_that_do_not_hear_are_killed_in_time(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(DEAF)
+    deaf = job(tmp_path, stop_timeout=1.5, nproc_per_node=2, env={"PYTHONPATH": str(tmp_path)})
+    asked: list[float] = []
+
+    def ask() -> None:
+        while len(list(tmp_path.glob("rank-*"))) < 2:
+            time.sleep(0.05)
+        asked.append(time.monotonic())
+        signal.raise_signal(signal.SIGALRM)
+
+    threading.Thread(target=ask, daemon=True).start()
+    with pytest.raises(StageError, match="asked"), Deadline(100).kept("asked"):
+        start_ranks(deaf, tmp_path / "j")
+    assert 1.5 < time.monotonic() - asked[0] < 15
+    ranks = [int(path.name.partition("-")[2]) for path in tmp_path.glob("rank-*")]
+    assert [pid for pid in ranks if Path(f"/proc/{pid}").exists()] == []

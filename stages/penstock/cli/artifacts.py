@@ -1,9 +1,6 @@
 """`penstock artifacts list|show|verify|prune`: what lies in the store, and whether it is whole."""
 
-import re
 from collections.abc import Iterator
-from contextlib import suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,10 +9,9 @@ import typer
 from penstock.cli.console import Console, run, table
 from penstock.cli.entries import Entry, LocalEntry, is_result, local_entries, remote_entries
 from penstock.core.errors import ArtifactError, ConfigError
-from penstock.core.files import read_json, remove
+from penstock.core.stage import MANIFEST
 from penstock.core.store import read_manifest
 from penstock.core.urls import is_url
-from penstock.prepare.stage import SLICES
 
 commands = typer.Typer(
     help="List, show, verify and prune what the stages left.", no_args_is_help=True
@@ -93,37 +89,37 @@ def verify_artifacts(
 def prune_artifacts(
     root: Roots = None,
     keep_last: Annotated[int, typer.Option(help="Keep this many newest of each stage.")] = 1,
-    older_than: Annotated[float, typer.Option(help="Only what is older than this many days.")] = 0,
+    older_than: Annotated[
+        str, typer.Option(metavar="AGE", help="Only what is older: 30d, 12h, 45m, 2w.")
+    ] = "0d",
+    unreferenced: Annotated[
+        bool,
+        typer.Option(
+            "--unreferenced",
+            help="Also what only results that go were made from: all that leads to no training "
+            "run, no release and nothing that is kept.",
+        ),
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Delete old results of prepare, pack, export and push, and slices that no result uses.
 
-    Never what another result was made from, never a training run, and no slice of today. Behind a
-    URL, slices are left alone: no one machine knows who uses them.
+    Never what another result or a release was made from, nor what a run works with, never a
+    training run, and no slice of today. Behind a URL, slices are left alone: no one machine knows
+    who uses them.
     """
     console = Console(as_json)
 
     def command() -> dict[str, Any]:
-        entries = list(find_entries(root))
-        doomed = choose_prunable(entries, keep_last, older_than)
-        freed = sum(entry.num_bytes for entry in doomed)
-        for entry in doomed:
-            console.result(f"{'would delete' if dry_run else 'deleted'} {entry.where}")
-        kept = [entry for entry in entries if entry not in doomed]
-        slices = 0
-        for files in _loose_slices(root, kept, doomed, older_than):
-            slices += 1
-            freed += sum(file.stat().st_size for file in files)
-            for file in () if dry_run else files:
-                remove(file)
-        for entry in () if dry_run else doomed:
-            entry.delete()
-        if slices:
-            console.result(f"{'would delete' if dry_run else 'deleted'} {slices} cached slices")
-        console.result(f"{len(doomed)} results, {slices} slices, {freed / 1e6:.1f} MB")
-        pruned = [entry.where for entry in doomed]
-        return {"pruned": pruned, "slices": slices, "bytes": freed}
+        from penstock.cli.pruning import age_of, choose_prunable, prune, slice_caches
+
+        age = age_of(older_than)
+        entries = _with_releases(list(find_entries(root)))
+        doomed = choose_prunable(entries, keep_last, age, "chains" if unreferenced else "leaves")
+        folders = [Path(each) for each in root or ["."] if not is_url(each)]
+        caches = [cache for each in folders for cache in slice_caches(each, SEARCH_DEPTH)]
+        return prune(entries, doomed, sorted(caches), age, console, dry_run=dry_run)
 
     raise typer.Exit(run(console, command))
 
@@ -136,52 +132,19 @@ def find_entries(roots: list[str] | None) -> Iterator[Entry]:
         yield from remote_entries(root) if is_url(root) else local_entries(Path(root), SEARCH_DEPTH)
 
 
-def choose_prunable(entries: list[Entry], keep_last: int, older_than_days: float) -> list[Entry]:
-    """Old sealed results that nothing else here was made from, oldest first."""
-    needed = {key for entry in entries for key in entry.input_keys}
-    now = datetime.now(UTC)
-    chosen: list[Entry] = []
-    for stage in ("prepare", "pack", "export", "push"):
-        sealed = [e for e in entries if e.manifest and e.manifest["stage"] == stage]
-        sealed.sort(key=lambda e: e.manifest["created"] if e.manifest else "", reverse=True)
-        for entry in sealed[keep_last:]:
-            assert entry.manifest
-            age = now - datetime.fromisoformat(entry.manifest["created"])
-            if entry.key not in needed and age.total_seconds() >= older_than_days * 86400:
-                chosen.append(entry)
-    return chosen
+def _with_releases(entries: list[Entry]) -> list[Entry]:
+    """The results, and releases beside them that lie too deep to have been found."""
+    from penstock.releasing import RELEASES
 
-
-def _loose_slices(
-    roots: list[str] | None, kept: list[Entry], doomed: list[Entry], older_than_days: float
-) -> Iterator[list[Path]]:
-    """The files of each cached slice below the roots that only doomed results use, if any do."""
-    from penstock.prepare.cache import DAY, prunable
-    from penstock.rows.prepared import PLAN
-
-    used: set[str] = set()
-    for entry in kept:
-        if isinstance(entry, LocalEntry) and entry.stage == "prepare":
-            with suppress(OSError, ValueError, KeyError, TypeError):
-                used |= {item["key"] for item in read_json(entry.path / PLAN)["slices"]}
-    going = [entry.path for entry in doomed if isinstance(entry, LocalEntry)]
-    for root in roots or ["."]:
-        for folder in () if is_url(root) else sorted(_slice_folders(Path(root), SEARCH_DEPTH)):
-            yield from prunable(folder, used, older_than=older_than_days * DAY, going=going)
-
-
-def _slice_folders(root: Path, depth: int) -> Iterator[Path]:
-    """Caches of slices: folders of that name beside results of prepare, or what is left of them."""
-    if root.name == SLICES and any(_CACHED.fullmatch(child.name) for child in root.iterdir()):
-        yield root
-        return
-    if depth and not is_result(root):
-        for child in root.iterdir():
-            if child.is_dir() and not child.is_symlink() and not child.name.startswith("."):
-                yield from _slice_folders(child, depth - 1)
-
-
-_CACHED = re.compile(r"[0-9a-f]{16}\.(arrow|json|.+\.part)")
+    seen = {entry.where for entry in entries}
+    folders = {
+        found.parent
+        for entry in entries
+        if isinstance(entry, LocalEntry)
+        for found in entry.root.glob(f"{RELEASES}/*/*/{MANIFEST}")
+    }
+    more = [LocalEntry(read_manifest(folder), folder) for folder in sorted(folders)]
+    return [*entries, *(entry for entry in more if entry.where not in seen)]
 
 
 def _one(key: str, roots: list[str] | None) -> Entry:

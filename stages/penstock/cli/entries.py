@@ -19,6 +19,7 @@ from penstock.core.place import Place, checked
 from penstock.core.remote import open_file
 from penstock.core.stage import ATTEMPT, MANIFEST
 from penstock.core.store import REPLACED, lock_of, read_manifest
+from penstock.core.urls import split_parent
 
 CHUNK = 4 << 20
 
@@ -38,6 +39,11 @@ class Entry(ABC):
     @abstractmethod
     def num_bytes(self) -> int:
         """Bytes of everything in it."""
+
+    @property
+    @abstractmethod
+    def root(self) -> Path:
+        """The folder on this machine where those who work with it leave their marks."""
 
     @abstractmethod
     def attempt(self) -> dict[str, Any]:
@@ -85,6 +91,11 @@ class LocalEntry(Entry):
         """Bytes of everything in the folder."""
         return sum(path.stat().st_size for path in regular_files(self.path))
 
+    @property
+    def root(self) -> Path:
+        """The folder of all stages."""
+        return self.path.parent.parent
+
     def attempt(self) -> dict[str, Any]:
         """What an unfinished one is an attempt of."""
         return read_json(self.path / ATTEMPT)
@@ -131,6 +142,12 @@ class RemoteEntry(Entry):
     def is_leased(self) -> bool:
         """Whether a machine is building it, or died while it did."""
         return any(name.startswith(LEASES) for name in self.sizes)
+
+    @property
+    def root(self) -> Path:
+        """The mirror of the folder of all stages."""
+        parent, _ = split_parent(self.place.url)
+        return home_of(split_parent(parent)[0])
 
     def attempt(self) -> dict[str, Any]:
         """What an unfinished one is an attempt of."""

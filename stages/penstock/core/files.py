@@ -43,6 +43,17 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+def link(source: Path, target: Path) -> None:
+    """Publish `source` as `target` too: as a hard link, or as a copy where there are none."""
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        return
+    except OSError:  # a file system without links, or the limit of links to one file
+        with publishing(target) as part:
+            shutil.copyfile(source, part)
+
+
 def remove(path: Path) -> None:
     """Delete a file, a link or a whole folder, if it is there."""
     if path.is_symlink() or path.is_file():

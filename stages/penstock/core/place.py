@@ -167,9 +167,13 @@ class Place:
             if fault.kind != "absent":
                 raise while_working(fault, self.url, "deleted") from None
 
+    def copy(self, target: "Place") -> None:
+        """Copy the file within the store."""
+        self._do("copied", lambda: self.system.cp_file(self.path, target.path))
+
     def move(self, target: "Place") -> None:
         """Copy within the store, then remove here."""
-        self._do("moved", lambda: self.system.cp_file(self.path, target.path))
+        self.copy(target)
         self.delete()
 
     def _ask(self, method: str, **options: Any) -> Any:

@@ -4,8 +4,6 @@ A slice that is stored whole is a link to the cache. What is stored in part is w
 a sealed artifact beside this one holds the same samples already.
 """
 
-import os
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -17,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from penstock.core.digests import digests_of
-from penstock.core.files import publishing, read_json
+from penstock.core.files import link, publishing, read_json
 from penstock.core.stage import MANIFEST, digest_of, short
 from penstock.prepare.choice import Mask
 from penstock.prepare.select import Selection
@@ -117,17 +115,6 @@ def publish_splits(
 def path_in(split: str, file: DataFile) -> str:
     """Where a file lies in the artifact."""
     return f"data/{split}/{file.name}"
-
-
-def link(source: Path, target: Path) -> None:
-    """Publish `source` as `target` too: as a hard link, or as a copy where there are none."""
-    try:
-        os.link(source, target)
-    except FileExistsError:
-        return
-    except OSError:  # a file system without links, or the limit of links to one file
-        with publishing(target) as part:
-            shutil.copyfile(source, part)
 
 
 def _of_slice(share: Share) -> DataFile:

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ShareDone:
-    """What became of a share of the slices."""
+    """How far a share of the slices is."""
 
     slices: int
     """In the share; those that were there already are among them."""
     done: int
-    """Tokenised by this call."""
+    """Of those, what the call that tells it tokenised, or found."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,13 @@ class Prepare(Stage):
         slices, recipe = self._planned(out)
         share = share_of(slices, index, count)
         return ShareDone(slices=len(share), done=make_all(share, recipe, self.num_proc))
+
+    def progress(self, out: Path) -> ShareDone:
+        """All slices, and how many of them some run has tokenised already; nothing is made."""
+        slices, recipe = self._planned(out)
+        recipe.cache.exchange(slices)
+        done = [entry for entry in recipe.cache.finished(slices) if entry]
+        return ShareDone(slices=len(slices), done=len(done))
 
     def slices(self) -> "list[Slice]":
         """The slices of all sources, in order. Raises what `plan_slices` raises."""

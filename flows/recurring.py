@@ -1,0 +1,78 @@
+"""Fine-tuning again as the sources grow, as a Prefect flow for a schedule or an event.
+
+`python flows/recurring.py CONFIG [--section.field value]`, or by deployment (see prefect.yaml and
+docs/recurring.md). A run of it is one tick of `penstock.recurring`, whose stages are its tasks, and
+ends in a state that is called after what was decided.
+"""
+
+import re
+import sys
+
+# First, for what it sets before Prefect is imported.
+from finetune import brought, by_hand, named_after_run  # isort: skip
+
+import cloudpickle
+from prefect import flow, get_run_logger
+from prefect.artifacts import create_table_artifact
+from prefect.client.schemas.objects import State
+from prefect.states import Cancelled, Completed
+
+from cluster import num_shares, spread, task_runner
+from parameters import ConfigFile, Overrides, loaded
+from penstock.core.errors import Interrupted
+from penstock.core.store import Outcome
+from penstock.plan import Plan, StageName, Wishes
+from penstock.recurring import Verdict, tick
+from penstock.releasing import releases_of
+
+# For workers of a cluster, as finetune does.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+STATES: dict[Verdict, str] = {
+    "released": "Released",
+    "kept": "Kept",
+    "waiting": "Waiting",
+    "up_to_date": "UpToDate",
+    "paused": "Held",
+    "busy": "Busy",
+}
+"""What flow runs end in, by what was decided. All are of Prefect's type COMPLETED."""
+
+SHOWN = 20
+"""Decisions that the table in the UI holds, the newest first."""
+
+COLUMNS = ("time", "verdict", "release", "new_samples", "slices", "reused_slices", "line")
+
+
+@flow(name="recurring", flow_run_name=named_after_run, persist_result=False)
+def recurring(config: ConfigFile, overrides: Overrides = None) -> State[str]:
+    """Train again if the sources have grown, and release the model if it is better."""
+    run, say = loaded(config, overrides), get_run_logger().info
+    runner = task_runner(run)
+
+    def bring(planned: Plan, name: StageName) -> Outcome:
+        if runner and name == "prepare":
+            spread(planned, runner, num_shares(run))
+        return brought(planned, name, Wishes())
+
+    try:
+        decision = tick(run, bring, say)
+    except Interrupted as stopped:
+        return Cancelled(name="Stopped", message=str(stopped))
+    say(decision.line)
+    newest_first = releases_of(run).decisions()[: -SHOWN - 1 : -1]
+    create_table_artifact(
+        [{name: each.get(name) for name in COLUMNS} for each in newest_first],
+        f"penstock-releases-{_slug(run.release.name or '')}",
+        decision.line,
+    )
+    return Completed(name=STATES[decision.verdict], message=decision.line, data=decision.line)
+
+
+def _slug(name: str) -> str:
+    """The name in the letters that keys of artifacts are made of."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+if __name__ == "__main__":
+    sys.exit(by_hand(recurring, "recurring.py"))

@@ -1,0 +1,20 @@
+"""`penstock recur`: one look at the sources, and what follows from it, without Prefect."""
+
+from typing import Any
+
+from penstock.cli.console import Console
+from penstock.cli.run import Request, bring
+from penstock.core.store import Outcome
+from penstock.plan import Plan, Wishes
+from penstock.recurring import tick
+
+
+def recur(request: Request, console: Console) -> dict[str, Any]:
+    """Do what the section `release` asks for, and say in a line what was decided."""
+
+    def brought(planned: Plan, name: str) -> Outcome:
+        return bring(planned, name, Wishes(), console)
+
+    decision = tick(request.load(), brought, console.say)
+    console.result(decision.line)
+    return {"decision": decision.as_json()}

@@ -1,0 +1,196 @@
+"""`penstock releases list|show|verify|rollback|prune`: what has been released, and which counts."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from penstock.cli.console import Console, run, table
+from penstock.config.overrides import Override
+from penstock.core.errors import ArtifactError, ConfigError
+from penstock.core.shelf import Shelf, called
+from penstock.core.urls import is_url
+
+Told = dict[str, Any]
+Command = Callable[[Shelf, Console], Told]
+
+SHOWN = 10
+"""Decisions that `show` ends with."""
+
+Where = Annotated[
+    str,
+    typer.Argument(
+        metavar="CONFIG|FOLDER|URL", help="A run's YAML file, or where its releases lie."
+    ),
+]
+Number = Annotated[int | None, typer.Argument(help="Which one. Default: the latest.")]
+AsJson = Annotated[bool, typer.Option("--json", help="End with one JSON object on stdout.")]
+
+
+def release_commands(overrides: Sequence[Override]) -> typer.Typer:
+    """The commands; `overrides` are those of the command line, once they are read."""
+    commands = typer.Typer(
+        help="List, show, verify, roll back and prune releases.", no_args_is_help=True
+    )
+
+    def end(console: Console, where: str, command: Command) -> None:
+        raise typer.Exit(run(console, lambda: command(_shelf(where, overrides), console)))
+
+    @commands.command("list")
+    def list_releases(where: Where, as_json: AsJson = False) -> None:
+        """All releases: number, date, figures, what they were made from."""
+        end(Console(as_json), where, _list)
+
+    @commands.command("show")
+    def show_release(where: Where, number: Number = None, as_json: AsJson = False) -> None:
+        """One release in full: its folder, lineage and figures, and what was decided lately."""
+        end(Console(as_json), where, lambda shelf, console: _show(shelf, number, console))
+
+    @commands.command("verify")
+    def verify_releases(where: Where, as_json: AsJson = False) -> None:
+        """Read every file of every release again; exit 1 if any is not what it was."""
+        end(Console(as_json), where, _verify)
+
+    @commands.command("rollback")
+    def roll_back_release(
+        where: Where,
+        to: Annotated[
+            int | None, typer.Option("--to", metavar="NUMBER", help="Default: the one before.")
+        ] = None,
+        as_json: AsJson = False,
+    ) -> None:
+        """Point to an earlier release; those above it are not released again by themselves.
+
+        With a later one's number it rolls forward.
+        """
+        end(Console(as_json), where, lambda shelf, console: _roll_back(shelf, to, console))
+
+    @commands.command("prune")
+    def prune_releases(
+        where: Where,
+        keep_last: Annotated[int, typer.Option(min=1, help="Keep this many newest ones.")],
+        dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+        as_json: AsJson = False,
+    ) -> None:
+        """Delete old releases, never the latest nor the one before it.
+
+        What they alone were made from can be pruned then: see penstock artifacts prune.
+        """
+        end(
+            Console(as_json),
+            where,
+            lambda shelf, console: _prune(shelf, keep_last, console, dry_run=dry_run),
+        )
+
+    return commands
+
+
+def _list(shelf: Shelf, console: Console) -> Told:
+    latest, withdrawn = shelf.latest(), shelf.withdrawn
+    found = [shelf.manifest(number) for number in shelf.numbers()]
+    rows = [("", "release", "created", "samples", "evaluation", "from", "export")]
+    rows += [_row(each, latest, withdrawn) for each in found]
+    console.result(table(rows) if found else f"{shelf.where} holds no releases.")
+    told = [{**each["facts"], "created": each["created"]} for each in found]
+    return {"latest": latest, "withdrawn": sorted(withdrawn), "releases": told}
+
+
+def _show(shelf: Shelf, number: int | None, console: Console) -> Told:
+    chosen = shelf.latest() if number is None else number
+    if chosen is None:
+        raise ConfigError(f"{shelf.where} holds no releases.\n  penstock recur makes the first.")
+    manifest, folder = shelf.manifest(chosen), shelf.folder(chosen)
+    decisions = shelf.decisions()[-SHOWN:]
+    console.result(_described(manifest, folder, decisions))
+    return {"manifest": manifest, "path": str(folder), "decisions": decisions}
+
+
+def _verify(shelf: Shelf, console: Console) -> Told:
+    from penstock.cli.entries import LocalEntry
+
+    numbers = shelf.numbers()
+    entries = [LocalEntry(shelf.manifest(n), shelf.folder(n)) for n in numbers]
+    faults = [fault for entry in entries for fault in entry.faults()]
+    if faults:
+        raise ArtifactError(
+            "\n".join(faults) + "\n  Roll back to a release that is whole, and prune this one."
+        )
+    console.result(f"{len(numbers)} releases are whole.")
+    return {"verified": numbers}
+
+
+def _roll_back(shelf: Shelf, to: int | None, console: Console) -> Told:
+    from penstock.recurring import Decision
+    from penstock.releasing import roll_back
+
+    before, now = roll_back(shelf, to, console.say)
+    was = called(before) if before else "nothing that is whole"
+    line = f"{shelf.where} points to {called(now)}; it pointed to {was}"
+    shelf.tell(Decision("rolled_back", line, now).as_json())
+    console.result(line)
+    return {"latest": now, "before": before}
+
+
+def _prune(shelf: Shelf, keep_last: int, console: Console, *, dry_run: bool) -> Told:
+    with shelf.writing(console.say):
+        doomed = prunable(shelf, keep_last)
+        for number in doomed:
+            if not dry_run:
+                shelf.drop(number)
+            console.result(f"{'would delete' if dry_run else 'deleted'} {called(number)}")
+    console.result(f"{len(doomed)} releases")
+    return {"pruned": doomed}
+
+
+def prunable(shelf: Shelf, keep_last: int) -> list[int]:
+    """All but the newest, the latest, and the one that a rollback from it would lead to."""
+    numbers, latest, withdrawn = shelf.numbers(), shelf.latest(), shelf.withdrawn
+    earlier = [n for n in numbers if n < (latest or 0) and n not in withdrawn]
+    kept = {*numbers[-keep_last:], latest, max(earlier, default=None)}
+    return [number for number in numbers if number not in kept]
+
+
+def _shelf(where: str, overrides: Sequence[Override]) -> Shelf:
+    from penstock.core.remote_shelf import shelf_of
+
+    if is_url(where) or Path(where).is_dir():
+        return shelf_of(where)
+    from penstock.config.load import load
+    from penstock.releasing import releases_of
+
+    return releases_of(load(Path(where), overrides))
+
+
+def _row(manifest: dict[str, Any], latest: int | None, withdrawn: set[int]) -> tuple[str, ...]:
+    facts = manifest["facts"]
+    number, started = facts["number"], facts["started_from"]
+    mark = "latest" if number == latest else "withdrawn" if number in withdrawn else ""
+    return (
+        mark,
+        called(number),
+        manifest["created"],
+        str(facts["known_samples"]),
+        _figures(facts["evaluation"]),
+        called(started) if started else "",
+        manifest["inputs"]["export"]["key"][:8],
+    )
+
+
+def _figures(evaluation: dict[str, Any] | None) -> str:
+    if evaluation is None:
+        return ""
+    metric = evaluation["metric"]
+    told = f"{metric} {evaluation['new'][metric]:.6g}"
+    before = evaluation["released"].get(metric)
+    return told if before is None else f"{told} (before: {before:.6g})"
+
+
+def _described(manifest: dict[str, Any], folder: Path, decisions: Sequence[dict[str, Any]]) -> str:
+    import yaml
+
+    facts = {k: v for k, v in manifest["facts"].items() if k != "data_files"}
+    shown = {**{k: v for k, v in manifest.items() if k != "files"}, "facts": facts}
+    text = yaml.safe_dump({"path": str(folder), **shown}, sort_keys=False, allow_unicode=True)
+    lines = [f"{each['time']}  {each['line']}" for each in decisions]
+    return "\n".join([text.rstrip(), "", "decided lately:", *lines])

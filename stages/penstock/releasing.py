@@ -1,0 +1,209 @@
+"""Releases: exports under numbers, with where they came from, and a pointer to the latest.
+
+A release links the exported files instead of naming their folder: an export may be pruned or built
+again, and a release stays what it was. Links cost no space.
+"""
+
+import math
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from penstock import __version__
+from penstock.config.run import RunConfig
+from penstock.core import provenance
+from penstock.core.digests import sha256_of
+from penstock.core.errors import ArtifactError, ConfigError
+from penstock.core.remote_shelf import shelf_of
+from penstock.core.shelf import Notify, Shelf, called
+from penstock.core.stage import digest_of
+from penstock.core.store import lookup
+from penstock.core.urls import is_url, joined
+from penstock.plan import Plan
+
+if TYPE_CHECKING:
+    from penstock.prepare.known import Known
+
+STAGE = "release"
+"""What manifests of releases say in place of a stage."""
+
+RELEASES = "releases"
+"""Folder of `pipeline.artifacts_path` for all that is released."""
+
+FORMAT = 1
+MADE_FROM = ("prepare", "pack", "train", "export")
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one evaluation told of a new model and of the released one, on the same rows."""
+
+    metric: str
+    new: float
+    released: float | None
+    """None while nothing is released."""
+    all_of_new: Mapping[str, float]
+    all_of_released: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A model that is exported, and may be released."""
+
+    planned: Plan
+    """Its run up to the export."""
+    before: int | None
+    """The release it was compared with; None where there was none."""
+    started_from: int | None
+    """The release that its training went on from; None where that was none."""
+    known: "Known"
+    """The samples it has been trained on, by itself or by way of the releases before."""
+    new_samples: int
+    figures: Figures | None
+
+
+def location_of(run: RunConfig) -> str:
+    """Where the run's releases stand. Raises ConfigError for a run that releases nothing."""
+    if run.release.name is None:
+        raise ConfigError(
+            "this run releases nothing: release.name is not written.\n"
+            "  Write it, for example release: {name: my-model}."
+        )
+    root, below = run.pipeline.artifacts_path, (RELEASES, run.release.name)
+    return joined(root, *below) if is_url(root) else str(Path(root).joinpath(*below))
+
+
+def releases_of(run: RunConfig) -> Shelf:
+    """The run's releases. Raises ConfigError for a run that releases nothing."""
+    return shelf_of(location_of(run))
+
+
+def release(shelf: Shelf, candidate: Candidate, notify: Notify) -> int | None:
+    """Give the candidate a number, and point to it. None if, since it was compared, something else
+    was released."""
+    exported = candidate.planned.step("export")
+    made = lookup(exported)
+    if made is None:
+        raise ArtifactError(f"{exported.where} is gone.\n  Run it again to have it exported anew.")
+    with shelf.writing(notify):
+        before = shelf.latest()
+        if before != candidate.before:
+            return None
+        number = _unpointed(shelf, made["key"], before)
+        if number is None:
+            with TemporaryDirectory() as aside:
+                samples = candidate.known.write(Path(aside))
+                files = {file["path"]: exported.path / file["path"] for file in made["files"]}
+                listed = [*made["files"], _entry(samples)]
+
+                def manifest_of(number: int) -> dict[str, Any]:
+                    return _manifest(candidate, number, listed, shelf)
+
+                number = shelf.add(manifest_of, {**files, samples.name: samples}, exported.remote)
+        shelf.point(number, shelf.withdrawn)
+        return number
+
+
+def roll_back(shelf: Shelf, to: int | None, notify: Notify) -> tuple[int | None, int]:
+    """Point to release `to`, or to the one before the latest, and return both numbers.
+
+    Releases above it are withdrawn: a later run that comes to the same model does not release it
+    again. Raises ConfigError for a number that is not there.
+    """
+    with shelf.writing(notify):
+        numbers = shelf.numbers()
+        try:
+            now, withdrawn = shelf.latest(), shelf.withdrawn
+        except ArtifactError:  # a damaged pointer is what this may be to mend
+            if to is None:
+                raise
+            now, withdrawn = None, set[int]()
+        if to is None:
+            earlier = [n for n in numbers if n < (now or 0) and n not in withdrawn]
+            to = max(earlier, default=None)
+        if to is None or to not in numbers:
+            have = ", ".join(map(called, numbers)) or "none"
+            what = "nothing before the latest release" if to is None else f"no release {called(to)}"
+            raise ConfigError(
+                f"{shelf.where} has {what}; there are {have}.\n  Name one with --to NUMBER."
+            )
+        above = {number for number in numbers if to < number <= (now or numbers[-1])}
+        shelf.point(to, (withdrawn | above) - {to})
+    return now, to
+
+
+def is_better(run: RunConfig, figures: Figures) -> bool:
+    """Whether the new model is better than the released one by `release.min_delta`. One whose
+    figure is no number never is; one that has none to beat is."""
+    new, old = figures.new, figures.released
+    if math.isnan(new):
+        return False
+    if old is None or math.isnan(old):
+        return True
+    return run.release.sign * (new - old) > run.release.min_delta
+
+
+def _unpointed(shelf: Shelf, export: str, latest: int | None) -> int | None:
+    """The number that this export was given before its releaser died, short of pointing to it."""
+    newest = max(shelf.numbers(), default=0)
+    if newest <= (latest or 0) or newest in shelf.withdrawn:
+        return None
+    return newest if shelf.manifest(newest)["inputs"]["export"]["key"] == export else None
+
+
+def _manifest(
+    candidate: Candidate, number: int, files: list[dict[str, Any]], shelf: Shelf
+) -> dict[str, Any]:
+    """What a release is, in the form of any result's manifest."""
+    planned, run = candidate.planned, candidate.planned.run
+    made = {name: lookup(planned.step(name)) or {} for name in MADE_FROM}
+    inputs = {name: {"key": planned.step(name).artifact.key} for name in MADE_FROM}
+    if candidate.started_from is not None:
+        inputs["previous"] = {"key": shelf.manifest(candidate.started_from)["key"]}
+    figures = candidate.figures
+    prepared, trained, exported = (made[name] for name in ("prepare", "train", "export"))
+    return {
+        "format": FORMAT,
+        "stage": STAGE,
+        "version": FORMAT,
+        "key": digest_of([STAGE, run.release.name, number, inputs]),
+        "settings": run.release.model_dump(mode="json"),
+        "inputs": inputs,
+        "files": files,
+        "facts": {
+            "name": run.release.name,
+            "number": number,
+            "folders": exported["facts"]["folders"],
+            "started_from": candidate.started_from,
+            "compared_with": candidate.before,
+            "new_samples": candidate.new_samples,
+            "known_samples": len(candidate.known.digests),
+            "data_files": sorted(candidate.known.files),
+            "data": {
+                "pins": {name: each["key"] for name, each in prepared["inputs"].items()},
+                **{name: prepared["facts"].get(name) for name in ("rows", "tokens", "sources")},
+            },
+            "base": {name: each for name, each in trained["inputs"].items() if "source" in each},
+            "trained": {
+                name: trained["facts"].get(name) for name in ("steps", "epochs", "final_loss")
+            },
+            "evaluation": None
+            if figures is None
+            else {
+                "metric": figures.metric,
+                "new": dict(figures.all_of_new),
+                "released": dict(figures.all_of_released),
+            },
+        },
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "code": {"penstock": __version__, **provenance.versions()},
+        "host": platform.node(),
+    }
+
+
+def _entry(file: Path) -> dict[str, Any]:
+    return {"path": file.name, "bytes": file.stat().st_size, "sha256": sha256_of(file)}

@@ -1,0 +1,84 @@
+"""The runs that a tick is made of: one that goes on from a model, and one that only evaluates it.
+
+Both are the run that is written, with a few settings in place of others, on one plan's data.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from penstock.config.budget import EarlyStoppingConfig
+from penstock.config.checkpoint import SaveBestConfig
+from penstock.config.run import RunConfig
+from penstock.core.errors import StageError
+from penstock.core.place import checked
+from penstock.core.stage import key_of, short
+from penstock.core.store import Step
+from penstock.core.urls import is_url, joined
+from penstock.origins import origin_of
+from penstock.plan import Plan, export_step, push_step, train_step
+
+
+def going_on(run: RunConfig, folder: Path, folders: Mapping[str, str]) -> RunConfig:
+    """The run as it goes on from an exported model: from its adapter, where the run trains one and
+    there is one, else from its weights. The tokenizer stays, and with it what is prepared."""
+    if run.lora.enable_lora and "adapter" in folders:
+        adapter = str((folder / checked(folders["adapter"])).absolute())
+        lora = run.lora.model_copy(update={"init_adapter_path": adapter})
+        return run.model_copy(update={"lora": lora})
+    if "hf" not in folders:
+        raise StageError(
+            f"{folder} holds an adapter alone, and lora.enable_lora is false, so there is nothing "
+            "to go on from.\n  Write release.start_from: model, or train adapters."
+        )
+    model = run.model.model_copy(
+        update={
+            "model_path": str((folder / checked(folders["hf"])).absolute()),
+            "config_path": None,
+            "tokenizer_path": run.model.tokenizer_source,
+        }
+    )
+    lora = run.lora.model_copy(update={"init_adapter_path": None})
+    return run.model_copy(update={"model": model, "lora": lora})
+
+
+def only_evaluating(run: RunConfig) -> RunConfig:
+    """The run as one that tells what it would start from, and tells nobody else."""
+    quiet = dict.fromkeys(("use_wandb", "use_tensorboard", "use_mlflow", "use_trackio"), False)
+    update = {
+        **quiet,
+        "eval_only": True,
+        "enable_profiling": False,
+        "sample_prompts": [],
+        "load_checkpoint_path": None,
+        "early_stopping": EarlyStoppingConfig(),
+        "save_best": SaveBestConfig(),
+    }
+    return run.model_copy(update={"train": run.train.model_copy(update=update)})
+
+
+def in_own_folder(planned: Plan) -> Plan:
+    """The plan with a folder of its own in `train.output_dir`, called after the run's key."""
+    run = with_output(planned.run, short(key_of(planned.step("train").stage)))
+    train = trained_on(run, planned)
+    export = export_step(run, train.artifact, origin_of(run))
+    steps = [planned.step("prepare"), planned.step("pack"), train, export]
+    if len(planned.steps) > len(steps):
+        steps.append(push_step(run, export.artifact))
+    return Plan(run, tuple(steps))
+
+
+def trained_on(run: RunConfig, planned: Plan) -> Step:
+    """The run's training on the data of a plan, so that all is of one look at the sources."""
+    prepared, packed = planned.step("prepare").artifact, planned.step("pack").artifact
+    return train_step(run, packed, origin_of(run), "torchrun", prepared)
+
+
+def with_output(run: RunConfig, *names: str) -> RunConfig:
+    """The run with a folder below its `train.output_dir` in place of that."""
+    folder = below(run.train.output_dir, *names)
+    return run.model_copy(update={"train": run.train.model_copy(update={"output_dir": folder})})
+
+
+def below(location: str, *names: str) -> str:
+    """The folder of these names in a folder, or behind a URL."""
+    return joined(location, *names) if is_url(location) else str(Path(location).joinpath(*names))
