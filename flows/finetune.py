@@ -6,9 +6,11 @@ With `pipeline.task_runner`, slices are prepared by the workers of a Dask or Ray
 """
 # ruff: noqa: E402
 
+import signal
 import sys
+from contextlib import nullcontext
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from penstock.core import env
 
@@ -26,117 +28,155 @@ env.default(
 )
 
 import cloudpickle
-from prefect import flow, get_run_logger, task
-from prefect.artifacts import create_table_artifact
+from prefect import Flow, flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run, task_run
-from prefect.states import Completed
+from prefect.states import Cancelled, Completed
 
 from cluster import num_shares, spread, task_runner
+from parameters import ConfigFile, Forced, Overrides, loaded, title_of, typed
 from penstock.cli.console import outcome_table
-from penstock.config.load import load
-from penstock.config.overrides import Override, split_overrides
 from penstock.config.run import RunConfig
-from penstock.core.errors import PenstockError
+from penstock.core.errors import Interrupted, PenstockError
+from penstock.core.in_use import in_use
+from penstock.core.remote_faults import may_pass
+from penstock.core.retry import pauses_of
 from penstock.core.stage import key_of, short
 from penstock.core.store import Outcome
 from penstock.plan import Plan, StageName, Wishes, bring_up, plan
+from showing import show, training_shown
 
 # Workers of a cluster cannot import scripts that are known by their path: they are sent in full.
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
+for script in ("figures", "parameters", "showing", __name__):
+    cloudpickle.register_pickle_by_value(sys.modules[script])
 
 
-def _named_after_run() -> str:
+Ending = str | State[str]
+"""Where the last result lies, or `Stopped`: training was asked to stop by others than Prefect."""
+
+
+def named_after_run() -> str:
+    """What runs: the run's name, and what was laid over its file."""
     given = flow_run.parameters
     try:
-        return _load(Path(given["config"]), given.get("overrides")).pipeline.name
+        overrides = given.get("overrides")
+        return title_of(loaded(Path(given["config"]), overrides), overrides)
     except PenstockError:
         return "misconfigured"  # the flow itself says in which way
 
 
 def _named_after_stage_and_key() -> str:
-    step = task_run.parameters["planned"].step(task_run.parameters["name"])
-    return f"{step.stage.name} {short(key_of(step.stage))}"
+    planned, name = task_run.parameters["planned"], task_run.parameters["name"]
+    verb = "evaluate" if name == "train" and planned.run.train.eval_only else name
+    return f"{verb} {short(key_of(planned.step(name).stage))}"
 
 
 @task(task_run_name=_named_after_stage_and_key, cache_policy=NO_CACHE, persist_result=False)
 def realise(planned: Plan, name: StageName, wishes: Wishes) -> State[Outcome]:
     """Bring one stage up in the store, and say whether it was there already."""
-    outcome = bring_up(planned.step(name), planned.run, wishes, get_run_logger().info)
-    row = {"stage": name, "key": outcome.key, "status": outcome.status, "path": outcome.where}
-    facts = {fact: str(value) for fact, value in outcome.facts.items()}
-    create_table_artifact(key=f"penstock-{name}", table=[{**row, **facts}])
+    step, called, say = planned.step(name), planned.run.pipeline.name, get_run_logger().info
+    try:
+        with training_shown(step.path, called, say) if name == "train" else nullcontext():
+            outcome = bring_up(step, planned.run, wishes, say)
+    except Interrupted as stopped:
+        return Cancelled(name="Stopped", message=str(stopped))
+    show(outcome, called, say)
     reused = outcome.status == "cached"
     message = f"reused {outcome.where}" if reused else f"{outcome.status} -> {outcome.where}"
     return Completed(name="Cached" if reused else "Completed", message=message, data=outcome)
+
+
+def brought(planned: Plan, name: StageName, wishes: Wishes) -> Outcome:
+    """One stage, as a task that is tried again where its fault may pass. Raises what it raises."""
+    wish = planned.run.pipeline
+    persistent = realise.with_options(
+        retries=wish.retries,
+        retry_delay_seconds=pauses_of(wish.retries, wish.retry_delay) or 0,
+        retry_condition_fn=_may_pass,
+    )
+    state = persistent(planned, name, wishes, return_state=True)
+    if state.is_cancelled():
+        raise Interrupted(state.message or "", signal.SIGTERM)
+    return cast(Outcome, state.result())
+
+
+def _may_pass(_task: object, _run: object, state: State[Outcome]) -> bool:
+    return isinstance(state.data, BaseException) and may_pass(state.data)
 
 
 def chain(run: RunConfig, wishes: Wishes, *wanted: StageName) -> list[Outcome]:
     """Realise every step in order, in the flow's own thread: only there can it be cancelled."""
     runner = task_runner(run)
     planned = plan(run, wanted or None)
+    for name in wishes.force:
+        planned.step(name)  # raises for one that would be ignored
     if runner:
         spread(planned, runner, num_shares(run))
     outcomes: list[Outcome] = []
-    for step in planned.steps:
-        state = realise(planned, step.stage.name, wishes, return_state=True)
-        outcomes.append(cast(Outcome, state.result()))
+    with in_use(planned.steps):
+        for step in planned.steps:
+            outcomes.append(brought(planned, cast(StageName, step.stage.name), wishes))
     get_run_logger().info("\n%s", outcome_table(outcomes))
     return outcomes
 
 
-@flow(name="finetune", flow_run_name=_named_after_run, persist_result=False)
-def finetune(
-    config: Path, overrides: dict[str, str] | None = None, force: list[str] | None = None
-) -> str:
+@flow(name="finetune", flow_run_name=named_after_run, persist_result=False)
+def finetune(config: ConfigFile, overrides: Overrides = None, force: Forced = None) -> Ending:
     """Prepare, pack, train, export and, where a target is configured, push."""
-    outcomes = chain(_load(config, overrides), Wishes(force=frozenset(force or ())))
-    return outcomes[-1].where
+    return _bring(config, overrides, force)
 
 
-@flow(name="prepare", flow_run_name=_named_after_run, persist_result=False)
-def prepare(config: Path, overrides: dict[str, str] | None = None) -> str:
+@flow(name="prepare", flow_run_name=named_after_run, persist_result=False)
+def prepare(config: ConfigFile, overrides: Overrides = None, force: Forced = None) -> Ending:
     """Load, template, tokenise and split the data."""
-    return _until("prepare", config, overrides)
+    return _bring(config, overrides, force, "prepare")
 
 
-@flow(name="pack", flow_run_name=_named_after_run, persist_result=False)
-def pack(config: Path, overrides: dict[str, str] | None = None) -> str:
+@flow(name="pack", flow_run_name=named_after_run, persist_result=False)
+def pack(config: ConfigFile, overrides: Overrides = None, force: Forced = None) -> Ending:
     """Lay samples into rows, after what that needs."""
-    return _until("pack", config, overrides)
+    return _bring(config, overrides, force, "pack")
 
 
-@flow(name="train", flow_run_name=_named_after_run, persist_result=False)
-def train(config: Path, overrides: dict[str, str] | None = None) -> str:
+@flow(name="train", flow_run_name=named_after_run, persist_result=False)
+def train(config: ConfigFile, overrides: Overrides = None, force: Forced = None) -> Ending:
     """Train, after what that needs."""
-    return _until("train", config, overrides)
+    return _bring(config, overrides, force, "train")
 
 
-@flow(name="export", flow_run_name=_named_after_run, persist_result=False)
-def export(config: Path, overrides: dict[str, str] | None = None) -> str:
+@flow(name="export", flow_run_name=named_after_run, persist_result=False)
+def export(config: ConfigFile, overrides: Overrides = None, force: Forced = None) -> Ending:
     """Export, after what that needs."""
-    return _until("export", config, overrides)
+    return _bring(config, overrides, force, "export")
 
 
-@flow(name="push", flow_run_name=_named_after_run, persist_result=False)
-def push(config: Path, overrides: dict[str, str] | None = None) -> str:
+@flow(name="push", flow_run_name=named_after_run, persist_result=False)
+def push(config: ConfigFile, overrides: Overrides = None, force: Forced = None) -> Ending:
     """Push, after what that needs."""
-    return _until("push", config, overrides)
+    return _bring(config, overrides, force, "push")
 
 
-def _load(config: Path, overrides: dict[str, str] | None) -> RunConfig:
-    return load(config, [Override(name, text) for name, text in (overrides or {}).items()])
+def _bring(config: Path, overrides: Overrides, force: Forced, *wanted: StageName) -> Ending:
+    wishes = Wishes(force=frozenset(force or ()))
+    try:
+        return chain(loaded(config, overrides), wishes, *wanted)[-1].where
+    except Interrupted as stopped:
+        return Cancelled(name="Stopped", message=str(stopped))
 
 
-def _until(name: StageName, config: Path, overrides: dict[str, str] | None) -> str:
-    return chain(_load(config, overrides), Wishes(), name)[-1].where
+def by_hand(which: Flow[..., Any], script: str) -> int:
+    """Run a flow with what was typed behind the script's name; the exit status."""
+    try:
+        ended = which(*typed(sys.argv[1:], script), return_state=True)
+        if ended.is_cancelled():
+            raise Interrupted(ended.message or "", signal.SIGTERM)
+        ended.result()
+    except PenstockError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    return 0
 
 
 if __name__ == "__main__":
-    try:
-        rest, written = split_overrides(sys.argv[1:])
-        finetune(Path(rest[0]), {each.name: each.text for each in written})
-    except PenstockError as error:
-        sys.stderr.write(f"{error}\n")
-        sys.exit(error.exit_code)
+    sys.exit(by_hand(finetune, "finetune.py"))

@@ -17,7 +17,7 @@ from penstock.config.load import loads
 from penstock.core.errors import CapabilityError
 from tests.cli.command import penstock
 from tests.conftest import ROOT
-from tests.flows.test_finetune import FLOW, environment
+from tests.flows.server import FLOW
 from tests.pipeline.runs import write_chats, write_run
 from tests.stages.prepared import contents
 
@@ -100,20 +100,6 @@ def several_files(folder: Path, **pipeline) -> Path:
     )
 
 
-def flow(folder: Path, home: Path) -> str:
-    done = subprocess.run(
-        [*FLOW, "run.yaml"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=folder,
-        env=environment(home),
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
 def sealed(folder: Path) -> dict[str, bytes]:
     """All files of the one prepared artifact but its manifest, which tells when and where."""
     [manifest] = folder.glob("prepared/prepare/*/manifest.json")
@@ -129,20 +115,19 @@ def shares_told(text: str) -> list[tuple[str, int, int]]:
 
 
 @pytest.fixture
-def dask_of_two_processes(tmp_path):
+def dask_of_two_processes(prefect, tmp_path):
     """A scheduler and two workers, started elsewhere by hand; gives the scheduler's address."""
     pytest.importorskip("distributed")
     place = tmp_path / "elsewhere"
     place.mkdir()
     note = place / "scheduler.json"
     told = ["--scheduler-file", str(note), "--no-dashboard"]
-    environ = {**os.environ, "PREFECT_HOME": str(tmp_path / "prefect"), "DO_NOT_TRACK": "1"}
 
     def start(*command: str) -> "subprocess.Popen[bytes]":
         return subprocess.Popen(
             [sys.executable, "-m", *command, *told],
             cwd=place,
-            env=environ,
+            env=prefect.environment,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
@@ -165,7 +150,7 @@ def dask_of_two_processes(tmp_path):
 
 @pytest.mark.slow
 def test_two_dask_workers_prepare_every_slice_once_and_the_result_is_the_command_lines(
-    dask_of_two_processes, tmp_path
+    dask_of_two_processes, prefect, tmp_path
 ):
     spread = several_files(
         tmp_path / "spread",
@@ -173,7 +158,7 @@ def test_two_dask_workers_prepare_every_slice_once_and_the_result_is_the_command
         task_runner_address=dask_of_two_processes,
         task_runner_workers=4,
     )
-    shares = shares_told(flow(spread.parent, tmp_path / "prefect"))
+    shares = shares_told(prefect.run(*FLOW, "run.yaml", cwd=spread.parent))
     assert len({worker for worker, _, _ in shares}) == 2
     assert sum(slices for _, _, slices in shares) == FILES
     assert sum(done for _, done, _ in shares) == FILES
@@ -200,11 +185,11 @@ def test_a_cluster_of_its_own_has_as_many_processes_as_written(cluster):
 
 
 @pytest.mark.slow
-def test_ray_prepares_every_slice_once(tmp_path):
+def test_ray_prepares_every_slice_once(prefect, tmp_path):
     pytest.importorskip("prefect_ray")
     pytest.importorskip("ray")
     spread = several_files(tmp_path / "spread", task_runner="ray", task_runner_workers=2)
-    shares = shares_told(flow(spread.parent, tmp_path / "prefect"))
+    shares = shares_told(prefect.run(*FLOW, "run.yaml", cwd=spread.parent))
     assert sum(done for _, done, _ in shares) == FILES
 
 

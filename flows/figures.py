@@ -1,0 +1,123 @@
+"""How far a training run is, from the records it leaves while it goes on."""
+
+import json
+import os
+from collections import deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.core.files import read_json
+from penstock.train.report.words import amount, duration, number
+
+RECENT = 50
+"""Steps whose pace says when the run will end."""
+
+
+class Figures:
+    """What of a run's records people look for while it goes on."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        """Steps that are done; 0 before anything is known."""
+        self.is_ended = False
+        """Whether there will be no more of them."""
+        self._total: int | None = None
+        self._last: Mapping[str, Any] = {}
+        self._held_out: Mapping[str, Any] = {}
+        self._recent: deque[tuple[int, float]] = deque(maxlen=RECENT)
+
+    def take(self, record: Mapping[str, Any]) -> None:
+        """The next record of metrics.jsonl."""
+        if "eval_loss" in record:
+            self._held_out = record
+        if "loss" not in record:
+            return
+        if record["step"] <= self.step:
+            self._recent.clear()  # ranks that were started again have gone back
+        self.step, self._last = record["step"], record
+        self._recent.append((record["step"], record["time"]))
+
+    def with_total(self, surroundings: Path) -> "Figures":
+        """These, with the number of steps that the run has written there."""
+        self._total = read_json(surroundings)["total_steps"]
+        return self
+
+    @property
+    def percent(self) -> float:
+        """The share of its steps that the run has taken: all, once it ended, if early."""
+        if self.is_ended:
+            return 100.0
+        return min(100.0, 100 * self.step / self._total) if self._total else 0.0
+
+    @property
+    def left(self) -> float | None:
+        """Seconds until the end, if steps take as long as the last ones; None if not known yet."""
+        (first, began), (last, now) = self._recent[0], self._recent[-1]
+        if not self._total or first == last:
+            return None
+        return max(0, self._total - last) * (now - began) / (last - first)
+
+    @property
+    def in_brief(self) -> str:
+        """One line."""
+        told = f"step {self._steps}, loss {number(self._last['loss'])}"
+        if self.is_ended:
+            return f"{told}, ended"
+        return told if self.left is None else f"{told}, about {duration(self.left)} left"
+
+    @property
+    def table(self) -> str:
+        """A table in Markdown."""
+        lines = (f"| {name} | {value} |" for name, value in self._rows())
+        return "\n".join(["| training | |", "| --- | --- |", *lines])
+
+    @property
+    def _steps(self) -> str:
+        return f"{self.step:,} of {self._total:,}" if self._total else f"{self.step:,}"
+
+    def _rows(self) -> list[tuple[str, str]]:
+        last = self._last
+        rows = [
+            ("step", f"{self._steps} ({self.percent:.1f}%)"),
+            ("loss", number(last["loss"])),
+        ]
+        if self.left is not None and not self.is_ended:
+            rows.append(("left, about", duration(self.left)))
+        if self._held_out:
+            held = self._held_out
+            rows.append(("held-out loss", f"{number(held['eval_loss'])} (step {held['step']:,})"))
+        rows += [
+            ("learning rate", number(last["lr"])),
+            ("epoch", f"{last['epoch']:.2f}"),
+            ("tokens per second", amount(last["tokens_per_second"])),
+        ]
+        return rows
+
+
+class Tail:
+    """The records that a file gains from some time on; written anew, it is read anew."""
+
+    def __init__(self, path: Path, *, since: float) -> None:
+        self._path, self._since = path, since
+        self._file: int | None = None
+        self._read = 0
+
+    def more(self) -> Iterator[dict[str, Any]]:
+        """Whole records that were not given before."""
+        try:
+            stream = self._path.open("rb")
+        except OSError:
+            return
+        with stream:
+            now = os.fstat(stream.fileno())
+            if now.st_ino != self._file or now.st_size < self._read:
+                self._file, self._read = now.st_ino, 0
+            stream.seek(self._read)
+            for line in stream:
+                if not line.endswith(b"\n"):
+                    return
+                self._read += len(line)
+                record = json.loads(line)
+                if record["time"] >= self._since:
+                    yield record

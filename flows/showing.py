@@ -1,0 +1,170 @@
+"""What Prefect's UI shows of stages: a table of each, and of training how far it is, as it goes on.
+
+A thread of the flow follows metrics.jsonl. Nothing here stops or holds up a run: what the server
+does not take is tried again at the next look, and missed if there is none.
+"""
+
+import contextvars
+import json
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+from uuid import UUID
+
+import httpx
+from prefect import get_client
+from prefect.artifacts import (
+    create_link_artifact,
+    create_markdown_artifact,
+    create_progress_artifact,
+    create_table_artifact,
+    update_progress_artifact,
+)
+from prefect.client.schemas.actions import ArtifactUpdate
+from prefect.exceptions import PrefectException
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+
+from figures import Figures, Tail
+from penstock.core.files import read_json
+from penstock.core.store import Outcome
+from penstock.train.job import METRICS, SURROUNDINGS
+from penstock.train.report.page import REPORT
+from penstock.train.trackers.card import TRACKERS_FOLDER
+from penstock.train.trackers.names import KNOWN
+
+Say = Callable[[str], object]
+
+SOONEST, LATEST = 5.0, 60.0
+"""Seconds between two looks at a run: the longer it has lasted, the longer."""
+
+LOOKS = 200
+"""Looks in which a run's time so far is parted, between those two."""
+
+LAST_SECONDS = 5.0
+"""How long the end of training waits for what is shown last."""
+
+RETRIES = 2
+"""How often a stage's table is sent again; the next stage does not wait for the server."""
+
+
+def show(outcome: Outcome, name: str, say: Say) -> None:
+    """A table of what became of a stage of the run called `name`, one fact in a row."""
+    rows = {"status": outcome.status, "key": outcome.key, "path": outcome.where, **outcome.facts}
+    table = [{"fact": fact, "value": _plain(value)} for fact, value in rows.items()]
+    try:
+        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: RETRIES}):
+            create_table_artifact(table, f"penstock-{outcome.stage}", f"{name}: {outcome.status}")
+    except (httpx.HTTPError, PrefectException) as error:
+        say(f"the table of {outcome.stage} could not be shown: {type(error).__name__}: {error}")
+
+
+class Links:
+    """Ways from Prefect to a training run's report and trackers, each shown once."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self._name = folder, name
+        self._shown: set[str] = set()
+
+    def show(self) -> None:
+        """Those that are known by now and were not shown before."""
+        for key, url, title in self._known():
+            if key not in self._shown:
+                create_link_artifact(url, f"{self._name}: {title}", key, description=url)
+                self._shown.add(key)
+
+    def _known(self) -> Iterator[tuple[str, str, str]]:
+        if (report := self._folder / REPORT).is_file():
+            yield "penstock-report", report.resolve().as_uri(), "report"
+        for name, known in KNOWN.items():
+            memory = self._folder / TRACKERS_FOLDER / f"{name}.json"
+            if memory.is_file() and (url := read_json(memory).get("url")):
+                yield f"penstock-{name}", url, known.title
+
+
+@contextmanager
+def training_shown(folder: Path, name: str, say: Say) -> Generator[None]:
+    """While the block runs, show the training run called `name` that goes on in `folder`."""
+    ended = threading.Event()
+    shown = Shown(folder, name, say)
+    # As the flow sees Prefect: its server, and the run that all this belongs to.
+    run = contextvars.copy_context().run
+    thread = threading.Thread(target=run, args=(shown.follow, ended), daemon=True)
+    thread.start()
+    try:
+        yield
+        shown.is_done = True
+    finally:
+        ended.set()
+        thread.join(LAST_SECONDS)
+
+
+class Shown:
+    """One training run in Prefect's UI: a bar, a table, and links."""
+
+    def __init__(self, folder: Path, name: str, say: Say) -> None:
+        self._folder, self._name, self._say = folder, name, say
+        self._links = Links(folder, name)
+        self._tail = Tail(folder / METRICS, since=time.time())
+        self._figures = Figures()
+        self._bar: UUID | None = None
+        self._table: UUID | None = None
+        self._is_told = False
+        self.is_done = False
+        """Whether the stage came to its end."""
+
+    def follow(self, ended: threading.Event) -> None:
+        """Look again and again, and a last time at the end."""
+        # A look that fails is followed by another one; only the flow itself waits for the server.
+        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
+            began = time.monotonic()
+            while not ended.wait(_pause(time.monotonic() - began)):
+                self._look()
+            self._look()
+
+    def _look(self) -> None:
+        for record in self._tail.more():
+            self._figures.take(record)
+        self._figures.is_ended = self.is_done
+        if not self._figures.step and not self.is_done:
+            return  # what lies there now may be of another run
+        try:
+            if self._figures.step:
+                self._show(self._figures.with_total(self._folder / SURROUNDINGS))
+            self._links.show()
+        except (httpx.HTTPError, PrefectException, OSError) as error:
+            if not self._is_told:
+                self._say(
+                    "the progress of training cannot be shown just now; training goes on: "
+                    f"{type(error).__name__}: {error}"
+                )
+            self._is_told = True
+        else:
+            self._is_told = False
+
+    def _show(self, figures: "Figures") -> None:
+        brief = f"{self._name}: {figures.in_brief}"
+        if self._bar is None:
+            self._bar = cast(
+                UUID, create_progress_artifact(figures.percent, "penstock-progress", brief)
+            )
+        else:
+            update_progress_artifact(self._bar, figures.percent, brief)
+        if self._table is None:
+            self._table = cast(
+                UUID, create_markdown_artifact(figures.table, "penstock-training", brief)
+            )
+        else:
+            get_client(sync_client=True).update_artifact(
+                self._table, ArtifactUpdate(data=figures.table, description=brief)
+            )
+
+
+def _pause(lasted: float) -> float:
+    return min(LATEST, max(SOONEST, lasted / LOOKS))
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
