@@ -8,16 +8,17 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from penstock.config.dataset import DatasetConfig
 from penstock.config.run import RunConfig, has_target
 from penstock.core import env
+from penstock.core.deadline import Deadline
 from penstock.core.errors import ConfigError, StageError
 from penstock.core.mirror import home_of
 from penstock.core.remote_source import folder_of
-from penstock.core.source import pin_checkpoint, pin_data, pin_tokenizer
-from penstock.core.stage import Artifact, Source, key_of, short
+from penstock.core.source import pin_tokenizer
+from penstock.core.stage import Artifact, key_of, short
 from penstock.core.store import Cache, Outcome, Step, lookup, obtain, realize
 from penstock.core.urls import is_url, joined
 from penstock.engine.origin import Origin
@@ -26,16 +27,13 @@ from penstock.identity import IDENTITY, judging_of
 from penstock.machine import check_hub, check_machine, refusal_of, rows_of_a_step
 from penstock.origins import origin_of, with_adapter
 from penstock.pack.stage import Pack, PackSettings
+from penstock.pins import pinned_checkpoint, pins_of
 from penstock.prepare.given import Given, given_step, nothing_given, root_of, take, tokens_at
-from penstock.prepare.own_files import refuse_own_files
 from penstock.prepare.settings import DatasetSettings, MixSettings, PrepareSettings
 from penstock.prepare.stage import SLICES, Prepare
 from penstock.push.stage import Push, PushSettings, push_prepared
 from penstock.train.nodes import lend, lends
 from penstock.train.stage import Train, TrainSettings, claim
-
-MADE = (SLICES, Prepare.name, Pack.name)
-"""Folders in data.dataset_prepared_path."""
 
 StageName = Literal["prepare", "pack", "train", "export", "push"]
 
@@ -110,9 +108,30 @@ def needs(wanted: tuple[str, ...], name: str) -> bool:
 
 
 def bring_up(step: Step, run: RunConfig, wishes: Wishes, notify: Callable[[str], None]) -> Outcome:
-    """Realise one step as the run and the command line wish."""
+    """Realise one step as the run and the command line wish.
 
+    Raises StageError when it takes longer than `pipeline.timeouts` allows.
+    """
+    name = step.stage.name
+    limit = run.pipeline.timeouts.get(cast(StageName, name))
+    deadline = Deadline(limit)
+    with deadline.kept(
+        f"{name} was ended after {limit} s (pipeline.timeouts.{name}).\n"
+        f"  What it wrote is kept in {step.where}: run it again to go on, with more time if that "
+        "is what it needs."
+    ):
+        return _brought(step, run, wishes, notify, deadline)
+
+
+def _brought(
+    step: Step,
+    run: RunConfig,
+    wishes: Wishes,
+    notify: Callable[[str], None],
+    deadline: Deadline,
+) -> Outcome:
     def claimed(step: Step) -> None:
+        deadline.begin()
         if step.stage.name == "train":
             claim(step, fresh=wishes.fresh)
 
@@ -212,9 +231,9 @@ def prepare_step(run: RunConfig) -> Step:
             bad_rows_allowed=data.bad_rows_allowed,
             seed=run.train.seed,
         ),
-        sources=_pins(run, "datasets"),
-        test_sources=_pins(run, "test_datasets"),
-        decontaminate_sources=_pins(run, "decontaminate_datasets"),
+        sources=pins_of(run, "datasets"),
+        test_sources=pins_of(run, "test_datasets"),
+        decontaminate_sources=pins_of(run, "decontaminate_datasets"),
         tokenizer=tokenizer,
         tokenizer_path=folder_of(run.model.tokenizer_source, tokenizer),
         slices_url=joined(root, SLICES) if is_url(root) else None,
@@ -283,7 +302,7 @@ def train_step(
         settings=settings,
         packed=packed,
         origin=origin,
-        checkpoint=_pin_checkpoint(run),
+        checkpoint=pinned_checkpoint(run),
         run_config=run,
         ranks=ranks,
         prepared=prepared,
@@ -358,37 +377,3 @@ def _dataset(
 
 def _mix(dataset: DatasetConfig) -> MixSettings:
     return MixSettings(weight=dataset.weight, max_samples=dataset.max_samples)
-
-
-def _pins(run: RunConfig, field: str) -> tuple[Source, ...]:
-    """The sources in that field of the section `data`, none of them what the run itself makes."""
-    data = run.data
-    datasets: list[DatasetConfig] = getattr(data, field)
-    sources = tuple(_pin(each, data.hf_use_auth_token) for each in datasets)
-    root = home_of(data.dataset_prepared_path)
-    for index, (each, source) in enumerate(zip(datasets, sources, strict=True)):
-        refuse_own_files(f"data.{field}[{index}].path", each, source, root, MADE)
-    return sources
-
-
-def _pin(dataset: DatasetConfig, token: bool | None) -> Source:
-    source = pin_data(
-        dataset.path,
-        name=dataset.name,
-        split=dataset.split,
-        revision=dataset.revision,
-        data_files=dataset.data_files,
-        ds_type=dataset.ds_type,
-        token=token,
-    )
-    if dataset.streaming and source.pin["kind"] != "hub":
-        raise ConfigError(
-            f"{dataset.path} lies here, and only a dataset of the hub is streamed.\n"
-            "  Leave streaming out: files are read piece by piece anyway."
-        )
-    return source
-
-
-def _pin_checkpoint(run: RunConfig) -> Source | None:
-    path = run.train.load_checkpoint_path
-    return None if path in (None, "auto") else pin_checkpoint(path)

@@ -24,6 +24,11 @@ def section(name, **values):
     return lambda _: {name: values}
 
 
+def dropping(**more):
+    """A run that drops some of its hidden states."""
+    return section("train", dropout={"hidden": 0.1, **more})
+
+
 def judged(**train):
     """A run that evaluations decide about."""
     return lambda _: {"data": {"val_set_size": 2}, "train": {"eval_steps": 2, **train}}
@@ -71,6 +76,7 @@ OPTIMIZED = {
         ("stochastic_rounding", {"stochastic_rounding": True}, PURE),
         ("grad_accum_dtype", {"grad_accum_dtype": "fp32"}, None),
         ("loss_scale_init", {"loss_scale_init": 8.0}, HALF),
+        ("save_optimizer", {"save_optimizer": False}, None),
     )
 }
-"""Settings of optimizers and precision, and what each is laid over."""
+"""Settings of optimizers, of what is kept of them and of precision, and what each is laid over."""

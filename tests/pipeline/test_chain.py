@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from tests.cli import command as here
 from tests.pipeline.runs import outcome, penstock, sealed, statuses, write_chats, write_run
 from tests.stages.report_pages import section_of
 
@@ -64,23 +66,17 @@ def test_a_finished_pipeline_needs_no_heavy_library(done):
 
 
 @pytest.mark.slow
-def test_another_learning_rate_reuses_the_data(done, tmp_path):
-    _, config, _ = done
-    words = ("--train.lr=0.02", "--train.output_dir", tmp_path / "other", "--json")
-    seen = statuses(penstock("run", config, *words))
-    assert seen == {"prepare": "cached", "pack": "cached", "train": "ran", "export": "ran"}
-
-
-@pytest.mark.slow
-def test_an_output_folder_of_another_run_is_refused_until_moved_aside(tmp_path):
-    config = write_run(tmp_path)
-    penstock("train", config)
-    words = ("train", config, "--train.lr", "0.5")
-    refused = penstock(*words, check=2)
+def test_an_output_folder_of_another_run_is_refused_until_moved_aside(done, tmp_path):
+    folder, config, _ = done
+    shutil.copytree(folder / "out", tmp_path / "out")
+    words = (config, "--train.lr", "0.5", "--train.output_dir", tmp_path / "out")
+    refused = penstock("train", *words, check=2)
     assert "train.lr: 0.5 here, 0.01 there" in refused.stderr
     assert "--fresh" in refused.stderr
     assert "Traceback" not in refused.stderr
-    assert statuses(penstock(*words, "--fresh", "--json"))["train"] == "ran"
+    seen = statuses(penstock("run", *words, "--fresh", "--json"))
+    # Another learning rate is of no concern to the data.
+    assert seen == {"prepare": "cached", "pack": "cached", "train": "ran", "export": "ran"}
     assert (tmp_path / "out.old-1" / "manifest.json").is_file()
 
 
@@ -119,49 +115,77 @@ def test_kill_9_at_random_moments_leaves_the_bytes_of_an_undisturbed_run(tmp_pat
     write_chats(tmp_path / "chats.jsonl", 400)
     sections = {
         "data": {"datasets": datasets(tmp_path), "val_set_size": 8},
-        "train": {"num_train_epochs": 6},
+        "train": {"num_train_epochs": 3},
     }
     calm, wild = (write_run(tmp_path / name, **sections) for name in ("calm", "wild"))
     penstock("run", calm)
     chance = random.Random(3)
-    kills = 0
-    for _ in range(10):
+    for begun, within in MOMENTS:
+        before = steps_of(tmp_path / "wild") if begun == "a step" else 0
         process = subprocess.Popen(
             [*RUN, str(wild)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        try:
-            process.wait(timeout=chance.choice([0.5, 1.5, 5.0, 9.0]) * chance.uniform(0.5, 1.2))
-        except subprocess.TimeoutExpired:
-            kills += 1
-            if chance.random() < 0.5:  # everything dies at once, else the ranks may still save
-                subprocess.run(["pkill", "-9", "-f", str(tmp_path / "wild")], check=False)
-            process.send_signal(signal.SIGKILL)
-            process.wait()
+        while not there(tmp_path / "wild", begun, before):
+            assert process.poll() is None, f"it ended before {begun}"
+            time.sleep(0.005)
+        time.sleep(within * chance.random())
+        if chance.random() < 0.5:  # everything dies at once, else the ranks may still save
+            subprocess.run(["pkill", "-9", "-f", str(tmp_path / "wild")], check=False)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
         sealed(tmp_path / "wild")  # whatever is sealed is whole
     penstock("run", wild)
-    assert kills >= 5
     assert sealed(tmp_path / "wild") == sealed(tmp_path / "calm")
     penstock("artifacts", "verify", "--root", tmp_path / "wild")
 
 
+MOMENTS = (
+    ("prepared/prepare/*", 0.1),
+    ("prepared/prepare/*", 1.5),
+    ("prepared/pack/*/manifest.json", 5.0),
+    ("a step", 0.5),
+    ("a step", 1.0),
+)
+"""What must be there, and the most seconds after it, of which chance takes some."""
+
+
+def there(folder, begun, before):
+    if begun == "a step":
+        return steps_of(folder) > before
+    return any(folder.glob(begun))
+
+
+def steps_of(folder):
+    metrics = folder / "out" / "metrics.jsonl"
+    return len(metrics.read_bytes().splitlines()) if metrics.exists() else 0
+
+
 @pytest.mark.slow
-def test_an_interrupted_training_saves_and_leaves_no_process(tmp_path):
+def test_a_signal_and_a_file_end_training_with_a_checkpoint_saved_and_no_process_left(tmp_path):
     write_chats(tmp_path / "chats.jsonl", 400)
     config = write_run(
         tmp_path, data={"datasets": datasets(tmp_path)}, train={"num_train_epochs": 400}
     )
-    process = subprocess.Popen(
-        [*RUN, str(config)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    metrics = tmp_path / "out" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and (not metrics.exists() or not metrics.stat().st_size):
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 130, said
-    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
-    assert (tmp_path / "out" / "checkpoints" / f"global_step_{steps[-1]}" / "COMPLETE").is_file()
+    out = tmp_path / "out"
+
+    def stopped(ask, code):
+        before = steps_of(tmp_path)
+        process = subprocess.Popen(
+            [*RUN, str(config)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and steps_of(tmp_path) == before:
+            time.sleep(0.1)
+        ask(process)
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == code, said
+        steps = [json.loads(s)["step"] for s in (out / "metrics.jsonl").read_text().splitlines()]
+        assert steps == list(range(1, len(steps) + 1))
+        assert (out / "checkpoints" / f"global_step_{steps[-1]}" / "COMPLETE").is_file()
+
+    stopped(lambda process: process.send_signal(signal.SIGINT), 130)
+    (out / "STOP").touch()  # of no concern to a start that comes after it
+    stopped(lambda _: (out / "STOP").touch(), 143)
     alive = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, check=False)
     assert alive.stdout == b""
 
@@ -245,11 +269,12 @@ def test_bad_input_gets_one_clear_message_and_harms_nothing(what, done, tmp_path
     for name, values in sections(tmp_path).items():
         run[name] = {**run[name], **values}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
-    failed = penstock("run", tmp_path / "run.yaml", check=code)
+    failed = here.penstock("run", tmp_path / "run.yaml")
+    assert failed.code == code
     for name in named:
-        assert name in failed.stderr
-    assert "Traceback" not in failed.stderr
-    assert failed.stderr.count("error:") <= 1
+        assert name in failed.err
+    assert "Traceback" not in failed.err
+    assert failed.err.count("error:") <= 1
     after = sealed(folder)
     assert {name: after[name] for name in before} == before
 
@@ -271,11 +296,13 @@ def test_a_full_disk_is_said_and_leaves_a_run_that_resumes(tmp_path):
             tmp_path,
             data={"datasets": datasets(tmp_path), "dataset_prepared_path": str(small / "p")},
         )
-        failed = penstock("prepare", config, check=1)
-        assert "disk is full" in failed.stderr
-        assert "Traceback" not in failed.stderr
+        failed = here.penstock("prepare", config)
+        assert failed.code == 1
+        assert "disk is full" in failed.err
+        assert "Traceback" not in failed.err
         subprocess.run(["mount", "-o", "remount,size=50m", str(small)], check=True)
-        assert statuses(penstock("prepare", config, "--json"))["prepare"] == "resumed"
-        penstock("artifacts", "verify", "--root", small)
+        [again] = here.penstock("prepare", config, "--json").last["stages"]
+        assert again["status"] == "resumed"
+        assert here.penstock("artifacts", "verify", "--root", small).code == 0
     finally:
         subprocess.run(["umount", str(small)], check=False)

@@ -28,7 +28,7 @@ TOLERANCE = 1e-4
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """A random four-layer Qwen3 with its tokenizer, as transformers saves it."""
-    folder = tmp_path_factory.mktemp("base")
+    folder = tmp_path_factory.mktemp("gsm8k") / "base"
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=320,
@@ -46,6 +46,11 @@ def base(tmp_path_factory):
     return folder
 
 
+def prepared_of(base):
+    """Data that the tests share: what is prepared for one serves the other."""
+    return base.parent / "prepared"
+
+
 def train(folder, base, shared, **sections):
     """Two ranks under fsdp2 for some steps on all of GSM8K; the closing object."""
     run = {
@@ -59,7 +64,7 @@ def train(folder, base, shared, **sections):
                     "field_output": "answer",
                 }
             ],
-            "dataset_prepared_path": str(folder.parent / "prepared"),
+            "dataset_prepared_path": str(prepared_of(base)),
             "sample_packing_sequence_len": 2048,
         },
         "train": {
@@ -67,7 +72,7 @@ def train(folder, base, shared, **sections):
             "data_parallel_mode": "fsdp2",
             "enable_mixed_precision": False,
             "lr": 3e-3,
-            "max_steps": 40,
+            "max_steps": 20,
             "log_format": "structured",
         },
         "pipeline": {"artifacts_path": str(folder / "artifacts")},
@@ -132,7 +137,7 @@ def test_full_fine_tuning_exports_what_the_engine_computes(tmp_path, base, share
     assert facts_of(done, "prepare")["dropped"] == {}
     seen = losses(out)
     assert sum(seen[-5:]) / 5 < 0.75 * seen[0]
-    prepared = next((tmp_path / "prepared" / "prepare").glob("*/manifest.json")).parent
+    prepared = next((prepared_of(base) / "prepare").glob("*/manifest.json")).parent
     theirs = AutoModelForCausalLM.from_pretrained(out / "hf", dtype=torch.float32).eval()
     ours = engine_model(out / facts_of(done, "train")["checkpoint"], base)
     assert largest_difference(ours, theirs, real_rows(prepared)) <= TOLERANCE
@@ -145,7 +150,7 @@ def test_lora_exports_an_adapter_and_the_merged_model(tmp_path, base, shared):
     done = train(tmp_path / "lora", base, shared, lora=lora)
     out = tmp_path / "lora" / "out"
     assert losses(out)[-1] < losses(out)[0]
-    prepared = next((tmp_path / "prepared" / "prepare").glob("*/manifest.json")).parent
+    prepared = next((prepared_of(base) / "prepare").glob("*/manifest.json")).parent
     rows = real_rows(prepared)
     checkpoint = out / facts_of(done, "train")["checkpoint"]
     ours = engine_model(checkpoint, base, rank=8, alpha=16)

@@ -64,6 +64,21 @@ class PipelineConfig(Section):
     """`reuse` takes results that are there, `refresh` builds anew and replaces them, `off` builds
     anew and resumes nothing."""
 
+    retries: int = Field(default=2, ge=0)
+    """How often a stage is tried again after a fault that may pass: a lost connection, training
+    processes that were killed or lost each other. It goes on where it stopped. Faults of settings,
+    of data and of programs are told at once."""
+
+    retry_delay: float = Field(default=10, ge=0, allow_inf_nan=False)
+    """Seconds before a stage is tried again; each pause of a stage doubles the one before."""
+
+    timeouts: dict[StageName, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(
+        default_factory=dict[StageName, float]
+    )
+    """Seconds after which a stage is ended, by its name, such as `prepare: 3600`. What it wrote is
+    kept, and training saves first; it is not tried again by itself. Time spent waiting for another
+    run that builds the same is not counted."""
+
     task_runner: Literal["dask", "ray"] | None = None
     """What a Prefect flow spreads the slices of `prepare` over. Unset: processes of this machine,
     as the command line does."""
@@ -99,6 +114,11 @@ class LaunchConfig(Section):
     """Seconds without anything moving (a step, a save, a part of an evaluation) after which the
     processes are killed, and it is told which one is behind and where. Unset: it is told after
     1800 seconds, and nothing is killed unless a collective operation waits in vain."""
+
+    stop_timeout: float = Field(default=35, gt=0, allow_inf_nan=False)
+    """Seconds that training processes have to finish their step and save when they are asked to
+    stop; then they are killed, and the next start goes on from the checkpoint before. Prefect kills
+    a flow that is cancelled after 30 seconds, which its training outlives by no more than this."""
 
     env: Annotated[dict[str, str], AfterValidator(_variables)] = Field(
         default_factory=dict[str, str]

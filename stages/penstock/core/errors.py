@@ -13,6 +13,8 @@ class PenstockError(Exception):
     """Base of every error this project raises on purpose. Its text is all a user needs to see."""
 
     exit_code = 1
+    may_pass = False
+    """Whether the same may go well when it is tried again, with nothing changed."""
 
 
 class ConfigError(PenstockError, ValueError):

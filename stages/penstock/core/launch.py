@@ -18,8 +18,11 @@ from typing import BinaryIO
 
 from penstock.core import env
 
-GRACE_SECONDS = 90
-"""How long ranks may take to finish their step and save before they are killed."""
+REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+"""What asks to stop: people, schedulers, and a deadline."""
+
+MARGIN_SECONDS = 4.0
+"""How much longer the agent may take than the ranks, which it kills, before it is killed itself."""
 
 
 def run_ranks(
@@ -28,15 +31,16 @@ def run_ranks(
     environment: Mapping[str, str],
     sink: BinaryIO,
     deaths: Path,
+    patience: float,
     watch: Callable[[], str | None] = lambda: None,
 ) -> int:
     """Run `torchrun` with `arguments`, copying what it prints to `sink`; return its exit status.
 
     `deaths` is where the agent lists ranks that a signal has ended. `watch` is asked every second
     and may return what to print, too. Any exception here or from it, KeyboardInterrupt included,
-    ends the ranks before it travels on.
+    ends the ranks before it travels on; they have `patience` seconds to finish their step and save.
     """
-    words = [str(os.getpid()), str(deaths), *arguments]
+    words = [str(os.getpid()), str(deaths), str(patience), *arguments]
     command = [sys.executable, "-m", "penstock.engine.agent", *words]
     with subprocess.Popen(
         command,
@@ -49,7 +53,7 @@ def run_ranks(
             _copy(child, sink, watch)
             return child.wait()
         except BaseException:
-            _end(child, sink)
+            _end(child, sink, patience + MARGIN_SECONDS)
             raise
 
 
@@ -69,27 +73,39 @@ def _copy(
                 block = os.read(stream.fileno(), 65536)
                 if not block:
                     return
-                sink.write(block)
-                sink.flush()
+                _say(sink, block)
             if time.monotonic() - looked >= 1.0:
                 looked = time.monotonic()
                 if said := watch():
-                    sink.write(f"train: {said}\n".encode())
-                    sink.flush()
+                    _say(sink, f"train: {said}\n".encode())
 
 
-def _end(child: "subprocess.Popen[bytes]", sink: BinaryIO) -> None:
+def _say(sink: BinaryIO, text: bytes) -> None:
+    """Raises SystemExit when nobody listens any more: who started this is gone, and is no fault
+    that passes."""
+    try:
+        sink.write(text)
+        sink.flush()
+    except BrokenPipeError:
+        raise SystemExit(128 + signal.SIGPIPE) from None
+
+
+def _end(child: "subprocess.Popen[bytes]", sink: BinaryIO, seconds: float) -> None:
     """One SIGTERM, then patience, then SIGKILL; the child's pipe is drained all the while."""
     with _deaf():
         child.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + GRACE_SECONDS
+        deadline = time.monotonic() + seconds
 
         def patience() -> None:
             if time.monotonic() > deadline:
                 raise TimeoutError
 
-        with contextlib.suppress(OSError):  # TimeoutError is one
-            _copy(child, sink, patience)
+        with contextlib.suppress(TimeoutError), Path(os.devnull).open("wb") as nobody:
+            try:
+                _copy(child, sink, patience)
+            except SystemExit:
+                # What ranks say must go somewhere, or they wait for that with their save.
+                _copy(child, nobody, patience)
         try:
             child.wait(timeout=max(1.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -101,7 +117,7 @@ def _end(child: "subprocess.Popen[bytes]", sink: BinaryIO) -> None:
 def _deaf():
     """Ignore further requests to stop while stopping."""
     try:
-        before = [(s, signal.signal(s, signal.SIG_IGN)) for s in (signal.SIGINT, signal.SIGTERM)]
+        before = [(s, signal.signal(s, signal.SIG_IGN)) for s in REQUESTS]
     except ValueError:
         yield  # signals belong to the main thread; elsewhere there is nothing to ignore
         return

@@ -80,10 +80,12 @@ class Lease:
         """Raise StageError if another has taken over meanwhile."""
         if self._lost or self._highest()[0] != self._number:
             self._lost = True
-            raise StageError(
+            failure = StageError(
                 f"{self._folder.said} was taken over by another machine while this one could not "
                 "be heard.\n  Run it again: what the other one builds is reused."
             )
+            failure.may_pass = True
+            raise failure
 
     def release(self) -> None:
         """Let the next one in without waiting."""

@@ -6,9 +6,11 @@ import os
 import signal
 import sys
 import threading
+import time
 from multiprocessing.connection import wait
 
 PR_SET_PDEATHSIG = 1
+POLL_SECONDS = 1.0
 
 
 def end_with_parent(parent: int | None = None) -> None:
@@ -22,6 +24,23 @@ def end_with_parent(parent: int | None = None) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if (os.getppid() != parent) if parent else (os.getppid() == 1):
         sys.exit(1)
+
+
+def outlive_parent_by(seconds: float) -> None:
+    """Exit that long after the parent's death, whatever this process waits for then.
+
+    A request to end is heard between two steps only, and a step that waits for processes that died
+    with the parent has no end.
+    """
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(POLL_SECONDS)
+        time.sleep(seconds)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="penstock-orphan", daemon=True).start()
 
 
 def end_with_starter() -> None:

@@ -9,13 +9,20 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from penstock.core import env
-from penstock.core.errors import CapabilityError, ConfigError, PenstockError, StageError
+from penstock.core.errors import (
+    ArtifactError,
+    CapabilityError,
+    ConfigError,
+    Interrupted,
+    PenstockError,
+    StageError,
+)
 from penstock.core.urls import PACKAGE_OF, WEB, scheme_of, scrubbed, spoken
 
 Fault = Literal["denied", "absent", "exists", "cut", "local", "other"]
 """Refused, not there, there already, a lost connection, this machine's disk, and all else."""
 
-Doing = Literal["read", "written", "deleted", "moved"]
+Doing = Literal["read", "written", "deleted", "copied"]
 
 _DENIED = {
     "ClientAuthenticationError",
@@ -39,7 +46,17 @@ _BROKEN_OFF = {
 }
 """Types that say an answer broke off, whatever status a parser gave that."""
 
-_NETWORKS = ("aiohttp", "azure", "botocore", "gcsfs", "google", "requests", "urllib3")
+_NETWORKS = (
+    "aiohttp",
+    "azure",
+    "botocore",
+    "gcsfs",
+    "google",
+    "httpx",
+    "httpx2",
+    "requests",
+    "urllib3",
+)
 """Libraries whose errors, when they carry no status, are lost connections."""
 
 _BROKEN = {
@@ -91,12 +108,29 @@ def fault_of(error: BaseException) -> Fault:
             return "cut" if came_from in _NETWORKS else "other"
 
 
+def may_pass(error: BaseException) -> bool:
+    """Whether what failed may go well when it is tried again, with nothing changed."""
+    for each in _with_causes(error):
+        if isinstance(each, PenstockError):
+            if each.may_pass:
+                return True
+            if isinstance(each, ConfigError | ArtifactError | Interrupted):
+                return False
+        elif type(each).__name__ == "OfflineModeIsEnabled":
+            return False
+        elif isinstance(each, Exception) and (kind := fault_of(each)) != "absent":
+            return kind == "cut"
+    return False
+
+
 def status_of(error: BaseException) -> int | None:
     """The HTTP status the error carries, under the name its library gives it."""
     response: Any = getattr(error, "response", None)
     if isinstance(response, dict):
         found: Any = response.get("ResponseMetadata", {}).get("HTTPStatusCode")  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         return found if isinstance(found, int) else None
+    if isinstance(answered := getattr(response, "status_code", None), int):
+        return answered
     for name in ("status", "status_code", "code"):
         value: Any = getattr(error, name, None)
         if isinstance(value, int) and 100 <= value < 600:
@@ -139,10 +173,12 @@ def while_working(fault: StoreFault, url: str, doing: Doing) -> PenstockError:
             f"{spoken(url)} was changed while it was being {doing}.\n"
             "  Run it again; what has not changed is reused."
         )
-    return StageError(
+    failure = StageError(
         f"{spoken(url)} could not be {doing}: {said(fault.error)}.\n"
         "  Run it again when the connection holds; what is done is kept."
     )
+    failure.may_pass = kind == "cut"
+    return failure
 
 
 def denied(url: str, error: BaseException, doing: Doing) -> CapabilityError:

@@ -1,11 +1,12 @@
-"""Asking a store again what a broken connection has cut short."""
+"""Doing again what a broken connection, or another fault that may pass, has cut short."""
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from penstock.core.remote_faults import StoreFault, fault_of
+from penstock.core.errors import PenstockError
+from penstock.core.remote_faults import StoreFault, fault_of, may_pass
 
 Result = TypeVar("Result")
 
@@ -17,6 +18,29 @@ QUICK = 3
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 10.0
 """Seconds before the second try, and before any later one; each pause doubles the last."""
+
+
+def pauses_of(tries: int, first: float) -> list[float]:
+    """Seconds before each of `tries` further tries; each doubles the one before."""
+    return [first * 2**number for number in range(tries)]
+
+
+def after_pauses(
+    act: Callable[[], Result], pauses: Sequence[float], notify: Callable[[str], None]
+) -> Result:
+    """What `act` returns; after each of the pauses it is called again if its fault may pass.
+
+    Machines that work together pause alike, so that they meet again: chance has no part in it.
+    """
+    for seconds in pauses:
+        try:
+            return act()
+        except PenstockError as error:
+            if not may_pass(error):
+                raise
+            notify(f"{error}\n  This may pass: it is tried again in {seconds:g} s.")
+        time.sleep(seconds)
+    return act()
 
 
 def persistently(act: Callable[[], Result], *, tries: int = PATIENT) -> Result:

@@ -304,11 +304,11 @@ def _ask_hub(
     repo: str, revision: str | None, kind: Literal["dataset", "model"], token: bool | None
 ) -> str | None:
     """The commit the hub names, or None when it cannot be reached."""
-    import httpx
     from huggingface_hub import HfApi
     from huggingface_hub.errors import (
         GatedRepoError,
         HFValidationError,
+        HTTPError,  # pyright: ignore[reportPrivateImportUsage] - of the client that it uses
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
@@ -334,7 +334,7 @@ def _ask_hub(
         ) from error
     except HFValidationError as error:
         raise ConfigError(f"{repo} is neither a path here nor a valid hub id: {error}") from error
-    except (httpx.HTTPError, OSError):
+    except (HTTPError, OSError):
         return None
 
 

@@ -16,6 +16,9 @@ from penstock.core.files import read_json
 DEATHS = "deaths_*.json"
 """Written by the agent of each node: its ranks that a signal has ended."""
 
+_LOST = ("Connection closed by peer", "Connection reset by peer", "DistNetworkError")
+"""What ranks say of others that are gone: those of a machine that was taken away say nothing."""
+
 _TIMEOUTS = ("Timed out waiting", "timed out", "Timeout", "timeout")
 
 
@@ -88,11 +91,12 @@ def what_happened(logs: Path, status: int, hung: str | None = None) -> StageErro
     failures, deaths = _failures(logs), _deaths(logs)
     first = next((f for f in failures if f.message), failures[0] if failures else None)
     if hung and (first is None or not first.message):
-        return StageError(hung)
+        return _passing(hung)
     if deaths and (first is None or deaths[0].time <= first.time):
-        return StageError(_of_death(deaths[0], logs))
+        text = _of_death(deaths[0], logs)
+        return _passing(text) if deaths[0].signal == signal.SIGKILL else StageError(text)
     if first is None:
-        return StageError(
+        return _passing(
             f"a training process died without a word (torchrun's exit status {status}).\n"
             f"  It may have been killed for memory; see {logs}."
         )
@@ -100,6 +104,14 @@ def what_happened(logs: Path, status: int, hung: str | None = None) -> StageErro
     failure = StageError(f"{text}\n  The traceback is in {logs / f'rank_{first.rank}.log'}.")
     if first.exit_code == CapabilityError.exit_code:
         failure.exit_code = first.exit_code
+    failure.may_pass = not first.message and any(word in first.error for word in _LOST)
+    return failure
+
+
+def _passing(text: str) -> StageError:
+    """An error of a run that may go well from its newest checkpoint."""
+    failure = StageError(text)
+    failure.may_pass = True
     return failure
 
 

@@ -14,7 +14,7 @@ from filelock import FileLock
 from penstock.core import env
 from penstock.core.errors import ConfigError
 from penstock.core.files import write_json
-from penstock.core.orphan import end_with_parent
+from penstock.core.orphan import end_with_parent, outlive_parent_by
 from penstock.core.pulse import Pulse
 from penstock.engine.assemble import assemble
 from penstock.engine.determinism import use_only_deterministic_kernels
@@ -39,6 +39,7 @@ def main(path: Path) -> None:
     """Run the job in `path` on this rank; leave its outcome, or this rank's failure, beside it."""
     end_with_parent()
     job = Job.read(path)
+    outlive_parent_by(job.config.launch.stop_timeout)
     rank, _, _ = env.rank_variables() or (0, 0, 1)
     failure_file(job.output_dir / LOGS, rank).unlink(missing_ok=True)
     show_on_request(job.output_dir / LOGS, rank)
@@ -51,7 +52,9 @@ def run_by_hand(job: Job) -> None:
 
 
 def _be_rank(job: Job, pulse: Pulse) -> None:
-    stop = StopRequest().listen()
+    rank, _, _ = env.rank_variables() or (0, 0, 1)
+    # One of them looks: they agree on what any of them has heard.
+    stop = StopRequest(None if rank else job.output_dir).listen()
     ranks = join((job.config.launch.timeout or DEFAULT_TIMEOUT_SECONDS) + MARGIN_SECONDS, pulse)
     faulthandler.enable()
     try:

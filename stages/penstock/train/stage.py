@@ -36,6 +36,7 @@ from penstock.core.urls import is_url, spoken
 from penstock.engine.origin import Form, Origin
 from penstock.train.job import HF_WEIGHTS, LOGS, OUTCOME, Job
 from penstock.train.keepsakes import keepsakes_of, wanted_of
+from penstock.train.stopping import STOP_FILE
 from penstock.train.torchrun import Ended, ending_of, start_ranks
 
 
@@ -65,12 +66,16 @@ class Train(Stage):
         "model.lm_head_fp32": False,
         "model.attention_cast_bf16": False,
         "train.dropout.hidden": 0.0,
+        "train.dropout.ffn": 0.0,
+        "train.dropout.warmup_steps": 0,
+        "train.dropout.depth_scaling": False,
         "train.dropout": {},
         "train.enable_fp8_training": False,
         **{f"train.fp8.{name}": value for name, value in Fp8Config().model_dump().items()},
         "train.fp8": {},
         "train.optimizer_kwargs": {},
         "train.lr_warmup_steps": None,
+        "train.save_optimizer": True,
         "train.lr_schedule_kwargs.warmup_style": "zero_start",
         "train.lr_schedule_kwargs.hold_steps": 0,
         "train.lr_schedule_kwargs.constant_steps": 0,
@@ -135,6 +140,8 @@ class Train(Stage):
         """Train from the newest checkpoint in `out`. Raises Interrupted when asked to stop."""
         job = self.job(out.resolve())
         file = job.write()
+        # It was for the start before this one.
+        (out / STOP_FILE).unlink(missing_ok=True)
         keep_data_facts(out, self.packed, self.prepared)
         shutil.rmtree(out / LOGS, ignore_errors=True)
         (out / LOGS).mkdir(parents=True)

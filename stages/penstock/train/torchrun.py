@@ -1,5 +1,6 @@
 """Starting the ranks of a training run with torchrun, and reading how they ended."""
 
+import math
 import signal
 import sys
 from collections.abc import Mapping
@@ -52,6 +53,7 @@ def start_ranks(job: Job, file: Path) -> Ended:
         },
         sink=sys.stderr.buffer,
         deaths=deaths_file(job.output_dir / LOGS, job.launch),
+        patience=launch.stop_timeout,
         watch=watch,
     )
     return Ended(status, watch.report)
@@ -78,7 +80,8 @@ def written_environment(run: RunConfig) -> dict[str, str]:
 def torchrun_arguments(run: RunConfig, address: str | None = None) -> list[str]:
     """What `launch` means in torchrun's words; `address` is this node's, as others reach it."""
     launch = run.launch
-    common = ["--nproc-per-node", str(num_local_ranks(run)), "--shutdown-timeout", "75"]
+    patience = str(math.ceil(launch.stop_timeout))
+    common = ["--nproc-per-node", str(num_local_ranks(run)), "--shutdown-timeout", patience]
     if launch.max_restarts:
         common += ["--max-restarts", str(launch.max_restarts)]
     if launch.nnodes == 1 and launch.rdzv_endpoint is None:

@@ -1,0 +1,49 @@
+"""Outside data that a run reads, pinned to its content."""
+
+from penstock.config.dataset import DatasetConfig
+from penstock.config.run import RunConfig
+from penstock.core.errors import ConfigError
+from penstock.core.mirror import home_of
+from penstock.core.source import pin_checkpoint, pin_data
+from penstock.core.stage import Source
+from penstock.pack.stage import Pack
+from penstock.prepare.own_files import refuse_own_files
+from penstock.prepare.stage import SLICES, Prepare
+
+MADE = (SLICES, Prepare.name, Pack.name)
+"""Folders in data.dataset_prepared_path."""
+
+
+def pins_of(run: RunConfig, field: str) -> tuple[Source, ...]:
+    """The sources in that field of the section `data`, none of them what the run itself makes."""
+    data = run.data
+    datasets: list[DatasetConfig] = getattr(data, field)
+    sources = tuple(_pin(each, data.hf_use_auth_token) for each in datasets)
+    root = home_of(data.dataset_prepared_path)
+    for index, (each, source) in enumerate(zip(datasets, sources, strict=True)):
+        refuse_own_files(f"data.{field}[{index}].path", each, source, root, MADE)
+    return sources
+
+
+def _pin(dataset: DatasetConfig, token: bool | None) -> Source:
+    source = pin_data(
+        dataset.path,
+        name=dataset.name,
+        split=dataset.split,
+        revision=dataset.revision,
+        data_files=dataset.data_files,
+        ds_type=dataset.ds_type,
+        token=token,
+    )
+    if dataset.streaming and source.pin["kind"] != "hub":
+        raise ConfigError(
+            f"{dataset.path} lies here, and only a dataset of the hub is streamed.\n"
+            "  Leave streaming out: files are read piece by piece anyway."
+        )
+    return source
+
+
+def pinned_checkpoint(run: RunConfig) -> Source | None:
+    """The checkpoint that the config names to start from, if it does."""
+    path = run.train.load_checkpoint_path
+    return None if path in (None, "auto") else pin_checkpoint(path)
