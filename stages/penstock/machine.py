@@ -13,6 +13,7 @@ from penstock.core.source import pin_config
 from penstock.engine.balance import asks_of_routers, require_routers
 from penstock.engine.float8_layers import float8_layers, require_float8
 from penstock.engine.hf_config import read_hf_config
+from penstock.engine.model_limits import require_dense_networks
 from penstock.engine.origin import quantising_of
 from penstock.engine.parallel.degrees import (
     SIZES,
@@ -92,6 +93,8 @@ def check_machine(run: RunConfig) -> None:
     check_optimizer(run, gpus)
     if asks_of_routers(run.train):
         require_routers(run, config_of(run))
+    if run.train.dropout.ffn:
+        require_dense_networks(run.train, config_of(run))
     if shares_tokens(run.train):
         require_whole_documents(run.train, config_of(run))
     check_layout(run, gpus)

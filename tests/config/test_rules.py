@@ -54,6 +54,15 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         "write sample_packing_sequence_len: 896 or 1024",
         {"data": {ROW: 1024}},
     ),
+    *(
+        (
+            {"train": {"dropout": {name: value}}},
+            f"train.dropout.{name}",
+            "nothing is dropped; write hidden or ffn",
+            {"train": {"dropout": {name: value, "hidden": 0.1}}},
+        )
+        for name, value in {"warmup_steps": 5, "depth_scaling": True}.items()
+    ),
     (
         {"data": {"val_set_size": 5, "test_datasets": [{"path": "x"}]}},
         "data.val_set_size",

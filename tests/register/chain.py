@@ -3,6 +3,7 @@
 from tests.register.places import (
     ALONE,
     ARRIVES,
+    BETTER,
     CARD,
     COPY,
     EXPORT,
@@ -10,6 +11,7 @@ from tests.register.places import (
     HUB,
     LAUNCH,
     PLACES,
+    RELEASES,
     RUN,
     RUNNER,
     TOLD,
@@ -19,7 +21,7 @@ OF_CHAIN: dict[str, dict[str, tuple[str, ...]]] = {
     "pipeline": {
         "name": (
             "stages/test_report.py::test_what_users_write_is_shown_and_never_obeyed",
-            "flows/test_finetune.py::test_stages_run_as_tasks_and_are_shown_as_cached_the_second_time",
+            "flows/test_finetune.py::test_a_deployed_run_is_named_after_what_runs_and_its_stages_are_tasks_with_artifacts",
         ),
         "stages": (
             "pipeline/test_projection.py::test_the_stages_that_are_listed_are_those_that_run",
@@ -28,6 +30,15 @@ OF_CHAIN: dict[str, dict[str, tuple[str, ...]]] = {
         "cache": (
             "pipeline/test_projection.py::test_a_cached_result_is_taken_or_built_again_as_the_config_says",
             "core/test_store.py::test_off_does_not_take_an_attempt_up",
+        ),
+        "retries": (
+            "pipeline/test_trying_again.py::test_a_lost_connection_is_tried_again_as_often_and_as_late_as_written",
+        ),
+        "retry_delay": (
+            "pipeline/test_trying_again.py::test_a_lost_connection_is_tried_again_as_often_and_as_late_as_written",
+        ),
+        "timeouts": (
+            "pipeline/test_trying_again.py::test_a_stage_that_takes_too_long_is_ended_and_resumed_by_the_next_start",
         ),
         "task_runner": (
             f"{RUNNER}test_a_cluster_is_that_of_the_address_or_one_of_as_many_workers_as_written",
@@ -63,6 +74,7 @@ OF_CHAIN: dict[str, dict[str, tuple[str, ...]]] = {
             "stages/test_hangs.py::test_a_rank_that_hangs_is_told_with_its_host_and_stack_and_all_are_killed",
             f"{RUN}test_collective_operations_wait_as_long_as_a_step_may",
         ),
+        "stop_timeout": (TOLD, f"{LAUNCH}test_ranks_that_do_not_hear_are_killed_in_time"),
         "env": (GIVEN,),
     },
     "export": {
@@ -115,5 +127,25 @@ OF_CHAIN: dict[str, dict[str, tuple[str, ...]]] = {
             f"{HUB}test_a_dry_run_lists_all_asks_nobody_and_is_another_identity",
             f"{ARRIVES}[push.dry_run]",
         ),
+    },
+    "release": {
+        "name": (f"{RELEASES}test_the_pointer_follows_releases_and_rollbacks",),
+        "train_when": (
+            f"{RELEASES}test_a_model_is_trained_again_when_enough_is_new_and_only_then",
+        ),
+        "min_new_samples": (
+            f"{RELEASES}test_a_model_is_trained_again_when_enough_is_new_and_only_then",
+        ),
+        "start_from": (f"{RELEASES}test_the_new_model_went_on_from_the_released_one",),
+        "metric": (
+            f"{RELEASES}test_both_models_are_compared_on_the_same_rows_and_the_better_one_stays",
+            f"{RELEASES}test_adapters_go_on_from_the_released_adapter_beside_the_same_base",
+        ),
+        "mode": (BETTER,),
+        "min_delta": (
+            BETTER,
+            f"{RELEASES}test_both_models_are_compared_on_the_same_rows_and_the_better_one_stays",
+        ),
+        "keep_runs": (f"{RELEASES}test_training_folders_of_earlier_models_go_where_few_are_kept",),
     },
 }

@@ -183,6 +183,10 @@ OF_TRAINING: dict[str, dict[str, tuple[str, ...]]] = {
         "eval_epochs": EVALUATED,
         "eval_at_start": EVALUATED,
         "eval_at_end": EVALUATED,
+        "eval_sanity_batches": (
+            *EVALUATED,
+            f"{EVALUATION}test_evaluating_is_tried_on_the_dearest_rows_and_ends_a_run_that_cannot",
+        ),
         "eval_max_batches": (
             *EVALUATED,
             f"{EVALUATION}test_a_limit_takes_the_same_rows_from_everywhere",
@@ -254,6 +258,9 @@ OF_TRAINING: dict[str, dict[str, tuple[str, ...]]] = {
             f"{RUN}test_checkpoints_are_written_behind_training_when_asked",
             "engine/test_checkpoint.py::test_saves_behind_training_are_of_their_step_their_failures_are_told_and_old_ones_go",
         ),
+        "save_optimizer": (
+            f"{RUN}test_without_the_optimizers_states_a_run_that_goes_on_says_that_it_is_another_one",
+        ),
         "save_total_limit": SAVED,
         "save_epochs": SAVED,
         "save_hf_weights": (FOLDERS,),
@@ -323,6 +330,7 @@ OF_TRAINING: dict[str, dict[str, tuple[str, ...]]] = {
         )
     },
     "train.dropout": {
-        "hidden": (DROPPED, f"{ARRIVES}[train.dropout.hidden]"),
+        name: (DROPPED, f"{ARRIVES}[train.dropout.{name}]")
+        for name in ("hidden", "ffn", "warmup_steps", "depth_scaling")
     },
 }

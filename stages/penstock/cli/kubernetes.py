@@ -1,5 +1,6 @@
 """A Kubernetes job for a run: an indexed job with one pod for each machine, and what it reads."""
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -9,14 +10,13 @@ import yaml
 
 from penstock.config.run import RunConfig
 from penstock.core.errors import CapabilityError, ConfigError
-from penstock.core.launch import GRACE_SECONDS
 from penstock.core.meeting import PORT
 from penstock.core.urls import is_url, spoken
 
 CONFIG_FOLDER = "/etc/penstock"
 CONFIG_FILE = "run.yaml"
 MARGIN_SECONDS = 30
-"""Beyond the grace of the launcher, before the kubelet kills what is left."""
+"""Beyond the time that ranks have to save, before the kubelet kills what is left."""
 
 DONE_WITH = [ConfigError.exit_code, CapabilityError.exit_code]
 """Exit codes of faults that another pod would have, too."""
@@ -114,7 +114,7 @@ def _job(
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
         # Told to end, training finishes its step and saves.
-        "terminationGracePeriodSeconds": GRACE_SECONDS + MARGIN_SECONDS,
+        "terminationGracePeriodSeconds": math.ceil(run.launch.stop_timeout) + MARGIN_SECONDS,
         "containers": [_container(run, cluster, gpus=gpus, cpus=cpus)],
         "volumes": _volumes(name, cluster),
     }

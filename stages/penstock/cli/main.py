@@ -192,6 +192,20 @@ for _name, _summary in {
 
 
 @app.command()
+def recur(config: Config, as_json: AsJson = False, debug: Debug = False) -> None:
+    """Train again if the sources have grown, and release the model if it is better."""
+    console = Console(as_json, debug)
+
+    def command() -> dict[str, Any]:
+        from penstock.cli.recur import recur as look
+        from penstock.cli.run import Request
+
+        return look(Request(config, tuple(_overrides)), console)
+
+    _end(console, command)
+
+
+@app.command()
 def launch(
     config: Config,
     way: Annotated[
@@ -300,7 +314,14 @@ def _data() -> typer.Typer:
     return data_commands(_overrides)
 
 
+def _releases() -> typer.Typer:
+    from penstock.cli.releases import release_commands
+
+    return release_commands(_overrides)
+
+
 app.add_typer(_artifacts(), name="artifacts")
+app.add_typer(_releases(), name="releases")
 app.add_typer(_data(), name="data")
 
 

@@ -7,6 +7,8 @@ from penstock.cli.console import Console, outcome_table
 from penstock.config.load import load
 from penstock.config.overrides import Override
 from penstock.config.run import RunConfig
+from penstock.core.in_use import in_use
+from penstock.core.retry import after_pauses, pauses_of
 from penstock.core.store import Outcome, lookup
 from penstock.plan import Plan, StageName, Wishes, bring_up, plan, require_upstream
 
@@ -26,8 +28,9 @@ class Request:
 def run_chain(request: Request, wishes: Wishes, console: Console) -> None:
     """Every stage of the run, in order."""
     planned = plan(request.load())
-    for step in planned.steps:
-        bring(planned, step.stage.name, wishes, console)
+    with in_use(planned.steps):
+        for step in planned.steps:
+            bring(planned, step.stage.name, wishes, console)
     console.result(outcome_table(console.outcomes))
 
 
@@ -38,11 +41,12 @@ def run_stage(
     planned = plan(request.load(), (name,))
     if not upstream:
         require_upstream(planned, name)
-    for step in planned.steps:
-        if upstream or step.stage.name == name:
-            bring(planned, step.stage.name, wishes, console)
-        if step.stage.name == name:
-            break
+    with in_use(planned.steps):
+        for step in planned.steps:
+            if upstream or step.stage.name == name:
+                bring(planned, step.stage.name, wishes, console)
+            if step.stage.name == name:
+                break
     console.result(outcome_table(console.outcomes))
 
 
@@ -54,7 +58,12 @@ def bring(planned: Plan, name: str, wishes: Wishes, console: Console) -> Outcome
             f"prepare: pipeline.task_runner ({planned.run.pipeline.task_runner}) is for Prefect's "
             "flows (flows/finetune.py); here slices are spread over processes of this machine"
         )
-    outcome = bring_up(step, planned.run, wishes, console.say)
+    wish = planned.run.pipeline
+    outcome = after_pauses(
+        lambda: bring_up(step, planned.run, wishes, console.say),
+        pauses_of(wish.retries, wish.retry_delay),
+        console.say,
+    )
     console.outcomes.append(outcome)
     if outcome.status != "cached":
         console.say(f"{name}: {outcome.status} in {outcome.seconds:.1f}s -> {outcome.where}")

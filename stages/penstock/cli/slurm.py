@@ -1,5 +1,6 @@
 """A Slurm batch script for a run: one launcher on each node, which starts that node's ranks."""
 
+import math
 import re
 import shlex
 from pathlib import Path
@@ -7,14 +8,13 @@ from pathlib import Path
 from penstock.cli.by_hand import words_of
 from penstock.cli.run import Request
 from penstock.config.run import RunConfig
-from penstock.core.launch import GRACE_SECONDS
 from penstock.core.meeting import PORT, parts_of
 
 TOLD_TO_EACH = ("launch.node_rank", "launch.rdzv_endpoint")
 """What each node is told by the script itself."""
 
 MARGIN_SECONDS = 60
-"""Beyond the grace of the launcher: Slurm may signal that much late."""
+"""Beyond the time that ranks have to save: Slurm may signal that much late."""
 
 
 def slurm_script(
@@ -32,7 +32,7 @@ def slurm_script(
         "gpus-per-node": gpus or None,
         "cpus-per-task": cpus,
         # Training saves and ends when it is told to; the default would kill it at the time limit.
-        "signal": f"TERM@{GRACE_SECONDS + MARGIN_SECONDS}",
+        "signal": f"TERM@{math.ceil(launch.stop_timeout) + MARGIN_SECONDS}",
         "output": "%x-%j.log",
         # Started again after a preemption, it goes on from its newest checkpoint.
         "requeue": "",

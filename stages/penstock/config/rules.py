@@ -16,6 +16,7 @@ from penstock.config.memory_rules import MEMORY_RULES
 from penstock.config.optim_rules import OPTIM_RULES
 from penstock.config.pipeline import STAGES
 from penstock.config.qlora_rules import QLORA_RULES
+from penstock.config.release_rules import RELEASE_RULES
 from penstock.config.run import RunConfig, has_target, written
 from penstock.core.urls import is_url
 
@@ -76,6 +77,17 @@ def _batches_agree(run: RunConfig) -> Faults:
             f" write a multiple of {unit}, or leave gradient_accumulation_steps out",
             ("train.micro_batch_size", "train.gradient_accumulation_steps"),
         )
+
+
+def _what_changes_dropout_has_some(run: RunConfig) -> Faults:
+    dropout = run.train.dropout
+    for name in ("warmup_steps", "depth_scaling"):
+        if getattr(dropout, name) and not (dropout.hidden or dropout.ffn):
+            yield Fault(
+                ("train", "dropout", name),
+                f"nothing is dropped; write hidden or ffn, or leave {name} out",
+                ("train.dropout.hidden", "train.dropout.ffn"),
+            )
 
 
 def _fsdp2_starts_on_meta(run: RunConfig) -> Faults:
@@ -273,12 +285,14 @@ RULES: tuple[Callable[[RunConfig], Faults], ...] = (
     _models_read_text,
     *DATA_RULES,
     _batches_agree,
+    _what_changes_dropout_has_some,
     _fsdp2_starts_on_meta,
     *LAYOUT_RULES,
     *OPTIM_RULES,
     *MEMORY_RULES,
     *FP8_RULES,
     *EVALUATION_RULES,
+    *RELEASE_RULES,
     _adapters_are_on,
     _what_is_merged_is_all,
     *QLORA_RULES,

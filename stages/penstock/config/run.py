@@ -9,6 +9,7 @@ from penstock.config.lora import LoraConfig
 from penstock.config.model import ModelConfig
 from penstock.config.pipeline import STAGES, LaunchConfig, PipelineConfig, StageName
 from penstock.config.publish import ExportConfig, PushConfig
+from penstock.config.release import ReleaseConfig
 from penstock.config.section import Section
 from penstock.config.train import TrainConfig
 
@@ -39,6 +40,9 @@ class RunConfig(Section):
 
     push: PushConfig = Field(default_factory=PushConfig)
     """Where the exported model is sent."""
+
+    release: ReleaseConfig = Field(default_factory=ReleaseConfig)
+    """Training again when data has come, and releasing what is better."""
 
     @property
     def stages(self) -> tuple[StageName, ...]:

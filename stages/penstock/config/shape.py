@@ -164,12 +164,12 @@ def suggestion(path: Steps) -> str | None:
     here = list(section.model_fields) if is_section(section) else []
     if near := get_close_matches(name, here, 1, VERY_NEAR):
         return near[0]
-    homes = [f"{place}.{name}" for place, one in sections().items() if name in one.model_fields]
-    if homes:
-        return homes[0]
     if meant := SYNONYMS.get(name.lower()):
         place, _, bare = meant.rpartition(".")
         return bare if sections().get(place) is section else meant
+    homes = [f"{place}.{name}" for place, one in sections().items() if name in one.model_fields]
+    if homes:
+        return homes[0]
     if near := get_close_matches(name, here, 1, NEAR_ENOUGH):
         return near[0]
     elsewhere = {field: place for place, one in sections().items() for field in one.model_fields}

@@ -234,10 +234,6 @@ def _recipe(export: Export) -> str:
     kind = lineage.prepared.get("kind", "")
     lora: Mapping[str, Any] = settings.get("lora", {})
     inputs = lineage.train.get("inputs", {})
-    dropped = {
-        "hidden states": train.get("dropout", {}).get("hidden", 0.0),
-        "adapters": lora.get("lora_dropout", 0.0),
-    }
     return section(
         "Training",
         pairs(
@@ -255,7 +251,7 @@ def _recipe(export: Export) -> str:
                 "tokens seen": f"{facts['tokens']:,}",
                 "of them trained on": f"{facts['trained_tokens']:,}",
                 "computed in": _computed_in(train),
-                "dropout": ", ".join(f"{rate} of {what}" for what, rate in dropped.items() if rate),
+                "dropout": _dropout(train.get("dropout", {}), lora.get("lora_dropout", 0.0)),
                 "seed": str(train["seed"]),
             }
         ),
@@ -312,6 +308,18 @@ def _rate(train: Mapping[str, Any]) -> str:
         return f"{said}, constant"
     by = "" if train["lr_decay_ratio"] == 1 else f" at {train['lr_decay_ratio']:.4g} of the steps"
     return f"{said}, falling to {number(train['lr_min'])}{by} ({train['lr_decay_style']})"
+
+
+def _dropout(written: Mapping[str, Any], of_adapters: float) -> str:
+    of = {"hidden": "hidden states", "ffn": "what feed-forward networks compute within"}
+    named = [f"{written[name]} of {what}" for name, what in of.items() if written.get(name)]
+    said = " and ".join(named)
+    if written.get("depth_scaling"):
+        said += ", less in earlier layers"
+    if steps := written.get("warmup_steps"):
+        said += f", after a rise over {count(steps, 'step')}"
+    adapters = f"{of_adapters} of adapters" if of_adapters else ""
+    return "; ".join(filter(None, (said, adapters)))
 
 
 def _rate_of_b(lora: Mapping[str, Any]) -> str:

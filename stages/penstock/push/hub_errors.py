@@ -14,6 +14,7 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabl
 
 from penstock.core import env
 from penstock.core.errors import CapabilityError, PenstockError, StageError
+from penstock.core.remote_faults import may_pass
 
 _QUERY = re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]+")
 
@@ -71,10 +72,12 @@ class HubRepo:
                 f"  Check {self.field} and its revision, and which account the token belongs to."
             )
         fault = f"HTTP {status}" if status else type(error).__name__
-        return StageError(
+        failure = StageError(
             f"Could not {doing} {at} ({fault}): {said}\n"
             "  Push again: what has arrived is not sent twice."
         )
+        failure.may_pass = may_pass(error)
+        return failure
 
     def _printable(self, error: BaseException) -> str:
         """What the client says and its cause, without signatures and without the token."""
