@@ -74,13 +74,16 @@ def measured(loop: Loop) -> tuple[float, float]:
     loop._open()
     timed(loop, "_tell", spent)
     timed(loop.measures, "of_step", spent)
+    timed(loop.measures, "memory_here", spent)
     if norms := loop.built.engine.norms:
         timed(norms, "told", spent)
         timed(norms, "of_gradients", spent)
     for _ in range(STEPS):
         spent.append(0.0)
         began = time.thread_time()
-        loop._tell(loop._step())
+        record = loop._step()
+        loop._agree()
+        loop._tell({**record, **loop.measures.of_memory(loop._memory)})
         steps.append(time.thread_time() - began)
     loop.close()
     warm = STEPS // 4

@@ -9,7 +9,7 @@ from typing import Any
 from penstock.train.job import Job
 from tests.engine import runs
 
-STEPS, ROWS_PER_STEP = 3, 4
+ROWS_PER_STEP = 4
 MAX_NORM, LR = 0.5, 0.5
 """Every step is clipped, and moves weights by far more than rounding does."""
 
@@ -105,7 +105,7 @@ class Layout:
             "lr": LR,
             "max_grad_norm": MAX_NORM,
             "global_batch_size": ROWS_PER_STEP,
-            "dropout": {"hidden": self.drops},
+            "dropout": {"hidden": self.drops, "ffn": self.drops},
             "lora": {
                 "enable_lora": bool(self.lora),
                 "lora_rank": 4,

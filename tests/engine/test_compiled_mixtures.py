@@ -13,7 +13,7 @@ from penstock.engine.quantisation_noise import StepNoise
 from penstock.engine.routers import RowsHere, StepWatch
 from penstock.losses.balance import pull_of
 from penstock.models.decoder import Decoder
-from penstock.models.layers.dropout import Noise, drawing_from
+from penstock.models.layers.dropout import Dropping, Noise, drawing_from
 from penstock.models.layers.quantised import QuantisedMatrix, keep_quantised
 from penstock.models.layers.watch import watched_by
 from penstock.models.shape import ExpertsConfig
@@ -41,9 +41,9 @@ STEPS = ([5, 3], [11], [2, 2, 9, 1])
 
 def everything() -> Decoder:
     """Two layers in which matrices are quantised and bear noise, and adapters learn, which drop;
-    so does the residual stream."""
+    so does the residual stream, at other rates in each layer and step."""
     torch.manual_seed(0)
-    model = Decoder(SHAPE, dropout=0.3)
+    model = Decoder(SHAPE, dropout=Dropping(0.6, warmup_steps=2, depth="rising"))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     nvfp4 = format_named("nvfp4")

@@ -5,110 +5,33 @@ import math
 import shutil
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
-import transformers
 from transformers import AutoModelForCausalLM
 
+from penstock.core.errors import StageError
 from penstock.rows.reader import PackedRows
-from penstock.rows.schema import PACKED
-from penstock.rows.sources import Sources
 from penstock.rows.tokenizer import byte_tokenizer
 from penstock.train import evaluation
 from penstock.train.evaluation import chosen_rows, perplexity
 from penstock.train.metrics import read_metrics
 from penstock.train.stopping import StopRequest
 from tests.engine import runs
-from tests.engine.loops import each, evaluated, loop_of
+from tests.engine.held_out import (
+    NEW_TOKENS,
+    by_transformers,
+    greedy,
+    random_model,
+    write_held_out,
+)
+from tests.engine.loops import decoder_of, each, evaluated, loop_of
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.dist
 
 # Sums of a few hundred fp32 losses of about 6, computed in another order.
 RTOL = 2e-6
-LABELS = ("arithmetic", "poems")
 PROMPTS = ["One?", "Another one, longer!", "x"]
-NEW_TOKENS = 5
-
-
-def random_model(folder):
-    """Weights of a model whose guesses differ from token to token."""
-    config = transformers.AutoConfig.for_model(**{**runs.TINY, "initializer_range": 0.3})
-    config.dtype = torch.float32
-    torch.manual_seed(1)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-@torch.no_grad()
-def guesses(model, ids):
-    """Logits of a document [T, V] and what they make likeliest."""
-    logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
-    return logits, logits.argmax(1)
-
-
-def write_held_out(folder, model):
-    """Rows of documents of two data sets; of every third token the label is what is likeliest."""
-    rng = np.random.default_rng(3)
-    rows = {"input_ids": [], "labels": [], "lengths": []}
-    for _ in range(7):
-        lengths = rng.integers(1, 30, size=int(rng.integers(1, 5))).tolist()
-        row_ids, row_labels = [], []
-        for length in lengths:
-            ids = rng.integers(0, runs.VOCAB, size=length).tolist()
-            _, likeliest = guesses(model, ids)
-            labels = rng.integers(0, runs.VOCAB, size=length)
-            kind = np.arange(length) % 3
-            labels = np.where(kind == 0, likeliest.numpy(), np.where(kind == 1, labels, -100))
-            row_ids += ids
-            row_labels += labels.tolist()
-        rows["input_ids"].append(row_ids)
-        rows["labels"].append(row_labels)
-        rows["lengths"].append(lengths)
-    folder.mkdir(parents=True)
-    with pa.ipc.new_file(str(folder / "rows-00000-of-00001.arrow"), PACKED) as writer:
-        writer.write_table(pa.table(rows, schema=PACKED))
-    documents = [length for lengths in rows["lengths"] for length in lengths]
-    Sources(LABELS, np.arange(len(documents)) * 7 // 3 % 2).write(folder)
-
-
-def by_transformers(model, folder, chosen):
-    """The record of an evaluation, one document at a time."""
-    packed, sources = PackedRows(folder), Sources.read(folder)
-    assert sources is not None
-    first = np.cumsum(packed.documents()) - packed.documents()
-    sums = {label: np.zeros(3) for label in LABELS}
-    for number in chosen:
-        row, start = packed.row(number), 0
-        for at, length in enumerate(row.lengths.tolist()):
-            ids, labels = (
-                torch.from_numpy(x[start : start + length].astype(np.int64))
-                for x in (row.input_ids, row.labels)
-            )
-            logits, likeliest = guesses(model, ids.tolist())
-            losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
-            trained = labels != -100
-            counted = losses.double().sum(), trained.sum(), (likeliest == labels)[trained].sum()
-            sums[LABELS[sources.of_documents[first[number] + at]]] += np.array(counted, float)
-            start += length
-    loss, tokens, right = np.sum(list(sums.values()), axis=0).tolist()
-    return {
-        "eval_loss": loss / tokens,
-        "eval_perplexity": math.exp(loss / tokens),
-        "eval_token_accuracy": right / tokens,
-        **{f"eval_loss/{label}": its[0] / its[1] for label, its in sums.items()},
-    }
-
-
-def greedy(model, prompt, end):
-    """The likeliest tokens after a prompt, up to one that ends the answer."""
-    ids = list(prompt)
-    for _ in range(NEW_TOKENS):
-        ids.append(int(guesses(model, ids)[1][-1]))
-        if ids[-1] == end:
-            break
-    return ids[len(prompt) :]
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +105,7 @@ def test_any_layout_tells_what_transformers_tells_and_answers_as_it_does(folder)
     answers = [greedy(model, prompt, tokenizer.eos_token_id) for prompt in asked]
     found = {
         **on_ranks(1, each, looked, {"one": job(folder, "one", ce_mode="eager", **kept)})[0],
-        **on_ranks(2, each, looked, parallel, collectives="plain")[0],
+        **on_ranks(2, each, looked, parallel)[0],
     }
     for name, (told, given) in found.items():
         assert told == pytest.approx(wanted, rel=RTOL), name
@@ -201,6 +124,7 @@ OFTEN = {
     "every epoch": ({"eval_epochs": 1.0}, [2, 4, 5]),
     "twice an epoch": ({"eval_epochs": 0.5}, [1, 2, 3, 4, 5]),
     "at the start": ({"eval_at_start": True}, [0, 5]),
+    "tried at the start": ({"eval_sanity_batches": 2}, [5]),
     "of nothing": ({"eval_steps": 1, "eval_max_batches": 0}, []),
     "of a batch": ({"eval_max_batches": 1}, [5]),
     "of half": ({"eval_max_batches": 0.5}, [5]),
@@ -223,6 +147,42 @@ def test_a_run_evaluates_as_often_and_on_as_much_as_is_written(folder):
     assert facts["alone"]["steps"] == 0
     assert not (jobs["alone"].output_dir / "checkpoints").exists()
     assert evaluations(jobs["alone"])[0] == evaluations(jobs["at the start"])[0]
+
+
+def tried(job):
+    """The rows that were read to be looked at, by step; and how the run ends, and where, if the
+    model makes no numbers."""
+    loop, seen, read_rows = loop_of(job), [], evaluation.read
+
+    def noted(rows, groups, reading):
+        seen.extend((loop.at.step, number) for group in groups for number in group)
+        return read_rows(rows, groups, reading)
+
+    evaluation.read = noted
+    try:
+        loop.run()
+    finally:
+        evaluation.read = read_rows
+    shutil.rmtree(job.output_dir)
+    broken = loop_of(job)
+    norm = decoder_of(broken).model.norm
+    assert norm is not None
+    norm.weight.data.fill_(math.nan)
+    with pytest.raises(StageError) as error:
+        broken.run()
+    return loop.built.pairs_per_token, seen, str(error.value), broken.at.step
+
+
+def test_evaluating_is_tried_on_the_dearest_rows_and_ends_a_run_that_cannot(folder):
+    made = job(folder, "tried", eval_sanity_batches=1, eval_at_end=False, max_steps=1)
+    [(pairs_per_token, seen, error, step)] = on_ranks(1, tried, made)
+    rows = PackedRows(made.packed / "data" / "validation")
+    costs = pairs_per_token * rows.lengths() + rows.squares()
+    assert sorted(seen) == [(0, int(number)) for number in sorted(np.argsort(-costs)[:4])]
+    assert "before the first step the loss of 1 batch(es) of held-out rows is nan" in error
+    assert "train.eval_sanity_batches: 0" in error
+    assert step == 0
+    assert not evaluations(made)
 
 
 def passed(job):

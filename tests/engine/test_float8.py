@@ -241,7 +241,7 @@ def test_a_layout_rounds_as_one_process_does(names, folder):
     jobs = {name: job(folder, each_, lr=1e-3) for name, each_ in layouts.items()}
     ours = {name: job(folder, each_, lr=1e-3) for name, each_ in others.items()}
     [want] = on_ranks(1, each, traced_and_watched, ours)
-    found = on_ranks(2, each, traced_and_watched, jobs, timeout=200, collectives="plain")[0]
+    found = on_ranks(2, each, traced_and_watched, jobs, timeout=200)[0]
     for name, settings in chosen.items():
         (trace, scales), (one, its_scales) = found[name], want[alone(settings).name]
         assert trace.losses == pytest.approx(one.losses, rel=1e-4), name

@@ -192,7 +192,7 @@ def test_twenty_steps_are_torchs_of_a_checkpoints_tensors_in_every_layout(names,
             f"{layout}: {kind}": job(folder, "exact", **EXACT[kind], **LAYOUTS[layout][1])
             for layout, kind in some
         }
-        found = on_ranks(world, beside_torchs, jobs, collectives="plain")[0]
+        found = on_ranks(world, beside_torchs, jobs)[0]
         for name, (want, after) in found.items():
             assert after.keys() == want.keys()
             for tensor, array in want.items():
@@ -219,13 +219,13 @@ def test_what_is_rounded_is_rounded_alike_in_every_layout(names, folder):
         f"{model} {kind}": job(folder, "alone", kind=model, **ROUNDED[kind], **ALONE)
         for model, kind in {(LAYOUTS[name][1].get("kind", "dense"), kind) for name, kind in names}
     }
-    [wanted] = on_ranks(1, after_three, alone, collectives="plain")
+    [wanted] = on_ranks(1, after_three, alone)
     for world, some in by_world(names).items():
         jobs = {
             (layout, kind): job(folder, "rounded", **ROUNDED[kind], **LAYOUTS[layout][1])
             for layout, kind in some
         }
-        found = on_ranks(world, after_three, jobs, collectives="plain")[0]
+        found = on_ranks(world, after_three, jobs)[0]
         for (layout, kind), after in found.items():
             want = wanted[f"{LAYOUTS[layout][1].get('kind', 'dense')} {kind}"]
             assert after.keys() == want.keys()
@@ -284,7 +284,7 @@ def test_every_optimizer_goes_on_from_a_checkpoint_to_the_same_bits_in_any_layou
         name: (job(folder, "begun", **train), job(folder, "other", **train, **tp))
         for name, train in {**EXACT, **ROUNDED}.items()
     }
-    for found in on_ranks(2, gone_on, pairs, collectives="plain"):
+    for found in on_ranks(2, gone_on, pairs):
         assert_same_bits(found)
 
 
@@ -301,5 +301,5 @@ def test_every_optimizer_goes_on_from_a_checkpoint_to_the_same_bits_in_any_layou
 )
 def test_an_optimizer_of_whole_matrices_goes_on_where_they_are_whole(optimizer, folder):
     made = job(folder, "whole", optimizer=optimizer, **ALONE)
-    [found] = on_ranks(1, gone_on, {optimizer: (made, made)}, collectives="plain")
+    [found] = on_ranks(1, gone_on, {optimizer: (made, made)})
     assert_same_bits(found)

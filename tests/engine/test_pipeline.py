@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from penstock.adapters.inject import LoraSpec, inject
 from penstock.config.parallel import SPLIT_BACKWARD
 from penstock.config.train import TrainConfig
+from penstock.core.pulse import Pulse
 from penstock.engine.parallel.call import Call
 from penstock.engine.parallel.degrees import Degrees
 from penstock.engine.parallel.mesh import Mesh
@@ -169,7 +170,10 @@ def compare(
         part.register_forward_pre_hook(
             lambda _, given: seen.append(bool(given[0].isfinite().all()))
         )
-    pipeline = Pipeline(parts, mesh, train, device=torch.device("cpu"), casting=casting)
+    pulse, told = Pulse(), []
+    pulse.listen(lambda beat: told.append(beat.phase[0].upper()))
+    device = torch.device("cpu")
+    pipeline = Pipeline(parts, mesh, train, device=device, casting=casting, pulse=pulse)
     count = 2 * degrees.pipeline
     for step, longest in enumerate((9, 14)):
         batches = [batches_of((step, row), count, longest) for row in range(degrees.num_replicas)]
@@ -184,8 +188,11 @@ def compare(
         seen.clear()
         computed.clear()
         order.clear()
+        told.clear()
         loss = pipeline.forward_backward(calls)
         assert seen == [True] * count * len(parts), "a stage runs once per micro-batch"
+        if lora is None:
+            assert_told(told, order, schedule)
         times = 2 if recomputed == "layers" else 1
         assert len(computed) == times * count * sum(len(part.model.layers) for part in parts)
         assert not loss.requires_grad
@@ -211,6 +218,19 @@ def note(number, order, _, _given, output):
     order.append(f"F{number}")
     if output.requires_grad:
         output.register_hook(lambda _: order.append(f"B{number}"))
+
+
+def assert_told(told, order, schedule):
+    """Passes are told as they begin, by their first letters, and that it waits between them."""
+    passes = [phase for phase in told if phase != "W"]
+    computed = [each[0] for each in order]
+    if schedule in SPLIT_BACKWARD:
+        # The backward pass to weights is one of its own.
+        assert passes.count("F") == computed.count("F")
+        assert passes.count("B") > computed.count("B")
+    else:
+        assert passes == computed
+    assert told[0] == told[-1] == "W"
 
 
 def shard(part, mesh, *, reshard):
@@ -294,8 +314,9 @@ def test_sharded_stages_compute_what_one_model_does():
 def test_every_schedule_on_four_ranks_computes_what_one_model_does():
     cases = [
         {"schedule": schedule, "layers": 6, "tied": tied, "recomputed": recomputed}
-        for schedule in SCHEDULES
-        for tied, recomputed in ((True, "layers"), (False, "none"))
+        for schedule, (tied, recomputed) in zip(
+            SCHEDULES, [(True, "layers"), (False, "none")] * 3, strict=True
+        )
     ]
     split = {
         "schedule": "Interleaved1F1B",

@@ -216,7 +216,7 @@ def two_ranks(folder, one_process):
         saved = folder / "alone" / form / "checkpoints" / "global_step_0"
         job = job_of(folder, form, "resumed", load_checkpoint_path=str(saved), tp=2)
         others["resumed", form] = job
-    return on_ranks(2, all_of, jobs_of(folder, 2), bad, others, timeout=120, collectives="plain")
+    return on_ranks(2, all_of, jobs_of(folder, 2), bad, others, timeout=120)
 
 
 def test_two_ranks_write_the_codes_of_one(two_ranks, one_process):
@@ -230,7 +230,7 @@ def test_two_ranks_go_on_with_the_codes_of_one(two_ranks, one_process):
 @pytest.mark.slow
 def test_four_ranks_write_the_codes_of_one(folder, one_process):
     require_same(
-        on_ranks(4, each, merged, jobs_of(folder, 4), timeout=120, collectives="plain")[0],
+        on_ranks(4, each, merged, jobs_of(folder, 4), timeout=120)[0],
         one_process,
     )
 

@@ -7,10 +7,13 @@ import pytest
 from penstock.train.job import CHECKPOINTS
 from tests.engine import runs
 from tests.engine.inputs import write_inputs
-from tests.engine.laid import STEPS, alone
+from tests.engine.laid import ROWS_PER_STEP, alone
 from tests.engine.layouts import LAYOUTS
 from tests.engine.loops import each, loop_of, save, step
 from tests.ranks import on_ranks
+
+BEFORE, AFTER = 3, 2
+"""Steps. Adapters that are merged every second step are in the middle of theirs."""
 
 CHANGES = [
     ("ep 4 over shard 4", "ep 2 over tp 2"),
@@ -33,12 +36,12 @@ CHANGES = [
     ("replicate 2 x shard 2", "replicate 2 x tp 2"),
     ("replicate 2 x shard 2", "one process"),
 ]
-"""A layout, and the one that goes on after its first three steps."""
+"""A layout, and the one that goes on after its first steps."""
 
 
 def begun(job):
     loop = loop_of(job)
-    for _ in range(STEPS):
+    for _ in range(BEFORE):
         step(loop)
     save(loop)
 
@@ -50,7 +53,7 @@ def gone_on(job):
 @pytest.mark.dist
 @pytest.mark.slow
 def test_a_run_goes_on_under_another_layout_as_if_it_had_never_changed(tmp_path):
-    write_inputs(tmp_path, 24)
+    write_inputs(tmp_path, ROWS_PER_STEP * (BEFORE + AFTER))
     layouts = {"one process": alone("tied"), **LAYOUTS}
 
     def jobs(wanted):
@@ -62,15 +65,15 @@ def test_a_run_goes_on_under_another_layout_as_if_it_had_never_changed(tmp_path)
         return made
 
     for world, some in jobs({f"begun {name}": layouts[name] for name, _ in CHANGES}).items():
-        on_ranks(world, each, begun, some, timeout=300, collectives="plain")
+        on_ranks(world, each, begun, some, timeout=300)
     goings_on = {f"{before} to {after}": layouts[after] for before, after in CHANGES}
     for before, after in CHANGES:
         begun_there = tmp_path / f"begun {before}" / CHECKPOINTS
         shutil.copytree(begun_there, tmp_path / f"{before} to {after}" / CHECKPOINTS)
     wholes = {f"whole {layout.alone.name}": layout.alone for layout in goings_on.values()}
     for world, some in jobs({**wholes, **goings_on}).items():
-        on_ranks(world, each, gone_on, some, timeout=300, collectives="plain")
+        on_ranks(world, each, gone_on, some, timeout=300)
     for out, layout in goings_on.items():
         want = runs.losses(tmp_path / f"whole {layout.alone.name}")
-        assert len(want) == 2 * STEPS
-        assert runs.losses(tmp_path / out) == pytest.approx(want[STEPS:], rel=1e-5), out
+        assert len(want) == BEFORE + AFTER
+        assert runs.losses(tmp_path / out) == pytest.approx(want[BEFORE:], rel=1e-5), out

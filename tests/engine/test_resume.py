@@ -43,7 +43,7 @@ LONG = ("ddp", "fsdp2 in bf16", "fsdp2 with lora", "fsdp2 with qlora, merged", "
 
 
 class StopAfter(StopRequest):
-    """Asks to stop as a signal would, once the log holds so many steps."""
+    """Asks to stop as a signal would, once the log holds so many steps: after the one under way."""
 
     def __init__(self, metrics, step):
         super().__init__()
@@ -94,7 +94,7 @@ def test_an_unfinished_save_is_never_resumed_from(folder):
     out = folder / "cut"
     run = runs.run_config(out, folder / "model", data_parallel_mode="none", save_steps=2)
     job = runs.job_of(run, folder / "packed")
-    on_ranks(1, train_until, job, 4)
+    on_ranks(1, train_until, job, 3)
     root = out / "checkpoints"
     whole = root / "global_step_4"
     shutil.copytree(whole, root / "global_step_5.part")

@@ -13,9 +13,11 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.core.errors import CapabilityError
 from penstock.engine import checkpoint
+from penstock.engine.checkpoint_files import CheckpointFiles
 from penstock.engine.checkpoint_reader import CheckpointReader
 from penstock.plan import check_machine
 from penstock.train.main import run_by_hand
+from penstock.train.metrics import read_metrics
 from tests.engine import runs
 from tests.engine.loops import (
     before_each_update,
@@ -23,6 +25,7 @@ from tests.engine.loops import (
     each,
     gradients_of,
     loop_of,
+    parameters_of,
     step,
 )
 from tests.engine.test_resume import train_until
@@ -198,9 +201,55 @@ def test_checkpoints_are_written_behind_training_when_asked(folder):
     assert found == {"True": [False, False], "False": [True, True]}
 
 
+def forgetful(jobs):
+    """Two starts of each run, the second from the checkpoint of which step; and what a run comes to
+    whose optimizer forgets all there."""
+    stops = set()
+    for its in jobs.values():
+        assert train_until(its, 2) is None
+        [found] = (its.output_dir / "checkpoints").iterdir()
+        stops.add(checkpoint.read_state(found)["step"])
+        assert runs.train_here(its)
+    [stop] = stops
+    loop = loop_of(jobs["states"])
+    for number in range(4):
+        if number == stop:
+            loop.built.engine.optimizer.state.clear()
+        step(loop)
+    return stop, parameters_of(loop)
+
+
+def test_without_the_optimizers_states_a_run_that_goes_on_says_that_it_is_another_one(folder):
+    jobs = {
+        "states": job(folder, "with states", max_steps=4),
+        "none": job(folder, "without states", max_steps=4, save_optimizer=False),
+        # This optimizer keeps nothing.
+        "sgd": job(folder, "nothing", max_steps=4, save_optimizer=False, optimizer="sgd"),
+    }
+    [(stop, forgot)] = on_ranks(1, forgetful, jobs)
+    ends, told = {}, {}
+    for name, its in jobs.items():
+        root = its.output_dir / "checkpoints"
+        kept = CheckpointFiles(root / f"global_step_{stop}").read_metadata().state_dict_metadata
+        assert any(tensor.startswith("optimizer.") for tensor in kept) == (name == "states")
+        reader = CheckpointReader(root / "global_step_4")
+        ends[name] = reader.read(reader.shapes())
+        records = list(read_metrics(its.output_dir / "metrics.jsonl"))
+        told[name] = [(r["step"], r["warning"]) for r in records if "warning" in r]
+        assert [r["step"] for r in records if "loss" in r] == [1, 2, 3, 4]
+    assert ends["none"].keys() == forgot.keys()
+    for name, weight in forgot.items():
+        assert np.array_equal(ends["none"][name].numpy(), weight), name
+    assert any(not torch.equal(ends["states"][name], ends["none"][name]) for name in forgot)
+    [(at, warning)] = told["none"]
+    assert at == stop
+    assert f"global_step_{stop} was saved without the optimizer's states" in warning
+    assert told["states"] == told["sgd"] == []
+
+
 def test_auto_goes_on_from_the_newest_checkpoint(folder):
     made = job(folder, "auto", max_steps=4, load_checkpoint_path="auto")
-    assert on_ranks(1, train_until, made, 3) == [None]
+    assert on_ranks(1, train_until, made, 2) == [None]
     (made.output_dir / "metrics.jsonl").unlink()
     on_ranks(1, runs.train_here, made)
     lines = (made.output_dir / "metrics.jsonl").read_text().splitlines()

@@ -118,7 +118,7 @@ def test_stages_that_do_not_fit_are_refused_with_what_to_write(settings, message
 
 
 def test_a_schedule_takes_the_micro_batches_that_torchs_takes():
-    on_ranks(1, tried, collectives="plain")
+    on_ranks(1, tried)
 
 
 def tried():

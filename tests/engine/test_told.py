@@ -15,6 +15,8 @@ from penstock.engine.phases import Phases
 from penstock.engine.ranks import join
 from penstock.engine.step import StepResult
 from penstock.rows.collate import MicroBatch
+from penstock.train.measures import GIB, peak_resident
+from penstock.train.metrics import read_metrics
 from penstock.train.spikes import LossWatch, SpikeWatch
 from tests.engine import runs
 from tests.engine.loops import (
@@ -199,6 +201,48 @@ def test_a_spike_is_traced_to_its_rank_and_rows_and_all_ranks_say_so():
     assert one == other
     assert "the loss is 5" in one
     assert "on rank(s) 1, 1.60 times the mean, with packed row(s) 11" in one
+
+
+FORWARD, BACKWARD = 0.02, 0.04
+"""Seconds that a part of a model needs for a micro-batch, at least."""
+BALLAST = 300 << 20
+
+
+def slowed(job):
+    """The last record of a run in which passes take their time, and the most memory that this rank
+    has had; the second one has some more."""
+    loop = loop_of(job)
+
+    def wait(_module, _given, output):
+        time.sleep(FORWARD)
+        if output.requires_grad:
+            output.register_hook(lambda _: time.sleep(BACKWARD))
+
+    for part in loop.built.engine.layout.parts:
+        part.register_forward_hook(wait)
+    ballast = b"x" * BALLAST * loop.ranks.rank
+    loop.run()
+    assert len(ballast) == BALLAST * loop.ranks.rank
+    return list(read_metrics(job.output_dir / "metrics.jsonl"))[-1], peak_resident() / GIB
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_record_tells_passes_apart_and_the_rank_with_the_most_memory(folder):
+    layouts = {"shards": {}, "stages": {"pipeline_parallel_size": 2}}
+    jobs = {name: job(folder, name, max_steps=2, **its) for name, its in layouts.items()}
+    first, second = on_ranks(2, each, slowed, jobs)
+    for name, micro_batches in {"shards": 2, "stages": 4}.items():
+        (record, least), (_, most) = first[name], second[name]
+        phases, seconds = record["phases"], record["seconds"]
+        assert phases["forward"] >= micro_batches * FORWARD
+        assert phases["backward"] >= micro_batches * BACKWARD
+        # The last stage alone works on the first micro-batch.
+        bubble = phases.get("bubble", 0.0)
+        assert bubble >= FORWARD + BACKWARD if name == "stages" else bubble == 0
+        assert phases["forward"] + phases["backward"] + bubble <= seconds
+        assert record["memory_rank"] == 1
+        assert least < record["memory_gib"] <= most + 1e-4
 
 
 def test_phases_add_up_to_the_time_that_has_passed_and_waiting_is_within_them():
