@@ -88,6 +88,7 @@ def exported(job, number=0):
     return out
 
 
+@pytest.mark.slow
 def test_adapters_are_of_the_form_that_is_written(folder):
     targets = {"lora_rank": 4, "lora_target_modules": ["q_proj", "o_proj"]}
     forms = {

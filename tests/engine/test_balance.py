@@ -77,6 +77,7 @@ def of_transformers(folder, rows):
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_losses_of_routers_are_asked_for_and_told_as_is_written(folder):
     model_says = {"output_router_logits": True, "router_aux_loss_coef": LOAD}
     whole = {"moe_global_load_balancing": True}

@@ -254,6 +254,7 @@ def all_three(root):
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_saves_behind_training_are_of_their_step_their_failures_are_told_and_old_ones_go(tmp_path):
     for (early, complete, told, crowd), seen, lacks in on_ranks(4, all_three, tmp_path):
         assert lacks == [True, False]

@@ -132,6 +132,7 @@ OFTEN = {
 }
 
 
+@pytest.mark.slow
 def test_a_run_evaluates_as_often_and_on_as_much_as_is_written(folder):
     # Ten rows, four to a step: two steps make an epoch.
     jobs = {
@@ -291,6 +292,7 @@ def all_starts(jobs):
     return whole, told, ends, bytes_and_losses(jobs["stopped"]), bytes_and_losses(jobs["killed"])
 
 
+@pytest.mark.slow
 def test_what_breaks_off_while_looking_is_made_up_for_once(folder):
     often = {
         "max_steps": 6,

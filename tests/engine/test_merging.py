@@ -167,6 +167,7 @@ def merged_by_hand(weights, scale):
     return made
 
 
+@pytest.mark.slow
 def test_adapters_of_every_form_become_part_of_their_weights(folder):
     jobs = {
         f"{form} {kind}": job_of(folder, f"{form} {kind}", {**lora, **written}, base)

@@ -152,6 +152,7 @@ def watched(job):
     return grouped.calls, dtypes, {name for name in seen[0] if "mlp.gate.weight" in name}
 
 
+@pytest.mark.slow
 def test_experts_and_routers_are_computed_as_is_written(folder):
     mixed = {"enable_mixed_precision": True}
     jobs = {

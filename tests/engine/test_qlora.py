@@ -98,6 +98,7 @@ def trained(job):
     return losses, factors, bytes_of, evaluated
 
 
+@pytest.mark.slow
 def test_codes_train_as_the_weights_that_they_stand_for(folder):
     jobs = {f"{form}, codes": quantised(folder, form, f"{form}, codes") for form in FORMS}
     jobs |= {form: job_of(folder, form, f"{form}, weights", {}) for form in FORMS}

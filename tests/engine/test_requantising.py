@@ -219,6 +219,7 @@ def two_ranks(folder, one_process):
     return on_ranks(2, all_of, jobs_of(folder, 2), bad, others, timeout=120)
 
 
+@pytest.mark.slow
 def test_two_ranks_write_the_codes_of_one(two_ranks, one_process):
     require_same(two_ranks[0][0], one_process)
 

@@ -39,7 +39,14 @@ LAYOUTS = {
     ),
     "stages of rings": (4, {"pipeline_parallel_size": 2, "ringattn_parallel_size": 2}),
 }
-LONG = ("ddp", "fsdp2 in bf16", "fsdp2 with lora", "fsdp2 with qlora, merged", "stages of rings")
+LONG = (
+    "ddp",
+    "fsdp2",
+    "fsdp2 in bf16",
+    "fsdp2 with lora",
+    "fsdp2 with qlora, merged",
+    "stages of rings",
+)
 
 
 class StopAfter(StopRequest):

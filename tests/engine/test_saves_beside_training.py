@@ -82,6 +82,7 @@ def contents(root):
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_what_is_copied_while_training_goes_on_is_as_it_was_at_the_save(folder):
     jobs = {
         (way, asked): job(folder, f"{way} {asked}", save_async=asked, **settings)

@@ -56,6 +56,7 @@ def of_a_peak(peak, settings):
     }
 
 
+@pytest.mark.slow
 def test_the_optimizer_and_the_metrics_have_the_schedules_rate(folder):
     peak = 1e-3
     jobs = {
