@@ -28,10 +28,9 @@ import peer_liger
 import peers
 import torch
 import train_cuda
-from bench_group_gemm import peak
 from packed import write_rows
 from tests.engine import runs
-from timing import CUDA, machine, verdict
+from timing import CUDA, machine, peak, verdict
 from train_cuda import MEASURED, QWEN3_8B, WARMING, Case, Figures
 
 from penstock.engine.ranks import Ranks, join, leave

@@ -16,7 +16,7 @@ import statistics
 from functools import partial
 
 import torch
-from timing import CUDA, DEVICE, Work, machine, medians, verdict
+from timing import CUDA, DEVICE, Work, machine, medians, peak, verdict
 
 from penstock_kernels.group_gemm import group_gemm, native, quack
 from penstock_kernels.group_gemm.autograd import Products
@@ -49,14 +49,6 @@ def implementations() -> dict[str, Products]:
         print(f"not measured: quack ({quack.MISSING or 'needs a GPU'})")
     else:
         found["quack"] = quack.PRODUCTS
-    return found
-
-
-def peak(size: int) -> float:
-    """Operations a second of a square product."""
-    a, b = (torch.randn(size, size, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
-    found = 2.0 * size**3 / medians({"product": lambda: a @ b})["product"]
-    print(f"a square product of {size}: {found / 1e12:.0f} TFLOP/s")
     return found
 
 

@@ -10,8 +10,7 @@ the references.
 import argparse
 
 import torch
-from bench_quant import show
-from timing import CUDA, DEVICE, Work, copying, machine, medians, verdict
+from timing import CUDA, DEVICE, Work, copying, machine, medians, show, verdict
 from torch.optim import _muon
 
 from penstock_kernels.adamw import Run, Settings, Stepped, adamw_, adamw_each_

@@ -11,14 +11,13 @@ what runs there.
 """
 
 import argparse
-from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timing import CUDA, DEVICE, Work, copying, machine, medians
+from timing import CUDA, DEVICE, Work, copying, machine, medians, show
 
 from penstock_kernels.noise import Run, add_noise_
 from penstock_kernels.quant import FORMATS, Quantised, dequantise, linear, matmul, quantise
@@ -27,16 +26,6 @@ TOKENS = 8192
 SHAPE = (14336, 8192) if CUDA else (2048, 4096)
 DRY = (64, 256)
 MATMUL_ROWS = (1, 8, 16, 64)
-
-
-def show(what: str, found: Mapping[str, float], against: str, num_bytes: float = 0) -> None:
-    """One line: milliseconds, bytes a second where it is bytes that cost, and ratios to ours."""
-    parts = []
-    for name, spent in found.items():
-        rate = f" {num_bytes / spent / 1e9:7.1f} GB/s" if num_bytes and name == "ours" else ""
-        parts.append(f"{name} {spent * 1e3:8.3f} ms{rate}")
-    ratio = found[against] / found["ours"] if against in found else float("nan")
-    print(f"{what:28} {', '.join(parts)}; {against}/ours {ratio:.2f}")
 
 
 def peers(name: str, weight: torch.Tensor) -> dict[str, tuple[Work, Work]]:

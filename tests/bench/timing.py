@@ -60,10 +60,28 @@ def copying(num_bytes: int) -> Work:
     return lambda: target.copy_(source)
 
 
+def peak(size: int) -> float:
+    """Operations a second of a square product."""
+    a, b = (torch.randn(size, size, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    found = 2.0 * size**3 / medians({"product": lambda: a @ b})["product"]
+    print(f"a square product of {size}: {found / 1e12:.0f} TFLOP/s")
+    return found
+
+
 def machine() -> str:
     """What this is measured on."""
     what = torch.cuda.get_device_name() if CUDA else f"CPU, {torch.get_num_threads()} threads"
     return f"{what}, PyTorch {torch.__version__}"
+
+
+def show(what: str, found: Mapping[str, float], against: str, num_bytes: float = 0) -> None:
+    """One line: milliseconds, bytes a second where it is bytes that cost, and ratios to ours."""
+    parts = []
+    for name, spent in found.items():
+        rate = f" {num_bytes / spent / 1e9:7.1f} GB/s" if num_bytes and name == "ours" else ""
+        parts.append(f"{name} {spent * 1e3:8.3f} ms{rate}")
+    ratio = found[against] / found["ours"] if against in found else float("nan")
+    print(f"{what:28} {', '.join(parts)}; {against}/ours {ratio:.2f}")
 
 
 def verdict(what: str, found: float, goal: float) -> str:

@@ -1,13 +1,26 @@
-"""What is compiled for an H100: every kernel, for its kinds of numbers and its largest tiles.
+"""What is compiled for an H100: every kernel, each of its ways, and its largest tiles.
 
 Called in a process of its own, where Triton does not interpret; see `test_compiles_for_gpus.py`.
 """
 
-WITH_CANDIDATES = False
-"""Whether what is measured beside a rule's choice is compiled too."""
+from itertools import cycle, islice, product
+
+ALL = False
+"""Whether every way is compiled for every kind of numbers, and not each once; and what is measured
+beside a rule's choice."""
 
 SHARED_MEMORY = 232_448
 """Bytes that one thread block may use on sm_90."""
+
+DATA = ("*bf16", "*fp32")
+"""Of what kernels read and write."""
+
+
+def ways(*choices):
+    """Every choice of one thing beside some choice of the others, or beside all."""
+    if ALL:
+        return product(*choices)
+    return islice(zip(*map(cycle, choices), strict=False), max(map(len, choices)))
 
 
 def name_of(function) -> str:
@@ -16,15 +29,18 @@ def name_of(function) -> str:
 
 
 def compiled(kernel, types, constants, *, aligned=(), **options):
-    """`kernel` for arguments of `types` by name, of which those `aligned` are multiples of 16, and
-    for `constants`; prints its name."""
+    """`kernel` for arguments of `types` by name, None for what is absent and i32 for what is not
+    named, of which those `aligned` are multiples of 16, and for `constants`; prints its name."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     names = kernel.arg_names
-    assert {*types, *constants} == set(names)
-    signature = {name: types.get(name, "constexpr") for name in names}
+    assert {*types, *constants} <= set(names)
+    constants = {**{name: None for name, kind in types.items() if kind is None}, **constants}
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "i32") for name in names
+    }
     values = {(names.index(name),): value for name, value in constants.items()}
     multiples = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(kernel, signature, values, multiples)
@@ -43,64 +59,53 @@ def compile_elementwise() -> None:
     from penstock_kernels.rms_norm import triton as rms_norm
     from penstock_kernels.rope import triton as rope
 
-    def check(kernel, pointers, more, constants, **options):
-        """Pointers by name, None where there is none, then what else it takes."""
-        types = {name: kind for name, kind in {**pointers, **more}.items() if kind}
-        types |= dict.fromkeys(set(kernel.arg_names) - {*pointers, *more, *constants}, "i32")
-        absent = {name: None for name, kind in pointers.items() if not kind}
-        compiled(kernel, types, {**absent, **constants}, **options)
-
-    for data in ("*fp32", "*bf16"):
-        words = dict.fromkeys(("F", "first", "least", "key_low", "key_high"), "i32")
+    for [data] in ways(DATA):
         moved = {"x_ptr": data, "places_ptr": "*i64", "y_ptr": data, "scale": "fp32"}
-        compiled(dropout._drop, {**moved, **words}, {"GROUPS": dropout.GROUPS})
-        pair, block = dict.fromkeys(("gate_ptr", "up_ptr"), data), {"BLOCK": glu.BLOCK}
-        slopes = dict.fromkeys(("dy_ptr", "dgate_ptr", "dup_ptr"), data)
-        for activation in ("silu", "gelu", "gelu_tanh"):
-            kind = {**block, "ACTIVATION": activation}
-            check(glu._forward, {**pair, "y_ptr": data}, {}, kind)
-            check(glu._backward, {**pair, **slopes}, {}, kind)
+        compiled(dropout._drop, moved, {"GROUPS": dropout.GROUPS})
         limits, both = {"alpha": "fp32", "limit": "fp32"}, {"both_ptr": data}
         block = {"BLOCK": clamped_gate.BLOCK}
-        check(clamped_gate._forward, {**both, "y_ptr": data}, limits, block)
-        backward = {**both, "dy_ptr": data, "dboth_ptr": data}
-        check(clamped_gate._backward, backward, limits, block)
+        compiled(clamped_gate._forward, {**both, **limits, "y_ptr": data}, block)
+        backward = {**both, **limits, "dy_ptr": data, "dboth_ptr": data}
+        compiled(clamped_gate._backward, backward, block)
+    for data, activation in ways(DATA, ("silu", "gelu", "gelu_tanh")):
+        pair = dict.fromkeys(("gate_ptr", "up_ptr"), data)
+        slopes = dict.fromkeys(("dy_ptr", "dgate_ptr", "dup_ptr"), data)
+        kind = {"BLOCK": glu.BLOCK, "ACTIVATION": activation}
+        compiled(glu._forward, {**pair, "y_ptr": data}, kind)
+        compiled(glu._backward, {**pair, **slopes}, kind)
+    for data, (pairs, turning) in ways(DATA, (("halves", 128), ("neighbours", 64))):
         heads = dict.fromkeys(("q_ptr", "k_ptr", "turned_q_ptr", "turned_k_ptr"), data)
         angles = dict.fromkeys(("cos_ptr", "sin_ptr"), data)
-        for pairs, turning in (("halves", 128), ("neighbours", 64)):
-            kinds = {"PAIRS": pairs, "BACK": turning == 64, **rope.tile(32, 128, turning)}
-            check(rope._turn, {**heads, **angles}, {}, kinds)
-        for weight, width in (("*fp32", 4096), (data, 128), (data, WIDEST)):
-            for stream in (None, data):
-                streams = {"stream_ptr": stream, "sum_ptr": stream}
-                forward = {"x_ptr": data, "weight_ptr": weight, "y_ptr": data, **streams}
-                forward["scale_ptr"] = "*fp32"
-                check(rms_norm._forward, forward, {"eps": "fp32"}, **_parted(rms_norm.tile(width)))
-                backward = {"x_ptr": data, "weight_ptr": weight, "dy_ptr": data, "dx_ptr": data}
-                backward |= {"dsum_ptr": stream, "scale_ptr": "*fp32"}
-                backward["dweight_ptr"] = stream and "*fp32"
-                check(rms_norm._backward, backward, {}, **_parted(rms_norm.tile(width)))
+        kinds = {"PAIRS": pairs, "BACK": turning == 64, **rope.tile(32, 128, turning)}
+        compiled(rope._turn, {**heads, **angles}, kinds)
+    norms = (("*bf16", WIDEST), ("*fp32", 128), ("*fp32", 4096))
+    for data, (weight, width), has_stream in ways(DATA, norms, (True, False)):
+        stream = data if has_stream else None
+        streams = {"stream_ptr": stream, "sum_ptr": stream}
+        forward = {"x_ptr": data, "weight_ptr": weight, "y_ptr": data, **streams}
+        forward |= {"scale_ptr": "*fp32", "eps": "fp32"}
+        compiled(rms_norm._forward, forward, **_parted(rms_norm.tile(width)))
+        backward = {"x_ptr": data, "weight_ptr": weight, "dy_ptr": data, "dx_ptr": data}
+        backward |= {"dsum_ptr": stream, "scale_ptr": "*fp32"}
+        backward["dweight_ptr"] = stream and "*fp32"
+        compiled(rms_norm._backward, backward, **_parted(rms_norm.tile(width)))
 
 
 def compile_cross_entropy() -> None:
     from penstock_kernels.cross_entropy import triton as cross_entropy
 
-    numbers = ("log_sum_ptr", "target_ptr", "total_ptr", "share_ptr", "hit_ptr", "floor_ptr")
-    types = {"labels_ptr": "*i64", "V": "i32", "stride": "i32", "cap": "fp32"}
-    types |= dict.fromkeys(numbers, "*fp32")
-    for data, more in (("*bf16", False), ("*bf16", True), ("*fp32", True)):
-        constants = {"CAPPED": more, "SMOOTHED": more, "BLOCK": cross_entropy.BLOCK}
-        for kernel in (cross_entropy._tally, cross_entropy._slope):
-            names = {*kernel.arg_names} - {*constants}
-            # Where nothing is smoothed there is no such tensor.
-            absent = set() if more else names & {"total_ptr", "floor_ptr"}
-            given = {"logits_ptr": data, **types}
-            given = {name: given[name] for name in names - absent}
-            chosen = {**constants, **dict.fromkeys(absent)}
-            compiled(kernel, given, chosen, num_warps=cross_entropy.WARPS)
-            if kernel is cross_entropy._slope and WITH_CANDIDATES:
-                largest = max(cross_entropy.TILES)
-                compiled(kernel, given, {**chosen, "BLOCK": largest.block}, num_warps=largest.warps)
+    for data, more in ways(DATA, (False, True)):
+        # Where nothing is smoothed there is no such tensor.
+        smoothed = "*fp32" if more else None
+        read = {"logits_ptr": data, "labels_ptr": "*i64", "log_sum_ptr": "*fp32", "cap": "fp32"}
+        tallied = {**read, "target_ptr": "*fp32", "total_ptr": smoothed}
+        turned = {**read, "share_ptr": "*fp32", "hit_ptr": "*fp32", "floor_ptr": smoothed}
+        kinds = {"CAPPED": more, "SMOOTHED": more}
+        for kernel, types in ((cross_entropy._tally, tallied), (cross_entropy._slope, turned)):
+            constants = {**kinds, "BLOCK": cross_entropy.BLOCK}
+            compiled(kernel, types, constants, num_warps=cross_entropy.WARPS)
+        for block, warps in cross_entropy.TILES[1:] if ALL else ():
+            compiled(cross_entropy._slope, turned, {**kinds, "BLOCK": block}, num_warps=warps)
 
 
 def _parted(tile) -> dict:
@@ -112,32 +117,31 @@ def _parted(tile) -> dict:
 def compile_permute() -> None:
     from penstock_kernels.permute import triton as permute
 
-    data, order, sizes = "*bf16", "*i64", {"K": "i32", "D": "i32"}
+    data, order = "*bf16", "*i64"
     block = {"BLOCK": permute.WIDEST}
     moved = {"x_ptr": data, "copy_of_row_ptr": order, "rows_ptr": data}
-    compiled(permute._copy, {**moved, **sizes}, block)
+    compiled(permute._copy, moved, block)
     added = {"rows_ptr": data, "row_of_copy_ptr": order, "y_ptr": data}
     for weights in ("*fp32", data):
-        weighted = {**added, "weights_ptr": weights, **sizes}
+        weighted = {**added, "weights_ptr": weights}
         compiled(permute._add, weighted, {"WEIGHTED": weights != data, **block})
     weighed = {
         **{"dy_ptr": data, "rows_ptr": data, "weights_ptr": "*fp32", "copy_of_row_ptr": order},
         **{"drows_ptr": data, "dweights_ptr": "*fp32"},
     }
-    compiled(permute._weigh, {**weighed, **sizes}, block)
+    compiled(permute._weigh, weighed, block)
 
 
 def compile_group_gemm() -> None:
     from penstock_kernels.group_gemm import tiles, triton, zeroing_triton
 
-    plan = {"counts_ptr": "*i64", "bounds_ptr": "*i32", "G": "i32", "T": "i32"}
+    plan = {"counts_ptr": "*i64", "bounds_ptr": "*i32"}
     compiled(triton._plan, plan, {"ROWS": 128, "GROUPS": 256})
-    zeroing = {"y_ptr": "*bf16", "flags_ptr": "*i8", "R": "i32", "W": "i32"}
+    zeroing = {"y_ptr": "*bf16", "flags_ptr": "*i8"}
     compiled(zeroing_triton._zero_rows, zeroing, {"ROWS": 1, "COLUMNS": 4096, "EACH": 65536})
 
     def by_rows(copy, weight, dtype, tile):
-        types = dict.fromkeys(triton._by_rows.arg_names[:12], "i32")
-        types |= {"y_ptr": f"*{dtype}", "bounds_ptr": "*i32"}
+        types = {"y_ptr": f"*{dtype}", "bounds_ptr": "*i32"}
         types |= {"x": f"*{dtype}", "weight": f"*{dtype}"}
         if copy == "descriptors":
             block = (tile.columns, tile.depth)
@@ -148,8 +152,7 @@ def compile_group_gemm() -> None:
         return products(triton._by_rows, types, constants, tile)
 
     def of_groups(copy, dtype, tile):
-        types = dict.fromkeys(triton._of_groups.arg_names[:9], "i32")
-        types |= {"ends_ptr": "*i32", "y_ptr": f"*{dtype}"}
+        types = {"ends_ptr": "*i32", "y_ptr": f"*{dtype}"}
         types |= dict.fromkeys(("a", "b", "a_ptr", "b_ptr"), f"*{dtype}")
         if copy == "descriptors":
             types["a"] = f"tensordesc<{dtype}[{tile.depth},{tile.rows}]>"
@@ -175,7 +178,7 @@ def compile_group_gemm() -> None:
     short = tiles._WIDE._replace(rows=16, columns=128, warps=4)
     by_rows("descriptors", "contracted", "bf16", short)
     for first, instruction in ((tiles._WIDE, "warp_group_dot"), (short, "tt.dot")):
-        for other in tiles.others(first) if WITH_CANDIDATES else ():
+        for other in tiles.others(first) if ALL else ():
             found = by_rows("descriptors", "contracted", "bf16", other)
             assert instruction in found.asm["ttgir"], "another one may add in another order"
     by_rows("pointers", "contracted", "fp16", tiles._WIDE)
@@ -190,62 +193,53 @@ def compile_quant() -> None:
     from penstock_kernels.quant import triton_matmul as matmul
     from penstock_kernels.quant import triton_quantise as quantise
 
-    def check(kernel, types, constants, **options):
-        absent = {name: None for name, kind in types.items() if kind is None}
-        types = dict.fromkeys(kernel.arg_names, "i32") | types
-        types = {name: types[name] for name in types if name not in {*absent, *constants}}
-        return compiled(kernel, types, {**absent, **constants}, **options)
-
-    for kept in (*FORMATS.values(), format_named("nf4", 4096)):
+    for kept in (*FORMATS.values(), *([format_named("nf4", 4096)] if ALL else [])):
         scale, whole = ("*u8", "*fp32") if kept.scales == "e4m3" else ("*fp32", None)
         tensors = {"codes_ptr": "*u8", "scales_ptr": scale}
         rows, columns = dequantise.tile(4096, kept.group)
         tile = {"ROWS": rows, "COLUMNS": columns}
         of = {"FORMAT": kept.name, "GROUP": kept.group or 0}
         read = {**tensors, "global_ptr": whole}
-        check(dequantise._dequantise, {**read, "y_ptr": "*bf16"}, {**of, **tile, "ROUND": False})
-        multiplied = ("*bf16", "*fp32") if kept.name == "nf4" else ("*bf16",)
+        compiled(dequantise._dequantise, {**read, "y_ptr": "*bf16"}, {**of, **tile, "ROUND": False})
+        # Numbers of fp32 take the most shared memory, whatever stands for them.
+        multiplied = DATA if kept.name == "int8" else DATA[:1]
         for data in multiplied if (kept.group or 0) <= matmul.MOST_GROUP else ():
             types = {**read, "x_ptr": data, "y_ptr": data}
-            for tile_of_w in matmul.TILES if WITH_CANDIDATES else matmul.TILES[:1]:
+            for tile_of_w in matmul.TILES if ALL else matmul.TILES[:1]:
                 rows, warps, stages = tile_of_w
                 tile_of_x = {"X_ROWS": matmul.MOST_ROWS, "WEIGHT_ROWS": rows}
                 tile_of_x |= {"COLUMNS": matmul.COLUMNS, "UPCAST": False}
                 options = {"num_warps": warps, "num_stages": stages}
-                check(matmul._multiply, types, {**of, **tile_of_x}, **options)
+                compiled(matmul._multiply, types, {**of, **tile_of_x}, **options)
         if kept.name in ("nvfp4", "int8"):
             drawn = {"w_ptr": "*bf16", "spread_ptr": "*fp32", "runs_ptr": "*i64"}
             shape = {"GROUP": kept.group or 0, **tile, "RUNS": 256}
-            check(noise._add, drawn, {**shape, "ROUND": False})
+            compiled(noise._add, drawn, {**shape, "ROUND": False})
         made = {**tensors, "w_ptr": "*bf16"}
         if kept.name == "block_fp8":
-            check(quantise._by_tiles, made, {"TILE": quantise.TILE}, num_warps=8)
+            compiled(quantise._by_tiles, made, {"TILE": quantise.TILE}, num_warps=8)
         if kept.codes == "levels":
-            check(quantise._by_groups, {**made, "largest_ptr": whole}, {**of, **tile})
+            compiled(quantise._by_groups, {**made, "largest_ptr": whole}, {**of, **tile})
         else:
-            check(quantise._by_rows, made, {**of, **tile})
+            compiled(quantise._by_rows, made, {**of, **tile})
 
 
 def compile_float8() -> None:
     from penstock_kernels.float8 import triton_multiply as multiply
     from penstock_kernels.float8 import triton_quantise as quantise
 
-    def check(kernel, types, constants, **options):
-        types = dict.fromkeys(set(kernel.arg_names) - {*types, *constants}, "i32") | types
-        return compiled(kernel, types, constants, **options)
-
     tensors = {"x_ptr": "*bf16", "codes_ptr": "*u8", "scales_ptr": "*fp32"}
-    for sharing, given in (("tensor", True), ("rows", True), ("groups", False), ("tiles", False)):
+    shared = (("tensor", True), ("rows", True), ("groups", False), ("tiles", False))
+    for (sharing, given), kind in ways(shared, ("e4m3", "e5m2")):
         rows, warps = (quantise.BLOCK, 8) if sharing == "tiles" else (quantise.ROWS, 4)
         of = {"SHARING": sharing, "GIVEN": given, "ROWS": rows, "BLOCK": quantise.BLOCK}
-        for kind in ("e4m3", "e5m2"):
-            check(quantise._quantise, tensors, {**of, "KIND": kind}, num_warps=warps)
+        compiled(quantise._quantise, tensors, {**of, "KIND": kind}, num_warps=warps)
     scales = {"a_scales_ptr": "*fp32", "b_scales_ptr": "*fp32", "y_ptr": "*bf16"}
     tile = {"TILE_M": multiply.TILE, "TILE_N": multiply.TILE, "BAND": multiply.BAND}
     for kind, pointer, rows in (("e4m3", "*fp8e4nv", 128), ("e5m2", "*fp8e5", 1)):
         codes = {"a_ptr": pointer, "b_ptr": "*fp8e4nv"}
         of = {"A_KIND": kind, "B_KIND": "e4m3", "A_ROWS": 1, "B_ROWS": rows}
-        found = check(
+        found = compiled(
             multiply._multiply,
             {**codes, **scales},
             {**of, **tile, "BLOCK": multiply.BLOCK, "UPCAST": False},
@@ -265,41 +259,36 @@ def compile_optimizers() -> None:
     from penstock_kernels.newton_schulz import triton as newton_schulz
     from penstock_kernels.stochastic_rounding import triton as rounding
 
-    def check(kernel, types, constants, **options):
-        absent = {name: None for name, kind in types.items() if kind is None}
-        types = dict.fromkeys(kernel.arg_names, "i32") | types
-        types = {name: types[name] for name in types if name not in {*absent, *constants}}
-        return compiled(kernel, types, {**absent, **constants}, **options)
-
     rows, across = rounding.tile(4096)
     blocks = {"ROWS": rows, "ACROSS": across}
     rounded = {"x_ptr": "*fp32", "y_ptr": "*bf16", "runs_ptr": "*i64"}
-    check(rounding._round, rounded, {**blocks, "RUNS": 4})
+    compiled(rounding._round, rounded, {**blocks, "RUNS": 4})
     numbers = dict.fromkeys(
         ("forgets1", "beta2", "forgets2", "eps", "kept", "size", "root"), "fp32"
     )
-    for data, states, lost, runs in (
-        ("*bf16", "*bf16", None, 4),
+    several = (
         ("*bf16", "*bf16", "*bf16", 4),
-        ("*bf16", "*fp32", None, 4),
         ("*fp32", "*fp32", None, 0),
-    ):
+        ("*bf16", "*bf16", None, 4),
+        ("*bf16", "*fp32", None, 4),
+    )
+    for data, states, lost, runs in several if ALL else several[:2]:
         tensors = {"weight_ptr": data, "gradient_ptr": data, "lost_ptr": lost}
         tensors |= {"first_ptr": states, "second_ptr": states}
         tensors["runs_ptr"] = "*i64" if runs else None
-        check(adamw._step, {**tensors, **numbers}, {**blocks, "RUNS": runs})
+        compiled(adamw._step, {**tensors, **numbers}, {**blocks, "RUNS": runs})
     least, tile, depth = newton_schulz.LEAST, newton_schulz.TILE, newton_schulz.DEPTH
     of_symmetric = {"x_ptr": "*bf16", "add_ptr": "*bf16", "y_ptr": "*bf16"}
     of_symmetric |= {"times": "fp32", "plus": "fp32"}
+    alone = {**of_symmetric, "add_ptr": None}
     small = {"ROWS": least, "DEPTH": least, "UPCAST": False}
-    check(newton_schulz._symmetric, of_symmetric, small, num_warps=4, num_stages=3)
+    compiled(newton_schulz._symmetric, alone, small, num_warps=4, num_stages=3)
     sizes = {"ROWS": tile, "DEPTH": depth, "UPCAST": False}
-    for add in ("*bf16", None):
-        types = {**of_symmetric, "add_ptr": add}
-        found = check(newton_schulz._symmetric, types, sizes, num_warps=8, num_stages=3)
+    for types in (of_symmetric, alone) if ALL else (of_symmetric,):
+        found = compiled(newton_schulz._symmetric, types, sizes, num_warps=8, num_stages=3)
         assert "warp_group_dot" in found.asm["ttgir"]
-    for rows, depth, warps, stages in newton_schulz.OTHERS if WITH_CANDIDATES else ():
+    for rows, depth, warps, stages in newton_schulz.OTHERS if ALL else ():
         sizes = {"ROWS": rows, "DEPTH": depth, "UPCAST": False}
         options = {"num_warps": warps, "num_stages": stages}
-        found = check(newton_schulz._symmetric, of_symmetric, sizes, **options)
+        found = compiled(newton_schulz._symmetric, of_symmetric, sizes, **options)
         assert "warp_group_dot" in found.asm["ttgir"], "other instructions may add in another order"

@@ -2,7 +2,7 @@
 
 import torch
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from tests.kernels.where import DEVICE
 
 
 def normal(*shape, seed=0, scale=0.02):

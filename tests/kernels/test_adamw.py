@@ -8,12 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock_kernels.adamw import Run, Settings, Stepped, adamw_, adamw_each_
-from penstock_kernels.op import INTERPRETED
 from penstock_kernels.runs import side_by_side, words
 from penstock_kernels.stochastic_rounding import stochastic_round
-from tests.kernels.matrices import DEVICE, normal
+from tests.kernels.matrices import normal
+from tests.kernels.where import CAN_RUN_TRITON, DEVICE
 
-CAN_RUN_TRITON = INTERPRETED or torch.cuda.is_available()
 BACKENDS = ["reference", "triton"] if CAN_RUN_TRITON else ["reference"]
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
 pytestmark = pytest.mark.usefixtures("poisoned")

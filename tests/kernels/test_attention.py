@@ -101,20 +101,21 @@ def test_a_hundred_random_cases_are_those_of_the_reference_in_fp64_rounded(backe
             assert (mine.double() - exact).norm() < ROUNDING[dtype] * largest, case
 
 
+@pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
-def test_answers_that_share_a_prompt_see_it_and_themselves_alone(backend):
+def test_answers_that_share_a_prompt_see_it_and_themselves_alone(backend, window):
     groups = [(5, 4, 7), (1, 1, 1), (40, 30, 3)]
     lengths, start_rows = of_shared_prompts(groups)
     q, k, v = (part.detach() for part in inputs(sum(lengths)))
     attend = attention.backend(backend)
-    y = attend(q, k, v, Segments.of(lengths, start_rows=start_rows), SCALE, None, SINKS)
+    y = attend(q, k, v, Segments.of(lengths, start_rows=start_rows), SCALE, window, SINKS)
     first = 0
     for prompt, chosen, rejected in groups:
         tokens = torch.arange(first, first + prompt + chosen + rejected)
         for answer in (tokens[prompt : prompt + chosen], tokens[prompt + chosen :]):
             alone = torch.cat((tokens[:prompt], answer))
             document = Segments.of([len(alone)])
-            want = attend(q[alone], k[alone], v[alone], document, SCALE, None, SINKS)
+            want = attend(q[alone], k[alone], v[alone], document, SCALE, window, SINKS)
             torch.testing.assert_close(y[alone], want, atol=2e-6, rtol=1e-5)
         first += len(tokens)
 

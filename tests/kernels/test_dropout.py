@@ -8,10 +8,7 @@ import torch
 from penstock_kernels.dropout import dropout
 from penstock_kernels.dropout.reference import kept
 from penstock_kernels.op import INTERPRETED, UnsupportedError
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-CAN_RUN_TRITON = INTERPRETED or torch.cuda.is_available()
-needs_triton = pytest.mark.skipif(not CAN_RUN_TRITON, reason="needs CUDA or Triton's interpreter")
+from tests.kernels.where import DEVICE, needs_triton
 
 KEY = 0xF00DFACE_89ABCDEF
 pytestmark = pytest.mark.usefixtures("poisoned")

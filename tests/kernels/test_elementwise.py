@@ -11,10 +11,7 @@ from penstock_kernels.op import INTERPRETED, UnsupportedError
 from penstock_kernels.rms_norm import add_rms_norm, rms_norm
 from penstock_kernels.rope import rope
 from penstock_kernels.spans import spans_of
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-CAN_RUN_TRITON = INTERPRETED or torch.cuda.is_available()
-needs_triton = pytest.mark.skipif(not CAN_RUN_TRITON, reason="needs CUDA or Triton's interpreter")
+from tests.kernels.where import CAN_RUN_TRITON, DEVICE, needs_triton
 
 
 def randoms(*shapes, dtype=torch.float32):

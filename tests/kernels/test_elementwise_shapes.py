@@ -12,14 +12,11 @@ from torch.library import opcheck
 
 from penstock_kernels.clamped_gate import clamped_gate
 from penstock_kernels.glu import geglu, geglu_tanh, swiglu
-from penstock_kernels.op import INTERPRETED, Op
+from penstock_kernels.op import Op
 from penstock_kernels.rms_norm import add_rms_norm, rms_norm
 from penstock_kernels.rms_norm import triton as norms
 from penstock_kernels.rope import rope
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-CAN_RUN_TRITON = INTERPRETED or torch.cuda.is_available()
-needs_triton = pytest.mark.skipif(not CAN_RUN_TRITON, reason="needs CUDA or Triton's interpreter")
+from tests.kernels.where import DEVICE, needs_triton
 
 # Of numbers about as large as 1. A reference rounds up to four times; interpreted, a kernel cuts
 # off once or twice where a GPU rounds.
@@ -183,29 +180,31 @@ def compare(case, draw, generator, backend):
 
 
 def judged():
-    """Each implementation and at how many shapes; interpreted at few, unless there is time."""
+    """Each implementation and numbers of shapes; interpreted few, unless there is time."""
     for name, case in CASES.items():
+        # One kernel has a hundred among its kinds.
+        each = 3 if name.startswith(("ge", "swi")) else 2 if name.startswith("rope") else 1
         for backend in case.op.backends[1:]:
             if backend != "triton":
-                yield name, backend, 100
+                yield name, backend, range(0, 102, each)
             else:
-                yield pytest.param(name, backend, 5, marks=needs_triton)
-                yield pytest.param(name, backend, 100, marks=[needs_triton, pytest.mark.slow])
+                yield pytest.param(name, backend, range(0, 6, each), marks=needs_triton)
+                marks = [needs_triton, pytest.mark.slow]
+                yield pytest.param(name, backend, range(6, 102, each), marks=marks)
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize(("name", "backend", "count"), [*judged()])
+@pytest.mark.parametrize(("name", "backend", "numbers"), [*judged()])
 def test_values_and_gradients_are_exact_ones_rounded_at_random_shapes(
-    name, backend, count, monkeypatch
+    name, backend, numbers, monkeypatch
 ):
-    draw, generator = random.Random(name), torch.Generator().manual_seed(0)
-    if name.startswith(("ge", "swi", "rope")):
-        count //= 2  # One kernel has a hundred among its kinds.
     if backend == "triton":
         # So few that rows are not as many for each, and each adds up several tiles.
         monkeypatch.setattr(norms, "MOST_PARTIALS", 3)
         monkeypatch.setattr(norms, "TILE", 256)
-    for _ in range(count):
+    for number in numbers:
+        draw = random.Random(f"{name} {number}")
+        generator = torch.Generator().manual_seed(number)
         compare(CASES[name], draw, generator, backend)
 
 

@@ -28,11 +28,10 @@ from penstock_kernels.float8 import (
 )
 from penstock_kernels.float8.coded import spread
 from penstock_kernels.float8.hadamard import factors, hadamard, turn
-from penstock_kernels.op import INTERPRETED, UnsupportedError
+from penstock_kernels.op import UnsupportedError
+from tests.kernels.attention_cases import HUNDRED
+from tests.kernels.where import DEVICE, needs_triton
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-CAN_RUN_TRITON = INTERPRETED or torch.cuda.is_available()
-needs_triton = pytest.mark.skipif(not CAN_RUN_TRITON, reason="needs CUDA or Triton's interpreter")
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 RANGE = {"e4m3": (448.0, -9, 3), "e5m2": (57344.0, -16, 2)}
@@ -111,10 +110,11 @@ def test_the_largest_of_parts_make_the_largest_of_the_whole():
 
 
 @needs_triton
-def test_kernels_round_as_the_reference_does_to_the_bit():
-    draw = random.Random(0)
+@pytest.mark.parametrize("seeds", HUNDRED)
+def test_kernels_round_as_the_reference_does_to_the_bit(seeds):
     run = quantise.backend("triton")
-    for seed in range(120):
+    for seed in seeds:
+        draw = random.Random(seed)
         shape = draw.choice(SIZES), draw.choice(SIZES)
         dtype = draw.choice([torch.float32, torch.bfloat16, torch.float16])
         sharing, kind = SHARED[seed % 4], draw.choice(KINDS)

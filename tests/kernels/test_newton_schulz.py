@@ -6,10 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock_kernels.newton_schulz import COEFFICIENTS, each_by_shape, newton_schulz
-from penstock_kernels.op import INTERPRETED
-from tests.kernels.matrices import DEVICE, normal
+from tests.kernels.matrices import normal
+from tests.kernels.where import CAN_RUN_TRITON, DEVICE
 
-CAN_RUN_TRITON = INTERPRETED or torch.cuda.is_available()
 FAST = ["batched", "triton"] if CAN_RUN_TRITON else ["batched"]
 pytestmark = pytest.mark.usefixtures("poisoned")
 # Tall, wide, square, of one row, primes, and of several tiles, some off the diagonal.

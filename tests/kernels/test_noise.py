@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock_kernels.noise import Run, add_noise_
 from penstock_kernels.noise.reference import normals
-from penstock_kernels.op import INTERPRETED, UnsupportedError
+from penstock_kernels.op import UnsupportedError
 from penstock_kernels.quant import (
     FORMATS,
     cat,
@@ -21,10 +21,9 @@ from penstock_kernels.quant import (
     quantise,
     step_size,
 )
-from tests.kernels.matrices import DEVICE, normal, uneven
+from tests.kernels.matrices import normal, uneven
+from tests.kernels.where import CAN_RUN_TRITON, DEVICE, needs_triton
 
-CAN_RUN_TRITON = INTERPRETED or torch.cuda.is_available()
-needs_triton = pytest.mark.skipif(not CAN_RUN_TRITON, reason="needs CUDA or Triton's interpreter")
 BACKENDS = ["reference", "triton"] if CAN_RUN_TRITON else ["reference"]
 each_format = pytest.mark.parametrize("name", FORMATS)
 pytestmark = pytest.mark.usefixtures("poisoned")

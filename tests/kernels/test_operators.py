@@ -14,12 +14,10 @@ from penstock.models.layers.router import Router
 from penstock.models.shape import ExpertsConfig
 from penstock_kernels.dropout import dropout, on_host
 from penstock_kernels.group_gemm import group_gemm
-from penstock_kernels.op import INTERPRETED
 from penstock_kernels.permute import order_of
 from penstock_kernels.quant import format_named, quantise
+from tests.kernels.where import CAN_RUN_TRITON, DEVICE
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-CAN_RUN_TRITON = INTERPRETED or torch.cuda.is_available()
 BACKENDS = ["native", "loops", *(["triton"] if CAN_RUN_TRITON else [])]
 
 PLAIN = ("test_schema", "test_faketensor")

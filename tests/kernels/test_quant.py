@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock_kernels.op import INTERPRETED, UnsupportedError
+from penstock_kernels.op import UnsupportedError
 from penstock_kernels.quant import (
     FORMATS,
     dequantise,
@@ -18,10 +18,9 @@ from penstock_kernels.quant import (
     matmul,
     quantise,
 )
-from tests.kernels.matrices import DEVICE, normal, same, uneven
+from tests.kernels.matrices import normal, same, uneven
+from tests.kernels.where import DEVICE, needs_triton
 
-CAN_RUN_TRITON = INTERPRETED or torch.cuda.is_available()
-needs_triton = pytest.mark.skipif(not CAN_RUN_TRITON, reason="needs CUDA or Triton's interpreter")
 each_format = pytest.mark.parametrize("name", FORMATS)
 pytestmark = pytest.mark.usefixtures("poisoned")
 

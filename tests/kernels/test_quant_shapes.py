@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from penstock_kernels.noise import Run, add_noise_
-from penstock_kernels.op import INTERPRETED
 from penstock_kernels.quant import (
     FORMATS,
     Quantised,
@@ -19,10 +18,10 @@ from penstock_kernels.quant import (
     quantise,
     step_size,
 )
-from tests.kernels.matrices import DEVICE, normal, same, uneven
+from tests.kernels.matrices import normal, same, uneven
 from tests.kernels.test_quant import plain
+from tests.kernels.where import CAN_RUN_TRITON, DEVICE
 
-CAN_RUN_TRITON = INTERPRETED or torch.cuda.is_available()
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 ROWS = (1, 2, 3, 5, 7, 16, 17, 131)

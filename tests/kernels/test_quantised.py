@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 
 from penstock_kernels.group_gemm import group_gemm
-from penstock_kernels.op import INTERPRETED
 from penstock_kernels.quant import (
     FORMATS,
     Quantised,
@@ -23,9 +22,9 @@ from penstock_kernels.quant import (
     quantise,
     step_size,
 )
-from tests.kernels.matrices import DEVICE, normal, same, uneven
+from tests.kernels.matrices import normal, same, uneven
+from tests.kernels.where import CAN_RUN_TRITON, DEVICE
 
-CAN_RUN_TRITON = INTERPRETED or torch.cuda.is_available()
 each_format = pytest.mark.parametrize("name", FORMATS)
 pytestmark = pytest.mark.usefixtures("poisoned")
 

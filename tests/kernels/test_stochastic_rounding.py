@@ -7,12 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock_kernels.op import INTERPRETED
 from penstock_kernels.stochastic_rounding import Run, stochastic_round
-from tests.kernels.matrices import DEVICE, normal
+from tests.kernels.matrices import normal
 from tests.kernels.test_noise import plain_words
+from tests.kernels.where import CAN_RUN_TRITON, DEVICE
 
-CAN_RUN_TRITON = INTERPRETED or torch.cuda.is_available()
 BACKENDS = ["reference", "triton"] if CAN_RUN_TRITON else ["reference"]
 KEY = 0xF00DFACE_89ABCDEF
 each_backend = pytest.mark.parametrize("backend", BACKENDS)

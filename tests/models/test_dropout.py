@@ -10,6 +10,7 @@ from penstock.engine.recompute import FORMS, recompute
 from penstock.models.decoder import Decoder, Part
 from penstock.models.layers.dropout import Dropout, Dropping, Noise, drawing_from
 from penstock_kernels.attention import Segments
+from penstock_kernels.dropout.reference import kept
 from tests.models.twins import (
     assert_gradients_equal,
     documents,
@@ -59,6 +60,44 @@ BY_STEP = {
     "after it": (RISING, 4, (0, 0.4 / 3, 0.8 / 3)),
     "long after it": (RISING, 9, (0, 0.4 / 3, 0.8 / 3)),
 }
+
+
+def test_weights_of_attention_are_dropped_as_transformers_drops_them(monkeypatch):
+    """In each layer, with the draws of a document, a head, a query and a key."""
+    dropping = Dropping(attention=RATE, depth="rising")
+    pair = twins("qwen3", dropout=dropping)
+    ids, labels = documents()
+    layers = len(pair.theirs.model.layers)
+    for number, layer in enumerate(pair.theirs.model.layers):
+        layer.self_attn.attention_dropout = RATE * number / layers
+    pair.theirs.set_attn_implementation("eager")
+    seen = []
+
+    def drop(weights, p, training):
+        assert training
+        row, number = divmod(len(seen), layers)
+        seen.append(p)
+        assert p == pytest.approx(RATE * number / layers)
+        [document] = weights
+        heads, length, _ = document.shape
+        noise = noise_of([ids[row]], first_row=row)
+        key = noise.key(f"model.layers.{number}.self_attn.weights")
+        stays = kept(noise.places_T, heads * length, p, key).unflatten(1, (heads, length))
+        return (document * stays.transpose(0, 1) / (1 - p))[None]
+
+    monkeypatch.setattr(torch.nn.functional, "dropout", drop)
+    theirs = their_loss(pair.theirs.train(), ids, labels)
+    theirs.backward()
+    assert len(seen) == layers * len(ids)
+    with drawing_from(noise_of(ids)):
+        mine = packed_loss(pair.ours.train(), ids, labels)
+    mine.backward()
+    torch.testing.assert_close(mine, theirs)
+    assert_gradients_equal(gradients(pair.ours), gradients(pair.theirs))
+    plain = packed_loss(pair.ours, ids, labels)
+    with drawing_from(noise_of(ids)):
+        assert torch.equal(packed_loss(pair.ours.eval(), ids, labels), plain)
+    assert not torch.isclose(mine, plain)
 
 
 @pytest.mark.parametrize(("dropping", "step", "rates"), BY_STEP.values(), ids=BY_STEP)
@@ -153,7 +192,7 @@ def test_what_is_computed_again_drops_what_it_dropped_before(kind, modules):
 def test_sites_are_called_alike_in_every_part_of_a_model():
     pair = twins("qwen3", dropout=Dropping(RATE))
     sites = [module.site for module in pair.ours.modules() if isinstance(module, Dropout)]
-    assert len(set(sites)) == len(sites) == 3 * 3
+    assert len(set(sites)) == len(sites) == 3 * 4
     # By the names of transformers' modules, whatever ours are called.
     known = {name for name, _ in pair.theirs.named_modules()}
-    assert set(sites) < known
+    assert {site.removesuffix(".weights") for site in sites} < known

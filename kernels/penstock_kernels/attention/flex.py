@@ -13,6 +13,7 @@ import torch
 
 from penstock_kernels.attention.segments import Segments
 from penstock_kernels.attention.sinks import with_sinks
+from penstock_kernels.attention.visible import depths
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -100,13 +101,19 @@ def _blocks(segments: Segments, window: int | None) -> "BlockMask":
         lengths, output_size=total
     )
 
+    depth_T = None
+    if start_T is not None and window is not None:
+        end_T = segments.cu_seqlens[1:].repeat_interleave(lengths, output_size=total)
+        depth_T = depths(torch.minimum(start_T, end_T))
+
     def sees(
         batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
     ) -> torch.Tensor:
         del batch, head
         seen = (document_T[query] == document_T[key]) & (key <= query)
         if window is not None:
-            seen = seen & (query - key < window)
+            back = query - key if depth_T is None else depth_T[query] - depth_T[key]
+            seen = seen & (back < window)
         return seen if start_T is None else seen & (query < start_T[key])
 
     document_nB = _in_blocks(document_T)
@@ -121,8 +128,14 @@ def _blocks(segments: Segments, window: int | None) -> "BlockMask":
     # What lies beyond the last token is to be asked about.
     every_nn &= (query_n1 + 1) * BLOCK <= total
     if window is not None:
-        some_nn &= back_nn - (BLOCK - 1) < window
-        every_nn &= back_nn + (BLOCK - 1) < window
+        nearest_nn, farthest_nn = back_nn - (BLOCK - 1), back_nn + (BLOCK - 1)
+        if depth_T is not None:
+            depth_nB = _in_blocks(depth_T)
+            least_n, most_n = depth_nB.amin(1), depth_nB.amax(1)
+            nearest_nn = least_n.unsqueeze(1) - most_n
+            farthest_nn = most_n.unsqueeze(1) - least_n
+        some_nn &= nearest_nn < window
+        every_nn &= farthest_nn < window
     if start_T is not None:
         start_nB = _in_blocks(start_T)
         some_nn &= query_n1 * BLOCK < start_nB.amax(1)

@@ -1,9 +1,14 @@
 """What attention means. Slow, obvious, and the judge of every other implementation."""
 
+from collections.abc import Callable
+
 import torch
 
 from penstock_kernels.attention.segments import Segments
 from penstock_kernels.attention.visible import hidden_keys
+
+Drop = Callable[[torch.Tensor, int], torch.Tensor]
+"""A document's weights [N, L, L], and the number of its first token, to what is left of them."""
 
 
 def eager(
@@ -15,14 +20,15 @@ def eager(
     window: int | None = None,
     sinks_N: torch.Tensor | None = None,
     soft_cap: float | None = None,
+    drop: Drop | None = None,
 ) -> torch.Tensor:
     """Causal attention of each document to itself, one document after another.
 
-    T tokens, N query heads, K key and value heads (N a multiple of K), H head width. A query sees
-    the last `window` tokens up to its own; None: all of them; but never a token whose start row it
-    has reached. Scores are kept within `soft_cap` and its negative by a tanh, as Gemma 2's are.
-    `sinks_N` are scores beside those of the keys, to which no value belongs. Scores are softmaxed
-    in fp32 or wider. Returns [T, N, H].
+    T tokens, N query heads, K key and value heads (N a multiple of K), H head width. A query never
+    sees a token whose start row it has reached; of the others the last `window` up to its own, or
+    with None all of them. Scores are kept within `soft_cap` and its negative by a tanh, as Gemma
+    2's are. `sinks_N` are scores beside those of the keys, to which no value belongs. Scores are
+    softmaxed in fp32 or wider. `drop` says what is left of a document's weights. Returns [T, N, H].
     """
     group = q_TNH.shape[1] // k_TKH.shape[1]
     wide = torch.promote_types(q_TNH.dtype, torch.float32)
@@ -44,6 +50,8 @@ def eager(
             sinks_NL1 = sinks_N.to(wide)[:, None, None].expand(-1, length, 1)
             scores_NLL = torch.cat((scores_NLL, sinks_NL1), dim=-1)
         weights_NLL = scores_NLL.softmax(-1)[..., :length].to(q_TNH.dtype)
+        if drop is not None:
+            weights_NLL = drop(weights_NLL, first)
         outputs.append(torch.einsum("nqk,knh->qnh", weights_NLL, v_LNH))
         first += length
     return torch.cat(outputs)

@@ -92,18 +92,18 @@ def cross_entropies(
     return _OfLogits.apply(logits_CV, _here(labels_C, divided, width), terms, divided, passes)
 
 
-class _Sides(NamedTuple):
-    """Those of the products, in the dtype in which they are multiplied."""
-
-    rows: list[torch.Tensor]
-    matrices: list[torch.Tensor]
-
-
 def eager_cross_entropies(
     logits_CV: torch.Tensor, labels_C: torch.Tensor, terms: Terms = PLAIN
 ) -> torch.Tensor:
     """The same by PyTorch's own operations and their gradients."""
     return losses(reference.tally(logits_CV, labels_C, terms), logits_CV.shape[1], terms)
+
+
+class _Sides(NamedTuple):
+    """Those of the products, in the dtype in which they are multiplied."""
+
+    rows: list[torch.Tensor]
+    matrices: list[torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -171,12 +171,7 @@ class _Gradients:
             for matrix_VK, wants in zip(sides[1::2], wanted[1::2], strict=True)
         ]
 
-    def add(
-        self,
-        rows: slice,
-        slope_CV: torch.Tensor,
-        sides: _Sides,
-    ) -> None:
+    def add(self, rows: slice, slope_CV: torch.Tensor, sides: _Sides) -> None:
         """What follows from the slopes of a chunk."""
         for found_SK, matrix_VK in zip(self._rows, sides.matrices, strict=True):
             if found_SK is not None:

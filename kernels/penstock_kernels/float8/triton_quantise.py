@@ -16,24 +16,12 @@ from penstock_kernels.float8.largest import largest_of
 from penstock_kernels.float8.numbers import DTYPES, Kind, scales_of
 from penstock_kernels.op import needs_cuda, needs_floats
 from penstock_kernels.operator import operator
-from penstock_kernels.quant.triton_numbers import E4M3_MOST, magnitude, round_even, to_e4m3
+from penstock_kernels.quant.triton_numbers import E4M3_MOST, magnitude, to_e4m3, to_e5m2
 
 E5M2_MOST = tl.constexpr(57344.0)
 
 ROWS = 32
 """Of a block of one group each; tiles have as many as columns."""
-
-
-@triton.jit
-def to_e5m2(x):
-    """Bytes of numbers from -57344 to 57344, ties to even."""
-    bits = x.to(tl.uint32, bitcast=True)
-    size = bits & 0x7FFFFFFF
-    # Two bits of fraction stay; an exponent of 127 becomes 15.
-    normal = ((size + 0xFFFFF + ((size >> 21) & 1)) >> 21) - 448
-    subnormal = round_even(tl.abs(x) * 65536.0).to(tl.uint32)
-    code = tl.where(size < 0x38800000, subnormal, normal)  # below 2^-14
-    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
 @triton.jit

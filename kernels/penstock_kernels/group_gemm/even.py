@@ -5,10 +5,10 @@ thousand, of half a megabyte each: with a router's counts, which no two steps sh
 in every step. So a group's rows are multiplied with some of zeros below them.
 """
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
+
+from penstock_kernels.group_gemm.shapes import rows_of_groups
 
 LOWEST = 32
 
@@ -21,7 +21,7 @@ def by_rows(x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor
     """Each row by its group's matrix, zeros past them, [T, N]."""
     y_TN = x_TK.new_empty(x_TK.shape[0], weight_GNK.shape[1])
     end = 0
-    for rows, matrix_NK in zip(_groups(counts_G), weight_GNK, strict=True):
+    for rows, matrix_NK in zip(rows_of_groups(counts_G), weight_GNK, strict=True):
         end = rows.stop
         y_TN[rows] = torch.mm(_filled(x_TK[rows]), matrix_NK.mT)[: end - rows.start]
     y_TN[end:] = 0
@@ -31,16 +31,9 @@ def by_rows(x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor
 def of_groups(a_TM: torch.Tensor, b_TN: torch.Tensor, counts_G: torch.Tensor) -> torch.Tensor:
     """`a^T b` over each group's rows, zeros without rows, [G, M, N]."""
     y_GMN = a_TM.new_empty(counts_G.shape[0], a_TM.shape[1], b_TN.shape[1])
-    for rows, y_MN in zip(_groups(counts_G), y_GMN, strict=True):
+    for rows, y_MN in zip(rows_of_groups(counts_G), y_GMN, strict=True):
         torch.mm(_filled(a_TM[rows]).mT, _filled(b_TN[rows]), out=y_MN)
     return y_GMN
-
-
-def _groups(counts_G: torch.Tensor) -> Iterator[slice]:
-    start = 0
-    for count in counts_G.tolist():
-        yield slice(start, start + count)
-        start += count
 
 
 def height_of(rows: int) -> int:

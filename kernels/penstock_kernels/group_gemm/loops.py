@@ -8,15 +8,13 @@ import torch
 
 from penstock_kernels.group_gemm.autograd import operators
 from penstock_kernels.group_gemm.reference import group_gemm as _by_rows
+from penstock_kernels.group_gemm.shapes import rows_of_groups
 
 
 def _of_groups(a_TM: torch.Tensor, b_TN: torch.Tensor, counts_G: torch.Tensor) -> torch.Tensor:
     y_GMN = a_TM.new_empty(counts_G.shape[0], a_TM.shape[1], b_TN.shape[1])
-    start = 0
-    for y_MN, count in zip(y_GMN, counts_G.tolist(), strict=True):
-        rows = slice(start, start + count)
+    for rows, y_MN in zip(rows_of_groups(counts_G), y_GMN, strict=True):
         torch.mm(a_TM[rows].mT, b_TN[rows], out=y_MN)
-        start += count
     return y_GMN
 
 

@@ -1,4 +1,6 @@
-"""What no fast implementation of group_gemm takes, and the kinds of numbers that they share."""
+"""What no fast implementation of group_gemm takes, and the layouts and numbers that they share."""
+
+from collections.abc import Iterator
 
 import torch
 
@@ -44,6 +46,14 @@ def refuses_widths(x_TK: torch.Tensor, weight_GNK: torch.Tensor) -> str | None:
             step = VECTOR // x_TK.element_size()
             return f"{name} is {width}; it takes multiples of {step} ({VECTOR} bytes) alone"
     return None
+
+
+def rows_of_groups(counts_G: torch.Tensor) -> Iterator[slice]:
+    """Where each group's rows are; known on the host, which waits for them."""
+    start = 0
+    for count in counts_G.tolist():
+        yield slice(start, start + count)
+        start += count
 
 
 def with_unit_stride(weight_GNK: torch.Tensor) -> torch.Tensor:

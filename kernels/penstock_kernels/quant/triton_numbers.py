@@ -4,7 +4,7 @@ The interpreter's own conversions to 8-bit floats and to bfloat16 do not round a
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 import triton
 import triton.language as tl
@@ -46,15 +46,29 @@ def from_e4m3(code):
 
 
 @triton.jit
-def to_e4m3(x):
-    """Bytes of numbers from -448 to 448, ties to even."""
+def to_float8(x, FRACTION: tl.constexpr, BIAS: tl.constexpr):
+    """Bytes of numbers in range, ties to even: FRACTION bits, and exponents that are BIAS more."""
     bits = x.to(tl.uint32, bitcast=True)
     size = bits & 0x7FFFFFFF
-    # Three bits of fraction stay; an exponent of 127 becomes 7.
-    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960
-    subnormal = round_even(tl.abs(x) * 512.0).to(tl.uint32)
-    code = tl.where(size < 0x3C800000, subnormal, normal)  # below 2^-6
+    dropped: tl.constexpr = 23 - FRACTION
+    half: tl.constexpr = (1 << (dropped - 1)) - 1
+    normal = (size + half + ((size >> dropped) & 1)) >> dropped
+    normal -= (127 - BIAS) << FRACTION
+    subnormal = round_even(tl.abs(x) * (1 << (BIAS - 1 + FRACTION))).to(tl.uint32)
+    code = tl.where(size < (128 - BIAS) << 23, subnormal, normal)
     return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def to_e4m3(x):
+    """Bytes of numbers from -448 to 448, ties to even."""
+    return to_float8(x, 3, 7)
+
+
+@triton.jit
+def to_e5m2(x):
+    """Bytes of numbers from -57344 to 57344, ties to even."""
+    return to_float8(x, 2, 15)
 
 
 @triton.jit

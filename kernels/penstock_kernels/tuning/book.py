@@ -12,7 +12,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,6 +80,8 @@ class Book:
             aside.write_text(json.dumps(whole, indent=1, sort_keys=True) + "\n")
             aside.replace(self.path)
         except OSError as error:
+            with suppress(OSError):
+                aside.unlink()
             self._warn(f"cannot be written ({error}); the next process measures again")
 
     @contextmanager

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from penstock.models.layers.attention import Attend
+from penstock.models.layers.autocast import as_autocast
 from penstock.models.layers.block import Block
 from penstock.models.layers.dropout import NOTHING, Dropping
 from penstock.models.layers.experts import ExpertOperations, operations_of
@@ -186,11 +187,7 @@ class Decoder(nn.Module):
         starts with, and a stream in fp32 would undo what autocast is for."""
         if self.model.embed_tokens is None:
             return inputs
-        x_TD = self.model.embed_tokens(inputs)
-        device = x_TD.device.type
-        if torch.is_autocast_enabled(device):
-            return x_TD.to(torch.get_autocast_dtype(device))
-        return x_TD
+        return as_autocast(self.model.embed_tokens(inputs))
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True):
         """Move or convert parameters as usual. Torch gives each module its own new Parameter when

@@ -182,7 +182,10 @@ def refuse_what_is_not_computed(
             f"{'are' if len(computed) > 1 else 'is'} computed"
         )
     if dropout := given(hf, "attention_dropout", 0.0):
-        faults.append(f"attention_dropout is {dropout}; attention is computed without dropout")
+        faults.append(
+            f"attention_dropout is {dropout}; write 0 here (model.foundation lays over it), and"
+            f" train.dropout.attention: {dropout} if weights are to be dropped"
+        )
     try:
         declared_in(hf)
     except CapabilityError as error:

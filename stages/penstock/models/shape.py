@@ -183,11 +183,6 @@ class DecoderConfig:
         return int(self.head_dim * self.rope_parameters.get("partial_rotary_factor", 1.0))
 
     @property
-    def turns_by_document(self) -> bool:
-        """Whether rotary embedding's frequencies follow from the length of each document."""
-        return self.rope_parameters["rope_type"] in BY_DOCUMENT
-
-    @property
     def qkv_parts(self) -> Mapping[str, int]:
         """Output features of the three projections into attention, in the order they are fused."""
         return {

@@ -20,12 +20,12 @@ UNFIT = {
 }
 """Those that cannot step a model here, with the reason."""
 ELSEWHERE = {
-    "lr": "train.lr",
-    "weight_decay": "train.weight_decay",
-    "params": "the model",
-    "differentiable": "nothing",
+    "lr": "That is decided by train.lr.",
+    "weight_decay": "That is decided by train.weight_decay.",
+    "params": "Those are the model's.",
+    "differentiable": "No gradient goes through a step here.",
 }
-"""Arguments that others decide."""
+"""Arguments that are not to be told, with the reason."""
 
 TRIED = 1e-3
 """A rate to try arguments with."""
@@ -51,12 +51,10 @@ def named_optimizer(optim: OptimConfig) -> Callable[..., torch.optim.Optimizer]:
         if argument in ELSEWHERE or argument not in taken:
             own = [one for one in taken if one not in ELSEWHERE]
             near = get_close_matches(argument, own, 1)
-            hint = f"did you mean {near[0]}?" if near else f"It takes {', '.join(own)}."
-            if argument in ELSEWHERE:
-                hint = f"That is decided by {ELSEWHERE[argument]}."
+            hint = f"Did you mean {near[0]}?" if near else f"It takes {', '.join(own)}."
             raise ConfigError(
                 f"train.optimizer_kwargs.{argument} is {value}, and {name} takes no such thing."
-                f"\n  {hint[0].upper()}{hint[1:]}"
+                f"\n  {ELSEWHERE.get(argument, hint)}"
             )
     arguments = {
         argument: tuple(value) if isinstance(value, list) else value

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from penstock.config.optim import OptimConfig
+from penstock.config.schedule import ENDING
 
 WITHOUT_WARMUP = 10_000
 """Steps in which `inverse_sqrt` falls to about 0.7 where nothing else says how fast."""
@@ -149,6 +150,3 @@ _WAYS: Mapping[str, Callable[[_Place, OptimConfig], float]] = {
     "step": _stairs,
     "exponential": _exponential,
 }
-
-ENDING = ("linear", "cosine", "polynomial", "wsd", "square", "sqrt")
-"""The ways that have come to lr_min at a step that is known; the others fall on."""

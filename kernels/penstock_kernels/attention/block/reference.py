@@ -22,8 +22,8 @@ def block(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of the queries to the keys they see, as if there were no others.
 
-    Of documents a query sees the last `window` tokens up to its own; None: all; but none whose
-    start row it has reached. A rectangle says for itself what it shows.
+    Of documents a query sees no token whose start row it has reached, and of the others the last
+    `window` up to its own; None: all. A rectangle says for itself what it shows.
 
     Returns the output [Q, N, H], and the log of the sum of the exponentials of each query's scores
     [Q, N], in fp32 or wider.

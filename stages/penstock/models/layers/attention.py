@@ -8,10 +8,12 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from penstock.models.layers.dropout import WeightDropout
 from penstock.models.layers.norm import RMSNorm
 from penstock.models.layers.operations import BEST_OPERATIONS, Operations
 from penstock.models.shape import DecoderConfig, RotaryPairs
 from penstock_kernels.attention import Segments
+from penstock_kernels.attention.reference import eager
 
 
 class Attend(Protocol):
@@ -67,7 +69,9 @@ class SelfAttention(nn.Module):
         merge_qkv: bool,
         attend: Attend,
         operations: Operations = BEST_OPERATIONS,
+        drop: WeightDropout | None = None,
     ) -> None:
+        """Where `drop` drops anything, plain attention is computed instead of what is plugged."""
         super().__init__()
         self.window = config.window_of(layer)
         self.sinks = (
@@ -95,6 +99,7 @@ class SelfAttention(nn.Module):
                 for _ in range(2)
             )
         self.attend = attend
+        self.drop = drop
         self.rope = operations.rope
 
     def forward(
@@ -107,7 +112,11 @@ class SelfAttention(nn.Module):
         if self.qk_norm:
             q_TNH, k_TKH = self.q_norm(q_TNH), self.k_norm(k_TKH)
         q_TNH, k_TKH = self.rope(q_TNH, k_TKH, cos_TH, sin_TH, self.rope_pairs)
-        y_TNH = self.attend(q_TNH, k_TKH, v_TKH, segments, self.scale, self.window, self.sinks)
+        given = (q_TNH, k_TKH, v_TKH, segments, self.scale, self.window, self.sinks)
+        if self.training and self.drop is not None and self.drop.drops:
+            y_TNH = eager(*given, drop=self.drop.left_of)
+        else:
+            y_TNH = self.attend(*given)
         return self.o_proj(y_TNH.flatten(1))
 
     def _projected(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:

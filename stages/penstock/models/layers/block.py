@@ -43,7 +43,12 @@ class Block(nn.Module):
         width, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(width, eps, operations=operations)
         self.self_attn = SelfAttention(
-            config, layer, merge_qkv=merge_qkv, attend=attend, operations=operations
+            config,
+            layer,
+            merge_qkv=merge_qkv,
+            attend=attend,
+            operations=operations,
+            drop=dropout.of_weights(layer, config.num_hidden_layers),
         )
         self.post_attention_layernorm = RMSNorm(width, eps, operations=operations)
         sparse = config.experts_of(layer)

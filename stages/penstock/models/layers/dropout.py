@@ -81,6 +81,8 @@ class Dropping:
     """The rate for what attention and feed-forward networks add to the residual stream."""
     ffn: float = 0.0
     """The rate for what goes into the last matrix of a feed-forward network."""
+    attention: float = 0.0
+    """The rate for the weights by which attention sums values."""
     warmup_steps: int = 0
     """Steps in which rates rise in a line: none is dropped in the first, and with 0 all rates are
     reached at once."""
@@ -91,10 +93,17 @@ class Dropping:
         self, of: Literal["hidden", "ffn"], part: str, layer: int, num_layers: int
     ) -> "Dropout":
         """Where a layer, from 0, drops from what its `part` gives."""
-        share = layer / num_layers if self.depth == "rising" else 1.0
         rate = self.hidden if of == "hidden" else self.ffn
-        site = f"model.layers.{layer}.{part}"
-        return Dropout(rate, site, share=share, warmup_steps=self.warmup_steps)
+        return Dropout(rate, f"model.layers.{layer}.{part}", **self._force(layer, num_layers))
+
+    def of_weights(self, layer: int, num_layers: int) -> "WeightDropout":
+        """Where a layer, from 0, drops from attention's weights."""
+        site = f"model.layers.{layer}.self_attn.weights"
+        return WeightDropout(self.attention, site, **self._force(layer, num_layers))
+
+    def _force(self, layer: int, num_layers: int) -> dict[str, Any]:
+        share = layer / num_layers if self.depth == "rising" else 1.0
+        return {"share": share, "warmup_steps": self.warmup_steps}
 
 
 NOTHING = Dropping()
@@ -144,6 +153,28 @@ class Dropout(Numbered):
     def extra_repr(self) -> str:
         """What a printed model says of it."""
         return f"{self._rate}, site={self.site}"
+
+
+class WeightDropout(Dropout):
+    """The same for attention's weights: what is kept depends on the query's token, the head, and
+    the key's place in its document. Heads may be some of all, and tokens are not.
+
+    N heads, L tokens of a document.
+    """
+
+    def left_of(self, weights_NLL: torch.Tensor, first: int) -> torch.Tensor:
+        """What is left of the weights of the document that begins at token `first`, [N, L, L]."""
+        noise = current_noise()
+        rate = self.rate_in(noise.step) if noise and self.training else 0.0
+        if noise is None or not rate:
+            return weights_NLL
+        heads, length = weights_NLL.shape[:2]
+        places_L = noise.places_T[first : first + length]
+        # A feature is a head and a key; those of the heads before these ones are elsewhere.
+        weights_LF = weights_NLL.transpose(0, 1).flatten(1)
+        key, first_feature = noise.key(self.site), self.first_feature * length
+        kept_LF = dropout(weights_LF, places_L, rate, key, first_feature)
+        return kept_LF.unflatten(1, (heads, length)).transpose(0, 1)
 
 
 def _all_of_them(places_T: torch.Tensor) -> torch.Tensor:

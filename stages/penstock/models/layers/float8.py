@@ -6,6 +6,7 @@ T tokens, K features in, N out.
 import torch
 from torch import nn
 
+from penstock.models.layers.autocast import as_autocast
 from penstock_kernels.float8 import ALONE, Agreement, Scheme, linear
 
 
@@ -23,10 +24,7 @@ class Float8Product:
         self, x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None
     ) -> torch.Tensor:
         """`x W^T + b`, in x's dtype, or autocast's where that is on."""
-        kind = x.device.type
-        if torch.is_autocast_enabled(kind):
-            x = x.to(torch.get_autocast_dtype(kind))
-        y = linear(x, weight_NK, self.scheme, self.agreement)
+        y = linear(as_autocast(x), weight_NK, self.scheme, self.agreement)
         return y if bias_N is None else y + bias_N.to(y.dtype)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from penstock.models.layers import quantised_programs as programs
+from penstock.models.layers.autocast import as_autocast
 from penstock.models.layers.quantised_programs import MakesWeights, Multiply, Tensors
 from penstock_kernels.quant import Format, Quantised, dequantise, group_linear, linear
 
@@ -60,9 +61,7 @@ class QuantisedMatrix(MakesWeights):
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
         """`x W^T`, in x's dtype, or autocast's where that is on."""
-        kind = x.device.type
-        if torch.is_autocast_enabled(kind):
-            x = x.to(torch.get_autocast_dtype(kind))
+        x = as_autocast(x)
         number = self.known_number()
         if number is not None:
             y_TN = programs.linear(x.flatten(0, -2), number, self._tensors, self.columns)

@@ -106,14 +106,9 @@ def _weight(
 
 
 def _weight_fake(
-    number: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    global_scales: torch.Tensor | None,
-    columns: int,
-    dtype: torch.dtype,
+    number: torch.Tensor, codes: torch.Tensor, *others: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    del scales, global_scales
+    *_, columns, dtype = others
     weight = codes.new_empty((*codes.shape[:-1], columns), dtype=dtype)
     return weight, number.new_empty(3)
 
@@ -137,17 +132,9 @@ def _weight_again(
         return _matrix(number).weight((codes, scales, global_scales), dtype)
 
 
-def _weight_again_fake(
-    number: torch.Tensor,
-    drawn: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    global_scales: torch.Tensor | None,
-    columns: int,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+def _weight_again_fake(number: torch.Tensor, drawn: torch.Tensor, *others: Any) -> torch.Tensor:
     del drawn
-    return _weight_fake(number, codes, scales, global_scales, columns, dtype)[0]
+    return _weight_fake(number, *others)[0]
 
 
 _weight_again_of = operator("quantised_weight_again", _weight_again, fake=_weight_again_fake)

@@ -165,10 +165,6 @@ class _WithPenalty(torch.autograd.Function):
         return dweights_TK, torch.ones_like(penalty)
 
 
-def _all_of_them(row_T: torch.Tensor) -> torch.Tensor:
-    return row_T
-
-
 class _Told(torch.autograd.Function):
     """The same in a compiled program: weights as they are, and in the backward pass scores get what
     a penalty rises by with them."""
@@ -206,15 +202,12 @@ def _told(
     return weights.clone(), *router.pulls(shares, squares, choice)
 
 
-def _told_fake(
-    weights: torch.Tensor,
-    shares: torch.Tensor,
-    squares: torch.Tensor,
-    choice: torch.Tensor,
-    number: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    del choice, number
-    return torch.empty_like(weights), torch.empty_like(shares), torch.empty_like(squares)
+def _told_fake(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.empty_like(one) for one in given[:3])
+
+
+def _all_of_them(row_T: torch.Tensor) -> torch.Tensor:
+    return row_T
 
 
 _told_of = operator("router_told", _told, fake=_told_fake)
