@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from penstock.models.layers.autocast import as_autocast
 from penstock.models.layers.dropout import Noise, current_noise, drawing_from
 from penstock.models.layers.products import WeightedRows, products_of
 from penstock_kernels.cross_entropy import (
@@ -174,12 +175,9 @@ class _Given:
         """Of which logits are the sum, unless all logits are wanted, or only the head knows."""
         if loss.mode == "eager":
             return None
-        kind, hidden_SD = self.hidden.device.type, self.hidden
-        if loss.precision == "fp32":
-            hidden_SD = hidden_SD.float()
-        elif torch.is_autocast_enabled(kind):
-            hidden_SD = hidden_SD.to(torch.get_autocast_dtype(kind))
-        with drawing_from(self.noise), _casting_for(loss.precision, kind):
+        is_fp32 = loss.precision == "fp32"
+        hidden_SD = self.hidden.float() if is_fp32 else as_autocast(self.hidden)
+        with drawing_from(self.noise), _casting_for(loss.precision, hidden_SD.device.type):
             return products_of(self.head, hidden_SD)
 
     def losses_by_chunks(self, loss: Loss) -> Iterator[torch.Tensor]:
