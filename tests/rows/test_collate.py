@@ -4,6 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.rows.branching import Branching, Span
 from penstock.rows.collate import PADDING, PadTo, collate
 from penstock.rows.reader import Row
 from penstock.rows.schema import histogram
@@ -45,6 +46,49 @@ def test_no_rows_give_a_batch_of_padding_that_trains_nothing():
     [batch] = collate([[]], pad_to_multiple_of=4, pad_token_id=9).micro_batches()
     assert batch.input_ids_T.tolist() == [9, 9, 9, 9]
     assert (batch.lengths, batch.num_trained) == ((4,), 0)
+
+
+def branching_row(prompts, branches, number=0):
+    """Tokens and labels count from 0; the documents are of two branches each."""
+    branching = Branching(prompts, branches, (b"x",) * len(prompts))
+    lengths = np.array(branching.documents(), np.int32)
+    tokens = np.arange(lengths.sum(), dtype=np.int32)
+    return Row(tokens, tokens, lengths, number, branching)
+
+
+def test_branches_go_on_from_their_prompt_and_are_numbered_over_the_rows():
+    rows = [branching_row((2,), (2, 1)), branching_row((0, 1), (1, 2, 1, 3), 1)]
+    laid = collate([rows, [], [row_of(*DOCUMENTS)]], pad_to_multiple_of=8)
+    batch, empty, plain = laid.micro_batches()
+    assert batch.lengths == (5, 3, 5, 3)
+    assert batch.position_ids_T.tolist() == [0, 1, 2, 3, 2, 0, 0, 1, 0, 1, 1, 2, 3, 0, 1, 2]
+    assert batch.branch_T().tolist() == [-1, -1, 0, 0, 1, 2, 3, 3, -1, 4, 5, 5, 5, -1, -1, -1]
+    assert batch.branching
+    assert len(batch.branching.samples) == 3
+    assert batch.spans() == [
+        Span(0, 2, 5),
+        Span(2, 4, 4),
+        Span(4, 5, 5),
+        Span(5, 6, 6),
+        Span(6, 8, 8),
+        Span(8, 9, 13),
+        Span(9, 10, 10),
+        Span(10, 13, 13),
+        Span(13, 16, 16),
+    ]
+    for other in (empty, plain):
+        assert other.branching is other.spans() is None
+        assert other.branch_T().tolist() == [-1] * 8
+
+
+def test_prompts_that_are_not_shared_make_plain_documents_of_numbered_branches():
+    branching = Branching((0, 0), (3, 2), (b"x",))
+    row = row_of(*DOCUMENTS)
+    row = Row(row.input_ids, row.labels, row.lengths, 0, branching)
+    [batch] = collate([[row]], pad_to_multiple_of=8).micro_batches()
+    assert batch.spans() is None
+    assert batch.position_ids_T.tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
+    assert batch.branch_T().tolist() == [0, 0, 0, 1, 1, -1, -1, -1]
 
 
 def test_a_row_whose_lengths_disagree_with_its_tokens_is_refused():

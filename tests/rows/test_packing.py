@@ -185,6 +185,15 @@ def test_a_million_lengths_are_packed_within_seconds_and_little_memory():
     assert len(bins) <= 1.0005 * bound(lengths, 4096)
 
 
+def test_groups_of_one_give_each_sample_a_row_in_its_place_at_once():
+    lengths = lengths_of("lognormal", 100_000, 4096)
+    started = time.process_time()
+    bins = packed(lengths, 4096, group_size=1)
+    assert time.process_time() - started < 1  # 9 ms for each sample if they were searched
+    assert np.array_equal(bins.samples, np.arange(100_000))
+    assert np.array_equal(bins.sizes(), np.ones(100_000))
+
+
 def test_a_sample_longer_than_a_row_is_refused():
     with pytest.raises(ValueError, match="from 3 to 12 for rows of 10"):
         packed([12, 3], 10)

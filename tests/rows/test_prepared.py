@@ -3,10 +3,7 @@
 import numpy as np
 import pytest
 
-from penstock.core.errors import CapabilityError
 from penstock.core.files import write_json
-from penstock.pack.layout import lay_out
-from penstock.pack.settings import PackSettings
 from penstock.prepare.plan import facts_of, plan_of
 from penstock.prepare.select import select
 from penstock.prepare.split import publish_splits
@@ -53,10 +50,3 @@ def test_a_judged_answer_is_read_back_with_its_judgement(tmp_path):
     found = {(sample.row, sample.desirable) for sample in both}
     assert found == {(0, True), (1, False), (2, True)}
     assert np.array_equal(held.epochs()[0], [0])
-
-
-@pytest.mark.parametrize(("kind", "data"), [("preference", PAIRS), ("kto", JUDGED)])
-def test_what_nothing_trains_on_is_not_packed(kind, data, tmp_path):
-    _, samples = prepared(tmp_path, data, kind)
-    with pytest.raises(CapabilityError, match=f"{kind} samples, and nothing trains on them yet"):
-        lay_out(samples, PackSettings(), "sequential")

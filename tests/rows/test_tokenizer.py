@@ -20,7 +20,8 @@ CHAT = [
 ]
 
 
-@given(st.text(st.characters(exclude_categories=["Cs"])))
+# Marks of the format, as `<|im_end|>`, are tokens of their own.
+@given(st.text(st.characters(exclude_categories=["Cs"])).filter(lambda text: "<|" not in text))
 def test_a_token_is_a_byte_and_text_comes_back_exactly(text):
     ids = TOKENIZER(text)["input_ids"]
     assert ids == list(text.encode())

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.core.errors import CapabilityError, StageError
+from penstock.core.errors import StageError
 from penstock.core.files import write_json
 from penstock.core.stage import Artifact, key_of
 from penstock.pack import shards, spread
@@ -228,14 +228,6 @@ def test_rows_are_the_same_however_many_processes_write_them(gsm8k, tmp_path, mo
     assert contents(tmp_path / "two") == contents(tmp_path / "one")
 
 
-def test_what_nothing_trains_on_is_not_packed(tmp_path):
-    pair = {"prompt": "p", "chosen": "good", "rejected": "bad"}
-    path = write_lines(tmp_path / "a.jsonl", [pair] * 3)
-    artifact, _ = run(prepare((path, {"type": "preference"})), tmp_path / "p" / "x")
-    with pytest.raises(CapabilityError, match="preference samples"):
-        packed(artifact, tmp_path / "out")
-
-
 def test_the_seed_decides_which_samples_share_a_row(gsm8k, tmp_path):
     prepared, _ = gsm8k
     its = {"sample_packing_method": "multipack", "sample_packing_sequence_len": 4096}
@@ -329,6 +321,7 @@ def test_the_key_follows_the_prepared_samples_and_every_setting(tmp_path):
         "eval_sample_packing": False,
         "num_shards": 2,
         "seed": 7,
+        "share_prompts": False,
     }
     stages = [
         stage,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.pack.layout import METHODS, Layout, Method, lay_out, method_of
+from penstock.pack.layout import METHODS, Form, Layout, Method, form_of, lay_out, method_of
 from penstock.pack.settings import PackSettings
 from penstock.rows.packing.bound import fewest_rows
 from penstock.rows.prepared import PreparedSamples
@@ -37,9 +37,10 @@ def compare(prepared: Path, settings: PackSettings, pad_to_multiple_of: int) -> 
         if not len(samples):
             continue
         chosen = method_of(split, settings)
-        bound = _bound(samples, settings.sample_packing_sequence_len)
+        form = form_of(samples, share_prompts=settings.share_prompts)
+        bound = _bound(form, settings.sample_packing_sequence_len)
         for method in METHODS:
-            layout = lay_out(samples, settings, method)
+            layout = lay_out(form, settings, method)
             totals = _totals(layout)
             tokens = int(totals.sum())
             computed = int((-(-totals // pad_to_multiple_of) * pad_to_multiple_of).sum())
@@ -59,10 +60,10 @@ def compare(prepared: Path, settings: PackSettings, pad_to_multiple_of: int) -> 
 
 def _totals(layout: Layout) -> np.ndarray:
     """The tokens of every row."""
-    return np.add.reduceat(layout.documents(), layout.bins.ends - layout.bins.sizes())
+    return np.add.reduceat(layout.tokens(), layout.bins.ends - layout.bins.sizes())
 
 
-def _bound(samples: PreparedSamples, capacity: int) -> int:
-    lengths = np.minimum(samples.lengths(), capacity)
-    histograms = (np.bincount(lengths[e], minlength=capacity + 1) for e in samples.epochs())
+def _bound(form: Form, capacity: int) -> int:
+    sizes = np.minimum(form.sizes(), capacity)
+    histograms = (np.bincount(sizes[e], minlength=capacity + 1) for e in form.samples.epochs())
     return sum(fewest_rows(counts, capacity) for counts in histograms)

@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.core.errors import CapabilityError, StageError
+from penstock.core.errors import StageError
+from penstock.pack.branched import Branched
+from penstock.pack.plain import Plain
 from penstock.pack.settings import PackSettings
 from penstock.rows.bins import Bins, Indices, alone, join, sequential
 from penstock.rows.order import rows_generator
@@ -12,6 +14,9 @@ from penstock.rows.prepared import PreparedSamples
 
 Method = Literal["sequential", "multipack", "unpacked"]
 METHODS: tuple[Method, ...] = ("sequential", "multipack", "unpacked")
+
+Form = Plain | Branched
+"""What samples are in a row."""
 
 
 @dataclass(frozen=True)
@@ -22,12 +27,17 @@ class Layout:
     """Over the samples of the split, which may be in several epochs."""
     epoch_rows: list[int]
     """How many rows each epoch has."""
-    lengths: Indices
-    """Of every sample."""
+    sizes: Indices
+    """Tokens of every sample."""
 
-    def documents(self) -> Indices:
-        """The lengths of all documents, row after row."""
-        return self.lengths[self.bins.samples]
+    def tokens(self) -> Indices:
+        """Those of the samples, row after row."""
+        return self.sizes[self.bins.samples]
+
+
+def form_of(samples: PreparedSamples, *, share_prompts: bool) -> Form:
+    """What the samples are in a row."""
+    return Plain(samples) if samples.kind == "sft" else Branched(samples, share_prompts)
 
 
 def method_of(split: str, settings: PackSettings) -> Method:
@@ -37,24 +47,18 @@ def method_of(split: str, settings: PackSettings) -> Method:
     return settings.sample_packing_method
 
 
-def lay_out(samples: PreparedSamples, settings: PackSettings, method: Method) -> Layout:
+def lay_out(form: Form, settings: PackSettings, method: Method) -> Layout:
     """Plan the rows of every epoch by itself.
 
-    Raises StageError when a sample is longer than a row, and CapabilityError for samples that
-    nothing trains on.
+    Raises StageError when a sample is longer than a row.
     """
-    if samples.kind != "sft":
-        raise CapabilityError(
-            f"These are {samples.kind} samples, and nothing trains on them yet.\n"
-            "  Write pipeline.stages: [prepare], or data of another type."
-        )
-    lengths = samples.lengths()
-    _refuse_longer(samples, lengths, settings.sample_packing_sequence_len)
+    sizes = form.sizes()
+    _refuse_longer(form, sizes, settings.sample_packing_sequence_len)
     epochs: list[Bins] = []
-    for number, order in enumerate(samples.epochs()):
-        bins = _bins(lengths[order], settings, method, number)
+    for number, order in enumerate(form.samples.epochs()):
+        bins = _bins(sizes[order], settings, method, number)
         epochs.append(Bins(order[bins.samples], bins.ends))
-    return Layout(join(epochs), [len(bins) for bins in epochs], lengths)
+    return Layout(join(epochs), [len(bins) for bins in epochs], sizes)
 
 
 def _bins(lengths: Indices, settings: PackSettings, method: Method, epoch: int) -> Bins:
@@ -67,16 +71,21 @@ def _bins(lengths: Indices, settings: PackSettings, method: Method, epoch: int) 
     return multipack(lengths, capacity, settings.sample_packing_group_size, rng)
 
 
-def _refuse_longer(samples: PreparedSamples, lengths: Indices, capacity: int) -> None:
-    too_long = lengths > capacity
+def _refuse_longer(form: Form, sizes: Indices, capacity: int) -> None:
+    too_long = sizes > capacity
     if not too_long.any():
         return
+    samples = form.samples
     section = "datasets" if samples.split == "train" else "test_datasets or data.datasets"
     of = sorted(set(samples.datasets()[too_long].tolist()))
     names = " and ".join(f"data.{section}.{number}.max_seq_len" for number in of)
+    # Either side of a sample with two answers has so many tokens at most, and one token is theirs.
+    both, limit = "", capacity
+    if isinstance(form, Branched):
+        both, limit = ", with both answers,", capacity // 2 + 1
     raise StageError(
-        f"{too_long.sum()} of {len(lengths)} {samples.split} samples are longer than a row of "
-        f"{capacity} tokens; the longest has {lengths.max()}.\n"
-        f"  Set {names} to {capacity} to cut them, or data.sample_packing_sequence_len to "
-        f"{lengths.max()} or more."
+        f"{too_long.sum()} of {len(sizes)} {samples.split} samples are longer{both} than a row of "
+        f"{capacity} tokens; the longest has {sizes.max()}.\n"
+        f"  Set {names} to {limit} to cut them, or data.sample_packing_sequence_len to "
+        f"{sizes.max()} or more."
     )

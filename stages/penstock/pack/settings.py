@@ -31,3 +31,6 @@ class PackSettings(Settings):
 
     seed: int = 42
     """`multipack`: which samples share a row, and the order of the rows."""
+
+    share_prompts: bool = True
+    """Whether the two answers of a sample share their prompt's tokens."""

@@ -1,4 +1,4 @@
-"""One file of packed rows: documents end to end, labels shifted once."""
+"""One file of packed rows: the documents of samples end to end."""
 
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ import numpy as np
 import pyarrow as pa
 
 from penstock.core.files import publishing
+from penstock.pack.layout import Form
 from penstock.rows.bins import Bins, Indices
-from penstock.rows.prepared import PreparedSamples
 from penstock.rows.reader import Tokens, flat, map_batches
-from penstock.rows.schema import IGNORED, PACKED
+from penstock.rows.schema import IGNORED, PACKED_OF
 
 BATCH_TOKENS = 4 << 20
 """Tokens in one record batch, about: what is held in memory at once."""
@@ -26,26 +26,26 @@ class Written:
     max_token_id: int
 
 
-def write(samples: PreparedSamples, bins: Bins, lengths: Indices, target: Path) -> Written:
-    """Publish a file of these rows; `lengths` are those of `bins.samples`."""
-    ends = np.cumsum(lengths)
+def write(form: Form, bins: Bins, sizes: Indices, target: Path) -> Written:
+    """Publish a file of these rows; `sizes` are those of `bins.samples`."""
+    ends = np.cumsum(sizes)
     batches = list(_batches(bins, ends))
-    room = max(int(ends[last - 1] - ends[first] + lengths[first]) for _, _, first, last in batches)
+    room = max(int(ends[last - 1] - ends[first] + sizes[first]) for _, _, first, last in batches)
     # The same memory for every batch: fresh pages cost more than the copying.
     ids, labels = np.empty(room, dtype=np.int32), np.empty(room, dtype=np.int32)
     trained = largest = 0
     with (
         publishing(target) as part,
         pa.OSFile(str(part), "wb") as sink,
-        pa.ipc.new_file(sink, PACKED) as writer,
+        pa.ipc.new_file(sink, PACKED_OF[form.samples.kind]) as writer,
     ):
         for low, high, first, last in batches:
-            sizes = lengths[first:last]
-            here = np.cumsum(sizes)
+            chosen = bins.samples[first:last]
+            here = np.cumsum(sizes[first:last])
             used = int(here[-1])
-            _copy(samples, bins.samples[first:last], here, ids, labels)
+            form.fill(chosen, here, ids, labels)
             rows = np.concatenate([[0], bins.ends[low:high] - first])
-            writer.write_batch(_batch(rows, here, sizes, ids[:used], labels[:used]))
+            writer.write_batch(_batch(form, chosen, rows, here, ids[:used], labels[:used]))
             trained += int(np.count_nonzero(labels[:used] != IGNORED))
             largest = max(largest, int(ids[:used].max()))
     return Written(trained, largest)
@@ -69,42 +69,17 @@ def _batches(bins: Bins, ends: Indices) -> Generator[tuple[int, int, int, int]]:
         yield low, high, int(bins.ends[low - 1]) if low else 0, int(bins.ends[high - 1])
 
 
-def _copy(
-    samples: PreparedSamples, chosen: Indices, ends: Indices, ids: Tokens, labels: Tokens
-) -> None:
-    """Lay the chosen samples end to end, each ending where `ends` says.
-
-    In the order in which they are stored, so that files are read from front to back.
-    """
-    order = np.argsort(chosen)
-    stored = samples.stored[""]
-    files = np.searchsorted(samples.starts, chosen[order], side="right") - 1
-    cuts = np.flatnonzero(np.diff(files, prepend=-1, append=len(stored)))
-    to_ids, to_labels = ids.data, labels.data
-    for cut, following in pairwise(cuts.tolist()):
-        file = int(files[cut])
-        some = order[cut:following]
-        places = chosen[some] - samples.starts[file]
-        offsets = stored[file].offsets
-        from_ids, from_labels = stored[file].input_ids.data, stored[file].labels.data
-        begins, stops = offsets[places].tolist(), offsets[places + 1].tolist()
-        for begin, stop, end in zip(begins, stops, ends[some].tolist(), strict=True):
-            start = end - (stop - begin)
-            to_ids[start:end] = from_ids[begin:stop]
-            # The one shift: a target stands at its cause.
-            to_labels[start : end - 1] = from_labels[begin + 1 : stop]
-    labels[ends - 1] = IGNORED
-
-
 def _batch(
-    rows: Indices, ends: Indices, lengths: Indices, ids: Tokens, labels: Tokens
+    form: Form, chosen: Indices, rows: Indices, ends: Indices, ids: Tokens, labels: Tokens
 ) -> pa.RecordBatch:
     """A record batch of rows that begin at the samples `rows`; the last entry ends the last."""
     tokens = pa.array(np.concatenate([[0], ends])[rows].astype(np.int32))
-    documents = pa.array(rows.astype(np.int32))
+    documents = pa.array((rows * form.documents).astype(np.int32))
+    lengths = form.documents_of(chosen, np.diff(ends, prepend=0))
     columns = [
         pa.ListArray.from_arrays(tokens, pa.array(ids)),
         pa.ListArray.from_arrays(tokens, pa.array(labels)),
         pa.ListArray.from_arrays(documents, pa.array(lengths.astype(np.int32))),
+        *form.further(chosen, rows),
     ]
-    return pa.RecordBatch.from_arrays(columns, schema=PACKED)
+    return pa.RecordBatch.from_arrays(columns, schema=PACKED_OF[form.samples.kind])

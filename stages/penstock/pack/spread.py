@@ -11,7 +11,8 @@ from typing import Literal
 
 from penstock.core.errors import StageError
 from penstock.core.orphan import end_with_starter
-from penstock.pack.layout import Layout
+from penstock.pack.layout import Form, Layout, form_of
+from penstock.pack.settings import PackSettings
 from penstock.pack.shards import Written, read, write
 from penstock.rows.bins import Bins, Indices
 from penstock.rows.prepared import PreparedSamples
@@ -43,18 +44,19 @@ class Shard:
     split: str
     target: Path
     bins: Bins
-    lengths: Indices
-    """Of the samples in `bins`."""
+    sizes: Indices
+    """Tokens of the samples in `bins`."""
+    share_prompts: bool
 
 
 def shards_of(
-    prepared: Path, split: str, layout: Layout, folder: Path, wanted: int | None
+    prepared: Path, split: str, layout: Layout, folder: Path, settings: PackSettings
 ) -> list[Shard]:
-    """The files of a split, with about equally many rows each: as many as `wanted` or by size, and
-    never more than rows."""
-    bins, documents = layout.bins, layout.documents()
-    by_size = -(-int(documents.sum()) * BYTES_PER_TOKEN // SHARD_BYTES)
-    count = min(wanted or by_size, len(bins))
+    """The files of a split, with about equally many rows each: as many as `num_shards` or by size,
+    and never more than rows."""
+    bins, sizes, shares = layout.bins, layout.tokens(), settings.share_prompts
+    by_size = -(-int(sizes.sum()) * BYTES_PER_TOKEN // SHARD_BYTES)
+    count = min(settings.num_shards or by_size, len(bins))
     found: list[Shard] = []
     for index in range(count):
         low, high = (len(bins) * at // count for at in (index, index + 1))
@@ -62,7 +64,7 @@ def shards_of(
         last = int(bins.ends[high - 1])
         rows = Bins(bins.samples[first:last], bins.ends[low:high] - first)
         target = folder / f"rows-{index:05d}-of-{count:05d}.arrow"
-        found.append(Shard(prepared, split, target, rows, documents[first:last]))
+        found.append(Shard(prepared, split, target, rows, sizes[first:last], shares))
     return found
 
 
@@ -72,7 +74,7 @@ def write_all(shards: Sequence[Shard], workers: Workers) -> list[Written]:
     Raises the first error in the order of the files.
     """
     missing = [shard for shard in shards if not shard.target.exists()]
-    tokens = sum(int(shard.lengths.sum()) for shard in missing)
+    tokens = sum(int(shard.sizes.sum()) for shard in missing)
     count = min(workers.count, len(missing), max(1, tokens // WORTH_A_PROCESS))
     if count > 1:
         written = _in_processes(missing, count, workers.start_method)
@@ -85,8 +87,9 @@ def write_all(shards: Sequence[Shard], workers: Workers) -> list[Written]:
 def _in_this_process(shards: Sequence[Shard]) -> list[Written]:
     if not shards:
         return []
-    samples = PreparedSamples(shards[0].prepared, shards[0].split)
-    return [write(samples, one.bins, one.lengths, one.target) for one in shards]
+    first = shards[0]
+    form = _form(first.prepared, first.split, share_prompts=first.share_prompts)
+    return [write(form, one.bins, one.sizes, one.target) for one in shards]
 
 
 def _in_processes(shards: Sequence[Shard], count: int, start_method: StartMethod) -> list[Written]:
@@ -109,11 +112,13 @@ def _in_processes(shards: Sequence[Shard], count: int, start_method: StartMethod
 
 
 def _write_one(shard: Shard) -> Written:
-    samples = _samples_of_this_worker(shard.prepared, shard.split)
-    return write(samples, shard.bins, shard.lengths, shard.target)
+    form = _form_in_this_worker(shard.prepared, shard.split, share_prompts=shard.share_prompts)
+    return write(form, shard.bins, shard.sizes, shard.target)
 
 
-@lru_cache(maxsize=1)
-def _samples_of_this_worker(prepared: Path, split: str) -> PreparedSamples:
-    """Mapped once for all files that one worker writes; it lives no longer than the run."""
-    return PreparedSamples(prepared, split)
+def _form(prepared: Path, split: str, *, share_prompts: bool) -> Form:
+    return form_of(PreparedSamples(prepared, split), share_prompts=share_prompts)
+
+
+_form_in_this_worker = lru_cache(maxsize=1)(_form)
+"""Mapped once for all files that one worker writes; it lives no longer than the run."""

@@ -21,6 +21,7 @@ class Pack(Stage):
 
     name: ClassVar[str] = "pack"
     version: ClassVar[int] = 3
+    neutral: ClassVar[Mapping[str, Any]] = {"share_prompts": True}
 
     settings: PackSettings  # pyright: ignore[reportIncompatibleVariableOverride]
     prepared: Artifact
@@ -39,8 +40,7 @@ class Pack(Stage):
     def run(self, out: Path) -> Facts:
         """Pack each split file by file, keeping the files an earlier attempt has finished.
 
-        Raises StageError when a sample does not fit a row, and CapabilityError for samples that
-        nothing trains on.
+        Raises StageError when a sample does not fit a row, or has nothing to be compared with.
         """
         from penstock.rows.schema import SPLITS
 
@@ -50,22 +50,23 @@ class Pack(Stage):
 
     def _split(self, out: Path, split: str) -> dict[str, Any]:
         """Write the files of a split and count what they hold; `fill` is the share of the rows'
-        capacity that holds tokens."""
-        from penstock.pack.layout import lay_out, method_of
+        capacity that holds tokens, and `shared_tokens` are those that stand for two."""
+        from penstock.pack.layout import form_of, lay_out, method_of
         from penstock.pack.spread import Workers, shards_of, write_all
         from penstock.rows.prepared import PreparedSamples
         from penstock.rows.schema import histogram
         from penstock.rows.sources import Sources
 
         samples = PreparedSamples(self.prepared.path, split)
-        layout = lay_out(samples, self.settings, method_of(split, self.settings))
+        form = form_of(samples, share_prompts=self.settings.share_prompts)
+        layout = lay_out(form, self.settings, method_of(split, self.settings))
         folder = out / "data" / split
-        wanted = self.settings.num_shards
-        shards = shards_of(self.prepared.path, split, layout, folder, wanted)
+        shards = shards_of(self.prepared.path, split, layout, folder, self.settings)
         written = write_all(shards, Workers(self.num_proc, self.start_method))
         if split == "validation" and len(labels := samples.labels()) > 1:
-            Sources.of(samples.datasets()[layout.bins.samples], labels).write(folder)
-        documents = layout.documents()
+            datasets = samples.datasets()[layout.bins.samples].repeat(form.documents)
+            Sources.of(datasets, labels).write(folder)
+        documents = form.documents_of(layout.bins.samples, layout.tokens())
         tokens, rows = int(documents.sum()), len(layout.bins)
         capacity = rows * self.settings.sample_packing_sequence_len
         return {
@@ -78,4 +79,5 @@ class Pack(Stage):
             "max_token_id": max((one.max_token_id for one in written), default=0),
             "fill": round(tokens / capacity, 6) if rows else 0.0,
             "lengths": histogram(documents),
+            **form.facts(layout.bins.samples),
         }

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Literal
 
 import numpy as np
 import torch
 
+from penstock.rows.branching import Branching, Span
 from penstock.rows.reader import Row
 from penstock.rows.schema import IGNORED
 
@@ -35,6 +37,25 @@ class MicroBatch:
     num_trained: int
     rows: tuple[tuple[int, int], ...]
     """Number and tokens of each row, in order."""
+    branching: Branching | None = None
+    """Of all documents but the padding; None where they are plain ones, or there are none."""
+
+    def branch_T(self) -> torch.Tensor:  # noqa: N802 - T names the dimension
+        """The branch that each token is of, of all T, numbered over the micro-batch; -1 for what
+        branches share, and for padding. int64, of the whole micro-batch."""
+        branch = np.full(sum(self.lengths), -1, dtype=np.int64)
+        if self.branching:
+            found = self.branching.branch_of_tokens()
+            branch[: len(found)] = found
+        return torch.from_numpy(branch)
+
+    def spans(self) -> list[Span] | None:
+        """Which tokens later ones see how long; None where all see what is before them in their
+        documents."""
+        if not (self.branching and self.branching.is_shared):
+            return None
+        ends = list(accumulate(self.lengths))[len(self.branching.prompts) - 1 :]
+        return self.branching.spans() + [Span(*pair, pair[1]) for pair in pairwise(ends)]
 
     def places(self) -> torch.Tensor:
         """Which token of the packed rows each is, of all T: number of its row in the high half,
@@ -55,6 +76,7 @@ class _Part:
     num_tokens: int
     num_trained: int
     rows: tuple[tuple[int, int], ...]
+    branching: Branching | None
 
 
 @dataclass(frozen=True)
@@ -123,8 +145,12 @@ def collate(
         for length in lengths:
             positions[place : place + length] = counting[:length]
             place += length
+        branchings = [row.branching for row in rows if row.branching]
+        branching = Branching.joined(branchings) if branchings else None
+        if branching:
+            positions[:used] = branching.positions()
         numbered = tuple((row.number, len(row.input_ids)) for row in rows)
-        parts.append(_Part(tuple(lengths), used, trained, numbered))
+        parts.append(_Part(tuple(lengths), used, trained, numbered, branching))
         start += total
     return Laid(torch.from_numpy(values), tuple(parts))
 

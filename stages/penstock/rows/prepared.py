@@ -1,10 +1,12 @@
 """Prepared samples on disk: the files of one split as one sequence, mapped into memory."""
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from penstock.config.dataset import Kind
@@ -71,17 +73,33 @@ class PreparedSamples:
         sizes = [batch.num_rows for batch in self._batches]
         self.starts: Indices = np.cumsum([0, *sizes], dtype=np.int64)
         """The number of each batch's first sample, and at the end how many samples there are."""
+        self._starts: list[int] = self.starts.tolist()
 
     def __len__(self) -> int:
         return int(self.starts[-1])
 
     def lengths(self) -> Indices:
         """Tokens of every sample; a pair is as long as its longer side."""
-        sides = [
-            self._joined([np.diff(stored.offsets) for stored in side])
-            for side in self.stored.values()
-        ]
-        return np.max(sides, axis=0)
+        return np.max([self.lengths_of(side) for side in self.stored], axis=0)
+
+    def lengths_of(self, side: str) -> Indices:
+        """Tokens of one side of every sample."""
+        return self._joined([np.diff(stored.offsets) for stored in self.stored[side]])
+
+    def heads(self, side: str) -> Indices:
+        """Tokens of one side of every sample before its first label."""
+        stored = self.stored[side]
+        return self._joined([untrained_heads(some.labels, some.offsets) for some in stored])
+
+    def desirable(self) -> npt.NDArray[np.bool_]:
+        """Whether every judged answer is good."""
+        parts = [batch.column("desirable").to_pylist() for batch in self._batches]
+        return np.array([each for part in parts for each in part], dtype=np.bool_)
+
+    def tokens(self, side: str, index: int) -> tuple[Tokens, Tokens]:
+        """(input_ids, unshifted labels) of one side of a sample, from 0."""
+        number, place = self._place(index)
+        return _at(self.stored[side][number], place)
 
     def trained(self) -> Indices:
         """Trained tokens of every sample, of both sides of a pair. The first token of a list is the
@@ -117,8 +135,7 @@ class PreparedSamples:
         """The sample at `index`, from 0, of any kind. Raises IndexError outside of the split."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        number = int(np.searchsorted(self.starts, index, side="right")) - 1
-        place = index - int(self.starts[number])
+        number, place = self._place(index)
         batch = self._batches[number]
         ends = np.cumsum([part["rows"] for part in self._parts])
         part = self._parts[int(np.searchsorted(ends, index, side="right"))]
@@ -132,6 +149,11 @@ class PreparedSamples:
             desirable=batch.column("desirable")[place].as_py() if judged else None,
         )
 
+    def _place(self, index: int) -> tuple[int, int]:
+        """The batch that a sample is in, and its place there."""
+        number = bisect_right(self._starts, index) - 1
+        return number, index - self._starts[number]
+
     @staticmethod
     def _joined(parts: list[Indices]) -> Indices:
         return np.concatenate([np.empty(0, dtype=np.int64), *parts]).astype(np.int64)
@@ -143,6 +165,13 @@ def trained_tokens(labels: Tokens, offsets: Tokens) -> Indices:
     is_trained[offsets[:-1][np.diff(offsets) > 0]] = False
     before = np.concatenate([[0], np.cumsum(is_trained, dtype=np.int64)])
     return before[offsets[1:]] - before[offsets[:-1]]
+
+
+def untrained_heads(labels: Tokens, offsets: Tokens | Indices) -> Indices:
+    """How many labels of each list come before its first trained one; all where none is."""
+    trained = np.flatnonzero(labels != IGNORED)
+    following = np.append(trained, len(labels))[np.searchsorted(trained, offsets[:-1])]
+    return (np.minimum(following, offsets[1:]) - offsets[:-1]).astype(np.int64, copy=False)
 
 
 def _stored(batch: pa.RecordBatch, side: str) -> Stored:

@@ -1,14 +1,17 @@
 """Packed rows on disk: memory-mapped Arrow shards, any row at once, nothing copied."""
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from penstock.config.dataset import Kind
 from penstock.core.errors import ArtifactError
+from penstock.rows.branching import Branching
+from penstock.rows.schema import PACKED, PACKED_OF
 
 Tokens = npt.NDArray[np.int32]
 
@@ -24,6 +27,8 @@ class Row:
     lengths: Tokens
     number: int
     """Its own among the packed rows, from 0."""
+    branching: Branching | None = None
+    """Of all its documents; None where they are plain ones."""
 
 
 class PackedRows:
@@ -36,14 +41,18 @@ class PackedRows:
             raise ArtifactError(f"{folder} holds no packed rows.\n  Run the pack stage first.")
         self.folder = folder
         self._columns: list[tuple[_Lists, _Lists, _Lists]] = []
+        self._batches: list[pa.RecordBatch] = []
         starts = [0]
         for shard in shards:
             for batch in map_batches(shard):
                 names = ("input_ids", "labels", "lengths")
                 ids, labels, lengths = (_Lists.of(batch.column(name)) for name in names)
                 self._columns.append((ids, labels, lengths))
+                self._batches.append(batch)
                 starts.append(starts[-1] + batch.num_rows)
         self._starts = starts
+        self.kind: Kind = _kind_of(self._batches[0].schema if self._batches else PACKED)
+        """What the rows are for."""
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -55,7 +64,15 @@ class PackedRows:
         batch = bisect_right(self._starts, index) - 1
         at = index - self._starts[batch]
         ids, labels, lengths = self._columns[batch]
-        return Row(ids.at(at), labels.at(at), lengths.at(at), index)
+        branching = None if self.kind == "sft" else _branching(self._batches[batch], at)
+        return Row(ids.at(at), labels.at(at), lengths.at(at), index, branching)
+
+    def samples(self) -> list[bytes]:
+        """The digests of all samples, row after row; of rows of plain documents none."""
+        if self.kind == "sft":
+            return []
+        parts = (batch.column("samples").flatten().to_pylist() for batch in self._batches)
+        return [sample for part in parts for sample in part]
 
     def lengths(self) -> npt.NDArray[np.int64]:
         """The number of tokens of every row."""
@@ -71,6 +88,23 @@ class PackedRows:
         """The sum of the squared lengths of every row's documents."""
         parts = [lengths.sums_of_squares() for _, _, lengths in self._columns]
         return np.concatenate([np.empty(0, np.int64), *parts])
+
+
+class JoinedRows(PackedRows):
+    """The same rows, of which each is one document: what is packed into one sees what is before."""
+
+    def row(self, index: int) -> Row:
+        """The row at `index`, from 0. Raises IndexError outside of the folder's rows."""
+        row = super().row(index)
+        return replace(row, lengths=row.lengths.sum(keepdims=True, dtype=np.int32))
+
+    def documents(self) -> npt.NDArray[np.int64]:
+        """One in every row."""
+        return np.ones(len(self), np.int64)
+
+    def squares(self) -> npt.NDArray[np.int64]:
+        """The squared length of every row."""
+        return self.lengths() ** 2
 
 
 @dataclass(frozen=True)
@@ -94,6 +128,18 @@ class _Lists:
         used = self.values[self.offsets[0] : self.offsets[-1]].astype(np.int64)
         totals = np.concatenate([np.zeros(1, np.int64), np.cumsum(used * used)])
         return np.diff(totals[self.offsets - self.offsets[0]])
+
+
+def _kind_of(schema: pa.Schema) -> Kind:
+    # Each kind has the columns of the one before it, and more.
+    held = {*schema.names}
+    found: list[Kind] = [kind for kind, its in PACKED_OF.items() if held.issuperset(its.names)]
+    return found[-1]
+
+
+def _branching(batch: pa.RecordBatch, index: int) -> Branching:
+    columns = (field.name for field in fields(Branching) if field.name in batch.schema.names)
+    return Branching(**{name: tuple(batch.column(name)[index].as_py()) for name in columns})
 
 
 def flat(lists: pa.ListArray) -> tuple[Tokens, Tokens]:

@@ -64,6 +64,32 @@ PACKED = pa.schema(
 """One packed row a row, without padding: `lengths` sum to the number of tokens. Labels are shifted
 once (label t is the target of position t) and -100 at the last position of every document."""
 
+DIGEST_BYTES = 16
+"""Of what names a sample by its content."""
+
+PACKED_PAIRS = pa.schema(
+    [
+        *PACKED,
+        pa.field("prompts", pa.list_(pa.int32()), nullable=False),
+        pa.field("branches", pa.list_(pa.int32()), nullable=False),
+        pa.field("samples", pa.list_(pa.binary(DIGEST_BYTES)), nullable=False),
+    ]
+)
+"""One packed row a row, of documents that branch: two answers to a prompt, with labels also at the
+last position of each. `prompts` are the shared tokens of every document, `branches` the tokens of
+every branch (see `rows.branching`), `samples` a digest of every two."""
+
+PACKED_JUDGED = pa.schema([*PACKED_PAIRS, pa.field("desirable", pa.list_(pa.bool_()), False)])
+"""The same for judged answers: the first branch is the answer, which is `desirable` or not, and the
+second one another prompt's answer."""
+
+PACKED_OF: dict[Kind, pa.Schema] = {
+    "sft": PACKED,
+    "preference": PACKED_PAIRS,
+    "kto": PACKED_JUDGED,
+}
+"""The columns of packed rows, by what they are for."""
+
 SPLITS = ("train", "validation")
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from penstock.rows.prepared import untrained_heads
 from penstock.rows.schema import IGNORED
 
 Ids = npt.NDArray[np.int32]
@@ -47,9 +48,7 @@ class Flat:
 
     def prompts(self) -> Places:
         """Tokens of every sequence before its first trained one; all where none is trained."""
-        trained = np.flatnonzero(self.labels != IGNORED)
-        following = np.append(trained, len(self.ids))[np.searchsorted(trained, self.offsets[:-1])]
-        return np.minimum(following, self.offsets[1:]) - self.offsets[:-1]
+        return untrained_heads(self.labels, self.offsets)
 
     def trained(self) -> Places:
         """Trained tokens of every sequence. The first is the target of none, so never trained."""

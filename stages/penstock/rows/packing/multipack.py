@@ -6,7 +6,7 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from penstock.rows.bins import Bins, Sizes, join
+from penstock.rows.bins import Bins, Sizes, alone, join
 from penstock.rows.packing.bound import fewest_rows
 from penstock.rows.packing.exchange import exchange
 from penstock.rows.packing.patterns import Patterns
@@ -32,13 +32,15 @@ def multipack(
 ) -> Bins:
     """Few rows of random samples, in random order.
 
-    Rows are formed in groups of `group_size` consecutive samples, which share no row. Lengths and
-    the state of `rng` decide the rows, on every machine alike. Raises ValueError for a length above
-    `capacity` or below 1.
+    Rows are formed in groups of `group_size` consecutive samples, which share no row: with 1 every
+    sample has a row to itself, and they keep their order. Lengths and the state of `rng` decide the
+    rows, on every machine alike. Raises ValueError for a length above `capacity` or below 1.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     if len(sizes) and (sizes.max() > capacity or sizes.min() < 1):
         raise ValueError(f"lengths from {sizes.min()} to {sizes.max()} for rows of {capacity}")
+    if group_size == 1:
+        return alone(len(sizes))
     parts: list[Bins] = []
     for start in range(0, len(sizes), group_size):
         group = sizes[start : start + group_size].astype(np.min_scalar_type(capacity))

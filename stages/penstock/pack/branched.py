@@ -1,0 +1,178 @@
+"""Samples with two answers, as documents that branch (see `rows.branching`).
+
+A pair has its chosen and its rejected answer. A judged answer stands beside one to another prompt,
+from which the baseline of KTO is estimated (Ethayarajh et al. 2024, arXiv 2402.01306): that of the
+next stored sample whose prompt is another one, round the end. It loses its end where prompt and
+answer would be longer than the longest sample is. So the two depend neither on rows nor on their
+order.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from penstock.core.errors import StageError
+from penstock.rows.bins import Indices
+from penstock.rows.branching import PER_SAMPLE
+from penstock.rows.prepared import PreparedSamples
+from penstock.rows.reader import Tokens
+from penstock.rows.schema import DIGEST_BYTES, IGNORED
+
+DIGEST = pa.binary(DIGEST_BYTES)
+
+
+@dataclass(frozen=True)
+class Branched:
+    """The samples of a split, one document each where prompts are shared, else one per answer."""
+
+    samples: PreparedSamples
+    share_prompts: bool
+
+    @property
+    def documents(self) -> int:
+        """Of each sample."""
+        return 1 if self.share_prompts else PER_SAMPLE
+
+    def sizes(self) -> Indices:
+        """Tokens of every sample in a row."""
+        return self._shared + self._branches.sum(axis=1)
+
+    def documents_of(self, chosen: Indices, sizes: Indices) -> Indices:
+        """Tokens of every document of the chosen samples, which have these sizes."""
+        return sizes if self.share_prompts else self._branches[chosen].ravel()
+
+    def fill(self, chosen: Indices, ends: Indices, ids: Tokens, labels: Tokens) -> None:
+        """Lay the documents of the chosen samples end to end, each sample's ending where `ends`
+        says."""
+        starts = [0, *ends.tolist()]
+        for sample, start in zip(chosen.tolist(), starts, strict=False):
+            shared, cause = int(self._shared[sample]), int(self._causes[sample])
+            at = start + shared
+            ids[start:at] = self._own(0, sample)[0][:shared]
+            labels[start:at] = IGNORED
+            for branch in range(PER_SAMPLE):
+                own, _ = self._own(branch, sample)
+                answer, targets = self._answer(branch, sample)
+                first = at + cause - shared
+                end = first + len(answer)
+                ids[at : first + 1] = own[shared : cause + 1]
+                ids[first + 1 : end] = answer[:-1]
+                labels[at:first] = IGNORED
+                labels[first:end] = targets
+                at = end
+
+    def further(self, chosen: Indices, rows: Indices) -> list[pa.Array]:
+        """How rows branch, and what is in them: rows begin at the samples `rows`; the last entry
+        ends the last."""
+        prompts = np.repeat(self._shared[chosen], self.documents)
+        digests = pa.array([self.digest(sample) for sample in chosen.tolist()], DIGEST)
+        found = [
+            _lists(rows * self.documents, pa.array(prompts.astype(np.int32))),
+            _lists(rows * PER_SAMPLE, pa.array(self._branches[chosen].ravel().astype(np.int32))),
+            _lists(rows, digests),
+        ]
+        if self._is_judged:
+            found.append(_lists(rows, pa.array(self._desirable[chosen])))
+        return found
+
+    def facts(self, chosen: Indices) -> dict[str, int]:
+        """How many samples the chosen ones are, and the tokens that their branches share."""
+        return {"samples": len(chosen), "shared_tokens": int(self._shared[chosen].sum())}
+
+    def digest(self, sample: int) -> bytes:
+        """What names the sample by the tokens and labels of its branches."""
+        digest = blake2b(digest_size=DIGEST_BYTES)
+        digest.update(np.append(self._causes[sample], self._counts[sample]).tobytes())
+        for branch in range(PER_SAMPLE):
+            own, _ = self._own(branch, sample)
+            for part in (own[: self._causes[sample] + 1], *self._answer(branch, sample)):
+                digest.update(part.tobytes())
+        return digest.digest()
+
+    def _own(self, branch: int, sample: int) -> tuple[Tokens, Tokens]:
+        """The side of a sample that a branch has its prompt from: ids and unshifted labels."""
+        return self.samples.tokens(self._sides[branch], sample)
+
+    def _answer(self, branch: int, sample: int) -> tuple[Tokens, Tokens]:
+        """A branch's targets, and their labels."""
+        of = int(self._others[sample]) if self._is_judged and branch else sample
+        first = int(self._causes[of]) + 1
+        last = first + int(self._counts[sample, branch])
+        ids, labels = self._own(branch, of)
+        return ids[first:last], labels[first:last]
+
+    @property
+    def _is_judged(self) -> bool:
+        return self.samples.kind == "kto"
+
+    @property
+    def _sides(self) -> tuple[str, str]:
+        first, *others = self.samples.stored
+        return first, (others or [first])[0]
+
+    @cached_property
+    def _causes(self) -> Indices:
+        """The place of the token in each sample that both answers follow: the prompt's last one."""
+        heads = np.min([self.samples.heads(side) for side in self._sides], axis=0)
+        causes = np.maximum(heads - 1, 0)
+        if not self._is_judged:
+            for sample, cause in enumerate(causes.tolist()):
+                one, other = (self._own(side, sample)[0][: cause + 1] for side in (0, 1))
+                # Where both prompts were cut away, what is left need not begin alike.
+                if not np.array_equal(one, other):
+                    causes[sample] = 0
+        return causes
+
+    @cached_property
+    def _shared(self) -> Indices:
+        return self._causes if self.share_prompts else np.zeros_like(self._causes)
+
+    @cached_property
+    def _counts(self) -> Indices:
+        """Tokens of every sample's two answers, [samples, 2]."""
+        lengths = [self.samples.lengths_of(side) for side in self._sides]
+        counts = np.stack(lengths, axis=1) - self._causes[:, None] - 1
+        if self._is_judged and len(counts):
+            room = lengths[0].max() - self._causes - 1
+            counts[:, 1] = np.minimum(counts[self._others, 0], room)
+        return counts
+
+    @cached_property
+    def _branches(self) -> Indices:
+        """Tokens of every sample's two branches, [samples, 2]."""
+        return (self._causes - self._shared)[:, None] + self._counts
+
+    @cached_property
+    def _desirable(self) -> npt.NDArray[np.bool_]:
+        return self.samples.desirable()
+
+    @cached_property
+    def _others(self) -> Indices:
+        """Of every judged sample the one whose answer stands beside its own."""
+        count = len(self.samples)
+        if count < PER_SAMPLE:
+            raise StageError(
+                f"There is one {self.samples.split} sample of type kto, and the baseline needs the "
+                "answer of another one.\n  Add samples, or raise data.val_set_size."
+            )
+        prompts = [
+            self._own(0, sample)[0][: cause + 1].tobytes()
+            for sample, cause in enumerate(self._causes.tolist())
+        ]
+        others = (np.arange(count) + 1) % count
+        # Twice round, so that the last samples know of the first ones.
+        for sample in [*range(count - 1, -1, -1)] * 2:
+            following = (sample + 1) % count
+            if prompts[sample] == prompts[following]:
+                others[sample] = others[following]
+        # Where all prompts are one, any other sample's answer is as good.
+        others[others == np.arange(count)] += 1
+        return others % count
+
+
+def _lists(starts: Indices, values: pa.Array) -> pa.Array:
+    return pa.ListArray.from_arrays(pa.array(starts.astype(np.int32)), values)

@@ -1,0 +1,65 @@
+"""Samples that are documents as they are: labels shifted once, and the last one's place empty."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar
+
+import numpy as np
+import pyarrow as pa
+
+from penstock.rows.bins import Indices
+from penstock.rows.prepared import PreparedSamples
+from penstock.rows.reader import Tokens
+from penstock.rows.schema import IGNORED
+
+
+@dataclass(frozen=True)
+class Plain:
+    """The samples of a split, one document each."""
+
+    samples: PreparedSamples
+    documents: ClassVar[int] = 1
+
+    def sizes(self) -> Indices:
+        """Tokens of every sample."""
+        return self.samples.lengths()
+
+    def documents_of(self, chosen: Indices, sizes: Indices) -> Indices:
+        """Tokens of every document of the chosen samples, which have these sizes."""
+        del chosen
+        return sizes
+
+    def fill(self, chosen: Indices, ends: Indices, ids: Tokens, labels: Tokens) -> None:
+        """Lay the chosen samples end to end, each ending where `ends` says.
+
+        In the order in which they are stored, so that files are read from front to back.
+        """
+        samples = self.samples
+        order = np.argsort(chosen)
+        stored = samples.stored[""]
+        files = np.searchsorted(samples.starts, chosen[order], side="right") - 1
+        cuts = np.flatnonzero(np.diff(files, prepend=-1, append=len(stored)))
+        to_ids, to_labels = ids.data, labels.data
+        for cut, following in pairwise(cuts.tolist()):
+            file = int(files[cut])
+            some = order[cut:following]
+            places = chosen[some] - samples.starts[file]
+            offsets = stored[file].offsets
+            from_ids, from_labels = stored[file].input_ids.data, stored[file].labels.data
+            begins, stops = offsets[places].tolist(), offsets[places + 1].tolist()
+            for begin, stop, end in zip(begins, stops, ends[some].tolist(), strict=True):
+                start = end - (stop - begin)
+                to_ids[start:end] = from_ids[begin:stop]
+                # The one shift: a target stands at its cause.
+                to_labels[start : end - 1] = from_labels[begin + 1 : stop]
+        labels[ends - 1] = IGNORED
+
+    def further(self, chosen: Indices, rows: Indices) -> list[pa.Array]:
+        """Columns of theirs alone: there are none."""
+        del chosen, rows
+        return []
+
+    def facts(self, chosen: Indices) -> dict[str, int]:
+        """What there is to tell of theirs alone: nothing."""
+        del chosen
+        return {}
