@@ -11,11 +11,12 @@ from tests.config.values import faults_of
 from tests.register.adapters import OF_ADAPTERS
 from tests.register.chain import OF_CHAIN
 from tests.register.data import OF_DATA
+from tests.register.preference import OF_PREFERENCE
 from tests.register.training import OF_TRAINING
 
 HERE = Path(__file__).parent
 
-REGISTER = {**OF_TRAINING, **OF_ADAPTERS, **OF_DATA, **OF_CHAIN}
+REGISTER = {**OF_TRAINING, **OF_ADAPTERS, **OF_DATA, **OF_CHAIN, **OF_PREFERENCE}
 
 
 def all_fields() -> set[str]:

@@ -21,7 +21,7 @@ OF_CHAIN: dict[str, dict[str, tuple[str, ...]]] = {
     "pipeline": {
         "name": (
             "stages/test_report.py::test_what_users_write_is_shown_and_never_obeyed",
-            "flows/test_finetune.py::test_a_deployed_run_is_named_after_what_runs_and_its_stages_are_tasks_with_artifacts",
+            "flows/test_finetune.py::test_a_deployed_run_is_named_after_what_runs_and_shows_its_stages_and_what_they_wait_for",
         ),
         "stages": (
             "pipeline/test_projection.py::test_the_stages_that_are_listed_are_those_that_run",
@@ -46,7 +46,7 @@ OF_CHAIN: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "task_runner_address": (
             f"{RUNNER}test_a_cluster_is_that_of_the_address_or_one_of_as_many_workers_as_written",
-            f"{RUNNER}test_two_dask_workers_prepare_every_slice_once_and_the_result_is_the_command_lines",
+            "flows/test_finetune.py::test_two_dask_workers_prepare_every_slice_once_and_the_result_is_the_command_lines",
         ),
         "task_runner_workers": (
             f"{RUNNER}test_a_cluster_is_that_of_the_address_or_one_of_as_many_workers_as_written",

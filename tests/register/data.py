@@ -2,6 +2,8 @@
 
 from tests.register.places import (
     ARRIVES,
+    ATTENTION,
+    BRANCHED,
     COLUMNS,
     DATA,
     DATASET_HUB,
@@ -23,6 +25,7 @@ from tests.register.places import (
     PLACES,
     PREPARE,
     REMOTE,
+    RULED,
     RUN,
     SELECTION,
     SKIPPED,
@@ -125,6 +128,12 @@ OF_DATA: dict[str, dict[str, tuple[str, ...]]] = {
             f"{PACK}test_validation_is_packed_unless_it_is_not_to_be",
             f"{KEYS}[evaluation unpacked]",
         ),
+        "share_prompts": (
+            f"{BRANCHED}test_every_answer_follows_its_prompt_whether_that_is_shared_or_not",
+            "models/test_branching.py::test_shared_prompts_change_nothing_of_what_is_learnt",
+            f"{ATTENTION}test_answers_that_share_a_prompt_go_where_one_is_hidden_from_the_other",
+            f"{ARRIVES}[data.share_prompts]",
+        ),
         "dataloader_num_workers": (
             f"{LOADER}test_rows_are_loaded_the_same_by_any_number_of_processes_that_read_as_far_ahead_as_written",
             f"{RUN}test_rows_that_are_read_in_this_process_are_told_unless_that_is_written",
@@ -136,6 +145,11 @@ OF_DATA: dict[str, dict[str, tuple[str, ...]]] = {
         "dataloader_pin_memory": (
             f"{LOADER}test_rows_are_pinned_only_where_a_gpu_copies_them",
             f"{MEMORY}test_rows_are_pinned_for_a_gpu_if_wanted",
+        ),
+        "isolate_samples": (
+            "engine/test_joined_samples.py::test_samples_see_what_is_before_them_in_their_row_if_that_is_written",
+            f"{KEYS}[samples that see each other]",
+            f"{RULED}[compared by what they are worth alone]",
         ),
         "dataloader_drop_last": (
             f"{STEP}test_rows_that_do_not_fill_a_step_are_left_out_or_not",

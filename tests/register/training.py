@@ -9,8 +9,10 @@ from tests.register.places import (
     AXES,
     BALANCE,
     BALANCED,
+    BEGUN,
     BUDGET,
     CALLED,
+    CHECKPOINT,
     COMPUTED,
     DATA,
     DEEPEP,
@@ -119,6 +121,8 @@ OF_TRAINING: dict[str, dict[str, tuple[str, ...]]] = {
         "cp_fsdp_mode": SHARDED,
         "tensor_parallel_size": (*AXES, f"{UNFIT}[heads]"),
         "sequence_parallel": (*AXES, f"{UNFIT}[sequence parallel alone]"),
+        "comm_bucket_mb": (f"{LAYOUT}test_as_many_gradients_are_added_up_at_once_as_is_written",),
+        "tp_reduce_dtype": (f"{LAYOUT}test_ranks_add_layers_up_in_the_precision_that_is_written",),
         "tp_vocab_parallel_loss": (f"{LAYOUT}test_logits_are_gathered_only_if_wanted",),
         "ulysses_parallel_size": (*AXES, f"{UNFIT}[heads of ulysses]"),
         "expert_parallel_size": (
@@ -144,6 +148,10 @@ OF_TRAINING: dict[str, dict[str, tuple[str, ...]]] = {
         "pipeline_parallel_output_weight": (*STAGED, *SPLIT),
         "pp_variable_seq_lengths": (
             f"{LAYOUT}test_micro_batches_of_a_step_have_the_length_of_the_longest_or_of_a_full_one",
+        ),
+        "objective": (
+            "pipeline/test_preference_chain.py::test_a_tiny_model_comes_to_prefer_what_was_chosen",
+            "config/test_preference_rules.py::test_an_impossible_combination_is_refused_and_mended",
         ),
         "ce_mode": OF_LOSS,
         "label_smoothing": (*OF_LOSS, f"{ARRIVES}[train.label_smoothing]"),
@@ -262,11 +270,24 @@ OF_TRAINING: dict[str, dict[str, tuple[str, ...]]] = {
             f"{RUN}test_without_the_optimizers_states_a_run_that_goes_on_says_that_it_is_another_one",
         ),
         "save_total_limit": SAVED,
+        "ckpt_name": (
+            f"{CHECKPOINT}test_checkpoints_bear_the_name_that_is_written_and_are_found_by_it",
+            f"{CHECKPOINT}test_the_best_checkpoint_is_named_as_it_is_called",
+        ),
+        "ckpt_weights": (f"{CHECKPOINT}test_a_checkpoint_holds_the_weights_that_are_written",),
         "save_epochs": SAVED,
         "save_hf_weights": (FOLDERS,),
         "load_checkpoint_path": (
             "engine/test_resume.py::test_a_run_starts_from_a_checkpoint_that_is_named",
             f"{RUN}test_auto_goes_on_from_the_newest_checkpoint",
+        ),
+        "require_checkpoint": (
+            f"{CHECKPOINT}test_a_checkpoint_that_is_required_and_is_not_there_ends_a_run_before_it_begins",
+        ),
+        "load_optimizer": (BEGUN,),
+        "init_checkpoint_path": (
+            BEGUN,
+            "pipeline/test_starts.py::test_weights_to_start_from_stand_in_for_those_of_the_model",
         ),
         "log_router_stats": (BALANCED,),
         "enable_profiling": PROFILED,
@@ -288,13 +309,19 @@ OF_TRAINING: dict[str, dict[str, tuple[str, ...]]] = {
             f"{TOLD_BY_STEPS}test_a_spike_is_traced_to_its_rank_and_rows_and_all_ranks_say_so",
             f"{TOLD_BY_STEPS}test_a_loss_stands_out_once_and_only_from_many",
         ),
+        "log_recovery_timing": (f"{RUN}test_how_long_a_run_was_in_coming_back_is_told_if_wanted",),
         "report_interval": (
             "stages/test_report.py::test_a_page_is_written_again_while_training_runs_if_wanted",
         ),
         "use_wandb": TRACKED,
         "use_tensorboard": (
             *TRACKED,
-            f"{PACKAGES}test_tensorboard_reads_what_it_was_told",
+            f"{PACKAGES}test_tensorboard_reads_what_it_was_told_where_it_was_told",
+        ),
+        "log_dir": (
+            f"{PACKAGES}test_tensorboard_reads_what_it_was_told_where_it_was_told",
+            f"{TRACKERS}test_events_of_tensorboard_go_where_it_is_written",
+            f"{WINDOW}[TensorBoard's events alone go there]",
         ),
         "use_mlflow": (*TRACKED, f"{PACKAGES}test_mlflow_has_one_run_with_what_it_was_told"),
         "use_trackio": (*TRACKED, f"{PACKAGES}test_trackio_has_one_run_with_what_it_was_told"),
@@ -330,7 +357,14 @@ OF_TRAINING: dict[str, dict[str, tuple[str, ...]]] = {
         )
     },
     "train.dropout": {
-        name: (DROPPED, f"{ARRIVES}[train.dropout.{name}]")
-        for name in ("hidden", "ffn", "warmup_steps", "depth_scaling")
+        **{
+            name: (DROPPED, f"{ARRIVES}[train.dropout.{name}]")
+            for name in ("hidden", "ffn", "warmup_steps", "depth_scaling")
+        },
+        "attention": (
+            "engine/test_dropout.py::test_weights_of_attention_are_dropped_as_much_as_is_written_and_in_training_alone",
+            "models/test_dropout.py::test_weights_of_attention_are_dropped_as_transformers_drops_them",
+            f"{ARRIVES}[train.dropout.attention]",
+        ),
     },
 }

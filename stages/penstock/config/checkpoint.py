@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from penstock.config.checkpoint_name import CheckpointName
 from penstock.config.roots import Root
 from penstock.config.section import Section
 
@@ -49,6 +50,15 @@ class CheckpointConfig(Section):
     run that goes on from one begins with an optimizer that knows nothing: it says so, and its
     numbers are not those of a run that was never interrupted."""
 
+    ckpt_name: CheckpointName | None = None
+    """What a checkpoint's folder is called: a text with `{step}` and, if wanted,
+    `{consumed_samples}`, the packed rows trained on until then. Unset: `global_step_{step}`."""
+
+    ckpt_weights: Literal["master", "compute"] = "master"
+    """Which weights a checkpoint holds: `master`, those that the optimizer steps; `compute`, what
+    layers compute with, which in bfloat16 are half as large. A run that goes on from these says
+    so: its numbers are not those of a run that was never interrupted."""
+
     save_total_limit: int | None = Field(default=None, ge=1)
     """Keep so many of the newest checkpoints, the best (`save_best`), and the one the run was
     started from. Unset: all."""
@@ -61,3 +71,17 @@ class CheckpointConfig(Section):
 
     load_checkpoint_path: str | None = Field(default=None, min_length=1)
     """Checkpoint to start from; `auto` takes the newest in `output_dir`."""
+
+    require_checkpoint: bool = False
+    """With `load_checkpoint_path: auto`: fail where there is none, instead of starting fresh."""
+
+    load_optimizer: bool = True
+    """Take the optimizer's states from the checkpoint that `load_checkpoint_path` means. `false`
+    takes its weights and its position, and the optimizer, which may then be another one, starts
+    anew; after a named one, a run that is interrupted goes on from its own checkpoints in full."""
+
+    init_checkpoint_path: str | None = Field(default=None, min_length=1)
+    """Weights to start from, at step 0: a checkpoint of a training run, or a model in Hugging
+    Face's format (a folder, a URL or a hub id), which then stands in for `model.model_path`; config
+    and tokenizer stay those of `model`. A run that has checkpoints of its own goes on from these.
+    """

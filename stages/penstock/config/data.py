@@ -96,7 +96,8 @@ class DataConfig(Section):
     """Longest row, in tokens."""
 
     sample_packing_group_size: int = Field(default=100_000, gt=0)
-    """Samples that are packed together; larger groups fill rows slightly better."""
+    """`multipack`: samples that are packed together; larger groups fill rows slightly better, and 1
+    gives each sample a row of its own."""
 
     sample_packing_sequentially: bool | None = None
     """True packs sequentially whatever `sample_packing_method` says."""
@@ -106,6 +107,16 @@ class DataConfig(Section):
 
     eval_sample_packing: bool | None = None
     """False keeps evaluation samples unpacked, one to a row."""
+
+    isolate_samples: bool = True
+    """Keep samples of one row from seeing each other. `false` lets each one see all that is before
+    it in its row, as text that is cut from one stream may; no token is trained to foretell another
+    sample's. Evaluations keep samples apart."""
+
+    share_prompts: bool = True
+    """Samples with two answers: lay the prompt into a row once for both, which do not see each
+    other. False lays it before each of them. What is learnt is the same; it takes more tokens, and
+    suits attention (`flash_attention_*`) that cannot hide one answer from the other."""
 
     dataloader_num_workers: int = Field(default=8, ge=0)
     """Processes that load rows for one training process. Unset: none, for rows are mapped into
@@ -159,3 +170,8 @@ class DataConfig(Section):
     hf_use_auth_token: bool | None = None
     """Whether the hub's login is used for datasets: true needs one, false uses none. Unset: it is
     used where there is one."""
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether documents branch: their samples have two answers, which share the prompt."""
+        return self.share_prompts and self.datasets[0].kind != "sft"

@@ -3,10 +3,9 @@
 import re
 from collections.abc import Callable, Iterator
 
-from penstock.config.dataset import KIND_OF_FORMAT, DatasetConfig
+from penstock.config.dataset import DatasetConfig
 from penstock.config.faults import Fault, Steps, dotted
 from penstock.config.run import RunConfig, written
-from penstock.config.section import Section
 from penstock.core.local_files import kind_of
 
 Faults = Iterator[Fault]
@@ -131,7 +130,7 @@ def _weights_are_used(run: RunConfig) -> Faults:
             )
     for path, entry in _entries(run, TEST, AVOID):
         for name in ("weight", "max_samples") if path[1] == AVOID else ("weight",):
-            if _is_set(entry, name):
+            if entry.asks_for(name):
                 yield Fault(
                     (*path, name),
                     f"no samples are drawn from {path[1]}; leave {name} out",
@@ -151,14 +150,14 @@ def _epochs_are_drawn(run: RunConfig) -> Faults:
 
 def _what_is_left_out_is_asked_for(run: RunConfig) -> Faults:
     data = run.data
-    if _is_set(data, "near_duplicate_threshold") and data.deduplicate != "near":
+    if data.asks_for("near_duplicate_threshold") and data.deduplicate != "near":
         yield Fault(
             ("data", "near_duplicate_threshold"),
             "near duplicates are not looked for; write deduplicate: near,"
             " or leave near_duplicate_threshold out",
             ("data.deduplicate",),
         )
-    if _is_set(data, "decontaminate_ngram") and not data.decontaminate_datasets:
+    if data.asks_for("decontaminate_ngram") and not data.decontaminate_datasets:
         yield Fault(
             ("data", "decontaminate_ngram"),
             "there is nothing to compare with; write decontaminate_datasets,"
@@ -172,7 +171,7 @@ def _what_is_cut_has_a_length(run: RunConfig) -> Faults:
     lengths = [(path, length) for path, entry in _entries(run) if (length := entry.max_seq_len)]
     reads = tuple(dotted((*path, "max_seq_len")) for path, _ in _entries(run))
     for name in ("truncation_mode", "max_prompt_len"):
-        if not lengths and _is_set(data, name):
+        if not lengths and data.asks_for(name):
             yield Fault(
                 ("data", name),
                 "no dataset has a max_seq_len, so nothing is cut;"
@@ -191,16 +190,8 @@ def _what_is_cut_has_a_length(run: RunConfig) -> Faults:
             return
 
 
-def _is_set(section: Section, name: str) -> bool:
-    """Whether a field says something else than its default, which may stand anywhere."""
-    return getattr(section, name) != type(section).model_fields[name].default
-
-
 def _samples_are_of_one_kind(run: RunConfig) -> Faults:
-    kinds = [
-        (path, entry.type, KIND_OF_FORMAT.get(entry.type, "sft"))
-        for path, entry in _entries(run, TRAIN, TEST)
-    ]
+    kinds = [(path, entry.type, entry.kind) for path, entry in _entries(run, TRAIN, TEST)]
     first_path, first_type, first = kinds[0]
     reads = (f"{dotted(first_path)}.type",)
     for path, its_type, kind in kinds[1:]:
@@ -212,28 +203,49 @@ def _samples_are_of_one_kind(run: RunConfig) -> Faults:
                 reads,
             )
             return
-    beyond = [stage for stage in run.stages if stage != "prepare"]
-    if first != "sft" and beyond:
+    beyond = set(run.stages) - {"prepare", "pack"}
+    if first != "sft" and beyond and run.train.objective == "sft":
         yield Fault(
             (*first_path, "type"),
-            f"nothing trains on {first} samples yet; write pipeline.stages: [prepare],"
-            " or another type",
-            ("pipeline.stages", "push"),
+            f"train.objective: sft learns nothing from {first} samples; write train.objective:"
+            " preference, pipeline.stages: [prepare, pack], or another type",
+            ("pipeline.stages", "push", "train.objective"),
         )
 
 
 def _judged_answers_are_trained_alone(run: RunConfig) -> Faults:
     first_path, first = next(iter(_entries(run, TRAIN)))
-    if KIND_OF_FORMAT.get(first.type, "sft") == "sft":
+    if first.kind == "sft":
         return
     for name in ("train_on_prompt", "train_on_turns"):
-        if _is_set(run.data, name):
+        if run.data.asks_for(name):
             yield Fault(
                 ("data", name),
                 f"of {first.type} samples the answers are trained whole, and nothing else;"
                 f" leave {name} out",
                 (f"{dotted(first_path)}.type",),
             )
+
+
+def _prompts_have_two_answers(run: RunConfig) -> Faults:
+    path, first = next(iter(_entries(run, TRAIN)))
+    if run.data.asks_for("share_prompts") and first.kind == "sft":
+        yield Fault(
+            ("data", "share_prompts"),
+            f"samples of type {first.type} have one answer; leave share_prompts out",
+            (f"{dotted(path)}.type",),
+        )
+
+
+def _answers_are_compared_apart(run: RunConfig) -> Faults:
+    path, first = next(iter(_entries(run, TRAIN)))
+    if not run.data.isolate_samples and first.kind != "sft":
+        yield Fault(
+            ("data", "isolate_samples"),
+            f"answers of {first.type} samples are compared by what they are worth alone; leave"
+            " isolate_samples out",
+            (f"{dotted(path)}.type",),
+        )
 
 
 def _streams_come_from_the_hub(run: RunConfig) -> Faults:
@@ -292,6 +304,8 @@ DATA_RULES: tuple[Callable[[RunConfig], Faults], ...] = (
     _what_is_cut_has_a_length,
     _samples_are_of_one_kind,
     _judged_answers_are_trained_alone,
+    _prompts_have_two_answers,
+    _answers_are_compared_apart,
     _streams_come_from_the_hub,
     _pushed_data_has_a_login,
     _who_reads_ahead_is_there,

@@ -140,3 +140,8 @@ class DatasetConfig(Section):
     field_label: str = Field(default="label", min_length=1)
     """`kto`: the column that says whether the answer is good (true or false). `chat`: a list with a
     0 for each answer that is not to be trained and a 1 for each other, where a record has one."""
+
+    @property
+    def kind(self) -> Kind:
+        """What its samples are for."""
+        return KIND_OF_FORMAT.get(self.type, "sft")

@@ -17,8 +17,12 @@ class DropoutConfig(Section):
     """Of what each layer's feed-forward network computes within, before its last matrix. For models
     without experts."""
 
+    attention: float = Field(default=0.0, ge=0, lt=1)
+    """Of the weights by which attention sums values. They are then all written out, so attention is
+    plain (`eager`), and its memory grows with the square of a sample's length."""
+
     warmup_steps: int = Field(default=0, ge=0)
-    """Optimizer steps in which both rise in a line from 0, which they are in the first one, and
+    """Optimizer steps in which all rise in a line from 0, which they are in the first one, and
     then stay. 0: they are what is written at once."""
 
     depth_scaling: bool = False

@@ -1,6 +1,6 @@
 """What is measured of a model while it is trained, and when."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -15,6 +15,14 @@ def _batches_or_share(value: int | float | None) -> int | float | None:
             f"is {value}; write a whole number of batches (10), or a share up to 1.0 (0.25)"
         )
     return value
+
+
+def sign_of(metric: str, mode: Literal["min", "max"] | None = None) -> int:
+    """What makes more of a metric better, 1 or -1; where nobody says it, more of an accuracy or of
+    a reward is, but less of what is rejected."""
+    more = "accurac" in metric or metric.startswith(("eval_rewards/", "eval_logps/"))
+    usual = "max" if more and not metric.endswith("/rejected") else "min"
+    return 1 if (mode or usual) == "max" else -1
 
 
 class EvaluationConfig(Section):

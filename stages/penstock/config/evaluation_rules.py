@@ -2,14 +2,37 @@
 
 from collections.abc import Iterator
 
-from penstock.config.budget import EarlyStoppingConfig
 from penstock.config.data_rules import Faults
-from penstock.config.evaluation import EvaluationConfig
 from penstock.config.faults import Fault, Steps
 from penstock.config.run import RunConfig, written
 
 TOLD = ("eval_loss", "eval_perplexity", "eval_token_accuracy")
 """What every evaluation tells; of several data sets also `eval_loss/<its name>`."""
+
+
+TOLD_OF_ANSWERS = (
+    "eval_loss",
+    *(f"eval_rewards/{name}" for name in ("margins", "chosen", "rejected")),
+)
+"""What evaluations tell where preferences are learnt."""
+
+TOLD_OF_PAIRS = (*TOLD_OF_ANSWERS, "eval_rewards/accuracies")
+"""The same where answers come in pairs."""
+
+
+def untold(metric: str, run: RunConfig) -> str | None:
+    """What is to be said of a metric that no evaluation tells."""
+    if run.train.objective == "preference":
+        told = TOLD_OF_ANSWERS if run.preference.loss_type == "kto" else TOLD_OF_PAIRS
+        if metric in told:
+            return None
+        return f"no evaluation of answers tells {metric}; write {', '.join(told)}"
+    if metric in TOLD or metric.startswith("eval_loss/"):
+        return None
+    return (
+        f"no evaluation tells {metric}; write {', '.join(TOLD)}, or eval_loss/ and the name of a"
+        " data set"
+    )
 
 
 def _judged_by(run: RunConfig) -> Iterator[tuple[Steps, str]]:
@@ -44,12 +67,8 @@ def _something_is_held_out(run: RunConfig) -> Faults:
 def _runs_are_judged_on_the_way(run: RunConfig) -> Faults:
     train = run.train
     for path, metric in _judged_by(run):
-        if metric not in TOLD and not metric.startswith("eval_loss/"):
-            yield Fault(
-                (*path[:-1], "metric"),
-                f"no evaluation tells {metric}; write {', '.join(TOLD)}, or eval_loss/ and the name"
-                " of a data set",
-            )
+        if why := untold(metric, run):
+            yield Fault((*path[:-1], "metric"), why)
         if not train.eval_steps and not train.eval_epochs:
             yield Fault(
                 path,
@@ -69,8 +88,7 @@ def _judging_is_on(run: RunConfig) -> Faults:
     train = run.train
     if not train.early_stopping.patience:
         for name in ("metric", "min_delta"):
-            default = EarlyStoppingConfig.model_fields[name].default
-            if getattr(train.early_stopping, name) != default:
+            if train.early_stopping.asks_for(name):
                 yield Fault(
                     ("train", "early_stopping", name),
                     f"nothing ends the run with patience: 0; write patience, or leave {name} out",
@@ -107,7 +125,7 @@ def _what_only_evaluates_ends_there(run: RunConfig) -> Faults:
 def _prompts_are_there(run: RunConfig) -> Faults:
     train = run.train
     for name in ("sample_steps", "sample_max_new_tokens"):
-        if not train.sample_prompts and getattr(train, name) != _default(name):
+        if not train.sample_prompts and train.asks_for(name):
             yield Fault(
                 ("train", name),
                 f"there is no prompt to answer; write sample_prompts, or leave {name} out",
@@ -116,10 +134,6 @@ def _prompts_are_there(run: RunConfig) -> Faults:
     for index, prompt in enumerate(train.sample_prompts):
         if not prompt.strip():
             yield Fault(("train", "sample_prompts", index), "is empty; write a prompt")
-
-
-def _default(name: str) -> object:
-    return EvaluationConfig.model_fields[name].default
 
 
 EVALUATION_RULES = (

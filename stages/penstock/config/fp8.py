@@ -1,9 +1,10 @@
 """Training with products of 8 bits."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
+from penstock.config.quantising import readable
 from penstock.config.section import Section
 
 
@@ -35,7 +36,9 @@ class Fp8Config(Section):
     hadamard_block_size: Literal[16, 32, 64, 128] = 32
     """Features that are turned together."""
 
-    exclude_modules: list[str] = Field(default_factory=list[str])
+    exclude_modules: Annotated[list[str], AfterValidator(readable)] = Field(
+        default_factory=list[str]
+    )
     """Linear layers that are left alone, by a part of their names (`self_attn`, `layers.0`), a
     pattern or `re:` and a regular expression. The embedding, the head, routers and experts always
     are, and layers whose sizes are no multiples of 16."""

@@ -14,10 +14,7 @@ def _products_have_8_bits(run: RunConfig) -> Faults:
     if train.enable_fp8_training:
         return
     wished: list[Steps] = [("enable_fp8_all_gather",)] if train.enable_fp8_all_gather else []
-    for name, field in Fp8Config.model_fields.items():
-        default = field.get_default(call_default_factory=True, validated_data={})
-        if getattr(train.fp8, name) != default:
-            wished.append(("fp8", name))
+    wished += [("fp8", name) for name in Fp8Config.model_fields if train.fp8.asks_for(name)]
     for path in wished:
         yield Fault(
             ("train", *path),
@@ -49,7 +46,9 @@ def _scales_are_powers_that_the_precision_has(run: RunConfig) -> Faults:
 
 def _turning_is_on(run: RunConfig) -> Faults:
     fp8 = run.train.fp8
-    if fp8.hadamard_block_size != Fp8Config().hadamard_block_size and not fp8.hadamard:
+    if not run.train.enable_fp8_training or fp8.hadamard:
+        return
+    if fp8.asks_for("hadamard_block_size"):
         yield Fault(
             ("train", "fp8", "hadamard_block_size"),
             "nothing is turned with hadamard: false; write hadamard: true or leave"

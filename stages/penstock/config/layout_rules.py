@@ -8,7 +8,6 @@ from typing import Any
 
 from penstock.config.data_rules import Faults
 from penstock.config.faults import Fault, shown
-from penstock.config.model import ModelConfig
 from penstock.config.parallel import SPLIT_BACKWARD
 from penstock.config.run import RunConfig, written
 
@@ -41,6 +40,24 @@ def _only_fsdp2_shards(run: RunConfig) -> Faults:
                 f" weights; write data_parallel_mode: fsdp2 or leave {name} out",
                 ("train.data_parallel_mode",),
             )
+
+
+def _what_ranks_say_to_each_other_is_said(run: RunConfig) -> Faults:
+    train = run.train
+    if train.comm_bucket_mb and train.data_parallel_mode == "fsdp2":
+        yield Fault(
+            ("train", "comm_bucket_mb"),
+            "fsdp2 adds gradients up layer by layer; write data_parallel_mode: ddp, or leave"
+            " comm_bucket_mb out",
+            ("train.data_parallel_mode",),
+        )
+    if train.tp_reduce_dtype and train.tensor_parallel_size == 1:
+        yield Fault(
+            ("train", "tp_reduce_dtype"),
+            "nothing is added up with tensor_parallel_size: 1; write 2 or more, or leave"
+            " tp_reduce_dtype out",
+            ("train.tensor_parallel_size",),
+        )
 
 
 def _weights_are_kept_as_long_as_one_setting_says(run: RunConfig) -> Faults:
@@ -136,12 +153,11 @@ def _tokens_travel_over_nvlink(run: RunConfig) -> Faults:
     model, train = run.model, run.train
     if model.ep_dispatch != "deepep":
         for name in OF_DEEPEP:
-            value = getattr(model, name)
-            if value != ModelConfig.model_fields[name].default:
+            if model.asks_for(name):
                 yield Fault(
                     ("model", name),
-                    f"is {shown(value)}, and ep_dispatch: {model.ep_dispatch} has no such thing;"
-                    f" write ep_dispatch: deepep or leave {name} out",
+                    f"is {shown(getattr(model, name))}, and ep_dispatch: {model.ep_dispatch} has no"
+                    f" such thing; write ep_dispatch: deepep or leave {name} out",
                     ("model.ep_dispatch",),
                 )
         return
@@ -166,6 +182,7 @@ def _tokens_travel_over_nvlink(run: RunConfig) -> Faults:
 
 LAYOUT_RULES = (
     _only_fsdp2_shards,
+    _what_ranks_say_to_each_other_is_said,
     _weights_are_kept_as_long_as_one_setting_says,
     _a_split_backward_pass_finds_its_weights,
     _a_row_is_split_over_several_ranks,

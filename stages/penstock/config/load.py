@@ -3,12 +3,18 @@
 All faults are told at once, each with the line or the option it stands in.
 """
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from penstock.config import yaml12
+from penstock.config.dialects.draft import Translation
+from penstock.config.dialects.fit import Devices, devices_here
+from penstock.config.dialects.known import named, recognised
+from penstock.config.dialects.translate import as_it_is, translate
 from penstock.config.faults import Fault, Steps, dotted
 from penstock.config.judge import judge
 from penstock.config.overrides import Override, apply
@@ -19,29 +25,27 @@ from penstock.core.errors import ConfigError
 SUFFIXES = (".yaml", ".yml", ".json")
 
 
-def load(path: Path, overrides: Sequence[Override] = ()) -> RunConfig:
-    """The run that the YAML file describes, with the overrides put in, the later ones last.
+def load(
+    path: Path,
+    overrides: Sequence[Override] = (),
+    notify: Callable[[str], None] = lambda _: None,
+) -> RunConfig:
+    """The run that a YAML file describes, with the overrides put in, the later ones last.
 
+    `notify` is told of a file in another tool's dialect, which is read as `translate` has it.
     Raises ConfigError, whose text has one line for each fault.
     """
-    text = _text(path)
-    try:
-        document = yaml12.parse(text)
-    except yaml12.YamlError as error:
-        raise ConfigError(f"{path}:{error.line}: not valid YAML: {error}") from None
-    if document.value is None and not document.faults and not overrides:
-        raise ConfigError(
-            f"{path}: the file is empty; write the sections model, data and train,"
-            " or copy a file from configs/"
-        )
-    settings: Any = {} if document.value is None else document.value
-    if not isinstance(settings, dict):
-        line = document.places[()].line
-        raise ConfigError(
-            f"{path}:{line}: the top level is no mapping; write sections such as model:, data:,"
-            " train:, each on a line of its own"
-        )
-    return _run(cast("dict[str, Any]", settings), overrides, document, path)
+    document = _document(path, may_be_empty=bool(overrides))
+    settings: dict[str, Any] = document.value or {}
+    dialect = recognised(settings)
+    if dialect is None:
+        return _run(settings, overrides, _Teller(document, overrides, path))
+    translation = translate(settings, dialect, _devices(overrides))
+    told = _Teller(document, overrides, path, translation)
+    stopped = [told.of_key(one.key, one.why) for one in translation.of("refused", "unknown")]
+    run = _run(translation.settings, overrides, told, stopped)
+    notify(_summary(path, translation))
+    return run
 
 
 def loads(settings: Mapping[str, Any], overrides: Sequence[Override] = ()) -> RunConfig:
@@ -49,7 +53,70 @@ def loads(settings: Mapping[str, Any], overrides: Sequence[Override] = ()) -> Ru
 
     Raises ConfigError, whose text has one line for each fault.
     """
-    return _run(settings, overrides, yaml12.Document(), None)
+    return _run(settings, overrides, _Teller(yaml12.Document(), overrides))
+
+
+def load_translation(path: Path, name: str | None, devices: Devices) -> tuple[Translation, str]:
+    """The file as it reads in our words, and what is wrong with it then: a line for each fault,
+    empty where a run can be made of it.
+
+    `name` is that of its dialect; None: what it is recognised as. Our own is taken as it is.
+    Raises ConfigError where it is no YAML, or there is no such dialect.
+    """
+    document = _document(path, may_be_empty=False)
+    dialect = named(name) if name else recognised(document.value)
+    if dialect is None:
+        translation = as_it_is(document.value, devices)
+    else:
+        translation = translate(document.value, dialect, devices)
+    whole = [Override(name, json.dumps(value)) for name, value in translation.lacks.items()]
+    try:
+        _run(translation.settings, whole, _Teller(document, (), path, translation))
+    except ConfigError as error:
+        return translation, str(error)
+    return translation, ""
+
+
+def _summary(path: Path, translation: Translation) -> str:
+    near, idle, assumed = (
+        len(translation.of(kind)) for kind in ("approximated", "no effect", "assumed")
+    )
+    return (
+        f"{path} is written for {translation.title}: {near} of its keys are approximated, {idle}"
+        f" have no effect here, and {assumed} of its defaults are assumed;"
+        f" penstock translate {path} lists them"
+    )
+
+
+def _devices(overrides: Sequence[Override]) -> Devices:
+    """Those that a foreign file is fitted to: what the command line asks for, or those here."""
+    asked = {one.name: yaml12.scalar(one.text) for one in overrides}
+    here = devices_here()
+    count, nodes = asked.get("launch.nproc_per_node"), asked.get("launch.nnodes", 1)
+    ranks = count if isinstance(count, int) and count > 0 else here.ranks
+    return replace(here, ranks=ranks * (nodes if isinstance(nodes, int) and nodes > 0 else 1))
+
+
+def _document(path: Path, *, may_be_empty: bool) -> yaml12.Document:
+    """The file with a mapping at its top; with nothing in it, where it may be empty."""
+    try:
+        document = yaml12.parse(_text(path))
+    except yaml12.YamlError as error:
+        raise ConfigError(f"{path}:{error.line}: not valid YAML: {error}") from None
+    if document.value is None and not document.faults and not may_be_empty:
+        raise ConfigError(
+            f"{path}: the file is empty; write the sections model, data and train,"
+            " or copy a file from configs/"
+        )
+    value: object = document.value
+    if not isinstance(value, dict | None):
+        line = document.places[()].line
+        raise ConfigError(
+            f"{path}:{line}: the top level is no mapping; write sections such as model:, data:,"
+            " train:, each on a line of its own"
+        )
+    document.value = document.value or {}
+    return document
 
 
 def _text(path: Path) -> str:
@@ -84,15 +151,15 @@ def _near_files(path: Path) -> str:
 def _run(
     settings: Mapping[str, Any],
     overrides: Sequence[Override],
-    document: yaml12.Document,
-    path: Path | None,
+    told: "_Teller",
+    more: Sequence["Told"] = (),
 ) -> RunConfig:
+    """The run, unless there are faults, of which `more` are known already."""
     given = [_as_meant(override) for override in overrides]
     values, refused = apply(settings, given)
     run, faults = judge(values)
-    told = _Teller(document.places, given, path)
-    lines = [told.in_file(fault) for fault in document.faults]
-    syntax = {fault.path for fault in document.faults}
+    lines = [*more, *(told.in_file(fault) for fault in told.faults)]
+    syntax = {fault.path for fault in told.faults}
     lines += [told.anywhere(fault) for fault in faults if fault.path not in syntax]
     lines += [((1, given.index(one)), f"{one.option}: {text}") for one, text in refused]
     if lines:
@@ -120,12 +187,15 @@ class _Teller:
 
     def __init__(
         self,
-        places: Mapping[Steps, yaml12.Place],
+        document: yaml12.Document,
         overrides: Sequence[Override],
-        path: Path | None,
+        path: Path | None = None,
+        translation: Translation | None = None,
     ) -> None:
-        self._places = places
+        self.faults = document.faults
+        self._places = document.places
         self._path = path
+        self._translation = translation
         self._options = {given.name: (at, given.option) for at, given in enumerate(overrides)}
 
     def anywhere(self, fault: Fault) -> Told:
@@ -140,13 +210,31 @@ class _Teller:
         for below, (at, option) in self._options.items():
             if fault.path not in self._places and below.startswith(f"{name}."):
                 return (1, at), f"{option}: {name}: {fault.text}"
-        return self.in_file(fault)
+        return self._translated(fault) if self._translation else self.in_file(fault)
 
     def in_file(self, fault: Fault) -> Told:
         """The fault with the line of the nearest thing around it that was written."""
         name = f"{dotted(fault.path)}: " if fault.path else ""
         if not self._path:
             return (0, 1), f"{name}{fault.text}"
-        parts = (fault.path[:length] for length in range(len(fault.path), 0, -1))
-        line = next((self._places[part].line for part in parts if part in self._places), 1)
+        line = self._line(fault.path)
         return (0, line), f"{self._path}:{line}: {name}{fault.text}"
+
+    def of_key(self, key: str, text: str) -> Told:
+        """What is said of a foreign key."""
+        return self.in_file(Fault(tuple(key.split(".")), text))
+
+    def _translated(self, fault: Fault) -> Told:
+        """The fault at the foreign key that the setting comes from, under both names."""
+        assert self._translation
+        name = dotted(fault.path)
+        keys = self._translation.origins(name)
+        if not keys:
+            return self.of_key(name, f"{fault.text} (no key of the file decides it)")
+        line = self._line(tuple(keys[0].split(".")))
+        text = f"{self._path}:{line}: {keys[0]} (here {name}): {fault.text}"
+        return (0, line), text
+
+    def _line(self, path: Steps) -> int:
+        parts = (path[:length] for length in range(len(path), 0, -1))
+        return next((self._places[part].line for part in parts if part in self._places), 1)

@@ -45,6 +45,11 @@ class LoggingConfig(Section):
     """Warn of a step whose loss is so many standard deviations above the last hundred, and name
     the rank and the packed rows it came from. 0: never."""
 
+    log_recovery_timing: bool = False
+    """Write to `metrics.jsonl`, with the first step of a run that goes on from a checkpoint of its
+    own, how long it was in coming back: `recovery_seconds` from the start of the first rank's
+    process to the end of that step, and of each phase."""
+
     report_interval: float = Field(default=30.0, ge=0)
     """Write `report.html` again every so many seconds while training runs. 0: only at the end."""
 
@@ -53,7 +58,11 @@ class LoggingConfig(Section):
     `wandb sync`. Unset: only when this machine is logged in there."""
 
     use_tensorboard: bool = False
-    """Write events for TensorBoard to `output_dir`/tensorboard."""
+    """Write events for TensorBoard to `log_dir`."""
+
+    log_dir: str | None = Field(default=None, min_length=1)
+    """Folder on this machine for TensorBoard's events; runs that share one are shown as one. Unset:
+    `output_dir`/tensorboard. Everything else that is told of a run stays in `output_dir`."""
 
     use_mlflow: bool = False
     """Log to MLflow."""

@@ -2,9 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from penstock.config.quantising import QuantFormat
+from penstock.config.quantising import QuantFormat, readable
 from penstock.config.section import Section
 
 
@@ -77,7 +77,7 @@ class LoraConfig(Section):
     """QLoRA: columns that share a scale. Unset: 16 for `nvfp4`, 128 for `block_fp8`, 64 for `nf4`,
     128 for experts of `int8_int4_experts`; the last two take other powers of two as well."""
 
-    exclude_modules: list[str] | None = None
+    exclude_modules: Annotated[list[str] | None, AfterValidator(readable)] = None
     """QLoRA: modules that are not quantised, by runs of the parts of their names (`self_attn`,
     `layers.0`) or patterns (`layers.[0-3].*`). Embeddings, head, norms and routers never are.
     Unset: those that a checkpoint which is published quantised names, else none."""

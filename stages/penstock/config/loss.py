@@ -8,7 +8,12 @@ from penstock.config.section import Section
 
 
 class LossConfig(Section):
-    """The loss of tokens. Validation is always told as plain cross-entropy."""
+    """The loss. That of tokens is always told as plain cross-entropy in validation."""
+
+    objective: Literal["sft", "pretrain", "preference"] = "sft"
+    """What is learnt. `sft`: the tokens that the data mark as trained, such as answers. `pretrain`:
+    every token of plain texts (data of type `text`). `preference`: which of two answers is better,
+    as the section `preference` says."""
 
     ce_mode: Literal["eager", "compiled", "chunked"] = "chunked"
     """How the head and the loss are computed. `chunked`: a chunk of tokens at a time, whose logits

@@ -7,11 +7,9 @@ from typing import Any
 
 from penstock.config.data_rules import Faults
 from penstock.config.faults import Fault, shown
-from penstock.config.memory import MemoryConfig
-from penstock.config.optim import OptimConfig
 from penstock.config.parallel import SPLIT_BACKWARD
 from penstock.config.run import RunConfig, written
-from penstock.config.schedule import READ_BY, ScheduleConfig
+from penstock.config.schedule import ENDING, READ_BY
 
 OF_EACH_NUMBER = tuple(
     f"torch.optim.{name}"
@@ -118,7 +116,7 @@ def _settings_of_muon_are_for_muon(run: RunConfig) -> Faults:
             )
         return
     for name in OF_MUON:
-        if getattr(train, name) != OptimConfig.model_fields[name].default:
+        if train.asks_for(name):
             yield Fault(
                 ("train", name),
                 f"is read by muon alone, and the optimizer is {train.optimizer}; write optimizer:"
@@ -150,7 +148,7 @@ def _warmup_is_written_once(run: RunConfig) -> Faults:
 
 def _warmup_ends_before_decay(run: RunConfig) -> Faults:
     train = run.train
-    decays = train.lr_decay_style != "constant" and train.lr_warmup_steps is None
+    decays = train.lr_decay_style in ENDING and train.lr_warmup_steps is None
     if decays and train.lr_warmup_ratio > train.lr_decay_ratio:
         yield Fault(
             ("train", "lr_warmup_ratio"),
@@ -164,13 +162,26 @@ def _the_schedule_reads_what_is_written(run: RunConfig) -> Faults:
     train = run.train
     more, style = train.lr_schedule_kwargs, train.lr_decay_style
     for name, styles in READ_BY.items():
-        if style not in styles and getattr(more, name) != ScheduleConfig.model_fields[name].default:
+        if style not in styles and more.asks_for(name):
             yield Fault(
                 ("train", "lr_schedule_kwargs", name),
                 f"is nothing to lr_decay_style: {style}; write {' or '.join(styles)}, or leave"
                 f" {name} out",
                 ("train.lr_decay_style",),
             )
+    if style != "constant" and style not in ENDING and train.asks_for("lr_decay_ratio"):
+        yield Fault(
+            ("train", "lr_decay_ratio"),
+            f"lr_decay_style: {style} falls on to the end of the run; leave lr_decay_ratio out",
+            ("train.lr_decay_style",),
+        )
+    if style == "wsd" and more.decay_shape != "cosine" and more.asks_for("num_cycles"):
+        yield Fault(
+            ("train", "lr_schedule_kwargs", "num_cycles"),
+            f"are waves of a cosine, and decay_shape is {more.decay_shape}; write decay_shape:"
+            " cosine, or leave num_cycles out",
+            ("train.lr_schedule_kwargs.decay_shape",),
+        )
     warms = train.lr_warmup_steps or (train.lr_warmup_steps is None and train.lr_warmup_ratio)
     is_shared = more.warmup_style == "plus_one" and style not in ("noam", "inverse_sqrt")
     if is_shared and not warms:
@@ -207,8 +218,7 @@ def _precisions_agree(run: RunConfig) -> Faults:
             " precision: bf16, or leave master_weights out",
             ("train.precision", "train.enable_mixed_precision"),
         )
-    begins = MemoryConfig.model_fields["loss_scale_init"].default
-    if train.computes_in != "float16" and train.loss_scale_init != begins:
+    if train.computes_in != "float16" and train.asks_for("loss_scale_init"):
         yield Fault(
             ("train", "loss_scale_init"),
             f"the loss is scaled in float16 alone, and this run computes in {train.computes_in};"

@@ -65,6 +65,11 @@ class ParallelConfig(Section):
     """Between attention and feed-forward, let each rank of `tensor_parallel_size` hold only its
     share of a row's tokens (Megatron's sequence parallelism): less memory, the same traffic."""
 
+    tp_reduce_dtype: Literal["bf16", "fp32"] | None = None
+    """Precision in which the ranks of `tensor_parallel_size` add up what layers give, and their
+    gradients. `fp32` doubles the traffic of a run in bfloat16, and rounds once. Unset: that of the
+    activations."""
+
     tp_vocab_parallel_loss: bool = True
     """Keep logits split by vocabulary over the ranks of `tensor_parallel_size` and compute the loss
     from the parts; false gathers them first."""
@@ -119,6 +124,10 @@ class ParallelConfig(Section):
     fsdp_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """`fsdp2`: precision in which gradients are added up over ranks. `bf16` halves the traffic and
     rounds."""
+
+    comm_bucket_mb: int | None = Field(default=None, gt=0)
+    """`none` and `ddp`: MiB of gradients that ranks add up at once, while the backward pass goes
+    on. More uses the network better, less begins earlier. Unset: 25."""
 
     ep_outside: bool = False
     """Place the expert axis outside of the axis that shards experts' weights."""

@@ -9,9 +9,9 @@ from penstock.config.roots import Root
 from penstock.config.section import Section
 from penstock.core.meeting import parts_of
 
-StageName = Literal["prepare", "pack", "train", "export", "push"]
+StageName = Literal["prepare", "pack", "reference", "train", "export", "push"]
 
-STAGES: tuple[StageName, ...] = ("prepare", "pack", "train", "export", "push")
+STAGES: tuple[StageName, ...] = ("prepare", "pack", "reference", "train", "export", "push")
 """All stages, in the only order they can run in."""
 
 SET_BY_THE_LAUNCHER = frozenset(
@@ -55,7 +55,7 @@ class PipelineConfig(Section):
 
     stages: list[StageName] = Field(default=["prepare", "pack", "train", "export"], min_length=1)
     """Stages to run, in this order. `push` is added when `push.repo_id` or `push.url` is written
-    and this list is not."""
+    and this list is not, and `reference` when `train` is there and what it learns needs it."""
 
     artifacts_path: Root = Field(default="artifacts", min_length=1)
     """Folder for exports and records of pushes. May be the URL of an object store."""

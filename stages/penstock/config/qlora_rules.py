@@ -2,7 +2,6 @@
 
 from penstock.config.data_rules import Faults
 from penstock.config.faults import Fault
-from penstock.config.lora import LoraConfig
 from penstock.config.quantising import GROUPS
 from penstock.config.run import RunConfig, written
 
@@ -14,14 +13,14 @@ def _base_is_quantised(run: RunConfig) -> Faults:
     lora = run.lora
     if not lora.enable_qlora:
         for name in OF_QUANTISED:
-            if getattr(lora, name) != LoraConfig.model_fields[name].default:
+            if lora.asks_for(name):
                 yield Fault(
                     ("lora", name),
                     "nothing is quantised with enable_qlora: false;"
                     f" write enable_qlora: true or leave {name} out",
                     ("lora.enable_qlora",),
                 )
-    if lora.aqn_alpha != LoraConfig.model_fields["aqn_alpha"].default and not lora.enable_aqn:
+    if lora.asks_for("aqn_alpha") and not lora.enable_aqn:
         yield Fault(
             ("lora", "aqn_alpha"),
             "no noise is added with enable_aqn: false; write enable_aqn: true or leave aqn_alpha"

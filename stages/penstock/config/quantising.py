@@ -34,6 +34,16 @@ def cut_at(format: QuantFormat, group: int | None) -> int:
     return group or GROUPS[format][0]
 
 
+def readable(entries: list[str] | None) -> list[str] | None:
+    """Entries for `is_among`. Raises ValueError for a regular expression that is none."""
+    for entry in entries or ():
+        try:
+            re.compile(entry.removeprefix("re:") if entry.startswith("re:") else "")
+        except re.error as error:
+            raise ValueError(f"{entry} is no regular expression: {error}") from None
+    return entries
+
+
 def is_among(entries: Sequence[str], layer: str) -> bool:
     """Whether one of the entries names a layer or what it is part of.
 

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from penstock.config.evaluation import sign_of
 from penstock.config.section import Section
 
 
@@ -53,5 +54,4 @@ class ReleaseConfig(Section):
     @property
     def sign(self) -> int:
         """What makes more of the metric better: 1 or -1."""
-        mode = self.mode or ("max" if "accuracy" in (self.metric or "") else "min")
-        return 1 if mode == "max" else -1
+        return sign_of(self.metric or "", self.mode)

@@ -1,7 +1,7 @@
 """Combinations of settings of releases that cannot be honoured."""
 
 from penstock.config.data_rules import Faults
-from penstock.config.evaluation_rules import TOLD
+from penstock.config.evaluation_rules import untold
 from penstock.config.faults import Fault
 from penstock.config.release import ReleaseConfig
 from penstock.config.run import RunConfig
@@ -10,8 +10,8 @@ from penstock.config.run import RunConfig
 def _what_is_released_has_a_name(run: RunConfig) -> Faults:
     if run.release.name:
         return
-    for name, field in ReleaseConfig.model_fields.items():
-        if getattr(run.release, name) != field.default:
+    for name in ReleaseConfig.model_fields:
+        if run.release.asks_for(name):
             yield Fault(
                 ("release", name),
                 "nothing is released without a name; write release.name, or leave it out",
@@ -43,12 +43,8 @@ def _models_can_be_compared(run: RunConfig) -> Faults:
     its, data = run.release, run.data
     if not its.name or its.metric is None:
         return
-    if its.metric not in TOLD and not its.metric.startswith("eval_loss/"):
-        yield Fault(
-            ("release", "metric"),
-            f"no evaluation tells {its.metric}; write {', '.join(TOLD)}, or eval_loss/ and the name"
-            " of a data set",
-        )
+    if why := untold(its.metric, run):
+        yield Fault(("release", "metric"), why)
     if not data.test_datasets and not data.val_set_size:
         yield Fault(
             ("release", "metric"),
@@ -94,11 +90,18 @@ def _starts_are_those_of_releases(run: RunConfig) -> Faults:
             "releases follow the sources, which are not looked at so; leave it out",
             ("release.name",),
         )
-    if run.train.load_checkpoint_path not in (None, "auto"):
+    for name in ("load_checkpoint_path", "init_checkpoint_path"):
+        if getattr(run.train, name) not in (None, "auto"):
+            yield Fault(
+                ("train", name),
+                "each model would start from this one checkpoint; leave it out, and write"
+                " model.model_path for the first of them",
+                ("release.name",),
+            )
+    if run.train.require_checkpoint:
         yield Fault(
-            ("train", "load_checkpoint_path"),
-            "each model would start from this one checkpoint; leave it out, and write"
-            " model.model_path for the first of them",
+            ("train", "require_checkpoint"),
+            "each model is trained in a folder of its own, where there is none yet; leave it out",
             ("release.name",),
         )
 

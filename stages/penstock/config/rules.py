@@ -6,18 +6,19 @@ of ranks or on a device is judged later, where those are known.
 
 from collections.abc import Callable
 
+from penstock.config.checkpoint_rules import CHECKPOINT_RULES
 from penstock.config.data_rules import DATA_RULES, Faults
 from penstock.config.evaluation_rules import EVALUATION_RULES
 from penstock.config.faults import Fault
 from penstock.config.fp8_rules import FP8_RULES
 from penstock.config.layout_rules import LAYOUT_RULES
-from penstock.config.lora import LoraConfig
 from penstock.config.memory_rules import MEMORY_RULES
 from penstock.config.optim_rules import OPTIM_RULES
 from penstock.config.pipeline import STAGES
+from penstock.config.preference_rules import PREFERENCE_RULES
 from penstock.config.qlora_rules import QLORA_RULES
 from penstock.config.release_rules import RELEASE_RULES
-from penstock.config.run import RunConfig, has_target, written
+from penstock.config.run import RunConfig, has_target, needs_reference, written
 from penstock.core.urls import is_url
 
 OF_ADAPTERS = (
@@ -82,12 +83,58 @@ def _batches_agree(run: RunConfig) -> Faults:
 def _what_changes_dropout_has_some(run: RunConfig) -> Faults:
     dropout = run.train.dropout
     for name in ("warmup_steps", "depth_scaling"):
-        if getattr(dropout, name) and not (dropout.hidden or dropout.ffn):
+        if getattr(dropout, name) and not (dropout.hidden or dropout.ffn or dropout.attention):
             yield Fault(
                 ("train", "dropout", name),
-                f"nothing is dropped; write hidden or ffn, or leave {name} out",
-                ("train.dropout.hidden", "train.dropout.ffn"),
+                f"nothing is dropped; write hidden, attention or ffn, or leave {name} out",
+                ("train.dropout.hidden", "train.dropout.attention", "train.dropout.ffn"),
             )
+
+
+def _what_is_dropped_is_written_out(run: RunConfig) -> Faults:
+    train, model = run.train, run.model
+    hindrances = {
+        "train.ringattn_parallel_size": (train.ringattn_parallel_size > 1, "1"),
+        "train.ulysses_parallel_size": (train.ulysses_parallel_size > 1, "1"),
+        "train.enable_compile": (train.enable_compile, "false"),
+        "model.attention_cast_bf16": (model.attention_cast_bf16, "false"),
+        "model.attn_implementation": (model.attn_implementation not in (None, "eager"), "eager"),
+    }
+    for name, (hinders, instead) in hindrances.items():
+        if train.dropout.attention and hinders:
+            yield Fault(
+                ("train", "dropout", "attention"),
+                "is of attention that is plain, and computed by one rank from whole samples, and"
+                f" {name} asks for another; write {name}: {instead}, or leave attention out",
+                (name,),
+            )
+
+
+def _mlflow_is_told(run: RunConfig) -> Faults:
+    if run.train.mlflow_tracking_uri is not None and not run.train.use_mlflow:
+        yield Fault(
+            ("train", "mlflow_tracking_uri"),
+            "nothing is sent there with use_mlflow: false; write use_mlflow: true, or leave"
+            " mlflow_tracking_uri out",
+            ("train.use_mlflow",),
+        )
+
+
+def _events_have_a_folder(run: RunConfig) -> Faults:
+    folder = run.train.log_dir
+    if folder is not None and not run.train.use_tensorboard:
+        yield Fault(
+            ("train", "log_dir"),
+            "TensorBoard's events alone go there, and use_tensorboard is false; write"
+            " use_tensorboard: true, or leave log_dir out",
+            ("train.use_tensorboard",),
+        )
+    if folder is not None and is_url(folder):
+        yield Fault(
+            ("train", "log_dir"),
+            "is a URL, and events are written to a folder of this machine; leave it out: those in"
+            " train.output_dir are kept where that is",
+        )
 
 
 def _fsdp2_starts_on_meta(run: RunConfig) -> Faults:
@@ -105,7 +152,7 @@ def _adapters_are_on(run: RunConfig) -> Faults:
     if run.lora.enable_lora:
         return
     for name in OF_ADAPTERS:
-        if getattr(run.lora, name) != LoraConfig.model_fields[name].default:
+        if run.lora.asks_for(name):
             yield Fault(
                 ("lora", name),
                 "there are no adapters with enable_lora: false;"
@@ -207,10 +254,17 @@ def _stages_are_a_chain(run: RunConfig) -> Faults:
     if stages != ordered:
         yield Fault(path, f"the stages are out of order; write [{', '.join(ordered)}]")
         return
+    if "reference" in stages and not needs_reference(run):
+        yield Fault(
+            path,
+            "nothing that is learnt compares with a reference model; leave reference out",
+            ("train.objective", "preference"),
+        )
     whole = STAGES[STAGES.index(ordered[0]) : STAGES.index(ordered[-1]) + 1]
+    whole = tuple(stage for stage in whole if stage in stages or stage != "reference")
     missing = [stage for stage in whole if stage not in stages]
     if missing:
-        after = STAGES[STAGES.index(missing[-1]) + 1]
+        after = whole[whole.index(missing[-1]) + 1]
         yield Fault(
             path,
             f"{after} needs {missing[-1]}, which is left out; write [{', '.join(whole)}]"
@@ -286,13 +340,18 @@ RULES: tuple[Callable[[RunConfig], Faults], ...] = (
     *DATA_RULES,
     _batches_agree,
     _what_changes_dropout_has_some,
+    _what_is_dropped_is_written_out,
+    _mlflow_is_told,
+    _events_have_a_folder,
     _fsdp2_starts_on_meta,
     *LAYOUT_RULES,
     *OPTIM_RULES,
     *MEMORY_RULES,
     *FP8_RULES,
+    *CHECKPOINT_RULES,
     *EVALUATION_RULES,
     *RELEASE_RULES,
+    *PREFERENCE_RULES,
     _adapters_are_on,
     _what_is_merged_is_all,
     *QLORA_RULES,

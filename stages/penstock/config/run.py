@@ -8,6 +8,7 @@ from penstock.config.data import DataConfig
 from penstock.config.lora import LoraConfig
 from penstock.config.model import ModelConfig
 from penstock.config.pipeline import STAGES, LaunchConfig, PipelineConfig, StageName
+from penstock.config.preference import PreferenceConfig
 from penstock.config.publish import ExportConfig, PushConfig
 from penstock.config.release import ReleaseConfig
 from penstock.config.section import Section
@@ -28,6 +29,9 @@ class RunConfig(Section):
 
     lora: LoraConfig = Field(default_factory=LoraConfig)
     """Low-rank adapters."""
+
+    preference: PreferenceConfig = Field(default_factory=PreferenceConfig)
+    """Learning from preferences."""
 
     pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
     """The chain of stages."""
@@ -52,6 +56,8 @@ class RunConfig(Section):
         evaluates has nothing to export.
         """
         chosen = set(self.pipeline.stages)
+        if "train" in chosen and needs_reference(self):
+            chosen.add("reference")
         if has_target(self) and not written(self, "pipeline.stages"):
             chosen.add("push")
         if self.launch.node_rank or self.train.eval_only:
@@ -62,6 +68,11 @@ class RunConfig(Section):
 def has_target(run: RunConfig) -> bool:
     """Whether the run says where to push to."""
     return run.push.repo_id is not None or run.push.url is not None
+
+
+def needs_reference(run: RunConfig) -> bool:
+    """Whether what is learnt is compared with what a reference model says."""
+    return run.train.objective == "preference" and run.preference.has_reference
 
 
 def written(run: RunConfig, name: str) -> bool:

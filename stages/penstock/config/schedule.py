@@ -65,12 +65,15 @@ class ScheduleConfig(Section):
     """Of `wsd`: how it decays. `sqrt` is 1 - sqrt(p): fast first."""
 
 
+ENDING: tuple[DecayStyle, ...] = ("linear", "cosine", "polynomial", "wsd", "square", "sqrt")
+"""The styles that have come to `lr_min` at a step that is known; the others fall on."""
+
 READ_BY: dict[str, tuple[DecayStyle, ...]] = {
     "hold_steps": (
         *("constant", "linear", "cosine", "polynomial", "inverse_sqrt"),
         *("square", "noam_hold", "step", "exponential"),
     ),
-    "constant_steps": ("linear", "cosine", "polynomial", "wsd", "square", "sqrt"),
+    "constant_steps": ENDING,
     "num_cycles": ("cosine", "wsd"),
     "power": ("polynomial",),
     "gamma": ("step", "exponential"),

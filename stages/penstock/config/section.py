@@ -13,3 +13,8 @@ class Section(Settings):
     """One mapping of the configuration file."""
 
     model_config = ConfigDict(strict=True)
+
+    def asks_for(self, name: str) -> bool:
+        """Whether the field says something else than its default, which may stand anywhere."""
+        field = type(self).model_fields[name]
+        return getattr(self, name) != field.get_default(call_default_factory=True)

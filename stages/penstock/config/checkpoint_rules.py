@@ -1,0 +1,43 @@
+"""Combinations of settings of checkpoints that cannot be honoured."""
+
+from penstock.config.data_rules import Faults
+from penstock.config.faults import Fault
+from penstock.config.run import RunConfig
+
+LOADED = ("train.load_checkpoint_path",)
+
+
+def _what_is_said_of_a_checkpoint_is_said_of_one(run: RunConfig) -> Faults:
+    train = run.train
+    path = train.load_checkpoint_path
+    if not train.load_optimizer and path is None:
+        yield Fault(
+            ("train", "load_optimizer"),
+            "false speaks of the checkpoint that load_checkpoint_path means, and none is meant;"
+            " write load_checkpoint_path: auto to mean the run's own, or leave load_optimizer out",
+            LOADED,
+        )
+    if train.require_checkpoint and path != "auto":
+        why = "none is looked for" if path is None else "one that is named is required anyway"
+        yield Fault(
+            ("train", "require_checkpoint"),
+            f"{why}; write load_checkpoint_path: auto, or leave require_checkpoint out",
+            LOADED,
+        )
+
+
+def _a_run_starts_from_one_checkpoint(run: RunConfig) -> Faults:
+    train = run.train
+    if train.init_checkpoint_path and train.load_checkpoint_path not in (None, "auto"):
+        yield Fault(
+            ("train", "init_checkpoint_path"),
+            "load_checkpoint_path names another start; leave one of the two out, or write"
+            " load_checkpoint_path: auto to go on from the run's own checkpoints",
+            LOADED,
+        )
+
+
+CHECKPOINT_RULES = (
+    _what_is_said_of_a_checkpoint_is_said_of_one,
+    _a_run_starts_from_one_checkpoint,
+)

@@ -1,0 +1,147 @@
+"""Combinations of settings of objectives that cannot be honoured."""
+
+from penstock.config.data_rules import Faults
+from penstock.config.dataset import KIND_OF_FORMAT, Kind
+from penstock.config.faults import Fault
+from penstock.config.preference import AVERAGED, USED_BY, PreferenceConfig
+from penstock.config.run import RunConfig
+
+OF_TOKENS = ("label_smoothing", "z_loss_coef")
+"""Terms of the loss of tokens, which preferences do not have."""
+
+LISTS = ("datasets", "test_datasets")
+
+
+def wanted_kind(preference: PreferenceConfig) -> Kind:
+    """The data that a loss takes."""
+    return "kto" if preference.loss_type == "kto" else "preference"
+
+
+def _preferences_are_learnt(run: RunConfig) -> Faults:
+    if run.train.objective == "preference":
+        return
+    for name in PreferenceConfig.model_fields:
+        if run.preference.asks_for(name):
+            yield Fault(
+                ("preference", name),
+                f"nothing reads it with train.objective: {run.train.objective}; write train."
+                f"objective: preference, or leave {name} out",
+                ("train.objective",),
+            )
+
+
+def _losses_use_what_is_written(run: RunConfig) -> Faults:
+    preference = run.preference
+    if run.train.objective != "preference":
+        return
+    for name, losses in USED_BY.items():
+        if not preference.asks_for(name) or preference.loss_type in losses:
+            continue
+        if name == "length_normalize" and preference.length_normalize == "mean":
+            continue
+        takes = ", ".join(sorted(losses))
+        why = f"loss_type: {preference.loss_type} does not use it"
+        if name == "length_normalize" and preference.loss_type in AVERAGED:
+            why = f"loss_type: {preference.loss_type} is defined on means"
+        yield Fault(
+            ("preference", name),
+            f"{why}; leave it out, or take one of {takes}",
+            ("preference.loss_type",),
+        )
+    if preference.offset_alpha:
+        yield Fault(
+            ("preference", "offset_alpha"),
+            "widens margins by the gap between the scores of two answers, and no format of data"
+            " carries scores; leave it out",
+        )
+    if preference.loss_type == "kto" and preference.length_normalize == "pair_mean":
+        yield Fault(
+            ("preference", "length_normalize"),
+            "answers that are judged one by one make no pairs; write mean or none",
+            ("preference.loss_type",),
+        )
+    if not preference.pref_loss_ratio and not preference.sft_weight:
+        yield Fault(
+            ("preference", "pref_loss_ratio"),
+            "with a weight of 0 for both losses nothing is learnt; raise it or sft_loss_ratio",
+            ("preference.sft_loss_ratio",),
+        )
+
+
+def _references_can_move(run: RunConfig) -> Faults:
+    preference, path = run.preference, ("preference", "ref_update_steps")
+    if preference.ref_update_steps < 1 and preference.ref_update_steps != -1:
+        yield Fault(
+            path, f"{preference.ref_update_steps} is no number of steps; write -1 for never"
+        )
+    elif preference.ref_update_steps > 0 and not preference.has_reference:
+        yield Fault(
+            path,
+            "there is no reference model to be replaced; leave it out",
+            ("preference.loss_type", "preference.reference_free"),
+        )
+    elif preference.ref_update_steps > 0 and run.lora.enable_lora:
+        yield Fault(
+            path,
+            "the reference of a model with adapters is what is beneath them, which does not move;"
+            " leave it out, or write lora.enable_lora: false",
+            ("lora.enable_lora",),
+        )
+
+
+def _preferences_have_one_loss(run: RunConfig) -> Faults:
+    if run.train.objective != "preference":
+        return
+    for name in OF_TOKENS:
+        if run.train.asks_for(name):
+            yield Fault(
+                ("train", name),
+                "is a term of the loss of tokens, and train.objective is preference; leave it out",
+                ("train.objective",),
+            )
+
+
+def _data_serve_the_objective(run: RunConfig) -> Faults:
+    objective, wanted = run.train.objective, wanted_kind(run.preference)
+    for name in LISTS:
+        for index, entry in enumerate(getattr(run.data, name)):
+            path = ("data", name, index, "type")
+            kind = KIND_OF_FORMAT.get(entry.type, "sft")
+            if objective == "pretrain" and entry.type != "text":
+                yield Fault(
+                    path,
+                    f"{entry.type} is no plain text, and train.objective: pretrain trains on every"
+                    " token of texts; write type: text, or objective: sft",
+                    ("train.objective",),
+                )
+            if objective == "preference" and kind != wanted:
+                yield Fault(
+                    path,
+                    f"{entry.type} holds no {_called(wanted)}, which train.objective: preference"
+                    f" with loss_type: {run.preference.loss_type} learns from; write type:"
+                    f" {wanted}",
+                    ("train.objective", "preference.loss_type"),
+                )
+
+
+def _called(kind: Kind) -> str:
+    return "judged answers" if kind == "kto" else "pairs of answers"
+
+
+def _every_token_of_a_text_is_trained(run: RunConfig) -> Faults:
+    if run.train.objective == "pretrain" and run.data.mask_eos_in_loss:
+        yield Fault(
+            ("data", "mask_eos_in_loss"),
+            "leaves out tokens, and train.objective: pretrain trains on all; leave it out",
+            ("train.objective",),
+        )
+
+
+PREFERENCE_RULES = (
+    _preferences_are_learnt,
+    _losses_use_what_is_written,
+    _references_can_move,
+    _preferences_have_one_loss,
+    _data_serve_the_objective,
+    _every_token_of_a_text_is_trained,
+)
