@@ -44,6 +44,18 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         {"train": {"fp8": {"hadamard_block_size": 64, "hadamard": True}}},
     ),
     (
+        {"train": {"fp8": {"hadamard_block_size": 64}}},
+        "train.fp8.hadamard_block_size",
+        "nothing is rounded",
+        {"train": {"fp8": {}}},
+    ),
+    (
+        {"train": {**ON, "fp8": {"exclude_modules": ["re:(mlp"]}}},
+        "train.fp8.exclude_modules",
+        "re:(mlp is no regular expression",
+        {"train": {"fp8": {"exclude_modules": ["re:mlp"]}}},
+    ),
+    (
         {"train": {**GATHERED, "data_parallel_mode": "ddp"}},
         "train.enable_fp8_all_gather",
         "ddp gathers no weights",

@@ -24,6 +24,24 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         {"train": {"recompute_modules": ["self_attn", "mlp"]}},
     ),
     (
+        {"train": {"dropout": {"attention": 0.1}, "ulysses_parallel_size": 2}},
+        "train.dropout.attention",
+        "write train.ulysses_parallel_size: 1",
+        {"train": {"ulysses_parallel_size": 1}},
+    ),
+    (
+        {"train": {"comm_bucket_mb": 25}},
+        "train.comm_bucket_mb",
+        "write data_parallel_mode: ddp",
+        {"train": {"data_parallel_mode": "ddp"}},
+    ),
+    (
+        {"train": {"tp_reduce_dtype": "fp32"}},
+        "train.tp_reduce_dtype",
+        "nothing is added up with tensor_parallel_size: 1",
+        {"train": {"tensor_parallel_size": 2}},
+    ),
+    (
         {"model": {"deepep_num_sms": 24}},
         "model.deepep_num_sms",
         "write ep_dispatch: deepep",

@@ -194,8 +194,8 @@ FAULTS = [
     (28, "learning_rate: unknown field; did you mean train.lr?"),
     (
         30,
-        "qwertyuiop: unknown section; the sections are model, data, train, lora, pipeline, launch,"
-        " export, push, release",
+        "qwertyuiop: unknown section; the sections are model, data, train, lora, preference,"
+        " pipeline, launch, export, push, release",
     ),
 ]
 

@@ -22,6 +22,12 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         {"train": {"profile_end_step": 5}},
     ),
     (
+        {"train": {"log_dir": "logs"}},
+        "train.log_dir",
+        "TensorBoard's events alone go there",
+        {"train": {"use_tensorboard": True}},
+    ),
+    (
         {"train": {"recompute_modules": ["mlp"], "enable_gradient_checkpointing": False}},
         "train.recompute_modules",
         "nothing is recomputed",

@@ -75,6 +75,18 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         {"lr_decay_ratio": 0.6},
     ),
     (
+        {"lr_decay_style": "inverse_sqrt", "lr_decay_ratio": 0.5},
+        "lr_decay_ratio",
+        "falls on to the end of the run",
+        {"lr_decay_ratio": 1.0},
+    ),
+    (
+        {"lr_decay_style": "wsd", "lr_schedule_kwargs": {"num_cycles": 1.5}},
+        "lr_schedule_kwargs.num_cycles",
+        "decay_shape is linear",
+        {"lr_schedule_kwargs": {"num_cycles": 1.5, "decay_shape": "cosine"}},
+    ),
+    (
         {"lr_schedule_kwargs": {"power": 2.0}},
         "lr_schedule_kwargs.power",
         "write polynomial",

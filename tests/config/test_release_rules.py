@@ -78,6 +78,21 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         "each model would start from this one checkpoint",
         {"train": {"load_checkpoint_path": "auto"}},
     ),
+    (
+        {**release(), "train": {"init_checkpoint_path": "builtin:tiny-qwen3"}},
+        "train.init_checkpoint_path",
+        "each model would start from this one checkpoint",
+        {"train": {"init_checkpoint_path": None}},
+    ),
+    (
+        {
+            **release(),
+            "train": {"load_checkpoint_path": "auto", "require_checkpoint": True},
+        },
+        "train.require_checkpoint",
+        "in a folder of its own",
+        {"train": {"require_checkpoint": False}},
+    ),
 ]
 
 

@@ -15,6 +15,7 @@ def dataset(**fields: Any) -> dict[str, Any]:
 
 
 ROW = "sample_packing_sequence_len"
+COMPARED = {"train": {"objective": "preference"}}
 
 # The settings, where the fault is told, words of the reason, and the change that mends it.
 COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
@@ -58,7 +59,7 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         (
             {"train": {"dropout": {name: value}}},
             f"train.dropout.{name}",
-            "nothing is dropped; write hidden or ffn",
+            "nothing is dropped; write hidden, attention or ffn",
             {"train": {"dropout": {name: value, "hidden": 0.1}}},
         )
         for name, value in {"warmup_steps": 5, "depth_scaling": True}.items()
@@ -68,6 +69,12 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         "data.val_set_size",
         "leave one of the two out",
         {"data": {"val_set_size": None}},
+    ),
+    (
+        {"data": {**dataset(type="preference"), "isolate_samples": False}, **COMPARED},
+        "data.isolate_samples",
+        "compared by what they are worth alone",
+        {"data": {"isolate_samples": True}},
     ),
     (
         {"data": {"datasets": []}},
@@ -181,6 +188,12 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         {"data": dataset(type="chat")},
     ),
     (
+        {"data": {**dataset(type="chat"), "share_prompts": False}},
+        "data.share_prompts",
+        "samples of type chat have one answer; leave share_prompts out",
+        {"data": {"share_prompts": True}},
+    ),
+    (
         {"data": {"datasets": [{"path": "a"}, {"path": "b", "type": "preference"}]}},
         "data.datasets.1.type",
         "preference gives preference samples, and tokenized of data.datasets.0 gives sft samples",
@@ -189,8 +202,8 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (
         {"data": dataset(type="preference_turns")},
         "data.datasets.0.type",
-        "nothing trains on preference samples yet; write pipeline.stages: [prepare]",
-        {"pipeline": {"stages": ["prepare"]}},
+        "train.objective: sft learns nothing from preference samples",
+        {"train": {"objective": "preference"}},
     ),
     (
         {"data": {"datasets": [{"path": "a.jsonl", "streaming": True}]}},
@@ -302,6 +315,12 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         "train.moe_bias_update_rate",
         "leaves routers as they are",
         {"model": {"freeze_router": False}},
+    ),
+    (
+        {"train": {"mlflow_tracking_uri": "http://host"}},
+        "train.mlflow_tracking_uri",
+        "nothing is sent there",
+        {"train": {"use_mlflow": True}},
     ),
     (
         {"launch": {"node_rank": 1}},

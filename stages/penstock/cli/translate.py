@@ -1,0 +1,156 @@
+"""`penstock translate`: another tool's file in our words, and what became of each of its keys."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from penstock.cli.console import Console, table
+from penstock.config.dialects.draft import KINDS, Kind, Line, Translation, value_at
+from penstock.config.dialects.fit import Devices, devices_here
+from penstock.config.faults import shown
+from penstock.config.load import load_translation
+from penstock.core.errors import ConfigError, StageError
+from penstock.core.files import publishing, write_json
+from penstock.core.store import reason_of
+
+REPORT = "translation_report.json"
+"""Written beside the translated file."""
+
+MEANING: Mapping[Kind, str] = {
+    "refused": "nothing here can honour it",
+    "unknown": "nobody here knows it",
+    "approximated": "near to what was asked for, and not the same",
+    "no effect": "has nothing to do here",
+    "assumed": "left out there, where this is the default",
+    "translated": "the same in other words",
+    "maps": "the same under our name",
+}
+MARKED: tuple[Kind, ...] = ("assumed", "approximated")
+"""What a comment in the translated file points out."""
+
+MISSING = object()
+
+WIDEST = 36
+"""Characters of a value that a line of the report shows."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the command line asks for."""
+
+    file: Path
+    output: Path | None = None
+    ranks: int | None = None
+    """Processes to fit parallel sizes to, each with a GPU; None: what is here."""
+    dialect: str | None = None
+    """Which it is written in; None: what it is recognised as."""
+    strict: bool = False
+    """Refuse keys that nobody here knows."""
+
+
+def translate_file(wish: Wish, console: Console) -> dict[str, Any]:
+    """Print the file in our words, or write it with the report beside it; the report is said.
+
+    Raises ConfigError where no run can be made of it, and StageError where nothing can be written.
+    """
+    devices = Devices(wish.ranks) if wish.ranks else devices_here()
+    translation, faults = load_translation(wish.file, wish.dialect, devices)
+    console.say(report(translation))
+    _require(translation, faults, wish)
+    text = as_yaml(translation, wish.file)
+    record = as_record(translation)
+    if wish.output:
+        _write(wish.output, text, record)
+    console.result(str(wish.output) if wish.output else text.rstrip())
+    return {**record, "output": str(wish.output) if wish.output else None}
+
+
+def _require(translation: Translation, faults: str, wish: Wish) -> None:
+    kinds: tuple[Kind, ...] = ("refused", "unknown") if wish.strict else ("refused",)
+    if stopped := translation.of(*kinds):
+        told = "\n".join(f"  {line.key}: {line.why}" for line in stopped)
+        raise ConfigError(f"{wish.file} cannot be translated\n{told}")
+    if faults:
+        raise ConfigError(f"{wish.file} is translated to what is no run\n{faults}")
+
+
+def _write(target: Path, text: str, record: Mapping[str, Any]) -> None:
+    try:
+        with publishing(target) as part:
+            part.write_text(text, encoding="utf-8")
+        write_json(target.with_name(REPORT), record)
+    except OSError as error:
+        raise StageError(f"{target} cannot be written: {reason_of(error)}.") from error
+
+
+def report(translation: Translation) -> str:
+    """What became of every key, for people; what they should look at comes first."""
+    processes = "1 process" if translation.ranks == 1 else f"{translation.ranks} processes"
+    blocks = [f"{translation.title}, {len(translation.lines)} keys, fitted to {processes}"]
+    for kind in KINDS:
+        if lines := translation.of(kind):
+            rows = table([_row(line, translation) for line in lines]).splitlines()
+            blocks.append("\n  ".join([f"{kind} ({len(lines)}): {MEANING[kind]}", *rows]))
+    if translation.lacks:
+        blocks.append(
+            f"to be written, for it is said elsewhere there: {', '.join(translation.lacks)}"
+        )
+    return "\n\n".join(blocks)
+
+
+def _row(line: Line, translation: Translation) -> tuple[str, str]:
+    here = ", ".join(f"{name}: {_short(at)}" for name, at in _here(line, translation).items())
+    why = f" ({line.why})" if here and line.why else line.why
+    return f"{line.key}: {_short(line.told)}", f"{here}{why}"
+
+
+def _short(value: Any) -> str:
+    text = shown(value)
+    return text if len(text) <= WIDEST else f"{text[: WIDEST - 1]}…"
+
+
+def _here(line: Line, translation: Translation) -> dict[str, Any]:
+    """The settings of ours that a key decides, with their values."""
+    found = {name: value_at(translation.settings, name, MISSING) for name in line.names}
+    return {name: value for name, value in found.items() if value is not MISSING}
+
+
+def as_record(translation: Translation) -> dict[str, Any]:
+    """The report as plain values."""
+    return {
+        "dialect": translation.dialect,
+        "processes": translation.ranks,
+        "counts": {kind: len(translation.of(kind)) for kind in KINDS},
+        "keys": [
+            {
+                "key": line.key,
+                "value": line.told,
+                "class": line.kind,
+                "native": _here(line, translation),
+                "why": line.why,
+            }
+            for line in translation.lines
+        ],
+        "to_be_written": list(translation.lacks),
+        "config": translation.settings,
+    }
+
+
+def as_yaml(translation: Translation, source: Path) -> str:
+    """The translated file, with a comment where a value is a default there or only near."""
+    marks = {
+        name: line.kind for kind in MARKED for line in translation.of(kind) for name in line.names
+    }
+    lines = [f"# From {source.name}, written for {translation.title}."]
+    for section, fields in translation.settings.items():
+        lines += [f"{section}:"] if fields else []
+        for name, value in (fields or {}).items():
+            text = yaml.safe_dump({name: value}, sort_keys=False, allow_unicode=True).rstrip()
+            mark = marks.get(f"{section}.{name}")
+            comment = f"  # {mark}" if mark and "\n" not in text else ""
+            lines += [f"  {line}{comment}" for line in text.splitlines()]
+    lines += [f"# {name} has to be written." for name in translation.lacks]
+    return "\n".join(lines) + "\n"

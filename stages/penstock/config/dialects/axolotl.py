@@ -1,0 +1,390 @@
+"""Axolotl: flat files with `base_model`."""
+
+from collections.abc import Mapping
+
+from penstock.config.dialects import axolotl_data, hf_arguments, hf_models, hf_schedule
+from penstock.config.dialects.dialect import Dialect, Rule, Values, decides, is_flat, no_effect
+from penstock.config.dialects.draft import Draft, Entry
+from penstock.config.dialects.hf_models import (
+    SOURCES,
+    TESTS,
+    lay_rows,
+    of_adapters,
+    settle_precision,
+)
+from penstock.config.dialects.trackers import tracks
+
+ON, WITH_LORA = "adapter", ("lora", "qlora")
+PREFERRED = ("dpo", "ipo", "simpo", "orpo", "kto")
+LOSS_OF = {"dpo": "sigmoid", "ipo": "ipo", "simpo": "simpo", "orpo": "orpo", "kto": "kto"}
+
+AUTO_WARMUP = 0.03
+"""Of all steps, where neither their number nor their share is written; at most 100 there."""
+
+
+def _recognises(values: Values) -> bool:
+    return is_flat(values) and "base_model" in values
+
+
+def _adapter(entry: Entry) -> None:
+    if entry.value not in (*WITH_LORA, ""):
+        entry.refuse(f"it takes {', '.join(WITH_LORA)}")
+        return
+    entry.put("lora.enable_lora", bool(entry.value))
+    if entry.value == "qlora":
+        entry.put("lora.enable_qlora", True)
+        entry.put("lora.quant_format", "nf4")
+
+
+def _few_bits(entry: Entry) -> None:
+    if entry.key == "load_in_4bit" and entry.get(ON) == "qlora":
+        entry.decides("lora.enable_qlora")
+    elif entry.value and entry.get(ON) == "lora":
+        kind = "int8" if entry.key == "load_in_8bit" else "nf4"
+        hf_models.in_few_bits(kind)(entry)
+    else:
+        entry.no_effect("base weights keep their precision unless adapters are trained on them")
+
+
+def _targets(entry: Entry) -> None:
+    if entry.get(ON) not in WITH_LORA:
+        entry.no_effect("read with adapter: lora or qlora alone")
+    elif entry.key == "lora_target_linear":
+        if entry.value:
+            entry.put("lora.lora_target_modules", "all-linear")
+        else:
+            entry.no_effect("lora_target_modules names them")
+    elif not entry.get("lora_target_linear"):
+        entry.put("lora.lora_target_modules", hf_models.targets(entry.value))
+    else:
+        entry.no_effect("lora_target_linear: true takes all")
+
+
+def _precision(entry: Entry) -> None:
+    """`bf16` and `fp16` beside weights in as many bits; `bfloat16` and `float16` alone."""
+    if entry.key in ("bfloat16", "float16") and entry.value:
+        kind = "bf16" if entry.key == "bfloat16" else "fp16_mixed"
+        entry.put("train.precision", kind)
+    elif entry.key in ("bfloat16", "float16"):
+        entry.no_effect("asks for nothing")
+    else:
+        hf_arguments.in_bits(entry)
+
+
+def _least_rate(entry: Entry) -> None:
+    rate = entry.get("learning_rate", 0.0)
+    if isinstance(rate, int | float):
+        entry.put("train.lr_min", hf_schedule.share_of(rate, entry.value))
+    else:
+        entry.refuse("a share of learning_rate, which is no number")
+
+
+def _constant_ratio(entry: Entry) -> None:
+    if entry.value:
+        entry.put("train.lr_decay_ratio", float(entry.value))
+    else:
+        entry.no_effect("the rate falls to the end of the run")
+
+
+def _in_steps(entry: Entry) -> None:
+    """Rows of a step on one device."""
+    rows, unit = entry.value, entry.get("micro_batch_size", 1)
+    if "gradient_accumulation_steps" in entry.draft.written:
+        entry.no_effect("gradient_accumulation_steps is written, and decides it")
+    else:
+        entry.put("train.gradient_accumulation_steps", max(1, rows // unit))
+
+
+def _checkpointing(entry: Entry) -> None:
+    entry.put("train.enable_gradient_checkpointing", bool(entry.value))
+    if entry.value == "offload":
+        entry.put("train.enable_activation_offload", True)
+
+
+def _a_share_of_epochs(kind: str) -> Rule:
+    """So many times an epoch."""
+
+    def rule(entry: Entry) -> None:
+        entry.put(f"train.{kind}_epochs", 1 / entry.value if entry.value else 0.0)
+        if kind == "save":
+            entry.put("train.save_steps", 0)
+
+    return rule
+
+
+def _saves(entry: Entry) -> None:
+    if "saves_per_epoch" in entry.draft.written:
+        entry.no_effect("saves_per_epoch is written, and decides it")
+    elif entry.get("save_steps") and entry.is_assumed:
+        entry.put("train.save_epochs", 0.0)
+    else:
+        hf_arguments.savings(entry)
+
+
+def _save_steps(entry: Entry) -> None:
+    entry.put("train.save_epochs", 0.0)
+    entry.put("train.save_steps", entry.value)
+
+
+def _eval_steps(entry: Entry) -> None:
+    if isinstance(entry.value, float) and entry.value < 1:
+        entry.put("train.eval_epochs", entry.value * entry.get("num_epochs", 1))
+    else:
+        entry.put("train.eval_steps", entry.value)
+
+
+def _held_out(entry: Entry) -> None:
+    entry.put("data.val_set_size", entry.value or None)
+
+
+def _rl(entry: Entry) -> None:
+    if entry.value not in PREFERRED:
+        entry.refuse(f"it takes {', '.join(PREFERRED)}")
+        return
+    entry.put("train.objective", "preference")
+    entry.put("preference.loss_type", LOSS_OF[str(entry.value)])
+
+
+def _beta(entry: Entry) -> None:
+    rl = entry.get("rl")
+    if rl not in PREFERRED:
+        entry.no_effect("read with rl alone")
+    elif rl == "orpo":
+        entry.put("preference.pref_loss_ratio", entry.value)
+    else:
+        entry.put("preference.beta", entry.value)
+
+
+def _of_rl(name: str, *methods: str) -> Rule:
+    def rule(entry: Entry) -> None:
+        if entry.get("rl") in methods:
+            entry.put(name, entry.value)
+        else:
+            entry.no_effect(f"read with rl: {' or '.join(methods)} alone")
+
+    return rule
+
+
+def _resuming(entry: Entry) -> None:
+    if entry.value:
+        entry.put("train.load_checkpoint_path", "auto")
+    else:
+        entry.no_effect("nothing is resumed")
+
+
+def _attends(implementation: str) -> Rule:
+    def rule(entry: Entry) -> None:
+        if entry.value:
+            entry.put("model.attn_implementation", implementation)
+        else:
+            entry.no_effect(hf_models.BEST_HERE)
+
+    return rule
+
+
+def _special(entry: Entry) -> None:
+    entry.approximated("the tokenizer keeps its own; put them into its files if they differ")
+
+
+def _project(entry: Entry) -> None:
+    tracks("wandb")(entry)
+    entry.put("train.wandb_project", entry.value)
+
+
+def _settle(draft: Draft) -> None:
+    packing = "multipack" if draft.get("sample_packing") else None
+    pairs = draft.get("rl") in PREFERRED
+    longest = draft.get("sequence_len")
+    lay_rows(draft, longest, packing, pairs=pairs)
+    if not draft.get("warmup_steps") and draft.get("warmup_ratio") is None:
+        draft.put("train.lr_warmup_ratio", AUTO_WARMUP)
+        why = f"{AUTO_WARMUP} of all steps; there at most 100"
+        draft.say("warmup_ratio", "assumed", why)
+        draft.lines["warmup_ratio"].names.append("train.lr_warmup_ratio")
+    settle_precision(draft, "bfloat16")
+    if not draft.value("train.use_mlflow"):
+        draft.drop("train.mlflow_tracking_uri", "nothing is sent there", "approximated")
+    hf_arguments.settle_evaluations(draft)
+
+
+OF_KERNELS = "fused kernels are taken wherever they serve"
+OF_OTHERS = "how the program does its work, which changes no result"
+
+IDLE: Mapping[str, str] = {
+    **hf_arguments.IDLE,
+    **dict.fromkeys(
+        (
+            *("liger_rope", "liger_rms_norm", "liger_glu_activation", "liger_layer_norm"),
+            *("liger_fused_linear_cross_entropy", "liger_cross_entropy", "cut_cross_entropy"),
+            *("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "plugins"),
+            *("liger_rms_norm_gated", "use_kernels", "use_scattermoe", "use_sonicmoe"),
+            *("experts_implementation", "fused_attn_kernel"),
+            *("flash_attn_cross_entropy", "flash_attn_rms_norm", "flash_attn_fuse_mlp"),
+        ),
+        OF_KERNELS,
+    ),
+    **dict.fromkeys(
+        (
+            *("strict", "is_llama_derived_model", "is_mistral_derived_model", "debug"),
+            *("model_type", "tokenizer_type", "tokenizer_use_fast", "wandb_log_model"),
+            *("loss_watchdog_threshold", "loss_watchdog_patience", "gc_steps", "use_tensorboard"),
+            *("fsdp_version", "torchdistx_path", "experimental_skip_move_to_device"),
+            *("max_packed_sequence_len", "gptq_groupsize", "gptq_model_v1"),
+            *("lora_model_dir_is_local", "sample_packing_bin_size", "save_first_step"),
+        ),
+        OF_OTHERS,
+    ),
+    "pad_to_sequence_len": "rows are padded to whole 128 tokens, which changes no result",
+    "group_by_length": "rows have no padding to save",
+    "sample_packing_group_size": "all samples are packed together",
+    "quantize_moe_experts": "adapter: qlora quantises experts too",
+    "lora_fan_in_fan_out": "a form of layers that no family here has",
+    "dataset_processes": "how samples are prepared, which changes none",
+    **dict.fromkeys(
+        ("flash_attention", "flex_attention", "xformers_attention"), hf_models.BEST_HERE
+    ),
+    "wandb_watch": "gradients are told by train.log_grad_norm",
+    "wandb_entity": "a login says it: set WANDB_ENTITY in the environment",
+    "load_best_model_at_end": "write train.save_best in a native file",
+}
+
+REFUSED: Mapping[str, str] = {
+    **hf_arguments.REFUSED,
+    "lora_modules_to_save": "whole layers beside adapters are not trained",
+    "peft_layers_to_transform": "name layers by patterns in lora_target_modules",
+    "unfrozen_parameters": "adapters, or all weights, are trained",
+    "tokens": "the vocabulary is that of the checkpoint",
+    "added_tokens_overrides": "the vocabulary is that of the checkpoint",
+    "resize_token_embeddings_to_32x": "the vocabulary is that of the checkpoint",
+    "relora_steps": "write lora.merge_lora_interval in a native file",
+    "s2_attention": "documents are attended to whole",
+    "noisy_embedding_alpha": "no noise is added to embeddings",
+    "rope_theta": "write model.foundation in a native file",
+    "overrides_of_model_config": "write model.foundation in a native file",
+    "reward_model": "models are not trained by rewards",
+    "processor_type": "models here read text alone",
+    "skip_prepare_dataset": "data is prepared before training",
+    "lora_target_parameters": "name layers in lora_target_modules",
+    "gptq": "base weights are quantised as they are read: write adapter: qlora",
+    "min_sample_len": "short samples are trained as others are",
+}
+
+SAME: Mapping[str, str] = {
+    **{
+        name: ours
+        for name, ours in hf_arguments.SAME.items()
+        if name not in ("gradient_checkpointing", "per_device_train_batch_size", "run_name")
+    },
+    "base_model": "model.model_path",
+    "base_model_config": "model.config_path",
+    "tokenizer_config": "model.tokenizer_path",
+    "dataset_prepared_path": "data.dataset_prepared_path",
+    "eval_sample_packing": "data.eval_sample_packing",
+    "shuffle_merged_datasets": "data.shuffle_merged_datasets",
+    "micro_batch_size": "train.micro_batch_size",
+    "eval_batch_size": "train.eval_micro_batch_size",
+    "num_epochs": "train.num_train_epochs",
+    "wandb_name": "train.wandb_name",
+    "wandb_run_id": "train.wandb_name",
+    "mlflow_tracking_uri": "train.mlflow_tracking_uri",
+    "tensor_parallel_size": "train.tensor_parallel_size",
+    "context_parallel_size": "train.ringattn_parallel_size",
+    "sequence_parallel_degree": "train.ringattn_parallel_size",
+    "dp_shard_size": "train.data_parallel_shard_size",
+    "dp_replicate_size": "train.data_parallel_replicate_size",
+    "lora_model_dir": "lora.init_adapter_path",
+    "hf_use_auth_token": "data.hf_use_auth_token",
+    "push_dataset_to_hub": "data.push_dataset_to_hub",
+    "activation_offloading": "train.enable_activation_offload",
+    "expert_parallel_size": "train.expert_parallel_size",
+}
+
+COMPUTED: Mapping[str, Rule] = {
+    **{name: rule for name, rule in hf_arguments.COMPUTED.items() if name != "num_train_epochs"},
+    "datasets": axolotl_data.sources(SOURCES),
+    "test_datasets": axolotl_data.sources(TESTS),
+    "pretraining_dataset": axolotl_data.sources(SOURCES),
+    "val_set_size": _held_out,
+    "sequence_len": decides(hf_models.ROW, f"{SOURCES}.0.max_seq_len"),
+    "excess_length_strategy": axolotl_data.too_long,
+    "sample_packing": decides(hf_models.METHOD, hf_models.GROUP),
+    "train_on_inputs": axolotl_data.loss_on_prompts,
+    "chat_template": _special,
+    "special_tokens": _special,
+    ON: _adapter,
+    "load_in_4bit": _few_bits,
+    "load_in_8bit": _few_bits,
+    "lora_r": of_adapters("lora.lora_rank", ON, *WITH_LORA),
+    "lora_alpha": of_adapters("lora.lora_alpha", ON, *WITH_LORA),
+    "lora_dropout": of_adapters("lora.lora_dropout", ON, *WITH_LORA),
+    "peft_use_dora": of_adapters("lora.use_dora", ON, *WITH_LORA),
+    "peft_use_rslora": of_adapters("lora.use_rslora", ON, *WITH_LORA),
+    "loraplus_lr_ratio": of_adapters("lora.lora_plus_ratio", ON, *WITH_LORA),
+    "lora_target_modules": _targets,
+    "lora_target_linear": _targets,
+    "optimizer": hf_schedule.optimizer,
+    **{name: hf_schedule.of_adam("optimizer") for name in (*hf_schedule.BETAS, "adam_epsilon")},
+    "lr_scheduler": hf_schedule.schedule,
+    "lr_scheduler_kwargs": hf_schedule.schedule_arguments("lr_scheduler", "learning_rate"),
+    "cosine_min_lr_ratio": _least_rate,
+    "cosine_constant_lr_ratio": _constant_ratio,
+    **dict.fromkeys(("bf16", "fp16", "bfloat16", "float16"), _precision),
+    "gradient_checkpointing": _checkpointing,
+    "evals_per_epoch": _a_share_of_epochs("eval"),
+    "saves_per_epoch": _a_share_of_epochs("save"),
+    "eval_steps": _eval_steps,
+    "save_steps": _save_steps,
+    "save_strategy": _saves,
+    "early_stopping_patience": lambda entry: entry.put(
+        "train.early_stopping.patience", entry.value
+    ),
+    "batch_size": _in_steps,
+    "eot_tokens": _special,
+    "adam_eps": hf_schedule.of_adam("optimizer"),
+    "auto_resume_from_checkpoints": _resuming,
+    "attn_implementation": hf_models.attention,
+    "sdp_attention": _attends("sdpa"),
+    "eager_attention": _attends("eager"),
+    "rl": _rl,
+    "rl_beta": _beta,
+    "dpo_beta": _beta,
+    "orpo_alpha": _of_rl("preference.pref_loss_ratio", "orpo"),
+    "rpo_alpha": _of_rl("preference.sft_loss_ratio", "dpo"),
+    "simpo_gamma": _of_rl("preference.simpo_gamma", "simpo"),
+    "kto_desirable_weight": _of_rl("preference.desirable_weight", "kto"),
+    "kto_undesirable_weight": _of_rl("preference.undesirable_weight", "kto"),
+    "wandb_project": _project,
+    "use_mlflow": tracks("mlflow"),
+    "use_wandb": tracks("wandb"),
+    **{name: no_effect(why) for name, why in IDLE.items()},
+}
+
+AXOLOTL = Dialect(
+    name="axolotl",
+    title="Axolotl",
+    recognises=_recognises,
+    same=SAME,
+    computed=COMPUTED,
+    refused=REFUSED,
+    defaults={
+        "micro_batch_size": 1,
+        "num_epochs": 1,
+        "output_dir": "./model-out",
+        "sequence_len": 512,
+        "excess_length_strategy": "drop",
+        "optimizer": "adamw_torch_fused",
+        "lr_scheduler": "cosine",
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.999,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "dataloader_drop_last": False,
+        "train_on_inputs": False,
+        "save_strategy": "epoch",
+        "logging_steps": 1,
+        "rl_beta": 0.1,
+    },
+    beaten={"rl_beta": ("dpo_beta", "orpo_alpha"), "bf16": ("bfloat16", "float16")},
+    settle=_settle,
+)
+"""Files with `base_model`."""

@@ -1,0 +1,238 @@
+"""Files of NxDT's: every key of theirs has a meaning here, or a word why it has none."""
+
+import json
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from penstock.config import yaml12
+from penstock.config.dialects.draft import Line, Translation
+from penstock.config.dialects.fit import Devices
+from penstock.config.dialects.interpolation import resolved
+from penstock.config.dialects.nxdt import NXDT
+from penstock.config.dialects.translate import translate
+from penstock.config.load import load_translation, loads
+from penstock.config.run import RunConfig
+from penstock.machine import check_machine, config_of
+from penstock.models.registry import family_of
+from penstock.optim.schedule import lr_at
+from tests.config.nxdt_keys import CHANGES, DPO, IDLE, LORA, MEGATRON, ORPO, PEFT, SCHEDULE, SFT
+
+ROOT = Path(__file__).parents[2]
+SHARED = ROOT.parent / "shared"
+EXAMPLES = sorted((SHARED / "examples" / "nxdt").glob("*.yaml"))
+MAP = SHARED / "spec" / "dialect_map.yaml"
+VECTORS = SHARED / "spec" / "lr_vectors.json"
+
+EXAMPLE = yaml12.parse((ROOT / "configs" / "foreign" / "nxdt.yaml").read_text()).value
+BASE = dict(resolved(EXAMPLE))
+GPUS = Devices(ranks=8)
+
+
+def changed(keys: dict[str, Any]) -> dict[str, Any]:
+    """The example with other values under these dotted keys; null takes a key away."""
+    values = deepcopy(BASE)
+    for key, value in keys.items():
+        *above, last = key.split(".")
+        at = values
+        for step in above:
+            at = at.setdefault(step, {})
+        if value is None:
+            at.pop(last, None)
+        else:
+            at[last] = value
+    return values
+
+
+def translated(keys: dict[str, Any]) -> Translation:
+    return translate(changed(keys), NXDT, GPUS)
+
+
+def run_of(keys: dict[str, Any]) -> RunConfig:
+    return loads(translated(keys).settings)
+
+
+def line_of(translation: Translation, key: str) -> Line:
+    return next(line for line in translation.lines if line.key == key)
+
+
+@pytest.mark.parametrize("key", CHANGES)
+def test_a_key_that_says_something_changes_the_run_or_is_told(key: str) -> None:
+    value, beside = CHANGES[key]
+    values = changed(beside)
+    *above, last = key.split(".")
+    at = values
+    for step in above:
+        at = at.setdefault(step, {})
+    at.pop(last, None)
+    without = translate(values, NXDT, GPUS)
+    at[last] = value
+    with_it = translate(values, NXDT, GPUS)
+    line = line_of(with_it, key)
+    assert line.kind not in ("unknown", "no effect"), line
+    if line.kind in ("approximated", "refused"):
+        assert line.why
+    elif not line.why:
+        assert with_it.settings != without.settings
+
+
+@pytest.mark.parametrize("key", sorted(IDLE))
+def test_a_key_that_changes_nothing_says_why(key: str) -> None:
+    beside = LORA if key.startswith(PEFT) else {}
+    with_it = translated({**beside, key: "1"})
+    line = line_of(with_it, key)
+    assert line.kind == "no effect"
+    assert len(line.why) > 10
+    assert with_it.settings == translated({**beside, key: None}).settings
+
+
+def test_the_tables_have_no_other_keys_and_none_twice() -> None:
+    assert {*CHANGES, *IDLE} == NXDT.keys
+    assert len(CHANGES) + len(IDLE) == len(NXDT.same) + len(NXDT.computed) + len(NXDT.refused)
+    assert NXDT.defaults.keys() | NXDT.beaten.keys() <= NXDT.keys
+
+
+@pytest.mark.skipif(not MAP.is_file(), reason="needs ../shared/spec/dialect_map.yaml")
+def test_every_key_that_is_documented_is_known() -> None:
+    rows = [row for row in yaml.safe_load(MAP.read_text()) if row["dialect"] == "nxdt"]
+    assert len(rows) > 150
+    assert {row["key"] for row in rows} <= NXDT.keys
+
+
+@pytest.mark.skipif(not EXAMPLES, reason="needs ../shared/examples")
+@pytest.mark.parametrize("ranks", [1, 8])
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
+def test_published_files_are_runs(file: Path, ranks: int) -> None:
+    translation, faults = load_translation(file, None, Devices(ranks, has_gpus=False))
+    assert translation.dialect == "nxdt"
+    assert not translation.of("unknown", "refused")
+    assert not faults
+    # Their models lie on other machines: one that is here stands in.
+    settings = deepcopy(dict(translation.settings))
+    settings["model"]["config_path"] = "builtin:tiny-llama"
+    settings["model"]["foundation"] = {}
+    settings["train"].update(tensor_parallel_size=1, pipeline_parallel_size=1)
+    settings["train"].pop("sequence_parallel", None)
+    settings["launch"] = {}
+    check_machine(loads(settings))
+
+
+def test_a_fine_tuning_run_has_the_settings_of_its_file() -> None:
+    run = run_of({})
+    assert run.pipeline.name == "llama3_sft"
+    assert run.train.init_checkpoint_path == "models/Meta-Llama-3-8B"
+    assert not run.data.isolate_samples
+    assert run.model.foundation["max_position_embeddings"] == 8192
+    source = run.data.datasets[0]
+    assert (source.path, source.type) == ("data/training.jsonl", "instruction")
+    assert (source.field_instruction, source.field_output) == ("input", "output")
+    assert run.data.sample_packing_sequence_len == source.max_seq_len == 8192
+    assert run.train.output_dir == "runs/llama3_sft"
+    assert run.train.optimizer_kwargs == {"betas": [0.9, 0.95], "eps": 1e-6}
+    assert run.train.no_decay_params == ["bias", "norm"]
+    assert (run.train.eval_steps, run.train.eval_max_batches) == (200, 10)
+    assert (run.train.save_steps, run.train.save_epochs) == (200, 0)
+    assert run.train.recompute_modules == ["mlp", "self_attn"]
+    assert (run.train.precision, run.train.zero_stage) == ("bf16_mixed", 1)
+    assert run.train.tensor_parallel_size == 8
+
+
+def test_preferences_are_learnt_with_the_documented_defaults() -> None:
+    dpo = run_of({SFT: None, f"{DPO}.loss_type": "sigmoid"})
+    assert (dpo.train.objective, dpo.preference.beta) == ("preference", 0.01)
+    assert dpo.data.max_prompt_len == 2048
+    assert dpo.data.sample_packing_sequence_len == 2 * 8192
+    assert dpo.data.sample_packing_group_size == 1
+    orpo = run_of({SFT: None, f"{ORPO}.beta": 0.2})
+    assert (orpo.preference.loss_type, orpo.preference.pref_loss_ratio) == ("orpo", 0.2)
+    assert orpo.preference.sft_weight == 1
+
+
+def test_adapters_go_on_the_parts_of_fused_layers() -> None:
+    lora = run_of({f"{PEFT}.lora_rank": 8}).lora
+    assert (lora.lora_rank, lora.lora_alpha, lora.lora_dropout) == (8, 32, 0.05)
+    assert lora.lora_target_modules == ["q_proj", "k_proj", "v_proj"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "precision", "rounds", "adds_up_in", "optimizer"),
+    [
+        ({"precision.type": "fp32"}, "fp32", False, None, "adamw"),
+        ({"precision.type": "autocast"}, "bf16_mixed", False, "fp32", "adamw"),
+        ({"precision.type": "mixed_precision_SR"}, "bf16_mixed", False, "fp32", "adamw"),
+        (
+            {"precision.type": "bf16SR", "model.optim.name": "adamw"},
+            *("bf16", True, "bf16", "anyprecision_adamw"),
+        ),
+        ({"precision.type": "bf16SR"}, "bf16", True, "bf16", "adamw"),
+        (
+            {
+                "precision.type": "manual",
+                "precision.xla_downcast_bf16": "1",
+                "precision.master_weights": True,
+                "precision.fp32_grad_acc": True,
+            },
+            *("bf16_mixed", False, "fp32", "adamw"),
+        ),
+        ({"precision.type": "manual"}, "fp32", False, None, "adamw"),
+    ],
+)
+def test_precision_is_what_its_word_means(
+    keys: dict[str, Any], precision: str, rounds: bool, adds_up_in: str | None, optimizer: str
+) -> None:
+    train = run_of(keys).train
+    found = (train.precision, train.stochastic_rounding, train.grad_accum_dtype, train.optimizer)
+    assert found == (precision, rounds, adds_up_in, optimizer)
+
+
+@pytest.mark.skipif(not VECTORS.is_file(), reason="needs ../shared/spec/lr_vectors.json")
+def test_rates_are_those_that_nemo_computes() -> None:
+    cases = json.loads(VECTORS.read_text())["nemo"]
+    assert len(cases) > 10
+    for case in cases:
+        given = {f"{SCHEDULE}.{name}": value for name, value in case["args"].items()}
+        keys = {
+            **{f"{SCHEDULE}.warmup_steps": None, f"{SCHEDULE}.min_lr": None},
+            **{**given, f"{SCHEDULE}.name": case["name"], "model.optim.lr": case["lr"]},
+            "trainer.max_steps": 100,
+        }
+        train = run_of(keys).train
+        for step, rate in case["lr_at"].items():
+            if int(step) < 100:
+                assert lr_at(int(step), 100, train) == pytest.approx(rate, rel=1e-9), case["name"]
+
+
+def test_a_model_of_numbers_is_a_llama_that_can_be_built() -> None:
+    run = run_of({**MEGATRON, "model.hidden_size": 64, "model.num_attention_heads": 4})
+    assert run.model.config_path == "builtin:tiny-llama"
+    assert run.model.foundation["hidden_size"] == 64
+    assert run.model.foundation["vocab_size"] % (128 * 8) == 0
+    assert run.train.dropout.hidden == 0.1
+
+
+def test_experts_make_a_mixtral_of_a_model_of_numbers() -> None:
+    experts = {"model.moe.num_experts": 4, "model.moe.top_k": 2}
+    sizes = {"model.hidden_size": 64, "model.num_attention_heads": 4, "model.num_kv_heads": 2}
+    config = config_of(run_of({**MEGATRON, **experts, **sizes, "model.kv_channels": 16}))
+    decoder = family_of(config).read(config)
+    assert decoder.experts
+    assert (decoder.experts.num_experts, decoder.experts.experts_per_token) == (4, 2)
+    assert (decoder.hidden_size, decoder.num_hidden_layers) == (64, 32)
+    sinkhorn = {**experts, "model.moe.routing_algorithm": "sinkhorn"}
+    key = "model.moe.routing_algorithm"
+    assert line_of(translated({**MEGATRON, **sinkhorn}), key).kind == "approximated"
+    assert line_of(translated(sinkhorn), key).kind == "refused"
+
+
+@pytest.mark.parametrize("name", ["StepLR", "CosineAnealing"])
+def test_a_schedule_that_is_not_here_is_refused(name: str) -> None:
+    line = line_of(translated({f"{SCHEDULE}.name": name}), f"{SCHEDULE}.name")
+    assert line.kind == "refused"
+
+
+def test_the_file_of_a_models_config_is_said_by_its_folder():
+    found = translate(changed({"model.model_config": "/models/llama/config.json"}), NXDT, GPUS)
+    assert found.settings["model"]["config_path"] == "/models/llama"
