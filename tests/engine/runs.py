@@ -42,7 +42,7 @@ TINY = {
 }
 
 
-def write_rows(folder: Path, num_rows: int, *, seed: int = 0) -> Path:
+def write_rows(folder: Path, num_rows: int, *, seed: int = 0, split: str = "train") -> Path:
     """Random packed rows of uneven documents, half of their tokens trained."""
     rng = np.random.default_rng(seed)
     rows: dict[str, list[Any]] = {"input_ids": [], "labels": [], "lengths": []}
@@ -54,10 +54,10 @@ def write_rows(folder: Path, num_rows: int, *, seed: int = 0) -> Path:
         rows["input_ids"].append(ids.tolist())
         rows["labels"].append(labels.tolist())
         rows["lengths"].append(lengths)
-    train = folder / "data" / "train"
-    train.mkdir(parents=True)
+    data = folder / "data" / split
+    data.mkdir(parents=True)
     table = pa.table(rows, schema=PACKED)
-    with pa.ipc.new_file(str(train / "rows-00000-of-00001.arrow"), PACKED) as writer:
+    with pa.ipc.new_file(str(data / "rows-00000-of-00001.arrow"), PACKED) as writer:
         writer.write_table(table)
     return folder
 
@@ -71,7 +71,7 @@ def write_config(folder: Path, **changes: Any) -> Path:
 
 def run_config(out: Path, model: Path, /, **train: Any) -> RunConfig:
     """A config in full precision with a global batch of 4 rows."""
-    sections = {name: train.pop(name, {}) for name in ("model", "data", "lora")}
+    sections = {name: train.pop(name, {}) for name in ("model", "data", "lora", "preference")}
     settings = {
         "output_dir": str(out),
         "enable_mixed_precision": False,
@@ -94,6 +94,7 @@ def run_config(out: Path, model: Path, /, **train: Any) -> RunConfig:
             },
             "train": settings,
             "lora": sections["lora"],
+            "preference": sections["preference"],
         }
     )
 
@@ -105,6 +106,7 @@ def job_of(
     epoch_rows: tuple[int, ...] = (),
     adapter: Path | None = None,
     tokenizer: str | None = None,
+    initial: Path | None = None,
 ) -> Job:
     """The job a train stage would hand to its ranks."""
     out = Path(run.train.output_dir)
@@ -123,7 +125,14 @@ def job_of(
         launch="test",
         adapter=adapter,
         tokenizer=tokenizer,
+        initial=initial,
     )
+
+
+def short_job(folder: Path, out: str, **train: Any) -> Job:
+    """A run of one step in one process, with the rows and the model in `folder`."""
+    settings = {"data_parallel_mode": "none", "max_steps": 1, **train}
+    return job_of(run_config(folder / out, folder / "model", **settings), folder / "packed")
 
 
 def train_here(job: Job, stop: StopRequest | None = None) -> dict[str, Any] | None:

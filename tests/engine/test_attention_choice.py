@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.core.errors import CapabilityError
 from penstock.engine.attention_choice import choose_attention
-from penstock.machine import check_attention
+from penstock.machine import check_attention, require_hidden_answers
 from penstock.models.registry import family_of
 from penstock_kernels.attention import attention
 from penstock_kernels.flash_packages import PACKAGES
@@ -22,7 +22,9 @@ HOPPER, BLACKWELL, AMPERE = (9, 0), (10, 0), (8, 0)
 def choose(monkeypatch):
     """The backend that is chosen, and what is said; on a GPU where a capability is given."""
 
-    def chosen(written=None, capability=None, packages=(), model=None, ring=1, mixed=True):
+    def chosen(
+        written=None, capability=None, packages=(), model=None, ring=1, mixed=True, data=None
+    ):
         for name in PACKAGES:
             missing = None if name in packages else PACKAGES[name].missing() or "its package is not"
             monkeypatch.setitem(
@@ -30,7 +32,10 @@ def choose(monkeypatch):
             )
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
         train = {"enable_mixed_precision": mixed, "ringattn_parallel_size": ring}
-        run = loads(smallest(model={"attn_implementation": written}, train=train))
+        if data:
+            train["objective"] = "preference"
+        model_of = {"attn_implementation": written}
+        run = loads(smallest(model=model_of, train=train, data=data or {}))
         hf_config = {**runs.TINY, "head_dim": 64, **(model or {})}
         config = family_of(hf_config).read(hf_config)
         said = []
@@ -90,6 +95,34 @@ def test_a_model_with_sinks_goes_where_they_are_computed(choose):
     assert "flash_attention_3: heads have sinks, and it has none" in line
     chosen, _ = choose("flash_attention_4", BLACKWELL, PACKAGES, GPT_OSS)
     assert chosen == "flash_attention_4"
+
+
+PAIRS = {"datasets": [{"path": "x", "type": "preference"}]}
+
+
+def test_answers_that_share_a_prompt_go_where_one_is_hidden_from_the_other(choose):
+    here = {"capability": HOPPER, "packages": PACKAGES}
+    chosen, line = choose(data=PAIRS, **here)
+    assert chosen == "native"
+    assert "flash_attention_3: start rows hide some of a document's past" in line
+    assert choose(data={**PAIRS, "share_prompts": False}, **here)[0] == THREE
+    # Its blocks are what a ring is made of.
+    assert choose(data=PAIRS, ring=2, **here)[0] == "sdpa"
+    assert choose(data={**PAIRS, "share_prompts": False}, ring=2, **here)[0] == THREE
+    with pytest.raises(CapabilityError, match=r"is flash_attention_3, which .* start rows"):
+        choose(THREE, data=PAIRS, **here)
+
+
+@pytest.mark.parametrize(("written", "ring"), [(THREE, 1), ("native", 2)])
+def test_attention_that_shows_the_other_answer_is_refused_before_any_work(written, ring):
+    train = {"ringattn_parallel_size": ring, "objective": "preference"}
+    model = {"attn_implementation": written}
+    together = loads(smallest(model=model, train=train, data=PAIRS))
+    with pytest.raises(CapabilityError, match=f"{written}, which cannot hide parts") as refused:
+        require_hidden_answers(together)
+    assert "data.share_prompts: false" in str(refused.value)
+    apart = {**PAIRS, "share_prompts": False}
+    require_hidden_answers(loads(smallest(model=model, train=train, data=apart)))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from penstock.config.budget import EarlyStoppingConfig
 from penstock.config.checkpoint import SaveBestConfig
 from penstock.core.errors import StageError
 from penstock.engine import checkpoint
+from penstock.engine.checkpoint_folders import Naming
 from penstock.rows.reader import PackedRows
 from penstock.train import budget
 from penstock.train.judge import Judge
@@ -28,8 +29,7 @@ pytestmark = pytest.mark.dist
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("budget")
     runs.write_rows(folder / "packed", 10)
-    held_out = runs.write_rows(folder / "held", 3, seed=1) / "data" / "train"
-    held_out.rename(folder / "packed" / "data" / "validation")
+    runs.write_rows(folder / "packed", 3, seed=1, split="validation")
     runs.write_config(folder / "model")
     return folder
 
@@ -289,7 +289,7 @@ def test_another_machine_fetches_the_best_checkpoint_beside_the_newest(tmp_path)
         folder = f"checkpoints/global_step_{step}"
         names += [f"{folder}/state.json", *([f"{folder}/BEST"] if files == "BEST" else [])]
         names += [] if files == "unfinished" else [f"{folder}/COMPLETE"]
-    found = wanted_of(names, tmp_path)
+    found = wanted_of(names, tmp_path, Naming())
     assert found[-1] == "checkpoints/global_step_8/COMPLETE"
     assert set(found) == {
         "metrics.jsonl",

@@ -15,10 +15,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from penstock.core.errors import ArtifactError, StageError
 from penstock.core.files import regular_files
 from penstock.engine import checkpoint
-from penstock.engine.checkpoint import Checkpoints, complete_checkpoints
+from penstock.engine.checkpoint import Checkpoints
 from penstock.engine.checkpoint_boxes import read_boxes, whole_box
 from penstock.engine.checkpoint_copies import BoxCopies
 from penstock.engine.checkpoint_files import CheckpointFiles
+from penstock.engine.checkpoint_folders import complete_checkpoints
 from penstock.engine.checkpoint_reader import CheckpointReader
 from penstock.engine.checkpoint_state import Trained
 from penstock.engine.hf_folder import write_weights

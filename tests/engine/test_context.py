@@ -10,6 +10,7 @@ from penstock.engine.parallel.context import Context
 from penstock.engine.parallel.degrees import Degrees
 from penstock.engine.parallel.mesh import Mesh
 from penstock.engine.parallel.ring import spread
+from penstock.rows.branching import Branching, start_rows_of
 from penstock.rows.collate import MicroBatch
 from tests.dense import dense_with_gradients, relative_error, visible
 from tests.ranks import on_ranks
@@ -27,6 +28,15 @@ ROWS = {
     "alike but for padding": [7] * 13 + [5],
     "one over the middle": [37, 29, 30],
 }
+BRANCHING = {
+    "two answers to each": Branching((7, 0, 20), (10, 5, 13, 1, 16, 18), ()),
+    "two long answers": Branching((30,), (29, 33), ()),
+    "a prompt over the middle": Branching((3, 60), (2, 9, 5, 11), ()),
+}
+ROWS |= {
+    name: [*of.documents(), rest] if (rest := TOKENS - sum(of.documents())) else of.documents()
+    for name, of in BRANCHING.items()
+}
 SINKS = torch.linspace(-1, 2, HEADS)
 CASES = [
     *(("auto", name, torch.float32, None) for name in ROWS),
@@ -39,6 +49,8 @@ CASES = [
     ("auto", "one over the middle", torch.float32, 24),
     ("eager", "one longer than any share", torch.float32, 50),
     ("auto", "one document", torch.float32, 96),
+    ("auto", "two answers to each", torch.float32, 9),
+    ("auto", "a prompt over the middle", torch.float32, 30),
 ]
 LAYOUTS = {
     2: [Degrees(ring=2), Degrees(ulysses=2)],
@@ -57,23 +69,30 @@ def tensors(dtype):
     return [torch.randn(TOKENS, n, WIDTH, generator=generator).to(dtype) for n in heads]
 
 
-def whole_batch(lengths):
+def whole_batch(lengths, branching=None):
     tokens = torch.arange(sum(lengths))
     positions = torch.cat([torch.arange(length) for length in lengths])
-    return MicroBatch(tokens, tokens + 1000, positions, tuple(lengths), 90, 80, ())
+    return MicroBatch(tokens, tokens + 1000, positions, tuple(lengths), 90, 80, (), branching)
 
 
-def attend_here(context, backend, lengths, dtype, window=None):
+def start_rows_in(name):
+    spans = whole_batch(ROWS[name], BRANCHING.get(name)).spans()
+    return None if spans is None else start_rows_of(spans)
+
+
+def attend_here(context, backend, name, dtype, window=None):
     """The numbers of this rank's tokens, and y, dq, dk, dv of these; with a window also what the
     sinks' gradient gets from here."""
-    batch, mine = whole_batch(lengths), context.mine(whole_batch(lengths))
+    lengths = ROWS[name]
+    batch = whole_batch(lengths, BRANCHING.get(name))
+    mine = context.mine(batch)
     tokens = mine.input_ids_T
     assert torch.equal(mine.labels_T, batch.labels_T[tokens])
     assert torch.equal(mine.position_ids_T, batch.position_ids_T[tokens])
     assert (mine.lengths, mine.num_tokens, mine.num_trained) == (tuple(lengths), 90, 80)
     q, k, v, dy = (part[tokens].requires_grad_() for part in tensors(dtype))
     given = [q, k, v] if window is None else [q, k, v, SINKS.clone().requires_grad_()]
-    segments = context.segments(mine.lengths, "cpu")
+    segments = context.segments(mine, "cpu")
     y = context.attend(backend)(q, k, v, segments, SCALE, window, *given[3:])
     return tokens, [y.detach(), *torch.autograd.grad(y, given, dy.detach())]
 
@@ -85,8 +104,8 @@ def several_layouts(layouts):
         context = Context(Mesh(degrees, dist.get_rank(), "cpu"))
         for case in CASES:
             backend, name, *how = case
-            tokens, parts = attend_here(context, backend, ROWS[name], *how)
-            _, again = attend_here(context, backend, ROWS[name], *how)
+            tokens, parts = attend_here(context, backend, name, *how)
+            _, again = attend_here(context, backend, name, *how)
             assert all(map(torch.equal, parts, again)), "the same bits each time"
             arrays = [part.float().numpy() for part in parts]
             results[degrees, case] = tokens.tolist(), arrays
@@ -104,7 +123,8 @@ def test_ranks_that_share_a_row_compute_what_one_computes(world):
         assert sorted(tokens) == list(range(TOKENS)), "each token lies on one rank"
         q, k, v, dy = tensors(dtype)
         sinks = None if window is None else SINKS
-        want = dense_with_gradients(q, k, v, dy, ROWS[name], SCALE, window, sinks)
+        hidden = {"start_rows": start_rows_in(name)}
+        want = dense_with_gradients(q, k, v, dy, ROWS[name], SCALE, window, sinks, **hidden)
         forward, backward = TOLERANCE[dtype]
         for part, whole in enumerate(want):
             parts = [torch.from_numpy(arrays[part]) for _, arrays in found]
@@ -126,7 +146,7 @@ def bytes_sent(lengths, window=None):
     context = Context(Mesh(Degrees(ring=4), dist.get_rank(), "cpu"))
     dist.batch_isend_irecv = counting
     q, k, v, _ = (part[:24].requires_grad_() for part in tensors(torch.float32))
-    segments = context.segments(tuple(lengths), "cpu")
+    segments = context.segments(whole_batch(lengths), "cpu")
     y = context.attend("auto")(q, k, v, segments, SCALE, window)
     forward = sent[0]
     y.sum().backward()
@@ -140,6 +160,7 @@ def several_rows():
     return {
         (name, window): bytes_sent(lengths, window)
         for name, lengths in ROWS.items()
+        if name not in BRANCHING
         for window in SENT_WINDOWS
     }
 
@@ -181,8 +202,35 @@ def test_every_visible_pair_is_computed_once_and_no_other(ring, chunk, wanted, w
     for length in [*wanted, 2 * ring * chunk]:
         if rest := total - sum(lengths):
             lengths.append(min(length, rest))
-    computed = torch.zeros(total, total, dtype=torch.int64)
     plans = [spread(lengths, ring, index).within(window) for index in range(ring)]
+    assert torch.equal(computed(plans, ring, total, window), visible(lengths, window).long())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(2, 5),
+    st.lists(
+        st.tuples(st.integers(0, 20), st.integers(1, 20), st.integers(1, 20)),
+        min_size=1,
+        max_size=4,
+    ),
+    st.none() | st.integers(1, 40),
+)
+def test_every_visible_pair_of_documents_that_branch_is_computed_once(ring, documents, window):
+    prompts = tuple(prompt for prompt, *_ in documents)
+    branching = Branching(prompts, tuple(each for _, *both in documents for each in both), ())
+    lengths = [sum(document) for document in documents]
+    lengths.append(2 * ring - sum(lengths) % (2 * ring))
+    spans = whole_batch(lengths, branching).spans()
+    assert spans
+    plans = [spread(lengths, ring, index, spans=spans).within(window) for index in range(ring)]
+    seen = visible(lengths, window, start_rows_of(spans))
+    assert torch.equal(computed(plans, ring, sum(lengths), window), seen.long())
+
+
+def computed(plans, ring, total, window):
+    """How often each query's score of each key is computed, [T, T]."""
+    times = torch.zeros(total, total, dtype=torch.int64)
     # Two ranks with other lists would not agree on the order of the messages between them.
     assert len({tuple(step.distance for step in plan.steps) for plan in plans}) == 1
     tokens = [owned_by(index, ring, total) for index in range(ring)]
@@ -193,12 +241,13 @@ def test_every_visible_pair_is_computed_once_and_no_other(ring, chunk, wanted, w
         hidden = part.sees.hidden_keys(torch.device("cpu"))
         seen = torch.ones(len(queries), len(keys)) if hidden is None else ~hidden
         assert all(seen.any(dim).all() for dim in (0, 1)), "each sees some, and each is seen"
-        computed[queries.unsqueeze(1), keys] += seen.long()
+        times[queries.unsqueeze(1), keys] += seen.long()
 
     for index, plan in enumerate(plans):
-        assert sum(plan.lengths) == 2 * chunk
+        assert sum(plan.lengths) == total // ring
         mine = tokens[index]
-        computed[mine.unsqueeze(1), mine] += visible(plan.lengths, window).long()
+        start_rows = None if plan.start_rows is None else plan.start_rows.tolist()
+        times[mine.unsqueeze(1), mine] += visible(plan.lengths, window, start_rows).long()
         for part in plan.own:
             count(part, mine, mine)
         for step in plan.steps:
@@ -207,14 +256,14 @@ def test_every_visible_pair_is_computed_once_and_no_other(ring, chunk, wanted, w
             assert step.takes == len(given)
             for part in step.parts:
                 count(part, mine, tokens[giver][list(given)])
-    assert torch.equal(computed, visible(lengths, window).long())
+    return times
 
 
 def test_a_rank_alone_holds_the_row_and_attends_to_it_as_ever():
     context = Context(Mesh(Degrees(), 0, "cpu"))
     assert context.multiple == 1
     for backend in ("eager", "sdpa"):
-        tokens, got = attend_here(context, backend, [37, 29, 30], torch.float32)
+        tokens, got = attend_here(context, backend, "one over the middle", torch.float32)
         assert tokens.tolist() == list(range(TOKENS))
         q, k, v, dy = tensors(torch.float32)
         want = dense_with_gradients(q, k, v, dy, [37, 29, 30], SCALE)

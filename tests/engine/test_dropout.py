@@ -118,6 +118,31 @@ def results(job):
     return [(record["loss"], record["grad_norm"]) for record in records]
 
 
+def test_weights_of_attention_are_dropped_as_much_as_is_written_and_in_training_alone(folder):
+    some = {"dropout": {"attention": HIDDEN}}
+    jobs = {
+        "none": job(folder, "kept"),
+        "some": job(folder, "some", **some),
+        "recomputed": job(folder, "recomputed", enable_gradient_checkpointing=True, **some),
+        "rising": job(folder, "later", dropout={"attention": HIDDEN, "warmup_steps": 2}),
+    }
+    [found] = on_ranks(1, each, stepped, jobs)
+    steps = {name: losses for name, (losses, _) in found.items()}
+    for _, evaluated in found.values():
+        assert evaluated == pytest.approx(found["none"][1], rel=1e-6)
+    assert steps["recomputed"] == steps["some"]
+    assert steps["rising"][0] == pytest.approx(steps["none"][0], rel=1e-6)
+    assert steps["rising"][1] != pytest.approx(steps["none"][1], rel=1e-6)
+    assert steps["some"][0] != pytest.approx(steps["none"][0], rel=1e-6)
+
+
+def stepped(job):
+    """The losses of two steps, and that of an evaluation before them."""
+    loop = loop_of(job)
+    before = looked_at(loop, read(loop.rows, [[0, 1]], loop.reading))
+    return [step(loop)["loss"] for _ in range(2)], before[0]
+
+
 @pytest.mark.slow
 def test_adapters_beside_experts_drop_alike_where_ranks_share_out_tokens(folder):
     sparse = runs.write_config(
@@ -131,7 +156,7 @@ def test_adapters_beside_experts_drop_alike_where_ranks_share_out_tokens(folder)
     )
     settings = {
         "model": {"config_path": str(sparse)},
-        "dropout": {"hidden": HIDDEN},
+        "dropout": {"hidden": HIDDEN, "attention": HIDDEN},
         "lora": {
             "enable_lora": True,
             "lora_target_modules": ["o_proj", "shared_experts.gate_proj", "mlp.down_proj"],

@@ -13,9 +13,10 @@ from penstock.core.errors import StageError
 from penstock.rows.reader import PackedRows
 from penstock.rows.tokenizer import byte_tokenizer
 from penstock.train import evaluation
-from penstock.train.evaluation import chosen_rows, perplexity
+from penstock.train.evaluation import chosen_rows
 from penstock.train.metrics import read_metrics
 from penstock.train.stopping import StopRequest
+from penstock.train.told_tokens import perplexity
 from tests.engine import runs
 from tests.engine.held_out import (
     NEW_TOKENS,

@@ -8,6 +8,7 @@ import signal
 import pytest
 
 from penstock.engine import checkpoint
+from penstock.engine.checkpoint_folders import complete_checkpoints
 from penstock.train import recorder
 from penstock.train.evaluation import HeldOut
 from penstock.train.metrics import read_metrics
@@ -26,8 +27,7 @@ STEPS = 10
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("interrupted")
     runs.write_rows(folder / "packed", 10)
-    held_out = runs.write_rows(folder / "held", 3, seed=1) / "data" / "train"
-    held_out.rename(folder / "packed" / "data" / "validation")
+    runs.write_rows(folder / "packed", 3, seed=1, split="validation")
     runs.write_config(folder / "model")
     return folder
 
@@ -131,7 +131,7 @@ def saved(job):
     """The bytes of every checkpoint."""
     return {
         (folder.name, file.name): file.read_bytes()
-        for folder in checkpoint.complete_checkpoints(job.output_dir / "checkpoints")
+        for folder in complete_checkpoints(job.output_dir / "checkpoints")
         for file in folder.iterdir()
     }
 

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from penstock.core.errors import CapabilityError
 from penstock.engine.hf_config import read_hf_config
 from penstock.engine.loss import require_products
-from penstock.engine.positions import require_whole_documents
+from penstock.engine.positions import require_prompts_apart, require_whole_documents
 from penstock.models.layers.block import Block
 from penstock.plan import check_machine
 from penstock_kernels.op import Op
@@ -138,4 +138,23 @@ def test_documents_that_turn_by_their_length_are_not_shared_out(folder, name):
         require_whole_documents(run.train, by_length)
     changed = {"model": run.model.model_copy(update={"foundation": {"rope_parameters": rope}})}
     with pytest.raises(CapabilityError, match=f"train.{name} share"):
+        check_machine(run.model_copy(update=changed))
+
+
+def test_prompts_are_not_shared_where_documents_turn_by_their_length(folder):
+    run = job(folder, "pairs").config
+    pairs = run.data.datasets[0].model_copy(update={"type": "preference"})
+    data = run.data.model_copy(update={"datasets": [pairs]})
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    by_length = read_hf_config(str(folder / "qwen3"), {"rope_parameters": rope})
+    require_prompts_apart(data, read_hf_config(str(folder / "qwen3"), {}))
+    require_prompts_apart(run.data, by_length)
+    require_prompts_apart(data.model_copy(update={"share_prompts": False}), by_length)
+    with pytest.raises(CapabilityError, match=r"kind 'dynamic'(.|\n)*data.share_prompts: false"):
+        require_prompts_apart(data, by_length)
+    changed = {
+        "model": run.model.model_copy(update={"foundation": {"rope_parameters": rope}}),
+        "data": data,
+    }
+    with pytest.raises(CapabilityError, match=r"data\.share_prompts lays both answers"):
         check_machine(run.model_copy(update=changed))

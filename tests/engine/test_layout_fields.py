@@ -107,6 +107,8 @@ def jobs_of(folder, wanted):
 FSDP = {"data_parallel_mode": "fsdp2"}
 TENSOR = {"tensor_parallel_size": 2}
 PIPE = {"pipeline_parallel_size": 2}
+WIDE = {"data_parallel_mode": "ddp", "model": {"foundation": {"intermediate_size": 2048}}}
+HALF = {"enable_mixed_precision": True}
 SCHEDULES = (
     "GPipe",
     "Interleaved1F1B",
@@ -123,7 +125,13 @@ ON_TWO = {
     "bf16": {**FSDP, "fsdp_reduce_dtype": "bf16"},
     "offload": {**FSDP, "enable_fsdp_offload": True},
     "copies": {"data_parallel_mode": "ddp", "data_parallel_replicate_size": 2},
+    "one bucket": WIDE,
+    "buckets": {**WIDE, "comm_bucket_mb": 1},
     "tensor": TENSOR,
+    "half": {**TENSOR, **HALF},
+    "half, whole sums": {**TENSOR, **HALF, "tp_reduce_dtype": "fp32"},
+    "half sums": {**TENSOR, "tp_reduce_dtype": "bf16"},
+    "half sums of shares": {**TENSOR, "sequence_parallel": True, "tp_reduce_dtype": "bf16"},
     "sequence": {**TENSOR, "sequence_parallel": True},
     "whole logits": {**TENSOR, "tp_vocab_parallel_loss": False},
     "ring": {"ringattn_parallel_size": 2},
@@ -141,7 +149,10 @@ ON_TWO = {
         "model": {"foundation": {"num_hidden_layers": 6}},
     },
 }
-EXPECTED_TO_DIFFER = ("bf16", "three stages")
+EXPECTED_TO_DIFFER = {
+    *("bf16", "three stages", "one bucket", "buckets", "half", "half, whole sums", "half sums"),
+    "half sums of shares",
+}
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +198,39 @@ def test_gradients_are_added_up_in_the_precision_that_is_written(on_two):
 
     assert dtypes("full") == {"torch.float32"}
     assert dtypes("bf16") == {"torch.bfloat16"}
+
+
+def test_as_many_gradients_are_added_up_at_once_as_is_written(on_two):
+    def sums(job):
+        seen = on_two[job][0]["traffic"]
+        return [n for name, _, n in seen if "allreduce" in name and n > 1000]
+
+    [one], more = sums("one bucket"), sums("buckets")
+    # Three matrices in each of four layers are most of it; four of them fill a bucket.
+    assert one > 4 * 3 * 2048 * 32
+    assert len(more) == 4
+    assert sum(more) == one
+    assert max(more) < (1 << 18) + 2048 * 32
+    assert on_two["one bucket"][0]["result"] == on_two["buckets"][0]["result"]
+
+
+def test_ranks_add_layers_up_in_the_precision_that_is_written(alone, on_two):
+    def counts(job):
+        seen = on_two[job][0]["traffic"]
+        sums = [dtype for name, dtype, _ in seen if "reduce" in name]
+        return sums.count("torch.bfloat16"), sums.count("torch.float32")
+
+    halves, wholes = counts("half")
+    # Of each of four micro-batches: in and out of two parts of four layers, and into the head.
+    assert halves == 4 * (2 * 2 * 4 + 1)
+    assert counts("half, whole sums") == (0, halves + wholes)
+    assert counts("half sums") == counts("half")
+    assert counts("half sums of shares")[0] == halves
+    assert counts("tensor")[0] == 0
+    for name in ("half", "half, whole sums", "half sums", "half sums of shares"):
+        loss, norm = on_two[name][0]["result"]
+        assert loss == pytest.approx(alone["result"][0], abs=1e-2), name
+        assert norm == pytest.approx(alone["result"][1], rel=2e-2), name
 
 
 def test_weights_lie_in_host_memory_if_wanted(on_two):

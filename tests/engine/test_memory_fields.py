@@ -25,6 +25,8 @@ from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.dist
 
+job = runs.short_job
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -32,12 +34,6 @@ def folder(tmp_path_factory):
     runs.write_rows(folder / "packed", 8)
     runs.write_config(folder / "model")
     return folder
-
-
-def job(folder, out, **train):
-    settings = {"data_parallel_mode": "none", "max_steps": 1, **train}
-    run = runs.run_config(folder / out, folder / "model", **settings)
-    return runs.job_of(run, folder / "packed")
 
 
 def held(job):

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from penstock.core.errors import ArtifactError
-from penstock.engine import checkpoint
+from penstock.engine.checkpoint_folders import complete_checkpoints, read_state
 from penstock.train.metrics import MetricsLog, read_metrics
 from penstock.train.stopping import StopRequest
 from tests.engine import runs
@@ -107,9 +107,9 @@ def test_an_unfinished_save_is_never_resumed_from(folder):
     shutil.copytree(whole, root / "global_step_5.part")
     (root / "global_step_5").mkdir()
     shutil.copy(whole / "state.json", root / "global_step_5" / "state.json")
-    assert checkpoint.complete_checkpoints(root)[-1] == whole
+    assert complete_checkpoints(root)[-1] == whole
     with pytest.raises(ArtifactError, match="not a complete checkpoint"):
-        checkpoint.read_state(root / "global_step_5")
+        read_state(root / "global_step_5")
     assert on_ranks(1, runs.train_here, job)[0]["steps"] == 6
     assert not list(root.glob("*.part"))
 

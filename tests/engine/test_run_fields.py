@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from penstock.core.errors import CapabilityError
 from penstock.engine import checkpoint
 from penstock.engine.checkpoint_files import CheckpointFiles
+from penstock.engine.checkpoint_folders import read_state
 from penstock.engine.checkpoint_reader import CheckpointReader
 from penstock.plan import check_machine
 from penstock.train.main import run_by_hand
@@ -33,6 +34,8 @@ from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.dist
 
+job = runs.short_job
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -41,12 +44,6 @@ def folder(tmp_path_factory):
     runs.write_config(folder / "model")
     runs.write_config(folder / "other", hidden_size=16)
     return folder
-
-
-def job(folder, out, **train):
-    settings = {"data_parallel_mode": "none", "max_steps": 1, **train}
-    run = runs.run_config(folder / out, folder / "model", **settings)
-    return runs.job_of(run, folder / "packed")
 
 
 def shapes(job):
@@ -208,7 +205,7 @@ def forgetful(jobs):
     for its in jobs.values():
         assert train_until(its, 2) is None
         [found] = (its.output_dir / "checkpoints").iterdir()
-        stops.add(checkpoint.read_state(found)["step"])
+        stops.add(read_state(found)["step"])
         assert runs.train_here(its)
     [stop] = stops
     loop = loop_of(jobs["states"])
@@ -311,7 +308,6 @@ def timeouts(job):
     torch.distributed.init_process_group = noted
     run_by_hand(job)
     torch.distributed.init_process_group = join
-    torch.distributed.init_process_group(store=torch.distributed.HashStore(), rank=0, world_size=1)
     return limits
 
 
@@ -324,3 +320,33 @@ def test_collective_operations_wait_as_long_as_a_step_may(folder):
         run = made.config.model_copy(update={"launch": launch})
         jobs[str(limit)] = runs.job_of(run, folder / "packed")
     assert on_ranks(1, each, timeouts, jobs) == [{"None": [1810.0], "77.0": [87.0]}]
+
+
+def test_how_long_a_run_was_in_coming_back_is_told_if_wanted(folder):
+    jobs = {}
+    for name, wanted in (("told", True), ("not told", False)):
+        settings = {"log_recovery_timing": wanted}
+        jobs[name] = [job(folder, name, max_steps=end, **settings) for end in (1, 3)]
+    on_ranks(1, runs_of, [one for starts in jobs.values() for one in starts])
+    told = {
+        name: [record.get("recovery_seconds") for record in read_metrics(metrics_of(starts[0]))]
+        for name, starts in jobs.items()
+    }
+    assert told["not told"] == [None] * 3
+    assert told["told"][0] is told["told"][2] is None
+    found = told["told"][1]
+    assert found
+    whole = found.pop("all")
+    wanted = {"starting", "loading_the_model", "reading_the_checkpoint", "first_step"}
+    assert wanted <= found.keys()
+    assert min(found.values()) >= 0
+    assert whole == pytest.approx(sum(found.values()), abs=0.01)
+
+
+def metrics_of(job):
+    return job.output_dir / "metrics.jsonl"
+
+
+def runs_of(jobs):
+    for its in jobs:
+        runs.train_here(its)

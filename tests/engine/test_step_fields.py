@@ -21,6 +21,8 @@ from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.dist
 
+job = runs.short_job
+
 # fp32 arithmetic on values of order one, done twice.
 RTOL, ATOL = 1e-5, 1e-7
 
@@ -31,12 +33,6 @@ def folder(tmp_path_factory):
     runs.write_rows(folder / "packed", 10)
     runs.write_config(folder / "model")
     return folder
-
-
-def job(folder, out, **train):
-    settings = {"data_parallel_mode": "none", "max_steps": 1, **train}
-    run = runs.run_config(folder / out, folder / "model", **settings)
-    return runs.job_of(run, folder / "packed")
 
 
 def rates(job):

@@ -25,6 +25,7 @@ from penstock.config.run import RunConfig
 from penstock.config.train import TrainConfig
 from penstock.engine.adapter_norms import norms_for
 from penstock.engine.adapter_start import AdapterStart
+from penstock.engine.answers import AnswerSums
 from penstock.engine.attention_choice import choose_attention
 from penstock.engine.base_weights import Base
 from penstock.engine.changes import Changes
@@ -37,13 +38,25 @@ from penstock.engine.expert_kernels import choose_experts
 from penstock.engine.float8_gather import gather_in_8_bits
 from penstock.engine.float8_training import agree_on_scales, put_float8
 from penstock.engine.fused_step import FusedStep
+from penstock.engine.kept_precision import (
+    exact_parameters,
+    keep_all_in,
+    keep_frozen_in,
+    rounded_to,
+)
 from penstock.engine.layer_kernels import (
     gates_as_written,
     operations_as_written,
     precision_as_written,
 )
 from penstock.engine.learning import learning
-from penstock.engine.loss import require_products, told_loss, trained_loss
+from penstock.engine.loss import (
+    answer_sums,
+    preferences_of,
+    require_products,
+    told_loss,
+    trained_loss,
+)
 from penstock.engine.loss_scale import LossScale
 from penstock.engine.merging import merging_of
 from penstock.engine.model_limits import require_possible
@@ -64,7 +77,7 @@ from penstock.engine.parallel.mesh import Mesh
 from penstock.engine.parallel.parts import parts_of
 from penstock.engine.parallel.pieces import Held
 from penstock.engine.parallel.split import described
-from penstock.engine.parallel.tensor import divide
+from penstock.engine.parallel.tensor import SUMS, divide
 from penstock.engine.parallel.vocabulary import Vocabulary
 from penstock.engine.quantisation_noise import add_noise
 from penstock.engine.quantised_folder import Drawn
@@ -94,6 +107,8 @@ class Assembled:
     engine: Engine
     onlooker: Onlooker
     """The same model, for those who only look."""
+    answers: AnswerSums
+    """The same model, for those who ask about whole answers."""
     trained: Trained
     degrees: Degrees
     layout: dict[str, Any]
@@ -145,7 +160,7 @@ def assemble(
     in_float8 = put_float8(parts, train, names, family.roles, notify)
     residual: Residual = "split" if train.sequence_parallel else "whole"
     for part in parts:
-        divide(part, mesh, family.roles, residual=residual)
+        divide(part, mesh, family.roles, residual=residual, sums=SUMS[train.tp_reduce_dtype])
         share_experts(part, mesh, exchange)
         if train.enable_gradient_checkpointing:
             recompute(part, train.recompute_modules, kind_of(train), mixtures=mixtures_of(train))
@@ -183,6 +198,7 @@ def assemble(
         config.vocab_size,
         residual=residual,
         logits="divided" if train.tp_vocab_parallel_loss else "gathered",
+        sums=SUMS[train.tp_reduce_dtype],
     )
     layout = Layout(
         mesh=mesh,
@@ -204,6 +220,7 @@ def assemble(
         told_losses=vocabulary.sum_of_losses(told),
         max_grad_norm=train.max_grad_norm,
         noise_seed=train.seed if run.lora.enable_aqn or any(map(drops, parts)) else None,
+        preferences=preferences_of(run, layout, vocabulary, ranks),
         routers=routers_of(train, config, parts, held, mesh, ranks),
         merging=merging_of(run, parts, held, optimizer, names, mesh, ranks),
         fused=(
@@ -220,6 +237,7 @@ def assemble(
     return Assembled(
         engine=engine,
         onlooker=Onlooker(layout, ranks, vocabulary.scores(told), vocabulary.likeliest(told)),
+        answers=answer_sums(run, layout, vocabulary, ranks),
         trained=Trained(
             held,
             optimizer,
@@ -227,6 +245,8 @@ def assemble(
             stepped=stepped,
             states="saved" if train.save_optimizer else "left out",
             changes=changes,
+            rounded_to=rounded_to(train),
+            exact=exact_parameters(parts, held, names),
         ),
         degrees=degrees,
         layout={"mode": train.data_parallel_mode, **asdict(degrees)},
@@ -288,33 +308,6 @@ def pipeline_of(
 
     how = {"residual": residual, "casting": casting}
     return Pipeline(parts, mesh, train, device=ranks.device, pulse=ranks.pulse, **how)
-
-
-def keep_frozen_in(dtype: torch.dtype, model: Decoder) -> None:
-    """Keep the matrices that no step changes in the precision that they are computed in, in place.
-
-    But for routers that choose in fp32. Vectors stay as they are: they are small, and norms are
-    computed in fp32.
-    """
-    exact = of_exact_routers(model)
-    for parameter in model.parameters():
-        is_matrix = parameter.is_floating_point() and parameter.dim() > 1
-        if is_matrix and not parameter.requires_grad and id(parameter) not in exact:
-            parameter.data = parameter.data.to(dtype)
-
-
-def keep_all_in(dtype: torch.dtype, model: Decoder) -> None:
-    """Keep every weight in this precision, in place, but for routers that choose in fp32."""
-    exact = of_exact_routers(model)
-    for parameter in model.parameters():
-        if parameter.is_floating_point() and id(parameter) not in exact:
-            parameter.data = parameter.data.to(dtype)
-
-
-def of_exact_routers(model: Decoder) -> set[int]:
-    """The identities of their parameters."""
-    exact = [router for router in model.routers().values() if router.is_exact]
-    return {id(parameter) for router in exact for parameter in router.parameters()}
 
 
 def casting_of(train: TrainConfig, device: torch.device) -> Casting:

@@ -1,9 +1,8 @@
 """Checkpoints: written aside, marked complete, renamed. What is being written is never found.
 
-`<output_dir>/checkpoints/global_step_N/` holds DCP files, `state.json` and, last, `COMPLETE`.
+Its folder in `<output_dir>/checkpoints/` holds DCP files, `state.json` and, last, `COMPLETE`.
 """
 
-import re
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,32 +15,27 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from penstock.adapters.names import factor_of
 from penstock.core.errors import ArtifactError, StageError
-from penstock.core.files import (
-    PART,
-    fsync,
-    publishing,
-    read_json,
-    regular_files,
-    remove,
-    write_json,
-)
+from penstock.core.files import PART, fsync, publishing, regular_files, remove, write_json
 from penstock.engine.checkpoint_boxes import Boxes, write_boxes
 from penstock.engine.checkpoint_copies import BoxCopies
 from penstock.engine.checkpoint_files import CheckpointFiles
-from penstock.engine.checkpoint_state import Trained
+from penstock.engine.checkpoint_folders import (
+    BEST,
+    BEST_MARK,
+    COMPLETE,
+    STATE,
+    Naming,
+    checkpoint_of,
+    complete_checkpoints,
+    read_state,
+)
+from penstock.engine.checkpoint_state import States, Trained
 from penstock.engine.ranks import Ranks
-
-COMPLETE = "COMPLETE"
-STATE = "state.json"
-FOLDER = re.compile(r"global_step_(\d+)$")
-BEST = "best"
-"""The file that holds the name of the best checkpoint."""
-BEST_MARK = "BEST"
-"""A file in it, and in those that were it before: the newest one is. By it the best is found where
-there are only names of files."""
 
 ADAPTERS, MERGED, MODEL = "adapters alone", "a model with adapters merged into it", "all of a model"
 """What a checkpoint may hold."""
+
+DEFAULT = Naming()
 
 
 class Checkpoints:
@@ -55,10 +49,11 @@ class Checkpoints:
         *,
         writes: Literal["at_once", "behind"] = "at_once",
         limit: int | None = None,
+        naming: Naming = DEFAULT,
     ) -> None:
         """`behind` writes while training goes on; `limit` keeps so many of the newest."""
         self.root, self._trained, self._ranks = root, trained, ranks
-        self._limit = limit
+        self._limit, self._naming = limit, naming
         self._started_from: Path | None = None
         self._best: Path | None = None
         # Of its own: a thread must not speak among the collectives of training.
@@ -71,22 +66,23 @@ class Checkpoints:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
-    def load(self, folder: Path) -> dict[str, Any]:
+    def load(self, folder: Path, *, states: States = "read") -> dict[str, Any]:
         """Restore what is trained from a complete checkpoint, which is then kept; its state.json.
 
         Raises ArtifactError when it is not complete, damaged, of another model, or of a run that
-        trained something else of it.
+        trained something else of it, or with another optimizer whose states are to be read.
         """
         state, mine = read_state(folder), _name_of(self._trained.optimizer)
-        if state["optimizer"] != mine:
+        if states == "read" and state["optimizer"] != mine:
             raise ArtifactError(
                 f"{folder} was trained with {state['optimizer']}, and this run's optimizer is "
                 f"{mine}.\n"
-                "  Write the same train.optimizer, or start from its weights as model.model_path."
+                "  Write the same train.optimizer, or take its weights alone with "
+                "train.load_optimizer: false."
             )
         files = CheckpointFiles(folder)
         self._require_same_kind(folder, _kind_of(state, files))
-        self._trained.restore(files)
+        self._trained.restore(files, states=states)
         self._started_from = folder.resolve()
         return state
 
@@ -102,6 +98,7 @@ class Checkpoints:
             "optimizer": _name_of(self._trained.optimizer),
             "adapter_only": self._trained.only_trained,
             "lacks_optimizer": self._lacks_optimizer(),
+            "rounds_weights": self._trained.rounded_to is not None,
         }
         boxes = self._trained.boxes()
         if self._copies is None:
@@ -122,7 +119,8 @@ class Checkpoints:
         Raises StageError when it could not be saved, or this cannot be written.
         """
         self.finish()
-        folder = self.root / f"global_step_{step}"
+        folder = self.folder_of(step)
+        assert folder is not None, f"there is no checkpoint of step {step}"
         try:
             self._lead(lambda: _name(folder, self.root / BEST))
         except OSError as error:
@@ -132,8 +130,9 @@ class Checkpoints:
         self.keep_best(step)
 
     def keep_best(self, step: int) -> None:
-        """Keep the checkpoint of `step` until another one is the best."""
-        self._best = (self.root / f"global_step_{step}").resolve()
+        """Keep the checkpoint of `step`, if it is there, until another one is the best."""
+        folder = self.folder_of(step)
+        self._best = folder and folder.resolve()
 
     def finish(self) -> None:
         """Wait until what was saved is complete. Raises StageError when it failed, on any rank."""
@@ -150,6 +149,10 @@ class Checkpoints:
         if self._thread:
             self._thread.join()
             self._thread = None
+
+    def folder_of(self, step: int) -> Path | None:
+        """The complete checkpoint of `step`; None if there is none."""
+        return checkpoint_of(step, self.root)
 
     def _require_same_kind(self, folder: Path, there: str) -> None:
         """Refuse a checkpoint of which a part would be missing, or left out without a word."""
@@ -168,7 +171,7 @@ class Checkpoints:
     def _lacks_optimizer(self) -> bool:
         """Whether anything that an optimizer keeps is left out; the same on all ranks."""
         trained = self._trained
-        return trained.states == "left out" and bool(self._ranks.anywhere(trained.has_states))
+        return trained.states == "left out" and self._ranks.anywhere(trained.has_states)
 
     def _behind(self, step: int, boxes: Boxes, state: dict[str, Any], copies: BoxCopies) -> None:
         try:
@@ -194,7 +197,7 @@ class Checkpoints:
         return copied
 
     def _write(self, step: int, boxes: Boxes, state: dict[str, Any]) -> None:
-        final = self.root / f"global_step_{step}"
+        final = self.root / self._naming.name(step, state)
         aside = self.root / f"{final.name}{PART}"
         try:
             self._lead(lambda: _make_anew(aside))
@@ -226,7 +229,13 @@ class Checkpoints:
         if self._limit is None:
             return
         kept = {self._started_from, self._best, newest.resolve()}
-        for folder in complete_checkpoints(self.root)[: -self._limit]:
+        # What bears another name, such as a copy that somebody made, is not the run's to delete.
+        mine = [
+            folder
+            for folder in complete_checkpoints(self.root)
+            if self._naming.step_of(folder.name) is not None
+        ]
+        for folder in mine[: -self._limit]:
             if folder.resolve() not in kept:
                 # In one step, so that what is left of a deletion that broke off is swept.
                 aside = folder.with_name(f"{folder.name}{PART}")
@@ -270,29 +279,3 @@ def _reason(error: BaseException) -> str:
     """The first rank's cause, of an error that speaks for all ranks."""
     failures = getattr(error, "failures", None)
     return str(next(iter(failures.values()))[0] if failures else error)
-
-
-def read_state(folder: Path) -> dict[str, Any]:
-    """The `state.json` of a complete checkpoint. Raises ArtifactError if it is not complete."""
-    if not (folder / COMPLETE).is_file():
-        raise ArtifactError(
-            f"{folder} is not a complete checkpoint: it has no {COMPLETE}.\n"
-            "  Name a folder called global_step_N whose save ended."
-        )
-    return read_json(folder / STATE)
-
-
-def complete_checkpoints(root: Path) -> list[Path]:
-    """All complete checkpoints under `root`, oldest first."""
-    found = [
-        (int(match[1]), path)
-        for path in (root.iterdir() if root.is_dir() else ())
-        if (match := FOLDER.match(path.name)) and (path / COMPLETE).is_file()
-    ]
-    return [path for _, path in sorted(found)]
-
-
-def sweep(root: Path) -> None:
-    """Delete what interrupted saves left."""
-    for path in root.glob(f"global_step_*{PART}") if root.is_dir() else ():
-        remove(path)

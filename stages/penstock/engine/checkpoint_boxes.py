@@ -46,6 +46,13 @@ class Box:
     whole: tuple[int, ...]
     offsets: tuple[int, ...]
     data: torch.Tensor
+    rounded_to: torch.dtype | None = None
+    """What it is written in; None: as it is."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the numbers in the file."""
+        return self.rounded_to or self.data.dtype
 
     @property
     def chunk(self) -> ChunkStorageMetadata:
@@ -128,7 +135,8 @@ class _Saving(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
         """The data of the box that is written."""
         parts: Sequence[Box] = self.state_dict[index.fqn]
-        return next(box.data for box in parts if torch.Size(box.offsets) == index.offset)
+        box = next(box for box in parts if torch.Size(box.offsets) == index.offset)
+        return box.data.to(box.dtype)
 
 
 class _Loading(DefaultLoadPlanner):
@@ -167,7 +175,7 @@ def _write_item(name: str, box: Box) -> WriteItem:
         tensor_data=TensorWriteData(
             chunk=box.chunk,
             # Not those of the data in memory: where they lay must not change the file.
-            properties=TensorProperties(dtype=box.data.dtype),
+            properties=TensorProperties(dtype=box.dtype),
             size=torch.Size(box.whole),
         ),
     )

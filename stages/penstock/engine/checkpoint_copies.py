@@ -75,6 +75,6 @@ class BoxCopies:
         key = name, box.offsets
         if key not in self._memory:
             self._memory[key] = torch.empty(
-                box.data.shape, dtype=box.data.dtype, device="cpu", pin_memory=self._on_cuda
+                box.data.shape, dtype=box.dtype, device="cpu", pin_memory=self._on_cuda
             )
         return self._memory[key]

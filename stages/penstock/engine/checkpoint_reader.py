@@ -12,9 +12,9 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from penstock.core.errors import ArtifactError
-from penstock.engine.checkpoint import read_state
 from penstock.engine.checkpoint_boxes import read_boxes, whole_box
 from penstock.engine.checkpoint_files import CheckpointFiles
+from penstock.engine.checkpoint_folders import read_state
 from penstock.engine.checkpoint_state import MODEL
 
 

@@ -5,7 +5,7 @@ Adapters have the names they have where nothing is fused. So neither the layout 
 shows in a checkpoint, and any layout reads what any other wrote.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Literal
@@ -22,6 +22,9 @@ from penstock.optim.groups import set_rates
 MODEL = "model."
 OPTIMIZER = "optimizer."
 
+States = Literal["read", "passed over"]
+"""What becomes of a checkpoint's states of the optimizer."""
+
 
 @dataclass(frozen=True)
 class Trained:
@@ -37,6 +40,10 @@ class Trained:
     """What becomes of the optimizer's states; those that a checkpoint has are always read."""
     changes: Changes = field(default_factory=Changes)
     """Whoever changes any of it says so here before."""
+    rounded_to: torch.dtype | None = None
+    """What weights are saved in; None: as they are kept."""
+    exact: Set[int] = frozenset()
+    """The identities of parameters that are not rounded."""
 
     @property
     def has_states(self) -> bool:
@@ -49,13 +56,14 @@ class Trained:
         return _gathered(self._parameters() if self.states == "left out" else self._all())
 
     @torch.no_grad()
-    def restore(self, files: CheckpointFiles) -> None:
+    def restore(self, files: CheckpointFiles, *, states: States = "read") -> None:
         """Read parameters in place, and the optimizer's states where the checkpoint has them.
 
         Raises ArtifactError when the checkpoint is damaged or of another model.
         """
-        self._make_states(files)
-        read_boxes(_gathered(self._all()), files)
+        if states == "read":
+            self._make_states(files)
+        read_boxes(_gathered(self._all() if states == "read" else self._parameters()), files)
 
     def _kept(self) -> Iterator[Held]:
         for held in self.held:
@@ -72,7 +80,8 @@ class Trained:
     def _parameters(self) -> Iterator[tuple[str, Box]]:
         for held in self._kept():
             part = local(held.parameter.detach())
-            yield from _boxes(held, part, MODEL, "")
+            is_rounded = part.is_floating_point() and id(held.parameter) not in self.exact
+            yield from _boxes(held, part, MODEL, "", self.rounded_to if is_rounded else None)
 
     def _states(self) -> Iterator[tuple[str, Box]]:
         for held in self._stepped():
@@ -127,9 +136,12 @@ def _state_boxes(
             yield f"{OPTIMIZER}{piece.tensor}{end}", whole_box(value)
 
 
-def _boxes(held: Held, part: torch.Tensor, begin: str, end: str) -> Iterator[tuple[str, Box]]:
+def _boxes(
+    held: Held, part: torch.Tensor, begin: str, end: str, rounded_to: torch.dtype | None = None
+) -> Iterator[tuple[str, Box]]:
     for piece in held.pieces:
-        yield f"{begin}{piece.tensor}{end}", Box(piece.whole, piece.offsets, piece.of(part))
+        box = Box(piece.whole, piece.offsets, piece.of(part), rounded_to)
+        yield f"{begin}{piece.tensor}{end}", box
 
 
 def _states(files: CheckpointFiles) -> dict[str, dict[str, TensorStorageMetadata]]:

@@ -8,7 +8,8 @@ from penstock.models.layers.dropout import Dropout, Dropping
 def dropping(written: DropoutConfig) -> Dropping:
     """What layers drop."""
     depth = "rising" if written.depth_scaling else "alike"
-    return Dropping(written.hidden, written.ffn, written.warmup_steps, depth)
+    rates = (written.hidden, written.ffn, written.attention)
+    return Dropping(*rates, warmup_steps=written.warmup_steps, depth=depth)
 
 
 def drops(part: Decoder) -> bool:

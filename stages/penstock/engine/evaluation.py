@@ -86,9 +86,4 @@ class Onlooker:
         return self.layout.context.part(values_T).to(self.ranks.device, non_blocking=True)
 
     def _call(self, batch: MicroBatch, reduce: Reduce) -> Call:
-        return Call(
-            self._here(batch.input_ids_T),
-            self._here(batch.position_ids_T),
-            self.layout.context.segments(batch.lengths, self.ranks.device),
-            reduce,
-        )
+        return self.layout.call(batch, reduce, self.ranks.device)

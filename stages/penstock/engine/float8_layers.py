@@ -5,14 +5,14 @@ embedding, the head, routers and experts are not. A layer is or is not, whatever
 before any process starts: no torch here.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 
 from penstock.config.fp8 import Fp8Config
-from penstock.config.quantising import is_among, names_layer
+from penstock.config.quantising import is_among
 from penstock.config.train import TrainConfig
-from penstock.core.errors import CapabilityError, ConfigError
+from penstock.core.errors import CapabilityError
+from penstock.engine.excluded import fused, require_known
 from penstock.models.roles import Role, Roles, role_of
 from penstock.models.weights import WeightMap
 
@@ -58,17 +58,14 @@ def float8_layers(train: TrainConfig, names: WeightMap, roles: Roles) -> Float8L
         CapabilityError: no layer would be computed so, or only a part of one.
     """
     fp8 = train.fp8
-    _require_known(fp8.exclude_modules, names)
+    require_known(FIELD, fp8.exclude_modules, names)
     found, excluded = Float8Layers(), list[str]()
     for native, role in _linear_layers(names, roles):
         parts = [name.removesuffix(".weight") for name in names.hf_names(f"{native}.weight")]
         left = [part for part in parts if is_among(fp8.exclude_modules, part)]
         rows, columns = names.native_shape(f"{native}.weight")
         if left and len(left) < len(parts):
-            raise CapabilityError(
-                f"{FIELD} leaves out {left[0]}, which is computed in one with its like "
-                "(model.merge_qkv).\n  Write merge_qkv: false, or leave all three out."
-            )
+            raise CapabilityError(fused(FIELD, left[0]))
         if left:
             excluded.append(native)
         elif rows % MULTIPLE or columns % _unit(fp8):
@@ -116,16 +113,6 @@ def _linear_layers(names: WeightMap, roles: Roles) -> Iterator[tuple[str, Role]]
         role = role_of(native, roles)
         if leaf == "weight" and role in (Role.WIDEN, Role.NARROW):
             yield native, role
-
-
-def _require_known(entries: Sequence[str], names: WeightMap) -> None:
-    layers = [name.removesuffix(".weight") for name in names.hf_shapes()]
-    for entry in entries:
-        if not any(names_layer(entry, layer) for layer in layers):
-            parts = sorted({part for layer in layers for part in layer.split(".")})
-            near = get_close_matches(entry, parts, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"{FIELD}: {entry!r} names no module of this model{hint}.")
 
 
 def _require_whole_parts(train: TrainConfig, names: WeightMap, layers: Float8Layers) -> None:

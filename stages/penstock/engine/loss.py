@@ -6,7 +6,12 @@ from torch import nn
 from penstock.adapters.lora import LoraLinear
 from penstock.config.run import RunConfig
 from penstock.core.errors import CapabilityError
+from penstock.engine.answers import AnswerSums
 from penstock.engine.compilers import require_compiler
+from penstock.engine.parallel.layout import Layout
+from penstock.engine.parallel.vocabulary import Vocabulary
+from penstock.engine.preferences import Preferences
+from penstock.engine.ranks import Ranks
 from penstock.losses.cross_entropy import Loss, Precision
 from penstock_kernels.cross_entropy import Terms
 
@@ -28,6 +33,20 @@ def trained_loss(run: RunConfig, device: torch.device) -> Loss:
 def told_loss(run: RunConfig) -> Loss:
     """Plain cross-entropy, by which models are compared; computed as the settings say."""
     return Loss(mode=run.train.ce_mode, precision=_precision(run))
+
+
+def preferences_of(
+    run: RunConfig, layout: Layout, vocabulary: Vocabulary, ranks: Ranks
+) -> Preferences | None:
+    """What learns from preferences; None where tokens are learnt."""
+    if run.train.objective != "preference":
+        return None
+    return Preferences(run.preference, answer_sums(run, layout, vocabulary, ranks))
+
+
+def answer_sums(run: RunConfig, layout: Layout, vocabulary: Vocabulary, ranks: Ranks) -> AnswerSums:
+    """The log-probabilities of answers, computed as the settings say."""
+    return AnswerSums(layout, ranks, vocabulary.log_probs(told_loss(run)))
 
 
 def require_products(head: nn.Module | None, run: RunConfig) -> None:

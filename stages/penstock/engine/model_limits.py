@@ -7,7 +7,7 @@ from penstock.config.run import RunConfig
 from penstock.config.train import TrainConfig
 from penstock.core.errors import ConfigError
 from penstock.engine.balance import has_experts, require_routers
-from penstock.engine.positions import require_whole_documents
+from penstock.engine.positions import require_prompts_apart, require_whole_documents
 from penstock.models.hf_config import HfConfig
 
 
@@ -16,6 +16,7 @@ def require_possible(run: RunConfig, hf: HfConfig) -> None:
     require_routers(run, hf)
     require_dense_networks(run.train, hf)
     require_whole_documents(run.train, hf)
+    require_prompts_apart(run.data, hf)
 
 
 def require_dense_networks(train: TrainConfig, hf: HfConfig) -> None:

@@ -1,8 +1,9 @@
-"""Which ranks may share the tokens of a document, if how they turn follows from all of it.
+"""Who may share the tokens of a document, if how they turn follows from all of it.
 
 No torch here: it is judged before any process starts.
 """
 
+from penstock.config.data import DataConfig
 from penstock.config.train import TrainConfig
 from penstock.core.errors import CapabilityError
 from penstock.models.hf_config import HfConfig, rope_parameters
@@ -31,3 +32,15 @@ def require_whole_documents(train: TrainConfig, hf: HfConfig) -> None:
         "lengths of whole documents.\n"
         "  Write 1, or tensor_parallel_size with sequence_parallel to save memory."
     )
+
+
+def require_prompts_apart(data: DataConfig, hf: HfConfig) -> None:
+    """Raise CapabilityError where answers share their prompt, and the rotary embedding of the model
+    whose config.json this is goes by the lengths of documents."""
+    kind = rope_parameters(hf)["rope_type"]
+    if kind in BY_DOCUMENT and data.shares_prompts:
+        raise CapabilityError(
+            "data.share_prompts lays both answers to a prompt into one document, and the model's "
+            f"rotary embedding is of the kind {kind!r} (rope_parameters in config.json), which "
+            "goes by the lengths of documents.\n  Write data.share_prompts: false."
+        )

@@ -4,11 +4,11 @@ Linear layers within blocks are: attention's, feed-forward networks' and experts
 they bear adapters. Embeddings, the head, norms and routers are not.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Iterator, Mapping
 
-from penstock.config.quantising import DEFAULT, PAIRS, is_among, names_layer
+from penstock.config.quantising import DEFAULT, PAIRS, is_among
 from penstock.core.errors import CapabilityError, ConfigError
+from penstock.engine.excluded import fused, require_known
 from penstock.engine.origin import Quantising
 from penstock.engine.prequantised import Published
 from penstock.engine.published_agreement import require_agreement
@@ -18,6 +18,8 @@ from penstock_kernels.quant import Format, format_named
 
 Formats = Mapping[str, Format]
 """By the name of a matrix in a checkpoint."""
+
+FIELD = "lora.exclude_modules"
 
 QUANTISED = (Role.WIDEN, Role.NARROW, Role.EXPERTS)
 
@@ -45,7 +47,7 @@ def formats_of(
     if excluded is None:
         excluded = published.untouched if published else ()
     else:
-        _require_known(excluded, names)
+        require_known(FIELD, excluded, names)
     found: dict[str, Format] = {}
     for native, role in matrices(names, roles):
         parts = names.hf_names(native)
@@ -93,25 +95,11 @@ def matrices(names: WeightMap, roles: Roles) -> Iterator[tuple[str, Role]]:
             yield native, role
 
 
-def _require_known(entries: Sequence[str], names: WeightMap) -> None:
-    layers = [name.removesuffix(".weight") for name in names.hf_shapes()]
-    for entry in entries:
-        if any(names_layer(entry, layer) for layer in layers):
-            continue
-        parts = sorted({part for layer in layers for part in layer.split(".")})
-        near = get_close_matches(entry, parts, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"lora.exclude_modules: {entry!r} names no module of this model{hint}.")
-
-
 def _in_part(native: str, apart: str) -> str:
     layer = apart.removesuffix(".weight")
     if native.endswith("qkv_proj.weight"):
-        return (
-            f"lora.exclude_modules leaves out {layer}, which is computed in one with its like "
-            "(model.merge_qkv).\n  Write merge_qkv: false, or leave all three out."
-        )
+        return fused(FIELD, layer)
     return (
-        f"lora.exclude_modules leaves out {layer}, and the experts of a layer are kept alike.\n"
+        f"{FIELD} leaves out {layer}, and the experts of a layer are kept alike.\n"
         "  Leave all of them out (experts), or none."
     )

@@ -41,9 +41,9 @@ class Ranks:
             dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return value
 
-    def anywhere(self, flag: int) -> int:
-        """The highest `flag` on any rank; all ranks get the same answer. 0 is none."""
-        return self.most(flag)[0]
+    def anywhere(self, flag: bool) -> bool:
+        """Whether `flag` is set on any rank; all ranks get the same answer."""
+        return bool(self.most(flag)[0])
 
     def most(self, *values: int) -> list[int]:
         """The highest of each of these values on any rank; all ranks get the same answer."""
@@ -80,6 +80,7 @@ def join(timeout_seconds: float, pulse: Pulse | None = None) -> Ranks:
         backend, device_id = "nccl", device
     else:
         device, backend, device_id = torch.device("cpu"), "gloo", None
+    pulse.begins("joining the other ranks")
     if not dist.is_initialized():
         store = dist.HashStore() if world == 1 else None
         with pulse.waiting():

@@ -1,8 +1,8 @@
 """One optimizer step over micro-batches, and the losses it reports.
 
 The loss is the sum of the losses of all trained tokens of the step, over every rank and
-micro-batch, divided by their number. It does not depend on how the step was cut. What routers add
-to it is told beside it.
+micro-batch, divided by their number; where preferences are learnt, that of all samples divided by
+theirs. It does not depend on how the step was cut. What routers add to it is told beside it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,12 +21,13 @@ from penstock.engine.loss_scale import LossScale
 from penstock.engine.merging import Merging
 from penstock.engine.norms import Norms
 from penstock.engine.optimizer_offload import HostCopies
-from penstock.engine.parallel.call import Call
 from penstock.engine.parallel.layout import Layout
 from penstock.engine.parallel.pieces import Held
 from penstock.engine.parallel.vocabulary import SumOfLosses
+from penstock.engine.preferences import Preferences
 from penstock.engine.ranks import Ranks
 from penstock.engine.routers import Routers
+from penstock.models.decoder import Reduce
 from penstock.models.layers.dropout import Noise
 from penstock.optim.groups import set_rates
 from penstock.rows.collate import MicroBatch
@@ -46,6 +47,8 @@ class StepResult:
     """What there is to tell of norms besides `grad_norm`, by name."""
     of_scaling: Mapping[str, Any]
     """What there is to tell of the loss's scale, by name."""
+    of_preferences: Mapping[str, Any]
+    """What there is to tell of answers, by name."""
     share: torch.Tensor
     """This rank's part of `loss`; the only thing that differs between ranks. A scalar."""
 
@@ -63,6 +66,8 @@ class Engine:
     max_grad_norm: float
     noise_seed: int | None = None
     """What dropout is drawn from; None where nothing is dropped."""
+    preferences: Preferences | None = None
+    """None where tokens are learnt, each by itself."""
     routers: Routers | None = None
     """None where a step has nothing to do with them."""
     merging: Merging | None = None
@@ -78,17 +83,31 @@ class Engine:
     changes: Changes = field(default_factory=Changes)
     """Where it says that weights, or what the optimizer keeps, are about to change."""
 
-    def step(self, batches: Sequence[MicroBatch], lr: float, number: int) -> StepResult:
+    def step(
+        self,
+        batches: Sequence[MicroBatch],
+        lr: float,
+        number: int,
+        references: Sequence[torch.Tensor] = (),
+    ) -> StepResult:
         """Forward, backward and update, of the step with this number, from 0, which decides what
-        is dropped and whether adapters are merged. Raises StageError if the gradients are not
-        finite; if a smaller scale of the loss may help, the update is left out instead.
+        is dropped and whether adapters are merged. `references` say what a reference model makes
+        of each micro-batch's answers, [D, A], where preferences are learnt with one. Raises
+        StageError if the gradients are not finite; if a smaller scale of the loss may help, the
+        update is left out instead.
         """
         tokens, trained = self._count(batches)
         scale = self.scaling.scale if self.scaling else 1.0
-        divisor = max(1, trained) / scale
+        preferred = None
+        if self.preferences:
+            preferred = self.preferences.begin(batches, references, scale)
+            reduces = [preferred.reduce(batch, index) for index, batch in enumerate(batches)]
+        else:
+            divisor = max(1, trained) / scale
+            reduces = [self._summed(batch, self.sum_of_losses, divisor) for batch in batches]
         calls = [
-            self._call(batch, self.sum_of_losses, divisor, self._noise(batch, number))
-            for batch in batches
+            self.layout.call(batch, reduce, self.ranks.device, self._noise(batch, number))
+            for batch, reduce in zip(batches, reduces, strict=True)
         ]
         self.ranks.pulse.begins("forward")
         if self.routers:
@@ -129,6 +148,7 @@ class Engine:
             told,
             of_norms if is_finite else {},
             of_scaling,
+            preferred.told() if preferred else {},
             mine,
         )
 
@@ -160,7 +180,8 @@ class Engine:
         self.ranks.pulse.begins("finding what is not finite")
 
         def loss_of(batch: MicroBatch) -> float:
-            return self.layout.forward([self._call(batch, self.told_losses, 1, None)]).item()
+            reduce = self._summed(batch, self.told_losses, 1)
+            return self.layout.forward([self.layout.call(batch, reduce, self.ranks.device)]).item()
 
         with torch.no_grad():
             found = find_fault(batches, loss_of, self.layout.trainable, self.ranks)
@@ -177,23 +198,15 @@ class Engine:
         places_T = self.layout.context.part(batch.places())
         return Noise(self.noise_seed, step, places_T.to(self.ranks.device, non_blocking=True))
 
-    def _call(
-        self, batch: MicroBatch, summed: SumOfLosses, divisor: float, noise: Noise | None
-    ) -> Call:
-        device, context = self.ranks.device, self.layout.context
-        part = context.mine(batch)
-        labels_T = part.labels_T.to(device, non_blocking=True)
+    def _summed(self, batch: MicroBatch, losses: SumOfLosses, divisor: float) -> Reduce:
+        """Hidden states and head to the sum of the losses of this rank's tokens, divided."""
+        labels_T = self.layout.context.part(batch.labels_T)
+        labels_T = labels_T.to(self.ranks.device, non_blocking=True)
 
         def reduce(hidden_TD: torch.Tensor, head: nn.Module) -> torch.Tensor:
-            return summed(hidden_TD, head, labels_T) / divisor
+            return losses(hidden_TD, head, labels_T) / divisor
 
-        return Call(
-            part.input_ids_T.to(device, non_blocking=True),
-            part.position_ids_T.to(device, non_blocking=True),
-            context.segments(batch.lengths, device),
-            reduce,
-            noise,
-        )
+        return reduce
 
     def _count(self, batches: Sequence[MicroBatch]) -> tuple[int, int]:
         """Tokens and trained tokens of all replicas; each rank that shares one counts it."""

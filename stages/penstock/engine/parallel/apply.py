@@ -12,7 +12,7 @@ from penstock.engine.parallel.data import GradientSync, Sharded, Sharding, Whole
 from penstock.engine.parallel.expert import mixtures
 from penstock.engine.parallel.mesh import ROWS, Mesh
 from penstock.engine.parallel.pieces import Held, Piece, hold
-from penstock.engine.parallel.replicas import GradientSums
+from penstock.engine.parallel.replicas import BUCKET_MB, GradientSums
 from penstock.engine.parallel.zero import kept
 from penstock.models.decoder import Decoder, Part
 from penstock.models.names import EMBEDDING_WEIGHT, HEAD_WEIGHT
@@ -68,12 +68,18 @@ def gradient_sync(
         return Sharded(parts, kept(train))
     # The reentrant kind of recomputation is a backward pass within the backward pass.
     overlaps = not train.enable_reentrant and mesh.size("pipeline") == 1
+    bucket_mb = train.comm_bucket_mb or BUCKET_MB
     by_copies: dict[int, list[Held]] = {}
     for one in held:
         by_copies.setdefault(id(one.copying), []).append(one)
     return Whole(
         [
-            GradientSums([one.parameter for one in some], some[0].copying, overlaps=overlaps)
+            GradientSums(
+                [one.parameter for one in some],
+                some[0].copying,
+                overlaps=overlaps,
+                bucket_mb=bucket_mb,
+            )
             for some in by_copies.values()
             if some[0].copying is not None
         ]

@@ -23,22 +23,30 @@ Residual = Literal["whole", "split"]
 """Whether each rank of a group holds all tokens of the residual stream, or its share of them."""
 
 
-def enter(x_TD: torch.Tensor, group: dist.ProcessGroup, residual: Residual) -> torch.Tensor:
+SumsIn = torch.dtype | None
+"""In what ranks add up; None: in that of what they add."""
+
+
+def enter(
+    x_TD: torch.Tensor, group: dist.ProcessGroup, residual: Residual, sums: SumsIn = None
+) -> torch.Tensor:
     """The residual stream's tokens, all of them, as a divided region needs them.
 
     Its gradient is the sum over the group. Each rank gives all tokens (`whole`) or its own
     consecutive share of them (`split`).
     """
-    return (_Copy if residual == "whole" else _Gather).apply(x_TD, group)
+    return (_Copy if residual == "whole" else _Gather).apply(x_TD, group, sums)
 
 
-def leave(x_TD: torch.Tensor, group: dist.ProcessGroup, residual: Residual) -> torch.Tensor:
+def leave(
+    x_TD: torch.Tensor, group: dist.ProcessGroup, residual: Residual, sums: SumsIn = None
+) -> torch.Tensor:
     """The sum of what the ranks of a group computed: all tokens (`whole`) or a share (`split`).
 
     Raises:
         ValueError: for `split`, if the tokens cannot be shared evenly.
     """
-    return (_Sum if residual == "whole" else _Scatter).apply(x_TD, group)
+    return (_Sum if residual == "whole" else _Scatter).apply(x_TD, group, sums)
 
 
 def keep_share(x_TD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -76,66 +84,66 @@ def gathered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return out
 
 
-def _summed(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _summed(x: torch.Tensor, group: dist.ProcessGroup, sums: SumsIn) -> torch.Tensor:
     # A copy: whoever made the tensor may still need it.
-    total = x.clone(memory_format=torch.contiguous_format)
+    total = x.to(sums or x.dtype, copy=True, memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
-    return total
+    return total.to(x.dtype)
 
 
-def _scattered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _scattered(x: torch.Tensor, group: dist.ProcessGroup, sums: SumsIn) -> torch.Tensor:
     tokens, rest = divmod(x.shape[0], group.size())
     if rest:
         # Said here because a backend may end the process over it without a word.
         raise ValueError(f"{x.shape[0]} tokens cannot be shared evenly by {group.size()} ranks")
-    out = x.new_empty((tokens, *x.shape[1:]))
-    _reduce_scatter(out, x.contiguous(), group=group)
-    return out
+    out = x.new_empty((tokens, *x.shape[1:]), dtype=sums)
+    _reduce_scatter(out, x.to(out.dtype).contiguous(), group=group)
+    return out.to(x.dtype)
 
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, sums: SumsIn) -> torch.Tensor:
+        ctx.group, ctx.sums = group, sums
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _summed(grads[0], ctx.group), None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _summed(grads[0], ctx.group, ctx.sums), None, None
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, sums: SumsIn) -> torch.Tensor:
         del ctx
-        return _summed(x, group)
+        return _summed(x, group, sums)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         del ctx
-        return grads[0], None
+        return grads[0], None, None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, sums: SumsIn) -> torch.Tensor:
+        ctx.group, ctx.sums = group, sums
         return gathered(x, group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _scattered(grads[0], ctx.group), None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _scattered(grads[0], ctx.group, ctx.sums), None, None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, sums: SumsIn) -> torch.Tensor:
         ctx.group = group
-        return _scattered(x, group)
+        return _scattered(x, group, sums)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gathered(grads[0], ctx.group), None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return gathered(grads[0], ctx.group), None, None
 
 
 def share_of(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

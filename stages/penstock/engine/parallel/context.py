@@ -11,11 +11,13 @@ from dataclasses import replace
 
 import torch
 
+from penstock.engine.parallel.collectives import leave
 from penstock.engine.parallel.degrees import Degrees
 from penstock.engine.parallel.mesh import Mesh
 from penstock.engine.parallel.ring import Ring, spread
 from penstock.engine.parallel.ulysses import Ulysses
 from penstock.models.layers.attention import Attend
+from penstock.rows.branching import start_rows_of
 from penstock.rows.collate import MicroBatch
 from penstock_kernels.attention import Segments, attention
 
@@ -33,6 +35,7 @@ class Context:
         self.multiple = multiple(mesh.degrees)
         """What T must be a multiple of."""
         ring, ulysses = mesh.group("ring"), mesh.group("ulysses")
+        self._groups = [group for group in (ring, ulysses) if group]
         self._ring = Ring(ring, mesh.size("ring"), mesh.index("ring")) if ring else None
         self._ulysses = (
             Ulysses(ulysses, mesh.size("ulysses"), mesh.index("ulysses")) if ulysses else None
@@ -47,16 +50,27 @@ class Context:
             position_ids_T=self.part(batch.position_ids_T),
         )
 
-    def segments(self, lengths: tuple[int, ...], device: torch.device | str) -> Segments:
+    def segments(self, batch: MicroBatch, device: torch.device | str) -> Segments:
         """What `attend` needs to know of a micro-batch's documents, once for all layers."""
+        spans = batch.spans()
         if self._ring:
-            return spread(lengths, self._ring.size, self._ring.index, device)
-        return Segments.of(lengths, device)
+            return spread(batch.lengths, self._ring.size, self._ring.index, device, spans=spans)
+        start_rows = None if spans is None else start_rows_of(spans)
+        return Segments.of(batch.lengths, device, start_rows=start_rows)
 
     def attend(self, backend: str) -> Attend:
         """Attention from this rank's tokens to the whole row's, on `attention`'s backend."""
         inner = self._ring.attend(backend) if self._ring else attention.backend(backend)
         return self._ulysses.attend(inner) if self._ulysses else inner
+
+    def total(self, mine: torch.Tensor) -> torch.Tensor:
+        """The sum of what the ranks that share a row found, on all of them.
+
+        The gradient of each one's own is the sum's: what is made of it must be made alike on all.
+        """
+        for group in self._groups:
+            mine = leave(mine, group, "whole")
+        return mine
 
     def part(self, x_T: torch.Tensor) -> torch.Tensor:
         """This rank's share of what there is for each token of a micro-batch."""

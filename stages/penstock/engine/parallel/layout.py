@@ -14,9 +14,10 @@ from penstock.engine.parallel.data import GradientSync
 from penstock.engine.parallel.mesh import Mesh
 from penstock.engine.parallel.pieces import Held
 from penstock.engine.parallel.tensor import sum_partial
-from penstock.models.decoder import Decoder
-from penstock.models.layers.dropout import drawing_from
+from penstock.models.decoder import Decoder, Reduce
+from penstock.models.layers.dropout import Noise, drawing_from
 from penstock.models.layers.watch import watched_by
+from penstock.rows.collate import MicroBatch
 
 if TYPE_CHECKING:
     # Imported by whoever makes one: it takes a second.
@@ -51,6 +52,29 @@ class Layout:
     def ranks_per_replica(self) -> int:
         """Ranks that compute the same rows together."""
         return self.mesh.degrees.world // self.mesh.degrees.num_replicas
+
+    @property
+    def tells(self) -> bool:
+        """Whether this rank speaks for those that compute the same rows, of which each stage of a
+        pipeline has one."""
+        return self.mesh.index("tensor", "ring", "ulysses") == 0
+
+    def call(
+        self,
+        batch: MicroBatch,
+        reduce: Reduce,
+        device: torch.device,
+        noise: Noise | None = None,
+    ) -> Call:
+        """What the model is called with for this rank's tokens of a micro-batch."""
+        mine = self.context.mine(batch)
+        return Call(
+            mine.input_ids_T.to(device, non_blocking=True),
+            mine.position_ids_T.to(device, non_blocking=True),
+            self.context.segments(batch, device),
+            reduce,
+            noise,
+        )
 
     def forward_backward(self, calls: Sequence[Call]) -> torch.Tensor:
         """Leave the gradients of all ranks' calls, summed, in the parameters.

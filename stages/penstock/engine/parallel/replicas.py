@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-BUCKET_BYTES = 25 << 20
-"""Gradients that are sent at once: large enough to use the network well, small enough that the
-first are on their way early."""
+BUCKET_MB = 25
+"""MiB of gradients that are sent at once: large enough to use the network well, small enough that
+the first are on their way early."""
 
 
 @dataclass
@@ -28,14 +28,19 @@ class GradientSums:
     """The sums over one group. Every rank must hold the same parameters in the same order."""
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, *, overlaps: bool
+        self,
+        parameters: Iterable[nn.Parameter],
+        group: dist.ProcessGroup,
+        *,
+        overlaps: bool,
+        bucket_mb: int = BUCKET_MB,
     ) -> None:
         """With `overlaps`, buckets are sent as soon as backward has filled them; without it (a
         backward pass that is none, or several), when `finish` is called."""
         self._group = group
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         # Backward reaches the last parameters first.
-        self._buckets = list(_buckets(trained[::-1]))
+        self._buckets = list(_buckets(trained[::-1], bucket_mb << 20))
         self._collects = False
         self._next = 0
         for bucket in self._buckets if overlaps else ():
@@ -75,11 +80,12 @@ class GradientSums:
         bucket.under_way = dist.all_reduce(bucket.buffer, group=self._group, async_op=True)
 
 
-def _buckets(parameters: Sequence[nn.Parameter]) -> Iterable[_Bucket]:
+def _buckets(parameters: Sequence[nn.Parameter], full: int) -> Iterable[_Bucket]:
+    """Buckets of `full` bytes, or a little more, and of one dtype."""
     held: list[nn.Parameter] = []
     size = 0
     for parameter in parameters:
-        if held and (size >= BUCKET_BYTES or parameter.grad_dtype != held[0].grad_dtype):
+        if held and (size >= full or parameter.grad_dtype != held[0].grad_dtype):
             yield _Bucket(held)
             held, size = [], 0
         held.append(parameter)

@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from penstock.engine.parallel.zigzag import Holding, Need, needs, own_lengths
+from penstock.engine.parallel.zigzag import Holding, Need, needs, own_lengths, own_start_rows
 from penstock.models.layers.attention import Attend
+from penstock.rows.branching import Span
 from penstock_kernels.attention import Segments, attention
 from penstock_kernels.attention.block import Rectangle, block, block_backward
 from penstock_kernels.attention.sinks import gradient_of_sinks, with_sinks
@@ -67,6 +68,8 @@ class Spread(Segments):
     """Of the ring."""
     index: int
     """Of this rank in it."""
+    spans: tuple[Span, ...] | None
+    """How long the row's tokens are seen, where its documents branch."""
     _under_windows: dict[int, "Spread"] = field(default_factory=dict, repr=False)
 
     def within(self, window: int | None) -> "Spread":
@@ -74,8 +77,8 @@ class Spread(Segments):
         if window is None or window >= max(self.row):
             return self
         if window not in self._under_windows:
-            device = self.cu_seqlens.device
-            made = spread(self.row, self.size, self.index, device, window=window)
+            where = self.size, self.index, self.cu_seqlens.device
+            made = spread(self.row, *where, window=window, spans=self.spans)
             self._under_windows[window] = made
         return self._under_windows[window]
 
@@ -87,17 +90,19 @@ def spread(
     device: torch.device | str = "cpu",
     *,
     window: int | None = None,
+    spans: Sequence[Span] | None = None,
 ) -> Spread:
     """What rank `index` of a ring of `size` attends to, in a row of documents of these lengths.
 
-    The lengths sum to a multiple of twice the ring's size. `window` as in `zigzag.needs`.
+    The lengths sum to a multiple of twice the ring's size. `window` and `spans` as in
+    `zigzag.needs`.
     """
     bounds = (0, *accumulate(lengths))
     holdings = [Holding(rank, size, bounds[-1] // (2 * size)) for rank in range(size)]
     me = holdings[index]
 
     def asked(asker: Holding, giver: Holding) -> list[Need]:
-        return needs(bounds, asker, giver, window)
+        return needs(bounds, asker, giver, window, spans)
 
     found: list[tuple[int, range, list[Need]]] = [(0, range(0), asked(me, me))]
     for distance in range(1, size):
@@ -121,18 +126,20 @@ def spread(
         Step(distance, gives, len(came := _all_keys(some)), parts(some, came.start))
         for distance, gives, some in others
     ]
+    start_rows = None if spans is None else own_start_rows(spans, me)
     return Spread(
-        **vars(Segments.of(own_lengths(bounds, me, window), device)),
+        **vars(Segments.of(own_lengths(bounds, me, window), device, start_rows=start_rows)),
         steps=tuple(steps),
         own=own,
         row=tuple(lengths),
         size=size,
         index=index,
+        spans=None if spans is None else tuple(spans),
     )
 
 
 def _all_keys(some: Sequence[Need]) -> range:
-    """Those of all needs, which are neighbours."""
+    """Those of all needs, and what lies between them."""
     if not some:
         return range(0)
     return range(min(need.keys.start for need in some), max(need.keys.stop for need in some))

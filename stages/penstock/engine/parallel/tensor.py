@@ -6,7 +6,7 @@ such a region begins and ends, so nothing inside one knows that it is a part.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from penstock.adapters.lora import LoraLinear
 from penstock.adapters.lora_embedding import LoraEmbedding
 from penstock.engine.parallel.collectives import (
     Residual,
+    SumsIn,
     enter,
     gather_shares,
     keep_share,
@@ -30,7 +31,7 @@ from penstock.engine.parallel.pieces import Held, local
 from penstock.engine.parallel.vocabulary import DividedEmbedding, rows_here
 from penstock.models.decoder import Decoder
 from penstock.models.layers.block import SOCKETS, Block
-from penstock.models.layers.dropout import Dropout
+from penstock.models.layers.dropout import Dropout, WeightDropout
 from penstock.models.layers.feed_forward import FeedForward
 from penstock.models.layers.mixture import MixtureOfExperts
 from penstock.models.layers.quantised import QuantisedMatrix
@@ -39,8 +40,13 @@ from penstock.models.layers.run import Run
 from penstock.models.roles import Roles
 from penstock.models.weights import WeightMap
 
+SUMS: Mapping[str | None, SumsIn] = {None: None, "bf16": torch.bfloat16, "fp32": torch.float32}
+"""In what ranks add up, by `train.tp_reduce_dtype`."""
 
-def divide(model: Decoder, mesh: Mesh, roles: Roles, *, residual: Residual) -> None:
+
+def divide(
+    model: Decoder, mesh: Mesh, roles: Roles, *, residual: Residual, sums: SumsIn = None
+) -> None:
     """Keep of the model, or of a part of it, what this rank of the tensor axis computes, in place.
 
     To be called on every rank, with adapters in place, and before anything is sharded; the model
@@ -72,6 +78,8 @@ def divide(model: Decoder, mesh: Mesh, roles: Roles, *, residual: Residual) -> N
             mixture = isinstance(getattr(layer, part), MixtureOfExperts)
             region = _mixture_region if mixture else _region
             run = partial(region, getattr(layer, socket), group=group, residual=residual)
+            if not mixture:
+                run = partial(run, sums=sums)
             setattr(layer, socket, run)
 
 
@@ -147,6 +155,8 @@ def _tell(module: nn.Module, name: str, cuts: Cuts, group: dist.ProcessGroup) ->
     if isinstance(module, FeedForward) and module.drop:
         inner = cuts.names.config.intermediate_size
         module.drop.first_feature = cuts.span("down_proj", inner).first
+    if isinstance(module, WeightDropout):
+        module.first_feature = cuts.span("q_proj").first // cuts.names.config.head_dim
     if isinstance(module, Router):
         module.rows_here = partial(share_of, group=group)
 
@@ -170,9 +180,11 @@ def _region(
     *rest: Any,
     group: dist.ProcessGroup,
     residual: Residual,
+    sums: SumsIn,
 ) -> torch.Tensor:
     """A divided module's contribution to the residual stream, from all ranks."""
-    return leave(run(module, enter(x_TD, group, residual), *rest), group, residual)
+    y_TD = run(module, enter(x_TD, group, residual, sums), *rest)
+    return leave(y_TD, group, residual, sums)
 
 
 def _mixture_region(

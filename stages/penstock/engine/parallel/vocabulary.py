@@ -16,6 +16,7 @@ from torch import nn
 
 from penstock.engine.parallel.collectives import (
     Residual,
+    SumsIn,
     enter,
     gather_columns,
     gathered,
@@ -29,6 +30,7 @@ from penstock.losses.cross_entropy import (
     Loss,
     logits_of,
     sum_cross_entropy,
+    token_log_probs,
 )
 from penstock.losses.scores import Scores, likeliest_tokens, token_scores
 from penstock_kernels.cross_entropy import Divided, Tally
@@ -40,6 +42,9 @@ SumOfLosses = Callable[[torch.Tensor, nn.Module, torch.Tensor], torch.Tensor]
 """Final hidden states, the head and labels [T] to the summed cross-entropy, the same on all ranks
 of the group. Hidden states are [T, D], or where the residual stream is split a share of them."""
 
+LogProbsOf = Callable[[torch.Tensor, nn.Module, torch.Tensor], torch.Tensor]
+"""Final hidden states, the head and labels [T] to the labels' log-probabilities [T], the same on
+all ranks of the group, with gradients."""
 
 ScoresOf = Callable[[torch.Tensor, nn.Module, torch.Tensor], Scores]
 """Final hidden states, the head and labels [T] to what they tell of each trained token, the same on
@@ -85,6 +90,7 @@ class Vocabulary:
     size: int
     residual: Residual = "whole"
     logits: Logits = "divided"
+    sums: SumsIn = None
 
     def sum_of_losses(self, loss: Loss = CROSS_ENTROPY) -> SumOfLosses:
         """`losses.cross_entropy.sum_cross_entropy` for such a model."""
@@ -93,6 +99,14 @@ class Vocabulary:
             return sum_cross_entropy(*self._seen(hidden, head, loss), labels_T, self._loss(loss))
 
         return summed if self._group else partial(sum_cross_entropy, loss=loss)
+
+    def log_probs(self, loss: Loss = CROSS_ENTROPY) -> LogProbsOf:
+        """`losses.cross_entropy.token_log_probs` for such a model."""
+
+        def found(hidden: torch.Tensor, head: nn.Module, labels_T: torch.Tensor) -> torch.Tensor:
+            return token_log_probs(*self._seen(hidden, head, loss), labels_T, self._loss(loss))
+
+        return found if self._group else partial(token_log_probs, loss=loss)
 
     def scores(self, loss: Loss = CROSS_ENTROPY) -> ScoresOf:
         """`losses.scores.token_scores` for such a model."""
@@ -145,7 +159,7 @@ class Vocabulary:
         group = self._group
         if group is None:
             return hidden, head
-        hidden_TD = enter(hidden, group, self.residual)
+        hidden_TD = enter(hidden, group, self.residual, self.sums)
         if self.logits == "divided":
             return hidden_TD, head
         widths = [len(each) for each in self._shares]

@@ -5,10 +5,12 @@ holds one chunk of the first half and that one's mirror image, so that all ranks
 attention to compute. Everything follows from the documents' lengths, which every rank knows.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import astuple, dataclass
+from itertools import pairwise, product
+
+from penstock.rows.branching import Span, start_rows_of
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,10 @@ class Holding:
 
     def within(self, start: int, end: int) -> range:
         """Its own numbers of those tokens from `start` to `end` of the row that it holds."""
-        return range(self._before(start), self._before(end))
+        return range(self.before(start), self.before(end))
 
-    def _before(self, place: int) -> int:
+    def before(self, place: int) -> int:
+        """How many of its tokens come before that place in the row."""
         return sum(min(max(place - start, 0), self.chunk) for start in self.starts)
 
 
@@ -70,41 +73,78 @@ def own_lengths(bounds: Sequence[int], holding: Holding, window: int | None = No
     return [length for length in parts if length > 0]
 
 
+def own_start_rows(spans: Sequence[Span], holding: Holding) -> list[int]:
+    """For each token that a rank holds, the first of its own numbers that no longer sees it."""
+    own = [Span(*(holding.before(place) for place in astuple(span))) for span in spans]
+    return start_rows_of(own)
+
+
 def needs(
-    bounds: Sequence[int], asker: Holding, giver: Holding, window: int | None = None
+    bounds: Sequence[int],
+    asker: Holding,
+    giver: Holding,
+    window: int | None = None,
+    spans: Sequence[Span] | None = None,
 ) -> list[Need]:
     """What `asker`'s queries see of another rank's keys; under a window also what they see of its
-    own, beyond what `own_lengths` tells.
+    own, beyond what `own_lengths` tells. `spans` say of all the row's tokens how long they are
+    seen, where documents branch.
 
-    The keys of all needs together are neighbours among the giver's.
+    The keys of all needs together are neighbours among the giver's, but for a branch between a
+    prompt and another branch.
     """
     if window is not None:
-        return list(_within_window(bounds, asker, giver, window))
+        return list(_within_window(bounds, asker, giver, window, spans))
     if asker.index == giver.index:
         return []
     # Of two ranks the chunks are nested: the one with the lower number holds the outer two. So an
     # asker sees the first chunk of a lower giver from both of its own, and both chunks of a higher
     # giver from its second; and what sees across the border between is of one document.
     border = asker.starts[0] if giver.index < asker.index else asker.starts[1]
-    document = bisect_right(bounds, border) - 1
-    keys = giver.within(bounds[document], border)
-    return [Need(asker.within(border, bounds[document + 1]), keys)] if keys else []
+    return [
+        Need(asker.within(border, span.until), keys)
+        for span in _document_at(border, bounds, spans)
+        if span.until > border and (keys := giver.within(span.begin, min(span.end, border)))
+    ]
+
+
+def _document_at(place: int, bounds: Sequence[int], spans: Sequence[Span] | None) -> Sequence[Span]:
+    """The spans of the document that this place in the row is in."""
+    document = bisect_right(bounds, place) - 1
+    begin, end = bounds[document : document + 2]
+    if spans is None:
+        return [Span(begin, end, end)]
+    first, last = (bisect_left(spans, bound, key=_begin) for bound in (begin, end))
+    return spans[first:last]
+
+
+def _begin(span: Span) -> int:
+    return span.begin
 
 
 def _within_window(
-    bounds: Sequence[int], asker: Holding, giver: Holding, window: int
+    bounds: Sequence[int],
+    asker: Holding,
+    giver: Holding,
+    window: int,
+    spans: Sequence[Span] | None,
 ) -> Iterator[Need]:
-    """One need for every two chunks: distances within a chunk are those in the row."""
-    for chunk in asker.chunks:
-        start = chunk.start
-        document = bisect_right(bounds, start) - 1
-        first_seen = max(bounds[document], start - window + 1)
-        for held in giver.chunks:
-            keys = range(max(held.start, first_seen), min(held.stop, start))
-            if not keys:
+    """One need for every two chunks, and two spans of a document in them: distances within a span
+    are those in the row."""
+    for chunk, held in product(asker.chunks, giver.chunks):
+        for seen, seeing in product(_document_at(chunk.start, bounds, spans), repeat=2):
+            # What is hidden from a branch does not part it from its prompt.
+            nearer = max(0, seeing.begin - seen.end)
+            start = max(chunk.start, seeing.begin)
+            end = min(chunk.stop, seeing.end, seen.until)
+            first_seen = start - nearer - window + 1
+            keys = range(
+                max(held.start, seen.begin, first_seen), min(held.stop, seen.end, chunk.start)
+            )
+            if start >= end or not keys:
                 continue
-            end = min(chunk.stop, bounds[document + 1], keys[-1] + window)
-            reach = window - 1 - (start - keys.start)
+            end = min(end, keys[-1] + nearer + window)
+            reach = keys.start - first_seen
             yield Need(
                 asker.within(start, end),
                 giver.within(keys.start, keys.stop),
