@@ -1,0 +1,10 @@
+"""`python -m penstock.reference JOB.json`: one rank, started by torchrun."""
+
+import sys
+from pathlib import Path
+
+from penstock.reference.ranks import reference
+from penstock.train.main import main
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), reference)

@@ -1,0 +1,30 @@
+"""The answers in packed rows: which there are, and the rows that hold those that are asked for."""
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from penstock.rows.chosen import each_once
+from penstock.rows.reader import PackedRows, Row
+from penstock.rows.schema import SPLITS
+
+
+def samples_of(packed: Path) -> list[bytes]:
+    """The digests of all samples of a packed artifact, each once, in the order of the rows."""
+    found: dict[bytes, None] = {}
+    for rows in _splits(packed):
+        found.update(dict.fromkeys(rows.samples()))
+    return list(found)
+
+
+def rows_of(packed: Path, wanted: Collection[bytes]) -> Iterator[Row]:
+    """Rows with the samples that are wanted and no others, each of them once."""
+    others = set(samples_of(packed)).difference(wanted)
+    every = (rows.row(index) for rows in _splits(packed) for index in range(len(rows)))
+    return each_once(every, others)
+
+
+def _splits(packed: Path) -> Iterator[PackedRows]:
+    for split in SPLITS:
+        folder = packed / "data" / split
+        if folder.is_dir():
+            yield PackedRows(folder)

@@ -1,0 +1,55 @@
+"""What decides what a reference model makes of answers, besides its weights and the answers."""
+
+from typing import Any
+
+from penstock.config.base import Settings
+from penstock.config.lora import LoraConfig
+from penstock.config.run import RunConfig
+from penstock.identity import IDENTITY
+
+OF_NUMBERS = ("enable_fp8_training", "fp8")
+"""Settings of training that decide how layers compute, besides the precision."""
+
+QUANTISED = ("enable_qlora", "quant_format", "quant_group_size", "exclude_modules")
+"""Settings of adapters that decide what is beneath them."""
+
+
+class ReferenceSettings(Settings):
+    """The identity of scores: nothing of what is learnt from them, nor of adapters."""
+
+    model: dict[str, Any]
+    computes_in: str
+    """What layers compute in, as torch calls it."""
+    numbers: dict[str, Any]
+    quantised: dict[str, Any] | None
+    """How the base model beneath adapters is kept, where it is quantised."""
+    seed: int | None
+    """What weights are drawn from, where none are given."""
+
+
+def settings_of(run: RunConfig, *, has_weights: bool) -> ReferenceSettings:
+    """What a run says of its reference model."""
+    model, train = run.model.model_dump(mode="json"), run.train.model_dump(mode="json")
+    lora = run.lora.model_dump(mode="json")
+    return ReferenceSettings(
+        model={name: model[name] for name in sorted(IDENTITY["model"])},
+        computes_in=run.train.computes_in,
+        numbers={name: train[name] for name in OF_NUMBERS},
+        quantised={name: lora[name] for name in QUANTISED} if run.lora.enable_qlora else None,
+        seed=None if has_weights else run.train.seed,
+    )
+
+
+def reference_run(run: RunConfig) -> RunConfig:
+    """The run as its reference model is laid out: of adapters there are only such as change
+    nothing, which keep the weights beneath them as small as in training."""
+    lora = LoraConfig()
+    if run.lora.enable_lora:
+        written = {name for name in QUANTISED if name in run.lora.model_fields_set}
+        kept = {name: getattr(run.lora, name) for name in written}
+        lora = LoraConfig(enable_lora=True, lora_rank=1, **kept)
+    plain = {"optimizer": "sgd", "optimizer_offload": "none", "fuse_optimizer_step": False}
+    # They are of what training adds to an optimizer or takes from it.
+    unset = {"optimizer_kwargs": {}, "optimizer_dtype": "fp32", "init_checkpoint_path": None}
+    train = run.train.model_copy(update={**plain, **unset})
+    return run.model_copy(update={"lora": lora, "train": train})

@@ -1,0 +1,133 @@
+"""Preferences from a file to a trained model: what is computed once, and what is learnt."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.config.load import load
+from penstock.config.pipeline import StageName
+from penstock.core.store import Outcome
+from penstock.plan import Wishes, bring_up, plan
+from penstock.reference.stage import SCORES
+from penstock.rows.answer_scores import FILES
+from penstock.train.metrics import read_metrics
+from tests.pipeline.runs import write_run
+from tests.ranks import on_ranks
+
+LEARNS = {"objective": "preference", "num_train_epochs": 3, "eval_at_start": True}
+
+
+def write_pairs(file: Path, count: int, first: int = 0) -> Path:
+    """Sums with the right answer and a wordy one."""
+    with file.open("a") as stream:
+        for i in range(first, first + count):
+            pair = {"prompt": f"{i} + {i} =", "chosen": f"{2 * i}", "rejected": f"Not {i}, I think"}
+            stream.write(json.dumps(pair) + "\n")
+    return file
+
+
+def write_preferences(folder: Path, **sections) -> Path:
+    pairs = folder / "pairs.jsonl"
+    if not pairs.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_pairs(pairs, 24)
+    named = {"datasets": [{"path": str(pairs), "type": "preference"}]}
+    train = {"output_dir": str(folder / sections.pop("out", "out")), **LEARNS}
+    laid = {
+        **sections,
+        "data": {**named, "shuffle_merged_datasets": False, **sections.get("data", {})},
+        "train": {**train, "eval_at_end": True, **sections.get("train", {})},
+    }
+    return write_run(folder, **laid)
+
+
+def brought(config: Path, wanted: StageName = "train") -> list[Outcome]:
+    """Every step of the run, in this process, which is its only rank."""
+    planned = plan(load(config), (wanted,), ranks="this_process")
+    return [bring_up(step, planned.run, Wishes(), lambda _: None) for step in planned.steps]
+
+
+def bring(config: Path, wanted: StageName = "train") -> dict[str, Outcome]:
+    """The outcomes by the stage's name."""
+    [outcomes] = on_ranks(1, brought, config, wanted)
+    return {outcome.stage: outcome for outcome in outcomes}
+
+
+def scores(folder: Path) -> dict[str, list[Path]]:
+    """What is known of answers, by model."""
+    found: dict[str, list[Path]] = {}
+    for file in (folder / "prepared" / SCORES).glob(f"*/{FILES}"):
+        found.setdefault(file.parent.name, []).append(file)
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder where a run has learnt from preferences, and what became of its stages."""
+    folder = tmp_path_factory.mktemp("preferences")
+    return folder, bring(write_preferences(folder))
+
+
+@pytest.mark.dist
+def test_a_tiny_model_comes_to_prefer_what_was_chosen(trained):
+    folder, outcomes = trained
+    assert [*outcomes] == ["prepare", "pack", "reference", "train"]
+    before, after = (r for r in read_metrics(folder / "out" / "metrics.jsonl") if "eval_loss" in r)
+    # Nothing has moved yet: the model is its own reference.
+    assert before["eval_loss"] == pytest.approx(0.693147, rel=1e-5)
+    assert before["eval_rewards/margins"] == pytest.approx(0, abs=1e-5)
+    assert after["eval_loss"] < before["eval_loss"] / 2
+    assert after["eval_rewards/margins"] > 0.5
+    assert after["eval_rewards/accuracies"] == 1.0
+
+
+@pytest.mark.dist
+def test_another_run_over_the_same_answers_uses_the_same_reference(trained):
+    folder, outcomes = trained
+    other = write_preferences(folder, out="other", preference={"beta": 0.5}, train={"lr": 0.001})
+    again = bring(other)
+    assert {name: again[name].status for name in again} == {
+        "prepare": "cached",
+        "pack": "cached",
+        "reference": "cached",
+        "train": "ran",
+    }
+    assert again["train"].key != outcomes["train"].key
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_adapters_are_compared_with_the_model_beneath_them(trained):
+    folder, outcomes = trained
+    lora = {"enable_lora": True, "lora_rank": 4, "use_dora": True}
+    again = bring(write_preferences(folder, out="adapted", lora=lora))
+    assert again["reference"].key == outcomes["reference"].key
+    before, after = (r for r in read_metrics(folder / "adapted/metrics.jsonl") if "eval_loss" in r)
+    assert before["eval_rewards/margins"] == pytest.approx(0, abs=1e-5)
+    assert after["eval_rewards/margins"] > 0.01
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_of_answers_that_are_packed_otherwise_nothing_is_computed_again(trained):
+    folder, outcomes = trained
+    known = scores(folder)
+    packed = {"sample_packing_sequence_len": 128, "share_prompts": False}
+    again = bring(write_preferences(folder, data=packed), "reference")
+    assert again["reference"].status == "ran"
+    assert scores(folder) == known
+    assert again["reference"].facts == outcomes["reference"].facts
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_of_answers_that_are_added_these_alone_are_computed(trained):
+    folder, outcomes = trained
+    [[first]] = scores(folder).values()
+    write_pairs(folder / "pairs.jsonl", 3, first=24)
+    again = bring(write_preferences(folder), "reference")
+    [files] = scores(folder).values()
+    [second] = set(files) - {first}
+    assert again["reference"].facts["samples"] == outcomes["reference"].facts["samples"] + 3
+    assert second.stat().st_size < first.stat().st_size
