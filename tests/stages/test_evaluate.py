@@ -193,7 +193,7 @@ def test_a_quantised_model_without_what_decodes_it_is_refused(exported, tmp_path
         folder / "config.json",
         {**config, "quantization_config": {"quant_method": "compressed-tensors"}},
     )
-    monkeypatch.setattr("penstock.evaluate.exact_match.find_spec", lambda _: None)
+    monkeypatch.setattr("penstock.evaluate.folder.find_spec", lambda _: None)
     data = prepared(tmp_path / "d", [row(PROMPTS[0], [65])])
     with pytest.raises(CapabilityError, match="pip install compressed-tensors"):
         exact_match(folder, data, limit=1, seed=0, batch_size=1)

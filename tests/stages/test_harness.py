@@ -48,6 +48,7 @@ def test_an_adapter_is_loaded_on_the_base_beside_it(tmp_path):
         found = harness.model_arguments(folder)
         wanted = str(folder / named) if base == "hf" else base
         assert (found["pretrained"], found["peft"]) == (wanted, str(folder))
+    (tmp_path / "config.json").write_text("{}")
     assert harness.model_arguments(tmp_path)["pretrained"] == str(tmp_path)
 
 

@@ -18,15 +18,22 @@ from penstock.train.torchrun import Ended, start_ranks
 from tests.config.values import smallest
 
 NOTE = """
-import json, os, sys
+import json, os, sys, time
 from pathlib import Path
-is_rank = "RANK" in os.environ
+is_rank, folder = "RANK" in os.environ, Path(__file__).parent
 if is_rank or not os.environ["RANKS_TOO"]:
     note = {"words": sys.orig_argv, "environment": dict(os.environ)}
-    (Path(__file__).parent / f"note-{os.getpid()}.json").write_text(json.dumps(note))
+    part = folder / f"part-{os.getpid()}"
+    part.write_text(json.dumps(note))
+    part.rename(folder / f"note-{os.getpid()}.json")
+    if is_rank:
+        starts = 1 + int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        while len(list(folder.glob("note-*"))) < starts * int(os.environ["LOCAL_WORLD_SIZE"]):
+            time.sleep(0.01)
     os._exit(int(os.environ["EXIT_WITH"]))
 """
-"""Runs at the start of every Python process whose PYTHONPATH leads to it."""
+"""Runs at the start of every Python process whose PYTHONPATH leads to it. A rank ends when all have
+left their notes, for the first that fails has the others killed."""
 
 
 def start(
@@ -119,7 +126,7 @@ def test_every_process_gets_the_environment_and_is_started_again_as_often_as_wri
     assert {one["WORLD_SIZE"] for one in given} == {"2"}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_machines_meet_and_count_their_processes_together(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -10,7 +10,7 @@ import pytest
 from penstock.core.errors import ConfigError
 from penstock.core.files import write_json
 from penstock.train import recorder
-from penstock.train.job import LOGS, OUTCOME, SAMPLES, SURROUNDINGS
+from penstock.train.job import JOB, LOGS, OUTCOME, SAMPLES, SURROUNDINGS, Job
 from penstock.train.recorder import Recorder
 from penstock.train.report import write_comparison, write_report
 from penstock.train.report.chart import smoothed
@@ -142,6 +142,15 @@ def test_credentials_are_left_out(tmp_path):
     assert "hunter2" not in text
     assert "https://host/rows.jsonl" in text
     assert "launch.env.NCCL_DEBUG" in text
+
+
+def test_text_that_is_almost_a_url_is_shown_without_what_it_might_hide(tmp_path):
+    torn = "http://me:hunter2@[host?sig=hunter2"
+    asked = f"What is {torn} and https://example.org?q=1"
+    text = report_of(tmp_path, falling(1), train={"sample_prompts": [asked]})
+    assert "hunter2" not in text
+    assert "What is http://... and https://example.org" in text
+    assert Job.read(tmp_path / JOB).config.train.sample_prompts == [asked]  # word by word
 
 
 def test_the_command_writes_it_again_and_says_what_hinders_it(tmp_path):

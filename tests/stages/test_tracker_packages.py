@@ -43,11 +43,15 @@ def two_starts(name, folder, **train):
 LOSSES = {step: pytest.approx(1 + 4 / step) for step in range(1, 6)}
 
 
-def test_tensorboard_reads_what_it_was_told(tmp_path):
+@pytest.mark.parametrize("log_dir", [None, "else/where"])
+def test_tensorboard_reads_what_it_was_told_where_it_was_told(log_dir, tmp_path):
     reader = "tensorboard.backend.event_processing.event_accumulator"
     accumulators = pytest.importorskip(reader)
-    two_starts("tensorboard", tmp_path)
-    events = accumulators.EventAccumulator(str(tmp_path / "tensorboard"))
+    out = tmp_path / "out"
+    out.mkdir()
+    two_starts("tensorboard", out, **({"log_dir": str(tmp_path / log_dir)} if log_dir else {}))
+    assert (out / "tensorboard").exists() == (log_dir is None)
+    events = accumulators.EventAccumulator(str(tmp_path / (log_dir or "out/tensorboard")))
     events.Reload()
     assert {each.step: each.value for each in events.Scalars("train/loss")} == LOSSES
     assert len(events.Scalars("train/loss")) == 5
@@ -76,6 +80,39 @@ def test_mlflow_has_one_run_with_what_it_was_told(tmp_path):
     assert history[0][2] == 1_700_000_001_000
     assert tags["a"] == "true"
     assert params["pipeline.name"] == "mine"
+
+
+BROKEN_OFF = """
+import json, sys
+from pathlib import Path
+from mlflow.tracking import MlflowClient
+from penstock.train.job import JOB, Job
+from penstock.train.trackers.card import Card, uri_of
+from penstock.train.trackers.mlflow import begin
+
+def lost(*_, **__):
+    raise ConnectionError
+
+card, memory, whole = Card.of(Job.read(Path(sys.argv[1]) / JOB)), {}, MlflowClient.log_batch
+for client in (lost, whole):
+    MlflowClient.log_batch = client
+    try:
+        begin(card, memory)
+    except ConnectionError:
+        pass
+params = MlflowClient(uri_of(card)).get_run(memory["id"]).data.params
+print(json.dumps([len(params), len(card.settings), sorted(memory)]))
+"""
+
+
+def test_mlflow_has_the_settings_of_a_run_that_was_begun_at_the_second_attempt(tmp_path):
+    pytest.importorskip("mlflow")
+    job_in(tmp_path, train={"use_mlflow": True})
+    command = [sys.executable, "-c", BROKEN_OFF, str(tmp_path)]
+    said = subprocess.run(command, capture_output=True, timeout=120, check=True).stdout
+    there, wanted, memory = json.loads(said.splitlines()[-1])
+    assert there == wanted > 100
+    assert memory == ["id"]
 
 
 def test_trackio_has_one_run_with_what_it_was_told(tmp_path):

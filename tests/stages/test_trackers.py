@@ -314,8 +314,15 @@ def test_names_of_values_are_flat():
 
 def test_mlflow_goes_where_it_is_told(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://theirs")
-    written = Card.of(job_in(tmp_path, train={"mlflow_tracking_uri": "http://ours"}))
+    told = {"use_mlflow": True, "mlflow_tracking_uri": "http://ours"}
+    written = Card.of(job_in(tmp_path, train=told))
     unwritten = Card.of(job_in(tmp_path))
     assert [uri_of(written), uri_of(unwritten)] == ["http://ours", "http://theirs"]
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     assert uri_of(unwritten) == f"sqlite:///{tmp_path}/mlflow.db"
+
+
+def test_events_of_tensorboard_go_where_it_is_written(tmp_path):
+    told = {"use_tensorboard": True, "log_dir": str(tmp_path / "events")}
+    assert Card.of(job_in(tmp_path / "a", train=told)).events == tmp_path / "events"
+    assert Card.of(job_in(tmp_path / "a")).events == tmp_path / "a" / "tensorboard"

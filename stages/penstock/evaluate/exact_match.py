@@ -6,7 +6,6 @@ Nothing of this project's own modelling code takes part: what is measured is wha
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,9 @@ import pyarrow as pa
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from penstock.core.errors import CapabilityError, StageError
-from penstock.core.files import read_json
+from penstock.core.errors import StageError
 from penstock.core.stage import Artifact
+from penstock.evaluate.folder import base_of
 from penstock.rows.schema import IGNORED
 
 
@@ -73,8 +72,8 @@ def exact_match(
     first group (without one, all of it) matches last; answers may then be twice as long as the
     expected ones, and rows whose own answer it does not match are skipped.
 
-    Raises StageError when no row asks anything, CapabilityError when the folder holds only an
-    adapter and peft is not installed.
+    Raises StageError when no row asks anything, CapabilityError when a package that loads the
+    folder is not installed.
     """
     rows = _chosen_rows(prepared.path / "data" / "validation", limit, seed)
     tokenizer = AutoTokenizer.from_pretrained(hf_folder)
@@ -158,32 +157,13 @@ def _chosen_rows(folder: Path, limit: int, seed: int) -> list[tuple[list[int], l
 
 def _load_model(folder: Path) -> Any:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    adapter = folder / "adapter_config.json"
-    if not adapter.is_file():
-        _require_what_decodes(folder)
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-        return model.to(device).eval()
-    try:
+    base = base_of(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(base or folder, dtype="auto")
+    if base:
         from peft import PeftModel  # noqa: PLC0415 - an optional package
-    except ImportError as error:
-        raise CapabilityError(
-            f"{folder} holds only an adapter, and peft, which loads it, is not installed.\n"
-            "  pip install peft, or export with export.merge_lora true."
-        ) from error
-    named = read_json(adapter)["base_model_name_or_path"]
-    beside = folder / named
-    base = AutoModelForCausalLM.from_pretrained(beside if beside.is_dir() else named, dtype="auto")
-    return PeftModel.from_pretrained(base, folder).to(device).eval()
 
-
-def _require_what_decodes(folder: Path) -> None:
-    quantised = read_json(folder / "config.json").get("quantization_config")
-    if quantised and find_spec("compressed_tensors") is None:
-        raise CapabilityError(
-            f"{folder} is quantised (export.quantise), and compressed-tensors, with which "
-            "transformers loads it, is not installed.\n"
-            "  pip install compressed-tensors, or export without export.quantise."
-        )
+        model = PeftModel.from_pretrained(model, folder)
+    return model.to(device).eval()
 
 
 def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:

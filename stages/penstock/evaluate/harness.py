@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from penstock.core.errors import CapabilityError, ConfigError
-from penstock.core.files import read_json
+from penstock.evaluate.folder import base_of
 
 STDERR = "_stderr"
 
@@ -39,7 +39,8 @@ def run_tasks(
     """What the model in `hf_folder` scores in each task, on `limit` of its documents or all.
 
     `more_tasks` is a folder of tasks of one's own, in the harness's format. Raises CapabilityError
-    where the package is not installed, and ConfigError for a task that it does not know.
+    where the package, or one that loads the folder, is not installed, and ConfigError for a task
+    that it does not know.
     """
     if find_spec("lm_eval") is None:
         raise CapabilityError(
@@ -75,12 +76,9 @@ def run_tasks(
 
 def model_arguments(hf_folder: Path) -> dict[str, Any]:
     """What the harness loads for a folder with a model, or with an adapter beside its base."""
-    adapter = hf_folder / "adapter_config.json"
-    if not adapter.is_file():
+    base = base_of(hf_folder)
+    if base is None:
         return {"pretrained": str(hf_folder), "dtype": "auto"}
-    named = read_json(adapter)["base_model_name_or_path"]
-    beside = hf_folder / named
-    base = str(beside) if beside.is_dir() else named
     return {
         "pretrained": base,
         "peft": str(hf_folder),

@@ -5,7 +5,6 @@ import platform
 import signal
 import time
 import traceback
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -131,7 +130,11 @@ def _of_death(death: Death, logs: Path) -> str:
 
 
 def _failures(logs: Path) -> list[Failure]:
-    return sorted(_records(logs, "failure_*.json", Failure), key=lambda f: f.time)
+    found: list[Failure] = []
+    for path in logs.glob("failure_*.json"):
+        with suppress(ValueError, TypeError):  # one that is being written just now
+            found.append(Failure(**read_json(path)))
+    return sorted(found, key=lambda f: f.time)
 
 
 def _deaths(logs: Path) -> list[Death]:
@@ -139,11 +142,3 @@ def _deaths(logs: Path) -> list[Death]:
     lists = [record for path in logs.glob(DEATHS) for record in read_json(path)]
     found = [Death(**record) for record in lists]
     return sorted((d for d in found if d.signal != signal.SIGTERM), key=lambda d: d.time)
-
-
-def _records(logs: Path, pattern: str, kind: type[Failure]) -> Sequence[Failure]:
-    found: list[Failure] = []
-    for path in logs.glob(pattern):
-        with suppress(ValueError, TypeError):  # one that is being written just now
-            found.append(kind(**read_json(path)))
-    return found

@@ -4,12 +4,12 @@ The numbers do not depend on the layout: every trained token of the same rows is
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from typing import Protocol
 
 import numpy as np
-import torch
 
 from penstock.config.faults import shown
 from penstock.config.train import TrainConfig
@@ -19,11 +19,32 @@ from penstock.engine.ranks import Ranks
 from penstock.rows.batches import Integers, deal
 from penstock.rows.collate import MicroBatch
 from penstock.rows.reader import PackedRows
-from penstock.rows.sources import Sources
 from penstock.train.job import Job
 from penstock.train.loader import Groups, Reading, read
+from penstock.train.references import References
+from penstock.train.told_answers import AnswersTold
+from penstock.train.told_tokens import LOSS, TokensTold
 
-LOSS, PERPLEXITY, ACCURACY = "eval_loss", "eval_perplexity", "eval_token_accuracy"
+
+class Teller(Protocol):
+    """What looks at rows and tells something of them, the same on all ranks."""
+
+    @property
+    def names(self) -> list[str]:
+        """What `record` tells."""
+        ...
+
+    def begin(self) -> None:
+        """Forget what has been seen."""
+        ...
+
+    def see(self, batches: Sequence[MicroBatch]) -> None:
+        """Look at this rank's micro-batches. Called by all ranks."""
+        ...
+
+    def record(self) -> dict[str, float]:
+        """What there is to tell of all that all ranks have seen. Called by all ranks."""
+        ...
 
 
 class HeldOut:
@@ -38,8 +59,10 @@ class HeldOut:
         reading: Reading,
         *,
         rows_per_batch: int,
+        teller: Teller | None = None,
     ) -> None:
-        """`rows_per_batch` make one of `train.eval_max_batches`."""
+        """`rows_per_batch` make one of `train.eval_max_batches`. Unless there is another `teller`,
+        it is told how well tokens are foretold."""
         self._rows, self._built, self._ranks = rows, built, ranks
         # Micro-batches are computed one by one, however long others are.
         self._reading = replace(reading, pad_to="own")
@@ -47,8 +70,7 @@ class HeldOut:
         self._rows_per_batch = rows_per_batch
         self._chosen = chosen_rows(len(rows), train.eval_max_batches, rows_per_batch)
         self._costs = built.pairs_per_token * rows.lengths() + rows.squares()
-        self._sources = Sources.read(rows.folder)
-        self._first_documents = np.cumsum(rows.documents()) - rows.documents()
+        self._teller = teller or TokensTold(rows, built, ranks)
 
     def __len__(self) -> int:
         """Rows that are evaluated on."""
@@ -57,8 +79,7 @@ class HeldOut:
     @property
     def names(self) -> list[str]:
         """What `evaluate` tells."""
-        labels = self._sources.labels if self._sources else ()
-        return [LOSS, PERPLEXITY, ACCURACY, *(f"{LOSS}/{label}" for label in labels)]
+        return self._teller.names
 
     def rehearse(self, batches: int, is_asked_to_stop: Callable[[], object]) -> None:
         """Evaluate on the dearest rows alone, so many `batches` of them, and tell nobody.
@@ -77,14 +98,12 @@ class HeldOut:
     def evaluate(
         self, is_asked_to_stop: Callable[[], object], *, most_rows: int | None = None
     ) -> dict[str, float] | None:
-        """Mean cross-entropy over the trained tokens, its exponential, the share of tokens that the
-        model foretells, and the mean of each data set where there are several.
+        """What there is to tell of the rows, by name.
 
         None when any rank is asked to stop before the end. `most_rows` are evaluated on, the
         dearest ones; by default all. Called by all ranks; all get the same.
         """
-        kinds = len(self._sources.labels) if self._sources else 1
-        found = torch.zeros(kinds, 3, dtype=torch.float64, device=self._ranks.device)
+        self._teller.begin()
         # Replicas compute rows of similar cost at the same time.
         by_cost = np.argsort(-self._costs[self._chosen], kind="stable")
         dearest_first = self._chosen[by_cost][:most_rows]
@@ -94,18 +113,8 @@ class HeldOut:
                 return None
             self._ranks.pulse.begins("evaluating")
             mine = self._mine(dearest_first[start : start + at_once])
-            batches = read(self._rows, mine, self._reading)
-            found += self._built.onlooker.counts(batches, [*map(self._kinds, batches)], kinds)
-        return self._record(self._ranks.total(found).tolist())
-
-    def _record(self, counts: list[list[float]]) -> dict[str, float]:
-        loss, tokens, right = (sum(column) for column in zip(*counts, strict=True))
-        mean = loss / max(1, tokens)
-        record = {LOSS: mean, PERPLEXITY: perplexity(mean), ACCURACY: right / max(1, tokens)}
-        if self._sources:
-            of_each = zip(self._sources.labels, counts, strict=True)
-            record |= {f"{LOSS}/{label}": its[0] / its[1] for label, its in of_each if its[1]}
-        return record
+            self._teller.see(read(self._rows, mine, self._reading))
+        return self._teller.record()
 
     def _mine(self, rows: Integers) -> Groups:
         """Those of the rows that this rank's replica evaluates."""
@@ -117,21 +126,13 @@ class HeldOut:
             count=1,
         )[self._built.engine.layout.mesh.index("replicate", "shard")]
 
-    def _kinds(self, batch: MicroBatch) -> torch.Tensor:
-        """Number of the data set of each token [T]; padding has labels of none."""
-        kinds = np.zeros(sum(batch.lengths), dtype=np.int64)
-        start = 0
-        for number, size in batch.rows if self._sources else ():
-            lengths = self._rows.row(number).lengths
-            first = self._first_documents[number]
-            its = self._sources.of_documents[first : first + len(lengths)] if self._sources else 0
-            kinds[start : start + size] = np.repeat(its, lengths)
-            start += size
-        return torch.from_numpy(kinds)
-
 
 def held_out_rows(
-    job: Job, built: Assembled, ranks: Ranks, reading: Reading, rows_per_batch: int
+    job: Job,
+    built: Assembled,
+    ranks: Ranks,
+    reading: Reading,
+    rows_per_batch: int,
 ) -> HeldOut | None:
     """What a run evaluates on; None where nothing is held out, or nothing of it is wanted.
 
@@ -142,7 +143,13 @@ def held_out_rows(
     found = None
     if folder.is_dir():
         rows = PackedRows(folder)
-        found = HeldOut(rows, built, ranks, train, reading, rows_per_batch=rows_per_batch)
+        preferences = built.engine.preferences
+        # Also where what is trained with moves: evaluations of a run are to be compared.
+        references = References(job.scores) if job.scores else None
+        teller = AnswersTold(preferences, references) if preferences else None
+        found = HeldOut(
+            rows, built, ranks, train, reading, rows_per_batch=rows_per_batch, teller=teller
+        )
     asking = ("eval_only", "eval_at_start", "eval_steps", "eval_epochs", "eval_sanity_batches")
     asked = [name for name in asking if getattr(train, name)]
     # No batches are a wish too, but for a run that does nothing else.
@@ -164,11 +171,3 @@ def chosen_rows(num_rows: int, limit: int | float | None, rows_per_batch: int) -
     elif limit is not None:
         count = min(num_rows, limit * rows_per_batch)
     return np.arange(count, dtype=np.int64) * num_rows // max(1, count)
-
-
-def perplexity(loss: float) -> float:
-    """The exponential of a mean loss, infinite where no number is that large."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf

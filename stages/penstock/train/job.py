@@ -17,10 +17,15 @@ RANKS_LOCK = ".ranks.lock"
 CHECKPOINTS = "checkpoints"
 LOGS = "logs"
 METRICS = "metrics.jsonl"
+REPORT = "report.html"
 SAMPLES = "samples.jsonl"
 SURROUNDINGS = "surroundings.json"
 HF_WEIGHTS = "hf_ckpt"
 """Folder in the last checkpoint, named as users of xorl expect it."""
+
+
+PROMPTS = "sample_prompts"
+"""The setting whose texts a model is asked, word by word."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,10 @@ class Job:
     tokenizer: str | None = None
     """Where the tokenizer lies: a folder, a hub id or `builtin:<name>`. Only prompts need it."""
     tokenizer_revision: str | None = None
+    initial: Path | None = None
+    """A checkpoint on this machine, of whose weights alone the run starts."""
+    scores: Path | None = None
+    """Where it lies what a reference model makes of answers, or is to be put."""
 
     def write(self) -> Path:
         """Publish the job in the output folder, the config in full beside it; return its file."""
@@ -75,6 +84,8 @@ class Job:
             "adapter": str(self.adapter) if self.adapter else None,
             "tokenizer": self.tokenizer,
             "tokenizer_revision": self.tokenizer_revision,
+            "initial": str(self.initial) if self.initial else None,
+            "scores": str(self.scores) if self.scores else None,
         }
         write_json(path, record)
 
@@ -96,16 +107,21 @@ class Job:
             Path(record["adapter"]) if record["adapter"] else None,
             record["tokenizer"],
             record["tokenizer_revision"],
+            Path(record["initial"]) if record["initial"] else None,
+            Path(record["scores"]) if record["scores"] else None,
         )
 
 
 def without_secrets(value: Any) -> Any:
     """A config's values with signed URLs and passwords in URLs taken out of them.
 
-    Ranks need none: what lies behind URLs is on this machine before they start.
+    Ranks need none: what lies behind URLs is on this machine before they start. Prompts are left as
+    they are, for a URL in one is part of what is asked.
     """
     if isinstance(value, dict):
-        return {name: without_secrets(each) for name, each in value.items()}
+        return {
+            name: each if name == PROMPTS else without_secrets(each) for name, each in value.items()
+        }
     if isinstance(value, list):
         return [without_secrets(each) for each in value]
     return spoken(value) if isinstance(value, str) else value

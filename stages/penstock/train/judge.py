@@ -7,6 +7,7 @@ from typing import Any
 
 from penstock.config.budget import EarlyStoppingConfig
 from penstock.config.checkpoint import SaveBestConfig
+from penstock.config.evaluation import sign_of
 from penstock.config.train import TrainConfig
 from penstock.core.errors import ConfigError
 
@@ -49,7 +50,7 @@ class Judge:
         metric = self.by.metric
         if metric is None or (value := record.get(metric)) is None:
             return False
-        sign = _sign(metric, self.by.mode)
+        sign = sign_of(metric, self.by.mode)
         if self.best is None:
             return not math.isnan(value)
         return sign * value > sign * self.best[metric]
@@ -58,7 +59,7 @@ class Judge:
         """Take note of an evaluation, for `is_tired`."""
         if not self.until.patience or (value := record.get(self.until.metric)) is None:
             return
-        value *= _sign(self.until.metric)
+        value *= sign_of(self.until.metric)
         bar = -math.inf if self._reached is None else self._reached + self.until.min_delta
         if value > bar:
             self._reached, self._waited = value, 0
@@ -82,9 +83,3 @@ class Judge:
         if judged := state.get("judged"):
             self.best = judged["best"]
             self._reached, self._waited = judged["reached"], judged["waited"]
-
-
-def _sign(metric: str, mode: str | None = None) -> int:
-    """What makes more of the metric better."""
-    mode = mode or ("max" if "accuracy" in metric else "min")
-    return 1 if mode == "max" else -1

@@ -20,7 +20,8 @@ from penstock.core.errors import PenstockError, StageError
 from penstock.core.orphan import end_with_starter
 from penstock.engine.parallel.fits import padding_of
 from penstock.rows.collate import Laid, MicroBatch, PadTo, collate
-from penstock.rows.reader import PackedRows
+from penstock.rows.reader import JoinedRows, PackedRows
+from penstock.train.job import Job
 
 Groups = Sequence[Sequence[int]]
 """The rows of each micro-batch of a step."""
@@ -69,6 +70,12 @@ def _pad_to(run: RunConfig) -> PadTo:
     return run.data.sample_packing_sequence_len * run.train.micro_batch_size
 
 
+def trained_rows(job: Job) -> PackedRows:
+    """The rows that a run learns from. Samples in one see each other only if that is written."""
+    kind = PackedRows if job.config.data.isolate_samples else JoinedRows
+    return kind(job.packed / "data" / "train")
+
+
 def prepare(reading: Reading) -> None:
     """Let the process that loading processes are forked from begin, while others have work."""
     if reading.num_workers:
@@ -94,7 +101,7 @@ class Loader:
             prepare(reading)
             self._ahead = iter(
                 DataLoader(
-                    _Steps(rows.folder, reading),
+                    _Steps(type(rows), rows.folder, reading),
                     sampler=steps,
                     batch_size=None,
                     collate_fn=_as_it_is,
@@ -144,14 +151,14 @@ class Loader:
 class _Steps(Dataset[Any]):
     """The steps as a loading process sees them: what it is asked for is the rows themselves."""
 
-    def __init__(self, folder: Path, reading: Reading) -> None:
-        self._folder, self._reading = folder, reading
+    def __init__(self, kind: type[PackedRows], folder: Path, reading: Reading) -> None:
+        self._kind, self._folder, self._reading = kind, folder, reading
         self._rows: PackedRows | None = None
 
     def __getitem__(self, groups: Groups) -> Laid | PenstockError:
         try:
             # Mapped in the process that reads: a map does not pass from one to another.
-            self._rows = self._rows or PackedRows(self._folder)
+            self._rows = self._rows or self._kind(self._folder)
             return _lay(self._rows, groups, self._reading)
         except PenstockError as error:
             # As a value it arrives as it was raised, not wrapped in this process's traceback.

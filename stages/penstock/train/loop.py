@@ -6,7 +6,7 @@ checkpoint says which of these its step still owes, so what breaks off is made u
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
@@ -22,14 +22,14 @@ from penstock.engine.ranks import Ranks
 from penstock.engine.step import StepResult
 from penstock.optim.schedule import lr_at
 from penstock.rows.batches import Batches, Cursor, Integers, deal
-from penstock.rows.reader import PackedRows
 from penstock.train.budget import Cadence, Clock, budget_of
-from penstock.train.evaluation import LOSS, held_out_rows
-from penstock.train.job import CHECKPOINTS, METRICS, SAMPLES, Job
+from penstock.train.evaluation import held_out_rows
+from penstock.train.job import METRICS, SAMPLES, Job
 from penstock.train.judge import Judge
-from penstock.train.loader import Groups, Loader, Reading
+from penstock.train.loader import Groups, Loader, Reading, trained_rows
 from penstock.train.measures import Measures
 from penstock.train.metrics import MetricsLog, read_metrics
+from penstock.train.moving_references import references_of
 from penstock.train.position import Position
 from penstock.train.profiling import Profile
 from penstock.train.recorder import Recorder
@@ -37,6 +37,7 @@ from penstock.train.sampling import sampler_of
 from penstock.train.saving import Saves
 from penstock.train.stopping import StopRequest
 from penstock.train.surroundings import keep_surroundings
+from penstock.train.told_tokens import LOSS
 
 GO_ON, TIME_IS_UP, STOP = 0, 1, 2
 """What ranks agree on after a step: the highest that any of them says."""
@@ -50,7 +51,7 @@ class Loop:
     def __init__(self, job: Job, built: Assembled, ranks: Ranks, stop: StopRequest) -> None:
         self.job, self.built, self.ranks, self.stop = job, built, ranks, stop
         self.train: TrainConfig = job.config.train
-        self.rows = PackedRows(job.packed / "data" / "train")
+        self.rows = trained_rows(job)
         replicas = built.degrees.num_replicas
         self.batches = Batches(
             built.pairs_per_token * self.rows.lengths() + self.rows.squares(),
@@ -62,6 +63,7 @@ class Loop:
         self.accumulation = accumulation_steps(self.train, replicas)
         self.reading = Reading.of(job.config, ranks.device)
         self.saves = Saves(job, built, ranks, self._warn)
+        self.references = references_of(job, built, ranks, self.rows, self.batches)
         self.held_out = held_out_rows(job, built, ranks, self.reading, self.batches.rows_per_step)
         self.sampler = sampler_of(job, built, ranks, self.reading)
         self.judge = Judge.of(self.train)
@@ -155,7 +157,11 @@ class Loop:
         if self._loader is None:
             self._loader = Loader(self.rows, self._steps(), self.reading)
         batches, rows = next(self._loader), self.batches.rows(self.at.cursor)
-        result: StepResult = self.built.engine.step(batches, lr, step)
+        references: Sequence[torch.Tensor] = ()
+        if self.references:
+            self.references.begin(step, self.at.cursor)
+            references = self.references.of(batches)
+        result: StepResult = self.built.engine.step(batches, lr, step, references)
         self._evaluated = None
         self.at = Position(
             self.batches.after(self.at.cursor),
@@ -163,6 +169,7 @@ class Loop:
             self.at.tokens + result.tokens,
             self.at.trained_tokens + result.trained_tokens,
             result.loss,
+            self.at.rows + len(rows),
         )
         seconds = time.perf_counter() - started
         return {
@@ -175,6 +182,7 @@ class Loop:
             "trained_tokens": result.trained_tokens,
             "tokens_per_second": round(result.tokens / seconds, 1),
             "seconds": round(seconds, 5),
+            **result.of_preferences,
             **result.of_routers,
             **result.of_scaling,
             **result.of_norms,
@@ -284,14 +292,15 @@ class Loop:
         return {"owes": sorted(owes), **self.judge.as_json(), **timed}
 
     def _resume(self) -> set[Duty]:
-        """Take the newest checkpoint of this run, else the one that was named, else start fresh;
-        what is due before the next step."""
+        """Take the newest checkpoint of this run, else the one that was named, else start fresh,
+        if only with weights that were; what is due before the next step."""
         folder, named = self.saves.newest(), self.train.load_checkpoint_path
         randomness.start(self.train.seed, self.ranks.rank)
         due: set[Duty] = set()
         if folder:
             state = self._load(folder)
             self._untrained, due = None, set(state["owes"])
+            self.measures.goes_on()
             self.judge.restore(state)
             if self.judge.best:
                 self.saves.keep_best(self.judge.best["step"])
@@ -300,6 +309,8 @@ class Loop:
             self._load(Path(named))
             self._untrained = self.at.step
             self._require_steps(named)
+        elif self.job.initial:
+            self.saves.take_weights(self.job.initial)
         self._started_at = self.at.step
         if self.held_out and self._looks_first and self.at.step == self._untrained:
             due.add("evaluation")
@@ -347,7 +358,7 @@ class Loop:
     def _warn(self, text: str) -> None:
         if self._recorder:
             self._recorder.warn(self.at.step, text)
-        else:
+        elif self.ranks.leads:
             self._told_early.append(text)
 
     def _epochs(self) -> float:
@@ -376,21 +387,11 @@ class Loop:
             "final_loss": at.loss,
         }
         if not self.train.eval_only:
-            last = f"{CHECKPOINTS}/global_step_{at.step}"
-            facts["checkpoint"] = f"{CHECKPOINTS}/global_step_{best['step']}" if best else last
+            last = self.saves.place_of(at.step)
+            facts["checkpoint"] = self.saves.place_of(best["step"]) if best else last
             if best:
                 facts |= {"best_step": best["step"], "last_checkpoint": last}
         if self.built.quantised:
             facts["quantised"] = list(self.built.quantised)
         told = best or self._evaluated or {}
         return facts | {name: value for name, value in told.items() if name != "step"}
-
-
-def check_job(job: Job, vocab_size: int) -> None:
-    """Raise ConfigError before the first step if the rows hold tokens that the model does not."""
-    if job.max_token_id >= vocab_size:
-        raise ConfigError(
-            f"the packed rows hold token id {job.max_token_id}, and the model's vocabulary ends at "
-            f"{vocab_size - 1}.\n"
-            "  model.tokenizer_path and model.config_path do not belong together."
-        )

@@ -16,14 +16,14 @@ from penstock.core.errors import ConfigError
 from penstock.core.files import write_json
 from penstock.core.orphan import end_with_parent, outlive_parent_by
 from penstock.core.pulse import Pulse
-from penstock.engine.assemble import assemble
+from penstock.engine.assemble import Assembled, assemble
 from penstock.engine.determinism import use_only_deterministic_kernels
 from penstock.engine.hf_config import read_hf_config
 from penstock.engine.ranks import Ranks, join, leave
 from penstock.train.endings import failure_file, leave_failure
 from penstock.train.job import LOGS, OUTCOME, RANKS_LOCK, Job
 from penstock.train.loader import Reading, prepare
-from penstock.train.loop import Loop, check_job
+from penstock.train.loop import Loop
 from penstock.train.stacks import show_on_request
 from penstock.train.stopping import StopRequest
 from penstock.train.watch import DEFAULT_TIMEOUT_SECONDS, pulse_folder
@@ -34,8 +34,52 @@ stacks while they hang, and none once they have given up."""
 
 log = logging.getLogger("penstock.train")
 
+Notify = Callable[[str], None]
 
-def main(path: Path) -> None:
+Work = Callable[[Job, Ranks, StopRequest, Notify], tuple[dict[str, Any] | None, int]]
+"""What all ranks of a job do together: the facts, or None when asked to stop before the end, and
+the last step that was taken."""
+
+
+def train(
+    job: Job, ranks: Ranks, stop: StopRequest, notify: Notify
+) -> tuple[dict[str, Any] | None, int]:
+    """Train to the end, or until asked to stop."""
+    reading = Reading.of(job.config, ranks.device)
+    if reading.num_workers:
+        prepare(reading)
+    elif job.config.data.dataloader_num_workers:
+        notify(
+            "rows are mapped into memory and read in this process; write "
+            "data.dataloader_num_workers to have others read ahead"
+        )
+    loop = Loop(job, assembled(job, ranks, notify), ranks, stop)
+    log.info("%d rows, %d steps, layout %s", len(loop.rows), loop.total_steps, loop.built.layout)
+    facts = loop.run()
+    log.info("stopped at step %d of %d", loop.at.step, loop.total_steps)
+    return facts, loop.at.step
+
+
+def assembled(job: Job, ranks: Ranks, notify: Notify) -> Assembled:
+    """The job's model. Raises ConfigError if the rows hold tokens that it does not."""
+    ranks.pulse.begins("loading the model")
+    hf_config = read_hf_config(job.config_path, job.config.model.foundation)
+    built = assemble(job.config, hf_config, job.weights, ranks, notify, adapter=job.adapter)
+    check_job(job, built.vocab_size)
+    return built
+
+
+def check_job(job: Job, vocab_size: int) -> None:
+    """Raise ConfigError before the first step if the rows hold tokens that the model does not."""
+    if job.max_token_id >= vocab_size:
+        raise ConfigError(
+            f"the packed rows hold token id {job.max_token_id}, and the model's vocabulary ends at "
+            f"{vocab_size - 1}.\n"
+            "  model.tokenizer_path and model.config_path do not belong together."
+        )
+
+
+def main(path: Path, work: Work = train) -> None:
     """Run the job in `path` on this rank; leave its outcome, or this rank's failure, beside it."""
     end_with_parent()
     job = Job.read(path)
@@ -43,77 +87,56 @@ def main(path: Path) -> None:
     rank, _, _ = env.rank_variables() or (0, 0, 1)
     failure_file(job.output_dir / LOGS, rank).unlink(missing_ok=True)
     show_on_request(job.output_dir / LOGS, rank)
-    _be_rank(job, Pulse(pulse_folder(job), rank=rank))
+    _be_rank(job, Pulse(pulse_folder(job), rank=rank), work)
+    leave()
 
 
-def run_by_hand(job: Job) -> None:
-    """Be one rank of the job in this process, whoever started it."""
-    _be_rank(job, Pulse())
+def run_by_hand(job: Job, work: Work = train) -> None:
+    """Be one rank of the job in this process, whoever started it.
+
+    It stays in the process group, which its next job finds: a group that is left cannot be joined
+    again under one torchrun.
+    """
+    _be_rank(job, Pulse(), work)
 
 
-def _be_rank(job: Job, pulse: Pulse) -> None:
+def _be_rank(job: Job, pulse: Pulse, work: Work) -> None:
     rank, _, _ = env.rank_variables() or (0, 0, 1)
     # One of them looks: they agree on what any of them has heard.
     stop = StopRequest(None if rank else job.output_dir).listen()
     ranks = join((job.config.launch.timeout or DEFAULT_TIMEOUT_SECONDS) + MARGIN_SECONDS, pulse)
     faulthandler.enable()
     try:
-        run_rank(job, ranks, stop)
+        run_rank(job, ranks, stop, work)
     except Exception as error:
         log.exception("failed")
         leave_failure(job.output_dir / LOGS, ranks.rank, error)
         raise
-    leave()
 
 
-def run_rank(job: Job, ranks: Ranks, stop: StopRequest) -> dict[str, Any] | None:
-    """Assemble, train, and let the leading rank write the outcome. None: stopped before the end."""
+def run_rank(
+    job: Job, ranks: Ranks, stop: StopRequest, work: Work = train
+) -> dict[str, Any] | None:
+    """Do the work, and let the leading rank write the outcome. None: stopped before the end."""
     _log_to(job.output_dir / LOGS / f"rank_{ranks.rank}.log")
 
     def notify(line: str) -> None:
         log.info(line)
         if ranks.leads:
-            sys.stderr.write(f"train: {line}\n")
+            sys.stderr.write(f"{work.__name__}: {line}\n")
 
     with ExitStack() as held:
         if ranks.leads:
             # Ranks of a run whose launcher was killed may still be saving; they end within a step.
             held.enter_context(FileLock(job.output_dir / RANKS_LOCK))
-        return _run(job, ranks, stop, notify)
-
-
-def _run(
-    job: Job, ranks: Ranks, stop: StopRequest, notify: Callable[[str], None]
-) -> dict[str, Any] | None:
-    run = job.config
-    if run.train.enable_full_determinism:
-        use_only_deterministic_kernels()
-    launches = _one_run(job, ranks)
-    reading = Reading.of(run, ranks.device)
-    if reading.num_workers:
-        prepare(reading)
-    elif run.data.dataloader_num_workers:
-        notify(
-            "rows are mapped into memory and read in this process; write "
-            "data.dataloader_num_workers to have others read ahead"
-        )
-    ranks.pulse.begins("loading the model")
-    hf_config = read_hf_config(job.config_path, run.model.foundation)
-    built = assemble(run, hf_config, job.weights, ranks, notify, adapter=job.adapter)
-    loop = Loop(job, built, ranks, stop)
-    check_job(job, built.vocab_size)
-    log.info("%d rows, %d steps, layout %s", len(loop.rows), loop.total_steps, built.layout)
-    facts = loop.run()
-    log.info("stopped at step %d of %d", loop.at.step, loop.total_steps)
-    if ranks.leads:
-        outcome = {
-            "facts": facts,
-            "step": loop.at.step,
-            "signal": stop.signum,
-            "launches": launches,
-        }
-        write_json(job.output_dir / OUTCOME, outcome)
-    return facts
+        if job.config.train.enable_full_determinism:
+            use_only_deterministic_kernels()
+        launches = _one_run(job, ranks)
+        facts, step = work(job, ranks, stop, notify)
+        if ranks.leads:
+            outcome = {"facts": facts, "step": step, "signal": stop.signum, "launches": launches}
+            write_json(job.output_dir / OUTCOME, outcome)
+        return facts
 
 
 def _one_run(job: Job, ranks: Ranks) -> list[str]:

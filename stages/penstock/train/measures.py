@@ -1,6 +1,7 @@
 """What is measured of a step besides what it learnt: phases, operations per second, memory."""
 
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from penstock.models.cost import Work, step_flops
 from penstock.rows.batches import Integers
 from penstock.rows.collate import MicroBatch
 from penstock.rows.reader import PackedRows
+from penstock.train.recovery import recovery_of
 from penstock.train.spikes import SpikeWatch
 
 GIB = 1 << 30
@@ -41,8 +43,14 @@ class Measures:
         self._spikes = SpikeWatch(train.log_loss_spikes, ranks)
         self._phases = Phases(ranks.device) if ranks.leads else None
         self._peak = peak_of(ranks.device, precision_of(train))
+        self._recovers = False
+        self._tells_recovery = train.log_recovery_timing
         if self._phases:
             ranks.pulse.listen(self._phases.hear)
+
+    def goes_on(self) -> None:
+        """The next step is the first of a run that goes on from a checkpoint of its own."""
+        self._recovers = self._tells_recovery
 
     def of_step(
         self, result: StepResult, batches: Sequence[MicroBatch], rows: Integers, seconds: float
@@ -64,7 +72,14 @@ class Measures:
             "tflops": round(per_second / 1e12, 5),
             "mfu": round(per_second / self._peak, 5) if self._peak else None,
             "phases": self._phases.take(),
+            **self._recovery(),
         }
+
+    def _recovery(self) -> dict[str, Any]:
+        if not self._recovers:
+            return {}
+        self._recovers = False
+        return {"recovery_seconds": recovery_of(self._ranks.pulse.beginnings, time.time())}
 
     def memory_here(self) -> int:
         """Bytes at most in use: on this rank's GPU since this was last asked, else by its process

@@ -65,5 +65,10 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value of a record is one number, which can be drawn and told to trackers."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _line(record: dict[str, Any]) -> str:
     return json.dumps(record) + "\n"

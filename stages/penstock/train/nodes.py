@@ -8,19 +8,43 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
+from penstock.config.run import RunConfig
 from penstock.core.stage import key_of, short
 from penstock.core.store import Cache, Outcome, Step, lookup
-from penstock.train.job import JOB
-from penstock.train.stage import Train
-from penstock.train.torchrun import ending_of, start_ranks
+from penstock.train.job import JOB, Job
+from penstock.train.torchrun import Ended, start_ranks
+
+
+@runtime_checkable
+class OnRanks(Protocol):
+    """A stage whose work ranks do."""
+
+    name: ClassVar[str]
+    module: ClassVar[str]
+    """What a rank is started with."""
+    run_config: RunConfig
+    ranks: Literal["torchrun", "this_process"]
+
+    def job(self, output_dir: Path) -> Job:
+        """What the ranks of this machine are told."""
+        ...
+
+    def ending(self, job: Job, ended: Ended, where: str) -> dict[str, Any]:
+        """What ranks that came to their end have found; raises what ended them else."""
+        ...
+
+    def follow(self, out: Path) -> None:
+        """Be a rank that does not lead, in this process."""
+        ...
 
 
 def lends(step: Step) -> bool:
     """Whether this machine only lends its ranks to the step."""
     stage = step.stage
     return (
-        isinstance(stage, Train)
+        isinstance(stage, OnRanks)
         and stage.ranks == "torchrun"
         and stage.run_config.launch.node_rank > 0
     )
@@ -32,20 +56,20 @@ def lend(step: Step, cache: Cache, notify: Callable[[str], None]) -> Outcome:
     Raises what the stage itself would raise for ranks that did not come to their end.
     """
     stage = step.stage
-    assert isinstance(stage, Train)
-    started, key = time.monotonic(), short(key_of(stage))
+    assert isinstance(stage, OnRanks)
+    started, key = time.monotonic(), short(key_of(step.stage))
     if cache == "reuse" and (manifest := lookup(step)):
         return Outcome(stage.name, key, "cached", step.path, 0.0, manifest["facts"])
     launch = stage.run_config.launch
     notify(
-        f"train: this is machine {launch.node_rank} of {launch.nnodes}, counted from 0; it waits "
-        f"for the first at {launch.rdzv_endpoint}"
+        f"{stage.name}: this is machine {launch.node_rank} of {launch.nnodes}, counted from 0; it "
+        f"waits for the first at {launch.rdzv_endpoint}"
     )
     job = stage.job(step.path.resolve())
     # On this machine's own disk: the paths in it may be other ones than on the first.
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
         file = Path(folder) / JOB
         job.save(file)
-        ended = start_ranks(job, file)
-    facts = ending_of(job, ended, step.where)
+        ended = start_ranks(job, file, module=stage.module)
+    facts = stage.ending(job, ended, step.where)
     return Outcome(stage.name, key, "ran", step.path, time.monotonic() - started, facts)

@@ -17,6 +17,8 @@ class Position:
     tokens: int = 0
     trained_tokens: int = 0
     loss: float | None = None
+    rows: int = 0
+    """Packed rows that were trained on."""
 
     def as_json(self) -> dict[str, Any]:
         """As `state.json` of a checkpoint has it."""
@@ -29,6 +31,7 @@ class Position:
             "tokens": self.tokens,
             "trained_tokens": self.trained_tokens,
             "loss": self.loss,
+            "rows": self.rows,
         }
 
     @classmethod
@@ -36,4 +39,5 @@ class Position:
         """What `as_json` made."""
         names = ("epoch", "samples_consumed", "order_seed", "group")
         rest = {name: state[name] for name in ("step", "tokens", "trained_tokens", "loss")}
-        return cls(Cursor(*(state[name] for name in names)), **rest)
+        cursor = Cursor(*(state[name] for name in names))
+        return cls(cursor, **rest, rows=state.get("rows", 0))

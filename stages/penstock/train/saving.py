@@ -1,12 +1,15 @@
 """The checkpoints of one run: when it can be done without one, and what it says besides tensors."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from penstock.core.errors import StageError
-from penstock.engine import checkpoint, randomness
+from penstock.engine import randomness
 from penstock.engine.assemble import Assembled
+from penstock.engine.checkpoint import Checkpoints
+from penstock.engine.checkpoint_folders import naming_of, newest_checkpoint, sweep
+from penstock.engine.checkpoint_state import States
 from penstock.engine.ranks import Ranks
 from penstock.train.job import CHECKPOINTS, Job
 from penstock.train.position import Position
@@ -25,12 +28,13 @@ class Saves:
         train = job.config.train
         self._job, self._built, self._ranks, self._warn = job, built, ranks, warn
         self.root = job.output_dir / CHECKPOINTS
-        self._checkpoints = checkpoint.Checkpoints(
+        self._checkpoints = Checkpoints(
             self.root,
             built.trained,
             ranks,
             writes="behind" if train.save_async else "at_once",
             limit=train.save_total_limit,
+            naming=naming_of(train),
         )
         self._step: int | None = 0
         self._learns = not train.eval_only
@@ -42,18 +46,19 @@ class Saves:
     def newest(self) -> Path | None:
         """The newest complete checkpoint of this run; what interrupted saves left is swept."""
         if self._ranks.leads:
-            checkpoint.sweep(self.root)
+            sweep(self.root)
         self._ranks.wait()
         return newest_checkpoint(self.root, self._job.key)
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Be as a complete checkpoint was; its state.json. Raises ArtifactError if it cannot."""
-        state = self._checkpoints.load(folder)
-        if state["lacks_optimizer"]:
+        self._ranks.pulse.begins("reading the checkpoint")
+        states = self._states_of(folder)
+        state = self._checkpoints.load(folder, states=states)
+        for loss in _lost(state, states):
             self._warn(
-                f"{folder} was saved without the optimizer's states (train.save_optimizer: false), "
-                "so the optimizer starts anew: from here on the numbers are not those of a run "
-                "that was never interrupted"
+                f"{folder} {loss}: from here on the numbers are not those of a run that was never "
+                "interrupted"
             )
         # RNG belongs to a rank of a layout; on another layout there is none to continue.
         mine = state["rng"].get(str(self._ranks.rank))
@@ -63,6 +68,10 @@ class Saves:
             scaling.restore(state["loss_scale"])
         self._step = state["step"] if folder.parent == self.root else None
         return state
+
+    def take_weights(self, folder: Path) -> None:
+        """Start from the weights of a complete checkpoint alone. Raises ArtifactError."""
+        self._checkpoints.load(folder, states="passed over")
 
     def must(self, at: Position, more: Mapping[str, Any]) -> None:
         """Save unless that is needless; `more` goes into state.json. Raises StageError when this
@@ -94,6 +103,12 @@ class Saves:
             return False
         return True
 
+    def place_of(self, step: int) -> str:
+        """Where the checkpoint of `step`, which is saved, lies in the output folder."""
+        folder = self._checkpoints.folder_of(step)
+        assert folder is not None, f"there is no checkpoint of step {step}"
+        return f"{CHECKPOINTS}/{folder.name}"
+
     def keep_best(self, step: int) -> None:
         """Keep the checkpoint of `step`, which was named the best, until another one is."""
         self._checkpoints.keep_best(step)
@@ -105,6 +120,12 @@ class Saves:
     def close(self) -> None:
         """Wait for a save under way, whatever comes of it."""
         self._checkpoints.close()
+
+    def _states_of(self, folder: Path) -> States:
+        """From a run's own checkpoints they are read, unless it is these that are meant."""
+        train = self._job.config.train
+        is_meant = folder.parent != self.root or train.load_checkpoint_path == "auto"
+        return "passed over" if is_meant and not train.load_optimizer else "read"
 
     def _write(self, at: Position, more: Mapping[str, Any]) -> None:
         self._ranks.pulse.begins("saving", step=at.step)
@@ -123,9 +144,14 @@ class Saves:
         self._step = at.step
 
 
-def newest_checkpoint(root: Path, key: str) -> Path | None:
-    """The newest complete checkpoint of the run with this key."""
-    for folder in reversed(checkpoint.complete_checkpoints(root)):
-        if checkpoint.read_state(folder)["key"] == key:
-            return folder
-    return None
+def _lost(state: Mapping[str, Any], states: States) -> Iterator[str]:
+    """What is missing in a run that goes on from this `state.json`."""
+    if state["lacks_optimizer"]:
+        yield (
+            "was saved without the optimizer's states (train.save_optimizer: false), so the "
+            "optimizer starts anew"
+        )
+    elif states == "passed over":
+        yield "gives its weights alone (train.load_optimizer: false), so the optimizer starts anew"
+    if state.get("rounds_weights"):
+        yield "holds what layers compute with (train.ckpt_weights: compute), rounded"

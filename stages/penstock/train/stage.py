@@ -2,9 +2,8 @@
 
 import shutil
 import sys
-import uuid
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -15,10 +14,9 @@ from penstock.config.fp8 import Fp8Config
 from penstock.config.run import RunConfig
 from penstock.core.compare import differences
 from penstock.core.data_facts import DATA, keep_data_facts
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ArtifactError, ConfigError
 from penstock.core.files import read_json, regular_files, set_aside
 from penstock.core.hub import local_folder
-from penstock.core.remote_source import folder_of
 from penstock.core.stage import (
     ATTEMPT,
     MANIFEST,
@@ -33,8 +31,10 @@ from penstock.core.stage import (
 )
 from penstock.core.store import Step, reason_of
 from penstock.core.urls import is_url, spoken
+from penstock.engine.checkpoint_folders import naming_of, newest_checkpoint
 from penstock.engine.origin import Form, Origin
-from penstock.train.job import HF_WEIGHTS, LOGS, OUTCOME, Job
+from penstock.train.job import CHECKPOINTS, HF_WEIGHTS, LOGS, OUTCOME, Job
+from penstock.train.jobs import job_of
 from penstock.train.keepsakes import keepsakes_of, wanted_of
 from penstock.train.stopping import STOP_FILE
 from penstock.train.torchrun import Ended, ending_of, start_ranks
@@ -49,8 +49,12 @@ class TrainSettings(Settings):
     rows_per_step: int
     """Packed rows in one optimizer step over all ranks."""
     last_batch: Literal["drop", "keep"]
+    isolate_samples: bool = True
+    """Whether samples of one row do not see each other."""
     judging: dict[str, Any] | None = None
     """What decides when a run ends, or which checkpoint is its result, by what is evaluated."""
+    preference: dict[str, Any] | None = None
+    """How preferences are learnt, where they are."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ class Train(Stage):
     """Packed rows in, checkpoints out. How it is laid out over ranks is not identity."""
 
     name: ClassVar[str] = "train"
+    module: ClassVar[str] = "penstock.train"
     version: ClassVar[int] = 2
     neutral: ClassVar[Mapping[str, Any]] = {
         "train.fsdp_reduce_dtype": "fp32",
@@ -67,6 +72,7 @@ class Train(Stage):
         "model.attention_cast_bf16": False,
         "train.dropout.hidden": 0.0,
         "train.dropout.ffn": 0.0,
+        "train.dropout.attention": 0.0,
         "train.dropout.warmup_steps": 0,
         "train.dropout.depth_scaling": False,
         "train.dropout": {},
@@ -76,6 +82,8 @@ class Train(Stage):
         "train.optimizer_kwargs": {},
         "train.lr_warmup_steps": None,
         "train.save_optimizer": True,
+        "train.load_optimizer": True,
+        "train.ckpt_weights": "master",
         "train.lr_schedule_kwargs.warmup_style": "zero_start",
         "train.lr_schedule_kwargs.hold_steps": 0,
         "train.lr_schedule_kwargs.constant_steps": 0,
@@ -112,6 +120,8 @@ class Train(Stage):
         "train.max_hours": None,
         "train.eval_only": False,
         "judging": None,
+        "isolate_samples": True,
+        "preference": None,
     }
 
     settings: TrainSettings
@@ -123,6 +133,10 @@ class Train(Stage):
     ranks: Literal["torchrun", "this_process"] = "torchrun"
     prepared: Artifact | None = None
     """How: the samples that were packed; only the report tells of them."""
+    initial: Source | None = None
+    """A checkpoint of whose weights alone the run starts."""
+    reference: Artifact | None = None
+    """What a reference model makes of the answers, where a loss compares with one."""
 
     @property
     def inputs(self) -> Mapping[str, Input]:
@@ -134,11 +148,20 @@ class Train(Stage):
             found["adapter"] = self.origin.adapter
         if self.checkpoint:
             found["checkpoint"] = self.checkpoint
+        if self.initial:
+            found["initial"] = self.initial
+        if self.reference:
+            found["reference"] = self.reference
         return found
+
+    def ending(self, job: Job, ended: Ended, where: str) -> dict[str, Any]:
+        """The facts of ranks that came to their end; raises what ended them else."""
+        return ending_of(job, ended, where)
 
     def run(self, out: Path) -> Facts:
         """Train from the newest checkpoint in `out`. Raises Interrupted when asked to stop."""
         job = self.job(out.resolve())
+        require_checkpoint(job)
         file = job.write()
         # It was for the start before this one.
         (out / STOP_FILE).unlink(missing_ok=True)
@@ -147,7 +170,7 @@ class Train(Stage):
         (out / LOGS).mkdir(parents=True)
         ended = start_ranks(job, file) if self.ranks == "torchrun" else _here(job)
         _report(out)
-        facts = ending_of(job, ended, self._where(out))
+        facts = self.ending(job, ended, self._where(out))
         if self.run_config.train.save_hf_weights and "checkpoint" in facts:
             self._write_hf_weights(out / facts["checkpoint"])
         return facts
@@ -158,7 +181,7 @@ class Train(Stage):
 
     def wanted(self, names: Collection[str], out: Path) -> list[str]:
         """The newest complete checkpoint, unless one as new is here."""
-        return wanted_of(names, out)
+        return wanted_of(names, out, naming_of(self.run_config.train))
 
     def _config_here(self) -> RunConfig:
         """The config as ranks are to read it: a checkpoint behind a URL is on this machine."""
@@ -186,30 +209,12 @@ class Train(Stage):
 
     def job(self, output_dir: Path) -> Job:
         """What the ranks of this machine are told."""
-        origin, config = self.origin, self.origin.config_path
-        if origin.config.pin["kind"] != "builtin":
-            config = str(local_folder(config, origin.config).resolve())
-        weights = None
-        if origin.model_path and origin.weights:
-            weights = local_folder(origin.model_path, origin.weights).resolve()
-        adapter = None
-        if origin.adapter_path and origin.adapter:
-            adapter = local_folder(origin.adapter_path, origin.adapter).resolve()
-        facts = self.packed.facts
-        return Job(
-            key=key_of(self),
-            config=self._config_here(),
-            packed=self.packed.path.resolve(),
-            packed_key=self.packed.key,
-            epoch_rows=tuple(facts.get("epoch_rows", {}).get("train", ())),
-            max_token_id=facts["max_token_id"]["train"],
-            config_path=config,
-            weights=weights,
-            adapter=adapter,
-            output_dir=output_dir,
-            launch=uuid.uuid4().hex,
-            tokenizer=folder_of(origin.tokenizer_path, origin.tokenizer),
-            tokenizer_revision=origin.tokenizer.pin.get("commit"),
+        initial, typed = self.initial, self.run_config.train.init_checkpoint_path
+        job = job_of(key_of(self), self._config_here(), self.packed, self.origin, output_dir)
+        return replace(
+            job,
+            initial=local_folder(typed, initial).resolve() if initial and typed else None,
+            scores=self.reference.path.resolve() if self.reference else None,
         )
 
     def owned_files(self, out: Path) -> Iterable[Path]:
@@ -249,6 +254,17 @@ def claim(step: Step, *, fresh: bool) -> None:
         f"{short(mine)} here. What differs:\n{changed}\n"
         "  Name another train.output_dir, or add --fresh to move the old one aside."
     )
+
+
+def require_checkpoint(job: Job) -> None:
+    """Raise ArtifactError where there has to be a checkpoint to go on from, and none is."""
+    root = job.output_dir / CHECKPOINTS
+    if job.config.train.require_checkpoint and newest_checkpoint(root, job.key) is None:
+        raise ArtifactError(
+            f"train.require_checkpoint is true, and {root} holds no complete checkpoint of this "
+            "run.\n  Write train.output_dir as it was, or leave require_checkpoint out to start "
+            "fresh."
+        )
 
 
 def _held(folder: Path) -> dict[str, Any] | None:

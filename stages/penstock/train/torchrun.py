@@ -36,8 +36,8 @@ class Ended:
     """What was seen of ranks that did not move."""
 
 
-def start_ranks(job: Job, file: Path) -> Ended:
-    """Run all ranks of this node to their end; `file` holds the job.
+def start_ranks(job: Job, file: Path, *, module: str = "penstock.train") -> Ended:
+    """Run all ranks of this node to their end: `module`, which is told the `file` of the job.
 
     With `launch.timeout` ranks that hang are killed, and so started again or given up. Raises
     StageError when none begins, and ConfigError if the other machines cannot be met.
@@ -46,7 +46,7 @@ def start_ranks(job: Job, file: Path) -> Ended:
     address = meet(launch.rdzv_endpoint, launch.node_rank) if launch.rdzv_endpoint else None
     watch = Watch(job)
     status = run_ranks(
-        [*torchrun_arguments(job.config, address), "-m", "penstock.train", str(file)],
+        [*torchrun_arguments(job.config, address), "-m", module, str(file)],
         environment={
             **env.unless_set({"OMP_NUM_THREADS": str(threads_per_rank(job.config))}),
             **environment_of(job.config),

@@ -25,6 +25,7 @@ MOST_NAMES = 5
 """Names below a bar chart for which there is room."""
 
 Kind = Literal["line", "raw and smooth", "dots"]
+Unit = Literal["number", "amount", "share", "GiB", "seconds"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Series:
 
     label: str
     table: str
-    """Where the page has its numbers: `steps` or `evaluations` of a run, as `steps.0`."""
+    """Where the page has its numbers: `steps` or `evaluations` of a run, as `0.steps`."""
     column: str
     steps: Sequence[int]
     values: Sequence[float]
@@ -87,7 +88,7 @@ def chart(
     series: Sequence[Series],
     label: Callable[[float], str],
     *,
-    unit: Literal["number", "amount", "share", "GiB", "seconds"] = "number",
+    unit: Unit = "number",
     note: str = "",
 ) -> Chart:
     """Draw all `series`, of which there is at least one, each with at least one value.

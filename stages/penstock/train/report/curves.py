@@ -1,15 +1,15 @@
 """Which charts a page has, of one run or of several that are compared."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from penstock.train.report.chart import Chart, Kind, Series, chart, shown_indices
+from penstock.train.metrics import is_number
+from penstock.train.report.chart import Chart, Kind, Series, Unit, chart, shown_indices
 from penstock.train.report.heat import HeatMap, by_expert, over_steps
 from penstock.train.report.record import RunRecord
 from penstock.train.report.words import amount, gibibytes, number, share
-
-Unit = Literal["number", "amount", "share", "GiB", "seconds"]
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,19 @@ OPTIMISATION = (
     Curve("z_loss", "z-loss"),
     Curve("loss_scale", "Loss scale"),
 )
+ANSWERS = (
+    Curve("rewards/margins", "Reward margin"),
+    Curve("rewards/accuracies", "Pairs the right way round", share, "share"),
+    Curve("rewards/chosen", "Reward of chosen answers"),
+    Curve("rewards/rejected", "Reward of rejected answers"),
+    Curve("logps/chosen", "Log-probability of chosen answers"),
+    Curve("logps/rejected", "Log-probability of rejected answers"),
+)
+"""Of runs that learn from preferences."""
 HELD = (
     Curve("eval_perplexity", "Held-out perplexity", of="evaluations"),
     Curve("eval_token_accuracy", "Held-out token accuracy", share, "share", of="evaluations"),
+    *(replace(one, column=f"eval_{one.column}", of="evaluations") for one in ANSWERS),
 )
 
 SOURCE = "eval_loss/"
@@ -73,6 +83,7 @@ def groups(runs: Sequence[RunRecord]) -> list[tuple[str, list[Chart]]]:
     speed = SPEED if is_rated else (SPEED[0], UNRATED, *SPEED[1:])
     found = [
         ("Optimisation", list(_charts(runs, OPTIMISATION))),
+        ("Answers", list(_charts(runs, ANSWERS))),
         ("Held-out rows", [*_charts(runs, HELD), *_by_source(runs)]),
         ("Speed and memory", list(_charts(runs, speed))),
     ]
@@ -118,7 +129,7 @@ def columns(run: RunRecord, most: int) -> dict[str, dict[str, list[float | None]
     for kind, records in kinds.items():
         shown = [records[at] for at in shown_indices(len(records), most)] if records else []
         names = sorted({name for record in shown for name, v in record.items() if is_number(v)})
-        found[kind] = {name: [finite(record.get(name)) for record in shown] for name in names}
+        found[kind] = {name: [_finite(record.get(name)) for record in shown] for name in names}
     return found
 
 
@@ -127,14 +138,9 @@ def letter(index: int) -> str:
     return chr(ord("A") + index)
 
 
-def is_number(value: Any) -> bool:
-    """Whether it can be drawn."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def finite(value: Any) -> float | None:
+def _finite(value: Any) -> float | None:
     """JSON, as browsers read it, has neither NaN nor infinities."""
-    return value if is_number(value) and value - value == 0 else None
+    return value if is_number(value) and math.isfinite(value) else None
 
 
 def _charts(runs: Sequence[RunRecord], curves: Iterable[Curve]) -> Iterator[Chart]:

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.config.run import RunConfig
+from penstock.core.urls import scrubbed
 from penstock.train.report.chart import BarChart, bar_chart
-from penstock.train.report.words import amount, without_credentials
+from penstock.train.report.words import amount
 
 Row = tuple[str, ...]
 
@@ -95,7 +96,7 @@ def _source(its: Mapping[str, Any]) -> Row:
     trained = f"{its['trained_tokens'] / its['tokens']:.1%}" if its["tokens"] else "-"
     is_drawn = its["role"] == "train" and its["samples"]
     return (
-        without_credentials(its["label"]),
+        scrubbed(its["label"]),
         SPLITS[its["role"]],
         f"{its['samples']:,}",
         amount(its["tokens"]),
@@ -110,4 +111,4 @@ def _example(each: Mapping[str, Any]) -> tuple[str, str]:
         place = f"{each['file']}:{each['line']}"
     else:
         place = f"{each['source']}, record {each['row']} of slice {each['slice']}"
-    return without_credentials(place), without_credentials(each["why"])
+    return scrubbed(place), scrubbed(each["why"])

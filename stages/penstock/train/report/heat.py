@@ -6,10 +6,10 @@ Tiles of one shade are one SVG path, so a map is small and takes the page's colo
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from penstock.train.report.chart import SIDE
-from penstock.train.report.scale import Axis, Tick, of_steps
+from penstock.train.report.scale import Axis, Bend, Tick, of_steps
 from penstock.train.report.words import number
 
 SHADES = 9
@@ -45,7 +45,7 @@ def over_steps(
     values: Sequence[Sequence[float]],
     *,
     note: str = "",
-    bend: Literal["linear", "log"] = "linear",
+    bend: Bend = "linear",
     palest: float | None = None,
 ) -> HeatMap:
     """`values` has, for each of `steps`, one number for each of `rows`. `palest`: a value that the
@@ -89,7 +89,7 @@ def _map(
     rows: Sequence[str],
     columns: Sequence[str],
     table: Sequence[Sequence[float]],
-    bend: Literal["linear", "log"],
+    bend: Bend,
     x_ticks: list[Tick],
     palest: float | None,
 ) -> HeatMap:

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.core.stage import short
+from penstock.core.urls import scrubbed
 from penstock.train.report.record import RunRecord
-from penstock.train.report.words import duration, share, when, without_credentials
+from penstock.train.report.words import duration, share, when
 
 
 @dataclass(frozen=True)
@@ -70,4 +71,4 @@ def _source(name: str, pin: Mapping[str, Any]) -> str:
     mark = next((f"{n} {str(pin[n])[:12]}" for n in ("commit", "version") if pin.get(n)), "")
     files = f"{pin['files']} file(s)" if isinstance(pin.get("files"), int) else ""
     rest = ", ".join(each for each in (mark, files) if each)
-    return without_credentials(f"{called} ({rest})" if rest else called)
+    return scrubbed(f"{called} ({rest})" if rest else called)

@@ -10,6 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from penstock import __version__
 from penstock.core.errors import ConfigError
 from penstock.core.files import publishing
+from penstock.train.job import REPORT
 from penstock.train.report.chart import MOST_POINTS, SIDE, Chart
 from penstock.train.report.curves import columns, groups, heat_maps, letter, loss_chart
 from penstock.train.report.data import data_section
@@ -23,7 +24,6 @@ from penstock.train.report.record import (
     time_by_phase,
 )
 
-REPORT = "report.html"
 MOST_RUNS = 6
 """As many colours as there are."""
 LEAST_REFRESH = 10

@@ -26,7 +26,6 @@ from penstock.train.report.words import (
     number,
     plain,
     share,
-    without_credentials,
 )
 from penstock.train.trackers.card import settings_shown
 
@@ -88,7 +87,7 @@ class RunRecord:
         lora = self.config.lora
         kind = f"{'DoRA' if lora.use_dora else 'LoRA'} rank {lora.lora_rank}"
         how = kind if lora.enable_lora else "all weights"
-        return without_credentials(f"{start} on {data}, {how}")
+        return scrubbed(f"{start} on {data}, {how}")
 
     @property
     def done(self) -> float | None:
@@ -99,7 +98,7 @@ class RunRecord:
     @cached_property
     def settings(self) -> dict[str, str]:
         """Every setting by its dotted name, as YAML would have it."""
-        return {name: without_credentials(plain(v)) for name, v in settings_shown(self.config)}
+        return {name: plain(v) for name, v in settings_shown(self.config)}
 
     @cached_property
     def written(self) -> set[str]:

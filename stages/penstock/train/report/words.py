@@ -1,11 +1,7 @@
 """Numbers as people read them."""
 
 import math
-import re
 from typing import Any
-
-CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
-"""What may stand before the host of a URL."""
 
 
 def number(value: float) -> str:
@@ -67,8 +63,3 @@ def plain(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(plain(each) for each in value)}]"
     return str(value)
-
-
-def without_credentials(text: str) -> str:
-    """`text` without what stands before the host of a URL: a report is made to be sent around."""
-    return CREDENTIALS.sub("", text)

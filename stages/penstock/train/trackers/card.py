@@ -13,6 +13,9 @@ from penstock.train.job import Job
 TRACKERS_FOLDER = "trackers"
 """Folder in `output_dir` for what trackers must know to go on with the same run."""
 
+TENSORBOARD = "tensorboard"
+"""Folder in `output_dir` for its events."""
+
 NOT_SHOWN = "(not shown)"
 
 
@@ -29,6 +32,8 @@ class Card:
     settings: Mapping[str, Any]
     """The resolved config without what is secret in it: one value for each dotted name."""
     mlflow_uri: str | None
+    events: Path
+    """Where TensorBoard's are."""
     every: Mapping[str, int]
     """By tracker: tell every so many steps."""
 
@@ -44,6 +49,7 @@ class Card:
             tags=tuple(train.wandb_tags or ()),
             settings=dict(settings_shown(run)),
             mlflow_uri=train.mlflow_tracking_uri,
+            events=Path(train.log_dir) if train.log_dir else job.output_dir / TENSORBOARD,
             every={
                 "wandb": train.wandb_log_interval,
                 **dict.fromkeys(("tensorboard", "mlflow", "trackio"), train.log_interval),

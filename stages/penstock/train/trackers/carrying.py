@@ -6,9 +6,7 @@ training taking notice, and the next one goes on behind the last record that was
 
 import faulthandler
 import os
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -19,10 +17,11 @@ from filelock import FileLock
 
 from penstock.core.files import read_json, write_json
 from penstock.train.job import JOB, METRICS, Job
+from penstock.train.trackers.beside import End, work_beside
 from penstock.train.trackers.card import TRACKERS_FOLDER, Card
 from penstock.train.trackers.following import lines_of
 from penstock.train.trackers.names import KNOWN
-from penstock.train.trackers.tracker import Begin, Ending, Memory, Tracker
+from penstock.train.trackers.tracker import Begin, Memory, Tracker
 from penstock.train.trackers.values import kind_of, values_of
 
 ANSWER_SECONDS = 120.0
@@ -40,12 +39,7 @@ T = TypeVar("T")
 
 def main(name: str, folder: Path) -> None:
     """Carry until standard input ends. The last line on stderr says why, if it could not."""
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        # They reach everyone who works on a run; the rank finishes its step first, and then us.
-        signal.signal(signum, signal.SIG_IGN)
-    os.nice(NICENESS)
-    end = End()
-    threading.Thread(target=end.wait_for, daemon=True).start()
+    end = work_beside(NICENESS)
     try:
         begin: Begin = import_module(f"penstock.train.trackers.{KNOWN[name].adapter}").begin
         # That of ranks which were started again may still be finishing.
@@ -58,25 +52,6 @@ def main(name: str, folder: Path) -> None:
         os._exit(1)
     sys.stderr.flush()
     os._exit(0)
-
-
-class End:
-    """The end of a run, as standard input tells of it."""
-
-    def __init__(self) -> None:
-        self.has_come = threading.Event()
-        self.ending: Ending = "stopped"
-        """Also if the rank died without a word."""
-
-    def wait_for(self) -> None:
-        """Read standard input to its end."""
-        # Not through sys.stdin, whose lock a thread may not hold when the process ends.
-        word = b""
-        while more := os.read(0, 4096):
-            word += more
-        if word == b"finished":
-            self.ending = "finished"
-        self.has_come.set()
 
 
 def carry(name: str, folder: Path, begin: Begin, end: End) -> None:

@@ -23,18 +23,28 @@ def begin(card: Card, memory: Memory) -> Tracker:
     client = MlflowClient(tracking_uri=uri_of(card))
     if "id" in memory:
         client.update_run(memory["id"], status="RUNNING")
-        return _Run(client, memory["id"])
+    else:
+        _create(client, card, memory)
+    # Also where an attempt before this one has created the run, and came no further.
+    if memory.get("owes_settings"):
+        _tell_settings(client, card, memory["id"])
+        del memory["owes_settings"]
+    return _Run(client, memory["id"])
+
+
+def _create(client: MlflowClient, card: Card, memory: Memory) -> None:
     tags = {"penstock.key": card.key, **dict.fromkeys(card.tags, "true")}
     run = client.create_run(_experiment(client, card.project), run_name=card.name, tags=tags)
-    memory["id"] = run.info.run_id
+    memory |= {"id": run.info.run_id, "owes_settings": True}
     if (uri := uri_of(card)).startswith("http"):
         place = f"experiments/{run.info.experiment_id}/runs/{run.info.run_id}"
         memory["url"] = f"{spoken(uri).rstrip('/')}/#/{place}"
+
+
+def _tell_settings(client: MlflowClient, card: Card, run_id: str) -> None:
     params = [Param(_named(name), str(value)[:LONGEST]) for name, value in card.settings.items()]
     for start in range(0, len(params), MOST_AT_ONCE):
-        several = params[start : start + MOST_AT_ONCE]
-        client.log_batch(memory["id"], params=several)
-    return _Run(client, memory["id"])
+        client.log_batch(run_id, params=params[start : start + MOST_AT_ONCE])
 
 
 class _Run:

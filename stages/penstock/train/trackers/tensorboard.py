@@ -1,4 +1,4 @@
-"""TensorBoard: files of events in the run's folder."""
+"""TensorBoard: files of events in a folder."""
 
 # pyright: reportMissingImports=false
 
@@ -11,12 +11,10 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from penstock.train.trackers.card import Card
 from penstock.train.trackers.tracker import Ending, Memory, Tracker
 
-FOLDER = "tensorboard"
-
 
 def begin(card: Card, memory: Memory) -> Tracker:
     """As `Begin` has it. Another file continues those that are there."""
-    return _Events(EventFileWriter(str(card.folder / FOLDER)), begins_after=told_until(memory))
+    return _Events(EventFileWriter(str(card.events)), begins_after=told_until(memory))
 
 
 def told_until(memory: Memory) -> int:

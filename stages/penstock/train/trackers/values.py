@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
+from penstock.train.metrics import is_number
+
 Kind = Literal["train", "eval"]
 
 GROUPS = {"phases": "seconds", "grad_norms": "grad_norm", "param_norms": "param_norm"}
@@ -31,9 +33,9 @@ def _flat(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield from _of_routers(value)
         elif isinstance(value, Mapping):
             for inner, number in value.items():
-                if _is_number(number):
+                if is_number(number):
                     yield f"{GROUPS.get(name, name)}/{inner}", float(number)
-        elif _is_number(value):
+        elif is_number(value):
             evaluated = name.removeprefix("eval_")
             yield f"{'train' if evaluated == name else 'eval'}/{evaluated}", float(value)
 
@@ -43,7 +45,3 @@ def _of_routers(told: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for name in ("entropy", "imbalance"):
         for layer, value in zip(told["layers"], told[name], strict=True):
             yield f"router/{name}.{layer}", float(value)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,38 @@
+"""A folder with an exported model, or with an adapter alone, and what others need to load it."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from penstock.core.errors import CapabilityError
+from penstock.core.files import read_json
+
+ADAPTER = "adapter_config.json"
+
+
+def base_of(folder: Path) -> str | None:
+    """The folder or the hub's name of the model that the adapter in `folder` is laid over; None for
+    a folder with a whole model.
+
+    Raises CapabilityError where a package that loads it is not installed.
+    """
+    if not (folder / ADAPTER).is_file():
+        _require_what_decodes(folder)
+        return None
+    if find_spec("peft") is None:
+        raise CapabilityError(
+            f"{folder} holds only an adapter, and peft, which loads it, is not installed.\n"
+            "  pip install peft, or export with export.merge_lora true."
+        )
+    named = read_json(folder / ADAPTER)["base_model_name_or_path"]
+    beside = folder / named
+    return str(beside) if beside.is_dir() else named
+
+
+def _require_what_decodes(folder: Path) -> None:
+    quantised = read_json(folder / "config.json").get("quantization_config")
+    if quantised and find_spec("compressed_tensors") is None:
+        raise CapabilityError(
+            f"{folder} is quantised (export.quantise), and compressed-tensors, with which "
+            "transformers loads it, is not installed.\n"
+            "  pip install compressed-tensors, or export without export.quantise."
+        )
