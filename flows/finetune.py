@@ -1,4 +1,4 @@
-"""The pipeline as Prefect flows: prepare, pack, train, export, push, whole or stage by stage.
+"""The pipeline as Prefect flows, whole or stage by stage.
 
 `python flows/finetune.py CONFIG [--section.field value]`, or by deployment (see prefect.yaml).
 Prefect watches, schedules and shows; the store decides what is already done, not Prefect's cache.
@@ -14,13 +14,15 @@ from typing import Any, cast
 
 from penstock.core import env
 
-# Read when Prefect is first imported. Nothing is sent anywhere, and a slow start is not a failure.
+# Read when Prefect is first imported. Nothing is sent anywhere, a slow start is not a failure, and
+# a server is asked again that is away, or answers 500 because its database is.
 env.default(
     {
         "DO_NOT_TRACK": "1",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
         "PREFECT_CLIENT_MAX_RETRIES": "20",
+        "PREFECT_CLIENT_RETRY_EXTRA_CODES": "500",
         "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
         "RAY_USAGE_STATS_ENABLED": "0",
         "DASK_DISTRIBUTED__LOGGING__DISTRIBUTED": "warning",
@@ -45,7 +47,7 @@ from penstock.core.retry import pauses_of
 from penstock.core.stage import key_of, short
 from penstock.core.store import Outcome
 from penstock.plan import Plan, StageName, Wishes, bring_up, plan
-from showing import show, training_shown
+from showing import noticed, show, training_shown
 
 # Workers of a cluster cannot import scripts that are known by their path: they are sent in full.
 for script in ("figures", "parameters", "showing", __name__):
@@ -78,7 +80,7 @@ def realise(planned: Plan, name: StageName, wishes: Wishes) -> State[Outcome]:
     step, called, say = planned.step(name), planned.run.pipeline.name, get_run_logger().info
     try:
         with training_shown(step.path, called, say) if name == "train" else nullcontext():
-            outcome = bring_up(step, planned.run, wishes, say)
+            outcome = bring_up(step, planned.run, wishes, noticed(name, called, say))
     except Interrupted as stopped:
         return Cancelled(name="Stopped", message=str(stopped))
     show(outcome, called, say)
@@ -123,38 +125,29 @@ def chain(run: RunConfig, wishes: Wishes, *wanted: StageName) -> list[Outcome]:
 
 @flow(name="finetune", flow_run_name=named_after_run, persist_result=False)
 def finetune(config: ConfigFile, overrides: Overrides = None, force: Forced = None) -> Ending:
-    """Prepare, pack, train, export and, where a target is configured, push."""
+    """All stages that the run lists: from prepare to export, or to push where it has a target."""
     return _bring(config, overrides, force)
 
 
-@flow(name="prepare", flow_run_name=named_after_run, persist_result=False)
-def prepare(config: ConfigFile, overrides: Overrides = None, force: Forced = None) -> Ending:
-    """Load, template, tokenise and split the data."""
-    return _bring(config, overrides, force, "prepare")
+def _ending_with(stage: StageName) -> Flow[..., Ending]:
+    """A flow for that stage alone, and for what it needs."""
+
+    def bring(config: ConfigFile, overrides: Overrides = None, force: Forced = None) -> Ending:
+        return _bring(config, overrides, force, stage)
+
+    bring.__name__ = bring.__qualname__ = stage  # by which Prefect finds it in this file
+    about = f"Bring up {stage}, after what that needs."
+    return flow(name=stage, description=about, flow_run_name=named_after_run, persist_result=False)(
+        bring
+    )
 
 
-@flow(name="pack", flow_run_name=named_after_run, persist_result=False)
-def pack(config: ConfigFile, overrides: Overrides = None, force: Forced = None) -> Ending:
-    """Lay samples into rows, after what that needs."""
-    return _bring(config, overrides, force, "pack")
-
-
-@flow(name="train", flow_run_name=named_after_run, persist_result=False)
-def train(config: ConfigFile, overrides: Overrides = None, force: Forced = None) -> Ending:
-    """Train, after what that needs."""
-    return _bring(config, overrides, force, "train")
-
-
-@flow(name="export", flow_run_name=named_after_run, persist_result=False)
-def export(config: ConfigFile, overrides: Overrides = None, force: Forced = None) -> Ending:
-    """Export, after what that needs."""
-    return _bring(config, overrides, force, "export")
-
-
-@flow(name="push", flow_run_name=named_after_run, persist_result=False)
-def push(config: ConfigFile, overrides: Overrides = None, force: Forced = None) -> Ending:
-    """Push, after what that needs."""
-    return _bring(config, overrides, force, "push")
+prepare = _ending_with("prepare")
+pack = _ending_with("pack")
+reference = _ending_with("reference")
+train = _ending_with("train")
+export = _ending_with("export")
+push = _ending_with("push")
 
 
 def _bring(config: Path, overrides: Overrides, force: Forced, *wanted: StageName) -> Ending:

@@ -30,8 +30,7 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from figures import Figures, Tail
 from penstock.core.files import read_json
 from penstock.core.store import Outcome
-from penstock.train.job import METRICS, SURROUNDINGS
-from penstock.train.report.page import REPORT
+from penstock.train.job import METRICS, REPORT, SURROUNDINGS
 from penstock.train.trackers.card import TRACKERS_FOLDER
 from penstock.train.trackers.names import KNOWN
 
@@ -47,18 +46,37 @@ LAST_SECONDS = 5.0
 """How long the end of training waits for what is shown last."""
 
 RETRIES = 2
-"""How often a stage's table is sent again; the next stage does not wait for the server."""
+"""How often what a stage shows is sent again; no stage waits for the server."""
 
 
 def show(outcome: Outcome, name: str, say: Say) -> None:
     """A table of what became of a stage of the run called `name`, one fact in a row."""
     rows = {"status": outcome.status, "key": outcome.key, "path": outcome.where, **outcome.facts}
     table = [{"fact": fact, "value": _plain(value)} for fact, value in rows.items()]
+    with _offered(f"the table of {outcome.stage}", say):
+        create_table_artifact(table, f"penstock-{outcome.stage}", f"{name}: {outcome.status}")
+
+
+def noticed(stage: str, name: str, say: Say) -> Callable[[str], None]:
+    """`say` for a stage of the run called `name`, whose words are shown too: that it waits for
+    another run, above all."""
+
+    def tell(line: str) -> None:
+        say(line)
+        with _offered(f"the notice of {stage}", say):
+            create_markdown_artifact(line, "penstock-notice", f"{name}: {stage}")
+
+    return tell
+
+
+@contextmanager
+def _offered(what: str, say: Say) -> Generator[None]:
+    """Around showing something that a stage does not wait for long, and that may be missed."""
     try:
         with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: RETRIES}):
-            create_table_artifact(table, f"penstock-{outcome.stage}", f"{name}: {outcome.status}")
+            yield
     except (httpx.HTTPError, PrefectException) as error:
-        say(f"the table of {outcome.stage} could not be shown: {type(error).__name__}: {error}")
+        say(f"{what} could not be shown: {type(error).__name__}: {error}")
 
 
 class Links:
@@ -144,7 +162,7 @@ class Shown:
         else:
             self._is_told = False
 
-    def _show(self, figures: "Figures") -> None:
+    def _show(self, figures: Figures) -> None:
         brief = f"{self._name}: {figures.in_brief}"
         if self._bar is None:
             self._bar = cast(

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from filelock import FileLock, Timeout
 
@@ -198,8 +198,9 @@ class _Tick:
             verdict: Verdict = "up_to_date" if number == self.latest else "kept"
             return Decision(verdict, f"{self.standing}: {why}", self.latest, **said)
         with in_use(planned.steps):
-            for name in ("prepare", "pack", "train", "export"):
-                if name != "prepare" or lookup(planned.step("prepare")) is None:
+            for step in planned.steps:
+                name = cast(StageName, step.stage.name)
+                if name != "push" and (name != "prepare" or lookup(step) is None):
                     self.bring(planned, name)
             return self._judge(planned, start, arrived, said)
 

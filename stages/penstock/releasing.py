@@ -6,7 +6,7 @@ again, and a release stays what it was. Links cost no space.
 
 import math
 import platform
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,7 +35,6 @@ RELEASES = "releases"
 """Folder of `pipeline.artifacts_path` for all that is released."""
 
 FORMAT = 1
-MADE_FROM = ("prepare", "pack", "train", "export")
 
 
 @dataclass(frozen=True)
@@ -123,8 +122,7 @@ def roll_back(shelf: Shelf, to: int | None, notify: Notify) -> tuple[int | None,
                 raise
             now, withdrawn = None, set[int]()
         if to is None:
-            earlier = [n for n in numbers if n < (now or 0) and n not in withdrawn]
-            to = max(earlier, default=None)
+            to = _before(now, numbers, withdrawn)
         if to is None or to not in numbers:
             have = ", ".join(map(called, numbers)) or "none"
             what = "nothing before the latest release" if to is None else f"no release {called(to)}"
@@ -136,6 +134,13 @@ def roll_back(shelf: Shelf, to: int | None, notify: Notify) -> tuple[int | None,
     return now, to
 
 
+def prunable(shelf: Shelf, keep_last: int) -> list[int]:
+    """All but the newest, the latest, and the one that a rollback from it would lead to."""
+    numbers, latest = shelf.numbers(), shelf.latest()
+    kept = {*numbers[-keep_last:], latest, _before(latest, numbers, shelf.withdrawn)}
+    return [number for number in numbers if number not in kept]
+
+
 def is_better(run: RunConfig, figures: Figures) -> bool:
     """Whether the new model is better than the released one by `release.min_delta`. One whose
     figure is no number never is; one that has none to beat is."""
@@ -145,6 +150,11 @@ def is_better(run: RunConfig, figures: Figures) -> bool:
     if old is None or math.isnan(old):
         return True
     return run.release.sign * (new - old) > run.release.min_delta
+
+
+def _before(latest: int | None, numbers: list[int], withdrawn: Collection[int]) -> int | None:
+    """Where a rollback leads: the newest release below the latest that was not withdrawn."""
+    return max((n for n in numbers if n < (latest or 0) and n not in withdrawn), default=None)
 
 
 def _unpointed(shelf: Shelf, export: str, latest: int | None) -> int | None:
@@ -160,8 +170,9 @@ def _manifest(
 ) -> dict[str, Any]:
     """What a release is, in the form of any result's manifest."""
     planned, run = candidate.planned, candidate.planned.run
-    made = {name: lookup(planned.step(name)) or {} for name in MADE_FROM}
-    inputs = {name: {"key": planned.step(name).artifact.key} for name in MADE_FROM}
+    steps = {step.stage.name: step for step in planned.steps if step.stage.name != "push"}
+    made = {name: lookup(step) or {} for name, step in steps.items()}
+    inputs = {name: {"key": step.artifact.key} for name, step in steps.items()}
     if candidate.started_from is not None:
         inputs["previous"] = {"key": shelf.manifest(candidate.started_from)["key"]}
     figures = candidate.figures

@@ -61,16 +61,20 @@ def in_own_folder(planned: Plan) -> Plan:
     run = with_output(planned.run, short(key_of(planned.step("train").stage)))
     train = trained_on(run, planned)
     export = export_step(run, train.artifact, origin_of(run))
-    steps = [planned.step("prepare"), planned.step("pack"), train, export]
-    if len(planned.steps) > len(steps):
+    names = [step.stage.name for step in planned.steps]
+    steps = [*planned.steps[: names.index("train")], train, export]
+    if "push" in names:
         steps.append(push_step(run, export.artifact))
     return Plan(run, tuple(steps))
 
 
 def trained_on(run: RunConfig, planned: Plan) -> Step:
-    """The run's training on the data of a plan, so that all is of one look at the sources."""
-    prepared, packed = planned.step("prepare").artifact, planned.step("pack").artifact
-    return train_step(run, packed, origin_of(run), "torchrun", prepared)
+    """The run's training on the data of a plan, so that all is of one look at the sources, and
+    compared with what that plan's reference model says of it, if one is."""
+    made = {step.stage.name: step.artifact for step in planned.steps}
+    return train_step(
+        run, made["pack"], origin_of(run), "torchrun", made["prepare"], made.get("reference")
+    )
 
 
 def with_output(run: RunConfig, *names: str) -> RunConfig:

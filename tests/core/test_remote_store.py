@@ -20,6 +20,7 @@ from penstock.core.follower import Follower
 from penstock.core.place import Place
 from penstock.core.stage import ATTEMPT, MANIFEST, Facts, Input, Stage, key_of
 from penstock.core.store import Step, lookup, obtain, realize
+from penstock.engine.checkpoint_folders import Naming
 from penstock.train.keepsakes import keepsakes_of, wanted_of
 from tests.core.toy import ALPHABET, FOUR, Letters, LettersSettings, Slowly
 
@@ -59,7 +60,7 @@ class Steps(Stage):
         for step in range(max(done, default=0) + 1, 6):
             folder = out / "checkpoints" / f"global_step_{step}"
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "state").write_text(f"state {step}")
+            (folder / "state.json").write_text(json.dumps({"step": step}))
             (folder / "COMPLETE").touch()
             with (out / "metrics.jsonl").open("a") as stream:
                 stream.write(f"{step}\n")
@@ -74,7 +75,7 @@ class Steps(Stage):
         return keepsakes_of(out)
 
     def wanted(self, names, out: Path) -> list[str]:
-        return wanted_of(names, out)
+        return wanted_of(names, out, Naming())
 
 
 @pytest.fixture
@@ -255,7 +256,7 @@ def test_a_checkpoint_that_a_run_has_deleted_is_dropped_there_too(machine):
     shutil.rmtree(step.path / "checkpoints" / "global_step_1")
     follower.send("meanwhile")
     kept = {name for name in names_at(step) if name.startswith("checkpoints")}
-    assert kept == {f"checkpoints/global_step_2/{name}" for name in ("state", "COMPLETE")}
+    assert kept == {f"checkpoints/global_step_2/{name}" for name in ("state.json", "COMPLETE")}
 
 
 def test_a_checkpoint_whose_mark_is_not_there_is_not_gone_on_from(machine):

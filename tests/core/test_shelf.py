@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from penstock.cli.releases import prunable
 from penstock.core.errors import ArtifactError
 from penstock.core.files import read_json
 from penstock.core.mirror import home_of
@@ -17,7 +16,7 @@ from penstock.core.place import Place
 from penstock.core.remote_shelf import shelf_of
 from penstock.core.shelf import LocalShelf
 from penstock.core.stage import MANIFEST
-from penstock.releasing import roll_back
+from penstock.releasing import prunable, roll_back
 
 
 @pytest.fixture(params=["folder", "URL"])

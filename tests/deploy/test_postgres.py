@@ -2,18 +2,25 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
-from tests.flows.server import PREFECT, Prefect, free_port, soon
+from tests.flows.runs import PLACES, is_begun, manifests_in, processes_of, tasks_of
+from tests.flows.server import PREFECT, Prefect, children_of, free_port, soon
+from tests.pipeline.runs import penstock, sealed, write_chats, write_run
 
 FOUND = [*sorted(Path("/usr/lib/postgresql").glob("*/bin")), *map(Path, os.get_exec_path())]
 PROGRAMS = next((path for path in FOUND if (path / "initdb").exists()), None)
+
+AWAY_SECONDS = 4.0
+"""How long the database is gone: longer than what comes back to it at once."""
 
 pytestmark = [
     pytest.mark.exhaustive,
@@ -58,6 +65,13 @@ class Postgres:
     def stop(self, how: str) -> None:
         self._run("pg_ctl", "stop", "-w", f"--pgdata={self.data}", f"--mode={how}")
 
+    def kill(self) -> None:
+        """End it without warning; it is gone once the processes that it started have seen that."""
+        leader = int((self.data / "postmaster.pid").read_text().split()[0])
+        its = [leader, *children_of(leader)]
+        os.kill(leader, signal.SIGKILL)
+        soon(lambda: not any(Path(f"/proc/{pid}").exists() for pid in its))
+
     def ask(self, query: str) -> str:
         return self._run("psql", *self._reach, "--no-align", "-t", "-c", query, "prefect").strip()
 
@@ -92,6 +106,40 @@ def served(tmp_path, database):
         yield here
     finally:
         here.stop()
+
+
+@pytest.mark.timeout(1800)
+def test_the_database_is_killed_in_every_stage_and_nothing_is_lost_or_done_twice(
+    tmp_path, database, served
+):
+    served.run(str(ROOT / "deploy" / "setup.sh"), "process")
+    served.work()
+    write_chats(tmp_path / "chats.jsonl", 400)
+    sections = {
+        "data": {"datasets": [{"path": str(tmp_path / "chats.jsonl"), "type": "chat"}]},
+        "train": {"num_train_epochs": 5},
+        "export": {"model_card": False},  # it tells of the commit that trained
+    }
+    calm = tmp_path / "calm"
+    penstock("run", write_run(calm, **sections))
+    cached = ["Cached"] * len(PLACES)
+    for stage in PLACES:
+        folder = tmp_path / stage
+        config = write_run(folder, **sections)
+        first = served.submit("finetune/finetune", config=str(config))
+        soon(lambda at=folder, stage=stage: is_begun(at, stage), 200, every=0.005)
+        assert processes_of(first)
+        database.kill()
+        time.sleep(AWAY_SECONDS)
+        database.start()
+        assert served.ended(first, 300)["state_type"] == "COMPLETED", served.told
+        made = manifests_in(folder)
+        again = served.submit("finetune/finetune", config=str(config))
+        assert served.ended(again)["state_type"] == "COMPLETED", served.told
+        soon(lambda again=again: list(tasks_of(served, again).values()) == cached)
+        assert manifests_in(folder) == made
+        penstock("artifacts", "verify", "--root", folder)
+        assert sealed(folder) == sealed(calm)
 
 
 def test_a_pipeline_runs_on_postgres_and_goes_on_after_the_database_was_killed(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tests.flows.server import children_of, soon
 
 WORKER = ROOT / "deploy" / "worker.py"
 
@@ -40,10 +41,7 @@ sys.exit(run.wait() and 7)
 def started(folder: Path) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-c", WORKER_OF_ONE_RUN, str(folder), RUN]
     worker = subprocess.Popen([sys.executable, str(WORKER), *command])
-    deadline = time.monotonic() + 30
-    while not (folder / "began").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    soon((folder / "began").exists, 30, every=0.05)
     return worker
 
 
@@ -58,15 +56,11 @@ def test_runs_save_before_their_worker_is_gone(tmp_path):
 
 def test_a_worker_that_fails_is_told_of_by_its_exit_code_once_its_runs_are_gone(tmp_path):
     worker = started(tmp_path)
-    found = subprocess.run(
-        ["pgrep", "-P", str(worker.pid)], capture_output=True, text=True, check=True
-    )
-    os.kill(int(found.stdout), signal.SIGKILL)
+    [prefects] = children_of(worker.pid)
+    os.kill(prefects, signal.SIGKILL)
     with pytest.raises(subprocess.TimeoutExpired):
         worker.wait(0.2)  # its run goes on
-    run = subprocess.run(
-        ["pgrep", "-P", str(worker.pid)], capture_output=True, text=True, check=True
-    )
-    os.kill(int(run.stdout), signal.SIGTERM)
+    [run] = children_of(worker.pid)
+    os.kill(run, signal.SIGTERM)
     assert worker.wait(30) == -signal.SIGKILL & 0xFF
     assert (tmp_path / "saved").exists()

@@ -35,18 +35,31 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
+def children_of(parent: int) -> list[int]:
+    found = subprocess.run(
+        ["pgrep", "-P", str(parent)], capture_output=True, text=True, check=False
+    )
+    return [int(pid) for pid in found.stdout.split()]
+
+
 class Prefect:
     """One server on loopback with its database in `home`, and workers beside it."""
 
     def __init__(self, home: Path) -> None:
         home.mkdir(exist_ok=True)
         self.home, self.port = home, free_port()
-        self.api = httpx.Client(base_url=f"http://127.0.0.1:{self.port}/api", timeout=30)
+        # A connection of each request's own: the server closes one that is idle whenever it likes.
+        self.api = httpx.Client(
+            base_url=f"http://127.0.0.1:{self.port}/api",
+            timeout=30,
+            limits=httpx.Limits(max_keepalive_connections=0),
+        )
         self.environment = {
             **os.environ,
             "PREFECT_HOME": str(home),
             "PREFECT_API_URL": str(self.api.base_url).rstrip("/"),
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "PREFECT_SERVER_SERVICES_SCHEDULER_RECENT_DEPLOYMENTS_LOOP_SECONDS": "0.5",
             "PREFECT_WORKER_QUERY_SECONDS": "1",
             "DO_NOT_TRACK": "1",
             "PENSTOCK_HOME": str(ROOT),
@@ -94,11 +107,9 @@ class Prefect:
 
     def stop(self) -> None:
         """End all of it, the server last."""
-        left = [process for process in reversed(self._spawned) if process.poll() is None]
-        for process in left:
+        for process in reversed(self._spawned):
             process.terminate()
-        for process in left:
-            process.wait(120)
+            process.wait(120)  # with a server to tell of its end, that does not take long
         self.api.close()
 
     def run(self, *command: str, cwd: Path = ROOT) -> str:
@@ -115,7 +126,7 @@ class Prefect:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout + done.stderr
 
-    def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
+    def post(self, path: str, body: Any) -> httpx.Response:
         """The answer, once the server's database is free: SQLite takes one writer at a time."""
 
         def answer() -> httpx.Response | None:

@@ -1,61 +1,81 @@
-"""The chain as a Prefect flow: by hand, deployed, on a schedule, interrupted; no network."""
+"""Flows that report to a server: by hand, deployed, on a schedule, cancelled; no network."""
 
 import json
 import re
+import secrets
 import signal
 import subprocess
+from datetime import UTC, datetime, timedelta
+from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
 import pytest
+from filelock import FileLock
 
-from tests.flows.server import FLOW, PREFECT, Prefect, soon
+from penstock.config.load import load
+from penstock.core.stage import MANIFEST
+from penstock.core.store import lock_of
+from penstock.plan import plan
+from tests.cli.command import penstock
+from tests.flows.runs import (
+    GONE_SECONDS,
+    PLACES,
+    cancel,
+    is_saved,
+    processes_of,
+    steps_in,
+    tasks_of,
+)
+from tests.flows.server import FLOW, Prefect, soon
+from tests.flows.test_recurring import decided
+from tests.flows.test_task_runner import FILES, several_files
 from tests.pipeline.runs import write_chats, write_run
+from tests.pipeline.test_recurring import recurring_run
+from tests.stages.prepared import contents
 
-STAGES = ("prepare", "pack", "train", "export")
+# pyright: reportMissingImports=false
 
 
 def keys_of(folder: Path) -> dict[str, str]:
     """The first digits of every stage's key, from what lies on disk."""
-    places = {
-        "prepare": "prepared/prepare/*",
-        "pack": "prepared/pack/*",
-        "train": "out",
-        "export": "artifacts/export/*",
-    }
-    manifests = {name: next(folder.glob(f"{at}/manifest.json")) for name, at in places.items()}
+    manifests = {name: next(folder.glob(f"{at}/{MANIFEST}")) for name, at in PLACES.items()}
     return {name: json.loads(file.read_text())["key"][:16] for name, file in manifests.items()}
 
 
-def tasks_of(prefect: Prefect, run: str) -> dict[str, str]:
-    """The state of each task of a flow run, by the task's name."""
-    wanted = {"id": {"any_": [run]}}
-    return {t["name"]: t["state_name"] for t in prefect.ask("task_runs", flow_runs=wanted)}
-
-
-def runs_of(prefect: Prefect, deployment: str) -> list[dict]:
-    """All runs of a deployment, the oldest first."""
-    wanted = {"name": {"any_": [deployment]}}
-    return prefect.ask("flow_runs", deployments=wanted, sort="EXPECTED_START_TIME_ASC")
+def keep_secret(prefect: Prefect, name: str, value: str) -> str:
+    """A Secret block, and how the variables of a job refer to it."""
+    kind = prefect.api.get("/block_types/slug/secret").json()["id"]
+    wanted = {"block_schemas": {"block_type_id": {"any_": [kind]}}}
+    schema = prefect.ask("block_schemas", **wanted)[0]["id"]
+    block = {"name": name, "block_type_id": kind, "block_schema_id": schema}
+    made = prefect.post("/block_documents/", {**block, "data": {"value": value}})
+    assert made.status_code == 201, made.text
+    return f"{{{{ prefect.blocks.secret.{name} }}}}"
 
 
 @pytest.fixture(scope="module")
 def once(deployed, tmp_path_factory):
-    """(folder, config, flow run) of a run that was asked for as the README does it."""
+    """(folder, config, flow run) of a run that was asked for, and that had to wait for its data."""
     folder = tmp_path_factory.mktemp("deployed")
     config = write_run(folder, pipeline={"name": "nightly run"})
-    deployed.run(
-        *(PREFECT, "deployment", "run", "finetune/finetune", "-p", f"config={config}"),
-        *("-p", 'overrides={"train.lr": 2e-2}'),
-    )
-    [run] = runs_of(deployed, "finetune")
-    run = deployed.ended(run["id"])
+    prepared = plan(load(config)).step("prepare").path
+    prepared.parent.mkdir(parents=True)
+    with FileLock(lock_of(prepared)):  # as another run has it that builds this
+        asked = deployed.submit(
+            "finetune/finetune", config=str(config), overrides={"train.lr": 2e-2}
+        )
+        notices = {"artifacts": {"key": {"any_": ["penstock-notice"]}}}
+        [notice] = soon(lambda: deployed.ask("artifacts", **notices))
+    assert notice["data"] == f"{prepared} is being built by another run; waiting for it"
+    assert notice["description"] == "nightly run: prepare"
+    run = deployed.ended(asked)
     assert run["state_type"] == "COMPLETED", deployed.told
     return folder, config, run
 
 
 @pytest.mark.slow
-def test_a_deployed_run_is_named_after_what_runs_and_its_stages_are_tasks_with_artifacts(
+def test_a_deployed_run_is_named_after_what_runs_and_shows_its_stages_and_what_they_wait_for(
     deployed, once
 ):
     folder, _, run = once
@@ -70,7 +90,7 @@ def test_a_deployed_run_is_named_after_what_runs_and_its_stages_are_tasks_with_a
     steps = json.loads((folder / "out" / "manifest.json").read_text())["facts"]["steps"]
     table = {row["fact"]: row["value"] for row in json.loads(found["penstock-train"]["data"])}
     assert (table["status"], table["steps"]) == ("ran", str(steps))
-    assert {f"penstock-{name}" for name in STAGES} < set(found)
+    assert {f"penstock-{name}" for name in PLACES} < set(found)
     assert float(found["penstock-progress"]["data"]) == 100
     assert f"| step | {steps} of {steps} (100.0%) |" in found["penstock-training"]["data"]
     assert (folder / "out" / "report.html").as_uri() in found["penstock-report"]["data"]
@@ -82,23 +102,34 @@ def test_a_schedule_fires_and_what_is_there_is_shown_as_cached(deployed, once):
     tracker = folder / "out" / "trackers" / "mlflow.json"
     tracker.parent.mkdir()
     tracker.write_text(json.dumps({"url": "https://mlflow.example/#/runs/1"}))
-    deployed.run(
-        *(PREFECT, "--no-prompt", "deploy", "flows/finetune.py:finetune", "--name", "often"),
-        *("--pool", "penstock", "--param", f"config={config}"),
-        *("--param", 'overrides={"train.lr": 0.02}', "--cron", "* * * * * */5"),
-        *("--concurrency-limit", "1", "--collision-strategy", "CANCEL_NEW"),
+    there = deployed.api.get("/deployments/name/finetune/finetune").json()
+    first = datetime.now(UTC) + timedelta(seconds=3)
+    made = deployed.post(
+        f"/deployments/{there['id']}/schedules",
+        [
+            {
+                "schedule": {"interval": 30, "anchor_date": first.isoformat()},
+                "parameters": {"config": str(config), "overrides": {"train.lr": 0.02}},
+            }
+        ],
     )
-    begun = ("PENDING", "RUNNING", "COMPLETED")
-    first = soon(lambda: [r for r in runs_of(deployed, "often") if r["state_type"] in begun])[0]
-    there = deployed.api.get("/deployments/name/finetune/often").json()
-    deployed.api.patch(f"/deployments/{there['id']}", json={"paused": True})
-    run = deployed.ended(first["id"])
-    assert (run["state_type"], run["auto_scheduled"]) == ("COMPLETED", True), deployed.told
+    assert made.status_code == 201, made.text
+    begun = {"state": {"type": {"any_": ["PENDING", "RUNNING", "COMPLETED"]}}}
+    here = {"id": {"any_": [there["id"]]}}
+
+    def fired() -> list[dict]:
+        found = deployed.ask("flow_runs", deployments=here, flow_runs=begun)
+        return [each for each in found if each["auto_scheduled"]]
+
+    [run, *_] = soon(fired)
+    deployed.api.delete(f"/deployments/{there['id']}/schedules/{made.json()[0]['id']}")
+    run = deployed.ended(run["id"])
+    assert run["state_type"] == "COMPLETED", deployed.told
     expected = {f"{name} {key}": "Cached" for name, key in keys_of(folder).items()}
     assert soon(lambda: (found := tasks_of(deployed, run["id"])) == expected and found, 20)
     artifacts = deployed.ask("artifacts", flow_runs={"id": {"any_": [run["id"]]}})
     found = {artifact["key"]: artifact["data"] for artifact in artifacts}
-    assert {"penstock-report", *(f"penstock-{name}" for name in STAGES)} < set(found)
+    assert {"penstock-report", *(f"penstock-{name}" for name in PLACES)} < set(found)
     assert "https://mlflow.example/#/runs/1" in found["penstock-mlflow"]
     assert "penstock-progress" not in found
 
@@ -129,6 +160,133 @@ def test_parameters_that_are_none_are_refused_before_anything_is_scheduled(deplo
     deployed.api.delete(f"/flow_runs/{taken.json()['id']}")
 
 
+@pytest.mark.slow
+def test_a_cancelled_run_leaves_a_checkpoint_no_process_and_nothing_of_its_secrets(
+    deployed, once, tmp_path
+):
+    _, config, _ = once
+    endless = {
+        "train.output_dir": str(tmp_path / "out"),
+        "train.num_train_epochs": 20_000,
+        "train.save_steps": 0,
+        "train.use_wandb": False,
+    }
+    planted = {
+        name: secrets.token_hex(16)
+        for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY")
+    }
+    refused = f"s3://key:{secrets.token_hex(16)}@bucket/rows.jsonl"
+    there = deployed.api.get("/deployments/name/finetune/finetune").json()
+    for wrong in (
+        {"data.datasets": [{"path": refused}]},
+        {"data.datasets.0.path": f"https://host/rows.jsonl?X-Amz-Signature={refused[9:20]}"},
+        {"launch.env": {"HF_TOKEN": planted["HF_TOKEN"]}},
+        {"launch.env.HF_TOKEN": planted["HF_TOKEN"]},
+    ):
+        values = {"parameters": {"config": str(config), "overrides": wrong}}
+        answer = deployed.post(f"/deployments/{there['id']}/create_flow_run", values)
+        assert answer.status_code == 409, wrong
+
+    env = {
+        name: keep_secret(deployed, name.lower().replace("_", "-"), value)
+        for name, value in planted.items()
+    }
+    parameters = {"config": str(config), "overrides": endless}
+    asked = {"parameters": parameters, "job_variables": {"env": env}}
+    run = deployed.post(f"/deployments/{there['id']}/create_flow_run", asked).json()["id"]
+    soon(lambda: steps_in(tmp_path), 200)
+    for pid in processes_of(run):
+        given = Path(f"/proc/{pid}/environ").read_bytes()
+        assert f"HF_TOKEN={planted['HF_TOKEN']}".encode() in given
+    cancel(deployed, run)
+    soon(lambda: not processes_of(run), GONE_SECONDS)
+    assert is_saved(tmp_path)
+    soon(lambda: deployed.api.get(f"/flow_runs/{run}").json()["state_type"] == "CANCELLED", 20)
+
+    told = penstock("run", config, "--data.datasets.0.path", refused)
+    named = penstock("run", config, f"--launch.env.HF_TOKEN={planted['HF_TOKEN']}")
+    assert (told.code, named.code) == (3, 2)
+    said = told.out + told.err + named.out + named.err
+
+    def holding(value: str) -> list[Path]:
+        written = (path for folder in (tmp_path, deployed.home) for path in folder.rglob("*"))
+        return [path for path in written if path.is_file() and value.encode() in path.read_bytes()]
+
+    assert any(path.name.startswith("prefect.db") for path in holding(str(config)))
+    for value in (*planted.values(), refused[9:41]):
+        assert value not in said
+        assert holding(value) == []
+
+
+@pytest.mark.slow
+def test_a_tick_is_a_flow_run_whose_state_and_table_say_what_was_decided(reporting, tmp_path):
+    import recurring
+
+    config = recurring_run(tmp_path / "run", pipeline={"name": "a bot"})
+    state = recurring.recurring(config, {"release.train_when": "never"}, return_state=True)
+    assert state.name == "Held"
+    [run] = reporting.ask("flow_runs", flows={"name": {"any_": ["recurring"]}})
+    assert run["state_name"] == "Held"
+    [decision] = decided(tmp_path / "run")
+    assert (decision["verdict"], decision["new_samples"]) == ("paused", 24)
+    artifacts = reporting.ask("artifacts", flow_runs={"id": {"any_": [run["id"]]}})
+    found = {each["key"]: each for each in artifacts}
+    shown = found["penstock-releases-bot"]
+    assert shown["description"] == decision["line"]
+    assert [row["verdict"] for row in json.loads(shown["data"])] == ["paused"]
+    assert "penstock-prepare" in found
+
+
+def prepared_in(folder: Path) -> dict[str, bytes]:
+    """All files of the one prepared artifact but its manifest, which tells when and where."""
+    [manifest] = folder.glob("prepared/prepare/*/manifest.json")
+    found = contents(manifest.parent)
+    del found["manifest.json"]
+    return {f"{manifest.parent.name}/{name}": content for name, content in found.items()}
+
+
+def shares_of(prefect: Prefect) -> list[dict]:
+    """What each share of the slices came to that a flow dealt out last."""
+    [shown] = prefect.ask(
+        "artifacts", artifacts={"key": {"any_": ["penstock-prepare-shares"]}}, limit=1
+    )
+    return json.loads(shown["data"])
+
+
+@pytest.mark.slow
+def test_two_dask_workers_prepare_every_slice_once_and_the_result_is_the_command_lines(
+    dask_of_two_processes, reporting, tmp_path, monkeypatch
+):
+    import finetune
+
+    spread = several_files(
+        tmp_path / "spread",
+        task_runner="dask",
+        task_runner_address=dask_of_two_processes,
+        task_runner_workers=4,
+    )
+    monkeypatch.chdir(spread.parent)
+    finetune.finetune(Path("run.yaml"))
+    shares = shares_of(reporting)
+    assert len({share["worker"] for share in shares}) == 2
+    assert sum(share["slices"] for share in shares) == FILES
+    assert sum(share["done"] for share in shares) == FILES
+    assert len(list(tmp_path.glob("spread/prepared/slices/*.arrow"))) == FILES
+
+    alone = several_files(tmp_path / "alone")
+    monkeypatch.chdir(alone.parent)
+    assert penstock("prepare", "run.yaml").code == 0
+    assert prepared_in(spread.parent) == prepared_in(alone.parent)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not find_spec("prefect_ray"), reason="prefect-ray is not installed")
+def test_ray_prepares_every_slice_once(prefect, tmp_path):
+    spread = several_files(tmp_path / "spread", task_runner="ray", task_runner_workers=2)
+    prefect.run(*FLOW, "run.yaml", cwd=spread.parent)
+    assert sum(share["done"] for share in shares_of(prefect)) == FILES
+
+
 @pytest.mark.exhaustive
 def test_ctrl_c_ends_the_ranks_with_a_checkpoint_saved(prefect, tmp_path):
     write_chats(tmp_path / "chats.jsonl", 400)
@@ -142,21 +300,6 @@ def test_ctrl_c_ends_the_ranks_with_a_checkpoint_saved(prefect, tmp_path):
     assert (tmp_path / "out" / "checkpoints" / f"global_step_{steps[-1]}" / "COMPLETE").is_file()
     left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, check=False)
     assert left.stdout == b""
-
-
-@pytest.mark.slow
-def test_words_by_hand_that_no_flow_understands_are_refused(prefect, tmp_path):
-    config = write_run(tmp_path)
-    done = subprocess.run(
-        [*FLOW, str(config), "--force", "prepare"],
-        env=prefect.environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "--force prepare" in done.stderr
-    assert not (tmp_path / "prepared").exists()
 
 
 @pytest.mark.exhaustive

@@ -1,18 +1,14 @@
-"""Fine-tuning again and again as a Prefect flow: its tasks, its states, a schedule that fires."""
+"""Fine-tuning again and again on a schedule of Prefect that fires."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.cli.command import penstock
-from tests.conftest import ROOT
 from tests.flows.server import PREFECT, Prefect, soon
 from tests.pipeline.runs import write_chats
 from tests.pipeline.test_recurring import recurring_run
-
-FLOW = [sys.executable, str(ROOT / "flows" / "recurring.py")]
 
 
 def decided(folder: Path) -> list[dict]:
@@ -25,20 +21,6 @@ def runs_by_state(prefect: Prefect) -> list[str]:
     wanted = {"name": {"any_": ["recurring"]}}
     found = prefect.ask("flow_runs", flows=wanted, sort="EXPECTED_START_TIME_ASC")
     return [run["state_name"] for run in found if run["end_time"]]
-
-
-@pytest.mark.slow
-def test_a_tick_is_a_flow_run_whose_state_and_table_say_what_was_decided(prefect, tmp_path):
-    config = recurring_run(tmp_path / "run", pipeline={"name": "a bot"})
-    prefect.run(*FLOW, str(config), "--release.train_when", "never")
-    assert runs_by_state(prefect)[-1] == "Held"
-    [decision] = decided(tmp_path / "run")
-    assert (decision["verdict"], decision["new_samples"]) == ("paused", 24)
-    artifacts = {each["key"]: each for each in prefect.ask("artifacts")}
-    shown = artifacts["penstock-releases-bot"]
-    assert shown["description"] == decision["line"]
-    assert [row["verdict"] for row in json.loads(shown["data"])] == ["paused"]
-    assert "penstock-prepare" in artifacts
 
 
 @pytest.mark.exhaustive

@@ -1,20 +1,28 @@
 """What flows are given and what they show, without a server."""
 
 import json
+import secrets
+import sys
 import time
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config.overrides import parse_value
+from penstock.config.pipeline import STAGES
 from penstock.core.store import Outcome
+from tests.conftest import ROOT
 from tests.pipeline.runs import write_run
 
 # pyright: reportMissingImports=false
 
 pytestmark = pytest.mark.usefixtures("scripts")
+
+NOBODY = "http://127.0.0.1:9/api"
+"""Where no server is."""
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False),
@@ -23,6 +31,41 @@ VALUES = st.recursive(
         | st.dictionaries(st.text(), inner | st.text(), max_size=3)
     ),
 )
+
+
+def test_the_chain_and_each_of_its_stages_are_flows_and_deployments():
+    import finetune
+
+    described = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
+    entrypoints = {name: f"flows/finetune.py:{name}" for name in ("finetune", *STAGES)}
+    entrypoints["recurring"] = "flows/recurring.py:recurring"
+    assert sorted((each["name"], each["entrypoint"]) for each in described) == sorted(
+        entrypoints.items()
+    )
+    assert [getattr(finetune, name).name for name in STAGES] == list(STAGES)
+
+
+def test_words_that_no_flow_understands_or_that_are_secret_are_refused_before_prefect_knows_of_them(
+    tmp_path, monkeypatch, capsys
+):
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    import finetune
+
+    config = str(write_run(tmp_path))
+
+    def refused(*words: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["finetune.py", config, *words])
+        assert finetune.by_hand(finetune.finetune, "finetune.py") == 2
+        return capsys.readouterr().err
+
+    value = secrets.token_hex(16)
+    with temporary_settings({PREFECT_API_URL: NOBODY}):
+        assert "--force prepare" in refused("--force", "prepare")
+        told = refused("--data.datasets.0.path", f"s3://key:{value}@bucket/rows.jsonl")
+    assert "--data.datasets.0.path holds a credential" in told
+    assert value not in told
+    assert not (tmp_path / "prepared").exists()
 
 
 def test_any_json_value_means_itself_as_an_override():
@@ -112,7 +155,7 @@ def test_a_server_that_is_not_there_is_told_of_and_stops_nobody(tmp_path):
     (tmp_path / "surroundings.json").write_text(json.dumps({"total_steps": 3}))
     said: list[str] = []
     done = Outcome("train", "0" * 16, "ran", tmp_path, 1.0, {"steps": 3})
-    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
+    with temporary_settings({PREFECT_API_URL: NOBODY}):
         with showing.training_shown(tmp_path, "run", said.append):
             write_records(tmp_path / "metrics.jsonl", step(1, time.time() + 1))
         assert len(said) == 1

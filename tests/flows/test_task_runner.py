@@ -1,13 +1,8 @@
 """`pipeline.task_runner`: slices prepared by the workers of a cluster, sealed by the flow."""
 
 import importlib
-import importlib.util
-import json
 import os
-import re
-import subprocess
 import sys
-import time
 import types
 from pathlib import Path
 
@@ -16,25 +11,16 @@ import pytest
 from penstock.config.load import loads
 from penstock.core.errors import CapabilityError
 from tests.cli.command import penstock
-from tests.conftest import ROOT
-from tests.flows.server import FLOW
 from tests.pipeline.runs import write_chats, write_run
-from tests.stages.prepared import contents
 
 FILES = 6
 
 
-@pytest.fixture(scope="module")
-def cluster():
+@pytest.fixture
+def cluster(scripts):
     """flows/cluster.py as a module."""
-    spec = importlib.util.spec_from_file_location("cluster", ROOT / "flows" / "cluster.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["cluster"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["cluster"]
+    del scripts
+    return importlib.import_module("cluster")
 
 
 def config(**pipeline):
@@ -100,80 +86,6 @@ def several_files(folder: Path, **pipeline) -> Path:
     )
 
 
-def sealed(folder: Path) -> dict[str, bytes]:
-    """All files of the one prepared artifact but its manifest, which tells when and where."""
-    [manifest] = folder.glob("prepared/prepare/*/manifest.json")
-    found = contents(manifest.parent)
-    del found["manifest.json"]
-    return {f"{manifest.parent.name}/{name}": content for name, content in found.items()}
-
-
-def shares_told(text: str) -> list[tuple[str, int, int]]:
-    """(worker, slices done, slices in the share) of every share that a flow told of."""
-    lines = re.findall(r"prepare: (\S+) did (\d+) of the (\d+) slices of share", text)
-    return [(worker, int(done), int(slices)) for worker, done, slices in lines]
-
-
-@pytest.fixture
-def dask_of_two_processes(prefect, tmp_path):
-    """A scheduler and two workers, started elsewhere by hand; gives the scheduler's address."""
-    pytest.importorskip("distributed")
-    place = tmp_path / "elsewhere"
-    place.mkdir()
-    note = place / "scheduler.json"
-    told = ["--scheduler-file", str(note), "--no-dashboard"]
-
-    def start(*command: str) -> "subprocess.Popen[bytes]":
-        return subprocess.Popen(
-            [sys.executable, "-m", *command, *told],
-            cwd=place,
-            env=prefect.environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-
-    started = [start("distributed.cli.dask_scheduler", "--host", "127.0.0.1", "--port", "0")]
-    started += [
-        start("distributed.cli.dask_worker", "--nworkers", "1", "--nthreads", "1", "--no-nanny")
-        for _ in range(2)
-    ]
-    try:
-        deadline = time.monotonic() + 60
-        while not note.is_file() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        yield json.loads(note.read_text())["address"]
-    finally:
-        for process in started:
-            process.kill()  # asked to end, a worker waits long for the flow's server, which is gone
-            process.wait()
-
-
-@pytest.mark.slow
-def test_two_dask_workers_prepare_every_slice_once_and_the_result_is_the_command_lines(
-    dask_of_two_processes, prefect, tmp_path
-):
-    spread = several_files(
-        tmp_path / "spread",
-        task_runner="dask",
-        task_runner_address=dask_of_two_processes,
-        task_runner_workers=4,
-    )
-    shares = shares_told(prefect.run(*FLOW, "run.yaml", cwd=spread.parent))
-    assert len({worker for worker, _, _ in shares}) == 2
-    assert sum(slices for _, _, slices in shares) == FILES
-    assert sum(done for _, done, _ in shares) == FILES
-    assert len(list(tmp_path.glob("spread/prepared/slices/*.arrow"))) == FILES
-
-    alone = several_files(tmp_path / "alone")
-    ran = subprocess.run(
-        [sys.executable, "-m", "penstock.cli.main", "prepare", "run.yaml"],
-        cwd=alone.parent,
-        check=False,
-    )
-    assert ran.returncode == 0
-    assert sealed(spread.parent) == sealed(alone.parent)
-
-
 @pytest.mark.slow
 def test_a_cluster_of_its_own_has_as_many_processes_as_written(cluster):
     pytest.importorskip("prefect_dask")
@@ -182,15 +94,6 @@ def test_a_cluster_of_its_own_has_as_many_processes_as_written(cluster):
         pids = runner.client.run(os.getpid)
     assert [worker["nthreads"] for worker in workers.values()] == [1, 1]
     assert len({os.getpid(), *pids.values()}) == 3
-
-
-@pytest.mark.slow
-def test_ray_prepares_every_slice_once(prefect, tmp_path):
-    pytest.importorskip("prefect_ray")
-    pytest.importorskip("ray")
-    spread = several_files(tmp_path / "spread", task_runner="ray", task_runner_workers=2)
-    shares = shares_told(prefect.run(*FLOW, "run.yaml", cwd=spread.parent))
-    assert sum(done for _, done, _ in shares) == FILES
 
 
 def test_the_command_line_says_that_it_uses_processes_of_this_machine(tmp_path, monkeypatch):

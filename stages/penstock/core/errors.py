@@ -2,7 +2,9 @@
 
 PenstockError
 ├── ConfigError      2  the settings cannot be honoured; nothing has started
+│   └── ElsewhereError      a path of another machine, by all appearance
 ├── CapabilityError  3  this machine, build or account lacks what the settings ask for
+│   └── UnreachableError    where it lies cannot be asked now
 ├── ArtifactError    1  something on disk is not what its manifest says
 ├── StageError       1  a stage did not finish; its unsealed folder is kept, so a rerun resumes
 └── Interrupted    130  a person or the system asked the run to stop; resumable
@@ -23,10 +25,18 @@ class ConfigError(PenstockError, ValueError):
     exit_code = 2
 
 
+class ElsewhereError(ConfigError):
+    """Settings name a path of which not even the folder is on this machine."""
+
+
 class CapabilityError(PenstockError):
     """This machine, build or account lacks something the settings ask for."""
 
     exit_code = 3
+
+
+class UnreachableError(CapabilityError):
+    """What the settings name lies elsewhere, and nobody there answers: it may be as it should."""
 
 
 class ArtifactError(PenstockError):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, ElsewhereError
 from penstock.core.saved_folder import SavedFolder, saved_in
 
 KINDS: dict[str, tuple[str, ...]] = {
@@ -142,7 +142,7 @@ def missing(path: str) -> ConfigError:
     target = Path(path).expanduser()
     parent = target.parent
     if not parent.is_dir():
-        return ConfigError(
+        return ElsewhereError(
             f"{path} does not exist, and neither does the folder {Path(path).parent}.\n"
             f"  Paths are relative to the folder the command runs in ({Path.cwd().name}/)."
         )

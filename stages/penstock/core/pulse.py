@@ -14,6 +14,9 @@ SIZE = 512
 
 SUFFIX = ".pulse"
 
+MOST_BEGINNINGS = 64
+"""Phases that are remembered: more than come before the first step of any work."""
+
 
 @dataclass
 class Beat:
@@ -49,6 +52,8 @@ class Pulse:
         self._beat = Beat(rank, os.getpid(), platform.node())
         self._file: int | None = None
         self._hears: Callable[[Beat], None] | None = None
+        self.beginnings: list[tuple[str, float]] = [("starting", process_start())]
+        """The first phases of the process, and when each began, in seconds since the epoch."""
         if folder is not None:
             with suppress(OSError):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -68,6 +73,8 @@ class Pulse:
         beat.marks += 1
         beat.phase = phase
         self._write()
+        if phase != self.beginnings[-1][0] and len(self.beginnings) < MOST_BEGINNINGS:
+            self.beginnings.append((phase, beat.since))
 
     @contextmanager
     def waiting(self) -> Generator[None]:
@@ -97,3 +104,14 @@ def beats(folder: Path) -> list[Beat]:
         with suppress(OSError, ValueError, TypeError):
             found.append(Beat(**json.loads(path.read_bytes())))
     return sorted(found, key=lambda beat: beat.rank)
+
+
+def process_start() -> float:
+    """When this process began, in seconds since the epoch; where nobody knows, now."""
+    now = time.time()
+    with suppress(OSError, ValueError, IndexError):
+        # The name, in parentheses, may hold anything; the 20th field behind it counts from boot.
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        up = float(Path("/proc/uptime").read_text().split()[0])
+        return now - up + ticks / os.sysconf("SC_CLK_TCK")
+    return now

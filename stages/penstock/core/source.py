@@ -12,10 +12,12 @@ from typing import Any, Literal
 
 from penstock.core import env, local_files
 from penstock.core.digests import digests_of
-from penstock.core.errors import CapabilityError, ConfigError
+from penstock.core.errors import CapabilityError, ConfigError, UnreachableError
 from penstock.core.files import read_json, regular_files
 from penstock.core.local_files import Found
+from penstock.core.place import Place
 from penstock.core.remote_source import fetched, pin_remote_data, pin_remote_files
+from penstock.core.retry import QUICK
 from penstock.core.stage import Source
 from penstock.core.urls import is_url, local_path, spoken
 
@@ -193,8 +195,16 @@ def pin_config(path: str) -> Source:
     return Source({"kind": "files", "files": _digested(found)}, found.paths)
 
 
-def pin_checkpoint(path: str) -> Source:
-    """Pin a training checkpoint: every file of its folder.
+def is_checkpoint(path: str) -> bool:
+    """Whether `path` is the folder of a training checkpoint, by the files that it has."""
+    if is_url(path):
+        return (Place.of(path) / "COMPLETE").info(tries=QUICK) is not None
+    folder = Path(path).expanduser()
+    return any((folder / name).is_file() for name in ("COMPLETE", "state.json", ".metadata"))
+
+
+def pin_checkpoint(path: str, field: str = "train.load_checkpoint_path") -> Source:
+    """Pin a training checkpoint, which `field` names: every file of its folder.
 
     Raises ConfigError for what is no folder or was not saved to the end.
     """
@@ -206,8 +216,8 @@ def pin_checkpoint(path: str) -> Source:
         source = Source({"kind": "files", "files": _digested(found)}, found.paths)
     if not any(file["name"] == "COMPLETE" for file in source.pin["files"]):
         raise ConfigError(
-            f"train.load_checkpoint_path {spoken(path)} is not a complete checkpoint.\n"
-            "  Name a folder called global_step_N whose save ended, or write auto."
+            f"{field} {spoken(path)} is not a complete checkpoint.\n"
+            "  Name a folder in a run's checkpoints/ whose save ended."
         )
     return source
 
@@ -292,7 +302,7 @@ def _commit_of(
     commit = commit or _remembered_commit(repo, revision or "main", kind)
     if commit:
         return commit
-    raise CapabilityError(
+    raise UnreachableError(
         f"{repo} is neither a path here nor in the local hub cache, and the Hugging Face hub "
         f"cannot be reached{' (HF_HUB_OFFLINE is set)' if env.hub_is_offline() else ''}.\n"
         f"  Go online, or download it where there is a network (hf download {repo}"

@@ -64,8 +64,16 @@ def spoken(location: str) -> str:
 
 
 def scrubbed(text: str) -> str:
-    """The text with every URL in it as `spoken` says it."""
-    return _URL.sub(lambda found: spoken(found[0]), text)
+    """The text with every URL in it as `spoken` says it; of what only looks like one, nothing but
+    how it begins."""
+    return _URL.sub(_spoken_in_text, text)
+
+
+def _spoken_in_text(found: re.Match[str]) -> str:
+    try:
+        return spoken(found[0])
+    except ValueError:
+        return f"{found[0].partition('://')[0]}://..."
 
 
 def joined(url: str, *names: str) -> str:
