@@ -8,6 +8,7 @@ again. A field that alters the mathematics belongs above; where and how fast it 
 from collections.abc import Mapping
 from typing import Any
 
+from penstock.config.run import RunConfig
 from penstock.config.train import TrainConfig
 
 
@@ -29,7 +30,7 @@ IDENTITY: Mapping[str, frozenset[str]] = {
         muon_nesterov muon_ns_steps muon_adjust_lr_fn num_train_epochs max_steps
         max_tokens max_hours eval_only
         moe_aux_loss_coef moe_global_load_balancing moe_z_loss_coef moe_bias_update_rate
-        label_smoothing z_loss_coef save_optimizer
+        label_smoothing z_loss_coef save_optimizer load_optimizer ckpt_weights
         precision master_weights stochastic_rounding grad_accum_dtype loss_scale_init
         enable_mixed_precision enable_fp8_training fp8 fsdp_reduce_dtype dropout seed
         """
@@ -52,7 +53,8 @@ PINNED: Mapping[str, frozenset[str]] = {
     "model": _names("model_path config_path tokenizer_path"),
     # The batch sizes make, together with the layout, the rows of one step.
     "train": _names(
-        "load_checkpoint_path micro_batch_size gradient_accumulation_steps global_batch_size"
+        "objective load_checkpoint_path init_checkpoint_path micro_batch_size "
+        "gradient_accumulation_steps global_batch_size"
     )
     | JUDGING,
     "lora": _names("init_adapter_path"),
@@ -70,6 +72,7 @@ HOW: Mapping[str, frozenset[str]] = {
     "train": _names(
         """
         data_parallel_mode data_parallel_shard_size data_parallel_replicate_size zero_stage
+        comm_bucket_mb tp_reduce_dtype
         tensor_parallel_size sequence_parallel tp_vocab_parallel_loss pipeline_parallel_size
         pipeline_parallel_schedule pipeline_parallel_virtual_stages pipeline_parallel_split
         pipeline_parallel_input_weight pipeline_parallel_output_weight
@@ -79,12 +82,13 @@ HOW: Mapping[str, frozenset[str]] = {
         fuse_optimizer_step optimizer_offload enable_fsdp_offload enable_forward_prefetch
         enable_activation_offload activation_gpu_limit
         enable_fp8_all_gather enable_compile init_device load_weights_mode enable_full_determinism
-        allow_cuda_launch_blocking empty_cache_steps gc_steps output_dir ckpt_manager save_steps
-        save_epochs save_async save_total_limit save_hf_weights eval_at_start eval_micro_batch_size
-        eval_sanity_batches
+        allow_cuda_launch_blocking empty_cache_steps gc_steps output_dir ckpt_manager ckpt_name
+        save_steps save_epochs save_async save_total_limit save_hf_weights require_checkpoint
+        eval_at_start eval_micro_batch_size eval_sanity_batches
         sample_prompts sample_steps sample_max_new_tokens log_format log_interval
-        log_grad_norm log_param_norm log_router_stats log_loss_spikes report_interval use_wandb
-        use_tensorboard use_mlflow use_trackio wandb_project wandb_name wandb_tags
+        log_grad_norm log_param_norm log_router_stats log_loss_spikes log_recovery_timing
+        report_interval use_wandb use_tensorboard log_dir use_mlflow use_trackio
+        wandb_project wandb_name wandb_tags
         wandb_log_interval mlflow_tracking_uri enable_profiling
         profile_start_step profile_end_step profile_trace_dir profile_record_shapes
         profile_profile_memory profile_with_stack profile_rank0_only
@@ -101,3 +105,10 @@ def judging_of(train: TrainConfig) -> dict[str, Any] | None:
     if not train.early_stopping.patience and not train.save_best.metric:
         return None
     return train.model_dump(mode="json", include=set(JUDGING))
+
+
+def preference_of(run: RunConfig) -> dict[str, Any] | None:
+    """How preferences are learnt; None where tokens are."""
+    if run.train.objective != "preference":
+        return None
+    return run.preference.model_dump(mode="json", exclude={"precompute_ref_logps"})

@@ -24,7 +24,11 @@ from penstock.engine.parallel.degrees import (
 from penstock.engine.parallel.fits import Counts, require_fit, splits_model
 from penstock.engine.parallel.nearest import Candidate
 from penstock.engine.parallel.nvlink import require_nvlink, require_one_machine
-from penstock.engine.positions import require_whole_documents, shares_tokens
+from penstock.engine.positions import (
+    require_prompts_apart,
+    require_whole_documents,
+    shares_tokens,
+)
 from penstock.engine.published_agreement import require_agreement
 from penstock.models.builtin import SCHEME
 from penstock.models.hf_config import HfConfig
@@ -52,6 +56,7 @@ def check_machine(run: RunConfig) -> None:
     devices = gpus_here() if asks else Gpus(env.num_gpus())
     gpus = devices.count
     check_attention(run.model.attn_implementation, gpus)
+    require_hidden_answers(run)
     if not gpus and run.model.moe_implementation in ("triton", "quack"):
         raise CapabilityError(
             f"model.moe_implementation is {run.model.moe_implementation}, which needs a CUDA "
@@ -97,6 +102,8 @@ def check_machine(run: RunConfig) -> None:
         require_dense_networks(run.train, config_of(run))
     if shares_tokens(run.train):
         require_whole_documents(run.train, config_of(run))
+    if run.data.shares_prompts:
+        require_prompts_apart(run.data, config_of(run))
     check_layout(run, gpus)
     require_one_machine(run, world_size(run), num_local_ranks(run))
 
@@ -140,6 +147,18 @@ def check_attention(written: str | None, gpus: int) -> None:
         raise CapabilityError(
             f"model.attn_implementation is {written}, and {reason}.\n"
             "  Or leave it out to get the best there is."
+        )
+
+
+def require_hidden_answers(run: RunConfig) -> None:
+    """Refuse attention that would show an answer the other one to their shared prompt."""
+    written, over_ring = run.model.attn_implementation, run.train.ringattn_parallel_size > 1
+    hides = written not in PACKAGES and not (written == "native" and over_ring)
+    if run.data.shares_prompts and not hides:
+        raise CapabilityError(
+            f"model.attn_implementation is {written}, which cannot hide parts of a document"
+            f"{' over a ring' * over_ring}, and answers share prompts in one.\n"
+            "  Write sdpa, or leave it out; or data.share_prompts: false."
         )
 
 

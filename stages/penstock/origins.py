@@ -10,7 +10,13 @@ from penstock.config.lora import LoraConfig
 from penstock.config.run import RunConfig, written
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.core.hub import local_folder
-from penstock.core.source import pin_adapter, pin_config, pin_model, pin_tokenizer
+from penstock.core.source import (
+    is_checkpoint,
+    pin_adapter,
+    pin_config,
+    pin_model,
+    pin_tokenizer,
+)
 from penstock.core.urls import spoken
 from penstock.engine.origin import Adapting, Origin, quantising_of
 from penstock.engine.peft_config import CONFIG, read_peft_config
@@ -69,6 +75,20 @@ def origin_of(run: RunConfig) -> Origin:
         adapter=pin_adapter(lora.init_adapter_path) if lora.init_adapter_path else None,
         adapter_path=lora.init_adapter_path,
     )
+
+
+def with_start(run: RunConfig) -> RunConfig:
+    """The run with the weights that `train.init_checkpoint_path` names, if these are in Hugging
+    Face's format, as those of its model; config and tokenizer stay."""
+    path, model = run.train.init_checkpoint_path, run.model
+    if path is None or is_checkpoint(path):
+        return run
+    update = {
+        "model_path": path,
+        "config_path": model.config_source,
+        "tokenizer_path": model.tokenizer_source,
+    }
+    return run.model_copy(update={"model": model.model_copy(update=update)})
 
 
 def with_adapter(run: RunConfig) -> RunConfig:

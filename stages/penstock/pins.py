@@ -4,13 +4,14 @@ from penstock.config.dataset import DatasetConfig
 from penstock.config.run import RunConfig
 from penstock.core.errors import ConfigError
 from penstock.core.mirror import home_of
-from penstock.core.source import pin_checkpoint, pin_data
+from penstock.core.source import is_checkpoint, pin_checkpoint, pin_data
 from penstock.core.stage import Source
 from penstock.pack.stage import Pack
 from penstock.prepare.own_files import refuse_own_files
 from penstock.prepare.stage import SLICES, Prepare
+from penstock.reference.stage import SCORES, Reference
 
-MADE = (SLICES, Prepare.name, Pack.name)
+MADE = (SLICES, SCORES, Prepare.name, Pack.name, Reference.name)
 """Folders in data.dataset_prepared_path."""
 
 
@@ -47,3 +48,11 @@ def pinned_checkpoint(run: RunConfig) -> Source | None:
     """The checkpoint that the config names to start from, if it does."""
     path = run.train.load_checkpoint_path
     return None if path in (None, "auto") else pin_checkpoint(path)
+
+
+def pinned_start(run: RunConfig) -> Source | None:
+    """The checkpoint of whose weights alone the run starts, if one is named."""
+    path = run.train.init_checkpoint_path
+    if path is None or not is_checkpoint(path):
+        return None
+    return pin_checkpoint(path, "train.init_checkpoint_path")

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from penstock.config.dataset import DatasetConfig
-from penstock.config.run import RunConfig, has_target
+from penstock.config.pipeline import STAGES, StageName
+from penstock.config.run import RunConfig, has_target, needs_reference
 from penstock.core import env
 from penstock.core.deadline import Deadline
 from penstock.core.errors import ConfigError, StageError
@@ -22,20 +23,23 @@ from penstock.core.stage import Artifact, key_of, short
 from penstock.core.store import Cache, Outcome, Step, lookup, obtain, realize
 from penstock.core.urls import is_url, joined
 from penstock.engine.origin import Origin
+from penstock.export.links import link_exported
 from penstock.export.stage import Export, ExportSettings
-from penstock.identity import IDENTITY, judging_of
+from penstock.identity import IDENTITY, judging_of, preference_of
 from penstock.machine import check_hub, check_machine, refusal_of, rows_of_a_step
-from penstock.origins import origin_of, with_adapter
+from penstock.origins import origin_of, with_adapter, with_start
 from penstock.pack.stage import Pack, PackSettings
-from penstock.pins import pinned_checkpoint, pins_of
+from penstock.pins import pinned_checkpoint, pinned_start, pins_of
 from penstock.prepare.given import Given, given_step, nothing_given, root_of, take, tokens_at
 from penstock.prepare.settings import DatasetSettings, MixSettings, PrepareSettings
 from penstock.prepare.stage import SLICES, Prepare
 from penstock.push.stage import Push, PushSettings, push_prepared
-from penstock.train.nodes import lend, lends
+from penstock.reference.settings import settings_of
+from penstock.reference.stage import Reference, no_reference
+from penstock.train.nodes import OnRanks, lend, lends
 from penstock.train.stage import Train, TrainSettings, claim
 
-StageName = Literal["prepare", "pack", "train", "export", "push"]
+ORDER = STAGES
 
 
 @dataclass(frozen=True)
@@ -80,26 +84,30 @@ def plan(
     Raises ConfigError or CapabilityError for what cannot be honoured.
     """
     check_hub(run)
-    run = with_adapter(run)
+    run = with_adapter(with_start(run))
     wanted = wanted or run.stages
-    refusal = refusal_of(run) if needs(wanted, "train") else None
+    refusal = refusal_of(run) if needs(wanted, "reference") else None
     steps = [given_data(run) if run.data.skip_prepare_dataset else prepare_step(run)]
     if needs(wanted, "pack"):
         steps.append(pack_step(run, steps[0].artifact))
-    if needs(wanted, "train"):
+    if needs(wanted, "reference"):
         origin = origin_of(run)
         prepared, packed = (step.artifact for step in steps)
-        steps.append(train_step(run, packed, origin, ranks, prepared))
+        reference = None
+        if needs_reference(run):
+            steps.append(reference_step(run, packed, origin, ranks))
+            reference = steps[-1].artifact
+        elif "reference" in wanted:
+            raise no_reference(run)
+        if needs(wanted, "train"):
+            steps.append(train_step(run, packed, origin, ranks, prepared, reference))
         if refusal and lookup(steps[-1]) is None:
             raise refusal
         if needs(wanted, "export"):
-            steps.append(export_step(run, steps[2].artifact, origin))
+            steps.append(export_step(run, steps[-1].artifact, origin))
     if needs(wanted, "push"):
-        steps.append(push_step(run, steps[3].artifact))
+        steps.append(push_step(run, steps[-1].artifact))
     return Plan(run, tuple(steps))
-
-
-ORDER: tuple[StageName, ...] = ("prepare", "pack", "train", "export", "push")
 
 
 def needs(wanted: tuple[str, ...], name: str) -> bool:
@@ -144,7 +152,7 @@ def _brought(
         outcome = take(step)
     else:
         cache = cache_for(step, run, wishes)
-        if step.stage.name == "train" and cache != "reuse":
+        if isinstance(step.stage, OnRanks) and cache != "reuse":
             check_machine(run)
         if lends(step):
             outcome = lend(step, cache, notify)
@@ -184,23 +192,6 @@ def require_upstream(plan: Plan, name: str) -> None:
                 f"{step.where}.\n"
                 f"  Leave out --no-upstream, or run penstock {step.stage.name} first."
             )
-
-
-def link_exported(outcome: Outcome, run: RunConfig) -> None:
-    """Let `<output_dir>/hf` (and `adapter`) lead to what was exported last."""
-    for name in ("hf", "adapter"):
-        link = home_of(run.train.output_dir) / name
-        target = outcome.path / name
-        if link.exists() and not link.is_symlink():
-            raise StageError(
-                f"{link} is in the way: it is not a link of ours.\n"
-                "  Move it elsewhere and run again."
-            )
-        wanted = target.resolve() if target.is_dir() else None
-        if link.is_symlink() and (wanted is None or link.resolve() != wanted):
-            link.unlink()
-        if wanted and not link.is_symlink():
-            link.symlink_to(wanted)
 
 
 def prepare_step(run: RunConfig) -> Step:
@@ -269,17 +260,39 @@ def pack_step(run: RunConfig, prepared: Artifact) -> Step:
         eval_sample_packing=data.eval_sample_packing is not False,
         num_shards=data.num_dataset_shards_to_save,
         seed=run.train.seed,
+        share_prompts=data.share_prompts,
     )
-    root = data.dataset_prepared_path
-    if data.skip_prepare_dataset:
-        root = str(root_of(Path(root)))
     stage = Pack(
         settings=settings,
         prepared=prepared,
         num_proc=data.dataset_num_proc or env.num_processors(),
         start_method=data.sample_packing_mp_start_method or "spawn",
     )
+    return _keyed(stage, data_root(run))
+
+
+def reference_step(
+    run: RunConfig, packed: Artifact, origin: Origin, ranks: Literal["torchrun", "this_process"]
+) -> Step:
+    """Packed answers in, what a reference model makes of them out."""
+    root = data_root(run)
+    stage = Reference(
+        settings=settings_of(run, has_weights=origin.weights is not None),
+        packed=packed,
+        origin=origin,
+        run_config=run,
+        root=home_of(root),
+        ranks=ranks,
+        # Of a run with adapters a checkpoint holds these alone, and what is beneath is the model.
+        initial=None if run.lora.enable_lora else pinned_start(run),
+    )
     return _keyed(stage, root)
+
+
+def data_root(run: RunConfig) -> str:
+    """Where results that are made of data alone, or of a model and data, are kept."""
+    root = run.data.dataset_prepared_path
+    return str(root_of(Path(root))) if run.data.skip_prepare_dataset else root
 
 
 def train_step(
@@ -288,6 +301,7 @@ def train_step(
     origin: Origin,
     ranks: Literal["torchrun", "this_process"],
     prepared: Artifact,
+    reference: Artifact | None,
 ) -> Step:
     """Packed rows in, a checkpoint out."""
     settings = TrainSettings(
@@ -296,7 +310,9 @@ def train_step(
         lora=_project(run, "lora") if run.lora.enable_lora else {},
         rows_per_step=rows_of_a_step(run),
         last_batch="drop" if run.data.dataloader_drop_last else "keep",
+        isolate_samples=run.data.isolate_samples,
         judging=judging_of(run.train),
+        preference=preference_of(run),
     )
     stage = Train(
         settings=settings,
@@ -306,6 +322,8 @@ def train_step(
         run_config=run,
         ranks=ranks,
         prepared=prepared,
+        initial=pinned_start(run),
+        reference=reference,
     )
     typed = run.train.output_dir
     return Step(stage, home_of(typed), typed if is_url(typed) else None)

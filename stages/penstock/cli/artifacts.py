@@ -6,8 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.console import Console, run, table
+from penstock.cli.console import Console, table
 from penstock.cli.entries import Entry, LocalEntry, is_result, local_entries, remote_entries
+from penstock.cli.options import AsJson, end
 from penstock.core.errors import ArtifactError, ConfigError
 from penstock.core.stage import MANIFEST
 from penstock.core.store import read_manifest
@@ -26,7 +27,6 @@ Roots = Annotated[
         "below this one.",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="End with one JSON object on stdout.")]
 Key = Annotated[str, typer.Argument(help="The first digits of a key, or a folder.")]
 
 SEARCH_DEPTH = 5
@@ -45,7 +45,7 @@ def list_artifacts(root: Roots = None, as_json: AsJson = False) -> None:
         console.result(table(rows) if entries else "There are no results here.")
         return {"artifacts": [_plain(entry) for entry in entries]}
 
-    raise typer.Exit(run(console, command))
+    end(console, command)
 
 
 @commands.command("show")
@@ -60,7 +60,7 @@ def show_artifact(key: Key, root: Roots = None, as_json: AsJson = False) -> None
         console.result(_described(entry))
         return {"manifest": entry.manifest}
 
-    raise typer.Exit(run(console, command))
+    end(console, command)
 
 
 @commands.command("verify")
@@ -82,7 +82,7 @@ def verify_artifacts(
         console.result(f"{len(entries)} results are whole.")
         return {"verified": [entry.where for entry in entries]}
 
-    raise typer.Exit(run(console, command))
+    end(console, command)
 
 
 @commands.command("prune")
@@ -103,7 +103,7 @@ def prune_artifacts(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete old results of prepare, pack, export and push, and slices that no result uses.
+    """Delete old results of all stages but train, and slices that no result uses.
 
     Never what another result or a release was made from, nor what a run works with, never a
     training run, and no slice of today. Behind a URL, slices are left alone: no one machine knows
@@ -121,7 +121,7 @@ def prune_artifacts(
         caches = [cache for each in folders for cache in slice_caches(each, SEARCH_DEPTH)]
         return prune(entries, doomed, sorted(caches), age, console, dry_run=dry_run)
 
-    raise typer.Exit(run(console, command))
+    end(console, command)
 
 
 def find_entries(roots: list[str] | None) -> Iterator[Entry]:

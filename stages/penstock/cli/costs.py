@@ -1,5 +1,6 @@
 """What `penstock plan` says of a run's costs: memory, time, tokens, disk, and faster layouts."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -49,7 +50,7 @@ def costs(run: RunConfig, steps: Sequence[Step], where: Where) -> tuple[str, dic
     model, data = model_of(run, hf_config), data_of(run, steps)
     machine = machine_called(where.kind) if where.kind else machine_here(num_local_ranks(run))
     found = predict(run, model, degrees, machine, data)
-    sizes = sum(_numbers(shape) for shape in model.shapes.values())
+    sizes = sum(map(math.prod, model.shapes.values()))
     text, plain = _told(found, sizes), {"costs": _plain(found, sizes)}
     if where.devices is None:
         return text, plain
@@ -58,13 +59,6 @@ def costs(run: RunConfig, steps: Sequence[Step], where: Where) -> tuple[str, dic
     layouts = fastest(wanted)
     text += "\n" + _proposed(layouts, wanted)
     return text, {**plain, "layouts": [_proposal(one) for one in layouts]}
-
-
-def _numbers(shape: tuple[int, ...]) -> int:
-    found = 1
-    for size in shape:
-        found *= size
-    return found
 
 
 def _told(found: Prediction, sizes: int) -> str:

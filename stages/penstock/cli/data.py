@@ -1,20 +1,17 @@
 """`penstock data show|stats CONFIG`: what the prepare stage made of the data."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from penstock.cli.console import Console, run
+from penstock.cli.console import Console
+from penstock.cli.options import AsJson, Config, Debug, end
 from penstock.config.overrides import Override
 
-Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.")]
 NoUpstream = Annotated[
     bool, typer.Option("--no-upstream", help="Fail rather than prepare the data.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="End with one JSON object on stdout.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 Split = Literal["train", "validation"]
 
 
@@ -55,7 +52,7 @@ def data_commands(overrides: Sequence[Override]) -> typer.Typer:
             wanted = Wanted(split, number, source, seed, tuple(index))
             return show_samples(prepared, wanted, console)
 
-        raise typer.Exit(run(console, command))
+        end(console, command)
 
     @commands.command("stats")
     def stats(
@@ -76,6 +73,6 @@ def data_commands(overrides: Sequence[Override]) -> typer.Typer:
             prepared = prepared_data(request, console, upstream=not no_upstream)
             return show_statistics(prepared, console)
 
-        raise typer.Exit(run(console, command))
+        end(console, command)
 
     return commands

@@ -25,7 +25,7 @@ def show_statistics(prepared: Prepared, console: Console) -> dict[str, Any]:
     found = statistics(prepared.step.path)
     locate = locator_of(prepared.step.stage)
     found["dropped_samples"] = [_placed(each, locate) for each in found["dropped_samples"]]
-    found["packing"] = _packing(prepared, found["kind"])
+    found["packing"] = _packing(prepared)
     blocks = [
         f"{found['kind']} data in {prepared.step.where}",
         table([_HEADING, *_rows(found["splits"])]),
@@ -39,10 +39,8 @@ def show_statistics(prepared: Prepared, console: Console) -> dict[str, Any]:
     return found
 
 
-def _packing(prepared: Prepared, kind: str) -> dict[str, Any]:
+def _packing(prepared: Prepared) -> dict[str, Any]:
     """Every way of packing with the run's settings, or why there is none."""
-    if kind != "sft":
-        return {"methods": [], "refused": None}
     data = prepared.run.data
     stage = pack_step(prepared.run, prepared.step.artifact).stage
     assert isinstance(stage, Pack)

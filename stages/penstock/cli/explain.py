@@ -9,7 +9,7 @@ from penstock.cli.costs import Where, costs
 from penstock.config.run import RunConfig
 from penstock.core.compare import Difference, differences
 from penstock.core.files import read_json
-from penstock.core.stage import ATTEMPT, MANIFEST, key_of, short
+from penstock.core.stage import ATTEMPT, MANIFEST, identity, key_of, short
 from penstock.core.store import Step, lookup
 from penstock.plan import plan
 from penstock.prepare.given import Given
@@ -85,7 +85,7 @@ def _described(step: Step) -> dict[str, Any]:
         inputs[name] = {"source": dict(pin), "key": source.key} if pin else {"key": source.key}
     return {
         "version": stage.version,
-        **_flat(stage.settings.model_dump(mode="json"), inputs),
+        **_flat(identity(stage)["settings"], inputs),
     }
 
 

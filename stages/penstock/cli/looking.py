@@ -1,18 +1,15 @@
-"""The commands that look and change nothing: `plan`, `check`, `schema` and `doctor`."""
+"""The commands that start nothing: `plan`, `check`, `translate`, `schema` and `doctor`."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.console import Console, run
+from penstock.cli.console import Console
+from penstock.cli.options import AsJson, Config, Debug, end
 from penstock.config.overrides import Override
-
-Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.")]
-AsJson = Annotated[bool, typer.Option("--json", help="End with one JSON object on stdout.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
 
 def add_looking(app: typer.Typer, overrides: Sequence[Override]) -> None:
@@ -41,7 +38,7 @@ def add_looking(app: typer.Typer, overrides: Sequence[Override]) -> None:
             request = Request(config, tuple(overrides))
             return explain(request.load(), console, Where(devices, device_kind))
 
-        _end(console, command)
+        end(console, command)
 
     @app.command()
     def check(config: Config, as_json: AsJson = False, debug: Debug = False) -> None:
@@ -54,7 +51,40 @@ def add_looking(app: typer.Typer, overrides: Sequence[Override]) -> None:
 
             return show_config(Request(config, tuple(overrides)).load(), console)
 
-        _end(console, command)
+        end(console, command)
+
+    @app.command()
+    def translate(
+        file: Annotated[Path, typer.Argument(metavar="FILE", help="Another tool's YAML file.")],
+        output: Annotated[
+            Path | None,
+            typer.Option(
+                "-o",
+                "--output",
+                metavar="NATIVE",
+                help="Where to write it, with translation_report.json beside it. Default: stdout.",
+            ),
+        ] = None,
+        world_size: Annotated[
+            int | None,
+            typer.Option(min=1, help="Fit parallel sizes to so many GPUs. Default: those here."),
+        ] = None,
+        dialect: Annotated[
+            str | None, typer.Option(metavar="NAME", help="What it is written for. Default: told.")
+        ] = None,
+        strict: Annotated[bool, typer.Option("--strict", help="Refuse unknown keys.")] = False,
+        as_json: AsJson = False,
+        debug: Debug = False,
+    ) -> None:
+        """Say another tool's file in our words, and what became of each of its keys."""
+        console = Console(as_json, debug)
+
+        def command() -> dict[str, Any]:
+            from penstock.cli.translate import Wish, translate_file
+
+            return translate_file(Wish(file, output, world_size, dialect, strict), console)
+
+        end(console, command)
 
     @app.command()
     def schema() -> None:
@@ -65,7 +95,7 @@ def add_looking(app: typer.Typer, overrides: Sequence[Override]) -> None:
 
             print(json.dumps(json_schema(), indent=2))
 
-        _end(Console(), command)
+        end(Console(), command)
 
     @app.command()
     def doctor(
@@ -84,8 +114,4 @@ def add_looking(app: typer.Typer, overrides: Sequence[Override]) -> None:
 
             return examine(console, measured() if measure else ())
 
-        _end(console, command)
-
-
-def _end(console: Console, command: Callable[[], dict[str, Any] | None]) -> None:
-    raise typer.Exit(run(console, command))
+        end(console, command)

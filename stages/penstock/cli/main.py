@@ -4,14 +4,15 @@ What a command needs is imported when it runs: `--help` and a finished pipeline 
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.console import Console, run
+from penstock.cli.console import Console
 from penstock.cli.looking import add_looking
+from penstock.cli.options import AsJson, Config, Debug, end
 from penstock.config.overrides import Override, split_overrides
 from penstock.core import env
 from penstock.core.errors import ConfigError
@@ -27,7 +28,6 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.")]
 Force = Annotated[
     list[str], typer.Option("--force", metavar="STAGE", help="Build this stage again. Repeatable.")
 ]
@@ -36,8 +36,6 @@ From = Annotated[
     typer.Option("--from", metavar="STAGE", help="Build this stage and all after it again."),
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Move another run's train.output_dir aside.")]
-AsJson = Annotated[bool, typer.Option("--json", help="End with one JSON object on stdout.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 NoUpstream = Annotated[
     bool, typer.Option("--no-upstream", help="Fail rather than build what the stage reads.")
 ]
@@ -57,10 +55,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(error.exit_code)
     _overrides[:] = overrides
     app(args=rest)
-
-
-def _end(console: Console, command: Callable[[], dict[str, Any] | None]) -> None:
-    raise typer.Exit(run(console, command))
 
 
 def _wishes(force: list[str], start: str | None, fresh: bool) -> Any:
@@ -89,7 +83,7 @@ def run_command(
 
         run_chain(Request(config, tuple(_overrides)), _wishes(force, start, fresh), console)
 
-    _end(console, command)
+    end(console, command)
 
 
 def _stage_command(name: Any, summary: str) -> None:
@@ -111,7 +105,7 @@ def _stage_command(name: Any, summary: str) -> None:
             wishes = _wishes(force, start, fresh)
             run_stage(request, name, wishes, console, upstream=not no_upstream)
 
-        _end(console, command)
+        end(console, command)
 
     app.command(name, help=summary)(stage_command)
 
@@ -148,7 +142,7 @@ def prepare(
         else:
             run_stage(request, "prepare", wishes, console, upstream=not no_upstream)
 
-    _end(console, command)
+    end(console, command)
 
 
 @app.command()
@@ -180,10 +174,11 @@ def pack(
         else:
             run_stage(request, "pack", wishes, console, upstream=not no_upstream)
 
-    _end(console, command)
+    end(console, command)
 
 
 for _name, _summary in {
+    "reference": "Find what the model to start from makes of every answer to learn from.",
     "train": "Train on the packed rows, from the newest checkpoint.",
     "export": "Write the trained model as a Hugging Face folder.",
     "push": "Send the exported model to the hub or to a URL.",
@@ -202,7 +197,7 @@ def recur(config: Config, as_json: AsJson = False, debug: Debug = False) -> None
 
         return look(Request(config, tuple(_overrides)), console)
 
-    _end(console, command)
+    end(console, command)
 
 
 @app.command()
@@ -254,7 +249,7 @@ def launch(
         run_stage(request, "train", _wishes([], None, False), console, upstream=True)
         return None
 
-    _end(console, command)
+    end(console, command)
 
 
 add_looking(app, _overrides)
@@ -276,7 +271,7 @@ def init(
         else:
             copy_recipe(name, Path(), console)
 
-    _end(console, command)
+    end(console, command)
 
 
 @app.command()
@@ -299,7 +294,7 @@ def report(
 
         return write_reports(folders, output, console)
 
-    _end(console, command)
+    end(console, command)
 
 
 def _artifacts() -> typer.Typer:
@@ -343,7 +338,7 @@ def merge(
 
         return merge_adapter(base, adapter, out, console)
 
-    _end(console, command)
+    end(console, command)
 
 
 @app.command("eval")
@@ -385,7 +380,7 @@ def evaluate(
         wanted = Wanted(limit, answer, tasks, harness_tasks)
         return evaluate_target(target, tuple(_overrides), wanted, console)
 
-    _end(console, command)
+    end(console, command)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from penstock.core.files import read_json, remove
 from penstock.core.in_use import keys_in_use, unless_in_use
 from penstock.prepare.stage import SLICES
 
-PRUNABLE = ("prepare", "pack", "export", "push")
+PRUNABLE = ("prepare", "pack", "reference", "export", "push")
 DAY = 86_400.0
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": DAY, "w": 7 * DAY, "": DAY}
 AGE = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw]?)")

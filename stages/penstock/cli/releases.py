@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.console import Console, run, table
+from penstock.cli.console import Console, table
+from penstock.cli.options import AsJson, end
 from penstock.config.overrides import Override
 from penstock.core.errors import ArtifactError, ConfigError
 from penstock.core.shelf import Shelf, called
@@ -25,7 +26,6 @@ Where = Annotated[
     ),
 ]
 Number = Annotated[int | None, typer.Argument(help="Which one. Default: the latest.")]
-AsJson = Annotated[bool, typer.Option("--json", help="End with one JSON object on stdout.")]
 
 
 def release_commands(overrides: Sequence[Override]) -> typer.Typer:
@@ -34,23 +34,23 @@ def release_commands(overrides: Sequence[Override]) -> typer.Typer:
         help="List, show, verify, roll back and prune releases.", no_args_is_help=True
     )
 
-    def end(console: Console, where: str, command: Command) -> None:
-        raise typer.Exit(run(console, lambda: command(_shelf(where, overrides), console)))
+    def on(console: Console, where: str, command: Command) -> None:
+        end(console, lambda: command(_shelf(where, overrides), console))
 
     @commands.command("list")
     def list_releases(where: Where, as_json: AsJson = False) -> None:
         """All releases: number, date, figures, what they were made from."""
-        end(Console(as_json), where, _list)
+        on(Console(as_json), where, _list)
 
     @commands.command("show")
     def show_release(where: Where, number: Number = None, as_json: AsJson = False) -> None:
         """One release in full: its folder, lineage and figures, and what was decided lately."""
-        end(Console(as_json), where, lambda shelf, console: _show(shelf, number, console))
+        on(Console(as_json), where, lambda shelf, console: _show(shelf, number, console))
 
     @commands.command("verify")
     def verify_releases(where: Where, as_json: AsJson = False) -> None:
         """Read every file of every release again; exit 1 if any is not what it was."""
-        end(Console(as_json), where, _verify)
+        on(Console(as_json), where, _verify)
 
     @commands.command("rollback")
     def roll_back_release(
@@ -64,7 +64,7 @@ def release_commands(overrides: Sequence[Override]) -> typer.Typer:
 
         With a later one's number it rolls forward.
         """
-        end(Console(as_json), where, lambda shelf, console: _roll_back(shelf, to, console))
+        on(Console(as_json), where, lambda shelf, console: _roll_back(shelf, to, console))
 
     @commands.command("prune")
     def prune_releases(
@@ -77,7 +77,7 @@ def release_commands(overrides: Sequence[Override]) -> typer.Typer:
 
         What they alone were made from can be pruned then: see penstock artifacts prune.
         """
-        end(
+        on(
             Console(as_json),
             where,
             lambda shelf, console: _prune(shelf, keep_last, console, dry_run=dry_run),
@@ -133,6 +133,8 @@ def _roll_back(shelf: Shelf, to: int | None, console: Console) -> Told:
 
 
 def _prune(shelf: Shelf, keep_last: int, console: Console, *, dry_run: bool) -> Told:
+    from penstock.releasing import prunable
+
     with shelf.writing(console.say):
         doomed = prunable(shelf, keep_last)
         for number in doomed:
@@ -141,14 +143,6 @@ def _prune(shelf: Shelf, keep_last: int, console: Console, *, dry_run: bool) -> 
             console.result(f"{'would delete' if dry_run else 'deleted'} {called(number)}")
     console.result(f"{len(doomed)} releases")
     return {"pruned": doomed}
-
-
-def prunable(shelf: Shelf, keep_last: int) -> list[int]:
-    """All but the newest, the latest, and the one that a rollback from it would lead to."""
-    numbers, latest, withdrawn = shelf.numbers(), shelf.latest(), shelf.withdrawn
-    earlier = [n for n in numbers if n < (latest or 0) and n not in withdrawn]
-    kept = {*numbers[-keep_last:], latest, max(earlier, default=None)}
-    return [number for number in numbers if number not in kept]
 
 
 def _shelf(where: str, overrides: Sequence[Override]) -> Shelf:

@@ -22,7 +22,7 @@ class Request:
 
     def load(self) -> RunConfig:
         """The checked config."""
-        return load(self.file, self.overrides)
+        return load(self.file, self.overrides, Console().say)
 
 
 def run_chain(request: Request, wishes: Wishes, console: Console) -> None:

@@ -6,12 +6,20 @@ import yaml
 
 from penstock.cli.console import Console
 from penstock.config.run import RunConfig
+from penstock.core.errors import ElsewhereError, UnreachableError
 from penstock.machine import check_machine
 
 
 def show_config(run: RunConfig, console: Console) -> dict[str, Any]:
-    """Print every field with its value; returns the same for --json."""
-    check_machine(run)
+    """Print every field with its value; returns the same for --json.
+
+    What depends on a model that is on the hub, or on another machine, and cannot be asked now is
+    left unjudged, and that is said.
+    """
+    try:
+        check_machine(run)
+    except (ElsewhereError, UnreachableError) as error:
+        console.say(f"not checked against the model: {error}")
     values = run.model_dump(mode="json")
     console.result(yaml.safe_dump(values, sort_keys=False, allow_unicode=True).rstrip())
     return {"config": values}

@@ -17,7 +17,7 @@ from penstock.core import env
 from penstock.core.errors import ConfigError
 from penstock.core.store import lookup
 from penstock.plan import Wishes, bring_up, plan
-from penstock.train.stage import Train
+from penstock.train.nodes import OnRanks
 from penstock.train.torchrun import written_environment
 
 
@@ -42,17 +42,25 @@ def main(argv: list[str]) -> int:
         planned = plan(config, ("train",), ranks="this_process")
         wishes = Wishes(fresh="--fresh" in flags)
         say = console.say if rank == 0 else lambda _: None
-        *upstream, train = planned.steps
-        for step in upstream:
-            console.outcomes.append(bring_up(step, planned.run, wishes, say))
+        for step in planned.steps:
+            stage = step.stage
+            if rank == 0 or not isinstance(stage, OnRanks):
+                console.outcomes.append(bring_up(step, planned.run, wishes, say))
+            elif lookup(step) is None:
+                stage.follow(step.path)
         if rank == 0:
-            console.outcomes.append(bring_up(train, planned.run, wishes, say))
             console.result(outcome_table(console.outcomes))
-        elif lookup(train) is None:
-            assert isinstance(train.stage, Train)
-            train.stage.follow(train.path)
+        _leave()
 
     return run(console, command)
+
+
+def _leave() -> None:
+    """Leave the process group, if anything has brought it up."""
+    if "torch" in sys.modules:
+        from penstock.engine.ranks import leave
+
+        leave()
 
 
 if __name__ == "__main__":

@@ -128,21 +128,17 @@ def length_of(run: RunConfig, data: Data | None, rows_per_step: int) -> Length |
 
 
 def _steps(run: RunConfig, data: Data, rows_per_step: int, epochs: Fraction) -> int:
-    """Every epoch ends with a step of what is left of it, or drops that."""
-    whole, steps = math.floor(epochs), 0
-    drops = run.data.dataloader_drop_last
+    """Every epoch ends with a step of what is left of it, or drops that unless it is all there
+    is."""
+    whole = math.floor(epochs)
 
-    def in_epoch(rows: Fraction | int) -> int:
-        return rows // rows_per_step if drops else math.ceil(rows / rows_per_step)  # pyright: ignore[reportReturnType]
+    def used(epoch: int) -> int:
+        rows = data.epoch_rows[epoch % len(data.epoch_rows)]
+        drops = run.data.dataloader_drop_last and rows >= rows_per_step
+        return rows - rows % rows_per_step if drops else rows
 
-    for epoch in range(whole):
-        steps += in_epoch(data.epoch_rows[epoch % len(data.epoch_rows)])
-    rest = epochs - whole
-    if rest:
-        rows = data.epoch_rows[whole % len(data.epoch_rows)]
-        used = in_epoch(rows) * rows_per_step if drops else rows
-        steps += math.ceil(rest * used / rows_per_step)
-    return steps
+    steps = sum(math.ceil(used(epoch) / rows_per_step) for epoch in range(whole))
+    return steps + math.ceil((epochs - whole) * used(whole) / rows_per_step)
 
 
 def work_of(config: DecoderConfig, run: RunConfig, data: Data | None, rows: int) -> Work:
@@ -152,7 +148,8 @@ def work_of(config: DecoderConfig, run: RunConfig, data: Data | None, rows: int)
     if data is None or not data.documents:
         return Work.of(config, [row] * rows)
     tokens = data.tokens_per_row * rows
-    length = max(1, round(data.tokens / data.documents))
+    seen = data.documents if run.data.isolate_samples else data.rows
+    length = max(1, round(data.tokens / seen))
     documents = max(1, round(tokens / length))
     one = Work.of(config, [length])
     trained = data.trained / max(1, data.tokens)

@@ -4,14 +4,12 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from penstock.costs.amounts import Data
-from penstock.costs.cut import Cut
+from penstock.costs.cut import WIDTHS, Cut
 from penstock.costs.holding import Tensor, held
 from penstock.costs.states import state_bytes
 
 OF_TOKEN = 8
 """An id and a label."""
-
-EXPORTED = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ def disk_of(cut: Cut, data: Data | None, steps: int | None, epochs: float) -> Di
     if cut.run.train.save_optimizer:
         checkpoint += sum(state_bytes(cut.run.train, tensor) for tensor in whole if tensor.learns)
     export = cut.run.export
-    width = EXPORTED.get(export.dtype or "", 4 if not cut.run.model.model_path else 2)
+    width = WIDTHS.get(export.dtype, 4 if not cut.run.model.model_path else 2)
     adapters = sum(_alone(tensor) for tensor in whole if tensor.learns)
     exported = float(sum(tensor.numbers * width for tensor in whole))
     if cut.run.lora.enable_lora:

@@ -103,7 +103,7 @@ def _exposed(cut: Cut, machine: Machine, computing: float) -> float:
         copies = degrees.replicate
         mine = gradients / shards
     else:
-        seconds, speed = 0.0, 1.0
+        seconds = 0.0
         copies, mine = degrees.num_replicas * degrees.context, gradients
     if copies > 1:
         speed = _between(machine, copies * (cut.shards if cut.is_sharded else 1), inner)

@@ -224,7 +224,7 @@ def _factors(cut: Cut, one: Linear, rank: int) -> Iterator[tuple[int, int]]:
         yield (first, rank * inputs) if first > 1 else (rank, inputs)
         yield (second, outputs * rank) if second > 1 else (outputs, rank)
         return
-    if role in (Role.NARROW,):
+    if role is Role.NARROW:
         inputs = -(-inputs // size)
     elif role is not None:
         outputs = -(-outputs // size)
