@@ -4,14 +4,18 @@ import torch
 
 
 def visible(lengths, window=None, start_rows=None):
-    """bool [T, T]: whether a query (row) sees a key (column): its own document's, not later, among
-    the last `window`, and before the row from which on the key is hidden."""
+    """bool [T, T]: whether a query (row) sees a key (column): its own document's, not later, before
+    the row from which on the key is hidden, and among the last `window` that are left: of those two
+    tokens see, that one sees so many fewer than this one."""
     document = torch.tensor([i for i, length in enumerate(lengths) for _ in range(length)])
     same = document.unsqueeze(1) == document.unsqueeze(0)
     sees = same & torch.ones(len(document), len(document), dtype=torch.bool).tril()
     if start_rows is not None:
         sees &= torch.arange(len(document)).unsqueeze(1) < torch.tensor(start_rows)
-    return sees if window is None else sees.triu(1 - window)
+    if window is None:
+        return sees
+    depth = sees.sum(1)
+    return sees & (depth.unsqueeze(1) - depth < window)
 
 
 def dense_attention(

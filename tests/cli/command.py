@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ class Said:
 
 
 def penstock(*argv: object) -> Said:
-    out, err = io.StringIO(), io.StringIO()
+    out, err = _text(), _text()
     with (
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
@@ -33,9 +34,24 @@ def penstock(*argv: object) -> Said:
     ):
         main([str(argument) for argument in argv])
     code = ended.value.code
-    return Said(
-        code if isinstance(code, int) else int(code is not None), out.getvalue(), err.getvalue()
-    )
+    return Said(code if isinstance(code, int) else int(code is not None), _all(out), _all(err))
+
+
+def _text() -> io.TextIOWrapper:
+    """A stream with bytes behind it, to which ranks that are started write."""
+    return io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
+
+
+def _all(stream: io.TextIOWrapper) -> str:
+    stream.seek(0)
+    return stream.read()
+
+
+def penstock_alone(*argv: object) -> Said:
+    """The same in a process of `on_ranks`, which is to know of no others."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    return penstock(*argv)
 
 
 def small_run(folder: Path, **changes: dict[str, Any]) -> Path:

@@ -176,7 +176,7 @@ def test_a_pair_is_shown_as_its_prompt_and_both_answers(tmp_path):
     assert out.count("2 + 2?") == 1
     said = penstock("data", "stats", config, "--pipeline.stages", "[prepare]")
     assert said.code == 0
-    assert "multipack" not in said.out
+    assert "multipack" in said.out
 
 
 def test_a_judged_answer_is_shown_with_its_verdict(tmp_path):

@@ -9,7 +9,7 @@ from tests.cli.command import penstock
 from tests.conftest import ROOT
 
 NAMES = list(recipes())
-CONFIGS = sorted(ROOT.glob("configs/**/*.yaml"))
+CONFIGS = sorted([*ROOT.glob("configs/*.yaml"), *ROOT.glob("configs/examples/*.yaml")])
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)

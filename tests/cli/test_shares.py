@@ -1,15 +1,13 @@
 """`penstock prepare CONFIG --shard i/n`: several machines tokenise a share each, and one seals."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-from tests.cli.command import penstock
-from tests.pipeline.runs import outcome, write_chats, write_run
-from tests.pipeline.runs import penstock as penstock_alone
+from tests.cli.command import Said, penstock, penstock_alone
+from tests.pipeline.runs import write_chats, write_run
+from tests.ranks import on_ranks
 from tests.stages.prepared import contents
 
 FILES = 5
@@ -37,18 +35,11 @@ def sealed(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
+@pytest.mark.dist
 def test_machines_at_once_do_every_slice_once_and_the_last_command_only_seals(tmp_path):
     config = several_files(tmp_path / "run")
-    commands = [
-        ["-m", "penstock.cli.main", "prepare", str(config), "--shard", f"{n}/3", "--json"]
-        for n in (1, 2, 3)
-    ]
-    machines = [
-        subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True)
-        for command in commands
-    ]
-    said = [json.loads(machine.communicate(timeout=200)[0]) for machine in machines]
-    stages = [stage for one in said for stage in one["stages"]]
+    said = on_ranks(3, prepares_its_share, config)
+    stages = [stage for one in said for stage in one.last["stages"]]
     assert [stage["facts"]["share"] for stage in stages] == ["1/3", "2/3", "3/3"]
     assert sum(stage["facts"]["slices"] for stage in stages) == FILES
     assert sum(stage["facts"]["done"] for stage in stages) == FILES
@@ -57,13 +48,18 @@ def test_machines_at_once_do_every_slice_once_and_the_last_command_only_seals(tm
 
     slices = tmp_path / "run" / "prepared" / "slices"
     made = {file.name: file.stat().st_ino for file in slices.glob("*.arrow")}
-    last = outcome(penstock_alone("prepare", config, "--json"))
+    last = penstock("prepare", config, "--json").last
     assert (last["stages"][0]["status"], last["stages"][0]["key"]) == ("ran", stages[0]["key"])
     assert {file.name: file.stat().st_ino for file in slices.glob("*.arrow")} == made
 
     alone = tmp_path / "alone"
-    penstock_alone("prepare", config, "--data.dataset_prepared_path", alone / "prepared")
+    penstock("prepare", config, "--data.dataset_prepared_path", alone / "prepared")
     assert sealed(tmp_path / "run") == sealed(alone)
+
+
+def prepares_its_share(config: Path) -> Said:
+    share = f"{dist.get_rank() + 1}/{dist.get_world_size()}"
+    return penstock_alone("prepare", config, "--shard", share, "--json")
 
 
 def test_a_share_that_is_done_is_cached_and_so_is_one_of_sealed_data(tmp_path):

@@ -49,6 +49,14 @@ def quantised(**lora):
     return section("lora", enable_qlora=True, **lora)
 
 
+def preferring(**data):
+    """A run that learns from pairs."""
+    return lambda chats: {
+        "data": {"datasets": [{"path": chats, "type": "preference"}], **data},
+        "train": {"objective": "preference"},
+    }
+
+
 def adapter(weights):
     """A folder whose adapter is of these bytes; keys need no more of it."""
 
@@ -77,6 +85,21 @@ OPTIMIZED = {
         ("grad_accum_dtype", {"grad_accum_dtype": "fp32"}, None),
         ("loss_scale_init", {"loss_scale_init": 8.0}, HALF),
         ("save_optimizer", {"save_optimizer": False}, None),
+        ("load_optimizer", {"load_optimizer": False}, {"load_checkpoint_path": "auto"}),
+        ("ckpt_weights", {"ckpt_weights": "compute"}, None),
     )
 }
 """Settings of optimizers, of what is kept of them and of precision, and what each is laid over."""
+
+
+def saved(weights):
+    """A run that starts from the weights of a checkpoint, whose file is of these bytes."""
+
+    def sections(chats):
+        folder = Path(chats).parent / "saved"
+        folder.mkdir(exist_ok=True)
+        for name, content in (("0.distcp", weights), ("state.json", b"{}"), ("COMPLETE", b"")):
+            (folder / name).write_bytes(content)
+        return {"train": {"init_checkpoint_path": str(folder)}}
+
+    return sections

@@ -1,4 +1,4 @@
-"""The whole chain through the real command: reuse, resume, waiting, and what failure says."""
+"""The whole chain by the command: reuse, resume, waiting, and what failure says."""
 
 import json
 import random
@@ -7,14 +7,18 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from tests.cli import command as here
-from tests.pipeline.runs import outcome, penstock, sealed, statuses, write_chats, write_run
+from penstock.cli import train as by_hand
+from tests.cli.command import Said, penstock, penstock_alone
+from tests.pipeline import runs
+from tests.pipeline.runs import sealed, write_chats, write_run
+from tests.ranks import on_ranks
 from tests.stages.report_pages import section_of
 
 RUN = [sys.executable, "-m", "penstock.cli.main", "run"]
@@ -25,15 +29,27 @@ def done(tmp_path_factory):
     """One finished run: its folder, config and closing object."""
     folder = tmp_path_factory.mktemp("chain")
     config = write_run(folder)
-    return folder, config, outcome(penstock("run", config, "--json"))
+    return folder, config, done_well("run", config).last
+
+
+def done_well(*words: object) -> Said:
+    """The command in this process, to an end without a fault."""
+    said = penstock(*words, "--json")
+    assert said.code == 0, said.err
+    return said
+
+
+def statuses(said: Said) -> dict[str, str]:
+    """What became of each stage."""
+    return {stage["stage"]: stage["status"] for stage in said.last["stages"]}
 
 
 def test_every_stage_runs_once_and_is_reused(done):
     _, config, first = done
     assert [stage["status"] for stage in first["stages"]] == ["ran"] * 4
-    again = statuses(penstock("run", config, "--json"))
+    again = statuses(done_well("run", config))
     assert again == dict.fromkeys(("prepare", "pack", "train", "export"), "cached")
-    one = statuses(penstock("pack", config, "--json"))
+    one = statuses(done_well("pack", config))
     assert one == {"prepare": "cached", "pack": "cached"}
 
 
@@ -70,11 +86,12 @@ def test_an_output_folder_of_another_run_is_refused_until_moved_aside(done, tmp_
     folder, config, _ = done
     shutil.copytree(folder / "out", tmp_path / "out")
     words = (config, "--train.lr", "0.5", "--train.output_dir", tmp_path / "out")
-    refused = penstock("train", *words, check=2)
-    assert "train.lr: 0.5 here, 0.01 there" in refused.stderr
-    assert "--fresh" in refused.stderr
-    assert "Traceback" not in refused.stderr
-    seen = statuses(penstock("run", *words, "--fresh", "--json"))
+    refused = penstock("train", *words)
+    assert refused.code == 2
+    assert "train.lr: 0.5 here, 0.01 there" in refused.err
+    assert "--fresh" in refused.err
+    assert "Traceback" not in refused.err
+    seen = statuses(done_well("run", *words, "--fresh"))
     # Another learning rate is of no concern to the data.
     assert seen == {"prepare": "cached", "pack": "cached", "train": "ran", "export": "ran"}
     assert (tmp_path / "out.old-1" / "manifest.json").is_file()
@@ -84,33 +101,24 @@ def test_an_output_folder_of_another_run_is_refused_until_moved_aside(done, tmp_
 def test_forcing_a_stage_builds_it_again_to_the_same_bytes(done):
     folder, config, _ = done
     before = sealed(folder)
-    seen = statuses(penstock("run", config, "--from", "pack", "--json"))
+    seen = statuses(done_well("run", config, "--from", "pack"))
     assert seen == {"prepare": "cached", "pack": "ran", "train": "ran", "export": "ran"}
     after = {n: m for n, m in sealed(folder).items() if ".old-" not in n}
     assert after == before
 
 
 @pytest.mark.slow
+@pytest.mark.dist
 def test_two_runs_at_once_do_the_work_once(tmp_path):
-    config = write_run(tmp_path)
-    command = [*RUN, str(config), "--json"]
-    both = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    texts = [process.communicate(timeout=240) for process in both]
-    assert [process.returncode for process in both] == [0, 0], texts
-    seen = [
-        {stage["stage"]: stage["status"] for stage in json.loads(out.splitlines()[-1])["stages"]}
-        for out, _ in texts
-    ]
+    both = on_ranks(2, penstock_alone, "run", write_run(tmp_path), "--json", timeout=240)
+    assert [said.code for said in both] == [0, 0], both
     for name in ("prepare", "pack", "train", "export"):
-        assert sorted(each[name] for each in seen) == ["cached", "ran"], name
-    assert any("waiting" in err for _, err in texts)
-    penstock("artifacts", "verify", "--root", tmp_path)
+        assert sorted(statuses(said)[name] for said in both) == ["cached", "ran"], name
+    assert any("waiting" in said.err for said in both)
+    done_well("artifacts", "verify", "--root", tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_kill_9_at_random_moments_leaves_the_bytes_of_an_undisturbed_run(tmp_path):
     write_chats(tmp_path / "chats.jsonl", 400)
     sections = {
@@ -118,7 +126,7 @@ def test_kill_9_at_random_moments_leaves_the_bytes_of_an_undisturbed_run(tmp_pat
         "train": {"num_train_epochs": 3},
     }
     calm, wild = (write_run(tmp_path / name, **sections) for name in ("calm", "wild"))
-    penstock("run", calm)
+    runs.penstock("run", calm)
     chance = random.Random(3)
     for begun, within in MOMENTS:
         before = steps_of(tmp_path / "wild") if begun == "a step" else 0
@@ -134,9 +142,9 @@ def test_kill_9_at_random_moments_leaves_the_bytes_of_an_undisturbed_run(tmp_pat
         process.send_signal(signal.SIGKILL)
         process.wait()
         sealed(tmp_path / "wild")  # whatever is sealed is whole
-    penstock("run", wild)
+    runs.penstock("run", wild)
     assert sealed(tmp_path / "wild") == sealed(tmp_path / "calm")
-    penstock("artifacts", "verify", "--root", tmp_path / "wild")
+    done_well("artifacts", "verify", "--root", tmp_path / "wild")
 
 
 MOMENTS = (
@@ -161,6 +169,7 @@ def steps_of(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.dist
 def test_a_signal_and_a_file_end_training_with_a_checkpoint_saved_and_no_process_left(tmp_path):
     write_chats(tmp_path / "chats.jsonl", 400)
     config = write_run(
@@ -168,24 +177,32 @@ def test_a_signal_and_a_file_end_training_with_a_checkpoint_saved_and_no_process
     )
     out = tmp_path / "out"
 
-    def stopped(ask, code):
-        before = steps_of(tmp_path)
-        process = subprocess.Popen(
-            [*RUN, str(config)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
+    def until_more_than(before):
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline and steps_of(tmp_path) == before:
             time.sleep(0.1)
-        ask(process)
-        _, said = process.communicate(timeout=60)
-        assert process.returncode == code, said
+
+    def saved():
         steps = [json.loads(s)["step"] for s in (out / "metrics.jsonl").read_text().splitlines()]
         assert steps == list(range(1, len(steps) + 1))
         assert (out / "checkpoints" / f"global_step_{steps[-1]}" / "COMPLETE").is_file()
+        return len(steps)
 
-    stopped(lambda process: process.send_signal(signal.SIGINT), 130)
+    process = subprocess.Popen(
+        [*RUN, str(config)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    until_more_than(0)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    before = saved()
     (out / "STOP").touch()  # of no concern to a start that comes after it
-    stopped(lambda _: (out / "STOP").touch(), 143)
+    with ThreadPoolExecutor(1) as pool:
+        rank = pool.submit(on_ranks, 1, by_hand.main, [str(config)])
+        until_more_than(before)
+        (out / "STOP").touch()
+        assert rank.result() == [143]
+    assert saved() > before
     alive = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, check=False)
     assert alive.stdout == b""
 
@@ -269,7 +286,7 @@ def test_bad_input_gets_one_clear_message_and_harms_nothing(what, done, tmp_path
     for name, values in sections(tmp_path).items():
         run[name] = {**run[name], **values}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
-    failed = here.penstock("run", tmp_path / "run.yaml")
+    failed = penstock("run", tmp_path / "run.yaml")
     assert failed.code == code
     for name in named:
         assert name in failed.err
@@ -296,13 +313,12 @@ def test_a_full_disk_is_said_and_leaves_a_run_that_resumes(tmp_path):
             tmp_path,
             data={"datasets": datasets(tmp_path), "dataset_prepared_path": str(small / "p")},
         )
-        failed = here.penstock("prepare", config)
+        failed = penstock("prepare", config)
         assert failed.code == 1
         assert "disk is full" in failed.err
         assert "Traceback" not in failed.err
         subprocess.run(["mount", "-o", "remount,size=50m", str(small)], check=True)
-        [again] = here.penstock("prepare", config, "--json").last["stages"]
-        assert again["status"] == "resumed"
-        assert here.penstock("artifacts", "verify", "--root", small).code == 0
+        assert statuses(done_well("prepare", config)) == {"prepare": "resumed"}
+        done_well("artifacts", "verify", "--root", small)
     finally:
         subprocess.run(["umount", str(small)], check=False)

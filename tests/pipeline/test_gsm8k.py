@@ -11,12 +11,14 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from penstock.adapters.inject import LoraSpec, inject
+from penstock.cli import train as by_hand
 from penstock.engine.checkpoint_reader import CheckpointReader
 from penstock.models.decoder import Decoder
 from penstock.models.registry import family_of
 from penstock.rows.tokenizer import byte_tokenizer
 from penstock_kernels.attention import Segments
-from tests.pipeline.runs import outcome, penstock
+from tests.cli.command import penstock
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -51,8 +53,9 @@ def prepared_of(base):
     return base.parent / "prepared"
 
 
-def train(folder, base, shared, **sections):
-    """Two ranks under fsdp2 for some steps on all of GSM8K; the closing object."""
+def train(folder, base, shared, steps, **sections):
+    """Two ranks under fsdp2 for some steps on all of GSM8K; the closing object of the command that
+    goes on from there."""
     run = {
         "model": {"model_path": str(base)},
         "data": {
@@ -72,7 +75,7 @@ def train(folder, base, shared, **sections):
             "data_parallel_mode": "fsdp2",
             "enable_mixed_precision": False,
             "lr": 3e-3,
-            "max_steps": 20,
+            "max_steps": steps,
             "log_format": "structured",
         },
         "pipeline": {"artifacts_path": str(folder / "artifacts")},
@@ -81,7 +84,10 @@ def train(folder, base, shared, **sections):
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.yaml").write_text(yaml.safe_dump(run))
-    return outcome(penstock("run", folder / "run.yaml", "--json"))
+    assert on_ranks(2, by_hand.main, [str(folder / "run.yaml")]) == [0, 0]
+    done = penstock("run", folder / "run.yaml", "--json").last
+    assert [stage["status"] for stage in done["stages"]] == ["cached"] * 3 + ["ran"]
+    return done
 
 
 def engine_model(out, base, **lora):
@@ -99,7 +105,7 @@ def engine_model(out, base, **lora):
     return model.eval()
 
 
-def real_rows(prepared, count=50):
+def real_rows(prepared, count=20):
     """Token ids of the first prepared samples."""
     slices = sorted((prepared / "data" / "train").glob("*.arrow"))
     with pa.OSFile(str(slices[0])) as file:
@@ -131,7 +137,7 @@ def facts_of(done, name):
 
 
 def test_full_fine_tuning_exports_what_the_engine_computes(tmp_path, base, shared):
-    done = train(tmp_path / "full", base, shared)
+    done = train(tmp_path / "full", base, shared, 20)
     out = tmp_path / "full" / "out"
     assert facts_of(done, "prepare")["rows"]["train"] == NUM_ROWS
     assert facts_of(done, "prepare")["dropped"] == {}
@@ -147,7 +153,7 @@ def test_full_fine_tuning_exports_what_the_engine_computes(tmp_path, base, share
 
 def test_lora_exports_an_adapter_and_the_merged_model(tmp_path, base, shared):
     lora = {"enable_lora": True, "lora_rank": 8, "lora_alpha": 16}
-    done = train(tmp_path / "lora", base, shared, lora=lora)
+    done = train(tmp_path / "lora", base, shared, 8, lora=lora)
     out = tmp_path / "lora" / "out"
     assert losses(out)[-1] < losses(out)[0]
     prepared = next((prepared_of(base) / "prepare").glob("*/manifest.json")).parent

@@ -88,6 +88,7 @@ SETTINGS = {
         set_to("data", sample_packing_method="multipack", sample_packing_sequentially=True),
         (),
     ),
+    "samples that see each other": (set_to("data", isolate_samples=False), ALL[2:]),
     "evaluation unpacked": (set_to("data", eval_sample_packing=False), ALL[1:]),
     "lr": (set_to("train", lr=0.02), ALL[2:]),
     "epochs": (set_to("train", num_train_epochs=3), ALL[2:]),

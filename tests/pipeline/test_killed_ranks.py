@@ -95,7 +95,7 @@ def test_a_killed_rank_is_started_again_and_named_and_changes_no_weight(tmp_path
     assert 6 <= len(runs.losses(disturbed.output_dir)) < STEPS
 
     again = replace(disturbed, launch="again")
-    facts = ending_of(again, start_ranks(again, again.write()), "there")
+    facts, _ = on_ranks(2, runs.train_here, again)
     assert facts["steps"] == STEPS
     assert runs.losses(again.output_dir) == runs.losses(undisturbed.output_dir)
     assert content(again) == content(undisturbed)

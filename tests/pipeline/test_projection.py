@@ -24,6 +24,7 @@ from tests.pipeline.sections import (
     hub,
     in_float8,
     judged,
+    preferring,
     quantised,
     section,
     sparse,
@@ -74,6 +75,7 @@ CHANGES = {
         PLAIN,
         "pack",
     ),
+    "data.share_prompts": (preferring(share_prompts=False), preferring(), "pack"),
     "data.mix_strategy": (section("data", mix_strategy="interleave_over"), PLAIN, "prepare"),
     "data.samples_per_epoch": (
         section("data", mix_strategy="random", samples_per_epoch=9),
@@ -246,6 +248,7 @@ CHANGES = {
     "train.moe_bias_update_rate": (sparse(moe_bias_update_rate=0.1), sparse(), "train"),
     "train.dropout.hidden": (dropping(), PLAIN, "train"),
     "train.dropout.ffn": (dropping(ffn=0.1), dropping(), "train"),
+    "train.dropout.attention": (dropping(attention=0.1), dropping(), "train"),
     "train.dropout.warmup_steps": (dropping(warmup_steps=5), dropping(), "train"),
     "train.dropout.depth_scaling": (dropping(depth_scaling=True), dropping(), "train"),
     "train.enable_fp8_training": (in_float8(), PLAIN, "train"),

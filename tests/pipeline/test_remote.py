@@ -4,14 +4,14 @@ import gzip
 import json
 import os
 import signal
-import subprocess
-import sys
+import threading
 import time
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from penstock.cli import train as by_hand
 from penstock.cli.artifacts import find_entries
 from penstock.config.load import load
 from penstock.core.errors import StageError
@@ -20,8 +20,11 @@ from penstock.core.place import Place
 from penstock.core.store import lookup
 from penstock.plan import Wishes, bring_up, plan, require_upstream
 from penstock.prepare.stage import Prepare
+from tests.buckets import ACCOUNT
+from tests.cli.command import penstock
 from tests.core.servers import web  # noqa: F401
-from tests.pipeline.runs import penstock, write_chats, write_run
+from tests.pipeline.runs import write_chats, write_run
+from tests.ranks import on_ranks
 
 
 @pytest.fixture
@@ -177,7 +180,30 @@ def test_a_signature_is_in_nothing_that_a_run_leaves(web, bucket, tmp_path, on, 
     assert secret not in "".join(capfd.readouterr())
 
 
+STORE = (*ACCOUNT, "AWS_ENDPOINT_URL")
+
+
+def newest(out):
+    """The last step of which a checkpoint is kept there."""
+    marks = [name for name in out.files() if name.endswith("/COMPLETE")]
+    return max((int(name.split("/")[1].split("_")[-1]) for name in marks), default=0)
+
+
+def trains_until(words, url, step, variables):
+    """Train on this rank alone, and be told to end once a checkpoint of a later step is kept."""
+    os.environ.update(variables)
+
+    def tell():
+        while newest(Place.of(url)) <= step:
+            time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=tell, daemon=True).start()
+    return by_hand.main(words)
+
+
 @pytest.mark.slow
+@pytest.mark.dist
 def test_training_that_was_stopped_goes_on_on_another_machine(bucket, tmp_path, on):
     config = write_run(
         tmp_path / "run",
@@ -189,18 +215,10 @@ def test_training_that_was_stopped_goes_on_on_another_machine(bucket, tmp_path, 
     def train_until(machine, step):
         """Train there until a checkpoint of a later step is kept; return the newest kept."""
         on(machine)
-        command = [sys.executable, "-m", "penstock.cli.main", "train", str(config)]
-        with subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as run:
-            while newest() <= step:
-                assert run.poll() is None
-                time.sleep(0.2)
-            run.send_signal(signal.SIGTERM)
-        assert run.returncode == 128 + signal.SIGTERM
-        return newest()
-
-    def newest():
-        marks = [name for name in out.files() if name.endswith("/COMPLETE")]
-        return max((int(name.split("/")[1].split("_")[-1]) for name in marks), default=0)
+        variables = {name: os.environ[name] for name in ("PENSTOCK_CACHE_HOME", *STORE)}
+        ended = on_ranks(1, trains_until, [str(config)], out.url, step, variables, timeout=200)
+        assert ended == [128 + signal.SIGTERM]
+        return newest(out)
 
     first = train_until("first", 0)
     assert {"attempt.json", "metrics.jsonl", "config.yaml"} <= set(out.files())
@@ -214,5 +232,5 @@ def test_training_that_was_stopped_goes_on_on_another_machine(bucket, tmp_path, 
     assert steps == list(range(1, second + 1))
 
     on("third")
-    said = penstock("train", config, "--train.lr", "0.5", check=2).stderr
+    said = penstock("train", config, "--train.lr", "0.5").err
     assert f"train.output_dir {out.url} holds an unfinished run of another key" in said

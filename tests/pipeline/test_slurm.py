@@ -101,7 +101,7 @@ def told(*words: str, given: str = "") -> str:
     return done.stdout.strip() + done.stderr.strip()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.dist
 @pytest.mark.usefixtures("cluster")
 def test_a_slurm_job_of_two_nodes_saves_when_told_to_end_and_srun_alone_goes_on(tmp_path):

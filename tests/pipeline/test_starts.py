@@ -1,0 +1,47 @@
+"""Weights that a run starts from, as its plan has them."""
+
+from pathlib import Path
+
+import pytest
+
+from penstock.config.load import loads
+from penstock.core.errors import ConfigError
+from penstock.core.stage import key_of
+from penstock.plan import plan
+from penstock.train.stage import Train
+from tests.pipeline.runs import write_chats
+from tests.pipeline.sections import saved
+
+
+def trained(chats, sections):
+    """The train stage of a run with these sections."""
+    run = {"data": {"datasets": [{"path": chats, "type": "chat"}]}, **sections}
+    run["train"] = {"output_dir": "out", "data_parallel_mode": "none", **run.get("train", {})}
+    stage = plan(loads(run)).step("train").stage
+    assert isinstance(stage, Train)
+    return stage
+
+
+def test_weights_to_start_from_stand_in_for_those_of_the_model(tmp_path):
+    """In Hugging Face's format; a checkpoint is taken as it is."""
+    chats = str(write_chats(tmp_path / "chats.jsonl"))
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    config = "builtin:tiny-llama"
+    model = {"config_path": config}
+    made = {
+        "initial": {"model": model, "train": {"init_checkpoint_path": str(tmp_path)}},
+        "model": {"model": {**model, "model_path": str(tmp_path), "tokenizer_path": config}},
+        "checkpoint": {"model": model, **saved(b"one")(chats)},
+        "neither": {"model": model},
+    }
+    stages = {name: trained(chats, sections) for name, sections in made.items()}
+    assert key_of(stages["initial"]) == key_of(stages["model"])
+    assert stages["initial"].origin == stages["model"].origin
+    assert stages["checkpoint"].origin == stages["neither"].origin
+    assert stages["checkpoint"].inputs.keys() - stages["neither"].inputs.keys() == {"initial"}
+    assert key_of(trained(chats, {"model": model, **saved(b"other")(chats)})) not in {
+        key_of(stage) for stage in stages.values()
+    }
+    (Path(chats).parent / "saved" / "COMPLETE").unlink()
+    with pytest.raises(ConfigError, match=r"train\.init_checkpoint_path .* is not a complete"):
+        trained(chats, made["checkpoint"])

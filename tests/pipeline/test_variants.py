@@ -1,0 +1,26 @@
+"""The runs that a tick is made of, planned and not run."""
+
+from penstock.config.load import load
+from penstock.core.stage import key_of, short
+from penstock.plan import plan
+from penstock.variants import in_own_folder, only_evaluating, trained_on
+from tests.pipeline.test_preference_chain import write_preferences
+
+
+def test_a_run_in_its_own_folder_keeps_its_stages_and_keys_and_what_they_read(tmp_path):
+    config = write_preferences(tmp_path, push={"url": (tmp_path / "there").as_uri()})
+    planned = plan(load(config), ("push",))
+    moved = in_own_folder(planned)
+    stages = {step.stage.name: step.stage for step in moved.steps}
+    assert [*stages] == ["prepare", "pack", "reference", "train", "export", "push"]
+    assert [key_of(each) for each in stages.values()] == [key_of(s.stage) for s in planned.steps]
+    trained = moved.step("train")
+    assert trained.path == tmp_path / "out" / short(key_of(trained.stage))
+    assert stages["export"].inputs["trained"] == trained.artifact
+
+
+def test_a_model_is_evaluated_on_what_the_plan_says_of_its_reference_model(tmp_path):
+    planned = plan(load(write_preferences(tmp_path)), ("train",))
+    evaluated = trained_on(only_evaluating(planned.run), planned).stage.inputs
+    for name, stage in {"packed": "pack", "reference": "reference"}.items():
+        assert evaluated[name] == planned.step(stage).artifact
