@@ -67,7 +67,7 @@ class Preferences:
             counts += torch.stack([counts.new_tensor(len(each.tokens_DA)), learnt])
         self.sums.ranks.total(counts)
         samples, tokens = (counts / self.sums.layout.ranks_per_replica).tolist()
-        seen = self.look(batches, references) if self.how.needs_baseline else []
+        seen = self._seen(batches, judged) if self.how.needs_baseline else []
         return PreferenceStep(
             self,
             judged,
@@ -83,7 +83,9 @@ class Preferences:
     ) -> "list[Seen]":
         """What the model makes of answers that it does not learn from, on the ranks that tell it;
         nothing on others. Called by all ranks."""
-        judged = self._judged(batches, references)
+        return self._seen(batches, self._judged(batches, references))
+
+    def _seen(self, batches: Sequence[MicroBatch], judged: Sequence[Judged]) -> "list[Seen]":
         seen = [
             Seen(policy_DA, each)
             for policy_DA, each in zip(self.sums.told(batches), judged, strict=True)

@@ -3,13 +3,20 @@
 from collections.abc import Mapping
 
 from penstock.config.dialects import axolotl_data, hf_arguments, hf_models, hf_schedule
-from penstock.config.dialects.dialect import Dialect, Rule, Values, decides, is_flat, no_effect
+from penstock.config.dialects.dialect import (
+    Dialect,
+    Rule,
+    Values,
+    decides,
+    is_flat,
+    no_effect,
+    where,
+)
 from penstock.config.dialects.draft import Draft, Entry
 from penstock.config.dialects.hf_models import (
     SOURCES,
     TESTS,
     lay_rows,
-    of_adapters,
     settle_precision,
 )
 from penstock.config.dialects.trackers import tracks
@@ -153,16 +160,6 @@ def _beta(entry: Entry) -> None:
         entry.put("preference.pref_loss_ratio", entry.value)
     else:
         entry.put("preference.beta", entry.value)
-
-
-def _of_rl(name: str, *methods: str) -> Rule:
-    def rule(entry: Entry) -> None:
-        if entry.get("rl") in methods:
-            entry.put(name, entry.value)
-        else:
-            entry.no_effect(f"read with rl: {' or '.join(methods)} alone")
-
-    return rule
 
 
 def _resuming(entry: Entry) -> None:
@@ -314,12 +311,12 @@ COMPUTED: Mapping[str, Rule] = {
     ON: _adapter,
     "load_in_4bit": _few_bits,
     "load_in_8bit": _few_bits,
-    "lora_r": of_adapters("lora.lora_rank", ON, *WITH_LORA),
-    "lora_alpha": of_adapters("lora.lora_alpha", ON, *WITH_LORA),
-    "lora_dropout": of_adapters("lora.lora_dropout", ON, *WITH_LORA),
-    "peft_use_dora": of_adapters("lora.use_dora", ON, *WITH_LORA),
-    "peft_use_rslora": of_adapters("lora.use_rslora", ON, *WITH_LORA),
-    "loraplus_lr_ratio": of_adapters("lora.lora_plus_ratio", ON, *WITH_LORA),
+    "lora_r": where(ON, *WITH_LORA, name="lora.lora_rank"),
+    "lora_alpha": where(ON, *WITH_LORA, name="lora.lora_alpha"),
+    "lora_dropout": where(ON, *WITH_LORA, name="lora.lora_dropout"),
+    "peft_use_dora": where(ON, *WITH_LORA, name="lora.use_dora"),
+    "peft_use_rslora": where(ON, *WITH_LORA, name="lora.use_rslora"),
+    "loraplus_lr_ratio": where(ON, *WITH_LORA, name="lora.lora_plus_ratio"),
     "lora_target_modules": _targets,
     "lora_target_linear": _targets,
     "optimizer": hf_schedule.optimizer,
@@ -348,11 +345,11 @@ COMPUTED: Mapping[str, Rule] = {
     "rl": _rl,
     "rl_beta": _beta,
     "dpo_beta": _beta,
-    "orpo_alpha": _of_rl("preference.pref_loss_ratio", "orpo"),
-    "rpo_alpha": _of_rl("preference.sft_loss_ratio", "dpo"),
-    "simpo_gamma": _of_rl("preference.simpo_gamma", "simpo"),
-    "kto_desirable_weight": _of_rl("preference.desirable_weight", "kto"),
-    "kto_undesirable_weight": _of_rl("preference.undesirable_weight", "kto"),
+    "orpo_alpha": where("rl", "orpo", name="preference.pref_loss_ratio"),
+    "rpo_alpha": where("rl", "dpo", name="preference.sft_loss_ratio"),
+    "simpo_gamma": where("rl", "simpo", name="preference.simpo_gamma"),
+    "kto_desirable_weight": where("rl", "kto", name="preference.desirable_weight"),
+    "kto_undesirable_weight": where("rl", "kto", name="preference.undesirable_weight"),
     "wandb_project": _project,
     "use_mlflow": tracks("mlflow"),
     "use_wandb": tracks("wandb"),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from penstock.config.dialects.draft import Draft, Entry
+from penstock.config.faults import shown
 
 Rule = Callable[[Entry], None]
 """Turns one key into settings of ours (`entry.put`), or says why it becomes none."""
@@ -96,6 +97,19 @@ def no_effect(why: str) -> Rule:
 def decides(*names: str) -> Rule:
     """The rule of a key that has a part in settings which another one, or `settle`, puts."""
     return lambda entry: entry.decides(*names)
+
+
+def where(key: str, *values: Any, name: str) -> Rule:
+    """The rule of a setting that is read where another key has one of `values`."""
+
+    def rule(entry: Entry) -> None:
+        if entry.get(key) in values:
+            entry.put(name, entry.value)
+        else:
+            allowed = " or ".join(shown(value) for value in values)
+            entry.no_effect(f"read with {key}: {allowed} alone")
+
+    return rule
 
 
 def negated(name: str) -> Rule:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.config.dialects.dialect import Rule
+from penstock.config.dialects.dialect import Rule, where
 from penstock.config.dialects.draft import Entry
 
 PRECISIONS = {"bf16": "bf16_mixed", "fp16": "fp16_mixed"}
@@ -153,18 +153,6 @@ def _schedule(entry: Entry) -> None:
         entry.put("train.lr_warmup_steps", 0)
 
 
-def _of_schedule(name: str, *styles: str) -> Rule:
-    """The rule of a key that some schedules read."""
-
-    def rule(entry: Entry) -> None:
-        if entry.get("lr_scheduler_type") in styles:
-            entry.put(name, entry.value)
-        else:
-            entry.no_effect(f"read by lr_scheduler_type {' or '.join(styles)} alone")
-
-    return rule
-
-
 def _warmup(entry: Entry) -> None:
     if entry.get("lr_scheduler_type") == "constant":
         entry.no_effect("lr_scheduler_type constant has no warmup")
@@ -277,10 +265,10 @@ TRAINING: Mapping[str, Rule] = {
     "lr_scheduler_type": _schedule,
     "warmup_steps": _warmup,
     "warmup_ratio": _warmup,
-    "min_lr": _of_schedule("train.lr_min", "cosine"),
-    "num_cycles": _of_schedule("train.lr_schedule_kwargs.num_cycles", "cosine"),
-    "lr_end": _of_schedule("train.lr_min", "polynomial"),
-    "power": _of_schedule("train.lr_schedule_kwargs.power", "polynomial"),
+    "min_lr": where("lr_scheduler_type", "cosine", name="train.lr_min"),
+    "num_cycles": where("lr_scheduler_type", "cosine", name="train.lr_schedule_kwargs.num_cycles"),
+    "lr_end": where("lr_scheduler_type", "polynomial", name="train.lr_min"),
+    "power": where("lr_scheduler_type", "polynomial", name="train.lr_schedule_kwargs.power"),
     "decay_steps": _decay_steps,
     "max_grad_norm": _clip,
     "hidden_dropout_prob": _dropout,

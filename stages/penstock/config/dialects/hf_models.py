@@ -34,18 +34,6 @@ def attention(entry: Entry) -> None:
         entry.refuse(f"it takes {', '.join((*PLAIN, *FLASH))}, and flash kernels of the hub")
 
 
-def of_adapters(name: str, is_on: str, *values: Any) -> Rule:
-    """The rule of a setting of adapters, read where the key `is_on` has one of `values`."""
-
-    def rule(entry: Entry) -> None:
-        if entry.get(is_on) in values:
-            entry.put(name, entry.value)
-        else:
-            entry.no_effect(f"read with {is_on}: {str(values[0]).lower()} alone")
-
-    return rule
-
-
 def names_in(value: Any) -> list[str]:
     """A list of names, or names between commas."""
     return [name.strip() for one in listed(value) for name in str(one).split(",") if name.strip()]

@@ -12,6 +12,7 @@ from penstock.config.dialects.dialect import (
     is_flat,
     no_effect,
     only,
+    where,
 )
 from penstock.config.dialects.draft import Draft, Entry
 from penstock.config.dialects.hf_models import (
@@ -19,7 +20,6 @@ from penstock.config.dialects.hf_models import (
     TESTS,
     lay_rows,
     names_in,
-    of_adapters,
 )
 from penstock.config.dialects.preferences import LOSSES
 
@@ -321,13 +321,13 @@ LLAMA_FACTORY = Dialect(
         "flash_attn": hf_models.attention,
         "model_revision": only("main"),
         ON: _tuned,
-        "lora_rank": of_adapters("lora.lora_rank", ON, *WITH_LORA),
-        "lora_alpha": of_adapters("lora.lora_alpha", ON, *WITH_LORA),
-        "lora_dropout": of_adapters("lora.lora_dropout", ON, *WITH_LORA),
+        "lora_rank": where(ON, *WITH_LORA, name="lora.lora_rank"),
+        "lora_alpha": where(ON, *WITH_LORA, name="lora.lora_alpha"),
+        "lora_dropout": where(ON, *WITH_LORA, name="lora.lora_dropout"),
         "lora_target": _targets,
-        "loraplus_lr_ratio": of_adapters("lora.lora_plus_ratio", ON, *WITH_LORA),
-        "use_rslora": of_adapters("lora.use_rslora", ON, *WITH_LORA),
-        "use_dora": of_adapters("lora.use_dora", ON, *WITH_LORA),
+        "loraplus_lr_ratio": where(ON, *WITH_LORA, name="lora.lora_plus_ratio"),
+        "use_rslora": where(ON, *WITH_LORA, name="lora.use_rslora"),
+        "use_dora": where(ON, *WITH_LORA, name="lora.use_dora"),
         "quantization_bit": _bits,
         "use_muon": _muon,
         "fp8_enable_fsdp_float8_all_gather": _gathers_8_bits,

@@ -12,6 +12,7 @@ from penstock.config.dialects.dialect import (
     is_flat,
     no_effect,
     only,
+    where,
 )
 from penstock.config.dialects.draft import Draft, Entry
 from penstock.config.dialects.hf_models import (
@@ -20,7 +21,6 @@ from penstock.config.dialects.hf_models import (
     in_few_bits,
     lay_rows,
     names_in,
-    of_adapters,
     settle_precision,
 )
 from penstock.config.dialects.preferences import LOSSES, precomputed
@@ -243,11 +243,11 @@ COMPUTED: Mapping[str, Rule] = {
     "chat_template": _template,
     "pad_to_multiple_of": _padding,
     ON: _tuned,
-    "lora_r": of_adapters("lora.lora_rank", ON, True),
-    "lora_alpha": of_adapters("lora.lora_alpha", ON, True),
-    "lora_dropout": of_adapters("lora.lora_dropout", ON, True),
-    "use_rslora": of_adapters("lora.use_rslora", ON, True),
-    "use_dora": of_adapters("lora.use_dora", ON, True),
+    "lora_r": where(ON, True, name="lora.lora_rank"),
+    "lora_alpha": where(ON, True, name="lora.lora_alpha"),
+    "lora_dropout": where(ON, True, name="lora.lora_dropout"),
+    "use_rslora": where(ON, True, name="lora.use_rslora"),
+    "use_dora": where(ON, True, name="lora.use_dora"),
     "lora_target_modules": _targets,
     "load_in_4bit": in_few_bits("nf4"),
     "load_in_8bit": in_few_bits("int8"),
