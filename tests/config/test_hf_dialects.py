@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import trl
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -89,7 +90,6 @@ def test_every_argument_of_the_trainer_is_known(dialect: Dialect) -> None:
 
 
 def test_trls_keys_and_defaults_are_those_of_its_classes() -> None:
-    trl = pytest.importorskip("trl")
     shared = [trl.ModelConfig, trl.ScriptArguments]
     for dialect, own in ((TRL, trl.SFTConfig), (TRL_DPO, trl.DPOConfig)):
         fields = {f.name: f for one in (*shared, own) for f in dataclasses.fields(one)}

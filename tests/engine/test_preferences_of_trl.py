@@ -42,7 +42,6 @@ OF_PAIRS = {
 
 
 def the_class(module: str, name: str):
-    pytest.importorskip("trl")
     place = "trl" if module in ("dpo", "kto") else f"trl.experimental.{module}"
     return getattr(importlib.import_module(place), name)
 

@@ -1,0 +1,40 @@
+"""Messages to frames of bytes and back: msgpack, checked against the types. Never pickle."""
+
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+MAX_BYTES = 1 << 30
+"""Of one frame."""
+
+M = TypeVar("M")
+
+
+class FrameError(ValueError):
+    """A frame that is no message of the kind that is read here."""
+
+
+class Codec(Generic[M]):
+    """The messages of one direction of one channel."""
+
+    def __init__(self, messages: Any) -> None:
+        """`messages`: the union of their types."""
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(messages)
+
+    def encode(self, message: M) -> bytes:
+        """Raises FrameError for one of more than MAX_BYTES."""
+        frame = self._encoder.encode(message)
+        if len(frame) > MAX_BYTES:
+            raise FrameError(
+                f"a message of {len(frame)} bytes is over the limit of {MAX_BYTES}.\n"
+                "  Send fewer samples at once."
+            )
+        return frame
+
+    def decode(self, frame: bytes) -> M:
+        """Raises FrameError for what is no such message."""
+        try:
+            return self._decoder.decode(frame)
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+            raise FrameError(str(error)) from error
