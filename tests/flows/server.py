@@ -51,7 +51,7 @@ class Prefect:
         # A connection of each request's own: the server closes one that is idle whenever it likes.
         self.api = httpx.Client(
             base_url=f"http://127.0.0.1:{self.port}/api",
-            timeout=30,
+            timeout=120,  # with eight runs on two cores a log may take half a minute
             limits=httpx.Limits(max_keepalive_connections=0),
         )
         self.environment = {
