@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from penstock.cli.console import table
 from penstock.config.run import RunConfig
 from penstock.core.errors import ConfigError
-from penstock.core.store import Step
+from penstock.core.store import Step, lookup
 from penstock.costs.amounts import data_of
 from penstock.costs.layouts import Proposal, Wanted, fastest
 from penstock.costs.machines import Machine, machine_called, machine_here
@@ -50,6 +50,8 @@ def costs(run: RunConfig, steps: Sequence[Step], where: Where) -> tuple[str, dic
     model, data = model_of(run, hf_config), data_of(run, steps)
     machine = machine_called(where.kind) if where.kind else machine_here(num_local_ranks(run))
     found = predict(run, model, degrees, machine, data)
+    if any(step.stage.name == "reference" and lookup(step) for step in steps):
+        found = replace(found, reference_seconds=None)
     sizes = sum(map(math.prod, model.shapes.values()))
     text, plain = _told(found, sizes), {"costs": _plain(found, sizes)}
     if where.devices is None:
@@ -68,6 +70,7 @@ def _told(found: Prediction, sizes: int) -> str:
             f"    model   {_count(sizes)} parameters",
             f"    run     {_length(found)}",
             f"    step    {_step(found)}",
+            *([f"    before  {_reference(found)}"] if found.reference_seconds else []),
             f"    memory  {_memory(found)}",
             f"    disk    {_disk(found)}",
         ]
@@ -105,6 +108,10 @@ def _step(found: Prediction) -> str:
     speed = f"{found.tokens_per_step / seconds:,.0f} tokens/s"
     whole = f"; all steps {_time(found.seconds)}" if found.seconds is not None else ""
     return f"{_time(seconds)}, {speed}{whole} ({parts})"
+
+
+def _reference(found: Prediction) -> str:
+    return f"{_time(found.reference_seconds)} for what the reference makes of all answers, once"
 
 
 def _memory(found: Prediction) -> str:
@@ -185,6 +192,7 @@ def _plain(found: Prediction, sizes: int) -> dict[str, Any]:
         "tokens_per_second": _per_second(found),
         "length": None if length is None else asdict(length),
         "seconds": found.seconds,
+        "reference_seconds": found.reference_seconds,
         "disk": {**asdict(found.disk), "total": found.disk.total},
     }
 

@@ -6,7 +6,7 @@ from math import ceil
 from penstock.costs.amounts import Data
 from penstock.costs.cut import WIDTHS, Cut
 from penstock.costs.holding import Tensor, held
-from penstock.costs.states import state_bytes
+from penstock.costs.states import saved_bytes
 
 OF_TOKEN = 8
 """An id and a label."""
@@ -37,7 +37,7 @@ def disk_of(cut: Cut, data: Data | None, steps: int | None, epochs: float) -> Di
     saved = [tensor for tensor in whole if tensor.learns or not cut.keeps_only_adapters]
     checkpoint = sum(_alone(tensor) for tensor in saved)
     if cut.run.train.save_optimizer:
-        checkpoint += sum(state_bytes(cut.run.train, tensor) for tensor in whole if tensor.learns)
+        checkpoint += sum(saved_bytes(cut.run.train, tensor) for tensor in whole if tensor.learns)
     export = cut.run.export
     width = WIDTHS.get(export.dtype, 4 if not cut.run.model.model_path else 2)
     adapters = sum(_alone(tensor) for tensor in whole if tensor.learns)

@@ -20,6 +20,9 @@ TOUCHED = 4
 """How often what a layer keeps passes through memory in a step: it is written and read forward, and
 read beside a gradient backward."""
 
+TOUCHED_ONCE = 2
+"""The same of a pass forward alone."""
+
 STARTING = 6e-4
 """Seconds in which a processor starts the kernels of a layer, forward and backward: a hundred, at
 6 microseconds."""
@@ -28,9 +31,31 @@ TO_HOST, OF_HOST = 25e9, 50e9
 """Bytes a second from a GPU to its host's memory, and of that memory for each GPU."""
 
 
+NEVER_HIDDEN = 0.1
+"""The share of what travels that no computing hides: the first units and the last."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """How often ranks of an axis speak to each other in a layer."""
+
+    sums: int
+    """Over ranks that divide matrices."""
+    exchanges: int
+    """Between ranks that divide heads, or experts, there and back."""
+    turns: int
+    """Of keys and values around a ring."""
+
+
+FORWARD = Times(sums=2, exchanges=1, turns=1)
+STEP = Times(sums=4, exchanges=2, turns=3)
+STEP_AGAIN = Times(sums=6, exchanges=3, turns=4)
+"""A step, and one that computes its layers again."""
+
+
 @dataclass(frozen=True)
 class Step:
-    """Seconds of one optimizer step."""
+    """Seconds of one optimizer step, or of one pass."""
 
     products: float = 0
     memory: float = 0
@@ -45,6 +70,10 @@ class Step:
     def total(self) -> float:
         """All of it."""
         return sum(getattr(self, one.name) for one in fields(self))
+
+    def with_others(self, other: "Step") -> "Step":
+        """The seconds of both."""
+        return Step(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
 
 def step_of(cut: Cut, machine: Machine, work: Work) -> Step | None:
@@ -67,9 +96,36 @@ def step_of(cut: Cut, machine: Machine, work: Work) -> Step | None:
         # Small layers wait for the processor that starts their kernels.
         memory = max(memory, again * STARTING * len(layers) * passes - products)
     computing = products + memory
-    sending = _exposed(cut, machine, computing) + _in_layers(cut, machine, len(layers)) * passes
+    again_too = STEP_AGAIN if cut.run.train.enable_gradient_checkpointing else STEP
+    sending = _exposed(cut, machine, computing)
+    sending += _in_layers(cut, machine, len(layers), again_too) * passes
     bubble = (computing + sending) * _bubble(cut)
-    return Step(products, memory, sending, bubble, _optimizer(cut, bandwidth))
+    step = Step(products, memory, sending, bubble, _optimizer(cut, bandwidth))
+    run = cut.run
+    if run.train.objective == "preference" and run.preference.needs_baseline:
+        looking = pass_of(cut, machine, work)
+        assert looking is not None
+        return step.with_others(looking)
+    return step
+
+
+def pass_of(cut: Cut, machine: Machine, work: Work) -> Step | None:
+    """One forward pass over `work` that nothing is learnt from, of all ranks together; None where
+    nobody knows how fast they are."""
+    speed, bandwidth = machine.speed(cut.computes), machine.bandwidth
+    if not speed or not bandwidth:
+        return None
+    passes, layers = cut.micro_batches, layers_here(cut, 0)
+    products = forward_flops(cut.config, work) / cut.degrees.world / speed
+    kept = sum(layer_of(cut, number).whole for number in layers)
+    memory = TOUCHED_ONCE * kept * passes / bandwidth
+    if cut.kind == "cuda":
+        memory = max(memory, STARTING / 3 * len(layers) * passes - products)
+    computing = products + memory
+    gathering = _gathering(cut, machine, passes) if cut.is_sharded else 0.0
+    sending = max(gathering - computing, NEVER_HIDDEN * gathering)
+    sending += _in_layers(cut, machine, len(layers), FORWARD) * passes
+    return Step(products, memory, sending, (computing + sending) * _bubble(cut))
 
 
 def _again(cut: Cut, work: Work) -> float:
@@ -95,11 +151,9 @@ def _exposed(cut: Cut, machine: Machine, computing: float) -> float:
     gradients = sum(t.numbers * 4 for t in tensors if t.learns)
     if cut.is_sharded:
         shards = cut.shards
-        speed = _between(machine, shards, 1 if cut.shards > degrees.shard else inner)
-        share = (shards - 1) / shards
-        weights = sum(tensor.gathered for tensor in tensors)
         times = {"nothing": 2 * passes, "backward": passes, "step": 1}[cut.kept]
-        seconds = share * (weights * times + gradients) / speed
+        seconds = _gathering(cut, machine, times)
+        seconds += (shards - 1) / shards * gradients / _between_shards(cut, machine)
         copies = degrees.replicate
         mine = gradients / shards
     else:
@@ -108,37 +162,46 @@ def _exposed(cut: Cut, machine: Machine, computing: float) -> float:
     if copies > 1:
         speed = _between(machine, copies * (cut.shards if cut.is_sharded else 1), inner)
         seconds += 2 * (copies - 1) / copies * mine / speed
-    # A tenth is never hidden: the first units and the last.
-    return max(seconds - computing, 0.1 * seconds)
+    return max(seconds - computing, NEVER_HIDDEN * seconds)
 
 
-def _in_layers(cut: Cut, machine: Machine, layers: int) -> float:
-    """Seconds that layers of one micro-batch wait for other ranks, forward and backward."""
+def _gathering(cut: Cut, machine: Machine, times: int) -> float:
+    """Seconds in which ranks that share the weights get those of the others, so many times."""
+    weights = sum(tensor.gathered for tensor in held(cut))
+    return (cut.shards - 1) / cut.shards * weights * times / _between_shards(cut, machine)
+
+
+def _between_shards(cut: Cut, machine: Machine) -> float:
+    inner = cut.degrees.tensor * cut.degrees.context
+    return _between(machine, cut.shards, 1 if cut.shards > cut.degrees.shard else inner)
+
+
+def _in_layers(cut: Cut, machine: Machine, layers: int, times: Times) -> float:
+    """Seconds that layers of one micro-batch wait for other ranks."""
     degrees, config, width = cut.degrees, cut.config, cut.computes
-    again = 1 if cut.run.train.enable_gradient_checkpointing else 0
     stream = cut.tokens * config.hidden_size * width
     seconds = 0.0
     if degrees.tensor > 1:
         share = 2 * (degrees.tensor - 1) / degrees.tensor
         speed = _between(machine, degrees.tensor, 1)
-        seconds += layers * (4 + 2 * again) * share * stream / speed
+        seconds += layers * times.sums * share * stream / speed
     if degrees.ulysses > 1:
         heads = config.num_attention_heads + config.num_key_value_heads
         sent = cut.tokens * 2 * heads * config.head_dim * width / degrees.tensor
         share = (degrees.ulysses - 1) / degrees.ulysses
         speed = _between(machine, degrees.ulysses, degrees.tensor)
-        seconds += layers * (2 + again) * share * sent / speed
+        seconds += layers * times.exchanges * share * sent / speed
     if degrees.ring > 1:
         sent = cut.tokens * 2 * config.num_key_value_heads * config.head_dim * width
         speed = _between(machine, degrees.ring, degrees.tensor * degrees.ulysses)
         # Most of it travels while the block before is computed.
-        seconds += 0.3 * layers * (3 + again) * (degrees.ring - 1) * sent / speed
+        seconds += 0.3 * layers * times.turns * (degrees.ring - 1) * sent / speed
     if degrees.expert > 1 and config.experts:
         sent = stream * config.experts.experts_per_token
         share = (degrees.expert - 1) / degrees.expert
         sparse = len(config.experts.layers) / config.num_hidden_layers * layers
         speed = _between(machine, degrees.expert, 1)
-        seconds += sparse * 2 * (2 + again) * share * sent / speed
+        seconds += sparse * 2 * times.exchanges * share * sent / speed
     return seconds
 
 

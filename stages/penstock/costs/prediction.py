@@ -9,7 +9,7 @@ from penstock.config.run import RunConfig
 from penstock.costs.amounts import Data, Length, length_of, work_of
 from penstock.costs.cut import Cut, Model
 from penstock.costs.disk import Disk, disk_of
-from penstock.costs.durations import Step, step_of
+from penstock.costs.durations import Step, pass_of, step_of
 from penstock.costs.machines import Machine
 from penstock.costs.memory import Memory, peak
 from penstock.engine.parallel.degrees import Degrees, rows_per_step
@@ -34,6 +34,9 @@ class Prediction:
     flops_per_step: float
     length: Length | None
     disk: Disk
+    reference_seconds: float | None = None
+    """Of the reference stage: one pass over all training rows. None where nothing is compared with
+    a reference, or nobody knows."""
 
     @property
     def fits(self) -> bool | None:
@@ -72,6 +75,7 @@ def predict(
     epochs = float(run.train.num_train_epochs)
     if length and data and length.set_by != "num_train_epochs":
         epochs = length.tokens * len(data.epoch_rows) / max(1, data.tokens)
+    looking = pass_of(cut, machine, work) if "reference" in run.stages and data else None
     return Prediction(
         degrees=degrees,
         machine=machine,
@@ -82,4 +86,5 @@ def predict(
         flops_per_step=step_flops(model.config, work, learning=model.learning),
         length=length,
         disk=disk_of(cut, data, length.steps if length else None, epochs),
+        reference_seconds=looking.total * data.rows / rows if looking and data else None,
     )

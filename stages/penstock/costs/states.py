@@ -8,6 +8,18 @@ WIDTHS = {"fp32": 4, "bf16": 2}
 EIGHT_BITS, FOUR_BITS = 1 + 4 / 256, 0.5 + 4 / 128
 """Of a number, with its share of a scale for each block."""
 
+COMPRESSED = {"int8": 1 + 8 / 128, "int4": 0.5 + 8 / 128}
+"""Of a moment in a checkpoint, with its share of its block's two scales."""
+
+
+def saved_bytes(train: TrainConfig, tensor: Tensor) -> float:
+    """Of what a checkpoint has of one tensor's."""
+    kept = state_bytes(train, tensor)
+    if train.ckpt_quant == "none":
+        return kept
+    moments = 2 * WIDTHS["fp32" if train.optimizer == "adamw" else train.optimizer_dtype]
+    return kept + tensor.mine * (2 * COMPRESSED[train.ckpt_quant] - moments)
+
 
 def state_bytes(train: TrainConfig, tensor: Tensor) -> float:
     """Of one tensor's share on this rank."""
