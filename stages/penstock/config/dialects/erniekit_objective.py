@@ -62,7 +62,10 @@ def _number(name: str) -> Rule:
 
 def _offset(entry: Entry) -> None:
     if _is_preference(entry) and entry.value:
-        entry.approximated("no data carry scores, and without them it changes nothing there either")
+        entry.approximated(
+            "their data carry no scores, without which it changes nothing there either; it counts"
+            " here once data sets name field_chosen_score and field_rejected_score"
+        )
     else:
         entry.no_effect("asks for nothing")
 

@@ -150,18 +150,32 @@ def _load_states(entry: Entry) -> None:
         entry.put("train.load_optimizer", not entry.value)
 
 
+COMPRESSIONS = {"O1": "int8", "O2": "int4"}
+
+
 def _quantised_states(entry: Entry) -> None:
     if entry.value:
-        entry.no_effect("states are saved as they are")
+        entry.put("train.ckpt_quant", "none")
+    elif entry.get("ckpt_quant_stage", "O0") in COMPRESSIONS:
+        entry.decides("train.ckpt_quant")
     else:
-        entry.approximated("their states are saved in 8 bits; here as they are, without loss")
+        entry.approximated(
+            "their states are saved in 8 bits; here without loss, unless ckpt_quant_stage says so"
+        )
 
 
 def _quantised_stage(entry: Entry) -> None:
-    if entry.value == "O0":
+    if entry.get("disable_ckpt_quant"):
+        entry.no_effect("disable_ckpt_quant is true")
+    elif entry.get("ignore_save_lr_and_optim"):
+        entry.no_effect("ignore_save_lr_and_optim leaves states out")
+    elif entry.value in COMPRESSIONS:
+        entry.put("train.ckpt_quant", COMPRESSIONS[entry.value])
+        entry.explain("in our own form of so many bits")
+    elif entry.value == "O0":
         entry.no_effect("states are saved as they are")
     else:
-        entry.approximated("states are saved as they are, without loss")
+        entry.refuse("it takes O0, O1, O2")
 
 
 SAVING: Mapping[str, Rule] = {

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from penstock.config.dialects import hf_schedule
-from penstock.config.dialects.dialect import Rule, listed, negated, no_effect
+from penstock.config.dialects.dialect import Rule, choice, listed, negated, no_effect
 from penstock.config.dialects.draft import Draft, Entry
 from penstock.config.dialects.trackers import events_folder, reports
 
@@ -260,7 +260,7 @@ IDLE: Mapping[str, str] = {
     **dict.fromkeys(
         (
             *("overwrite_output_dir", "disable_tqdm", "log_level", "log_level_replica"),
-            *("log_on_each_node", "logging_first_step", "logging_strategy"),
+            *("logging_first_step", "logging_strategy"),
             *("logging_nan_inf_filter", "include_num_input_tokens_seen", "prediction_loss_only"),
             *("include_tokens_per_second", "include_for_metrics", "batch_eval_metrics"),
             *("remove_unused_columns", "label_names", "save_safetensors", "save_on_each_node"),
@@ -336,6 +336,7 @@ COMPUTED: Mapping[str, Rule] = {
     "bf16": in_bits,
     "fp16": in_bits,
     "logging_steps": log_steps,
+    "log_on_each_node": choice("train.log_ranks", {True: "local0", False: "global0"}),
     "eval_strategy": evaluations,
     "evaluation_strategy": evaluations,
     "eval_steps": eval_steps,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.config.dialects import nxdt_alignment, nxdt_data, nxdt_model, nxdt_optim
-from penstock.config.dialects.dialect import Dialect, Rule, Values, listed, no_effect
+from penstock.config.dialects.dialect import Dialect, Rule, Values, choice, listed, no_effect
 from penstock.config.dialects.draft import Draft, Entry
 from penstock.config.dialects.interpolation import resolved
 from penstock.config.dialects.nxdt_data import TESTS
@@ -183,6 +183,14 @@ def _buckets(entry: Entry) -> None:
         entry.no_effect("sharded gradients are added up layer by layer")
 
 
+def _copies_of_keys(entry: Entry) -> None:
+    if entry.value in (None, 1):
+        entry.no_effect("each head of keys lies on one rank")
+    else:
+        entry.decides("train.tensor_parallel_size")
+        entry.explain("a head of keys lies on as many ranks as there are for each")
+
+
 def _chunks(entry: Entry) -> None:
     if entry.value == 1:
         entry.no_effect("one stage on each rank")
@@ -243,20 +251,17 @@ def _settle(draft: Draft) -> None:
 
 ON_TRAINIUM = "concerns Trainium's compiler and runtime"
 OF_XLA = "checkpoints are written by PyTorch's distributed checkpoints, whatever this says"
-ALWAYS_LOGGED = "the first process alone writes; each has a file of its own in output_dir/logs"
 
 IDLE: Mapping[str, str] = {
     "trainer.lnc": ON_TRAINIUM,
     "trainer.sequential_move_factor": "weights are made shard by shard where they will lie",
     "trainer.limit_test_batches": "nothing is tested, there either",
-    f"{MANAGER}.log_local_rank_0_only": ALWAYS_LOGGED,
     f"{MANAGER}.save_xser": OF_XLA,
     f"{MANAGER}.load_xser": OF_XLA,
     f"{MANAGER}.save_bf16": "read by nothing, there either",
     f"{MANAGER}.ckpt_ptl_version": "the version of another program's files",
     f"{SAVING}.save_last": "the last step is always saved",
     f"{SAVING}.model_parallel_size": "read by nothing",
-    "distributed_strategy.kv_replicator": "heads of keys are shared out over ranks by themselves",
     "distributed_strategy.token_shuffle_group_size": "no token is dropped, so none is shuffled",
     "compiler_flags": ON_TRAINIUM,
     "compiler_cache_url": ON_TRAINIUM,
@@ -296,6 +301,7 @@ COMPUTED: Mapping[str, Rule] = {
     "trainer.val_check_interval": _evaluations,
     "trainer.check_val_every_n_epoch": _every_epochs,
     f"{MANAGER}.create_tensorboard_logger": tracks("tensorboard"),
+    f"{MANAGER}.log_local_rank_0_only": choice("train.log_ranks", {True: "local0", False: "all"}),
     **{f"{MANAGER}.{name}": _folder for name in ("explicit_log_dir", "exp_dir", "name")},
     f"{MANAGER}.resume_if_exists": _resuming,
     f"{MANAGER}.resume_ignore_no_checkpoint": _without_a_checkpoint,
@@ -307,6 +313,7 @@ COMPUTED: Mapping[str, Rule] = {
     f"{SAVING}.monitor": _monitor,
     f"{SAVING}.mode": _mode,
     f"{SAVING}.use_master_weights_in_ckpt": _master_copies,
+    "distributed_strategy.kv_replicator": _copies_of_keys,
     "distributed_strategy.zero1": _shards,
     "bucket_size_collectives": _buckets,
     "distributed_strategy.virtual_pipeline_model_parallel_size": _chunks,
