@@ -93,7 +93,10 @@ def _plain(run: Run, module: nn.Module, x: torch.Tensor, *rest: Any) -> Any:
 
 
 def _reentrant(run: Run, module: nn.Module, x: torch.Tensor, *rest: Any) -> Any:
-    if torch.is_grad_enabled() and not x.requires_grad:
+    if not torch.is_grad_enabled():
+        # It would warn that no gradient is wanted, which is known.
+        return run(module, x, *rest)
+    if not x.requires_grad:
         # This kind only notices gradients that are wanted of its inputs, and below the first
         # adapter nothing wants any.
         x = x.detach().requires_grad_()

@@ -51,7 +51,7 @@ def token_scores(
     losses: list[torch.Tensor] = []
     right: list[torch.Tensor] = []
     places = (labels_T != IGNORED).nonzero().squeeze(1)
-    for some, logits_CV in _logits(hidden_TD, head, places, loss, width):
+    for some, logits_CV in chunked_logits(hidden_TD, head, places, loss, width):
         labels_C = labels_T.index_select(0, some)
         losses.append(loss.of_logits(logits_CV, labels_C).float())
         at_C = labels_C - first
@@ -76,7 +76,7 @@ def likeliest_tokens(
 ) -> torch.Tensor:
     """The likeliest next token of each of these places, [S]; of equals the lowest entry."""
     found = [places_S.new_zeros(0)]
-    for _, logits_CV in _logits(hidden_TD, head, places_S, loss, width):
+    for _, logits_CV in chunked_logits(hidden_TD, head, places_S, loss, width):
         best_C = logits_CV.amax(1, keepdim=True)
         # Which of equals `argmax` takes is not said.
         entries_V = torch.arange(logits_CV.shape[1], device=logits_CV.device)
@@ -88,7 +88,7 @@ def likeliest_tokens(
     return torch.cat(found)
 
 
-def _logits(
+def chunked_logits(
     hidden_TD: torch.Tensor, head: Head, places_S: torch.Tensor, loss: Loss, width: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Some of the places and their logits [C, V], one chunk after another.

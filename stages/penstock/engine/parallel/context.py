@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from penstock.engine.key_cache import keeping
 from penstock.engine.parallel.collectives import leave
 from penstock.engine.parallel.degrees import Degrees
 from penstock.engine.parallel.mesh import Mesh
@@ -41,6 +42,11 @@ class Context:
             Ulysses(ulysses, mesh.size("ulysses"), mesh.index("ulysses")) if ulysses else None
         )
 
+    @property
+    def keeps(self) -> bool:
+        """Whether `attend` knows passes that fill or read a cache of keys and values."""
+        return self._ring is None
+
     def mine(self, batch: MicroBatch) -> MicroBatch:
         """This rank's tokens. What is not a tensor stays that of the whole micro-batch."""
         return replace(
@@ -60,7 +66,8 @@ class Context:
 
     def attend(self, backend: str) -> Attend:
         """Attention from this rank's tokens to the whole row's, on `attention`'s backend."""
-        inner = self._ring.attend(backend) if self._ring else attention.backend(backend)
+        ring = self._ring
+        inner = ring.attend(backend) if ring else keeping(attention.backend(backend))
         return self._ulysses.attend(inner) if self._ulysses else inner
 
     def total(self, mine: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """A model laid out over ranks: its parts here, and how a step runs through them."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -95,15 +96,31 @@ class Layout:
 
     def forward(self, calls: Sequence[Call]) -> torch.Tensor:
         """The same without gradients, in fp64."""
+        with self.at_rest():
+            if self.pipeline:
+                total = self.pipeline.forward(calls).double()
+            else:
+                total = torch.stack([self._reduced(call).double() for call in calls]).sum()
+        return self._share(total)
+
+    @contextmanager
+    def at_rest(self) -> Generator[None]:
+        """While this is entered nothing is dropped, and nothing random is drawn."""
         for part in self.parts:
             part.eval()
+        try:
+            yield
+        finally:
+            for part in self.parts:
+                part.train()
+
+    @torch.no_grad()
+    def look(self, call: Call) -> None:
+        """Pass forward as the model is, at rest or not, for what `reduce` itself takes down."""
         if self.pipeline:
-            total = self.pipeline.forward(calls).double()
+            self.pipeline.forward([call])
         else:
-            total = torch.stack([self._reduced(call).double() for call in calls]).sum()
-        for part in self.parts:
-            part.train()
-        return self._share(total)
+            self._reduced(call)
 
     @torch.no_grad()
     def observe(self, calls: Sequence[Call]) -> None:

@@ -4,7 +4,7 @@ T tokens, S those that are trained, C those of a chunk, D model width, V vocabul
 that are here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -32,7 +32,7 @@ from penstock.losses.cross_entropy import (
     sum_cross_entropy,
     token_log_probs,
 )
-from penstock.losses.scores import Scores, likeliest_tokens, token_scores
+from penstock.losses.scores import Scores, chunked_logits, likeliest_tokens, token_scores
 from penstock_kernels.cross_entropy import Divided, Tally
 
 Logits = Literal["divided", "gathered"]
@@ -53,6 +53,13 @@ all ranks of the group."""
 LikeliestOf = Callable[[torch.Tensor, nn.Module, torch.Tensor], torch.Tensor]
 """Final hidden states, the head and places [S] among their tokens to the likeliest tokens after
 those, the same on all ranks of the group."""
+
+LogitsOf = Callable[
+    [torch.Tensor, nn.Module, torch.Tensor], Iterator[tuple[torch.Tensor, torch.Tensor]]
+]
+"""Final hidden states, the head and places [S] among their tokens to some of the places and their
+logits [C, V] of the whole vocabulary, one chunk after another, the same on all ranks of the
+group."""
 
 
 class DividedEmbedding(nn.Embedding):
@@ -133,6 +140,18 @@ class Vocabulary:
                 loss=self._loss(loss),
                 first_of=self._first_of if self._is_divided else None,
             )
+
+        return found
+
+    def whole_logits(self, loss: Loss = CROSS_ENTROPY) -> LogitsOf:
+        """`losses.scores.chunked_logits` for such a model, whose ranks tell each other theirs."""
+        whole = replace(self, logits="gathered")
+
+        def found(
+            hidden: torch.Tensor, head: nn.Module, places_S: torch.Tensor
+        ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            seen = whole._seen(hidden, head, loss)
+            yield from chunked_logits(*seen, places_S, loss, self.size)
 
         return found
 

@@ -1,0 +1,40 @@
+"""Attention of the newest token of each of several documents to all of it, from kept keys and
+values: what a model does to answer. No gradients.
+
+B documents, C tokens of the longest, K key and value heads, G query heads of each, H head width.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from penstock_kernels.attention.sinks import with_sinks
+
+
+def newest(
+    q_BNH: torch.Tensor,
+    k_BKCH: torch.Tensor,
+    v_BKCH: torch.Tensor,
+    sees_BC: torch.Tensor | None,
+    scale: float,
+    sinks_N: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One query of each document to its keys, its own among them. Returns [B, N, H].
+
+    Keys and values that `sees_BC` hides (None: nothing) may be anything that is finite. Scores are
+    softmaxed in fp32 or wider.
+    """
+    heads = k_BKCH.shape[1]
+    # The query heads of a key head are as queries that see the same: nothing has to be repeated.
+    q_BKGH = q_BNH.unflatten(1, (heads, -1))
+    sees = None if sees_BC is None else sees_BC[:, None, None, :]
+    if sinks_N is None:
+        y_BKGH = F.scaled_dot_product_attention(q_BKGH, k_BKCH, v_BKCH, attn_mask=sees, scale=scale)
+        return y_BKGH.flatten(1, 2)
+    wide = torch.promote_types(q_BNH.dtype, torch.float32)
+    with torch.autocast(q_BNH.device.type, enabled=False):
+        scores = q_BKGH.to(wide) @ k_BKCH.to(wide).transpose(-1, -2) * scale
+        if sees is not None:
+            scores = scores.masked_fill(~sees, float("-inf"))
+        lse_BN = scores.logsumexp(-1).flatten(1)
+        y_BNH = (scores.softmax(-1) @ v_BKCH.to(wide)).flatten(1, 2)
+        return with_sinks(y_BNH, lse_BN, sinks_N)[0].to(q_BNH.dtype)
