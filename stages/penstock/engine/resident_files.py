@@ -1,0 +1,269 @@
+"""Models of clients on disk: what training goes on from, and what others sample from.
+
+A folder appears complete or not at all. Adapters are written with the rank that they have, however
+wide the base's tensors are.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from penstock.adapters.names import factor_of
+from penstock.core.errors import ArtifactError, PenstockError, StageError
+from penstock.core.files import PART, fsync, read_json, regular_files, remove, write_json
+from penstock.engine.checkpoint import Checkpoints
+from penstock.engine.checkpoint_folders import Naming, read_state
+from penstock.engine.checkpoint_reader import CheckpointReader
+from penstock.engine.checkpoint_state import States, Trained
+from penstock.engine.hf_adapter import adapters_in, write_adapter_folder
+from penstock.engine.hf_folder import DTYPES, Extras, write_hf_folder
+from penstock.engine.hf_tokenizer import TokenizerFiles
+from penstock.engine.hf_weights import in_checkpoint
+from penstock.engine.origin import Adapting
+from penstock.engine.resident_ranks import cut_to, rank_dim
+from penstock.engine.resident_sizes import Sizes, sizes_of
+from penstock.engine.residents import Resident, Residents
+
+OF_MODEL = "model"
+"""In `state.json`: what the model was."""
+
+SAMPLER = "sampler.json"
+"""In a folder to sample from: what its adapter is."""
+
+
+@dataclass(frozen=True)
+class Resting:
+    """Where models of clients are written to and read from. Every rank makes one and makes the
+    same calls."""
+
+    residents: Residents
+    base_model: str
+    """What the base model is called."""
+    tokenizer: TokenizerFiles
+    group: dist.ProcessGroup
+    """Of all ranks, on gloo, over which nothing else is said."""
+
+    def sizes(self, name: str) -> Sizes:
+        """What the model will take on disk."""
+        resident = self.residents.get(name)
+        return sizes_of(self._trained(resident, states="left out"), self._ranks)
+
+    def save(self, name: str, folder: Path, facts: Mapping[str, Any]) -> None:
+        """Save what training goes on from, without gradients that were gathered. Raises StageError
+        where it cannot be written."""
+        resident = self.residents.enter(name)
+        state = {
+            "step": resident.step,
+            "key": "",
+            "facts": dict(facts),
+            OF_MODEL: self._described(resident),
+        }
+        self._checkpoints(resident, folder).save(resident.step, state)
+
+    def load(self, name: str, folder: Path, *, optimizer: bool) -> None:
+        """Go on from there, with the optimizer's states if `optimizer`, else with a new one. What
+        gradients were gathered is forgotten. An adapter counts as strongly as it did there.
+
+        Raises ArtifactError for what is no complete checkpoint, or one of something else.
+        """
+        resident = self.residents.get(name)
+        state = read_state(folder)
+        self._require_alike(resident, folder, state)
+        self.residents.enter(name)
+        resident.drop_gradients()
+        self.residents.renew_optimizer(resident)
+        self._read(resident, folder, "read" if optimizer else "passed over")
+        resident.step = int(state["step"]) if optimizer else 0
+        alpha = state.get(OF_MODEL, {}).get("alpha")
+        if resident.adapter and alpha is not None:
+            self.residents.give_alpha(resident, alpha)
+
+    def begin_from(self, name: str, folder: Path) -> None:
+        """Start a new model from the weights of a checkpoint, be it one of a run. Raises
+        ArtifactError as `load` does."""
+        resident = self.residents.get(name)
+        self._require_alike(resident, folder, read_state(folder))
+        self.residents.enter(name)
+        self._read(resident, folder, "passed over")
+
+    def export(self, name: str, folder: Path, dtype: str | None) -> None:
+        """Write what others sample from: a folder of PEFT's, or where one model has all of the base
+        a whole model of Hugging Face's. `dtype` None: an adapter as it is trained, a model in
+        bfloat16. Raises StageError where it cannot be written."""
+        resident = self.residents.enter(name)
+        room = folder.with_name(f"{folder.name}.export{PART}")
+        self._lead(lambda: remove(room))
+        weights = self._trained(resident, states="left out")
+        Checkpoints(room, weights, self._ranks, naming=Naming("weights"), group=self.group).save(
+            resident.step, {"step": resident.step, "key": ""}
+        )
+        self._lead(
+            partial(self._write_export, resident, room, folder, DTYPES[dtype] if dtype else None)
+        )
+
+    @property
+    def _ranks(self) -> Any:
+        return self.residents.substrate.ranks
+
+    def _read(self, resident: Resident, folder: Path, states: States) -> None:
+        self._checkpoints(resident, folder).load(folder, states=states)
+        self.residents.substrate.settle()
+
+    def _checkpoints(self, resident: Resident, folder: Path) -> Checkpoints:
+        trained = self._trained(resident, states="saved")
+        # Its own name, whatever the step.
+        naming = Naming(folder.name)
+        return Checkpoints(folder.parent, trained, self._ranks, naming=naming, group=self.group)
+
+    def _trained(self, resident: Resident, *, states: Any) -> Trained:
+        substrate = self.residents.substrate
+        trained = replace(
+            substrate.built.trained,
+            optimizer=resident.optimizer,
+            states=states,
+            compressed_to=None,
+        )
+        if resident.adapter is None or substrate.sharing == "alone":
+            return trained
+        cut = partial(cut_to, resident.adapter.rank)
+        return replace(trained, held=resident.trained, cut=cut)
+
+    def _described(self, resident: Resident) -> dict[str, Any]:
+        adapter = resident.adapter
+        described: dict[str, Any] = {
+            "base_model": self.base_model,
+            "config": _digest(self.residents.substrate.hf_config),
+            "rank": adapter and adapter.rank,
+        }
+        if adapter:
+            kinds = sorted(adapter.kinds)
+            described |= {"alpha": adapter.alpha, "seed": adapter.seed, "learns": kinds}
+        return described
+
+    def _require_alike(self, resident: Resident, folder: Path, state: Mapping[str, Any]) -> None:
+        there = state.get(OF_MODEL, {})
+        mine = self._described(resident)
+        if "config" in there and there["config"] != mine["config"]:
+            raise ArtifactError(
+                f"{folder.name} was trained on {there['base_model']}, and this server serves "
+                f"{self.base_model}, whose config.json is another.\n"
+                f"  Serve {there['base_model']}, or load a checkpoint of {self.base_model}."
+            )
+        rank = there["rank"] if "rank" in there else _rank_in(folder)
+        if rank != mine["rank"]:
+            raise ArtifactError(
+                f"{folder.name} holds {_told(rank)}, and {resident.name} is {_told(mine['rank'])}."
+                f"\n  Create a model with {_wanted(rank)}, and load it there."
+            )
+        if resident.adapter is None:
+            return
+        substrate, learns = self.residents.substrate, resident.adapter.learns
+        wanted = {layer for layer in substrate.adapted if learns(layer)}
+        if apart := sorted(wanted ^ _layers_in(folder)):
+            raise ArtifactError(
+                f"{folder.name} and {resident.name} do not train the same layers: {apart[0]} is "
+                "only in one of them.\n"
+                "  Create a model with the train_attn, train_mlp and train_unembed that it was "
+                "saved with, on a server with the same lora_target_modules."
+            )
+
+    def _write_export(
+        self, resident: Resident, room: Path, folder: Path, dtype: torch.dtype | None
+    ) -> None:
+        substrate, out = self.residents.substrate, room / "out"
+        reader = CheckpointReader(room / "weights")
+        run, names = substrate.run, substrate.names
+        alpha = resident.adapter.alpha if resident.adapter else 0.0
+        adapters = adapters_in(reader, names, Adapting(alpha) if resident.adapter else None)
+        if adapters and substrate.sharing == "adapters":
+            out.mkdir()
+            base = run.model.model_path or self.base_model
+            write_adapter_folder(adapters, out, base_model=base, dtype=dtype)
+            assert resident.adapter is not None
+            write_json(out / SAMPLER, self._sampler(resident))
+        else:
+            whole = in_checkpoint(reader, names, substrate.formats)
+            whole = adapters.merged_into(whole) if adapters else whole
+            out.mkdir()
+            write_hf_folder(
+                whole,
+                out,
+                Extras(substrate.hf_config, self.tokenizer),
+                dtype=dtype or torch.bfloat16,
+            )
+            write_json(out / SAMPLER, {"rank": None})
+        for path in regular_files(out):
+            fsync(path)
+        remove(folder)
+        out.rename(folder)
+        fsync(folder.parent)
+        remove(room)
+
+    def _sampler(self, resident: Resident) -> dict[str, Any]:
+        adapter = resident.adapter
+        assert adapter is not None
+        layers = [layer for layer in self.residents.substrate.adapted if adapter.learns(layer)]
+        return {"rank": adapter.rank, "alpha": adapter.alpha, "layers": layers}
+
+    def _lead(self, act: Callable[[], None]) -> None:
+        """Let the leading rank act while the others wait. All raise StageError if it could not."""
+        fault: str | None = "it failed"
+        try:
+            if self._ranks.leads:
+                act()
+            fault = None
+        except (OSError, PenstockError) as error:
+            fault = str(error)
+        finally:
+            # Also where something else is raised: the others must not wait for ever.
+            [fault, *_] = self._ranks.gather(fault)
+        if fault is not None:
+            raise StageError(f"the model could not be written: {fault}.\n  Make room on the disk.")
+
+
+def resting_on(residents: Residents, base_model: str, tokenizer: TokenizerFiles) -> Resting:
+    """With a group of its own. Every rank calls it at the same time."""
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    return Resting(residents, base_model, tokenizer, group)
+
+
+def sampler_in(folder: Path) -> Mapping[str, Any]:
+    """What the adapter in a folder to sample from is. Raises ArtifactError where there is none."""
+    if not (folder / SAMPLER).is_file():
+        raise ArtifactError(f"{folder.name} is nothing to sample from.\n  Save it again.")
+    return read_json(folder / SAMPLER)
+
+
+def _rank_in(folder: Path) -> int | None:
+    """The rank of the adapters in a checkpoint; None where all of a model is."""
+    for name, (shape, _) in CheckpointReader(folder).shapes().items():
+        factor = factor_of(name)
+        if factor and factor.side == "lora_A":
+            return shape[rank_dim(factor, len(shape))]
+    return None
+
+
+def _layers_in(folder: Path) -> set[str]:
+    """Those that adapters in a checkpoint are of."""
+    factors = map(factor_of, CheckpointReader(folder).shapes())
+    return {factor.hf_module for factor in factors if factor}
+
+
+def _digest(hf_config: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(hf_config, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _told(rank: int | None) -> str:
+    return "all weights of a model" if rank is None else f"an adapter of rank {rank}"
+
+
+def _wanted(rank: int | None) -> str:
+    return "all weights trained (enable_lora: false)" if rank is None else f"rank {rank}"

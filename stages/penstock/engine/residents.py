@@ -1,0 +1,383 @@
+"""The models that are trained on one base, of which one at a time is in it.
+
+Those that share the base have an adapter each: its tensors, the gradients that its passes gathered
+and its own optimizer lie here while another one is computed with. A model that has all of the base
+is alone.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from pydantic import ValidationError
+
+from penstock.adapters.lora import LoraLinear
+from penstock.adapters.lora_embedding import LoraEmbedding
+from penstock.adapters.lora_experts import ExpertAdapter
+from penstock.adapters.matching import HEAD
+from penstock.adapters.names import factor_of
+from penstock.adapters.scale import scale_of
+from penstock.config.optim_rules import ARGUMENTS
+from penstock.config.run import RunConfig
+from penstock.config.train import TrainConfig
+from penstock.core.errors import CapabilityError, ConfigError
+from penstock.engine.optimizer import optimizer_of
+from penstock.engine.parallel.pieces import Held, local
+from penstock.engine.resident_ranks import padded_start
+from penstock.engine.substrate import Substrate
+from penstock.engine.weights import cut_into
+
+Kind = Literal["attn", "mlp", "unembed"]
+KINDS: tuple[Kind, ...] = ("attn", "mlp", "unembed")
+"""Of layers, as clients choose which of them learn."""
+
+DECAYS = "decays"
+"""Whether weights of an optimizer's group decay, among the group's settings."""
+
+Per = Literal["sum", "token"]
+"""What gathered gradients are of: the sum of losses, or that and to be divided by the number of
+tokens."""
+
+
+OF_STEPS = ("betas", "eps")
+"""Numbers that every step brings, of those that optimizers are told."""
+
+
+class UnknownModelError(ConfigError):
+    """No model of this name is open."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What tells one model's adapter from another's."""
+
+    rank: int
+    alpha: float
+    seed: int
+    """What it starts from."""
+    kinds: frozenset[Kind]
+    """Those that learn. What belongs to none of them, such as an embedding, learns always."""
+
+    def learns(self, layer: str) -> bool:
+        """Whether the adapter of a layer does, by its name in the model or in a checkpoint."""
+        return (found := kind_of(layer)) is None or found in self.kinds
+
+    def trains(self, held: Held) -> bool:
+        """Whether this factor learns."""
+        factor = factor_of(held.name)
+        assert factor is not None, f"{held.name} is no part of an adapter"
+        return self.learns(factor.module)
+
+
+@dataclass
+class Resident:
+    """One model."""
+
+    name: str
+    adapter: Adapter | None
+    """None: all weights are trained."""
+    run: RunConfig
+    """With the optimizer that it asked for."""
+    trained: Sequence[Held]
+    """What its optimizer steps, on this rank."""
+    optimizer: torch.optim.Optimizer
+    weights: Sequence[torch.Tensor] | None = None
+    """This rank's parts of its tensors while it is not in the base; None while it is."""
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    """Since the last step, by the names of parameters, as the layout left them."""
+    per: Per | None = None
+    """What they are of; None: there are none."""
+    tokens: int = 0
+    """Trained ones of the passes that gathered them."""
+    step: int = 0
+    """Steps that were taken."""
+
+    def drop_gradients(self) -> None:
+        """Forget what was gathered."""
+        self.gradients, self.per, self.tokens = {}, None, 0
+
+
+class Residents:
+    """All that are open. Every rank makes the same calls."""
+
+    def __init__(self, substrate: Substrate) -> None:
+        self.substrate = substrate
+        self._all: dict[str, Resident] = {}
+        self._here: Resident | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of those that are open."""
+        return tuple(self._all)
+
+    @property
+    def kinds(self) -> frozenset[Kind]:
+        """Of the layers that bear adapters."""
+        return frozenset(kind for kind in map(kind_of, self.substrate.adapted) if kind)
+
+    def get(self, name: str) -> Resident:
+        """Raises UnknownModelError if none is called so."""
+        if name not in self._all:
+            raise UnknownModelError(f"the workers have no model {name}.\n  Create it, or load it.")
+        return self._all[name]
+
+    def open(
+        self,
+        name: str,
+        adapter: Adapter | None,
+        optimizer: Mapping[str, Any],
+    ) -> Resident:
+        """A model as it starts, in the base. `optimizer` are settings of the train section.
+
+        Raises:
+            ConfigError: for one that is open, an adapter that there cannot be, settings that no
+                optimizer has, or where another model has all of the base.
+        """
+        self._require_room(name)
+        run = self._run_with(optimizer)
+        trainable = self.substrate.trainable
+        if adapter is None:
+            trained = trainable
+        else:
+            self._require_possible(adapter)
+            trained = [one for one in trainable if adapter.trains(one)]
+        made = Resident(name, adapter, run, trained, self._optimizer(run, trained))
+        self.vacate()
+        if self.substrate.sharing == "alone":
+            self.substrate.refill()
+            if adapter:
+                self._put_scale(adapter)
+        elif adapter:
+            made.weights = self._start(adapter)
+        self._all[name] = made
+        return self.enter(name)
+
+    def close(self, name: str) -> None:
+        """Forget a model. Raises UnknownModelError if none is called so."""
+        resident = self.get(name)
+        del self._all[name]
+        if self._here is resident:
+            self._here = None
+
+    def enter(self, name: str) -> Resident:
+        """Let the base compute as this model. Raises UnknownModelError if none is called so."""
+        resident = self.get(name)
+        if self._here is resident:
+            return resident
+        self.vacate()
+        if resident.weights is not None:
+            self.substrate.put(self._own, resident.weights)
+            resident.weights = None
+        if resident.adapter:
+            self._put_scale(resident.adapter)
+        self._here = resident
+        return resident
+
+    def vacate(self) -> None:
+        """Put aside the model that is in the base, in which anything may be then."""
+        if self._here:
+            # All of a base is only to come back: there may be no room for another one beside it.
+            at = None if self.substrate.sharing == "adapters" else torch.device("cpu")
+            self._here.weights = self.substrate.copied(self._own, at)
+        self._here = None
+
+    def gather(self, resident: Resident, tokens: int, per: Per) -> None:
+        """Take the gradients that a pass left in the parameters. `tokens` are its trained ones."""
+        for one in self.substrate.trainable:
+            gradient, one.parameter.grad = one.parameter.grad, None
+            if gradient is None or (resident.adapter and not resident.adapter.trains(one)):
+                continue
+            if one.name in resident.gradients:
+                local(resident.gradients[one.name]).add_(local(gradient))
+            else:
+                resident.gradients[one.name] = gradient
+        resident.tokens += tokens
+        resident.per = per
+
+    def forget_gradients(self) -> None:
+        """Leave none in the parameters, whatever a pass that failed left there."""
+        for one in self.substrate.trainable:
+            one.parameter.grad = None
+
+    def give_alpha(self, resident: Resident, alpha: float) -> None:
+        """Let the adapter of the model that is in the base count as strongly as this says. Raises
+        CapabilityError where programs are compiled for another strength."""
+        assert resident.adapter is not None
+        adapter = replace(resident.adapter, alpha=alpha)
+        self._require_compiled(adapter)
+        resident.adapter = adapter
+        self._put_scale(adapter)
+
+    def renew_optimizer(self, resident: Resident) -> None:
+        """Let the optimizer know nothing of steps that were taken."""
+        resident.optimizer = self._optimizer(resident.run, resident.trained)
+
+    def put_no_adapter(self) -> None:
+        """Let the base compute as itself, with nothing in it."""
+        self.vacate()
+        factors = self.substrate.factors
+        zeros = [torch.zeros_like(local(one.parameter.detach())) for one in factors]
+        self.substrate.put(factors, zeros)
+
+    def put_adapter(self, weights: Sequence[torch.Tensor], scale: float) -> None:
+        """Let the base compute with these tensors of an adapter, which belongs to no model."""
+        self.vacate()
+        self.substrate.put(self.substrate.trainable, weights)
+        self._scale(scale)
+
+    @property
+    def _own(self) -> Sequence[Held]:
+        """What of the base is different for every model."""
+        shared = self.substrate.sharing == "adapters"
+        return self.substrate.trainable if shared else self.substrate.built.engine.layout.held
+
+    def _start(self, adapter: Adapter) -> list[torch.Tensor]:
+        """This rank's parts of a new adapter's tensors."""
+        found: list[torch.Tensor] = []
+        for one in self.substrate.trainable:
+            here = torch.zeros_like(local(one.parameter.detach()))
+            for piece in one.pieces:
+                start = padded_start(piece.tensor, piece.whole, adapter.rank, adapter.seed)
+                cut_into(start, piece, piece.of(here))
+            found.append(here)
+        return found
+
+    def _put_scale(self, adapter: Adapter) -> None:
+        self._scale(scale_of(adapter.rank, adapter.alpha, "rank"))
+
+    def _scale(self, scale: float) -> None:
+        for part in self.substrate.built.engine.layout.parts:
+            for module in part.modules():
+                if isinstance(module, (LoraLinear, LoraEmbedding, ExpertAdapter)):
+                    module.scale = scale
+
+    def _optimizer(self, run: RunConfig, trained: Sequence[Held]) -> torch.optim.Optimizer:
+        # Any decay: it is what tells apart what never decays, and each step brings its own.
+        train = run.train.model_copy(update={"weight_decay": 1.0})
+        built = self.substrate.built
+        made = optimizer_of(
+            run.model_copy(update={"train": train}),
+            trained,
+            self.substrate.family.roles,
+            built.config.num_hidden_layers,
+            self.substrate.ranks,
+        )
+        for group in made.param_groups:
+            group[DECAYS] = bool(group["weight_decay"])
+        return made
+
+    def _run_with(self, optimizer: Mapping[str, Any]) -> RunConfig:
+        run = self.substrate.run
+        if not optimizer:
+            return run
+        _check_arguments(str(optimizer.get("optimizer", run.train.optimizer)), optimizer)
+        if optimizer.get("optimizer") == "muon" and run.lora.enable_lora:
+            raise ConfigError(
+                "Muon turns matrices of hidden layers, and a model with an adapter trains none of "
+                "those: what it trains would be AdamW's.\n  Ask for adamw."
+            )
+        written = run.train.model_dump(exclude_unset=True)
+        try:
+            train = TrainConfig.model_validate({**written, **optimizer})
+        except ValidationError as error:
+            [first, *_] = error.errors()
+            where = ".".join(map(str, first["loc"]))
+            raise ConfigError(
+                f"no optimizer here can be {dict(optimizer)}: {where}: {first['msg']}.\n"
+                "  Leave optimizer_config out for the server's own."
+            ) from None
+        return run.model_copy(update={"train": train})
+
+    def _require_room(self, name: str) -> None:
+        if name in self._all:
+            raise ConfigError(f"model {name} is open already.\n  Give the new one another name.")
+        if self._all and self.substrate.sharing == "alone":
+            [other] = self._all
+            why = (
+                "lora.merge_lora_interval merges adapters into the base"
+                if self.substrate.run.lora.enable_lora
+                else "enable_lora is false, so all weights are trained"
+            )
+            raise ConfigError(
+                f"{other} has all of the base: {why}, and one model at a time is trained then.\n"
+                f"  Unload {other} first, or serve with enable_lora and no merge_lora_interval."
+            )
+
+    def _require_possible(self, adapter: Adapter) -> None:
+        lora, adapted = self.substrate.run.lora, self.substrate.adapted
+        greatest = lora.lora_rank
+        if not 1 <= adapter.rank <= greatest:
+            raise ConfigError(
+                f"the rank is {adapter.rank}, and this server has room for 1 to {greatest} "
+                "(lora_rank).\n  Ask for another rank, or serve with a greater lora_rank."
+            )
+        if self.substrate.sharing == "alone" and adapter.rank != greatest:
+            raise ConfigError(
+                f"the rank is {adapter.rank}, and where adapters are merged while they are trained "
+                f"(merge_lora_interval) it is lora_rank, {greatest}.\n  Ask for rank {greatest}."
+            )
+        there = self.kinds
+        for kind in KINDS:
+            if kind in adapter.kinds and kind not in there:
+                raise ConfigError(
+                    f"train_{kind} is true, and {_WHAT[kind]} bears no adapter here: "
+                    "lora_target_modules is "
+                    f"{', '.join(map(str, lora.lora_target_modules or ()))}.\n"
+                    f"  Ask with train_{kind}=False."
+                )
+        if not any(map(adapter.learns, adapted)):
+            raise ConfigError("nothing is to learn.\n  Leave one of train_* true.")
+        mine = any(map(adapter.trains, self.substrate.trainable))
+        if self.substrate.ranks.anywhere(not mine):
+            raise CapabilityError(
+                "a stage of the pipeline would have nothing to train.\n"
+                "  Train layers of all kinds, or serve without pipeline_parallel_size."
+            )
+        self._require_compiled(adapter)
+
+    def _require_compiled(self, adapter: Adapter) -> None:
+        lora = self.substrate.run.lora
+        fixed = scale_of(lora.lora_rank, lora.lora_alpha, "rank")
+        scale = scale_of(adapter.rank, adapter.alpha, "rank")
+        if self.substrate.run.train.enable_compile and scale != fixed:
+            raise CapabilityError(
+                f"alpha / rank is {scale:g}, and the server's programs are compiled for {fixed:g} "
+                f"(lora_alpha / lora_rank).\n  Ask for alpha {fixed * adapter.rank:g}, or serve "
+                "without enable_compile."
+            )
+
+
+_WHAT: Mapping[Kind, str] = {
+    "attn": "no layer of attention",
+    "mlp": "no feed-forward layer",
+    "unembed": "the unembedding",
+}
+
+
+def _check_arguments(optimizer: str, given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for what this optimizer does not take, or what each step brings anew."""
+    known = ARGUMENTS.get(optimizer, {})
+    takes = {name: check for name, check in known.items() if name not in OF_STEPS}
+    for name, value in given.get("optimizer_kwargs", {}).items():
+        if name in OF_STEPS:
+            raise ConfigError(
+                f"the optimizer is told {name} with each step.\n  Leave it out of kwargs."
+            )
+        if name not in takes:
+            raise ConfigError(
+                f"{optimizer} takes no {name}; it takes {', '.join(takes) or 'nothing more'}.\n"
+                "  Leave it out of kwargs."
+            )
+        fits, what = takes[name]
+        if not fits(value):
+            raise ConfigError(f"{name} is {value!r}.\n  Give {what}.")
+
+
+def kind_of(layer: str) -> Kind | None:
+    """The kind of a layer, by its name in the model or in a checkpoint."""
+    if layer == HEAD:
+        return "unembed"
+    if ".self_attn." in layer:
+        return "attn"
+    return "mlp" if ".mlp" in layer or ".block_sparse_moe" in layer else None
