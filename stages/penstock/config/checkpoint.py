@@ -59,6 +59,12 @@ class CheckpointConfig(Section):
     layers compute with, which in bfloat16 are half as large. A run that goes on from these says
     so: its numbers are not those of a run that was never interrupted."""
 
+    ckpt_quant: Literal["none", "int8", "int4"] = "none"
+    """In what a checkpoint holds the moments of `adamw` and `anyprecision_adamw`: `none`, as they
+    are; `int8` or `int4`, a quarter or an eighth as large as in fp32. A run that goes on from these
+    says so: its numbers are not those of a run that was never interrupted. All are read, whatever
+    this says."""
+
     save_total_limit: int | None = Field(default=None, ge=1)
     """Keep so many of the newest checkpoints, the best (`save_best`), and the one the run was
     started from. Unset: all."""

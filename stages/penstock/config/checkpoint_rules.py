@@ -4,6 +4,9 @@ from penstock.config.data_rules import Faults
 from penstock.config.faults import Fault
 from penstock.config.run import RunConfig
 
+COMPRESSED = ("adamw", "anyprecision_adamw")
+"""Optimizers whose states `ckpt_quant` compresses."""
+
 LOADED = ("train.load_checkpoint_path",)
 
 
@@ -37,7 +40,27 @@ def _a_run_starts_from_one_checkpoint(run: RunConfig) -> Faults:
         )
 
 
+def _only_what_is_saved_is_compressed(run: RunConfig) -> Faults:
+    train = run.train
+    if train.ckpt_quant == "none":
+        return
+    if not train.save_optimizer:
+        yield Fault(
+            ("train", "ckpt_quant"),
+            "compresses what save_optimizer: false leaves out; leave one of the two out",
+            ("train.save_optimizer",),
+        )
+    if train.optimizer not in COMPRESSED:
+        yield Fault(
+            ("train", "ckpt_quant"),
+            f"compresses the moments of {' and '.join(COMPRESSED)}, and the optimizer is"
+            f" {train.optimizer}; write none",
+            ("train.optimizer",),
+        )
+
+
 CHECKPOINT_RULES = (
     _what_is_said_of_a_checkpoint_is_said_of_one,
     _a_run_starts_from_one_checkpoint,
+    _only_what_is_saved_is_compressed,
 )

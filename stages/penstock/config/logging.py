@@ -18,6 +18,9 @@ def _without_password(uri: str | None) -> str | None:
     return uri
 
 
+LogRanks = Literal["all", "local0", "global0"]
+
+
 class LoggingConfig(Section):
     """Progress, trackers and profiles."""
 
@@ -28,6 +31,11 @@ class LoggingConfig(Section):
     log_interval: int = Field(default=1, gt=0)
     """Show a line, and send it to TensorBoard, MLflow and trackio, every so many steps and at the
     end. `metrics.jsonl` has every step."""
+
+    log_ranks: LogRanks = "global0"
+    """Which ranks say on their terminal what they begin and of what they warn: the first of all
+    (`global0`), the first of each machine (`local0`), or `all`. Steps are shown by the first of all
+    alone. The log of every rank is in `output_dir`/logs, whatever this says."""
 
     log_grad_norm: bool | Literal["layers"] = True
     """Tell the norm of all gradients together, before they are cut; `layers`: and of each layer.

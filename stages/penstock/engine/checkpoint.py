@@ -50,16 +50,19 @@ class Checkpoints:
         writes: Literal["at_once", "behind"] = "at_once",
         limit: int | None = None,
         naming: Naming = DEFAULT,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        """`behind` writes while training goes on; `limit` keeps so many of the newest."""
+        """`behind` writes while training goes on; `limit` keeps so many of the newest; `group` is
+        one of all ranks, on gloo, over which nothing else is said. None: a new one.
+        """
         self.root, self._trained, self._ranks = root, trained, ranks
         self._limit, self._naming = limit, naming
         self._started_from: Path | None = None
         self._best: Path | None = None
         # Of its own: a thread must not speak among the collectives of training.
-        group = dist.new_group(backend="gloo")
-        assert isinstance(group, dist.ProcessGroup)
-        self._group = group
+        its = group or dist.new_group(backend="gloo")
+        assert isinstance(its, dist.ProcessGroup)
+        self._group = its
         self._copies = BoxCopies() if writes == "behind" else None
         if self._copies:
             trained.changes.wait_for(self._copies.wait)
@@ -99,6 +102,7 @@ class Checkpoints:
             "adapter_only": self._trained.only_trained,
             "lacks_optimizer": self._lacks_optimizer(),
             "rounds_weights": self._trained.rounded_to is not None,
+            "compresses_states": self._trained.compresses_states,
         }
         boxes = self._trained.boxes()
         if self._copies is None:

@@ -5,7 +5,7 @@ Adapters have the names they have where nothing is fused. So neither the layout 
 shows in a checkpoint, and any layout reads what any other wrote.
 """
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Literal
@@ -15,15 +15,25 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from penstock.engine.changes import Changes
 from penstock.engine.checkpoint_boxes import Box, Boxes, read_boxes, whole_box
+from penstock.engine.checkpoint_compressed import (
+    CompressedStates,
+    compressed_boxes,
+    tensor_of,
+)
 from penstock.engine.checkpoint_files import CheckpointFiles
 from penstock.engine.parallel.pieces import Held, local
 from penstock.optim.groups import set_rates
+from penstock.optim.moments import Form
 
 MODEL = "model."
 OPTIMIZER = "optimizer."
 
 States = Literal["read", "passed over"]
 """What becomes of a checkpoint's states of the optimizer."""
+
+
+def _all_of_them(boxes: Boxes) -> Boxes:
+    return boxes
 
 
 @dataclass(frozen=True)
@@ -44,16 +54,28 @@ class Trained:
     """What weights are saved in; None: as they are kept."""
     exact: Set[int] = frozenset()
     """The identities of parameters that are not rounded."""
+    compressed_to: Form | None = None
+    """What AdamW's moments are saved in; None: as they are."""
+    cut: Callable[[Boxes], Boxes] = _all_of_them
+    """What of the boxes a checkpoint has."""
 
     @property
     def has_states(self) -> bool:
         """Whether the optimizer keeps anything on this rank."""
         return any(True for _ in self._states())
 
+    @property
+    def compresses_states(self) -> bool:
+        """Whether a checkpoint has less of the states than the optimizer."""
+        return self.states == "saved" and self.compressed_to is not None
+
     @torch.no_grad()
     def boxes(self) -> Boxes:
         """Views of all that is saved of it."""
-        return _gathered(self._parameters() if self.states == "left out" else self._all())
+        if self.states == "left out":
+            return self.cut(_gathered(self._parameters()))
+        saved = self._all() if self.compressed_to is None else self._compressed()
+        return self.cut(_gathered(saved))
 
     @torch.no_grad()
     def restore(self, files: CheckpointFiles, *, states: States = "read") -> None:
@@ -63,7 +85,8 @@ class Trained:
         """
         if states == "read":
             self._make_states(files)
-        read_boxes(_gathered(self._all() if states == "read" else self._parameters()), files)
+        boxes = self.cut(_gathered(self._all() if states == "read" else self._parameters()))
+        read_boxes(CompressedStates(files).read(boxes), files)
 
     def _kept(self) -> Iterator[Held]:
         for held in self.held:
@@ -76,6 +99,12 @@ class Trained:
     def _all(self) -> Iterator[tuple[str, Box]]:
         yield from self._parameters()
         yield from self._states()
+
+    def _compressed(self) -> Iterator[tuple[str, Box]]:
+        yield from self._parameters()
+        assert self.compressed_to is not None
+        for name, box in self._states():
+            yield from compressed_boxes(name, box, self.compressed_to)
 
     def _parameters(self) -> Iterator[tuple[str, Box]]:
         for held in self._kept():
@@ -149,6 +178,6 @@ def _states(files: CheckpointFiles) -> dict[str, dict[str, TensorStorageMetadata
     found: dict[str, dict[str, TensorStorageMetadata]] = {}
     for key, entry in files.read_metadata().state_dict_metadata.items():
         if key.startswith(OPTIMIZER) and isinstance(entry, TensorStorageMetadata):
-            tensor, _, name = key.removeprefix(OPTIMIZER).rpartition(".")
+            tensor, _, name = tensor_of(key).removeprefix(OPTIMIZER).rpartition(".")
             found.setdefault(tensor, {})[name] = entry
     return found

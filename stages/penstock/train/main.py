@@ -4,13 +4,14 @@ import faulthandler
 import logging
 import platform
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
 
+from penstock.config.logging import LogRanks
 from penstock.core import env
 from penstock.core.errors import ConfigError
 from penstock.core.files import write_json
@@ -118,14 +119,16 @@ def run_rank(
     job: Job, ranks: Ranks, stop: StopRequest, work: Work = train
 ) -> dict[str, Any] | None:
     """Do the work, and let the leading rank write the outcome. None: stopped before the end."""
-    _log_to(job.output_dir / LOGS / f"rank_{ranks.rank}.log")
 
     def notify(line: str) -> None:
         log.info(line)
         if ranks.leads:
             sys.stderr.write(f"{work.__name__}: {line}\n")
 
+    _log_to(job.output_dir / LOGS / f"rank_{ranks.rank}.log")
     with ExitStack() as held:
+        if _speaks_too(ranks, job.config.train.log_ranks):
+            held.enter_context(_on_the_terminal(f"{work.__name__}, rank {ranks.rank}"))
         if ranks.leads:
             # Ranks of a run whose launcher was killed may still be saving; they end within a step.
             held.enter_context(FileLock(job.output_dir / RANKS_LOCK))
@@ -154,6 +157,23 @@ def _one_run(job: Job, ranks: Ranks) -> list[str]:
             "  Start every machine with the same config, and the same files behind it."
         )
     return sorted({launch for _, launch, _ in told})
+
+
+def _speaks_too(ranks: Ranks, who: LogRanks) -> bool:
+    """Whether this rank says on its terminal what it does, beside the leading one."""
+    return not ranks.leads and (who == "all" or (who == "local0" and ranks.local_rank == 0))
+
+
+@contextmanager
+def _on_the_terminal(name: str) -> Iterator[None]:
+    """What is logged meanwhile is shown too, under this name."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(f"{name}: %(message)s"))
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
 
 
 def _log_to(file: Path) -> None:

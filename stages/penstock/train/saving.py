@@ -153,5 +153,7 @@ def _lost(state: Mapping[str, Any], states: States) -> Iterator[str]:
         )
     elif states == "passed over":
         yield "gives its weights alone (train.load_optimizer: false), so the optimizer starts anew"
+    elif state.get("compresses_states"):
+        yield "holds the optimizer's states in few bits (train.ckpt_quant)"
     if state.get("rounds_weights"):
         yield "holds what layers compute with (train.ckpt_weights: compute), rounded"

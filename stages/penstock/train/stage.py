@@ -84,6 +84,7 @@ class Train(Stage):
         "train.save_optimizer": True,
         "train.load_optimizer": True,
         "train.ckpt_weights": "master",
+        "train.ckpt_quant": "none",
         "train.lr_schedule_kwargs.warmup_style": "zero_start",
         "train.lr_schedule_kwargs.hold_steps": 0,
         "train.lr_schedule_kwargs.constant_steps": 0,
