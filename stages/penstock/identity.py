@@ -30,7 +30,7 @@ IDENTITY: Mapping[str, frozenset[str]] = {
         muon_nesterov muon_ns_steps muon_adjust_lr_fn num_train_epochs max_steps
         max_tokens max_hours eval_only
         moe_aux_loss_coef moe_global_load_balancing moe_z_loss_coef moe_bias_update_rate
-        label_smoothing z_loss_coef save_optimizer load_optimizer ckpt_weights
+        label_smoothing z_loss_coef save_optimizer load_optimizer ckpt_weights ckpt_quant
         precision master_weights stochastic_rounding grad_accum_dtype loss_scale_init
         enable_mixed_precision enable_fp8_training fp8 fsdp_reduce_dtype dropout seed
         """
@@ -86,7 +86,7 @@ HOW: Mapping[str, frozenset[str]] = {
         save_steps save_epochs save_async save_total_limit save_hf_weights require_checkpoint
         eval_at_start eval_micro_batch_size eval_sanity_batches
         sample_prompts sample_steps sample_max_new_tokens log_format log_interval
-        log_grad_norm log_param_norm log_router_stats log_loss_spikes log_recovery_timing
+        log_ranks log_grad_norm log_param_norm log_router_stats log_loss_spikes log_recovery_timing
         report_interval use_wandb use_tensorboard log_dir use_mlflow use_trackio
         wandb_project wandb_name wandb_tags
         wandb_log_interval mlflow_tracking_uri enable_profiling

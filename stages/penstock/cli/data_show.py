@@ -100,6 +100,7 @@ class Shown:
     line: int | None
     """Its line, or row, in the file, from 1. Unknown where the source is out of reach."""
     desirable: bool | None
+    score_gap: float | None
     parts: list[Part]
 
 
@@ -208,6 +209,7 @@ def _shown(
         file=place.file if place else None,
         line=place.line if place else None,
         desirable=sample.desirable,
+        score_gap=sample.score_gap,
         parts=list(_parts(sample, decoder)),
     )
 
@@ -293,6 +295,8 @@ def _origin(shown: Shown) -> str:
 def _counts(shown: Shown, part: Part) -> str:
     judged = {True: "desirable, ", False: "undesirable, ", None: ""}[shown.desirable]
     name = "" if part.name == "sample" else f"{part.name}, "
+    if part.name == "chosen" and shown.score_gap is not None:
+        name += f"scored {shown.score_gap:g} higher, "
     said = f"{name}{judged}{part.tokens} tokens, {part.trained_tokens} trained"
     if part.other_targets:
         said += f"; {part.other_targets} labels are other tokens than those shown"

@@ -134,6 +134,14 @@ class DatasetConfig(Section):
     field_rejected: str = Field(default="rejected", min_length=1)
     """`preference`: the column with the worse answer."""
 
+    field_chosen_score: str | None = Field(default=None, min_length=1)
+    """`preference`: the column that says how good the better answer is, as a number, for
+    `preference.offset_alpha`. Needs `field_rejected_score`, and both in every data set."""
+
+    field_rejected_score: str | None = Field(default=None, min_length=1)
+    """`preference`: the column that says how good the worse answer is. Records where that is better
+    are left out as faulty."""
+
     field_completion: str = Field(default="completion", min_length=1)
     """`kto`: the column with the answer."""
 

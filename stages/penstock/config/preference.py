@@ -85,8 +85,9 @@ class PreferenceConfig(Section):
     round."""
 
     offset_alpha: float = Field(default=0.0, ge=0)
-    """`sigmoid`: how much the gap between the scores of two answers is to widen the gap between
-    their rewards. Needs scores, which no format of data carries so far: only 0."""
+    """`sigmoid`: by how many times the logarithm of the gap between two answers' scores the gap
+    between their rewards is to be wider (ODPO). Needs `field_chosen_score` and
+    `field_rejected_score` of the data."""
 
     simpo_gamma: float = Field(default=0.5, ge=0)
     """`simpo`: by how much the reward of the chosen answer is to be higher."""

@@ -9,6 +9,9 @@ from penstock.config.run import RunConfig
 OF_TOKENS = ("label_smoothing", "z_loss_coef")
 """Terms of the loss of tokens, which preferences do not have."""
 
+SCORES = ("field_chosen_score", "field_rejected_score")
+"""Columns that say how good the answers of a pair are."""
+
 LISTS = ("datasets", "test_datasets")
 
 
@@ -47,12 +50,6 @@ def _losses_use_what_is_written(run: RunConfig) -> Faults:
             ("preference", name),
             f"{why}; leave it out, or take one of {takes}",
             ("preference.loss_type",),
-        )
-    if preference.offset_alpha:
-        yield Fault(
-            ("preference", "offset_alpha"),
-            "widens margins by the gap between the scores of two answers, and no format of data"
-            " carries scores; leave it out",
         )
     if preference.loss_type == "kto" and preference.length_normalize == "pair_mean":
         yield Fault(
@@ -124,6 +121,34 @@ def _data_serve_the_objective(run: RunConfig) -> Faults:
                 )
 
 
+def _scores_are_whole(run: RunConfig) -> Faults:
+    """Every data set says of both answers how good they are, or none does."""
+    entries = [
+        (("data", name, index), entry)
+        for name in LISTS
+        for index, entry in enumerate(getattr(run.data, name))
+    ]
+    if not any(entry.asks_for(field) for _, entry in entries for field in SCORES):
+        if run.preference.offset_alpha and run.train.objective == "preference":
+            yield Fault(
+                ("preference", "offset_alpha"),
+                "goes by the scores of answers, and no data set has any; name their columns in"
+                f" {' and '.join(SCORES)} of each, or leave offset_alpha out",
+            )
+        return
+    for path, entry in entries:
+        for field in SCORES:
+            is_named = getattr(entry, field) is not None
+            if is_named and entry.type != "preference":
+                yield Fault((*path, field), f"type {entry.type} has no scores; leave it out")
+            elif not is_named and entry.type == "preference":
+                yield Fault(
+                    (*path, field),
+                    "is not named, and others are; name the columns with the scores of both"
+                    " answers in every data set, or in none",
+                )
+
+
 def _called(kind: Kind) -> str:
     return "judged answers" if kind == "kto" else "pairs of answers"
 
@@ -143,5 +168,6 @@ PREFERENCE_RULES = (
     _references_can_move,
     _preferences_have_one_loss,
     _data_serve_the_objective,
+    _scores_are_whole,
     _every_token_of_a_text_is_trained,
 )

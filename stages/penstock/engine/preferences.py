@@ -29,10 +29,16 @@ class Judged:
     tokens_DA: torch.Tensor  # noqa: N815
     desirable_D: torch.Tensor | None  # noqa: N815
     """Whether the first answer is good; None for pairs."""
+    score_gap_D: torch.Tensor | None = None  # noqa: N815
+    """By how much the first answer is scored higher; None where no loss asks."""
 
     def ratios(self, policy_DA: torch.Tensor, how: PreferenceConfig) -> torch.Tensor:
         """As the loss takes them, [D, A]."""
         return normalised(policy_DA - self.reference_DA, self.tokens_DA, how.normalisation)
+
+    def answers(self, ratios_DA: torch.Tensor, baseline_A: torch.Tensor | None) -> Answers:
+        """What a loss looks at."""
+        return Answers(ratios_DA, baseline_A, self.desirable_D, self.score_gap_D)
 
     @property
     def learnt_D(self) -> torch.Tensor:  # noqa: N802 - D names the dimension
@@ -99,7 +105,7 @@ class Preferences:
         how, measured, baseline_A = self.how, self._nothing_measured(), self._baseline(seen)
         for policy_DA, judged in seen:
             ratios_DA = judged.ratios(policy_DA, how)
-            losses_D = preference_losses(Answers(ratios_DA, baseline_A, judged.desirable_D), how)
+            losses_D = preference_losses(judged.answers(ratios_DA, baseline_A), how)
             measured += measures(
                 policy_DA, ratios_DA, judged.tokens_DA, losses_D, judged.desirable_D, how
             )
@@ -120,7 +126,11 @@ class Preferences:
             desirable = batch.branching.desirable if batch.branching else ()
             desirable_D = torch.tensor(desirable, dtype=torch.bool, device=device)
             is_judged = self.how.loss_type == "kto"
-            found.append(Judged(reference_DA, tokens_DA, desirable_D if is_judged else None))
+            gap_D = None
+            if self.how.offset_alpha:
+                gaps = batch.branching.score_gaps if batch.branching else ()
+                gap_D = torch.tensor(gaps, dtype=torch.float64, device=device)
+            found.append(Judged(reference_DA, tokens_DA, desirable_D if is_judged else None, gap_D))
         return found
 
     def _baseline(self, seen: "Sequence[Seen]") -> torch.Tensor | None:
@@ -170,8 +180,7 @@ class PreferenceStep:
         def reduced(hidden: torch.Tensor, head: nn.Module) -> torch.Tensor:
             policy_DA = sums(hidden, head)
             ratios_DA = judged.ratios(policy_DA, how)
-            answers = Answers(ratios_DA, self.baseline_A, judged.desirable_D)
-            losses_D = preference_losses(answers, how)
+            losses_D = preference_losses(judged.answers(ratios_DA, self.baseline_A), how)
             loss = how.pref_loss_ratio * losses_D.sum() / self.num_samples
             if how.sft_weight:
                 learnt = -(policy_DA[:, 0] * judged.learnt_D).sum() / self.num_learnt

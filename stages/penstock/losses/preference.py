@@ -84,7 +84,7 @@ def _sigmoid(answers: Answers, how: PreferenceConfig) -> torch.Tensor:
     (arXiv 2402.10571)."""
     logits_D = how.beta * _margin(answers)
     if how.offset_alpha:
-        if answers.score_gap_D is None:
+        if answers.score_gap_D is None or len(answers.score_gap_D) != len(logits_D):
             raise ValueError("preference.offset_alpha needs the scores of answers")
         logits_D = logits_D - how.offset_alpha * torch.log(answers.score_gap_D + SMALLEST_GAP)
     return _smoothed(logits_D, how)

@@ -77,6 +77,8 @@ class Branched:
         ]
         if self._is_judged:
             found.append(_lists(rows, pa.array(self._desirable[chosen])))
+        if self.samples.is_scored:
+            found.append(_lists(rows, pa.array(self._score_gaps[chosen])))
         return found
 
     def facts(self, chosen: Indices) -> dict[str, int]:
@@ -149,6 +151,10 @@ class Branched:
     @cached_property
     def _desirable(self) -> npt.NDArray[np.bool_]:
         return self.samples.desirable()
+
+    @cached_property
+    def _score_gaps(self) -> npt.NDArray[np.float32]:
+        return self.samples.score_gaps()
 
     @cached_property
     def _others(self) -> Indices:

@@ -12,7 +12,7 @@ from penstock.core.files import publishing
 from penstock.pack.layout import Form
 from penstock.rows.bins import Bins, Indices
 from penstock.rows.reader import Tokens, flat, map_batches
-from penstock.rows.schema import IGNORED, PACKED_OF
+from penstock.rows.schema import IGNORED, packed_schema
 
 BATCH_TOKENS = 4 << 20
 """Tokens in one record batch, about: what is held in memory at once."""
@@ -37,7 +37,7 @@ def write(form: Form, bins: Bins, sizes: Indices, target: Path) -> Written:
     with (
         publishing(target) as part,
         pa.OSFile(str(part), "wb") as sink,
-        pa.ipc.new_file(sink, PACKED_OF[form.samples.kind]) as writer,
+        pa.ipc.new_file(sink, _schema_of(form)) as writer,
     ):
         for low, high, first, last in batches:
             chosen = bins.samples[first:last]
@@ -82,4 +82,8 @@ def _batch(
         pa.ListArray.from_arrays(documents, pa.array(lengths.astype(np.int32))),
         *form.further(chosen, rows),
     ]
-    return pa.RecordBatch.from_arrays(columns, schema=PACKED_OF[form.samples.kind])
+    return pa.RecordBatch.from_arrays(columns, schema=_schema_of(form))
+
+
+def _schema_of(form: Form) -> pa.Schema:
+    return packed_schema(form.samples.kind, is_scored=form.samples.is_scored)

@@ -1,6 +1,7 @@
 """Records that cannot be used: why, where, and how many."""
 
 import difflib
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -46,6 +47,16 @@ def column(record: Mapping[str, Any], name: str) -> Any:
 def text(record: Mapping[str, Any], name: str) -> str:
     """The record's value, which must be a string."""
     return checked_text(name, column(record, name))
+
+
+def number(record: Mapping[str, Any], name: str) -> float:
+    """The record's value, which must be a number and not without end."""
+    value = column(record, name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise BadRow("wrong_type", f"{name} is {kind_of(value)} where a number is meant")
+    if not math.isfinite(value):
+        raise BadRow("bad_value", f"{name} is {value}")
+    return float(value)
 
 
 def checked_text(where: str, value: Any) -> str:

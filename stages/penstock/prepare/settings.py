@@ -1,13 +1,16 @@
 """What decides the content of prepared data, besides the data and the tokenizer themselves."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from penstock.config.base import Settings
 from penstock.config.dataset import KIND_OF_FORMAT, FileKind, FormatName, Kind
 
 MixStrategy = Literal["concat", "random", "interleave_under", "interleave_over"]
+
+SCORES = ("field_chosen_score", "field_rejected_score")
+"""Columns of a pair's scores."""
 
 
 class DatasetSettings(Settings):
@@ -35,6 +38,8 @@ class DatasetSettings(Settings):
     field_prompt: str = "prompt"
     field_chosen: str = "chosen"
     field_rejected: str = "rejected"
+    field_chosen_score: str | None = None
+    field_rejected_score: str | None = None
     field_completion: str = "completion"
     field_label: str = "label"
 
@@ -52,6 +57,20 @@ class DatasetSettings(Settings):
     def kind(self) -> Kind:
         """What its samples are for."""
         return KIND_OF_FORMAT.get(self.type, "sft")
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether its pairs say how much better the better answer is."""
+        return self.field_chosen_score is not None
+
+    @model_serializer(mode="wrap")
+    def _as_written(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Columns that few data have enter no key where none is named."""
+        return {
+            name: value
+            for name, value in dump(self).items()
+            if value is not None or name not in SCORES
+        }
 
 
 class MixSettings(Settings):

@@ -23,7 +23,7 @@ from penstock.prepare.settings import PrepareSettings
 from penstock.prepare.slices import Finished
 from penstock.rows.prepared import PLAN
 from penstock.rows.reader import map_batches
-from penstock.rows.schema import PREPARED_OF, SPLITS
+from penstock.rows.schema import SPLITS, prepared_schema
 
 FORMAT = 1
 """Raised when the same samples must be laid into batches otherwise."""
@@ -93,6 +93,7 @@ def publish_splits(
     finished: Sequence[Finished], selection: Selection, settings: PrepareSettings, out: Path
 ) -> None:
     """Write the files of both splits below `out/data`, skipping those that are there."""
+    schema = prepared_schema(settings.kind, is_scored=settings.datasets[0].is_scored)
     partial: list[tuple[DataFile, Path]] = []
     for split, files in files_of(finished, selection, settings).items():
         for file in files:
@@ -109,7 +110,7 @@ def publish_splits(
         if file.content in same:
             link(same[file.content], target)
         else:
-            _write(file, PREPARED_OF[settings.kind], target)
+            _write(file, schema, target)
 
 
 def path_in(split: str, file: DataFile) -> str:

@@ -14,7 +14,7 @@ from penstock.prepare.encode.flat import Flat
 from penstock.prepare.faults import Tally
 from penstock.prepare.records import Batch
 from penstock.prepare.slices import Slice
-from penstock.rows.schema import PREPARED_OF, histogram
+from penstock.rows.schema import histogram, prepared_schema
 
 Read = Callable[[], Iterable[Batch]]
 """Reads the records of a slice, from the first one each time it is called."""
@@ -38,7 +38,7 @@ def tokenise(item: Slice, encode: Encoder, target: Path, read: Read) -> Tally:
 
 def _written(item: Slice, encode: Encoder, part: Path, read: Read) -> Tally:
     tally = Tally()
-    schema = PREPARED_OF[item.settings.kind]
+    schema = prepared_schema(item.settings.kind, is_scored=item.settings.is_scored)
     with pa.OSFile(str(part), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
         for batch in read():
             samples = encode(batch.values)
@@ -66,6 +66,8 @@ def _columns(samples: Samples, first: int, label: str, schema: pa.Schema) -> pa.
     columns: list[pa.Array] = [column for side in samples.sides for column in _lists(side)]
     if "desirable" in schema.names:
         columns.append(pa.array(samples.desirable, pa.bool_()))
+    if "score_gap" in schema.names:
+        columns.append(pa.array(samples.score_gaps, pa.float32()))
     columns.append(
         pa.DictionaryArray.from_arrays(
             pa.array(np.zeros(len(samples.records), dtype=np.int32)), pa.array([label], pa.string())

@@ -48,6 +48,8 @@ class Branching:
     """A digest of each sample's tokens and labels: the same however rows are made of samples."""
     desirable: tuple[bool, ...] = ()
     """Whether each sample's first branch is a good answer; empty for pairs."""
+    score_gaps: tuple[float, ...] = ()
+    """By how much the first branch of each is scored higher; empty where answers have no scores."""
 
     @classmethod
     def joined(cls, parts: Sequence["Branching"]) -> "Branching":
@@ -57,6 +59,7 @@ class Branching:
             branches=tuple(each for part in parts for each in part.branches),
             samples=tuple(each for part in parts for each in part.samples),
             desirable=tuple(each for part in parts for each in part.desirable),
+            score_gaps=tuple(each for part in parts for each in part.score_gaps),
         )
 
     @property

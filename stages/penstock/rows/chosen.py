@@ -41,6 +41,7 @@ def with_samples(row: Row, wanted: Collection[bytes]) -> Row | None:
         branches=tuple(whole.branches[number] for number in branches),
         samples=tuple(whole.samples[place] for place in chosen),
         desirable=tuple(whole.desirable[place] for place in chosen) if whole.desirable else (),
+        score_gaps=tuple(whole.score_gaps[place] for place in chosen) if whole.score_gaps else (),
     )
     return replace(
         row,

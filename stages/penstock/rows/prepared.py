@@ -50,6 +50,8 @@ class Sample:
     """(input_ids, unshifted labels): of "chosen" and "rejected" for a pair, else of "" alone."""
     desirable: bool | None
     """Whether a judged answer is good; None for other kinds."""
+    score_gap: float | None
+    """By how much a pair's chosen answer is scored higher; None where answers have no scores."""
 
 
 class PreparedSamples:
@@ -96,6 +98,16 @@ class PreparedSamples:
         parts = [batch.column("desirable").to_pylist() for batch in self._batches]
         return np.array([each for part in parts for each in part], dtype=np.bool_)
 
+    @property
+    def is_scored(self) -> bool:
+        """Whether pairs say by how much the chosen answer is scored higher."""
+        return any("score_gap" in batch.schema.names for batch in self._batches[:1])
+
+    def score_gaps(self) -> npt.NDArray[np.float32]:
+        """By how much every pair's chosen answer is scored higher."""
+        parts = [batch.column("score_gap").to_pylist() for batch in self._batches]
+        return np.array([each for part in parts for each in part], dtype=np.float32)
+
     def tokens(self, side: str, index: int) -> tuple[Tokens, Tokens]:
         """(input_ids, unshifted labels) of one side of a sample, from 0."""
         number, place = self._place(index)
@@ -139,7 +151,7 @@ class PreparedSamples:
         batch = self._batches[number]
         ends = np.cumsum([part["rows"] for part in self._parts])
         part = self._parts[int(np.searchsorted(ends, index, side="right"))]
-        judged = "desirable" in batch.schema.names
+        judged, scored = (name in batch.schema.names for name in ("desirable", "score_gap"))
         return Sample(
             dataset=part["dataset"],
             source=batch.column("source")[place].as_py(),
@@ -147,6 +159,7 @@ class PreparedSamples:
             row=batch.column("row")[place].as_py(),
             sides={name: _at(side[number], place) for name, side in self.stored.items()},
             desirable=batch.column("desirable")[place].as_py() if judged else None,
+            score_gap=batch.column("score_gap")[place].as_py() if scored else None,
         )
 
     def _place(self, index: int) -> tuple[int, int]:

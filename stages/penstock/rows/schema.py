@@ -47,12 +47,27 @@ PREPARED_JUDGED = pa.schema(
 )
 """One judged answer a row."""
 
+PREPARED_SCORED = pa.schema(
+    [
+        *(field for field in PREPARED_PAIRS if field not in _ORIGIN),
+        pa.field("score_gap", pa.float32(), nullable=False),
+        *_ORIGIN,
+    ]
+)
+"""The same of scored answers: by how much the chosen one is scored higher, at least 0."""
+
 PREPARED_OF: dict[Kind, pa.Schema] = {
     "sft": PREPARED,
     "preference": PREPARED_PAIRS,
     "kto": PREPARED_JUDGED,
 }
 """The columns of prepared data, by what it is for."""
+
+
+def prepared_schema(kind: Kind, *, is_scored: bool = False) -> pa.Schema:
+    """The columns of prepared data of a kind, which for pairs may be scored."""
+    return PREPARED_SCORED if is_scored else PREPARED_OF[kind]
+
 
 PACKED = pa.schema(
     [
@@ -83,12 +98,21 @@ PACKED_JUDGED = pa.schema([*PACKED_PAIRS, pa.field("desirable", pa.list_(pa.bool
 """The same for judged answers: the first branch is the answer, which is `desirable` or not, and the
 second one another prompt's answer."""
 
+PACKED_SCORED = pa.schema([*PACKED_PAIRS, pa.field("score_gaps", pa.list_(pa.float32()), False)])
+"""Pairs and by how much the first answer of each is scored higher."""
+
 PACKED_OF: dict[Kind, pa.Schema] = {
     "sft": PACKED,
     "preference": PACKED_PAIRS,
     "kto": PACKED_JUDGED,
 }
 """The columns of packed rows, by what they are for."""
+
+
+def packed_schema(kind: Kind, *, is_scored: bool = False) -> pa.Schema:
+    """The columns of packed rows of a kind, which for pairs may be scored."""
+    return PACKED_SCORED if is_scored else PACKED_OF[kind]
+
 
 SPLITS = ("train", "validation")
 

@@ -44,6 +44,8 @@ class Samples:
     """Which of the batch's records each sample is of, in order."""
     desirable: list[bool]
     """The verdicts on judged answers, and none on anything else."""
+    score_gaps: list[float]
+    """By how much better one answer is scored than the other, of scored pairs."""
     faults: dict[int, BadRow]
     """Why the other records give no sample."""
     cuts: Cuts
@@ -58,6 +60,7 @@ class _Parsed:
     """One list for each side, one document for each record. None of them where tokens are given."""
     given: list[Labelled] = field(default_factory=list[Labelled])
     desirable: list[bool] = field(default_factory=list[bool])
+    score_gaps: list[float] = field(default_factory=list[float])
     faults: dict[int, BadRow] = field(default_factory=dict[int, BadRow])
 
 
@@ -105,6 +108,7 @@ class Encoder:
         else:
             sides, faults = self._sides(parsed.sides)
         desirable = dict(zip(parsed.records, parsed.desirable, strict=False))
+        gaps = dict(zip(parsed.records, parsed.score_gaps, strict=False))
         cuts = Cuts()
         faults |= self._fitted(sides, parsed, faults, cuts)
         usable = [place for place in range(len(parsed.records)) if place not in faults]
@@ -117,6 +121,7 @@ class Encoder:
             found,
             records,
             [desirable[record] for record in records if record in desirable],
+            [gaps[record] for record in records if record in gaps],
             parsed.faults,
             cuts,
         )
@@ -146,6 +151,8 @@ class Encoder:
             both = [self._render.answered(side) for side in (said.chosen, said.rejected)]
             for side, document in zip(found.sides, both, strict=True):
                 side.append(document)
+            if said.score_gap is not None:
+                found.score_gaps.append(said.score_gap)
         elif isinstance(said, Judged):
             found.sides[0].append(self._render.answered(said.conversation))
             found.desirable.append(said.desirable)

@@ -30,6 +30,8 @@ class Pair:
 
     chosen: Conversation
     rejected: Conversation
+    score_gap: float | None = None
+    """By how much the chosen answer is scored higher, where answers are scored."""
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ both answers are texts that hold whole dialogues.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from penstock.prepare.faults import BadRow, column
+from penstock.prepare.faults import BadRow, column, number
 from penstock.prepare.formats.alpaca import asked_in, system_in
 from penstock.prepare.formats.answers import (
     Said,
@@ -31,6 +32,10 @@ WORSE = "rejected_response"
 
 def preference(settings: DatasetSettings, record: Mapping[str, Any]) -> Pair:
     """The two answers of a record. Raises BadRow where they cannot be told apart or used."""
+    return replace(_pair(settings, record), score_gap=_score_gap(settings, record))
+
+
+def _pair(settings: DatasetSettings, record: Mapping[str, Any]) -> Pair:
     asked = prompt_of(settings, record) or conversation_of(settings, record)
     if asked and asked.is_answered and record.get(settings.field_chosen) is None:
         prompt, chosen = asked.before_its_answer()
@@ -76,6 +81,21 @@ def _of_text(
     if not (better and worse and better.is_whole and worse.is_whole):
         raise no_prompt(settings, record)
     return pair_of(settings, record, *_parted(None, better, worse))
+
+
+def _score_gap(settings: DatasetSettings, record: Mapping[str, Any]) -> float | None:
+    """By how much the better answer is scored higher; None where scores are not asked for."""
+    names = (settings.field_chosen_score, settings.field_rejected_score)
+    if names[0] is None or names[1] is None:
+        return None
+    better, worse = (number(record, name) for name in names if name)
+    if better < worse:
+        raise BadRow(
+            "bad_value",
+            f"{names[0]} is {better:g} and {names[1]} is {worse:g}: the worse answer has the "
+            "higher score",
+        )
+    return better - worse
 
 
 def _side(name: str, record: Mapping[str, Any]) -> Said:
