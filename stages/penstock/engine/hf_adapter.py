@@ -20,9 +20,8 @@ from penstock.adapters.peft_format import (
 )
 from penstock.core.errors import ArtifactError
 from penstock.core.files import write_json
-from penstock.engine.checkpoint_reader import CheckpointReader
 from penstock.engine.hf_folder import save_tensors
-from penstock.engine.hf_weights import HfWeights
+from penstock.engine.hf_weights import HfWeights, Tensors
 from penstock.engine.origin import Adapting
 from penstock.models.weights import WeightMap
 
@@ -68,7 +67,7 @@ class Pair:
 class Adapters:
     """All adapters of one checkpoint; they share rank and alpha."""
 
-    reader: CheckpointReader
+    reader: Tensors
     pairs: dict[str, Pair]
     """By the layer in a Hugging Face checkpoint."""
     fused: dict[str, Pair]
@@ -129,9 +128,7 @@ def _merged_experts(
     return made
 
 
-def adapters_in(
-    reader: CheckpointReader, weights: WeightMap, adapting: Adapting | None
-) -> Adapters | None:
+def adapters_in(reader: Tensors, weights: WeightMap, adapting: Adapting | None) -> Adapters | None:
     """The adapters of the checkpoint, or None where it has none; `adapting` is what the run was
     given, `weights` what the base model is.
 
@@ -178,11 +175,11 @@ def adapters_in(
     return Adapters(reader, pairs, fused, _biases(reader, adapting.bias, pairs), strength, weights)
 
 
-def _rank(reader: CheckpointReader, lora_A: str) -> int:
+def _rank(reader: Tensors, lora_A: str) -> int:
     return reader.shapes()[lora_A][0][-2]
 
 
-def _biases(reader: CheckpointReader, bias: Bias, adapted: Collection[str]) -> list[str]:
+def _biases(reader: Tensors, bias: Bias, adapted: Collection[str]) -> list[str]:
     """Those that were trained, be it in a checkpoint that holds all of the model."""
     names = [name for name in reader.shapes() if name.endswith(".bias") and bias != "none"]
     if bias == "all":
@@ -194,7 +191,7 @@ def _pair(sides: Mapping[Side, str], expert: int | None = None) -> Pair:
     return Pair(sides["lora_A"], sides["lora_B"], sides.get(MAGNITUDE), expert)
 
 
-def _check_count(factors: Iterable[str], reader: CheckpointReader, weights: WeightMap) -> None:
+def _check_count(factors: Iterable[str], reader: Tensors, weights: WeightMap) -> None:
     experts = weights.config.experts
     there = experts.num_experts if experts else 0
     for name in factors:

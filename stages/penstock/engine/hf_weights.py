@@ -1,16 +1,33 @@
 """A model's tensors under Hugging Face's names, wherever they come from, read a few at a time."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from penstock.core.errors import ArtifactError
-from penstock.engine.checkpoint_reader import CheckpointReader
 from penstock.engine.quantised_folder import Source
 from penstock.engine.quantising import Formats
 from penstock.models.weights import WeightMap
 from penstock_kernels.quant import Quantised, dequantise
+
+
+class Tensors(Protocol):
+    """A model's parameters by the names they have in a training checkpoint."""
+
+    @property
+    def folder(self) -> object:
+        """Where they are, for errors."""
+        ...
+
+    def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Name -> (shape, dtype) of every parameter; reads no tensor."""
+        ...
+
+    def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Exactly these parameters, whole."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -29,9 +46,7 @@ class HfWeights:
         return sum(torch.Size(shape).numel() for shape in self.shapes.values())
 
 
-def in_checkpoint(
-    reader: CheckpointReader, names: WeightMap, formats: Formats | None = None
-) -> HfWeights:
+def in_checkpoint(reader: Tensors, names: WeightMap, formats: Formats | None = None) -> HfWeights:
     """The tensors of a training checkpoint; matrices that it holds in `formats` are what these
     stand for, fp32. Raises ArtifactError when it is of another model."""
     found, shapes, kept = reader.shapes(), names.hf_shapes(), formats or {}

@@ -1,0 +1,22 @@
+"""What is done beside other things, and may never end."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def beside(act: Callable[[], T]) -> Future[T]:
+    """Do it in a thread that no end of the process waits for."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(act())
+        except BaseException as error:  # noqa: BLE001 - raised where its result is asked for
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="penstock-sync", daemon=True).start()
+    return future

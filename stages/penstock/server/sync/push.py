@@ -1,0 +1,321 @@
+"""Weights from training to inference servers, as SGLang takes them: the order of it all.
+
+    health -> group -> pause -> bucket after bucket -> destroy -> continue
+
+Servers are asked all at once, and a fault at one of them ends it for all: what was paused generates
+again, the group is gone, and training goes on. A server that had part of an update then has
+weights of two steps, until the next sync.
+"""
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass
+from http.client import HTTPException
+from typing import Any
+
+import torch
+
+from penstock.engine.hf_weights import Tensors
+from penstock.engine.live_weights import OfRank, live_weights
+from penstock.engine.origin import Adapting
+from penstock.engine.outside_group import OutsideGroup
+from penstock.engine.parallel.pieces import Held
+from penstock.engine.quantising import Formats
+from penstock.engine.ranks import Ranks
+from penstock.engine.whole_tensors import WholeTensors
+from penstock.models.roles import Roles
+from penstock.models.weights import WeightMap
+from penstock.server.protocol.commands import Push
+from penstock.server.protocol.results import Synced
+from penstock.server.sync.beside import beside
+from penstock.server.sync.block_fp8 import quantised_shapes, wants_fp8
+from penstock.server.sync.buckets import Parcel
+from penstock.server.sync.errors import Step, SyncError, named, refused
+from penstock.server.sync.hosts import LOOPBACK, address_towards, require_allowed
+from penstock.server.sync.inference_server import InferenceServer, Limits
+
+LOG = logging.getLogger(__name__)
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Live:
+    """A model as one rank holds it."""
+
+    held: Sequence[Held]
+    """Every parameter, also frozen ones."""
+    names: WeightMap
+    roles: Roles
+    dtype: torch.dtype = torch.bfloat16
+    """What is sent in; what a checkpoint keeps exact is not rounded."""
+    adapting: Adapting | None = None
+    """None where there are no adapters."""
+    rank: int | None = None
+    """Of the adapter, where the memory that it lies in is wider."""
+    formats: Formats | None = None
+    """Of matrices that the base model has in fewer bits."""
+
+
+def push(
+    order: Push,
+    live: Live,
+    ranks: Ranks,
+    *,
+    allowed: Collection[str] = LOOPBACK,
+    limits: Limits | None = None,
+) -> Synced | None:
+    """Send the model, adapters merged, to all endpoints of the order. Every rank calls it; the
+    leading one gets what there is to tell, of which `num_parameters` counts tensors.
+
+    Only hosts that are `allowed` are asked anything. Raises SyncError, on the leading rank alone.
+    """
+    tensors = WholeTensors(live.held, ranks)
+    if not ranks.leads:
+        tensors.give()
+        return None
+    try:
+        with torch.no_grad():
+            return _Push(order, live, tensors, ranks.device, allowed, limits or Limits()).done()
+    finally:
+        tensors.let_go()
+
+
+class _Push:
+    """One sync, on the leading rank."""
+
+    def __init__(
+        self,
+        order: Push,
+        live: Live,
+        tensors: Tensors,
+        device: torch.device,
+        allowed: Collection[str],
+        limits: Limits,
+    ) -> None:
+        _require_possible(order, allowed)
+        self._order, self._device, self._limits = order, device, limits
+        quantised = (
+            quantised_shapes(live.names, live.roles) if wants_fp8(order.quantization) else {}
+        )
+        weights = live_weights(
+            tensors if live.rank is None else OfRank(tensors, live.rank),
+            live.names,
+            adapting=live.adapting,
+            formats=live.formats,
+        )
+        self._parcel = Parcel(weights, live.dtype, quantised)
+        self._servers = [InferenceServer(endpoint) for endpoint in order.endpoints]
+        self._address = order.master_address or address_towards(order.endpoints)
+        self._size = 1 + sum(endpoint.world_size for endpoint in order.endpoints)
+
+    def done(self) -> Synced:
+        """All of it. Raises SyncError."""
+        started = time.monotonic()
+        limits = self._limits
+        self._all(
+            lambda server: server.require_alive(limits.health),
+            step="health",
+            seconds=limits.health * 4,
+        )
+        group = self._listening()
+        try:
+            self._join(group)
+            self._all_post(
+                "/pause_generation",
+                {"mode": self._order.pause_mode},
+                step="pause",
+                seconds=limits.pause,
+                tries=limits.pauses,
+            )
+            buckets = self._parcel.buckets(self._order.buffer_size_mb * MIB)
+            for number, names in enumerate(buckets):
+                self._update(group, names, flush=number == len(buckets) - 1)
+            self._leave(group)
+            self._all_post("/continue_generation", {}, step="continue", seconds=limits.pause)
+        except BaseException:
+            self._recover(group)
+            raise
+        sent = [one for names in buckets for name in names for one in self._parcel.sent(name)]
+        return Synced(
+            num_parameters=len(sent),
+            total_bytes=sum(one.nbytes for one in sent),
+            num_buckets=len(buckets),
+            seconds=time.monotonic() - started,
+            endpoints=self._order.endpoints,
+        )
+
+    def _listening(self) -> OutsideGroup:
+        order = self._order
+        try:
+            return OutsideGroup(
+                name=order.group_name,
+                address=self._address,
+                port=order.master_port,
+                size=self._size,
+                device=self._device,
+                # Ours run out first, and say where.
+                seconds=2 * max(self._limits.group, self._limits.update),
+                tensor_seconds=self._limits.tensor,
+            )
+        except (OSError, RuntimeError) as error:
+            raise refused(
+                f"this machine cannot listen at {self._address}:{order.master_port}: {error}.\n"
+                "  Leave master_address and master_port out, or name an address of the training "
+                "server's and a free port."
+            ) from error
+
+    def _join(self, group: OutsideGroup) -> None:
+        calls: list[Future[None]] = []
+        first = 1
+        for server in self._servers:
+            body = {
+                "master_address": self._address,
+                "master_port": group.port,
+                "rank_offset": first,
+                "world_size": self._size,
+                "group_name": self._order.group_name,
+                "backend": group.kind,
+            }
+            calls.append(
+                self._posted(
+                    server, "/init_weights_update_group", body, "group", self._limits.group
+                )
+            )
+            first += server.endpoint.world_size
+        self._await(calls, beside(group.join), step="group", seconds=self._limits.group)
+
+    def _update(self, group: OutsideGroup, names: Sequence[str], *, flush: bool) -> None:
+        order = self._order
+        tensors = self._parcel.tensors(names)
+        sent = [one for name in names for one in self._parcel.sent(name)]
+        body: dict[str, Any] = {
+            "names": [one.name for one in sent],
+            "dtypes": [str(one.dtype).removeprefix("torch.") for one in sent],
+            "shapes": [list(one.shape) for one in sent],
+            "group_name": order.group_name,
+            "flush_cache": order.flush_cache and flush,
+        }
+        if order.weight_version is not None:
+            body["weight_version"] = order.weight_version
+        calls = [
+            self._posted(
+                server, "/update_weights_from_distributed", body, "update", self._limits.update
+            )
+            for server in self._servers
+        ]
+        going = beside(lambda: group.broadcast(tensors))
+        self._await(calls, going, step="update", seconds=self._limits.update)
+
+    def _leave(self, group: OutsideGroup) -> None:
+        body = {"group_name": self._order.group_name}
+        calls = [
+            self._posted(
+                server, "/destroy_weights_update_group", body, "destroy", self._limits.pause
+            )
+            for server in self._servers
+        ]
+        self._await(calls, beside(group.close), step="destroy", seconds=self._limits.pause)
+
+    def _recover(self, group: OutsideGroup) -> None:
+        """Leave the group, and let every server that can still be told leave it and generate again;
+        in the background those that do not answer soon."""
+        group.abandon()
+        words: list[tuple[Step, str, dict[str, Any]]] = [
+            ("continue", "/continue_generation", {}),
+            ("destroy", "/destroy_weights_update_group", {"group_name": self._order.group_name}),
+        ]
+        calls = [
+            self._posted(server, path, body, step, self._limits.late)
+            for server in self._servers
+            for step, path, body in words
+        ]
+        wait(calls, timeout=self._limits.word)
+        group.close_store()
+        wait(calls, timeout=self._limits.recovery)
+        for call in calls:
+            if not call.done() or call.exception():
+                LOG.warning("after a failed sync: %s", _told(call))
+
+    def _all_post(
+        self, path: str, body: dict[str, Any], *, step: Step, seconds: float, tries: int = 1
+    ) -> None:
+        self._all(
+            lambda server: server.post(path, body, step=step, seconds=seconds, tries=tries),
+            step=step,
+            seconds=seconds * tries,
+        )
+
+    def _all(self, ask: Callable[[InferenceServer], None], *, step: Step, seconds: float) -> None:
+        calls = [beside(functools.partial(ask, server)) for server in self._servers]
+        self._await(calls, None, step=step, seconds=seconds)
+
+    def _posted(
+        self, server: InferenceServer, path: str, body: dict[str, Any], step: Step, seconds: float
+    ) -> Future[None]:
+        return beside(lambda: server.post(path, body, step=step, seconds=seconds))
+
+    def _await(
+        self,
+        calls: Sequence[Future[None]],
+        ours: Future[None] | None,
+        *,
+        step: Step,
+        seconds: float,
+    ) -> None:
+        """Wait for the servers, in order, and for our own part beside them, until one of them
+        fails. A server's own word goes before what broke here or at others of it."""
+        everything = [*calls, *([ours] if ours else [])]
+        done, _ = wait(everything, timeout=seconds + self._limits.word, return_when=FIRST_EXCEPTION)
+        broke = ours.exception() if ours in done and ours else None
+        if broke or (ours and _faults(calls)):
+            wait(calls, timeout=self._limits.word)
+        if faults := _faults(calls):
+            # One that is gone, then one that spoke before the others had reason to.
+            early = _faults([call for call in calls if call in done])
+            raise next(filter(_is_of_gone, faults), (early or faults)[0])
+        if broke:
+            raise SyncError(f"the group broke: {broke}", step=step) from broke
+        late = [
+            server.endpoint
+            for server, call in zip(self._servers, calls, strict=True)
+            if not call.done()
+        ]
+        if late or (ours and not ours.done()):
+            whose = f" from {', '.join(map(named, late))}" if late else ""
+            raise SyncError(
+                f"no end within {seconds:g} s{whose}",
+                step=step,
+                endpoint=late[0] if len(late) == 1 else None,
+            )
+
+
+def _require_possible(order: Push, allowed: Collection[str]) -> None:
+    """Raises SyncError for an order that no server need be asked about."""
+    if not order.endpoints:
+        raise refused("there is no endpoint; add one first")
+    places = [(endpoint.host, endpoint.port) for endpoint in order.endpoints]
+    for endpoint in order.endpoints:
+        require_allowed(endpoint, allowed)
+        if endpoint.world_size < 1:
+            raise refused(f"its world_size is {endpoint.world_size}", endpoint)
+        if places.count((endpoint.host, endpoint.port)) > 1:
+            raise refused("it is there twice", endpoint)
+    if order.buffer_size_mb < 1:
+        raise refused(f"buffer_size_mb is {order.buffer_size_mb}, and at least 1 is needed")
+
+
+def _faults(calls: Sequence[Future[None]]) -> list[BaseException]:
+    return [fault for call in calls if call.done() and (fault := call.exception())]
+
+
+def _is_of_gone(fault: BaseException) -> bool:
+    """Whether a server did not answer at all."""
+    return isinstance(fault.__cause__, OSError | HTTPException)
+
+
+def _told(call: Future[None]) -> str:
+    return str(call.exception()) if call.done() else "a server has not answered yet"
