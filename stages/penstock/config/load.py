@@ -35,7 +35,7 @@ def load(
     `notify` is told of a file in another tool's dialect, which is read as `translate` has it.
     Raises ConfigError, whose text has one line for each fault.
     """
-    document = _document(path, may_be_empty=bool(overrides))
+    document = document_of(path, may_be_empty=bool(overrides))
     settings: dict[str, Any] = document.value or {}
     dialect = recognised(settings)
     if dialect is None:
@@ -63,7 +63,7 @@ def load_translation(path: Path, name: str | None, devices: Devices) -> tuple[Tr
     `name` is that of its dialect; None: what it is recognised as. Our own is taken as it is.
     Raises ConfigError where it is no YAML, or there is no such dialect.
     """
-    document = _document(path, may_be_empty=False)
+    document = document_of(path, may_be_empty=False)
     dialect = named(name) if name else recognised(document.value)
     if dialect is None:
         translation = as_it_is(document.value, devices)
@@ -97,8 +97,11 @@ def _devices(overrides: Sequence[Override]) -> Devices:
     return replace(here, ranks=ranks * (nodes if isinstance(nodes, int) and nodes > 0 else 1))
 
 
-def _document(path: Path, *, may_be_empty: bool) -> yaml12.Document:
-    """The file with a mapping at its top; with nothing in it, where it may be empty."""
+def document_of(path: Path, *, may_be_empty: bool) -> yaml12.Document:
+    """The file with a mapping at its top; with nothing in it, where it may be empty.
+
+    Raises ConfigError where it is not there, no YAML, or something else.
+    """
     try:
         document = yaml12.parse(_text(path))
     except yaml12.YamlError as error:

@@ -1,7 +1,7 @@
-"""The settings as a page for people and as a JSON Schema for editors.
+"""The settings as pages for people and as JSON Schemas for editors: a run's and a server's.
 
-`python -m penstock.config.reference [--check] [FOLDER]` rewrites both files in FOLDER (`configs`),
-or with `--check` only says whether they are stale (exit code 1).
+`python -m penstock.config.reference [--check] [FOLDER]` rewrites all files in FOLDER
+(`configs`), or with `--check` only says whether they are stale (exit code 1).
 """
 
 import argparse
@@ -15,9 +15,14 @@ from pydantic.fields import FieldInfo
 from penstock.config.faults import shown
 from penstock.config.run import RunConfig
 from penstock.config.section import Section
+from penstock.config.server import ServerConfig
+from penstock.config.server_model import ServerModel
+from penstock.config.server_serving import ServerServing
+from penstock.config.server_training import ServerTraining
 from penstock.config.shape import branches, is_section, sections
 
 PAGE, SCHEMA = "REFERENCE.md", "schema.json"
+SERVER_PAGE, SERVER_SCHEMA = "SERVER.md", "server.schema.json"
 
 HEAD = """\
 # Settings
@@ -27,6 +32,23 @@ Every setting of a run, by section of its YAML file; each can also be given on t
 the code by `python -m penstock.config.reference`, and so is `schema.json`, from which an editor
 completes and checks a file that begins with `# yaml-language-server: $schema=schema.json`.
 """
+
+SERVER_HEAD = """\
+# Settings of a training server
+
+Every setting of `penstock serve`, all at the top of its YAML file; each can also be given on the
+command line as `--server.field value`. How a server is run is told in
+[docs/server.md](../docs/server.md). This page is generated from the code by
+`python -m penstock.config.reference`, and so is `server.schema.json`, from which an editor
+completes and checks a file that begins with `# yaml-language-server: $schema=server.schema.json`.
+"""
+
+SERVER_PARTS: tuple[type[Section], ...] = (
+    ServerModel,
+    ServerTraining,
+    ServerServing,
+    ServerConfig,
+)
 
 
 def page() -> str:
@@ -65,9 +87,40 @@ def schema() -> dict[str, Any]:
     }
 
 
+def server_page() -> str:
+    """The page of a server's settings, in Markdown."""
+    parts = [SERVER_HEAD]
+    for part in SERVER_PARTS:
+        fields = part.model_fields.items()
+        if part is ServerConfig:
+            above = {name for other in SERVER_PARTS[:-1] for name in other.model_fields}
+            title, fields = "Checkpoints", [one for one in fields if one[0] not in above]
+        else:
+            title = _line(part.__doc__).rstrip(".")
+        table = ["| field | type | default | meaning |", "|---|---|---|---|"]
+        table += [_row(name, field) for name, field in fields]
+        parts.append(f"## {title}\n\n" + "\n".join(table) + "\n")
+    return "\n".join(parts)
+
+
+def server_schema() -> dict[str, Any]:
+    """The JSON Schema of a server's file, draft 2020-12."""
+    found = ServerConfig.model_json_schema()
+    for name, entry in found["properties"].items():
+        entry.pop("title", None)
+        entry["description"] = _line(ServerConfig.model_fields[name].description)
+    about = {"title": "Penstock training server", "description": _line(ServerConfig.__doc__)}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **found, **about}
+
+
 def texts() -> dict[str, str]:
     """The content of each generated file, by its name."""
-    return {PAGE: page(), SCHEMA: json.dumps(schema(), indent=2, ensure_ascii=False) + "\n"}
+    return {
+        PAGE: page(),
+        SCHEMA: _json(schema()),
+        SERVER_PAGE: server_page(),
+        SERVER_SCHEMA: _json(server_schema()),
+    }
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -89,6 +142,10 @@ def main(argv: list[str] | None = None) -> int:
     for path in stale:
         path.write_text(texts()[path.name], encoding="utf-8")
     return 0
+
+
+def _json(value: dict[str, Any]) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
 
 def _row(name: str, field: FieldInfo) -> str:

@@ -1,0 +1,225 @@
+"""The settings of a training server: one flat file, in xorl's words, with some of our own.
+
+What concerns training is said as a run's settings for the workers (`run_of`); the rest is read by
+the server's processes.
+"""
+
+import math
+import re
+from typing import Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from penstock.config.dialects.server import DEFAULTS, SAME, SERVER
+from penstock.config.faults import Fault
+from penstock.config.judge import judge
+from penstock.config.run import RunConfig
+from penstock.config.server_model import ServerModel
+from penstock.config.server_serving import ServerServing
+from penstock.config.server_training import ServerTraining
+from penstock.core.errors import ConfigError
+from penstock.core.urls import is_url, spoken
+
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(i?)B?", re.IGNORECASE)
+
+AXES = (
+    *("data_parallel_shard_size", "data_parallel_replicate_size", "tensor_parallel_size"),
+    *("pipeline_parallel_size", "ulysses_parallel_size", "ringattn_parallel_size"),
+)
+"""Sizes that multiply to the number of ranks."""
+
+BUILT_IN = "builtin:"
+
+MUON = tuple(key for key in SAME if key.startswith("muon_"))
+"""Settings that count whatever the optimizer of the file is: a client may ask for Muon."""
+
+ALWAYS = ("data_parallel_shard_size", "data_parallel_replicate_size")
+"""Settings whose defaults are others than a run's, and count as written."""
+
+
+class ServerConfig(ServerServing, ServerTraining, ServerModel):
+    """A training server."""
+
+    output_dir: str = Field(default="outputs", min_length=1)
+    """Folder for checkpoints, what the server keeps of itself, and logs. On machines that train
+    together it must be on a file system they share."""
+
+    load_weights_mode: Literal["auto", "safetensors", "dcp"] = "auto"
+    """Format of the weights in `model_path`: Hugging Face's. `dcp` is refused."""
+
+    ckpt_manager: Literal["dcp", "torch"] = "dcp"
+    """Checkpoint format: `dcp`, PyTorch's distributed checkpoints. `torch` is refused."""
+
+    load_checkpoint_path: str = ""
+    """A checkpoint of training that every new model starts from. Empty: from the base model."""
+
+    storage_limit: str = "10TB"
+    """Most that `output_dir` may hold, such as `10GB` or `500MB` (powers of ten; `GiB` and `MiB`
+    are powers of two). A save that would go beyond is refused before anything is written."""
+
+    skip_initial_checkpoint: bool = False
+    """Do not save a new model before its first step (as `000000`)."""
+
+    @field_validator("output_dir")
+    @classmethod
+    def _is_a_folder(cls, value: str) -> str:
+        if is_url(value):
+            raise ValueError(
+                f"is {spoken(value)}; a server keeps its models in a folder of this machine, or of"
+                " a file system that is mounted here: write its path"
+            )
+        return value
+
+    @field_validator("storage_limit")
+    @classmethod
+    def _is_a_size(cls, value: str) -> str:
+        bytes_of(value)
+        return value
+
+    @field_validator("load_weights_mode")
+    @classmethod
+    def _is_read_here(cls, value: str) -> str:
+        if value == "dcp":
+            raise ValueError(
+                "is dcp; weights are read in Hugging Face's format: write auto or safetensors, and"
+                " name a checkpoint of training in load_checkpoint_path"
+            )
+        return value
+
+    @field_validator("ckpt_manager")
+    @classmethod
+    def _is_written_here(cls, value: str) -> str:
+        if value == "torch":
+            raise ValueError("is torch; checkpoints are written by every rank together: write dcp")
+        return value
+
+    @model_validator(mode="after")
+    def _rows_are_padded_within(self) -> Self:
+        length, multiple = self.sample_packing_sequence_len, self.pad_to_multiple_of
+        if length % multiple:
+            raise ValueError(
+                f"sample_packing_sequence_len is {length}, not a multiple of pad_to_multiple_of"
+                f" ({multiple}); the next multiple is {-(-length // multiple) * multiple}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _machines_can_meet(self) -> Self:
+        if self.node_rank >= self.nnodes:
+            raise ValueError(
+                f"node_rank is {self.node_rank}, and nnodes is {self.nnodes};"
+                " machines are counted from 0"
+            )
+        if self.nnodes > 1 and self.master_addr is None:
+            raise ValueError(
+                f"nnodes is {self.nnodes}, and nothing says where they meet;"
+                " write master_addr, the name or address of the first machine"
+            )
+        return self
+
+    @property
+    def storage_limit_bytes(self) -> int:
+        """`storage_limit` as a number."""
+        return bytes_of(self.storage_limit)
+
+    @property
+    def base_names(self) -> tuple[str, ...]:
+        """What clients may call the base model, the first one most."""
+        return tuple(dict.fromkeys((self.model_name or self.model_path, self.model_path)))
+
+    @property
+    def num_workers(self) -> int | Literal["auto"]:
+        """Workers on each machine; `auto`: one for each GPU."""
+        if self.nproc_per_node != "auto":
+            return self.nproc_per_node
+        sizes = [getattr(self, axis) for axis in AXES]
+        rest = self.data_parallel_mode == "ddp"
+        filled = [
+            1 if axis == "data_parallel_replicate_size" and size == -1 and not rest else size
+            for axis, size in zip(AXES, sizes, strict=True)
+        ]
+        if -1 in filled:
+            return "auto"
+        return max(1, math.prod(filled) // self.nnodes)
+
+
+def bytes_of(text: str) -> int:
+    """The number that `10GB` or `500 MiB` mean.
+
+    Raises ValueError for what is no size.
+    """
+    match = SIZE.fullmatch(text.strip())
+    if not match:
+        raise ValueError(f"is {text!r}; write a size such as 10GB, 500MB or 2TiB")
+    number, unit, binary = match.groups()
+    scale = UNITS[unit.upper()]
+    if binary:
+        scale = 1024 ** list(UNITS).index(unit.upper())
+    return int(float(number) * scale)
+
+
+def judged(config: ServerConfig) -> tuple[RunConfig, list[Fault]]:
+    """The run whose settings the workers have, and what no run can have, under our names here.
+
+    With faults, the run is only good for looking at.
+    """
+    run, faults = judge(_run_values(config))
+    muon = {key: getattr(config, key) for key in MUON if key in config.model_fields_set}
+    run = run.model_copy(update={"train": run.train.model_copy(update=muon)})
+    origins = {name: key for key, name in SAME.items()}
+    found: list[Fault] = []
+    for fault in faults:
+        steps = [str(step) for step in fault.path]
+        name = next(
+            (o for n in range(len(steps), 0, -1) if (o := origins.get(".".join(steps[:n])))), None
+        )
+        here = f" (of a run: {'.'.join(steps)})" if name and name != steps[-1] else ""
+        found.append(Fault((name,) if name else fault.path, fault.text + here))
+    return run, found
+
+
+def run_of(config: ServerConfig) -> RunConfig:
+    """The run whose settings the workers have: model, layout, numerics, optimizer, adapters.
+
+    What it says of data and learning rates means nothing: those come from clients. Raises
+    ConfigError with a line for each fault.
+    """
+    run, faults = judged(config)
+    if faults:
+        raise ConfigError("\n".join(f"{'.'.join(map(str, f.path))}: {f.text}" for f in faults))
+    return run
+
+
+def _run_values(config: ServerConfig) -> dict[str, Any]:
+    """Only what was written, and defaults that mean other numbers than a run's: a default that this
+    machine cannot honour may be given up, and what is written may not."""
+    values: dict[str, Any] = {}
+    given = {"model_path", *config.model_fields_set, *DEFAULTS, *ALWAYS}
+    for key, name in SAME.items():
+        if key in given and (key not in MUON or config.optimizer == "muon"):
+            _put(values, name, getattr(config, key))
+    if config.model_path.startswith(BUILT_IN):
+        # It has no weights of its own to name.
+        values["model"].pop("model_path")
+        values["model"].setdefault("config_path", config.model_path)
+    if config.load_checkpoint_path:
+        _put(values, "train.load_checkpoint_path", config.load_checkpoint_path)
+    _put(values, "train.log_grad_norm", "layers" if config.log_gradient_norms else True)
+    for name, value in SERVER.lacks.items():
+        _put(values, name, value)
+    _put(values, "data.pad_to_multiple_of", config.pad_to_multiple_of)
+    _put(values, "launch.nproc_per_node", config.num_workers)
+    _put(values, "launch.nnodes", config.nnodes)
+    _put(values, "launch.node_rank", config.node_rank)
+    if config.master_addr:
+        _put(values, "launch.rdzv_endpoint", f"{config.master_addr}:{config.master_port}")
+    return values
+
+
+def _put(values: dict[str, Any], name: str, value: Any) -> None:
+    *above, last = name.split(".")
+    at = values
+    for step in above:
+        at = at.setdefault(step, {})
+    at[last] = value

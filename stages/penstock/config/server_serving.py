@@ -1,0 +1,115 @@
+"""How a training server's processes serve clients and reach one another: part of its flat file."""
+
+import ipaddress
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from penstock.config.section import Section
+
+
+class ServerServing(Section):
+    """The API, sessions, and the wire between processes."""
+
+    api_host: str = Field(default="127.0.0.1", min_length=1)
+    """Where the API listens. On any address but loopback keys are required."""
+
+    api_port: int = Field(default=8000, ge=0, le=65535)
+    """Port of the API; 0 takes a free one."""
+
+    api_keys_file: str | None = Field(default=None, min_length=1)
+    """A file with a key of the API on each line, that others may not read. Unset: the keys in the
+    environment variable `PENSTOCK_SERVER_KEYS`, parted by commas; without any, everybody on this
+    machine is let in as one owner."""
+
+    max_pending_requests: int = Field(default=100, gt=0)
+    """Requests of one owner that may wait or run at a time; more are told to come again."""
+
+    max_request_mb: int = Field(default=256, gt=0, le=1024)
+    """Largest body of a request, unpacked."""
+
+    requests_per_minute: int = Field(default=0, ge=0)
+    """Requests of one owner in a minute, polls and heartbeats apart; 0: as many as come."""
+
+    operation_timeout: float = Field(default=1800.0, gt=0)
+    """Seconds that one operation may take at the workers, after which they are started again."""
+
+    future_ttl: float = Field(default=3600.0, gt=0)
+    """Seconds that a result is kept for its client."""
+
+    sequence_gap_timeout: float = Field(default=30.0, gt=0)
+    """Seconds that a request waits for those of its model that are numbered before it."""
+
+    idle_session_timeout: float = Field(default=7200.0, gt=0)
+    """Seconds without a word of its client after which a session is saved and unloaded."""
+
+    worker_bind_host: str = Field(default="127.0.0.1", min_length=1)
+    """Where rank 0 listens for the engine: it runs on the first machine, beside the engine, also
+    where there are several. Another address only serves `--mode workers`, whose engine is
+    elsewhere."""
+
+    worker_bind_port: int = Field(default=5556, ge=0, le=65535)
+    """Port of rank 0. Where neither it nor `worker_bind_address` is written, or it is 0, a free
+    one; `--mode workers` takes 5556 then."""
+
+    engine_connect_host: str | None = Field(default=None, min_length=1)
+    """Where the engine reaches rank 0. Unset: `worker_bind_host`, by loopback where that is every
+    address."""
+
+    worker_bind_address: str = Field(default="auto", pattern=r"^(auto|tcp://.+:\d+)$")
+    """Where rank 0 listens, in full: `tcp://host:port`. `auto`: as host and port say."""
+
+    worker_connection_timeout: float = Field(default=120.0, gt=0)
+    """Seconds without a word of the workers after which they are taken for lost."""
+
+    worker_max_retries: int = Field(default=3, ge=0)
+    """How often in a row workers that died are started again."""
+
+    nproc_per_node: int | Literal["auto"] = "auto"
+    """Workers on each machine. `auto`: as many as the parallel sizes multiply to; where one of them
+    is -1, one for each GPU."""
+
+    nnodes: int = Field(default=1, gt=0)
+    """Machines that train together. Each is started with this file; the first serves."""
+
+    node_rank: int = Field(default=0, ge=0)
+    """Number of this machine among them, from 0."""
+
+    master_addr: str | None = Field(default=None, min_length=1)
+    """Name or address of the first machine, where there are several."""
+
+    master_port: int = Field(default=29500, gt=0, le=65535)
+    """A free port of the first machine, where there are several."""
+
+    stop_timeout: float = Field(default=60.0, gt=0)
+    """Seconds that workers have to end when the server is stopped."""
+
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    """What processes tell of themselves, at least."""
+
+    enable_self_test: bool = False
+    """Try a forward and backward pass when the workers start, before any client is served."""
+
+    sync_inference_method: Literal["nccl_broadcast"] = "nccl_broadcast"
+    """How weights are sent to inference servers."""
+
+    sync_allowed_hosts: list[str] = Field(default_factory=list[str])
+    """Inference servers that weights may be sent to, beside those on this machine: names and
+    addresses as clients write them, and networks (`10.0.0.0/8`)."""
+
+    @field_validator("sync_allowed_hosts")
+    @classmethod
+    def _are_hosts(cls, value: list[str]) -> list[str]:
+        for name in value:
+            if not name.strip() or name != name.strip() or "://" in name:
+                raise ValueError(
+                    f"has {name!r}; write names and addresses alone, such as infer-1.internal"
+                )
+            if "/" in name:
+                try:
+                    ipaddress.ip_network(name)
+                except ValueError as error:
+                    raise ValueError(
+                        f"has {name}, which is no network: {error}; write one such as 10.0.0.0/8"
+                    ) from error
+        return value
