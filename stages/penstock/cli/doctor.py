@@ -58,6 +58,7 @@ OPTIONAL = {
     "trackio": "pip install 'penstock[trackio]', for train.use_trackio",
     "prefect-dask": "pip install 'penstock[dask]', for pipeline.task_runner: dask",
     "prefect-ray": "pip install 'penstock[ray]', for pipeline.task_runner: ray",
+    "pyzmq": "pip install 'penstock[server]', for penstock serve",
     "s3fs": "pip install 'penstock[s3]', for s3://",
     "gcsfs": "pip install 'penstock[gcs]', for gs://",
     "adlfs": "pip install 'penstock[azure]', for abfs://",

@@ -13,6 +13,7 @@ import typer
 from penstock.cli.console import Console
 from penstock.cli.looking import add_looking
 from penstock.cli.options import AsJson, Config, Debug, end
+from penstock.cli.serve import add_serving
 from penstock.config.overrides import Override, split_overrides
 from penstock.core import env
 from penstock.core.errors import ConfigError
@@ -253,6 +254,7 @@ def launch(
 
 
 add_looking(app, _overrides)
+add_serving(app, _overrides)
 
 
 @app.command()

@@ -2,7 +2,8 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -135,9 +136,34 @@ def mlflow_uri() -> str | None:
     return os.environ.get("MLFLOW_TRACKING_URI") or None
 
 
-def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment with `extra` on top, for a child process."""
-    return {**os.environ, **extra}
+SERVER_KEYS = "PENSTOCK_SERVER_KEYS"
+ENGINE_SECRET = "PENSTOCK_SERVER_ENGINE_SECRET"
+WORKERS_SECRET = "PENSTOCK_SERVER_WORKERS_SECRET"
+OF_THE_SERVER = (SERVER_KEYS, ENGINE_SECRET, WORKERS_SECRET)
+"""What a process of the server is to have in its environment only where it needs it."""
+
+
+def server_keys() -> tuple[str, ...]:
+    """Keys of a training server's API, parted by commas."""
+    parts = os.environ.get(SERVER_KEYS, "").split(",")
+    return tuple(part.strip() for part in parts if part.strip())
+
+
+def engine_secret() -> str | None:
+    """What encrypts the wire between the API and the engine of a training server."""
+    return os.environ.get(ENGINE_SECRET) or None
+
+
+def workers_secret() -> str | None:
+    """What encrypts the wire between the engine and the workers of a training server."""
+    return os.environ.get(WORKERS_SECRET) or None
+
+
+def child_environment(extra: Mapping[str, str], without: Iterable[str] = ()) -> dict[str, str]:
+    """This process's environment with `extra` on top and some variables left out, for a child."""
+    left_out = {*without}
+    kept = {name: value for name, value in os.environ.items() if name not in left_out}
+    return {**kept, **extra}
 
 
 def unless_set(values: Mapping[str, str]) -> dict[str, str]:
@@ -149,3 +175,18 @@ def default(values: Mapping[str, str]) -> None:
     """Set those variables that the user has not set."""
     for name, value in values.items():
         os.environ.setdefault(name, value)
+
+
+@contextmanager
+def meanwhile(values: Mapping[str, str]) -> Generator[None]:
+    """Set these variables for what is made within, and put back what they were."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -32,7 +32,7 @@ class Codec(Generic[M]):
             )
         return frame
 
-    def decode(self, frame: bytes) -> M:
+    def decode(self, frame: bytes | memoryview) -> M:
         """Raises FrameError for what is no such message."""
         try:
             return self._decoder.decode(frame)

@@ -6,12 +6,10 @@ whole paths that the engine has checked.
 
 from typing import Literal
 
-from penstock.server.protocol.asks import (
-    Category,
-    Code,
+from penstock.server.protocol.message import Category, Code, Message
+from penstock.server.protocol.results import (
     Done,
     Loaded,
-    Message,
     Passed,
     Sampled,
     Saved,
@@ -32,7 +30,7 @@ from penstock.server.protocol.values import (
 
 
 class Open(Message):
-    """Make a model, as it starts."""
+    """Make a model, as it starts. The reply is Opened."""
 
     model: str
     lora: Lora | None
@@ -96,7 +94,9 @@ class Export(Message):
 
     model: str
     folder: str
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: Literal["bfloat16", "float32"] | None = None
+    """None: adapters as they are trained, so that samples are of the very model; whole models in
+    bfloat16."""
 
 
 class Generate(Message):
@@ -159,6 +159,17 @@ class Ready(Message):
     served: Served
     models: tuple[str, ...]
     """Those that are open."""
+    replicas: int = 1
+    """How many rows are computed at the same time: what packing balances rows for."""
+
+
+class Opened(Message):
+    """Of Open: how much the model will write."""
+
+    state_bytes: int
+    """Of a Save, the optimizer's states included, also where no step has made them yet."""
+    export_bytes: int
+    """Of an Export."""
 
 
 class Generated(Message):
@@ -171,7 +182,7 @@ class Reply(Message):
     """A command was done."""
 
     id: str
-    result: Done | Passed | Stepped | Saved | Loaded | Generated | Synced
+    result: Done | Opened | Passed | Stepped | Saved | Loaded | Generated | Synced
 
 
 class Fault(Message):
@@ -181,6 +192,8 @@ class Fault(Message):
     error: str
     category: Category
     code: Code
+    ends: bool = False
+    """Whether nobody knows what the ranks hold, so that they end, and are started again."""
 
 
 class Beat(Message):

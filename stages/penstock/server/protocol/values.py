@@ -66,9 +66,11 @@ class Lora(Value):
     alpha: float | None = None
     """None: what the server's file says."""
     seed: int | None = None
-    train_attn: bool = True
-    train_mlp: bool = True
-    train_unembed: bool = True
+    train_attn: bool | None = None
+    train_mlp: bool | None = None
+    train_unembed: bool | None = None
+    """Whether layers of these kinds learn; None: where the server's file has them bear adapters.
+    True where none of a kind does is refused."""
 
 
 class Optimizer(Value):

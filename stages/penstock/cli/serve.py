@@ -1,0 +1,55 @@
+"""`penstock serve`: a training server, from its file until it is asked to stop."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.cli.console import Console
+from penstock.cli.options import Debug, end
+from penstock.config.overrides import Override
+from penstock.core.errors import ConfigError
+
+MODES = ("auto", "connect", "workers")
+
+
+def add_serving(app: typer.Typer, overrides: Sequence[Override]) -> None:
+    """Add it to the command; `overrides` are those of the command line, once they are read."""
+
+    @app.command()
+    def serve(
+        config: Annotated[
+            Path, typer.Argument(metavar="CONFIG", help="The server's YAML file, flat.")
+        ],
+        mode: Annotated[
+            str,
+            typer.Option(
+                metavar="|".join(MODES),
+                help="Start all processes; all but the workers; or the workers alone.",
+            ),
+        ] = "auto",
+        worker_address: Annotated[
+            str | None,
+            typer.Option(help="connect: where rank 0 listens, as tcp://host:port."),
+        ] = None,
+        debug: Debug = False,
+    ) -> None:
+        """Serve training to clients of the Tinker API; settings are written as --server.name."""
+        console = Console(debug=debug)
+
+        def command() -> None:
+            from penstock.config.server_load import load_server
+            from penstock.server.launcher import serve as run
+            from penstock.server.needs import require_packages
+            from penstock.server.preparing import prepare
+
+            if mode not in MODES:
+                raise ConfigError(f"--mode {mode} is none of {', '.join(MODES)}.")
+            require_packages()
+            settings = load_server(config, tuple(overrides))
+            run(
+                prepare(settings, mode, worker_address), lambda line: console.say(f"server: {line}")
+            )
+
+        end(console, command)

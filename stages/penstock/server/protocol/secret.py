@@ -1,0 +1,46 @@
+"""What two processes know and no other: with it they encrypt what they say. Needs no ZeroMQ."""
+
+import re
+import secrets
+from pathlib import Path
+
+from penstock.core.errors import ConfigError
+from penstock.core.files import publishing
+
+SECRET = re.compile(r"[0-9a-f]{64}")
+
+
+def new_secret() -> str:
+    """Drawn at random: 64 hex digits."""
+    return secrets.token_hex(32)
+
+
+def write_secret(path: Path, secret: str) -> None:
+    """Publish a secret as a file that its owner alone may read."""
+    with publishing(path) as part:
+        part.unlink(missing_ok=True)
+        part.touch(mode=0o600)
+        part.write_text(secret + "\n", encoding="ascii")
+
+
+def read_secret(path: Path) -> str:
+    """The secret in a file. Raises ConfigError where it is none, or others may read it."""
+    require_private(path)
+    text = path.read_text(encoding="ascii", errors="replace").strip()
+    if not SECRET.fullmatch(text):
+        raise ConfigError(
+            f"{path} holds no secret.\n  Delete it, and start the workers again: they write one."
+        )
+    return text
+
+
+def require_private(path: Path) -> None:
+    """Raises ConfigError for a file that is not there, or that others may read."""
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist.\n  Name a file that does.")
+    mode = path.stat().st_mode & 0o777
+    if mode & 0o077:
+        raise ConfigError(
+            f"{path} may be read or written by others (mode {mode:03o}), and holds a secret.\n"
+            f"  Run chmod 600 {path}."
+        )

@@ -1,0 +1,54 @@
+"""How torchrun starts the workers of this machine."""
+
+import math
+import os
+from pathlib import Path
+
+from penstock.config.server import ServerConfig
+from penstock.core import env
+
+FAILING_SECONDS = 10.0
+"""How long ranks have to end when one of them has died; what they computed is lost anyhow."""
+DEATHS = "deaths.json"
+
+
+def num_local_workers(config: ServerConfig) -> int:
+    """Workers of this machine."""
+    count = config.num_workers
+    return max(1, env.num_gpus()) if count == "auto" else count
+
+
+def torchrun_words(config: ServerConfig, folder: Path) -> list[str]:
+    """What follows `python -m`: the agent, which ends with this process, and torchrun's arguments.
+
+    `folder`: where the agent lists ranks that a signal has ended.
+    """
+    count = num_local_workers(config)
+    failing = math.ceil(min(FAILING_SECONDS, config.stop_timeout))
+    common = ["--nproc-per-node", str(count), "--shutdown-timeout", str(failing)]
+    if config.nnodes > 1:
+        # Ranks are numbered by machine, so that rank 0 is beside the engine.
+        where = [
+            *("--nnodes", str(config.nnodes), "--node-rank", str(config.node_rank)),
+            *("--rdzv-backend", "static"),
+            *("--master-addr", str(config.master_addr)),
+            *("--master-port", str(config.master_port)),
+        ]
+    else:
+        where = ["--standalone"]
+    agent = ["penstock.engine.agent", str(os.getpid()), str(folder / DEATHS)]
+    return [*agent, str(config.stop_timeout), *where, *common]
+
+
+def workers_environment(config: ServerConfig) -> dict[str, str]:
+    """What is set for torchrun and the workers beside what is there."""
+    threads = max(1, env.num_processors() // num_local_workers(config))
+    return {
+        **env.unless_set({"OMP_NUM_THREADS": str(threads)}),
+        # Never let a rank import our folders by their bare names.
+        "PYTHONSAFEPATH": "1",
+        # A store shared by all attempts serves stale addresses to restarted ranks.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
