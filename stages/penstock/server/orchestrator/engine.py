@@ -1,0 +1,382 @@
+"""The engine: takes asks from the API, has their works done in order, and answers.
+
+One event loop; everything that is known changes in it alone. Works that need workers are done one
+at a time; all others at once.
+"""
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+from penstock.server.orchestrator.admission import Admission
+from penstock.server.orchestrator.checkpoints import Checkpoints
+from penstock.server.orchestrator.errands import Errand, Outcome
+from penstock.server.orchestrator.models import Models
+from penstock.server.orchestrator.queue import Queue
+from penstock.server.orchestrator.records import ModelRecord
+from penstock.server.orchestrator.recovery import Recovery
+from penstock.server.orchestrator.refusals import RefusedError, WorkersLostError
+from penstock.server.orchestrator.registry import Registry
+from penstock.server.orchestrator.retiring import Retiring
+from penstock.server.orchestrator.sampling import Sampling
+from penstock.server.orchestrator.sessions import Sessions
+from penstock.server.orchestrator.settings import EngineSettings
+from penstock.server.orchestrator.storage import Storage, discard
+from penstock.server.orchestrator.told import Told
+from penstock.server.orchestrator.training import Trained, Training
+from penstock.server.orchestrator.workers import State, Workers
+from penstock.server.protocol.asks import Answer, Ask, Cancel, FromEngine, Hello, Status, ToEngine
+from penstock.server.protocol.channel import Channel, PeerLostError
+from penstock.server.protocol.codec import FrameError
+from penstock.server.protocol.commands import FromWorkers, Ready, ToWorkers
+from penstock.server.protocol.results import Result, Served
+from penstock.server.protocol.works import CreateModel, Immediate, Ordered, Sample
+from penstock.server.sync.hosts import allowed_hosts
+
+LOG = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.1
+"""Between two looks at works that wait for one that does not come."""
+
+NEWS_SECONDS = 0.05
+"""Between two words of what has changed, however often that does."""
+
+
+class Engine:
+    """All of it, between two channels."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        api: Channel[FromEngine, ToEngine],
+        workers: Channel[ToWorkers, FromWorkers],
+    ) -> None:
+        """Read what an earlier process knew. Raises RegistryError where that cannot be read."""
+        self._settings = settings
+        self._api = api
+        self._wake = asyncio.Event()
+        self._outbox: asyncio.Queue[FromEngine] = asyncio.Queue()
+        self._news = asyncio.Event()
+        self._said: State | None = None
+        """How the workers were when that was told last."""
+        self._api_instance: str | None = None
+        self._discarding: set[asyncio.Task[None]] = set()
+        storage = Storage(settings.output_dir, settings.storage_limit)
+        registry = Registry(storage.root)
+        self._queue = Queue(settings.sequence_gap_timeout)
+        self._workers = Workers(workers, settings, self._changed)
+        self._sessions = Sessions(registry)
+        self._models = Models(registry)
+        checkpoints = Checkpoints(registry, storage)
+        self._recovery = Recovery(self._workers, registry, storage, self._models)
+        self._training = Training(
+            settings, self._workers, registry, storage, self._sessions, self._models, checkpoints
+        )
+        self._sampling = Sampling(self._workers, storage, self._sessions, checkpoints)
+        self._admission = Admission(
+            self._queue,
+            self._sessions,
+            self._models,
+            self._served,
+            self._base_names,
+            settings.sample_packing_sequence_len,
+        )
+        self._retiring = Retiring(
+            settings, self._queue, self._sessions, self._models, checkpoints, self._discard
+        )
+        self._told = Told(
+            registry,
+            self._sessions,
+            self._models,
+            checkpoints,
+            served=self._served_now,
+            base_names=self._base_names,
+            pending=self._queue.pending,
+            discard=self._discard,
+            end=self._retiring.end,
+            allowed_hosts=allowed_hosts(settings.sync_allowed_hosts),
+        )
+        for record in self._models.open():
+            self._queue.unsettle(record.model)
+
+    async def run(self) -> None:
+        """Serve until it is cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for each in (
+                self._hear(),
+                self._speak(),
+                self._workers.hear(),
+                self._workers.speak(),
+                self._workers.greet(),
+                self._work(),
+                self._look(),
+                self._tell(),
+            ):
+                tasks.create_task(each)
+
+    # Words to and from the API.
+
+    async def _hear(self) -> None:
+        while True:
+            try:
+                message = await self._api.receive()
+            except PeerLostError:
+                LOG.warning("the API process is gone; what it asked for and is under way goes on")
+                continue
+            match message:
+                case Hello():
+                    self._greeted(message)
+                case Ask():
+                    self._asked(message)
+                case Cancel():
+                    self._cancelled(message)
+
+    async def _speak(self) -> None:
+        while True:
+            message = await self._outbox.get()
+            try:
+                await self._api.send(message)
+            except FrameError as error:
+                if isinstance(message, Answer):
+                    failure = RefusedError("internal", f"the answer cannot be sent: {error}")
+                    await self._api.send(failure.failure(message.id))
+
+    def _greeted(self, hello: Hello) -> None:
+        if self._api_instance not in (None, hello.instance):
+            dropped = self._queue.abandon()
+            for errand in dropped:
+                self._admission.ended(errand)
+            LOG.info("another API process; %d works are not begun any more", len(dropped))
+        self._api_instance = hello.instance
+        self._say()
+
+    def _asked(self, ask: Ask) -> None:
+        try:
+            if isinstance(ask.work, Ordered | Sample):
+                self._put(ask, ask.work)
+            else:
+                self._end_ask(ask.id, self._told.do(cast(Immediate, ask.work), ask.owner))
+        except RefusedError as error:
+            self._end_ask(ask.id, error)
+        except Exception as error:  # noqa: BLE001 - one ask is no reason to end all others
+            self._end_ask(ask.id, _fault_of_ours(error))
+
+    def _put(self, ask: Ask, work: Ordered | Sample) -> None:
+        if self._workers.state == "failed":
+            raise RefusedError("unavailable", self._workers.reason)
+        outcome = self._admission.put(ask, work)
+        if outcome is not None:
+            self._end_ask(ask.id, outcome)
+        self._changed()
+
+    def _cancelled(self, cancel: Cancel) -> None:
+        outcome = RefusedError("cancelled", "it was cancelled before it began")
+        if self._queue.is_waited_for(cancel.id):
+            errand = self._queue.cancel(cancel.id, outcome)
+            if errand is not None:
+                self._admission.ended(errand)
+            self._end_ask(cancel.id, outcome)
+            self._changed()
+
+    def _end_ask(self, ask: str, outcome: Outcome) -> None:
+        if isinstance(outcome, RefusedError):
+            self._outbox.put_nowait(outcome.failure(ask))
+        else:
+            self._outbox.put_nowait(Answer(id=ask, result=outcome))
+
+    # Works, one after another.
+
+    async def _work(self) -> None:
+        agreed: Ready | None = None
+        while True:
+            ready = self._workers.ready
+            if ready is not None and ready is not agreed:
+                with suppress(WorkersLostError):
+                    await self._put_back(ready)
+                    agreed = ready
+                continue
+            errand = self._queue.take() if ready is not None else None
+            if errand is None:
+                self._wake.clear()
+                await self._wake.wait()
+            else:
+                await self._do(errand)
+
+    async def _put_back(self, ready: Ready) -> None:
+        for model in await self._recovery.agree(ready):
+            self._queue.unsettle(model)
+        if self._workers.ready is ready:
+            self._workers.serve()
+
+    def _draws_from(self, path: str | None, errand: Errand) -> bool:
+        assert isinstance(errand.work, Sample)
+        try:
+            return self._sampling.path(errand.work, errand.owner) == path
+        except RefusedError:
+            return False
+
+    async def _do(self, errand: Errand) -> None:
+        self._changed()
+        errands = [errand]
+        try:
+            if isinstance(errand.work, Sample):
+                path = self._sampling.path(errand.work, errand.owner)
+                errands += self._queue.take_alike(
+                    self._settings.max_joined_samples - 1, partial(self._draws_from, path)
+                )
+                outcomes = await self._draw(errands)
+            else:
+                outcomes = [await self._result(errand)]
+        except RefusedError as error:
+            outcomes = [error] * len(errands)
+        except Exception as error:  # noqa: BLE001 - one ask is no reason to end all others
+            outcomes = [_fault_of_ours(error)] * len(errands)
+        for each, outcome in zip(errands, outcomes, strict=True):
+            self._end(each, outcome)
+        if not all(isinstance(outcome, RefusedError) for outcome in outcomes):
+            self._workers.losses = 0
+        self._changed()
+
+    async def _draw(self, errands: list[Errand]) -> list[Outcome]:
+        refused: dict[int, RefusedError] = {}
+        for index, errand in enumerate(errands):
+            try:
+                self._admission.check(errand)
+            except RefusedError as error:
+                refused[index] = error
+        works = [
+            (cast(Sample, errand.work), errand.owner)
+            for index, errand in enumerate(errands)
+            if index not in refused
+        ]
+        drawn = iter(await self._sampling.draw(works))
+        return [refused.get(index) or next(drawn) for index in range(len(errands))]
+
+    async def _result(self, errand: Errand) -> Result:
+        self._admission.check(errand)
+        if isinstance(errand.work, CreateModel):
+            record = _record_of(errand.work, errand.owner)
+            return await self._training.create(errand.work, record, errand.owner)
+        work = cast(Trained, errand.work)
+        if errand.is_ours and not self._retiring.is_to_go(work.model):
+            raise RefusedError("cancelled", "its client is there again")
+        why = self._retiring.why(work.model) if errand.is_ours else "it was unloaded"
+        return await self._training.do(work, errand.owner, why)
+
+    def _end(self, errand: Errand, outcome: Outcome) -> None:
+        self._queue.end(errand, outcome)
+        self._admission.ended(errand)
+        if errand.is_ours and isinstance(outcome, RefusedError):
+            LOG.warning("model %s was not unloaded: %s", errand.model, outcome)
+        for ask in errand.asks:
+            self._end_ask(ask, outcome)
+
+    # What passes with time.
+
+    async def _look(self) -> None:
+        next_retiring = 0.0
+        while True:
+            now = time.monotonic()
+            for errand in self._queue.overdue(now):
+                assert errand.outcome is not None
+                self._admission.ended(errand)
+                for ask in errand.asks:
+                    self._end_ask(ask, errand.outcome)
+            if now >= next_retiring:
+                self._retire()
+                next_retiring = now + self._retiring.interval
+            self._wake.set()
+            await asyncio.sleep(min(LOOK_SECONDS, self._settings.sequence_gap_timeout / 4))
+
+    def _retire(self) -> None:
+        self._retiring.look()
+        self._changed()
+
+    async def _tell(self) -> None:
+        interval = self._settings.status_interval
+        while True:
+            # An API that is behind needs no news of how things were.
+            if self._outbox.empty():
+                self._say()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(interval):
+                    await self._news.wait()
+            self._news.clear()
+            await asyncio.sleep(min(NEWS_SECONDS, interval))
+
+    def _changed(self) -> None:
+        if self._workers.state != self._said:
+            self._say()
+        if self._workers.state == "failed":
+            self._give_up()
+        self._news.set()
+        self._wake.set()
+
+    def _say(self) -> None:
+        self._said = self._workers.state
+        self._outbox.put_nowait(self._status())
+
+    def _give_up(self) -> None:
+        """Nobody is left to do what waits."""
+        error = RefusedError("unavailable", self._workers.reason)
+        for errand in self._queue.abandon():
+            self._admission.ended(errand)
+            for ask in errand.asks:
+                self._end_ask(ask, error)
+
+    def _status(self) -> Status:
+        running = self._queue.running
+        asks = running[0].asks if running else []
+        return Status(
+            workers=self._workers.state,
+            reason=self._workers.reason,
+            queued=len(self._queue),
+            running=asks[0] if asks else "",
+        )
+
+    def _discard(self, folders: list[Path]) -> None:
+        for folder in folders:
+            task = asyncio.create_task(asyncio.to_thread(discard, folder))
+            self._discarding.add(task)
+            task.add_done_callback(self._discarding.discard)
+
+    # What the workers are.
+
+    def _served(self) -> Served | None:
+        return self._workers.last.served if self._workers.last else None
+
+    def _served_now(self) -> Served:
+        served = self._served()
+        if served is None:
+            raise RefusedError(
+                "unavailable", "the workers are starting, and it is not known yet what is served"
+            )
+        return served
+
+    def _base_names(self) -> list[str]:
+        return [self._served_now().base_model, *self._settings.base_names]
+
+
+def _record_of(work: CreateModel, owner: str) -> ModelRecord:
+    now = time.time()
+    return ModelRecord(
+        model=work.model,
+        session=work.session,
+        owner=owner,
+        base_model="",
+        lora=work.lora,
+        optimizer_config=work.optimizer_config,
+        user_metadata=work.user_metadata,
+        created=now,
+        last_request=now,
+    )
+
+
+def _fault_of_ours(error: Exception) -> RefusedError:
+    LOG.error("an ask failed by a fault of the engine", exc_info=error)
+    what = f": {error}" if isinstance(error, OSError) else ""
+    return RefusedError("internal", f"the engine failed{what}; its log says why")

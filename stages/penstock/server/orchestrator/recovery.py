@@ -1,0 +1,111 @@
+"""After workers have come, or this process has: what they hold and what is known are made to agree.
+
+Each model is opened again as its last checkpoint has it, or as it was made. A model that workers
+hold as it was left stays as it is.
+"""
+
+import logging
+
+from penstock.server.orchestrator.checking import check_base
+from penstock.server.orchestrator.models import Models
+from penstock.server.orchestrator.names import Spot, spot_of
+from penstock.server.orchestrator.records import ModelRecord, Start
+from penstock.server.orchestrator.refusals import RefusedError, WorkersLostError
+from penstock.server.orchestrator.registry import Registry
+from penstock.server.orchestrator.storage import Storage
+from penstock.server.orchestrator.workers import Workers
+from penstock.server.protocol.commands import Close, Load, Open, Opened, Ready
+
+LOG = logging.getLogger(__name__)
+
+
+class Recovery:
+    """Puts models back."""
+
+    def __init__(
+        self, workers: Workers, registry: Registry, storage: Storage, models: Models
+    ) -> None:
+        self._workers = workers
+        self._registry = registry
+        self._storage = storage
+        self._models = models
+
+    async def agree(self, ready: Ready) -> list[str]:
+        """Have these workers hold what they are to hold. The models that were put back.
+
+        Raises WorkersLostError where they die over it.
+        """
+        interrupted = self._registry.interrupted()
+        to_hold = {record.model: record for record in self._models.open()}
+        intact = {
+            name
+            for name, record in to_hold.items()
+            if name in ready.models and record.instance == ready.instance and name != interrupted
+        }
+        for name in ready.models:
+            if name not in intact:
+                await self._close(name)
+        put_back: list[str] = []
+        for name, record in to_hold.items():
+            if name not in intact:
+                await self._open(record, ready, was_changing=name == interrupted)
+                put_back.append(name)
+        self._registry.end()
+        return put_back
+
+    async def _close(self, model: str) -> None:
+        try:
+            await self._workers.command(Close(model=model))
+        except WorkersLostError:
+            raise
+        except RefusedError as error:
+            LOG.warning("model %s is not closed: %s", model, error)
+
+    async def _open(self, record: ModelRecord, ready: Ready, *, was_changing: bool) -> None:
+        """A model that cannot be put back is closed, and says why."""
+        try:
+            check_base(record.base_model, [ready.served.base_model])
+            sizes: Opened = await self._workers.command(
+                Open(
+                    model=record.model,
+                    lora=record.lora,
+                    optimizer_config=record.optimizer_config,
+                )
+            )
+            await self._load(record)
+        except WorkersLostError:
+            raise
+        except RefusedError as error:
+            LOG.warning("model %s is not opened again: %s", record.model, error)
+            self._models.closed(record, f"it could not be opened again: {error}")
+            return
+        self._models.put_back(record, ready.instance, sizes, was_changing=was_changing)
+        LOG.info("model %s is put back to step %d", record.model, record.step)
+
+    async def _load(self, record: ModelRecord) -> None:
+        start = record.start
+        if start is not None and not self._storage.holds(spot_of(start.path)):
+            # It was deleted: the newest that there is comes nearest to it.
+            start = self._newest(record)
+            record.start, record.is_unsaved = start, True
+            record.step = self._step(record, start)
+        if start is not None:
+            folder = str(self._storage.folder(spot_of(start.path)))
+            await self._workers.command(
+                Load(model=record.model, folder=folder, optimizer=start.optimizer)
+            )
+
+    def _newest(self, record: ModelRecord) -> Start | None:
+        found = [
+            (kept.time, name)
+            for name, kept in record.checkpoints.items()
+            if name.startswith("weights/") and kept.lora == record.lora
+            if self._storage.holds(spot_of(f"{record.model}/{name}"))
+        ]
+        return Start(path=f"{record.model}/{max(found)[1]}", optimizer=True) if found else None
+
+    def _step(self, record: ModelRecord, start: Start | None) -> int:
+        if start is None:
+            return 0
+        spot: Spot = spot_of(start.path)
+        return record.checkpoints[spot.within].step

@@ -1,0 +1,39 @@
+"""How a work is refused: what becomes the failure of its ask."""
+
+from penstock.server.protocol.asks import Failure
+from penstock.server.protocol.message import Category, Code
+
+_OURS: frozenset[Code] = frozenset({"lost", "unavailable", "internal"})
+"""Kinds of failure that a client can do nothing about."""
+
+
+class RefusedError(Exception):
+    """A work that is not done. Its text is the fault with its numbers, and the next step."""
+
+    def __init__(self, code: Code, error: str, category: Category | None = None) -> None:
+        super().__init__(error)
+        self.code: Code = code
+        self.category: Category = category or ("server" if code in _OURS else "user")
+
+    def failure(self, ask: str) -> Failure:
+        """What the ask of this id is told."""
+        return Failure(id=ask, error=str(self), category=self.category, code=self.code)
+
+
+class StorageLimitError(RefusedError):
+    """What is to be saved does not fit below `storage_limit`. Nothing of it has been written."""
+
+    def __init__(self, error: str) -> None:
+        super().__init__("storage_limit", error)
+
+
+class WorkersLostError(RefusedError):
+    """The workers died while they were at it."""
+
+    def __init__(self, error: str) -> None:
+        super().__init__("lost", error)
+
+
+def not_found(what: str) -> RefusedError:
+    """There is no such thing, or it is another owner's: which of them is not told."""
+    return RefusedError("not_found", f"there is no {what} of yours")

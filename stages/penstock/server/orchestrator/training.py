@@ -1,0 +1,311 @@
+"""Works of models, as commands to the workers. Each is called in its turn, and alone."""
+
+import logging
+import time
+
+from msgspec import structs
+
+from penstock.server.orchestrator.checkpoints import Checkpoints
+from penstock.server.orchestrator.models import Models
+from penstock.server.orchestrator.names import INITIAL, Spot, spot_of
+from penstock.server.orchestrator.packing import pack
+from penstock.server.orchestrator.records import Kept, ModelRecord, SamplerRecord, Start
+from penstock.server.orchestrator.refusals import RefusedError, WorkersLostError
+from penstock.server.orchestrator.registry import Registry
+from penstock.server.orchestrator.saving import Saving
+from penstock.server.orchestrator.sessions import Sessions
+from penstock.server.orchestrator.settings import EngineSettings
+from penstock.server.orchestrator.storage import Storage
+from penstock.server.orchestrator.workers import Workers
+from penstock.server.protocol.commands import Close, Forget, Load, Open, Opened, Push, Rows, Update
+from penstock.server.protocol.results import (
+    Done,
+    Loaded,
+    ModelMade,
+    Passed,
+    Result,
+    Saved,
+    Served,
+    Stepped,
+)
+from penstock.server.protocol.values import Lora
+from penstock.server.protocol.works import (
+    CreateModel,
+    DropGradients,
+    LoadState,
+    Pass,
+    SaveSampler,
+    SaveState,
+    Step,
+    SyncWeights,
+    UnloadModel,
+)
+
+Trained = (
+    Pass | Step | DropGradients | SaveState | LoadState | SaveSampler | SyncWeights | UnloadModel
+)
+"""Works of a model that is there."""
+
+LOG = logging.getLogger(__name__)
+
+
+class Training:
+    """What is done with models."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        workers: Workers,
+        registry: Registry,
+        storage: Storage,
+        sessions: Sessions,
+        models: Models,
+        checkpoints: Checkpoints,
+    ) -> None:
+        self._settings = settings
+        self._workers = workers
+        self._registry = registry
+        self._storage = storage
+        self._sessions = sessions
+        self._models = models
+        self._checkpoints = checkpoints
+        self._saving = Saving(workers, registry, storage, models)
+
+    async def do(self, work: Trained, owner: str, why: str) -> Result:
+        """Do it. `why`: what is told of a model that is unloaded. Raises RefusedError."""
+        record = self._models.find_open(work.model, owner)
+        record.last_request = time.time()
+        match work:
+            case Pass():
+                return await self._pass(record, work)
+            case Step():
+                return await self._step(record, work)
+            case DropGradients():
+                return await self._drop_gradients(record)
+            case SaveState():
+                self._models.check_known(record)
+                spot = await self._saving.training(
+                    record, work.name, overwrite=work.overwrite, ttl_seconds=work.ttl_seconds
+                )
+                return Saved(model=record.model, name=spot.within)
+            case LoadState():
+                return await self._load(record, work, owner)
+            case SaveSampler():
+                return await self._save_sampler(record, work, owner)
+            case SyncWeights():
+                return await self._sync(record, work)
+            case UnloadModel():
+                return await self._unload(record, work, why)
+
+    async def create(self, work: CreateModel, record: ModelRecord, owner: str) -> Result:
+        """Make a model. `record` is what it is to be, which is kept when it is. Raises
+        RefusedError."""
+        found = None if work.path is None else self._checkpoints.read(work.path, owner)
+        served = self._served()
+        record.base_model = served.base_model
+        record.lora = self._lora(work.lora, found, served)
+        if found is not None:
+            self._check_fits(record, *found)
+        instance = self._instance()
+        sizes: Opened = await self._workers.command(
+            Open(model=record.model, lora=record.lora, optimizer_config=record.optimizer_config)
+        )
+        known = self._registry.models.get(record.model)
+        if known is not None:
+            record.checkpoints = known.checkpoints
+        try:
+            if found is not None:
+                folder = str(self._storage.folder(found[0]))
+                order = Load(model=record.model, folder=folder, optimizer=work.optimizer)
+                await self._workers.command(order)
+                record.start = Start(path=str(found[0]), optimizer=work.optimizer)
+                record.step = found[1].step if work.optimizer else 0
+            self._models.opened(record, instance, sizes)
+            if not self._settings.skip_initial_checkpoint:
+                await self._saving.training(record, INITIAL, overwrite=True)
+        except RefusedError as error:
+            await self._take_back(record, known, error)
+            raise
+        return ModelMade(model=record.model)
+
+    async def _take_back(
+        self, record: ModelRecord, known: ModelRecord | None, error: RefusedError
+    ) -> None:
+        """What was made in part is not there."""
+        if self._registry.models.get(record.model) is record:
+            if known is None and not record.checkpoints:
+                self._registry.drop_model(record.model)
+            else:
+                self._models.closed(record, "it could not be made")
+        if not isinstance(error, WorkersLostError):
+            try:
+                await self._workers.command(Close(model=record.model))
+            except RefusedError as another:
+                LOG.warning("model %s is not closed: %s", record.model, another)
+
+    def _lora(
+        self, asked: Lora | None, found: tuple[Spot, Kept] | None, served: Served
+    ) -> Lora | None:
+        """The adapter of a new model, as asked, or as its checkpoint's."""
+        if served.trains == "all weights":
+            return None
+        kept = found[1].lora if found else None
+        lora = asked or kept or Lora(rank=served.max_rank)
+        if kept is None or kept.alpha is None:
+            return lora
+        if lora.alpha not in (None, kept.alpha):
+            raise RefusedError(
+                "invalid", f"the checkpoint's alpha is {kept.alpha}, and {lora.alpha} is asked for"
+            )
+        return structs.replace(lora, alpha=kept.alpha)
+
+    def _check_fits(self, record: ModelRecord, spot: Spot, kept: Kept) -> None:
+        """Raises RefusedError where a model cannot go on from a checkpoint."""
+        if spot.room != "weights":
+            raise RefusedError(
+                "invalid",
+                f"{spot} is for sampling; training goes on from <model>/weights/<name>",
+            )
+        if kept.base_model != record.base_model:
+            raise RefusedError(
+                "invalid", f"{spot} is of {kept.base_model}, and here is {record.base_model}"
+            )
+        ours, theirs = record.lora, kept.lora
+        if (ours and ours.rank) != (theirs and theirs.rank):
+            raise RefusedError(
+                "invalid",
+                f"{spot} is {_rank(theirs)}, and model {record.model} {_rank(ours)}.\n"
+                "  Create a model of that kind from it.",
+            )
+
+    async def _pass(self, record: ModelRecord, work: Pass) -> Result:
+        self._models.check_known(record)
+        lengths = [datum.tokens.shape[0] for datum in work.data]
+        ready = self._workers.ready
+        rows = pack(lengths, self._settings, ready.replicas if ready else 1)
+        order = Rows(
+            model=record.model,
+            data=work.data,
+            rows=rows,
+            loss=work.loss,
+            params=work.params,
+            forward_only=work.forward_only,
+            per=work.per,
+        )
+        if work.forward_only:
+            return await self._passed(order)
+        live = self._models.live(record)
+        with self._models.changing(record):
+            passed = await self._passed(order)
+            live.has_gradients, live.lost_gradients = True, False
+        return passed
+
+    async def _passed(self, order: Rows) -> Passed:
+        passed = await self._workers.command(order)
+        if not isinstance(passed, Passed) or len(passed.outputs) != len(order.data):
+            raise RefusedError("internal", "the workers answered a pass with something else")
+        return passed
+
+    async def _step(self, record: ModelRecord, work: Step) -> Result:
+        self._models.check_known(record)
+        self._models.check_gradients(record)
+        live = self._models.live(record)
+        with self._models.changing(record):
+            stepped = await self._workers.command(Update(model=record.model, adam=work.adam))
+        if not isinstance(stepped, Stepped):
+            raise RefusedError("internal", "the workers answered a step with something else")
+        live.has_gradients = False
+        live.step = int(stepped.metrics.get("step", live.step + 1))
+        return stepped
+
+    async def _drop_gradients(self, record: ModelRecord) -> Result:
+        with self._models.changing(record):
+            await self._workers.command(Forget(model=record.model))
+        live = self._models.live(record)
+        live.has_gradients = live.lost_gradients = False
+        return Done()
+
+    async def _load(self, record: ModelRecord, work: LoadState, owner: str) -> Result:
+        spot, kept = self._checkpoints.read(work.path, owner)
+        self._check_fits(record, spot, kept)
+        folder = str(self._storage.folder(spot))
+        with self._models.changing(record):
+            await self._workers.command(
+                Load(model=record.model, folder=folder, optimizer=work.optimizer)
+            )
+        live = self._models.live(record)
+        live.has_gradients = live.lost_gradients = False
+        live.step = kept.step if work.optimizer else 0
+        record.corrupted = False
+        start = Start(path=str(spot), optimizer=work.optimizer)
+        self._models.goes_on_from(record, start, step=live.step)
+        return Loaded(model=record.model, name=spot.within)
+
+    async def _save_sampler(self, record: ModelRecord, work: SaveSampler, owner: str) -> Result:
+        self._models.check_known(record)
+        session = None if work.session is None else self._sessions.find(work.session, owner)
+        if session is None or work.number is None:
+            spot = await self._saving.sampler(record, work.name, ttl_seconds=work.ttl_seconds)
+            return Saved(model=record.model, name=spot.within)
+        name = self._sessions.free_sampler(session, work.number)
+        spot = await self._saving.sampler(
+            record,
+            work.name,
+            ttl_seconds=work.ttl_seconds,
+            only_for=None if work.keep else name,
+        )
+        sampler = SamplerRecord(base_model=record.base_model, path=str(spot))
+        self._sessions.add_sampler(session, work.number, sampler)
+        return Saved(model=record.model, name=spot.within, sampler=name)
+
+    async def _sync(self, record: ModelRecord, work: SyncWeights) -> Result:
+        self._models.check_known(record)
+        endpoints = tuple(
+            endpoint
+            for endpoint in self._registry.endpoints
+            if not work.pools or endpoint.pool in work.pools
+        )
+        if not endpoints:
+            where = f" in {', '.join(work.pools)[:200]}" if work.pools else ""
+            raise RefusedError("invalid", f"there are no inference endpoints{where}; add one first")
+        return await self._workers.command(
+            Push(
+                model=record.model,
+                endpoints=endpoints,
+                master_address=work.master_address,
+                master_port=work.master_port,
+                group_name=work.group_name,
+                buffer_size_mb=work.buffer_size_mb,
+                flush_cache=work.flush_cache,
+                pause_mode=work.pause_mode,
+                weight_version=work.weight_version,
+                quantization=work.quantization,
+            )
+        )
+
+    async def _unload(self, record: ModelRecord, work: UnloadModel, why: str) -> Result:
+        """A model that was put back and not gone on with is saved already."""
+        if work.save and (record.is_unsaved or not self._is_kept(record)):
+            await self._saving.training(record, None)
+        await self._workers.command(Close(model=record.model))
+        self._models.closed(record, why)
+        return Done()
+
+    def _is_kept(self, record: ModelRecord) -> bool:
+        start = record.start
+        if start is None or not start.optimizer:
+            return False
+        spot = spot_of(start.path)
+        return spot.model == record.model and self._storage.holds(spot)
+
+    def _served(self) -> Served:
+        if self._workers.ready is None:
+            raise WorkersLostError("the workers are not there")
+        return self._workers.ready.served
+
+    def _instance(self) -> str:
+        return self._workers.ready.instance if self._workers.ready else ""
+
+
+def _rank(lora: Lora | None) -> str:
+    return "all weights" if lora is None else f"an adapter of rank {lora.rank}"
