@@ -1,0 +1,92 @@
+"""The HTTP side of the server as an ASGI application. No torch, and nothing of training."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from penstock.server.api import (
+    routes_absent,
+    routes_futures,
+    routes_sampling,
+    routes_service,
+    routes_sync,
+    routes_training,
+    routes_weights,
+)
+from penstock.server.api.bodies import Reading
+from penstock.server.api.desk import Service
+from penstock.server.api.document import document
+from penstock.server.api.futures import Futures
+from penstock.server.api.keys import Keys
+from penstock.server.api.link import Link
+from penstock.server.api.metrics import Metrics
+from penstock.server.api.rates import Rates
+from penstock.server.api.refusals import (
+    Refusal,
+    answer_crash,
+    answer_faults,
+    answer_http,
+    answer_refusal,
+)
+from penstock.server.api.settings import ApiSettings
+from penstock.server.protocol.asks import FromEngine, ToEngine
+from penstock.server.protocol.channel import Channel
+
+BODIES_AT_ONCE = 4
+"""Of the greatest length, that are held in memory."""
+
+
+def create_app(channel: Channel[ToEngine, FromEngine], settings: ApiSettings) -> FastAPI:
+    """The application; it speaks on `channel` from its start to its end."""
+    link = Link(channel)
+    futures = Futures(
+        link,
+        ttl=settings.future_ttl,
+        max_pending=settings.max_pending_requests,
+        max_kept_bytes=settings.max_kept_bytes,
+    )
+    service = Service(
+        settings=settings,
+        link=link,
+        futures=futures,
+        keys=Keys(settings.keys),
+        rates=Rates(settings.requests_per_minute),
+        metrics=Metrics(),
+        reading=Reading(BODIES_AT_ONCE * settings.max_request_bytes),
+        quantization={},
+    )
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        link.start()
+        futures.start()
+        yield
+        await futures.stop()
+        await link.stop()
+
+    # The pages that show the document in a browser load their scripts from elsewhere.
+    app = FastAPI(
+        title="Penstock training server", lifespan=lifespan, docs_url=None, redoc_url=None
+    )
+    app.state.service = service
+    app.add_exception_handler(Refusal, answer_refusal)
+    app.add_exception_handler(HTTPException, answer_http)
+    app.add_exception_handler(RequestValidationError, answer_faults)
+    app.add_exception_handler(Exception, answer_crash)
+    # They are looked through in this order: those that clients ask for most come first.
+    for router in (
+        routes_futures.router,
+        routes_service.router,
+        routes_training.router,
+        routes_sampling.router,
+        routes_weights.router,
+        routes_sync.router,
+        routes_service.everybody,
+        routes_absent.router,
+    ):
+        app.include_router(router)
+    app.openapi = lambda: document(app)
+    return app

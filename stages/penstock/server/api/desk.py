@@ -1,0 +1,98 @@
+"""What a route is served with: whose request it is, the engine, and the futures."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+from fastapi import Depends, Request
+
+from penstock.server.api.bodies import Reading
+from penstock.server.api.futures import Futures, Kind, Shape
+from penstock.server.api.keys import Keys
+from penstock.server.api.link import Link
+from penstock.server.api.metrics import Metrics
+from penstock.server.api.rates import Rates
+from penstock.server.api.refusals import Refusal
+from penstock.server.api.settings import ApiSettings
+from penstock.server.protocol.results import Result
+from penstock.server.protocol.works import Ordered, Sample, Work
+
+R = TypeVar("R", bound=Result)
+
+Quantization = dict[str, str | int | float | bool]
+
+
+@dataclass(frozen=True)
+class Service:
+    """What all requests of one API process share."""
+
+    settings: ApiSettings
+    link: Link
+    futures: Futures
+    keys: Keys
+    rates: Rates
+    metrics: Metrics
+    reading: Reading
+    quantization: dict[str, Quantization | None]
+    """How weights are sent, by owner, where a request to send them does not say."""
+
+
+@dataclass(frozen=True)
+class Desk:
+    """One request."""
+
+    service: Service
+    owner: str
+    idempotency: str
+    """The client's name for this request, the same when it sends it again; or empty."""
+
+    async def call(self, work: Work, kind: type[R], *, by_workers: bool = False) -> R:
+        """The result of a work that is waited for, which is of this kind.
+
+        Raises Refusal: the engine's, or 504 where it takes too long.
+        """
+        settings = self.service.settings
+        seconds = settings.operation_timeout if by_workers else settings.answer_timeout
+        result = await self.service.link.call(self.owner, work, seconds)
+        if not isinstance(result, kind):
+            raise Refusal(
+                f"the engine answered with {type(result).__name__}, not {kind.__name__}",
+                code="internal",
+                category="server",
+            )
+        return result
+
+    async def submit(
+        self,
+        kind: Kind,
+        work: Ordered | Sample,
+        *,
+        seq: int | None = None,
+        again: str = "",
+        **shape: Any,
+    ) -> dict[str, Any]:
+        """Hand a work over; what its client comes back with.
+
+        `again` names the work where the client's own names make it the same one when it is sent
+        twice; `shape` are further fields of Shape.
+        """
+        model = getattr(work, "model", None)
+        promise = await self.service.futures.submit(
+            self.owner,
+            work,
+            Shape(kind, model, **shape),
+            seq=seq,
+            idempotency=again or self.idempotency,
+        )
+        return {"request_id": promise.id, "model_id": model}
+
+
+async def desk_of(request: Request) -> Desk:
+    """The desk of a request that was let in. Async, for others are called in another thread."""
+    return Desk(
+        request.app.state.service,
+        request.state.owner,
+        request.headers.get("x-idempotency-key", "")[:200],
+    )
+
+
+AtDesk = Annotated[Desk, Depends(desk_of)]

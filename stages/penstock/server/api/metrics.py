@@ -1,0 +1,55 @@
+"""What Prometheus is told: requests, futures, and how the engine is. Labels are of a known few."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from penstock.server.protocol.asks import Status
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0)
+"""Upper ends of the buckets of how long requests take."""
+
+
+class Metrics:
+    """Of one API process."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "penstock_requests",
+            "Requests that were answered.",
+            ("route", "method", "status"),
+            registry=self._registry,
+        )
+        self._seconds = Histogram(
+            "penstock_request_seconds",
+            "Seconds that requests took, polls included.",
+            ("route",),
+            buckets=SECONDS,
+            registry=self._registry,
+        )
+        self._pending = self._gauge("penstock_futures_pending", "Futures that are not done.")
+        self._kept = self._gauge("penstock_futures_kept", "Futures that are kept, done or not.")
+        self._queued = self._gauge("penstock_engine_queued", "Works that wait in the engine.")
+        self._engine = self._gauge("penstock_engine_up", "1 while the engine answers.")
+        self._workers = self._gauge("penstock_workers_ready", "1 while the workers are ready.")
+        self.total = 0
+        """Requests that were answered."""
+
+    def observe(self, route: str, method: str, status: int, seconds: float) -> None:
+        """Count one request by the path of its route, not by what a client wrote."""
+        self.total += 1
+        self._requests.labels(route, method, str(status)).inc()
+        self._seconds.labels(route).observe(seconds)
+
+    def write(self, *, pending: int, kept: int, status: Status | None) -> bytes:
+        """All of it as text. `status` None: the engine is not there."""
+        self._pending.set(pending)
+        self._kept.set(kept)
+        self._engine.set(status is not None)
+        self._queued.set(status.queued if status else 0)
+        self._workers.set(status is not None and status.workers == "ready")
+        return generate_latest(self._registry)
+
+    def _gauge(self, name: str, what: str) -> Gauge:
+        return Gauge(name, what, registry=self._registry)

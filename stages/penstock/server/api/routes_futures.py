@@ -1,0 +1,98 @@
+"""Routes of futures: to wait for one, and to wait for it no more."""
+
+import asyncio
+from typing import Any, Literal
+
+from fastapi import Request, Response
+
+from penstock.server.api.answers import Told
+from penstock.server.api.bodies import JSON, PROTOBUF
+from penstock.server.api.desk import AtDesk, Desk
+from penstock.server.api.futures import Promise
+from penstock.server.api.proto import write_result
+from penstock.server.api.refusals import Refusal
+from penstock.server.api.results import encode, json_of_failure, json_of_result
+from penstock.server.api.routing import guarded_router
+from penstock.server.api.schemas import CancelBody, RetrieveBody
+from penstock.server.protocol.asks import Answer, Failure
+
+router = guarded_router("futures")
+
+QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
+
+
+class TryAgainTold(Told):
+    """The future waits."""
+
+    type: Literal["try_again"] = "try_again"
+    request_id: str
+    queue_state: QueueState
+    queue_state_reason: str | None = None
+
+
+_ANY: dict[str, Any] = {"schema": {"type": "object"}}
+
+
+@router.post(
+    "/api/v1/retrieve_future",
+    response_class=Response,
+    responses={
+        200: {
+            "description": "A result, an error and its category, a size, or that it waits",
+            "content": {JSON: _ANY, PROTOBUF: {"schema": {"type": "string", "format": "binary"}}},
+        },
+        408: {"model": TryAgainTold, "description": "It waits, for a client that takes sizes"},
+    },
+)
+async def retrieve_future(body: RetrieveBody, request: Request, desk: AtDesk) -> Response:
+    """What came of a future; or, after some seconds, that it waits."""
+    promise = desk.service.futures.find(body.request_id, desk.owner)
+    if not promise.end.done():
+        await asyncio.wait({promise.end}, timeout=desk.service.settings.poll_seconds)
+    if not promise.end.done():
+        return _try_again(promise, body, desk)
+    if promise.end.cancelled():
+        raise Refusal("it was never handed over; ask again", code="gone")
+    payload, kind = _payload(promise, request.headers.get("accept", ""))
+    if body.allow_metadata_only and len(payload) > desk.service.settings.max_inline_bytes:
+        told = {"status": "complete_metadata", "response_payload_size": len(payload)}
+        return Response(encode(told), media_type=JSON)
+    return Response(payload, media_type=kind)
+
+
+@router.post("/api/v1/cancel_future", status_code=204)
+async def cancel_future(body: CancelBody, desk: AtDesk) -> None:
+    """Do not begin it, if it has not begun; its end is told as that of every future."""
+    await desk.service.futures.cancel(body.request_id, desk.owner)
+
+
+def _payload(promise: Promise, accept: str) -> tuple[bytes, str]:
+    """The end of a future, and the type it is written in."""
+    end = promise.end.result()
+    if isinstance(end, Failure):
+        return encode(json_of_failure(end)), JSON
+    assert isinstance(end, Answer)
+    message = write_result(end.result, promise.shape) if PROTOBUF in accept else None
+    if message is not None:
+        return message, PROTOBUF
+    return encode(json_of_result(end.result, promise.shape)), JSON
+
+
+def _try_again(promise: Promise, body: RetrieveBody, desk: Desk) -> Response:
+    status = desk.service.link.status
+    waits = status is None or status.workers != "ready"
+    told = TryAgainTold(
+        request_id=promise.id,
+        queue_state="paused_capacity" if waits else "active",
+        queue_state_reason=_reason(desk) if waits else None,
+    )
+    # The SDK takes a 408 for the quiet form of it; xorl's clients read the body of a 200.
+    code = 200 if body.allow_metadata_only is None else 408
+    return Response(encode(told.model_dump(exclude_none=True)), code, media_type=JSON)
+
+
+def _reason(desk: Desk) -> str:
+    status = desk.service.link.status
+    if status is None:
+        return "the engine is started again"
+    return status.reason or f"the workers are {status.workers}"

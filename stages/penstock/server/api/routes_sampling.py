@@ -1,0 +1,92 @@
+"""Routes of sampling: samplers, and draws after prompts."""
+
+from penstock.server.api.answers import CreateSamplerTold, FutureTold, SamplerTold
+from penstock.server.api.data import tokens_of_chunks
+from penstock.server.api.desk import AtDesk, Desk
+from penstock.server.api.paths import ModelName, read_path, write_path
+from penstock.server.api.refusals import Refusal
+from penstock.server.api.routing import guarded_router
+from penstock.server.api.schemas import CreateSamplerBody, DrawBody
+from penstock.server.api.tensors import token_array
+from penstock.server.api.wishes import sampling_of
+from penstock.server.protocol import results, works
+
+router = guarded_router("sampling")
+
+
+@router.post("/api/v1/create_sampling_session")
+async def create_sampling_session(body: CreateSamplerBody, desk: AtDesk) -> CreateSamplerTold:
+    """Name what is sampled from. Without a session (xorl) a path is its own name."""
+    path = None if body.model_path is None else read_path(body.model_path)
+    if body.session_id is None or body.sampling_session_seq_id is None:
+        if path is None:
+            raise Refusal("send session_id and sampling_session_seq_id, or model_path")
+        told = await desk.call(works.WeightsOf(path=path), results.WeightsTold)
+        name = told.checkpoint.name
+        return CreateSamplerTold(
+            model_path=write_path(told.checkpoint.model, name),
+            lora_name=f"{told.checkpoint.model}/{name}",
+            message="draw from it with asample, by this model_path",
+        )
+    if path is None and body.base_model is None:
+        raise Refusal("send model_path or base_model, to say what is sampled from")
+    work = works.CreateSampler(
+        session=body.session_id,
+        number=body.sampling_session_seq_id,
+        base_model=body.base_model,
+        path=path,
+    )
+    made = await desk.call(work, results.SamplerTold)
+    return CreateSamplerTold(sampling_session_id=made.sampler, model_path=body.model_path)
+
+
+@router.get("/api/v1/samplers/{sampler_id}")
+async def sampler(sampler_id: ModelName, desk: AtDesk) -> SamplerTold:
+    """What a sampler samples from."""
+    told = await desk.call(works.SamplerOf(sampler=sampler_id), results.SamplerTold)
+    path = None if told.path is None else write_path(*told.path.split("/", 1))
+    return SamplerTold(sampler_id=told.sampler, base_model=told.base_model, model_path=path)
+
+
+@router.post("/api/v1/asample")
+async def asample(body: DrawBody, desk: AtDesk) -> FutureTold:
+    """Draw after a prompt."""
+    given = (body.sampling_session_id, body.model_path, body.base_model)
+    if sum(source is not None for source in given) != 1:
+        raise Refusal("send sampling_session_id, model_path or base_model, one of them")
+    tokens = tokens_of_chunks(body.prompt.chunks, "the prompt")
+    if not len(tokens):
+        raise Refusal("the prompt has no tokens")
+    last = body.prompt_logprobs_last_n
+    if last is not None and not (body.prompt_logprobs and last < len(tokens)):
+        raise Refusal(
+            f"prompt_logprobs_last_n is {last} for a prompt of {len(tokens)} tokens: it is less,"
+            " and prompt_logprobs is true"
+        )
+    if body.base_model is not None:
+        await _is_served(desk, body.base_model)
+    work = works.Sample(
+        prompt=token_array(tokens, "the prompt"),
+        sampling=sampling_of(body.sampling_params),
+        count=body.num_samples,
+        sampler=body.sampling_session_id,
+        path=None if body.model_path is None else read_path(body.model_path),
+        prompt_logprobs=bool(body.prompt_logprobs),
+        topk_prompt_logprobs=body.topk_prompt_logprobs,
+    )
+    again = ""
+    if body.sampling_session_id is not None and body.seq_id is not None:
+        again = f"draw {body.sampling_session_id} {body.seq_id}"
+    told = await desk.submit("sample", work, again=again, last_prompt_logprobs=last)
+    told["sample_sequence_ids"] = [
+        f"{told['request_id']}:{index}" for index in range(body.num_samples)
+    ]
+    return FutureTold(**told)
+
+
+async def _is_served(desk: Desk, base_model: str) -> None:
+    served = await desk.call(works.Capabilities(), results.Served)
+    if base_model != served.base_model:
+        raise Refusal(
+            f"{base_model[:200]!r} is not served here; {served.base_model!r} is", code="not_found"
+        )

@@ -1,0 +1,120 @@
+"""Routes of inference servers that weights are sent to: xorl's dialect."""
+
+from penstock.server.api import answers
+from penstock.server.api.desk import AtDesk, Desk
+from penstock.server.api.refusals import Refusal
+from penstock.server.api.routing import guarded_router
+from penstock.server.api.schemas_sync import (
+    EndpointBody,
+    QuantizationBody,
+    RemoveEndpointBody,
+    SyncBody,
+)
+from penstock.server.protocol import results, values, works
+
+router = guarded_router("inference servers")
+
+
+@router.post("/add_inference_endpoint")
+async def add_inference_endpoint(body: EndpointBody, desk: AtDesk) -> answers.EndpointTold:
+    """Name an inference server that weights are sent to."""
+    endpoint = values.Endpoint(
+        host=body.host, port=body.port, world_size=body.world_size, pool=body.pool
+    )
+    await desk.call(works.AddEndpoint(endpoint=endpoint), results.Endpoints)
+    message = None
+    if body.sync_weights:
+        synced = await _sync(
+            desk,
+            SyncBody(
+                master_address=body.master_address or "",
+                master_port=body.master_port,
+                group_name=body.group_name,
+                buffer_size_mb=body.buffer_size_mb,
+                pools=[body.pool],
+            ),
+        )
+        message = synced.message
+    return answers.EndpointTold(
+        success=True,
+        message=f"{body.host}:{body.port} is sent weights from now on",
+        endpoint=_told(endpoint),
+        weights_synced=body.sync_weights,
+        sync_message=message,
+    )
+
+
+@router.post("/remove_inference_endpoint")
+async def remove_inference_endpoint(body: RemoveEndpointBody, desk: AtDesk) -> answers.RemovedTold:
+    """Send an inference server no more weights."""
+    await desk.call(works.RemoveEndpoint(host=body.host, port=body.port), results.Endpoints)
+    return answers.RemovedTold(success=True, message=f"{body.host}:{body.port} is removed")
+
+
+@router.get("/list_inference_endpoints")
+async def list_inference_endpoints(desk: AtDesk) -> answers.EndpointsTold:
+    """Those that weights are sent to."""
+    told = await desk.call(works.ListEndpoints(), results.Endpoints)
+    endpoints = [_told(endpoint) for endpoint in told.endpoints]
+    return answers.EndpointsTold(endpoints=endpoints, count=len(endpoints))
+
+
+@router.post("/sync_inference_weights", include_in_schema=False)
+@router.post("/api/v1/sync_inference_weights")
+async def sync_inference_weights(body: SyncBody, desk: AtDesk) -> answers.SyncedTold:
+    """Send a model's weights to inference servers, and wait for it."""
+    return await _sync(desk, body)
+
+
+@router.post("/api/v1/set_sync_quantization")
+async def set_sync_quantization(body: QuantizationBody, desk: AtDesk) -> answers.QuantizationTold:
+    """How weights are sent where a request to send them does not say, until this process ends."""
+    desk.service.quantization[desk.owner] = body.quantization
+    return answers.QuantizationTold(
+        quantization=body.quantization, message="it holds until the server is started again"
+    )
+
+
+async def _sync(desk: Desk, body: SyncBody) -> answers.SyncedTold:
+    if body.cache_invalidation_mode == "none" and body.flush_cache:
+        raise Refusal("flush_cache is true, and cache_invalidation_mode is none: send one of them")
+    flush = body.flush_cache or body.cache_invalidation_mode == "flush"
+    quantization = body.quantization
+    if quantization is None:
+        quantization = desk.service.quantization.get(desk.owner)
+    work = works.SyncWeights(
+        model=body.model_id or "default",
+        master_address=body.master_address,
+        master_port=body.master_port,
+        group_name=body.group_name,
+        buffer_size_mb=body.buffer_size_mb,
+        flush_cache=flush,
+        pause_mode=body.pause_mode,
+        weight_version=body.weight_version,
+        quantization=quantization,
+        pools=tuple(body.pools or ()),
+    )
+    done = await desk.call(work, results.Synced, by_workers=True)
+    return answers.SyncedTold(
+        success=True,
+        message=f"{done.num_parameters} parameters are sent to {len(done.endpoints)} servers",
+        transfer_time=done.seconds,
+        total_bytes=done.total_bytes,
+        num_parameters=done.num_parameters,
+        num_buckets=done.num_buckets,
+        cache_invalidation_mode=body.cache_invalidation_mode,
+        flush_cache=flush,
+        endpoints_synced=[
+            answers.EndpointSynced(host=endpoint.host, port=endpoint.port)
+            for endpoint in done.endpoints
+        ],
+    )
+
+
+def _told(endpoint: values.Endpoint) -> answers.Endpoint:
+    return answers.Endpoint(
+        host=endpoint.host,
+        port=endpoint.port,
+        world_size=endpoint.world_size,
+        pool=endpoint.pool,
+    )
