@@ -38,6 +38,7 @@ from penstock.engine.expert_kernels import choose_experts
 from penstock.engine.float8_gather import gather_in_8_bits
 from penstock.engine.float8_training import agree_on_scales, put_float8
 from penstock.engine.fused_step import FusedStep
+from penstock.engine.generation import Generator, generator_of
 from penstock.engine.kept_precision import (
     exact_parameters,
     keep_all_in,
@@ -109,6 +110,8 @@ class Assembled:
     """The same model, for those who only look."""
     answers: AnswerSums
     """The same model, for those who ask about whole answers."""
+    generator: Generator
+    """The same model, for those who want answers."""
     trained: Trained
     degrees: Degrees
     layout: dict[str, Any]
@@ -238,6 +241,7 @@ def assemble(
         engine=engine,
         onlooker=Onlooker(layout, ranks, vocabulary.scores(told), vocabulary.likeliest(told)),
         answers=answer_sums(run, layout, vocabulary, ranks),
+        generator=generator_of(train, layout, ranks, vocabulary.whole_logits(told)),
         trained=Trained(
             held,
             optimizer,
@@ -246,6 +250,7 @@ def assemble(
             states="saved" if train.save_optimizer else "left out",
             changes=changes,
             rounded_to=rounded_to(train),
+            compressed_to=None if train.ckpt_quant == "none" else train.ckpt_quant,
             exact=exact_parameters(parts, held, names),
         ),
         degrees=degrees,

@@ -1,0 +1,9 @@
+"""`python -m penstock.server.worker JOB.json`: one rank of the workers, started by torchrun."""
+
+import sys
+from pathlib import Path
+
+from penstock.server.worker.main import main
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

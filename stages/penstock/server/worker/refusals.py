@@ -1,0 +1,52 @@
+"""What the workers refuse, and whose fault a failure is."""
+
+from penstock.core.errors import (
+    ArtifactError,
+    CapabilityError,
+    ConfigError,
+    PenstockError,
+    StageError,
+)
+from penstock.engine import generation
+from penstock.engine.resident_steps import NotFiniteError
+from penstock.engine.residents import UnknownModelError
+from penstock.server.protocol.message import Category, Code
+from penstock.server.sync.errors import SyncError
+
+
+class RefusedError(PenstockError):
+    """An order that is not carried out, and why."""
+
+    def __init__(self, code: Code, error: str) -> None:
+        super().__init__(error)
+        self.code: Code = code
+
+
+OURS: frozenset[Code] = frozenset({"internal", "lost", "unavailable", "storage_limit"})
+"""Codes of failures that no client can do anything about."""
+
+CODES: tuple[tuple[type[PenstockError], Code], ...] = (
+    (UnknownModelError, "not_found"),
+    (NotFiniteError, "not_finite"),
+    (generation.NotFiniteError, "not_finite"),
+    (ConfigError, "invalid"),
+    (CapabilityError, "invalid"),
+    (ArtifactError, "invalid"),
+    (StageError, "internal"),
+)
+"""The first that fits."""
+
+
+def code_of(error: PenstockError) -> Code:
+    """What kind of failure it is."""
+    if isinstance(error, RefusedError | SyncError):
+        return error.code
+    for kind, code in CODES:
+        if isinstance(error, kind):
+            return code
+    return "internal"
+
+
+def category_of(code: Code) -> Category:
+    """Who can do something about it."""
+    return "server" if code in OURS else "user"

@@ -1,0 +1,55 @@
+"""A pass, a step and a pass again of a model of its own, before any client comes."""
+
+import math
+
+import numpy as np
+
+from penstock.core.errors import StageError
+from penstock.server.protocol.commands import Close, Open, Opened, Rows, Update
+from penstock.server.protocol.results import Passed, Stepped
+from penstock.server.protocol.values import Adam, Array, Datum
+from penstock.server.worker.operations import Operations
+
+NAME = "self-test"
+TOKENS = 64
+"""Of each sample."""
+
+
+def self_test(operations: Operations) -> None:
+    """Raises StageError for numbers that are none, and whatever the orders raise. Nothing of it is
+    left. Every rank calls it."""
+    dealing = operations.dealing
+    vocabulary = operations.residents.substrate.built.vocab_size
+    count = min(TOKENS, dealing.run.data.sample_packing_sequence_len)
+    drawn = np.random.default_rng(0).integers(0, vocabulary, (dealing.num_replicas, count + 1))
+    data = tuple(
+        Datum(
+            tokens=Array.of(ids[:-1], "int32"),
+            inputs={"target_tokens": Array.of(ids[1:], "int64")},
+        )
+        for ids in drawn
+    )
+    rows = Rows(
+        model=NAME,
+        data=data,
+        rows=tuple((number,) for number in range(len(data))),
+        loss="cross_entropy",
+        params={},
+        forward_only=False,
+        per="token",
+    )
+    opened = operations.do(Open(model=NAME, lora=None))
+    assert isinstance(opened, Opened)
+    try:
+        found = [operations.do(rows), operations.do(Update(model=NAME, adam=Adam()))]
+        found.append(operations.do(rows))
+    finally:
+        operations.do(Close(model=NAME))
+    for told in found:
+        assert isinstance(told, Passed | Stepped)
+        for name, value in told.metrics.items():
+            if not math.isfinite(value):
+                raise StageError(
+                    f"the self test found {name} to be {value}.\n"
+                    "  Look at the weights in model_path, and at the precisions that are written."
+                )
