@@ -1,10 +1,10 @@
-"""What shared prompts save, and what they round: `python tests/bench/bench_shared_prompts.py [SET]`.
+"""What shared prompts save and round: `PYTHONPATH=. python tests/bench/bench_shared_prompts.py`.
 
-Tokens of an epoch over the preference demo set (or SET, a JSON list of such records), as the
-byte-level tokenizer makes them, nothing cut: in our packed rows, padding included; as two rows of
-each pair without any padding; with each pair padded to its longer side; and in the batches that
-TRL's own DPO trainer makes, with its own collator, of eight pairs, its default. TRL's answers and
-ours are compared.
+Tokens of an epoch over the preference demo set (or the file that is named: a JSON list of such
+records), as the byte-level tokenizer makes them, nothing cut: in our packed rows, padding included;
+as two rows of each pair without any padding; with each pair padded to its longer side; and in the
+batches that TRL's own DPO trainer makes, with its own collator, of eight pairs, its default. TRL's
+answers and ours are compared.
 
 Then the loss and the gradients of one step of DPO in fp32, with shared prompts and with two rows,
 beside those of the same model written out in fp64 here, one answer at a time: so a difference can
@@ -67,7 +67,7 @@ MODEL = {
 }
 BETA = 0.1
 PAIRS, LONGEST = 16, 2048
-"""Of the step that is compared, and the tokens of a side of one at most: attention is written out."""
+"""Of the step that is compared, and the tokens of a side at most: attention is written out."""
 
 Arrays = loops.Arrays
 
@@ -106,7 +106,10 @@ def trl_batches(records: list[dict[str, Any]], place: Path) -> tuple[int, list[i
 
     told = {
         "prompt": [messages(record["conversations"]) for record in records],
-        **{side: [messages([record[side]]) for record in records] for side in ("chosen", "rejected")},
+        **{
+            side: [messages([record[side]]) for record in records]
+            for side in ("chosen", "rejected")
+        },
     }
     arguments = DPOConfig(
         output_dir=str(place / "trl"),
@@ -238,14 +241,12 @@ def sum_of(weights: dict[str, torch.Tensor], ids: np.ndarray, labels: np.ndarray
     return -F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
 
 
-def written_out(weights: dict[str, torch.Tensor], rows: PackedRows, scores: Arrays) -> Step:
+def written_out(weights: dict[str, torch.Tensor], rows: PackedRows, scores_DA: np.ndarray) -> Step:
     """The loss and the gradients in the precision of `weights`."""
     weights = {name: value.clone().requires_grad_() for name, value in weights.items()}
     found = sums_of(weights, rows)
-    ratios = torch.stack(
-        [sums - torch.tensor(scores["scores"][at]) for at, sums in enumerate(found.values())]
-    )
-    loss = -F.logsigmoid(BETA * (ratios[:, 0] - ratios[:, 1])).mean()
+    ratios_DA = torch.stack(list(found.values())) - torch.tensor(scores_DA)
+    loss = -F.logsigmoid(BETA * (ratios_DA[:, 0] - ratios_DA[:, 1])).mean()
     loss.backward()
     gradients = {n: value.grad.numpy() for n, value in weights.items() if value.grad is not None}
     return Step(loss.item(), gradients)
@@ -281,9 +282,9 @@ def rounding(records: list[dict[str, Any]], place: Path) -> list[str]:
     packed(prepared, place / "one", share_prompts=True)
     with torch.no_grad():
         reference = sums_of(models[1], two)
-    scores = np.array([sums.tolist() for sums in reference.values()])
-    write_scores(place / "scores", list(reference), scores)
-    judge = written_out(models[0], two, {"scores": scores})
+    scores_DA = torch.stack(list(reference.values())).numpy()
+    write_scores(place / "scores", list(reference), scores_DA)
+    judge = written_out(models[0], two, scores_DA)
     steps = {
         name: one_step(job_of(place, place / folder, f"run {name}"))
         for name, folder in (("shared prompts", "one"), ("two rows of a pair", "two rows"))
@@ -325,7 +326,7 @@ def main() -> None:
             "Written by `tests/bench/bench_shared_prompts.py`.",
             "",
             f"Tokens of an epoch over {len(records)} pairs of answers to conversations; byte-level "
-            f"tokenizer, nothing cut, `multipack`, rows of {ROW:,} tokens, padded to whole {MULTIPLE}.",
+            f"tokenizer, nothing cut, `multipack`, rows of {ROW:,}, padded to whole {MULTIPLE}.",
             "",
             *["```", *counted, "```", ""],
             f"One step of DPO on {PAIRS} of the pairs in fp32, a Llama of three layers, 64 wide; "

@@ -194,6 +194,16 @@ def test_a_judged_answer_is_shown_with_its_verdict(tmp_path):
     assert "1 of 2 train answers are desirable (50.0%)" in out
 
 
+def test_a_scored_pair_is_shown_with_what_parts_its_answers(tmp_path):
+    pair = {"prompt": "2?", "chosen": "two", "rejected": "six", "good": 8, "bad": 2.5}
+    source = write_lines(tmp_path / "scored.jsonl", [pair])
+    columns = {"field_chosen_score": "good", "field_rejected_score": "bad"}
+    named = {"path": str(source), "type": "preference", **columns}
+    out = penstock("data", "show", run_on(tmp_path, named), "--pipeline.stages", "[prepare]").out
+    assert "\nchosen, scored 5.5 higher, " in out
+    assert out.count("higher") == 1
+
+
 def test_labels_that_are_other_tokens_are_pointed_out(tmp_path):
     ids = [72, 101, 121, 258]
     rows = [{"input_ids": ids, "labels": [-100, *shifted]} for shifted in (ids[1:], [121, 258, 72])]

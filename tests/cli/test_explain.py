@@ -1,11 +1,14 @@
 import json
 
+import pytest
+
 from penstock.cli.run import Request
 from penstock.core.files import write_json
 from penstock.core.stage import ATTEMPT, identity, key_of
 from penstock.costs.machines import remember
 from penstock.plan import plan
 from tests.cli.command import penstock, small_run
+from tests.stages.prepared import write_lines
 
 
 def standings(said):
@@ -81,6 +84,27 @@ def test_plan_tells_what_training_costs_and_counts_what_is_packed(tmp_path):
     assert told["length"]["steps"] == 3 * packed["rows"]["train"]
     assert told["length"]["tokens"] == 3 * packed["tokens"]["train"]
     assert f"{told['length']['steps']} steps of 1 row" in penstock("plan", config).out
+
+
+@pytest.mark.slow
+def test_plan_tells_what_a_reference_takes_until_it_is_there(tmp_path):
+    pairs = write_lines(
+        tmp_path / "pairs.jsonl",
+        [{"prompt": f"{i}?", "chosen": "yes", "rejected": "no"} for i in range(9)],
+    )
+    config = small_run(
+        tmp_path,
+        data={"datasets": [{"path": str(pairs), "type": "preference"}]},
+        train={"objective": "preference", "output_dir": str(tmp_path / "out")},
+    )
+    ask = ("plan", config, "--device-kind", "H100")
+    assert penstock(*ask, "--json").last["costs"]["reference_seconds"] > 0
+    assert "for what the reference makes of all answers" in penstock(*ask).out
+    free = penstock(*ask, "--preference.loss_type", "simpo", "--json").last["costs"]
+    assert free["reference_seconds"] is None
+    assert penstock("reference", config).code == 0
+    assert penstock(*ask, "--json").last["costs"]["reference_seconds"] is None
+    assert "the reference makes" not in penstock(*ask).out
 
 
 def test_plan_proposes_layouts_that_a_config_takes(tmp_path):

@@ -33,6 +33,18 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         "load_checkpoint_path names another start",
         {"train": {"load_checkpoint_path": "auto"}},
     ),
+    (
+        {"train": {"ckpt_quant": "int8", "save_optimizer": False}},
+        "train.ckpt_quant",
+        "compresses what save_optimizer: false leaves out",
+        {"train": {"save_optimizer": True}},
+    ),
+    (
+        {"train": {"ckpt_quant": "int4", "optimizer": "muon"}},
+        "train.ckpt_quant",
+        "compresses the moments of adamw and anyprecision_adamw, and the optimizer is muon",
+        {"train": {"optimizer": "anyprecision_adamw"}},
+    ),
 ]
 
 

@@ -268,6 +268,12 @@ def test_trl_reads_several_data_sets() -> None:
     assert line_of(found, "dataset_mixture").why == "weight of data sets are left out"
 
 
+@pytest.mark.parametrize("dialect", [TRL, LLAMA_FACTORY, AXOLOTL], ids=lambda one: one.name)
+def test_each_machine_speaks_where_its_trainer_would(dialect: Dialect) -> None:
+    assert run_of(dialect, log_on_each_node=True).train.log_ranks == "local0"
+    assert run_of(dialect, log_on_each_node=False).train.log_ranks == "global0"
+
+
 def test_trls_losses_may_have_cross_entropy_beside_them() -> None:
     mixed = run_of(TRL_DPO, loss_type=["ipo", "sft"], loss_weights=[0.5, 0.25]).preference
     assert (mixed.loss_type, mixed.pref_loss_ratio, mixed.sft_loss_ratio) == ("ipo", 0.5, 0.25)

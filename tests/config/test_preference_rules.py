@@ -10,6 +10,13 @@ from tests.config.values import faults_of, refused_and_mended, smallest
 
 PAIRS = {"datasets": [{"path": "pairs", "type": "preference"}]}
 LEARNT = {"data": PAIRS, "train": {"objective": "preference"}}
+SCORED = {
+    "path": "pairs",
+    "type": "preference",
+    "field_chosen_score": "good",
+    "field_rejected_score": "bad",
+}
+UNSCORED = {"field_chosen_score": None}
 FIRST = "data.datasets.0.type"
 
 
@@ -64,8 +71,26 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (
         {**LEARNT, "preference": {"offset_alpha": 0.5}},
         "preference.offset_alpha",
-        "no format of data carries scores",
-        {"preference": {"offset_alpha": 0.0}},
+        "goes by the scores of answers, and no data set has any",
+        {"data": {"datasets": [SCORED]}},
+    ),
+    (
+        {**LEARNT, "data": {"datasets": [{**SCORED, "field_rejected_score": None}]}},
+        "data.datasets.0.field_rejected_score",
+        "is not named, and others are",
+        {"data": {"datasets": [SCORED]}},
+    ),
+    (
+        {**LEARNT, "data": {"datasets": [SCORED], "test_datasets": [{**SCORED, **UNSCORED}]}},
+        "data.test_datasets.0.field_chosen_score",
+        "in every data set, or in none",
+        {"data": {"test_datasets": [SCORED]}},
+    ),
+    (
+        {"data": {"datasets": [{"path": "a", "type": "chat", "field_chosen_score": "x"}]}},
+        "data.datasets.0.field_chosen_score",
+        "type chat has no scores",
+        {"data": {"datasets": [{"path": "a", "type": "chat"}]}},
     ),
     (
         {

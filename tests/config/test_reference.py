@@ -9,6 +9,8 @@ from jsonschema import Draft202012Validator
 
 from penstock.config import reference, yaml12
 from penstock.config.load import loads
+from penstock.config.server import ServerConfig
+from penstock.config.server_load import load_server
 from penstock.config.shape import sections
 from penstock.core.errors import ConfigError
 from tests.config.test_load import AVAILABLE
@@ -24,7 +26,7 @@ def validator() -> Draft202012Validator:
     return Draft202012Validator(schema)
 
 
-@pytest.mark.parametrize("name", [reference.PAGE, reference.SCHEMA])
+@pytest.mark.parametrize("name", reference.texts())
 def test_generated_file_is_fresh(name: str) -> None:
     stale = f"{name} is stale: run python -m penstock.config.reference"
     assert (CONFIGS / name).read_text() == reference.texts()[name], stale
@@ -46,6 +48,25 @@ def test_page_has_a_row_for_every_field() -> None:
         for name in section.model_fields:
             if f"{place}.{name}" not in sections():
                 assert f"\n| `{name}` |" in table
+
+
+def test_servers_page_has_a_row_for_every_field() -> None:
+    text = reference.server_page()
+    for name in ServerConfig.model_fields:
+        assert text.count(f"\n| `{name}` |") == 1
+
+
+def test_editor_schema_of_servers_judges_as_loading_does() -> None:
+    schema = json.loads((CONFIGS / reference.SERVER_SCHEMA).read_text())
+    Draft202012Validator.check_schema(schema)
+    judge = Draft202012Validator(schema)
+    for file in sorted((CONFIGS / "server").glob("*.yaml")):
+        judge.validate(yaml12.parse(file.read_text()).value)
+        load_server(file)
+    for wrong in ({}, {"model_path": "m", "lorra_rank": 1}, {"model_path": "m", "lora_rank": 0}):
+        assert not judge.is_valid(wrong)
+        with pytest.raises(ValueError, match="validation error"):
+            ServerConfig.model_validate(wrong)
 
 
 def test_editor_schema_accepts_what_loads(validator: Draft202012Validator) -> None:

@@ -16,6 +16,8 @@ from tests.ranks import on_ranks
 CASES = {
     "adamw": {},
     "states in bf16": {"optimizer": "anyprecision_adamw"},
+    "states in eight bits": {"ckpt_quant": "int8"},
+    "states in four bits": {"optimizer": "anyprecision_adamw", "ckpt_quant": "int4"},
     "no states": {"optimizer": "sgd"},
     "adapters": {"lora": {"enable_lora": True, "lora_rank": 128}},
 }

@@ -6,11 +6,12 @@ import pytest
 from transformers import AutoConfig
 
 from penstock.config.load import loads
+from penstock.costs.amounts import Data, work_of
 from penstock.costs.cut import Cut
-from penstock.costs.durations import step_of
+from penstock.costs.durations import pass_of, step_of
 from penstock.costs.layouts import Wanted, fastest
 from penstock.costs.machines import machine_called
-from penstock.costs.prediction import USED, model_of
+from penstock.costs.prediction import USED, model_of, predict
 from penstock.engine.parallel.degrees import Degrees, degrees_of
 from penstock.engine.parallel.fits import Counts, misfits
 from penstock.models.cost import Work, forward_flops, step_flops
@@ -89,6 +90,63 @@ def test_products_take_the_time_of_their_operations_shared_by_all_ranks():
         )
         is None
     )
+
+
+PAIRS = {
+    "data": {
+        "sample_packing_sequence_len": 4096,
+        "datasets": [{"path": "pairs", "type": "preference"}],
+    }
+}
+
+
+def comparing(loss):
+    """A run of that loss over four shards, and a step's work."""
+    run = loads(
+        smallest(
+            **PAIRS,
+            train={"objective": "preference", "global_batch_size": ROWS},
+            preference={"loss_type": loss},
+        )
+    )
+    asked = wanted(DENSE, 4)
+    return run, asked.model, asked.machine, Work.of(asked.model.config, [512] * 8 * ROWS)
+
+
+def test_a_baseline_costs_one_more_pass_forward_in_every_step():
+    steps = {}
+    for loss in ("sigmoid", "kto_pair"):
+        run, model, machine, work = comparing(loss)
+        cut = Cut(run, model, Degrees(shard=4), "cuda")
+        steps[loss] = step_of(cut, machine, work)
+        once, speed = pass_of(cut, machine, work), machine.speed(2)
+        assert once
+        assert speed
+        assert once.products == pytest.approx(forward_flops(model.config, work) / 4 / speed)
+        assert once.optimizer == 0
+        assert 0 < once.communication < steps[loss].communication
+        assert 0 < once.memory < steps[loss].memory
+    more = steps["kto_pair"].total - steps["sigmoid"].total
+    assert more == pytest.approx(once.total)
+
+
+def test_a_reference_is_told_as_one_pass_over_all_rows_where_there_is_one():
+    data = Data((240,), 240 * 4096, 240 * 8, 240 * 2048, "counted")
+    for loss, has_one in (("sigmoid", True), ("simpo", False)):
+        run, model, machine, _ = comparing(loss)
+        found = predict(run, model, Degrees(shard=4), machine, data)
+        if not has_one:
+            assert found.reference_seconds is None
+            continue
+        assert found.step
+        assert found.reference_seconds
+        work = work_of(model.config, run, data, ROWS)
+        once = pass_of(Cut(run, model, Degrees(shard=4), machine.kind), machine, work)
+        assert once
+        assert found.reference_seconds == pytest.approx(once.total * 240 / ROWS)
+        # Three passes are learnt from, and one more is made anew.
+        assert found.step.total * 240 / ROWS / 5 < found.reference_seconds
+        assert found.reference_seconds < found.step.total * 240 / ROWS / 3
 
 
 def test_a_pipeline_waits_for_as_many_micro_batches_as_it_has_other_ranks():

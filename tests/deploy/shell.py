@@ -25,6 +25,7 @@ from prefect.cli._app import _app as prefect_app
 
 from penstock.cli.main import app as penstock_app
 from penstock.config.overrides import split_overrides
+from penstock.config.server import ServerConfig
 from penstock.config.shape import sections
 
 FENCED = re.compile(r"^[ ]*```sh\n(.*?)^[ ]*```", re.M | re.S)
@@ -86,9 +87,10 @@ def fault_of(command: list[str]) -> str | None:
             return str(error)
     if program == "penstock":
         words, overrides = split_overrides(words)
+        known = {**sections(), "server": ServerConfig}
         for override in overrides:
             section, field = override.name.split(".")[:2]
-            if section not in sections() or field not in sections()[section].model_fields:
+            if section not in known or field not in known[section].model_fields:
                 return f"{override.name} is no setting"
         try:
             _parse(PENSTOCK, program, words)

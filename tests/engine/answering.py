@@ -11,7 +11,7 @@ import pyarrow as pa
 import torch
 
 from penstock.rows.answer_scores import write_scores
-from penstock.rows.schema import DIGEST_BYTES, PACKED_JUDGED, PACKED_PAIRS
+from penstock.rows.schema import DIGEST_BYTES, PACKED_JUDGED, PACKED_SCORED, packed_schema
 
 ROW = 4
 """Samples in every other row; those between hold one less."""
@@ -24,6 +24,7 @@ class Asked:
     prompt: list[int]
     answers: tuple[list[int], list[int]]
     desirable: bool | None = None
+    score_gap: float | None = None
 
     @property
     def digest(self) -> bytes:
@@ -49,7 +50,8 @@ def random_samples(count: int, vocabulary: int, *, judged: bool = False, seed: i
 def write_answers(folder: Path, samples: Sequence[Asked], split: str = "train") -> Path:
     """Packed rows of these samples, whose prompts are shared."""
     is_judged = samples[0].desirable is not None
-    schema = PACKED_JUDGED if is_judged else PACKED_PAIRS
+    is_scored = samples[0].score_gap is not None
+    schema = packed_schema("kto" if is_judged else "preference", is_scored=is_scored)
     rows: list[dict[str, Any]] = []
     left = list(samples)
     while left:
@@ -65,7 +67,7 @@ def write_answers(folder: Path, samples: Sequence[Asked], split: str = "train") 
 
 
 def _row(samples: Sequence[Asked]) -> dict[str, Any]:
-    row: dict[str, Any] = {name: [] for name in PACKED_JUDGED.names}
+    row: dict[str, Any] = {name: [] for name in (*PACKED_JUDGED.names, *PACKED_SCORED.names)}
     for sample in samples:
         shared, last = sample.prompt[:-1], sample.prompt[-1]
         row["input_ids"] += shared
@@ -78,6 +80,7 @@ def _row(samples: Sequence[Asked]) -> dict[str, Any]:
         row["lengths"].append(len(shared) + sum(map(len, sample.answers)))
         row["samples"].append(sample.digest)
         row["desirable"].append(bool(sample.desirable))
+        row["score_gaps"].append(sample.score_gap)
     return row
 
 

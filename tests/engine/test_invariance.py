@@ -43,6 +43,9 @@ LARGE = {
     "shard 2 x ulysses 2 x tp 2",
     "ring 2 x ulysses 2 x tp 2",
     "ring 4 x ulysses 2",
+    "pp 2 x shard 2 x tp 2",
+    "pp 2 x ring 2 x ulysses 2",
+    "ep 4 over pp 2 x shard 2 x tp 2",
 }
 """Many processes for what others show as well: run with `pytest -m exhaustive`."""
 

@@ -27,8 +27,9 @@ pytestmark = [
 RANK, ALPHA, LR = 4, 6, 0.3
 ADAPTED = {"enable_lora": True, "lora_rank": RANK, "lora_alpha": ALPHA}
 MERGED = {**ADAPTED, "merge_lora_interval": 2}
-# Roundings of weights to fp32, and of sums of products that are small beside these.
-RELATIVE = 1e-6
+# Roundings of weights to fp32 at every merge, and of sums of products that are small beside these,
+# whose order differs between processors.
+RELATIVE = 2e-6
 
 
 @pytest.fixture(scope="module")

@@ -310,7 +310,7 @@ def test_sharded_stages_compute_what_one_model_does():
 
 
 @pytest.mark.dist
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_schedule_on_four_ranks_computes_what_one_model_does():
     cases = [
         {"schedule": schedule, "layers": 6, "tied": tied, "recomputed": recomputed}

@@ -21,10 +21,16 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 JUDGED = random_samples(12, runs.VOCAB, judged=True)
 """Of pairs the judgement is left out. They fill the rows of one step."""
 
+GAPS = [0.25 * number for number in range(len(JUDGED))]
+"""By how much the first answers are scored higher."""
+
+SCORES = {"field_chosen_score": "good", "field_rejected_score": "bad"}
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "beta": {"beta": 0.7},
     "label_smoothing": {"label_smoothing": 0.2},
+    "offset_alpha": {"offset_alpha": 0.5},
     "pref_loss_ratio": {"pref_loss_ratio": 0.3},
     "sft_loss_ratio": {"sft_loss_ratio": 0.4},
     "reference_free": {"reference_free": True},
@@ -65,7 +71,12 @@ def answers(tmp_path_factory):
     reference = policy + np.random.default_rng(0).normal(size=policy.shape)
     for kind in ("preference", "kto"):
         is_judged = kind == "kto"
-        samples = [each if is_judged else replace(each, desirable=None) for each in JUDGED]
+        samples = JUDGED
+        if not is_judged:
+            samples = [
+                replace(each, desirable=None, score_gap=gap)
+                for each, gap in zip(JUDGED, GAPS, strict=True)
+            ]
         write_answers(folder / kind, samples)
         write_reference(folder / kind / "scores", samples, reference)
     jobs = {name: job_of(folder, name, its) for name, its in SETTINGS.items()}
@@ -79,7 +90,12 @@ def job_of(folder, name, preference):
         folder,
         f"run {name}",
         objective="preference",
-        data={"pad_to_multiple_of": 1, "datasets": [{"path": "dummy", "type": kind}]},
+        data={
+            "pad_to_multiple_of": 1,
+            "datasets": [
+                {"path": "dummy", "type": kind, **(SCORES if "offset_alpha" in preference else {})}
+            ],
+        },
         preference=preference,
     )
     scores = folder / kind / "scores" if job.config.preference.has_reference else None
@@ -94,7 +110,8 @@ def loss_of(policy, reference, how: PreferenceConfig) -> float:
     ratios_DA = normalised(policy_DA - reference_DA, tokens, how.normalisation)
     desirable_D = torch.tensor([bool(each.desirable) for each in JUDGED])
     start_A = baseline(ratios_DA.sum(0), torch.tensor(len(JUDGED)))
-    loss = preference_losses(Answers(ratios_DA, start_A, desirable_D), how).mean()
+    answers = Answers(ratios_DA, start_A, desirable_D, torch.tensor(GAPS))
+    loss = preference_losses(answers, how).mean()
     good_D = desirable_D if how.loss_type == "kto" else torch.ones_like(desirable_D)
     learnt = -policy_DA[good_D, 0].sum() / tokens[good_D, 0].sum()
     return (how.pref_loss_ratio * loss + how.sft_weight * learnt).item()

@@ -228,7 +228,7 @@ def test_two_ranks_go_on_with_the_codes_of_one(two_ranks, one_process):
     require_same(two_ranks[0][2], one_process)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_four_ranks_write_the_codes_of_one(folder, one_process):
     require_same(
         on_ranks(4, each, merged, jobs_of(folder, 4), timeout=120)[0],

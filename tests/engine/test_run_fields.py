@@ -283,6 +283,35 @@ def test_the_log_format_is_a_bar_or_lines_or_objects(folder):
     assert [each["step"] for each in kept if "loss" in each] == [1, 2, 3]
 
 
+def said_by_each(jobs):
+    """What this rank says in each run, of two ranks that are of one machine or of two."""
+    own = os.environ["LOCAL_RANK"]
+    found = {}
+    for name, job in jobs.items():
+        os.environ["LOCAL_RANK"] = "0" if "two machines" in name else own
+        found[name] = said(job)
+    return found
+
+
+def test_ranks_beside_the_first_speak_where_that_is_written(folder):
+    settings = {"tensor_parallel_size": 2}
+    written = {
+        "usual, two machines": {},
+        "local0": {"log_ranks": "local0"},
+        "local0, two machines": {"log_ranks": "local0"},
+        "all": {"log_ranks": "all"},
+    }
+    jobs = {name: job(folder, name, **settings, **its) for name, its in written.items()}
+    first, second = on_ranks(2, said_by_each, jobs)
+    assert len({text.count("train: ") for text in first.values()}) == 1
+    assert not any("rank 0" in text for text in first.values())
+    assert [name for name, text in second.items() if text] == ["local0, two machines", "all"]
+    for name in ("local0, two machines", "all"):
+        assert "train, rank 1: rows are mapped into memory" in second[name]
+    kept = (jobs["local0"].output_dir / "logs" / "rank_1.log").read_text()
+    assert "rows are mapped into memory" in kept
+
+
 def test_rows_that_are_read_in_this_process_are_told_unless_that_is_written(folder):
     jobs = {
         "plain": job(folder, "plain"),

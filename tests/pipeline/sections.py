@@ -57,6 +57,15 @@ def preferring(**data):
     }
 
 
+def scored(**its):
+    """A run that learns from pairs with scores in some columns."""
+    named = {"field_chosen_score": "good", "field_rejected_score": "bad", **its}
+    return lambda chats: {
+        "data": {"datasets": [{"path": chats, "type": "preference", **named}]},
+        "train": {"objective": "preference"},
+    }
+
+
 def adapter(weights):
     """A folder whose adapter is of these bytes; keys need no more of it."""
 
@@ -87,6 +96,7 @@ OPTIMIZED = {
         ("save_optimizer", {"save_optimizer": False}, None),
         ("load_optimizer", {"load_optimizer": False}, {"load_checkpoint_path": "auto"}),
         ("ckpt_weights", {"ckpt_weights": "compute"}, None),
+        ("ckpt_quant", {"ckpt_quant": "int8"}, None),
     )
 }
 """Settings of optimizers, of what is kept of them and of precision, and what each is laid over."""

@@ -26,6 +26,7 @@ from tests.pipeline.sections import (
     judged,
     preferring,
     quantised,
+    scored,
     section,
     sparse,
 )
@@ -70,12 +71,12 @@ CHANGES = {
         PLAIN,
         "prepare",
     ),
-    "data.sample_packing_group_size": (
-        section("data", sample_packing_group_size=9),
-        PLAIN,
-        "pack",
-    ),
+    "data.sample_packing_group_size": (section("data", sample_packing_group_size=9), PLAIN, "pack"),
     "data.share_prompts": (preferring(share_prompts=False), preferring(), "pack"),
+    **{
+        f"data.datasets[].{name}": (scored(**{name: "x"}), scored(), "prepare")
+        for name in ("field_chosen_score", "field_rejected_score")
+    },
     "data.mix_strategy": (section("data", mix_strategy="interleave_over"), PLAIN, "prepare"),
     "data.samples_per_epoch": (
         section("data", mix_strategy="random", samples_per_epoch=9),
@@ -210,11 +211,7 @@ CHANGES = {
     "lora.use_dora": (section("lora", use_dora=True), section("lora"), "train"),
     "lora.lora_plus_ratio": (section("lora", lora_plus_ratio=2), section("lora"), "train"),
     "lora.lora_bias": (section("lora", lora_bias="all"), section("lora"), "train"),
-    "lora.merge_lora_interval": (
-        section("lora", merge_lora_interval=2),
-        section("lora"),
-        "train",
-    ),
+    "lora.merge_lora_interval": (section("lora", merge_lora_interval=2), section("lora"), "train"),
     "lora.reset_optimizer_on_merge": (
         section("lora", merge_lora_interval=2, reset_optimizer_on_merge=True),
         section("lora", merge_lora_interval=2),

@@ -252,6 +252,14 @@ OF_DATA: dict[str, dict[str, tuple[str, ...]]] = {
         "field_system": (INSTRUCTION, NAMED_COLUMN, ARRIVES),
         "field_text": (COLUMNS, ARRIVES),
         **{
+            f"field_{side}_score": (
+                "stages/test_formats_answers.py::test_scores_are_read_where_their_columns_are_named",
+                "stages/test_branched.py::test_the_gap_between_scores_goes_with_its_pair",
+                ARRIVES,
+            )
+            for side in ("chosen", "rejected")
+        },
+        **{
             f"field_{name}": (NAMED_COLUMN, ARRIVES)
             for name in ("tools", "prompt", "chosen", "rejected", "completion", "label")
         },

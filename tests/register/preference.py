@@ -17,7 +17,7 @@ OF_PREFERENCE: dict[str, dict[str, tuple[str, ...]]] = {
         "loss_type": (VECTORS, TOLD, f"{TRL}pairs_are_learnt_from_as_trl_does"),
         "beta": (*_told("beta"), f"{TRL}pairs_are_learnt_from_as_trl_does"),
         "label_smoothing": _told("label_smoothing"),
-        "offset_alpha": (VECTORS, RULED),
+        "offset_alpha": (VECTORS, RULED, f"{TOLD}[offset_alpha]", OTHERWISE),
         "simpo_gamma": (*_told("simpo_gamma"), f"{TRL}pairs_are_learnt_from_as_trl_does"),
         "dpop_lambda": _told("dpop_lambda"),
         "dpop_penalty": _told("dpop_penalty"),

@@ -275,6 +275,10 @@ OF_TRAINING: dict[str, dict[str, tuple[str, ...]]] = {
             f"{CHECKPOINT}test_the_best_checkpoint_is_named_as_it_is_called",
         ),
         "ckpt_weights": (f"{CHECKPOINT}test_a_checkpoint_holds_the_weights_that_are_written",),
+        "ckpt_quant": (
+            "engine/test_compressed_states.py::test_a_run_goes_on_from_few_bits_nearly_as_from_all_of_them",
+            "optim/test_moments.py::test_a_second_moment_is_off_by_half_a_step_of_its_blocks_logarithms",
+        ),
         "save_epochs": SAVED,
         "save_hf_weights": (FOLDERS,),
         "load_checkpoint_path": (
@@ -303,6 +307,7 @@ OF_TRAINING: dict[str, dict[str, tuple[str, ...]]] = {
             *SHOWN,
             f"{TRACKERS}test_steps_between_are_left_out_and_the_last_is_told",
         ),
+        "log_ranks": (f"{RUN}test_ranks_beside_the_first_speak_where_that_is_written",),
         "log_grad_norm": NORMS,
         "log_param_norm": NORMS,
         "log_loss_spikes": (

@@ -15,6 +15,7 @@ from penstock.pack.compare import compare
 from penstock.pack.layout import form_of
 from penstock.pack.settings import PackSettings
 from penstock.pack.stage import Pack
+from penstock.rows.chosen import with_samples
 from penstock.rows.prepared import PLAN, PreparedSamples
 from penstock.rows.reader import PackedRows
 from penstock.rows.schema import IGNORED, PREPARED_OF
@@ -192,6 +193,39 @@ def test_a_digest_names_what_is_trained_and_nothing_else(tmp_path):
     assert found[1] == found[4], "wherever it stands"
     assert len(set(found)) == 5
     assert {len(digest) for digest in found} == {16}
+
+
+def test_the_gap_between_scores_goes_with_its_pair(tmp_path):
+    scores = [(9, 2.5), (3, 3), (7.25, -1), (1e3, 0)]
+    records = [
+        {"prompt": f"q{n}", "chosen": "yes" * n, "rejected": "no", "good": good, "bad": bad}
+        for n, (good, bad) in enumerate(scores, 1)
+    ]
+    records.insert(1, {**records[0], "bad": 10})
+    named = {"field_chosen_score": "good", "field_rejected_score": "bad"}
+    path = write_lines(tmp_path / "scored.jsonl", records)
+    stage = prepare((path, {"type": "preference", **named}), bad_rows_allowed=0.5)
+    prepared, facts = run(stage, tmp_path / "p" / "x")
+    assert facts["dropped"] == {"bad_value": 1}
+    gaps = {n: good - bad for n, (good, bad) in enumerate(scores, 1)}
+    for shares in (True, False):
+        rows, _ = packed(
+            prepared,
+            tmp_path / str(shares),
+            share_prompts=shares,
+            sample_packing_method="multipack",
+            sample_packing_sequence_len=200,
+        )
+        found = {}
+        for index in range(len(rows)):
+            row, of = rows.row(index), branching_of(rows, index)
+            for place, sample in enumerate(of.samples):
+                alone = with_samples(row, {sample})
+                assert alone is not None
+                assert alone.branching is not None
+                assert alone.branching.score_gaps == of.score_gaps[place : place + 1]
+                found[int((alone.labels == ord("y")).sum())] = of.score_gaps[place]
+        assert found == gaps
 
 
 def test_pairs_longer_than_a_row_are_told_with_the_limit_that_makes_them_fit(tmp_path):

@@ -262,6 +262,32 @@ def test_what_is_wrong_with_an_answer_is_said(record, its, reason, why):
     assert raised.value.reason == reason
 
 
+SCORED = {**PREFERENCE, "field_chosen_score": "good", "field_rejected_score": "bad"}
+
+
+def test_scores_are_read_where_their_columns_are_named():
+    record = {"prompt": "p", "chosen": "c", "rejected": "r", "good": 8, "bad": 2.5}
+    assert parse(record, **PREFERENCE).score_gap is None
+    assert parse(record, **SCORED).score_gap == 5.5
+    assert parse({**record, "bad": 8}, **SCORED).score_gap == 0
+
+
+@pytest.mark.parametrize(
+    ("scores", "reason", "why"),
+    [
+        ({"good": 1}, "missing_column", "no column 'bad'"),
+        ({"good": "8", "bad": 2}, "wrong_type", "good is a string where a number is meant"),
+        ({"good": True, "bad": 0}, "wrong_type", "good is a boolean where a number is meant"),
+        ({"good": 3, "bad": float("nan")}, "bad_value", "bad is nan"),
+        ({"good": 2, "bad": 2.5}, "bad_value", "the worse answer has the higher score"),
+    ],
+)
+def test_scores_that_say_nothing_are_a_fault(scores, reason, why):
+    with pytest.raises(BadRow, match=why) as raised:
+        parse({"prompt": "p", "chosen": "c", "rejected": "r", **scores}, **SCORED)
+    assert raised.value.reason == reason
+
+
 def tokens_of(record: Any, tokenizer: Any, **its: Any) -> Any:
     """What becomes of a record: all of its text and the trained part, of each side; or a fault."""
     found = Encoder(DatasetSettings(**its), tokenizer)([record])

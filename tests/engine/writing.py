@@ -1,0 +1,111 @@
+"""A job's model, asked to write, on one rank; and what transformers would have written."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from penstock.engine.assemble import Assembled, assemble
+from penstock.engine.hf_config import read_hf_config
+from penstock.engine.ranks import Ranks, join
+from penstock.engine.sequences import Answered, Prompt
+from penstock.rows.tokenizer import byte_tokenizer
+from penstock.train.job import Job
+from tests.engine import runs
+
+Told = dict[str, Any]
+"""What is told of a prompt and its answers, as plain numbers: tensors do not outlive their rank."""
+
+
+def write_model(folder: Path, **changes: Any) -> Path:
+    """A folder of random weights of which each token has a mind of its own."""
+    config = transformers.AutoConfig.for_model(**{**runs.TINY, "initializer_range": 0.2, **changes})
+    config.dtype = torch.float32
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Norms must differ from 1, and sinks and biases from 0, to be told apart.
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return folder
+
+
+def read_model(folder: Path) -> Any:
+    """The same in transformers."""
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def job_of(folder: Path, name: str, of: str = "model", **settings: Any) -> Job:
+    """A run of one of the folder's models; nothing of it but the model is needed."""
+    written = {"model_path": str(folder / of), **settings.pop("model", {})}
+    adapter = settings.pop("adapter", None)
+    settings = {"data_parallel_mode": "none", **settings}
+    run = runs.run_config(folder / name, folder / of, model=written, **settings)
+    return runs.job_of(run, folder / "packed", adapter=adapter)
+
+
+def built_of(job: Job, ranks: Ranks | None = None) -> Assembled:
+    """The job's model on this rank."""
+    torch.set_num_threads(1)
+    hf_config = read_hf_config(job.config_path, job.config.model.foundation)
+    return assemble(
+        job.config, hf_config, job.weights, ranks or join(60), lambda _: None, adapter=job.adapter
+    )
+
+
+def written(built: Assembled, prompts: Sequence[Prompt], **limits: Any) -> list[Told]:
+    """What the model writes. Stop texts are in bytes as `byte_tokenizer` has them."""
+    generator = replace(built.generator, **limits)
+    tokenizer = byte_tokenizer()
+    return [
+        told(each)
+        for each in generator.generate(prompts, lambda ids: str(tokenizer.decode(list(ids))))
+    ]
+
+
+def told(answered: Answered) -> Told:
+    """In plain numbers."""
+    likeliest, theirs = answered.likeliest_TK, answered.likeliest_log_probs_TK
+    return {
+        "tokens": [one.tokens for one in answered.answers],
+        "log_probs": [one.log_probs for one in answered.answers],
+        "ended": [one.ended for one in answered.answers],
+        "read": None if answered.log_probs_T is None else answered.log_probs_T.tolist(),
+        "likeliest": None if likeliest is None else likeliest.tolist(),
+        "theirs": None if theirs is None else theirs.tolist(),
+    }
+
+
+@torch.no_grad()
+def log_probs_after(model: Any, ids: Sequence[int]) -> torch.Tensor:
+    """What transformers foretells after each token, [T, V]; nothing is kept between passes."""
+    logits = model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0]
+    return logits.float().log_softmax(-1)
+
+
+@torch.no_grad()
+def greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
+    """What transformers writes."""
+    given = model.generate(
+        torch.tensor([list(prompt)]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return given[0, len(prompt) :].tolist()
+
+
+def assert_foretold(
+    model: Any, prompt: Sequence[int], found: Mapping[str, Any], atol: float
+) -> None:
+    """Every log-probability that is told is transformers'."""
+    for tokens, log_probs in zip(found["tokens"], found["log_probs"], strict=True):
+        foretold = log_probs_after(model, [*prompt, *tokens])[len(prompt) - 1 : -1]
+        wanted = foretold.gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
+        torch.testing.assert_close(torch.tensor(log_probs), wanted, atol=atol, rtol=0)

@@ -1,0 +1,275 @@
+"""An engine that answers from a table, so that the HTTP side is tested with nothing behind it."""
+
+import asyncio
+import contextlib
+import threading
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import httpx
+import numpy as np
+import uvicorn
+
+from penstock.server.api.app import create_app
+from penstock.server.api.settings import ApiSettings
+from penstock.server.protocol import asks, message, results, works
+from penstock.server.protocol.asks import FromEngine, ToEngine
+from penstock.server.protocol.channel import PeerLostError
+from penstock.server.protocol.memory import memory_pair
+from penstock.server.protocol.values import Array, Checkpoint, Run, Sequence
+
+MODEL = "sess-1:train:0"
+READY = asks.Status(workers="ready")
+
+
+def served(**facts):
+    return results.Served(
+        **{
+            "base_model": "tiny/byte-llama",
+            "tokenizer": "builtin:bytes",
+            "arch": "llama",
+            "max_context": 2048,
+            "trains": "adapters",
+            "max_rank": 16,
+            "samples": True,
+        }
+        | facts
+    )
+
+
+def passed(work):
+    """Of every token a log-probability that says which sample and token it is."""
+    outputs = []
+    for index, datum in enumerate(work.data):
+        tokens = datum.tokens.numpy()
+        outputs.append({"logprobs": Array.of(-(index + 1) - tokens / 1000, "float32")})
+    total = sum(float(-output["logprobs"].numpy().sum()) for output in outputs)
+    return results.Passed(outputs=tuple(outputs), metrics={"loss:sum": total})
+
+
+def sampled(work):
+    count = work.sampling.max_tokens or 4
+    one = Sequence(
+        stop_reason="length",
+        tokens=Array.of(np.arange(count), "int32"),
+        logprobs=Array.of(np.full(count, -0.5), "float32"),
+    )
+    length = work.prompt.shape[0]
+    prompt = np.arange(length, dtype=np.float32) * -0.25
+    prompt[:1] = np.nan
+    top = work.topk_prompt_logprobs
+    return results.Sampled(
+        sequences=(one,) * work.count,
+        prompt_logprobs=Array.of(prompt, "float32") if work.prompt_logprobs else None,
+        topk_prompt_tokens=Array.of(np.ones((length, top)), "int32") if top else None,
+        topk_prompt_logprobs=Array.of(np.full((length, top), -1.0), "float32") if top else None,
+    )
+
+
+def run_of(model):
+    return Run(
+        model=model,
+        session="sess-1",
+        base_model="tiny/byte-llama",
+        rank=8,
+        last_request=1_700_000_000.0,
+        last_checkpoint=checkpoint(model),
+    )
+
+
+def checkpoint(model=MODEL, name="weights/ck1"):
+    kind = "training" if name.startswith("weights") else "sampler"
+    return Checkpoint(name=name, model=model, kind=kind, time=1_700_000_000.0, size=1234)
+
+
+def _made(work):
+    return results.ModelMade(model=work.model)
+
+
+def _saved(work):
+    return results.Saved(model=work.model, name=f"weights/{work.name or 'by-time'}")
+
+
+def _saved_sampler(work):
+    name = f"sampler_weights/{work.name or 'unnamed'}"
+    sampler = None if work.number is None else f"{work.session}:sample:{work.number}"
+    return results.Saved(model=work.model, name=name, sampler=sampler)
+
+
+def _endpoints(work):
+    endpoint = getattr(work, "endpoint", None)
+    return results.Endpoints(endpoints=(endpoint,) if endpoint else ())
+
+
+def _sampler_made(work):
+    name = f"{work.session}:sample:{work.number}"
+    return results.SamplerTold(sampler=name, base_model="tiny/byte-llama", path=work.path)
+
+
+def _synced(_):
+    return results.Synced(
+        num_parameters=2, total_bytes=64, num_buckets=1, seconds=0.5, endpoints=()
+    )
+
+
+TABLE = {
+    works.CreateSession: lambda work: results.SessionMade(session=work.session or "sess-1"),
+    works.Heartbeat: lambda _: results.Done(),
+    works.EndSession: lambda _: results.Done(),
+    works.ListSessions: lambda _: results.Sessions(sessions=("sess-1",)),
+    works.SessionOf: lambda work: results.SessionTold(
+        session=work.session, models=(MODEL,), samplers=("sess-1:sample:0",)
+    ),
+    works.Capabilities: lambda _: served(),
+    works.CreateModel: _made,
+    works.UnloadModel: lambda _: results.Done(),
+    works.Pass: passed,
+    works.Step: lambda work: results.Stepped(
+        metrics={"grad_norm": 1.5, "learning_rate": work.adam.learning_rate, "step": 1.0}
+    ),
+    works.DropGradients: lambda _: results.Done(),
+    works.SaveState: _saved,
+    works.LoadState: lambda work: results.Loaded(model=work.model, name=work.path.split("/", 1)[1]),
+    works.SaveSampler: _saved_sampler,
+    works.SyncWeights: _synced,
+    works.CreateSampler: _sampler_made,
+    works.SamplerOf: lambda work: results.SamplerTold(
+        sampler=work.sampler, base_model="tiny/byte-llama", path=f"{MODEL}/sampler_weights/s1"
+    ),
+    works.Sample: sampled,
+    works.ModelOf: lambda work: results.ModelTold(
+        run=run_of(work.model), served=served(), pending=0
+    ),
+    works.ListRuns: lambda _: results.Runs(runs=(run_of(MODEL),), total=1),
+    works.ListCheckpoints: lambda work: results.CheckpointsTold(
+        checkpoints=(checkpoint(work.model or MODEL), checkpoint(name="sampler_weights/s1"))
+    ),
+    works.DeleteCheckpoint: lambda _: results.Done(),
+    works.KeepCheckpoint: lambda _: results.Done(),
+    works.WeightsOf: lambda work: results.WeightsTold(
+        base_model="tiny/byte-llama",
+        rank=8,
+        checkpoint=checkpoint(work.path.split("/")[0], work.path.split("/", 1)[1]),
+    ),
+    works.AddEndpoint: _endpoints,
+    works.RemoveEndpoint: _endpoints,
+    works.ListEndpoints: _endpoints,
+}
+"""What becomes of each work; None: it is not answered."""
+
+
+class Engine:
+    """Answers at once, or never."""
+
+    def __init__(self, end, table):
+        self.end = end
+        self.table = TABLE | (table or {})
+        self.asks = []
+        self.cancelled = []
+        self.hellos = []
+        self.loop: Any = None
+        self.app: Any = None
+
+    def works(self, kind):
+        return [ask.work for ask in self.asks if isinstance(ask.work, kind)]
+
+    async def run(self):
+        self.loop = asyncio.get_running_loop()
+        while True:
+            try:
+                message = await self.end.receive()
+            except PeerLostError:
+                continue
+            match message:
+                case asks.Hello(instance=instance):
+                    self.hellos.append(instance)
+                    await self.end.send(READY)
+                case asks.Cancel(id=name):
+                    self.cancelled.append(name)
+                    await self.end.send(failure("it was cancelled", "cancelled", name=name))
+                case ask:
+                    self.asks.append(ask)
+                    result = self.table[type(ask.work)](ask.work)
+                    if result is not None:
+                        await self.answer(ask, result)
+
+    async def answer(self, ask, result):
+        if isinstance(result, asks.Failure):
+            await self.end.send(failure(result.error, result.code, name=ask.id))
+        else:
+            await self.end.send(asks.Answer(id=ask.id, result=result))
+
+
+def failure(error, code: message.Code = "invalid", *, name=""):
+    return asks.Failure(id=name, error=error, category="user", code=code)
+
+
+def never(_):
+    return None
+
+
+@asynccontextmanager
+async def application(table=None, **settings):
+    """The application and its engine, in this event loop."""
+    ours, theirs = memory_pair(ToEngine, FromEngine)
+    app = create_app(ours, ApiSettings(**{"poll_seconds": 0.05, **settings}))
+    engine = Engine(theirs, table)
+    task = asyncio.create_task(engine.run())
+    async with app.router.lifespan_context(app):
+        await heard_of(app)
+        yield app, engine
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+async def heard_of(app):
+    async with asyncio.timeout(5):
+        while app.state.service.link.status is None:
+            await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def client(table=None, *, headers=None, **settings):
+    """A client of the application, without a socket between them."""
+    async with application(table, **settings) as (app, engine):
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+
+        async def settle(_):
+            # What was handed over has arrived before a test looks for it.
+            while not engine.end._arrived.empty():
+                await asyncio.sleep(0)
+
+        hooks = {"response": [settle]}
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://127.0.0.1", headers=headers, event_hooks=hooks
+        ) as http:
+            engine.app = app
+            yield http, engine
+
+
+@contextmanager
+def listening(table=None, **settings):
+    """The application behind a port of this machine, in a thread; its address and its engine."""
+    there = threading.Event()
+    state = {}
+
+    async def serve():
+        async with application(table, **settings) as (app, engine):
+            # The application's own start and end are those of the loop around it.
+            config = uvicorn.Config(app, port=0, log_level="warning", lifespan="off")
+            server = state["server"] = uvicorn.Server(config)
+            serving = asyncio.create_task(server.serve())
+            while not server.started:
+                await asyncio.sleep(0.01)
+            state["port"] = server.servers[0].sockets[0].getsockname()[1]
+            state["engine"] = engine
+            there.set()
+            await serving
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),), daemon=True)
+    thread.start()
+    assert there.wait(20)
+    yield f"http://127.0.0.1:{state['port']}", state["engine"]
+    state["server"].should_exit = True
+    thread.join(20)

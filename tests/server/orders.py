@@ -1,0 +1,120 @@
+"""Operations of workers over tiny models in this process, and orders for them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from penstock.core.source import pin_tokenizer
+from penstock.engine.checkpoint_reader import CheckpointReader
+from penstock.engine.hf_config import read_hf_config
+from penstock.engine.hf_tokenizer import TokenizerFiles
+from penstock.engine.ranks import join
+from penstock.engine.substrate import substrate_of
+from penstock.server.protocol.commands import Open, Order, Rows, Save, Update
+from penstock.server.protocol.values import Adam, Array, Datum, Lora
+from penstock.server.worker.assembling import operations_on
+from tests.engine import runs
+
+RANK = 16
+
+
+def write_model(folder: Path, **changes: Any) -> Path:
+    """A folder of a tiny model's random weights, whose head is its own."""
+    settings = {**runs.TINY, "tie_word_embeddings": False, **changes}
+    config = transformers.AutoConfig.for_model(**settings)
+    config.dtype = torch.float32
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return folder
+
+
+def operations(model: Path, out: Path, /, **settings: Any) -> Any:
+    """Operations on this rank. `settings` are the train section's, and other sections by name."""
+    torch.set_num_threads(1)
+    lora = {"enable_lora": True, "lora_rank": RANK, "lora_alpha": 16}
+    settings = {"data_parallel_mode": "none", **settings}
+    settings["lora"] = {**lora, **settings.get("lora", {})}
+    settings["data"] = {"pad_to_multiple_of": 16, **settings.get("data", {})}
+    settings["model"] = {"model_path": str(model), **settings.get("model", {})}
+    run = runs.run_config(out, model, **settings)
+    substrate = substrate_of(run, read_hf_config(str(model), {}), model, join(60), lambda _: None)
+    tokenizer = TokenizerFiles("builtin:bytes", pin_tokenizer("builtin:bytes"))
+    return operations_on(substrate, base_model="tiny", tokenizer=tokenizer)
+
+
+def done(model: Path, out: Path, orders: Sequence[Order], /, **settings: Any) -> list[Any]:
+    """What comes of the orders, one after another, on this rank."""
+    workers = operations(model, out, **settings)
+    return [workers.do(order) for order in orders]
+
+
+def each_done(
+    model: Path, out: Path, scripts: Sequence[Sequence[Order]], settings: dict[str, Any]
+) -> list[list[Any]]:
+    """The same of several scripts, each on workers of its own."""
+    return [done(model, out, orders, **settings) for orders in scripts]
+
+
+def data(count: int, *, seed: int = 0, longest: int = 30, **more: float) -> tuple[Datum, ...]:
+    """Samples of random tokens, some of which count; `more` are inputs by their name and scale."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for _ in range(count):
+        size = int(rng.integers(2, longest))
+        inputs = {
+            "target_tokens": Array.of(rng.integers(0, runs.VOCAB, size), "int64"),
+            "weights": Array.of(rng.integers(0, 2, size), "float32"),
+        }
+        for name, scale in more.items():
+            inputs[name] = Array.of(scale * rng.standard_normal(size), "float32")
+        tokens = Array.of(rng.integers(0, runs.VOCAB, size), "int32")
+        made.append(Datum(tokens=tokens, inputs=inputs))
+    return tuple(made)
+
+
+def passing(model: str, given: tuple[Datum, ...], **more: Any) -> Rows:
+    """A pass over samples, two to a row."""
+    numbers = range(len(given))
+    rows = tuple(tuple(numbers[at : at + 2]) for at in range(0, len(given), 2))
+    settings = {"loss": "cross_entropy", "params": {}, "forward_only": False, "per": "sum", **more}
+    return Rows(model=model, data=given, rows=rows, **settings)
+
+
+def opening(model: str, rank: int = RANK, **more: Any) -> Open:
+    """A model with an adapter."""
+    return Open(model=model, lora=Lora(rank=rank, **more))
+
+
+def stepping(model: str, lr: float = 0.01, **more: Any) -> Update:
+    """A step of its optimizer."""
+    return Update(model=model, adam=Adam(learning_rate=lr, **more))
+
+
+def saving(model: str, folder: Path) -> Save:
+    """All of it to a folder."""
+    return Save(model=model, folder=str(folder), facts={})
+
+
+def saved(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors that are in a folder."""
+    reader = CheckpointReader(folder)
+    return reader.read(reader.shapes())
+
+
+def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """By how much any tensor differs, as a share of its norm."""
+    assert one.keys() == other.keys()
+    assert one
+    worst = 0.0
+    for name, tensor in one.items():
+        size = tensor.norm().item()
+        worst = max(worst, (tensor - other[name]).norm().item() / (size or 1.0))
+    return worst

@@ -1,0 +1,214 @@
+"""Workers that are small, quick, and may die when they are told to.
+
+A model there is two numbers: what it has learnt, and what it has gathered since. What it learns
+from a pass is the number of its tokens, so that a test can tell what was done, and how often.
+"""
+
+import asyncio
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.server.protocol.channel import PeerLostError
+from penstock.server.protocol.commands import (
+    Beat,
+    Close,
+    Command,
+    Export,
+    Fault,
+    Forget,
+    Generate,
+    Generated,
+    Greet,
+    Leave,
+    Load,
+    Open,
+    Opened,
+    Order,
+    Push,
+    Ready,
+    Reply,
+    Rows,
+    Save,
+    ToWorkers,
+    Update,
+)
+from penstock.server.protocol.memory import MemoryEnd
+from penstock.server.protocol.results import Done, Passed, Sampled, Served, Stepped, Synced
+from penstock.server.protocol.values import Array, Lora, Sequence
+
+STATE_BYTES = 1000
+VOCABULARY = 100
+
+SERVED = Served(
+    base_model="tiny",
+    tokenizer="bytes",
+    arch="llama",
+    max_context=64,
+    trains="adapters",
+    max_rank=16,
+    samples=True,
+    vocab_size=VOCABULARY,
+)
+
+Dies = Callable[[Order], str | None]
+"""Whether workers die over an order: `before` or `after` it is done, or not."""
+
+
+def lives(_: Order) -> None:
+    return None
+
+
+class Dead(Exception):  # noqa: N818 - it is no error
+    """The workers' process ended."""
+
+
+class Model:
+    """One that is trained."""
+
+    def __init__(self, lora: Lora | None) -> None:
+        self.lora = lora
+        self.learnt = 0
+        self.gathered = 0
+        self.step = 0
+
+
+class StandIn:
+    """All ranks, in one task."""
+
+    names = itertools.count(1)
+
+    def __init__(self, served: Served = SERVED, end: Any = None) -> None:
+        """`end`: of the channel to the engine; None: one within this process."""
+        self.instance = f"workers-{next(self.names)}"
+        self.end: Any = end or MemoryEnd(ToWorkers, "listens")
+        self.served = served
+        self.models: dict[str, Model] = {}
+        self.orders: list[Any] = []
+        self.dies: Dies = lives
+        self.slowly = 0.0
+        """Seconds that each order takes."""
+        self.is_silent = False
+        self.fails: Callable[[Any], bool] = lambda _: False
+        """Whether they refuse an order."""
+        self.breaks: Callable[[Any], bool] = lambda _: False
+        """Whether they fail over an order as they never should."""
+
+    async def run(self) -> None:
+        """Serve until it dies."""
+        while True:
+            try:
+                message = await self.end.receive()
+            except PeerLostError:
+                continue
+            match message:
+                case Greet():
+                    await self.end.send(
+                        Ready(
+                            instance=self.instance,
+                            served=self.served,
+                            models=tuple(self.models),
+                            replicas=2,
+                        )
+                    )
+                case Leave():
+                    return
+                case Command():
+                    try:
+                        await self._command(message)
+                    except Dead:
+                        self.end.drop()
+                        return
+
+    async def beat(self) -> None:
+        while not self.is_silent:
+            await self.end.send(Beat(instance=self.instance, running=""))
+            await asyncio.sleep(0.05)
+
+    async def _command(self, command: Command) -> None:
+        order = command.order
+        self.orders.append(order)
+        moment = self.dies(order)
+        if moment == "before":
+            raise Dead
+        await asyncio.sleep(self.slowly)
+        try:
+            result = self._refuse() if self.fails(order) else self._do(order)
+        except LookupError as error:
+            fault = Fault(id=command.id, error=str(error), category="user", code="not_found")
+            await self.end.send(fault)
+            return
+        if self.breaks(order):
+            fault = Fault(
+                id=command.id, error="broken", category="server", code="internal", ends=True
+            )
+            await self.end.send(fault)
+            await asyncio.sleep(0.1)
+            raise Dead
+        if moment == "after":
+            raise Dead
+        await self.end.send(Reply(id=command.id, result=result))
+
+    def _refuse(self) -> Any:
+        raise LookupError("this order is refused")
+
+    def _do(self, order: Order) -> Any:
+        match order:
+            case Open():
+                assert order.model not in self.models
+                self.models[order.model] = Model(order.lora)
+                return Opened(state_bytes=STATE_BYTES, export_bytes=STATE_BYTES // 2)
+            case Close():
+                del self.models[order.model]
+                return Done()
+            case Generate():
+                return Generated(sampled=tuple(self._drawn(order, n) for n in order.counts))
+            case Push():
+                return Synced(
+                    num_parameters=1, total_bytes=2, num_buckets=1, seconds=0.0, endpoints=()
+                )
+        return self._with(order, self.models[order.model])
+
+    def _with(self, order: Order, model: Model) -> Any:
+        match order:
+            case Rows():
+                tokens = [datum.tokens.shape[0] for datum in order.data]
+                model.gathered += 0 if order.forward_only else sum(tokens)
+                outputs = tuple({"logprobs": Array.of(np.zeros(n), "float32")} for n in tokens)
+                return Passed(outputs=outputs, metrics={"loss:sum": float(sum(tokens))})
+            case Update():
+                model.learnt, model.gathered = model.learnt + model.gathered, 0
+                model.step += 1
+                return Stepped(metrics={"step": model.step, "learnt": model.learnt})
+            case Forget():
+                model.gathered = 0
+            case Save():
+                self._write(Path(order.folder), STATE_BYTES, model)
+            case Export():
+                self._write(Path(order.folder), STATE_BYTES // 2, model)
+            case Load():
+                found = json.loads((Path(order.folder) / "state.json").read_text())
+                model.learnt, model.gathered = found["learnt"], 0
+                model.step = found["step"] if order.optimizer else 0
+        return Done()
+
+    def _drawn(self, order: Generate, count: int) -> Sampled:
+        learnt = 0
+        if order.adapter is not None:
+            learnt = json.loads((Path(order.adapter) / "state.json").read_text())["learnt"]
+        one = Sequence(
+            stop_reason="length",
+            tokens=Array.of([learnt], "int32"),
+            logprobs=Array.of([0.0], "float32"),
+        )
+        return Sampled(sequences=(one,) * count)
+
+    def _write(self, folder: Path, size: int, model: Model) -> None:
+        folder.mkdir(parents=True)
+        state = json.dumps({"learnt": model.learnt, "step": model.step})
+        (folder / "state.json").write_text(state)
+        (folder / "weights").write_bytes(b"w" * (size - len(state)))

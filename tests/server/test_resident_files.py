@@ -1,0 +1,225 @@
+"""Models of clients on disk, and those that have all of the base: what is saved, read and refused.
+
+PEFT and transformers read what is exported; a model that was never saved judges one that was.
+"""
+
+import json
+
+import peft
+import pytest
+import torch
+import transformers
+
+from penstock.core.errors import ArtifactError, ConfigError
+from penstock.engine.resident_files import SAMPLER
+from penstock.engine.residents import UnknownModelError
+from penstock.server.protocol.commands import Close, Export, Load, Open
+from penstock.server.protocol.values import Lora, Optimizer
+from penstock.server.worker.refusals import RefusedError
+from tests.ranks import on_ranks
+from tests.server.orders import (
+    apart,
+    data,
+    done,
+    opening,
+    operations,
+    passing,
+    saved,
+    saving,
+    stepping,
+    write_model,
+)
+
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("base"))
+
+
+@pytest.mark.parametrize("optimizer", [None, "sgd", "anyprecision_adamw"])
+def test_a_model_goes_on_from_where_it_was_saved_as_if_nothing_had_been(model, tmp_path, optimizer):
+    first = [passing("a", data(4, seed=1)), stepping("a"), passing("a", data(4, seed=2))]
+    second = [stepping("a"), passing("a", data(4, seed=3)), stepping("a")]
+    opened = Open(
+        model="a",
+        lora=Lora(rank=8, alpha=12.0),
+        optimizer_config=Optimizer(
+            kind=optimizer, kwargs={"momentum": 0.9} if optimizer == "sgd" else {}
+        ),
+    )
+    done(
+        model,
+        tmp_path,
+        [opened, *first, *second, saving("a", tmp_path / "uninterrupted")],
+    )
+    done(model, tmp_path, [opened, *first[:2], saving("a", tmp_path / "between")])
+    load = Load(model="a", folder=str(tmp_path / "between"), optimizer=True)
+    results = done(
+        model,
+        tmp_path,
+        [opened, load, first[2], *second, saving("a", tmp_path / "resumed")],
+    )
+    assert apart(saved(tmp_path / "uninterrupted"), saved(tmp_path / "resumed")) == 0
+    assert results[-2].metrics["step"] == 3
+
+
+def test_a_model_goes_on_under_another_layout(model, tmp_path):
+    # An eps that no rounding shows beside.
+    first = [opening("a", 8), passing("a", data(4, seed=1)), stepping("a", eps=0.1)]
+    second = [passing("a", data(4, seed=3)), stepping("a", eps=0.1)]
+    done(model, tmp_path, [*first, *second, saving("a", tmp_path / "uninterrupted")])
+    between, moved = tmp_path / "between", tmp_path / "moved"
+    save = [*first, saving("a", between)]
+    go_on = [
+        opening("a", 8),
+        Load(model="a", folder=str(between), optimizer=True),
+        *second,
+        saving("a", moved),
+    ]
+    shard = {"data_parallel_mode": "fsdp2", "data_parallel_shard_size": 2}
+    tensor = {"tensor_parallel_size": 2}
+    on_ranks(2, moved_on, model, tmp_path, [(save, shard), (go_on, tensor)])
+    assert apart(saved(tmp_path / "uninterrupted"), saved(moved)) < 1e-5
+
+
+def moved_on(model, out, scripts):
+    """Scripts with the settings of each, one after another."""
+    for orders, settings in scripts:
+        done(model, out, orders, **settings)
+
+
+def test_a_model_that_is_loaded_without_its_optimizer_steps_as_a_new_one(model, tmp_path):
+    workers = operations(model, tmp_path)
+    orders = [opening("a"), passing("a", data(4)), stepping("a"), saving("a", tmp_path / "kept")]
+    for order in orders:
+        workers.do(order)
+    workers.do(Load(model="a", folder=str(tmp_path / "kept"), optimizer=False))
+    assert not workers.residents.get("a").optimizer.state
+    workers.do(passing("a", data(4)))
+    assert workers.do(stepping("a")).metrics["step"] == 1
+
+
+def test_only_what_is_asked_for_learns(model, tmp_path):
+    workers = operations(model, tmp_path)
+    orders = [opening("a", 8, train_mlp=False, train_unembed=False), passing("a", data(4))]
+    for order in [*orders, stepping("a"), saving("a", tmp_path / "kept")]:
+        workers.do(order)
+    assert {name.split(".")[3] for name in saved(tmp_path / "kept")} == {"self_attn"}
+    workers.do(Export(model="a", folder=str(tmp_path / "sampler")))
+    said = json.loads((tmp_path / "sampler" / "adapter_config.json").read_text())
+    assert said["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    workers.do(opening("b", 8))
+    with pytest.raises(ArtifactError, match="train the same layers"):
+        workers.do(Load(model="b", folder=str(tmp_path / "kept"), optimizer=True))
+
+
+def test_an_export_is_read_by_peft_and_counts_as_strongly_as_here(model, tmp_path):
+    workers = operations(model, tmp_path)
+    orders = [opening("a", 8, alpha=40), passing("a", data(4)), stepping("a", 0.05)]
+    for order in orders:
+        workers.do(order)
+    workers.do(Export(model="a", folder=str(tmp_path / "sampler"), dtype="float32"))
+    assert json.loads((tmp_path / "sampler" / SAMPLER).read_text())["rank"] == 8
+    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    tuned = peft.PeftModel.from_pretrained(base, tmp_path / "sampler")
+    [datum] = data(1, seed=7)
+    with torch.no_grad():
+        logits = tuned(torch.tensor(datum.tokens.numpy().astype("int64"))[None]).logits[0]
+    targets = torch.tensor(datum.inputs["target_tokens"].numpy())
+    theirs = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    looked = workers.do(passing("a", (datum,), forward_only=True))
+    mine = torch.tensor(looked.outputs[0]["logprobs"].numpy())
+    torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_what_cannot_be_is_refused_with_what_to_do(model, tmp_path):
+    workers = operations(model, tmp_path, lora={"lora_target_modules": ["q_proj"]})
+    refused = {
+        "room for 1 to 16": opening("a", 17),
+        "train_unembed=False": opening("a", 8, train_unembed=True),
+        "nothing is to learn": opening("a", 8, train_attn=False),
+        "takes no momentum": Open(
+            model="a", lora=None, optimizer_config=Optimizer(kwargs={"momentum": 0.9})
+        ),
+    }
+    for words, order in refused.items():
+        with pytest.raises(ConfigError, match=words):
+            workers.do(order)
+    with pytest.raises(UnknownModelError, match="no model x"):
+        workers.do(Close(model="x"))
+    workers.do(opening("a", 8))
+    workers.do(saving("a", tmp_path / "kept"))
+    workers.do(opening("b", 4))
+    with pytest.raises(ArtifactError, match="rank 8"):
+        workers.do(Load(model="b", folder=str(tmp_path / "kept"), optimizer=True))
+    with pytest.raises(RefusedError, match="there is no checkpoint"):
+        workers.do(Load(model="b", folder=str(tmp_path / "nowhere"), optimizer=True))
+    with pytest.raises(ConfigError, match="open already"):
+        workers.do(opening("b", 4))
+
+
+def test_a_checkpoint_of_another_base_is_refused_by_the_name_of_its_own(model, tmp_path):
+    done(model, tmp_path, [opening("a", 8), saving("a", tmp_path / "kept")])
+    other = write_model(tmp_path / "other", rms_norm_eps=1e-5)
+    workers = operations(other, tmp_path)
+    workers.do(opening("a", 8))
+    with pytest.raises(ArtifactError, match=r"whose config.json is another.\n  Serve tiny"):
+        workers.do(Load(model="a", folder=str(tmp_path / "kept"), optimizer=True))
+
+
+def test_where_all_weights_are_trained_one_model_at_a_time_has_the_base(model, tmp_path):
+    workers = operations(model, tmp_path, lora={"enable_lora": False, "lora_rank": 16})
+    orders = [Open(model="a", lora=None), passing("a", data(4)), stepping("a", 0.001)]
+    for order in orders:
+        workers.do(order)
+    with pytest.raises(ConfigError, match="one model at a time"):
+        workers.do(Open(model="b", lora=None))
+    with pytest.raises(RefusedError, match="trains all weights"):
+        workers.do(opening("b", 4))
+    workers.do(Export(model="a", folder=str(tmp_path / "whole"), dtype="float32"))
+    workers.do(saving("a", tmp_path / "kept"))
+    trained = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    theirs, started = trained.state_dict(), base.state_dict()
+    assert apart(saved(tmp_path / "kept"), theirs) == 0
+    assert 0 < apart(theirs, started) < 0.1
+    workers.do(Close(model="a"))
+    workers.do(Open(model="b", lora=None))
+    workers.do(saving("b", tmp_path / "new"))
+    assert apart(saved(tmp_path / "new"), started) == 0
+
+
+def test_adapters_that_are_merged_make_the_base_the_models_own(model, tmp_path):
+    merging = {"lora": {"merge_lora_interval": 2, "lora_rank": 8, "reset_optimizer_on_merge": True}}
+    workers = operations(model, tmp_path, **merging)
+    workers.do(opening("a", 8))
+    look = passing("a", data(4, seed=1), forward_only=True)
+    *_, before = map(workers.do, (passing("a", data(4)), stepping("a"), look))
+    *_, after = map(workers.do, (passing("a", data(4, seed=1)), stepping("a"), look))
+    assert after.metrics["loss:sum"] < before.metrics["loss:sum"]
+    resident = workers.residents.get("a")
+    assert not resident.optimizer.state
+    workers.do(Export(model="a", folder=str(tmp_path / "whole"), dtype="float32"))
+    [datum] = data(1, seed=7)
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    with torch.no_grad():
+        logits = merged(torch.tensor(datum.tokens.numpy().astype("int64"))[None]).logits[0]
+    targets = torch.tensor(datum.inputs["target_tokens"].numpy())
+    theirs = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    mine = workers.do(passing("a", (datum,), forward_only=True)).outputs[0]["logprobs"]
+    torch.testing.assert_close(torch.tensor(mine.numpy()), theirs, atol=1e-4, rtol=1e-4)
+    with pytest.raises(ConfigError, match="merge_lora_interval"):
+        workers.do(opening("b", 8))
+
+
+def test_where_the_head_is_the_embedding_asking_for_it_changes_nothing(tmp_path):
+    tied = write_model(tmp_path / "tied", tie_word_embeddings=True)
+    workers = operations(tied, tmp_path)
+    for name, asked in {"a": True, "b": False, "c": None}.items():
+        workers.do(opening(name, 8, train_unembed=asked))
+        assert workers.residents.get(name).adapter.kinds == {"attn", "mlp"}

@@ -1,0 +1,364 @@
+"""What is written in a server's file reaches the process that is to do it, in each of them."""
+
+import asyncio
+import faulthandler
+import json
+import logging
+import runpy
+import socket
+import sys
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import uvicorn
+
+from penstock.config.dialects.server import SAME
+from penstock.config.server import ServerConfig, run_of
+from penstock.config.server_load import load_server
+from penstock.core.errors import ConfigError
+from penstock.engine.ranks import Ranks
+from penstock.server import child
+from penstock.server.addresses import free_port, workers_address, workers_bind
+from penstock.server.api import __main__ as api
+from penstock.server.job import ServerJob
+from penstock.server.launcher import children_of
+from penstock.server.orchestrator.__main__ import settings_of
+from penstock.server.preparing import Prepared, prepare
+from penstock.server.protocol.values import Endpoint
+from penstock.server.protocol.works import AddEndpoint, ListEndpoints
+from penstock.server.torchrun import torchrun_words
+from penstock.server.worker import main as worker
+from tests.server.engine_house import house
+
+ALONE = Ranks(0, 0, 1, torch.device("cpu"))
+
+
+class Reached(Exception):  # noqa: N818 - it is no error
+    """A process came to where the test ends it."""
+
+
+def reached(*said: Any, **more: Any) -> Any:
+    raise Reached(*said, *more)
+
+
+def written(**fields: Any) -> ServerConfig:
+    return ServerConfig(
+        **{"model_path": "builtin:tiny-qwen3", "tokenizer_path": "builtin:bytes", **fields}
+    )
+
+
+def job_of(folder, **fields: Any) -> ServerJob:
+    return ServerJob(
+        config=written(output_dir=str(folder), **fields),
+        mode="auto",
+        output_dir=folder,
+        config_path="builtin:tiny-qwen3",
+        weights=folder / "weights",
+        tokenizer="builtin:bytes",
+        api_host="127.0.0.1",
+        api_port=1,
+        engine_address="tcp://127.0.0.1:1",
+        workers_bind="tcp://127.0.0.1:2",
+        workers_address="tcp://127.0.0.1:2",
+        launch="once",
+    )
+
+
+OF_ENGINE: dict[str, Any] = {
+    "skip_initial_checkpoint": True,
+    "idle_session_timeout": 7.0,
+    "sequence_gap_timeout": 8.0,
+    "sample_packing_sequence_len": 4096,
+    "enable_packing": False,
+    "sample_packing_strategy": "best_fit",
+    "worker_connection_timeout": 9.0,
+    "worker_max_retries": 5,
+    "operation_timeout": 11.0,
+    "sync_allowed_hosts": ["infer-1.internal"],
+}
+"""Other values than the defaults, each told under the name it has in the file."""
+
+
+def test_the_engine_is_told_what_is_written(tmp_path):
+    told = settings_of(job_of(tmp_path, **OF_ENGINE, storage_limit="3kB", model_name="mine"))
+    assert {name: getattr(told, name) for name in OF_ENGINE} == OF_ENGINE
+    assert told.storage_limit == 3000
+    assert told.base_names == ("mine", "builtin:tiny-qwen3")
+
+
+def test_the_api_is_told_what_is_written():
+    same = {
+        "max_pending_requests": 3,
+        "requests_per_minute": 4,
+        "operation_timeout": 5.0,
+        "future_ttl": 6.0,
+        "idle_session_timeout": 7.0,
+    }
+    told = api.settings_of(written(**same, max_request_mb=2), ("a key",))
+    assert {name: getattr(told, name) for name in same} == same
+    assert told.max_request_bytes == 2 * 2**20
+    assert told.keys == ("a key",)
+
+
+def test_the_api_listens_where_that_is_written(tmp_path, monkeypatch):
+    port = free_port("127.0.0.1", 0, "")
+    config = written(output_dir=str(tmp_path), api_host="localhost", api_port=port)
+    listening = []
+
+    def noted(settings):
+        listening.append((settings.host, settings.port))
+        raise Reached
+
+    monkeypatch.setattr(uvicorn, "Server", noted)
+    monkeypatch.setattr(api, "connecting", lambda *_: None)
+    with pytest.raises(Reached):
+        asyncio.run(api.serve(prepare(config, "auto").job, ()))
+    assert listening == [("localhost", port)]
+
+
+def test_a_model_is_taken_from_where_each_part_of_it_is_said_to_be(tmp_path):
+    for name in ("weights", "config", "tokenizer"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+        (tmp_path / name / "tokenizer.json").write_text("{}")
+    (tmp_path / "weights" / "model.safetensors").touch()
+    places: dict[str, Any] = {
+        "model_path": str(tmp_path / "weights"),
+        "config_path": str(tmp_path / "config"),
+        "tokenizer_path": str(tmp_path / "tokenizer"),
+    }
+
+    def found(**fields):
+        config = ServerConfig(output_dir=str(tmp_path / "out"), api_port=0, **fields)
+        job = prepare(config, "auto").job
+        return str(job.weights), job.config_path, job.tokenizer
+
+    weights, config, tokenizer = places.values()
+    assert found(**places) == (weights, config, tokenizer)
+    del places["tokenizer_path"]
+    assert found(**places) == (weights, config, config)
+    del places["config_path"]
+    assert found(**places) == (weights, weights, weights)
+
+
+def test_all_is_kept_in_the_folder_that_is_written(tmp_path):
+    job = prepare(written(output_dir=str(tmp_path / "mine"), api_port=0), "auto").job
+    assert settings_of(job).output_dir == tmp_path / "mine"
+    assert job.folder == tmp_path / "mine" / "server"
+
+
+def test_workers_assemble_what_is_written(tmp_path, monkeypatch):
+    job = job_of(
+        tmp_path,
+        model_name="mine",
+        foundation={"num_hidden_layers": 3},
+        load_checkpoint_path=str(tmp_path / "kept"),
+        sync_allowed_hosts=["10.0.0.0/8"],
+        enable_lora=True,
+    )
+    seen: dict[str, Any] = {}
+
+    def substrate(run, hf_config, weights, *_):
+        seen.update(run=run, layers=hf_config["num_hidden_layers"], weights=weights)
+
+    def operations(_, **told):
+        seen.update(told)
+        raise Reached
+
+    monkeypatch.setattr(worker, "substrate_of", substrate)
+    monkeypatch.setattr(worker, "operations_on", operations)
+    with pytest.raises(Reached):
+        worker.run_rank(job, ALONE)
+    assert seen["run"] == run_of(job.config)
+    assert (seen["layers"], seen["weights"]) == (3, tmp_path / "weights")
+    assert (seen["base_model"], seen["tokenizer"].typed) == ("mine", "builtin:bytes")
+    assert seen["begin_from"] == tmp_path / "kept"
+    assert set(seen["allowed_hosts"]) == {"localhost", "127.0.0.0/8", "::1", "10.0.0.0/8"}
+
+
+@pytest.mark.parametrize(("asked", "comes_to"), [(True, "a test"), (False, "the others")])
+def test_workers_try_themselves_only_where_that_is_written(tmp_path, monkeypatch, asked, comes_to):
+    monkeypatch.setattr(worker, "substrate_of", lambda *_: None)
+    monkeypatch.setattr(worker, "operations_on", lambda *_, **__: None)
+    monkeypatch.setattr(worker, "self_test", lambda _: reached("a test"))
+    monkeypatch.setattr(worker, "Announcing", lambda _: reached("the others"))
+    with pytest.raises(Reached, match=comes_to):
+        worker.run_rank(job_of(tmp_path, enable_self_test=asked), ALONE)
+
+
+@pytest.fixture
+def beginning(tmp_path, monkeypatch):
+    """What a worker of these settings has done before it joins the others."""
+
+    def begun(**fields: Any) -> dict[str, Any]:
+        seen: dict[str, Any] = {}
+
+        def join(seconds):
+            seen["joined for"] = seconds
+            raise Reached
+
+        monkeypatch.setattr(worker, "end_with_parent", lambda: None)
+        monkeypatch.setattr(worker, "outlive_parent_by", lambda s: seen.update(outlives=s))
+        monkeypatch.setattr(worker, "join", join)
+        monkeypatch.setattr(faulthandler, "enable", lambda: None)
+        monkeypatch.setattr(logging, "basicConfig", lambda **how: seen.update(level=how["level"]))
+        with pytest.raises(Reached):
+            worker.main(job_of(tmp_path, **fields).write())
+        return seen
+
+    return begun
+
+
+def test_workers_wait_as_long_as_is_written(beginning):
+    short, long = (beginning(operation_timeout=limit) for limit in (5.0, 500.0))
+    # The engine gives them up before they give up one another.
+    assert short["joined for"] > 5
+    assert long["joined for"] - short["joined for"] == 495
+
+
+def test_workers_have_as_long_to_end_as_is_written(tmp_path, beginning):
+    assert beginning(stop_timeout=7.5)["outlives"] == 7.5
+    [workers] = workers_of(tmp_path, stop_timeout=123.0)
+    assert 123 < workers.stop_seconds < 140
+
+
+def test_processes_tell_of_themselves_as_much_as_is_written(tmp_path, monkeypatch, beginning):
+    assert beginning(log_level="DEBUG")["level"] == "DEBUG"
+    seen = []
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(child, "end_with_parent", lambda _: None)
+    monkeypatch.setattr(runpy, "run_module", lambda *_, **__: None)
+    monkeypatch.setattr(logging, "basicConfig", lambda **how: seen.append(how["level"]))
+    child.main("1", "api", "none", str(job_of(tmp_path, log_level="ERROR").write()))
+    assert seen == ["ERROR"]
+
+
+def workers_of(folder, **fields: Any) -> list[Any]:
+    children = children_of(Prepared(job_of(folder, **fields), (), "", ""), lambda _: None)
+    return [one for one in children if one.name == "workers"]
+
+
+def test_workers_are_started_again_as_often_as_is_written(tmp_path):
+    [workers] = workers_of(tmp_path, worker_max_retries=7)
+    assert workers.most_deaths == 7
+
+
+def test_torchrun_is_told_of_workers_and_machines_as_is_written(tmp_path):
+    config = written(nproc_per_node=3, nnodes=4, node_rank=2, master_addr="first", master_port=4321)
+    words = torchrun_words(config.model_copy(update={"stop_timeout": 1.5}), tmp_path)
+    told = dict(pairwise(words))
+    assert told["--nproc-per-node"] == "3"
+    assert (told["--nnodes"], told["--node-rank"]) == ("4", "2")
+    assert (told["--master-addr"], told["--master-port"]) == ("first", "4321")
+    assert "1.5" in words
+    assert told["--shutdown-timeout"] == "2"
+    assert "--standalone" in torchrun_words(written(), tmp_path)
+
+
+def test_rank_0_listens_where_that_is_written(tmp_path):
+    port = free_port("127.0.0.1", 0, "")
+
+    def bound(**fields):
+        return workers_bind(written(**fields), alone=False)
+
+    assert bound(worker_bind_port=port) == f"tcp://127.0.0.1:{port}"
+    assert bound(worker_bind_host="0.0.0.0", worker_bind_port=port) == f"tcp://0.0.0.0:{port}"
+    assert bound(worker_bind_address="tcp://127.0.0.9:5", worker_bind_port=port) == (
+        "tcp://127.0.0.9:5"
+    )
+    assert bound().startswith("tcp://127.0.0.1:")
+    config = written(
+        output_dir=str(tmp_path),
+        worker_bind_address=f"tcp://0.0.0.0:{port}",
+        engine_connect_host="node0",
+    )
+    prepared = prepare(config, "workers")
+    assert prepared.job.workers_bind == f"tcp://0.0.0.0:{port}"
+    assert prepared.job.workers_address == f"tcp://node0:{port}"
+    assert workers_address(written(), prepared.job.workers_bind) == f"tcp://127.0.0.1:{port}"
+
+
+@pytest.mark.parametrize("field", ["worker_bind_host", "worker_bind_address"])
+def test_workers_that_listen_everywhere_tell_others_the_name_of_their_machine(
+    tmp_path, monkeypatch, field
+):
+    monkeypatch.setattr(socket, "getfqdn", lambda: "node7")
+    port = free_port("0.0.0.0", 0, "")
+    where = {
+        "worker_bind_host": {"worker_bind_host": "0.0.0.0", "worker_bind_port": port},
+        "worker_bind_address": {"worker_bind_address": f"tcp://0.0.0.0:{port}"},
+    }
+    prepare(written(output_dir=str(tmp_path), **where[field]), "workers").publish()
+    told = (tmp_path / "server" / "workers.address").read_text()
+    assert told.strip() == f"tcp://node7:{port}"
+
+
+WHERE_IT_CAN_BE = {
+    *("attn_implementation", "ce_mode", "enable_forward_prefetch", "init_device"),
+    "reshard_after_forward",
+}
+"""Settings whose defaults are only preferences, as their descriptions say."""
+
+
+def test_workers_are_told_of_every_other_default_what_the_file_says_of_it():
+    config = ServerConfig(model_path="org/m")
+    run = run_of(config)
+    others = set()
+    for name, place in SAME.items():
+        section, _, field = place.partition(".")
+        if getattr(getattr(run, section), field) != getattr(config, name):
+            others.add(name)
+    assert others == WHERE_IT_CAN_BE
+
+
+def test_norms_of_layers_are_asked_for_unless_that_is_turned_off():
+    assert run_of(written()).train.log_grad_norm == "layers"
+    assert run_of(written(log_gradient_norms=False)).train.log_grad_norm is True
+
+
+REFUSALS = {
+    "sync_inference_method": "p2p",
+    "ckpt_manager": "torch",
+    "load_weights_mode": "dcp",
+    "encoders": "{image: {}}",
+    "sync_allowed_hosts": "['http://infer-1']",
+}
+
+
+@pytest.mark.parametrize("field", REFUSALS)
+def test_a_value_that_is_not_served_is_refused(tmp_path, field):
+    file = tmp_path / "s.yaml"
+    file.write_text(f"model_path: builtin:tiny-qwen3\n{field}: {REFUSALS[field]}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_server(file)
+    [line] = str(caught.value).splitlines()
+    assert line.startswith(f"{file}:2: {field}")
+
+
+@pytest.mark.parametrize("name", ["", " a", "10.0.0.1/8", "a/b", "tcp://a"])
+def test_what_is_no_host_is_refused_and_not_passed_over(name):
+    with pytest.raises(ValueError, match="sync_allowed_hosts"):
+        written(sync_allowed_hosts=["infer-1", "10.0.0.0/8", name])
+
+
+def test_servers_elsewhere_are_added_only_where_they_are_allowed(tmp_path):
+    def asked(host):
+        return AddEndpoint(endpoint=Endpoint(host=host, port=1))
+
+    async def check():
+        async with house(tmp_path / "no") as here:
+            failed = await here.client.fails(asked("10.1.2.3"))
+            assert (failed.category, failed.code) == ("user", "invalid")
+            assert "'10.1.2.3' is no host that is allowed" in failed.error
+            assert "sync_allowed_hosts" in failed.error
+            assert (await here.client.do(ListEndpoints())).endpoints == ()
+            await here.client.do(asked("127.0.0.1"))
+        async with house(tmp_path / "yes", sync_allowed_hosts=["10.0.0.0/8"]) as here:
+            await here.client.do(asked("10.1.2.3"))
+            await here.client.do(asked("localhost"))
+            assert (await here.client.fails(asked("11.1.2.3"))).code == "invalid"
+            assert len((await here.client.do(ListEndpoints())).endpoints) == 2
+
+    asyncio.run(check())
