@@ -17,7 +17,7 @@ from tests.engine import runs
 from tests.engine.loops import each, loop_of, parameters_of, save, step
 from tests.ranks import on_ranks
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.slow, pytest.mark.dist]
 
 NAME = "optimizer.layer.weight.exp_avg"
 BEFORE, AFTER = 4, 3

@@ -28,7 +28,7 @@ from tests.engine.writing import (
 )
 from tests.ranks import on_ranks
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.slow, pytest.mark.dist]
 
 # Log-probabilities of about 5, of fp32 logits of about 10, in another order of summing.
 ATOL = 1e-5

@@ -22,7 +22,7 @@ from penstock.server.protocol.zmq import connecting, listening
 from tests.server.engine_house import Client, a_pass, a_step
 from tests.server.standing_in import StandIn
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
 def job_of(folder, workers_address):

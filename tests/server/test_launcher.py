@@ -29,6 +29,8 @@ from penstock.server.preparing import keys_of, prepare
 from penstock.server.protocol.secret import read_secret, write_secret
 from tests.server.serving import soon
 
+pytestmark = pytest.mark.slow
+
 FOREVER = "import time; time.sleep(600)"
 DEAF = (
     "import signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"

@@ -23,6 +23,7 @@ from tests.server.orders import (
 )
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.dist,
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning"),
 ]

@@ -13,6 +13,8 @@ from hypothesis.errors import Unsatisfiable
 from penstock.server.api import tinker_pb2 as pb
 from tests.server.engine_of_a_table import listening
 
+pytestmark = pytest.mark.slow
+
 schemathesis = pytest.importorskip("schemathesis")
 conformance = pytest.importorskip("schemathesis.specs.openapi.checks")
 

@@ -26,6 +26,8 @@ from tests.engine.loops import loop_of, save, step
 from tests.ranks import on_ranks
 from tests.server.receiver import Fault, receiving
 
+pytestmark = pytest.mark.slow
+
 GROUP = "/init_weights_update_group"
 PAUSE = "/pause_generation"
 UPDATE = "/update_weights_from_distributed"

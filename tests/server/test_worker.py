@@ -45,7 +45,7 @@ from tests.server.orders import (
     write_model,
 )
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.slow, pytest.mark.dist]
 
 
 @pytest.fixture(scope="module")

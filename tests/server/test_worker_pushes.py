@@ -11,6 +11,7 @@ from tests.server.orders import data, done, opening, passing, stepping, write_mo
 from tests.server.receiver import receiving
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.dist,
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning"),
 ]
