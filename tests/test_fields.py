@@ -1,7 +1,5 @@
 """No setting is accepted and ignored: for each, the tests that fail when it does nothing."""
 
-import ast
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ from tests.register.adapters import OF_ADAPTERS
 from tests.register.chain import OF_CHAIN
 from tests.register.data import OF_DATA
 from tests.register.preference import OF_PREFERENCE
+from tests.register.tests_there import exists
 from tests.register.training import OF_TRAINING
 
 HERE = Path(__file__).parent
@@ -36,22 +35,6 @@ def registered() -> dict[str, tuple[str, ...]]:
     }
 
 
-@cache
-def parsed(file: str) -> ast.Module:
-    return ast.parse((HERE / file).read_text())
-
-
-def exists(test: str) -> bool:
-    """Whether `file::test` or `file::test[case]` is there, told from the file's text alone."""
-    file, _, rest = test.partition("::")
-    name, _, case = rest.partition("[")
-    if not (HERE / file).is_file():
-        return False
-    functions = {n.name for n in ast.walk(parsed(file)) if isinstance(n, ast.FunctionDef)}
-    texts = {n.value for n in ast.walk(parsed(file)) if isinstance(n, ast.Constant)}
-    return name in functions and (not case or case.removesuffix("]") in texts)
-
-
 def test_every_field_has_a_test_that_would_miss_it():
     assert all_fields() - registered().keys() == set()
 
@@ -64,7 +47,7 @@ def test_the_register_names_no_field_that_is_gone():
 def test_the_named_tests_exist(field):
     tests = registered()[field]
     assert tests
-    assert [test for test in tests if not exists(test)] == []
+    assert [test for test in tests if not exists(HERE, test)] == []
 
 
 @pytest.mark.parametrize("field", ["train.ckpt_manager", "export.format"])
