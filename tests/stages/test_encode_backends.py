@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.processors import ByteLevel
@@ -151,7 +151,12 @@ def test_special_tokens_in_texts_are_words_where_the_tokenizer_says_so():
 
 
 @settings(deadline=None)
-@given(st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from(" \n'é日1"), min_size=1))
+@given(
+    st.text(
+        st.characters(exclude_categories=["Cs"]) | st.sampled_from(" \n\u3000'é日1"), min_size=1
+    )
+)
+@example(" ")
 def test_the_places_of_tokens_cover_their_text_even_where_blanks_are_trimmed(text):
     ids, starts, ends = TRIMMING.located(text)
     assert len(ids) == len(starts) == len(ends)

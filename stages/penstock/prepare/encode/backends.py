@@ -141,8 +141,10 @@ class TextEncoder:
         encoded = self._plain.encode(text, add_special_tokens=False)
         places = np.array(encoded.offsets, dtype=np.int64).reshape(-1, 2)
         # Libraries may trim blanks off a token's place; they belong to it all the same.
-        before = np.concatenate([np.zeros(1, dtype=np.int64), places[:-1, 1]])
-        return np.array(encoded.ids, dtype=np.int32), np.minimum(before, places[:, 0]), places[:, 1]
+        starts, ends = places[:, 0], places[:, 1]
+        starts[1:] = np.minimum(ends[:-1], starts[1:])
+        starts[:1], ends[-1:] = 0, len(text)
+        return np.array(encoded.ids, dtype=np.int32), starts, ends
 
     def _choose(self, its_json: str, hard: list[str]) -> None:
         if find_spec("fastokens") is None:
