@@ -6,7 +6,7 @@ A choice made by a plain call is free of flags and context variables, so that `t
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Generic, Literal, ParamSpec, TypeVar
@@ -18,6 +18,9 @@ R = TypeVar("R")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton kernels run in Triton's interpreter: right, on any machine, and very slow."""
+
+BUILT_FOR_GPUS = torch.backends.cuda.is_built()
+"""Whether this PyTorch can have tensors on a GPU at all; nothing is asked of a driver."""
 
 HAS_TRITON = find_spec("triton") is not None
 """Triton is published for Linux alone; elsewhere the operations have no such backend."""
@@ -40,7 +43,8 @@ class Fast(Generic[P, R]):
     @property
     def may_be_picked(self) -> bool:
         """Interpreted kernels are for judging them, by name; no work is ever given to them."""
-        return self.missing is None and (self.written_in == "torch" or not INTERPRETED)
+        runs = self.written_in == "torch" or (BUILT_FOR_GPUS and not INTERPRETED)
+        return self.missing is None and runs
 
 
 @dataclass(frozen=True)
@@ -53,11 +57,19 @@ class Op(Generic[P, R]):
     """Fast implementations by name, the most wanted first."""
     reference_name: str = "reference"
     """What users call the reference, where it has a name of its own."""
+    able: tuple[Fast[P, R], ...] = field(init=False, repr=False, compare=False)
+    """Those that may be picked on this machine, found once: a small operation is done in the time
+    of a few questions."""
+
+    def __post_init__(self) -> None:
+        """Find them."""
+        found = tuple(backend for backend in self.fast.values() if backend.may_be_picked)
+        object.__setattr__(self, "able", found)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """The first fast backend that does not refuse, else the reference."""
-        for backend in self.fast.values():
-            if backend.may_be_picked and backend.refuses(*args, **kwargs) is None:
+        for backend in self.able:
+            if backend.refuses(*args, **kwargs) is None:
                 return backend.run(*args, **kwargs)
         return self.reference(*args, **kwargs)
 
@@ -102,10 +114,10 @@ def cache_home() -> Path:
 
 def needs_cuda(*tensors: torch.Tensor) -> str | None:
     """The refusal every Triton kernel shares: it runs on CUDA, or on a CPU when interpreted."""
-    if INTERPRETED or all(t.is_cuda for t in tensors):
+    kinds = {t.device.type for t in tensors}
+    if INTERPRETED or kinds == {"cuda"}:
         return None
-    where = ", ".join(sorted({t.device.type for t in tensors}))
-    return f"its tensors are on {where}, and it needs cuda"
+    return f"its tensors are on {', '.join(sorted(kinds))}, and it needs cuda"
 
 
 def needs_floats(*tensors: torch.Tensor) -> str | None:

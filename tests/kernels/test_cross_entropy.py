@@ -22,6 +22,7 @@ from penstock_kernels.cross_entropy import (
     tally,
 )
 from penstock_kernels.cross_entropy.passes import one_after_the_other, turn_
+from penstock_kernels.cross_entropy.several import slope_by_, tally_by
 from penstock_kernels.cross_entropy.terms import losses, slopes
 from penstock_kernels.op import UnsupportedError
 from tests.kernels.where import DEVICE, needs_triton
@@ -210,6 +211,32 @@ def test_every_backend_reads_and_turns_logits_as_fp64_does_and_kernels_as_the_cp
                     torch.testing.assert_close(one.cpu(), other, rtol=rtol, atol=2e-4)
 
 
+@pytest.mark.parametrize(
+    "backend", ["reference", "rows", pytest.param("triton", marks=needs_triton)]
+)
+def test_every_backend_reads_and_turns_logits_of_several_labels_as_fp64_does(backend):
+    for seed in range(16):
+        logits, _, _, terms = some_logits(seed)
+        if not len(logits):
+            continue
+        terms, generator = Terms(soft_cap=terms.soft_cap), torch.Generator().manual_seed(seed)
+        (count, width), dtype = logits.shape, logits.dtype
+        # Some of them elsewhere, some twice.
+        labels = torch.randint(-1, min(width, 4), (count, 3), generator=generator).to(DEVICE)
+        upstream = torch.randn(count, 3, generator=generator).to(DEVICE)
+        found, made = tally_by(tally.backend(backend), logits, labels, terms), logits.clone()
+        rises = slopes(found.log_sum, found.log_sum, width, terms, upstream)
+        slope_by_(slope_.backend(backend), made, labels, found.log_sum, rises, terms)
+        exact = logits.double().requires_grad_()
+        whole = terms.soft_cap * (exact / terms.soft_cap).tanh() if terms.soft_cap else exact
+        target = whole.gather(1, labels.clamp(min=0)).masked_fill(labels < 0, 0)
+        each = whole.logsumexp(1)[:, None] - target
+        got = losses(found, width, terms).double()
+        torch.testing.assert_close(got, each.detach(), rtol=3e-6, atol=1e-4)
+        [want] = torch.autograd.grad(each, exact, upstream.double())
+        check_close(made, want, dtype, what=f"{logits.shape} {terms}")
+
+
 @pytest.mark.slow
 def test_what_is_compiled_comes_to_the_same_and_is_compiled_once():
     torch._dynamo.reset()
@@ -317,6 +344,8 @@ def test_what_does_not_fit_is_refused():
         linear_cross_entropy([(x, matrix)], torch.tensor([0, 5, -100]))
     with pytest.raises(ValueError, match="label -100 is not one"):
         cross_entropies(x @ matrix.t(), torch.tensor([0, -100, 1]))
+    with pytest.raises(ValueError, match="several labels of a token have no Terms"):
+        cross_entropies(x @ matrix.t(), labels[:, None], terms=Terms(z=0.1))
     with pytest.raises(ValueError, match="chunk is 0"):
         linear_cross_entropy([(x, matrix)], labels, chunk=0)
     with pytest.raises(ValueError, match="do not fit 3 labels and 5 entries"):

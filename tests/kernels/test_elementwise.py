@@ -95,6 +95,16 @@ def test_an_fp32_weight_leaves_a_bf16_stream_in_bf16():
     assert rms_norm(x.bfloat16(), weight, 1e-6).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_norm_is_the_same_to_the_bit_where_no_gradient_is_wanted(dtype):
+    x, weight = randoms((7, 3, 24), (24,))
+    want = rms_norm.backend("lean")(x.to(dtype).requires_grad_(), weight, 1e-6)
+    with torch.no_grad():
+        got = rms_norm.backend("lean")(x.to(dtype), weight, 1e-6)
+    assert got.dtype == dtype
+    assert got.equal(want)
+
+
 def test_rope_is_transformers_to_the_bit():
     q, k, angle = randoms((5, 4, 16), (5, 2, 16), (5, 8))
     both = torch.cat((angle, angle), dim=-1)

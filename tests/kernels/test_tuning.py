@@ -201,6 +201,7 @@ def two_at_once(folder):
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_two_processes_at_once_choose_alike_and_share_the_measuring(tmp_path):
     (one, other), measured = zip(*on_ranks(2, two_at_once, tmp_path), strict=True)
     assert one == other

@@ -25,7 +25,7 @@ def newest(
     """
     heads = k_BKCH.shape[1]
     # The query heads of a key head are as queries that see the same: nothing has to be repeated.
-    q_BKGH = q_BNH.unflatten(1, (heads, -1))
+    q_BKGH = q_BNH.reshape(len(q_BNH), heads, -1, q_BNH.shape[2])
     sees = None if sees_BC is None else sees_BC[:, None, None, :]
     if sinks_N is None:
         y_BKGH = F.scaled_dot_product_attention(q_BKGH, k_BKCH, v_BKCH, attn_mask=sees, scale=scale)

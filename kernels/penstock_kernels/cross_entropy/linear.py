@@ -7,7 +7,8 @@ Kernel, arXiv 2410.10989, its fused linear cross-entropy). Where what comes of e
 not known yet, gradients wait for the backward pass and logits are made once more.
 
 S tokens, all with a label, C those of a chunk; V entries of the vocabulary that are here; K the
-width that a product is summed over.
+width that a product is summed over. What gives a loss for each token also takes labels [S, L] of
+tokens with L of them, of which each has a loss.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ import torch
 from penstock_kernels.cross_entropy import reference
 from penstock_kernels.cross_entropy.gradients import WeightGradient, scale_
 from penstock_kernels.cross_entropy.passes import IMPLEMENTATIONS, Implementation, Passes
+from penstock_kernels.cross_entropy.several import slope_by_, tally_by
 from penstock_kernels.cross_entropy.terms import (
     PLAIN,
     Divided,
@@ -70,10 +72,13 @@ def linear_cross_entropies(
     divided: Divided | None = None,
     passes: Passes = "auto",
 ) -> torch.Tensor:
-    """As `linear_cross_entropy`, the loss of each token, [S], for whoever weighs them afterwards.
+    """As `linear_cross_entropy`, the loss of each token, [S], or of each of its labels, [S, L], for
+    whoever weighs them afterwards.
 
-    The logits are made once more in the backward pass.
+    The logits are made once more in the backward pass. Raises ValueError also for several labels
+    where terms are added to cross-entropy.
     """
+    _require_plain(labels_S, terms)
     work = _work(products, labels_S, terms, chunk, divided, passes)
     return _Each.apply(work, *_seen_by_autograd(products))
 
@@ -86,7 +91,9 @@ def cross_entropies(
     divided: Divided | None = None,
     passes: Passes = "auto",
 ) -> torch.Tensor:
-    """The loss of each token, [C], of logits that are there already."""
+    """The loss of each token, [C], or of each of its labels, [C, L], of logits that are there
+    already. Raises ValueError as `linear_cross_entropies`."""
+    _require_plain(labels_C, terms)
     width = logits_CV.shape[1]
     _require_entries(labels_C, divided.size if divided else width)
     return _OfLogits.apply(logits_CV, _here(labels_C, divided, width), terms, divided, passes)
@@ -96,7 +103,8 @@ def eager_cross_entropies(
     logits_CV: torch.Tensor, labels_C: torch.Tensor, terms: Terms = PLAIN
 ) -> torch.Tensor:
     """The same by PyTorch's own operations and their gradients."""
-    return losses(reference.tally(logits_CV, labels_C, terms), logits_CV.shape[1], terms)
+    _require_plain(labels_C, terms)
+    return losses(tally_by(reference.tally, logits_CV, labels_C, terms), logits_CV.shape[1], terms)
 
 
 class _Sides(NamedTuple):
@@ -111,7 +119,7 @@ class _Work:
     """Everything but the tensors that have gradients."""
 
     labels: torch.Tensor
-    """[S], by their place here; -1 where others hold them."""
+    """[S] or [S, L], by their place here; -1 where others hold them."""
     terms: Terms
     entries: int
     chunk: int
@@ -125,7 +133,7 @@ class _Work:
 
     def tally(self, logits_CV: torch.Tensor, rows: slice) -> tuple[Tally, Tally]:
         """That of the entries here, and that of all."""
-        own = self.made_by.tally(logits_CV, self.labels[rows], self.terms)
+        own = tally_by(self.made_by.tally, logits_CV, self.labels[rows], self.terms)
         return own, self.divided.merge(own) if self.divided else own
 
     def turn_(self, logits_CV: torch.Tensor, rows: slice) -> Tally:
@@ -226,8 +234,8 @@ def _total(work: _Work, sides: _Sides, gradients: _Gradients | None) -> torch.Te
 class _Each(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, work: _Work, *sides: torch.Tensor) -> torch.Tensor:
-        found_S = sides[0].new_empty(len(sides[0]), dtype=_precise(sides[0]))
-        own_S, whole_S = torch.empty_like(found_S), torch.empty_like(found_S)
+        found_S = sides[0].new_empty(work.labels.shape, dtype=_precise(sides[0]))
+        own_S, whole_S = (found_S.new_empty(len(found_S)) for _ in range(2))
         with torch.autocast(found_S.device.type, enabled=False):
             for rows, logits_CV in work.chunks(_computed(sides)):
                 own, whole = work.tally(logits_CV, rows)
@@ -257,7 +265,7 @@ def _go_back(
     for rows, logits_CV in work.chunks(sides):
         own_C, labels_C = own_S[rows], work.labels[rows]
         rises = slopes(own_C, whole_S[rows], work.entries, work.terms, upstream_S[rows])
-        work.made_by.slope_(logits_CV, labels_C, own_C, rises, work.terms)
+        slope_by_(work.made_by.slope_, logits_CV, labels_C, own_C, rises, work.terms)
         gradients.add(rows, logits_CV, sides)
 
 
@@ -273,7 +281,7 @@ class _OfLogits(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.made_by, ctx.terms = IMPLEMENTATIONS[passes], terms
         ctx.entries = divided.size if divided else logits_CV.shape[1]
-        own = ctx.made_by.tally(logits_CV, labels_C, terms)
+        own = tally_by(ctx.made_by.tally, logits_CV, labels_C, terms)
         whole = divided.merge(own) if divided else own
         ctx.save_for_backward(logits_CV, labels_C, own.log_sum, whole.log_sum)
         return losses(whole, ctx.entries, terms)
@@ -283,7 +291,7 @@ class _OfLogits(torch.autograd.Function):
         logits_CV, labels_C, own_C, whole_C = ctx.saved_tensors
         rises = slopes(own_C, whole_C, ctx.entries, ctx.terms, grads[0])
         slope_CV = logits_CV.clone()
-        ctx.made_by.slope_(slope_CV, labels_C, own_C, rises, ctx.terms)
+        slope_by_(ctx.made_by.slope_, slope_CV, labels_C, own_C, rises, ctx.terms)
         return slope_CV, None, None, None, None
 
 
@@ -336,6 +344,11 @@ def _work(
         divided,
         IMPLEMENTATIONS[passes],
     )
+
+
+def _require_plain(labels: torch.Tensor, terms: Terms) -> None:
+    if labels.dim() > 1 and (terms.smoothing or terms.z):
+        raise ValueError(f"several labels of a token have no {terms}")
 
 
 def _require_entries(labels: torch.Tensor, entries: int) -> None:

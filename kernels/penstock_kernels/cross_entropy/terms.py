@@ -43,7 +43,8 @@ PLAIN = Terms()
 
 
 class Tally(NamedTuple):
-    """What a loss needs to know of each token's logits, [C] each, in fp32 or wider."""
+    """What a loss needs to know of each token's logits, [C] each, in fp32 or wider. The target of
+    tokens with K labels each is [C, K]."""
 
     log_sum: torch.Tensor
     """The logarithm of the sum of their exponentials."""
@@ -55,7 +56,7 @@ class Tally(NamedTuple):
 
 class Slopes(NamedTuple):
     """What the result rises by when a token's logit does, of numbers [C]: `share * softmax - floor`
-    of the logits that are here, and `hit` less for the label's."""
+    of the logits that are here, and `hit` less for the label's; of K labels it is [C, K]."""
 
     share: torch.Tensor
     hit: torch.Tensor
@@ -77,7 +78,9 @@ class Divided:
 
 
 def losses(tally: Tally, vocab_size: int, terms: Terms) -> torch.Tensor:
-    """The loss of each token, [C]."""
+    """The loss of each token, [C]; of each of its labels, [C, K], where it has several."""
+    if tally.target.dim() > 1:
+        return tally.log_sum[:, None] - tally.target
     found = tally.log_sum - (1 - terms.smoothing) * tally.target
     if tally.total is not None:
         found = found - terms.smoothing / vocab_size * tally.total
@@ -96,9 +99,11 @@ def slopes(
     Args:
         own_log_sum_C: of the logits that are here.
         log_sum_C: of those of the whole vocabulary.
-        upstream_C: what the result rises by with each token's loss; absent, 1.
+        upstream_C: what the result rises by with each token's loss, or [C, K] with that of each of
+            its labels; absent, 1.
     """
-    rise_C = torch.ones_like(log_sum_C) if upstream_C is None else upstream_C.to(log_sum_C.dtype)
+    hit_C = torch.ones_like(log_sum_C) if upstream_C is None else upstream_C.to(log_sum_C.dtype)
+    rise_C = hit_C.sum(1) if hit_C.dim() > 1 else hit_C
     share_C = rise_C * (1 + 2 * terms.z * log_sum_C) * (own_log_sum_C - log_sum_C).exp()
     floor_C = rise_C * (terms.smoothing / vocab_size) if terms.smoothing else None
-    return Slopes(share_C, rise_C * (1 - terms.smoothing), floor_C)
+    return Slopes(share_C, hit_C * (1 - terms.smoothing), floor_C)

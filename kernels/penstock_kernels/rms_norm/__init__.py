@@ -43,15 +43,15 @@ def _too_wide(x_TD: torch.Tensor) -> str | None:
 
 
 def _refuses(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> str | None:
-    misfit = _misfit(x_TD, weight_D, eps)
-    return misfit or _too_wide(x_TD) or needs_cuda(x_TD, weight_D)
+    # Where they are comes first: it is asked of every norm on a CPU.
+    return needs_cuda(x_TD, weight_D) or _misfit(x_TD, weight_D, eps) or _too_wide(x_TD)
 
 
 def _add_refuses(
     x_TD: torch.Tensor, stream_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
 ) -> str | None:
-    misfit = _misfit_of_sum(x_TD, stream_TD, weight_D, eps)
-    return misfit or _too_wide(x_TD) or needs_cuda(x_TD, stream_TD, weight_D)
+    misplaced = needs_cuda(x_TD, stream_TD, weight_D)
+    return misplaced or _misfit_of_sum(x_TD, stream_TD, weight_D, eps) or _too_wide(x_TD)
 
 
 _FAST: Mapping[str, Fast[[torch.Tensor, torch.Tensor, float], torch.Tensor]] = {}

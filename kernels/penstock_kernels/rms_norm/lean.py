@@ -15,11 +15,9 @@ from torch.autograd.function import once_differentiable
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-        normed_TD = x_TD.to(torch.float32, copy=True)
-        scale_T1 = torch.linalg.vector_norm(normed_TD, dim=-1, keepdim=True)
-        scale_T1.square_().div_(x_TD.shape[-1]).add_(eps).rsqrt_()
+        y_TD, scale_T1 = _normed(x_TD, weight_D, eps)
         ctx.save_for_backward(x_TD, weight_D, scale_T1)
-        return normed_TD.mul_(scale_T1).to(x_TD.dtype).mul_(weight_D.to(x_TD.dtype))
+        return y_TD
 
     @staticmethod
     @once_differentiable
@@ -45,7 +43,22 @@ class _RMSNorm(torch.autograd.Function):
 
 def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
     """As the reference's, but for the last bits of sums."""
-    return _RMSNorm.apply(x_TD, weight_D, eps)
+    if torch.is_grad_enabled():
+        return _RMSNorm.apply(x_TD, weight_D, eps)
+    # To the same bits: what looks again is to see what was seen.
+    return _normed(x_TD, weight_D, eps)[0]
+
+
+def _normed(
+    x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result, and what rows were multiplied by, fp32 [T, 1]."""
+    wide_TD = x_TD.float()
+    scale_T1 = torch.linalg.vector_norm(wide_TD, dim=-1, keepdim=True)
+    scale_T1.square_().div_(x_TD.shape[-1]).add_(eps).rsqrt_()
+    if wide_TD is x_TD:
+        return (x_TD * scale_T1).mul_(weight_D.float()), scale_T1
+    return wide_TD.mul_(scale_T1).to(x_TD.dtype).mul_(weight_D.to(x_TD.dtype)), scale_T1
 
 
 def add_rms_norm(

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from penstock_kernels.op import HAS_TRITON, Fast, Op, needs_cuda, needs_floats
+from penstock_kernels.rope import lean as _lean
 from penstock_kernels.rope.reference import Pairs
 from penstock_kernels.rope.reference import rope as _reference
 
@@ -38,4 +39,4 @@ if HAS_TRITON:
 
     _FAST = {"triton": Fast(_triton, _refuses, written_in="triton")}
 
-rope = Op("rope", _reference, _FAST)
+rope = Op("rope", _reference, {**_FAST, "lean": Fast(_lean.rope, _lean.refuses)})

@@ -1,0 +1,49 @@
+"""Passes over a chunk's logits for tokens that may have several labels each, such as the entries
+that another model finds likeliest.
+
+The sum of exponentials is found once for all labels of a token, by the passes for one label, which
+are told that theirs is not here. C tokens of a chunk, K labels of each, V entries of the vocabulary
+that are here.
+"""
+
+import torch
+
+from penstock_kernels.cross_entropy.passes import SlopeOf, TallyOf
+from penstock_kernels.cross_entropy.reference import capped
+from penstock_kernels.cross_entropy.terms import Slopes, Tally, Terms
+
+
+def tally_by(tally: TallyOf, logits_CV: torch.Tensor, labels: torch.Tensor, terms: Terms) -> Tally:
+    """By a pass for labels [C]; of labels [C, K] with a target for each, [C, K]. A label of -1 is
+    not among the logits."""
+    if labels.dim() == 1:
+        return tally(logits_CV, labels, terms)
+    found = tally(logits_CV, _nowhere(labels), terms)
+    own_CK = capped(logits_CV.gather(1, labels.clamp(min=0)), terms)
+    return found._replace(target=own_CK.masked_fill(labels < 0, 0))
+
+
+def slope_by_(
+    slope_: SlopeOf,
+    logits_CV: torch.Tensor,
+    labels: torch.Tensor,
+    log_sum_C: torch.Tensor,
+    slopes: Slopes,
+    terms: Terms,
+) -> None:
+    """By a pass for labels [C]; of labels [C, K] with a hit for each, [C, K]. What a token has for
+    a label twice counts twice."""
+    if labels.dim() == 1:
+        slope_(logits_CV, labels, log_sum_C, slopes, terms)
+        return
+    at_CK, hit_CK = labels.clamp(min=0), slopes.hit.masked_fill(labels < 0, 0)
+    if terms.soft_cap is not None:
+        own_CK = capped(logits_CV.gather(1, at_CK), terms)
+        hit_CK = hit_CK * (1 - (own_CK / terms.soft_cap).square())
+    shares = Slopes(slopes.share, torch.zeros_like(slopes.share), None)
+    slope_(logits_CV, _nowhere(labels), log_sum_C, shares, terms)
+    logits_CV.scatter_add_(1, at_CK, -hit_CK.to(logits_CV.dtype))
+
+
+def _nowhere(labels_CK: torch.Tensor) -> torch.Tensor:
+    return labels_CK.new_full(labels_CK.shape[:1], -1)

@@ -1,0 +1,42 @@
+"""rope by PyTorch's operations, half as many of them: queries and keys are turned together.
+
+That costs a copy of both, which is nothing beside the calls where tokens are few, as where a model
+writes one after another.
+"""
+
+import torch
+
+from penstock_kernels.rope.reference import Pairs, turned
+
+MOST = 256
+"""Tokens."""
+
+
+def refuses(
+    q_TNH: torch.Tensor,
+    k_TKH: torch.Tensor,
+    cos_TR: torch.Tensor,
+    sin_TR: torch.Tensor,
+    pairs: Pairs = "halves",
+) -> str | None:
+    """Why the reference is better."""
+    del cos_TR, sin_TR, pairs
+    if len(q_TNH) > MOST:
+        return f"there are {len(q_TNH)} tokens, and a copy of more than {MOST} costs too much"
+    if q_TNH.dtype != k_TKH.dtype:
+        return f"q is {q_TNH.dtype} and k is {k_TKH.dtype}"
+    return None
+
+
+def rope(
+    q_TNH: torch.Tensor,
+    k_TKH: torch.Tensor,
+    cos_TR: torch.Tensor,
+    sin_TR: torch.Tensor,
+    pairs: Pairs = "halves",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the reference's, to the bit."""
+    both = torch.cat((q_TNH, k_TKH), dim=1)
+    both = turned(both, cos_TR.unsqueeze(1), sin_TR.unsqueeze(1), pairs)
+    heads = q_TNH.shape[1]
+    return both[:, :heads], both[:, heads:]
