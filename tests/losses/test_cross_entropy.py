@@ -128,6 +128,59 @@ def test_log_probabilities_are_those_of_all_logits_at_once(head):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
+def several(count):
+    """Labels of each token, some of them the same, some of them missing; and what each counts."""
+    generator = torch.Generator().manual_seed(count)
+    labels = torch.randint(0, VOCAB, (TOKENS, count), generator=generator)
+    labels[torch.rand(TOKENS, count, generator=generator) < 0.3] = -100
+    labels[:3] = -100
+    labels[3:6] = labels[3:6, :1]
+    return labels, torch.rand(TOKENS, count, generator=generator)
+
+
+@pytest.mark.parametrize("head", ["a matrix", "adapted", "quantised", "a matrix and more"])
+@pytest.mark.parametrize("cap", [None, 3.0])
+def test_log_probabilities_of_several_labels_are_those_of_fp64_logits(head, cap):
+    hidden, call, _ = setting(head)
+    labels, weights = several(4)
+    # Torch has no quantised products in fp64: these logits are made wide.
+    logits = call(hidden).double()
+    logits = logits if cap is None else cap * (logits / cap).tanh()
+    every = logits.log_softmax(-1).gather(1, labels.clamp(min=0))
+    want = every.masked_fill(labels == -100, 0)
+    inputs = trained(hidden, call)
+    wanted = torch.autograd.grad(want, inputs, weights.double())
+    for loss in (Loss(mode="eager"), CHUNKED, Loss()):
+        got = token_log_probs(hidden, call, labels, replace(loss, terms=Terms(soft_cap=cap)))
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+        assert not got[labels == -100].any()
+        found = torch.autograd.grad(got, inputs, weights)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_one_of_several_labels_is_as_the_only_one(head):
+    hidden, call, labels = setting(head)
+    inputs, weights = trained(hidden, call), numbers(TOKENS)
+    for loss in (Loss(mode="eager"), CHUNKED):
+        alone = token_log_probs(hidden, call, labels, loss)
+        among = token_log_probs(hidden, call, labels[:, None], loss)
+        torch.testing.assert_close(among[:, 0], alone, rtol=1e-6, atol=1e-6)
+        wanted = torch.autograd.grad(alone, inputs, weights)
+        found = torch.autograd.grad(among, inputs, weights[:, None])
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_several_labels_take_no_more_products_than_one():
+    hidden, call, labels = setting("a matrix")
+    made = []
+    for each in (labels, labels[:, None].repeat(1, 8)):
+        with FlopCounterMode(display=False) as counter:
+            token_log_probs(hidden, call, each, CHUNKED).sum().backward()
+        made.append(counter.get_total_flops())
+    assert made[0] == made[1]
+
+
 def test_bf16_logits_are_softmaxed_in_fp32():
     hidden, head, labels = setting("a matrix", torch.bfloat16)
     got = sum_cross_entropy(hidden, head, labels, Loss(chunk=5))

@@ -117,7 +117,14 @@ def test_losses_and_their_gradients_are_those_computed_by_hand(name):
 @pytest.mark.parametrize("name", [*BY_HAND, "gspo"])
 def test_what_stands_at_tokens_that_do_not_count_is_never_looked_at(name):
     factors = [0.0, 1.0, *FACTORS[2:]]
-    strange = {"factors_T": factors, "advantages_T": [float("nan"), *GAINS[1:]]}
+    none = float("nan")
+    strange = {
+        "factors_T": factors,
+        "advantages_T": [none, *GAINS[1:]],
+        "reference_T": [none, *given().reference_T[1:].tolist()],
+        "low_T": [none] + [LOW] * 9,
+        "high_T": [none] + [HIGH] * 9,
+    }
     _, params = BY_HAND.get(name, (None, {}))
     found = []
     old = [-1e9, *given().logprobs_T[1:].tolist()]
@@ -136,12 +143,35 @@ def test_what_stands_at_tokens_that_do_not_count_is_never_looked_at(name):
     torch.testing.assert_close(found[0], found[1])
 
 
+@pytest.mark.parametrize(("bound", "limited"), [(0.0, 5), (3.0, 10)])
+def test_a_ratio_that_overflows_has_no_gradient_where_it_is_clipped(bound, limited):
+    # What is to be gained is clipped; what is to be lost is not, unless it is bounded.
+    told = given(logprobs_T=[-1e4] * 10)
+    logp_T = given().logprobs_T.requires_grad_()
+    losses_T = token_losses("ppo", logp_T, told, {"eps_clip_c": bound})
+    limits = [-(HIGH if gain > 0 else bound) * gain for gain in GAINS]
+    expected = [limit * factor for limit, factor in zip(limits, FACTORS, strict=True)]
+    assert losses_T[:limited].tolist() == pytest.approx(expected[:limited])
+    assert losses_T[limited:].isinf().all()
+    losses_T[:limited].sum().backward()
+    assert logp_T.grad is not None
+    assert logp_T.grad[:limited].tolist() == [0.0] * limited
+
+
 def test_numbers_that_are_none_are_not_hidden_where_tokens_count():
     told = given(advantages_T=[float("nan"), *GAINS[1:]])
     for name in ("importance_sampling", "ppo", "cispo", "dro", "drgrpo"):
         losses_T = token_losses(name, log_probs(told), told, {"beta": 0.1, "kl_beta": 0.1})
         assert losses_T.isnan().tolist() == [True] + [False] * 9
     assert sequence_losses(log_probs(told), told, CLIPS, lambda x_T: x_T.sum()[None]).isnan().all()
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_a_log_probability_that_is_none_is_not_hidden(name):
+    flawed_T = log_probs(given()).index_fill(0, torch.tensor([0]), float("nan"))
+    params = {"beta": 0.1, "kl_beta": 0.1, "eps_clip_c": 3.0}
+    losses_T = token_losses(name.partition(",")[0], flawed_T, given(), params)
+    assert losses_T.isnan().tolist() == [True] + [False] * 9
 
 
 def test_a_sequence_has_one_ratio_by_the_mean_of_its_tokens():
@@ -159,8 +189,8 @@ def test_a_sequence_has_one_ratio_by_the_mean_of_its_tokens():
         ratio = math.exp(sum(math.log(RATIOS[t]) for t in tokens) / len(tokens))
         parts = [surrogate(ratio, GAINS[t]) for t in tokens]
         expected.append(sum(loss for loss, _ in parts))
-        for t in tokens:
-            slopes[t] = sum(slope for _, slope in parts) / len(tokens)
+        for t, (_, slope) in zip(tokens, parts, strict=True):
+            slopes[t] = slope
     torch.testing.assert_close(losses_N.detach(), torch.tensor(expected, dtype=torch.float64))
     assert logp_T.grad is not None
     torch.testing.assert_close(logp_T.grad, torch.tensor(slopes, dtype=torch.float64))
@@ -172,3 +202,15 @@ def test_clips_may_differ_from_token_to_token():
     plain_T = token_losses("importance_sampling", log_probs(told), told, {})
     # Only the last ratio, 6, is beyond these.
     torch.testing.assert_close(wide_T[:9], plain_T[:9])
+
+
+@pytest.mark.parametrize("gain", [1.5, -1.5])
+@pytest.mark.parametrize("shift", [-0.4, 0.05, 0.4])
+def test_one_advantage_for_a_sequence_moves_it_along_the_gradient_of_its_ratio(gain, shift):
+    told = given(advantages_T=[gain] * 10, factors_T=[1.0] * 10)
+    logp_T = (told.logprobs_T + shift * torch.linspace(0.5, 1.5, 10)).requires_grad_()
+    sequence_losses(logp_T, told, CLIPS, lambda x_T: x_T.sum()[None]).sum().backward()
+    through_T = logp_T.detach().clone().requires_grad_()
+    ratio = (through_T - told.logprobs_T).mean().exp()
+    torch.minimum(ratio * gain, ratio.clamp(LOW, HIGH) * gain).mul(-10).backward()
+    torch.testing.assert_close(logp_T.grad, through_T.grad)

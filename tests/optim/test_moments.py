@@ -68,6 +68,18 @@ def test_numbers_that_are_compressed_in_parts_are_the_same(form, monkeypatch):
             assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("moment", ["first", "second"])
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_a_number_that_is_not_finite_is_not_hidden(form, moment, wrong):
+    values = torch.ones(3 * BLOCK)
+    values[BLOCK + 5] = wrong
+    values[2 * BLOCK :] = wrong
+    found = expand(compress(values, moment, form), len(values), moment, form)
+    assert torch.equal(found[:BLOCK], values[:BLOCK])
+    assert not found[BLOCK:].isfinite().any()
+
+
 @pytest.mark.parametrize("count", COUNTS)
 def test_four_bits_take_half_of_what_eight_take(count):
     values = torch.ones(count)

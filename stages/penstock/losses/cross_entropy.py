@@ -1,11 +1,12 @@
 """Cross-entropy of trained tokens, without ever holding a micro-batch's logits.
 
-T tokens, S those that are trained, C those of a chunk, D model width, V vocabulary.
+T tokens, S those that are trained, C those of a chunk, D model width, V vocabulary; K labels of a
+token, where it has several.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Literal
 
@@ -64,7 +65,7 @@ class Loss:
         return "compiled" if self.mode == "compiled" else "auto"
 
     def of_logits(self, logits_CV: torch.Tensor, labels_C: torch.Tensor) -> torch.Tensor:
-        """Each token's, [C]."""
+        """Each token's, [C]; of labels [C, K] each one's, [C, K]."""
         if self.mode == "eager" and self.divided is None:
             return eager_cross_entropies(logits_CV, labels_C, self.terms)
         return cross_entropies(
@@ -92,6 +93,8 @@ def sum_cross_entropy(
         ValueError: for a chunk below 1, or labels that are not one per position, or, on a CPU, are
             no entries of the vocabulary.
     """
+    if labels_T.dim() != 1:
+        raise ValueError(f"{tuple(labels_T.shape)} labels for a sum, which is of one each")
     given = _Given.of(hidden_TD, head, labels_T)
     if not len(given.labels):
         return given.nothing()
@@ -113,7 +116,8 @@ def sum_cross_entropy(
 def token_log_probs(
     hidden_TD: torch.Tensor, head: Head, labels_T: torch.Tensor, loss: Loss = CROSS_ENTROPY
 ) -> torch.Tensor:
-    """The log-probability of each position's label, fp32 [T]; 0 where there is none.
+    """The log-probability of each position's label, fp32 [T]; 0 where there is none. Of labels
+    [T, K] that of each, [T, K], for which logits are computed no more often than for one.
 
     For losses that make something else of them than their sum. Logits are computed once more in the
     backward pass. Of the loss's terms only a soft cap has to do with probabilities.
@@ -124,9 +128,13 @@ def token_log_probs(
     if loss.terms.smoothing or loss.terms.z:
         raise ValueError(f"log-probabilities have no {loss.terms}")
     given = _Given.of(hidden_TD, head, labels_T)
-    found_T = hidden_TD.new_zeros(len(hidden_TD), dtype=torch.float32)
+    found_T = hidden_TD.new_zeros(labels_T.shape, dtype=torch.float32)
     if not len(given.labels):
         return found_T + given.nothing()
+    is_label_S = given.labels != IGNORED
+    if labels_T.dim() > 1:
+        # A token that has some of its labels; the others are computed as the first entry's.
+        given = replace(given, labels=given.labels.where(is_label_S, 0))
     if products := given.products(loss):
         losses_S = linear_cross_entropies(
             products,
@@ -138,7 +146,8 @@ def token_log_probs(
         )
     else:
         losses_S = torch.cat([*given.losses_by_chunks(loss)])
-    return found_T.index_put((given.trained,), -losses_S.float())
+    found_S = (-losses_S.float()).where(is_label_S, 0.0)
+    return found_T.index_put((given.trained,), found_S)
 
 
 @dataclass(frozen=True)
@@ -153,10 +162,13 @@ class _Given:
 
     @classmethod
     def of(cls, hidden_TD: torch.Tensor, head: Head, labels_T: torch.Tensor) -> "_Given":
-        if labels_T.shape != hidden_TD.shape[:1]:
+        """`labels_T` may be [T, K]: positions that have any of them are trained."""
+        if labels_T.shape[:1] != hidden_TD.shape[:1]:
             positions = tuple(hidden_TD.shape)
             raise ValueError(f"{tuple(labels_T.shape)} labels for {positions} positions")
-        trained = (labels_T != IGNORED).nonzero().squeeze(1)
+        is_label = labels_T != IGNORED
+        is_trained_T = is_label.any(1) if labels_T.dim() > 1 else is_label
+        trained = is_trained_T.nonzero().squeeze(1)
         noise = current_noise()
         return cls(
             trained,

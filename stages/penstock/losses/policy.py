@@ -2,6 +2,7 @@
 
 T tokens, N samples. Every loss is one to be made small, and none of them is divided by anything.
 Of tokens whose factor is 0 nothing else is looked at, so what stands there may be any number.
+Where tokens have several targets, K of them, what is [T] is [T, K]: each is as a token by itself.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ TokenLoss = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro
 
 @dataclass(frozen=True)
 class Told:
-    """What is known of T tokens; fp32 [T] each."""
+    """What is known of T tokens; fp32 [T] each, or all of them [T, K]."""
 
     factors_T: torch.Tensor  # noqa: N815 - T names the dimension
     """What a token's loss is multiplied by."""
@@ -57,24 +58,32 @@ def sequence_losses(
     params: Mapping[str, float],
     of_samples: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """The loss of each sample, [N] (Zheng et al. 2025, "GSPO").
+    """The loss of each sample, [N] (Zheng et al. 2025, "GSPO"; the form of it whose tokens have
+    advantages of their own, "GSPO-token").
 
     The ratio s of a sample is exp of the mean of logp - logprobs over its tokens that count, and
     its loss the sum of -min(s A, clip(s) A) times the factor over these, with the clips that are
-    `params`. `of_samples` sums [T] to [N] over all ranks that share the samples; the gradient of
-    each one's summand must be that of the sum.
+    `params`. Through what is not clipped a token's gradient is that of s A exp(logp - sg(logp)),
+    where no gradient passes through s and sg: its own advantage moves it, and no other's. Where all
+    of a sample have one advantage and one factor that is the gradient through s.
+
+    `of_samples` sums [T] to [N] over all ranks that share the samples; the gradient of each one's
+    summand must be that of the sum.
     """
     counts_T = told.factors_T != 0
     only = _only(told, counts_T)
     logp_T = logp_T.where(counts_T, 0.0)
     tokens_N = of_samples(counts_T.to(logp_T.dtype)).clamp(min=1)
-    ratio_N = (of_samples(logp_T - only.logprobs_T) / tokens_N).exp()
-    gains_T = only.advantages_T * told.factors_T
-    # min(s A, c A) is A min(s, c) for what is to be gained, and A max(s, c) for what is to be lost.
+    ratio_N = (of_samples(logp_T.detach() - only.logprobs_T) / tokens_N).exp()
+    # What is to be gained, or lost, with the gradient of exp(logp - sg(logp)), which is 1.
+    gains_T = only.advantages_T * told.factors_T * (1 + logp_T - logp_T.detach())
     is_gain_T = only.advantages_T >= 0
     up_N, down_N = of_samples(gains_T.where(is_gain_T, 0)), of_samples(gains_T.where(~is_gain_T, 0))
-    clipped_N = ratio_N.clamp(params["clip_low_threshold"], params["clip_high_threshold"])
-    return -(up_N * ratio_N.minimum(clipped_N) + down_N * ratio_N.maximum(clipped_N))
+    limit_N = ratio_N.clamp(params["clip_low_threshold"], params["clip_high_threshold"])
+    # min(s A, c A) is A min(s, c) for what is to be gained, and A max(s, c) for what is to be lost.
+    up_N = up_N.where(ratio_N <= limit_N, up_N.detach())
+    down_N = down_N.where(ratio_N >= limit_N, down_N.detach())
+    return -(up_N * ratio_N.minimum(limit_N) + down_N * ratio_N.maximum(limit_N))
 
 
 def _only(told: Told, counts_T: torch.Tensor) -> Told:
@@ -84,8 +93,8 @@ def _only(told: Told, counts_T: torch.Tensor) -> Told:
         told.logprobs_T.where(counts_T, 0.0),
         told.advantages_T.where(counts_T, 0.0),
         told.reference_T.where(counts_T, 0.0),
-        told.low_T,
-        told.high_T,
+        told.low_T.where(counts_T, 1.0),
+        told.high_T.where(counts_T, 1.0),
     )
 
 
@@ -98,12 +107,17 @@ def _importance(logp_T: torch.Tensor, told: Told, _: Mapping[str, float]) -> tor
 
 
 def _ppo(logp_T: torch.Tensor, told: Told, params: Mapping[str, float]) -> torch.Tensor:
-    ratio_T, gain_T = (logp_T - told.logprobs_T).exp(), told.advantages_T
-    clipped_T = ratio_T.clamp(told.low_T, told.high_T)
-    losses_T = -(ratio_T * gain_T).minimum(clipped_T * gain_T)
+    apart_T, gain_T = logp_T - told.logprobs_T, told.advantages_T
+    ratio_T = apart_T.detach().exp()
+    limit_T = ratio_T.clamp(told.low_T, told.high_T)
+    is_limited_T = ((gain_T >= 0) & (ratio_T > limit_T)) | ((gain_T <= 0) & (ratio_T < limit_T))
     if bound := params.get("eps_clip_c", 0.0):
-        losses_T = losses_T.minimum(-bound * gain_T).where(gain_T < 0, losses_T)
-    return losses_T
+        is_bounded_T = (gain_T < 0) & (limit_T.where(is_limited_T, ratio_T) > bound)
+        limit_T = limit_T.masked_fill(is_bounded_T, bound)
+        is_limited_T = is_limited_T | is_bounded_T
+    # What is limited has a gradient of 0 also where its ratio overflows: 0 times that is no number.
+    free_T = apart_T.masked_fill(is_limited_T, 0.0).exp()
+    return -(limit_T.where(is_limited_T, free_T) * gain_T)
 
 
 def _cispo(logp_T: torch.Tensor, told: Told, _: Mapping[str, float]) -> torch.Tensor:

@@ -15,10 +15,6 @@ Highest = Callable[[torch.Tensor], torch.Tensor]
 """From numbers that are here to the highest of all ranks that hold other entries of the vocabulary,
 one by one; called by all holders, in one order."""
 
-First = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""From the highest logits here and the entries that have them to the entries that have the highest
-of all, of equals the lowest; called by all holders, in one order."""
-
 
 class Scores(NamedTuple):
     """Of the tokens that have a label."""
@@ -62,30 +58,6 @@ def token_scores(
         right.append(label_C >= best_C)
     nothing = hidden_TD.new_zeros(0, dtype=torch.float32)
     return Scores(places, torch.cat([nothing, *losses]), torch.cat([nothing.bool(), *right]))
-
-
-@torch.no_grad()
-def likeliest_tokens(
-    hidden_TD: torch.Tensor,
-    head: Head,
-    places_S: torch.Tensor,
-    *,
-    width: int,
-    loss: Loss = CROSS_ENTROPY,
-    first_of: First | None = None,
-) -> torch.Tensor:
-    """The likeliest next token of each of these places, [S]; of equals the lowest entry."""
-    found = [places_S.new_zeros(0)]
-    for _, logits_CV in chunked_logits(hidden_TD, head, places_S, loss, width):
-        best_C = logits_CV.amax(1, keepdim=True)
-        # Which of equals `argmax` takes is not said.
-        entries_V = torch.arange(logits_CV.shape[1], device=logits_CV.device)
-        own_C = entries_V.expand_as(logits_CV).masked_fill(logits_CV < best_C, len(entries_V))
-        own_C = own_C.amin(1)
-        if first_of and loss.divided:
-            own_C = first_of(best_C.squeeze(1).float(), own_C + loss.divided.first)
-        found.append(own_C)
-    return torch.cat(found)
 
 
 def chunked_logits(

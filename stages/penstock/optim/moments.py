@@ -39,7 +39,7 @@ class Compressed(NamedTuple):
 
 def compress(values: torch.Tensor, moment: Moment, form: Form) -> Compressed:
     """Any number of numbers of any shape, computed in fp32 on their device. Those of a second
-    moment must be at least 0."""
+    moment must be at least 0. A block with one that is not finite becomes one that is not."""
     parts = values.detach().reshape(-1).split(AT_ONCE)
     codes, scales = zip(*(_compressed(part, moment, form) for part in parts), strict=True)
     return Compressed(torch.cat(codes), torch.cat(scales))
@@ -90,10 +90,11 @@ def _of_second(blocks_KB: torch.Tensor, levels: int) -> tuple[torch.Tensor, torc
     high_K1 = logs_KB.amax(1, keepdim=True)
     low_K1 = logs_KB.masked_fill_(is_zero_KB, torch.inf).amin(1, keepdim=True)
     # A block of zeros alone has neither.
-    low_K1, high_K1 = (each.masked_fill(each.isinf(), 0) for each in (low_K1, high_K1))
+    is_nothing_K1 = is_zero_KB.all(1, keepdim=True)
+    low_K1, high_K1 = (each.masked_fill(is_nothing_K1, 0) for each in (low_K1, high_K1))
     step_K1 = _steps((high_K1 - low_K1) / (levels - 1))
-    # Code 0 is the number 0, and 1 the lowest.
-    codes_KB = logs_KB.sub_(low_K1).mul_(_inverse(step_K1)).round_().add_(1)
+    # Code 0 is the number 0, and 1 the lowest; what is no number has a code all the same.
+    codes_KB = logs_KB.sub_(low_K1).mul_(_inverse(step_K1)).round_().add_(1).nan_to_num_(1.0)
     codes_KB.masked_fill_(is_zero_KB, 0)
     return codes_KB.to(torch.uint8), torch.cat([low_K1 - step_K1, step_K1], dim=1)
 
