@@ -4,7 +4,8 @@ Ours beside transformers' own `generate` with its cache, in turn on one thread: 
 layers with a real vocabulary's size, and the same prompts of uneven lengths, which transformers
 pads on the left. Both write the same number of tokens, drawn at temperature 1 or the likeliest; of
 the likeliest the tokens are compared. The last rows are of one prompt alone, and of many answers to
-one prompt.
+one prompt; and of a few prompts as they are answered while a model is trained, with keys and values
+kept, and with every token computed anew in each pass.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ import os
 import platform
 import sys
 import tempfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,6 +59,7 @@ CASES = {
     "1 prompt, drawn": Case((120,), 1, 64, 1),
     "1 prompt, 32 answers, drawn": Case((400,), 32, 64, 1),
 }
+ON_THE_WAY = Case((40, 25, 60, 33), 1, 64, 0)
 
 
 def prompts_of(case: Case) -> list[list[int]]:
@@ -109,6 +112,16 @@ def main() -> None:
             mine, other = (tokens / spent for spent in medians(works, processor_seconds).values())
             lines.append(f"{name:30} {mine:8.0f} {other:8.0f} {mine / other:6.2f}")
             sys.stderr.write(lines[-1] + "\n")
+        anew = replace(generator, keeps_up_to=0)
+        if ours(generator, ON_THE_WAY) != ours(anew, ON_THE_WAY):
+            sys.exit("what is kept changes what is written")
+        works = {
+            name: partial(ours, each, ON_THE_WAY) for name, each in (("k", generator), ("a", anew))
+        }
+        tokens = len(ON_THE_WAY.lengths) * ON_THE_WAY.new
+        kept, again = (tokens / spent for spent in medians(works, processor_seconds).values())
+        lines += ["", f"{'4 prompts, the likeliest':30} {'kept':>8} {'anew':>8} {'ratio':>6}"]
+        lines.append(f"{'':30} {kept:8.0f} {again:8.0f} {kept / again:6.2f}")
     print("\n".join(lines))
     machine = f"{platform.machine()}, {os.cpu_count()} CPUs, PyTorch {torch.__version__}."
     write_section(

@@ -76,6 +76,35 @@ def test_without_temperature_the_likeliest_is_drawn_and_of_equals_the_lowest():
     assert tokens.tolist() == [1, 0]
 
 
+@pytest.mark.parametrize("temperature", [1e-5, 1e-39, 1e-300])
+def test_however_cold_it_is_a_token_that_is_likeliest_is_drawn(temperature):
+    logits = torch.tensor([[-300.0, 80.0, 79.0, float("-inf")], [5.0, 2.0, -1.0, 4.0]])
+    tokens, log_probs = draw(logits, [Drawing(temperature=temperature)] * 2, [0.999, 0.0])
+    assert tokens.tolist() == [1, 0]
+    assert log_probs.isfinite().all()
+
+
+def test_however_hot_it_is_what_is_impossible_is_not_drawn():
+    counts = drawn(Drawing(temperature=1e300))
+    possible = LOGITS.isfinite()
+    assert (counts[~possible] == 0).all()
+    assert chance_of_more(counts[possible], torch.full((6,), 1 / 6)) > CHANCE
+
+
+def test_a_row_that_is_no_numbers_leaves_the_others_as_they_are():
+    torch.manual_seed(0)
+    logits = torch.randn(3, 50)
+    hows = [Drawing(), Drawing(top_k=5, top_p=0.9), Drawing(temperature=0)]
+    wanted, _ = draw(logits, hows, [0.3, 0.6, 0.9])
+    for row in range(3):
+        flawed = logits.clone()
+        flawed[row] = float("nan")
+        tokens, _ = draw(flawed, hows, [0.3, 0.6, 0.9])
+        others = [number for number in range(3) if number != row]
+        assert torch.equal(tokens[others], wanted[others])
+        assert 0 <= tokens[row] < 50
+
+
 def test_the_greatest_number_draws_a_token_that_can_be_drawn():
     logits = torch.tensor([[0.0, 1.0, float("-inf"), float("-inf")]])
     tokens, _ = draw(logits, [Drawing()], [1 - 2**-53])

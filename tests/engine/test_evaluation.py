@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from penstock.core.errors import StageError
+from penstock.engine.generation import NotFiniteError
 from penstock.rows.reader import PackedRows
 from penstock.rows.tokenizer import byte_tokenizer
 from penstock.train import evaluation
@@ -335,6 +336,24 @@ def test_only_evaluating_needs_something_held_out(folder, tmp_path):
     unknown = job(folder, "unknown", eval_steps=1, save_best={"metric": "eval_loss/none"})
     with pytest.raises(AssertionError, match=r"(?s)is eval_loss/none.*eval_loss/poems"):
         on_ranks(1, runs.train_here, unknown)
+
+
+def test_a_prompt_that_leaves_no_room_for_an_answer_is_told_of_before_the_first_step(folder):
+    made = job(folder, "no room", sample_prompts=["x", 600 * "y"])
+    with pytest.raises(AssertionError, match=r"train\.sample_prompts\.1 has 6\d\d tokens"):
+        on_ranks(1, runs.train_here, made)
+
+
+def asked_when_diverged(job):
+    loop = loop_of(job)
+    decoder_of(loop).get_parameter("model.norm.weight").data.fill_(math.nan)
+    assert loop.sampler is not None
+    with pytest.raises(NotFiniteError):
+        loop.sampler.answer(lambda: False)
+
+
+def test_a_model_that_has_diverged_gives_no_answers(folder):
+    on_ranks(1, asked_when_diverged, job(folder, "diverged", sample_prompts=["x"]))
 
 
 @pytest.mark.parametrize(

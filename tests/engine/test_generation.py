@@ -7,12 +7,8 @@ import peft
 import pytest
 import torch
 
-from penstock.core.errors import ConfigError
 from penstock.engine.drawing import Drawing
-from penstock.engine.generation import NotFiniteError
-from penstock.engine.ranks import join
 from penstock.engine.sequences import Prompt
-from penstock.rows.tokenizer import byte_tokenizer
 from tests.engine import runs
 from tests.engine.inputs import MODELS
 from tests.engine.loops import each
@@ -54,11 +50,23 @@ FAMILIES = {
     },
     "experts": {**MODELS["experts"], "mlp_only_layers": [1]},
     "sinks": {**MODELS["sinks"], "sliding_window": 11},
+    "dynamic": {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+    },
     "by length": {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
         "max_position_embeddings": 32,
-        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "factor": 2.0,
+            "original_max_position_embeddings": 16,
+            "short_factor": [1.0, 1.1, 1.2, 1.3],
+            "long_factor": [1.0, 2.0, 3.0, 4.0],
+        },
     },
 }
 
@@ -73,7 +81,10 @@ def folder(tmp_path_factory):
 
 def greedily(job):
     how = Drawing(temperature=0, max_tokens=NEW)
-    prompts = [Prompt(ids, how, scored=True, likeliest=3) for ids in PROMPTS]
+    prompts = [
+        Prompt(ids, how, scored=True, likeliest=3, likeliest_drawn=2 + number)
+        for number, ids in enumerate(PROMPTS)
+    ]
     return written(built_of(job), prompts)
 
 
@@ -86,7 +97,7 @@ def test_the_likeliest_tokens_are_those_of_transformers(folder):
     for name in KEEPING:
         model = read_model(folder / name)
         assert len({token for one in found[name] for token in one["tokens"][0]}) > 8
-        for prompt, one in zip(PROMPTS, found[name], strict=True):
+        for number, (prompt, one) in enumerate(zip(PROMPTS, found[name], strict=True)):
             assert one["tokens"] == [greedy(model, prompt, NEW)], name
             assert one["ended"] == ["length"]
             assert_foretold(model, prompt, one, ATOL)
@@ -98,14 +109,25 @@ def test_the_likeliest_tokens_are_those_of_transformers(folder):
             assert one["likeliest"] == [[-1] * 3, *best.indices.tolist()]
             theirs = torch.tensor(one["theirs"][1:]).reshape(-1, 3)
             torch.testing.assert_close(theirs, best.values, atol=ATOL, rtol=0)
+            whole = log_probs_after(model, [*prompt, *one["tokens"][0]])
+            best = whole[len(prompt) - 1 : -1].topk(2 + number)
+            [(drawn, theirs)] = one["drawn among"]
+            assert drawn == best.indices.tolist()
+            torch.testing.assert_close(torch.tensor(theirs), best.values, atol=ATOL, rtol=0)
 
 
 MANY = [
     Prompt(PROMPTS[0], Drawing(max_tokens=30, seed=1), count=3),
-    Prompt(PROMPTS[2], Drawing(max_tokens=7, seed=2, temperature=0.7), count=2, scored=True),
+    Prompt(
+        PROMPTS[2],
+        Drawing(max_tokens=7, seed=2, temperature=0.7),
+        count=2,
+        scored=True,
+        likeliest_drawn=3,
+    ),
     Prompt(PROMPTS[1], Drawing(max_tokens=19, seed=3, top_k=40), count=4),
-    Prompt(PROMPTS[3], Drawing(max_tokens=1, seed=4), count=2, likeliest=2),
-    Prompt(PROMPTS[3], Drawing(max_tokens=12, seed=5, top_p=0.8), scored=True),
+    Prompt(PROMPTS[3], Drawing(max_tokens=1, seed=4), count=2, likeliest=2, likeliest_drawn=1),
+    Prompt(PROMPTS[3], Drawing(max_tokens=12, seed=5, top_p=0.8), scored=True, likeliest=5),
     Prompt(PROMPTS[2], Drawing(max_tokens=26, seed=6, temperature=0)),
 ]
 LITTLE_ROOM = {
@@ -121,7 +143,9 @@ def in_little_room(job):
     built = built_of(job)
     found = {name: written(built, MANY, **its) for name, its in LITTLE_ROOM.items()}
     for name, its in {"afresh": {}, "afresh, some at a time": {"passed_tokens": 60}}.items():
-        found[name] = written(built, MANY, keeps=False, **its)
+        found[name] = written(built, MANY, keeps_up_to=0, **its)
+    # Some are kept, and some are not.
+    found["by turns"] = written(built, MANY, keeps_up_to=35)
     return found
 
 
@@ -142,6 +166,11 @@ def assert_same(found, wanted, case):
         for got, want in zip(one["log_probs"], other["log_probs"], strict=True):
             assert got == pytest.approx(want, abs=ATOL), case
         assert one["read"] == pytest.approx(other["read"], abs=ATOL, nan_ok=True), case
+        for (drawn, got), (wanted_drawn, want) in zip(
+            one["drawn among"], other["drawn among"], strict=True
+        ):
+            assert drawn == wanted_drawn, case
+            torch.testing.assert_close(got and torch.tensor(got), want and torch.tensor(want))
 
 
 ONE = MANY[4]
@@ -210,49 +239,6 @@ def test_an_answer_depends_on_its_seed_and_nothing_else_that_is_asked(folder):
     assert len(set(answers)) == 8
 
 
-def stopped(job):
-    """Answers that would go on for long, and what ends them."""
-    built = built_of(job)
-    free = Prompt(PROMPTS[0], Drawing(max_tokens=100, seed=9), count=4)
-    [plain] = written(built, [free])
-    tokens = sorted({token for some in plain["tokens"] for token in some[5:9]})[:3]
-    decode = byte_tokenizer().decode
-    text = decode(plain["tokens"][0][20:22])
-    by_token, by_text, at_limit, none = written(
-        built,
-        [
-            replace(free, how=replace(free.how, stop_tokens=tuple(tokens))),
-            replace(free, how=replace(free.how, stop_texts=("never said", text))),
-            Prompt(list(range(30)) * 16, Drawing(seed=1)),
-            Prompt(PROMPTS[2], Drawing(max_tokens=0), scored=True),
-        ],
-    )
-    return plain, tokens, by_token, text, by_text, at_limit, none
-
-
-def test_answers_end_at_stop_tokens_at_stop_texts_and_where_the_context_does(folder):
-    [found] = on_ranks(1, stopped, job_of(folder, "stops"))
-    plain, tokens, by_token, text, by_text, at_limit, none = found
-    for whole, got, ended in zip(
-        plain["tokens"], by_token["tokens"], by_token["ended"], strict=True
-    ):
-        first = min((whole.index(token) for token in tokens if token in whole), default=None)
-        assert got == (whole if first is None else whole[: first + 1])
-        assert ended == ("length" if first is None else "stop")
-    assert by_token["ended"].count("stop") >= 1
-    decode = byte_tokenizer().decode
-    for whole, got, ended in zip(plain["tokens"], by_text["tokens"], by_text["ended"], strict=True):
-        ends = [end for end in range(1, 101) if text in decode(whole[:end])]
-        assert got == whole[: ends[0] if ends else 100]
-        assert ended == ("stop" if ends else "length")
-    assert by_text["ended"][0] == "stop"
-    assert len(at_limit["tokens"][0]) == runs.TINY["max_position_embeddings"] - 480
-    assert at_limit["ended"] == ["length"]
-    assert none["tokens"] == [[]]
-    assert none["ended"] == ["length"]
-    assert len(none["read"]) == len(PROMPTS[2])
-
-
 def dropping(job):
     built = built_of(job)
     [model] = built.engine.layout.parts
@@ -289,50 +275,37 @@ def test_adapters_write_too_and_drop_nothing_while_they_do(folder, adapter):
     assert trains
 
 
-def test_positions_that_go_by_length_are_turned_as_in_one_pass_over_all(folder):
+def test_positions_that_go_by_length_are_turned_as_in_one_pass_over_what_there_is(folder):
     job = job_of(folder, "by length", "by length")
     how = Drawing(max_tokens=None, seed=1)
-    prompts = [Prompt(list(range(20)), how, count=2), Prompt([7], replace(how, max_tokens=9))]
+    # The first two grow beyond what short documents are turned by; the last does not.
+    prompts = [Prompt(list(range(10)), how, count=2), Prompt([7], replace(how, max_tokens=9))]
     [found] = on_ranks(1, written_by, job, prompts)
     model = read_model(folder / "by length")
-    assert [len(tokens) for one in found for tokens in one["tokens"]] == [12, 12, 9]
+    assert [len(tokens) for one in found for tokens in one["tokens"]] == [22, 22, 9]
     for prompt, one in zip(prompts, found, strict=True):
-        assert_foretold(model, prompt.tokens, one, ATOL)
+        for tokens, log_probs in zip(one["tokens"], one["log_probs"], strict=True):
+            wanted = [
+                float(log_probs_after(model, [*prompt.tokens, *tokens[:place]])[-1, token])
+                for place, token in enumerate(tokens)
+            ]
+            assert log_probs == pytest.approx(wanted, abs=ATOL)
 
 
 def written_by(job, prompts):
     return written(built_of(job), prompts)
 
 
-REFUSED = {
-    "no token": Prompt([]),
-    "prompt 0 has 512 tokens, and the model's context ends at 512": Prompt([1] * 512),
-    "token 320, and the model's vocabulary ends at 319": Prompt([3, 320]),
-    "0 answers are asked": Prompt([1], count=0),
-    "400 likeliest tokens": Prompt([1], likeliest=400),
-    "no tokenizer": Prompt([1], Drawing(stop_texts=(".",))),
-}
+def kept_up_to(job):
+    return built_of(job).generator.keeps_up_to
 
 
-def refused(job):
-    built = built_of(job, join(60))
-    found = {}
-    for fault, prompt in REFUSED.items():
-        with pytest.raises(ConfigError) as error:
-            built.generator.generate([prompt])
-        found[fault] = str(error.value)
-    [model] = built.engine.layout.parts
-    with torch.no_grad():
-        model.get_parameter("model.norm.weight").fill_(float("nan"))
-    with pytest.raises(NotFiniteError):
-        built.generator.generate([Prompt([1, 2], Drawing(max_tokens=3), scored=True)])
-    return found
-
-
-def test_what_cannot_be_answered_is_refused(folder):
-    [found] = on_ranks(1, refused, job_of(folder, "refused"))
-    for fault, said in found.items():
-        assert fault in said
+def test_keys_are_kept_unless_a_document_grows_out_of_what_turned_them(folder):
+    jobs = {name: job_of(folder, f"keeps {name}", name) for name in ("model", "dynamic")}
+    jobs["by length"] = job_of(folder, "keeps by length", "by length")
+    [found] = on_ranks(1, each, kept_up_to, jobs)
+    limit = runs.TINY["max_position_embeddings"]
+    assert found == {"model": math.inf, "dynamic": limit, "by length": 16}
 
 
 @pytest.mark.exhaustive

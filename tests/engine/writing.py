@@ -11,7 +11,7 @@ import transformers
 from penstock.engine.assemble import Assembled, assemble
 from penstock.engine.hf_config import read_hf_config
 from penstock.engine.ranks import Ranks, join
-from penstock.engine.sequences import Answered, Prompt
+from penstock.engine.sequences import Answered, Likeliest, Prompt
 from penstock.rows.tokenizer import byte_tokenizer
 from penstock.train.job import Job
 from tests.engine import runs
@@ -22,16 +22,7 @@ Told = dict[str, Any]
 
 def write_model(folder: Path, **changes: Any) -> Path:
     """A folder of random weights of which each token has a mind of its own."""
-    config = transformers.AutoConfig.for_model(**{**runs.TINY, "initializer_range": 0.2, **changes})
-    config.dtype = torch.float32
-    torch.manual_seed(1)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            # Norms must differ from 1, and sinks and biases from 0, to be told apart.
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    model.save_pretrained(folder)
-    return folder
+    return runs.write_model(folder, seed=1, **{"initializer_range": 0.2, **changes})
 
 
 def read_model(folder: Path) -> Any:
@@ -69,15 +60,23 @@ def written(built: Assembled, prompts: Sequence[Prompt], **limits: Any) -> list[
 
 def told(answered: Answered) -> Told:
     """In plain numbers."""
-    likeliest, theirs = answered.likeliest_TK, answered.likeliest_log_probs_TK
+    likeliest, theirs = ranked(answered.likeliest)
     return {
         "tokens": [one.tokens for one in answered.answers],
         "log_probs": [one.log_probs for one in answered.answers],
         "ended": [one.ended for one in answered.answers],
+        "drawn among": [ranked(one.likeliest) for one in answered.answers],
         "read": None if answered.log_probs_T is None else answered.log_probs_T.tolist(),
-        "likeliest": None if likeliest is None else likeliest.tolist(),
-        "theirs": None if theirs is None else theirs.tolist(),
+        "likeliest": likeliest,
+        "theirs": theirs,
     }
+
+
+def ranked(likeliest: Likeliest | None) -> tuple[Any, Any]:
+    """Tokens and log-probabilities."""
+    if likeliest is None:
+        return None, None
+    return likeliest.tokens_TK.tolist(), likeliest.log_probs_TK.tolist()
 
 
 @torch.no_grad()

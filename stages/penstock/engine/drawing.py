@@ -1,7 +1,7 @@
 """How the next token is drawn from a model's logits. What is drawn depends on the logits and on one
 number alone, and that number on a seed and on which token it is for: not on what else is drawn.
 
-S tokens to draw, R those that are not simply the likeliest, V vocabulary.
+S tokens to draw, R those that are not simply the likeliest, V vocabulary, B runs of it of W each.
 """
 
 import hashlib
@@ -10,11 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from penstock.core.errors import ConfigError
 
 ALL = -1
 """Of `top_k`: the whole vocabulary."""
+
+COLDEST, HOTTEST = 1e-30, 1e30
+"""Beyond these a temperature changes nothing any more, and divided by it no fp32 is a number."""
+
+RUN = 256
+"""Entries of the vocabulary that are summed together before it is looked which of them it is."""
 
 
 @dataclass(frozen=True)
@@ -62,54 +69,93 @@ def draw(
     logits_SV: torch.Tensor, how: Sequence[Drawing], uniforms: Sequence[float]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A token from each row of fp32 logits, int64 [S], and its log-probability as the model has it,
-    at temperature 1 and nothing left out, fp32 [S]. Logits are all numbers, or -inf.
+    at temperature 1 and nothing left out, fp32 [S].
+
+    Logits are numbers, or -inf. Of a row of others the log-probability is not finite, and the token
+    may be any.
 
     A token is the first in the vocabulary up to which the summed probability exceeds the row's
     uniform number, so that nearly equal logits give the same one.
     """
+    # The best is 0 at any temperature, and nothing is above it.
+    left_SV = logits_SV - logits_SV.amax(-1, keepdim=True)
+    weights_SV = left_SV.exp()
+    log_sums_S = weights_SV.sum(-1).log_()
     rows = [row for row, one in enumerate(how) if one.temperature > 0]
-    others = [row for row, one in enumerate(how) if one.temperature == 0]
-    tokens_S = torch.empty(len(how), dtype=torch.int64, device=logits_SV.device)
-    if others:
+    if len(rows) == len(how):
+        tokens_S = _drawn(left_SV, weights_SV, how, uniforms)
+    else:
         # Of equals the first: PyTorch says so.
-        tokens_S[others] = (logits_SV[others] if rows else logits_SV).argmax(1)
-    if rows:
-        some_RV = logits_SV[rows] if others else logits_SV
-        temperatures = _column([how[row].temperature for row in rows], some_RV)
-        left_RV = _narrowed(some_RV / temperatures, [how[row] for row in rows])
-        best_R1 = left_RV.amax(-1, keepdim=True)
-        sums_RV = (left_RV - best_R1).exp_().cumsum(-1, dtype=torch.float64)
-        total_R1 = sums_RV[:, -1:]
-        aims_R1 = _column([uniforms[row] for row in rows], sums_RV) * total_R1
-        # Rounded up to the total it would be past the last token.
-        aims_R1 = torch.minimum(aims_R1, torch.nextafter(total_R1, torch.zeros_like(total_R1)))
-        tokens_S[rows] = torch.searchsorted(sums_RV, aims_R1, right=True).squeeze(1)
-    log_probs_S = logits_SV.gather(1, tokens_S[:, None]).squeeze(1) - logits_SV.logsumexp(-1)
-    return tokens_S, log_probs_S
+        tokens_S = left_SV.argmax(1)
+        if rows:
+            chosen = [how[row] for row in rows], [uniforms[row] for row in rows]
+            tokens_S[rows] = _drawn(left_SV[rows], weights_SV[rows], *chosen)
+    return tokens_S, left_SV.gather(1, tokens_S[:, None]).squeeze(1) - log_sums_S
 
 
-def _narrowed(logits_RV: torch.Tensor, how: Sequence[Drawing]) -> torch.Tensor:
-    """Logits of what may be drawn, first by number and then by probability, and -inf."""
-    vocabulary = logits_RV.shape[1]
+def _drawn(
+    left_RV: torch.Tensor,
+    weights_RV: torch.Tensor,
+    how: Sequence[Drawing],
+    uniforms: Sequence[float],
+) -> torch.Tensor:
+    """Of logits that are 0 at most, and their exponentials, which may be overwritten."""
+    if any(one.temperature != 1 for one in how):
+        temperatures = [min(max(one.temperature, COLDEST), HOTTEST) for one in how]
+        weights_RV = (left_RV / _column(temperatures, left_RV)).exp_()
+    return _first_beyond(uniforms, _narrowed(weights_RV, how))
+
+
+def _first_beyond(shares: Sequence[float], weights_RV: torch.Tensor) -> torch.Tensor:
+    """Of each row the first entry up to which the sum is more than this share of the whole, int64
+    [R].
+
+    Runs of entries are summed first, and then the entries of one run, so that few sums need fp64.
+    """
+    size = weights_RV.shape[1]
+    runs_RB = weights_RV[:, : size // RUN * RUN].unflatten(1, (-1, RUN)).sum(-1)
+    if size % RUN:
+        rest_R1 = weights_RV[:, size // RUN * RUN :].sum(-1, keepdim=True)
+        runs_RB = torch.cat((runs_RB, rest_R1), dim=1)
+    sums_RB = runs_RB.double().cumsum(-1)
+    aims_R1 = _below(_column(shares, sums_RB) * sums_RB[:, -1:], sums_RB[:, -1:])
+    # Where sums are no numbers it may be any.
+    run_R1 = torch.searchsorted(sums_RB, aims_R1, right=True).clamp_(max=runs_RB.shape[1] - 1)
+    aims_R1 = aims_R1 - F.pad(sums_RB, (1, 0)).gather(1, run_R1)
+    within_RW = run_R1 * RUN + torch.arange(RUN, device=weights_RV.device)
+    own_RW = weights_RV.gather(1, within_RW.clamp(max=size - 1)).double()
+    sums_RW = own_RW.masked_fill_(within_RW >= size, 0).cumsum_(-1)
+    aims_R1 = _below(aims_R1, sums_RW[:, -1:])
+    found_R1 = run_R1 * RUN + torch.searchsorted(sums_RW, aims_R1, right=True)
+    return found_R1.squeeze(1).clamp_(max=size - 1)
+
+
+def _below(aims_R1: torch.Tensor, sums_R1: torch.Tensor) -> torch.Tensor:
+    """Rounded up to the sum an aim would be past what can be drawn."""
+    return torch.minimum(aims_R1, torch.nextafter(sums_R1, torch.zeros_like(sums_R1)))
+
+
+def _narrowed(weights_RV: torch.Tensor, how: Sequence[Drawing]) -> torch.Tensor:
+    """Weights of what may be drawn, first by number and then by probability, and 0; in place."""
+    vocabulary = weights_RV.shape[1]
     tops = {row: one.top_k for row, one in enumerate(how) if 0 < one.top_k < vocabulary}
     if tops:
         rows = [*tops]
-        some = logits_RV[rows]
+        some = weights_RV[rows]
         best = some.topk(max(tops.values()), dim=-1).values
         last = torch.tensor([[top - 1] for top in tops.values()], device=some.device)
-        logits_RV = logits_RV.clone()
-        logits_RV[rows] = some.masked_fill(some < best.gather(1, last), float("-inf"))
+        weights_RV[rows] = some.masked_fill(some < best.gather(1, last), 0)
     rows = [row for row, one in enumerate(how) if one.top_p < 1]
     if rows:
-        some = logits_RV[rows]
+        some = weights_RV[rows]
         ordered = some.sort(dim=-1, descending=True).values
-        shares = ordered.double().softmax(-1)
-        # A token stays if those before it do not reach the sum.
-        stays = shares.cumsum(-1) - shares < _column([how[row].top_p for row in rows], shares)
+        sums = ordered.cumsum(-1, dtype=torch.float64)
+        # A token stays if those before it do not reach the share of all.
+        reached = _column([how[row].top_p for row in rows], sums) * sums[:, -1:]
+        stays = sums - ordered < reached
         lowest = ordered.masked_fill(~stays, float("inf")).amin(-1, keepdim=True)
-        logits_RV = logits_RV.clone()
-        logits_RV[rows] = some.masked_fill(some < lowest, float("-inf"))
-    return logits_RV
+        weights_RV[rows] = some.masked_fill(some < lowest, 0)
+    return weights_RV
 
 
 def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:

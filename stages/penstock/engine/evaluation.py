@@ -1,4 +1,4 @@
-"""What a laid-out model says of rows it does not learn from: counts of tokens, and next tokens.
+"""What a laid-out model says of rows it does not learn from: counts of tokens.
 
 Every rank takes part, whatever it holds of the model and of the rows. Nothing is dropped, nothing
 random is drawn, and no router is watched, so training does not notice.
@@ -13,7 +13,7 @@ from torch import nn
 
 from penstock.engine.parallel.call import Call
 from penstock.engine.parallel.layout import Layout
-from penstock.engine.parallel.vocabulary import LikeliestOf, ScoresOf
+from penstock.engine.parallel.vocabulary import ScoresOf
 from penstock.engine.ranks import Ranks
 from penstock.models.decoder import Reduce
 from penstock.rows.collate import MicroBatch
@@ -26,7 +26,6 @@ class Onlooker:
     layout: Layout
     ranks: Ranks
     scores: ScoresOf
-    likeliest: LikeliestOf
 
     @torch.no_grad()
     def counts(
@@ -47,18 +46,6 @@ class Onlooker:
         )
         return found
 
-    @torch.no_grad()
-    def next_tokens(self, batch: MicroBatch, slots_T: torch.Tensor, count: int) -> torch.Tensor:
-        """The likeliest next token in each of `count` slots, int64 [count]; -1 in those that are
-        asked for elsewhere.
-
-        `slots_T` says after which tokens of this rank's batch it is asked for, and which slot each
-        of them is; -1: not. All ranks get all slots.
-        """
-        found = torch.full((count,), -1, dtype=torch.int64, device=self.ranks.device)
-        self.layout.forward([self._call(batch, partial(self._fill, found, self._here(slots_T)))])
-        return self.ranks.highest(found)
-
     def _count(
         self,
         found: torch.Tensor,
@@ -72,13 +59,6 @@ class Onlooker:
         if self.layout.mesh.index("tensor") == 0:
             told = [scores.losses, torch.ones_like(scores.losses), scores.right.float()]
             found.index_add_(0, kinds_T[scores.places], torch.stack(told, dim=1).double())
-        return hidden.new_zeros((), dtype=torch.float32)
-
-    def _fill(
-        self, found: torch.Tensor, slots_T: torch.Tensor, hidden: torch.Tensor, head: nn.Module
-    ) -> torch.Tensor:
-        places_S = (slots_T >= 0).nonzero().squeeze(1)
-        found[slots_T[places_S]] = self.likeliest(hidden, head, places_S)
         return hidden.new_zeros((), dtype=torch.float32)
 
     def _here(self, values_T: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ T tokens of a pass, padding included.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
@@ -64,10 +64,10 @@ class Pass:
 
 
 class Passes(Protocol):
-    """A replica's share of the answers."""
+    """Answers that a replica computes."""
 
-    def following(self) -> Pass:
-        """The next pass; nothing but padding where there is nothing to do."""
+    def following(self) -> Pass | None:
+        """The next pass; None where there is nothing to do."""
         ...
 
     def sift(self) -> None:
@@ -83,13 +83,14 @@ class Kept:
         self._waiting, self._limits, self._device = deque(growing), limits, device
         self._active: list[Growing] = []
         """Those in the cache, row by row."""
-        self._cache = KeyCache()
+        self._cache = KeyCache(limits.kept_tokens)
 
-    def following(self) -> Pass:
+    def following(self) -> Pass | None:
         """Prompts, if any can be let in, or the newest token of each answer."""
         groups = self._let_in()
         if groups:
             self._active += [one for group in groups for one in group if one.is_kept]
+            self._cache.longest = max((one.longest for one in self._active), default=0)
             rows = [sum(one.is_kept for one in group) for group in groups]
             return Pass(
                 _batch([group[0].prompt.tokens for group in groups], self._limits.multiple),
@@ -97,13 +98,9 @@ class Kept:
                 lambda plain: begun(plain, self._cache, rows, self._device),
             )
         if not self._active:
-            return idle(self._limits.multiple)
-        batch = _batch([[one.tokens[-1]] for one in self._active], self._limits.multiple)
-        places = [len(one.prompt.tokens) + len(one.tokens) - 1 for one in self._active]
-        position_ids_T = batch.position_ids_T.clone()
-        position_ids_T[: len(places)] = torch.tensor(places)
+            return None
         return Pass(
-            replace(batch, position_ids_T=position_ids_T),
+            _newest(self._active, self._limits.multiple),
             [[one] for one in self._active],
             lambda plain: continued(plain, self._cache),
         )
@@ -146,7 +143,7 @@ class Recomputed:
     def __init__(self, growing: Sequence[Growing], limits: Limits) -> None:
         self._growing, self._limits = list(growing), limits
 
-    def following(self) -> Pass:
+    def following(self) -> Pass | None:
         """Prompts and what there is of their answers, as many as fit."""
         going: list[Growing] = []
         tokens = 0
@@ -156,7 +153,7 @@ class Recomputed:
                 break
             going.append(one)
         if not going:
-            return idle(self._limits.multiple)
+            return None
         batch = _batch([[*one.prompt.tokens, *one.tokens] for one in going], self._limits.multiple)
         return Pass(batch, [[one] for one in going], _as_they_are)
 
@@ -173,6 +170,24 @@ def idle(multiple: int) -> Pass:
 
 def _as_they_are(plain: Segments) -> Segments:
     return plain
+
+
+def _newest(growing: Sequence[Growing], multiple: int) -> MicroBatch:
+    """A document of the newest token of each, in its place; and one of padding. Made at once, for
+    it is made for every token."""
+    count = len(growing)
+    padding = -count % multiple
+    ids = [*(one.tokens[-1] for one in growing), *[0] * padding]
+    places = [len(one.prompt.tokens) + len(one.tokens) - 1 for one in growing]
+    return MicroBatch(
+        torch.tensor(ids),
+        torch.full((len(ids),), IGNORED),
+        torch.tensor([*places, *range(padding)]),
+        lengths=(1,) * count + (padding,) * (padding > 0),
+        num_tokens=count,
+        num_trained=0,
+        rows=((0, count),),
+    )
 
 
 def _batch(documents: Sequence[Sequence[int]], multiple: int) -> MicroBatch:

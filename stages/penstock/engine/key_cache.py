@@ -26,9 +26,16 @@ class KeyCache:
     Layers are known by the order in which their attention is computed, the same in every pass.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, capacity: int) -> None:
+        """`capacity`: tokens of all rows together, beyond which room is made for what is there
+        alone."""
+        self._capacity = capacity
         self.lengths: list[int] = []
         """Tokens of each row."""
+        self.longest = 0
+        """Tokens that any of the rows will have at most."""
+        self._rows = self._room = 0
+        """What there is room for in every layer: rows, and tokens in each of them."""
         self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def drop(self, row: int) -> None:
@@ -42,23 +49,39 @@ class KeyCache:
         self.lengths[row] = self.lengths[last]
         self.lengths.pop()
 
-    def rows_of(self, layer: int, like_TKH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [B, K, C, H] of a layer, with room for as much as `lengths` say: numbers
-        of a device and dtype as they come."""
+    def make_room(self) -> None:
+        """In every layer, for as much as `lengths` say."""
         rows, longest = len(self.lengths), max(self.lengths)
+        if rows <= self._rows and longest <= self._room:
+            return
+        # What was wide for long rows is not to stay so for many, nor the other way round.
+        fits = longest <= self._room <= _rounded(self.longest)
+        room = self._room if fits else self._ahead(longest)
+        # By half more each time, so that all copies together cost no more than a few.
+        spare = self._rows if rows <= self._rows else rows * 3 // 2 if self._rows else rows
+        self._rows, self._room = max(rows, min(spare, self._capacity // room)), room
+        for layer, (k_BKCH, v_BKCH) in enumerate(self._layers):
+            self._layers[layer] = self._moved(k_BKCH), self._moved(v_BKCH)
+
+    def of(self, layer: int, like_TKH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [B, K, C, H] of a layer: numbers of a device and dtype as they come."""
         if layer == len(self._layers):
-            shape = (rows, like_TKH.shape[1], _rounded(longest), like_TKH.shape[2])
+            like_TKH = as_autocast(like_TKH)
+            shape = (self._rows, like_TKH.shape[1], self._room, like_TKH.shape[2])
             # Zeros: what is hidden is multiplied by nothing, and must be a number.
             self._layers.append((like_TKH.new_zeros(shape), like_TKH.new_zeros(shape)))
-        kept = self._layers[layer]
-        has_rows, _, has_room, _ = kept[0].shape
-        if rows > has_rows or longest > has_room:
-            # By half more each time, so that all copies together cost no more than a few.
-            rows = max(rows, has_rows if rows <= has_rows else has_rows * 3 // 2)
-            room = max(longest, has_room if longest <= has_room else has_room * 3 // 2)
-            kept = (_widened(kept[0], rows, room), _widened(kept[1], rows, room))
-            self._layers[layer] = kept
-        return kept
+        return self._layers[layer]
+
+    def _ahead(self, length: int) -> int:
+        """Room for rows that are as long as this, and go on."""
+        return _rounded(max(length, min(length * 3 // 2 + STEP, self.longest)))
+
+    def _moved(self, x_BKCH: torch.Tensor) -> torch.Tensor:
+        """To where there is as much room as there is to be."""
+        moved = x_BKCH.new_zeros((self._rows, x_BKCH.shape[1], self._room, x_BKCH.shape[3]))
+        rows, room = min(self._rows, x_BKCH.shape[0]), min(self._room, x_BKCH.shape[2])
+        moved[:rows, :, :room] = x_BKCH[:rows, :, :room]
+        return moved
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +99,7 @@ class Begun(Segments):
 
     def keep(self, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
         """Keys and values of the layer whose turn it is."""
-        kept = self.cache.rows_of(next(self.calls), as_autocast(k_TKH))
+        kept = self.cache.of(next(self.calls), k_TKH)
         for x_BKCH, x_TKH in zip(kept, (k_TKH, v_TKH), strict=True):
             x_BKCH[self.rows, :, self.places] = x_TKH[self.tokens].to(x_BKCH.dtype)
 
@@ -86,6 +109,10 @@ class Continued(Segments):
     """One more token of each row, in order, and padding behind them."""
 
     cache: KeyCache
+    rows: int
+    shortest: int
+    longest: int
+    """Tokens of rows with the one more."""
     calls: "count[int]" = field(default_factory=count)
 
     def attend(
@@ -99,40 +126,38 @@ class Continued(Segments):
     ) -> torch.Tensor:
         """Keep the tokens' own keys and values, and attend to all of their rows'. [T, N, H]; of
         padding zeros."""
-        lengths = self.cache.lengths
-        rows = len(lengths)
-        kept = self.cache.rows_of(next(self.calls), as_autocast(k_TKH))
-        self._keep(kept, (k_TKH[:rows], v_TKH[:rows]))
+        rows = self.rows
         # What no row sees is not read.
-        first = 0 if window is None else max(0, min(lengths) - window)
-        k_BKCH, v_BKCH = (x_BKCH[:rows, :, first : max(lengths)] for x_BKCH in kept)
+        first = 0 if window is None else max(0, self.shortest - window)
+        kept = self.cache.of(next(self.calls), k_TKH)
+        k_BKCH, v_BKCH = (
+            self._with(x_BKCH.narrow(0, 0, rows), x_TKH).narrow(2, first, self.longest - first)
+            for x_BKCH, x_TKH in zip(kept, (k_TKH, v_TKH), strict=True)
+        )
         sees_BC = self._sees(window, first, q_TNH.device)
         y_BNH = newest(q_TNH[:rows].to(k_BKCH.dtype), k_BKCH, v_BKCH, sees_BC, scale, sinks_N)
         if rows == len(q_TNH):
             return y_BNH
         return torch.cat((y_BNH, torch.zeros_like(q_TNH[rows:], dtype=y_BNH.dtype)))
 
-    def _keep(
-        self, kept: tuple[torch.Tensor, torch.Tensor], new: tuple[torch.Tensor, torch.Tensor]
-    ) -> None:
-        lengths = self.cache.lengths
-        for x_BKCH, x_BKH in zip(kept, new, strict=True):
-            if min(lengths) == max(lengths):
-                x_BKCH[: len(lengths), :, lengths[0] - 1] = x_BKH
-            else:
-                rows_B = self._tensor("rows", range(len(lengths)), x_BKH.device)
-                last_B = self._last_B(x_BKH.device)
-                x_BKCH[rows_B, :, last_B] = x_BKH.to(x_BKCH.dtype)
+    def _with(self, x_BKCH: torch.Tensor, x_TKH: torch.Tensor) -> torch.Tensor:
+        """The rows, their new tokens written to them."""
+        x_BKH = x_TKH[: self.rows]
+        if self.shortest == self.longest:
+            x_BKCH.select(2, self.longest - 1).copy_(x_BKH)
+        else:
+            rows_B = self._tensor("rows", range(self.rows), x_BKH.device)
+            x_BKCH[rows_B, :, self._last_B(x_BKH.device)] = x_BKH.to(x_BKCH.dtype)
+        return x_BKCH
 
     def _sees(self, window: int | None, first: int, device: torch.device) -> torch.Tensor | None:
         """Which of the keys from `first` on each row's token sees; None: all. bool [B, C]."""
-        lengths = self.cache.lengths
-        is_narrow = window is not None and window < max(lengths) - first
-        if min(lengths) == max(lengths) and not is_narrow:
+        is_narrow = window is not None and window < self.longest - first
+        if self.shortest == self.longest and not is_narrow:
             return None
         key = "seen by newest", window
         if key not in self.kept:
-            places_C = torch.arange(first, max(lengths), device=device)
+            places_C = torch.arange(first, self.longest, device=device)
             last_B = self._last_B(device)
             sees_BC = places_C <= last_B[:, None]
             if window is not None:
@@ -169,6 +194,7 @@ def begun(
             places.append(within)
             into.append(torch.full((length,), len(cache.lengths)))
             cache.lengths.append(length)
+    cache.make_room()
     return Begun(
         **vars(segments),
         cache=cache,
@@ -180,8 +206,16 @@ def begun(
 
 def continued(segments: Segments, cache: KeyCache) -> Continued:
     """One more token of each row of the cache, which takes note of it."""
-    cache.lengths[:] = [length + 1 for length in cache.lengths]
-    return Continued(**vars(segments), cache=cache)
+    lengths = cache.lengths
+    lengths[:] = [length + 1 for length in lengths]
+    cache.make_room()
+    return Continued(
+        **vars(segments),
+        cache=cache,
+        rows=len(lengths),
+        shortest=min(lengths),
+        longest=max(lengths),
+    )
 
 
 def keeping(attend: Attend) -> Attend:
@@ -208,10 +242,3 @@ def keeping(attend: Attend) -> Attend:
 
 def _rounded(length: int) -> int:
     return -(-length // STEP) * STEP
-
-
-def _widened(x_BKCH: torch.Tensor, rows: int, room: int) -> torch.Tensor:
-    has_rows, heads, has_room, width = x_BKCH.shape
-    wider = x_BKCH.new_zeros((rows, heads, _rounded(room), width))
-    wider[:has_rows, :, :has_room] = x_BKCH
-    return wider

@@ -1,7 +1,7 @@
 """What a model tells of prompts' own tokens while it answers them, wherever they are computed.
 
-P tokens of all prompts of which something is told, K tokens told for each place, S places at a
-time, V vocabulary.
+P tokens of all prompts of which something is told, W likeliest tokens that are told of all of them,
+S places at a time, K likeliest tokens of the most that is asked for, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -10,22 +10,36 @@ from itertools import accumulate
 import torch
 
 from penstock.engine.ranks import Ranks
-from penstock.engine.sequences import Prompt
+from penstock.engine.sequences import Likeliest, Prompt
 
 
 class PromptScores:
-    """Filled place by place, on the rank that computes it."""
+    """Filled place by place, on the rank that computes it.
+
+    What is asked of one prompt takes no memory for the others.
+    """
 
     def __init__(self, prompts: Sequence[Prompt], device: torch.device) -> None:
-        read = [number for number, prompt in enumerate(prompts) if prompt.is_read]
-        ends = list(accumulate((len(prompts[number].tokens) for number in read), initial=0))
         self._prompts = prompts
+        read = [number for number, prompt in enumerate(prompts) if prompt.is_read]
+        lengths = [len(prompts[number].tokens) for number in read]
+        widths = [prompts[number].likeliest for number in read]
+        ends = list(accumulate(lengths, initial=0))
         self._first = dict(zip(read, ends, strict=False))
-        width = max((prompt.likeliest for prompt in prompts), default=0)
+        self._widest = max(widths, default=0)
+        widths_P = torch.tensor(
+            [width for width, length in zip(widths, lengths, strict=True) for _ in range(length)],
+            dtype=torch.int64,
+        )
+        last_P = widths_P.cumsum(0)
+        self._widths_P = widths_P.to(device)
+        self._starts_P = (last_P - widths_P).to(device)
+        """Where among the W those of a place begin."""
         # Less than anything that is found, so that of all ranks' the highest is what one found.
         self._log_probs_P = torch.full((ends[-1],), -torch.inf, device=device)
-        self._likeliest_PK = torch.full((ends[-1], width), -1, device=device)
-        self._likeliest_log_probs_PK = torch.full((ends[-1], width), -torch.inf, device=device)
+        told = int(widths_P.sum())
+        self._likeliest_W = torch.full((told,), -1, dtype=torch.int32, device=device)
+        self._likeliest_log_probs_W = torch.full((told,), -torch.inf, device=device)
 
     def places(self, prompt: int) -> range:
         """Where the tokens of a prompt are among the P, but the first, which nothing foretells."""
@@ -38,34 +52,38 @@ class PromptScores:
         """Of what foretells these places, in which these tokens are."""
         own_S = log_probs_SV.gather(1, tokens_S[:, None]).squeeze(1)
         self._log_probs_P[places_S] = own_S
-        width = self._likeliest_PK.shape[1]
-        best = log_probs_SV.topk(width, dim=-1)
-        self._likeliest_PK[places_S] = best.indices
-        self._likeliest_log_probs_PK[places_S] = best.values
+        if not self._widest:
+            return
+        best = log_probs_SV.topk(self._widest, dim=-1)
+        order_K = torch.arange(self._widest, device=places_S.device)
+        asked_SK = order_K < self._widths_P[places_S][:, None]
+        into = (self._starts_P[places_S][:, None] + order_K)[asked_SK]
+        self._likeliest_W[into] = best.indices[asked_SK].int()
+        self._likeliest_log_probs_W[into] = best.values[asked_SK]
 
     def share(self, ranks: Ranks) -> None:
         """Let every rank have what any has. Every rank calls it."""
-        if not self._first:
-            return
-        for found in (self._log_probs_P, self._likeliest_PK, self._likeliest_log_probs_PK):
-            if found.numel():
+        for found in (self._log_probs_P, self._likeliest_W, self._likeliest_log_probs_W):
+            if found.numel() and ranks.world > 1:
                 ranks.highest(found)
 
-    def of(
-        self, number: int
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """The log-probabilities of a prompt's tokens [T], the likeliest in each place [T, K], and
-        theirs, on the host; None for what was not asked."""
+    def of(self, number: int) -> tuple[torch.Tensor | None, Likeliest | None]:
+        """The log-probabilities of a prompt's tokens, fp32 [T] on the host, and the likeliest in
+        each place; None for what was not asked."""
         prompt = self._prompts[number]
         if not prompt.is_read:
-            return None, None, None
-        start = self._first[number]
-        some = slice(start, start + len(prompt.tokens))
-        log_probs_T = self._log_probs_P[some].cpu()
-        log_probs_T[0] = torch.nan
-        if not prompt.likeliest:
-            return log_probs_T, None, None
-        likeliest_TK = self._likeliest_PK[some, : prompt.likeliest].int().cpu()
-        theirs_TK = self._likeliest_log_probs_PK[some, : prompt.likeliest].cpu()
-        likeliest_TK[0], theirs_TK[0] = -1, torch.nan
-        return (log_probs_T if prompt.scored else None), likeliest_TK, theirs_TK
+            return None, None
+        first, length, width = self._first[number], len(prompt.tokens), prompt.likeliest
+        log_probs_T = likeliest = None
+        if prompt.scored:
+            log_probs_T = self._log_probs_P[first : first + length].cpu()
+            log_probs_T[0] = torch.nan
+        if width:
+            start = int(self._starts_P[first])
+            some = slice(start, start + length * width)
+            likeliest = Likeliest(
+                self._likeliest_W[some].cpu().unflatten(0, (length, width)),
+                self._likeliest_log_probs_W[some].cpu().unflatten(0, (length, width)),
+            )
+            likeliest.tokens_TK[0], likeliest.log_probs_TK[0] = -1, torch.nan
+        return log_probs_T, likeliest

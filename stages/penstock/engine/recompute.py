@@ -82,6 +82,9 @@ def _unless(
 def _again(
     form: Callable[..., Any], run: Run, module: nn.Module, x: torch.Tensor, *rest: Any
 ) -> Any:
+    if not torch.is_grad_enabled():
+        # Nothing will be computed again; PyTorch's own forms take their time to find that out.
+        return run(module, x, *rest)
     # The backward pass of a micro-batch may come when another one's noise is drawn from, or none,
     # and another one's watch looks on.
     return form(watched_alike(drawing_alike(run)), module, x, *rest)
@@ -93,9 +96,6 @@ def _plain(run: Run, module: nn.Module, x: torch.Tensor, *rest: Any) -> Any:
 
 
 def _reentrant(run: Run, module: nn.Module, x: torch.Tensor, *rest: Any) -> Any:
-    if not torch.is_grad_enabled():
-        # It would warn that no gradient is wanted, which is known.
-        return run(module, x, *rest)
     if not x.requires_grad:
         # This kind only notices gradients that are wanted of its inputs, and below the first
         # adapter nothing wants any.

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -29,11 +29,22 @@ class Prompt:
     """Whether the log-probabilities of its own tokens are told."""
     likeliest: int = 0
     """For so many of the likeliest tokens in each place of it the log-probabilities are told."""
+    likeliest_drawn: int = 0
+    """The same in each place of its answers."""
 
     @property
     def is_read(self) -> bool:
         """Whether anything is told of its own tokens."""
         return self.scored or self.likeliest > 0
+
+
+class Likeliest(NamedTuple):
+    """The likeliest tokens in each of T places, the likeliest first; on the host."""
+
+    tokens_TK: torch.Tensor  # noqa: N815 - T and K name the dimensions
+    """int32; -1 where nothing foretells."""
+    log_probs_TK: torch.Tensor  # noqa: N815 - T and K name the dimensions
+    """fp32, at temperature 1; NaN where nothing foretells."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +56,8 @@ class Answer:
     log_probs: list[float]
     """Of each token as the model has it, at temperature 1."""
     ended: Ending
+    likeliest: Likeliest | None
+    """In the place of each token; None: not asked."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +67,8 @@ class Answered:
     answers: list[Answer]
     log_probs_T: torch.Tensor | None  # noqa: N815 - T names the dimension
     """fp32 on the host, the first NaN; None: not asked."""
-    likeliest_TK: torch.Tensor | None  # noqa: N815 - T and K name the dimensions
-    """The likeliest tokens in each place, int32, the first -1; None: not asked."""
-    likeliest_log_probs_TK: torch.Tensor | None  # noqa: N815 - T and K name the dimensions
-    """Theirs, fp32, the first NaN."""
+    likeliest: Likeliest | None
+    """In the place of each token; None: not asked."""
 
 
 @dataclass
@@ -100,11 +111,12 @@ class Growing:
         elif len(self.tokens) >= self.most:
             self.ended = "length"
 
-    def answer(self) -> Answer:
+    def answer(self, likeliest: Likeliest | None) -> Answer:
         """Once it has ended."""
         assert self.ended
         # A prompt without any answer was passed through the model to be read.
-        return Answer(self.tokens[: self.most], self.log_probs[: self.most], self.ended)
+        tokens, log_probs = self.tokens[: self.most], self.log_probs[: self.most]
+        return Answer(tokens, log_probs, self.ended, likeliest)
 
     def _says_stop(self, decode: Decode | None) -> bool:
         texts = self.prompt.how.stop_texts

@@ -1,5 +1,6 @@
 """The numbers that fix a decoder: every tensor's shape and every constant of its mathematics."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -181,6 +182,16 @@ class DecoderConfig:
     def rotary_dim(self) -> int:
         """Features of each head, from the first on, that rotary embedding turns."""
         return int(self.head_dim * self.rope_parameters.get("partial_rotary_factor", 1.0))
+
+    @property
+    def turned_alike_up_to(self) -> float:
+        """Tokens of a document up to which its length has no say in how its positions are turned;
+        infinite where it never has."""
+        if self.rope_parameters["rope_type"] == "dynamic":
+            return self.max_position_embeddings
+        if self.rope_parameters["rope_type"] == "longrope":
+            return self.rope_parameters["original_max_position_embeddings"]
+        return math.inf
 
     @property
     def qkv_parts(self) -> Mapping[str, int]:

@@ -65,7 +65,7 @@ class Loop:
         self.saves = Saves(job, built, ranks, self._warn)
         self.references = references_of(job, built, ranks, self.rows, self.batches)
         self.held_out = held_out_rows(job, built, ranks, self.reading, self.batches.rows_per_step)
-        self.sampler = sampler_of(job, built, ranks, self.reading)
+        self.sampler = sampler_of(job, built, ranks)
         self.judge = Judge.of(self.train)
         self.judge.require(self.held_out.names if self.held_out else ())
         self.profile = Profile(self.train, ranks, job.key[:8])

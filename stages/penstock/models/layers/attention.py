@@ -108,7 +108,7 @@ class SelfAttention(nn.Module):
         """Attention's contribution to the residual stream, [T, D]."""
         q, k, v = self._projected(x_TD)
         # -1 heads: a projection that holds only some of the heads gives as many as it holds.
-        q_TNH, k_TKH, v_TKH = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, v))
+        q_TNH, k_TKH, v_TKH = (part.view(len(part), -1, self.head_dim) for part in (q, k, v))
         if self.qk_norm:
             q_TNH, k_TKH = self.q_norm(q_TNH), self.k_norm(k_TKH)
         q_TNH, k_TKH = self.rope(q_TNH, k_TKH, cos_TH, sin_TH, self.rope_pairs)

@@ -1,0 +1,103 @@
+"""What is kept of sequences that come, grow and end: all of it, and no more room than is needed."""
+
+import random
+
+import torch
+
+from penstock.engine.key_cache import STEP, Begun, KeyCache, begun, continued
+from penstock_kernels.attention import Segments
+
+K, H = 2, 3
+CPU = torch.device("cpu")
+
+
+def entries(count):
+    return torch.randn(count, K, H), torch.randn(count, K, H)
+
+
+class Kept:
+    """The cache of one layer, beside what it is to hold."""
+
+    def __init__(self, capacity):
+        self.cache = KeyCache(capacity)
+        self.wanted = []
+
+    def begin(self, lengths, rows):
+        plain = Segments.of(lengths)
+        k_TKH, v_TKH = entries(sum(lengths))
+        segments = begun(plain, self.cache, rows, CPU)
+        if isinstance(segments, Begun):
+            segments.keep(k_TKH, v_TKH)
+        parts = zip(k_TKH.split(lengths), v_TKH.split(lengths), rows, strict=True)
+        self.wanted += [(k, v) for k, v, copies in parts for _ in range(copies)]
+
+    def go_on(self):
+        rows = len(self.wanted)
+        k_BKH, v_BKH = entries(rows)
+        segments = continued(Segments.of([1] * rows), self.cache)
+        y_BNH = segments.attend(torch.randn(rows, K, H), k_BKH, v_BKH, 1.0, None, None)
+        assert y_BNH.isfinite().all()
+        self.wanted = [
+            (torch.cat((k, k_BKH[row : row + 1])), torch.cat((v, v_BKH[row : row + 1])))
+            for row, (k, v) in enumerate(self.wanted)
+        ]
+
+    def drop(self, row):
+        self.cache.drop(row)
+        self.wanted[row] = self.wanted[-1]
+        self.wanted.pop()
+
+    def check(self):
+        assert self.cache.lengths == [len(k) for k, _ in self.wanted]
+        if not self.wanted:
+            return
+        found = self.cache.of(0, torch.empty(0, K, H))
+        for row, its in enumerate(self.wanted):
+            for x_BKCH, x_TKH in zip(found, its, strict=True):
+                assert torch.equal(x_BKCH[row, :, : len(x_TKH)], x_TKH.transpose(0, 1))
+
+    @property
+    def room(self):
+        k_BKCH, _ = self.cache.of(0, torch.empty(0, K, H))
+        return k_BKCH.shape[0] * k_BKCH.shape[2]
+
+
+def test_rows_that_come_grow_and_end_are_kept_as_they_are():
+    torch.manual_seed(0)
+    chance = random.Random(0)
+    kept = Kept(4000)
+    for _ in range(300):
+        doing = chance.random()
+        kept.cache.longest = max([*kept.cache.lengths, 0]) + 200
+        if doing < 0.2 or not kept.wanted:
+            lengths = [chance.randint(1, 150) for _ in range(chance.randint(1, 3))]
+            kept.begin(lengths, [1, *(chance.randint(0, 2) for _ in lengths[1:])])
+        elif doing < 0.75:
+            kept.go_on()
+        else:
+            kept.drop(chance.randrange(len(kept.wanted)))
+        kept.check()
+
+
+def test_room_for_one_long_row_is_not_kept_for_each_of_many_short_ones():
+    kept = Kept(10_000)
+    kept.cache.longest = 8000
+    kept.begin([7000], [1])
+    kept.drop(0)
+    kept.cache.longest = 100
+    kept.begin([90] * 100, [1] * 100)
+    assert kept.room <= 100 * (100 + STEP)
+    for _ in range(100):
+        kept.drop(0)
+    kept.cache.longest = 9000
+    kept.begin([8000], [1])
+    assert kept.room <= 10_000 + 2 * STEP
+
+
+def test_no_more_room_is_made_than_rows_may_come_to():
+    kept = Kept(1000)
+    kept.cache.longest = 130
+    kept.begin([100] * 5, [1] * 5)
+    for _ in range(30):
+        kept.go_on()
+        assert kept.room <= 5 * (130 + STEP)
