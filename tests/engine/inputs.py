@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import torch
-import transformers
 
 from penstock.rows.schema import PACKED
 from tests.engine import runs
@@ -65,15 +63,7 @@ def write_inputs(folder: Path, num_rows: int) -> None:
     """Packed rows, and a folder of random weights for each model."""
     write_rows(folder / "packed", num_rows)
     for name, changes in MODELS.items():
-        config = transformers.AutoConfig.for_model(**{**runs.TINY, **SHAPE, **changes})
-        config.dtype = torch.float32
-        torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(config)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                # Not the usual start: norms must differ from 1 to be told apart.
-                parameter.add_(0.1 * torch.randn_like(parameter))
-        model.save_pretrained(folder / name)
+        runs.write_model(folder / name, noise=0.1, **{**SHAPE, **changes})
 
 
 def write_rows(folder: Path, num_rows: int) -> None:
@@ -103,13 +93,6 @@ BASES: Mapping[str, dict[str, Any]] = {
 
 
 def write_bases(folder: Path) -> None:
-    """A folder of random weights for each of BASES, of which no tensor is ones or zeros."""
+    """A folder of random weights for each of BASES."""
     for name, changes in BASES.items():
-        config = transformers.AutoConfig.for_model(**{**runs.TINY, **changes})
-        config.dtype = torch.float32
-        torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(config)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.05 * torch.randn_like(parameter))
-        model.save_pretrained(folder / name)
+        runs.write_model(folder / name, **changes)

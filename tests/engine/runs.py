@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
+import transformers
 from torch.distributed.tensor import DTensor
 
 from penstock.config.load import loads
@@ -66,6 +67,20 @@ def write_config(folder: Path, **changes: Any) -> Path:
     """A folder with a tiny model's config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**TINY, **changes}))
+    return folder
+
+
+def write_model(folder: Path, *, seed: int = 0, noise: float = 0.05, **changes: Any) -> Path:
+    """A folder of a tiny model's random weights, of which no tensor is ones or zeros: norms must
+    differ from 1, and sinks and biases from 0, to be told apart."""
+    config = transformers.AutoConfig.for_model(**{**TINY, **changes})
+    config.dtype = torch.float32
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(noise * torch.randn_like(parameter))
+    model.save_pretrained(folder)
     return folder
 
 

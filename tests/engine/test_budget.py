@@ -243,6 +243,7 @@ def without_room(jobs):
     return told
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_on_the_way_is_told_and_the_run_goes_on(folder):
     its = {"max_steps": 5, "save_steps": 1}
     jobs = {

@@ -113,7 +113,7 @@ def several_layouts(layouts):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("world", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 8))])
 def test_ranks_that_share_a_row_compute_what_one_computes(world):
     ranks = on_ranks(world, several_layouts, LAYOUTS[world])
     for degrees, case in ranks[0]:

@@ -172,6 +172,7 @@ FIELDS = {
 LAYERS, OF_ATTENTION, MICRO_BATCHES = 20, 8, 4
 
 
+@pytest.mark.slow
 def test_every_field_of_fp8_decides_what_is_rounded(folder):
     plain: dict[str, Any] = {"data_parallel_mode": "none", "enable_gradient_checkpointing": False}
     jobs = {

@@ -54,10 +54,9 @@ TOGETHER = 6
 
 
 def groups():
-    """All layouts, as many at a time as share a start; all but the first start are slow."""
-    for world, names in CORE.items():
-        marks = pytest.mark.slow if world > 2 else ()
-        yield pytest.param(names, id=" | ".join(names), marks=marks)
+    """All layouts, as many at a time as share a start."""
+    for names in CORE.values():
+        yield pytest.param(names, id=" | ".join(names), marks=pytest.mark.slow)
     core = {name for names in CORE.values() for name in names}
     for marks, chosen in (
         ([pytest.mark.slow], [name for name in LAYOUTS if name not in core | LARGE]),

@@ -85,6 +85,7 @@ def watched(job):
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_layers_are_computed_with_what_is_written_and_in_what_is_written(folder):
     mixed: dict[str, Any] = {"enable_mixed_precision": True}
     jobs = {

@@ -67,6 +67,7 @@ def loaded(folder, settings):
     return found
 
 
+@pytest.mark.slow
 def test_rows_are_loaded_the_same_by_any_number_of_processes_that_read_as_far_ahead_as_written(
     folder,
 ):
@@ -125,6 +126,7 @@ def failing(folder):
     return [*told, str(error.value)]
 
 
+@pytest.mark.slow
 def test_what_goes_wrong_in_a_loading_process_reaches_the_rank(folder):
     [[index, artifact]] = on_ranks(1, failing, folder)
     assert "row 99 of 10" in index

@@ -72,6 +72,7 @@ def check(names, loss, folder, reference):
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_a_layout_learns_from_pairs_what_one_process_does(folder, reference):
     check(CORE, "sigmoid", folder, reference)
 

@@ -224,6 +224,7 @@ def test_two_ranks_write_the_codes_of_one(two_ranks, one_process):
     require_same(two_ranks[0][0], one_process)
 
 
+@pytest.mark.slow
 def test_two_ranks_go_on_with_the_codes_of_one(two_ranks, one_process):
     require_same(two_ranks[0][2], one_process)
 
@@ -244,6 +245,7 @@ def require_same(found, one_process):
             assert np.array_equal(arrays[name], array), f"{form}, {layout}: {name}"
 
 
+@pytest.mark.slow
 def test_all_ranks_refuse_numbers_that_are_not_finite_on_one(two_ranks):
     for _, said, _ in two_ranks:
         assert len(said) == 2

@@ -4,6 +4,8 @@ On a group of its own, which a rank that failed in the midst of a computation ca
 Nothing is pickled.
 """
 
+import datetime
+
 import torch
 import torch.distributed as dist
 
@@ -13,15 +15,17 @@ from penstock.engine.ranks import Ranks
 class Announcing:
     """Every rank makes one at the same time, and the same calls."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, seconds: float | None = None) -> None:
+        """`seconds`: how long ranks wait for one another; None: half an hour, as torch has it."""
         self._ranks = ranks
-        group = dist.new_group(backend="gloo")
+        timeout = None if seconds is None else datetime.timedelta(seconds=seconds)
+        group = dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(group, dist.ProcessGroup)
         self._group = group
 
     def heard(self, frame: bytes = b"") -> bytes:
-        """What rank 0 says, on all ranks. They wait for it no longer than for any other collective:
-        rank 0 has to say something, be it nothing, before."""
+        """What rank 0 says, on all ranks. They do not wait for ever: rank 0 has to say something,
+        be it nothing, before."""
         return self._from(0, frame)
 
     def agreed(self, fault: bytes | None) -> list[bytes | None]:

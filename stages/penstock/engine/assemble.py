@@ -239,7 +239,7 @@ def assemble(
     degrees = mesh.degrees
     return Assembled(
         engine=engine,
-        onlooker=Onlooker(layout, ranks, vocabulary.scores(told), vocabulary.likeliest(told)),
+        onlooker=Onlooker(layout, ranks, vocabulary.scores(told)),
         answers=answer_sums(run, layout, vocabulary, ranks),
         generator=generator_of(train, layout, ranks, vocabulary.whole_logits(told)),
         trained=Trained(

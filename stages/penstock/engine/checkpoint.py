@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from penstock.adapters.names import factor_of
 from penstock.core.errors import ArtifactError, StageError
 from penstock.core.files import PART, fsync, publishing, regular_files, remove, write_json
-from penstock.engine.checkpoint_boxes import Boxes, write_boxes
+from penstock.engine.checkpoint_boxes import Boxes, reason_of, write_boxes
 from penstock.engine.checkpoint_copies import BoxCopies
 from penstock.engine.checkpoint_files import CheckpointFiles
 from penstock.engine.checkpoint_folders import (
@@ -72,8 +72,19 @@ class Checkpoints:
     def load(self, folder: Path, *, states: States = "read") -> dict[str, Any]:
         """Restore what is trained from a complete checkpoint, which is then kept; its state.json.
 
-        Raises ArtifactError when it is not complete, damaged, of another model, or of a run that
-        trained something else of it, or with another optimizer whose states are to be read.
+        Raises ArtifactError as `require_loadable`, and when it is damaged or of another model;
+        then some of it may have been restored.
+        """
+        state = self.require_loadable(folder, states=states)
+        self._trained.restore(CheckpointFiles(folder), states=states)
+        self._started_from = folder.resolve()
+        return state
+
+    def require_loadable(self, folder: Path, *, states: States = "read") -> dict[str, Any]:
+        """The state.json of a checkpoint; nothing is restored.
+
+        Raises ArtifactError when it is not complete, or of a run that trained something else of the
+        model, or with another optimizer whose states are to be read.
         """
         state, mine = read_state(folder), _name_of(self._trained.optimizer)
         if states == "read" and state["optimizer"] != mine:
@@ -83,10 +94,7 @@ class Checkpoints:
                 "  Write the same train.optimizer, or take its weights alone with "
                 "train.load_optimizer: false."
             )
-        files = CheckpointFiles(folder)
-        self._require_same_kind(folder, _kind_of(state, files))
-        self._trained.restore(files, states=states)
-        self._started_from = folder.resolve()
+        self._require_same_kind(folder, _kind_of(state, CheckpointFiles(folder)))
         return state
 
     def save(self, step: int, state: dict[str, Any]) -> None:
@@ -213,7 +221,7 @@ class Checkpoints:
             with suppress(OSError):
                 self._lead(lambda: remove(aside))
             raise StageError(
-                f"the checkpoint of step {step} could not be written: {_reason(error)}.\n"
+                f"the checkpoint of step {step} could not be written: {reason_of(error)}.\n"
                 "  The ones before it are intact; make room in train.output_dir and run again."
             ) from error
 
@@ -277,9 +285,3 @@ def _name(folder: Path, file: Path) -> None:
     fsync(folder)
     with publishing(file) as part:
         part.write_text(f"{folder.name}\n")
-
-
-def _reason(error: BaseException) -> str:
-    """The first rank's cause, of an error that speaks for all ranks."""
-    failures = getattr(error, "failures", None)
-    return str(next(iter(failures.values()))[0] if failures else error)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
@@ -80,7 +81,8 @@ def write_boxes(boxes: Boxes, folder: Path, group: dist.ProcessGroup | None) -> 
 def read_boxes(boxes: Boxes, files: CheckpointFiles) -> None:
     """Read into the boxes in place; ranks need not agree on what they read.
 
-    Raises ArtifactError when the checkpoint lacks a tensor, holds another shape of it, or not all.
+    Raises ArtifactError when the checkpoint lacks a tensor, holds another shape of it, or not all,
+    or when its files are damaged; some of the boxes are read then.
     """
     found = files.read_metadata().state_dict_metadata
     reads: list[ReadItem] = []
@@ -96,7 +98,20 @@ def read_boxes(boxes: Boxes, files: CheckpointFiles) -> None:
     with warnings.catch_warnings():
         # Each rank knows alone what it reads, and the library warns of it.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(dict(boxes), storage_reader=files, planner=_Loading(reads), no_dist=True)
+        try:
+            dcp.load(dict(boxes), storage_reader=files, planner=_Loading(reads), no_dist=True)
+        except CheckpointException as error:
+            # It is no Exception, which processes expect of whatever fails.
+            raise ArtifactError(
+                f"The checkpoint {files.folder} cannot be read: {reason_of(error)}.\n"
+                "  Take another checkpoint of the run."
+            ) from error
+
+
+def reason_of(error: BaseException) -> str:
+    """The first rank's cause, of an error that speaks for all ranks."""
+    failures = getattr(error, "failures", None)
+    return str(next(iter(failures.values()))[0] if failures else error)
 
 
 def _reads(

@@ -2,7 +2,8 @@
 every token, wherever it was computed.
 
 Gradients are those of the sum of all losses: nothing is divided, and nothing is stepped here. T
-tokens of a micro-batch, padding included; N samples in it.
+tokens of a micro-batch, padding included; N samples in it. Where tokens of a pass have several
+targets, up to K of them, what is known of each and its log-probability are [T, K].
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +35,8 @@ class ClientLoss:
     params: Mapping[str, float]
 
     def of_tokens(self, logp_T: torch.Tensor, told: Told) -> torch.Tensor | None:
-        """Each token's, [T]; None where tokens have none by themselves."""
+        """Each token's, [T], or each target's, [T, K]; None where tokens have none by
+        themselves."""
         if self.name == "gspo":
             return None
         return token_losses(self.name, logp_T, told, self.params)
@@ -42,7 +44,10 @@ class ClientLoss:
     def of_sample(self, logp_T: torch.Tensor, told: Told) -> torch.Tensor:
         """That of one whole sample, a scalar."""
         if self.name == "gspo":
-            return sequence_losses(logp_T, told, self.params, lambda x_T: x_T.sum()[None]).sum()
+            # As in passes, in fp64.
+            return sequence_losses(
+                logp_T, told, self.params, lambda x_T: x_T.double().sum()[None]
+            ).sum()
         return token_losses(self.name, logp_T, told, self.params).sum()
 
 
@@ -51,8 +56,10 @@ class Informed:
     """A micro-batch, and what is known of each of its tokens; all of the whole micro-batch."""
 
     batch: MicroBatch
-    """Labels are wherever a log-probability is wanted, also of tokens that count nothing."""
+    """Labels, [T] or [T, K], are wherever a log-probability is wanted, also of tokens that count
+    nothing."""
     told: Told
+    """As the labels."""
     sample_T: torch.Tensor  # noqa: N815 - T names the dimension
     """Which of the samples each token is of, int64; padding is of one more."""
     num_samples: int
@@ -79,7 +86,7 @@ class ClientLosses:
         them. Returns the log-probabilities of all ranks' tokens by their places, fp32 on every
         rank; and what there is to tell of routers.
         """
-        found = self._nothing(num_tokens)
+        found = self._nothing(batches, num_tokens)
         calls = self._calls(batches, partial(self._learn, found, loss))
         if self.routers:
             calls = self.routers.watching(
@@ -96,12 +103,14 @@ class ClientLosses:
     @torch.no_grad()
     def forward(self, batches: Sequence[Informed], num_tokens: int) -> torch.Tensor:
         """The same log-probabilities, and no gradients."""
-        found = self._nothing(num_tokens)
+        found = self._nothing(batches, num_tokens)
         self.layout.forward(self._calls(batches, partial(self._look, found)))
         return self.ranks.total(found)
 
-    def _nothing(self, num_tokens: int) -> torch.Tensor:
-        return torch.zeros(num_tokens, dtype=torch.float32, device=self.ranks.device)
+    def _nothing(self, batches: Sequence[Informed], num_tokens: int) -> torch.Tensor:
+        # Every rank has a batch, be it of padding, and all have as many targets.
+        targets = batches[0].batch.labels_T.shape[1:]
+        return torch.zeros(num_tokens, *targets, dtype=torch.float32, device=self.ranks.device)
 
     def _calls(self, batches: Sequence[Informed], reduced: Any) -> Any:
         device = self.ranks.device

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from penstock.core.files import PART, publishing, regular_files, write_json
@@ -168,10 +169,13 @@ def _pieces(
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], target: Path) -> None:
-    """Publish one safetensors file."""
+    """Publish one safetensors file. Raises OSError where it cannot be written."""
     with publishing(target) as part:
         own = {name: _own_memory(tensor) for name, tensor in tensors.items()}
-        save_file(own, part, metadata={"format": "pt"})
+        try:
+            save_file(own, part, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{target.name}: {error}") from error
 
 
 def _own_memory(tensor: torch.Tensor) -> torch.Tensor:

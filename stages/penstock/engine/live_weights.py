@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.adapters.names import MAGNITUDE, factor_of
+from penstock.adapters.names import MAGNITUDE, Factor, factor_of
 from penstock.engine.hf_adapter import adapters_in
 from penstock.engine.hf_weights import HfWeights, Tensors, in_checkpoint
 from penstock.engine.origin import Adapting
 from penstock.engine.quantising import Formats
+from penstock.engine.resident_ranks import rank_dim
 from penstock.models.weights import WeightMap
 
 
@@ -29,9 +30,9 @@ class OfRank:
         """Name -> (shape, dtype) of every parameter."""
         found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for name, (shape, dtype) in self.tensors.shapes().items():
-            dim = _dim_of_rank(name)
-            if dim is not None:
-                shape = (*shape[: len(shape) + dim], self.rank, *shape[len(shape) + dim + 1 :])
+            if factor := _ranked(name):
+                dim = rank_dim(factor, len(shape))
+                shape = (*shape[:dim], self.rank, *shape[dim + 1 :])
             found[name] = shape, dtype
         return found
 
@@ -41,9 +42,11 @@ class OfRank:
         return {name: self._narrowed(name, tensor) for name, tensor in read.items()}
 
     def _narrowed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        dim = _dim_of_rank(name)
+        factor = _ranked(name)
+        if factor is None:
+            return tensor
         # In memory of its own, so that products are the very ones of an adapter that was exported.
-        return tensor if dim is None else tensor.narrow(dim, 0, self.rank).contiguous()
+        return tensor.narrow(rank_dim(factor, tensor.dim()), 0, self.rank).contiguous()
 
 
 def live_weights(
@@ -60,9 +63,7 @@ def live_weights(
     return adapters.merged_into(base) if adapters else base
 
 
-def _dim_of_rank(name: str) -> int | None:
-    """Which dimension of a factor is the adapter's rank, from the last; None: it has none."""
+def _ranked(name: str) -> Factor | None:
+    """A factor that has the adapter's rank for a dimension; of a magnitude none has."""
     factor = factor_of(name)
-    if factor is None or factor.side == MAGNITUDE:
-        return None
-    return -2 if factor.side == "lora_A" else -1
+    return None if factor is None or factor.side == MAGNITUDE else factor

@@ -9,6 +9,7 @@ it can be left while others still hang in it.
 
 import contextlib
 import datetime
+import ipaddress
 import socket
 import threading
 from collections.abc import Sequence
@@ -20,8 +21,9 @@ from torch.distributed import PrefixStore, TCPStore
 
 from penstock.core import env
 
-ENDS_NOBODY = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
-"""NCCL's watchdog would else end this process for a fault of somebody else's."""
+ENDS_NOBODY = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""NCCL's watchdog, and whoever watches that, would else end this process for a fault of somebody
+else's."""
 
 WITHOUT_NUMBERS = (torch.float8_e4m3fn, torch.float8_e5m2)
 """Types that backends do not know. They go out as the bytes that they are."""
@@ -44,15 +46,20 @@ class OutsideGroup:
         """Listen at `address` and `port` (0: a free one) for the others of `size`.
 
         Whatever takes longer than `seconds` fails, and so does a tensor over gloo that takes longer
-        than `tensor_seconds`. Raises OSError where one cannot listen there.
+        than `tensor_seconds`. Raises OSError where one cannot listen there, or there is no one
+        address.
         """
         self._size, self._device = size, device
         self._timeout = datetime.timedelta(seconds=seconds)
         self._tensor_timeout = datetime.timedelta(seconds=tensor_seconds)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with socket.create_server((address, port), family=family) as listening:
-            self.port: int = listening.getsockname()[1]
+            host, bound = listening.getsockname()[:2]
+            if ipaddress.ip_address(host.partition("%")[0]).is_unspecified:
+                # Anybody may write to a store, and others could not reach it there.
+                raise OSError("that is every address of this machine, and one is wanted")
             handle = listening.detach()
+        self.port: int = bound
         # The store takes the socket over, and so listens at no other address of this machine.
         self._server: TCPStore | None = TCPStore(
             address,

@@ -6,7 +6,9 @@ wide the base's tensors are.
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -52,8 +54,12 @@ class Resting:
 
     def sizes(self, name: str) -> Sizes:
         """What the model will take on disk."""
-        resident = self.residents.get(name)
-        return sizes_of(self._trained(resident, states="left out"), self._ranks)
+        resident, substrate = self.residents.get(name), self.residents.substrate
+        exported = None
+        if substrate.sharing == "alone":
+            # Of the base, which may be kept in fewer bits: there a number is some of a byte.
+            exported = sum(map(math.prod, substrate.names.hf_shapes().values()))
+        return sizes_of(self._trained(resident, states="left out"), self._ranks, exported)
 
     def save(self, name: str, folder: Path, facts: Mapping[str, Any]) -> None:
         """Save what training goes on from, without gradients that were gathered. Raises StageError
@@ -71,27 +77,19 @@ class Resting:
         """Go on from there, with the optimizer's states if `optimizer`, else with a new one. What
         gradients were gathered is forgotten. An adapter counts as strongly as it did there.
 
-        Raises ArtifactError for what is no complete checkpoint, or one of something else.
+        Raises ArtifactError for what is no complete checkpoint, or one of something else: nothing
+        has changed then. Where its files are damaged nothing has changed of a model that shares the
+        base, and one that has all of it begins anew.
         """
         resident = self.residents.get(name)
-        state = read_state(folder)
-        self._require_alike(resident, folder, state)
-        self.residents.enter(name)
+        state = self._read(resident, folder, "read" if optimizer else "passed over")
         resident.drop_gradients()
-        self.residents.renew_optimizer(resident)
-        self._read(resident, folder, "read" if optimizer else "passed over")
         resident.step = int(state["step"]) if optimizer else 0
-        alpha = state.get(OF_MODEL, {}).get("alpha")
-        if resident.adapter and alpha is not None:
-            self.residents.give_alpha(resident, alpha)
 
     def begin_from(self, name: str, folder: Path) -> None:
-        """Start a new model from the weights of a checkpoint, be it one of a run. Raises
-        ArtifactError as `load` does."""
-        resident = self.residents.get(name)
-        self._require_alike(resident, folder, read_state(folder))
-        self.residents.enter(name)
-        self._read(resident, folder, "passed over")
+        """Start a new model from the weights of a checkpoint, be it one of a run; where that tells
+        how strongly its adapter counts, this one does as much. Raises ArtifactError as `load`."""
+        self._read(self.residents.get(name), folder, "passed over")
 
     def export(self, name: str, folder: Path, dtype: str | None) -> None:
         """Write what others sample from: a folder of PEFT's, or where one model has all of the base
@@ -99,22 +97,57 @@ class Resting:
         bfloat16. Raises StageError where it cannot be written."""
         resident = self.residents.enter(name)
         room = folder.with_name(f"{folder.name}.export{PART}")
-        self._lead(lambda: remove(room))
         weights = self._trained(resident, states="left out")
-        Checkpoints(room, weights, self._ranks, naming=Naming("weights"), group=self.group).save(
-            resident.step, {"step": resident.step, "key": ""}
-        )
-        self._lead(
-            partial(self._write_export, resident, room, folder, DTYPES[dtype] if dtype else None)
-        )
+        aside = Checkpoints(room, weights, self._ranks, naming=Naming("weights"), group=self.group)
+        self._lead(lambda: remove(room))
+        try:
+            aside.save(resident.step, {"step": resident.step, "key": ""})
+            kept_in = DTYPES[dtype] if dtype else None
+            self._lead(partial(self._write_export, resident, room, folder, kept_in))
+        except StageError:
+            # What there is of it would take the room that the next one needs.
+            with suppress(StageError):
+                self._lead(lambda: remove(room))
+            raise
 
     @property
     def _ranks(self) -> Any:
         return self.residents.substrate.ranks
 
-    def _read(self, resident: Resident, folder: Path, states: States) -> None:
-        self._checkpoints(resident, folder).load(folder, states=states)
-        self.residents.substrate.settle()
+    def _read(self, resident: Resident, folder: Path, states: States) -> dict[str, Any]:
+        """Let the model have what is there, on all ranks or on none; its `state.json`."""
+        state = read_state(folder)
+        self._require_alike(resident, folder, state)
+        if states == "read":
+            _require_optimizer(resident, folder, state)
+        residents, substrate = self.residents, self.residents.substrate
+        strong = resident.adapter
+        if strong and (alpha := state.get(OF_MODEL, {}).get("alpha")) is not None:
+            strong = residents.with_alpha(strong, alpha)
+        self._checkpoints(resident, folder).require_loadable(folder, states=states)
+        residents.enter(resident.name)
+        # Of a whole model there may be no room for another one beside it.
+        is_small = substrate.sharing == "adapters"
+        before = (substrate.copied(resident.trained), resident.optimizer) if is_small else None
+        residents.renew_optimizer(resident)
+        fault: ArtifactError | None = None
+        try:
+            self._checkpoints(resident, folder).load(folder, states=states)
+        except ArtifactError as error:
+            fault = error
+        substrate.settle()
+        if self._ranks.anywhere(fault is not None):
+            if before:
+                weights, resident.optimizer = before
+                substrate.put(resident.trained, weights)
+            else:
+                residents.begin_anew(resident)
+            raise fault or ArtifactError(
+                f"{folder.name} cannot be read on another rank.\n  Take another checkpoint."
+            )
+        if strong:
+            residents.give(resident, strong)
+        return state
 
     def _checkpoints(self, resident: Resident, folder: Path) -> Checkpoints:
         trained = self._trained(resident, states="saved")
@@ -219,13 +252,15 @@ class Resting:
             if self._ranks.leads:
                 act()
             fault = None
-        except (OSError, PenstockError) as error:
+        except OSError as error:
+            fault = f"{error}.\n  Make room on the disk."
+        except PenstockError as error:
             fault = str(error)
         finally:
             # Also where something else is raised: the others must not wait for ever.
             [fault, *_] = self._ranks.gather(fault)
         if fault is not None:
-            raise StageError(f"the model could not be written: {fault}.\n  Make room on the disk.")
+            raise StageError(f"the model could not be written: {fault}")
 
 
 def resting_on(residents: Residents, base_model: str, tokenizer: TokenizerFiles) -> Resting:
@@ -240,6 +275,17 @@ def sampler_in(folder: Path) -> Mapping[str, Any]:
     if not (folder / SAMPLER).is_file():
         raise ArtifactError(f"{folder.name} is nothing to sample from.\n  Save it again.")
     return read_json(folder / SAMPLER)
+
+
+def _require_optimizer(resident: Resident, folder: Path, state: Mapping[str, Any]) -> None:
+    """Raise ArtifactError where the checkpoint's states are another optimizer's."""
+    mine = type(resident.optimizer).__name__.lower()
+    if state["optimizer"] != mine:
+        raise ArtifactError(
+            f"{folder.name} was trained with {state['optimizer']}, and {resident.name} is trained "
+            f"with {mine}.\n  Load its weights without the optimizer, or create a model with "
+            f"{state['optimizer']}, and load it there."
+        )
 
 
 def _rank_in(folder: Path) -> int | None:

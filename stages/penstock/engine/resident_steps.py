@@ -7,9 +7,9 @@ import torch
 
 from penstock.core.errors import ConfigError, StageError
 from penstock.engine.clip import gradient_norm, scale_gradients
-from penstock.engine.norms import Norms, norms_of
 from penstock.engine.parallel.pieces import local
-from penstock.engine.residents import DECAYS, Resident, Residents
+from penstock.engine.resident_optimizers import DECAYS
+from penstock.engine.residents import Resident, Residents
 from penstock.optim.groups import MATRICES, RATE
 
 
@@ -39,13 +39,14 @@ def step(residents: Residents, name: str, numbers: StepNumbers) -> dict[str, flo
 
     Raises:
         UnknownModelError: if no model is called so.
-        ConfigError: nothing was gathered, or eps is 0, with which what never moves is no number.
+        ConfigError: nothing was gathered, or eps is 0 where it keeps what never moves from being no
+            number.
         NotFiniteError: the gradients are not finite. They are forgotten, and nothing else changed.
     """
     resident = residents.get(name)
     if resident.per is None:
         raise ConfigError(f"no gradients of {name} were gathered.\n  Pass data backward first.")
-    if numbers.eps <= 0:
+    if numbers.eps <= 0 and any("eps" in group for group in resident.optimizer.param_groups):
         raise ConfigError(f"eps is {numbers.eps:g}.\n  Give one above 0, such as 1e-12.")
     residents.enter(name)
     try:
@@ -69,7 +70,6 @@ def _step(residents: Residents, resident: Resident, numbers: StepNumbers) -> dic
             "as they were, and the gradients are forgotten.\n"
             "  Look at the losses of the passes since the last step, or lower learning_rate."
         )
-    layers = _layers(residents, resident)
     scale_gradients(trained, norm, numbers.grad_clip_norm)
     _set(resident, numbers, substrate.run.train.lr)
     substrate.built.engine.changes.begin()
@@ -81,7 +81,6 @@ def _step(residents: Residents, resident: Resident, numbers: StepNumbers) -> dic
         "grad_norm": norm.item(),
         "learning_rate": numbers.learning_rate,
         "step": float(resident.step),
-        **layers,
     }
 
 
@@ -93,19 +92,6 @@ def _set(resident: Resident, numbers: StepNumbers, lr_of_file: float) -> None:
         group["lr"] = rate * group[RATE]
         group["weight_decay"] = numbers.weight_decay if group[DECAYS] else 0.0
         group.update({name: value for name, value in told.items() if name in group})
-
-
-def _layers(residents: Residents, resident: Resident) -> dict[str, float]:
-    """The norms of the gradients by layers, where the file asks for them."""
-    substrate = residents.substrate
-    train = substrate.run.train
-    if train.log_grad_norm != "layers":
-        return {}
-    train = train.model_copy(update={"log_param_norm": False})
-    norms: Norms | None = norms_of(train, resident.trained, substrate.ranks)
-    assert norms is not None
-    by_layer = norms.told(norms.of_gradients())["grad_norms"]
-    return {f"grad_norm/{layer}": value for layer, value in by_layer.items()}
 
 
 def _merge(residents: Residents, resident: Resident) -> None:

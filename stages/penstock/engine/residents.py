@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-from pydantic import ValidationError
 
 from penstock.adapters.lora import LoraLinear
 from penstock.adapters.lora_embedding import LoraEmbedding
@@ -18,12 +17,11 @@ from penstock.adapters.lora_experts import ExpertAdapter
 from penstock.adapters.matching import HEAD
 from penstock.adapters.names import factor_of
 from penstock.adapters.scale import scale_of
-from penstock.config.optim_rules import ARGUMENTS
 from penstock.config.run import RunConfig
-from penstock.config.train import TrainConfig
 from penstock.core.errors import CapabilityError, ConfigError
-from penstock.engine.optimizer import optimizer_of
+from penstock.engine.norms import Norms, norms_by_type
 from penstock.engine.parallel.pieces import Held, local
+from penstock.engine.resident_optimizers import optimizer_for, run_with
 from penstock.engine.resident_ranks import padded_start
 from penstock.engine.substrate import Substrate
 from penstock.engine.weights import cut_into
@@ -32,16 +30,9 @@ Kind = Literal["attn", "mlp", "unembed"]
 KINDS: tuple[Kind, ...] = ("attn", "mlp", "unembed")
 """Of layers, as clients choose which of them learn."""
 
-DECAYS = "decays"
-"""Whether weights of an optimizer's group decay, among the group's settings."""
-
 Per = Literal["sum", "token"]
 """What gathered gradients are of: the sum of losses, or that and to be divided by the number of
 tokens."""
-
-
-OF_STEPS = ("betas", "eps")
-"""Numbers that every step brings, of those that optimizers are told."""
 
 
 class UnknownModelError(ConfigError):
@@ -82,6 +73,8 @@ class Resident:
     trained: Sequence[Held]
     """What its optimizer steps, on this rank."""
     optimizer: torch.optim.Optimizer
+    norms: Norms | None = None
+    """Of its gradients; None where the file asks for none."""
     weights: Sequence[torch.Tensor] | None = None
     """This rank's parts of its tensors while it is not in the base; None while it is."""
     gradients: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
@@ -105,6 +98,9 @@ class Residents:
         self.substrate = substrate
         self._all: dict[str, Resident] = {}
         self._here: Resident | None = None
+        self.guest: object = None
+        """What whoever put it there knows the weights by that are in the base and no model's; None:
+        not known."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -135,19 +131,24 @@ class Residents:
                 optimizer has, or where another model has all of the base.
         """
         self._require_room(name)
-        run = self._run_with(optimizer)
+        run = run_with(self.substrate.run, optimizer)
         trainable = self.substrate.trainable
         if adapter is None:
             trained = trainable
         else:
             self._require_possible(adapter)
             trained = [one for one in trainable if adapter.trains(one)]
-        made = Resident(name, adapter, run, trained, self._optimizer(run, trained))
+        made = Resident(
+            name,
+            adapter,
+            run,
+            trained,
+            optimizer_for(run, trained, self.substrate),
+            norms_by_type(run.train, trained, self.substrate.ranks),
+        )
         self.vacate()
         if self.substrate.sharing == "alone":
-            self.substrate.refill()
-            if adapter:
-                self._put_scale(adapter)
+            self.begin_anew(made)
         elif adapter:
             made.weights = self._start(adapter)
         self._all[name] = made
@@ -180,7 +181,7 @@ class Residents:
             # All of a base is only to come back: there may be no room for another one beside it.
             at = None if self.substrate.sharing == "adapters" else torch.device("cpu")
             self._here.weights = self.substrate.copied(self._own, at)
-        self._here = None
+        self._here = self.guest = None
 
     def gather(self, resident: Resident, tokens: int, per: Per) -> None:
         """Take the gradients that a pass left in the parameters. `tokens` are its trained ones."""
@@ -195,23 +196,45 @@ class Residents:
         resident.tokens += tokens
         resident.per = per
 
+    def told(self, resident: Resident) -> dict[str, float]:
+        """Norms of the gradients that were gathered, by types of layers and divided as a step now
+        would divide them, where the file asks for them. Every rank calls it."""
+        if resident.norms is None:
+            return {}
+        norm = resident.norms.of(lambda one: resident.gradients.get(one.name))
+        over = max(1, resident.tokens) if resident.per == "token" else 1
+        by_type = resident.norms.by_name(norm)
+        return {f"grad_norm/{kind}:max": value / over for kind, value in by_type.items()}
+
     def forget_gradients(self) -> None:
         """Leave none in the parameters, whatever a pass that failed left there."""
         for one in self.substrate.trainable:
             one.parameter.grad = None
 
-    def give_alpha(self, resident: Resident, alpha: float) -> None:
-        """Let the adapter of the model that is in the base count as strongly as this says. Raises
-        CapabilityError where programs are compiled for another strength."""
-        assert resident.adapter is not None
-        adapter = replace(resident.adapter, alpha=alpha)
-        self._require_compiled(adapter)
+    def with_alpha(self, adapter: Adapter, alpha: float) -> Adapter:
+        """One that counts as strongly as this says. Raises CapabilityError where programs are
+        compiled for another strength."""
+        found = replace(adapter, alpha=alpha)
+        self._require_compiled(found)
+        return found
+
+    def give(self, resident: Resident, adapter: Adapter) -> None:
+        """Let the model that is in the base have this adapter, of the same tensors."""
         resident.adapter = adapter
         self._put_scale(adapter)
 
+    def begin_anew(self, resident: Resident) -> None:
+        """Let the model that has all of the base be what it was before it learnt anything."""
+        self.substrate.refill()
+        if resident.adapter:
+            self.substrate.put(self.substrate.trainable, self._start(resident.adapter))
+        resident.drop_gradients()
+        resident.step = 0
+        self.renew_optimizer(resident)
+
     def renew_optimizer(self, resident: Resident) -> None:
         """Let the optimizer know nothing of steps that were taken."""
-        resident.optimizer = self._optimizer(resident.run, resident.trained)
+        resident.optimizer = optimizer_for(resident.run, resident.trained, self.substrate)
 
     def put_no_adapter(self) -> None:
         """Let the base compute as itself, with nothing in it."""
@@ -251,43 +274,6 @@ class Residents:
             for module in part.modules():
                 if isinstance(module, (LoraLinear, LoraEmbedding, ExpertAdapter)):
                     module.scale = scale
-
-    def _optimizer(self, run: RunConfig, trained: Sequence[Held]) -> torch.optim.Optimizer:
-        # Any decay: it is what tells apart what never decays, and each step brings its own.
-        train = run.train.model_copy(update={"weight_decay": 1.0})
-        built = self.substrate.built
-        made = optimizer_of(
-            run.model_copy(update={"train": train}),
-            trained,
-            self.substrate.family.roles,
-            built.config.num_hidden_layers,
-            self.substrate.ranks,
-        )
-        for group in made.param_groups:
-            group[DECAYS] = bool(group["weight_decay"])
-        return made
-
-    def _run_with(self, optimizer: Mapping[str, Any]) -> RunConfig:
-        run = self.substrate.run
-        if not optimizer:
-            return run
-        _check_arguments(str(optimizer.get("optimizer", run.train.optimizer)), optimizer)
-        if optimizer.get("optimizer") == "muon" and run.lora.enable_lora:
-            raise ConfigError(
-                "Muon turns matrices of hidden layers, and a model with an adapter trains none of "
-                "those: what it trains would be AdamW's.\n  Ask for adamw."
-            )
-        written = run.train.model_dump(exclude_unset=True)
-        try:
-            train = TrainConfig.model_validate({**written, **optimizer})
-        except ValidationError as error:
-            [first, *_] = error.errors()
-            where = ".".join(map(str, first["loc"]))
-            raise ConfigError(
-                f"no optimizer here can be {dict(optimizer)}: {where}: {first['msg']}.\n"
-                "  Leave optimizer_config out for the server's own."
-            ) from None
-        return run.model_copy(update={"train": train})
 
     def _require_room(self, name: str) -> None:
         if name in self._all:
@@ -353,25 +339,6 @@ _WHAT: Mapping[Kind, str] = {
     "mlp": "no feed-forward layer",
     "unembed": "the unembedding",
 }
-
-
-def _check_arguments(optimizer: str, given: Mapping[str, Any]) -> None:
-    """Raise ConfigError for what this optimizer does not take, or what each step brings anew."""
-    known = ARGUMENTS.get(optimizer, {})
-    takes = {name: check for name, check in known.items() if name not in OF_STEPS}
-    for name, value in given.get("optimizer_kwargs", {}).items():
-        if name in OF_STEPS:
-            raise ConfigError(
-                f"the optimizer is told {name} with each step.\n  Leave it out of kwargs."
-            )
-        if name not in takes:
-            raise ConfigError(
-                f"{optimizer} takes no {name}; it takes {', '.join(takes) or 'nothing more'}.\n"
-                "  Leave it out of kwargs."
-            )
-        fits, what = takes[name]
-        if not fits(value):
-            raise ConfigError(f"{name} is {value!r}.\n  Give {what}.")
 
 
 def kind_of(layer: str) -> Kind | None:

@@ -32,7 +32,7 @@ from penstock.losses.cross_entropy import (
     sum_cross_entropy,
     token_log_probs,
 )
-from penstock.losses.scores import Scores, chunked_logits, likeliest_tokens, token_scores
+from penstock.losses.scores import Scores, chunked_logits, token_scores
 from penstock_kernels.cross_entropy import Divided, Tally
 
 Logits = Literal["divided", "gathered"]
@@ -44,15 +44,11 @@ of the group. Hidden states are [T, D], or where the residual stream is split a 
 
 LogProbsOf = Callable[[torch.Tensor, nn.Module, torch.Tensor], torch.Tensor]
 """Final hidden states, the head and labels [T] to the labels' log-probabilities [T], the same on
-all ranks of the group, with gradients."""
+all ranks of the group, with gradients; of labels [T, K] those of each, [T, K]."""
 
 ScoresOf = Callable[[torch.Tensor, nn.Module, torch.Tensor], Scores]
 """Final hidden states, the head and labels [T] to what they tell of each trained token, the same on
 all ranks of the group."""
-
-LikeliestOf = Callable[[torch.Tensor, nn.Module, torch.Tensor], torch.Tensor]
-"""Final hidden states, the head and places [S] among their tokens to the likeliest tokens after
-those, the same on all ranks of the group."""
 
 LogitsOf = Callable[
     [torch.Tensor, nn.Module, torch.Tensor], Iterator[tuple[torch.Tensor, torch.Tensor]]
@@ -129,20 +125,6 @@ class Vocabulary:
 
         return scored
 
-    def likeliest(self, loss: Loss = CROSS_ENTROPY) -> LikeliestOf:
-        """`losses.scores.likeliest_tokens` for such a model."""
-
-        def found(hidden: torch.Tensor, head: nn.Module, places_S: torch.Tensor) -> torch.Tensor:
-            return likeliest_tokens(
-                *self._seen(hidden, head, loss),
-                places_S,
-                width=self._widest,
-                loss=self._loss(loss),
-                first_of=self._first_of if self._is_divided else None,
-            )
-
-        return found
-
     def whole_logits(self, loss: Loss = CROSS_ENTROPY) -> LogitsOf:
         """`losses.scores.chunked_logits` for such a model, whose ranks tell each other theirs."""
         whole = replace(self, logits="gathered")
@@ -202,24 +184,21 @@ class Vocabulary:
         dist.all_reduce(numbers, dist.ReduceOp.MAX, self._group)
         return numbers
 
-    def _first_of(self, best_C: torch.Tensor, entries_C: torch.Tensor) -> torch.Tensor:
-        assert self._group is not None
-        highest_C = self._highest(best_C.clone())
-        mine_C = entries_C.masked_fill(best_C < highest_C, self.size)
-        dist.all_reduce(mine_C, dist.ReduceOp.MIN, self._group)
-        return mine_C
-
 
 def _merged(own: Tally, group: dist.ProcessGroup) -> Tally:
     """The tally of logits that lie side by side on the ranks of a group, from each rank's own.
 
     The log of a sum of exponentials is that of the ranks' own.
     """
-    mine = torch.stack([numbers for numbers in own if numbers is not None])
+    has_several = own.target.dim() > 1
+    target_KC = own.target.t() if has_several else own.target[None]
+    totals = [] if own.total is None else [own.total[None]]
+    mine = torch.cat([own.log_sum[None], target_KC, *totals])
     log_sums, *others = gathered(mine, group).unflatten(0, (-1, len(mine))).unbind(1)
-    # One rank knows a token's own logit, and the others say 0: no rounding.
-    target_C, *totals = (each.sum(0) for each in others)
-    return Tally(log_sums.logsumexp(0), target_C, totals[0] if totals else None)
+    # One rank knows a label's own logit, and the others say 0: no rounding.
+    sums = [each.sum(0) for each in others]
+    target = torch.stack(sums[: len(target_KC)], 1) if has_several else sums[0]
+    return Tally(log_sums.logsumexp(0), target, sums[-1] if totals else None)
 
 
 def _within(ids: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
