@@ -28,7 +28,7 @@ format: $(STAMP)  ## Write code as `check` wants it
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: $(STAMP)  ## Regenerate configs/REFERENCE.md and configs/schema.json
+docs: $(STAMP)  ## Regenerate the pages and schemas of settings in configs/
 	$(BIN)/python -m penstock.config.reference
 
 install: $(STAMP)  ## Only the environment

@@ -3,12 +3,14 @@ import json
 import pytest
 import yaml
 
-from penstock.cli.recipes import SCHEMA_FILE, recipes, summary
+from penstock.cli.recipes import OF_SERVERS, SCHEMA_FILE, SERVER_SCHEMA_FILE, recipes, summary
 from penstock.config.load import load
+from penstock.config.server_load import load_server
 from tests.cli.command import penstock
 from tests.conftest import ROOT
 
-NAMES = list(recipes())
+SERVERS = [name for name in recipes() if name.startswith(OF_SERVERS)]
+NAMES = [name for name in recipes() if name not in SERVERS]
 CONFIGS = sorted([*ROOT.glob("configs/*.yaml"), *ROOT.glob("configs/examples/*.yaml")])
 
 
@@ -23,6 +25,8 @@ def test_every_shipped_config_is_accepted_and_tells_editors_its_schema(path):
 def test_the_package_ships_the_recipes_of_the_repository():
     assert sorted(path.stem for path in ROOT.glob("configs/examples/*.yaml")) == NAMES
     assert {"chat", "lora", "gsm8k", "local", "tokenized"} <= set(NAMES)
+    servers = sorted(f"{OF_SERVERS}{path.stem}" for path in ROOT.glob("configs/server/*.yaml"))
+    assert servers == SERVERS
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -38,6 +42,20 @@ def test_a_copied_recipe_means_the_same_and_is_not_overwritten(name, tmp_path, m
     assert again.code == 2
     assert "is there already" in again.err
     assert copy.read_text() == "# mine\n"
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_a_copied_servers_file_means_the_same_and_says_how_it_is_served(
+    name, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    said = penstock("init", name)
+    assert f"then penstock serve {name}.yaml" in said.err
+    copy = tmp_path / f"{name}.yaml"
+    shipped = ROOT / "configs" / "server" / f"{name.removeprefix(OF_SERVERS)}.yaml"
+    assert load_server(copy) == load_server(shipped)
+    assert copy.read_text().splitlines()[0].endswith(f"$schema=./{SERVER_SCHEMA_FILE}")
+    assert "lora_rank" in json.loads((tmp_path / SERVER_SCHEMA_FILE).read_text())["properties"]
 
 
 def test_list_names_every_recipe_and_what_it_is_for():

@@ -13,16 +13,19 @@ from penstock.config.dialects.dialect import Dialect, is_flat
 from penstock.config.dialects.draft import Draft, Entry
 from penstock.config.dialects.fit import Devices
 from penstock.config.dialects.known import DIALECTS, named, recognised
+from penstock.config.dialects.server import SERVER as SERVERS_OWN
 from penstock.config.dialects.translate import translate
 from penstock.config.load import load, load_translation, loads
 from penstock.config.overrides import split_overrides
 from penstock.config.run import RunConfig
+from penstock.config.server import ServerConfig
 from penstock.config.shape import annotation_at
 from penstock.core.errors import ConfigError
 from penstock.engine.parallel.degrees import accumulation_steps, degrees_of, rows_per_step
 
 ROOT = Path(__file__).parents[2]
 NATIVE = sorted([ROOT / "configs" / "quickstart.yaml", *(ROOT / "configs/examples").glob("*.yaml")])
+SERVERS = sorted((ROOT / "configs" / "server").glob("*.yaml"))
 FOREIGN = sorted((ROOT / "configs" / "foreign").glob("*.yaml"))
 
 BLOCK = re.compile(r"^```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -155,6 +158,41 @@ def test_a_servers_file_is_a_run_once_its_data_are_named(tmp_path: Path) -> None
     assert (run.lora.lora_rank, run.model.lm_head_fp32) == (8, True)
     assert run.train.log_grad_norm == "layers"
     assert "1 have no effect here" in heard[0]
+
+
+@pytest.mark.parametrize("file", SERVERS, ids=lambda file: file.stem)
+def test_each_servers_file_can_be_told_as_a_run(file: Path) -> None:
+    translation, faults = load_translation(file, None, Devices(2))
+    assert not translation.of("unknown", "refused")
+    assert not faults
+
+
+def test_every_setting_of_a_server_is_known_where_its_file_is_read_as_a_runs() -> None:
+    assert named("server") == SERVERS_OWN
+    assert SERVERS_OWN.keys == ServerConfig.model_fields.keys()
+
+
+@pytest.mark.parametrize(
+    ("values", "wanted"),
+    [
+        ({"model_path": "builtin:a"}, {"model": {"config_path": "builtin:a"}}),
+        ({"model_path": "builtin:a", "config_path": "b"}, {"model": {"config_path": "b"}}),
+        ({"sample_packing_strategy": "best_fit"}, {"data": {"sample_packing_method": "multipack"}}),
+        (
+            {"master_addr": "first", "master_port": 7},
+            {"launch": {"rdzv_endpoint": "first:7"}},
+        ),
+    ],
+    ids=str,
+)
+def test_what_a_server_says_otherwise_than_a_run_is_put_in_a_runs_words(
+    values: dict[str, Any], wanted: dict[str, Any]
+) -> None:
+    settings = translate(values, SERVERS_OWN, Devices(1)).settings
+    for section, fields in wanted.items():
+        found = settings[section]
+        assert {name: found.get(name) for name in fields} == fields
+        assert "model_path" not in found
 
 
 ERNIE = """\

@@ -87,6 +87,12 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         {"data": {"test_datasets": [SCORED]}},
     ),
     (
+        {**LEARNT, "data": {"datasets": [SCORED, {"path": "turns", "type": "preference_turns"}]}},
+        "data.datasets.1.type",
+        "preference_turns has no scores, and other data sets have",
+        {"data": {"datasets": [SCORED]}},
+    ),
+    (
         {"data": {"datasets": [{"path": "a", "type": "chat", "field_chosen_score": "x"}]}},
         "data.datasets.0.field_chosen_score",
         "type chat has no scores",

@@ -34,6 +34,9 @@ REFUSED = f"{ARRIVES}test_a_value_that_is_not_served_is_refused"
 LIMITS = f"{ARRIVES}test_workers_wait_as_long_as_is_written"
 ENDING = f"{ARRIVES}test_workers_have_as_long_to_end_as_is_written"
 
+MODELS = "test_limits.py::test_no_more_models_are_open_than_may_be"
+OPEN_SESSIONS = "test_limits.py::test_no_more_sessions_are_open_than_may_be"
+
 ASSEMBLED = (
     *("attn_implementation", "moe_implementation", "ep_dispatch", "deepep_buffer_size_gb"),
     *("deepep_num_sms", "deepep_async_combine", "merge_qkv", "basic_modules", "router_fp32"),
@@ -126,7 +129,7 @@ OF_SERVER: dict[str, tuple[str, ...]] = {
     ),
     "log_gradient_norms": (
         f"{ARRIVES}test_norms_of_layers_are_asked_for_unless_that_is_turned_off",
-        f"{WORKER}test_norms_of_layers_are_told_where_they_are_asked_for",
+        f"{WORKER}test_norms_of_types_of_layers_are_told_with_each_pass_where_they_are_asked_for",
     ),
     "log_router_stats": (f"{WORKER}test_routers_are_told_of_with_the_pass_that_they_chose_in",),
     "worker_bind_host": (BOUND,),
@@ -191,5 +194,14 @@ OF_SERVER: dict[str, tuple[str, ...]] = {
     "node_rank": (RANKS,),
     "master_addr": (RANKS,),
     "master_port": (RANKS,),
-    "stop_timeout": (ENDING, RANKS),
+    "stop_timeout": (
+        ENGINE,
+        ENDING,
+        RANKS,
+        "test_stopping.py::test_what_could_not_be_saved_in_time_is_said_and_was_lost",
+    ),
+    "max_models": (ENGINE, MODELS),
+    "max_owner_models": (ENGINE, MODELS),
+    "max_sessions": (ENGINE, OPEN_SESSIONS),
+    "max_owner_sessions": (ENGINE, OPEN_SESSIONS),
 }

@@ -6,17 +6,16 @@ from pathlib import Path
 
 
 @cache
-def parsed(file: Path) -> ast.Module:
-    return ast.parse(file.read_text())
+def words_in(file: Path) -> tuple[frozenset[str], frozenset[object]]:
+    """The functions that a file defines, and the constants it writes."""
+    nodes = list(ast.walk(ast.parse(file.read_text()))) if file.is_file() else []
+    functions = frozenset(node.name for node in nodes if isinstance(node, ast.FunctionDef))
+    return functions, frozenset(node.value for node in nodes if isinstance(node, ast.Constant))
 
 
 def exists(folder: Path, test: str) -> bool:
     """Whether `file::test` or `file::test[case]` is there, told from the file's text alone."""
-    within, _, rest = test.partition("::")
+    file, _, rest = test.partition("::")
     name, _, case = rest.partition("[")
-    file = folder / within
-    if not file.is_file():
-        return False
-    functions = {n.name for n in ast.walk(parsed(file)) if isinstance(n, ast.FunctionDef)}
-    texts = {n.value for n in ast.walk(parsed(file)) if isinstance(n, ast.Constant)}
-    return name in functions and (not case or case.removesuffix("]") in texts)
+    functions, constants = words_in(folder / file)
+    return name in functions and (not case or case.removesuffix("]") in constants)

@@ -279,6 +279,8 @@ def test_scores_are_read_where_their_columns_are_named():
         ({"good": "8", "bad": 2}, "wrong_type", "good is a string where a number is meant"),
         ({"good": True, "bad": 0}, "wrong_type", "good is a boolean where a number is meant"),
         ({"good": 3, "bad": float("nan")}, "bad_value", "bad is nan"),
+        ({"good": 10**400, "bad": 2}, "bad_value", "good is inf"),
+        ({"good": 2e38, "bad": -2e38}, "bad_value", "good is 2e.38 and bad is -2e.38: too far"),
         ({"good": 2, "bad": 2.5}, "bad_value", "the worse answer has the higher score"),
     ],
 )

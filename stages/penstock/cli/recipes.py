@@ -1,6 +1,7 @@
 """`penstock init NAME`: a shipped recipe, copied to where it will be changed.
 
-The recipes are the files of `configs/examples`, which the package holds as its folder `recipes`.
+The recipes are the files of `configs/examples`, which the package holds as its folder `recipes`,
+and those of `configs/server`, which it holds as `servers`.
 """
 
 import json
@@ -9,20 +10,25 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from penstock.cli.console import Console, table
-from penstock.config.reference import schema
+from penstock.config.reference import schema, server_schema
 from penstock.core.errors import ConfigError, StageError
 from penstock.core.store import reason_of
 
-SCHEMA_FILE = "penstock.schema.json"
+SCHEMA_FILE, SERVER_SCHEMA_FILE = "penstock.schema.json", "penstock-server.schema.json"
 """Written beside a copied recipe, so that editors complete and check it."""
+OF_SERVERS = "server-"
+"""Begins the names of recipes for `penstock serve`."""
 MODELINE = "# yaml-language-server: $schema="
 
 
 def recipes() -> dict[str, Traversable]:
-    """The shipped recipes by name, in order."""
-    folder = resources.files("penstock") / "recipes"
-    found = {each.name.removesuffix(".yaml"): each for each in folder.iterdir()}
-    return {name: found[name] for name in sorted(found) if found[name].name.endswith(".yaml")}
+    """The shipped recipes by name, in order, those of servers last."""
+    return {
+        f"{prefix}{each.name.removesuffix('.yaml')}": each
+        for folder, prefix in (("recipes", ""), ("servers", OF_SERVERS))
+        for each in sorted((resources.files("penstock") / folder).iterdir(), key=lambda e: e.name)
+        if each.name.endswith(".yaml")
+    }
 
 
 def summary(recipe: Traversable) -> str:
@@ -46,16 +52,20 @@ def copy_recipe(name: str, folder: Path, console: Console) -> None:
     if name not in known:
         raise ConfigError(f"no recipe is called {name}.\n  Recipes are {', '.join(known)}.")
     target = folder / f"{name}.yaml"
+    serves = name.startswith(OF_SERVERS)
+    beside = SERVER_SCHEMA_FILE if serves else SCHEMA_FILE
+    editors = json.dumps(server_schema() if serves else schema(), indent=2)
     _, _, body = known[name].read_text(encoding="utf-8").partition("\n")
     try:
         with target.open("x", encoding="utf-8") as stream:
-            stream.write(f"{MODELINE}./{SCHEMA_FILE}\n{body}")
-        (folder / SCHEMA_FILE).write_text(json.dumps(schema(), indent=2) + "\n", encoding="utf-8")
+            stream.write(f"{MODELINE}./{beside}\n{body}")
+        (folder / beside).write_text(editors + "\n", encoding="utf-8")
     except FileExistsError:
         raise ConfigError(
             f"{target} is there already and stays as it is.\n  Move it, or go to another folder."
         ) from None
     except OSError as error:
         raise StageError(f"{target} cannot be written: {reason_of(error)}.") from error
-    console.say(f"next: edit {target}, then penstock plan {target} and penstock run {target}")
+    then = f"serve {target}" if serves else f"plan {target} and penstock run {target}"
+    console.say(f"next: edit {target}, then penstock {then}")
     console.result(str(target))

@@ -30,6 +30,9 @@ KIND_OF_FORMAT: dict[FormatName, Kind] = {
 }
 """What samples of a format are for; `sft` where it is not listed."""
 
+SCORES = ("field_chosen_score", "field_rejected_score")
+"""Columns that say how good the answers of a pair are."""
+
 
 def _no_loading_scripts(value: bool) -> bool:
     if value:

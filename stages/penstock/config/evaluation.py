@@ -65,4 +65,4 @@ class EvaluationConfig(Section):
     """Answer them every so many optimizer steps; after the last step in any case."""
 
     sample_max_new_tokens: int = Field(default=64, gt=0)
-    """Tokens of an answer, at most. Every one costs a pass over its prompt."""
+    """Tokens of an answer, at most."""

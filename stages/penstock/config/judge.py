@@ -1,4 +1,4 @@
-"""From plain values to a run, or to every fault in them at once.
+"""From plain values to settings, or to every fault in them at once.
 
 Values that are wrong by themselves are replaced, so that the rest can still be judged as a whole:
 one look at the message is to be enough.
@@ -6,13 +6,14 @@ one look at the message is to be enough.
 
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from penstock.config.faults import Fault, Steps, dotted
 from penstock.config.rules import broken
 from penstock.config.run import RunConfig
+from penstock.config.section import Section
 from penstock.config.sentences import sentence
 from penstock.config.shape import (
     annotation_at,
@@ -24,6 +25,9 @@ from penstock.config.shape import (
     suggestion,
 )
 
+Root = TypeVar("Root", bound=Section)
+"""A run, or the settings of a server."""
+
 STAND_IN = "unset"
 MOST_REPAIRS = 10
 """Rounds of repair; two suffice unless a value hides another, which nests only a few deep."""
@@ -32,23 +36,26 @@ MOST_REPAIRS = 10
 def judge(settings: Mapping[str, Any]) -> tuple[RunConfig, list[Fault]]:
     """The run that `settings` describe and all that is wrong with them. With faults, the run is
     only good for looking at."""
-    values = _with_sections(settings)
     misspelled = _misspelled_sections(settings)
+    run, faults = valid(_with_sections(settings), RunConfig)
+    faults = [fault for fault in faults if fault.path[0] not in misspelled]
+    told = [*faults, *(Fault((name,), "") for name in misspelled)]
+    faults += [fault for fault in broken(run) if not touches(fault, told)]
+    return run, faults
+
+
+def valid(values: Mapping[str, Any], root: type[Root]) -> tuple[Root, list[Fault]]:
+    """The values as settings, and what is wrong with single ones, which are replaced."""
+    repaired = dict(values)
     faults: list[Fault] = []
     for _ in range(MOST_REPAIRS):
         try:
-            run = RunConfig.model_validate(values)
-            break
+            return root.model_validate(repaired), faults
         except ValidationError as error:
-            found = _faults(error)
+            found = _faults(error, root)
             faults += found
-            values = _repaired(values, found)
-    else:
-        raise AssertionError(f"no repair helps against {[fault.path for fault in faults]}")
-    faults = [fault for fault in faults if fault.path[0] not in misspelled]
-    told = [*faults, *(Fault((name,), "") for name in misspelled)]
-    faults += [fault for fault in broken(run) if not _touches(fault, told)]
-    return run, faults
+            repaired = _repaired(repaired, found, root)
+    raise AssertionError(f"no repair helps against {[fault.path for fault in faults]}")
 
 
 def _misspelled_sections(settings: Mapping[str, Any]) -> set[str]:
@@ -67,14 +74,14 @@ def _with_sections(settings: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _faults(error: ValidationError) -> list[Fault]:
+def _faults(error: ValidationError, root: type[Section]) -> list[Fault]:
     """Pydantic's findings, one for each setting: branches of a union are one finding."""
     found: dict[Steps, list[Mapping[str, Any]]] = {}
     for detail in error.errors(include_url=False):
-        found.setdefault(_steps(detail["loc"]), []).append(detail)  # pyright: ignore[reportArgumentType]
-    deep = [path for path in found if annotation_at(path) is not None]
+        found.setdefault(_steps(detail["loc"], root), []).append(detail)  # pyright: ignore[reportArgumentType]
+    deep = [path for path in found if annotation_at(path, root) is not None]
     return [
-        Fault(path, sentence(path, details))
+        Fault(path, sentence(path, details, root))
         for path, details in found.items()
         if not _explained_within(path, deep)
     ]
@@ -85,9 +92,9 @@ def _explained_within(path: Steps, others: Iterable[Steps]) -> bool:
     return any(len(other) > len(path) and other[: len(path)] == path for other in others)
 
 
-def _steps(loc: tuple[int | str, ...]) -> Steps:
+def _steps(loc: tuple[int | str, ...], root: type[Section]) -> Steps:
     """Where pydantic found a fault, without the names it gives to branches of unions."""
-    at: Any = RunConfig
+    at: Any = root
     steps: list[int | str] = []
     for step in loc:
         within = inside(at, step)
@@ -99,24 +106,26 @@ def _steps(loc: tuple[int | str, ...]) -> Steps:
     return tuple(steps)
 
 
-def _repaired(values: dict[str, Any], faults: Iterable[Fault]) -> dict[str, Any]:
+def _repaired(
+    values: dict[str, Any], faults: Iterable[Fault], root: type[Section]
+) -> dict[str, Any]:
     """The values with each fault left out, or replaced where something must stand."""
     repaired = deepcopy(values)
     for fault in faults:
-        path = fault.path if _is_unknown(fault.path) else owner(fault.path)
+        path = fault.path if _is_unknown(fault.path, root) else owner(fault.path, root)
         parent = _find(repaired, path[:-1])
         last: Any = path[-1]
-        field = field_at(path)
+        field = field_at(path, root)
         if isinstance(parent, list) or (field is not None and field.is_required()):
-            parent[last] = _stand_in(annotation_at(path))
+            parent[last] = _stand_in(annotation_at(path, root))
         elif isinstance(parent, dict):
             parent.pop(last, None)  # pyright: ignore[reportUnknownMemberType]
     return repaired
 
 
-def _is_unknown(path: Steps) -> bool:
-    above = annotation_at(path[:-1])
-    return any(map(is_section, branches(above))) and annotation_at(path) is None
+def _is_unknown(path: Steps, root: type[Section]) -> bool:
+    above = annotation_at(path[:-1], root)
+    return any(map(is_section, branches(above))) and annotation_at(path, root) is None
 
 
 def _find(values: Any, path: Steps) -> Any:
@@ -137,7 +146,7 @@ def _stand_in(annotation: Any) -> Any:
     return [_stand_in(inner)] if inner is not None else STAND_IN
 
 
-def _touches(fault: Fault, faults: Iterable[Fault]) -> bool:
+def touches(fault: Fault, faults: Iterable[Fault]) -> bool:
     """Whether the fault rests on a value that is at fault itself."""
     names = {dotted(fault.path), *fault.reads}
     return any(

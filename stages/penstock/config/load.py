@@ -15,11 +15,10 @@ from penstock.config.dialects.draft import Translation
 from penstock.config.dialects.fit import Devices, devices_here
 from penstock.config.dialects.known import named, recognised
 from penstock.config.dialects.translate import as_it_is, translate
-from penstock.config.faults import Fault, Steps, dotted
 from penstock.config.judge import judge
 from penstock.config.overrides import Override, apply
 from penstock.config.run import RunConfig
-from penstock.config.shape import annotation_at, branches
+from penstock.config.telling import Teller, Told, as_meant, require_none
 from penstock.core.errors import ConfigError
 
 SUFFIXES = (".yaml", ".yml", ".json")
@@ -39,9 +38,9 @@ def load(
     settings: dict[str, Any] = document.value or {}
     dialect = recognised(settings)
     if dialect is None:
-        return _run(settings, overrides, _Teller(document, overrides, path))
+        return _run(settings, overrides, Teller(document, overrides, path))
     translation = translate(settings, dialect, _devices(overrides))
-    told = _Teller(document, overrides, path, translation)
+    told = Teller(document, overrides, path, translation)
     stopped = [told.of_key(one.key, one.why) for one in translation.of("refused", "unknown")]
     run = _run(translation.settings, overrides, told, stopped)
     notify(_summary(path, translation))
@@ -53,7 +52,7 @@ def loads(settings: Mapping[str, Any], overrides: Sequence[Override] = ()) -> Ru
 
     Raises ConfigError, whose text has one line for each fault.
     """
-    return _run(settings, overrides, _Teller(yaml12.Document(), overrides))
+    return _run(settings, overrides, Teller(yaml12.Document(), overrides))
 
 
 def load_translation(path: Path, name: str | None, devices: Devices) -> tuple[Translation, str]:
@@ -71,7 +70,7 @@ def load_translation(path: Path, name: str | None, devices: Devices) -> tuple[Tr
         translation = translate(document.value, dialect, devices)
     whole = [Override(name, json.dumps(value)) for name, value in translation.lacks.items()]
     try:
-        _run(translation.settings, whole, _Teller(document, (), path, translation))
+        _run(translation.settings, whole, Teller(document, (), path, translation))
     except ConfigError as error:
         return translation, str(error)
     return translation, ""
@@ -107,16 +106,13 @@ def document_of(path: Path, *, may_be_empty: bool) -> yaml12.Document:
     except yaml12.YamlError as error:
         raise ConfigError(f"{path}:{error.line}: not valid YAML: {error}") from None
     if document.value is None and not document.faults and not may_be_empty:
-        raise ConfigError(
-            f"{path}: the file is empty; write the sections model, data and train,"
-            " or copy a file from configs/"
-        )
+        raise ConfigError(f"{path}: the file is empty; copy one from configs/ to begin with")
     value: object = document.value
     if not isinstance(value, dict | None):
         line = document.places[()].line
         raise ConfigError(
-            f"{path}:{line}: the top level is no mapping; write sections such as model:, data:,"
-            " train:, each on a line of its own"
+            f"{path}:{line}: the top level is no mapping; write names with a colon, such as model:,"
+            " each on a line of its own"
         )
     document.value = document.value or {}
     return document
@@ -154,90 +150,11 @@ def _near_files(path: Path) -> str:
 def _run(
     settings: Mapping[str, Any],
     overrides: Sequence[Override],
-    told: "_Teller",
-    more: Sequence["Told"] = (),
+    told: Teller,
+    more: Sequence[Told] = (),
 ) -> RunConfig:
     """The run, unless there are faults, of which `more` are known already."""
-    given = [_as_meant(override) for override in overrides]
-    values, refused = apply(settings, given)
+    values, refused = apply(settings, [as_meant(override) for override in overrides])
     run, faults = judge(values)
-    lines = [*more, *(told.in_file(fault) for fault in told.faults)]
-    syntax = {fault.path for fault in told.faults}
-    lines += [told.anywhere(fault) for fault in faults if fault.path not in syntax]
-    lines += [((1, given.index(one)), f"{one.option}: {text}") for one, text in refused]
-    if lines:
-        raise ConfigError("\n".join(text for _, text in sorted(lines, key=lambda line: line[0])))
+    require_none([*more, *told.of(faults, refused)])
     return run
-
-
-def _as_meant(override: Override) -> Override:
-    """Quote a value that YAML takes for a number or truth where the setting takes only text: a
-    shell has already eaten the quotes that a file would have."""
-    kinds = branches(annotation_at(override.path))
-    if str in kinds and not set(kinds) & {bool, int, float}:
-        value = yaml12.scalar(override.text)
-        if isinstance(value, bool | int | float):
-            return Override(override.name, f"'{override.text}'")
-    return override
-
-
-Told = tuple[tuple[int, int], str]
-"""The rank of a fault (those of the file by line, then those of options in order), and its text."""
-
-
-class _Teller:
-    """Says where each fault stands: in a line of the file, or in an option."""
-
-    def __init__(
-        self,
-        document: yaml12.Document,
-        overrides: Sequence[Override],
-        path: Path | None = None,
-        translation: Translation | None = None,
-    ) -> None:
-        self.faults = document.faults
-        self._places = document.places
-        self._path = path
-        self._translation = translation
-        self._options = {given.name: (at, given.option) for at, given in enumerate(overrides)}
-
-    def anywhere(self, fault: Fault) -> Told:
-        """The fault where it was written last: an option replaces all that the file has there."""
-        name = dotted(fault.path)
-        for length in range(len(fault.path), 0, -1):
-            part = dotted(fault.path[:length])
-            if part in self._options:
-                at, option = self._options[part]
-                inner = "" if part == name else f"{name}: "
-                return (1, at), f"{option}: {inner}{fault.text}"
-        for below, (at, option) in self._options.items():
-            if fault.path not in self._places and below.startswith(f"{name}."):
-                return (1, at), f"{option}: {name}: {fault.text}"
-        return self._translated(fault) if self._translation else self.in_file(fault)
-
-    def in_file(self, fault: Fault) -> Told:
-        """The fault with the line of the nearest thing around it that was written."""
-        name = f"{dotted(fault.path)}: " if fault.path else ""
-        if not self._path:
-            return (0, 1), f"{name}{fault.text}"
-        line = self._line(fault.path)
-        return (0, line), f"{self._path}:{line}: {name}{fault.text}"
-
-    def of_key(self, key: str, text: str) -> Told:
-        """What is said of a foreign key."""
-        return self.in_file(Fault(tuple(key.split(".")), text))
-
-    def _translated(self, fault: Fault) -> Told:
-        """The fault at the foreign key that the setting comes from, under both names."""
-        assert self._translation
-        name = dotted(fault.path)
-        keys = self._translation.origins(name)
-        if not keys:
-            return self.of_key(name, f"{fault.text} (no key of the file decides it)")
-        line = self._line(tuple(keys[0].split(".")))
-        text = f"{self._path}:{line}: {keys[0]} (here {name}): {fault.text}"
-        return (0, line), text
-
-    def _line(self, path: Steps) -> int:
-        parts = (path[:length] for length in range(len(path), 0, -1))
-        return next((self._places[part].line for part in parts if part in self._places), 1)

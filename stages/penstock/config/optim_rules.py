@@ -58,7 +58,8 @@ ARGUMENTS: Mapping[str, Mapping[str, Check]] = {
 """What each optimizer of one word takes in `optimizer_kwargs`."""
 
 
-def _arguments_are_the_optimizers(run: RunConfig) -> Faults:
+def arguments_are_the_optimizers(run: RunConfig) -> Faults:
+    """`optimizer_kwargs` that the optimizer does not take, or not so."""
     name, given = run.train.optimizer, run.train.optimizer_kwargs
     known = ARGUMENTS.get(name)
     if known is None:
@@ -299,7 +300,7 @@ def _what_is_rounded_is_kept_in_bf16(run: RunConfig) -> Faults:
 
 
 OPTIM_RULES = (
-    _arguments_are_the_optimizers,
+    arguments_are_the_optimizers,
     _the_optimizer_can_do_with_parts,
     _settings_of_muon_are_for_muon,
     _decay_falls,

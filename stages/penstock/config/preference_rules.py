@@ -1,16 +1,13 @@
 """Combinations of settings of objectives that cannot be honoured."""
 
 from penstock.config.data_rules import Faults
-from penstock.config.dataset import KIND_OF_FORMAT, Kind
+from penstock.config.dataset import KIND_OF_FORMAT, SCORES, Kind
 from penstock.config.faults import Fault
 from penstock.config.preference import AVERAGED, USED_BY, PreferenceConfig
 from penstock.config.run import RunConfig
 
 OF_TOKENS = ("label_smoothing", "z_loss_coef")
 """Terms of the loss of tokens, which preferences do not have."""
-
-SCORES = ("field_chosen_score", "field_rejected_score")
-"""Columns that say how good the answers of a pair are."""
 
 LISTS = ("datasets", "test_datasets")
 
@@ -137,11 +134,19 @@ def _scores_are_whole(run: RunConfig) -> Faults:
             )
         return
     for path, entry in entries:
-        for field in SCORES:
-            is_named = getattr(entry, field) is not None
-            if is_named and entry.type != "preference":
+        named = [field for field in SCORES if entry.asks_for(field)]
+        if entry.type != "preference":
+            for field in named:
                 yield Fault((*path, field), f"type {entry.type} has no scores; leave it out")
-            elif not is_named and entry.type == "preference":
+            if not named and KIND_OF_FORMAT.get(entry.type) == "preference":
+                yield Fault(
+                    (*path, "type"),
+                    f"{entry.type} has no scores, and other data sets have; leave this one out, or"
+                    " the scores of the others",
+                )
+            continue
+        for field in SCORES:
+            if field not in named:
                 yield Fault(
                     (*path, field),
                     "is not named, and others are; name the columns with the scores of both"

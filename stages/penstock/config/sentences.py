@@ -1,11 +1,14 @@
 """What pydantic found, in the words of the people who write configurations."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_origin
 
 from penstock.config import yaml12
 from penstock.config.faults import Steps, shown
+from penstock.config.run import RunConfig
+from penstock.config.section import Section
 from penstock.config.shape import (
     annotation_at,
     branches,
@@ -31,97 +34,123 @@ SECRET = frozenset({"hf_use_auth_token"})
 
 OF_A_FORM: Mapping[str, str] = {
     "optimizer": "the full name of another, such as torch.optim.RAdam",
+    "worker_bind_address": "tcp://host:port",
 }
 """What settings take besides their choices."""
 
 YES_AND_NO = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
 
 
-def sentence(path: Steps, details: Sequence[Detail]) -> str:
-    """One sentence for all that was found at `path`."""
+@dataclass(frozen=True)
+class _Place:
+    """Where something was found, and what would be right there."""
+
+    path: Steps
+    annotation: Any
+    default: Any
+
+    @property
+    def name(self) -> str:
+        return str(self.path[-1])
+
+    @property
+    def kinds(self) -> tuple[Any, ...]:
+        return branches(self.annotation)
+
+    @property
+    def choices(self) -> list[Any]:
+        literals = [kind for kind in self.kinds if get_origin(kind) is Literal]
+        return [one for kind in literals for one in get_args(kind)]
+
+    @property
+    def wanted(self) -> str:
+        return wanted(self.annotation)
+
+    @property
+    def example(self) -> str:
+        return example(self.annotation, self.default, self.name)
+
+
+def sentence(path: Steps, details: Sequence[Detail], root: type[Section] = RunConfig) -> str:
+    """One sentence for all that was found at `path`, which leads from `root`."""
     limits = [detail for detail in details if detail["type"] in LIMITS]
     first = limits[0] if limits else details[0]
     kind = first["type"]
     if kind == "extra_forbidden":
-        return _unknown(path, first["input"])
+        return _unknown(path, first["input"], root)
     if kind == "invalid_key":
         return f"{first['input']!r} is no name of a setting; names are text"
+    place = _place(path, root)
     if kind == "missing":
-        return f"required; for example {path[-1]}: {_example_at(path)}"
+        return f"required; for example {place.name}: {place.example}"
     if kind == "value_error":
         return str(first["ctx"]["error"])
     if limits:
-        return _limit(path, first)
+        return _limit(place, first)
     if kind in ("too_short", "string_too_short"):
-        return f"is empty; write at least one, for example {_example_at(path)}"
+        return f"is empty; write at least one, for example {place.example}"
     if kind == "finite_number":
         return f"is {first['input']}; write a finite number"
     if any(detail["type"] == "string_pattern_mismatch" for detail in details):
-        return _no_choice(path, str(first["input"]))
-    return _wrong_type(path, first["input"])
+        return _no_choice(place, str(first["input"]))
+    return _wrong_type(place, first["input"])
 
 
-def _no_choice(path: Steps, value: str) -> str:
+def _place(path: Steps, root: type[Section]) -> _Place:
+    field = field_at(path, root)
+    default = None
+    if field and not field.is_required():
+        default = field.get_default(call_default_factory=True)
+    return _Place(path, annotation_at(path, root), default)
+
+
+def _no_choice(place: _Place, value: str) -> str:
     """Of a setting that takes some names, and texts of a form."""
-    choices = [
-        one for kind in _kinds(path) if get_origin(kind) is Literal for one in get_args(kind)
-    ]
+    choices = place.choices or [place.default]
     near = get_close_matches(value, choices, 1)
     meant = f"did you mean {near[0]}? It takes" if near else "write"
-    return f"is {shown(value)}; {meant} {', '.join(choices)}, or {OF_A_FORM[str(path[-1])]}"
+    return f"is {shown(value)}; {meant} {', '.join(choices)}, or {OF_A_FORM[place.name]}"
 
 
-def _unknown(path: Steps, value: Any) -> str:
-    top = len(path) == 1
+def _unknown(path: Steps, value: Any, root: type[Section]) -> str:
+    sectioned = any(is_section(field.annotation) for field in root.model_fields.values())
+    top = sectioned and len(path) == 1
     what = "unknown section" if top and isinstance(value, dict | None) else "unknown field"
-    near = suggestion(path)
+    near = suggestion(path, root)
     if near:
         return f"{what}; did you mean {near}?"
     if top:
         names = [name for name in sections() if "." not in name]
         return f"{what}; the sections are {', '.join(names)}"
-    return f"{what}; configs/REFERENCE.md lists those there are"
+    return f"{what}; configs/{'REFERENCE' if sectioned else 'SERVER'}.md lists those there are"
 
 
-def _limit(path: Steps, detail: Detail) -> str:
+def _limit(place: _Place, detail: Detail) -> str:
     name, words = LIMITS[detail["type"]]
     bound = detail["ctx"][name]
     number = f"{bound:g}" if isinstance(bound, float) else str(bound)
-    if detail["type"] == "greater_than" and bound == 0 and int in _kinds(path):
+    if detail["type"] == "greater_than" and bound == 0 and int in place.kinds:
         words, number = "at least", "1"
     return f"is {shown(detail['input'])}; it must be {words} {number}"
 
 
-def _kinds(path: Steps) -> tuple[Any, ...]:
-    return branches(annotation_at(path))
-
-
-def _example_at(path: Steps) -> str:
-    field = field_at(path)
-    annotation = annotation_at(path)
-    default = field.default if field and not field.is_required() else None
-    return example(annotation, default, str(path[-1]))
-
-
-def _wrong_type(path: Steps, value: Any) -> str:
-    kinds = _kinds(path)
-    if path[-1] in SECRET and isinstance(value, str):
-        return f"is text; write {wanted(annotation_at(path))} (a secret belongs in the environment)"
+def _wrong_type(place: _Place, value: Any) -> str:
+    if place.path[-1] in SECRET and isinstance(value, str):
+        return f"is text; write {place.wanted} (a secret belongs in the environment)"
     found = f"is {_noun(value)}{_shown(value)}"
-    if any(map(is_section, kinds)):
-        return f"{found}; wanted a mapping of settings, for example {_example_at(path)}"
-    words = wanted(annotation_at(path))
-    choices = [one for kind in kinds if get_origin(kind) is Literal for one in get_args(kind)]
-    if isinstance(value, str) and choices and str not in kinds:
-        near = get_close_matches(value, map(str, choices), 1)
+    if any(map(is_section, place.kinds)):
+        return f"{found}; wanted a mapping of settings, for example {place.example}"
+    if isinstance(value, str) and place.choices and str not in place.kinds:
+        near = get_close_matches(value, map(str, place.choices), 1)
         if near:
-            return f"{found}; did you mean {near[0]}? It takes {words}"
-        return f"{found}; write {words}"
-    return f"{found}; wanted {words}: {_instead(path, kinds, value)}"
+            return f"{found}; did you mean {near[0]}? It takes {place.wanted}"
+        return f"{found}; write {place.wanted}"
+    return f"{found}; wanted {place.wanted}: {_instead(place, value)}"
 
 
-def _instead(path: Steps, kinds: tuple[Any, ...], value: Any) -> str:
+def _instead(place: _Place, value: Any) -> str:
     """What to write, made from what was written where that can be told."""
+    kinds = place.kinds
     if isinstance(value, str):
         if bool in kinds and value.lower() in YES_AND_NO:
             return f"write {YES_AND_NO[value.lower()]}, since YAML 1.2 reads {value} as text"
@@ -140,7 +169,7 @@ def _instead(path: Steps, kinds: tuple[Any, ...], value: Any) -> str:
         return f"write {int(value)}"
     if isinstance(value, bool | int | float) and str in kinds:
         return f'write it in quotes, "{shown(value)}"'
-    return f"for example {_example_at(path)}"
+    return f"for example {place.example}"
 
 
 def _noun(value: Any) -> str:

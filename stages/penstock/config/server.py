@@ -6,13 +6,17 @@ the server's processes.
 
 import math
 import re
-from typing import Any, Literal, Self
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from penstock.config.dialects.server import DEFAULTS, SAME, SERVER
-from penstock.config.faults import Fault
-from penstock.config.judge import judge
+from penstock.config.data_rules import Faults
+from penstock.config.dialects.draft import put_at
+from penstock.config.dialects.server import BUILT_IN, DEFAULTS, SAME, SERVER
+from penstock.config.faults import Fault, dotted
+from penstock.config.judge import judge, touches
 from penstock.config.run import RunConfig
 from penstock.config.server_model import ServerModel
 from penstock.config.server_serving import ServerServing
@@ -21,7 +25,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.urls import is_url, spoken
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
-SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(i?)B?", re.IGNORECASE)
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(i?)B?", re.IGNORECASE | re.ASCII)
 
 AXES = (
     *("data_parallel_shard_size", "data_parallel_replicate_size", "tensor_parallel_size"),
@@ -29,13 +33,21 @@ AXES = (
 )
 """Sizes that multiply to the number of ranks."""
 
-BUILT_IN = "builtin:"
-
 MUON = tuple(key for key in SAME if key.startswith("muon_"))
 """Settings that count whatever the optimizer of the file is: a client may ask for Muon."""
 
 ALWAYS = ("data_parallel_shard_size", "data_parallel_replicate_size")
 """Settings whose defaults are others than a run's, and count as written."""
+
+HERE = {
+    **{name: key for key, name in SAME.items()},
+    "model.model_path": "model_path",
+    "train.load_checkpoint_path": "load_checkpoint_path",
+    "train.log_grad_norm": "log_gradient_norms",
+    "launch.nproc_per_node": "nproc_per_node",
+    "launch.rdzv_endpoint": "master_addr",
+}
+"""Settings of a run, and what they are called here."""
 
 
 class ServerConfig(ServerServing, ServerTraining, ServerModel):
@@ -94,30 +106,6 @@ class ServerConfig(ServerServing, ServerTraining, ServerModel):
             raise ValueError("is torch; checkpoints are written by every rank together: write dcp")
         return value
 
-    @model_validator(mode="after")
-    def _rows_are_padded_within(self) -> Self:
-        length, multiple = self.sample_packing_sequence_len, self.pad_to_multiple_of
-        if length % multiple:
-            raise ValueError(
-                f"sample_packing_sequence_len is {length}, not a multiple of pad_to_multiple_of"
-                f" ({multiple}); the next multiple is {-(-length // multiple) * multiple}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _machines_can_meet(self) -> Self:
-        if self.node_rank >= self.nnodes:
-            raise ValueError(
-                f"node_rank is {self.node_rank}, and nnodes is {self.nnodes};"
-                " machines are counted from 0"
-            )
-        if self.nnodes > 1 and self.master_addr is None:
-            raise ValueError(
-                f"nnodes is {self.nnodes}, and nothing says where they meet;"
-                " write master_addr, the name or address of the first machine"
-            )
-        return self
-
     @property
     def storage_limit_bytes(self) -> int:
         """`storage_limit` as a number."""
@@ -156,26 +144,19 @@ def bytes_of(text: str) -> int:
     scale = UNITS[unit.upper()]
     if binary:
         scale = 1024 ** list(UNITS).index(unit.upper())
-    return int(float(number) * scale)
+    return int(Fraction(number) * scale)
 
 
 def judged(config: ServerConfig) -> tuple[RunConfig, list[Fault]]:
-    """The run whose settings the workers have, and what no run can have, under our names here.
+    """The run whose settings the workers have, and what cannot be, under our names here.
 
     With faults, the run is only good for looking at.
     """
     run, faults = judge(_run_values(config))
     muon = {key: getattr(config, key) for key in MUON if key in config.model_fields_set}
     run = run.model_copy(update={"train": run.train.model_copy(update=muon)})
-    origins = {name: key for key, name in SAME.items()}
-    found: list[Fault] = []
-    for fault in faults:
-        steps = [str(step) for step in fault.path]
-        name = next(
-            (o for n in range(len(steps), 0, -1) if (o := origins.get(".".join(steps[:n])))), None
-        )
-        here = f" (of a run: {'.'.join(steps)})" if name and name != steps[-1] else ""
-        found.append(Fault((name,) if name else fault.path, fault.text + here))
+    found = list(_machines_can_meet(config))
+    found += [fault for fault in map(_here, faults) if not touches(fault, found)]
     return run, found
 
 
@@ -187,39 +168,48 @@ def run_of(config: ServerConfig) -> RunConfig:
     """
     run, faults = judged(config)
     if faults:
-        raise ConfigError("\n".join(f"{'.'.join(map(str, f.path))}: {f.text}" for f in faults))
+        raise ConfigError("\n".join(f"{dotted(fault.path)}: {fault.text}" for fault in faults))
     return run
+
+
+def _machines_can_meet(config: ServerConfig) -> Faults:
+    if config.nnodes > 1 and config.master_addr is None:
+        yield Fault(
+            ("master_addr",),
+            f"{config.nnodes} machines need a place to meet;"
+            " write the name or address of the first one",
+            ("nnodes",),
+        )
+
+
+def _here(fault: Fault) -> Fault:
+    """A run's fault as one of what stands in a server's file."""
+    steps = dotted(fault.path).split(".")
+    parts = (".".join(steps[:length]) for length in range(len(steps), 0, -1))
+    name = next((HERE[part] for part in parts if part in HERE), None)
+    reads = tuple(HERE.get(each, each) for each in fault.reads)
+    if name is None:
+        return replace(fault, reads=reads)
+    told = f" (of a run: {'.'.join(steps)})" if name != steps[-1] else ""
+    return Fault((name,), fault.text + told, reads)
 
 
 def _run_values(config: ServerConfig) -> dict[str, Any]:
     """Only what was written, and defaults that mean other numbers than a run's: a default that this
     machine cannot honour may be given up, and what is written may not."""
+    is_built_in = config.model_path.startswith(BUILT_IN)
     values: dict[str, Any] = {}
-    given = {"model_path", *config.model_fields_set, *DEFAULTS, *ALWAYS}
+    put_at(values, f"model.{'config' if is_built_in else 'model'}_path", config.model_path)
+    given = {*config.model_fields_set, *DEFAULTS, *ALWAYS}
     for key, name in SAME.items():
         if key in given and (key not in MUON or config.optimizer == "muon"):
-            _put(values, name, getattr(config, key))
-    if config.model_path.startswith(BUILT_IN):
-        # It has no weights of its own to name.
-        values["model"].pop("model_path")
-        values["model"].setdefault("config_path", config.model_path)
+            put_at(values, name, getattr(config, key))
     if config.load_checkpoint_path:
-        _put(values, "train.load_checkpoint_path", config.load_checkpoint_path)
-    _put(values, "train.log_grad_norm", "layers" if config.log_gradient_norms else True)
+        put_at(values, "train.load_checkpoint_path", config.load_checkpoint_path)
+    put_at(values, "train.log_grad_norm", "layers" if config.log_gradient_norms else True)
     for name, value in SERVER.lacks.items():
-        _put(values, name, value)
-    _put(values, "data.pad_to_multiple_of", config.pad_to_multiple_of)
-    _put(values, "launch.nproc_per_node", config.num_workers)
-    _put(values, "launch.nnodes", config.nnodes)
-    _put(values, "launch.node_rank", config.node_rank)
+        put_at(values, name, value)
+    put_at(values, "launch.nproc_per_node", config.num_workers)
     if config.master_addr:
-        _put(values, "launch.rdzv_endpoint", f"{config.master_addr}:{config.master_port}")
+        put_at(values, "launch.rdzv_endpoint", f"{config.master_addr}:{config.master_port}")
     return values
-
-
-def _put(values: dict[str, Any], name: str, value: Any) -> None:
-    *above, last = name.split(".")
-    at = values
-    for step in above:
-        at = at.setdefault(step, {})
-    at[last] = value

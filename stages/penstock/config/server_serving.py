@@ -1,11 +1,13 @@
 """How a training server's processes serve clients and reach one another: part of its flat file."""
 
 import ipaddress
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
 from penstock.config.section import Section
+
+LAST_PORT = 65535
 
 
 class ServerServing(Section):
@@ -14,7 +16,7 @@ class ServerServing(Section):
     api_host: str = Field(default="127.0.0.1", min_length=1)
     """Where the API listens. On any address but loopback keys are required."""
 
-    api_port: int = Field(default=8000, ge=0, le=65535)
+    api_port: int = Field(default=8000, ge=0, le=LAST_PORT)
     """Port of the API; 0 takes a free one."""
 
     api_keys_file: str | None = Field(default=None, min_length=1)
@@ -30,6 +32,19 @@ class ServerServing(Section):
 
     requests_per_minute: int = Field(default=0, ge=0)
     """Requests of one owner in a minute, polls and heartbeats apart; 0: as many as come."""
+
+    max_models: int = Field(default=256, gt=0)
+    """Models that may be open at a time: each has its adapter, gradients and optimizer's states at
+    the workers. One more is refused before any work."""
+
+    max_owner_models: int = Field(default=64, gt=0)
+    """Models of one owner that may be open at a time."""
+
+    max_sessions: int = Field(default=10_000, gt=0)
+    """Sessions that may be open at a time; one more is refused."""
+
+    max_owner_sessions: int = Field(default=1000, gt=0)
+    """Sessions of one owner that may be open at a time."""
 
     operation_timeout: float = Field(default=1800.0, gt=0)
     """Seconds that one operation may take at the workers, after which they are started again."""
@@ -48,7 +63,7 @@ class ServerServing(Section):
     where there are several. Another address only serves `--mode workers`, whose engine is
     elsewhere."""
 
-    worker_bind_port: int = Field(default=5556, ge=0, le=65535)
+    worker_bind_port: int = Field(default=5556, ge=0, le=LAST_PORT)
     """Port of rank 0. Where neither it nor `worker_bind_address` is written, or it is 0, a free
     one; `--mode workers` takes 5556 then."""
 
@@ -65,7 +80,7 @@ class ServerServing(Section):
     worker_max_retries: int = Field(default=3, ge=0)
     """How often in a row workers that died are started again."""
 
-    nproc_per_node: int | Literal["auto"] = "auto"
+    nproc_per_node: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
     """Workers on each machine. `auto`: as many as the parallel sizes multiply to; where one of them
     is -1, one for each GPU."""
 
@@ -78,11 +93,12 @@ class ServerServing(Section):
     master_addr: str | None = Field(default=None, min_length=1)
     """Name or address of the first machine, where there are several."""
 
-    master_port: int = Field(default=29500, gt=0, le=65535)
+    master_port: int = Field(default=29500, gt=0, le=LAST_PORT)
     """A free port of the first machine, where there are several."""
 
     stop_timeout: float = Field(default=60.0, gt=0)
-    """Seconds that workers have to end when the server is stopped."""
+    """Seconds in which unsaved models are saved when the server is stopped, and as many in which
+    its workers end then. Raise it where many or large models are trained."""
 
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """What processes tell of themselves, at least."""
@@ -96,6 +112,13 @@ class ServerServing(Section):
     sync_allowed_hosts: list[str] = Field(default_factory=list[str])
     """Inference servers that weights may be sent to, beside those on this machine: names and
     addresses as clients write them, and networks (`10.0.0.0/8`)."""
+
+    @field_validator("worker_bind_address")
+    @classmethod
+    def _has_a_port(cls, value: str) -> str:
+        if value != "auto" and int(value.rpartition(":")[2]) > LAST_PORT:
+            raise ValueError(f"is {value}; ports end at {LAST_PORT}")
+        return value
 
     @field_validator("sync_allowed_hosts")
     @classmethod

@@ -119,7 +119,8 @@ class ServerTraining(Section):
     """Rows are padded to a multiple of so many tokens."""
 
     log_gradient_norms: bool = True
-    """Tell the norm of the gradients of each kind of layer with each step."""
+    """Tell the norm of the gradients of each type of layer with each backward pass."""
 
     log_router_stats: bool = True
-    """Mixture of experts: tell how evenly tokens were shared out among experts."""
+    """Mixture of experts: tell with each backward pass how evenly tokens were shared out among
+    experts."""

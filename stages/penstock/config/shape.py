@@ -26,6 +26,7 @@ PLURALS: Mapping[Any, str] = {int: "whole numbers", float: "numbers", str: "text
 EXAMPLES: Mapping[Any, Any] = {bool: True, int: 8, float: 0.5, str: "name"}
 REQUIRED_EXAMPLES: Mapping[str, str] = {
     "datasets": "[{path: data/train.jsonl}]",
+    "model_path": "Qwen/Qwen3-8B",
     "output_dir": "outputs/my-run",
     "path": "data/train.jsonl",
 }
@@ -57,9 +58,9 @@ def inside(annotation: Any, step: str | int) -> Any:
     return None
 
 
-def annotation_at(path: Steps) -> Any:
+def annotation_at(path: Steps, root: type[Section] = RunConfig) -> Any:
     """The annotation of the setting at `path`; None when there is none."""
-    at: Any = RunConfig
+    at: Any = root
     for step in path:
         at = inside(at, step)
         if at is None:
@@ -67,21 +68,21 @@ def annotation_at(path: Steps) -> Any:
     return at
 
 
-def field_at(path: Steps) -> FieldInfo | None:
+def field_at(path: Steps, root: type[Section] = RunConfig) -> FieldInfo | None:
     """The field that `path` names in its section; None for entries of lists and mappings."""
-    section = annotation_at(path[:-1])
+    section = annotation_at(path[:-1], root)
     for branch in branches(section):
         if path and is_section(branch):
             return branch.model_fields.get(str(path[-1]))
     return None
 
 
-def owner(path: Steps) -> Steps:
+def owner(path: Steps, root: type[Section] = RunConfig) -> Steps:
     """The longest beginning of `path` that names a field of a section, or an entry of a list of
     sections: what can be left out or replaced as a whole."""
     for length in range(len(path), 0, -1):
         part = path[:length]
-        if field_at(part) or any(map(is_section, branches(annotation_at(part)))):
+        if field_at(part, root) or any(map(is_section, branches(annotation_at(part, root)))):
             return part
     return ()
 
@@ -156,14 +157,18 @@ def _sections(section: type[Section], name: str) -> Iterator[tuple[str, type[Sec
                 yield from _sections(get_args(branch)[0], f"{here}[]")
 
 
-def suggestion(path: Steps) -> str | None:
-    """The setting someone meant who wrote the unknown `path`: a bare name of the same section, or
-    the full name of one elsewhere."""
+def suggestion(path: Steps, root: type[Section] = RunConfig) -> str | None:
+    """The setting someone meant who wrote the unknown `path`: a bare name of the same section, or,
+    in a run, the full name of one elsewhere."""
     name = str(path[-1])
-    section = annotation_at(path[:-1])
+    section = annotation_at(path[:-1], root)
     here = list(section.model_fields) if is_section(section) else []
     if near := get_close_matches(name, here, 1, VERY_NEAR):
         return near[0]
+    if root is not RunConfig:
+        bare = SYNONYMS.get(name.lower(), "").rpartition(".")[2]
+        near = [bare] if bare in here else get_close_matches(name, here, 1, NEAR_ENOUGH)
+        return near[0] if near else None
     if meant := SYNONYMS.get(name.lower()):
         place, _, bare = meant.rpartition(".")
         return bare if sections().get(place) is section else meant

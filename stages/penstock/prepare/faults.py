@@ -54,9 +54,13 @@ def number(record: Mapping[str, Any], name: str) -> float:
     value = column(record, name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BadRow("wrong_type", f"{name} is {kind_of(value)} where a number is meant")
-    if not math.isfinite(value):
-        raise BadRow("bad_value", f"{name} is {value}")
-    return float(value)
+    try:
+        found = float(value)
+    except OverflowError:  # a whole number may have any number of digits
+        found = math.inf if value > 0 else -math.inf
+    if not math.isfinite(found):
+        raise BadRow("bad_value", f"{name} is {found}")
+    return found
 
 
 def checked_text(where: str, value: Any) -> str:

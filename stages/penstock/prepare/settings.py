@@ -5,12 +5,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from penstock.config.base import Settings
-from penstock.config.dataset import KIND_OF_FORMAT, FileKind, FormatName, Kind
+from penstock.config.dataset import KIND_OF_FORMAT, SCORES, FileKind, FormatName, Kind
 
 MixStrategy = Literal["concat", "random", "interleave_under", "interleave_over"]
-
-SCORES = ("field_chosen_score", "field_rejected_score")
-"""Columns of a pair's scores."""
 
 
 class DatasetSettings(Settings):

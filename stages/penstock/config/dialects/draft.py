@@ -64,11 +64,7 @@ class Draft:
 
     def put(self, name: str, value: Any) -> None:
         """Give a setting of ours a value that no single key decides."""
-        *above, last = name.split(".")
-        at = self.settings
-        for step in above:
-            at = at.setdefault(step, {})
-        at[last] = value
+        put_at(self.settings, name, value)
 
     def change(self, name: str, value: Any, why: str) -> None:
         """Give a setting another value than was asked for: its keys are told as approximated."""
@@ -195,6 +191,15 @@ class Translation:
     def of(self, *kinds: Kind) -> list[Line]:
         """The lines of some kinds, in the order of the file."""
         return [line for line in self.lines if line.kind in kinds]
+
+
+def put_at(settings: dict[str, Any], name: str, value: Any) -> None:
+    """Let a value stand at a dotted name in nested mappings, which are made as they are needed."""
+    *above, last = name.split(".")
+    at = settings
+    for step in above:
+        at = at.setdefault(step, {})
+    at[last] = value
 
 
 def value_at(settings: Any, name: str, default: Any = None) -> Any:

@@ -7,12 +7,23 @@ written anew. What concerns the server itself has no place in a run.
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.config.dialects.dialect import Dialect, Rule, Values, choice, is_flat
-from penstock.config.dialects.dialect import no_effect as idle
+from penstock.config.dialects.dialect import (
+    Dialect,
+    Rule,
+    Values,
+    choice,
+    decides,
+    is_flat,
+    no_effect,
+)
 from penstock.config.dialects.draft import Entry
+from penstock.config.server_serving import ServerServing
+
+BUILT_IN = "builtin:"
+"""Begins the names of models that start from the seed."""
 
 MODEL = (
-    *("model_path", "config_path", "tokenizer_path", "attn_implementation", "moe_implementation"),
+    *("config_path", "tokenizer_path", "attn_implementation", "moe_implementation"),
     *("ep_dispatch", "deepep_buffer_size_gb", "deepep_num_sms", "deepep_async_combine"),
     *("merge_qkv", "basic_modules", "foundation", "encoders", "router_fp32", "lm_head_fp32"),
     *("rmsnorm_native", "activation_native", "rope_native", "attention_cast_bf16"),
@@ -39,18 +50,18 @@ SAME: Mapping[str, str] = {
     **{name: f"model.{name}" for name in MODEL},
     **{name: f"train.{name}" for name in TRAIN},
     **{name: f"lora.{name}" for name in LORA},
+    **{name: f"launch.{name}" for name in ("nnodes", "node_rank")},
+    **{name: f"data.{name}" for name in ("sample_packing_sequence_len", "pad_to_multiple_of")},
     "qlora_exclude_modules": "lora.exclude_modules",
-    "sample_packing_sequence_len": "data.sample_packing_sequence_len",
 }
 
 OF_THE_SERVER: Mapping[str, str] = {
-    **dict.fromkeys(
-        (
-            *("worker_bind_host", "worker_bind_port", "engine_connect_host"),
-            *("worker_bind_address", "worker_connection_timeout", "worker_max_retries"),
-        ),
-        "of the server: how its processes reach one another",
-    ),
+    **dict.fromkeys(ServerServing.model_fields, "of the server: a run serves nobody"),
+    **{
+        name: "of the server: how its processes reach one another"
+        for name in ServerServing.model_fields
+        if name.startswith(("worker_", "engine_"))
+    },
     "model_name": "of the server: what clients call the model",
     "storage_limit": "of the server: train.save_total_limit bounds what a run keeps",
     "idle_session_timeout": "of the server: a run has no sessions",
@@ -58,7 +69,18 @@ OF_THE_SERVER: Mapping[str, str] = {
     "log_level": "of the server",
     "enable_self_test": "of the server: a run is tried by its first step",
     "sync_inference_method": "of the server: a run sends no weights while it trains",
+    "sync_allowed_hosts": "of the server: a run sends no weights while it trains",
 }
+"""What has no place in a run, unless it is told below how it has one."""
+
+
+def _model(entry: Entry) -> None:
+    if not entry.value.startswith(BUILT_IN):
+        entry.put("model.model_path", entry.value)
+    elif entry.get("config_path"):
+        entry.no_effect("config_path says which model starts from the seed")
+    else:
+        entry.put("model.config_path", entry.value)
 
 
 def _weights(entry: Entry) -> None:
@@ -75,16 +97,39 @@ def _packing(entry: Entry) -> None:
         entry.approximated("samples share rows all the same, and do not see one another there")
 
 
+def _strategy(entry: Entry) -> None:
+    if entry.value == "balanced_dp":
+        entry.put("data.sample_packing_method", "multipack")
+        entry.approximated("rows are filled well, and replicas share them out as they come")
+    else:
+        choice("data.sample_packing_method", {"sequential": "sequential", "best_fit": "multipack"})(
+            entry
+        )
+
+
 def _checkpoint(entry: Entry) -> None:
     entry.put("train.load_checkpoint_path", entry.value or None)
 
 
+def _workers(entry: Entry) -> None:
+    entry.put("launch.nproc_per_node", entry.value)
+
+
+def _meeting(entry: Entry) -> None:
+    entry.put("launch.rdzv_endpoint", f"{entry.value}:{entry.get('master_port', 29500)}")
+
+
 COMPUTED: Mapping[str, Rule] = {
-    **{key: idle(why) for key, why in OF_THE_SERVER.items()},
+    **{key: no_effect(why) for key, why in OF_THE_SERVER.items() if key not in SAME},
+    "model_path": _model,
     "load_weights_mode": _weights,
     "enable_packing": _packing,
+    "sample_packing_strategy": _strategy,
     "load_checkpoint_path": _checkpoint,
     "ckpt_manager": choice("train.ckpt_manager", {"dcp": "dcp"}),
+    "nproc_per_node": _workers,
+    "master_addr": _meeting,
+    "master_port": decides("launch.rdzv_endpoint"),
     "log_gradient_norms": choice("train.log_grad_norm", {True: "layers", False: True}),
 }
 

@@ -10,6 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
+from penstock.config.dataset import SCORES
 from penstock.prepare.faults import BadRow, column, number
 from penstock.prepare.formats.alpaca import asked_in, system_in
 from penstock.prepare.formats.answers import (
@@ -28,6 +31,9 @@ from penstock.prepare.settings import DatasetSettings
 
 WORSE = "rejected_response"
 """The worse answer's usual column beside a conversation that ends with the better one."""
+
+GREATEST_GAP = float(np.finfo(np.float32).max)
+"""Between two scores: gaps are kept in fp32."""
 
 
 def preference(settings: DatasetSettings, record: Mapping[str, Any]) -> Pair:
@@ -85,16 +91,13 @@ def _of_text(
 
 def _score_gap(settings: DatasetSettings, record: Mapping[str, Any]) -> float | None:
     """By how much the better answer is scored higher; None where scores are not asked for."""
-    names = (settings.field_chosen_score, settings.field_rejected_score)
-    if names[0] is None or names[1] is None:
+    named = [name for field in SCORES if (name := getattr(settings, field)) is not None]
+    if not named:
         return None
-    better, worse = (number(record, name) for name in names if name)
-    if better < worse:
-        raise BadRow(
-            "bad_value",
-            f"{names[0]} is {better:g} and {names[1]} is {worse:g}: the worse answer has the "
-            "higher score",
-        )
+    better, worse = (number(record, name) for name in named)
+    if not 0 <= better - worse <= GREATEST_GAP:
+        told = "the worse answer has the higher score" if better < worse else "too far apart"
+        raise BadRow("bad_value", f"{named[0]} is {better:g} and {named[1]} is {worse:g}: {told}")
     return better - worse
 
 
