@@ -41,6 +41,11 @@ def host_of(address: str) -> str:
     return address.removeprefix("tcp://").rpartition(":")[0].removeprefix("[").removesuffix("]")
 
 
+def port_of(address: str) -> int:
+    """The port of `tcp://host:port`."""
+    return int(address.rpartition(":")[2])
+
+
 def free_port(host: str, port: int, field: str) -> int:
     """That port of the host, or one that is free for 0.
 
@@ -64,8 +69,15 @@ def workers_bind(config: ServerConfig, *, alone: bool) -> str:
     """Where rank 0 is to listen: as written, or at a free port unless it is `alone`, where others
     must know the port."""
     if config.worker_bind_address != "auto":
-        return config.worker_bind_address
+        written = config.worker_bind_address
+        if port_of(written):
+            return written
+        host = host_of(written)
+        return tcp(host, free_port(host, 0, "worker_bind_address"))
     host = config.worker_bind_host
+    if config.node_rank:
+        # Rank 0 listens on another machine.
+        return tcp(host, config.worker_bind_port)
     is_written = alone or "worker_bind_port" in config.model_fields_set
     port = config.worker_bind_port if is_written else 0
     return tcp(host, free_port(host, port, "worker_bind_port"))
@@ -73,5 +85,4 @@ def workers_bind(config: ServerConfig, *, alone: bool) -> str:
 
 def workers_address(config: ServerConfig, bind: str) -> str:
     """How the engine reaches what listens at `bind`."""
-    host, port = host_of(bind), int(bind.rpartition(":")[2])
-    return tcp(config.engine_connect_host or near(host), port)
+    return tcp(config.engine_connect_host or near(host_of(bind)), port_of(bind))

@@ -35,6 +35,8 @@ class Child:
     deaths: int = 0
     """In a row."""
     is_given_up: bool = False
+    ended_well: bool = False
+    """When it was asked to end: by itself, with status 0."""
     _process: "subprocess.Popen[bytes] | None" = field(default=None, repr=False)
     _is_ending: bool = False
     _began: float = 0.0
@@ -85,10 +87,15 @@ class Child:
             self.say(f"{self.name} of another machine ended, so these are ended too")
             self._process.terminate()
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether its first process is there."""
+        return self._process is not None and self._process.poll() is None
+
     def ask_to_end(self) -> None:
         """Ask it to end; it is not started again."""
         self.is_given_up = True
-        if self._process is not None and self._process.poll() is None:
+        if self._process is not None and self.is_alive:
             self._process.terminate()
 
     def end(self, *, at_once: Callable[[], bool] = lambda: False) -> None:
@@ -101,6 +108,7 @@ class Child:
                 self.say(f"{self.name} did not end in time and is killed")
                 break
             time.sleep(0.05)
+        self.ended_well = self._process.poll() == 0
         self._kill_group()
         self._process.wait()
         self._process = None

@@ -31,6 +31,10 @@ HEALTH_SECONDS = 0.5
 """Between two looks at whether the server answers."""
 MARGIN_SECONDS = 4.0
 """How much longer the agent may take than the ranks, which it kills, before it is killed itself."""
+ENGINE_MARGIN_SECONDS = 15.0
+"""How much longer the engine may take than it has for saving: it waits for others to end."""
+LEAVING_SECONDS = 10.0
+"""That workers have to end by themselves after an engine that told them to."""
 MACHINES = "machines"
 """In the server's folder: what machines tell one another of starts."""
 STOPPING = (signal.SIGINT, signal.SIGTERM)
@@ -46,7 +50,10 @@ def children_of(prepared: Prepared, say: Callable[[str], None]) -> list[Child]:
             words = [str(os.getpid()), name, module, str(prepared.file)]
             command = [sys.executable, "-m", "penstock.server.child", *words]
             environment = {"PYTHONSAFEPATH": "1", **secrets[name]}
-            found.append(Child(name, command, environment, say))
+            made = Child(name, command, environment, say)
+            if name == "engine":
+                made.stop_seconds = config.stop_timeout + ENGINE_MARGIN_SECONDS
+            found.append(made)
     if job.mode != "connect":
         words = [*torchrun_words(config, job.folder), "-m", "penstock.server.worker"]
         found.append(
@@ -127,28 +134,51 @@ class Launcher:
                     self._require_some()
                     self._look_at_health()
                     time.sleep(LOOK_SECONDS)
+                # Workers that came just now are told to leave as others are.
+                self._looked = 0.0
+                self._look_at_health()
                 self.say(f"stopping ({signal.Signals(self._asked[0]).name})")
             finally:
                 self._end()
 
     def _end(self) -> None:
-        """The API first, so that nothing new comes; workers last, for the engine may save yet."""
+        """The API first, so that nothing new comes; workers last, for the engine saves yet."""
         serving = [child for child in self.children if child.name != "workers"]
-        for group in (serving, [child for child in self.children if child not in serving]):
-            for child in group:
-                child.ask_to_end()
-            for child in group:
-                child.end(at_once=lambda: len(self._asked) > 1)
+        workers = [child for child in self.children if child.name == "workers"]
+        self._end_together(serving)
+        self._let_leave(serving, workers)
+        self._end_together(workers)
+
+    def _end_together(self, group: Sequence[Child]) -> None:
+        for child in group:
+            child.ask_to_end()
+        for child in group:
+            child.end(at_once=lambda: len(self._asked) > 1)
+
+    def _let_leave(self, serving: Sequence[Child], workers: Sequence[Child]) -> None:
+        """An engine that ended well has told them to end, and torchrun takes a signal for a
+        fault. One on another machine may still save what they hold."""
+        seconds = 0.0
+        if self.is_ready and any(each.name == "engine" and each.ended_well for each in serving):
+            seconds = LEAVING_SECONDS
+        elif any(isinstance(child.together, Other) for child in workers):
+            seconds = max(child.stop_seconds for child in workers)
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and len(self._asked) < 2:
+            if not any(child.is_alive for child in workers):
+                return
+            time.sleep(LOOK_SECONDS)
 
     def _require_some(self) -> None:
         """Workers that die before they ever served have a fault that will not pass by itself."""
         for child in self.children:
             if child.is_given_up and self.is_ready and self.api is not None:
-                if self.given_up is not None:
+                if self.given_up is not None and not self.given_up.exists():
                     self.given_up.touch()
             elif child.is_given_up:
+                when = "in a row" if self.api is None else "before they could serve"
                 raise StageError(
-                    f"the {child.name} ended {child.deaths} times before they could serve.\n"
+                    f"the {child.name} ended {child.deaths} times {when}.\n"
                     "  What they said of it stands above."
                 )
 

@@ -1,5 +1,6 @@
 """What must be settled before any process of the server starts: its job, and its secrets."""
 
+import re
 import socket
 import time
 import uuid
@@ -18,6 +19,7 @@ from penstock.server.addresses import (
     free_port,
     host_of,
     is_loopback,
+    port_of,
     tcp,
     workers_address,
     workers_bind,
@@ -33,6 +35,7 @@ from penstock.server.protocol.secret import (
 WORKERS_SECRET = "workers.secret"
 WORKERS_ADDRESS = "workers.address"
 """Files of workers that were started by themselves, for the engine that connects to them."""
+ADDRESS = re.compile(r"tcp://.+:\d{1,5}")
 
 
 @dataclass(frozen=True)
@@ -88,21 +91,26 @@ def prepare(config: ServerConfig, mode: Mode, worker_address: str | None = None)
     cannot be, and CapabilityError for a model that cannot be fetched.
     """
     run_of(config)
+    if worker_address is not None:
+        _require_address(worker_address, mode)
+    if mode == "connect" and config.node_rank:
+        raise ConfigError(
+            f"node_rank is {config.node_rank}, and clients come to the first machine.\n"
+            "  Write --mode connect there alone, and --mode workers here."
+        )
     serves = _serves(config, mode)
     keys = keys_of(config) if serves else ()
     output_dir = Path(config.output_dir).expanduser().resolve()
     folder = output_dir / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    secret = new_secret()
     if mode == "connect":
-        bind = worker_address or _written(
-            folder / WORKERS_ADDRESS, config.worker_connection_timeout
-        )
-        address = bind
+        bind = address = worker_address or _written(folder / WORKERS_ADDRESS, config)
+        _written(folder / WORKERS_SECRET, config)
         secret = read_secret(folder / WORKERS_SECRET)
     else:
         bind = workers_bind(config, alone=mode == "workers")
         address = workers_address(config, bind)
+        secret = _kept_secret(folder) if mode == "workers" else new_secret()
     port = free_port(config.api_host, config.api_port, "api_port") if serves else config.api_port
     job = ServerJob(
         config=config,
@@ -127,8 +135,8 @@ def keys_of(config: ServerConfig) -> tuple[str, ...]:
     if config.api_keys_file is not None:
         path = Path(config.api_keys_file).expanduser()
         require_private(path)
-        lines = path.read_text(encoding="utf-8").splitlines()
-        keys = tuple(line.strip() for line in lines if line.strip() and line[0] != "#")
+        lines = map(str.strip, path.read_text(encoding="utf-8").splitlines())
+        keys = tuple(line for line in lines if line and not line.startswith("#"))
         if any("," in key for key in keys):
             raise ConfigError(f"{path} has a key with a comma.\n  Write one key on each line.")
         if not keys:
@@ -145,8 +153,29 @@ def _serves(config: ServerConfig, mode: Mode) -> bool:
     return mode != "workers" and config.node_rank == 0
 
 
-def _written(path: Path, seconds: float) -> str:
+def _require_address(address: str, mode: Mode) -> None:
+    """Raises ConfigError for one that nothing can be reached at, or that nobody asks for."""
+    if mode != "connect":
+        raise ConfigError(
+            f"--worker-address is where workers are that were started by themselves, and --mode is"
+            f" {mode}.\n  Leave it out, or write --mode connect."
+        )
+    if not ADDRESS.fullmatch(address):
+        raise ConfigError(
+            f"--worker-address {address} is no address.\n  Write one such as tcp://node0:5556."
+        )
+
+
+def _kept_secret(folder: Path) -> str:
+    """That of workers which were here before, where there were: an engine that is connected knows
+    it, and no other."""
+    path = folder / WORKERS_SECRET
+    return read_secret(path) if path.is_file() else new_secret()
+
+
+def _written(path: Path, config: ServerConfig) -> str:
     """The line in a file that another process is about to write."""
+    seconds = config.worker_connection_timeout
     deadline = time.monotonic() + seconds
     while not path.is_file():
         if time.monotonic() > deadline:
@@ -162,7 +191,7 @@ def _from_elsewhere(job: ServerJob) -> str:
     """The workers' address as other machines may reach it."""
     is_everywhere = host_of(job.workers_bind) in EVERYWHERE
     if is_everywhere and job.config.engine_connect_host is None:
-        return tcp(socket.getfqdn(), int(job.workers_bind.rpartition(":")[2]))
+        return tcp(socket.getfqdn(), port_of(job.workers_bind))
     return job.workers_address
 
 

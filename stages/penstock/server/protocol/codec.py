@@ -23,8 +23,12 @@ class Codec(Generic[M]):
         self._decoder = msgspec.msgpack.Decoder(messages)
 
     def encode(self, message: M) -> bytes:
-        """Raises FrameError for one of more than MAX_BYTES."""
-        frame = self._encoder.encode(message)
+        """Raises FrameError for one of more than MAX_BYTES, or with a number or a text that msgpack
+        does not hold."""
+        try:
+            frame = self._encoder.encode(message)
+        except (OverflowError, UnicodeEncodeError) as error:
+            raise FrameError(f"a message cannot be sent: {error}") from error
         if len(frame) > MAX_BYTES:
             raise FrameError(
                 f"a message of {len(frame)} bytes is over the limit of {MAX_BYTES}.\n"

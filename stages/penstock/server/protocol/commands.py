@@ -6,6 +6,8 @@ whole paths that the engine has checked.
 
 from typing import Literal
 
+from msgspec import field
+
 from penstock.server.protocol.message import Category, Code, Message
 from penstock.server.protocol.results import (
     Done,
@@ -25,7 +27,9 @@ from penstock.server.protocol.values import (
     Lora,
     Loss,
     Optimizer,
+    Quantization,
     Sampling,
+    Secret,
 )
 
 
@@ -111,6 +115,7 @@ class Generate(Message):
     adapter: str | None = None
     prompt_logprobs: tuple[bool, ...] = ()
     topk: tuple[int, ...] = ()
+    topk_drawn: tuple[int, ...] = ()
 
 
 class Push(Message):
@@ -125,7 +130,9 @@ class Push(Message):
     flush_cache: bool
     pause_mode: Literal["retract", "abort", "in_place"]
     weight_version: str | None
-    quantization: dict[str, str | int | float | bool] | None
+    quantization: Quantization | None
+    api_keys: tuple[Secret | None, ...] = ()
+    """One for each endpoint, or none at all."""
 
 
 Order = Open | Close | Rows | Update | Forget | Save | Load | Export | Generate | Push
@@ -159,6 +166,10 @@ class Ready(Message):
     served: Served
     models: tuple[str, ...]
     """Those that are open."""
+    steps: dict[str, int] = field(default_factory=dict[str, int])
+    """How many steps each of them has made."""
+    gathering: tuple[str, ...] = ()
+    """Those of them that have gathered gradients since their last step."""
     replicas: int = 1
     """How many rows are computed at the same time: what packing balances rows for."""
 

@@ -36,6 +36,9 @@ OPTIONAL: Mapping[Loss, tuple[str, ...]] = {
 """Other inputs that it takes. `ref_logprobs` are those of the model that the penalty keeps close
 to; without them it is the one that `logprobs` are of."""
 
+SEVERAL_TARGETS: tuple[Loss, ...] = ("cross_entropy",)
+"""Losses that are the sum of those of several targets of a token: distillation of the likeliest."""
+
 PARAMS: Mapping[Loss, Mapping[str, float]] = {
     "cross_entropy": {},
     "importance_sampling": {},

@@ -27,3 +27,11 @@ Code = Literal[
     "internal",  # 500
 ]
 """What kind of failure it is; with the HTTP status of calls that are answered at once."""
+
+OURS: frozenset[Code] = frozenset({"lost", "unavailable", "internal"})
+"""Kinds of failure that no client can do anything about."""
+
+
+def category_of(code: Code) -> Category:
+    """Who can do something about it."""
+    return "server" if code in OURS else "user"

@@ -2,12 +2,20 @@
 
 from typing import Literal
 
+from msgspec import field
+
 from penstock.server.protocol.message import Message
-from penstock.server.protocol.values import Array, Checkpoint, Endpoint, Run, Sequence
+from penstock.server.protocol.values import Array, Checkpoint, Endpoint, Lora, Run, Sequence
 
 
 class Done(Message):
     """There is nothing to tell."""
+
+
+class Gone(Message):
+    """Of Heartbeat: which of those sessions are not there, are another's, or have ended."""
+
+    sessions: tuple[str, ...] = ()
 
 
 class SessionMade(Message):
@@ -30,6 +38,7 @@ class SessionTold(Message):
     session: str
     models: tuple[str, ...]
     samplers: tuple[str, ...]
+    user_metadata: dict[str, str] = field(default_factory=dict[str, str])
 
 
 class Served(Message):
@@ -64,7 +73,8 @@ class ModelTold(Message):
 
 
 class Passed(Message):
-    """For each datum its outputs by name, [T] each; and numbers about all of them."""
+    """For each datum its outputs by name, [T] each, or [T, K] as its targets are; and numbers about
+    all of them."""
 
     outputs: tuple[dict[str, Array], ...]
     metrics: dict[str, float]
@@ -130,7 +140,8 @@ class WeightsTold(Message):
     """Of WeightsOf."""
 
     base_model: str
-    rank: int | None
+    lora: Lora | None
+    """None: all weights."""
     checkpoint: Checkpoint
 
 
@@ -152,6 +163,7 @@ class Synced(Message):
 
 Result = (
     Done
+    | Gone
     | SessionMade
     | Sessions
     | SessionTold

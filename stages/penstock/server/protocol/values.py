@@ -52,7 +52,8 @@ class Datum(Value):
     """One sample of a client's: T tokens, and for each of them what the loss takes.
 
     `inputs` are [T] each: `target_tokens` (already shifted: the target of token t stands at t),
-    and by the loss `weights`, `logprobs`, `advantages`, `mask`.
+    and by the loss `weights`, `logprobs`, `advantages`, `mask`. Where tokens have K targets each,
+    which losses of SEVERAL_TARGETS take, all of them are [T, K].
     """
 
     tokens: Array
@@ -77,6 +78,8 @@ class Optimizer(Value):
     """What steps a session's weights; None: what the server's file says."""
 
     kind: Literal["adamw", "anyprecision_adamw", "sgd", "muon"] | None = None
+    dtype: Literal["fp32", "bf16"] | None = None
+    """Of its states, where it keeps them in another than the weights'."""
     kwargs: dict[str, float | bool | str] = {}
 
 
@@ -105,6 +108,8 @@ class Sampling(Value):
     stop_tokens: tuple[int, ...] = ()
     stop_texts: tuple[str, ...] = ()
     """Decoded by the worker's tokenizer."""
+    ignore_eos: bool = False
+    """Whether also the tokens that end a text of the model's stop nothing."""
 
 
 class Sequence(Value):
@@ -115,6 +120,10 @@ class Sequence(Value):
     """int32 [n], the token that stopped it included."""
     logprobs: Array
     """float32 [n]: of each token as the model has it, at temperature 1."""
+    topk_tokens: Array | None = None
+    """int32 [n, k]: the likeliest in the place of each token."""
+    topk_logprobs: Array | None = None
+    """float32 [n, k]."""
 
 
 class Checkpoint(Value):
@@ -131,6 +140,7 @@ class Checkpoint(Value):
     expires: float | None = None
     """Seconds since the epoch; None: never."""
     public: bool = False
+    user_metadata: dict[str, str] = {}
 
 
 class Run(Value):
@@ -143,6 +153,8 @@ class Run(Value):
     """None: all weights are trained."""
     last_request: float
     """Seconds since the epoch."""
+    is_open: bool = True
+    """Whether it can be trained now; otherwise it was unloaded."""
     corrupted: bool = False
     """Whether what a client last saw of it was lost with the workers."""
     user_metadata: dict[str, str] = {}
@@ -156,4 +168,18 @@ class Endpoint(Value):
     host: str
     port: int
     world_size: int = 1
+    """Ranks that receive: its tensor-parallel size."""
     pool: str = "default"
+
+
+class Secret(Value):
+    """What no log, error or answer may show."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return "Secret(...)"
+
+
+Quantization = dict[str, str | int | float | bool | tuple[int, ...]]
+"""The form that weights are sent in, in the words of a checkpoint's `quantization_config`."""

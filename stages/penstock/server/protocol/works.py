@@ -17,7 +17,9 @@ from penstock.server.protocol.values import (
     Loss,
     Optimizer,
     Per,
+    Quantization,
     Sampling,
+    Secret,
 )
 
 # Works of sessions, answered at once.
@@ -33,9 +35,9 @@ class CreateSession(Message):
 
 
 class Heartbeat(Message):
-    """The client of a session lives."""
+    """Clients of these sessions live."""
 
-    session: str
+    sessions: tuple[str, ...]
 
 
 class EndSession(Message):
@@ -114,6 +116,7 @@ class SaveState(Message):
     name: str | None = None
     overwrite: bool = False
     ttl_seconds: float | None = None
+    user_metadata: dict[str, str] = field(default_factory=dict[str, str])
 
 
 class LoadState(Message):
@@ -135,6 +138,7 @@ class SaveSampler(Message):
     number: int | None = None
     ttl_seconds: float | None = None
     keep: bool = True
+    user_metadata: dict[str, str] = field(default_factory=dict[str, str])
 
 
 class SyncWeights(Message):
@@ -148,7 +152,7 @@ class SyncWeights(Message):
     flush_cache: bool = False
     pause_mode: Literal["retract", "abort", "in_place"] = "retract"
     weight_version: str | None = None
-    quantization: dict[str, str | int | float | bool] | None = None
+    quantization: Quantization | None = None
     pools: tuple[str, ...] = ()
 
 
@@ -181,6 +185,7 @@ class Sample(Message):
     path: str | None = None
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
 
 
 # Works of what is kept, answered at once.
@@ -232,9 +237,13 @@ class WeightsOf(Message):
 
 
 class AddEndpoint(Message):
-    """Name an inference server that weights are sent to."""
+    """Name an inference server that weights are sent to. It is asked how many ranks it has."""
 
     endpoint: Endpoint
+    is_sized: bool = True
+    """Whether a client said `world_size`; if not, what the server says of itself counts."""
+    api_key: Secret | None = None
+    """What the server asks of its own clients."""
 
 
 class RemoveEndpoint(Message):
@@ -276,10 +285,9 @@ Immediate = (
     | DeleteCheckpoint
     | KeepCheckpoint
     | WeightsOf
-    | AddEndpoint
     | RemoveEndpoint
     | ListEndpoints
 )
 """Works that no worker is needed for."""
 
-Work = Ordered | Immediate | Sample
+Work = Ordered | Immediate | Sample | AddEndpoint

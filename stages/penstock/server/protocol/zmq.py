@@ -28,6 +28,8 @@ LOG = logging.getLogger(__name__)
 
 HIGH_WATER = 128
 """Messages that wait in a socket before its sender does."""
+OVERHEAD = 1024
+"""Bytes that encryption may add to a frame."""
 LINGER_MS = 500
 """How long a closed end still sends what it was handed."""
 RETRY_MS, LONGEST_RETRY_MS = 50, 1000
@@ -174,11 +176,13 @@ class ZmqChannel(Generic[Sent, Heard]):
 
     async def _watch(self) -> None:
         while True:
-            self._note(await recv_monitor_message(self._monitor))
+            await self._monitor.poll()
+            await self._take_notes()
 
     async def _take_notes(self) -> None:
         """Note all that has happened, so that a message is not taken for that of a process which
-        had its descriptor before."""
+        had its descriptor before. Nothing else reads what happens, or it would be noted in another
+        order."""
         with suppress(zmq.Again):
             while True:
                 self._note(await recv_monitor_message(self._monitor, zmq.NOBLOCK))
@@ -240,7 +244,7 @@ def connecting(heard: Any, address: str, secret: str | None = None) -> "ZmqChann
 def _socket(kind: int, address: str) -> "zmq.asyncio.Socket":
     socket = zmq.asyncio.Context.instance().socket(kind)
     socket.ipv6 = "[" in address
-    socket.maxmsgsize = MAX_BYTES
+    socket.maxmsgsize = MAX_BYTES + OVERHEAD
     socket.sndhwm = socket.rcvhwm = HIGH_WATER
     socket.heartbeat_ivl, socket.heartbeat_timeout = PING_MS, DEAD_AFTER_MS
     return socket

@@ -11,6 +11,7 @@ import torch
 from penstock.engine.quantising import matrices
 from penstock.models.roles import Roles
 from penstock.models.weights import WeightMap
+from penstock.server.protocol.values import Quantization
 from penstock.server.sync.errors import SyncError, refused
 from penstock_kernels.quant import FORMATS, quantise
 from penstock_kernels.quant.published import tile_scales
@@ -20,16 +21,16 @@ SCALES = "_scale_inv"
 STRETCH = 4 << 20
 """Bytes of the rows, in fp32, that are quantised at once; that takes several times as many."""
 
-HONOURED: Mapping[str, tuple[str | int, ...]] = {
+HONOURED: Mapping[str, tuple[str | int | tuple[int, int], ...]] = {
     "quant_method": ("fp8", "block_fp8"),
     "fmt": ("e4m3",),
-    "weight_block_size": (128, "128", "128x128", "[128, 128]", "128,128"),
+    "weight_block_size": ((128, 128), 128, "128", "128x128", "[128, 128]", "128,128"),
     "activation_scheme": ("dynamic",),
 }
 """What `quantization` may say."""
 
 
-def wants_fp8(quantization: Mapping[str, str | int | float | bool] | None) -> bool:
+def wants_fp8(quantization: Quantization | None) -> bool:
     """Whether matrices are sent in it. Raises SyncError for what is asked and cannot be."""
     if not quantization:
         return False

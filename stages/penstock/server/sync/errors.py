@@ -6,8 +6,9 @@ from penstock.core.errors import PenstockError
 from penstock.server.protocol.message import Category, Code
 from penstock.server.protocol.values import Endpoint
 
-Step = Literal["settings", "health", "group", "pause", "update", "destroy", "continue"]
-"""In their order. The inference servers generate on whatever happens at one of the first three."""
+Step = Literal["settings", "health", "group", "pause", "flush", "update", "destroy", "continue"]
+"""In their order. The inference servers generate on whatever happens at one of the first three, and
+have the weights that they had unless it happens after the fifth."""
 
 
 class SyncError(PenstockError):
@@ -25,7 +26,7 @@ class SyncError(PenstockError):
         """`endpoint` None: it is none of theirs alone."""
         where = f"{named(endpoint)} at the step {step!r}" if endpoint else f"at the step {step!r}"
         super().__init__(f"weights were not sent: {where}: {fault}")
-        self.step, self.endpoint = step, endpoint
+        self.fault, self.step, self.endpoint = fault, step, endpoint
         self.category: Category = category
         self.code: Code = code
 

@@ -1,6 +1,6 @@
 """Weights from training to inference servers, as SGLang takes them: the order of it all.
 
-    health -> group -> pause -> bucket after bucket -> destroy -> continue
+    health -> group -> pause -> flush -> bucket after bucket -> destroy -> continue
 
 Servers are asked all at once, and a fault at one of them ends it for all: what was paused generates
 again, the group is gone, and training goes on. A server that had part of an update then has
@@ -35,7 +35,12 @@ from penstock.server.sync.block_fp8 import quantised_shapes, wants_fp8
 from penstock.server.sync.buckets import Parcel
 from penstock.server.sync.errors import Step, SyncError, named, refused
 from penstock.server.sync.hosts import LOOPBACK, address_towards, require_allowed
-from penstock.server.sync.inference_server import InferenceServer, Limits
+from penstock.server.sync.inference_server import (
+    InferenceServer,
+    Limits,
+    is_absent,
+    words_to_go_on,
+)
 
 LOG = logging.getLogger(__name__)
 
@@ -108,7 +113,8 @@ class _Push:
             formats=live.formats,
         )
         self._parcel = Parcel(weights, live.dtype, quantised)
-        self._servers = [InferenceServer(endpoint) for endpoint in order.endpoints]
+        keys = order.api_keys or [None] * len(order.endpoints)
+        self._servers = list(map(InferenceServer, order.endpoints, keys))
         self._address = order.master_address or address_towards(order.endpoints)
         self._size = 1 + sum(endpoint.world_size for endpoint in order.endpoints)
 
@@ -116,11 +122,7 @@ class _Push:
         """All of it. Raises SyncError."""
         started = time.monotonic()
         limits = self._limits
-        self._all(
-            lambda server: server.require_alive(limits.health),
-            step="health",
-            seconds=limits.health * 4,
-        )
+        self._all(self._look_at, step="health", seconds=limits.health * 6)
         group = self._listening()
         try:
             self._join(group)
@@ -131,9 +133,11 @@ class _Push:
                 seconds=limits.pause,
                 tries=limits.pauses,
             )
+            flushed = not self._order.flush_cache or self._flushed()
             buckets = self._parcel.buckets(self._order.buffer_size_mb * MIB)
             for number, names in enumerate(buckets):
-                self._update(group, names, flush=number == len(buckets) - 1)
+                last = number == len(buckets) - 1
+                self._update(group, names, flush=last and not flushed, ends=last)
             self._leave(group)
             self._all_post("/continue_generation", {}, step="continue", seconds=limits.pause)
         except BaseException:
@@ -147,6 +151,36 @@ class _Push:
             seconds=time.monotonic() - started,
             endpoints=self._order.endpoints,
         )
+
+    def _look_at(self, server: InferenceServer) -> None:
+        server.require_alive(self._limits.health)
+        server.require_size(self._limits.health)
+
+    def _flushed(self) -> bool:
+        """Have the servers forget what they computed with other weights; False where one has no
+        such route, and is to do it with the last bucket.
+
+        By itself, for a server that cannot do it beside an update ends. Nothing is computed until
+        they go on, so that it may be done first, when a fault has changed nothing yet.
+        """
+        try:
+            self._all_post(
+                "/flush_cache",
+                {},
+                step="flush",
+                seconds=self._limits.pause,
+                tries=self._limits.flushes,
+            )
+        except SyncError as error:
+            if is_absent(error.__cause__):
+                return False
+            raise SyncError(
+                f"{error.fault}\n  Some servers cannot while requests wait; pause_mode abort ends"
+                " those.",
+                step="flush",
+                endpoint=error.endpoint,
+            ) from error
+        return True
 
     def _listening(self) -> OutsideGroup:
         order = self._order
@@ -188,7 +222,9 @@ class _Push:
             first += server.endpoint.world_size
         self._await(calls, beside(group.join), step="group", seconds=self._limits.group)
 
-    def _update(self, group: OutsideGroup, names: Sequence[str], *, flush: bool) -> None:
+    def _update(
+        self, group: OutsideGroup, names: Sequence[str], *, flush: bool, ends: bool
+    ) -> None:
         order = self._order
         tensors = self._parcel.tensors(names)
         sent = [one for name in names for one in self._parcel.sent(name)]
@@ -197,9 +233,10 @@ class _Push:
             "dtypes": [str(one.dtype).removeprefix("torch.") for one in sent],
             "shapes": [list(one.shape) for one in sent],
             "group_name": order.group_name,
-            "flush_cache": order.flush_cache and flush,
+            "flush_cache": flush,
         }
-        if order.weight_version is not None:
+        if ends and order.weight_version is not None:
+            # Whoever has had a part of them has not that version yet.
             body["weight_version"] = order.weight_version
         calls = [
             self._posted(
@@ -224,14 +261,10 @@ class _Push:
         """Leave the group, and let every server that can still be told leave it and generate again;
         in the background those that do not answer soon."""
         group.abandon()
-        words: list[tuple[Step, str, dict[str, Any]]] = [
-            ("continue", "/continue_generation", {}),
-            ("destroy", "/destroy_weights_update_group", {"group_name": self._order.group_name}),
-        ]
         calls = [
             self._posted(server, path, body, step, self._limits.late)
             for server in self._servers
-            for step, path, body in words
+            for step, path, body in words_to_go_on(self._order.group_name)
         ]
         wait(calls, timeout=self._limits.word)
         group.close_store()
@@ -271,20 +304,24 @@ class _Push:
         everything = [*calls, *([ours] if ours else [])]
         done, _ = wait(everything, timeout=seconds + self._limits.word, return_when=FIRST_EXCEPTION)
         broke = ours.exception() if ours in done and ours else None
-        if broke or (ours and _faults(calls)):
+        if broke or _faults(calls):
             wait(calls, timeout=self._limits.word)
-        if faults := _faults(calls):
-            # One that is gone, then one that spoke before the others had reason to.
-            early = _faults([call for call in calls if call in done])
-            raise next(filter(_is_of_gone, faults), (early or faults)[0])
-        if broke:
+        faults = _faults(calls)
+        early = _faults([call for call in calls if call in done])
+        timed_out = any(map(_is_late, faults))
+        # One that is gone, then one that spoke before the others had reason to.
+        blamed = [*filter(_is_of_gone, faults), *(one for one in early if not _is_late(one))]
+        if blamed or (faults and not timed_out):
+            raise (blamed or faults)[0]
+        if broke and not timed_out:
             raise SyncError(f"the group broke: {broke}", step=step) from broke
         late = [
             server.endpoint
             for server, call in zip(self._servers, calls, strict=True)
-            if not call.done()
+            if not call.done() or _is_late(call.exception())
         ]
         if late or (ours and not ours.done()):
+            # Those that wait for one that is silent are silent, too.
             whose = f" from {', '.join(map(named, late))}" if late else ""
             raise SyncError(
                 f"no end within {seconds:g} s{whose}",
@@ -304,6 +341,11 @@ def _require_possible(order: Push, allowed: Collection[str]) -> None:
             raise refused(f"its world_size is {endpoint.world_size}", endpoint)
         if places.count((endpoint.host, endpoint.port)) > 1:
             raise refused("it is there twice", endpoint)
+    if order.flush_cache and order.pause_mode == "in_place":
+        raise refused(
+            "pause_mode in_place keeps what requests have cached, and flush_cache drops it.\n"
+            "  Leave flush_cache out, or pause by retract or abort."
+        )
     if order.buffer_size_mb < 1:
         raise refused(f"buffer_size_mb is {order.buffer_size_mb}, and at least 1 is needed")
 
@@ -313,8 +355,13 @@ def _faults(calls: Sequence[Future[None]]) -> list[BaseException]:
 
 
 def _is_of_gone(fault: BaseException) -> bool:
-    """Whether a server did not answer at all."""
-    return isinstance(fault.__cause__, OSError | HTTPException)
+    """Whether a server cannot be spoken to."""
+    return isinstance(fault.__cause__, OSError | HTTPException) and not _is_late(fault)
+
+
+def _is_late(fault: BaseException | None) -> bool:
+    """Whether a server did not answer in time."""
+    return fault is not None and isinstance(fault.__cause__, TimeoutError)
 
 
 def _told(call: Future[None]) -> str:

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from penstock.core.files import read_json
 from penstock.engine.client_losses import ClientLosses
 from penstock.engine.hf_tokenizer import TokenizerFiles
 from penstock.engine.resident_files import resting_on
@@ -32,6 +34,7 @@ def operations_on(
     built, ranks = substrate.built, substrate.ranks
     layout = built.engine.layout
     residents = Residents(substrate)
+    reading = load_tokenizer(tokenizer.typed, tokenizer.source.pin.get("commit"))
     return Operations(
         residents,
         resting_on(residents, base_model, tokenizer),
@@ -42,10 +45,22 @@ def operations_on(
             replica=layout.mesh.index("replicate", "shard"),
             pin_memory=ranks.device.type == "cuda",
         ),
-        Sampling(residents, partial(_decoded, load_tokenizer(tokenizer.typed))),
+        Sampling(residents, partial(_decoded, reading), ends_of(substrate, reading)),
         begin_from,
         tuple(allowed_hosts),
     )
+
+
+def ends_of(substrate: Substrate, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The tokens that end a text of the model's: what its tokenizer says, its config.json, and its
+    generation_config.json, where it has one."""
+    file = substrate.weights / "generation_config.json" if substrate.weights else None
+    said = [substrate.hf_config, read_json(file) if file and file.is_file() else {}]
+    found: list[Any] = [tokenizer.eos_token_id]
+    for each in said:
+        ends = each.get("eos_token_id")
+        found += ends if isinstance(ends, list) else [ends]
+    return tuple(sorted({end for end in found if isinstance(end, int)}))
 
 
 def _decoded(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:

@@ -1,13 +1,15 @@
 """Samples of clients to micro-batches of replicas.
 
-T tokens of a micro-batch, padding included.
+T tokens of a micro-batch, padding included; K targets of a token, in passes of several.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from penstock.config.run import RunConfig
@@ -17,6 +19,7 @@ from penstock.engine.parallel.split import takes
 from penstock.losses.policy import Told
 from penstock.rows.collate import MicroBatch, PadTo, collate
 from penstock.rows.reader import Row
+from penstock.rows.schema import IGNORED
 from penstock.server.worker.refusals import RefusedError
 from penstock.server.worker.samples import Sample
 
@@ -51,8 +54,9 @@ class Dealing:
             pad_to=self._pad_to(),
         )
         made = made.pin_memory() if self.pin_memory else made
+        most = max((sample.num_targets for sample in samples), default=1)
         return [
-            _informed(batch, [samples[each] for each in row], [places[each] for each in row])
+            _informed(batch, [samples[each] for each in row], [places[each] for each in row], most)
             for batch, row in zip(made.micro_batches(), mine, strict=True)
         ]
 
@@ -76,30 +80,50 @@ class Dealing:
 def _row(number: int, samples: Sequence[Sample]) -> Row:
     return Row(
         np.concatenate([sample.tokens for sample in samples]),
-        np.concatenate([sample.targets for sample in samples]),
+        # A row has one label of each token: where there are more, `_informed` lays them all out.
+        np.concatenate(
+            [sample.targets.reshape(-1, sample.num_targets)[:, 0] for sample in samples]
+        ),
         np.array([len(sample.tokens) for sample in samples], np.int32),
         number,
     )
 
 
-def _informed(batch: MicroBatch, samples: Sequence[Sample], places: Sequence[int]) -> Informed:
+def _informed(
+    batch: MicroBatch, samples: Sequence[Sample], places: Sequence[int], most: int
+) -> Informed:
+    """`most`: K."""
     size = len(batch.input_ids_T)
-    told: dict[str, torch.Tensor] = {}
-    for field in fields(Told):
-        whole = np.zeros(size, np.float32)
-        at = 0
-        for sample in samples:
-            whole[at : at + len(sample.tokens)] = sample.told[field.name]
-            at += len(sample.tokens)
-        told[field.name] = torch.from_numpy(whole)
-    which = np.full(size, len(samples), np.int64)
-    where = np.full(size, NOWHERE, np.int64)
-    at = 0
-    for number, (sample, place) in enumerate(zip(samples, places, strict=True)):
-        count = len(sample.tokens)
-        which[at : at + count] = number
-        where[at : at + count] = np.arange(place, place + count)
-        at += count
+    told = {
+        field.name: _laid(
+            [sample.told[field.name] for sample in samples], size, most, np.float32(0)
+        )
+        for field in fields(Told)
+    }
+    if most > 1:
+        labels_TK = _laid([sample.targets for sample in samples], size, most, np.int64(IGNORED))
+        batch = replace(batch, labels_T=labels_TK)
+    counts = [len(sample.tokens) for sample in samples]
+    which = [np.full(count, number) for number, count in enumerate(counts)]
+    where = [np.arange(place, place + count) for place, count in zip(places, counts, strict=True)]
     return Informed(
-        batch, Told(**told), torch.from_numpy(which), len(samples), torch.from_numpy(where)
+        batch,
+        Told(**told),
+        _laid(which, size, 1, np.int64(len(samples))),
+        len(samples),
+        _laid(where, size, 1, np.int64(NOWHERE)),
     )
+
+
+def _laid(
+    parts: Sequence[npt.NDArray[Any]], size: int, most: int, rest: np.generic
+) -> torch.Tensor:
+    """What is known of the tokens of samples, [T], or of their targets, [T, K], one sample after
+    another; `rest` where there is nothing."""
+    whole_TK = np.full((size, most), rest)
+    at = 0
+    for part in parts:
+        columns = part if part.ndim > 1 else part[:, None]
+        whole_TK[at : at + len(part), : columns.shape[1]] = columns
+        at += len(part)
+    return torch.from_numpy(whole_TK if most > 1 else whole_TK[:, 0])

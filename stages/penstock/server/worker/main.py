@@ -62,7 +62,7 @@ def run_rank(job: ServerJob, ranks: Ranks) -> None:
     if job.config.enable_self_test:
         self_test(operations)
         log.info("rank %d: the self test went well", ranks.rank)
-    announcing = Announcing(ranks)
+    announcing = Announcing(ranks, job.config.operation_timeout + MARGIN_SECONDS)
     substrate = operations.residents.substrate
     log.info("rank %d is ready, layout %s", ranks.rank, substrate.built.layout)
     if not ranks.leads:
@@ -74,10 +74,13 @@ def run_rank(job: ServerJob, ranks: Ranks) -> None:
         return listening(ToWorkers, job.workers_bind, env.workers_secret())
 
     def ready() -> Ready:
+        held = {name: operations.residents.get(name) for name in operations.residents.names}
         return Ready(
             instance=instance,
             served=served_by(job.config, job.tokenizer, substrate),
-            models=operations.residents.names,
+            models=tuple(held),
+            steps={name: resident.step for name, resident in held.items()},
+            gathering=tuple(name for name, resident in held.items() if resident.per is not None),
             replicas=substrate.built.degrees.num_replicas,
         )
 

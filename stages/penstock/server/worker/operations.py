@@ -80,6 +80,8 @@ class Operations:
         asked, optimizer = order.optimizer_config, dict[str, Any]()
         if asked.kind is not None:
             optimizer["optimizer"] = asked.kind
+        if asked.dtype is not None:
+            optimizer["optimizer_dtype"] = asked.dtype
         if asked.kind is not None or asked.kwargs:
             optimizer["optimizer_kwargs"] = dict(asked.kwargs)
         self.residents.open(order.model, self._adapter(order.lora), optimizer)
@@ -138,13 +140,13 @@ class Operations:
         num_tokens = sum(len(sample.tokens) for sample in samples)
         num_trained = sum(sample.num_trained for sample in samples)
         self.residents.enter(order.model)
-        routers: dict[str, Any] = {}
+        more: dict[str, float] = {}
         if order.forward_only:
             logp = self.losses.forward(batches, num_tokens)
         else:
             logp, told = self.losses.forward_backward(batches, loss, num_tokens)
-            routers.update(told)
             self.residents.gather(resident, num_trained, order.per)
+            more = told_numbers(told) | self.residents.told(resident)
         outputs, total = outputs_of(samples, loss, logp.cpu())
         return Passed(
             outputs=tuple(
@@ -156,7 +158,7 @@ class Operations:
                 "valid_tokens:sum": float(num_trained),
                 "tokens:sum": float(num_tokens),
                 "execution_time:sum": time.monotonic() - began,
-                **told_numbers(routers),
+                **more,
             },
         )
 

@@ -10,7 +10,7 @@ from penstock.core.errors import (
 from penstock.engine import generation
 from penstock.engine.resident_steps import NotFiniteError
 from penstock.engine.residents import UnknownModelError
-from penstock.server.protocol.message import Category, Code
+from penstock.server.protocol.message import Code
 from penstock.server.sync.errors import SyncError
 
 
@@ -21,9 +21,6 @@ class RefusedError(PenstockError):
         super().__init__(error)
         self.code: Code = code
 
-
-OURS: frozenset[Code] = frozenset({"internal", "lost", "unavailable", "storage_limit"})
-"""Codes of failures that no client can do anything about."""
 
 CODES: tuple[tuple[type[PenstockError], Code], ...] = (
     (UnknownModelError, "not_found"),
@@ -45,8 +42,3 @@ def code_of(error: PenstockError) -> Code:
         if isinstance(error, kind):
             return code
     return "internal"
-
-
-def category_of(code: Code) -> Category:
-    """Who can do something about it."""
-    return "server" if code in OURS else "user"

@@ -1,6 +1,6 @@
 """Samples of clients, as losses are computed of them, and what is answered of each.
 
-T tokens of a sample.
+T tokens of a sample; K targets of each, where they have several.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,8 +14,16 @@ from penstock.engine.client_losses import ClientLoss
 from penstock.losses.policy import Told
 from penstock.rows.schema import IGNORED
 from penstock.server.protocol.commands import Rows
-from penstock.server.protocol.losses import CLIPS, FACTORS, OPTIONAL, PARAMS, REQUIRED, TARGETS
-from penstock.server.protocol.values import Datum
+from penstock.server.protocol.losses import (
+    CLIPS,
+    FACTORS,
+    OPTIONAL,
+    PARAMS,
+    REQUIRED,
+    SEVERAL_TARGETS,
+    TARGETS,
+)
+from penstock.server.protocol.values import Array, Datum
 from penstock.server.worker.refusals import RefusedError
 
 Numbers = npt.NDArray[np.float32]
@@ -23,23 +31,30 @@ Numbers = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Sample:
-    """One of a client's, checked. All of its numbers are [T] of its own tokens."""
+    """One of a client's, checked."""
 
     tokens: npt.NDArray[np.int32]
+    """[T]."""
     targets: npt.NDArray[np.int32]
-    """IGNORED where there is none."""
+    """[T] or [T, K]; IGNORED where there is none."""
     told: Mapping[str, Numbers]
-    """By the fields of Told."""
+    """By the fields of Told, of the targets' shape."""
+
+    @property
+    def num_targets(self) -> int:
+        """Of each token: K, or 1."""
+        return self.targets.shape[1] if self.targets.ndim > 1 else 1
 
     @property
     def num_trained(self) -> int:
-        """Tokens that count."""
-        return int(np.count_nonzero(self.told["factors_T"]))
+        """Tokens that count, be it by one of their targets."""
+        counts = self.told["factors_T"] != 0
+        return int(np.count_nonzero(counts.any(axis=1) if counts.ndim > 1 else counts))
 
 
 def loss_of(order: Rows) -> ClientLoss:
     """What is computed, with the numbers that were not given. Raises RefusedError for a number
-    that it does not take."""
+    that it does not take, or that makes no sense."""
     known = PARAMS[order.loss]
     if strange := sorted(order.params.keys() - known.keys()):
         raise RefusedError(
@@ -47,7 +62,19 @@ def loss_of(order: Rows) -> ClientLoss:
             f"{order.loss} takes no {strange[0]}; it takes {', '.join(known) or 'no numbers'}.\n"
             "  Leave it out.",
         )
-    return ClientLoss(order.loss, {**known, **order.params})
+    params = {**known, **order.params}
+    low, high = (params.get(name, 0.0) for name in CLIPS)
+    if low > high:
+        raise RefusedError(
+            "invalid",
+            f"{CLIPS[0]} is {low:g}, and {CLIPS[1]} {high:g}.\n  Give the lower of them first.",
+        )
+    bound = params.get("eps_clip_c", 0.0)
+    if bound and bound <= 1:
+        raise RefusedError(
+            "invalid", f"eps_clip_c is {bound:g}.\n  Give one above 1, or 0 for no bound."
+        )
+    return ClientLoss(order.loss, params)
 
 
 def samples_of(order: Rows, vocab_size: int) -> list[Sample]:
@@ -57,29 +84,33 @@ def samples_of(order: Rows, vocab_size: int) -> list[Sample]:
 
 
 def _sample(number: int, datum: Datum, loss: ClientLoss, vocab_size: int) -> Sample:
-    tokens = datum.tokens.numpy().astype(np.int32)
+    tokens = datum.tokens.numpy()
     count = len(tokens)
     given = dict(datum.inputs)
     takes = (TARGETS, *REQUIRED[loss.name], *OPTIONAL[loss.name])
     for name in (TARGETS, *REQUIRED[loss.name]):
         if name not in given:
             raise _refused(number, f"has no {name}, which {loss.name} is computed from")
+    shape = _shape(number, given[TARGETS], count, loss)
     for name, array in given.items():
         if name not in takes:
             raise _refused(number, f"has {name}, and {loss.name} takes {', '.join(takes)}")
-        if array.shape != (count,):
-            raise _refused(number, f"has {count} tokens, and {name} of shape {array.shape}")
-    targets = given.pop(TARGETS).numpy().astype(np.int32)
+        if array.shape != shape:
+            raise _refused(
+                number, f"has {TARGETS} of shape {shape}, and {name} of shape {array.shape}"
+            )
+    targets = given.pop(TARGETS).numpy()
     for name, ids in (("tokens", tokens), (TARGETS, targets[targets != IGNORED])):
         if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
             wrong = int(ids.min() if ids.min() < 0 else ids.max())
             raise _refused(number, f"has {wrong} in {name}, and the vocabulary is {vocab_size}")
+    targets = targets.astype(np.int32)
     numbers = {name: array.numpy().astype(np.float32) for name, array in given.items()}
-    factors = np.ones(count, np.float32)
+    factors = np.ones(shape, np.float32)
     for name in FACTORS:
         factors = factors * numbers.get(name, np.float32(1))
     factors = np.where(targets == IGNORED, np.float32(0), factors)
-    nothing = np.zeros(count, np.float32)
+    nothing = np.zeros(shape, np.float32)
     told = {
         "factors_T": factors,
         "logprobs_T": numbers.get("logprobs", nothing),
@@ -87,9 +118,19 @@ def _sample(number: int, datum: Datum, loss: ClientLoss, vocab_size: int) -> Sam
         "reference_T": numbers.get("ref_logprobs", numbers.get("logprobs", nothing)),
     }
     for field, name in zip(("low_T", "high_T"), CLIPS, strict=True):
-        fixed = np.full(count, loss.params.get(name, 0.0), np.float32)
+        fixed = np.full(shape, loss.params.get(name, 0.0), np.float32)
         told[field] = numbers.get(name, fixed)
-    return Sample(tokens, targets, told)
+    return Sample(tokens.astype(np.int32), targets, told)
+
+
+def _shape(number: int, targets: Array, count: int, loss: ClientLoss) -> tuple[int, ...]:
+    """That of all inputs, which the targets have."""
+    if targets.shape == (count,):
+        return targets.shape
+    is_several = len(targets.shape) == 2 and targets.shape[0] == count and targets.shape[1] > 0
+    if is_several and loss.name in SEVERAL_TARGETS:
+        return targets.shape
+    raise _refused(number, f"has {count} tokens, and {TARGETS} of shape {targets.shape}")
 
 
 def _refused(number: int, fault: str) -> RefusedError:
@@ -100,14 +141,19 @@ def outputs_of(
     samples: Sequence[Sample], loss: ClientLoss, logp: torch.Tensor
 ) -> tuple[list[dict[str, Numbers]], float]:
     """For each sample its tokens' log-probabilities, and where tokens have losses by themselves
-    these; and the sum of all losses. `logp` are those of all tokens, one sample after another,
-    fp32 on the CPU."""
+    these, of its targets' shape; and the sum of all losses. `logp` are those of all tokens, one
+    sample after another, [T of all] or, in a pass of several targets, [T of all, K]; fp32 on the
+    CPU."""
     found: list[dict[str, Numbers]] = []
     total = 0.0
     at = 0
     for sample in samples:
         mine_T = logp[at : at + len(sample.tokens)]
         at += len(sample.tokens)
+        if logp.dim() > 1:
+            # Other samples of the pass may have more targets.
+            mine_T = mine_T[:, : sample.num_targets]
+        mine_T = mine_T.reshape(sample.targets.shape)
         told = Told(**{name: torch.from_numpy(its) for name, its in sample.told.items()})
         outputs: dict[str, Numbers] = {"logprobs": mine_T.numpy()}
         losses_T = loss.of_tokens(mine_T, told)

@@ -5,22 +5,23 @@ computed with again. Adapters that were drawn from lately are kept.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 
 from penstock.adapters.names import factor_of
 from penstock.adapters.scale import scale_of
+from penstock.core.errors import ArtifactError
 from penstock.engine.adapter_start import AdapterStart
 from penstock.engine.drawing import Drawing
 from penstock.engine.parallel.pieces import local
 from penstock.engine.resident_files import sampler_in
 from penstock.engine.resident_ranks import padded, rank_dim
 from penstock.engine.residents import Residents
-from penstock.engine.sequences import Answered, Decode, Prompt
+from penstock.engine.sequences import Answer, Answered, Decode, Likeliest, Prompt
 from penstock.engine.weights import cut_into
 from penstock.server.protocol.commands import Generate, Generated
 from penstock.server.protocol.results import Sampled
@@ -46,6 +47,8 @@ class Sampling:
 
     residents: Residents
     decode: Decode
+    ends: tuple[int, ...] = ()
+    """Tokens that end a text of the model's."""
     kept: OrderedDict[tuple[str, int], Loaded] = field(
         default_factory=OrderedDict[tuple[str, int], Loaded]
     )
@@ -64,39 +67,90 @@ class Sampling:
 
     def _prompt(self, order: Generate, number: int) -> Prompt:
         said = order.settings[number]
-        scored = order.prompt_logprobs[number] if order.prompt_logprobs else False
+        ends = () if said.ignore_eos else self.ends
         return Prompt(
-            [int(token) for token in order.prompts[number].numpy()],
+            order.prompts[number].numpy().tolist(),
             Drawing(
                 max_tokens=said.max_tokens,
                 temperature=said.temperature,
                 top_k=said.top_k,
                 top_p=said.top_p,
                 seed=said.seed,
-                stop_tokens=said.stop_tokens,
+                stop_tokens=(*said.stop_tokens, *ends),
                 stop_texts=said.stop_texts,
             ),
             count=order.counts[number],
-            scored=scored,
+            scored=order.prompt_logprobs[number] if order.prompt_logprobs else False,
             likeliest=order.topk[number] if order.topk else 0,
+            likeliest_drawn=order.topk_drawn[number] if order.topk_drawn else 0,
         )
 
     def _fill(self, folder: Path | None) -> None:
         """Let the base compute as what is in a folder; None: as itself."""
         residents = self.residents
-        if folder is not None:
-            sampler_in(folder)
+        time, loaded = self._found(folder) if folder else (0, None)
         if residents.substrate.sharing == "alone":
-            residents.vacate()
-            residents.substrate.refill(folder)
-        elif folder is None:
+            # Much to read, and often the same again.
+            if residents.guest != (folder, time):
+                residents.vacate()
+                residents.substrate.refill(folder)
+                residents.guest = folder, time
+        elif loaded is None:
             residents.put_no_adapter()
         else:
-            loaded = self._loaded(folder)
             residents.put_adapter(loaded.weights, loaded.scale)
 
-    def _loaded(self, folder: Path) -> Loaded:
-        key = (str(folder), folder.stat().st_mtime_ns)
+    def _found(self, folder: Path) -> tuple[int, Loaded | None]:
+        """When the folder was written, and the adapter that it holds; None: a whole model.
+
+        Raises ArtifactError on all ranks alike: somebody may be deleting it, which some ranks see
+        and others do not.
+        """
+        substrate, loaded, time, fault = self.residents.substrate, None, 0, ""
+        try:
+            said, time = sampler_in(folder), folder.stat().st_mtime_ns
+            if (str(folder), time) not in self.kept:
+                self._require_alike(folder.name, said)
+            if substrate.sharing == "adapters":
+                loaded = self._loaded(folder, time)
+        except OSError as error:
+            fault = f"{folder.name} cannot be read: {error.strerror}.\n  Save it again."
+        except ArtifactError as error:
+            fault = str(error)
+        told = substrate.ranks.gather((time, fault))
+        for _, fault in told:
+            if fault:
+                raise ArtifactError(fault)
+        return told[0][0], loaded
+
+    def _require_alike(self, name: str, said: Mapping[str, Any]) -> None:
+        """Raise ArtifactError for what was saved by a server that trains something else."""
+        substrate = self.residents.substrate
+        room = substrate.run.lora.lora_rank if substrate.sharing == "adapters" else None
+        rank = said["rank"]
+        if (rank is None) != (room is None):
+            kinds = (
+                ("a whole model", "adapters") if rank is None else ("an adapter", "whole models")
+            )
+            raise ArtifactError(
+                f"{name} is {kinds[0]}, and this server samples from {kinds[1]}.\n"
+                "  Serve with the enable_lora and merge_lora_interval that it was saved with."
+            )
+        if rank is None or room is None:
+            return
+        if rank > room:
+            raise ArtifactError(
+                f"{name} is an adapter of rank {rank}, and this server has room for {room}."
+                f"\n  Serve with lora_rank {rank} or more."
+            )
+        if strange := sorted({*said["layers"]} - {*substrate.adapted}):
+            raise ArtifactError(
+                f"{name} has an adapter on {strange[0]}, which bears none here.\n"
+                "  Serve with the lora_target_modules that it was saved with."
+            )
+
+    def _loaded(self, folder: Path, time: int) -> Loaded:
+        key = str(folder), time
         if key not in self.kept:
             self.kept[key] = self._read(folder)
         self.kept.move_to_end(key)
@@ -127,18 +181,29 @@ class Sampling:
 
 def _sampled(found: Answered) -> Sampled:
     """As it is sent."""
-    prompt = found.log_probs_T
-    tokens, likeliest = found.likeliest_TK, found.likeliest_log_probs_TK
+    log_probs_T = found.log_probs_T
+    tokens, log_probs = _ranked(found.likeliest)
     return Sampled(
-        sequences=tuple(
-            Drawn(
-                stop_reason=answer.ended,
-                tokens=Array.of(np.array(answer.tokens, np.int32), "int32"),
-                logprobs=Array.of(np.array(answer.log_probs, np.float32), "float32"),
-            )
-            for answer in found.answers
-        ),
-        prompt_logprobs=None if prompt is None else Array.of(prompt.numpy(), "float32"),
-        topk_prompt_tokens=None if tokens is None else Array.of(tokens.numpy(), "int32"),
-        topk_prompt_logprobs=None if likeliest is None else Array.of(likeliest.numpy(), "float32"),
+        sequences=tuple(map(_drawn, found.answers)),
+        prompt_logprobs=None if log_probs_T is None else Array.of(log_probs_T.numpy(), "float32"),
+        topk_prompt_tokens=tokens,
+        topk_prompt_logprobs=log_probs,
     )
+
+
+def _drawn(answer: Answer) -> Drawn:
+    tokens, log_probs = _ranked(answer.likeliest)
+    return Drawn(
+        stop_reason=answer.ended,
+        tokens=Array.of(answer.tokens, "int32"),
+        logprobs=Array.of(answer.log_probs, "float32"),
+        topk_tokens=tokens,
+        topk_logprobs=log_probs,
+    )
+
+
+def _ranked(likeliest: Likeliest | None) -> tuple[Array | None, Array | None]:
+    if likeliest is None:
+        return None, None
+    tokens_TK, log_probs_TK = likeliest
+    return Array.of(tokens_TK.numpy(), "int32"), Array.of(log_probs_TK.numpy(), "float32")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from penstock.core.errors import PenstockError
 from penstock.engine.announcing import Announcing
@@ -22,12 +23,14 @@ from penstock.server.protocol.commands import (
     Greet,
     Leave,
     Order,
+    Push,
     Ready,
     Reply,
     ToWorkers,
 )
+from penstock.server.protocol.message import Code, category_of
 from penstock.server.worker.operations import Result
-from penstock.server.worker.refusals import category_of, code_of
+from penstock.server.worker.refusals import code_of
 
 IDLE_SECONDS = 5.0
 """How often rank 0 says that there is nothing to do, so that no other rank waits too long."""
@@ -71,7 +74,7 @@ class _Wrong(msgspec.Struct, frozen=True):
     """How a command failed on one rank."""
 
     error: str
-    code: str
+    code: Code
 
 
 _WRONG = Codec[_Wrong](_Wrong)
@@ -92,10 +95,10 @@ def serve(
     """
     while True:
         message = _next(end, ready) if end and ready else None
-        frame = _COMMANDS.encode(message) if message else b""
-        if not (frame := announcing.heard(frame)):
+        frame = announcing.heard(_announced(message))
+        if not frame:
             continue
-        message = _COMMANDS.decode(frame)
+        message = message or _COMMANDS.decode(frame)
         if isinstance(message, Leave):
             return
         assert isinstance(message, Command)
@@ -133,7 +136,7 @@ def carry_out(command: Command, operations: Obeying, announcing: Announcing) -> 
             f"the workers failed: {why}\n  They are started again, with every model as it was "
             "saved last."
         )
-        return Outcome(_fault(command.id, _Wrong(told, "internal")), why)
+        return Outcome(_fault(command.id, _Wrong(told, "internal"), ends=True), why)
     found = announcing.agreed(None if wrong is None else _WRONG.encode(wrong))
     faults = [_WRONG.decode(frame) for frame in found if frame is not None]
     if faults:
@@ -142,9 +145,14 @@ def carry_out(command: Command, operations: Obeying, announcing: Announcing) -> 
     return Outcome(Reply(id=command.id, result=result))
 
 
-def _fault(number: str, wrong: _Wrong) -> Fault:
-    code = msgspec.convert(wrong.code, Fault.__annotations__["code"])
-    return Fault(id=number, error=wrong.error, category=category_of(code), code=code)
+def _fault(number: str, wrong: _Wrong, *, ends: bool = False) -> Fault:
+    return Fault(
+        id=number,
+        error=wrong.error,
+        category=category_of(wrong.code),
+        code=wrong.code,
+        ends=ends,
+    )
 
 
 def _next(end: End, ready: Callable[[], Ready]) -> ToWorkers | None:
@@ -158,6 +166,16 @@ def _next(end: End, ready: Callable[[], Ready]) -> ToWorkers | None:
         end.send(ready())
         return None
     return message
+
+
+def _announced(message: ToWorkers | None) -> bytes:
+    """What the other ranks are told, of whom none speaks to inference servers: no keys of theirs,
+    for other machines may be reached in clear."""
+    if message is None:
+        return b""
+    if isinstance(message, Command) and isinstance(message.order, Push):
+        message = replace(message, order=replace(message.order, api_keys=()))
+    return _COMMANDS.encode(message)
 
 
 def _tell(end: End | None, said: Reply | Fault) -> None:
