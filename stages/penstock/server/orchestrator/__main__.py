@@ -1,6 +1,8 @@
 """The engine process: `python -m penstock.server.orchestrator JOB`. Between the API and workers."""
 
 import asyncio
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from penstock.server.protocol.zmq import connecting, listening
 
 
 def main(job_path: Path) -> None:
-    """Serve until a signal says to end."""
+    """Serve until a signal says to stop; then what is unsaved is saved first."""
     asyncio.run(serve(ServerJob.read(job_path)))
 
 
@@ -24,10 +26,26 @@ async def serve(job: ServerJob) -> None:
     api = listening(ToEngine, job.engine_address, env.engine_secret())
     workers = connecting(FromWorkers, job.workers_address, env.workers_secret())
     try:
-        await Engine(settings_of(job), api, workers).run()
+        engine = Engine(settings_of(job), api, workers)
+        _hear_signals(engine)
+        await engine.run()
     finally:
         api.close()
         workers.close()
+
+
+def _hear_signals(engine: Engine) -> None:
+    """Have the engine stop when it is asked to. Without its launcher it ends at once: another
+    may have been started in its place."""
+    launcher, loop = os.getppid(), asyncio.get_running_loop()
+
+    def ask_to_stop() -> None:
+        if os.getppid() != launcher:
+            os._exit(1)
+        engine.stop()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ask_to_stop)
 
 
 def settings_of(job: ServerJob) -> EngineSettings:
@@ -43,6 +61,12 @@ def settings_of(job: ServerJob) -> EngineSettings:
         sample_packing_sequence_len=config.sample_packing_sequence_len,
         enable_packing=config.enable_packing,
         sample_packing_strategy=config.sample_packing_strategy,
+        max_models=config.max_models,
+        max_owner_models=config.max_owner_models,
+        max_sessions=config.max_sessions,
+        max_owner_sessions=config.max_owner_sessions,
+        stop_timeout=config.stop_timeout,
+        ends_workers=job.mode == "auto",
         worker_connection_timeout=config.worker_connection_timeout,
         worker_max_retries=config.worker_max_retries,
         operation_timeout=config.operation_timeout,

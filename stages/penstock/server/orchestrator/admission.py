@@ -10,7 +10,8 @@ from penstock.server.orchestrator.names import model_name
 from penstock.server.orchestrator.packing import check_lengths
 from penstock.server.orchestrator.queue import Queue
 from penstock.server.orchestrator.refusals import RefusedError
-from penstock.server.orchestrator.sessions import Sessions, check_metadata
+from penstock.server.orchestrator.sessions import Sessions, check_metadata, check_number
+from penstock.server.orchestrator.settings import EngineSettings
 from penstock.server.protocol.asks import Ask
 from penstock.server.protocol.results import ModelMade, Served
 from penstock.server.protocol.works import CreateModel, Ordered, Pass, Sample
@@ -26,19 +27,18 @@ class Admission:
         models: Models,
         served: Callable[[], Served | None],
         base_names: Callable[[], list[str]],
-        capacity: int,
+        settings: EngineSettings,
     ) -> None:
-        """`served`: what is known of the workers; None while that is nothing. `capacity`: tokens
-        that a row holds."""
+        """`served`: what is known of the workers; None while that is nothing."""
         self._queue = queue
         self._sessions = sessions
         self._models = models
         self._served = served
         self._base_names = base_names
-        self._capacity = capacity
+        self._settings = settings
         self._coming: dict[str, Errand] = {}
         """Models that are to be made."""
-        self._untouched: dict[str, CreateModel] = {}
+        self.untouched: dict[str, CreateModel] = {}
         """Models that were made as this says, and not asked of since."""
 
     def put(self, ask: Ask, work: Ordered | Sample) -> Outcome | None:
@@ -53,7 +53,7 @@ class Admission:
             return self._create(ask, work)
         session = self._session_of(work.model, ask.owner)
         self._sessions.touch(session)
-        self._untouched.pop(work.model, None)
+        self.untouched.pop(work.model, None)
         return self._in_order(ask, work)
 
     def check(self, errand: Errand) -> None:
@@ -65,7 +65,7 @@ class Admission:
         if isinstance(work, Pass):
             # Whether shapes are what they should be is looked at next.
             lengths = (math.prod(datum.tokens.shape) for datum in work.data)
-            check_lengths(lengths, self._capacity)
+            check_lengths(lengths, self._settings.sample_packing_sequence_len)
         served = self._served()
         if served is None:
             return
@@ -79,12 +79,13 @@ class Admission:
         work = errand.work
         if isinstance(work, CreateModel):
             self._coming.pop(work.model, None)
-            if self._models.is_open(work.model):
-                self._untouched[work.model] = work
+            if self._models.is_open(work.model) and not self._queue.pending(work.model):
+                self.untouched[work.model] = work
         if errand.model is None:
             return
         record = self._models.known(errand.model)
         if record is None or not record.is_open:
+            self.untouched.pop(errand.model, None)
             self._queue.forget(errand.model)
         elif not errand.is_ours:
             # A long work is no reason to take its client for gone.
@@ -122,7 +123,7 @@ class Admission:
         errand = Errand(work, ask.owner, work.model, None, [ask.id])
         self.check(errand)
         check_metadata((), work.user_metadata)
-        self._check_room(work)
+        self._check_room(work, ask.owner)
         if self._queue.pending(work.model):
             raise RefusedError(
                 "busy", f"works of the model that was called {work.model} are still to end"
@@ -139,7 +140,7 @@ class Admission:
         taken = record is not None and (record.owner != owner or record.is_open)
         if not taken and work.model not in self._coming:
             return False
-        is_same = self._untouched.get(work.model) == work
+        is_same = self.untouched.get(work.model) == work
         if record is not None and record.owner == owner and record.is_open and is_same:
             return True
         raise RefusedError(
@@ -147,18 +148,24 @@ class Admission:
             f"there is a model {work.model}.\n  Unload it, or choose another name.",
         )
 
-    def _check_room(self, work: CreateModel) -> None:
+    def _check_room(self, work: CreateModel, owner: str) -> None:
         """Where all weights are trained, one model is."""
-        served = self._served()
-        if served is None or served.trains == "adapters":
-            return
-        others = [*self._coming, *(record.model for record in self._models.open())]
-        if others:
+        coming = {model: errand.owner for model, errand in self._coming.items()}
+        owners = list((coming | {each.model: each.owner for each in self._models.open()}).values())
+        served, settings = self._served(), self._settings
+        if owners and served is not None and served.trains == "all weights":
             raise RefusedError(
                 "busy",
                 f"all weights are trained here, of one model at a time, and there is one.\n"
                 f"  Have it unloaded before {work.model} is created.",
             )
+        check_number("max_models", settings.max_models, len(owners), "models are open")
+        check_number(
+            "max_owner_models",
+            settings.max_owner_models,
+            owners.count(owner),
+            "models of yours are open",
+        )
 
     def _session_of(self, model: str, owner: str) -> str:
         coming = self._coming.get(model)

@@ -13,7 +13,15 @@ import numpy.typing as npt
 
 from penstock.server.orchestrator.names import INITIAL, checkpoint_name, spot_of
 from penstock.server.orchestrator.refusals import RefusedError
-from penstock.server.protocol.losses import FACTORS, OPTIONAL, PARAMS, REQUIRED, TARGETS
+from penstock.server.orchestrator.sessions import check_metadata
+from penstock.server.protocol.losses import (
+    FACTORS,
+    OPTIONAL,
+    PARAMS,
+    REQUIRED,
+    SEVERAL_TARGETS,
+    TARGETS,
+)
 from penstock.server.protocol.results import Served
 from penstock.server.protocol.values import Adam, Array, Datum, Loss, Sampling
 from penstock.server.protocol.works import (
@@ -34,6 +42,9 @@ MAX_SEQUENCES = 1024
 """That one ask may have drawn."""
 
 MAX_TOPK = 1024
+MAX_TOLD = 1 << 22
+"""Likeliest tokens of all places that one ask may be told: 32 MiB. Several asks are answered in one
+frame."""
 
 
 def check(work: Ordered | Sample, served: Served) -> None:
@@ -53,6 +64,7 @@ def check(work: Ordered | Sample, served: Served) -> None:
             if isinstance(work, SaveState) and work.name == INITIAL:
                 raise _wrong(f"{INITIAL} is what a model begins with; choose another name")
             check_ttl(work.ttl_seconds)
+            check_metadata((), work.user_metadata)
         case LoadState():
             spot_of(work.path)
         case SyncWeights():
@@ -86,6 +98,9 @@ def _datum(datum: Datum, loss: Loss, served: Served, what: str) -> None:
     if missing:
         raise _wrong(f"{what} has no {', '.join(missing)}, which {loss} takes")
     known = {*required, *OPTIONAL[loss], *FACTORS}
+    shape = datum.inputs[TARGETS].shape
+    if len(shape) != 2 or loss not in SEVERAL_TARGETS or not shape[1]:
+        shape = tokens.shape
     given: dict[str, Numbers] = {}
     for name, array in datum.inputs.items():
         if name not in known:
@@ -94,10 +109,11 @@ def _datum(datum: Datum, loss: Loss, served: Served, what: str) -> None:
                 f" it takes {', '.join(sorted(known))}"
             )
         numbers = _numbers(array, f"{name} of {what}")
-        if numbers.shape != tokens.shape:
+        if numbers.shape != shape or len(numbers) != len(tokens):
+            each = "each token" if len(shape) == 1 else "each target of each token"
             raise _wrong(
                 f"{name} of {what} has shape {list(numbers.shape)}, and its tokens {len(tokens)}:"
-                " it has one number for each token"
+                f" it has one number for {each}"
             )
         given[name] = numbers
     _within(given.pop(TARGETS), served, f"{TARGETS} of {what}")
@@ -114,7 +130,7 @@ def _finite(given: dict[str, Numbers], what: str) -> None:
                 finite |= factor == 0
         if not finite.all():
             at = int(np.argmin(finite))
-            raise _wrong(f"{name} of {what} is {numbers[at]} at {at}, which is not finite")
+            raise _wrong(f"{name} of {what} is {numbers.flat[at]} at {at}, which is not finite")
 
 
 def _sample(work: Sample, served: Served) -> None:
@@ -127,8 +143,18 @@ def _sample(work: Sample, served: Served) -> None:
         )
     if not 1 <= work.count <= MAX_SEQUENCES:
         raise _wrong(f"{work.count} sequences are asked for; 1 to {MAX_SEQUENCES} may be")
-    if not 0 <= work.topk_prompt_logprobs <= MAX_TOPK:
-        raise _wrong(f"topk_prompt_logprobs is {work.topk_prompt_logprobs}; 0 to {MAX_TOPK} may be")
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
+        if not 0 <= (count := getattr(work, name)) <= MAX_TOPK:
+            raise _wrong(f"{name} is {count}; 0 to {MAX_TOPK} may be")
+    room = served.max_context - len(tokens)
+    drawn = room if work.sampling.max_tokens is None else min(room, work.sampling.max_tokens)
+    told = len(tokens) * work.topk_prompt_logprobs + work.count * drawn * work.topk_sample_logprobs
+    if told > MAX_TOLD:
+        raise _wrong(
+            f"{told} likeliest tokens are asked for, and {MAX_TOLD} may be: those of a prompt of "
+            f"{len(tokens)} tokens and of {work.count} answers of up to {drawn}.\n"
+            "  Ask for fewer in each place, or give max_tokens."
+        )
     if work.sampler is not None and work.path is not None:
         raise _wrong("both a sampler and a path are said to sample from; say one")
     if work.path is not None:
@@ -199,7 +225,9 @@ def _within(numbers: Numbers, served: Served, what: str) -> None:
     if outside.any():
         at = int(np.argmax(outside))
         limit = "" if top is None else f", and below {top}"
-        raise _wrong(f"{what}: {numbers[at]} at {at} is no token; tokens are 0 or above{limit}")
+        raise _wrong(
+            f"{what}: {numbers.flat[at]} at {at} is no token; tokens are 0 or above{limit}"
+        )
 
 
 def _numbers(array: Array, what: str) -> Numbers:

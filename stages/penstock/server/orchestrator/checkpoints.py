@@ -3,17 +3,21 @@
 Saving is elsewhere (`saving`); here is what needs no workers.
 """
 
+import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from msgspec import structs
 
 from penstock.server.orchestrator.names import Spot, spot_in, spot_of
-from penstock.server.orchestrator.records import Kept, ModelRecord
+from penstock.server.orchestrator.records import Kept, ModelRecord, Start
 from penstock.server.orchestrator.refusals import RefusedError, not_found
 from penstock.server.orchestrator.registry import Registry
 from penstock.server.orchestrator.storage import Storage
 from penstock.server.protocol.values import Checkpoint, Run
+
+LOG = logging.getLogger(__name__)
 
 
 class Checkpoints:
@@ -36,6 +40,31 @@ class Checkpoints:
         if not self._storage.holds(spot):
             raise RefusedError("not_found", f"checkpoint {spot} is not in output_dir any more")
         return spot, kept
+
+    def folder(self, spot: Spot) -> Path:
+        """Where it lies. Raises RefusedError where a link leads elsewhere."""
+        return self._storage.folder(spot)
+
+    def holds(self, start: Start) -> bool:
+        """Whether what a model goes on from is there, and not another under its name."""
+        spot = spot_of(start.path)
+        record = self._registry.models.get(spot.model)
+        kept = record.checkpoints.get(spot.within) if record else None
+        is_another = start.time is not None and (kept is None or kept.time != start.time)
+        return not is_another and self._storage.holds(spot)
+
+    def newest(self, record: ModelRecord) -> Start | None:
+        """The last that was saved of a model as it is now."""
+        found = [
+            (kept.time, name)
+            for name, kept in record.checkpoints.items()
+            if name.startswith("weights/") and kept.lora == record.lora
+            if self._storage.holds(spot_in(record.model, name))
+        ]
+        if not found:
+            return None
+        saved, name = max(found)
+        return Start(path=f"{record.model}/{name}", optimizer=True, time=saved)
 
     def of_model(self, record: ModelRecord) -> list[Checkpoint]:
         """All of one model, in the order of their times."""
@@ -69,21 +98,13 @@ class Checkpoints:
     def expire(self, now: float) -> list[Path]:
         """Drop those whose time is over at `now`, in seconds since the epoch; what is to be
         discarded."""
-        gone: list[Path] = []
-        for record in list(self._registry.models.values()):
-            for within, kept in list(record.checkpoints.items()):
-                if kept.expires is not None and kept.expires <= now:
-                    gone.append(self.delete(record, within))
-        return gone
+        return self._delete_where(lambda kept: kept.expires is not None and kept.expires <= now)
 
-    def drop_samplers(self, samplers: list[str]) -> list[Path]:
-        """Drop what was saved for these samplers alone; what is to be discarded."""
-        return [
-            self.delete(record, within)
-            for record in list(self._registry.models.values())
-            for within, kept in list(record.checkpoints.items())
-            if kept.sampler in samplers
-        ]
+    def drop_samplers(self, is_there: Callable[[str], bool]) -> list[Path]:
+        """Drop what was saved for samplers alone that are not there; what is to be discarded."""
+        return self._delete_where(
+            lambda kept: kept.sampler is not None and not is_there(kept.sampler)
+        )
 
     def run(self, record: ModelRecord) -> Run:
         """A model, as clients are told of it."""
@@ -96,11 +117,25 @@ class Checkpoints:
             base_model=record.base_model,
             rank=record.lora.rank if record.lora else None,
             last_request=record.last_request,
+            is_open=record.is_open,
             corrupted=record.corrupted,
             user_metadata=record.user_metadata,
             last_checkpoint=of_training[-1] if of_training else None,
             last_sampler_checkpoint=of_samplers[-1] if of_samplers else None,
         )
+
+    def _delete_where(self, is_over: Callable[[Kept], bool]) -> list[Path]:
+        gone: list[Path] = []
+        for record in list(self._registry.models.values()):
+            for within, kept in list(record.checkpoints.items()):
+                if not is_over(kept):
+                    continue
+                try:
+                    gone.append(self.delete(record, within))
+                except RefusedError as error:
+                    # Somebody has put a link in its place.
+                    LOG.warning("%s of model %s stays: %s", within, record.model, error)
+        return gone
 
     def _own(self, record: ModelRecord, within: str) -> Spot:
         spot = spot_in(record.model, within)
@@ -144,4 +179,5 @@ def told(model: str, within: str, kept: Kept) -> Checkpoint:
         size=kept.size,
         expires=kept.expires,
         public=kept.public,
+        user_metadata=kept.user_metadata,
     )

@@ -7,25 +7,31 @@ at a time; all others at once.
 import asyncio
 import logging
 import time
+from collections.abc import Coroutine
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from penstock.server.orchestrator.admission import Admission
 from penstock.server.orchestrator.checkpoints import Checkpoints
-from penstock.server.orchestrator.errands import Errand, Outcome
+from penstock.server.orchestrator.errands import Errand, Outcome, told
 from penstock.server.orchestrator.models import Models
 from penstock.server.orchestrator.queue import Queue
-from penstock.server.orchestrator.records import ModelRecord
+from penstock.server.orchestrator.records import LaneLeft, Left, record_of
 from penstock.server.orchestrator.recovery import Recovery
-from penstock.server.orchestrator.refusals import RefusedError, WorkersLostError
+from penstock.server.orchestrator.refusals import (
+    RefusedError,
+    WorkersLostError,
+    fault_of_ours,
+)
 from penstock.server.orchestrator.registry import Registry
 from penstock.server.orchestrator.retiring import Retiring
 from penstock.server.orchestrator.sampling import Sampling
+from penstock.server.orchestrator.saving import Saving
 from penstock.server.orchestrator.sessions import Sessions
 from penstock.server.orchestrator.settings import EngineSettings
-from penstock.server.orchestrator.storage import Storage, discard
+from penstock.server.orchestrator.stopping import Stopping
+from penstock.server.orchestrator.storage import Discarding, Storage
 from penstock.server.orchestrator.told import Told
 from penstock.server.orchestrator.training import Trained, Training
 from penstock.server.orchestrator.workers import State, Workers
@@ -34,7 +40,7 @@ from penstock.server.protocol.channel import Channel, PeerLostError
 from penstock.server.protocol.codec import FrameError
 from penstock.server.protocol.commands import FromWorkers, Ready, ToWorkers
 from penstock.server.protocol.results import Result, Served
-from penstock.server.protocol.works import CreateModel, Immediate, Ordered, Sample
+from penstock.server.protocol.works import AddEndpoint, CreateModel, Immediate, Ordered, Sample
 from penstock.server.sync.hosts import allowed_hosts
 
 LOG = logging.getLogger(__name__)
@@ -64,17 +70,18 @@ class Engine:
         self._said: State | None = None
         """How the workers were when that was told last."""
         self._api_instance: str | None = None
-        self._discarding: set[asyncio.Task[None]] = set()
-        storage = Storage(settings.output_dir, settings.storage_limit)
+        storage, discarding = Storage(settings.output_dir, settings.storage_limit), Discarding()
         registry = Registry(storage.root)
+        self._registry = registry
         self._queue = Queue(settings.sequence_gap_timeout)
         self._workers = Workers(workers, settings, self._changed)
-        self._sessions = Sessions(registry)
+        self._sessions = Sessions(registry, settings)
         self._models = Models(registry)
         checkpoints = Checkpoints(registry, storage)
-        self._recovery = Recovery(self._workers, registry, storage, self._models)
+        self._recovery = Recovery(self._workers, registry, self._models, checkpoints)
+        saving = Saving(self._workers, registry, storage, self._models, discarding)
         self._training = Training(
-            settings, self._workers, registry, storage, self._sessions, self._models, checkpoints
+            settings, self._workers, registry, self._sessions, self._models, checkpoints, saving
         )
         self._sampling = Sampling(self._workers, storage, self._sessions, checkpoints)
         self._admission = Admission(
@@ -83,10 +90,10 @@ class Engine:
             self._models,
             self._served,
             self._base_names,
-            settings.sample_packing_sequence_len,
+            settings,
         )
         self._retiring = Retiring(
-            settings, self._queue, self._sessions, self._models, checkpoints, self._discard
+            settings, self._queue, self._sessions, self._models, checkpoints, discarding.discard
         )
         self._told = Told(
             registry,
@@ -96,27 +103,50 @@ class Engine:
             served=self._served_now,
             base_names=self._base_names,
             pending=self._queue.pending,
-            discard=self._discard,
+            discard=discarding.discard,
             end=self._retiring.end,
             allowed_hosts=allowed_hosts(settings.sync_allowed_hosts),
         )
-        for record in self._models.open():
-            self._queue.unsettle(record.model)
+        self._stopping = Stopping(
+            settings, self._queue, self._workers, self._models, self._training
+        )
+        self._go_on()
 
     async def run(self) -> None:
-        """Serve until it is cancelled."""
+        """Serve until it is cancelled, or was stopped and all is saved that could be."""
+        serving: tuple[Coroutine[Any, Any, None], ...] = (
+            self._hear(),
+            self._speak(),
+            self._workers.hear(),
+            self._workers.speak(),
+            self._workers.greet(),
+            self._look(),
+            self._tell(),
+        )
         async with asyncio.TaskGroup() as tasks:
-            for each in (
-                self._hear(),
-                self._speak(),
-                self._workers.hear(),
-                self._workers.speak(),
-                self._workers.greet(),
-                self._work(),
-                self._look(),
-                self._tell(),
-            ):
-                tasks.create_task(each)
+            begun = [tasks.create_task(each) for each in serving]
+            await self._stopping.end(tasks.create_task(self._work()), self._leave)
+            for each in begun:
+                each.cancel()
+
+    def stop(self) -> None:
+        """Have `run` end in order."""
+        self._stopping.ask()
+        self._wake.set()
+
+    def _go_on(self) -> None:
+        """From where the last process stopped, or died."""
+        left = self._registry.take_left()
+        self._admission.untouched.update(left.untouched)
+        for record in self._models.open():
+            self._queue.go_on_from(record.model, left.lanes.get(record.model, LaneLeft()))
+
+    def _leave(self) -> None:
+        left = Left(lanes=self._queue.left(), untouched=self._admission.untouched)
+        try:
+            self._registry.leave(left)
+        except OSError as error:
+            LOG.warning("what was done cannot be told to the next process: %s", error)
 
     # Words to and from the API.
 
@@ -125,10 +155,11 @@ class Engine:
             try:
                 message = await self._api.receive()
             except PeerLostError:
-                LOG.warning("the API process is gone; what it asked for and is under way goes on")
+                self._stopping.lose_api()
                 continue
             match message:
                 case Hello():
+                    self._stopping.find_api()
                     self._greeted(message)
                 case Ask():
                     self._asked(message)
@@ -158,12 +189,14 @@ class Engine:
         try:
             if isinstance(ask.work, Ordered | Sample):
                 self._put(ask, ask.work)
+            elif isinstance(ask.work, AddEndpoint):
+                self._told.add(ask.work, ask.owner, partial(self._end_ask, ask.id))
             else:
                 self._end_ask(ask.id, self._told.do(cast(Immediate, ask.work), ask.owner))
         except RefusedError as error:
             self._end_ask(ask.id, error)
         except Exception as error:  # noqa: BLE001 - one ask is no reason to end all others
-            self._end_ask(ask.id, _fault_of_ours(error))
+            self._end_ask(ask.id, fault_of_ours(error))
 
     def _put(self, ask: Ask, work: Ordered | Sample) -> None:
         if self._workers.state == "failed":
@@ -183,14 +216,12 @@ class Engine:
             self._changed()
 
     def _end_ask(self, ask: str, outcome: Outcome) -> None:
-        if isinstance(outcome, RefusedError):
-            self._outbox.put_nowait(outcome.failure(ask))
-        else:
-            self._outbox.put_nowait(Answer(id=ask, result=outcome))
+        self._outbox.put_nowait(told(ask, outcome))
 
     # Works, one after another.
 
     async def _work(self) -> None:
+        """Until it is stopped, and nothing may begin any more."""
         agreed: Ready | None = None
         while True:
             ready = self._workers.ready
@@ -199,12 +230,14 @@ class Engine:
                     await self._put_back(ready)
                     agreed = ready
                 continue
-            errand = self._queue.take() if ready is not None else None
-            if errand is None:
+            errand = self._stopping.next() if ready is not None else None
+            if errand is not None:
+                await self._do(errand)
+            elif self._stopping.is_time:
+                return
+            else:
                 self._wake.clear()
                 await self._wake.wait()
-            else:
-                await self._do(errand)
 
     async def _put_back(self, ready: Ready) -> None:
         for model in await self._recovery.agree(ready):
@@ -234,7 +267,7 @@ class Engine:
         except RefusedError as error:
             outcomes = [error] * len(errands)
         except Exception as error:  # noqa: BLE001 - one ask is no reason to end all others
-            outcomes = [_fault_of_ours(error)] * len(errands)
+            outcomes = [fault_of_ours(error)] * len(errands)
         for each, outcome in zip(errands, outcomes, strict=True):
             self._end(each, outcome)
         if not all(isinstance(outcome, RefusedError) for outcome in outcomes):
@@ -259,7 +292,7 @@ class Engine:
     async def _result(self, errand: Errand) -> Result:
         self._admission.check(errand)
         if isinstance(errand.work, CreateModel):
-            record = _record_of(errand.work, errand.owner)
+            record = record_of(errand.work, errand.owner)
             return await self._training.create(errand.work, record, errand.owner)
         work = cast(Trained, errand.work)
         if errand.is_ours and not self._retiring.is_to_go(work.model):
@@ -293,7 +326,11 @@ class Engine:
             await asyncio.sleep(min(LOOK_SECONDS, self._settings.sequence_gap_timeout / 4))
 
     def _retire(self) -> None:
-        self._retiring.look()
+        try:
+            self._retiring.look()
+        except Exception:
+            # Of a disk that is full, or a folder that somebody has replaced: serving goes on.
+            LOG.exception("what is over could not be looked for")
         self._changed()
 
     async def _tell(self) -> None:
@@ -338,12 +375,6 @@ class Engine:
             running=asks[0] if asks else "",
         )
 
-    def _discard(self, folders: list[Path]) -> None:
-        for folder in folders:
-            task = asyncio.create_task(asyncio.to_thread(discard, folder))
-            self._discarding.add(task)
-            task.add_done_callback(self._discarding.discard)
-
     # What the workers are.
 
     def _served(self) -> Served | None:
@@ -359,24 +390,3 @@ class Engine:
 
     def _base_names(self) -> list[str]:
         return [self._served_now().base_model, *self._settings.base_names]
-
-
-def _record_of(work: CreateModel, owner: str) -> ModelRecord:
-    now = time.time()
-    return ModelRecord(
-        model=work.model,
-        session=work.session,
-        owner=owner,
-        base_model="",
-        lora=work.lora,
-        optimizer_config=work.optimizer_config,
-        user_metadata=work.user_metadata,
-        created=now,
-        last_request=now,
-    )
-
-
-def _fault_of_ours(error: Exception) -> RefusedError:
-    LOG.error("an ask failed by a fault of the engine", exc_info=error)
-    what = f": {error}" if isinstance(error, OSError) else ""
-    return RefusedError("internal", f"the engine failed{what}; its log says why")

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from penstock.server.orchestrator.refusals import RefusedError
+from penstock.server.protocol.asks import Answer, Failure
 from penstock.server.protocol.results import Passed, Result
 from penstock.server.protocol.works import Ordered, Sample
 
@@ -30,6 +31,20 @@ class Errand:
     """Counts what came before it, of all works."""
     outcome: RefusedError | None = None
     """Of one that was refused or cancelled before its turn, which it then only gives up."""
+
+
+def told(ask: str, outcome: Outcome) -> Answer | Failure:
+    """What the ask of this id is told."""
+    if isinstance(outcome, RefusedError):
+        return outcome.failure(ask)
+    return Answer(id=ask, result=outcome)
+
+
+def outcome_of(end: Answer | Failure) -> Outcome:
+    """What was told."""
+    if isinstance(end, Failure):
+        return RefusedError(end.code, end.error, end.category)
+    return end.result
 
 
 def bytes_of(outcome: Outcome) -> int:

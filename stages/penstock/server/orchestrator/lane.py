@@ -4,11 +4,15 @@ Numbered works run by their numbers, each once. Works without a number run after
 before them. Nothing is known here of time but what is told.
 """
 
+import itertools
 from collections import OrderedDict, deque
 from dataclasses import dataclass
+from typing import get_args
 
-from penstock.server.orchestrator.errands import Errand, Outcome, bytes_of
+from penstock.server.orchestrator.errands import Errand, Outcome, bytes_of, outcome_of, told
+from penstock.server.orchestrator.records import Ended, LaneLeft
 from penstock.server.orchestrator.refusals import RefusedError
+from penstock.server.protocol.works import Ordered
 
 FIRST = 1
 """Number of the first work of a model."""
@@ -19,9 +23,14 @@ KEPT = 64
 KEPT_BYTES = 16 << 20
 """The oldest of them are dropped beyond it."""
 
+LEFT_BYTES = 4 << 20
+"""Of outcomes of a model that are left to the next process; the last one in any case."""
+
 SETTLING = 1.0
 """Seconds in which lower numbers may still come before the lowest that is there is taken as the
 next one, where it is not known which number that is."""
+
+_KINDS = {kind.__name__: kind for kind in get_args(Ordered)}
 
 
 @dataclass(frozen=True)
@@ -163,6 +172,22 @@ class Lane:
         self._pass(errand, errand.outcome)
         return errand
 
+    def left(self) -> LaneLeft:
+        """What the lane of a process to come is to know: the last outcomes."""
+        total = itertools.accumulate(kept.bytes for kept in reversed(self._kept.values()))
+        count = max(1, sum(size <= LEFT_BYTES for size in total))
+        ended = [
+            Ended(seq=seq, kind=kept.kind.__name__, end=told("", kept.outcome))
+            for seq, kept in list(self._kept.items())[-count:]
+        ]
+        return LaneLeft(next=self._next, ended=tuple(ended))
+
+    def go_on_from(self, left: LaneLeft) -> None:
+        """Know what another lane of this model had left; works that waited there may be lost."""
+        for each in left.ended:
+            self._keep(each.seq, _KINDS[each.kind], outcome_of(each.end))
+        self._next, self._is_sure = left.next, False
+
     def _remove(self, errand: Errand) -> None:
         self.stalled_since = None
         if errand.seq is None:
@@ -173,12 +198,14 @@ class Lane:
     def _pass(self, errand: Errand, outcome: Outcome) -> None:
         """Keep how a number ended, and go on to the next."""
         assert errand.seq is not None
-        kept = _Kept(type(errand.work), outcome, bytes_of(outcome))
-        self._kept[errand.seq] = kept
+        self._keep(errand.seq, type(errand.work), outcome)
+        self._next, self._is_sure = errand.seq + 1, True
+
+    def _keep(self, seq: int, kind: type, outcome: Outcome) -> None:
+        kept = self._kept[seq] = _Kept(kind, outcome, bytes_of(outcome))
         self._kept_bytes += kept.bytes
         while len(self._kept) > KEPT or (self._kept_bytes > KEPT_BYTES and len(self._kept) > 1):
             self._kept_bytes -= self._kept.popitem(last=False)[1].bytes
-        self._next, self._is_sure = errand.seq + 1, True
 
     def _check_kind(self, errand: Errand, kind: type) -> None:
         if type(errand.work) is not kind:

@@ -65,6 +65,10 @@ class Models:
         """What this process knows of it."""
         return self._live.setdefault(record.model, Live(step=record.step))
 
+    def found(self, record: ModelRecord, *, step: int, has_gradients: bool) -> None:
+        """Workers that outlived an engine hold it like this."""
+        self._live[record.model] = Live(step, has_gradients)
+
     def of_owner(self, owner: str) -> list[ModelRecord]:
         """Those of an owner, the newest first."""
         found = [record for record in self._registry.models.values() if record.owner == owner]

@@ -9,6 +9,7 @@ from itertools import islice
 
 from penstock.server.orchestrator.errands import Errand, Outcome
 from penstock.server.orchestrator.lane import Lane
+from penstock.server.orchestrator.records import LaneLeft
 from penstock.server.orchestrator.refusals import RefusedError
 
 
@@ -36,6 +37,13 @@ class Queue:
         """Those that have not begun, those that were refused before their turn apart."""
         held = [errand for lane in self._lanes.values() for errand in lane.waiting()]
         return [errand for errand in [*held, *self._drawing] if errand.outcome is None]
+
+    def awaits(self, model: str, kind: type) -> bool:
+        """Whether a work of this kind waits among those of this model."""
+        lane = self._lanes.get(model)
+        return lane is not None and any(
+            errand.outcome is None and isinstance(errand.work, kind) for errand in lane.waiting()
+        )
 
     def pending(self, model: str) -> int:
         """How many works of this model have not ended."""
@@ -65,16 +73,15 @@ class Queue:
             return errand
         return self._lane(errand.model).put(errand)
 
-    def take(self) -> Errand | None:
-        """The next that may begin, which is under way from now on."""
+    def take(self, may: Callable[[Errand], bool] = lambda _: True) -> Errand | None:
+        """The next that may begin, also by what `may` says, which is under way from now on."""
         for lane in self._lanes.values():
             lane.skip()
         ready = [found for lane in self._lanes.values() if (found := lane.candidate())]
         ready += self._drawing[:1]
-        if not ready:
-            return None
-        first = min(ready, key=lambda errand: errand.arrived)
-        self._begin(first)
+        first = min(filter(may, ready), key=lambda errand: errand.arrived, default=None)
+        if first is not None:
+            self._begin(first)
         return first
 
     def take_alike(self, most: int, is_alike: Callable[[Errand], bool]) -> list[Errand]:
@@ -150,6 +157,14 @@ class Queue:
     def unsettle(self, model: str) -> None:
         """Whatever number of this model comes first is the next one."""
         self._lane(model).unsettle()
+
+    def left(self) -> dict[str, LaneLeft]:
+        """What the queue of a process to come is to know of each model."""
+        return {model: lane.left() for model, lane in self._lanes.items()}
+
+    def go_on_from(self, model: str, left: LaneLeft) -> None:
+        """Know what another queue had left of this model."""
+        self._lane(model).go_on_from(left)
 
     def forget(self, model: str) -> None:
         """Nothing more is known of this model, unless works of it are still to end."""

@@ -7,12 +7,12 @@ hold as it was left stays as it is.
 import logging
 
 from penstock.server.orchestrator.checking import check_base
+from penstock.server.orchestrator.checkpoints import Checkpoints
 from penstock.server.orchestrator.models import Models
 from penstock.server.orchestrator.names import Spot, spot_of
 from penstock.server.orchestrator.records import ModelRecord, Start
 from penstock.server.orchestrator.refusals import RefusedError, WorkersLostError
 from penstock.server.orchestrator.registry import Registry
-from penstock.server.orchestrator.storage import Storage
 from penstock.server.orchestrator.workers import Workers
 from penstock.server.protocol.commands import Close, Load, Open, Opened, Ready
 
@@ -23,12 +23,16 @@ class Recovery:
     """Puts models back."""
 
     def __init__(
-        self, workers: Workers, registry: Registry, storage: Storage, models: Models
+        self,
+        workers: Workers,
+        registry: Registry,
+        models: Models,
+        checkpoints: Checkpoints,
     ) -> None:
         self._workers = workers
         self._registry = registry
-        self._storage = storage
         self._models = models
+        self._checkpoints = checkpoints
 
     async def agree(self, ready: Ready) -> list[str]:
         """Have these workers hold what they are to hold. The models that were put back.
@@ -47,7 +51,10 @@ class Recovery:
                 await self._close(name)
         put_back: list[str] = []
         for name, record in to_hold.items():
-            if name not in intact:
+            if name in intact:
+                step, gathers = ready.steps.get(name, record.step), name in ready.gathering
+                self._models.found(record, step=step, has_gradients=gathers)
+            else:
                 await self._open(record, ready, was_changing=name == interrupted)
                 put_back.append(name)
         self._registry.end()
@@ -63,6 +70,7 @@ class Recovery:
 
     async def _open(self, record: ModelRecord, ready: Ready, *, was_changing: bool) -> None:
         """A model that cannot be put back is closed, and says why."""
+        is_held = False
         try:
             check_base(record.base_model, [ready.served.base_model])
             sizes: Opened = await self._workers.command(
@@ -72,37 +80,31 @@ class Recovery:
                     optimizer_config=record.optimizer_config,
                 )
             )
+            is_held = True
             await self._load(record)
         except WorkersLostError:
             raise
         except RefusedError as error:
             LOG.warning("model %s is not opened again: %s", record.model, error)
             self._models.closed(record, f"it could not be opened again: {error}")
+            if is_held:
+                await self._close(record.model)
             return
         self._models.put_back(record, ready.instance, sizes, was_changing=was_changing)
         LOG.info("model %s is put back to step %d", record.model, record.step)
 
     async def _load(self, record: ModelRecord) -> None:
         start = record.start
-        if start is not None and not self._storage.holds(spot_of(start.path)):
-            # It was deleted: the newest that there is comes nearest to it.
-            start = self._newest(record)
+        if start is not None and not self._checkpoints.holds(start):
+            # It was deleted, or overwritten: the newest that there is comes nearest to it.
+            start = self._checkpoints.newest(record)
             record.start, record.is_unsaved = start, True
             record.step = self._step(record, start)
         if start is not None:
-            folder = str(self._storage.folder(spot_of(start.path)))
+            folder = str(self._checkpoints.folder(spot_of(start.path)))
             await self._workers.command(
                 Load(model=record.model, folder=folder, optimizer=start.optimizer)
             )
-
-    def _newest(self, record: ModelRecord) -> Start | None:
-        found = [
-            (kept.time, name)
-            for name, kept in record.checkpoints.items()
-            if name.startswith("weights/") and kept.lora == record.lora
-            if self._storage.holds(spot_of(f"{record.model}/{name}"))
-        ]
-        return Start(path=f"{record.model}/{max(found)[1]}", optimizer=True) if found else None
 
     def _step(self, record: ModelRecord, start: Start | None) -> int:
         if start is None:

@@ -1,10 +1,11 @@
 """How a work is refused: what becomes the failure of its ask."""
 
-from penstock.server.protocol.asks import Failure
-from penstock.server.protocol.message import Category, Code
+import logging
 
-_OURS: frozenset[Code] = frozenset({"lost", "unavailable", "internal"})
-"""Kinds of failure that a client can do nothing about."""
+from penstock.server.protocol.asks import Failure
+from penstock.server.protocol.message import Category, Code, category_of
+
+LOG = logging.getLogger(__name__)
 
 
 class RefusedError(Exception):
@@ -13,7 +14,7 @@ class RefusedError(Exception):
     def __init__(self, code: Code, error: str, category: Category | None = None) -> None:
         super().__init__(error)
         self.code: Code = code
-        self.category: Category = category or ("server" if code in _OURS else "user")
+        self.category: Category = category or category_of(code)
 
     def failure(self, ask: str) -> Failure:
         """What the ask of this id is told."""
@@ -37,3 +38,10 @@ class WorkersLostError(RefusedError):
 def not_found(what: str) -> RefusedError:
     """There is no such thing, or it is another owner's: which of them is not told."""
     return RefusedError("not_found", f"there is no {what} of yours")
+
+
+def fault_of_ours(error: Exception) -> RefusedError:
+    """What is told of an exception that none should be; the log says the rest."""
+    LOG.error("an ask failed by a fault of the engine", exc_info=error)
+    what = f": {error}" if isinstance(error, OSError) else ""
+    return RefusedError("internal", f"the engine failed{what}; its log says why")

@@ -1,24 +1,32 @@
-"""What the engine knows, in files that outlive it: one for each session, model, and the endpoints.
+"""What the engine knows, in files that outlive it: one for each session and each model, and one for
+all inference servers.
 
-They lie in `{output_dir}/server/`, are JSON, and are whole or absent. Records change in memory
-first; whoever changes one has it kept here.
+They lie in `{output_dir}/server/`, are JSON (what a stopped engine leaves to the next is msgpack),
+and are whole or absent. Records change in memory first; whoever changes one has it kept here.
 """
 
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from penstock.core.files import publishing, remove, write_json
-from penstock.server.orchestrator.records import ModelRecord, SessionRecord
-from penstock.server.protocol.values import Endpoint
+from penstock.core.files import publishing, remove
+from penstock.server.orchestrator.records import (
+    DestinationRecord,
+    Left,
+    ModelRecord,
+    SessionRecord,
+)
+from penstock.server.protocol.secret import write_secret
 
 R = TypeVar("R")
 
 _RUNNING = "running.json"
+_LEFT = "left.msgpack"
 
 
 class RegistryError(ValueError):
@@ -26,7 +34,7 @@ class RegistryError(ValueError):
 
 
 class Registry:
-    """Sessions and models by their names, and endpoints."""
+    """Sessions and models by their names, and inference servers."""
 
     def __init__(self, output_dir: Path) -> None:
         """Read what is there. Raises RegistryError naming a file that is none of ours."""
@@ -38,9 +46,10 @@ class Registry:
         self.models: dict[str, ModelRecord] = {
             record.model: record for record in self._read("models", ModelRecord)
         }
-        endpoints = self._folder / "endpoints.json"
-        self.endpoints: tuple[Endpoint, ...] = (
-            _decoded(endpoints, tuple[Endpoint, ...]) if endpoints.exists() else ()
+        self.destinations: tuple[DestinationRecord, ...] = (
+            _decoded(self._destinations, tuple[DestinationRecord, ...])
+            if self._destinations.exists()
+            else ()
         )
 
     def keep_session(self, record: SessionRecord) -> None:
@@ -53,15 +62,20 @@ class Registry:
         self.models[record.model] = record
         self._write("models", record.model, record)
 
+    def drop_session(self, session: str) -> None:
+        """Nothing is known of it any more."""
+        del self.sessions[session]
+        remove(self._file("sessions", session))
+
     def drop_model(self, model: str) -> None:
         """Nothing is known of it any more."""
         del self.models[model]
         remove(self._file("models", model))
 
-    def keep_endpoints(self, endpoints: tuple[Endpoint, ...]) -> None:
-        """All there are."""
-        self.endpoints = endpoints
-        write_json(self._folder / "endpoints.json", msgspec.to_builtins(endpoints))
+    def keep_destinations(self, destinations: tuple[DestinationRecord, ...]) -> None:
+        """All there are, in a file that nobody else may read: there are keys among them."""
+        self.destinations = destinations
+        write_secret(self._destinations, json.dumps(msgspec.to_builtins(destinations), indent=1))
 
     def begin(self, model: str) -> None:
         """Workers are told to change this model.
@@ -84,6 +98,27 @@ class Registry:
             return None
         return found.get("model") if isinstance(found, dict) else None
 
+    def leave(self, left: Left) -> None:
+        """This process ends in order, and the next is to know this."""
+        with publishing(self._folder / _LEFT) as part:
+            part.write_bytes(msgspec.msgpack.encode(left))
+
+    def take_left(self) -> Left:
+        """What the last process left, if that was stopped; it is told once.
+
+        Raises RegistryError where it cannot be read.
+        """
+        file = self._folder / _LEFT
+        if not file.exists():
+            return Left()
+        left = _decoded(file, Left, msgspec.msgpack.decode)
+        remove(file)
+        return left
+
+    @property
+    def _destinations(self) -> Path:
+        return self._folder / "endpoints.json"
+
     def _file(self, kind: str, name: str) -> Path:
         # Names may differ by case alone, and hold colons, which not every file system tells apart
         # or takes.
@@ -99,9 +134,9 @@ class Registry:
             part.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1))
 
 
-def _decoded(file: Path, of: type[R]) -> R:
+def _decoded(file: Path, of: type[R], decode: Callable[..., R] = msgspec.json.decode) -> R:
     try:
-        return msgspec.json.decode(file.read_bytes(), type=of)
+        return decode(file.read_bytes(), type=of)
     except msgspec.MsgspecError as error:
         raise RegistryError(
             f"{file} is not what the server writes there: {error}.\n"

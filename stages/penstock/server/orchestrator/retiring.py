@@ -10,7 +10,6 @@ from pathlib import Path
 from penstock.server.orchestrator.checkpoints import Checkpoints
 from penstock.server.orchestrator.errands import Errand
 from penstock.server.orchestrator.models import Models
-from penstock.server.orchestrator.names import sampler_name
 from penstock.server.orchestrator.queue import Queue
 from penstock.server.orchestrator.records import ModelRecord, SessionRecord
 from penstock.server.orchestrator.sessions import Sessions
@@ -19,6 +18,8 @@ from penstock.server.protocol.works import UnloadModel
 
 LONGEST_INTERVAL = 30.0
 """Seconds between two looks, at most."""
+TOLD_SECONDS = 24 * 3600.0
+"""For which a client is told that its session has ended, and why; then it is not known."""
 RETRY_SECONDS = 60.0
 """Before a model that could not be unloaded is tried again."""
 
@@ -52,14 +53,17 @@ class Retiring:
             if self._is_idle(session) and not self._open_models(session):
                 self.end(session, f"nothing was heard of its client for {self._timeout:g} s")
         self._unload_unwanted()
-        self._discard(self._checkpoints.expire(time.time()))
+        now = time.time()
+        self._sessions.forget(now - TOLD_SECONDS)
+        self._discard(self._checkpoints.expire(now))
+        # A session may have ended while a sampler of it was saved.
+        self._discard(self._checkpoints.drop_samplers(self._sessions.has_sampler))
 
     def end(self, session: SessionRecord, why: str) -> None:
         """It is over; what it has open is unloaded by and by, and what was kept for its samplers
         alone goes with them."""
-        names = [sampler_name(session.session, int(number)) for number in session.samplers]
         self._sessions.end(session, why)
-        self._discard(self._checkpoints.drop_samplers(names))
+        self._discard(self._checkpoints.drop_samplers(self._sessions.has_sampler))
         self._unload_unwanted()
 
     def is_to_go(self, model: str) -> bool:
@@ -88,10 +92,11 @@ class Retiring:
         return [each for each in self._sessions.models(session.session) if each.is_open]
 
     def _unload_unwanted(self) -> None:
-        for record in self._models.open():
-            if not self.is_to_go(record.model):
-                self._tried.pop(record.model, None)
-            elif not self._is_leaving(record.model):
+        unwanted = [record for record in self._models.open() if self.is_to_go(record.model)]
+        names = {record.model for record in unwanted}
+        self._tried = {name: when for name, when in self._tried.items() if name in names}
+        for record in unwanted:
+            if not self._is_leaving(record.model):
                 self._unload(record)
 
     def _is_leaving(self, model: str) -> bool:

@@ -81,6 +81,7 @@ class Sampling:
                 adapter=adapter,
                 prompt_logprobs=tuple(work.prompt_logprobs for work in works),
                 topk=tuple(work.topk_prompt_logprobs for work in works),
+                topk_drawn=tuple(work.topk_sample_logprobs for work in works),
             )
         )
         if not isinstance(generated, Generated) or len(generated.sampled) != len(works):

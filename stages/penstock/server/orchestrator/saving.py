@@ -6,28 +6,38 @@ there.
 
 import asyncio
 import time
+from collections.abc import Mapping
 from datetime import UTC, datetime
+from pathlib import Path
 
 from penstock.server.orchestrator.models import Models
 from penstock.server.orchestrator.names import Room, Spot
 from penstock.server.orchestrator.records import Kept, ModelRecord, Start
 from penstock.server.orchestrator.refusals import RefusedError
 from penstock.server.orchestrator.registry import Registry
-from penstock.server.orchestrator.storage import Storage, discard
+from penstock.server.orchestrator.storage import Discarding, Storage, discard
 from penstock.server.orchestrator.workers import Workers
 from penstock.server.protocol.commands import Export, Save
+
+NOTHING: Mapping[str, str] = {}
 
 
 class Saving:
     """Saves of all models."""
 
     def __init__(
-        self, workers: Workers, registry: Registry, storage: Storage, models: Models
+        self,
+        workers: Workers,
+        registry: Registry,
+        storage: Storage,
+        models: Models,
+        discarding: Discarding,
     ) -> None:
         self._workers = workers
         self._registry = registry
         self._storage = storage
         self._models = models
+        self._discarding = discarding
 
     async def training(
         self,
@@ -36,6 +46,7 @@ class Saving:
         *,
         overwrite: bool = False,
         ttl_seconds: float | None = None,
+        user_metadata: Mapping[str, str] = NOTHING,
     ) -> Spot:
         """Save what training goes on from; it is where the model is put back to. Raises
         RefusedError."""
@@ -48,13 +59,10 @@ class Saving:
             "rank": record.lora.rank if record.lora else None,
             "step": step,
         }
-        what = f"a checkpoint of {spot.model}"
-        await asyncio.to_thread(self._storage.check_room, record.state_bytes, what)
-        aside = self._storage.aside(spot)
-        await asyncio.to_thread(discard, aside)
+        aside = await self._aside(spot, record.state_bytes, f"a checkpoint of {spot.model}")
         await self._workers.command(Save(model=record.model, folder=str(aside), facts=facts))
-        await self._publish(record, spot, ttl_seconds, step, None)
-        start = Start(path=str(spot), optimizer=True)
+        kept = await self._publish(record, spot, ttl_seconds, user_metadata, step, None)
+        start = Start(path=str(spot), optimizer=True, time=kept.time)
         self._models.goes_on_from(record, start, step=step)
         return spot
 
@@ -64,6 +72,7 @@ class Saving:
         name: str | None,
         *,
         ttl_seconds: float | None = None,
+        user_metadata: Mapping[str, str] = NOTHING,
         only_for: str | None = None,
     ) -> Spot:
         """Save what is sampled from; `only_for`: a sampler without which it need not be kept.
@@ -72,12 +81,9 @@ class Saving:
         """
         live = self._models.live(record)
         spot = self._spot(record, "sampler_weights", name, overwrite=False)
-        what = f"an export of {spot.model}"
-        await asyncio.to_thread(self._storage.check_room, record.export_bytes, what)
-        aside = self._storage.aside(spot)
-        await asyncio.to_thread(discard, aside)
+        aside = await self._aside(spot, record.export_bytes, f"an export of {spot.model}")
         await self._workers.command(Export(model=record.model, folder=str(aside)))
-        await self._publish(record, spot, ttl_seconds, live.step, only_for)
+        await self._publish(record, spot, ttl_seconds, user_metadata, live.step, only_for)
         return spot
 
     def _spot(self, record: ModelRecord, room: Room, name: str | None, overwrite: bool) -> Spot:
@@ -95,6 +101,15 @@ class Saving:
         spots = (Spot(record.model, room, each) for each in names)
         return next(spot for spot in spots if not self._is_taken(record, spot))
 
+    async def _aside(self, spot: Spot, needed: int, what: str) -> Path:
+        """A folder that is not there, for `needed` bytes. Raises StorageLimitError."""
+        # What is deleted still counts.
+        await self._discarding.done()
+        await asyncio.to_thread(self._storage.check_room, needed, what)
+        aside = self._storage.aside(spot)
+        await asyncio.to_thread(discard, aside)
+        return aside
+
     def _is_taken(self, record: ModelRecord, spot: Spot) -> bool:
         return spot.within in record.checkpoints or self._storage.folder(spot).exists()
 
@@ -103,9 +118,10 @@ class Saving:
         record: ModelRecord,
         spot: Spot,
         ttl_seconds: float | None,
+        user_metadata: Mapping[str, str],
         step: int,
         only_for: str | None,
-    ) -> None:
+    ) -> Kept:
         if not self._storage.aside(spot).is_dir():
             raise RefusedError(
                 "internal",
@@ -114,7 +130,7 @@ class Saving:
             )
         await asyncio.to_thread(self._storage.publish, spot)
         now = time.time()
-        record.checkpoints[spot.within] = Kept(
+        kept = record.checkpoints[spot.within] = Kept(
             time=now,
             size=await asyncio.to_thread(self._storage.size, spot),
             base_model=record.base_model,
@@ -122,5 +138,7 @@ class Saving:
             step=step,
             expires=None if ttl_seconds is None else now + ttl_seconds,
             sampler=only_for,
+            user_metadata=dict(user_metadata),
         )
         self._registry.keep_model(record)
+        return kept

@@ -10,6 +10,7 @@ from penstock.server.orchestrator.names import SAMPLER, model_name, sampler_name
 from penstock.server.orchestrator.records import ModelRecord, SamplerRecord, SessionRecord
 from penstock.server.orchestrator.refusals import RefusedError, not_found
 from penstock.server.orchestrator.registry import Registry
+from penstock.server.orchestrator.settings import EngineSettings
 from penstock.server.protocol.works import CreateSession
 
 MAX_METADATA = 64 << 10
@@ -19,8 +20,9 @@ MAX_METADATA = 64 << 10
 class Sessions:
     """Those that are known, and when they were heard of."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, settings: EngineSettings) -> None:
         self._registry = registry
+        self._most, self._most_of_owner = settings.max_sessions, settings.max_owner_sessions
         # Nobody was heard while nobody listened: all have their time anew.
         self._heard = dict.fromkeys(registry.sessions, time.monotonic())
 
@@ -35,6 +37,14 @@ class Sessions:
             raise RefusedError("exists", f"the name {name} is taken; choose another")
         if known is None or known.has_ended:
             check_metadata(work.tags, work.user_metadata)
+            owners = [record.owner for record in self.open()]
+            check_number("max_sessions", self._most, len(owners), "sessions are open")
+            check_number(
+                "max_owner_sessions",
+                self._most_of_owner,
+                owners.count(owner),
+                "sessions of yours are open",
+            )
             known = SessionRecord(
                 session=name,
                 owner=owner,
@@ -51,10 +61,7 @@ class Sessions:
         record = self._registry.sessions.get(session)
         if record is None or record.owner != owner:
             raise not_found(f"session {session[:200]!r}")
-        if record.has_ended:
-            raise RefusedError(
-                "gone", f"session {session} has ended: {record.ending}.\n  Begin another."
-            )
+        _check_goes_on(record)
         return record
 
     def known(self, session: str) -> SessionRecord | None:
@@ -64,6 +71,16 @@ class Sessions:
     def touch(self, session: str) -> None:
         """Its client was heard of."""
         self._heard[session] = time.monotonic()
+
+    def beat(self, sessions: tuple[str, ...], owner: str) -> tuple[str, ...]:
+        """Clients of these sessions were heard of. Returns those that the owner does not have."""
+        gone: list[str] = []
+        for session in sessions:
+            try:
+                self.touch(self.find(session, owner).session)
+            except RefusedError:
+                gone.append(session)
+        return tuple(gone)
 
     def idle_for(self, session: str) -> float:
         """Seconds since its client was heard of."""
@@ -89,10 +106,17 @@ class Sessions:
 
     def end(self, record: SessionRecord, why: str) -> None:
         """Nothing is asked for by it any more."""
-        record.has_ended, record.ending = True, why
+        record.has_ended, record.ending, record.ended = True, why, time.time()
         record.samplers = {}
         self._registry.keep_session(record)
         self._heard.pop(record.session, None)
+
+    def forget(self, ended_before: float) -> None:
+        """Know nothing more of those that ended before a time, in seconds since the epoch."""
+        held = {model.session for model in self._registry.models.values() if model.is_open}
+        for name, record in list(self._registry.sessions.items()):
+            if record.has_ended and record.ended < ended_before and name not in held:
+                self._registry.drop_session(name)
 
     def free_sampler(self, record: SessionRecord, number: int) -> str:
         """The name of a sampler that is not there yet. Raises RefusedError where it is."""
@@ -102,8 +126,10 @@ class Sessions:
         return name
 
     def add_sampler(self, record: SessionRecord, number: int, sampler: SamplerRecord) -> str:
-        """Its name. The same one may be made twice. Raises RefusedError where it is another."""
+        """Its name. The same one may be made twice. Raises RefusedError where it is another, and
+        where the session has ended meanwhile."""
         name = sampler_name(record.session, number)
+        _check_goes_on(record)
         known = record.samplers.get(str(number))
         if known is not None and known != sampler:
             raise RefusedError("exists", f"sampler {name} is there, of {known.path or 'the base'}")
@@ -116,6 +142,12 @@ class Sessions:
         """The client of a sampler was heard of."""
         self.touch(name.rpartition(SAMPLER)[0])
 
+    def has_sampler(self, name: str) -> bool:
+        """Whether a sampler of this name is there, whoever's it is."""
+        session, _, number = name.rpartition(SAMPLER)
+        record = self._registry.sessions.get(session)
+        return record is not None and number in record.samplers
+
     def sampler(self, name: str, owner: str) -> SamplerRecord:
         """What is sampled from under a name. Raises RefusedError."""
         session, mark, number = name.rpartition(SAMPLER)
@@ -123,6 +155,23 @@ class Sessions:
         if found is None:
             raise not_found(f"sampler {name[:200]!r}")
         return found
+
+
+def _check_goes_on(record: SessionRecord) -> None:
+    if record.has_ended:
+        raise RefusedError(
+            "gone", f"session {record.session} has ended: {record.ending}.\n  Begin another."
+        )
+
+
+def check_number(field: str, most: int, there: int, are_open: str) -> None:
+    """Raises RefusedError where `most`, which the server's file calls `field`, are there."""
+    if there >= most:
+        raise RefusedError(
+            "busy",
+            f"{there} {are_open}, and {field} is {most}.\n"
+            "  End one that is not needed, or raise the field in the server's file.",
+        )
 
 
 def check_metadata(tags: tuple[str, ...], metadata: dict[str, str]) -> None:

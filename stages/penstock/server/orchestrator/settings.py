@@ -27,6 +27,18 @@ class EngineSettings:
     sample_packing_sequence_len: int = 32_000
     enable_packing: bool = True
     sample_packing_strategy: Strategy = "sequential"
+    max_models: int = 256
+    """That are open at a time."""
+    max_owner_models: int = 64
+    """The same of one owner."""
+    max_sessions: int = 10_000
+    """That have not ended."""
+    max_owner_sessions: int = 1000
+    """The same of one owner."""
+    stop_timeout: float = 60.0
+    """Seconds in which work under way is to end, and all to be saved, when it is stopped."""
+    ends_workers: bool = False
+    """Whether the workers are to end when it is stopped with the API."""
     worker_connection_timeout: float = 120.0
     """Seconds without a word of the workers after which they are taken for lost."""
     worker_max_retries: int = 3

@@ -3,6 +3,7 @@
 A folder of ours that is on its way in or out begins with a dot, which no name of a client does.
 """
 
+import asyncio
 import os
 import shutil
 import stat
@@ -109,6 +110,25 @@ class Storage:
             if not folder.is_symlink() and not folder.parent.is_symlink() and folder.is_dir()
         ]
         return sorted(found)
+
+
+class Discarding:
+    """Deletes folders by and by."""
+
+    def __init__(self) -> None:
+        self._under_way: set[asyncio.Task[None]] = set()
+
+    def discard(self, folders: list[Path]) -> None:
+        """Have them deleted; nobody waits for it."""
+        for folder in folders:
+            task = asyncio.create_task(asyncio.to_thread(discard, folder))
+            self._under_way.add(task)
+            task.add_done_callback(self._under_way.discard)
+
+    async def done(self) -> None:
+        """Wait until those that were handed over are gone."""
+        if self._under_way:
+            await asyncio.wait(self._under_way)
 
 
 def size_of(folder: Path) -> int:

@@ -8,16 +8,18 @@ from pathlib import Path
 
 from penstock.server.orchestrator.checking import check_base, check_ttl
 from penstock.server.orchestrator.checkpoints import Checkpoints, told
+from penstock.server.orchestrator.destinations import Destinations
+from penstock.server.orchestrator.errands import Outcome
 from penstock.server.orchestrator.models import Models
 from penstock.server.orchestrator.names import sampler_name
 from penstock.server.orchestrator.records import SamplerRecord, SessionRecord
-from penstock.server.orchestrator.refusals import RefusedError, not_found
+from penstock.server.orchestrator.refusals import RefusedError
 from penstock.server.orchestrator.registry import Registry
 from penstock.server.orchestrator.sessions import Sessions
 from penstock.server.protocol.results import (
     CheckpointsTold,
     Done,
-    Endpoints,
+    Gone,
     ModelTold,
     Result,
     Runs,
@@ -48,7 +50,6 @@ from penstock.server.protocol.works import (
     SessionOf,
     WeightsOf,
 )
-from penstock.server.sync.hosts import why_not_allowed
 
 MAX_PAGE = 1000
 """Models that one page of them holds."""
@@ -83,7 +84,7 @@ class Told:
         self._pending = pending
         self._discard = discard
         self._end = end
-        self._allowed_hosts = allowed_hosts
+        self._destinations = Destinations(registry, allowed_hosts)
 
     def do(self, work: Immediate, owner: str) -> Result:
         """Do it. Raises RefusedError."""
@@ -98,8 +99,12 @@ class Told:
                 return self._model(work, owner)
             case ListCheckpoints() | DeleteCheckpoint() | KeepCheckpoint() | WeightsOf():
                 return self._checkpoint(work, owner)
-            case AddEndpoint() | RemoveEndpoint() | ListEndpoints():
-                return self._endpoint(work)
+            case RemoveEndpoint() | ListEndpoints():
+                return self._destinations.do(work, owner)
+
+    def add(self, work: AddEndpoint, owner: str, end: Callable[[Outcome], None]) -> None:
+        """Of all that is done at once this alone waits for somebody else; `end` is told of it."""
+        self._destinations.add(work, owner, end)
 
     def _notice(self) -> str:
         try:
@@ -117,9 +122,7 @@ class Told:
                 made = self._sessions.create(work, owner)
                 return SessionMade(session=made.session, notice=self._notice())
             case Heartbeat():
-                self._sessions.find(work.session, owner)
-                self._sessions.touch(work.session)
-                return Done()
+                return Gone(sessions=self._sessions.beat(work.sessions, owner))
             case EndSession():
                 record = self._sessions.find(work.session, owner)
                 self._end(record, "its client has ended it")
@@ -136,6 +139,7 @@ class Told:
                     samplers=tuple(
                         sampler_name(record.session, int(number)) for number in samplers
                     ),
+                    user_metadata=record.user_metadata,
                 )
 
     def _sampler(self, work: CreateSampler | SamplerOf, owner: str) -> Result:
@@ -208,27 +212,6 @@ class Told:
                 spot, kept = self._checkpoints.read(work.path, owner)
                 return WeightsTold(
                     base_model=kept.base_model,
-                    rank=kept.lora.rank if kept.lora else None,
+                    lora=kept.lora,
                     checkpoint=told(spot.model, spot.within, kept),
                 )
-
-    def _endpoint(self, work: AddEndpoint | RemoveEndpoint | ListEndpoints) -> Result:
-        known = self._registry.endpoints
-        if isinstance(work, AddEndpoint):
-            new = work.endpoint
-            if not 0 < new.port < 65536 or new.world_size < 1 or not new.host:
-                raise RefusedError(
-                    "invalid",
-                    f"{new.host[:200]}:{new.port} of {new.world_size} ranks is no inference server",
-                )
-            fault = why_not_allowed(new.host, self._allowed_hosts)
-            if fault is not None:
-                raise RefusedError("invalid", fault)
-            others = tuple(each for each in known if (each.host, each.port) != (new.host, new.port))
-            self._registry.keep_endpoints((*others, new))
-        elif isinstance(work, RemoveEndpoint):
-            others = tuple(e for e in known if (e.host, e.port) != (work.host, work.port))
-            if len(others) == len(known):
-                raise not_found(f"inference endpoint {work.host[:200]}:{work.port}")
-            self._registry.keep_endpoints(others)
-        return Endpoints(endpoints=self._registry.endpoints)

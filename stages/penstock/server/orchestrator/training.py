@@ -2,10 +2,12 @@
 
 import logging
 import time
+from functools import partial
 
 from msgspec import structs
 
 from penstock.server.orchestrator.checkpoints import Checkpoints
+from penstock.server.orchestrator.destinations import let_go_on, sent_to
 from penstock.server.orchestrator.models import Models
 from penstock.server.orchestrator.names import INITIAL, Spot, spot_of
 from penstock.server.orchestrator.packing import pack
@@ -15,7 +17,6 @@ from penstock.server.orchestrator.registry import Registry
 from penstock.server.orchestrator.saving import Saving
 from penstock.server.orchestrator.sessions import Sessions
 from penstock.server.orchestrator.settings import EngineSettings
-from penstock.server.orchestrator.storage import Storage
 from penstock.server.orchestrator.workers import Workers
 from penstock.server.protocol.commands import Close, Forget, Load, Open, Opened, Push, Rows, Update
 from penstock.server.protocol.results import (
@@ -57,19 +58,18 @@ class Training:
         settings: EngineSettings,
         workers: Workers,
         registry: Registry,
-        storage: Storage,
         sessions: Sessions,
         models: Models,
         checkpoints: Checkpoints,
+        saving: Saving,
     ) -> None:
         self._settings = settings
         self._workers = workers
         self._registry = registry
-        self._storage = storage
         self._sessions = sessions
         self._models = models
         self._checkpoints = checkpoints
-        self._saving = Saving(workers, registry, storage, models)
+        self._saving = saving
 
     async def do(self, work: Trained, owner: str, why: str) -> Result:
         """Do it. `why`: what is told of a model that is unloaded. Raises RefusedError."""
@@ -85,17 +85,29 @@ class Training:
             case SaveState():
                 self._models.check_known(record)
                 spot = await self._saving.training(
-                    record, work.name, overwrite=work.overwrite, ttl_seconds=work.ttl_seconds
+                    record,
+                    work.name,
+                    overwrite=work.overwrite,
+                    ttl_seconds=work.ttl_seconds,
+                    user_metadata=work.user_metadata,
                 )
                 return Saved(model=record.model, name=spot.within)
             case LoadState():
-                return await self._load(record, work, owner)
+                return await self._load_state(record, work, owner)
             case SaveSampler():
                 return await self._save_sampler(record, work, owner)
             case SyncWeights():
                 return await self._sync(record, work)
             case UnloadModel():
                 return await self._unload(record, work, why)
+
+    def unsaved(self) -> list[ModelRecord]:
+        """Open models that the workers alone hold as they are, the one asked of last first."""
+        return [record for record in self._models.open() if self._is_unsaved(record)]
+
+    async def save(self, record: ModelRecord) -> Spot:
+        """Have it kept under a name of the time. Raises RefusedError."""
+        return await self._saving.training(record, None)
 
     async def create(self, work: CreateModel, record: ModelRecord, owner: str) -> Result:
         """Make a model. `record` is what it is to be, which is kept when it is. Raises
@@ -115,21 +127,18 @@ class Training:
             record.checkpoints = known.checkpoints
         try:
             if found is not None:
-                folder = str(self._storage.folder(found[0]))
-                order = Load(model=record.model, folder=folder, optimizer=work.optimizer)
-                await self._workers.command(order)
-                record.start = Start(path=str(found[0]), optimizer=work.optimizer)
+                record.start = await self._load(record, *found, optimizer=work.optimizer)
                 record.step = found[1].step if work.optimizer else 0
             self._models.opened(record, instance, sizes)
             if not self._settings.skip_initial_checkpoint:
                 await self._saving.training(record, INITIAL, overwrite=True)
-        except RefusedError as error:
+        except (RefusedError, OSError) as error:
             await self._take_back(record, known, error)
             raise
         return ModelMade(model=record.model)
 
     async def _take_back(
-        self, record: ModelRecord, known: ModelRecord | None, error: RefusedError
+        self, record: ModelRecord, known: ModelRecord | None, error: Exception
     ) -> None:
         """What was made in part is not there."""
         if self._registry.models.get(record.model) is record:
@@ -210,8 +219,14 @@ class Training:
         self._models.check_known(record)
         self._models.check_gradients(record)
         live = self._models.live(record)
-        with self._models.changing(record):
-            stepped = await self._workers.command(Update(model=record.model, adam=work.adam))
+        try:
+            with self._models.changing(record):
+                stepped = await self._workers.command(Update(model=record.model, adam=work.adam))
+        except RefusedError as error:
+            if error.code == "not_finite":
+                # Such gradients the workers have dropped.
+                live.has_gradients = False
+            raise
         if not isinstance(stepped, Stepped):
             raise RefusedError("internal", "the workers answered a step with something else")
         live.has_gradients = False
@@ -225,78 +240,77 @@ class Training:
         live.has_gradients = live.lost_gradients = False
         return Done()
 
-    async def _load(self, record: ModelRecord, work: LoadState, owner: str) -> Result:
+    async def _load(self, record: ModelRecord, spot: Spot, kept: Kept, *, optimizer: bool) -> Start:
+        folder = str(self._checkpoints.folder(spot))
+        await self._workers.command(Load(model=record.model, folder=folder, optimizer=optimizer))
+        return Start(path=str(spot), optimizer=optimizer, time=kept.time)
+
+    async def _load_state(self, record: ModelRecord, work: LoadState, owner: str) -> Result:
         spot, kept = self._checkpoints.read(work.path, owner)
         self._check_fits(record, spot, kept)
-        folder = str(self._storage.folder(spot))
         with self._models.changing(record):
-            await self._workers.command(
-                Load(model=record.model, folder=folder, optimizer=work.optimizer)
-            )
+            start = await self._load(record, spot, kept, optimizer=work.optimizer)
         live = self._models.live(record)
         live.has_gradients = live.lost_gradients = False
         live.step = kept.step if work.optimizer else 0
         record.corrupted = False
-        start = Start(path=str(spot), optimizer=work.optimizer)
         self._models.goes_on_from(record, start, step=live.step)
         return Loaded(model=record.model, name=spot.within)
 
     async def _save_sampler(self, record: ModelRecord, work: SaveSampler, owner: str) -> Result:
         self._models.check_known(record)
         session = None if work.session is None else self._sessions.find(work.session, owner)
-        if session is None or work.number is None:
-            spot = await self._saving.sampler(record, work.name, ttl_seconds=work.ttl_seconds)
-            return Saved(model=record.model, name=spot.within)
-        name = self._sessions.free_sampler(session, work.number)
-        spot = await self._saving.sampler(
+        save = partial(
+            self._saving.sampler,
             record,
             work.name,
             ttl_seconds=work.ttl_seconds,
-            only_for=None if work.keep else name,
+            user_metadata=work.user_metadata,
         )
+        if session is None or work.number is None:
+            return Saved(model=record.model, name=(await save()).within)
+        name = self._sessions.free_sampler(session, work.number)
+        spot = await save(only_for=None if work.keep else name)
         sampler = SamplerRecord(base_model=record.base_model, path=str(spot))
         self._sessions.add_sampler(session, work.number, sampler)
         return Saved(model=record.model, name=spot.within, sampler=name)
 
     async def _sync(self, record: ModelRecord, work: SyncWeights) -> Result:
         self._models.check_known(record)
-        endpoints = tuple(
-            endpoint
-            for endpoint in self._registry.endpoints
-            if not work.pools or endpoint.pool in work.pools
+        sent = sent_to(self._registry, record.owner, work.pools)
+        order = Push(
+            model=record.model,
+            endpoints=tuple(endpoint for endpoint, _ in sent),
+            master_address=work.master_address,
+            master_port=work.master_port,
+            group_name=work.group_name,
+            buffer_size_mb=work.buffer_size_mb,
+            flush_cache=work.flush_cache,
+            pause_mode=work.pause_mode,
+            weight_version=work.weight_version,
+            quantization=work.quantization,
+            api_keys=tuple(key for _, key in sent),
         )
-        if not endpoints:
-            where = f" in {', '.join(work.pools)[:200]}" if work.pools else ""
-            raise RefusedError("invalid", f"there are no inference endpoints{where}; add one first")
-        return await self._workers.command(
-            Push(
-                model=record.model,
-                endpoints=endpoints,
-                master_address=work.master_address,
-                master_port=work.master_port,
-                group_name=work.group_name,
-                buffer_size_mb=work.buffer_size_mb,
-                flush_cache=work.flush_cache,
-                pause_mode=work.pause_mode,
-                weight_version=work.weight_version,
-                quantization=work.quantization,
-            )
-        )
+        try:
+            return await self._workers.command(order)
+        except WorkersLostError:
+            let_go_on(sent, work.group_name)
+            raise
 
     async def _unload(self, record: ModelRecord, work: UnloadModel, why: str) -> Result:
-        """A model that was put back and not gone on with is saved already."""
-        if work.save and (record.is_unsaved or not self._is_kept(record)):
-            await self._saving.training(record, None)
+        if work.save and self._is_unsaved(record):
+            await self.save(record)
         await self._workers.command(Close(model=record.model))
         self._models.closed(record, why)
         return Done()
 
-    def _is_kept(self, record: ModelRecord) -> bool:
+    def _is_unsaved(self, record: ModelRecord) -> bool:
+        """A model that was put back and not gone on with is saved already, under its own name."""
         start = record.start
-        if start is None or not start.optimizer:
-            return False
-        spot = spot_of(start.path)
-        return spot.model == record.model and self._storage.holds(spot)
+        if record.is_unsaved or start is None or not start.optimizer:
+            return True
+        is_own = spot_of(start.path).model == record.model
+        return not is_own or not self._checkpoints.holds(start)
 
     def _served(self) -> Served:
         if self._workers.ready is None:

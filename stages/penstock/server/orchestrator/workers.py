@@ -9,6 +9,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Literal
 
 from penstock.server.orchestrator.refusals import RefusedError, WorkersLostError
@@ -29,6 +30,9 @@ from penstock.server.protocol.commands import (
 )
 
 LOG = logging.getLogger(__name__)
+
+LEAVING_SECONDS = 5.0
+"""That workers have to be gone after they were told to leave in peace."""
 
 State = Literal["starting", "ready", "down", "failed"]
 
@@ -51,6 +55,7 @@ class Workers:
         self._outbox: asyncio.Queue[ToWorkers] = asyncio.Queue()
         self._waiting: tuple[str, asyncio.Future[Reply]] | None = None
         self._heard = time.monotonic()
+        self._gone = asyncio.Event()
         self._leaving = ""
         """The instance that ends, as is known, whose loss was counted already."""
         self.ready: Ready | None = None
@@ -68,7 +73,10 @@ class Workers:
             try:
                 message = await self._channel.receive()
             except PeerLostError:
-                if not self._leaving:
+                self._gone.set()
+                if self._leaving:
+                    self._forget_unsent()
+                else:
                     self.lose("their first process ended")
                 self._leaving = ""
                 continue
@@ -134,6 +142,17 @@ class Workers:
         finally:
             self._waiting = None
 
+    async def dismiss(self) -> None:
+        """Have them end in peace, and wait for that a while."""
+        if self.ready is None:
+            return
+        self._leaving, self.ready = self.ready.instance, None
+        self._gone.clear()
+        self._outbox.put_nowait(Leave())
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LEAVING_SECONDS):
+                await self._gone.wait()
+
     def lose(self, why: str) -> None:
         """They are gone, and with them all that they held."""
         if self.state == "failed":
@@ -151,12 +170,15 @@ class Workers:
         else:
             self.state = "down"
             self.reason = f"the workers were lost: {why}"
-        # What was not sent yet was for those that are gone.
-        while not self._outbox.empty():
-            self._outbox.get_nowait()
+        self._forget_unsent()
         if self._waiting is not None:
             self._fail(self._waiting[0], WorkersLostError(self.reason))
         self._changed()
+
+    def _forget_unsent(self) -> None:
+        """It was for those that are gone."""
+        while not self._outbox.empty():
+            self._outbox.get_nowait()
 
     def serve(self) -> None:
         """All is as it is to be: works may be done again."""
