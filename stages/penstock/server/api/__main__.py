@@ -1,8 +1,6 @@
 """The API process: `python -m penstock.server.api JOB`. It speaks HTTP and asks the engine."""
 
 import asyncio
-import contextlib
-import ipaddress
 import sys
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import uvicorn
 from penstock.config.server import ServerConfig
 from penstock.core import env
 from penstock.core.errors import ConfigError
+from penstock.server.addresses import is_loopback
 from penstock.server.api.app import create_app
 from penstock.server.api.settings import ApiSettings
 from penstock.server.job import ServerJob
@@ -20,7 +19,10 @@ from penstock.server.protocol.zmq import connecting
 KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep a connection that is idle, so that they do not write to a closed one."""
 GRACE_SECONDS = 5
-"""That polls have to end when the process is told to."""
+"""That requests have to end when the process is told to."""
+POLL_SECONDS = 4.0
+"""That polls wait yet then: what they wait for may come, and else they say that it did not."""
+LOOK_SECONDS = 0.1
 
 
 def main(job_path: Path) -> None:
@@ -50,7 +52,18 @@ async def serve(job: ServerJob, keys: tuple[str, ...]) -> None:
             timeout_graceful_shutdown=GRACE_SECONDS,
         )
     )
-    await server.serve()
+    ending = asyncio.create_task(_end_polls(server, app.state.service.closing))
+    try:
+        await server.serve()
+    finally:
+        ending.cancel()
+
+
+async def _end_polls(server: uvicorn.Server, closing: asyncio.Event) -> None:
+    while not server.should_exit:
+        await asyncio.sleep(LOOK_SECONDS)
+    await asyncio.sleep(POLL_SECONDS)
+    closing.set()
 
 
 def settings_of(config: ServerConfig, keys: tuple[str, ...]) -> ApiSettings:
@@ -64,15 +77,6 @@ def settings_of(config: ServerConfig, keys: tuple[str, ...]) -> ApiSettings:
         future_ttl=config.future_ttl,
         idle_session_timeout=config.idle_session_timeout,
     )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether this machine alone reaches that address."""
-    if host == "localhost":
-        return True
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    return False
 
 
 if __name__ == "__main__":

@@ -131,6 +131,8 @@ class SessionTold(Told):
 
     training_run_ids: list[str]
     sampler_ids: list[str]
+    user_metadata: dict[str, str]
+    display_name: str | None = None
 
 
 class SessionsTold(Told):
@@ -140,11 +142,13 @@ class SessionsTold(Told):
 
 
 class SessionInfoTold(Told):
-    """What is open (xorl)."""
+    """What is open (xorl). Adapters take no places of a known number here, none of which is the
+    current one."""
 
     registered_models: list[str]
     active_sessions: int
     session_activity: dict[str, float]
+    """When each open model was last asked of, in seconds since the epoch."""
     idle_timeout_seconds: float
     loaded_sampling_adapters: dict[str, int] = {}
     loaded_training_adapters: list[str]
@@ -171,6 +175,7 @@ class CheckpointTold(Told):
     size_bytes: int | None = None
     public: bool = False
     expires_at: str | None = None
+    user_metadata: dict[str, str] | None = None
 
 
 class CursorTold(Told):
@@ -218,12 +223,23 @@ class RunsTold(Told):
     cursor: CursorTold
 
 
+class LoraTold(Told):
+    """An adapter, in xorl's words."""
+
+    lora_rank: int
+    lora_alpha: float
+
+
 class WeightsTold(Told):
-    """What a checkpoint is of."""
+    """What a checkpoint is of; null: as the server's file says."""
 
     base_model: str
     is_lora: bool
     lora_rank: int | None = None
+    lora_config: LoraTold | None = None
+    train_attn: bool | None = None
+    train_mlp: bool | None = None
+    train_unembed: bool | None = None
 
 
 class SamplerTold(Told):
@@ -304,5 +320,5 @@ class SyncedTold(Told):
 class QuantizationTold(Told):
     """How weights are sent from now on."""
 
-    quantization: dict[str, str | int | float | bool] | None
+    quantization: dict[str, str | int | float | bool | list[str | int]] | None
     message: str

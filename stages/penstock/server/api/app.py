@@ -23,6 +23,7 @@ from penstock.server.api.futures import Futures
 from penstock.server.api.keys import Keys
 from penstock.server.api.link import Link
 from penstock.server.api.metrics import Metrics
+from penstock.server.api.pulse import Pulse
 from penstock.server.api.rates import Rates
 from penstock.server.api.refusals import (
     Refusal,
@@ -32,6 +33,7 @@ from penstock.server.api.refusals import (
     answer_refusal,
 )
 from penstock.server.api.settings import ApiSettings
+from penstock.server.api.turns import InTurn, Turns
 from penstock.server.protocol.asks import FromEngine, ToEngine
 from penstock.server.protocol.channel import Channel
 
@@ -48,10 +50,18 @@ def create_app(channel: Channel[ToEngine, FromEngine], settings: ApiSettings) ->
         max_pending=settings.max_pending_requests,
         max_kept_bytes=settings.max_kept_bytes,
     )
+    pulse = Pulse(
+        link,
+        idle_timeout=settings.idle_session_timeout,
+        answer_timeout=settings.answer_timeout,
+    )
+    turns = Turns()
     service = Service(
         settings=settings,
         link=link,
         futures=futures,
+        pulse=pulse,
+        turns=turns,
         keys=Keys(settings.keys),
         rates=Rates(settings.requests_per_minute),
         metrics=Metrics(),
@@ -63,7 +73,9 @@ def create_app(channel: Channel[ToEngine, FromEngine], settings: ApiSettings) ->
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         link.start()
         futures.start()
+        pulse.start()
         yield
+        await pulse.stop()
         await futures.stop()
         await link.stop()
 
@@ -88,5 +100,6 @@ def create_app(channel: Channel[ToEngine, FromEngine], settings: ApiSettings) ->
         routes_absent.router,
     ):
         app.include_router(router)
+    app.add_middleware(InTurn, turns=turns)
     app.openapi = lambda: document(app)
     return app

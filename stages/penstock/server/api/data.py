@@ -2,10 +2,11 @@
 
 In protobuf, and in JSON: of chunks of tokens, or of `input_ids`. Targets are shifted already; in
 JSON there may be `labels` in their place (Hugging Face's: the label of position t is the token at
-t), which are shifted here, once.
+t), which are shifted here, once. What of them is -100 is not trained on.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,9 @@ import numpy.typing as npt
 from penstock.server.api import tinker_pb2 as pb
 from penstock.server.api.refusals import Refusal
 from penstock.server.api.tensors import (
+    MAX_NUMBERS,
     Numbers,
+    for_targets,
     for_tokens,
     from_json,
     from_list,
@@ -23,33 +26,38 @@ from penstock.server.api.tensors import (
     tokens_of_bytes,
     whole,
 )
-from penstock.server.protocol.losses import FACTORS, OPTIONAL, REQUIRED, TARGETS
+from penstock.server.protocol.losses import FACTORS, OPTIONAL, REQUIRED, SEVERAL_TARGETS, TARGETS
 from penstock.server.protocol.values import Array, Datum, Loss
 
 IGNORED = -100
 """The label of what is not trained on."""
 
+RATIO_MASK = "sequence_ratio_mask"
+"""The SDK's input of `gspo` that says over which tokens a sequence's ratio is taken."""
+
+Tokens = npt.NDArray[np.int64]
 Given = dict[str, Numbers]
 
 
 def data_of_proto(data: Sequence[pb.Datum], loss: Loss) -> tuple[Datum, ...]:
     """The SDK's samples. Raises Refusal naming the sample and the input that is wrong."""
-    return tuple(_of_proto(datum, loss, f"sample {index}") for index, datum in enumerate(data))
+    return _bounded(_of_proto(datum, loss, f"sample {index}") for index, datum in enumerate(data))
 
 
 def data_of_json(
     data: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], loss: Loss
 ) -> tuple[Datum, ...]:
-    """Samples of either form in JSON: `model_input` and `loss_fn_inputs` of each."""
-    return tuple(
+    """Samples of either form in JSON: `model_input` and `loss_fn_inputs` of each. Raises Refusal as
+    above."""
+    return _bounded(
         _of_json(written, inputs, loss, f"sample {index}")
         for index, (written, inputs) in enumerate(data)
     )
 
 
-def tokens_of_chunks(chunks: Any, what: str) -> npt.NDArray[np.int64]:
+def tokens_of_chunks(chunks: Any, what: str) -> Tokens:
     """The tokens of a prompt of the SDK's, in JSON. Raises Refusal for images and sounds."""
-    parts: list[npt.NDArray[np.int64]] = []
+    parts: list[Tokens] = []
     if not isinstance(chunks, list) or not all(isinstance(chunk, dict) for chunk in chunks):
         raise Refusal(f"the chunks of {what} are no list of chunks")
     for chunk in chunks:
@@ -60,33 +68,64 @@ def tokens_of_chunks(chunks: Any, what: str) -> npt.NDArray[np.int64]:
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 
+def _bounded(data: Iterable[Datum]) -> tuple[Datum, ...]:
+    """All of them. Sparse targets are few bytes on the wire, and many here."""
+    kept: list[Datum] = []
+    targets = 0
+    for datum in data:
+        targets += math.prod(datum.inputs[TARGETS].shape)
+        if targets > MAX_NUMBERS:
+            raise Refusal(
+                f"the samples have over {MAX_NUMBERS} targets; send fewer at once", status=413
+            )
+        kept.append(datum)
+    return tuple(kept)
+
+
 def _of_proto(datum: pb.Datum, loss: Loss, what: str) -> Datum:
-    parts: list[npt.NDArray[np.int64]] = []
+    _check_names(datum.loss_fn_inputs, loss, what)
+    parts: list[Tokens] = []
     for chunk in datum.model_input:
         if chunk.WhichOneof("chunk") != "encoded_text":
             raise _no_text(str(chunk.WhichOneof("chunk")), what)
         parts.append(tokens_of_bytes(chunk.encoded_text.tokens, f"model_input of {what}"))
     tokens = np.concatenate(parts) if parts else np.zeros(0, np.int64)
     given = {
-        name: from_proto(tensor, f"{name[:100]} of {what}")
+        name: from_proto(tensor, f"{name} of {what}")
         for name, tensor in datum.loss_fn_inputs.items()
     }
     return _datum(tokens, given, loss, what)
 
 
 def _of_json(written: Mapping[str, Any], inputs: Mapping[str, Any], loss: Loss, what: str) -> Datum:
-    given = {name: _numbers(value, f"{name[:100]} of {what}") for name, value in inputs.items()}
+    if "labels" in inputs:
+        if len(inputs) > 1:
+            others = ", ".join(sorted(name[:100] for name in inputs if name != "labels")[:5])
+            raise Refusal(
+                f"{what} has labels and {others}: of labels alone is it plain where they belong;"
+                " send target_tokens beside them, one for each token"
+            )
+        _check_names((TARGETS,), loss, what)
+        tokens, name = _tokens_of_json(written, what), f"labels of {what}"
+        labels = whole(for_tokens(_numbers(inputs["labels"], name), len(tokens), name), name)
+        # After the last token there is none.
+        return _datum(tokens, {TARGETS: np.append(labels[1:], IGNORED)}, loss, what)
+    _check_names(inputs, loss, what)
+    given = {name: _numbers(value, f"{name} of {what}") for name, value in inputs.items()}
+    return _datum(_tokens_of_json(written, what), given, loss, what)
+
+
+def _tokens_of_json(written: Mapping[str, Any], what: str) -> Tokens:
     if "chunks" in written:
         if set(written) - {"chunks", "type"}:
             raise Refusal(f"the model_input of {what} has chunks and other things; send chunks")
-        tokens = tokens_of_chunks(written["chunks"], f"model_input of {what}")
-        return _datum(tokens, _shifted(given, len(tokens), what), loss, what)
-    parts = {name: _numbers(value, f"{name[:100]} of {what}") for name, value in written.items()}
-    if "input_ids" not in parts:
+        return tokens_of_chunks(written["chunks"], f"model_input of {what}")
+    if "input_ids" not in written:
         raise Refusal(f"the model_input of {what} has neither input_ids nor chunks")
-    tokens = _flat(whole(parts.pop("input_ids"), f"input_ids of {what}"), f"input_ids of {what}")
-    _is_plain(parts, len(tokens), what)
-    return _datum(tokens, _shifted(given, len(tokens), what), loss, what)
+    name = f"input_ids of {what}"
+    tokens = _flat(whole(_numbers(written["input_ids"], name), name), name)
+    _check_plain(written, len(tokens), what)
+    return tokens
 
 
 def _numbers(value: Any, what: str) -> Numbers:
@@ -97,12 +136,13 @@ def _numbers(value: Any, what: str) -> Numbers:
     raise Refusal(f"{what} is no tensor and no list of numbers")
 
 
-def _is_plain(parts: Mapping[str, Numbers], length: int, what: str) -> None:
+def _check_plain(written: Mapping[str, Any], length: int, what: str) -> None:
     """What else a model may be given is taken where it changes nothing."""
     plain = {"attention_mask": np.ones(length), "position_ids": np.arange(length)}
-    for name, numbers in parts.items():
+    for name in written.keys() - {"input_ids"}:
         if name not in plain:
             raise Refusal(f"the model_input of {what} has {name[:100]}, which is not read here")
+        numbers = _numbers(written[name], f"{name} of {what}")
         if not np.array_equal(for_tokens(numbers, length, f"{name} of {what}"), plain[name]):
             raise Refusal(
                 f"{name} of {what} is not that of one text without padding; send each text as a"
@@ -110,58 +150,59 @@ def _is_plain(parts: Mapping[str, Numbers], length: int, what: str) -> None:
             )
 
 
-def _shifted(given: Given, length: int, what: str) -> Given:
-    """Labels to targets: that of the last token is not there, and of those that are masked there
-    is none to train on."""
-    if "labels" in given:
-        if len(given) > 1:
-            others = ", ".join(sorted(name[:100] for name in given if name != "labels")[:5])
-            raise Refusal(
-                f"{what} has labels and {others}: of labels alone is it plain where they belong;"
-                " send target_tokens beside them, one for each token"
-            )
-        name = f"labels of {what}"
-        labels = whole(for_tokens(given["labels"], length, name), name)
-        targets = np.append(labels[1:], IGNORED)
-        return {TARGETS: targets.clip(0), "weights": (targets != IGNORED).astype(np.float32)}
-    if TARGETS in given:
-        name = f"{TARGETS} of {what}"
-        targets = whole(for_tokens(given[TARGETS], length, name), name)
-        if np.any(targets == IGNORED):
-            weights = given.get("weights", np.ones(length, np.float32))
-            weights = for_tokens(weights, length, f"weights of {what}")
-            masked = np.where(targets == IGNORED, 0, weights).astype(np.float32)
-            return given | {TARGETS: np.where(targets == IGNORED, 0, targets), "weights": masked}
-    return given
-
-
-def _datum(tokens: npt.NDArray[np.int64], given: Given, loss: Loss, what: str) -> Datum:
-    if not len(tokens):
-        raise Refusal(f"{what} has no tokens")
+def _check_names(given: Collection[str], loss: Loss, what: str) -> None:
+    """Asked before anything is unpacked, so that what is not taken costs nothing."""
     required = (TARGETS, *REQUIRED[loss])
     missing = [name for name in required if name not in given]
     if missing:
         raise Refusal(f"{what} has no {', '.join(missing)}, which {loss} takes")
     # The SDK's own losses send weights and masks beside what they take: all losses take those.
-    known = {*required, *OPTIONAL[loss], *FACTORS}
+    known = {*required, *OPTIONAL[loss], *FACTORS, *((RATIO_MASK,) if loss == "gspo" else ())}
     strange = sorted(name for name in given if name not in known)
     if strange:
         raise Refusal(
             f"{what} has {', '.join(name[:100] for name in strange[:5])}, which {loss} does not"
             f" take; it takes {', '.join(sorted(known))}"
         )
-    inputs: dict[str, Array] = {}
-    for name, numbers in given.items():
-        each = for_tokens(numbers, len(tokens), f"{name} of {what}")
-        if name == TARGETS:
-            targets = whole(each, f"{name} of {what}")
-            inputs[name] = Array.of(token_array(targets, f"{name} of {what}").numpy(), "int64")
-        else:
-            inputs[name] = Array.of(each, "float32")
+
+
+def _datum(tokens: Tokens, given: Given, loss: Loss, what: str) -> Datum:
+    if not len(tokens):
+        raise Refusal(f"{what} has no tokens")
+    targets = _targets(given[TARGETS], len(tokens), loss, f"{TARGETS} of {what}")
+    others = {
+        name: for_targets(numbers, targets.shape, f"{name} of {what}")
+        for name, numbers in given.items()
+        if name != TARGETS
+    }
+    if RATIO_MASK in others:
+        _mark_ratio(others, what)
+    if np.any(is_ignored := targets == IGNORED):
+        others["weights"] = np.where(is_ignored, 0, others.get("weights", 1))
+        targets = np.where(is_ignored, 0, targets)
+    inputs = {name: Array.of(numbers, "float32") for name, numbers in others.items()}
+    inputs[TARGETS] = token_array(targets, f"{TARGETS} of {what}", "int64")
     return Datum(tokens=token_array(tokens, f"model_input of {what}"), inputs=inputs)
 
 
-def _flat(numbers: npt.NDArray[np.int64], what: str) -> npt.NDArray[np.int64]:
+def _mark_ratio(others: Given, what: str) -> None:
+    """The tokens that a sequence's ratio is of become those that count.
+
+    Raises Refusal where others are to gain or lose by it, too.
+    """
+    is_of_ratio = others.pop(RATIO_MASK) != 0
+    if np.any(others["advantages"][~is_of_ratio] != 0):
+        raise Refusal(f"{what} has advantages where its {RATIO_MASK} is 0; send 0 there")
+    others["mask"] = is_of_ratio * others.get("mask", 1)
+
+
+def _targets(numbers: Numbers, length: int, loss: Loss, what: str) -> Tokens:
+    """int64 [T], or [T, K] where a loss takes several of each token."""
+    several = loss in SEVERAL_TARGETS and numbers.ndim == 2 and len(numbers) == length
+    return whole(numbers if several and numbers.size else for_tokens(numbers, length, what), what)
+
+
+def _flat(numbers: Tokens, what: str) -> Tokens:
     """[T], also of [1, T]."""
     return for_tokens(numbers, numbers.size, what) if numbers.size else numbers.reshape(0)
 

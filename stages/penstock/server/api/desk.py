@@ -1,6 +1,7 @@
 """What a route is served with: whose request it is, the engine, and the futures."""
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
@@ -10,15 +11,16 @@ from penstock.server.api.futures import Futures, Kind, Shape
 from penstock.server.api.keys import Keys
 from penstock.server.api.link import Link
 from penstock.server.api.metrics import Metrics
+from penstock.server.api.pulse import Pulse
 from penstock.server.api.rates import Rates
 from penstock.server.api.refusals import Refusal
 from penstock.server.api.settings import ApiSettings
+from penstock.server.api.turns import Turns
 from penstock.server.protocol.results import Result
+from penstock.server.protocol.values import Quantization
 from penstock.server.protocol.works import Ordered, Sample, Work
 
 R = TypeVar("R", bound=Result)
-
-Quantization = dict[str, str | int | float | bool]
 
 
 @dataclass(frozen=True)
@@ -28,12 +30,16 @@ class Service:
     settings: ApiSettings
     link: Link
     futures: Futures
+    pulse: Pulse
+    turns: Turns
     keys: Keys
     rates: Rates
     metrics: Metrics
     reading: Reading
     quantization: dict[str, Quantization | None]
     """How weights are sent, by owner, where a request to send them does not say."""
+    closing: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the process is about to end, so that nobody waits longer."""
 
 
 @dataclass(frozen=True)

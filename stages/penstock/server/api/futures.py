@@ -13,6 +13,7 @@ from penstock.server.api.link import End, Link
 from penstock.server.api.refusals import Refusal
 from penstock.server.protocol.asks import Answer, Ask, Failure
 from penstock.server.protocol.results import Passed, Sampled
+from penstock.server.protocol.values import Array
 from penstock.server.protocol.works import Ordered, Pass, Sample
 
 Kind = Literal[
@@ -116,12 +117,12 @@ class Futures:
         """Hand a work over, or find the future of the same request that came before.
 
         `idempotency`: the client's name for this request, the same when it sends it again. Raises
-        Refusal: 429 when the owner waits for as many as it may, else those of `Link.ask`.
+        Refusal: 429 when the owner waits for as many as it may, 503 when no workers will come any
+        more, else those of `Link.ask`.
         """
         again = (owner, shape.kind, idempotency) if idempotency else None
         known = self._promises.get(self._again.get(again, "")) if again else None
-        # What did not go may go now.
-        if known and not (known.end.done() and isinstance(known.end.result(), Failure)):
+        if known and not _has_failed(known.end):
             return known
         status = self._link.status
         if status and status.workers == "failed":
@@ -138,18 +139,14 @@ class Futures:
                 retry_after=1.0,
             )
         name = f"future_{secrets.token_hex(16)}"
-        # Counted before anything is waited for: many may come at once.
+        promise = Promise(name, owner, shape, self._link.expect(name), again)
+        # Known and counted before anything is waited for: many may come at once, and the same one.
         self._pending[owner] += 1
-        try:
-            end = await self._link.ask(Ask(id=name, owner=owner, work=work, seq=seq))
-        except BaseException:
-            self._release(owner)
-            raise
-        promise = Promise(name, owner, shape, end, again)
         self._promises[name] = promise
         if again:
             self._again[again] = name
-        end.add_done_callback(lambda _: self._finish(promise))
+        promise.end.add_done_callback(lambda _: self._finish(promise))
+        await self._link.send(Ask(id=name, owner=owner, work=work, seq=seq))
         return promise
 
     def find(self, name: str, owner: str) -> Promise:
@@ -222,6 +219,11 @@ class Futures:
             self.expire()
 
 
+def _has_failed(end: asyncio.Future[End]) -> bool:
+    """Whether it may be tried again."""
+    return end.done() and (end.cancelled() or isinstance(end.result(), Failure))
+
+
 def _bytes_of(end: End) -> int:
     """What a result takes, near enough."""
     if isinstance(end, Failure):
@@ -231,8 +233,8 @@ def _bytes_of(end: End) -> int:
         case Passed(outputs=outputs):
             return sum(len(array.data) for output in outputs for array in output.values())
         case Sampled() as sampled:
-            prompt = (sampled.prompt_logprobs, sampled.topk_prompt_tokens)
-            drawn = (array for one in sampled.sequences for array in (one.tokens, one.logprobs))
-            return sum(len(array.data) for array in (*drawn, *prompt) if array)
+            told = [sampled, *sampled.sequences]
+            arrays = (getattr(one, name) for one in told for name in one.__struct_fields__)
+            return sum(len(array.data) for array in arrays if isinstance(array, Array))
         case _:
             return 0

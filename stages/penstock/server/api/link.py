@@ -59,11 +59,14 @@ class Link:
         self._channel.close()
 
     async def ask(self, ask: Ask) -> asyncio.Future[End]:
-        """Hand a work over; its end is heard of later.
+        """Hand a work over; its end is heard of later. Raises Refusal as `expect` and `send`."""
+        end = self.expect(ask.id)
+        await self.send(ask)
+        return end
 
-        Raises Refusal: 503 while there is no engine, or no workers will come any more; 413 for
-        what is too large for the channel.
-        """
+    def expect(self, name: str) -> asyncio.Future[End]:
+        """The end of an ask that is about to be sent. Raises Refusal (503) while there is no
+        engine."""
         if self.status is None or self._greeted != self._instance:
             raise Refusal(
                 "the engine is not there; it is started again",
@@ -72,14 +75,23 @@ class Link:
                 retry_after=1.0,
             )
         end: asyncio.Future[End] = asyncio.get_running_loop().create_future()
-        self._waiting[ask.id] = end
-        end.add_done_callback(lambda _: self._waiting.pop(ask.id, None))
+        self._waiting[name] = end
+        end.add_done_callback(lambda _: self._waiting.pop(name, None))
+        return end
+
+    async def send(self, ask: Ask) -> None:
+        """Hand over a work whose end is expected; where that does not go, its end is cancelled.
+
+        Raises Refusal (413) for what is too large for the channel.
+        """
+        end = self._waiting[ask.id]
         try:
             await self._channel.send(ask)
-        except FrameError as error:
+        except BaseException as error:
             end.cancel()
-            raise Refusal(str(error), status=413) from error
-        return end
+            if isinstance(error, FrameError):
+                raise Refusal(str(error), status=413) from error
+            raise
 
     async def call(self, owner: str, work: Work, seconds: float) -> Result:
         """The result of a work that is waited for.

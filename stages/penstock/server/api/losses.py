@@ -38,6 +38,9 @@ LOSSES: Mapping[str, Loss] = {loss: loss for loss in PARAMS}
 """By their names."""
 
 _OFF = (None, False, 0, 0.0)
+_DRGRPO = _Foreign(
+    "drgrpo", clip=(0.2, 0.28), renamed={"beta": "kl_beta"}, neutral={"kl_type": ("k3", None)}
+)
 
 XORL: Mapping[str, _Foreign] = {
     "causallm_loss": _Foreign("cross_entropy"),
@@ -48,18 +51,8 @@ XORL: Mapping[str, _Foreign] = {
         neutral={"use_tis": _OFF, "icepop_beta": _OFF, "compute_kl_stats": _OFF},
     ),
     "cispo": _Foreign("cispo", clip=(1.0, 3.0)),
-    "drgrpo": _Foreign(
-        "drgrpo",
-        clip=(0.2, 0.28),
-        renamed={"beta": "kl_beta"},
-        neutral={"kl_type": ("k3", None)},
-    ),
-    "drgrpo_loss": _Foreign(
-        "drgrpo",
-        clip=(0.2, 0.28),
-        renamed={"beta": "kl_beta"},
-        neutral={"kl_type": ("k3", None)},
-    ),
+    "drgrpo": _DRGRPO,
+    "drgrpo_loss": _DRGRPO,
 }
 """By their names there. Clips there are distances from 1; here they are thresholds."""
 

@@ -23,7 +23,10 @@ _PATH = re.compile(
     r"(?:(?:tinker|xorl)://)?"
     r"([A-Za-z0-9][A-Za-z0-9_.:-]{0,127})/((?:sampler_)?weights)/([A-Za-z0-9][A-Za-z0-9_.-]{0,127})"
 )
-_ID = re.compile(r"(?:((?:sampler_)?weights)/)?([A-Za-z0-9][A-Za-z0-9_.-]{0,127})")
+_ID = re.compile(
+    r"(?:((?:sampler_)?weights)/(?:([A-Za-z0-9][A-Za-z0-9_.:-]{0,127})/)?)?"
+    r"([A-Za-z0-9][A-Za-z0-9_.-]{0,127})"
+)
 
 TRAINED = ":train:"
 """Between the session and the number of a model that the SDK named."""
@@ -40,12 +43,13 @@ def read_path(written: str) -> str:
     return "/".join(found.groups())
 
 
-def read_checkpoint(written: str) -> str:
-    """`weights/<name>` of what names a checkpoint of a model; training's where it is unsaid."""
+def read_checkpoint(written: str, model: str, room: str = "weights") -> str:
+    """`weights/<name>` of what names a checkpoint of a model: that, or a name alone, which is in
+    `room`, or `weights/<model>/<name>` (xorl). Raises Refusal for what is none of this model's."""
     found = _ID.fullmatch(written)
-    if not found:
-        raise Refusal(f"{written[:200]!r} names no checkpoint: it is weights/<name>")
-    return f"{found[1] or 'weights'}/{found[2]}"
+    if not found or found[2] not in (None, model):
+        raise Refusal(f"{written[:200]!r} names no checkpoint of {model}: it is weights/<name>")
+    return f"{found[1] or room}/{found[3]}"
 
 
 def write_path(model: str, name: str) -> str:

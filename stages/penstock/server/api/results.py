@@ -11,9 +11,11 @@ from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.server.api.futures import Shape
-from penstock.server.api.paths import write_path
+from penstock.server.api.paths import scheme_of, write_path
+from penstock.server.api.wishes import clients_own
 from penstock.server.protocol.asks import Failure
 from penstock.server.protocol.results import (
     Loaded,
@@ -24,12 +26,15 @@ from penstock.server.protocol.results import (
     Saved,
     Stepped,
 )
-from penstock.server.protocol.values import Array, Checkpoint, Run
+from penstock.server.protocol.values import Array, Checkpoint, Run, Sequence
 
 NOT_FINITE = (
     "the result holds numbers that are not finite: the computation diverged, or what it was given"
     " was out of range"
 )
+
+STEPS = "optimizer_step"
+"""What clients of the SDK are told as, where `step` is told to others: steps that were taken."""
 
 _WRITTEN = {"float32": "float32", "int64": "int64", "int32": "int64"}
 
@@ -39,8 +44,7 @@ def json_of_result(result: Result, shape: Shape) -> dict[str, Any]:
     told: dict[str, Any] = {"type": shape.kind}
     match result:
         case Passed():
-            return {
-                "type": shape.kind,
+            return told | {
                 "loss_fn_output_type": "ArrayRecord",
                 "loss_fn_outputs": [
                     {name: tensor_of(array) for name, array in output.items()}
@@ -52,11 +56,10 @@ def json_of_result(result: Result, shape: Shape) -> dict[str, Any]:
         case Sampled():
             return told | _sampled(result, shape)
         case Stepped():
-            return told | {"metrics": result.metrics}
-        case ModelMade():
-            return told | {"model_id": result.model} | _path(shape)
-        case Loaded():
-            return told | {"model_id": result.model} | _path(shape)
+            return told | {"metrics": _of_step(result, shape)}
+        case ModelMade() | Loaded():
+            path = {} if shape.path is None else {"path": shape.path}
+            return told | {"model_id": result.model} | path
         case Saved():
             told["path"] = write_path(result.model, result.name)
             return (
@@ -101,6 +104,7 @@ def checkpoint_of(checkpoint: Checkpoint) -> dict[str, Any]:
         "size_bytes": checkpoint.size,
         "public": checkpoint.public,
         "expires_at": None if checkpoint.expires is None else written_time(checkpoint.expires),
+        "user_metadata": checkpoint.user_metadata,
     }
 
 
@@ -117,7 +121,7 @@ def run_of(run: Run, owner: str) -> dict[str, Any]:
         "last_request_time": written_time(run.last_request),
         "last_checkpoint": last and checkpoint_of(last),
         "last_sampler_checkpoint": sampler and checkpoint_of(sampler),
-        "user_metadata": run.user_metadata,
+        "user_metadata": clients_own(run.user_metadata),
     }
 
 
@@ -126,39 +130,47 @@ def written_time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
-def prompt_logprobs_of(result: Sampled, shape: Shape) -> Array | None:
-    """float32 [T], NaN where none was asked for."""
-    array = result.prompt_logprobs
-    if array is None or shape.last_prompt_logprobs is None:
-        return array
-    numbers = array.numpy().astype(np.float32)
-    numbers[: max(0, len(numbers) - shape.last_prompt_logprobs)] = np.nan
-    return Array.of(numbers, "float32")
+def last_of(logprobs: Array, shape: Shape) -> npt.NDArray[np.float32]:
+    """Log-probabilities of a prompt's tokens, [T] or [T, k]; NaN where none were asked for."""
+    numbers = logprobs.numpy().astype(np.float32)
+    if shape.last_prompt_logprobs is not None:
+        numbers[: max(0, len(numbers) - shape.last_prompt_logprobs)] = np.nan
+    return numbers
 
 
-def _path(shape: Shape) -> dict[str, Any]:
-    return {} if shape.path is None else {"path": shape.path}
+def _of_step(result: Stepped, shape: Shape) -> dict[str, float]:
+    """Clients of the SDK add what a step tells to what they log, where `step` is their own."""
+    if shape.model is None or scheme_of(shape.model) != "tinker":
+        return result.metrics
+    return {STEPS if name == "step" else name: value for name, value in result.metrics.items()}
 
 
 def _sampled(result: Sampled, shape: Shape) -> dict[str, Any]:
     """Samples; of a token of the prompt that has no log-probability there is null."""
-    told: dict[str, Any] = {
-        "sequences": [
-            {
-                "stop_reason": one.stop_reason,
-                "tokens": one.tokens.numpy().tolist(),
-                "logprobs": one.logprobs.numpy().tolist(),
-            }
-            for one in result.sequences
-        ]
-    }
-    prompt = prompt_logprobs_of(result, shape)
-    if prompt is not None:
-        told["prompt_logprobs"] = [None if n != n else n for n in prompt.numpy().tolist()]
-    if result.topk_prompt_tokens is not None and result.topk_prompt_logprobs is not None:
-        tokens, logprobs = result.topk_prompt_tokens.numpy(), result.topk_prompt_logprobs.numpy()
-        told["topk_prompt_logprobs"] = [
-            None if np.isnan(values).any() else list(map(list, zip(ids, values, strict=True)))
-            for ids, values in zip(tokens.tolist(), logprobs.tolist(), strict=True)
-        ]
+    told: dict[str, Any] = {"sequences": [_sequence(one) for one in result.sequences]}
+    if result.prompt_logprobs is not None:
+        numbers = last_of(result.prompt_logprobs, shape).tolist()
+        told["prompt_logprobs"] = [None if n != n else n for n in numbers]
+    tokens, logprobs = result.topk_prompt_tokens, result.topk_prompt_logprobs
+    if tokens is not None and logprobs is not None:
+        told["topk_prompt_logprobs"] = _topk(tokens, last_of(logprobs, shape))
     return told
+
+
+def _sequence(one: Sequence) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        "stop_reason": one.stop_reason,
+        "tokens": one.tokens.numpy().tolist(),
+        "logprobs": one.logprobs.numpy().tolist(),
+    }
+    if one.topk_tokens is not None and one.topk_logprobs is not None:
+        told["topk_logprobs"] = _topk(one.topk_tokens, one.topk_logprobs.numpy())
+    return told
+
+
+def _topk(tokens: Array, logprobs: npt.NDArray[Any]) -> list[list[list[Any]] | None]:
+    """Of [T, k] tokens and their log-probabilities; null where these are NaN."""
+    return [
+        None if np.isnan(values).any() else list(map(list, zip(ids, values, strict=True)))
+        for ids, values in zip(tokens.numpy().tolist(), logprobs.tolist(), strict=True)
+    ]

@@ -16,7 +16,7 @@ NO_TRACES = "sessions are neither traced nor searched here; training_runs lists 
 _ONE = "/api/v1/training_runs/{model_id}/checkpoints/{checkpoint:path}"
 ABSENT = {
     "/api/v1/auth/token": ("POST", NO_ACCOUNTS),
-    "/api/v1/auth/apikey/me": ("GET", NO_ACCOUNTS),
+    "/api/v1/auth/apikey/me": ("GET DELETE", NO_ACCOUNTS),
     "/api/v1/audit": ("GET", NO_ACCOUNTS),
     "/api/v1/billing/usage/events": ("GET", NO_ACCOUNTS),
     "/api/v1/billing/usage/checkpoints/current": ("GET", NO_ACCOUNTS),
@@ -42,9 +42,9 @@ def _refuse_with(why: str) -> None:
     async def absent(request: Request) -> None:
         raise Refusal(f"{request.url.path[:200]} is not offered here: {why}", code="not_found")
 
-    for path, (method, reason) in ABSENT.items():
+    for path, (methods, reason) in ABSENT.items():
         if reason == why:
-            router.add_api_route(path, absent, methods=[method], include_in_schema=False)
+            router.add_api_route(path, absent, methods=methods.split(), include_in_schema=False)
 
 
 for _why in {reason for _, reason in ABSENT.values()}:

@@ -48,7 +48,8 @@ async def retrieve_future(body: RetrieveBody, request: Request, desk: AtDesk) ->
     """What came of a future; or, after some seconds, that it waits."""
     promise = desk.service.futures.find(body.request_id, desk.owner)
     if not promise.end.done():
-        await asyncio.wait({promise.end}, timeout=desk.service.settings.poll_seconds)
+        await _wait(promise, desk)
+        await desk.service.turns.take()
     if not promise.end.done():
         return _try_again(promise, body, desk)
     if promise.end.cancelled():
@@ -64,6 +65,19 @@ async def retrieve_future(body: RetrieveBody, request: Request, desk: AtDesk) ->
 async def cancel_future(body: CancelBody, desk: AtDesk) -> None:
     """Do not begin it, if it has not begun; its end is told as that of every future."""
     await desk.service.futures.cancel(body.request_id, desk.owner)
+
+
+async def _wait(promise: Promise, desk: Desk) -> None:
+    """Until it is done, for as long as a poll may take."""
+    closing = asyncio.create_task(desk.service.closing.wait())
+    try:
+        await asyncio.wait(
+            {promise.end, closing},
+            timeout=desk.service.settings.poll_seconds,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+    finally:
+        closing.cancel()
 
 
 def _payload(promise: Promise, accept: str) -> tuple[bytes, str]:

@@ -3,7 +3,7 @@
 from penstock.server.api.answers import CreateSamplerTold, FutureTold, SamplerTold
 from penstock.server.api.data import tokens_of_chunks
 from penstock.server.api.desk import AtDesk, Desk
-from penstock.server.api.paths import ModelName, read_path, write_path
+from penstock.server.api.paths import ModelName, read_checkpoint, read_path, write_path
 from penstock.server.api.refusals import Refusal
 from penstock.server.api.routing import guarded_router
 from penstock.server.api.schemas import CreateSamplerBody, DrawBody
@@ -17,17 +17,11 @@ router = guarded_router("sampling")
 @router.post("/api/v1/create_sampling_session")
 async def create_sampling_session(body: CreateSamplerBody, desk: AtDesk) -> CreateSamplerTold:
     """Name what is sampled from. Without a session (xorl) a path is its own name."""
-    path = None if body.model_path is None else read_path(body.model_path)
     if body.session_id is None or body.sampling_session_seq_id is None:
-        if path is None:
+        if body.model_path is None:
             raise Refusal("send session_id and sampling_session_seq_id, or model_path")
-        told = await desk.call(works.WeightsOf(path=path), results.WeightsTold)
-        name = told.checkpoint.name
-        return CreateSamplerTold(
-            model_path=write_path(told.checkpoint.model, name),
-            lora_name=f"{told.checkpoint.model}/{name}",
-            message="draw from it with asample, by this model_path",
-        )
+        return await _by_path(desk, body.model_path, body.model_id or "default")
+    path = None if body.model_path is None else read_path(body.model_path)
     if path is None and body.base_model is None:
         raise Refusal("send model_path or base_model, to say what is sampled from")
     work = works.CreateSampler(
@@ -73,6 +67,7 @@ async def asample(body: DrawBody, desk: AtDesk) -> FutureTold:
         path=None if body.model_path is None else read_path(body.model_path),
         prompt_logprobs=bool(body.prompt_logprobs),
         topk_prompt_logprobs=body.topk_prompt_logprobs,
+        topk_sample_logprobs=body.topk_sample_logprobs,
     )
     again = ""
     if body.sampling_session_id is not None and body.seq_id is not None:
@@ -82,6 +77,22 @@ async def asample(body: DrawBody, desk: AtDesk) -> FutureTold:
         f"{told['request_id']}:{index}" for index in range(body.num_samples)
     ]
     return FutureTold(**told)
+
+
+async def _by_path(desk: Desk, written: str, model: str) -> CreateSamplerTold:
+    """A path that is its own name; a name alone is that of a checkpoint of `model` (xorl)."""
+    if "/" in written.removeprefix("sampler_weights/"):
+        path = read_path(written)
+    else:
+        path = f"{model}/{read_checkpoint(written, model, 'sampler_weights')}"
+    found = (await desk.call(works.WeightsOf(path=path), results.WeightsTold)).checkpoint
+    if found.kind != "sampler":
+        raise Refusal(f"{written[:200]} is what training goes on from; save it for sampling")
+    return CreateSamplerTold(
+        model_path=write_path(found.model, found.name),
+        lora_name=f"{found.model}/{found.name}",
+        message="draw from it with asample, by this model_path",
+    )
 
 
 async def _is_served(desk: Desk, base_model: str) -> None:

@@ -1,7 +1,5 @@
 """Routes of the service: what it offers, how it is, sessions, and how clients are to behave."""
 
-from typing import Any
-
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
@@ -31,11 +29,11 @@ from penstock.server.api.schemas import (
     FinishBody,
     HeartbeatBody,
 )
-from penstock.server.api.wishes import lora_of, metadata_of
+from penstock.server.api.wishes import DISPLAY_NAME, clients_own, lora_of, metadata_of
 from penstock.server.protocol import results, works
 
-MAX_SESSIONS = 100
-"""That `session_info` looks into."""
+MAX_MODELS = 1000
+"""That `session_info` tells of: the newest."""
 
 router = guarded_router("service")
 everybody = APIRouter(route_class=OpenRoute, tags=["health"])
@@ -44,13 +42,7 @@ everybody = APIRouter(route_class=OpenRoute, tags=["health"])
 @router.post("/api/v1/session_heartbeat")
 async def session_heartbeat(body: HeartbeatBody, desk: AtDesk) -> HeartbeatTold:
     """The client of a session lives."""
-    try:
-        await desk.call(works.Heartbeat(session=body.session_id), results.Done)
-    except Refusal as refusal:
-        if refusal.code != "not_found":
-            raise
-        # The SDK stops beating at 410.
-        raise Refusal(refusal.error, code="gone") from refusal
+    await desk.service.pulse.beat(desk.owner, body.session_id)
     return HeartbeatTold(session_id=body.session_id)
 
 
@@ -127,19 +119,21 @@ async def capabilities(desk: AtDesk) -> CapabilitiesTold:
 async def create_session(desk: AtDesk, body: CreateSessionBody | None = None) -> CreateSessionTold:
     """Begin a session."""
     body = body or CreateSessionBody()
+    lora = lora_of(body.lora_config)
     metadata = metadata_of(body.user_metadata, None)
     if body.display_name is not None:
-        metadata["display_name"] = body.display_name
+        metadata[DISPLAY_NAME] = body.display_name
     work = works.CreateSession(
         session=body.session_id, tags=tuple(body.tags), user_metadata=metadata
     )
     made = await desk.call(work, results.SessionMade)
+    desk.service.pulse.begin(desk.owner, made.session)
     if body.base_model is not None or body.lora_config is not None:
         model = works.CreateModel(
             session=made.session,
             model=made.session,
             base_model=body.base_model,
-            lora=lora_of(body.lora_config),
+            lora=lora,
         )
         await desk.call(model, results.ModelMade, by_workers=True)
     return CreateSessionTold(session_id=made.session, info_message=made.notice or None)
@@ -158,28 +152,36 @@ async def sessions(
 async def session(session_id: SessionName, desk: AtDesk, _scope: Scope = "owned") -> SessionTold:
     """What belongs to a session."""
     told = await desk.call(works.SessionOf(session=session_id), results.SessionTold)
-    return SessionTold(training_run_ids=list(told.models), sampler_ids=list(told.samplers))
+    return SessionTold(
+        training_run_ids=list(told.models),
+        sampler_ids=list(told.samplers),
+        user_metadata=clients_own(told.user_metadata),
+        display_name=told.user_metadata.get(DISPLAY_NAME),
+    )
 
 
 @router.post("/api/v1/sessions/{session_id}/finish", status_code=204)
 async def finish(session_id: SessionName, desk: AtDesk, _body: FinishBody | None = None) -> None:
     """Save and unload what belongs to a session, for whatever reason its client gives."""
-    await desk.call(works.EndSession(session=session_id), results.Done, by_workers=True)
+    desk.service.pulse.forget(desk.owner, session_id)
+    try:
+        await desk.call(works.EndSession(session=session_id), results.Done, by_workers=True)
+    except Refusal as refusal:
+        # It has ended; a client that did not hear of it asks again.
+        if refusal.code != "gone":
+            raise
 
 
 @router.get("/api/v1/session_info")
 async def session_info(desk: AtDesk) -> SessionInfoTold:
     """What is open (xorl)."""
-    names = (await desk.call(works.ListSessions(), results.Sessions)).sessions[:MAX_SESSIONS]
-    models: list[str] = []
-    for name in names:
-        told = await desk.call(works.SessionOf(session=name), results.SessionTold)
-        models.extend(told.models)
-    runs: Any = (await desk.call(works.ListRuns(limit=MAX_SESSIONS), results.Runs)).runs
+    told = await desk.call(works.ListSessions(), results.Sessions)
+    runs = (await desk.call(works.ListRuns(limit=MAX_MODELS), results.Runs)).runs
+    loaded = [run for run in runs if run.is_open]
     return SessionInfoTold(
-        registered_models=models,
-        active_sessions=len(names),
-        session_activity={run.model: run.last_request for run in runs if run.model in models},
+        registered_models=[run.model for run in runs],
+        active_sessions=len(told.sessions),
+        session_activity={run.model: run.last_request for run in loaded},
         idle_timeout_seconds=desk.service.settings.idle_session_timeout,
-        loaded_training_adapters=models,
+        loaded_training_adapters=[run.model for run in loaded],
     )

@@ -9,6 +9,7 @@ from penstock.server.api.schemas_sync import (
     QuantizationBody,
     RemoveEndpointBody,
     SyncBody,
+    quantization_of,
 )
 from penstock.server.protocol import results, values, works
 
@@ -18,28 +19,38 @@ router = guarded_router("inference servers")
 @router.post("/add_inference_endpoint")
 async def add_inference_endpoint(body: EndpointBody, desk: AtDesk) -> answers.EndpointTold:
     """Name an inference server that weights are sent to."""
+    if body.worker_port not in (None, body.port):
+        raise Refusal(f"worker_port is {body.worker_port}, and weights are announced at port alone")
     endpoint = values.Endpoint(
         host=body.host, port=body.port, world_size=body.world_size, pool=body.pool
     )
-    await desk.call(works.AddEndpoint(endpoint=endpoint), results.Endpoints)
-    message = None
+    work = works.AddEndpoint(
+        endpoint=endpoint,
+        is_sized="world_size" in body.model_fields_set,
+        api_key=None if body.api_key is None else values.Secret(text=body.api_key),
+    )
+    known = (await desk.call(work, results.Endpoints)).endpoints
+    added = next(each for each in known if (each.host, each.port) == (body.host, body.port))
+    is_synced, message = False, None
     if body.sync_weights:
-        synced = await _sync(
-            desk,
-            SyncBody(
-                master_address=body.master_address or "",
-                master_port=body.master_port,
-                group_name=body.group_name,
-                buffer_size_mb=body.buffer_size_mb,
-                pools=[body.pool],
-            ),
+        sync = SyncBody(
+            master_address=body.master_address or "",
+            master_port=body.master_port,
+            group_name=body.group_name,
+            buffer_size_mb=body.buffer_size_mb,
+            pools=[body.pool],
         )
-        message = synced.message
+        try:
+            message = (await _sync(desk, sync)).message
+            is_synced = True
+        except Refusal as refusal:
+            # The server stays among those that are known, as the answer says.
+            message = refusal.error
     return answers.EndpointTold(
         success=True,
         message=f"{body.host}:{body.port} is sent weights from now on",
-        endpoint=_told(endpoint),
-        weights_synced=body.sync_weights,
+        endpoint=_told(added),
+        weights_synced=is_synced,
         sync_message=message,
     )
 
@@ -69,7 +80,7 @@ async def sync_inference_weights(body: SyncBody, desk: AtDesk) -> answers.Synced
 @router.post("/api/v1/set_sync_quantization")
 async def set_sync_quantization(body: QuantizationBody, desk: AtDesk) -> answers.QuantizationTold:
     """How weights are sent where a request to send them does not say, until this process ends."""
-    desk.service.quantization[desk.owner] = body.quantization
+    desk.service.quantization[desk.owner] = quantization_of(body.quantization)
     return answers.QuantizationTold(
         quantization=body.quantization, message="it holds until the server is started again"
     )
@@ -79,7 +90,7 @@ async def _sync(desk: Desk, body: SyncBody) -> answers.SyncedTold:
     if body.cache_invalidation_mode == "none" and body.flush_cache:
         raise Refusal("flush_cache is true, and cache_invalidation_mode is none: send one of them")
     flush = body.flush_cache or body.cache_invalidation_mode == "flush"
-    quantization = body.quantization
+    quantization = quantization_of(body.quantization)
     if quantization is None:
         quantization = desk.service.quantization.get(desk.owner)
     work = works.SyncWeights(

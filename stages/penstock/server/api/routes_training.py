@@ -1,5 +1,8 @@
 """Routes of training: models, passes and steps. What takes workers is answered with a future."""
 
+import asyncio
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from fastapi import Request
@@ -29,6 +32,9 @@ from penstock.server.api.schemas import (
 from penstock.server.api.wishes import adam_of, lora_of, metadata_of, optimizer_of
 from penstock.server.protocol import results, works
 
+MANY_BYTES = 1 << 18
+"""Of a body, whose samples take some milliseconds to read."""
+
 router = guarded_router("training")
 
 
@@ -52,7 +58,8 @@ async def create_model(body: CreateModelBody, desk: AtDesk) -> FutureTold:
         user_metadata=metadata_of(body.user_metadata, body.optimizer_config),
     )
     if body.session_id is None:
-        await _open_session(desk, session)
+        # A model that a client names is a session of its own.
+        await desk.call(works.CreateSession(session=session), results.SessionMade)
     again = f"model {model}" if body.session_id is not None else ""
     return FutureTold(**await desk.submit("create_model", work, again=again))
 
@@ -100,8 +107,6 @@ async def unload_model(body: ModelBody, desk: AtDesk) -> FutureTold:
 @router.post("/api/v1/kill_session")
 async def kill_session(body: KillSessionBody, desk: AtDesk) -> KillSessionTold:
     """Free what a model takes, and wait for it (xorl)."""
-    if body.reset_weights:
-        raise Refusal("reset_weights is not offered: create the model anew, which starts afresh")
     work = works.UnloadModel(model=body.model_id, save=body.save_checkpoint)
     await desk.call(work, results.Done, by_workers=True)
     path = None
@@ -158,14 +163,15 @@ async def forward_backward(request: Request, desk: AtDesk) -> FutureTold:
         raise RequestValidationError(
             [{**fault, "loc": ("body", *fault["loc"])} for fault in error.errors()]
         ) from error
-    work = _pass(body.model_id, body.forward_backward_input)
+    work = await _read(request, partial(_pass, body.model_id, body.forward_backward_input))
     return FutureTold(**await desk.submit("forward_backward", work, seq=body.seq_id))
 
 
 @router.post("/api/v1/forward")
-async def forward(body: ForwardBody, desk: AtDesk) -> FutureTold:
+async def forward(body: ForwardBody, request: Request, desk: AtDesk) -> FutureTold:
     """A pass without gradients."""
-    work = _pass(body.model_id, body.forward_input, forward_only=True)
+    read = partial(_pass, body.model_id, body.forward_input, forward_only=True)
+    work = await _read(request, read)
     return FutureTold(**await desk.submit("forward", work, seq=body.seq_id))
 
 
@@ -193,9 +199,16 @@ async def _proto_pass(request: BoundedRequest, desk: Desk) -> dict[str, Any]:
     request.parsed = {"model_id": message.model_id, "seq_id": message.seq_id}
     if message.seq_id < 1:
         raise Refusal(f"seq_id is {message.seq_id}, and the first is 1")
-    work = pass_of(message)
+    work = await _read(request, partial(pass_of, message))
     kind = "forward" if message.forward_only else "forward_backward"
     return await desk.submit(kind, work, seq=message.seq_id)
+
+
+async def _read(request: Request, read: Callable[[], works.Pass]) -> works.Pass:
+    """The pass that a body asks for. While many samples are read, others are served."""
+    if len(await request.body()) < MANY_BYTES:
+        return read()
+    return await asyncio.to_thread(read)
 
 
 def _pass(model: str, body: SamplesBody, *, forward_only: bool = False) -> works.Pass:
@@ -214,12 +227,3 @@ def _pass(model: str, body: SamplesBody, *, forward_only: bool = False) -> works
         forward_only=forward_only,
         per="sum" if ours else "token",
     )
-
-
-async def _open_session(desk: Desk, session: str) -> None:
-    """A model that a client names is a session of its own."""
-    try:
-        await desk.call(works.CreateSession(session=session), results.SessionMade)
-    except Refusal as refusal:
-        if refusal.code != "exists":
-            raise

@@ -8,6 +8,7 @@ from penstock.server.api.answers import (
     CursorTold,
     DeletedTold,
     FutureTold,
+    LoraTold,
     RunsTold,
     RunTold,
     WeightsTold,
@@ -50,6 +51,7 @@ async def save_weights(body: SaveBody, desk: AtDesk) -> FutureTold:
         name=body.path,
         overwrite=body.overwrite,
         ttl_seconds=body.ttl_seconds,
+        user_metadata=body.user_metadata or {},
     )
     return FutureTold(**await desk.submit("save_weights", work, seq=body.seq_id))
 
@@ -69,6 +71,7 @@ async def save_weights_for_sampler(body: SaveSamplerBody, desk: AtDesk) -> Futur
         session=None if number is None else session_of(body.model_id),
         number=number,
         ttl_seconds=body.ttl_seconds,
+        user_metadata=body.user_metadata or {},
         keep=name is not None or number is None,
     )
     return FutureTold(**await desk.submit("save_weights_for_sampler", work, seq=body.seq_id))
@@ -81,8 +84,18 @@ async def weights_info(body: WeightsInfoBody, desk: AtDesk) -> WeightsTold:
     if written is None or None not in (body.tinker_path, body.xorl_path):
         raise Refusal("send tinker_path or xorl_path, one of them")
     told = await desk.call(works.WeightsOf(path=read_path(written)), results.WeightsTold)
+    lora = told.lora
+    if lora is None:
+        return WeightsTold(base_model=told.base_model, is_lora=False)
+    alpha = lora.alpha
     return WeightsTold(
-        base_model=told.base_model, is_lora=told.rank is not None, lora_rank=told.rank
+        base_model=told.base_model,
+        is_lora=True,
+        lora_rank=lora.rank,
+        lora_config=None if alpha is None else LoraTold(lora_rank=lora.rank, lora_alpha=alpha),
+        train_attn=lora.train_attn,
+        train_mlp=lora.train_mlp,
+        train_unembed=lora.train_unembed,
     )
 
 
@@ -107,30 +120,29 @@ async def training_run(model_id: ModelName, desk: AtDesk, _scope: Scope = "owned
 
 @router.get("/api/v1/checkpoints")
 async def checkpoints(desk: AtDesk, limit: Limit = 100, offset: Offset = 0) -> CheckpointsTold:
-    """A page of all that the owner has."""
+    """A page of all that the owner has, the newest first."""
     told = (await desk.call(works.ListCheckpoints(), results.CheckpointsTold)).checkpoints
-    page = _told(told[offset : offset + limit])
     cursor = CursorTold(offset=offset, limit=limit, total_count=len(told))
-    return CheckpointsTold(checkpoints=page, cursor=cursor)
+    return CheckpointsTold(checkpoints=_told(told)[offset : offset + limit], cursor=cursor)
 
 
 @router.post("/api/v1/list_checkpoints")
 async def list_checkpoints(body: CheckpointsBody, desk: AtDesk) -> CheckpointsTold:
-    """All of one model (xorl)."""
+    """All of one model, the newest first (xorl)."""
     return await _of_model(desk, body.model_id)
 
 
 @router.post("/api/v1/delete_checkpoint")
 async def delete_checkpoint(body: DeleteCheckpointBody, desk: AtDesk) -> DeletedTold:
     """Delete one of a model (xorl)."""
-    name = read_checkpoint(body.checkpoint_id)
+    name = read_checkpoint(body.checkpoint_id, body.model_id)
     await desk.call(works.DeleteCheckpoint(model=body.model_id, name=name), results.Done)
     return DeletedTold(success=True, deleted_path=write_path(body.model_id, name))
 
 
 @router.get(OF_RUN)
 async def run_checkpoints(model_id: ModelName, desk: AtDesk) -> CheckpointsTold:
-    """All of one model."""
+    """All of one model, the newest first."""
     return await _of_model(desk, model_id)
 
 
@@ -155,8 +167,8 @@ async def ttl(model_id: ModelName, checkpoint: str, body: TtlBody, desk: AtDesk)
 @router.delete(ONE, status_code=204)
 async def delete(model_id: ModelName, checkpoint: str, desk: AtDesk) -> None:
     """Delete it."""
-    work = works.DeleteCheckpoint(model=model_id, name=read_checkpoint(checkpoint))
-    await desk.call(work, results.Done)
+    name = read_checkpoint(checkpoint, model_id)
+    await desk.call(works.DeleteCheckpoint(model=model_id, name=name), results.Done)
 
 
 async def _of_model(desk: Desk, model: str) -> CheckpointsTold:
@@ -172,11 +184,11 @@ async def _keep(
     ttl_seconds: float | None = None,
     public: bool | None = None,
 ) -> None:
-    work = works.KeepCheckpoint(
-        model=model, name=read_checkpoint(checkpoint), ttl_seconds=ttl_seconds, public=public
-    )
+    name = read_checkpoint(checkpoint, model)
+    work = works.KeepCheckpoint(model=model, name=name, ttl_seconds=ttl_seconds, public=public)
     await desk.call(work, results.Done)
 
 
 def _told(checkpoints: Sequence[Checkpoint]) -> list[CheckpointTold]:
-    return [CheckpointTold(**checkpoint_of(checkpoint)) for checkpoint in checkpoints]
+    newest = sorted(checkpoints, key=lambda checkpoint: checkpoint.time, reverse=True)
+    return [CheckpointTold(**checkpoint_of(checkpoint)) for checkpoint in newest]

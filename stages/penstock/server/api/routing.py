@@ -49,7 +49,7 @@ class OpenRoute(APIRoute):
                 response = await serve(bounded)
             except HTTPException as error:
                 status = error.status_code
-                if status == 400:
+                if status in (400, 413):
                     await _pass_over(service, bounded)
                 raise
             except RequestValidationError:

@@ -19,19 +19,22 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 Text = Annotated[str, StringConstraints(max_length=1000)]
 Host = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._:\[\]-]{1,255}$")]
 Metadata = Annotated[dict[Text, Any], Field(max_length=64)]
+Texts = Annotated[dict[Text, str], Field(max_length=64)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Rate = Annotated[float, Field(ge=0, le=1e6)]
 Ttl = Annotated[float, Field(gt=0, le=3.2e8)]
 """Seconds until a checkpoint may be deleted; at most ten years."""
 
+_NUMBERS = {"type": "array", "items": {"type": "number"}}
 _TENSOR = {
     "anyOf": [
-        {"type": "array", "items": {"type": "number"}},
+        _NUMBERS,
+        {"type": "array", "items": _NUMBERS},
         {
             "type": "object",
             "required": ["data"],
             "properties": {
-                "data": {"type": "array", "items": {"type": "number"}},
+                "data": _NUMBERS,
                 "dtype": {"type": "string"},
                 "shape": {"type": "array", "items": {"type": "integer"}},
                 "sparse_crow_indices": {"type": "array", "items": {"type": "integer"}},
@@ -89,7 +92,10 @@ class LoraBody(Body):
 
     rank: Annotated[int, Field(ge=1, le=65536)] | None = None
     lora_rank: Annotated[int, Field(ge=1, le=65536)] | None = None
-    lora_alpha: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    lora_alpha: Annotated[
+        Annotated[float, Field(gt=0, le=1e6)] | None,
+        Field(validation_alias=AliasChoices("lora_alpha", "alpha")),
+    ] = None
     seed: Integer | None = None
     train_unembed: bool | None = None
     train_mlp: bool | None = None
@@ -102,6 +108,7 @@ class OptimizerBody(Body):
     type: Literal["adamw", "anyprecision_adamw", "sgd", "muon"] | None = None
     learning_rate: Rate | None = None
     weight_decay: Rate | None = None
+    optimizer_dtype: Literal["fp32", "bf16"] | None = None
     betas: tuple[Beta, Beta] | None = None
     eps: Rate | None = None
     optimizer_kwargs: Annotated[dict[Text, bool | float | Text], Field(max_length=64)] | None = None
@@ -160,6 +167,7 @@ class KillSessionBody(Body):
     model_id: ModelName
     save_checkpoint: bool = True
     reset_weights: bool = False
+    """Either way: a model that is created anew begins with the base's weights."""
 
 
 class SampleBody(Body):
@@ -238,6 +246,7 @@ class SaveBody(Body):
     """Its name."""
     seq_id: Seq | None = None
     ttl_seconds: Ttl | None = None
+    user_metadata: Texts | None = None
     overwrite: bool = False
     type: Literal["save_weights"] = "save_weights"
 
@@ -267,6 +276,7 @@ class SaveSamplerBody(Body):
     kind: Literal["snapshot"] = "snapshot"
     seq_id: Seq | None = None
     ttl_seconds: Ttl | None = None
+    user_metadata: Texts | None = None
     type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
 
 
@@ -291,12 +301,12 @@ class PromptBody(Body):
 class SamplingBody(Body):
     """How to draw."""
 
-    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     seed: Integer | None = None
     stop: (
         Text
-        | Annotated[list[Text], Field(min_length=1, max_length=64)]
-        | Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, max_length=64)]
+        | Annotated[list[Text], Field(max_length=64)]
+        | Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=64)]
         | None
     ) = None
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
@@ -316,7 +326,7 @@ class DrawBody(Body):
     seq_id: Number | None = None
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: Annotated[int, Field(ge=0, le=1000)] = 0
-    topk_sample_logprobs: Literal[0] = 0
+    topk_sample_logprobs: Annotated[int, Field(ge=0, le=1000)] = 0
     prompt_alt_tokens_k: Literal[0] = 0
     prompt_logprobs_last_n: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     record_stability_info: Literal[False] | None = None

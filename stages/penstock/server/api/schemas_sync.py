@@ -2,13 +2,30 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, StringConstraints
 
 from penstock.server.api.paths import ModelName
 from penstock.server.api.schemas import Body, Host, Port, Text
+from penstock.server.protocol import values
 
-Quantization = Annotated[dict[Text, str | int | float | bool], Field(max_length=64)]
+Quantization = Annotated[
+    dict[Text, str | int | float | bool | Annotated[list[str | int], Field(max_length=1000)]],
+    Field(max_length=64),
+]
+"""As `quantization_config` in Hugging Face's config.json."""
 Megabytes = Annotated[int, Field(ge=1, le=1 << 20)]
+
+
+def quantization_of(said: Quantization | None) -> values.Quantization | None:
+    """The same, as workers are told: lists of numbers as they are, and others written out."""
+    told: values.Quantization = {}
+    for name, value in (said or {}).items():
+        if isinstance(value, list):
+            numbers = tuple(part for part in value if isinstance(part, int))
+            told[name] = numbers if len(numbers) == len(value) else str(value)
+        else:
+            told[name] = value
+    return None if said is None else told
 
 
 class EndpointBody(Body):
@@ -16,9 +33,12 @@ class EndpointBody(Body):
 
     host: Host
     port: Annotated[int, Field(ge=1, le=65535)]
-    worker_port: None = None
+    worker_port: Port | None = None
     world_size: Annotated[int, Field(ge=1, le=65536)] = 1
+    """Where it is not sent, what the server says of itself."""
     pool: Text = "default"
+    api_key: Annotated[str, StringConstraints(min_length=1, max_length=1000)] | None = None
+    """What the server asks of its own clients; it is kept, and told to nobody else."""
     receiver_kv_cache_dtype: Literal["auto"] | None = None
     sync_weights: bool = False
     master_address: Host | Literal[""] | None = None

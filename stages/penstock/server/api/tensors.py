@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from penstock.server.api import tinker_pb2 as pb
 from penstock.server.api.refusals import Refusal
-from penstock.server.protocol.values import Array
+from penstock.server.protocol.values import Array, DType
 
 MAX_NUMBERS = 1 << 25
 """In one tensor once it is filled up: 32 million."""
@@ -38,17 +38,24 @@ def from_list(data: Sequence[Any], what: str) -> Numbers:
     `what` names them in the Refusal that is raised where they are no numbers, are ragged, or are
     too large.
     """
+    # As objects at first: one long text among numbers would make each of them as long.
     try:
-        numbers = np.asarray(data)
-    except (ValueError, OverflowError) as error:
+        found = np.asarray(data, dtype=object)
+    except ValueError as error:
         raise Refusal(f"{what} is no array of numbers, all rows of one length") from error
-    if numbers.size == 0:
-        return np.zeros(numbers.shape, np.float32)
-    if numbers.dtype.kind not in "iufb":
-        raise Refusal(f"{what} holds what is no number of 64 bits")
-    if numbers.dtype.kind in "ib":
-        return numbers.astype(np.int64)
-    return _finite(numbers, what)
+    kinds = set(map(type, found.reshape(-1).tolist()))
+    if not kinds:
+        return np.zeros(found.shape, np.float32)
+    if list in kinds:
+        raise Refusal(f"{what} is no array of numbers, all rows of one length")
+    try:
+        if kinds <= {int, bool}:
+            return found.astype(np.int64)
+        if kinds <= {int, bool, float}:
+            return _finite(found.astype(np.float64), what)
+    except OverflowError:
+        pass
+    raise Refusal(f"{what} holds what is no number of 64 bits")
 
 
 def from_json(tensor: Mapping[str, Any], what: str) -> Numbers:
@@ -68,7 +75,7 @@ def from_json(tensor: Mapping[str, Any], what: str) -> Numbers:
         return _shaped(values, shape, what)
     if not isinstance(rows, list) or not isinstance(columns, list):
         raise Refusal(f"{what} needs sparse_crow_indices and sparse_col_indices, or neither")
-    indices = [_whole(from_list(given, what), what) for given in (rows, columns)]
+    indices = [whole(from_list(given, what), what) for given in (rows, columns)]
     return _dense(values, indices[0], indices[1], shape, what)
 
 
@@ -81,7 +88,7 @@ def from_proto(tensor: pb.Tensor, what: str) -> Numbers:
         return _shaped(_read(tensor.dense, tensor.dtype, what), shape, what)
     sparse = tensor.sparse_csr
     rows, columns = (
-        _whole(_read(given, pb.DTYPE_INT64, what), what)
+        whole(_read(given, pb.DTYPE_INT64, what), what)
         for given in (sparse.crow_indices, sparse.col_indices)
     )
     return _dense(_read(sparse.values, tensor.dtype, what), rows, columns, shape, what)
@@ -89,11 +96,11 @@ def from_proto(tensor: pb.Tensor, what: str) -> Numbers:
 
 def tokens_of_bytes(data: bytes, what: str) -> npt.NDArray[np.int64]:
     """Tokens as the SDK packs them: int32, little-endian."""
-    return _whole(_read(data, pb.DTYPE_INT32, what), what)
+    return whole(_read(data, pb.DTYPE_INT32, what), what)
 
 
 def for_tokens(numbers: Numbers, length: int, what: str) -> npt.NDArray[Any]:
-    """One number for each of `length` tokens: [T], or as [1, T] and [T, 1]."""
+    """One number for each of `length` tokens, [T]; of [1, T] and [T, 1], too. Raises Refusal."""
     if numbers.size != length or max(numbers.shape, default=0) != length:
         raise Refusal(
             f"{what} is {list(numbers.shape)} for {length} tokens: send one number for each"
@@ -101,18 +108,29 @@ def for_tokens(numbers: Numbers, length: int, what: str) -> npt.NDArray[Any]:
     return numbers.reshape(length)
 
 
+def for_targets(numbers: Numbers, shape: tuple[int, ...], what: str) -> npt.NDArray[Any]:
+    """One number for each target of shape [T] or [T, K]; one for a token is that of all of its
+    targets. Raises Refusal."""
+    if numbers.shape == shape:
+        return numbers
+    each = for_tokens(numbers, shape[0], what)
+    return each if len(shape) == 1 else np.broadcast_to(each[:, None], shape)
+
+
 def whole(numbers: Numbers, what: str) -> npt.NDArray[np.int64]:
     """Numbers that name something, such as tokens. Raises Refusal where one is a fraction."""
-    return _whole(numbers, what)
+    if numbers.dtype.kind == "f":
+        if numbers.size and (np.any(numbers != np.floor(numbers)) or np.abs(numbers).max() > 2**24):
+            raise Refusal(f"{what} holds fractions, and is to hold whole numbers")
+        return numbers.astype(np.int64)
+    return numbers.astype(np.int64, copy=False)
 
 
-def token_array(tokens: npt.NDArray[np.int64], what: str) -> Array:
-    """int32 [T]. Raises Refusal for what no vocabulary holds."""
-    if tokens.ndim != 1:
-        raise Refusal(f"{what} is {list(tokens.shape)}: send one list")
+def token_array(tokens: npt.NDArray[np.int64], what: str, dtype: DType = "int32") -> Array:
+    """Tokens of any shape. Raises Refusal for what no vocabulary holds."""
     if tokens.size and (tokens.min() < 0 or tokens.max() > np.iinfo(np.int32).max):
         raise Refusal(f"{what} holds {tokens.min()} to {tokens.max()}, which are no tokens")
-    return Array.of(tokens, "int32")
+    return Array.of(tokens, dtype)
 
 
 def _read(data: bytes, dtype: Any, what: str) -> Numbers:
@@ -136,14 +154,6 @@ def _finite(numbers: npt.NDArray[Any], what: str) -> npt.NDArray[np.float32]:
             " finite; nothing was computed of it"
         )
     return cast
-
-
-def _whole(numbers: Numbers, what: str) -> npt.NDArray[np.int64]:
-    if numbers.dtype.kind == "f":
-        if numbers.size and (np.any(numbers != np.floor(numbers)) or np.abs(numbers).max() > 2**24):
-            raise Refusal(f"{what} holds fractions, and is to hold whole numbers")
-        return numbers.astype(np.int64)
-    return numbers.astype(np.int64, copy=False)
 
 
 def _shape(shape: Any, what: str) -> tuple[int, ...] | None:
@@ -182,11 +192,16 @@ def _dense(
         and values.ndim == 1
         and rows[0] == 0
         and rows[-1] == len(values)
+        # Differences of what lies within these bounds do not overflow.
+        and bool(np.all((rows >= 0) & (rows <= len(values))))
         and bool(np.all(np.diff(rows) >= 0))
         and bool(np.all((columns >= 0) & (columns < shape[1])))
     )
-    if not fits:
-        raise Refusal(f"{what} has indices of no compressed sparse rows of {list(shape)}")
-    full = np.zeros(shape, values.dtype)
-    full[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
-    return full
+    if fits:
+        places = np.repeat(np.arange(shape[0]), np.diff(rows)) * shape[1] + columns
+        # A place that is given twice would hold one number or the other.
+        if bool(np.all(np.diff(places) > 0)):
+            full = np.zeros(shape, values.dtype)
+            full.reshape(-1)[places] = values
+            return full
+    raise Refusal(f"{what} has indices of no compressed sparse rows of {list(shape)}")

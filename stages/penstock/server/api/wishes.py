@@ -10,6 +10,8 @@ from penstock.server.protocol.values import Adam, Lora, Optimizer, Sampling
 
 STEP = "optimizer."
 """Before the names of a model's metadata that keep the numbers of its steps."""
+DISPLAY_NAME = "session.display_name"
+"""The name of a session's metadata that keeps what it is called."""
 
 
 def lora_of(body: LoraBody | None) -> Lora | None:
@@ -33,7 +35,9 @@ def optimizer_of(body: OptimizerBody | None) -> Optimizer:
     """What steps the weights, but for the numbers of each step."""
     if body is None:
         return Optimizer()
-    return Optimizer(kind=body.type, kwargs=dict(body.optimizer_kwargs or {}))
+    return Optimizer(
+        kind=body.type, dtype=body.optimizer_dtype, kwargs=dict(body.optimizer_kwargs or {})
+    )
 
 
 def metadata_of(given: Mapping[str, Any] | None, optimizer: OptimizerBody | None) -> dict[str, str]:
@@ -43,8 +47,11 @@ def metadata_of(given: Mapping[str, Any] | None, optimizer: OptimizerBody | None
         name: value if isinstance(value, str) else json.dumps(value)
         for name, value in (given or {}).items()
     }
-    if any(name.startswith(STEP) for name in told):
-        raise Refusal(f"user_metadata may not begin with {STEP!r}: optimizer_config says that")
+    if len(clients_own(told)) < len(told):
+        raise Refusal(
+            f"no name in user_metadata may begin with {STEP!r} or be {DISPLAY_NAME!r}: what"
+            " optimizer_config and display_name say is kept there"
+        )
     numbers: dict[str, float | None] = {}
     if optimizer is not None:
         betas = optimizer.betas or (None, None)
@@ -57,6 +64,15 @@ def metadata_of(given: Mapping[str, Any] | None, optimizer: OptimizerBody | None
         }
     kept = {STEP + name: repr(number) for name, number in numbers.items() if number is not None}
     return told | kept
+
+
+def clients_own(metadata: Mapping[str, str]) -> dict[str, str]:
+    """What a client said of a model or session, without what is kept beside it."""
+    return {
+        name: text
+        for name, text in metadata.items()
+        if not name.startswith(STEP) and name != DISPLAY_NAME
+    }
 
 
 def adam_of(step: StepBody, metadata: Mapping[str, str]) -> Adam:
@@ -75,7 +91,8 @@ def adam_of(step: StepBody, metadata: Mapping[str, str]) -> Adam:
 
 
 def sampling_of(body: SamplingBody) -> Sampling:
-    """How tokens are drawn."""
+    """How tokens are drawn. An empty list of what stops them says that nothing does, not even the
+    end of a text, which otherwise stops them, too."""
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     return Sampling(
         max_tokens=body.max_tokens,
@@ -85,4 +102,5 @@ def sampling_of(body: SamplingBody) -> Sampling:
         seed=body.seed,
         stop_tokens=tuple(part for part in stop if isinstance(part, int)),
         stop_texts=tuple(part for part in stop if isinstance(part, str)),
+        ignore_eos=body.stop == [],
     )
