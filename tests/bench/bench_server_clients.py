@@ -8,7 +8,8 @@ what is under way. Another process tells once a second for each session that its
 that how long that takes is not how long the clients here keep one another waiting.
 
 Told are heartbeats and requests in milliseconds, works in a second, and futures that were lost:
-handed out, and then answered with neither a result nor a failure that says why.
+handed out, and then answered with neither a result nor a failure that says why. Of a server that
+was started here they are written to docs/benchmarks.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import platform
 import statistics
 import sys
 import tempfile
@@ -30,14 +32,16 @@ from typing import Any
 
 import httpx
 import numpy as np
+from tests.bench.pages import write_section
 from tests.server.serving import Server, write_model
 
 from penstock.server.api import tinker_pb2 as pb
 
+TITLE, WRITTEN = "Clients of a server: cpu", "Written by `tests/bench/bench_server_clients.py`."
 SAMPLES, TOKENS = 4, 64
 SAVE_EVERY = 10
 GOALS = {"heartbeat p99 ms": 250.0, "lost futures": 0}
-"""At most. A heartbeat is given up after ten seconds by the SDK; a tenth of that is far from it."""
+"""At most. The SDK gives a heartbeat up after ten seconds."""
 PROTO = "application/x-protobuf"
 RUN = f"{os.getpid()}"
 """So that sessions of one run are not those of another."""
@@ -255,7 +259,12 @@ def main() -> None:
             seen = asyncio.run(measure(url, asked))
             seen.beats = beats.result()
     told = told_of(seen, asked.seconds)
-    print(json.dumps(told, indent=2))
+    lines = json.dumps(told, indent=2)
+    print(lines)
+    if asked.url is None:
+        machine = f"{platform.machine()}, {os.cpu_count()} CPUs, clients and server"
+        what = f"{asked.clients} clients for {asked.seconds:g} s, {asked.models} of which train."
+        write_section("cpu", TITLE, [WRITTEN, "", f"{what} {machine}.", "", "```", lines, "```"])
     missed = {name: told[name] for name, goal in GOALS.items() if told[name] > goal}
     if missed:
         sys.exit(f"over what it may be: {missed}")

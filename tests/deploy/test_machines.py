@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from tests.conftest import ROOT
-from tests.flows.server import PREFECT, Prefect, free_port, soon
+from tests.flows.server import PREFECT, Prefect, free_port
+from tests.waiting import soon
 
 pytestmark = pytest.mark.exhaustive
 

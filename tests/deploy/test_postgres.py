@@ -13,8 +13,9 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.flows.runs import PLACES, is_begun, manifests_in, processes_of, tasks_of
-from tests.flows.server import PREFECT, Prefect, children_of, free_port, soon
+from tests.flows.server import PREFECT, Prefect, children_of, free_port
 from tests.pipeline.runs import penstock, sealed, write_chats, write_run
+from tests.waiting import soon
 
 FOUND = [*sorted(Path("/usr/lib/postgresql").glob("*/bin")), *map(Path, os.get_exec_path())]
 PROGRAMS = next((path for path in FOUND if (path / "initdb").exists()), None)

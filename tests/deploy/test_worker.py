@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.flows.server import children_of, soon
+from tests.flows.server import children_of
+from tests.waiting import soon
 
 WORKER = ROOT / "deploy" / "worker.py"
 

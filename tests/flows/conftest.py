@@ -8,7 +8,8 @@ import cloudpickle
 import pytest
 
 from tests.conftest import ROOT
-from tests.flows.server import PREFECT, Prefect, soon
+from tests.flows.server import PREFECT, Prefect
+from tests.waiting import soon
 
 
 @pytest.fixture(scope="session")

@@ -4,29 +4,17 @@ import os
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 
 from tests.conftest import ROOT
+from tests.waiting import soon
 
 PREFECT = str(Path(sys.executable).with_name("prefect"))
 FLOW = [sys.executable, str(ROOT / "flows" / "finetune.py")]
-T = TypeVar("T")
-
-
-def soon(look: Callable[[], T | None], seconds: float = 120, *, every: float = 0.2) -> T:
-    """What `look` gives once it gives something; fails if that takes too long."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if found := look():
-            return found
-        time.sleep(every)
-    raise AssertionError(f"not within {seconds} seconds")
 
 
 def free_port() -> int:

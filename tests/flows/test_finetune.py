@@ -27,12 +27,13 @@ from tests.flows.runs import (
     steps_in,
     tasks_of,
 )
-from tests.flows.server import FLOW, Prefect, soon
+from tests.flows.server import FLOW, Prefect
 from tests.flows.test_recurring import decided
 from tests.flows.test_task_runner import FILES, several_files
 from tests.pipeline.runs import write_chats, write_run
 from tests.pipeline.test_recurring import recurring_run
 from tests.stages.prepared import contents
+from tests.waiting import soon
 
 # pyright: reportMissingImports=false
 

@@ -20,8 +20,9 @@ from tests.flows.runs import (
     rank_of,
     steps_in,
 )
-from tests.flows.server import FLOW, PREFECT, Prefect, soon
+from tests.flows.server import FLOW, PREFECT, Prefect
 from tests.pipeline.runs import penstock, sealed, statuses, write_chats, write_run
+from tests.waiting import soon
 
 
 @pytest.mark.exhaustive

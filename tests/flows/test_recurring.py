@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.cli.command import penstock
-from tests.flows.server import PREFECT, Prefect, soon
+from tests.flows.server import PREFECT, Prefect
 from tests.pipeline.runs import write_chats
 from tests.pipeline.test_recurring import recurring_run
+from tests.waiting import soon
 
 
 def decided(folder: Path) -> list[dict]:

@@ -118,6 +118,7 @@ class House:
         self.served = served
         self.tasks: list[asyncio.Task[None]] = []
         self.engine_tasks: list[asyncio.Task[None]] = []
+        self.engine: Engine
         self.client: Client
         self.workers: StandIn
         self._to_workers: MemoryEnd[Any, Any]
@@ -128,8 +129,8 @@ class House:
         api, self._to_api = memory_pair(ToEngine, FromEngine)
         self._to_workers = MemoryEnd(FromWorkers, "connects")
         self.client = Client(api)
-        engine = Engine(self.settings, self._to_api, self._to_workers)
-        self.engine_tasks = [asyncio.create_task(engine.run())]
+        self.engine = Engine(self.settings, self._to_api, self._to_workers)
+        self.engine_tasks = [asyncio.create_task(self.engine.run())]
         self.tasks.append(asyncio.create_task(self.client.listen()))
 
     def start_workers(self, dies: Dies = lives) -> StandIn:
@@ -148,6 +149,18 @@ class House:
     async def kill_engine(self) -> None:
         self._to_workers.drop()
         await _end(self.engine_tasks)
+
+    async def stop_engine(self) -> None:
+        """In order; what it still says is heard."""
+        self.engine.stop()
+        await asyncio.wait_for(self.engine_tasks[0], 20)
+        self._to_workers.drop()
+
+    async def start_again(self) -> None:
+        """Another engine process, and other workers."""
+        self.start_engine()
+        self.start_workers()
+        await self.client.workers("ready")
 
     async def restart_engine(self) -> None:
         """Another engine process, and workers that live on."""

@@ -16,7 +16,7 @@ from penstock.server.protocol import asks, message, results, works
 from penstock.server.protocol.asks import FromEngine, ToEngine
 from penstock.server.protocol.channel import PeerLostError
 from penstock.server.protocol.memory import memory_pair
-from penstock.server.protocol.values import Array, Checkpoint, Run, Sequence
+from penstock.server.protocol.values import Array, Checkpoint, Lora, Run, Sequence
 
 MODEL = "sess-1:train:0"
 READY = asks.Status(workers="ready")
@@ -38,10 +38,12 @@ def served(**facts):
 
 
 def passed(work):
-    """Of every token a log-probability that says which sample and token it is."""
+    """Of every token, and each of its targets, a log-probability that says which sample and token
+    it is."""
     outputs = []
     for index, datum in enumerate(work.data):
-        tokens = datum.tokens.numpy()
+        targets = datum.inputs["target_tokens"].numpy()
+        tokens = np.broadcast_to(datum.tokens.numpy(), targets.T.shape).T
         outputs.append({"logprobs": Array.of(-(index + 1) - tokens / 1000, "float32")})
     total = sum(float(-output["logprobs"].numpy().sum()) for output in outputs)
     return results.Passed(outputs=tuple(outputs), metrics={"loss:sum": total})
@@ -49,21 +51,35 @@ def passed(work):
 
 def sampled(work):
     count = work.sampling.max_tokens or 4
+    tokens, logprobs = likeliest(count, work.topk_sample_logprobs)
     one = Sequence(
         stop_reason="length",
         tokens=Array.of(np.arange(count), "int32"),
         logprobs=Array.of(np.full(count, -0.5), "float32"),
+        topk_tokens=tokens,
+        topk_logprobs=logprobs,
     )
     length = work.prompt.shape[0]
     prompt = np.arange(length, dtype=np.float32) * -0.25
     prompt[:1] = np.nan
-    top = work.topk_prompt_logprobs
+    tokens, logprobs = likeliest(length, work.topk_prompt_logprobs, foretold=1)
     return results.Sampled(
         sequences=(one,) * work.count,
         prompt_logprobs=Array.of(prompt, "float32") if work.prompt_logprobs else None,
-        topk_prompt_tokens=Array.of(np.ones((length, top)), "int32") if top else None,
-        topk_prompt_logprobs=Array.of(np.full((length, top), -1.0), "float32") if top else None,
+        topk_prompt_tokens=tokens,
+        topk_prompt_logprobs=logprobs,
     )
+
+
+def likeliest(length, count, foretold=0):
+    """`count` tokens in each place, of which nothing foretells those before `foretold`."""
+    if not count:
+        return None, None
+    places = np.arange(length)[:, None]
+    is_foretold = places >= foretold
+    tokens = np.where(is_foretold, np.arange(count)[None], -1)
+    logprobs = np.where(is_foretold, -1.0 - np.arange(count)[None], np.nan)
+    return Array.of(tokens, "int32"), Array.of(logprobs, "float32")
 
 
 def run_of(model):
@@ -77,9 +93,10 @@ def run_of(model):
     )
 
 
-def checkpoint(model=MODEL, name="weights/ck1"):
+def checkpoint(model=MODEL, name="weights/ck1", time=1_700_000_000.0):
     kind = "training" if name.startswith("weights") else "sampler"
-    return Checkpoint(name=name, model=model, kind=kind, time=1_700_000_000.0, size=1234)
+    said = {"of": "a test"}
+    return Checkpoint(name=name, model=model, kind=kind, time=time, size=1234, user_metadata=said)
 
 
 def _made(work):
@@ -114,7 +131,7 @@ def _synced(_):
 
 TABLE = {
     works.CreateSession: lambda work: results.SessionMade(session=work.session or "sess-1"),
-    works.Heartbeat: lambda _: results.Done(),
+    works.Heartbeat: lambda _: results.Gone(),
     works.EndSession: lambda _: results.Done(),
     works.ListSessions: lambda _: results.Sessions(sessions=("sess-1",)),
     works.SessionOf: lambda work: results.SessionTold(
@@ -148,7 +165,7 @@ TABLE = {
     works.KeepCheckpoint: lambda _: results.Done(),
     works.WeightsOf: lambda work: results.WeightsTold(
         base_model="tiny/byte-llama",
-        rank=8,
+        lora=Lora(rank=8, alpha=16.0, train_mlp=False),
         checkpoint=checkpoint(work.path.split("/")[0], work.path.split("/", 1)[1]),
     ),
     works.AddEndpoint: _endpoints,

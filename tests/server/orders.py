@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 
 from penstock.core.source import pin_tokenizer
 from penstock.engine.checkpoint_reader import CheckpointReader
@@ -14,26 +13,28 @@ from penstock.engine.hf_config import read_hf_config
 from penstock.engine.hf_tokenizer import TokenizerFiles
 from penstock.engine.ranks import join
 from penstock.engine.substrate import substrate_of
-from penstock.server.protocol.commands import Open, Order, Rows, Save, Update
-from penstock.server.protocol.values import Adam, Array, Datum, Lora
+from penstock.server.protocol.commands import Generate, Open, Order, Rows, Save, Update
+from penstock.server.protocol.values import Adam, Array, Datum, Lora, Sampling
 from penstock.server.worker.assembling import operations_on
 from tests.engine import runs
 
 RANK = 16
 
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+}
+"""What makes a tiny model one of experts."""
+
 
 def write_model(folder: Path, **changes: Any) -> Path:
     """A folder of a tiny model's random weights, whose head is its own."""
-    settings = {**runs.TINY, "tie_word_embeddings": False, **changes}
-    config = transformers.AutoConfig.for_model(**settings)
-    config.dtype = torch.float32
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    model.save_pretrained(folder)
-    return folder
+    return runs.write_model(folder, **{"tie_word_embeddings": False, **changes})
 
 
 def operations(model: Path, out: Path, /, **settings: Any) -> Any:
@@ -96,6 +97,13 @@ def opening(model: str, rank: int = RANK, **more: Any) -> Open:
 def stepping(model: str, lr: float = 0.01, **more: Any) -> Update:
     """A step of its optimizer."""
     return Update(model=model, adam=Adam(learning_rate=lr, **more))
+
+
+def answering(adapter: str | None = None, **more: Any) -> Generate:
+    """Four of the likeliest tokens after a prompt; `more` is how."""
+    how = Sampling(max_tokens=4, temperature=0.0, **more)
+    prompt = Array.of([5, 6, 7], "int32")
+    return Generate(prompts=(prompt,), counts=(1,), settings=(how,), adapter=adapter)
 
 
 def saving(model: str, folder: Path) -> Save:

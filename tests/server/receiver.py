@@ -48,6 +48,12 @@ class Receiver:
     fault: Fault | None = None
     elsewhere: str = ""
     """Where it redirects to."""
+    key: str | None = None
+    """What it asks of whoever asks anything but whether it lives."""
+    info: dict[str, Any] | None = None
+    """What it says of itself; None: it has no such route."""
+    flushes: bool = True
+    """Whether it has a route for that."""
     paused: bool = False
     paths: list[str] = field(default_factory=list)
     """Of all that was posted, in order."""
@@ -144,13 +150,26 @@ class _Front(BaseHTTPRequestHandler):
         return self.server.receiver
 
     def do_GET(self) -> None:
-        known = self.path == "/health"
-        self.answer(200 if known else 404, {})
+        receiver = self.receiver
+        if self.path == "/health":
+            self.answer(200, {})
+        elif self.is_let_in():
+            known = self.path == "/server_info" and receiver.info is not None
+            self.answer(200 if known else 404, receiver.info or {})
+
+    def is_let_in(self) -> bool:
+        key, said = self.receiver.key, self.headers.get("authorization", "")
+        if key is not None and said != f"Bearer {key}":
+            self.answer(401, {"error": "Unauthorized", "message": f"{said!r} is not known"})
+            return False
+        return True
 
     def do_POST(self) -> None:
         length = int(self.headers.get("content-length", 0))
         body = json.loads(self.rfile.read(length) or b"{}")
         receiver = self.receiver
+        if not self.is_let_in():
+            return
         receiver.paths.append(self.path)
         receiver.bodies.append(body)
         how = receiver.strikes(self.path)
@@ -186,6 +205,9 @@ class _Front(BaseHTTPRequestHandler):
                 self.answer(200, {"success": True, "message": "done"})
             else:
                 self.answer(400, {"success": False, "message": str(said)})
+            return
+        if self.path == "/flush_cache":
+            self.answer(200 if receiver.flushes else 404, {})
             return
         receiver.paused = self.path == "/pause_generation"
         self.answer(200, {})

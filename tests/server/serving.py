@@ -5,10 +5,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 import torch
@@ -17,8 +15,7 @@ import yaml
 
 from penstock.rows.tokenizer import byte_tokenizer
 from penstock.server.addresses import free_port
-
-T = TypeVar("T")
+from tests.waiting import soon
 
 VOCABULARY = 320
 
@@ -41,16 +38,6 @@ def write_model(folder: Path) -> Path:
     transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
-
-
-def soon(look: Callable[[], T | None], seconds: float = 60, *, every: float = 0.1) -> T:
-    """What `look` gives once it gives something; fails if that takes too long."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if found := look():
-            return found
-        time.sleep(every)
-    raise AssertionError(f"not within {seconds} seconds")
 
 
 class Server:
@@ -124,6 +111,11 @@ class Server:
         if self._process and self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             self._process.wait(60)
+
+    @property
+    def status(self) -> int | None:
+        """How it ended, once it has."""
+        return self._process and self._process.poll()
 
     def kill(self) -> None:
         """End all of it without warning."""

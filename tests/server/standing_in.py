@@ -38,6 +38,7 @@ from penstock.server.protocol.commands import (
     Update,
 )
 from penstock.server.protocol.memory import MemoryEnd
+from penstock.server.protocol.message import Code
 from penstock.server.protocol.results import Done, Passed, Sampled, Served, Stepped, Synced
 from penstock.server.protocol.values import Array, Lora, Sequence
 
@@ -93,8 +94,12 @@ class StandIn:
         self.slowly = 0.0
         """Seconds that each order takes."""
         self.is_silent = False
+        self.has_left = False
+        """Whether they were told to leave, and did."""
         self.fails: Callable[[Any], bool] = lambda _: False
         """Whether they refuse an order."""
+        self.refusal: Code = "not_found"
+        """How they do."""
         self.breaks: Callable[[Any], bool] = lambda _: False
         """Whether they fail over an order as they never should."""
 
@@ -112,10 +117,14 @@ class StandIn:
                             instance=self.instance,
                             served=self.served,
                             models=tuple(self.models),
+                            steps={name: model.step for name, model in self.models.items()},
+                            gathering=tuple(n for n, each in self.models.items() if each.gathered),
                             replicas=2,
                         )
                     )
                 case Leave():
+                    self.has_left = True
+                    self.end.drop()
                     return
                 case Command():
                     try:
@@ -139,7 +148,7 @@ class StandIn:
         try:
             result = self._refuse() if self.fails(order) else self._do(order)
         except LookupError as error:
-            fault = Fault(id=command.id, error=str(error), category="user", code="not_found")
+            fault = Fault(id=command.id, error=str(error), category="user", code=self.refusal)
             await self.end.send(fault)
             return
         if self.breaks(order):

@@ -10,8 +10,9 @@ import zstandard
 
 from penstock.config.server import ServerConfig
 from penstock.core.errors import ConfigError
-from penstock.server.api.__main__ import is_loopback, serve
+from penstock.server.api.__main__ import serve
 from penstock.server.api.keys import owner_of_key
+from penstock.server.api.routes_absent import ABSENT
 from penstock.server.job import ServerJob
 from penstock.server.protocol import asks, message, results, works
 from tests.server.engine_of_a_table import MODEL, client, failure, heard_of, never
@@ -81,14 +82,6 @@ def test_a_page_of_another_name_is_not_let_in_where_there_are_no_keys():
                 assert answer.status_code == status, host
 
     run(scenario())
-
-
-@pytest.mark.parametrize(
-    ("host", "alone"),
-    [("127.0.0.1", True), ("localhost", True), ("::1", True), ("0.0.0.0", False), ("a.b", False)],
-)
-def test_only_loopback_is_reached_by_this_machine_alone(host, alone):
-    assert is_loopback(host) == alone
 
 
 def test_off_loopback_nothing_is_served_without_keys(tmp_path):
@@ -249,6 +242,18 @@ def test_what_the_engine_refuses_is_told_by_its_status():
     run(scenario())
 
 
+def test_a_session_that_has_ended_is_finished_and_one_that_is_not_there_is_not():
+    statuses: dict[message.Code, int] = {"gone": 204, "not_found": 404}
+
+    async def scenario():
+        async with client() as (http, engine):
+            for code, status in statuses.items():
+                engine.table[works.EndSession] = refusing(code)
+                assert (await http.post("/api/v1/sessions/s/finish")).status_code == status
+
+    run(scenario())
+
+
 NO_BODIES = [
     (b"", "application/json", 422),
     (b"null", "application/json", 422),
@@ -298,23 +303,22 @@ def test_a_path_that_leads_elsewhere_is_none():
     run(scenario())
 
 
-def test_what_is_not_offered_says_so():
-    calls = [
-        ("POST", "/api/v1/auth/token"),
-        ("GET", "/api/v1/billing/usage/events"),
-        ("POST", "/api/v1/copy_weights"),
-        ("GET", f"/api/v1/training_runs/{MODEL}/checkpoints/weights/a/archive"),
-        ("POST", "/sleep"),
-        ("GET", "/api/v1/nothing/of/the/kind"),
-        ("GET", "/api/v1/optim_step"),
-    ]
+def test_what_is_not_offered_says_why():
+    named = {"session_id": "s", "model_id": MODEL, "checkpoint": "weights/a"}
 
     async def scenario():
-        async with client() as (http, _):
-            for method, path in calls:
+        async with client() as (http, engine):
+            for path, (methods, reason) in ABSENT.items():
+                written = path.replace(":path}", "}").format(**named)
+                for method in methods.split():
+                    answer = await http.request(method, written)
+                    assert answer.status_code == 404, path
+                    assert answer.json()["error"] == f"{written} is not offered here: {reason}"
+            for method, path in (("GET", "/api/v1/nothing/of/the/kind"), ("GET", "/sleep")):
                 answer = await http.request(method, path)
                 assert answer.status_code in (404, 405), path
                 assert answer.json()["code"] == "not_found"
+            assert engine.asks == []
 
     run(scenario())
 

@@ -105,6 +105,33 @@ def test_all_that_a_loss_takes_is_let_in(loss):
     check(Pass(model="m", data=(Datum(tokens=tokens, inputs=inputs),), loss=loss), SERVED)
 
 
+def distilling(targets, weights):
+    inputs = {
+        "target_tokens": Array.of(targets, "int64"),
+        "weights": Array.of(weights, "float32"),
+    }
+    one = Datum(tokens=Array.of([0, 1, 2], "int32"), inputs=inputs)
+    return Pass(model="m", data=(one,), loss="cross_entropy")
+
+
+def test_a_token_may_have_several_targets_where_the_loss_is_a_sum_of_theirs():
+    targets, weights = [[1, 2], [3, 4], [5, 6]], [[1, 0], [0.5, 0.5], [0, 1]]
+    check(distilling(targets, weights), SERVED)
+    wrong = {
+        r"weights of sample 0 has shape \[3\].*each target": distilling(targets, [1, 1, 1]),
+        r"target_tokens of sample 0 has shape \[2, 2\]": distilling(targets[1:], weights[1:]),
+        r"shape \[3, 2\], and its tokens 3: it has one number for each token": a_pass(
+            "importance_sampling", target_tokens=Array.of(targets, "int64")
+        ),
+        "nan at 3": distilling(targets, [[1, 0], [0.5, NAN], [0, 1]]),
+        "100 at 5 is no token": distilling([*targets[:2], [5, 100]], weights),
+        r"shape \[3, 0\]": distilling(np.zeros((3, 0)), np.zeros((3, 0))),
+    }
+    for said, work in wrong.items():
+        with pytest.raises(RefusedError, match=said):
+            check(work, SERVED)
+
+
 def test_of_tokens_that_do_not_count_anything_may_be_said():
     check(a_pass(logprobs=floats(0, NAN, -INF), weights=floats(1, 0, 0)), SERVED)
     check(
@@ -129,6 +156,8 @@ def sample(**changed):
         (sample(count=0), "0 sequences"),
         (sample(count=10**6), "1000000 sequences"),
         (sample(topk_prompt_logprobs=-1), "topk_prompt_logprobs is -1"),
+        (sample(topk_sample_logprobs=1025), "topk_sample_logprobs is 1025"),
+        (sample(count=1024, topk_sample_logprobs=100), "of 1024 answers of up to 62"),
         (sample(sampler="s:sample:1", path="m/sampler_weights/a"), "both a sampler and a path"),
         (sample(path="m"), "no path of a checkpoint"),
         (sample(temperature=NAN), "temperature is nan"),
@@ -183,6 +212,7 @@ def test_arrays_of_any_shape_and_bytes_are_let_in_or_refused(tokens, targets, we
         check(work, SERVED)
     except RefusedError:
         return
-    assert tokens.shape == targets.shape == weights.shape
     assert len(tokens.shape) == 1
+    assert targets.shape == weights.shape
+    assert targets.shape[:1] == tokens.shape
     assert np.all(tokens.numpy() >= 0)

@@ -1,13 +1,19 @@
 """Samples and losses of clients become what the engine computes, or are refused by name."""
 
+import asyncio
+import threading
+import tracemalloc
+
 import numpy as np
 import pytest
 import zstandard
 
+from penstock.server.api import data, routes_training, tensors
 from penstock.server.api import tinker_pb2 as pb
+from penstock.server.api.refusals import Refusal
 from penstock.server.protocol import works
 from tests.server.engine_of_a_table import MODEL, client
-from tests.server.requests_of_clients import PROTO, forward_backward, run, sample
+from tests.server.requests_of_clients import PROTO, forward_backward, retrieve, run, sample
 
 
 def test_labels_are_shifted_once_and_masked_ones_are_not_trained_on():
@@ -58,6 +64,149 @@ def test_sparse_targets_are_filled_up():
     run(scenario())
 
 
+SEVERAL = [
+    ([[2, 3], [3, 4], [4, 5]], [[0.75, 0.25], [1, 0], [0, 1]]),
+    # What is said of a token is said of all of its targets.
+    ([[2, 3], [3, 4], [4, 5]], [0.5, 1, 2]),
+    ([[2], [3], [4]], [[0.5], [1], [2]]),
+]
+
+
+@pytest.mark.parametrize(("targets", "weights"), SEVERAL)
+def test_several_targets_of_a_token_reach_the_engine_and_so_do_their_answers(targets, weights):
+    async def scenario():
+        async with client() as (http, engine):
+            several = sample([1, 2, 3], target_tokens=targets, weights=weights)
+            answer = await forward_backward(http, several, loss_fn="cross_entropy")
+            assert answer.status_code == 200, answer.text
+            inputs = engine.works(works.Pass)[0].data[0].inputs
+            np.testing.assert_array_equal(inputs["target_tokens"].numpy(), targets)
+            each = np.array(weights, np.float32)
+            each = each if each.ndim == 2 else each[:, None]
+            wanted = np.broadcast_to(each, np.shape(targets))
+            np.testing.assert_array_equal(inputs["weights"].numpy(), wanted)
+            told = (await retrieve(http, answer.json()["request_id"])).json()
+            assert told["loss_fn_outputs"][0]["logprobs"]["shape"] == list(np.shape(targets))
+
+    run(scenario())
+
+
+def test_a_target_of_several_that_is_masked_counts_nothing():
+    async def scenario():
+        async with client() as (http, engine):
+            several = sample([1, 2], target_tokens=[[2, -100], [-100, 5]])
+            answer = await forward_backward(http, several, loss_fn="cross_entropy")
+            assert answer.status_code == 200, answer.text
+            inputs = engine.works(works.Pass)[0].data[0].inputs
+            np.testing.assert_array_equal(inputs["target_tokens"].numpy(), [[2, 0], [0, 5]])
+            np.testing.assert_array_equal(inputs["weights"].numpy(), [[1, 0], [0, 1]])
+
+    run(scenario())
+
+
+def test_the_ratio_of_a_sequence_is_of_the_tokens_that_are_marked():
+    async def scenario():
+        inputs = {
+            "target_tokens": [2, 3, 4],
+            "logprobs": [0, -1, -1],
+            "advantages": [0, 1, 1],
+            "sequence_ratio_mask": [0, 1, 1],
+            "weights": [1, 1, 2],
+        }
+        async with client() as (http, engine):
+            told = await forward_backward(http, sample([1, 2, 3], **inputs), loss_fn="gspo")
+            assert told.status_code == 200, told.text
+            got = engine.works(works.Pass)[0].data[0].inputs
+            assert "sequence_ratio_mask" not in got
+            np.testing.assert_array_equal(got["mask"].numpy(), [0, 1, 1])
+            np.testing.assert_array_equal(got["weights"].numpy(), [1, 1, 2])
+            beyond = sample([1, 2, 3], **inputs | {"advantages": [1, 1, 1]})
+            for bad, loss in ((beyond, "gspo"), (sample([1, 2, 3], **inputs), "ppo")):
+                refused = await forward_backward(http, bad, loss_fn=loss)
+                assert refused.status_code == 400
+                assert "sequence_ratio_mask" in refused.json()["error"]
+
+    run(scenario())
+
+
+def test_several_targets_are_of_losses_that_take_them():
+    async def scenario():
+        inputs = {"logprobs": [-1, -1], "advantages": [1, 1]}
+        bad = sample([1, 2], target_tokens=[[2, 3], [4, 5]], **inputs)
+        async with client() as (http, engine):
+            answer = await forward_backward(http, bad, loss_fn="ppo")
+            assert answer.status_code == 400
+            assert "target_tokens of sample 0 is [2, 2] for 2 tokens" in answer.json()["error"]
+            assert engine.works(works.Pass) == []
+
+    run(scenario())
+
+
+def test_targets_of_few_bytes_do_not_fill_the_memory(monkeypatch):
+    monkeypatch.setattr(data, "MAX_NUMBERS", 100)
+    sparse = {
+        "data": [],
+        "dtype": "int64",
+        "shape": [2, 20],
+        "sparse_crow_indices": [0, 0, 0],
+        "sparse_col_indices": [],
+    }
+
+    async def scenario():
+        async with client() as (http, engine):
+            many = sample([1, 2], target_tokens=sparse)
+            codes = []
+            for count in (2, 3):
+                said = {"data": [many] * count, "loss_fn": "cross_entropy"}
+                body = {"seq_id": count, "forward_backward_input": said}
+                answer = await http.post("/api/v1/forward_backward", json=body)
+                codes.append(answer.status_code)
+            assert codes == [200, 413]
+            # Its number is given up, so that what comes after it does not wait for it.
+            assert [(ask.seq, len(ask.work.data)) for ask in engine.asks] == [(2, 2), (3, 0)]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("path", ["forward", "forward_backward"])
+def test_others_are_served_while_many_samples_are_read(monkeypatch, path):
+    begun, go = threading.Event(), threading.Event()
+
+    def held(*given):
+        begun.set()
+        assert go.wait(10)
+        return data.data_of_json(*given)
+
+    monkeypatch.setattr(routes_training, "data_of_json", held)
+
+    async def scenario():
+        async with client() as (http, engine):
+            body = {f"{path}_input": {"data": [sample([1] * 100_000)]}}
+            passing = asyncio.create_task(http.post(f"/api/v1/{path}", json=body))
+            await asyncio.to_thread(begun.wait, 10)
+            assert (await http.get("/api/v1/sessions")).status_code == 200
+            assert engine.works(works.Pass) == []
+            go.set()
+            assert (await passing).status_code == 200
+            assert len(engine.works(works.Pass)) == 1
+
+    run(scenario())
+
+
+def test_what_a_loss_does_not_take_is_not_unpacked():
+    async def scenario():
+        async with client() as (http, _):
+            request = proto_request()
+            vast = pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=[1 << 40], dense=b"123")
+            request.data[0].loss_fn_inputs["stray"].CopyFrom(vast)
+            content = request.SerializeToString()
+            answer = await http.post("/api/v1/forward_backward", content=content, headers=PROTO)
+            assert answer.status_code == 400
+            assert "sample 0 has stray" in answer.json()["error"]
+
+    run(scenario())
+
+
 def proto_request(**tensor):
     request = pb.ForwardBackwardRequest(model_id=MODEL, seq_id=1, loss_fn="cross_entropy")
     datum = request.data.add()
@@ -103,6 +252,18 @@ def test_half_precision_weights_arrive_as_they_are():
     run(scenario())
 
 
+def csr(rows, columns, shape):
+    return {
+        "sparse_csr": pb.SparseCsr(
+            values=b"\0" * 4 * len(columns),
+            crow_indices=np.array(rows, "<i8").tobytes(),
+            col_indices=np.array(columns, "<i8").tobytes(),
+        ),
+        "dtype": pb.DTYPE_FLOAT32,
+        "shape": shape,
+    }
+
+
 @pytest.mark.parametrize(
     ("tensor", "said"),
     [
@@ -110,18 +271,9 @@ def test_half_precision_weights_arrive_as_they_are():
         ({"dense": b"", "dtype": pb.DTYPE_FLOAT32, "shape": [1 << 40]}, "over"),
         ({"dense": b"", "dtype": pb.DTYPE_FLOAT32, "shape": [-1]}, "shape"),
         ({"dense": b"\0" * 8, "dtype": 77, "shape": [2]}, "type 77"),
-        (
-            {
-                "sparse_csr": pb.SparseCsr(
-                    values=b"\0" * 4,
-                    crow_indices=np.array([0, 1], "<i8").tobytes(),
-                    col_indices=np.array([1 << 60], "<i8").tobytes(),
-                ),
-                "dtype": pb.DTYPE_FLOAT32,
-                "shape": [1, 2],
-            },
-            "compressed sparse rows",
-        ),
+        (csr([0, 1], [1 << 60], [1, 2]), "compressed sparse rows"),
+        (csr([0, 2**63 - 1, -(2**63), -1, 1], [0], [4, 2]), "compressed sparse rows"),
+        (csr([0, 2, 2], [1, 1], [2, 2]), "compressed sparse rows"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused_by_their_name(tensor, said):
@@ -186,8 +338,24 @@ def test_what_has_no_counterpart_is_refused_and_not_replaced(said):
     run(scenario())
 
 
+def test_a_long_text_among_numbers_takes_no_more_memory_than_itself():
+    numbers = [0.5] * 100 + ["a" * 1_000_000]
+    tracemalloc.start()
+    try:
+        with pytest.raises(Refusal, match="no number"):
+            tensors.from_list(numbers, "weights")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1_000_000
+
+
 NO_NUMBERS = [
     [1, "a"],
+    [[1, 2], 3],
+    [[[1]], [[1], [2]]],
+    [{}, 1],
+    [10**400, 0.5],
     [[1], [1, 2]],
     [None, 1],
     [2**70, 1],
@@ -204,10 +372,10 @@ NO_NUMBERS = [
 def test_weights_that_are_no_numbers_are_refused():
     async def scenario():
         async with client() as (http, _):
-            for data in NO_NUMBERS:
-                bad = sample([1, 2], target_tokens=[2, 3], weights=data)
+            for weights in NO_NUMBERS:
+                bad = sample([1, 2], target_tokens=[2, 3], weights=weights)
                 answer = await forward_backward(http, bad)
-                assert answer.status_code == 400, data
+                assert answer.status_code == 400, weights
                 assert "weights of sample 0" in answer.json()["error"]
 
     run(scenario())

@@ -1,23 +1,24 @@
 """A server's file is read strictly, with xorl's names and defaults, and workers get all of it."""
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.config.dialects.server import SAME
 from penstock.config.overrides import Override
-from penstock.config.server import ServerConfig, bytes_of, run_of
+from penstock.config.server import UNITS, ServerConfig, bytes_of, run_of
 from penstock.config.server_load import load_server
 from penstock.core.errors import ConfigError
+from penstock.engine.parallel.fits import misfits, padding_of
 
 SAID_BY_OTHERS = {"model_name": None, "config_path": None, "tokenizer_path": None}
 """Unset here, where the list of fields says that they are another's."""
 
 OTHERS: dict[str, Any] = {
-    "model_path": "org/model",
     "config_path": "org/config",
     "tokenizer_path": "builtin:bytes",
     "attn_implementation": "sdpa",
@@ -47,6 +48,7 @@ OTHERS: dict[str, Any] = {
     "lora_rank": 4,
     "seed": 7,
     "muon_ns_steps": 7,
+    "node_rank": 1,
 }
 """Another value of each setting than its default, where twice of it or its opposite is none."""
 
@@ -69,6 +71,8 @@ NEEDS: dict[str, dict[str, Any]] = {
     "deepep_buffer_size_gb": EXPERTS,
     "deepep_num_sms": EXPERTS,
     "deepep_async_combine": EXPERTS,
+    "nnodes": {"master_addr": "first"},
+    "node_rank": {"master_addr": "first", "nnodes": 2},
 }
 """What a setting means nothing without."""
 
@@ -108,8 +112,7 @@ def test_every_field_has_the_name_and_the_default_that_clients_of_xorl_know(shar
 
 @pytest.mark.parametrize("name", sorted(SAME.keys() - {"encoders"}))
 def test_what_a_file_says_of_training_is_what_workers_are_told(name):
-    base = {} if name == "model_path" else {"model_path": "org/base"}
-    values = {**base, **NEEDS.get(name, {}), name: other(name)}
+    values = {"model_path": "org/base", **NEEDS.get(name, {}), name: other(name)}
     at = run_of(ServerConfig.model_validate(values))
     for step in SAME[name].split("."):
         at = getattr(at, step)
@@ -128,6 +131,16 @@ def test_a_default_is_no_contract_and_a_written_value_is():
     assert run_of(ServerConfig(model_path="org/m")).model.attn_implementation is None
     written = ServerConfig(model_path="org/m", attn_implementation="flash_attention_3")
     assert run_of(written).model.attn_implementation == "flash_attention_3"
+
+
+def test_padding_that_nobody_wrote_gives_way_to_a_layout_and_a_length():
+    run = run_of(
+        ServerConfig(model_path="m", ulysses_parallel_size=3, sample_packing_sequence_len=1000)
+    )
+    assert padding_of(run.data, run.train) == 3 * 128
+    assert misfits(run, 3, None) == []
+    written = run_of(ServerConfig(model_path="m", ulysses_parallel_size=3, pad_to_multiple_of=128))
+    assert "pad_to_multiple_of is 128" in str(misfits(written, 3, None)[0])
 
 
 def test_numbers_differ_from_those_of_a_run_where_xorls_do():
@@ -149,29 +162,35 @@ def test_there_are_as_many_workers_as_parallel_sizes_multiply_to():
 
 
 def test_a_built_in_model_starts_from_the_seed():
-    run = run_of(ServerConfig(model_path="builtin:tiny-qwen3", tokenizer_path="builtin:bytes"))
-    assert run.model.model_path is None
-    assert run.model.config_path == "builtin:tiny-qwen3"
+    built_in = {"model_path": "builtin:tiny-qwen3", "tokenizer_path": "builtin:bytes"}
+    for named, found in (({}, "builtin:tiny-qwen3"), ({"config_path": "org/c"}, "org/c")):
+        run = run_of(ServerConfig.model_validate({**built_in, **named}))
+        assert run.model.model_path is None
+        assert run.model.config_path == found
+    assert run_of(ServerConfig(model_path="org/m")).model.model_path == "org/m"
 
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("10TB", 10**13), ("500MB", 5 * 10**8), ("1.5 GiB", 3 * 2**29), ("7", 7), ("2kb", 2000)],
+    [
+        *(("10TB", 10**13), ("500MB", 5 * 10**8), ("1.5 GiB", 3 * 2**29), ("7", 7)),
+        *(("2kb", 2000), ("9007199254740993", 2**53 + 1), ("9" * 400, int("9" * 400))),
+    ],
 )
 def test_a_size_is_read_as_it_is_meant(text, size):
     assert bytes_of(text) == size
 
 
-@given(st.text(max_size=12))
-def test_a_size_is_a_whole_number_or_refused(text):
-    try:
+@given(
+    st.text(max_size=12)
+    | st.from_regex(r"\d{1,3} ?[kmgtpKMGTP\u212a]?[iI\u0131]?b?", fullmatch=True)
+)
+def test_a_size_is_a_number_with_a_unit_or_refused(text):
+    size = None
+    with suppress(ValueError):
         size = bytes_of(text)
-    except ValueError as error:
-        said = str(error)
-        size = 0
-        if "10GB" not in said:
-            raise
-    assert size >= 0
+    assert size is None or text.strip().isascii()
+    assert (size or 0) < 1024 ** (len(UNITS) - 1) * 10 ** len(text)
 
 
 def test_all_faults_are_told_at_once_with_their_lines(tmp_path):
@@ -240,21 +259,73 @@ def test_options_come_last_and_read_numbers_as_text_where_text_is_meant(tmp_path
     assert config.foundation == {"num_hidden_layers": 2}
 
 
-def test_a_runs_file_is_told_from_a_servers(tmp_path):
-    path = file(tmp_path, "model:\n  model_path: org/m\ntrain:\n  output_dir: out\n")
-    with pytest.raises(ConfigError, match="no server's file"):
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("model:\n  model_path: org/m\ntrain:\n  output_dir: out\n", "it has the section model"),
+        ("base_model: org/m\nmicro_batch_size: 1\ndatasets: [{path: a}]\n", "written for Axolotl"),
+    ],
+)
+def test_a_runs_file_is_told_from_a_servers(tmp_path, text, says):
+    path = file(tmp_path, text)
+    with pytest.raises(ConfigError, match=f"no server's file: .*{says}"):
         load_server(path)
 
 
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"nnodes": 2}, "master_addr"),
-        ({"output_dir": "s3://bucket/models"}, "a folder of this machine"),
-        ({"nnodes": 2, "node_rank": 2, "master_addr": "a"}, "counted from 0"),
-        ({"sample_packing_sequence_len": 1000}, "next multiple is 1024"),
+        ({"nnodes": 2}, ["master_addr: 2 machines need a place to meet"]),
+        ({"nnodes": 2, "node_rank": 2, "master_addr": "a"}, ["node_rank: 2 is none of 2 machine"]),
+        ({"nproc_per_node": 0}, ["nproc_per_node: is 0; it must be at least 1"]),
+        (
+            {"worker_bind_address": "tcp://h:65536"},
+            ["worker_bind_address: is tcp://h:65536; ports"],
+        ),
+        ({"output_dir": "s3://bucket/models"}, ["output_dir: is s3://bucket/models; a server"]),
+        (
+            {"sample_packing_sequence_len": 1000, "pad_to_multiple_of": 64, "nnodes": 3},
+            [
+                "master_addr: 3 machines need a place to meet",
+                "pad_to_multiple_of: 64 does not divide sample_packing_sequence_len (1000)",
+            ],
+        ),
     ],
+    ids=lambda fields: next(iter(fields)),
 )
-def test_settings_that_do_not_fit_one_another_are_refused(fields, says):
-    with pytest.raises(ValueError, match=says):
-        ServerConfig(model_path="m", **fields)
+def test_settings_that_do_not_fit_one_another_are_all_told_by_their_own_names(
+    tmp_path, fields, says
+):
+    path = file(tmp_path, yaml.safe_dump({"model_path": "m", **fields}))
+    with pytest.raises(ConfigError) as caught:
+        load_server(path)
+    lines = [
+        line.removeprefix(f"{path}:").partition(": ")[2] for line in str(caught.value).splitlines()
+    ]
+    assert len(lines) == len(says)
+    for line, start in zip(sorted(lines), says, strict=True):
+        assert line.startswith(start)
+
+
+BAD_VALUES: list[Any] = [None, True, -1, 0, 7, 2.5, "x", "yes", "", [], [None], {}, {"a": 1}]
+
+
+@settings(max_examples=60)
+@given(
+    st.dictionaries(
+        st.sampled_from([*ServerConfig.model_fields, "unknown_name"]),
+        st.sampled_from(BAD_VALUES),
+        max_size=4,
+    )
+)
+def test_any_values_make_a_server_or_a_refusal_in_our_words(tmp_path_factory, values):
+    path = file(tmp_path_factory.getbasetemp(), yaml.safe_dump(values))
+    try:
+        config = load_server(path)
+    except ConfigError as refused:
+        told = str(refused)
+        assert "pydantic" not in told
+        assert "Input should" not in told
+        assert all(line.startswith(f"{path}") and ": " in line for line in told.splitlines())
+    else:
+        assert run_of(config)

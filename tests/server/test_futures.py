@@ -6,9 +6,11 @@ import numpy as np
 
 from penstock.server.api import tinker_pb2 as pb
 from penstock.server.protocol import asks, results, works
+from penstock.server.protocol.codec import FrameError
 from penstock.server.protocol.values import Array
 from tests.server.engine_of_a_table import client, failure, never
 from tests.server.requests_of_clients import (
+    STEP,
     forward_backward,
     retrieve,
     run,
@@ -47,6 +49,19 @@ def test_what_waits_is_told_to_each_client_as_it_reads_it():
                 "queue_state": "paused_capacity",
                 "queue_state_reason": "rank 1 died",
             }
+
+    run(scenario())
+
+
+def test_nobody_waits_longer_when_the_process_is_about_to_end():
+    async def scenario():
+        async with client({works.Step: never}, poll_seconds=60.0) as (http, engine):
+            poll = asyncio.create_task(retrieve(http, await step(http)))
+            await asyncio.sleep(0.05)
+            assert not poll.done()
+            engine.app.state.service.closing.set()
+            async with asyncio.timeout(2):
+                assert (await poll).json()["type"] == "try_again"
 
     run(scenario())
 
@@ -100,6 +115,46 @@ def test_the_same_request_sent_twice_is_done_once():
             assert first == second
             assert await step(http) != first
             assert len(engine.asks) == 2
+
+    run(scenario())
+
+
+def test_the_same_request_sent_twice_at_once_is_done_once():
+    async def scenario():
+        async with client() as (http, engine):
+            link = engine.app.state.service.link
+            send = link._channel.send
+
+            async def slowly(message):
+                await asyncio.sleep(0.02)
+                await send(message)
+
+            link._channel.send = slowly
+            twice = {"X-Idempotency-Key": "again"}
+            names = await asyncio.gather(*[step(http, headers=twice) for _ in range(2)])
+            assert len(set(names)) == 1
+            assert (await retrieve(http, names[0])).json()["metrics"]["grad_norm"] == 1.5
+            assert len(engine.works(works.Step)) == 1
+
+    run(scenario())
+
+
+def test_what_could_not_be_handed_over_is_not_counted_as_waiting(monkeypatch):
+    async def scenario():
+        async with client(max_pending_requests=1) as (http, engine):
+            link = engine.app.state.service.link
+            send = link._channel.send
+
+            async def too_large(_):
+                raise FrameError("too large")
+
+            for _ in range(2):
+                monkeypatch.setattr(link._channel, "send", too_large)
+                answer = await http.post("/api/v1/optim_step", json=STEP | {"seq_id": None})
+                assert (answer.status_code, answer.json()["error"]) == (413, "too large")
+                await asyncio.sleep(0)
+            monkeypatch.setattr(link._channel, "send", send)
+            await step(http)
 
     run(scenario())
 

@@ -27,7 +27,7 @@ from penstock.server.launcher import Launcher, children_of, serve
 from penstock.server.machines import First, Other
 from penstock.server.preparing import keys_of, prepare
 from penstock.server.protocol.secret import read_secret, write_secret
-from tests.server.serving import soon
+from tests.waiting import soon
 
 pytestmark = pytest.mark.slow
 
@@ -292,7 +292,7 @@ def test_other_machines_are_let_in_only_with_keys(tmp_path, monkeypatch):
         with pytest.raises(ConfigError, match="there are no keys"):
             prepare(tiny(tmp_path, api_host=host), "auto")
     file = tmp_path / "keys"
-    file.write_text("# of the team\ntml-one\n\ntml-two\n")
+    file.write_text("# of the team\ntml-one\n\n  # of others\n  tml-two\n")
     file.chmod(0o644)
     with pytest.raises(ConfigError, match="chmod 600"):
         keys_of(tiny(tmp_path, api_host="0.0.0.0", api_keys_file=str(file)))

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.server.orchestrator import lane
 from penstock.server.orchestrator.errands import Errand
 from penstock.server.orchestrator.lane import KEPT
 from penstock.server.orchestrator.queue import Queue
@@ -211,6 +212,26 @@ def test_where_numbers_were_lost_with_who_asked_for_them_the_lowest_there_is_goe
     assert list(queue.overdue(0.0)) == []
     assert list(queue.overdue(2.0)) == []
     assert [taken.seq for taken in drain(queue)] == [5]
+
+
+def test_another_queue_knows_what_was_done_and_the_last_of_how_it_ended(monkeypatch):
+    monkeypatch.setattr(lane, "LEFT_BYTES", 2 * 1024)
+    queue, other = Queue(30.0), Queue(30.0)
+    for seq in (1, 2, 3, 4):
+        queue.put(errand("m", seq))
+    drain(queue)
+    queue.put(errand("m", 6))
+    other.go_on_from("m", queue.left()["m"])
+    assert isinstance(other.put(errand("m", 4)), Done)
+    assert isinstance(other.put(errand("m", 3)), Done)
+    with pytest.raises(RefusedError, match="the next is 5"):
+        other.put(errand("m", 2))
+    with pytest.raises(RefusedError, match="is a Step already"):
+        other.put(Errand(DropGradients(model="m"), "one", "m", 4, ["y"]))
+    other.put(errand("m", 6))
+    assert other.take() is None
+    other.put(errand("m", 5))
+    assert [taken.seq for taken in drain(other)] == [5, 6]
 
 
 def test_clients_are_answered_in_order_whatever_order_they_ask_in(tmp_path):

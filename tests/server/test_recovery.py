@@ -339,3 +339,56 @@ def test_a_model_whose_checkpoint_was_deleted_is_put_back_to_the_next_best(tmp_p
             assert await learn(here.client, 1, 7) == 6
 
     asyncio.run(check())
+
+
+def test_a_model_that_cannot_be_loaded_again_is_not_left_at_the_workers(tmp_path):
+    async def check():
+        async with house(tmp_path) as here:
+            await trained(here)
+            here.workers.end.drop()
+            await here.client.workers("down")
+            here.start_workers().fails = lambda order: isinstance(order, Load)
+            await here.client.workers("ready")
+            assert here.workers.models == {}
+            failed = await here.client.fails(a_pass(), 6)
+            assert failed.code == "gone"
+            assert "it could not be opened again: this order is refused" in failed.error
+
+    asyncio.run(check())
+
+
+def test_what_was_overwritten_is_not_taken_for_what_a_model_went_on_from(tmp_path):
+    async def check():
+        async with house(tmp_path) as here:
+            await trained(here)
+            await here.client.begin("n")
+            await here.client.do(LoadState(model="n", path="m/weights/old"))
+            await here.client.do(SaveState(model="m", name="old", overwrite=True), 6)
+            here.workers.end.drop()
+            here.start_workers()
+            await here.client.workers("ready")
+            failed = await here.client.fails(a_pass("n", 1), 1)
+            assert failed.code == "lost"
+            assert "step 0 (n/weights/000000)" in failed.error
+            await here.client.do(a_pass("n", 1), 1)
+            assert (await here.client.do(a_step("n"), 2)).metrics["learnt"] == 1
+            assert await learn(here.client, 1, 7) == 8
+
+    asyncio.run(check())
+
+
+def test_an_engine_that_comes_again_knows_what_its_workers_hold(tmp_path):
+    async def check():
+        async with house(tmp_path) as here:
+            await trained(here)
+            await here.client.do(a_pass("m", 3), 6)
+            await here.restart_engine()
+            await here.client.do(SaveState(model="m", name="new"))
+            here.workers.end.drop()
+            here.start_workers()
+            await here.client.workers("ready")
+            failed = await here.client.fails(a_step(), 7)
+            assert failed.code == "lost"
+            assert "step 2 (m/weights/new)" in failed.error
+
+    asyncio.run(check())

@@ -4,20 +4,27 @@ PEFT and transformers read what is exported; a model that was never saved judges
 """
 
 import json
+import resource
+import shutil
+from contextlib import contextmanager
+from dataclasses import replace
 
 import peft
 import pytest
 import torch
 import transformers
 
-from penstock.core.errors import ArtifactError, ConfigError
+from penstock.core.errors import ArtifactError, ConfigError, StageError
+from penstock.engine.hf_folder import save_tensors
 from penstock.engine.resident_files import SAMPLER
+from penstock.engine.resident_sizes import BESIDE, TOKENIZER
 from penstock.engine.residents import UnknownModelError
 from penstock.server.protocol.commands import Close, Export, Load, Open
 from penstock.server.protocol.values import Lora, Optimizer
 from penstock.server.worker.refusals import RefusedError
 from tests.ranks import on_ranks
 from tests.server.orders import (
+    MIXTURE,
     apart,
     data,
     done,
@@ -35,11 +42,6 @@ pytestmark = [
     pytest.mark.dist,
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning"),
 ]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("base"))
 
 
 @pytest.mark.parametrize("optimizer", [None, "sgd", "anyprecision_adamw"])
@@ -144,7 +146,7 @@ def test_what_cannot_be_is_refused_with_what_to_do(model, tmp_path):
         "room for 1 to 16": opening("a", 17),
         "train_unembed=False": opening("a", 8, train_unembed=True),
         "nothing is to learn": opening("a", 8, train_attn=False),
-        "takes no momentum": Open(
+        "momentum: adamw takes": Open(
             model="a", lora=None, optimizer_config=Optimizer(kwargs={"momentum": 0.9})
         ),
     }
@@ -162,6 +164,150 @@ def test_what_cannot_be_is_refused_with_what_to_do(model, tmp_path):
         workers.do(Load(model="b", folder=str(tmp_path / "nowhere"), optimizer=True))
     with pytest.raises(ConfigError, match="open already"):
         workers.do(opening("b", 4))
+
+
+def test_states_of_an_optimizer_are_of_the_type_that_a_client_says(model, tmp_path):
+    workers, written = operations(model, tmp_path), {}
+    for dtype in ("bf16", "fp32"):
+        config = Optimizer(kind="anyprecision_adamw", dtype=dtype)
+        opened = Open(model=dtype, lora=Lora(rank=8), optimizer_config=config)
+        learnt = passing(dtype, data(2)), stepping(dtype)
+        for order in (opened, *learnt, saving(dtype, tmp_path / dtype)):
+            workers.do(order)
+        files = [path for path in (tmp_path / dtype).rglob("*") if path.is_file()]
+        written[dtype] = sum(path.stat().st_size for path in files)
+    # Two states of about 10,000 numbers; what else is written is the same.
+    assert written["fp32"] - written["bf16"] > 2 * 2 * 9_000
+
+
+def test_what_cannot_be_loaded_leaves_a_model_as_it_was(model, tmp_path):
+    workers = operations(model, tmp_path)
+    by_sgd = Open(model="b", lora=Lora(rank=8), optimizer_config=Optimizer(kind="sgd"))
+    for order in (by_sgd, passing("b", data(2)), stepping("b"), saving("b", tmp_path / "by sgd")):
+        workers.do(order)
+    learnt = [opening("a", 8), passing("a", data(4)), stepping("a"), passing("a", data(4, seed=2))]
+    for order in learnt:
+        workers.do(order)
+    workers.do(saving("a", tmp_path / "whole"))
+    damaged = tmp_path / "damaged"
+    shutil.copytree(tmp_path / "whole", damaged)
+    [largest] = sorted(damaged.glob("*.distcp"), key=lambda path: path.stat().st_size)[-1:]
+    with largest.open("r+b") as stream:
+        stream.truncate(largest.stat().st_size * 2 // 3)
+    refused = {"by sgd": "was trained with sgd", "damaged": "cannot be read"}
+    for name, words in refused.items():
+        with pytest.raises(ArtifactError, match=words):
+            workers.do(Load(model="a", folder=str(tmp_path / name), optimizer=True))
+    # The gradients, the optimizer and the weights are those of the model that never tried.
+    workers.do(stepping("a"))
+    workers.do(saving("a", tmp_path / "tried"))
+    done(model, tmp_path, [*learnt, stepping("a"), saving("a", tmp_path / "never tried")])
+    assert apart(saved(tmp_path / "tried"), saved(tmp_path / "never tried")) == 0
+    assert workers.residents.get("a").step == 2
+
+
+def tried(model, out):
+    """Losses before and after a load from files of which one rank's are damaged, and the refusal
+    on this rank."""
+    workers = operations(model, out, data_parallel_mode="fsdp2", data_parallel_shard_size=2)
+    learnt = [opening("a", 8), passing("a", data(4)), stepping("a")]
+    for order in [*learnt, saving("a", out / "kept")]:
+        workers.do(order)
+    if workers.residents.substrate.ranks.leads:
+        with (out / "kept" / "__1_0.distcp").open("r+b") as stream:
+            stream.truncate(100)
+    look = passing("a", data(2, seed=3), forward_only=True)
+    before = workers.do(look).metrics["loss:sum"]
+    try:
+        workers.do(Load(model="a", folder=str(out / "kept"), optimizer=True))
+    except ArtifactError as error:
+        return before, workers.do(look).metrics["loss:sum"], str(error)
+    raise AssertionError("it was loaded")
+
+
+def test_what_one_rank_cannot_read_is_loaded_on_none(model, tmp_path):
+    for before, after, refusal in on_ranks(2, tried, model, tmp_path):
+        assert before == after
+        assert "cannot be read" in refusal
+
+
+def test_a_whole_model_whose_checkpoint_is_damaged_begins_anew(model, tmp_path):
+    workers = operations(model, tmp_path, lora={"enable_lora": False})
+    learnt = [Open(model="a", lora=None), passing("a", data(4)), stepping("a", 0.001)]
+    for order in [*learnt, saving("a", tmp_path / "kept")]:
+        workers.do(order)
+    [largest] = sorted((tmp_path / "kept").glob("*.distcp"), key=lambda path: path.stat().st_size)[
+        -1:
+    ]
+    with largest.open("r+b") as stream:
+        stream.truncate(largest.stat().st_size // 2)
+    with pytest.raises(ArtifactError, match="cannot be read"):
+        workers.do(Load(model="a", folder=str(tmp_path / "kept"), optimizer=True))
+    assert workers.residents.get("a").step == 0
+    workers.do(saving("a", tmp_path / "anew"))
+    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    assert apart(saved(tmp_path / "anew"), base.state_dict()) == 0
+
+
+def test_what_begins_from_a_checkpoint_counts_as_strongly_as_it_did(model, tmp_path):
+    workers = operations(model, tmp_path)
+    orders = [opening("a", 8, alpha=40), passing("a", data(4)), stepping("a", 0.05)]
+    look = passing("a", data(2, seed=3), forward_only=True)
+    *_, looked = (workers.do(order) for order in [*orders, saving("a", tmp_path / "kept"), look])
+    workers = replace(operations(model, tmp_path), begin_from=tmp_path / "kept")
+    workers.do(opening("a", 8))
+    assert workers.do(look).outputs == looked.outputs
+
+
+def test_adapters_of_experts_are_loaded_where_they_were_saved(tmp_path):
+    its = write_model(tmp_path / "model", **MIXTURE)
+    orders = [opening("a", 4), passing("a", data(4)), stepping("a", 0.05)]
+    look = passing("a", data(2, seed=3), forward_only=True)
+    *_, looked = done(its, tmp_path, [*orders, saving("a", tmp_path / "kept"), look])
+    load = Load(model="a", folder=str(tmp_path / "kept"), optimizer=True)
+    *_, again = done(its, tmp_path, [opening("a", 4, seed=8), load, look])
+    assert again.outputs == looked.outputs
+
+
+@contextmanager
+def room_for(size):
+    """Files may have so many bytes, and no more."""
+    least, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (least, most))
+
+
+def test_an_export_that_finds_no_room_is_told_and_leaves_nothing(model, tmp_path):
+    workers = operations(model, tmp_path, lora={"enable_lora": False})
+    workers.do(Open(model="a", lora=None))
+    (tmp_path / "out").mkdir()
+    export = Export(model="a", folder=str(tmp_path / "out" / "sampler"), dtype="float32")
+    with room_for(1 << 14), pytest.raises(StageError, match="could not be written"):
+        workers.do(export)
+    assert not list((tmp_path / "out").iterdir())
+    workers.do(export)
+
+
+def test_what_a_merged_model_in_few_bits_takes_is_told_by_its_numbers(model, tmp_path):
+    merged = {"merge_lora_interval": 2, "lora_rank": 8}
+    told = [
+        done(model, tmp_path, [opening("a", 8)], lora={**merged, **more})[0].export_bytes
+        for more in ({}, {"enable_qlora": True, "quant_format": "nf4"})
+    ]
+    base = transformers.AutoModelForCausalLM.from_pretrained(model).state_dict()
+    numbers = sum(tensor.numel() for tensor in base.values())
+    assert min(told) >= 4 * numbers + BESIDE + TOKENIZER
+    # What lies beside it while it is written is smaller.
+    assert told[1] < told[0]
+
+
+def test_tensors_that_find_no_room_are_told_as_every_file_is(tmp_path):
+    with room_for(1 << 14), pytest.raises(OSError, match=r"a\.safetensors"):
+        save_tensors({"a": torch.ones(1 << 16)}, tmp_path / "a.safetensors")
+    assert not (tmp_path / "a.safetensors").exists()
 
 
 def test_a_checkpoint_of_another_base_is_refused_by_the_name_of_its_own(model, tmp_path):

@@ -3,22 +3,31 @@
 PEFT with torch's optimizer, a step of training and the same model without company are the judges.
 """
 
+import gc
+import weakref
+from itertools import pairwise
+
 import peft
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from penstock.core.errors import ConfigError
+from penstock.engine.checkpoint_boxes import read_boxes, whole_box
+from penstock.engine.checkpoint_files import CheckpointFiles
 from penstock.engine.resident_steps import NotFiniteError
 from penstock.rows.collate import collate
-from penstock.server.protocol.commands import Export, Forget
-from penstock.server.protocol.results import Passed
+from penstock.server.protocol.commands import Close, Export, Forget, Open
+from penstock.server.protocol.results import Passed, Stepped
+from penstock.server.protocol.values import Optimizer
 from penstock.server.worker.dealing import _row
 from penstock.server.worker.samples import samples_of
 from tests.ranks import on_ranks
 from tests.server.orders import (
+    MIXTURE,
     apart,
     data,
     done,
@@ -37,11 +46,6 @@ pytestmark = [
     pytest.mark.dist,
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning"),
 ]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("base"))
 
 
 def script(name, out, *, rank, lr, seed):
@@ -64,20 +68,19 @@ def in_turn(one, other):
     return [order for pair in zip(one, other, strict=True) for order in pair]
 
 
-MIXTURE = {
-    "model_type": "qwen3_moe",
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "mlp_only_layers": [],
-    "norm_topk_prob": True,
-}
-
-
 def losses_of(results):
     """What passes told, also those that only looked."""
     return [each.metrics["loss:sum"] for each in results if isinstance(each, Passed)]
+
+
+def check_norms(results):
+    """Those of types of layers, told with the pass before a step, make up the step's."""
+    for passed, stepped in pairwise(results):
+        if isinstance(stepped, Stepped):
+            parts = [norm for name, norm in passed.metrics.items() if "grad_norm/" in name]
+            together = sum(part**2 for part in parts) ** 0.5
+            assert len(parts) > 1
+            assert stepped.metrics["grad_norm"] == pytest.approx(together, rel=1e-5)
 
 
 LAYOUTS = {
@@ -91,12 +94,21 @@ LAYOUTS = {
         },
     ),
     "tp 2": (2, {"tensor_parallel_size": 2}),
+    "pp 2": (2, {"pipeline_parallel_size": 2}),
+    "ep 2": (2, {"expert_parallel_size": 2, "data_parallel_mode": "fsdp2"}),
 }
+QUICK = ("one process", "shard 2, gathered once", "tp 2")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.exhaustive) for name in LAYOUTS],
+)
 def test_models_that_take_turns_end_as_each_would_alone(model, tmp_path, layout):
     world, settings = LAYOUTS[layout]
+    if "expert_parallel_size" in settings:
+        model = write_model(tmp_path / "model", **MIXTURE)
+    settings = {**settings, "log_grad_norm": "layers"}
     both, alone = tmp_path / "both", tmp_path / "alone"
     small = {"rank": 8, "lr": 0.02, "seed": 3}
     large = {"rank": 16, "lr": 0.005, "seed": 4}
@@ -111,6 +123,7 @@ def test_models_that_take_turns_end_as_each_would_alone(model, tmp_path, layout)
         [told, *alones], *_ = on_ranks(world, each_done, model, tmp_path, scripts, settings)
     for mine, its in zip((told[::2], told[1::2]), alones, strict=True):
         assert losses_of(mine) == pytest.approx(losses_of(its), rel=1e-5)
+        check_norms(mine)
     for name, rank in (("a", 8), ("b", 16)):
         found = saved(both / name)
         assert apart(found, saved(alone / name)) < 1e-5
@@ -262,7 +275,9 @@ def test_gradients_that_are_dropped_are_not_stepped_along(model, tmp_path):
 
 def test_gradients_that_are_not_finite_move_nothing(model, tmp_path):
     workers = operations(model, tmp_path)
-    workers.do(opening("a"))
+    for order in (opening("a"), passing("a", data(2)), stepping("a")):
+        workers.do(order)
+    # With the optimizer's states, and how many steps it took.
     workers.do(saving("a", tmp_path / "before"))
     flawed = data(2, advantages=1.0, logprobs=1e4)
     passed = workers.do(passing("a", flawed, loss="importance_sampling"))
@@ -270,6 +285,89 @@ def test_gradients_that_are_not_finite_move_nothing(model, tmp_path):
     with pytest.raises(NotFiniteError, match="left as they were"):
         workers.do(stepping("a"))
     workers.do(saving("a", tmp_path / "after"))
-    assert apart(saved(tmp_path / "before"), saved(tmp_path / "after")) == 0
+    assert apart(everything(tmp_path / "before"), everything(tmp_path / "after")) == 0
     workers.do(passing("a", data(2)))
-    assert workers.do(stepping("a")).metrics["step"] == 1
+    assert workers.do(stepping("a")).metrics["step"] == 2
+
+
+def everything(folder):
+    """The tensors of a checkpoint, the optimizer's too."""
+    files = CheckpointFiles(folder)
+    found = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in files.read_metadata().state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    assert any(name.startswith("optimizer.") for name in found)
+    read_boxes({name: [whole_box(tensor)] for name, tensor in found.items()}, files)
+    return {name: tensor.float() for name, tensor in found.items()}
+
+
+def test_norms_of_a_whole_mixture_are_told_by_all_types_of_its_layers(tmp_path):
+    its = write_model(tmp_path / "model", **MIXTURE)
+    orders = [Open(model="a", lora=None), passing("a", data(4)), stepping("a")]
+    results = done(its, tmp_path, orders, log_grad_norm="layers", lora={"enable_lora": False})
+    check_norms(results)
+    found = {name for name in results[1].metrics if "grad_norm/" in name}
+    types = ("attention", "embed_tokens", "experts", "lm_head", "norm", "router")
+    assert found == {f"grad_norm/{kind}:max" for kind in types}
+    assert all(results[1].metrics[name] > 0 for name in found)
+
+
+def test_without_eps_a_step_is_refused_only_where_it_would_be_divided_by(model, tmp_path):
+    workers = operations(model, tmp_path)
+    workers.do(Open(model="sgd", lora=None, optimizer_config=Optimizer(kind="sgd")))
+    workers.do(opening("adam"))
+    for name in ("sgd", "adam"):
+        workers.do(passing(name, data(2)))
+    assert workers.do(stepping("sgd", eps=0.0)).metrics["step"] == 1
+    with pytest.raises(ConfigError, match="eps is 0"):
+        workers.do(stepping("adam", eps=0.0))
+    # What was gathered is still there.
+    assert workers.do(stepping("adam")).metrics["step"] == 1
+
+
+def test_nothing_is_kept_of_a_model_that_was_closed(model, tmp_path):
+    workers = operations(model, tmp_path)
+    for name in ("a", "b"):
+        for order in (opening(name), passing(name, data(2)), stepping(name)):
+            workers.do(order)
+    workers.do(passing("a", data(2)))
+    workers.do(passing("b", data(2)))
+    there = workers.residents.get("a")
+    assert there.weights
+    kept = [there, there.optimizer, *there.weights, *there.gradients.values()]
+    kept += [
+        value
+        for states in there.optimizer.state.values()
+        for value in states.values()
+        if isinstance(value, torch.Tensor)
+    ]
+    alive = [weakref.ref(each) for each in kept]
+    assert len(alive) > 50
+    del there, kept
+    workers.do(Close(model="a"))
+    gc.collect()
+    assert not any(each() is not None for each in alive)
+
+
+def test_an_optimizer_that_cannot_be_is_refused_and_the_workers_go_on(model, tmp_path):
+    workers = operations(model, tmp_path)
+    nesterov = Optimizer(kind="sgd", kwargs={"nesterov": True})
+    with pytest.raises(ConfigError, match="needs momentum above 0"):
+        workers.do(Open(model="a", lora=None, optimizer_config=nesterov))
+    with pytest.raises(ConfigError, match="told eps with each step"):
+        workers.do(Open(model="a", lora=None, optimizer_config=Optimizer(kwargs={"eps": 0.1})))
+    workers.do(opening("a"))
+
+
+@pytest.mark.parametrize("interval", [None, 2])
+def test_an_adapter_starts_from_the_seed_that_its_client_gives(model, tmp_path, interval):
+    settings = {} if interval is None else {"lora": {"merge_lora_interval": interval}}
+    for seed in (3, 4):
+        workers = operations(model, tmp_path, seed=3, **settings)
+        workers.do(opening("a", seed=seed))
+        workers.do(saving("a", tmp_path / f"{seed}"))
+    one, other = (saved(tmp_path / seed) for seed in ("3", "4"))
+    differing = {name for name, tensor in one.items() if not torch.equal(tensor, other[name])}
+    assert differing == {name for name in one if ".lora_A." in name}

@@ -116,6 +116,30 @@ def folder_of(server: Server, path: str):
     return server.folder / "out" / kind / run / name
 
 
+def test_several_targets_of_a_token_are_each_as_it_would_be_alone(server, model):
+    client = service_of(server).create_lora_training_client(str(model), rank=8, seed=3).result()
+    rng = np.random.default_rng(0)
+    tokens, targets = rng.integers(0, 256, 12).tolist(), rng.integers(0, 256, (12, 3))
+    weights = rng.random((12, 3)).astype(np.float32)
+
+    def told(targets, weights):
+        sample = types.Datum(
+            model_input=types.ModelInput.from_ints(tokens),
+            loss_fn_inputs={"target_tokens": targets, "weights": weights},
+        )
+        passed = client.forward_backward([sample], "cross_entropy").result()
+        return passed.loss_fn_outputs[0]["logprobs"].to_numpy(), passed.metrics["loss:sum"]
+
+    log_probs, loss = told(targets, weights)
+    assert log_probs.shape == (12, 3)
+    assert loss == pytest.approx(-(weights * log_probs).sum(), rel=CLOSE)
+    alone = [told(targets[:, at], weights[:, at])[0] for at in range(3)]
+    np.testing.assert_allclose(log_probs, np.stack(alone, 1), rtol=CLOSE, atol=CLOSE)
+    metrics = client.optim_step(types.AdamParams(learning_rate=RATE)).result().metrics
+    assert metrics
+    assert metrics["grad_norm"] > 0
+
+
 def test_supervised_training_is_that_of_peft_and_torch(server, model, shared):
     client = service_of(server).create_lora_training_client(str(model), rank=8, seed=3).result()
     start = client.save_weights_for_sampler("start").result()
@@ -150,11 +174,9 @@ def test_a_policy_learns_from_its_own_samples_what_is_rewarded(server, model):
     means = []
     for turn in range(8):
         sampler = client.save_weights_and_get_sampling_client(f"turn-{turn}")
-        drawn = sampler.sample(
-            prompt=prompt,
-            num_samples=16,
-            sampling_params=types.SamplingParams(max_tokens=8, temperature=1.0, seed=turn),
-        ).result()
+        # All of one length: nothing stops them, not even the end of a text.
+        how = types.SamplingParams(max_tokens=8, temperature=1.0, seed=turn, stop=[])
+        drawn = sampler.sample(prompt=prompt, num_samples=16, sampling_params=how).result()
         rewards = [[float(token % 2 == 0) for token in each.tokens] for each in drawn.sequences]
         means.append(float(np.mean(rewards)))
         data = []

@@ -28,7 +28,12 @@ def service():
         patch.setenv("TINKER_TELEMETRY", "0")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            client = tinker.ServiceClient(base_url=url, api_key="tml-local")
+            client = tinker.ServiceClient(
+                base_url=url,
+                api_key="tml-local",
+                user_metadata={"why": "a test"},
+                display_name="mine",
+            )
         yield client, engine
         client.close("success").result(10)
     gc.collect()
@@ -56,6 +61,22 @@ def test_the_service_tells_what_it_trains(service):
     assert (model.model_name, model.max_context_length) == ("tiny/byte-llama", 2048)
 
 
+def test_a_session_is_told_with_what_its_client_said_of_it(service, training):
+    client, engine = service
+    assert training.model_id == MODEL
+    (begun,) = engine.works(works.CreateSession)
+    said = {"why": "a test", "session.display_name": "mine"}
+    told = results.SessionTold(session="s", models=(), samplers=(), user_metadata=said)
+    before = engine.table[works.SessionOf]
+    engine.table[works.SessionOf] = lambda _: told
+    try:
+        answer = client.create_rest_client().get_session("s").result(20)
+    finally:
+        engine.table[works.SessionOf] = before
+    assert (answer.user_metadata, answer.display_name) == ({"why": "a test"}, "mine")
+    assert begun.user_metadata == {"why": "a test"} | {"session.display_name": "mine"}
+
+
 def test_a_model_is_made_as_it_was_asked_for(service, training):
     (work,) = [work for work in service[1].works(works.CreateModel) if work.path is None]
     assert (work.model, work.session, work.lora.rank) == (MODEL, "sess-1", 8)
@@ -74,6 +95,41 @@ def test_a_pass_brings_the_log_probabilities_of_each_sample_in_order(service, tr
     assert (work.per, work.forward_only, work.loss) == ("sum", False, "cross_entropy")
     np.testing.assert_array_equal(work.data[0].inputs["target_tokens"].numpy(), [6, 7, 8])
     np.testing.assert_array_equal(work.data[0].inputs["weights"].numpy(), [1, 1, 0])
+
+
+def test_several_targets_of_a_token_bring_as_many_log_probabilities(service, training):
+    def several(tokens, count):
+        return types.Datum(
+            model_input=types.ModelInput.from_ints(tokens),
+            loss_fn_inputs={
+                "target_tokens": np.arange(len(tokens) * count).reshape(len(tokens), count),
+                "weights": np.full((len(tokens), count), 1 / count, np.float32),
+            },
+        )
+
+    # Also where samples have another number of them each.
+    samples = [several([5, 6, 7], 2), several([8, 9], 2), datum([1, 2]), several([3], 4)]
+    result = training.forward_backward(samples, "cross_entropy").result(20)
+    got = [output["logprobs"].to_numpy() for output in result.loss_fn_outputs]
+    assert [array.shape for array in got] == [(3, 2), (2, 2), (2,), (1, 4)]
+    np.testing.assert_allclose(got[1], [[-2.008] * 2, [-2.009] * 2], rtol=1e-6)
+    inputs = service[1].works(works.Pass)[-1].data[0].inputs
+    np.testing.assert_array_equal(inputs["target_tokens"].numpy(), [[0, 1], [2, 3], [4, 5]])
+
+
+def test_targets_that_are_mostly_none_travel_sparse(service, training):
+    torch = pytest.importorskip("torch")
+    targets, weights = torch.zeros(4, 8, dtype=torch.int64), torch.zeros(4, 8)
+    targets[2, 3], weights[2, 3] = 7, 0.5
+    sample = types.Datum(
+        model_input=types.ModelInput.from_ints([1, 2, 3, 4]),
+        loss_fn_inputs={"target_tokens": targets, "weights": weights},
+    )
+    assert sample.loss_fn_inputs["weights"].sparse_crow_indices is not None
+    training.forward_backward([sample], "cross_entropy").result(20)
+    inputs = service[1].works(works.Pass)[-1].data[0].inputs
+    np.testing.assert_array_equal(inputs["target_tokens"].numpy(), targets.numpy())
+    np.testing.assert_array_equal(inputs["weights"].numpy(), weights.numpy())
 
 
 def test_a_pass_without_gradients_says_so(service, training):
@@ -121,14 +177,17 @@ def test_works_of_a_model_are_numbered_without_a_gap(service, training):
 
 def test_a_step_brings_its_numbers_and_tells_its_metrics(service, training):
     params = types.AdamParams(learning_rate=2e-4, beta2=0.99, grad_clip_norm=1.0)
-    assert training.optim_step(params).result(20).metrics["learning_rate"] == 2e-4
+    metrics = training.optim_step(params).result(20).metrics
+    # `step` is what their loggers call their own.
+    assert metrics == {"grad_norm": 1.5, "learning_rate": 2e-4, "optimizer_step": 1.0}
     adam = service[1].works(works.Step)[-1].adam
     assert (adam.beta2, adam.grad_clip_norm, adam.eps) == (0.99, 1.0, 1e-12)
 
 
 def test_what_is_saved_is_loaded_by_its_path(service, training):
-    saved = training.save_state("ck1").result(20)
+    saved = training.save_state("ck1", user_metadata={"of": "a test"}).result(20)
     assert saved.path == f"tinker://{MODEL}/weights/ck1"
+    assert service[1].works(works.SaveState)[-1].user_metadata == {"of": "a test"}
     training.load_state(saved.path).result(20)
     training.load_state_with_optimizer(saved.path).result(20)
     first, second = service[1].works(works.LoadState)[-2:]
@@ -168,6 +227,51 @@ def test_a_prompt_is_scored_and_its_first_token_is_not(service):
     assert scored == [None, -0.25, -0.5]
 
 
+@pytest.mark.parametrize(
+    ("stop", "texts", "tokens", "ignores"),
+    [
+        (None, (), (), False),
+        ([], (), (), True),
+        ("\n", ("\n",), (), False),
+        ([5, 6], (), (5, 6), False),
+    ],
+)
+def test_no_list_of_stops_leaves_the_end_of_a_text_and_an_empty_one_does_not(
+    service, stop, texts, tokens, ignores
+):
+    client, engine = service
+    sampler = client.create_sampling_client(base_model="tiny/byte-llama").result(20)
+    params = types.SamplingParams(max_tokens=2, stop=stop)
+    sampler.sample(types.ModelInput.from_ints([1]), 1, params).result(20)
+    said = engine.works(works.Sample)[-1].sampling
+    assert (said.stop_texts, said.stop_tokens, said.ignore_eos) == (texts, tokens, ignores)
+
+
+def test_the_likeliest_tokens_are_told_wherever_something_foretells_them(service):
+    sampler = service[0].create_sampling_client(base_model="tiny/byte-llama").result(20)
+    asked = {"num_samples": 1, "sampling_params": types.SamplingParams(max_tokens=2)}
+    prompt = types.ModelInput.from_ints([1, 2, 3])
+    answer = sampler.sample(
+        prompt,
+        include_prompt_logprobs=True,
+        topk_prompt_logprobs=2,
+        topk_sample_logprobs=1,
+        **asked,
+    ).result(20)
+    both = [(0, -1.0), (1, -2.0)]
+    assert answer.topk_prompt_logprobs == [None, both, both]
+    assert answer.sequences[0].topk_logprobs == [[(0, -1.0)]] * 2
+    last = sampler.sample(
+        prompt,
+        include_prompt_logprobs=True,
+        topk_prompt_logprobs=2,
+        prompt_logprobs_last_n=1,
+        **asked,
+    ).result(20)
+    assert last.topk_prompt_logprobs == [None, None, both]
+    assert last.prompt_logprobs == [None, None, -0.5]
+
+
 def test_the_weights_of_now_are_sampled_from_without_a_name(service, training):
     sampler = training.save_weights_and_get_sampling_client().result(20)
     work = service[1].works(works.SaveSampler)[-1]
@@ -186,11 +290,14 @@ def test_what_is_kept_is_listed_and_let_go(service):
     rest = client.create_rest_client()
     assert rest.list_training_runs().result(20).training_runs[0].training_run_id == MODEL
     assert rest.get_training_run(MODEL).result(20).lora_rank == 8
+    assert rest.list_training_runs(access_scope="accessible").result(20).cursor.total_count == 1
     first, second = rest.list_checkpoints(MODEL).result(20).checkpoints
     assert (first.checkpoint_id, second.checkpoint_type) == ("weights/ck1", "sampler")
+    assert first.user_metadata == {"of": "a test"}
     assert len(rest.list_user_checkpoints().result(20).checkpoints) == 2
     path = first.tinker_path
-    assert rest.get_weights_info_by_tinker_path(path).result(20).lora_rank == 8
+    info = rest.get_weights_info_by_tinker_path(path).result(20)
+    assert (info.lora_rank, info.train_mlp, info.train_attn) == (8, False, None)
     rest.publish_checkpoint_from_tinker_path(path).result(20)
     rest.unpublish_checkpoint_from_tinker_path(path).result(20)
     rest.set_checkpoint_ttl_from_tinker_path(path, 7200).result(20)

@@ -7,6 +7,7 @@ import pytest
 
 from penstock.server.orchestrator.registry import Registry, RegistryError
 from penstock.server.protocol.commands import Close, Generate, Push, Rows, Save
+from penstock.server.protocol.results import Gone
 from penstock.server.protocol.values import Array, Endpoint, Lora
 from penstock.server.protocol.works import (
     AddEndpoint,
@@ -72,7 +73,7 @@ def test_an_idle_session_is_saved_before_it_is_freed_and_another_goes_on_from_th
             await here.client.do(a_pass("again", 1), 1)
             assert (await here.client.do(a_step("again"), 2)).metrics == {"step": 2, "learnt": 8}
             await asyncio.sleep(1.0)
-            assert (await here.client.fails(Heartbeat(session="s"))).code == "gone"
+            assert await here.client.do(Heartbeat(sessions=("s",))) == Gone(sessions=("s",))
 
     asyncio.run(check())
 
@@ -82,7 +83,7 @@ def test_a_session_that_is_heard_of_is_not_idle(tmp_path):
         async with house(tmp_path, idle_session_timeout=0.5) as here:
             await here.client.begin()
             for _ in range(10):
-                await here.client.do(Heartbeat(session="s"))
+                assert await here.client.do(Heartbeat(sessions=("s",))) == Gone()
                 await asyncio.sleep(0.1)
             await here.client.do(a_pass(), 1)
             assert not any(isinstance(order, Close) for order in here.workers.orders)
@@ -113,7 +114,7 @@ def test_ending_a_session_does_first_what_was_asked_before_and_saves_it(tmp_path
             assert (await asked[1]).metrics["learnt"] == 3
             await soon(lambda: isinstance(here.workers.orders[-1], Close))
             assert [type(order) for order in here.workers.orders[-2:]] == [Save, Close]
-            assert (await here.client.fails(Heartbeat(session="s"))).code == "gone"
+            assert await here.client.do(Heartbeat(sessions=("s",))) == Gone(sessions=("s",))
             told = await here.client.do(ListCheckpoints(model="m"))
             first, _ = told.checkpoints
             assert first.name == "weights/000000"
@@ -133,7 +134,6 @@ def test_another_owner_finds_nothing_of_what_is_not_his(tmp_path):
                 SaveState(model="m"),
                 LoadState(model="m", path="m/weights/000000"),
                 UnloadModel(model="m"),
-                Heartbeat(session="s"),
                 EndSession(session="s"),
                 SessionOf(session="s"),
                 create("other"),
@@ -149,6 +149,8 @@ def test_another_owner_finds_nothing_of_what_is_not_his(tmp_path):
             for work in theirs:
                 failed = await here.client.fails(work, owner="two")
                 assert (failed.code, failed.category) == ("not_found", "user"), work
+            beat = Heartbeat(sessions=("s", "t"))
+            assert await here.client.do(beat, owner="two") == Gone(sessions=("s", "t"))
             assert (await here.client.do(ListSessions(), owner="two")).sessions == ()
             assert (await here.client.do(ListRuns(), owner="two")).total == 0
             assert (await here.client.do(ListCheckpoints(), owner="two")).checkpoints == ()
@@ -171,7 +173,7 @@ def test_a_public_checkpoint_is_read_by_others_and_changed_by_none_of_them(tmp_p
             await here.client.do(keep)
             await here.client.do(CreateSession(session="t"), owner="two")
             told = await here.client.do(WeightsOf(path="m/weights/good"), owner="two")
-            assert (told.base_model, told.rank, told.checkpoint.public) == ("tiny", 8, True)
+            assert (told.base_model, told.lora.rank, told.checkpoint.public) == ("tiny", 8, True)
             theirs = create("theirs", session="t", lora=None, path="m/weights/good")
             await here.client.do(theirs, owner="two")
             await here.client.do(a_pass("theirs", 1), 1, owner="two")

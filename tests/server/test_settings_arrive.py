@@ -76,6 +76,11 @@ OF_ENGINE: dict[str, Any] = {
     "worker_connection_timeout": 9.0,
     "worker_max_retries": 5,
     "operation_timeout": 11.0,
+    "max_models": 12,
+    "max_owner_models": 13,
+    "max_sessions": 14,
+    "max_owner_sessions": 15,
+    "stop_timeout": 16.0,
     "sync_allowed_hosts": ["infer-1.internal"],
 }
 """Other values than the defaults, each told under the name it has in the file."""
@@ -178,14 +183,17 @@ def test_workers_assemble_what_is_written(tmp_path, monkeypatch):
     assert set(seen["allowed_hosts"]) == {"localhost", "127.0.0.0/8", "::1", "10.0.0.0/8"}
 
 
-@pytest.mark.parametrize(("asked", "comes_to"), [(True, "a test"), (False, "the others")])
+@pytest.mark.parametrize(("asked", "comes_to"), [(True, "a test"), (False, "others in 5030 s")])
 def test_workers_try_themselves_only_where_that_is_written(tmp_path, monkeypatch, asked, comes_to):
     monkeypatch.setattr(worker, "substrate_of", lambda *_: None)
     monkeypatch.setattr(worker, "operations_on", lambda *_, **__: None)
     monkeypatch.setattr(worker, "self_test", lambda _: reached("a test"))
-    monkeypatch.setattr(worker, "Announcing", lambda _: reached("the others"))
+    monkeypatch.setattr(
+        worker, "Announcing", lambda _, seconds: reached(f"others in {seconds:g} s")
+    )
     with pytest.raises(Reached, match=comes_to):
-        worker.run_rank(job_of(tmp_path, enable_self_test=asked), ALONE)
+        # Longer than the engine waits for them.
+        worker.run_rank(job_of(tmp_path, enable_self_test=asked, operation_timeout=5000.0), ALONE)
 
 
 @pytest.fixture

@@ -25,15 +25,9 @@ from tests.server.orders import (
     saved,
     saving,
     stepping,
-    write_model,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.dist]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("base"))
 
 
 def test_clients_are_told_of_the_model_as_it_is_written(model, tmp_path):

@@ -3,6 +3,8 @@
 import asyncio
 import os
 import re
+import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,28 @@ def test_no_name_leads_out_of_its_folder(tmp_path_factory, name):
         assert model_name(name) == name
         file = Registry(root)._file("models", name)
         assert file.parent == storage.root / "server" / "models"
+
+
+def test_what_a_client_says_of_a_checkpoint_is_kept_with_it(tmp_path):
+    said = {"of": "a test"}
+
+    async def check():
+        async with house(tmp_path) as here:
+            await here.client.begin()
+            await here.client.do(SaveState(model="m", name="a", user_metadata=said))
+            await here.client.do(SaveSampler(model="m", name="b", user_metadata=said))
+            vast = SaveState(model="m", name="c", user_metadata={"of": "x" * 100_000})
+            assert (await here.client.fails(vast)).code == "invalid"
+            await here.restart_engine()
+            assert await told(here) == {"weights/a": said, "sampler_weights/b": said}
+            await here.client.do(SaveState(model="m", name="a", overwrite=True))
+            assert await told(here) == {"weights/a": {}, "sampler_weights/b": said}
+
+    async def told(here):
+        checkpoints = (await here.client.do(ListCheckpoints(model="m"))).checkpoints
+        return {one.name: one.user_metadata for one in checkpoints if "000000" not in one.name}
+
+    asyncio.run(check())
 
 
 def test_nasty_names_are_refused_wherever_they_are_said(tmp_path):
@@ -233,6 +257,41 @@ def test_what_is_deleted_is_gone_from_the_list_and_the_disk(tmp_path):
             await here.client.do(SaveState(model="m", name="a"))
             await asyncio.sleep(0.1)
         assert sorted(path.name for path in (tmp_path / "weights/m").iterdir()) == ["000000", "a"]
+
+    asyncio.run(check())
+
+
+def test_room_is_looked_for_when_what_was_deleted_is_gone(tmp_path, monkeypatch):
+    def slowly(folder, *, ignore_errors, rmtree=shutil.rmtree):
+        time.sleep(0.3)
+        rmtree(folder, ignore_errors=ignore_errors)
+
+    async def check():
+        async with house(tmp_path, storage_limit=5 * STATE_BYTES) as here:
+            await here.client.begin()
+            await here.client.do(SaveState(model="m", name="a"))
+            left = 5 * STATE_BYTES - size_of(tmp_path)
+            (tmp_path / "others").write_bytes(b"x" * (left - 200))
+            assert (await here.client.fails(SaveState(model="m"))).code == "storage_limit"
+            monkeypatch.setattr(shutil, "rmtree", slowly)
+            await here.client.do(DeleteCheckpoint(model="m", name="weights/a"))
+            await here.client.do(SaveState(model="m", name="b"))
+
+    asyncio.run(check())
+
+
+def test_a_link_in_the_place_of_what_is_over_does_not_keep_others_or_end_the_engine(tmp_path):
+    async def check():
+        async with house(tmp_path, idle_session_timeout=2.0) as here:
+            await here.client.begin()
+            for name in ("linked", "over"):
+                await here.client.do(SaveState(model="m", name=name, ttl_seconds=0.3))
+            (tmp_path / "weights/m/linked").rename(tmp_path / "moved")
+            (tmp_path / "weights/m/linked").symlink_to(tmp_path / "moved")
+            await asyncio.sleep(1.0)
+            told = (await here.client.do(ListCheckpoints())).checkpoints
+            assert [c.name for c in told] == ["weights/000000", "weights/linked"]
+            assert (tmp_path / "moved" / "state.json").exists()
 
     asyncio.run(check())
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
 
 from penstock.engine.base_weights import Base
@@ -16,7 +15,7 @@ from penstock.engine.origin import Form, quantising_of
 from penstock.models.registry import family_of
 from penstock.origins import origin_of
 from penstock.server.protocol.commands import Push
-from penstock.server.protocol.values import Endpoint
+from penstock.server.protocol.values import Endpoint, Secret
 from penstock.server.sync.errors import SyncError
 from penstock.server.sync.inference_server import Limits
 from penstock.server.sync.push import Live, push
@@ -30,6 +29,7 @@ pytestmark = pytest.mark.slow
 
 GROUP = "/init_weights_update_group"
 PAUSE = "/pause_generation"
+FLUSH = "/flush_cache"
 UPDATE = "/update_weights_from_distributed"
 DESTROY = "/destroy_weights_update_group"
 CONTINUE = "/continue_generation"
@@ -49,14 +49,7 @@ def folder(tmp_path_factory):
         "intermediate_size": 144,
         "tie_word_embeddings": False,
     }
-    config = transformers.AutoConfig.for_model(**{**runs.TINY, **shape})
-    config.dtype = torch.float32
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    model.save_pretrained(folder / "dense")
+    runs.write_model(folder / "dense", **shape)
     return folder
 
 
@@ -150,18 +143,19 @@ def assert_same(got, want):
 def test_every_server_gets_the_bits_of_an_export_in_the_order_of_the_protocol(folder):
     job = job_of(folder, "plain")
     with receiving(folder) as one, receiving(folder, world=2) as two:
-        order = push_to(one, two, weight_version="7", pause_mode="in_place")
+        order = push_to(one, two, weight_version="7", pause_mode="abort")
         [[told]] = on_ranks(1, trained_and_pushed, job, [order])
         want = exported(job)
         for receiver in (one, two):
-            assert receiver.paths == [GROUP, PAUSE, *[UPDATE] * 3, DESTROY, CONTINUE]
+            assert receiver.paths == [GROUP, PAUSE, FLUSH, *[UPDATE] * 3, DESTROY, CONTINUE]
             assert not receiver.paused
             assert receiver.groups() == [[]] * receiver.endpoint.world_size
             for rank in range(receiver.endpoint.world_size):
                 assert_same(receiver.tensors(rank), want)
-            assert [body["flush_cache"] for body in receiver.updates()] == [False, False, True]
-            assert {body["weight_version"] for body in receiver.updates()} == {"7"}
-            assert receiver.bodies[1] == {"mode": "in_place"}
+            assert not any(body["flush_cache"] for body in receiver.updates())
+            versions = [body.get("weight_version") for body in receiver.updates()]
+            assert versions == [None, None, "7"]
+            assert receiver.bodies[1] == {"mode": "abort"}
         assert (one.bodies[0]["rank_offset"], two.bodies[0]["rank_offset"]) == (1, 2)
     assert told.num_buckets == 3
     assert told.num_parameters == len(want)
@@ -173,9 +167,10 @@ def test_every_server_gets_the_bits_of_an_export_in_the_order_of_the_protocol(fo
 def test_adapters_of_two_ranks_arrive_merged_as_an_export_merges_them(folder):
     job = job_of(folder, "adapters of two", ADAPTED, **SHARDED)
     with receiving(folder) as receiver:
-        order = push_to(receiver, flush_cache=False)
+        order = push_to(receiver, flush_cache=False, pause_mode="in_place")
         [[told], [nothing]] = on_ranks(2, trained_and_pushed, job, [order])
         got, want = receiver.tensors(), exported(job)
+        assert FLUSH not in receiver.paths
         assert not any(body["flush_cache"] for body in receiver.updates())
         assert not any("weight_version" in body for body in receiver.updates())
     assert nothing is None
@@ -251,6 +246,7 @@ FAULTS = [
     ("group", Fault(GROUP, "dies")),
     ("pause", Fault(PAUSE, "says no")),
     ("pause", Fault(PAUSE, "redirects")),
+    ("flush", Fault(FLUSH, "takes nothing")),
     ("update", Fault(UPDATE, "takes nothing", nth=2)),
     ("update", Fault(UPDATE, "dies midway", nth=2)),
     ("update", Fault(UPDATE, "dies", nth=3)),
@@ -311,9 +307,11 @@ IMPOSSIBLE = [
     ({"endpoints": (Endpoint(host="127.0.0.1", port=1),) * 2}, "there twice"),
     ({"endpoints": (Endpoint(host="127.0.0.1", port=1, world_size=0),)}, "world_size is 0"),
     ({"buffer_size_mb": 0}, "buffer_size_mb is 0"),
+    ({"pause_mode": "in_place"}, "flush_cache drops it"),
     ({"quantization": {"quant_method": "awq"}}, "quant_method is 'awq'"),
     ({"quantization": {"quant_method": "fp8", "bits": 8}}, "quantization.bits is not known"),
     ({"master_address": "192.0.2.1"}, "cannot listen at 192.0.2.1:0"),
+    ({"master_address": "0"}, "that is every address of this machine"),
 ]
 
 
@@ -326,3 +324,32 @@ def test_what_cannot_be_honoured_is_refused_before_any_server_is_paused(folder):
             assert (failed[0], failed[2]) == ("settings", "user")
             assert fault in failed[3]
         assert receiver.paths == []
+
+
+@pytest.mark.dist
+def test_a_server_without_a_route_for_it_flushes_with_the_last_bucket(folder):
+    with receiving(folder) as receiver:
+        receiver.flushes = False
+        on_ranks(1, trained_and_pushed, job_of(folder, "flushed"), [push_to(receiver)])
+        assert [body["flush_cache"] for body in receiver.updates()] == [False, False, True]
+        assert not receiver.paused
+
+
+@pytest.mark.dist
+def test_a_server_of_another_size_or_key_is_told_before_any_is_paused(folder):
+    with receiving(folder) as receiver:
+        receiver.key, receiver.info = "tml-of-theirs", {"tp_size": 2, "pp_size": 1, "dp_size": 1}
+        wrong = push_to(receiver, api_keys=(Secret(text="tml-of-mine"),))
+        right = push_to(receiver, api_keys=(Secret(text="tml-of-theirs"),))
+        orders = [push_to(receiver), wrong, right]
+        [told] = on_ranks(1, trained_and_pushed, job_of(folder, "sized"), orders)
+        faults = {"health": "HTTP 401", "group": "HTTP 401", "settings": "its tp_size is 2"}
+        for (step, port, category, said, _), (at, fault) in zip(told, faults.items(), strict=True):
+            assert (step, port, category) == (at, receiver.endpoint.port, "user")
+            assert fault in said
+            assert "tml-of" not in said
+        assert receiver.paths == []
+        receiver.info = {"tp_size": 1}
+        [[synced]] = on_ranks(1, trained_and_pushed, job_of(folder, "sized right"), [right])
+        assert synced.endpoints == (receiver.endpoint,)
+        assert receiver.paths[-1] == CONTINUE

@@ -9,6 +9,7 @@ from penstock.server.protocol.values import Endpoint
 from penstock.server.sync.block_fp8 import tiles, wants_fp8
 from penstock.server.sync.errors import SyncError
 from penstock.server.sync.hosts import address_towards, require_allowed
+from penstock.server.sync.inference_server import Sizes
 
 
 @pytest.mark.parametrize(
@@ -61,6 +62,28 @@ def test_no_quantization_means_none():
     assert not wants_fp8(None)
     assert not wants_fp8({})
     assert wants_fp8({"quant_method": "block_fp8", "activation_scheme": "dynamic"})
+
+
+def test_the_form_is_said_in_the_words_of_a_checkpoint():
+    assert wants_fp8({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": (128, 128)})
+    with pytest.raises(SyncError, match="weight_block_size is \\(64, 64\\)"):
+        wants_fp8({"quant_method": "fp8", "weight_block_size": (64, 64)})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fault"),
+    [
+        (Sizes(4), None),
+        # Replicas of attention lie within the ranks of tensor parallelism.
+        (Sizes(4, data=2, shares_attention=True), None),
+        (Sizes(8), "tp_size is 8, and it was added with a world_size of 4"),
+        (Sizes(4, data=2), "dp_size of 2"),
+        (Sizes(2, pipeline=2), "pp_size of 2"),
+    ],
+)
+def test_a_server_is_sent_weights_only_where_each_of_its_ranks_can_be_told_apart(sizes, fault):
+    found = sizes.fault(4)
+    assert found is None if fault is None else fault in found
 
 
 class Kept:

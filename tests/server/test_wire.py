@@ -239,6 +239,29 @@ def test_any_bytes_are_a_message_or_a_frame_error(frame, at, mode):
         assert isinstance(codec.decode(frame), ToWorkers)
 
 
+@pytest.mark.parametrize("what", [{"id": "half \ud800 of a pair"}, {"id": 2**70}], ids=str)
+def test_what_no_frame_holds_is_a_frame_error(what):
+    message = Command(order=Close(model="m"), **what)
+    with pytest.raises(FrameError, match="cannot be sent"):
+        Codec(ToWorkers).encode(message)
+
+
+def test_a_frame_of_the_largest_size_arrives_encrypted_and_one_byte_more_is_told(monkeypatch):
+    for module in ("codec", "zmq"):
+        monkeypatch.setattr(f"penstock.server.protocol.{module}.MAX_BYTES", 4096)
+    rest = len(Codec(ToWorkers).encode(Greet(engine="x" * 256))) - 256
+    largest = Greet(engine="x" * (4096 - rest))
+
+    async def scenario():
+        async with pair(new_secret()) as (workers, engine):
+            await engine.send(largest)
+            assert await hear(workers) == largest
+            with pytest.raises(FrameError, match="4097 bytes is over the limit of 4096"):
+                await engine.send(Greet(engine=largest.engine + "x"))
+
+    asyncio.run(scenario())
+
+
 def test_an_address_that_is_taken_is_told():
     async def scenario():
         first = listening(ToWorkers, ANYWHERE)

@@ -11,29 +11,30 @@ from penstock.core.errors import ArtifactError, StageError
 from penstock.engine.announcing import Announcing
 from penstock.engine.ranks import join
 from penstock.server.protocol.channel import PeerLostError
+from penstock.server.protocol.codec import Codec
 from penstock.server.protocol.commands import (
     Close,
     Command,
     Export,
     Fault,
     Forget,
-    Generate,
-    Generated,
     Greet,
     Leave,
-    Open,
     Opened,
+    Push,
     Ready,
     Reply,
+    ToWorkers,
 )
 from penstock.server.protocol.results import Done, Passed, Served
-from penstock.server.protocol.values import Array, Sampling
+from penstock.server.protocol.values import Endpoint, Secret
 from penstock.server.worker.sampling import Sampling as Drawing
 from penstock.server.worker.self_test import self_test
 from penstock.server.worker.serving import BrokenError, serve
 from penstock_kernels.op import Op
 from tests.ranks import on_ranks
 from tests.server.orders import (
+    answering,
     data,
     done,
     opening,
@@ -44,13 +45,9 @@ from tests.server.orders import (
     stepping,
     write_model,
 )
+from tests.server.standing_in import SERVED
 
 pytestmark = [pytest.mark.slow, pytest.mark.dist]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("base"))
 
 
 class Script:
@@ -93,12 +90,6 @@ def served_by(workers, script):
     return script.told
 
 
-def answering(adapter=None, **more):
-    how = Sampling(max_tokens=4, temperature=0.0, **more)
-    prompt = Array.of([5, 6, 7], "int32")
-    return Generate(prompts=(prompt,), counts=(1,), settings=(how,), adapter=adapter)
-
-
 def test_every_command_is_replied_to_by_its_number_and_a_refused_one_ends_nothing(model, tmp_path):
     orders = commands(opening("a"), stepping("b"), passing("a", data(3)), Close(model="a"))
     told = served_by(operations(model, tmp_path), Script(Greet(engine="e"), *orders, Leave()))
@@ -106,6 +97,7 @@ def test_every_command_is_replied_to_by_its_number_and_a_refused_one_ends_nothin
     assert ready.models == ()
     assert isinstance(opened.result, Opened)
     assert (refused.category, refused.code, refused.id) == ("user", "not_found", "1")
+    assert not refused.ends
     assert isinstance(passed.result, Passed)
     assert closed == Reply(id="3", result=Done())
 
@@ -137,60 +129,62 @@ def test_what_breaks_is_told_and_ends_the_workers(model, tmp_path):
         served_by(flawed, script)
     assert isinstance(script.told[-1], Fault)
     assert (script.told[-1].category, script.told[-1].code) == ("server", "internal")
+    assert script.told[-1].ends
     assert "started again" in script.told[-1].error
-
-
-def test_answers_come_from_what_was_saved_and_training_goes_on_beside(model, tmp_path):
-    learnt = [opening("a"), passing("a", data(4)), stepping("a", 0.1)]
-    export = Export(model="a", folder=str(tmp_path / "sampler"), dtype="float32")
-    on = [passing("a", data(4, seed=1)), stepping("a", 0.1)]
-    drawn = [answering(), answering(str(tmp_path / "sampler"))]
-    prompt = [*learnt, export, *drawn, *on, answering(str(tmp_path / "sampler"))]
-    results = done(model, tmp_path, [*prompt, saving("a", tmp_path / "drawn")])
-    done(model, tmp_path, [*learnt, *on, saving("a", tmp_path / "plain")])
-    before, then, again = (each for each in results if isinstance(each, Generated))
-    assert before != then
-    assert then == again
-    drawn_beside, plain = saved(tmp_path / "drawn"), saved(tmp_path / "plain")
-    assert all(tensor.equal(plain[name]) for name, tensor in drawn_beside.items())
-
-
-def test_answers_of_an_adapter_are_foretold_as_its_model_does(model, tmp_path):
-    learnt = [opening("a", 8), passing("a", data(4)), stepping("a", 0.1)]
-    export = Export(model="a", folder=str(tmp_path / "sampler"))
-    workers = operations(model, tmp_path)
-    for order in (*learnt, export):
-        workers.do(order)
-    generated = workers.do(answering(str(tmp_path / "sampler")))
-    [sequence] = generated.sampled[0].sequences
-    ids = [5, 6, 7, *sequence.tokens.numpy().tolist()]
-    datum = type(data(1)[0])(
-        tokens=Array.of(ids[:-1], "int32"), inputs={"target_tokens": Array.of(ids[1:], "int64")}
-    )
-    looked = workers.do(passing("a", (datum,), forward_only=True)).outputs[0]["logprobs"].numpy()
-    assert sequence.logprobs.numpy() == pytest.approx(looked[2:], abs=2e-5)
-
-
-def test_where_a_model_has_all_of_the_base_answers_are_drawn_and_it_comes_back(model, tmp_path):
-    settings = {"lora": {"enable_lora": False}, "optimizer": "muon", "muon_lr": 0.01}
-    learnt = [Open(model="a", lora=None), passing("a", data(4)), stepping("a", 0.01)]
-    export = Export(model="a", folder=str(tmp_path / "whole"), dtype="float32")
-    on = [passing("a", data(4, seed=1)), stepping("a", 0.01)]
-    drawn = [answering(), answering(str(tmp_path / "whole"))]
-    orders = [answering(), *learnt, export, *drawn, *on, saving("a", tmp_path / "drawn")]
-    results = done(model, tmp_path, orders, **settings)
-    done(model, tmp_path, [*learnt, *on, saving("a", tmp_path / "plain")], **settings)
-    first, base, its = (each for each in results if isinstance(each, Generated))
-    assert first == base
-    assert base != its
-    drawn_beside, plain = saved(tmp_path / "drawn"), saved(tmp_path / "plain")
-    assert all(tensor.equal(plain[name]) for name, tensor in drawn_beside.items())
 
 
 def test_the_self_test_passes_where_all_is_well_and_leaves_nothing(model, tmp_path):
     workers = operations(model, tmp_path)
     self_test(workers)
     assert workers.residents.names == ()
+
+
+class Overheard(Announcing):
+    """What is announced to other ranks, of whom none ever fails."""
+
+    def __init__(self):
+        self.frames = []
+
+    def heard(self, frame=b""):
+        self.frames.append(frame)
+        return frame
+
+    def agreed(self, fault):
+        return [fault]
+
+
+class Obeying:
+    """Does whatever it is told."""
+
+    def __init__(self):
+        self.orders = []
+
+    def do(self, order):
+        self.orders.append(order)
+        return Done()
+
+
+def test_keys_of_inference_servers_are_known_to_rank_0_alone():
+    order = Push(
+        model="a",
+        endpoints=(Endpoint(host="localhost", port=1),),
+        master_address="",
+        master_port=0,
+        group_name="g",
+        buffer_size_mb=1,
+        flush_cache=False,
+        pause_mode="abort",
+        weight_version=None,
+        quantization=None,
+        api_keys=(Secret(text="tml-of-theirs"),),
+    )
+    script, overheard, obeying = Script(*commands(order), Leave()), Overheard(), Obeying()
+    ready = Ready(instance="x", served=SERVED, models=())
+    serve(obeying, overheard, script, lambda: ready)
+    assert obeying.orders == [order]
+    assert not any(b"tml-of-theirs" in frame for frame in overheard.frames)
+    [told, _] = [Codec(ToWorkers).decode(frame) for frame in overheard.frames]
+    assert told.order.endpoints == order.endpoints
 
 
 class Flawed:
@@ -291,16 +285,28 @@ def test_routers_are_told_of_with_the_pass_that_they_chose_in(tmp_path):
     assert found[0].outputs == found[1].outputs
 
 
-def test_norms_of_layers_are_told_where_they_are_asked_for(model, tmp_path):
-    orders = [opening("a", 8), passing("a", data(3)), stepping("a")]
-    plain, layers = (
-        done(model, tmp_path, orders, log_grad_norm=asked)[-1].metrics for asked in (True, "layers")
+@pytest.mark.parametrize("per", ["sum", "token"])
+def test_norms_of_types_of_layers_are_told_with_each_pass_where_they_are_asked_for(
+    model, tmp_path, per
+):
+    looks = passing("a", data(1), forward_only=True)
+    passes = [passing("a", data(3, seed=number), per=per) for number in (1, 2)]
+    orders = [opening("a", 8), looks, *passes, stepping("a")]
+    plain, told = (
+        [each.metrics for each in done(model, tmp_path, orders, log_grad_norm=asked)[1:]]
+        for asked in (True, "layers")
     )
-    its = {name: value for name, value in layers.items() if name.startswith("grad_norm/")}
-    assert set(its) == {"grad_norm/layers.0", "grad_norm/layers.1", "grad_norm/lm_head"}
-    together = sum(value**2 for value in its.values()) ** 0.5
-    assert together == pytest.approx(plain["grad_norm"], rel=1e-5)
-    assert plain.keys() == {"grad_norm", "learning_rate", "step"}
+    types = {f"grad_norm/{kind}:max" for kind in ("attention", "feed_forward", "lm_head")}
+    assert [metrics.keys() - other.keys() for metrics, other in zip(told, plain, strict=True)] == [
+        set(),
+        types,
+        types,
+        set(),
+    ]
+    # Of all that was gathered, as the step takes it.
+    together = sum(told[2][name] ** 2 for name in types) ** 0.5
+    assert together == pytest.approx(told[-1]["grad_norm"], rel=1e-5)
+    assert told[-1].keys() == {"grad_norm", "learning_rate", "step"}
 
 
 def test_new_models_start_from_the_checkpoint_that_the_file_names(model, tmp_path):

@@ -75,6 +75,7 @@ async def as_engine(job, orders):
     for message in (
         Greet(engine="e"),
         *(Command(id=str(number), order=order) for number, order in enumerate(orders)),
+        Greet(engine="another"),
     ):
         await channel.send(message)
         while isinstance(heard := await channel.receive(), Beat):
@@ -94,6 +95,7 @@ def test_a_rank_tests_itself_tells_what_it_is_obeys_and_leaves(tmp_path, monkeyp
         opening("a", 4),
         passing("a", data(3)),
         stepping("a"),
+        passing("a", data(3)),
         Export(model="a", folder=str(tmp_path / "sampler")),
         opening("b", 9),
     ]
@@ -103,14 +105,15 @@ def test_a_rank_tests_itself_tells_what_it_is_obeys_and_leaves(tmp_path, monkeyp
     run_rank(job, join(60))
     engine.join(20)
     [(told, _)] = found
-    ready, *replies, refused = told
+    ready, *replies, refused, again = told
     assert isinstance(ready, Ready)
     assert ready.models == ()
+    assert (again.models, again.steps, again.gathering) == (("a",), {"a": 1}, ("a",))
     served = ready.served
     assert (served.base_model, served.arch, served.trains) == ("tiny", "qwen3", "adapters")
     assert (served.max_rank, served.vocab_size, served.max_context) == (8, runs.VOCAB, 512)
     kinds = [type(each.result) for each in replies if isinstance(each, Reply)]
-    assert kinds[:3] == [Opened, Passed, Stepped]
+    assert kinds[:4] == [Opened, Passed, Stepped, Passed]
     assert (tmp_path / "sampler" / "adapter_model.safetensors").is_file()
     assert (refused.code, refused.category) == ("invalid", "user")
     assert "1 to 8" in refused.error

@@ -1,0 +1,173 @@
+"""Inference servers are asked how many ranks they have when they are added, and nobody is told the
+keys that they ask for."""
+
+import asyncio
+import contextlib
+import http.server
+import json
+import stat
+import threading
+
+import pytest
+
+from penstock.server.orchestrator.records import DestinationRecord
+from penstock.server.protocol.commands import Push
+from penstock.server.protocol.values import Endpoint, Secret
+from penstock.server.protocol.works import AddEndpoint, ListEndpoints, RemoveEndpoint, SyncWeights
+from penstock.server.sync.errors import SyncError
+from penstock.server.sync.inference_server import InferenceServer
+from tests.server.engine_house import house
+
+KEY = "tml-of-theirs"
+
+
+@contextlib.contextmanager
+def telling(told=(), **routes):
+    """A server that says these of itself, at the routes that have these names, to who knows KEY;
+    its port. `told`: the paths of what it was told."""
+
+    class Front(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            said = routes.get(self.path[1:])
+            knows = self.headers.get("authorization") == f"Bearer {KEY}"
+            self.send_response(401 if not knows else 404 if said is None else 200)
+            self.end_headers()
+            text = said if isinstance(said, str) else json.dumps(said)
+            self.wfile.write(text.encode() if knows else self.headers.as_bytes())
+
+        def do_POST(self):
+            knows = self.headers.get("authorization") == f"Bearer {KEY}"
+            if knows:
+                told.append(self.path)
+            self.send_response(200 if knows else 401)
+            self.end_headers()
+            self.wfile.write(b"{}" if knows else self.headers.as_bytes())
+
+        def log_message(self, format, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Front) as server:
+        threading.Thread(target=server.serve_forever, args=[0.05], daemon=True).start()
+        yield server.server_address[1]
+        server.shutdown()
+
+
+def adding(port, key: str | None = KEY, **more):
+    endpoint = Endpoint(host="127.0.0.1", port=port, **more)
+    secret = Secret(text=key) if key else None
+    return AddEndpoint(endpoint=endpoint, is_sized=bool(more), api_key=secret)
+
+
+@pytest.mark.parametrize(
+    ("routes", "size"),
+    [
+        ({"server_info": {"tp_size": 4, "dp_size": 1, "api_key": "x"}}, 4),
+        ({"get_server_info": {"tp_size": 8, "dp_size": 8, "enable_dp_attention": True}}, 8),
+        ({}, 1),
+        ({"server_info": "no JSON"}, 1),
+        ({"server_info": [4]}, 1),
+        ({"server_info": {"tp_size": "4"}}, 1),
+        ({"server_info": {"tp_size": 0}}, 1),
+    ],
+    ids=str,
+)
+def test_a_server_has_as_many_ranks_as_it_says_where_its_client_does_not(tmp_path, routes, size):
+    async def check():
+        async with house(tmp_path) as here:
+            with telling(**routes) as port:
+                told = await here.client.do(adding(port))
+                assert [each.world_size for each in told.endpoints] == [size]
+                # It is said again, and counts where the server says nothing.
+                told = await here.client.do(adding(port, world_size=size))
+                assert [each.world_size for each in told.endpoints] == [size]
+
+    asyncio.run(check())
+
+
+def test_a_server_that_is_not_what_its_client_says_is_not_added(tmp_path):
+    async def check():
+        async with house(tmp_path) as here:
+            with telling(server_info={"tp_size": 4}) as port:
+                failed = await here.client.fails(adding(port, world_size=2))
+                assert (failed.code, failed.category) == ("invalid", "user")
+                assert f"127.0.0.1:{port}: it says that its tp_size is 4" in failed.error
+                failed = await here.client.fails(adding(port, None))
+                assert (failed.code, failed.category) == ("invalid", "user")
+                assert "HTTP 401" in failed.error
+                assert "api_key" in failed.error
+            failed = await here.client.fails(adding(port, "no\nkey"))
+            assert "no header" in failed.error
+            assert (await here.client.do(ListEndpoints())).endpoints == ()
+
+    asyncio.run(check())
+
+
+def test_a_key_reaches_the_workers_and_outlives_the_engine_and_nobody_else_reads_it(tmp_path):
+    async def check():
+        async with house(tmp_path) as here:
+            await here.client.begin()
+            with telling() as port:
+                told = await here.client.do(adding(port))
+            await here.client.do(adding(1, None, pool="b"))
+            await here.restart_engine()
+            await here.client.do(SyncWeights(model="m"))
+            [push] = [order for order in here.workers.orders if isinstance(order, Push)]
+            assert push.api_keys == (Secret(text=KEY), None)
+            assert KEY not in f"{told} {push} {adding(port)}"
+
+    asyncio.run(check())
+    file = tmp_path / "server" / "endpoints.json"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert KEY not in repr(DestinationRecord(owner="o", host="a", port=1, api_key=KEY))
+
+
+def test_a_server_is_known_to_the_owner_who_added_it(tmp_path):
+    async def check():
+        async with house(tmp_path) as here:
+            await here.client.begin()
+            with telling() as port:
+                await here.client.do(adding(port), owner="two")
+                await here.client.do(adding(port))
+                await here.client.do(RemoveEndpoint(host="127.0.0.1", port=port))
+            assert (await here.client.do(ListEndpoints())).endpoints == ()
+            theirs = (await here.client.do(ListEndpoints(), owner="two")).endpoints
+            assert [each.port for each in theirs] == [port]
+            failed = await here.client.fails(RemoveEndpoint(host="127.0.0.1", port=port))
+            assert failed.code == "not_found"
+            failed = await here.client.fails(SyncWeights(model="m"))
+            assert "no inference endpoints" in failed.error
+
+    asyncio.run(check())
+
+
+def test_servers_generate_again_when_the_workers_die_that_paused_them(tmp_path):
+    def dies(order):
+        return "before" if isinstance(order, Push) else None
+
+    async def check():
+        async with house(tmp_path) as here:
+            await here.client.begin()
+            here.workers.dies = dies
+            told = []
+            with telling(told) as port:
+                await here.client.do(adding(port))
+                failed = await here.client.fails(SyncWeights(model="m"))
+                assert failed.code == "lost"
+                async with asyncio.timeout(10):
+                    while len(told) < 2:
+                        await asyncio.sleep(0.01)
+            assert told == ["/continue_generation", "/destroy_weights_update_group"]
+
+    asyncio.run(check())
+
+
+def test_what_a_server_says_of_a_key_is_told_without_it():
+    with telling() as port:
+        server = InferenceServer(Endpoint(host="127.0.0.1", port=port), Secret(text="tml-wrong"))
+        # It may be the key for weights, of which this route knows nothing.
+        assert server.sizes(5.0) is None
+        with pytest.raises(SyncError, match="HTTP 401") as caught:
+            server.post("/continue_generation", {}, step="continue", seconds=5.0)
+    assert caught.value.category == "user"
+    assert "admin" in str(caught.value)
+    assert "tml-wrong" not in str(caught.value)

@@ -1,0 +1,174 @@
+"""What workers draw: from what, to which end, and what is told of it; on one rank and on two."""
+
+import pytest
+
+from penstock.core.errors import ArtifactError
+from penstock.engine.ranks import join
+from penstock.server.protocol.commands import Export, Generate, Generated, Open
+from penstock.server.protocol.values import Array, Sampling
+from tests.ranks import on_ranks
+from tests.server.orders import (
+    answering,
+    data,
+    done,
+    opening,
+    operations,
+    passing,
+    saved,
+    saving,
+    stepping,
+    write_model,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.dist]
+
+
+def test_answers_come_from_what_was_saved_and_training_goes_on_beside(model, tmp_path):
+    learnt = [opening("a"), passing("a", data(4)), stepping("a", 0.1)]
+    export = Export(model="a", folder=str(tmp_path / "sampler"), dtype="float32")
+    on = [passing("a", data(4, seed=1)), stepping("a", 0.1)]
+    drawn = [answering(), answering(str(tmp_path / "sampler"))]
+    prompt = [*learnt, export, *drawn, *on, answering(str(tmp_path / "sampler"))]
+    results = done(model, tmp_path, [*prompt, saving("a", tmp_path / "drawn")])
+    done(model, tmp_path, [*learnt, *on, saving("a", tmp_path / "plain")])
+    before, then, again = (each for each in results if isinstance(each, Generated))
+    assert before != then
+    assert then == again
+    drawn_beside, plain = saved(tmp_path / "drawn"), saved(tmp_path / "plain")
+    assert all(tensor.equal(plain[name]) for name, tensor in drawn_beside.items())
+
+
+def test_answers_of_an_adapter_are_foretold_as_its_model_does(model, tmp_path):
+    learnt = [opening("a", 8), passing("a", data(4)), stepping("a", 0.1)]
+    export = Export(model="a", folder=str(tmp_path / "sampler"))
+    workers = operations(model, tmp_path)
+    for order in (*learnt, export):
+        workers.do(order)
+    generated = workers.do(answering(str(tmp_path / "sampler")))
+    [sequence] = generated.sampled[0].sequences
+    ids = [5, 6, 7, *sequence.tokens.numpy().tolist()]
+    datum = type(data(1)[0])(
+        tokens=Array.of(ids[:-1], "int32"), inputs={"target_tokens": Array.of(ids[1:], "int64")}
+    )
+    looked = workers.do(passing("a", (datum,), forward_only=True)).outputs[0]["logprobs"].numpy()
+    assert sequence.logprobs.numpy() == pytest.approx(looked[2:], abs=2e-5)
+
+
+def test_answers_end_where_the_model_ends_a_text_unless_that_is_not_wanted(tmp_path):
+    prompt = Array.of([5, 6, 7], "int32")
+
+    def asking(**more):
+        how = Sampling(max_tokens=40, temperature=0.0, **more)
+        return Generate(prompts=(prompt,), counts=(1,), settings=(how,))
+
+    plain = write_model(tmp_path / "plain")
+    [whole] = drawn(plain, tmp_path, [asking(ignore_eos=True)])
+    # The last of them to come for the first time.
+    before = max(whole.index(token) for token in whole)
+    end = whole[before]
+    assert before < 39
+    ending = write_model(tmp_path / "ending", eos_token_id=[end, 319])
+    found = drawn(ending, tmp_path, [asking(), asking(ignore_eos=True), asking(stop_tokens=(1,))])
+    assert found == [whole[: before + 1], whole, whole[: before + 1]]
+
+
+def drawn(model, out, orders):
+    """The first answer to each order."""
+    return [
+        each.sampled[0].sequences[0].tokens.numpy().tolist() for each in done(model, out, orders)
+    ]
+
+
+def test_the_likeliest_tokens_of_answers_and_prompts_are_told_where_they_are_asked_for(
+    model, tmp_path
+):
+    prompts = tuple(Array.of(ids, "int32") for ids in ([5, 6, 7], [9, 8]))
+    how = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
+    order = Generate(
+        prompts=prompts, counts=(2, 1), settings=(how, how), topk=(0, 2), topk_drawn=(3, 0)
+    )
+    [generated] = done(model, tmp_path, [order])
+    asked, other = generated.sampled
+    for sequence in asked.sequences:
+        assert sequence.topk_tokens.shape == sequence.topk_logprobs.shape == (4, 3)
+        assert (sequence.topk_tokens.numpy()[:, 0] == sequence.tokens.numpy()).all()
+        best = sequence.topk_logprobs.numpy()
+        assert best[:, 0] == pytest.approx(sequence.logprobs.numpy(), abs=1e-5)
+        assert (best[:, :-1] >= best[:, 1:]).all()
+    assert asked.topk_prompt_tokens is None
+    assert other.sequences[0].topk_tokens is None
+    assert other.topk_prompt_tokens.shape == other.topk_prompt_logprobs.shape == (2, 2)
+
+
+ELSEWHERE = {
+    "an adapter of rank 16, and this server has room for 4": {"lora": {"lora_rank": 4}},
+    "an adapter on lm_head": {"lora": {"lora_target_modules": ["q_proj"]}},
+    "is an adapter, and this server samples from whole models": {"lora": {"enable_lora": False}},
+}
+
+
+def test_what_another_kind_of_server_saved_is_refused_and_nothing_breaks(model, tmp_path):
+    folder = tmp_path / "sampler"
+    done(model, tmp_path, [opening("a"), Export(model="a", folder=str(folder))])
+    for said, settings in ELSEWHERE.items():
+        with pytest.raises(ArtifactError, match=said):
+            done(model, tmp_path, [answering(str(folder))], **settings)
+    whole = tmp_path / "whole"
+    settings = {"lora": {"enable_lora": False}}
+    orders = [Open(model="a", lora=None), Export(model="a", folder=str(whole))]
+    done(model, tmp_path, orders, **settings)
+    with pytest.raises(ArtifactError, match="is a whole model, and this server samples from adap"):
+        done(model, tmp_path, [answering(str(whole))])
+
+
+def read_on_a_rank(model, out, folder):
+    """What is said of a folder that one rank finds, and the other does not; and what comes then."""
+    workers = operations(model, out, data_parallel_mode="fsdp2", data_parallel_shard_size=2)
+    there = folder if join(60).leads else folder.with_name("deleted")
+    with pytest.raises(ArtifactError, match="nothing to sample from"):
+        workers.do(answering(str(there)))
+    return workers.do(answering())
+
+
+def test_a_folder_that_is_deleted_meanwhile_fails_on_all_ranks_alike(model, tmp_path):
+    folder = tmp_path / "sampler"
+    done(model, tmp_path, [opening("a"), Export(model="a", folder=str(folder))])
+    [one, other] = on_ranks(2, read_on_a_rank, model, tmp_path, folder)
+    assert one == other
+
+
+def test_a_whole_model_is_read_once_for_all_that_is_drawn_from_it_in_a_row(model, tmp_path):
+    settings = {"lora": {"enable_lora": False}}
+    folder = tmp_path / "whole"
+    workers = operations(model, tmp_path, **settings)
+    learnt = [Open(model="a", lora=None), passing("a", data(4)), stepping("a", 0.1)]
+    for order in (*learnt, Export(model="a", folder=str(folder), dtype="float32")):
+        workers.do(order)
+    first = workers.do(answering(str(folder)))
+    kept = {path: path.read_bytes() for path in folder.glob("*.safetensors")}
+    for path in kept:
+        path.write_bytes(b"")
+    assert workers.do(answering(str(folder))) == first
+    for path, written in kept.items():
+        path.write_bytes(written)
+    trained = workers.do(passing("a", data(4), forward_only=True))
+    base = workers.do(answering())
+    assert base != first
+    assert workers.do(answering(str(folder))) == first
+    assert workers.do(passing("a", data(4), forward_only=True)).outputs == trained.outputs
+
+
+def test_where_a_model_has_all_of_the_base_answers_are_drawn_and_it_comes_back(model, tmp_path):
+    settings = {"lora": {"enable_lora": False}, "optimizer": "muon", "muon_lr": 0.01}
+    learnt = [Open(model="a", lora=None), passing("a", data(4)), stepping("a", 0.01)]
+    export = Export(model="a", folder=str(tmp_path / "whole"), dtype="float32")
+    on = [passing("a", data(4, seed=1)), stepping("a", 0.01)]
+    drawn = [answering(), answering(str(tmp_path / "whole"))]
+    orders = [answering(), *learnt, export, *drawn, *on, saving("a", tmp_path / "drawn")]
+    results = done(model, tmp_path, orders, **settings)
+    done(model, tmp_path, [*learnt, *on, saving("a", tmp_path / "plain")], **settings)
+    first, base, its = (each for each in results if isinstance(each, Generated))
+    assert first == base
+    assert base != its
+    drawn_beside, plain = saved(tmp_path / "drawn"), saved(tmp_path / "plain")
+    assert all(tensor.equal(plain[name]) for name, tensor in drawn_beside.items())
