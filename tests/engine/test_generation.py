@@ -125,7 +125,7 @@ MANY = [
         scored=True,
         likeliest_drawn=3,
     ),
-    Prompt(PROMPTS[1], Drawing(max_tokens=19, seed=3, top_k=40), count=4),
+    Prompt(PROMPTS[1], Drawing(max_tokens=19, seed=3, top_k=40), count=4, likeliest_drawn=2),
     Prompt(PROMPTS[3], Drawing(max_tokens=1, seed=4), count=2, likeliest=2, likeliest_drawn=1),
     Prompt(PROMPTS[3], Drawing(max_tokens=12, seed=5, top_p=0.8), scored=True, likeliest=5),
     Prompt(PROMPTS[2], Drawing(max_tokens=26, seed=6, temperature=0)),
@@ -185,6 +185,7 @@ def many(job):
 LAYOUTS = {
     "tp": {"tensor_parallel_size": 2},
     "shards": {"data_parallel_mode": "fsdp2"},
+    "ulysses": {"ulysses_parallel_size": 2},
 }
 """Beside one process."""
 OTHERS = {
@@ -195,7 +196,6 @@ OTHERS = {
         "pipeline_parallel_size": 2,
         "pipeline_parallel_schedule": "ZBVZeroBubble",
     },
-    "ulysses": {"ulysses_parallel_size": 2},
     "a ring": {"ringattn_parallel_size": 2},
     "experts": {"expert_parallel_size": 2},
 }
@@ -204,7 +204,7 @@ OTHERS = {
 @pytest.mark.parametrize(
     "layouts",
     [
-        pytest.param(LAYOUTS, id="shards and tp"),
+        pytest.param(LAYOUTS, id="shards, tp and ulysses"),
         pytest.param(OTHERS, id="others", marks=pytest.mark.exhaustive),
     ],
 )

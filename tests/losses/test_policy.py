@@ -214,3 +214,17 @@ def test_one_advantage_for_a_sequence_moves_it_along_the_gradient_of_its_ratio(g
     ratio = (through_T - told.logprobs_T).mean().exp()
     torch.minimum(ratio * gain, ratio.clamp(LOW, HIGH) * gain).mul(-10).backward()
     torch.testing.assert_close(logp_T.grad, through_T.grad)
+
+
+def test_a_sequence_whose_ratio_overflows_is_clipped_and_one_that_is_no_number_is_told():
+    told = given(advantages_T=[1.5] * 10, factors_T=[1.0] * 10, logprobs_T=[-1e4] * 10)
+    logp_T = torch.full((10,), -1.0, dtype=torch.float64, requires_grad=True)
+    losses_N = sequence_losses(logp_T, told, CLIPS, lambda x_T: x_T.sum()[None])
+    losses_N.sum().backward()
+    assert losses_N.tolist() == pytest.approx([-HIGH * 15])
+    assert logp_T.grad is not None
+    assert logp_T.grad.tolist() == [0.0] * 10
+    flawed_T = log_probs(given()).index_fill(0, torch.tensor([0]), float("nan")).requires_grad_()
+    sequence_losses(flawed_T, given(), CLIPS, lambda x_T: x_T.sum()[None]).sum().backward()
+    assert flawed_T.grad is not None
+    assert flawed_T.grad.isnan().any()

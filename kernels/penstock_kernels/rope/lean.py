@@ -23,8 +23,8 @@ def refuses(
     del cos_TR, sin_TR, pairs
     if len(q_TNH) > MOST:
         return f"there are {len(q_TNH)} tokens, and a copy of more than {MOST} costs too much"
-    if q_TNH.dtype != k_TKH.dtype:
-        return f"q is {q_TNH.dtype} and k is {k_TKH.dtype}"
+    if q_TNH.dtype != k_TKH.dtype or q_TNH.shape[2] != k_TKH.shape[2]:
+        return f"q is {q_TNH.dtype} {[*q_TNH.shape]} and k is {k_TKH.dtype} {[*k_TKH.shape]}"
     return None
 
 

@@ -17,8 +17,9 @@ class DrawnScores:
     """Filled token by token, on the rank that computes it."""
 
     def __init__(self) -> None:
-        self._found: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        """Of each answer, by its number, tokens and log-probabilities [K] of place after place."""
+        self._found: dict[int, list[tuple[int, torch.Tensor, torch.Tensor]]] = {}
+        """Of each answer, by its number: the places that were computed here, and the tokens and
+        log-probabilities [K] of each. Ranks that share documents compute others."""
 
     def take(self, after: Sequence[Growing], logits_SV: torch.Tensor) -> None:
         """Of the logits, in fp32, that the next token of each of these is drawn from."""
@@ -30,7 +31,7 @@ class DrawnScores:
         tokens_SK = best.indices.int()
         for place, row in enumerate(asked):
             one, wanted = after[row], slice(after[row].prompt.likeliest_drawn)
-            told = tokens_SK[place, wanted], best.values[place, wanted]
+            told = len(one.tokens), tokens_SK[place, wanted], best.values[place, wanted]
             self._found.setdefault(one.number, []).append(told)
 
     def shared(self, growing: Sequence[Growing], ranks: Ranks) -> dict[int, Likeliest]:
@@ -45,8 +46,9 @@ class DrawnScores:
         parts = tokens_A.split(sizes), log_probs_A.split(sizes)
         for one, *into in zip(asked, *parts, strict=True):
             if its := self._found.get(one.number):
-                for part, told in zip(into, zip(*its, strict=True), strict=True):
-                    part.copy_(torch.cat(told))
+                places, *told = zip(*its, strict=True)
+                for part, some in zip(into, told, strict=True):
+                    part.view(len(one.tokens), -1)[list(places)] = torch.stack(some)
         if ranks.world > 1:
             ranks.highest(tokens_A)
             ranks.highest(log_probs_A)

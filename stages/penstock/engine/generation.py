@@ -173,7 +173,8 @@ class Generator:
             return self.kept_tokens
         free, _ = torch.cuda.mem_get_info(self.ranks.device)
         held = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        fits = (free + held) // 2 // self.kept_bytes
+        # A stage of a pipeline may have no layer, and keeps nothing.
+        fits = (free + held) // 2 // max(1, self.kept_bytes)
         # Ranks of a replica must let in the same.
         return min(self.kept_tokens, -self.ranks.most(-fits)[0])
 

@@ -81,9 +81,12 @@ def sequence_losses(
     up_N, down_N = of_samples(gains_T.where(is_gain_T, 0)), of_samples(gains_T.where(~is_gain_T, 0))
     limit_N = ratio_N.clamp(params["clip_low_threshold"], params["clip_high_threshold"])
     # min(s A, c A) is A min(s, c) for what is to be gained, and A max(s, c) for what is to be lost.
-    up_N = up_N.where(ratio_N <= limit_N, up_N.detach())
-    down_N = down_N.where(ratio_N >= limit_N, down_N.detach())
-    return -(up_N * ratio_N.minimum(limit_N) + down_N * ratio_N.maximum(limit_N))
+    # Asked so that of a ratio which is no number nothing is hidden.
+    up_N = up_N.where(~(ratio_N > limit_N), up_N.detach())
+    down_N = down_N.where(~(ratio_N < limit_N), down_N.detach())
+    # Where nothing is to be lost, a ratio that overflows is none of what is to be gained.
+    above_N = ratio_N.maximum(limit_N).masked_fill(down_N.detach() == 0, 0)
+    return -(up_N * ratio_N.minimum(limit_N) + down_N * above_N)
 
 
 def _only(told: Told, counts_T: torch.Tensor) -> Told:
