@@ -5,7 +5,7 @@ ARG PYTHON=3.11.13-slim-bookworm
 
 FROM python:${PYTHON} AS build
 ARG TORCH=cpu
-ARG EXTRAS=azure,fast,gcs,kubernetes,s3
+ARG EXTRAS=azure,fast,gcs,kubernetes,s3,server
 ENV PIP_CACHE_DIR=/var/cache/pip PIP_DISABLE_PIP_VERSION_CHECK=1 PATH=/opt/penstock/bin:$PATH
 WORKDIR /usr/src/penstock
 RUN python -m venv /opt/penstock

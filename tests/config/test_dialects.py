@@ -182,6 +182,12 @@ def test_every_setting_of_a_server_is_known_where_its_file_is_read_as_a_runs() -
             {"master_addr": "first", "master_port": 7},
             {"launch": {"rdzv_endpoint": "first:7"}},
         ),
+        ({"nproc_per_node": "auto"}, {"launch": {"nproc_per_node": None}}),
+        ({"master_port": 7}, {"launch": {"rdzv_endpoint": None}}),
+        (
+            {"master_addr": "first", "nnodes": 2, "node_rank": 1},
+            {"launch": {"rdzv_endpoint": None, "nnodes": None, "node_rank": None}},
+        ),
     ],
     ids=str,
 )
@@ -190,7 +196,7 @@ def test_what_a_server_says_otherwise_than_a_run_is_put_in_a_runs_words(
 ) -> None:
     settings = translate(values, SERVERS_OWN, Devices(1)).settings
     for section, fields in wanted.items():
-        found = settings[section]
+        found = settings.get(section, {})
         assert {name: found.get(name) for name in fields} == fields
         assert "model_path" not in found
 

@@ -25,7 +25,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.urls import is_url, spoken
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
-SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(i?)B?", re.IGNORECASE | re.ASCII)
+SIZE = re.compile(r"(\d{1,400}(?:\.\d{1,400})?)\s*([KMGTP]?)(i?)B?", re.IGNORECASE | re.ASCII)
 
 AXES = (
     *("data_parallel_shard_size", "data_parallel_replicate_size", "tensor_parallel_size"),
@@ -202,6 +202,8 @@ def _run_values(config: ServerConfig) -> dict[str, Any]:
     put_at(values, f"model.{'config' if is_built_in else 'model'}_path", config.model_path)
     given = {*config.model_fields_set, *DEFAULTS, *ALWAYS}
     for key, name in SAME.items():
+        if key == "config_path" and config.config_path is None:
+            continue
         if key in given and (key not in MUON or config.optimizer == "muon"):
             put_at(values, name, getattr(config, key))
     if config.load_checkpoint_path:

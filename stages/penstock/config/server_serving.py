@@ -71,7 +71,7 @@ class ServerServing(Section):
     """Where the engine reaches rank 0. Unset: `worker_bind_host`, by loopback where that is every
     address."""
 
-    worker_bind_address: str = Field(default="auto", pattern=r"^(auto|tcp://.+:\d+)$")
+    worker_bind_address: str = Field(default="auto", pattern=r"^(auto|tcp://.+:[0-9]+)$")
     """Where rank 0 listens, in full: `tcp://host:port`. `auto`: as host and port say."""
 
     worker_connection_timeout: float = Field(default=120.0, gt=0)

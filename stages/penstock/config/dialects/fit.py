@@ -17,6 +17,8 @@ RING, ULYSSES = "train.ringattn_parallel_size", "train.ulysses_parallel_size"
 EXPERT = "train.expert_parallel_size"
 SHARD, REPLICATE = "train.data_parallel_shard_size", "train.data_parallel_replicate_size"
 PER_NODE, NODES = "launch.nproc_per_node", "launch.nnodes"
+MEETING = ("launch.node_rank", "launch.rdzv_endpoint")
+"""How machines find one another."""
 GLOBAL, MICRO = "train.global_batch_size", "train.micro_batch_size"
 ACCUMULATION = "train.gradient_accumulation_steps"
 
@@ -100,7 +102,7 @@ def _processes_here(draft: Draft, there: int | None, here: int) -> int:
         return there
     if there is not None:
         why = f"{_processes(there)} there, and {here} here: as many as there are devices"
-        for name in (PER_NODE, NODES):
+        for name in (PER_NODE, NODES, *MEETING):
             draft.drop(name, why, "approximated")
     return here
 

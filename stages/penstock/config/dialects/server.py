@@ -12,7 +12,6 @@ from penstock.config.dialects.dialect import (
     Rule,
     Values,
     choice,
-    decides,
     is_flat,
     no_effect,
 )
@@ -98,13 +97,10 @@ def _packing(entry: Entry) -> None:
 
 
 def _strategy(entry: Entry) -> None:
+    ours = {"sequential": "sequential", "best_fit": "multipack", "balanced_dp": "multipack"}
+    choice("data.sample_packing_method", ours)(entry)
     if entry.value == "balanced_dp":
-        entry.put("data.sample_packing_method", "multipack")
         entry.approximated("rows are filled well, and replicas share them out as they come")
-    else:
-        choice("data.sample_packing_method", {"sequential": "sequential", "best_fit": "multipack"})(
-            entry
-        )
 
 
 def _checkpoint(entry: Entry) -> None:
@@ -112,11 +108,21 @@ def _checkpoint(entry: Entry) -> None:
 
 
 def _workers(entry: Entry) -> None:
-    entry.put("launch.nproc_per_node", entry.value)
+    if entry.value == "auto":
+        entry.no_effect("as many as the parallel sizes multiply to")
+    else:
+        entry.put("launch.nproc_per_node", entry.value)
 
 
 def _meeting(entry: Entry) -> None:
     entry.put("launch.rdzv_endpoint", f"{entry.value}:{entry.get('master_port', 29500)}")
+
+
+def _port(entry: Entry) -> None:
+    if entry.get("master_addr"):
+        entry.decides("launch.rdzv_endpoint")
+    else:
+        entry.no_effect("there is no master_addr")
 
 
 COMPUTED: Mapping[str, Rule] = {
@@ -129,7 +135,7 @@ COMPUTED: Mapping[str, Rule] = {
     "ckpt_manager": choice("train.ckpt_manager", {"dcp": "dcp"}),
     "nproc_per_node": _workers,
     "master_addr": _meeting,
-    "master_port": decides("launch.rdzv_endpoint"),
+    "master_port": _port,
     "log_gradient_norms": choice("train.log_grad_norm", {True: "layers", False: True}),
 }
 

@@ -92,7 +92,7 @@ def _of_text(
 def _score_gap(settings: DatasetSettings, record: Mapping[str, Any]) -> float | None:
     """By how much the better answer is scored higher; None where scores are not asked for."""
     named = [name for field in SCORES if (name := getattr(settings, field)) is not None]
-    if not named:
+    if len(named) < len(SCORES):
         return None
     better, worse = (number(record, name) for name in named)
     if not 0 <= better - worse <= GREATEST_GAP:
