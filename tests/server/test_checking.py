@@ -125,6 +125,9 @@ def test_a_token_may_have_several_targets_where_the_loss_is_a_sum_of_theirs():
         ),
         "nan at 3": distilling(targets, [[1, 0], [0.5, NAN], [0, 1]]),
         "100 at 5 is no token": distilling([*targets[:2], [5, 100]], weights),
+        "1025 targets of each token; 1024 may be": distilling(
+            np.ones((3, 1025)), np.ones((3, 1025))
+        ),
         r"shape \[3, 0\]": distilling(np.zeros((3, 0)), np.zeros((3, 0))),
     }
     for said, work in wrong.items():

@@ -121,7 +121,11 @@ def test_the_ratio_of_a_sequence_is_of_the_tokens_that_are_marked():
             np.testing.assert_array_equal(got["mask"].numpy(), [0, 1, 1])
             np.testing.assert_array_equal(got["weights"].numpy(), [1, 1, 2])
             beyond = sample([1, 2, 3], **inputs | {"advantages": [1, 1, 1]})
-            for bad, loss in ((beyond, "gspo"), (sample([1, 2, 3], **inputs), "ppo")):
+            uncounted = sample([1, 2, 3], **inputs | {"weights": [1, 0, 2]})
+            no_target = sample([1, 2, 3], **inputs | {"target_tokens": [2, -100, 4]})
+            plain = sample([1, 2, 3], **inputs)
+            wrong = [(beyond, "gspo"), (uncounted, "gspo"), (no_target, "gspo"), (plain, "ppo")]
+            for bad, loss in wrong:
                 refused = await forward_backward(http, bad, loss_fn=loss)
                 assert refused.status_code == 400
                 assert "sequence_ratio_mask" in refused.json()["error"]
@@ -269,6 +273,7 @@ def csr(rows, columns, shape):
     [
         ({"dense": b"123", "dtype": pb.DTYPE_FLOAT32, "shape": [2]}, "3 bytes"),
         ({"dense": b"", "dtype": pb.DTYPE_FLOAT32, "shape": [1 << 40]}, "over"),
+        ({"dense": b"", "dtype": pb.DTYPE_FLOAT32, "shape": [0, 1 << 62]}, "over"),
         ({"dense": b"", "dtype": pb.DTYPE_FLOAT32, "shape": [-1]}, "shape"),
         ({"dense": b"\0" * 8, "dtype": 77, "shape": [2]}, "type 77"),
         (csr([0, 1], [1 << 60], [1, 2]), "compressed sparse rows"),

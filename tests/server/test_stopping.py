@@ -52,6 +52,38 @@ def test_what_was_learnt_is_saved_and_the_next_start_goes_on_from_there(tmp_path
     asyncio.run(check())
 
 
+def test_a_checkpoint_that_was_moved_away_keeps_no_other_model_from_being_saved(tmp_path):
+    async def check():
+        async with house(tmp_path / "out") as here:
+            await here.client.begin("m")
+            await here.client.begin("n")
+            await learn(here.client, 5, 1, "n")
+            moved = tmp_path / "moved"
+            (tmp_path / "out/weights/m/000000").rename(moved)
+            (tmp_path / "out/weights/m/000000").symlink_to(moved)
+            await here.stop_engine()
+            assert {order.model for order in orders(here, Save)[2:]} == {"m", "n"}
+            await here.start_again()
+            assert await learn(here.client, 1, 3, "n") == {"step": 2, "learnt": 6}
+
+    asyncio.run(check())
+
+
+def test_what_another_version_left_behind_keeps_no_engine_from_starting(tmp_path):
+    async def check():
+        async with house(tmp_path) as here:
+            await here.client.begin()
+            await learn(here.client, 5, 1)
+            await here.stop_engine()
+            (tmp_path / "server" / "left.msgpack").write_bytes(b"\x81\xa5other\x01\xc1")
+            endpoint = '[{"host": "127.0.0.1", "port": 1}]'
+            (tmp_path / "server" / "endpoints.json").write_text(endpoint)
+            await here.start_again()
+            assert await learn(here.client, 1, 3) == {"step": 2, "learnt": 6}
+
+    asyncio.run(check())
+
+
 def test_what_is_saved_already_is_not_saved_again(tmp_path):
     async def check():
         async with house(tmp_path) as here:

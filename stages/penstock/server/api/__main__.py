@@ -20,7 +20,7 @@ KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep a connection that is idle, so that they do not write to a closed one."""
 GRACE_SECONDS = 5
 """That requests have to end when the process is told to."""
-POLL_SECONDS = 4.0
+POLL_SECONDS = GRACE_SECONDS - 1.0
 """That polls wait yet then: what they wait for may come, and else they say that it did not."""
 LOOK_SECONDS = 0.1
 

@@ -156,8 +156,7 @@ def _check_names(given: Collection[str], loss: Loss, what: str) -> None:
     missing = [name for name in required if name not in given]
     if missing:
         raise Refusal(f"{what} has no {', '.join(missing)}, which {loss} takes")
-    # The SDK's own losses send weights and masks beside what they take: all losses take those.
-    known = {*required, *OPTIONAL[loss], *FACTORS, *((RATIO_MASK,) if loss == "gspo" else ())}
+    known = {*required, *OPTIONAL[loss], *((RATIO_MASK,) if loss == "gspo" else ())}
     strange = sorted(name for name in given if name not in known)
     if strange:
         raise Refusal(
@@ -175,11 +174,11 @@ def _datum(tokens: Tokens, given: Given, loss: Loss, what: str) -> Datum:
         for name, numbers in given.items()
         if name != TARGETS
     }
-    if RATIO_MASK in others:
-        _mark_ratio(others, what)
     if np.any(is_ignored := targets == IGNORED):
         others["weights"] = np.where(is_ignored, 0, others.get("weights", 1))
         targets = np.where(is_ignored, 0, targets)
+    if RATIO_MASK in others:
+        _mark_ratio(others, what)
     inputs = {name: Array.of(numbers, "float32") for name, numbers in others.items()}
     inputs[TARGETS] = token_array(targets, f"{TARGETS} of {what}", "int64")
     return Datum(tokens=token_array(tokens, f"model_input of {what}"), inputs=inputs)
@@ -188,9 +187,11 @@ def _datum(tokens: Tokens, given: Given, loss: Loss, what: str) -> Datum:
 def _mark_ratio(others: Given, what: str) -> None:
     """The tokens that a sequence's ratio is of become those that count.
 
-    Raises Refusal where others are to gain or lose by it, too.
+    Raises Refusal where others are to gain or lose by it, too, or some of these do not count.
     """
     is_of_ratio = others.pop(RATIO_MASK) != 0
+    if any(np.any(others[name][is_of_ratio] == 0) for name in FACTORS if name in others):
+        raise Refusal(f"{what} has no target, or weights or mask of 0, where its {RATIO_MASK} is 1")
     if np.any(others["advantages"][~is_of_ratio] != 0):
         raise Refusal(f"{what} has advantages where its {RATIO_MASK} is 0; send 0 there")
     others["mask"] = is_of_ratio * others.get("mask", 1)

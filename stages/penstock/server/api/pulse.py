@@ -94,7 +94,8 @@ class Pulse:
         try:
             gone = await self._gone(owner, tuple(sessions))
         except Refusal:
-            # The engine is not there: it gives all sessions their time anew when it is back.
+            # One that is not there, or slow, is told the next time.
+            self._untold[owner] |= sessions
             return
         for session in gone:
             self.forget(owner, session)

@@ -163,7 +163,8 @@ def _shape(shape: Any, what: str) -> tuple[int, ...] | None:
     wrong = any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in counts)
     if not isinstance(shape, list) or wrong or len(counts) > 4:
         raise Refusal(f"{what} has no shape of up to four counts")
-    if math.prod(counts) > MAX_NUMBERS:
+    # As if none were 0: what has no numbers may not have 2^60 rows of them.
+    if math.prod(max(n, 1) for n in counts) > MAX_NUMBERS:
         raise Refusal(f"{what} has over {MAX_NUMBERS} numbers; send less at once")
     return tuple(counts)
 

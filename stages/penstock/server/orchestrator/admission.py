@@ -149,7 +149,7 @@ class Admission:
         )
 
     def _check_room(self, work: CreateModel, owner: str) -> None:
-        """Where all weights are trained, one model is."""
+        """Raises RefusedError where no further model may be: of all weights, one is trained."""
         coming = {model: errand.owner for model, errand in self._coming.items()}
         owners = list((coming | {each.model: each.owner for each in self._models.open()}).values())
         served, settings = self._served(), self._settings

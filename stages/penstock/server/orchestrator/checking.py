@@ -42,6 +42,8 @@ MAX_SEQUENCES = 1024
 """That one ask may have drawn."""
 
 MAX_TOPK = 1024
+MAX_TARGETS = 1024
+"""Of a token: they are laid out for every token of the rows that it shares."""
 MAX_TOLD = 1 << 22
 """Likeliest tokens of all places that one ask may be told: 32 MiB. Several asks are answered in one
 frame."""
@@ -97,10 +99,12 @@ def _datum(datum: Datum, loss: Loss, served: Served, what: str) -> None:
     missing = [name for name in required if name not in datum.inputs]
     if missing:
         raise _wrong(f"{what} has no {', '.join(missing)}, which {loss} takes")
-    known = {*required, *OPTIONAL[loss], *FACTORS}
+    known = {*required, *OPTIONAL[loss]}
     shape = datum.inputs[TARGETS].shape
     if len(shape) != 2 or loss not in SEVERAL_TARGETS or not shape[1]:
         shape = tokens.shape
+    if len(shape) == 2 and shape[1] > MAX_TARGETS:
+        raise _wrong(f"{what} has {shape[1]} targets of each token; {MAX_TARGETS} may be")
     given: dict[str, Numbers] = {}
     for name, array in datum.inputs.items():
         if name not in known:

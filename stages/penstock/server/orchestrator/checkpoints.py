@@ -51,7 +51,7 @@ class Checkpoints:
         record = self._registry.models.get(spot.model)
         kept = record.checkpoints.get(spot.within) if record else None
         is_another = start.time is not None and (kept is None or kept.time != start.time)
-        return not is_another and self._storage.holds(spot)
+        return not is_another and self._is_there(spot)
 
     def newest(self, record: ModelRecord) -> Start | None:
         """The last that was saved of a model as it is now."""
@@ -59,12 +59,19 @@ class Checkpoints:
             (kept.time, name)
             for name, kept in record.checkpoints.items()
             if name.startswith("weights/") and kept.lora == record.lora
-            if self._storage.holds(spot_in(record.model, name))
+            if self._is_there(spot_in(record.model, name))
         ]
         if not found:
             return None
         saved, name = max(found)
         return Start(path=f"{record.model}/{name}", optimizer=True, time=saved)
+
+    def _is_there(self, spot: Spot) -> bool:
+        """A link that leads elsewhere is not what was saved."""
+        try:
+            return self._storage.holds(spot)
+        except RefusedError:
+            return False
 
     def of_model(self, record: ModelRecord) -> list[Checkpoint]:
         """All of one model, in the order of their times."""

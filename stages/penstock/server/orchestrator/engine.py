@@ -19,11 +19,7 @@ from penstock.server.orchestrator.models import Models
 from penstock.server.orchestrator.queue import Queue
 from penstock.server.orchestrator.records import LaneLeft, Left, record_of
 from penstock.server.orchestrator.recovery import Recovery
-from penstock.server.orchestrator.refusals import (
-    RefusedError,
-    WorkersLostError,
-    fault_of_ours,
-)
+from penstock.server.orchestrator.refusals import RefusedError, WorkersLostError, fault_of_ours
 from penstock.server.orchestrator.registry import Registry
 from penstock.server.orchestrator.retiring import Retiring
 from penstock.server.orchestrator.sampling import Sampling
@@ -35,7 +31,16 @@ from penstock.server.orchestrator.storage import Discarding, Storage
 from penstock.server.orchestrator.told import Told
 from penstock.server.orchestrator.training import Trained, Training
 from penstock.server.orchestrator.workers import State, Workers
-from penstock.server.protocol.asks import Answer, Ask, Cancel, FromEngine, Hello, Status, ToEngine
+from penstock.server.protocol.asks import (
+    Answer,
+    Ask,
+    Cancel,
+    Failure,
+    FromEngine,
+    Hello,
+    Status,
+    ToEngine,
+)
 from penstock.server.protocol.channel import Channel, PeerLostError
 from penstock.server.protocol.codec import FrameError
 from penstock.server.protocol.commands import FromWorkers, Ready, ToWorkers
@@ -172,7 +177,7 @@ class Engine:
             try:
                 await self._api.send(message)
             except FrameError as error:
-                if isinstance(message, Answer):
+                if isinstance(message, Answer | Failure):
                     failure = RefusedError("internal", f"the answer cannot be sent: {error}")
                     await self._api.send(failure.failure(message.id))
 

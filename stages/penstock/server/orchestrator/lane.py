@@ -185,7 +185,9 @@ class Lane:
     def go_on_from(self, left: LaneLeft) -> None:
         """Know what another lane of this model had left; works that waited there may be lost."""
         for each in left.ended:
-            self._keep(each.seq, _KINDS[each.kind], outcome_of(each.end))
+            # Another version may have had others.
+            if each.kind in _KINDS:
+                self._keep(each.seq, _KINDS[each.kind], outcome_of(each.end))
         self._next, self._is_sure = left.next, False
 
     def _remove(self, errand: Errand) -> None:

@@ -72,7 +72,8 @@ class ModelRecord(msgspec.Struct, kw_only=True):
 class DestinationRecord(msgspec.Struct, frozen=True, kw_only=True):
     """An inference server that the models of an owner are sent to."""
 
-    owner: str
+    owner: str = ""
+    """Empty: nobody's, of a file that is older than owners of servers."""
     host: str
     port: int
     world_size: int = 1

@@ -7,6 +7,7 @@ and are whole or absent. Records change in memory first; whoever changes one has
 
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,8 @@ from penstock.server.orchestrator.records import (
 from penstock.server.protocol.secret import write_secret
 
 R = TypeVar("R")
+
+LOG = logging.getLogger(__name__)
 
 _RUNNING = "running.json"
 _LEFT = "left.msgpack"
@@ -104,14 +107,16 @@ class Registry:
             part.write_bytes(msgspec.msgpack.encode(left))
 
     def take_left(self) -> Left:
-        """What the last process left, if that was stopped; it is told once.
-
-        Raises RegistryError where it cannot be read.
-        """
+        """What the last process left, if that was stopped; it is told once. Nothing, where another
+        version wrote it otherwise: then works that are asked for again are done again."""
         file = self._folder / _LEFT
         if not file.exists():
             return Left()
-        left = _decoded(file, Left, msgspec.msgpack.decode)
+        try:
+            left = _decoded(file, Left, msgspec.msgpack.decode)
+        except RegistryError as error:
+            LOG.warning("%s", error)
+            left = Left()
         remove(file)
         return left
 

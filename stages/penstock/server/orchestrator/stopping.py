@@ -23,7 +23,6 @@ LOG = logging.getLogger(__name__)
 API_SECONDS = 8.0
 """That the API may take to end after it was asked to; one that stays after that is not to end."""
 
-
 COMING_SECONDS = 0.5
 """That a step may take to come which belongs to passes that were done when it was asked to end."""
 

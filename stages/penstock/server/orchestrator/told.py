@@ -135,7 +135,11 @@ class Told:
                 samplers = sorted(record.samplers, key=int)
                 return SessionTold(
                     session=record.session,
-                    models=tuple(each.model for each in self._sessions.models(record.session)),
+                    models=tuple(
+                        each.model
+                        for each in self._sessions.models(record.session)
+                        if each.owner == owner
+                    ),
                     samplers=tuple(
                         sampler_name(record.session, int(number)) for number in samplers
                     ),

@@ -11,6 +11,8 @@ T = TypeVar("T")
 def beside(act: Callable[[], T]) -> Future[T]:
     """Do it in a thread that no end of the process waits for."""
     future: Future[T] = Future()
+    # Who waits no more does not cancel it: it is done all the same.
+    future.set_running_or_notify_cancel()
 
     def run() -> None:
         try:

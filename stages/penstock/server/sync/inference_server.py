@@ -152,7 +152,8 @@ class InferenceServer:
             try:
                 self._asked("POST", path, body, seconds)
             except (*UNANSWERED, RefusedError) as error:
-                if not left or is_absent(error):
+                # One that is silent is not one that says "not yet".
+                if not left or is_absent(error) or isinstance(error, TimeoutError):
                     raise self._unsaid(step, path, error) from error
                 time.sleep(0.2)
             else:
