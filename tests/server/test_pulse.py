@@ -3,7 +3,7 @@
 import asyncio
 
 from penstock.server.protocol import asks, results, works
-from tests.server.engine_of_a_table import client
+from tests.server.engine_of_a_table import client, failure
 from tests.server.requests_of_clients import run
 
 BEAT = "/api/v1/session_heartbeat"
@@ -61,6 +61,19 @@ def test_a_session_that_is_gone_is_told_so_once_the_engine_says_it():
             assert await beat(http) == 200
             assert await beat(http) == 200
             await asyncio.sleep(0.15)
+            assert await beat(http) == 410
+
+    run(scenario())
+
+
+def test_a_word_that_the_engine_refused_is_said_again():
+    async def scenario():
+        busy, gone = failure("not now", "busy"), results.Gone(sessions=("s",))
+        said = answers(results.Gone(), busy, gone, gone)
+        async with client(said, idle_session_timeout=0.2) as (http, _):
+            assert await beat(http) == 200
+            assert await beat(http) == 200
+            await asyncio.sleep(0.25)
             assert await beat(http) == 410
 
     run(scenario())

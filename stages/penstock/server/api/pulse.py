@@ -6,6 +6,7 @@ when it is heard of first, and says of those it is told of which of them have en
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from penstock.server.api.link import Link
 from penstock.server.api.refusals import Refusal
 from penstock.server.protocol.results import Gone
 from penstock.server.protocol.works import Heartbeat
+
+LOG = logging.getLogger(__name__)
 
 LONGEST_INTERVAL = 1.0
 """Seconds between two words to the engine."""
@@ -93,8 +96,9 @@ class Pulse:
     async def _tell_of(self, owner: str, sessions: set[str]) -> None:
         try:
             gone = await self._gone(owner, tuple(sessions))
-        except Refusal:
-            # One that is not there, or slow, is told the next time.
+        except Exception as error:  # noqa: BLE001 - sessions must not end for a word that failed
+            # An engine that is not there, or slow, is told the next time.
+            LOG.warning("heartbeats could not be told: %s", error)
             self._untold[owner] |= sessions
             return
         for session in gone:
