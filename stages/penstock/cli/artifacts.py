@@ -2,17 +2,17 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from penstock.cli.console import Console, table
-from penstock.cli.entries import Entry, LocalEntry, is_result, local_entries, remote_entries
 from penstock.cli.options import AsJson, end
 from penstock.core.errors import ArtifactError, ConfigError
-from penstock.core.stage import MANIFEST
-from penstock.core.store import read_manifest
 from penstock.core.urls import is_url
+
+if TYPE_CHECKING:  # imported where it is used: `--help` imports this module
+    from penstock.cli.entries import Entry
 
 commands = typer.Typer(
     help="List, show, verify and prune what the stages left.", no_args_is_help=True
@@ -124,16 +124,21 @@ def prune_artifacts(
     end(console, command)
 
 
-def find_entries(roots: list[str] | None) -> Iterator[Entry]:
+def find_entries(roots: list[str] | None) -> "Iterator[Entry]":
     """Every result below `roots`, or below the working directory, in order of path."""
+    from penstock.cli.entries import local_entries, remote_entries
+
     for missing in (r for r in roots or [] if not is_url(r) and not Path(r).is_dir()):
         raise ConfigError(f"--root {missing} is not a folder.")
     for root in roots or ["."]:
         yield from remote_entries(root) if is_url(root) else local_entries(Path(root), SEARCH_DEPTH)
 
 
-def _with_releases(entries: list[Entry]) -> list[Entry]:
+def _with_releases(entries: "list[Entry]") -> "list[Entry]":
     """The results, and releases beside them that lie too deep to have been found."""
+    from penstock.cli.entries import LocalEntry
+    from penstock.core.stage import MANIFEST
+    from penstock.core.store import read_manifest
     from penstock.releasing import RELEASES
 
     seen = {entry.where for entry in entries}
@@ -147,7 +152,10 @@ def _with_releases(entries: list[Entry]) -> list[Entry]:
     return [*entries, *(entry for entry in more if entry.where not in seen)]
 
 
-def _one(key: str, roots: list[str] | None) -> Entry:
+def _one(key: str, roots: list[str] | None) -> "Entry":
+    from penstock.cli.entries import LocalEntry, is_result
+    from penstock.core.store import read_manifest
+
     if key and is_url(key):
         roots, key = [key], ""
     elif key and is_result(Path(key)):
@@ -161,14 +169,14 @@ def _one(key: str, roots: list[str] | None) -> Entry:
     return found[0]
 
 
-def _row(entry: Entry) -> tuple[str, ...]:
+def _row(entry: "Entry") -> tuple[str, ...]:
     manifest = entry.manifest
     standing, created = ("sealed", manifest["created"]) if manifest else ("partial", "")
     size = f"{entry.num_bytes / 1e6:.1f} MB"
     return entry.stage, entry.key[:8], standing, size, created, entry.where
 
 
-def _plain(entry: Entry) -> dict[str, Any]:
+def _plain(entry: "Entry") -> dict[str, Any]:
     stage, _, standing, _, created, where = _row(entry)
     return {
         "stage": stage,
@@ -180,7 +188,7 @@ def _plain(entry: Entry) -> dict[str, Any]:
     }
 
 
-def _described(entry: Entry) -> str:
+def _described(entry: "Entry") -> str:
     import yaml
 
     assert entry.manifest

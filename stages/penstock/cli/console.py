@@ -12,10 +12,12 @@ import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.core.errors import PenstockError
-from penstock.core.store import Outcome
+
+if TYPE_CHECKING:  # the store imports pydantic, which `--help` does without
+    from penstock.core.store import Outcome
 
 
 @dataclass
@@ -24,7 +26,7 @@ class Console:
 
     as_json: bool = False
     debug: bool = False
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: "list[Outcome]" = field(default_factory=list)
 
     def say(self, line: str) -> None:
         """One line on the way."""
@@ -81,7 +83,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def outcome_table(outcomes: Sequence[Outcome]) -> str:
+def outcome_table(outcomes: "Sequence[Outcome]") -> str:
     """What became of each stage, in how long, and where it lies."""
     rows = [("stage", "key", "status", "seconds", "where")]
     rows += [(o.stage, o.key[:8], o.status, f"{o.seconds:.1f}", o.where) for o in outcomes]
@@ -96,7 +98,7 @@ def _fail(console: Console, error: BaseException, text: str, code: int) -> int:
     return code
 
 
-def _plain(outcome: Outcome) -> dict[str, Any]:
+def _plain(outcome: "Outcome") -> dict[str, Any]:
     return {
         "stage": outcome.stage,
         "key": outcome.key,

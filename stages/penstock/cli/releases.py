@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -10,11 +10,13 @@ from penstock.cli.console import Console, table
 from penstock.cli.options import AsJson, end
 from penstock.config.overrides import Override
 from penstock.core.errors import ArtifactError, ConfigError
-from penstock.core.shelf import Shelf, called
 from penstock.core.urls import is_url
 
+if TYPE_CHECKING:  # imported where it is used: `--help` imports this module
+    from penstock.core.shelf import Shelf
+
 Told = dict[str, Any]
-Command = Callable[[Shelf, Console], Told]
+Command = Callable[["Shelf", Console], Told]
 
 SHOWN = 10
 """Decisions that `show` ends with."""
@@ -86,7 +88,7 @@ def release_commands(overrides: Sequence[Override]) -> typer.Typer:
     return commands
 
 
-def _list(shelf: Shelf, console: Console) -> Told:
+def _list(shelf: "Shelf", console: Console) -> Told:
     latest, withdrawn = shelf.latest(), shelf.withdrawn
     found = [shelf.manifest(number) for number in shelf.numbers()]
     rows = [("", "release", "created", "samples", "evaluation", "from", "export")]
@@ -96,7 +98,7 @@ def _list(shelf: Shelf, console: Console) -> Told:
     return {"latest": latest, "withdrawn": sorted(withdrawn), "releases": told}
 
 
-def _show(shelf: Shelf, number: int | None, console: Console) -> Told:
+def _show(shelf: "Shelf", number: int | None, console: Console) -> Told:
     chosen = shelf.latest() if number is None else number
     if chosen is None:
         raise ConfigError(f"{shelf.where} holds no releases.\n  penstock recur makes the first.")
@@ -106,7 +108,7 @@ def _show(shelf: Shelf, number: int | None, console: Console) -> Told:
     return {"manifest": manifest, "path": str(folder), "decisions": decisions}
 
 
-def _verify(shelf: Shelf, console: Console) -> Told:
+def _verify(shelf: "Shelf", console: Console) -> Told:
     from penstock.cli.entries import LocalEntry
 
     numbers = shelf.numbers()
@@ -120,7 +122,8 @@ def _verify(shelf: Shelf, console: Console) -> Told:
     return {"verified": numbers}
 
 
-def _roll_back(shelf: Shelf, to: int | None, console: Console) -> Told:
+def _roll_back(shelf: "Shelf", to: int | None, console: Console) -> Told:
+    from penstock.core.shelf import called
     from penstock.recurring import Decision
     from penstock.releasing import roll_back
 
@@ -132,7 +135,8 @@ def _roll_back(shelf: Shelf, to: int | None, console: Console) -> Told:
     return {"latest": now, "before": before}
 
 
-def _prune(shelf: Shelf, keep_last: int, console: Console, *, dry_run: bool) -> Told:
+def _prune(shelf: "Shelf", keep_last: int, console: Console, *, dry_run: bool) -> Told:
+    from penstock.core.shelf import called
     from penstock.releasing import prunable
 
     with shelf.writing(console.say):
@@ -145,7 +149,7 @@ def _prune(shelf: Shelf, keep_last: int, console: Console, *, dry_run: bool) -> 
     return {"pruned": doomed}
 
 
-def _shelf(where: str, overrides: Sequence[Override]) -> Shelf:
+def _shelf(where: str, overrides: Sequence[Override]) -> "Shelf":
     from penstock.core.remote_shelf import shelf_of
 
     if is_url(where) or Path(where).is_dir():
@@ -157,6 +161,8 @@ def _shelf(where: str, overrides: Sequence[Override]) -> Shelf:
 
 
 def _row(manifest: dict[str, Any], latest: int | None, withdrawn: set[int]) -> tuple[str, ...]:
+    from penstock.core.shelf import called
+
     facts = manifest["facts"]
     number, started = facts["number"], facts["started_from"]
     mark = "latest" if number == latest else "withdrawn" if number in withdrawn else ""

@@ -6,7 +6,6 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, cast
 
-from penstock.config import yaml12
 from penstock.config.faults import Fault, Steps
 from penstock.core.errors import ConfigError
 
@@ -94,6 +93,8 @@ def apply(
 
 def parse_value(text: str) -> tuple[Any, str | None]:
     """The YAML value of `text`, or None and what is wrong with it."""
+    from penstock.config import yaml12  # PyYAML costs `--help` a fifth of its time
+
     try:
         document = yaml12.parse(text)
     except yaml12.YamlError as fault:
