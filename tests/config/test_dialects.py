@@ -15,7 +15,8 @@ from penstock.config.dialects.fit import Devices
 from penstock.config.dialects.known import DIALECTS, named, recognised
 from penstock.config.dialects.server import SERVER as SERVERS_OWN
 from penstock.config.dialects.translate import translate
-from penstock.config.load import load, load_translation, loads
+from penstock.config.foreign import load_translation
+from penstock.config.load import load, loads
 from penstock.config.overrides import split_overrides
 from penstock.config.run import RunConfig
 from penstock.config.server import ServerConfig

@@ -10,7 +10,8 @@ from penstock.config.dialects.draft import Line, Translation
 from penstock.config.dialects.erniekit import ERNIEKIT
 from penstock.config.dialects.fit import Devices
 from penstock.config.dialects.translate import translate
-from penstock.config.load import load, load_translation, loads
+from penstock.config.foreign import load_translation
+from penstock.config.load import load, loads
 from penstock.core.errors import ConfigError
 from penstock.engine.parallel.degrees import accumulation_steps, degrees_of, rows_per_step
 from tests.config.erniekit_keys import CHANGES, IDLE

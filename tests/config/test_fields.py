@@ -9,6 +9,7 @@ import pytest
 import yaml
 from pydantic.fields import FieldInfo
 
+from penstock.config import reference  # noqa: F401 - it reads the fields' docstrings
 from penstock.config.load import loads
 from penstock.config.run import written
 from penstock.config.shape import is_section, sections

@@ -14,7 +14,8 @@ from penstock.config.dialects.fit import Devices
 from penstock.config.dialects.interpolation import resolved
 from penstock.config.dialects.nxdt import NXDT
 from penstock.config.dialects.translate import translate
-from penstock.config.load import load_translation, loads
+from penstock.config.foreign import load_translation
+from penstock.config.load import loads
 from penstock.config.run import RunConfig
 from penstock.machine import check_machine, config_of
 from penstock.models.registry import family_of

@@ -8,6 +8,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.config import reference  # noqa: F401 - it reads the fields' docstrings
 from penstock.config.dialects.server import SAME
 from penstock.config.overrides import Override
 from penstock.config.server import UNITS, ServerConfig, bytes_of, run_of

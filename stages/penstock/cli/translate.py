@@ -11,7 +11,7 @@ from penstock.cli.console import Console, table
 from penstock.config.dialects.draft import KINDS, Kind, Line, Translation, value_at
 from penstock.config.dialects.fit import Devices, devices_here
 from penstock.config.faults import shown
-from penstock.config.load import load_translation
+from penstock.config.foreign import load_translation
 from penstock.core.errors import ConfigError, StageError
 from penstock.core.files import publishing, write_json
 from penstock.core.store import reason_of

@@ -4,12 +4,12 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Settings(BaseModel):
-    """Frozen, refuses unknown fields, takes each field's help from the docstring beneath it."""
+    """Frozen, closed; `config/docstrings.py` reads the docstring beneath each field."""
 
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
-        use_attribute_docstrings=True,
+        defer_build=True,  # a base class of sections is never validated itself: build what is used
         allow_inf_nan=False,
         protected_namespaces=(),
     )

@@ -3,21 +3,16 @@
 All faults are told at once, each with the line or the option it stands in.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from penstock.config import yaml12
-from penstock.config.dialects.draft import Translation
-from penstock.config.dialects.fit import Devices, devices_here
-from penstock.config.dialects.known import named, recognised
-from penstock.config.dialects.translate import as_it_is, translate
 from penstock.config.judge import judge
 from penstock.config.overrides import Override, apply
 from penstock.config.run import RunConfig
+from penstock.config.shape import sections
 from penstock.config.telling import Teller, Told, as_meant, require_none
 from penstock.core.errors import ConfigError
 
@@ -36,15 +31,12 @@ def load(
     """
     document = document_of(path, may_be_empty=bool(overrides))
     settings: dict[str, Any] = document.value or {}
-    dialect = recognised(settings)
-    if dialect is None:
-        return _run(settings, overrides, Teller(document, overrides, path))
-    translation = translate(settings, dialect, _devices(overrides))
-    told = Teller(document, overrides, path, translation)
-    stopped = [told.of_key(one.key, one.why) for one in translation.of("refused", "unknown")]
-    run = _run(translation.settings, overrides, told, stopped)
-    notify(_summary(path, translation))
-    return run
+    if not is_native(settings):
+        from penstock.config import foreign  # the tables of all dialects
+
+        if dialect := foreign.recognised(settings):
+            return foreign.load(path, document, dialect, overrides, notify)
+    return resolve(settings, overrides, Teller(document, overrides, path))
 
 
 def loads(settings: Mapping[str, Any], overrides: Sequence[Override] = ()) -> RunConfig:
@@ -52,48 +44,7 @@ def loads(settings: Mapping[str, Any], overrides: Sequence[Override] = ()) -> Ru
 
     Raises ConfigError, whose text has one line for each fault.
     """
-    return _run(settings, overrides, Teller(yaml12.Document(), overrides))
-
-
-def load_translation(path: Path, name: str | None, devices: Devices) -> tuple[Translation, str]:
-    """The file as it reads in our words, and what is wrong with it then: a line for each fault,
-    empty where a run can be made of it.
-
-    `name` is that of its dialect; None: what it is recognised as. Our own is taken as it is.
-    Raises ConfigError where it is no YAML, or there is no such dialect.
-    """
-    document = document_of(path, may_be_empty=False)
-    dialect = named(name) if name else recognised(document.value)
-    if dialect is None:
-        translation = as_it_is(document.value, devices)
-    else:
-        translation = translate(document.value, dialect, devices)
-    whole = [Override(name, json.dumps(value)) for name, value in translation.lacks.items()]
-    try:
-        _run(translation.settings, whole, Teller(document, (), path, translation))
-    except ConfigError as error:
-        return translation, str(error)
-    return translation, ""
-
-
-def _summary(path: Path, translation: Translation) -> str:
-    near, idle, assumed = (
-        len(translation.of(kind)) for kind in ("approximated", "no effect", "assumed")
-    )
-    return (
-        f"{path} is written for {translation.title}: {near} of its keys are approximated, {idle}"
-        f" have no effect here, and {assumed} of its defaults are assumed;"
-        f" penstock translate {path} lists them"
-    )
-
-
-def _devices(overrides: Sequence[Override]) -> Devices:
-    """Those that a foreign file is fitted to: what the command line asks for, or those here."""
-    asked = {one.name: yaml12.scalar(one.text) for one in overrides}
-    here = devices_here()
-    count, nodes = asked.get("launch.nproc_per_node"), asked.get("launch.nnodes", 1)
-    ranks = count if isinstance(count, int) and count > 0 else here.ranks
-    return replace(here, ranks=ranks * (nodes if isinstance(nodes, int) and nodes > 0 else 1))
+    return resolve(settings, overrides, Teller(yaml12.Document(), overrides))
 
 
 def document_of(path: Path, *, may_be_empty: bool) -> yaml12.Document:
@@ -116,6 +67,15 @@ def document_of(path: Path, *, may_be_empty: bool) -> yaml12.Document:
         )
     document.value = document.value or {}
     return document
+
+
+def is_native(settings: Mapping[str, Any]) -> bool:
+    """Whether every name of the first two levels is a field of ours: no dialect need be asked."""
+    fields = {name: one.model_fields for name, one in sections().items()}
+    return all(
+        name in fields and isinstance(section, dict) and section.keys() <= fields[name].keys()
+        for name, section in settings.items()
+    )
 
 
 def _text(path: Path) -> str:
@@ -147,13 +107,16 @@ def _near_files(path: Path) -> str:
     return f"; did you mean {path.with_name(near[0])}?" if near else "; name a YAML file"
 
 
-def _run(
+def resolve(
     settings: Mapping[str, Any],
     overrides: Sequence[Override],
     told: Teller,
     more: Sequence[Told] = (),
 ) -> RunConfig:
-    """The run, unless there are faults, of which `more` are known already."""
+    """The run with the overrides put in. `more` are faults found before.
+
+    Raises ConfigError with a line for each fault.
+    """
     values, refused = apply(settings, [as_meant(override) for override in overrides])
     run, faults = judge(values)
     require_none([*more, *told.of(faults, refused)])

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from penstock.config.docstrings import describe_fields
 from penstock.config.faults import shown
 from penstock.config.run import RunConfig
 from penstock.config.section import Section
@@ -49,6 +50,8 @@ SERVER_PARTS: tuple[type[Section], ...] = (
     ServerServing,
     ServerConfig,
 )
+
+describe_fields(RunConfig, *sections().values(), *SERVER_PARTS)
 
 
 def page() -> str:

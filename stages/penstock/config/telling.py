@@ -3,15 +3,18 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.config import yaml12
-from penstock.config.dialects.draft import Translation
 from penstock.config.faults import Fault, Steps, dotted
 from penstock.config.overrides import Override
 from penstock.config.run import RunConfig
 from penstock.config.section import Section
 from penstock.config.shape import annotation_at, branches
 from penstock.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.config.dialects.draft import Translation
 
 Told = tuple[tuple[int, int], str]
 """The rank of a fault (those of the file by line, then those of options in order), and its text."""
@@ -42,7 +45,7 @@ class Teller:
         document: yaml12.Document,
         overrides: Sequence[Override],
         path: Path | None = None,
-        translation: Translation | None = None,
+        translation: "Translation | None" = None,
     ) -> None:
         self.faults = document.faults
         self._places = document.places
