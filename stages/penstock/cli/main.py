@@ -46,8 +46,15 @@ _overrides: list[Override] = []
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The console command. Exits with 0, or what `penstock.core.errors` says."""
-    # Tokenizers and the hub's library otherwise report home, or warn about their own threads.
-    env.default({"TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_TELEMETRY": "1"})
+    env.default(
+        {
+            # Tokenizers and the hub's library otherwise report home, or warn about their threads.
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            # Looking for pydantic plugins reads the metadata of every installed distribution.
+            "PYDANTIC_DISABLE_PLUGINS": "__all__",
+        }
+    )
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         rest, overrides = split_overrides(arguments)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, Literal
 
-from pydantic import RootModel
+from pydantic import ConfigDict, RootModel
 
 from penstock.config.dataset import DatasetConfig
 from penstock.core.errors import ArtifactError, ConfigError, PenstockError, StageError
@@ -28,6 +28,8 @@ _VOCABULARY_SUFFIXES = (".model", ".tiktoken")
 
 class SealedSettings(RootModel[dict[str, Any]]):
     """Settings as a manifest holds them, whatever fields they have."""
+
+    model_config = ConfigDict(defer_build=True)
 
 
 @dataclass(frozen=True)
