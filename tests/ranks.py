@@ -136,6 +136,9 @@ def _rank(
     import torch
     import torch.distributed as dist
 
+    from penstock.engine.object_pickling import restrict_pickling
+
+    restrict_pickling()
     stack = (Path(folder) / f"stack_{rank}").open("w")
     faulthandler.enable()
     faulthandler.dump_traceback_later(max(1.0, timeout - 1), file=stack)

@@ -95,6 +95,7 @@ def check_machine(run: RunConfig) -> None:
             f"  Write {gpus} or auto."
         )
     require_trackers(run.train)
+    env.require_variables(run.launch.pass_env, "launch.pass_env")
     check_optimizer(run, gpus)
     if asks_of_routers(run.train):
         require_routers(run, config_of(run))

@@ -76,6 +76,7 @@ OF_CHAIN: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "stop_timeout": (TOLD, f"{LAUNCH}test_ranks_that_do_not_hear_are_killed_in_time"),
         "env": (GIVEN,),
+        "pass_env": (f"{LAUNCH}test_ranks_get_the_secrets_that_they_need_and_no_others",),
     },
     "export": {
         "format": (ALONE,),

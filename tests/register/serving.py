@@ -150,6 +150,7 @@ OF_SERVER: dict[str, tuple[str, ...]] = {
         f"{RECOVERY}test_workers_that_never_do_a_work_are_given_up",
     ),
     "sync_inference_method": (REFUSED,),
+    "pass_env": (f"{LAUNCHER}test_workers_get_variables_that_are_named_and_no_other_secrets",),
     "sync_allowed_hosts": (
         ENGINE,
         ASSEMBLING,

@@ -249,6 +249,34 @@ def tiny(tmp_path, **fields):
     )
 
 
+def test_workers_get_variables_that_are_named_and_no_other_secrets(tmp_path, monkeypatch):
+    mine = ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "MY_TOOL", "OTHER_TOOL")
+    for name in (*mine, env.SERVER_KEYS):
+        monkeypatch.setenv(name, "x")
+    given: dict[str, set[str]] = {}
+
+    class Started:
+        pid = 1
+
+        def __init__(self, command, env, **_):
+            name = command[4] if "penstock.server.child" in command else "workers"
+            given[name] = {each for each in mine if each in env} | {
+                each for each in env if each.startswith("PENSTOCK_SERVER_")
+            }
+
+    prepared = prepare(tiny(tmp_path, pass_env=["MY_TOOL"]), "auto")
+    monkeypatch.setattr("penstock.server.children.subprocess.Popen", Started)
+    for child in children_of(prepared, lambda _: None):
+        child.start()
+    assert given == {
+        "api": {env.SERVER_KEYS, env.ENGINE_SECRET},
+        "engine": {env.ENGINE_SECRET, env.WORKERS_SECRET},
+        "workers": {env.WORKERS_SECRET, "MY_TOOL"},
+    }
+    with pytest.raises(ConfigError, match="pass_env names NOT_SET_ANYWHERE, which is not set"):
+        prepare(tiny(tmp_path, pass_env=["NOT_SET_ANYWHERE"]), "auto")
+
+
 def test_each_process_is_handed_the_secrets_that_it_needs_and_the_job_has_none(
     tmp_path, monkeypatch
 ):
@@ -257,8 +285,9 @@ def test_each_process_is_handed_the_secrets_that_it_needs_and_the_job_has_none(
     prepared.publish()
     api, engine, workers = children_of(prepared, lambda _: None)
     assert [one.name for one in (api, engine, workers)] == ["api", "engine", "workers"]
+    secrets_of_the_server = (env.SERVER_KEYS, env.ENGINE_SECRET, env.WORKERS_SECRET)
     known = {
-        one.name: {name for name in env.OF_THE_SERVER if name in one.environment}
+        one.name: {name for name in secrets_of_the_server if name in one.environment}
         for one in (api, engine, workers)
     }
     assert known == {

@@ -259,10 +259,10 @@ def test_torchrun_is_told_of_workers_and_machines_as_is_written(tmp_path):
     told = dict(pairwise(words))
     assert told["--nproc-per-node"] == "3"
     assert (told["--nnodes"], told["--node-rank"]) == ("4", "2")
-    assert (told["--master-addr"], told["--master-port"]) == ("first", "4321")
+    assert (told["--rdzv-endpoint"], told["--rdzv-conf"]) == ("first:4321", "rank=2")
     assert "1.5" in words
     assert told["--shutdown-timeout"] == "2"
-    assert "--standalone" in torchrun_words(written(), tmp_path)
+    assert "--rdzv-endpoint" not in torchrun_words(written(), tmp_path)
 
 
 def test_rank_0_listens_where_that_is_written(tmp_path):

@@ -84,7 +84,7 @@ def test_torchrun_is_told_what_is_written(tmp_path):
         "--nnodes 2",
         "--node-rank 1",
         f"--rdzv-endpoint {endpoint}",
-        "is_host=false",
+        "--rdzv-conf rank=1",
         "--local-addr 127.0.0.1",
         "--max-restarts 4",
         "--shutdown-timeout 8",
@@ -111,6 +111,29 @@ def test_ranks_that_must_give_the_same_bits_find_it_in_their_environment(tmp_pat
         start(folder, ranks=False, train={"enable_full_determinism": asked, **allowed})
         given.append([notes(folder)[0]["environment"].get(name) for name in names])
     assert given == [[None, None], ["1", ":4096:8"]]
+
+
+def test_ranks_get_the_secrets_that_they_need_and_no_others(tmp_path, monkeypatch):
+    for name in (
+        *("HF_TOKEN", "WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "AWS_SECRET_ACCESS_KEY"),
+        *("OPENAI_API_KEY", "DATABASE_URL", "SLURM_JWT", "PENSTOCK_SERVER_KEYS", "MY_TOOL"),
+        *("NCCL_DEBUG", "HF_HOME", "SLURM_JOB_ID", "https_proxy", "COVERAGE_PROCESS_CONFIG"),
+    ):
+        monkeypatch.setenv(name, "x")
+    always = {"NCCL_DEBUG", "HF_HOME", "SLURM_JOB_ID", "https_proxy", "COVERAGE_PROCESS_CONFIG"}
+
+    def given(name: str, train: dict[str, object], **launch: object) -> set[str]:
+        start(tmp_path / name, ranks=False, train=train, **launch)
+        [note] = notes(tmp_path / name)
+        assert {"PATH", "HOME", "PYTHONPATH"} <= note["environment"].keys()
+        return {name for name, value in note["environment"].items() if value == "x"}
+
+    assert given("plain", {"use_wandb": False}) == always
+    assert given("unset", {}) == {*always, "WANDB_API_KEY"}  # its login decides whether it is used
+    tracked = given("tracked", {"use_wandb": False, "use_mlflow": True})
+    assert tracked == {*always, "MLFLOW_TRACKING_PASSWORD"}
+    passed = given("passed", {"use_wandb": False}, pass_env=["MY_TOOL", "OPENAI_API_KEY"])
+    assert passed == {*always, "MY_TOOL", "OPENAI_API_KEY"}
 
 
 @pytest.mark.slow

@@ -4,8 +4,7 @@ import shlex
 
 from penstock.cli.run import Request
 from penstock.config.run import RunConfig
-from penstock.core.meeting import parts_of
-from penstock.train.torchrun import environment_of, torchrun_arguments
+from penstock.train.torchrun import environment_of, torchrun_arguments_by_hand
 
 
 def torchrun_lines(run: RunConfig, request: Request) -> str:
@@ -31,12 +30,10 @@ def words_of(request: Request, *left_out: str) -> list[str]:
 def _command(run: RunConfig, request: Request, number: int) -> str:
     launch = run.launch.model_copy(update={"node_rank": number})
     here = run.model_copy(update={"launch": launch})
-    first = launch.rdzv_endpoint if number == 0 else None
-    address = parts_of(first)[0] if first else None
     variables = [f"{name}={value}" for name, value in environment_of(here).items()]
     words = [
         *("env", *variables),
-        *("torchrun", *torchrun_arguments(here, address)),
+        *("torchrun", *torchrun_arguments_by_hand(here)),
         *("-m", "penstock.cli.train", *words_of(request, "launch.node_rank")),
     ]
     return shlex.join(words)

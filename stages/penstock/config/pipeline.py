@@ -17,12 +17,13 @@ STAGES: tuple[StageName, ...] = ("prepare", "pack", "reference", "train", "expor
 SET_BY_THE_LAUNCHER = frozenset(
     {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 )
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SECRET = re.compile(r"(^|_)(TOKEN|API_KEY|ACCESS_KEY|SECRET|PASSWORD)(_ID)?$", re.IGNORECASE)
 
 
 def _variables(value: dict[str, str]) -> dict[str, str]:
     for name, text in value.items():
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        if not NAME.fullmatch(name):
             raise ValueError(f"{name!r} is no name of an environment variable")
         if name in SET_BY_THE_LAUNCHER:
             raise ValueError(f"{name} is set for each process by the launcher; leave it out")
@@ -33,6 +34,16 @@ def _variables(value: dict[str, str]) -> dict[str, str]:
             )
         if "\0" in text:
             raise ValueError(f"the value of {name} contains a NUL character")
+    return value
+
+
+def variable_names(value: list[str]) -> list[str]:
+    """The same. Raises ValueError for what is no name of a variable that may be passed on."""
+    for name in value:
+        if not NAME.fullmatch(name):
+            raise ValueError(f"{name!r} is no name of an environment variable")
+        if name in SET_BY_THE_LAUNCHER:
+            raise ValueError(f"{name} is set for each process by the launcher; leave it out")
     return value
 
 
@@ -124,3 +135,9 @@ class LaunchConfig(Section):
         default_factory=dict[str, str]
     )
     """Environment variables for the training processes. Not for secrets."""
+
+    pass_env: Annotated[list[str], AfterValidator(variable_names)] = Field(
+        default_factory=list[str]
+    )
+    """Names of environment variables of the launcher that training processes get besides. They get
+    those of the system, compilers, CUDA and torch, and credentials of the trackers in use."""

@@ -3,8 +3,9 @@
 import ipaddress
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
+from penstock.config.pipeline import variable_names
 from penstock.config.section import Section
 
 LAST_PORT = 65535
@@ -112,6 +113,12 @@ class ServerServing(Section):
     sync_allowed_hosts: list[str] = Field(default_factory=list[str])
     """Inference servers that weights may be sent to, beside those on this machine: names and
     addresses as clients write them, and networks (`10.0.0.0/8`)."""
+
+    pass_env: Annotated[list[str], AfterValidator(variable_names)] = Field(
+        default_factory=list[str]
+    )
+    """Names of environment variables of the launcher that the workers get besides those of the
+    system, compilers, CUDA and torch. No process of the server gets others."""
 
     @field_validator("worker_bind_address")
     @classmethod

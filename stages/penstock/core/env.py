@@ -2,9 +2,12 @@
 
 import os
 import re
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+
+from penstock.core.allowed_env import Purpose, is_allowed, is_secret, serves
+from penstock.core.errors import ConfigError
 
 
 def cache_home() -> Path:
@@ -45,6 +48,41 @@ def rank_variables() -> tuple[int, int, int] | None:
     return rank, int(os.environ.get("LOCAL_RANK", rank)), int(os.environ["WORLD_SIZE"])
 
 
+RANKS_STORE = "PENSTOCK_RANKS_STORE"
+
+
+def set_ranks_store(name: str) -> None:
+    """Tell the ranks that this process starts where they meet."""
+    os.environ[RANKS_STORE] = name
+
+
+def ranks_store() -> str | None:
+    """Where ranks that an agent of ours started meet."""
+    return os.environ.get(RANKS_STORE) or None
+
+
+def master_address() -> tuple[str, int] | None:
+    """Where the store of ranks is that no agent of ours started, if they were told."""
+    if "MASTER_ADDR" not in os.environ:
+        return None
+    return os.environ["MASTER_ADDR"], int(os.environ.get("MASTER_PORT", 29500))
+
+
+def agent_serves_store() -> bool:
+    """Whether torchrun's agent listens there, and not rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def restart_count() -> int:
+    """How often torchrun has started these ranks again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
+def is_one_machine() -> bool:
+    """Whether all ranks are known to be on this machine."""
+    return os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE", "1")
+
+
 def be_rank_of_slurm() -> None:
     """Set torchrun's variables for a process that `srun` started in torchrun's place.
 
@@ -54,12 +92,15 @@ def be_rank_of_slurm() -> None:
     if "RANK" in os.environ or "SLURM_STEP_NUM_TASKS" not in os.environ:
         return
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ["SLURM_JOB_NODELIST"]
+    tasks = os.environ["SLURM_STEP_NUM_TASKS"]
+    if os.environ.get("SLURM_STEP_NUM_NODES") == "1":
+        default({"LOCAL_WORLD_SIZE": tasks})
     number = 101 * int(os.environ["SLURM_JOB_ID"]) + int(os.environ.get("SLURM_STEP_ID", 0))
     default(
         {
             "RANK": os.environ["SLURM_PROCID"],
             "LOCAL_RANK": os.environ["SLURM_LOCALID"],
-            "WORLD_SIZE": os.environ["SLURM_STEP_NUM_TASKS"],
+            "WORLD_SIZE": tasks,
             "MASTER_ADDR": _first_of(nodes),
             # Below the ports that systems hand out by themselves; steps of a node differ.
             "MASTER_PORT": str(20000 + number % 10000),
@@ -139,8 +180,6 @@ def mlflow_uri() -> str | None:
 SERVER_KEYS = "PENSTOCK_SERVER_KEYS"
 ENGINE_SECRET = "PENSTOCK_SERVER_ENGINE_SECRET"
 WORKERS_SECRET = "PENSTOCK_SERVER_WORKERS_SECRET"
-OF_THE_SERVER = (SERVER_KEYS, ENGINE_SECRET, WORKERS_SECRET)
-"""What a process of the server is to have in its environment only where it needs it."""
 
 
 def server_keys() -> tuple[str, ...]:
@@ -159,11 +198,28 @@ def workers_secret() -> str | None:
     return os.environ.get(WORKERS_SECRET) or None
 
 
-def child_environment(extra: Mapping[str, str], without: Iterable[str] = ()) -> dict[str, str]:
-    """This process's environment with `extra` on top and some variables left out, for a child."""
-    left_out = {*without}
-    kept = {name: value for name, value in os.environ.items() if name not in left_out}
+def child_environment(
+    extra: Mapping[str, str], purposes: Collection[Purpose] = (), more: Collection[str] = ()
+) -> dict[str, str]:
+    """What of this process's environment a child gets (`penstock.core.allowed_env`), and `extra`."""
+    kept = {name: value for name, value in os.environ.items() if is_allowed(name, purposes, more)}
     return {**kept, **extra}
+
+
+def require_variables(names: Collection[str], field: str) -> None:
+    """Raise ConfigError for variables that `field` passes on and that are not set here."""
+    if absent := [name for name in names if name not in os.environ]:
+        raise ConfigError(
+            f"{field} names {', '.join(absent)}, which is not set in this environment.\n"
+            "  Export it, or leave it out."
+        )
+
+
+def forget_secrets(purposes: Collection[Purpose] = ()) -> None:
+    """Drop the secrets that are for no purpose of this process, which `multiprocessing` started:
+    it hands on all there is."""
+    for name in [name for name in os.environ if is_secret(name) and not serves(name, purposes)]:
+        del os.environ[name]
 
 
 def unless_set(values: Mapping[str, str]) -> dict[str, str]:

@@ -16,10 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from penstock.core import env
-
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 """What asks to stop: people, schedulers, and a deadline."""
+
+RDZV_BACKEND = "penstock"
+"""Torchrun's name for our own rendezvous, which the agent brings along."""
 
 MARGIN_SECONDS = 4.0
 """How much longer the agent may take than the ranks, which it kills, before it is killed itself."""
@@ -34,7 +35,8 @@ def run_ranks(
     patience: float,
     watch: Callable[[], str | None] = lambda: None,
 ) -> int:
-    """Run `torchrun` with `arguments`, copying what it prints to `sink`; return its exit status.
+    """Run `torchrun` with `arguments` in this environment, copying what it prints to `sink`; return
+    its exit status.
 
     `deaths` is where the agent lists ranks that a signal has ended. `watch` is asked every second
     and may return what to print, too. Any exception here or from it, KeyboardInterrupt included,
@@ -46,7 +48,7 @@ def run_ranks(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env=env.child_environment(environment),
+        env=environment,
         process_group=0,
     ) as child:
         try:

@@ -1,5 +1,6 @@
 """Where machines that train together meet, and by which address each is reached."""
 
+import ipaddress
 import socket
 import time
 
@@ -45,3 +46,44 @@ def meet(endpoint: str, number: int, patience: float = MEETING_SECONDS) -> str:
                     "port are open to the others."
                 ) from error
         time.sleep(1.0)
+
+
+def reachable(host: str, port: int) -> bool:
+    """Whether something listens there."""
+    try:
+        socket.create_connection((host, port), timeout=5.0).close()
+    except OSError:
+        return False
+    return True
+
+
+def listening_address(host: str) -> str:
+    """The address of this machine that `host` stands for, at which alone to listen.
+
+    "" (every address) where it stands for none that others could reach as well: an address that is
+    translated on the way here, or this machine's own name for itself (127.0.1.1 in `/etc/hosts`).
+    """
+    try:
+        address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+        family = socket.AF_INET6 if ":" in str(address) else socket.AF_INET
+        with socket.socket(family) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return ""
+    is_loopback = ipaddress.ip_address(str(address).partition("%")[0]).is_loopback
+    return "" if is_loopback and not _means_loopback(host) else str(address)
+
+
+def _means_loopback(host: str) -> bool:
+    """Whether it is loopback on every machine."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def loopback_interface() -> str:
+    """`lo` on Linux, `lo0` elsewhere."""
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")

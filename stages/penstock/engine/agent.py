@@ -15,14 +15,19 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.run import main
 
+from penstock.core.launch import RDZV_BACKEND
 from penstock.core.orphan import end_with_parent
+from penstock.core.scratch import scratch_folder
+from penstock.engine.rendezvous import create_handler
 
 
 def _pass_on(signum: int, _frame: FrameType | None) -> None:
@@ -71,15 +76,25 @@ def _tell_deaths(file: Path, failed: ChildFailedError) -> None:
     file.write_text(json.dumps(deaths))
 
 
+def _register_rendezvous(folder: Path) -> None:
+    """Have torchrun know our rendezvous by its name; ranks of one machine meet in the folder."""
+    store = folder / "store"
+    store.mkdir()
+    rendezvous_handler_registry.register(RDZV_BACKEND, partial(create_handler, folder=store))
+
+
 if __name__ == "__main__":
     end_with_parent(int(sys.argv[1]))
     # Torch looks its handler up when it starts ranks.
     api._terminate_process_handler = _pass_on
-    try:
-        main(sys.argv[4:])
-    except api.SignalException as stopped:
-        # Its stack says nothing to anyone.
-        sys.exit(128 + stopped.sigval)
-    except ChildFailedError as failed:
-        _tell_deaths(Path(sys.argv[2]), failed)
-        sys.exit(1)
+    with scratch_folder("ranks") as scratch:
+        _register_rendezvous(scratch)
+        try:
+            # Torch would leave a folder of its own behind.
+            main(["--log-dir", str(scratch / "logs"), *sys.argv[4:]])
+        except api.SignalException as stopped:
+            # Its stack says nothing to anyone.
+            sys.exit(128 + stopped.sigval)
+        except ChildFailedError as failed:
+            _tell_deaths(Path(sys.argv[2]), failed)
+            sys.exit(1)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
 from penstock.core import env
+from penstock.engine.stores import listening_store
 
 ENDS_NOBODY = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 """NCCL's watchdog, and whoever watches that, would else end this process for a fault of somebody
@@ -49,27 +50,14 @@ class OutsideGroup:
         than `tensor_seconds`. Raises OSError where one cannot listen there, or there is no one
         address.
         """
-        self._size, self._device = size, device
+        self._size, self._device, self._address = size, device, address
         self._timeout = datetime.timedelta(seconds=seconds)
         self._tensor_timeout = datetime.timedelta(seconds=tensor_seconds)
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with socket.create_server((address, port), family=family) as listening:
-            host, bound = listening.getsockname()[:2]
-            if ipaddress.ip_address(host.partition("%")[0]).is_unspecified:
-                # Anybody may write to a store, and others could not reach it there.
-                raise OSError("that is every address of this machine, and one is wanted")
-            handle = listening.detach()
-        self.port: int = bound
-        # The store takes the socket over, and so listens at no other address of this machine.
-        self._server: TCPStore | None = TCPStore(
-            address,
-            self.port,
-            size,
-            is_master=True,
-            timeout=self._timeout,
-            wait_for_workers=False,
-            master_listen_fd=handle,
-        )
+        found = str(socket.getaddrinfo(address, None)[0][4][0])
+        if ipaddress.ip_address(found.partition("%")[0]).is_unspecified:
+            # Anybody may write to a store, and others could not reach it there.
+            raise OSError("that is every address of this machine, and one is wanted")
+        self._server, self.port = listening_store(address, port, timeout=self._timeout, size=size)
         # Another connection: where the server goes, what waits at this one ends.
         store = TCPStore(address, self.port, size, timeout=self._timeout, wait_for_workers=False)
         self._store = PrefixStore(
@@ -89,7 +77,12 @@ class OutsideGroup:
         Raises RuntimeError when they do not come, or the group was abandoned meanwhile.
         """
         if self._device.type != "cuda":
-            self._backend = dist.ProcessGroupGloo(self._store, 0, self._size, self._timeout)
+            # Of torch's, whose stubs leave them out; by itself gloo takes the ranks' interface.
+            gloo: Any = dist.ProcessGroupGloo
+            own = gloo._Options()
+            own._timeout = self._timeout
+            own._devices = [gloo.create_device(hostname=self._address)]
+            self._backend = gloo(self._store, 0, self._size, own)
             return
         torch.cuda.set_device(self._device)
         options = dist.ProcessGroupNCCL.Options()

@@ -8,9 +8,14 @@ import torch
 import torch.distributed as dist
 
 from penstock.core import env
+from penstock.core.meeting import loopback_interface
 from penstock.core.pulse import Pulse
+from penstock.engine.object_pickling import restrict_pickling
+from penstock.engine.stores import env_store, named_store
 
 T = TypeVar("T")
+
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -82,8 +87,13 @@ def join(timeout_seconds: float, pulse: Pulse | None = None) -> Ranks:
         device, backend, device_id = torch.device("cpu"), "gloo", None
     pulse.begins("joining the other ranks")
     if not dist.is_initialized():
-        store = dist.HashStore() if world == 1 else None
+        restrict_pickling()
+        if env.is_one_machine():
+            # Gloo and NCCL by themselves listen on an interface that others reach.
+            interface = loopback_interface()
+            env.default({"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface})
         with pulse.waiting():
+            store = _store(rank, world, timeout)
             dist.init_process_group(
                 backend,
                 store=store,
@@ -93,6 +103,20 @@ def join(timeout_seconds: float, pulse: Pulse | None = None) -> Ranks:
                 device_id=device_id,
             )
     return Ranks(rank, local_rank, world, device, pulse)
+
+
+def _store(rank: int, world: int, timeout: datetime.timedelta) -> dist.Store | None:
+    """Where the ranks find each other. None: nobody has told, which is for torch to say."""
+    if world == 1:
+        return dist.HashStore()
+    if named := env.ranks_store():
+        return named_store(named, timeout)
+    if master := env.master_address():
+        address, port = master
+        if not env.agent_serves_store() and env.is_one_machine():
+            address = LOOPBACK
+        return env_store(rank, address, port, timeout)
+    return None
 
 
 def leave() -> None:

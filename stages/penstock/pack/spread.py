@@ -9,6 +9,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Literal
 
+from penstock.core import env
 from penstock.core.errors import StageError
 from penstock.core.orphan import end_with_starter
 from penstock.pack.layout import Form, Layout, form_of
@@ -93,7 +94,7 @@ def _in_this_process(shards: Sequence[Shard]) -> list[Written]:
 
 
 def _in_processes(shards: Sequence[Shard], count: int, start_method: StartMethod) -> list[Written]:
-    pool = ProcessPoolExecutor(count, get_context(start_method), end_with_starter)
+    pool = ProcessPoolExecutor(count, get_context(start_method), _begin)
     try:
         futures = [pool.submit(_write_one, shard) for shard in shards]
         wait(futures, return_when=FIRST_EXCEPTION)
@@ -109,6 +110,12 @@ def _in_processes(shards: Sequence[Shard], count: int, start_method: StartMethod
         if failure:
             raise failure
     return [future.result() for future in futures]
+
+
+def _begin() -> None:
+    """A process's first act: it ends with the one that started it, and needs no secrets."""
+    end_with_starter()
+    env.forget_secrets()
 
 
 def _write_one(shard: Shard) -> Written:

@@ -1,7 +1,7 @@
 """Slices spread over processes. How many makes no difference to what they write."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from penstock.core import env
+from penstock.core.allowed_env import Purpose
 from penstock.core.errors import StageError
 from penstock.core.orphan import end_with_parent
 from penstock.prepare.cache import Made, SliceCache
@@ -87,7 +88,8 @@ def _in_processes(slices: list[Slice], recipe: Recipe, workers: int) -> list[Mad
     # Not forked: the parent may hold threads and locks of the tokenizers library.
     context = get_context("spawn")
     threads = max(1, env.num_processors() // workers)
-    pool = ProcessPoolExecutor(workers, context, _begin, (os.getpid(), threads))
+    begin = (os.getpid(), threads, _purposes(slices, recipe))
+    pool = ProcessPoolExecutor(workers, context, _begin, begin)
     try:
         by_size = sorted(slices, key=lambda item: -item.num_bytes)
         futures = {item.content: pool.submit(make, item, recipe, "skip") for item in by_size}
@@ -107,9 +109,23 @@ def _in_processes(slices: list[Slice], recipe: Recipe, workers: int) -> list[Mad
     return [done.result() for done in in_order]
 
 
-def _begin(parent: int, threads: int) -> None:
-    """A process's first act: it ends with its parent, and leaves the others their processors."""
+def _purposes(slices: Sequence[Slice], recipe: Recipe) -> set[Purpose]:
+    """What the processes need credentials for."""
+    pieces = [piece for item in slices for piece in item.pieces]
+    found: set[Purpose] = set()
+    is_local = recipe.tokenizer.startswith("builtin:") or Path(recipe.tokenizer).exists()
+    if not is_local or any(piece.reader in ("hub", "stream") for piece in pieces):
+        found.add("hub")
+    if any(piece.file and isinstance(piece.file.location, str) for piece in pieces):
+        found |= {"cloud", "hub"}
+    return found
+
+
+def _begin(parent: int, threads: int, purposes: Collection[Purpose]) -> None:
+    """A process's first act: it ends with its parent, forgets secrets that it has no use for, and
+    leaves the others their processors."""
     end_with_parent(parent)
+    env.forget_secrets(purposes)
     env.default({"RAYON_NUM_THREADS": str(threads)})  # read when a tokenizer first works
 
 

@@ -24,12 +24,15 @@ class Child:
     name: str
     command: Sequence[str]
     environment: Mapping[str, str]
+    """What it gets beside what any process does; secrets among it."""
     say: Callable[[str], None]
     most_deaths: int | None = None
     """In a row, after which it is not started again; None: always again."""
     stop_seconds: float = 10.0
     """How long it may take to end when it is asked to."""
     settled_seconds: float = SETTLED_SECONDS
+    pass_env: Sequence[str] = ()
+    """Variables of the launcher that it gets besides."""
     together: Together = field(default_factory=Alone)
     """With what other machines it starts and ends."""
     deaths: int = 0
@@ -48,7 +51,7 @@ class Child:
         self._began, self._is_ending = time.monotonic(), False
         self._process = subprocess.Popen(
             self.command,
-            env=env.child_environment(self.environment, without=env.OF_THE_SERVER),
+            env=env.child_environment(self.environment, more=self.pass_env),
             stdin=subprocess.DEVNULL,
             process_group=0,
         )

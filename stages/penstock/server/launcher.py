@@ -64,6 +64,7 @@ def children_of(prepared: Prepared, say: Callable[[str], None]) -> list[Child]:
                 say,
                 most_deaths=config.worker_max_retries,
                 stop_seconds=config.stop_timeout + MARGIN_SECONDS,
+                pass_env=config.pass_env,
                 together=_together(prepared),
             )
         )

@@ -91,6 +91,7 @@ def prepare(config: ServerConfig, mode: Mode, worker_address: str | None = None)
     cannot be, and CapabilityError for a model that cannot be fetched.
     """
     run_of(config)
+    env.require_variables(config.pass_env, "pass_env")
     if worker_address is not None:
         _require_address(worker_address, mode)
     if mode == "connect" and config.node_rank:

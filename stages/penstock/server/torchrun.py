@@ -6,6 +6,8 @@ from pathlib import Path
 
 from penstock.config.server import ServerConfig
 from penstock.core import env
+from penstock.core.launch import RDZV_BACKEND
+from penstock.server.addresses import in_url
 
 FAILING_SECONDS = 10.0
 """How long ranks have to end when one of them has died; what they computed is lost anyhow."""
@@ -26,16 +28,14 @@ def torchrun_words(config: ServerConfig, folder: Path) -> list[str]:
     count = num_local_workers(config)
     failing = math.ceil(min(FAILING_SECONDS, config.stop_timeout))
     common = ["--nproc-per-node", str(count), "--shutdown-timeout", str(failing)]
+    where = ["--nnodes", str(config.nnodes), "--rdzv-backend", RDZV_BACKEND]
     if config.nnodes > 1:
         # Ranks are numbered by machine, so that rank 0 is beside the engine.
-        where = [
-            *("--nnodes", str(config.nnodes), "--node-rank", str(config.node_rank)),
-            *("--rdzv-backend", "static"),
-            *("--master-addr", str(config.master_addr)),
-            *("--master-port", str(config.master_port)),
+        where += [
+            *("--node-rank", str(config.node_rank)),
+            *("--rdzv-endpoint", f"{in_url(str(config.master_addr))}:{config.master_port}"),
+            *("--rdzv-conf", f"rank={config.node_rank}"),
         ]
-    else:
-        where = ["--standalone"]
     agent = ["penstock.engine.agent", str(os.getpid()), str(folder / DEATHS)]
     return [*agent, str(config.stop_timeout), *where, *common]
 

@@ -10,10 +10,11 @@ from typing import Any
 
 from penstock.config.run import RunConfig
 from penstock.core import env
+from penstock.core.allowed_env import Purpose
 from penstock.core.errors import ConfigError, Interrupted
 from penstock.core.files import read_json
-from penstock.core.launch import run_ranks
-from penstock.core.meeting import meet
+from penstock.core.launch import RDZV_BACKEND, run_ranks
+from penstock.core.meeting import PORT, meet, parts_of
 from penstock.train.endings import deaths_file, what_happened
 from penstock.train.job import LOGS, OUTCOME, Job
 from penstock.train.watch import Watch
@@ -47,16 +48,35 @@ def start_ranks(job: Job, file: Path, *, module: str = "penstock.train") -> Ende
     watch = Watch(job)
     status = run_ranks(
         [*torchrun_arguments(job.config, address), "-m", module, str(file)],
-        environment={
-            **env.unless_set({"OMP_NUM_THREADS": str(threads_per_rank(job.config))}),
-            **environment_of(job.config),
-        },
+        environment=env.child_environment(
+            {
+                **env.unless_set({"OMP_NUM_THREADS": str(threads_per_rank(job.config))}),
+                **environment_of(job.config),
+            },
+            purposes_of(job),
+            launch.pass_env,
+        ),
         sink=sys.stderr.buffer,
         deaths=deaths_file(job.output_dir / LOGS, job.launch),
         patience=launch.stop_timeout,
         watch=watch,
     )
     return Ended(status, watch.report)
+
+
+def purposes_of(job: Job) -> set[Purpose]:
+    """What the ranks of a job need secrets for: what lies behind URLs is here before they start."""
+    train = job.config.train
+    found: set[Purpose] = set()
+    if train.use_wandb is not False:  # unset: where there is a login
+        found.add("wandb")
+    if train.use_mlflow:
+        found.add("mlflow")
+    if train.use_trackio:
+        found.add("trackio")
+    if train.sample_prompts and job.tokenizer and not Path(job.tokenizer).exists():
+        found.add("hub")
+    return found
 
 
 def environment_of(run: RunConfig) -> dict[str, str]:
@@ -78,29 +98,56 @@ def written_environment(run: RunConfig) -> dict[str, str]:
 
 
 def torchrun_arguments(run: RunConfig, address: str | None = None) -> list[str]:
-    """What `launch` means in torchrun's words; `address` is this node's, as others reach it."""
+    """What `launch` means in the words of our agent, which are torchrun's; `address` is this
+    node's, as others reach it."""
     launch = run.launch
-    patience = str(math.ceil(launch.stop_timeout))
-    common = ["--nproc-per-node", str(num_local_ranks(run)), "--shutdown-timeout", patience]
-    if launch.max_restarts:
-        common += ["--max-restarts", str(launch.max_restarts)]
+    words = _common_arguments(run)
     if launch.nnodes == 1 and launch.rdzv_endpoint is None:
-        return ["--standalone", *common]
-    if launch.rdzv_endpoint is None:
-        raise ConfigError(
-            f"launch.nnodes is {launch.nnodes}, and nothing says where they meet.\n"
-            "  Write launch.rdzv_endpoint, as host:port of the first node."
-        )
+        return ["--nnodes", "1", "--rdzv-backend", RDZV_BACKEND, *words]
     return [
         *("--nnodes", str(launch.nnodes)),
         *("--node-rank", str(launch.node_rank)),
-        *("--rdzv-backend", "c10d"),
-        *("--rdzv-endpoint", launch.rdzv_endpoint),
-        # Told outright: guessing the host by name fails in containers and clouds.
-        *("--rdzv-conf", f"is_host={'true' if launch.node_rank == 0 else 'false'}"),
+        *("--rdzv-backend", RDZV_BACKEND),
+        *("--rdzv-endpoint", _endpoint_of(run)),
+        *("--rdzv-conf", f"rank={launch.node_rank}"),
         *(("--local-addr", address) if address else ()),
-        *common,
+        *words,
     ]
+
+
+def torchrun_arguments_by_hand(run: RunConfig) -> list[str]:
+    """The same for torch's own agent, which does not know our rendezvous.
+
+    Of torch's, `static` is the one that unpickles nothing that comes over the network.
+    """
+    launch = run.launch
+    alone = launch.nnodes == 1 and launch.rdzv_endpoint is None
+    host, port = ("127.0.0.1", PORT) if alone else parts_of(_endpoint_of(run))
+    return [
+        *("--nnodes", str(launch.nnodes)),
+        *("--node-rank", str(launch.node_rank)),
+        *("--rdzv-backend", "static"),
+        *("--master-addr", host),
+        *("--master-port", str(port)),
+        *_common_arguments(run),
+    ]
+
+
+def _common_arguments(run: RunConfig) -> list[str]:
+    patience = str(math.ceil(run.launch.stop_timeout))
+    common = ["--nproc-per-node", str(num_local_ranks(run)), "--shutdown-timeout", patience]
+    if run.launch.max_restarts:
+        common += ["--max-restarts", str(run.launch.max_restarts)]
+    return common
+
+
+def _endpoint_of(run: RunConfig) -> str:
+    if run.launch.rdzv_endpoint is None:
+        raise ConfigError(
+            f"launch.nnodes is {run.launch.nnodes}, and nothing says where they meet.\n"
+            "  Write launch.rdzv_endpoint, as host:port of the first node."
+        )
+    return run.launch.rdzv_endpoint
 
 
 def num_local_ranks(run: RunConfig) -> int:

@@ -1,0 +1,51 @@
+"""Which environment variables of this process go to one that it starts, and which secrets.
+
+A process gets what it needs to run here: paths, locale, proxies, and what compilers, CUDA, its
+libraries and torch read. It gets a secret only for a purpose that it has. Everything else stays
+behind; `launch.pass_env` and a server's `pass_env` name more.
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Literal
+
+Purpose = Literal["hub", "cloud", "wandb", "mlflow", "trackio"]
+"""What a process may do that needs credentials."""
+
+NAMES = frozenset(
+    ["PATH", "HOME", "USER", "LOGNAME", "SHELL", "PWD", "TERM", "COLUMNS", "NO_COLOR", "FORCE_COLOR", "HOSTNAME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TMP", "TEMP", "VIRTUAL_ENV", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "MAX_JOBS", "DO_NOT_TRACK", "SOURCE_DATE_EPOCH"]
+)
+PREFIXES = tuple(
+    ["LC_", "XDG_", "PYTHON", "PENSTOCK_", "CONDA_", "MAMBA_", "LD_", "DYLD_", "COVERAGE_", "COV_CORE_", "PYTEST_", "MALLOC_", "JEMALLOC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_", "VECLIB_", "NUMEXPR_", "RAYON_", "CUDA", "NVIDIA_", "NV_", "NVTE_", "NVSHMEM_", "NVRTC_", "CUBLAS", "CUDNN_", "CUTLASS_", "NCCL_", "GLOO_", "RCCL_", "UCC_", "UCX_", "HIP_", "ROCM_", "ROCR_", "ROCBLAS_", "HIPBLASLT_", "MIOPEN_", "HSA_", "GPU_", "XLA_", "TPU_", "XPU_", "SYCL_", "ZE_", "ONEAPI_", "FI_", "RDMAV_", "IBV_", "MLX4_", "MLX5_", "EFA_", "OFI_", "PMI", "PMIX_", "OMPI_", "MPI_", "PSM2_", "PSM3_", "TORCH", "PYTORCH_", "TRITON_", "FLASH_ATTENTION_", "DEEP_EP_", "DEEPEP_", "FLA_", "TILELANG_", "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "DATASETS_", "TOKENIZERS_", "ACCELERATE_", "SAFETENSORS_", "SLURM", "PREFECT__"]
+)
+SECRET = re.compile(
+    r"(^|_)(TOKEN(_PATH)?|TOKENS|KEYS?|SECRETS?|PASSWORD|PASSWD|JWT|CREDENTIALS?)(_ID)?$",
+    re.IGNORECASE,
+)
+"""Ends of names that stay behind although the name begins as one of PREFIXES."""
+
+OF_PURPOSE: Mapping[Purpose, tuple[str, ...]] = {
+    "hub": ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN"),
+    "cloud": ("AWS_", "BOTO_", "GOOGLE_", "GCLOUD_", "GCS_", "CLOUDSDK_", "GCE_", "AZURE_"),
+    "wandb": ("WANDB_", "NETRC"),
+    "mlflow": ("MLFLOW_", "DATABRICKS_"),
+    "trackio": ("TRACKIO_", "HF_TOKEN"),
+}
+"""Beginnings of names that a process gets for a purpose alone."""
+
+
+def is_allowed(name: str, purposes: Collection[Purpose] = (), more: Collection[str] = ()) -> bool:
+    """Whether a process with these purposes gets the variable; `more` are names for it besides."""
+    if name in more or serves(name, purposes):
+        return True
+    return not SECRET.search(name) and (name in NAMES or name.startswith(PREFIXES))
+
+
+def serves(name: str, purposes: Collection[Purpose]) -> bool:
+    """Whether the variable is for one of these purposes."""
+    return any(name.startswith(OF_PURPOSE[purpose]) for purpose in purposes)
+
+
+def is_secret(name: str) -> bool:
+    """Whether the variable may hold what not every process is to know."""
+    return bool(SECRET.search(name)) or any(map(name.startswith, OF_PURPOSE.values()))
