@@ -113,6 +113,11 @@ class Server:
             self._process.wait(60)
 
     @property
+    def pid(self) -> int | None:
+        """Its launcher's."""
+        return self._process and self._process.pid
+
+    @property
     def status(self) -> int | None:
         """How it ended, once it has."""
         return self._process and self._process.poll()

@@ -201,7 +201,7 @@ def workers_secret() -> str | None:
 def child_environment(
     extra: Mapping[str, str], purposes: Collection[Purpose] = (), more: Collection[str] = ()
 ) -> dict[str, str]:
-    """What of this process's environment a child gets (`penstock.core.allowed_env`), and `extra`."""
+    """What a child gets of this environment (`penstock.core.allowed_env`), and `extra`."""
     kept = {name: value for name, value in os.environ.items() if is_allowed(name, purposes, more)}
     return {**kept, **extra}
 
