@@ -120,12 +120,19 @@ def task_runner(run: RunConfig) -> TaskRunner[Any] | None:
             "threads_per_worker": 1,
             "memory_limit": 0,  # else a worker gets this machine's memory divided by its CPUs
             "dashboard_address": "127.0.0.1:0",  # any free port
+            # Its processes unpickle what they are sent: over TLS, with certificates made for this
+            # cluster alone, so that nobody else on this machine can send it.
+            "security": True,
         }
         return package.DaskTaskRunner(
             address=address, cluster_kwargs=None if address else of_its_own
         )
     return package.RayTaskRunner(
-        address=address, init_kwargs=None if address else {"num_cpus": num_shares(run)}
+        address=address,
+        # At this address alone it listens on loopback only.
+        init_kwargs=None
+        if address
+        else {"num_cpus": num_shares(run), "_node_ip_address": "127.0.0.1"},
     )
 
 

@@ -8,12 +8,12 @@ import os
 import pickle
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch.distributed import TCPStore
 
+PATIENCE = 10.0
 LISTEN, UNCONNECTED = "0A", "07"
 
 
@@ -125,18 +125,23 @@ class Observer:
         return {one for one in self.seen if not one.is_loopback}
 
     def _look(self) -> None:
-        with ThreadPoolExecutor(16) as attackers:
-            attacked: set[int] = set()
-            while not self.is_over.wait(0.1):
-                for pid in descendants(self.root):
-                    with contextlib.suppress(OSError):
-                        self.commands.add(Path(f"/proc/{pid}/cmdline").read_text())
-                found = listening(self.root)
-                self.seen |= found
-                for port in {one.port for one in found if one.protocol.startswith("tcp")}:
-                    if port not in attacked:
-                        attacked.add(port)
-                        attackers.submit(self._attack, port)
+        attackers: dict[int, threading.Thread] = {}
+        while not self.is_over.wait(0.1):
+            for pid in descendants(self.root):
+                with contextlib.suppress(OSError):
+                    self.commands.add(Path(f"/proc/{pid}/cmdline").read_text())
+            found = listening(self.root)
+            self.seen |= found
+            for port in {one.port for one in found if one.protocol.startswith("tcp")}:
+                if port not in attackers:
+                    attackers[port] = threading.Thread(
+                        target=self._attack, args=[port], daemon=True
+                    )
+                    attackers[port].start()
+        deadline = time.monotonic() + PATIENCE
+        for attacker in attackers.values():
+            # One that is never answered waits until what it speaks to ends.
+            attacker.join(max(0.0, deadline - time.monotonic()))
 
     def _attack(self, port: int) -> None:
         if attack(port, self.file):

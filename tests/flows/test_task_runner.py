@@ -51,8 +51,8 @@ def test_a_cluster_is_that_of_the_address_or_one_of_as_many_workers_as_written(
     cluster.task_runner(config(task_runner="ray", task_runner_workers=5))
     cluster.task_runner(config(task_runner="ray", task_runner_address="ray://there:10001"))
     assert asked == [
-        {"address": None, "init_kwargs": {"num_cpus": 3}},
-        {"address": None, "init_kwargs": {"num_cpus": 5}},
+        {"address": None, "init_kwargs": {"num_cpus": 3, "_node_ip_address": "127.0.0.1"}},
+        {"address": None, "init_kwargs": {"num_cpus": 5, "_node_ip_address": "127.0.0.1"}},
         {"address": "ray://there:10001", "init_kwargs": None},
     ]
     assert cluster in sent
@@ -60,6 +60,7 @@ def test_a_cluster_is_that_of_the_address_or_one_of_as_many_workers_as_written(
     assert (there.address, there.cluster_kwargs) == ("tcp://there:8786", {})
     here = cluster.task_runner(config(task_runner="dask", task_runner_workers=5))
     assert (here.address, here.cluster_kwargs["n_workers"]) == (None, 5)
+    assert here.cluster_kwargs["security"] is True, "it unpickles what it is sent"
     assert cluster.task_runner(config()) is None
 
 

@@ -16,7 +16,8 @@ def test_a_server_of_two_ranks_listens_on_loopback_and_survives_every_payload(tm
         tmp_path / "served",
         write_model(tmp_path / "model"),
         nproc_per_node=2,
-        data_parallel_mode="ddp",
+        data_parallel_mode="fsdp2",
+        data_parallel_shard_size=2,
     )
     ran = tmp_path / "payload-ran"
     try:

@@ -203,8 +203,8 @@ def beginning(tmp_path, monkeypatch):
     def begun(**fields: Any) -> dict[str, Any]:
         seen: dict[str, Any] = {}
 
-        def join(seconds):
-            seen["joined for"] = seconds
+        def join(seconds, *, reaches_out):
+            seen["joined for"], seen["reaches out"] = seconds, reaches_out
             raise Reached
 
         monkeypatch.setattr(worker, "end_with_parent", lambda: None)
@@ -221,6 +221,8 @@ def beginning(tmp_path, monkeypatch):
 
 def test_workers_wait_as_long_as_is_written(beginning):
     short, long = (beginning(operation_timeout=limit) for limit in (5.0, 500.0))
+    assert not short["reaches out"]
+    assert beginning(sync_allowed_hosts=["10.0.0.0/8"])["reaches out"]
     # The engine gives them up before they give up one another.
     assert short["joined for"] > 5
     assert long["joined for"] - short["joined for"] == 495

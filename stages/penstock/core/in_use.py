@@ -59,6 +59,7 @@ def _mark(root: Path, keys: list[str]) -> ExitStack:
     mark = marks / f"{uuid.uuid4().hex}.json"
     held = ExitStack()
     with FileLock(marks / GATE):
+        _remove_stale(marks)
         lock = FileLock(mark.with_suffix(".lock"))
         lock.acquire()
         held.callback(_unmark, mark, lock)
@@ -70,6 +71,18 @@ def _unmark(mark: Path, lock: FileLock) -> None:
     mark.unlink(missing_ok=True)
     lock.release()
     Path(lock.lock_file).unlink(missing_ok=True)
+
+
+def _remove_stale(marks: Path) -> None:
+    """Remove what killed processes left; behind the gate, where nobody is just setting a mark."""
+    _marked(marks)
+    for file in marks.glob("*.lock"):
+        if file.name == GATE or file.with_suffix(".json").exists():
+            continue
+        lock = FileLock(file)
+        with suppress(OSError):  # it is held, or not this user's
+            lock.acquire(timeout=0)
+            _unmark(file.with_suffix(".json"), lock)
 
 
 def _marked(marks: Path) -> set[str]:

@@ -1,10 +1,17 @@
 """Where machines that train together meet, and by which address each is reached."""
 
+import fcntl
 import ipaddress
 import socket
+import struct
+import sys
 import time
+from contextlib import suppress
 
 from penstock.core.errors import StageError
+
+SIOCGIFADDR = 0x8915
+"""Linux's request for the address of an interface."""
 
 PORT = 29500
 """Of the first machine, where nobody has written another."""
@@ -72,6 +79,27 @@ def listening_address(host: str) -> str:
         return ""
     is_loopback = ipaddress.ip_address(str(address).partition("%")[0]).is_loopback
     return "" if is_loopback and not _means_loopback(host) else str(address)
+
+
+def interface_towards(host: str) -> str | None:
+    """The network interface by which this machine reaches another, or is reached as `host`.
+
+    None where nothing tells: not on Linux, over IPv6, or by a machine's own name for itself
+    (127.0.1.1).
+    """
+    if not sys.platform.startswith("linux"):
+        return None
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        asking.connect((host, PORT))  # Of a datagram socket this sends nothing.
+        own = asking.getsockname()[0]
+        if ipaddress.ip_address(own).is_loopback and not _means_loopback(host):
+            return None
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # one without an address
+                request = struct.pack("256s", name.encode()[:15])
+                if socket.inet_ntoa(fcntl.ioctl(asking, SIOCGIFADDR, request)[20:24]) == own:
+                    return name
+    return None
 
 
 def _means_loopback(host: str) -> bool:

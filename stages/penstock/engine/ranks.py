@@ -70,10 +70,12 @@ class Ranks:
             dist.barrier()
 
 
-def join(timeout_seconds: float, pulse: Pulse | None = None) -> Ranks:
+def join(timeout_seconds: float, pulse: Pulse | None = None, *, reaches_out: bool = False) -> Ranks:
     """Join the process group that torchrun's variables describe (a world of one without them).
 
-    A collective that does not complete within `timeout_seconds` fails instead of hanging.
+    A collective that does not complete within `timeout_seconds` fails instead of hanging. Ranks of
+    one machine listen on loopback; with `reaches_out` NCCL, which asks for its interface once in a
+    process, may choose another: this process will speak over it to other machines.
     """
     pulse = pulse or Pulse()
     rank, local_rank, world = env.rank_variables() or (0, 0, 1)
@@ -91,7 +93,9 @@ def join(timeout_seconds: float, pulse: Pulse | None = None) -> Ranks:
         if env.is_one_machine():
             # Gloo and NCCL by themselves listen on an interface that others reach.
             interface = loopback_interface()
-            env.default({"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface})
+            env.default({"GLOO_SOCKET_IFNAME": interface})
+            if not reaches_out:
+                env.default({"NCCL_SOCKET_IFNAME": interface})
         with pulse.waiting():
             store = _store(rank, world, timeout)
             dist.init_process_group(

@@ -5,7 +5,6 @@ are all other configurations; everything of one key appears in one commit or not
 """
 
 import json
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from huggingface_hub.hf_api import DatasetInfo
 
 from penstock.core.errors import CapabilityError, StageError
 from penstock.core.local_files import kind_of
+from penstock.core.scratch import scratch_folder
 from penstock.core.stage import Artifact, short
 from penstock.push.hub_errors import HubRepo, status_of
 from penstock.push.parquet import FILE_BYTES, ParquetFile, parquet_files
@@ -47,10 +47,9 @@ def push_dataset(
     receipt = {"repo": repo, "config": target.config}
     if target.holds(info):
         return {**receipt, "status": "there already", "commit": info.sha}
-    with tempfile.TemporaryDirectory(prefix="penstock-push-") as folder:
+    with scratch_folder("push") as folder:
         sent = [
-            target.send(file, Path(folder))
-            for file in parquet_files(prepared, file_bytes=file_bytes)
+            target.send(file, folder) for file in parquet_files(prepared, file_bytes=file_bytes)
         ]
         commit = target.commit(sent, _record_of(prepared), info)
     return {**receipt, "status": "pushed", "commit": commit, "files": len(sent)}

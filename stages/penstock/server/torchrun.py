@@ -7,6 +7,7 @@ from pathlib import Path
 from penstock.config.server import ServerConfig
 from penstock.core import env
 from penstock.core.launch import RDZV_BACKEND
+from penstock.core.meeting import interface_towards
 from penstock.server.addresses import in_url
 
 FAILING_SECONDS = 10.0
@@ -43,12 +44,14 @@ def torchrun_words(config: ServerConfig, folder: Path) -> list[str]:
 def workers_environment(config: ServerConfig) -> dict[str, str]:
     """What is set for torchrun and the workers beside what is there."""
     threads = max(1, env.num_processors() // num_local_workers(config))
+    wished = {"OMP_NUM_THREADS": str(threads)}
+    if config.nnodes > 1 and (interface := interface_towards(str(config.master_addr))):
+        # Gloo by itself listens at the interface of the host's name.
+        wished["GLOO_SOCKET_IFNAME"] = interface
     return {
-        **env.unless_set({"OMP_NUM_THREADS": str(threads)}),
+        **env.unless_set(wished),
         # Never let a rank import our folders by their bare names.
         "PYTHONSAFEPATH": "1",
-        # A store shared by all attempts serves stale addresses to restarted ranks.
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TOKENIZERS_PARALLELISM": "false",
     }

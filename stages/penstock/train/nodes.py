@@ -4,13 +4,13 @@ Only the first holds the folder's lock, claims it and seals it; if all did, each
 others to be done.
 """
 
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from penstock.config.run import RunConfig
+from penstock.core.scratch import scratch_folder
 from penstock.core.stage import key_of, short
 from penstock.core.store import Cache, Outcome, Step, lookup
 from penstock.train.job import JOB, Job
@@ -67,8 +67,8 @@ def lend(step: Step, cache: Cache, notify: Callable[[str], None]) -> Outcome:
     )
     job = stage.job(step.path.resolve())
     # On this machine's own disk: the paths in it may be other ones than on the first.
-    with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
-        file = Path(folder) / JOB
+    with scratch_folder("job") as folder:
+        file = folder / JOB
         job.save(file)
         ended = start_ranks(job, file, module=stage.module)
     facts = stage.ending(job, ended, step.where)

@@ -14,7 +14,7 @@ from penstock.core.allowed_env import Purpose
 from penstock.core.errors import ConfigError, Interrupted
 from penstock.core.files import read_json
 from penstock.core.launch import RDZV_BACKEND, run_ranks
-from penstock.core.meeting import PORT, meet, parts_of
+from penstock.core.meeting import PORT, interface_towards, meet, parts_of
 from penstock.train.endings import deaths_file, what_happened
 from penstock.train.job import LOGS, OUTCOME, Job
 from penstock.train.watch import Watch
@@ -50,7 +50,12 @@ def start_ranks(job: Job, file: Path, *, module: str = "penstock.train") -> Ende
         [*torchrun_arguments(job.config, address), "-m", module, str(file)],
         environment=env.child_environment(
             {
-                **env.unless_set({"OMP_NUM_THREADS": str(threads_per_rank(job.config))}),
+                **env.unless_set(
+                    {
+                        "OMP_NUM_THREADS": str(threads_per_rank(job.config)),
+                        **gloo_interface(launch.rdzv_endpoint),
+                    }
+                ),
                 **environment_of(job.config),
             },
             purposes_of(job),
@@ -62,6 +67,15 @@ def start_ranks(job: Job, file: Path, *, module: str = "penstock.train") -> Ende
         watch=watch,
     )
     return Ended(status, watch.report)
+
+
+def gloo_interface(endpoint: str | None) -> dict[str, str]:
+    """Have gloo listen at the interface by which machines meet, and not at that of the host's name.
+
+    Within one machine ranks choose loopback by themselves.
+    """
+    interface = interface_towards(parts_of(endpoint)[0]) if endpoint else None
+    return {"GLOO_SOCKET_IFNAME": interface} if interface else {}
 
 
 def purposes_of(job: Job) -> set[Purpose]:

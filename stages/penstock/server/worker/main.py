@@ -46,7 +46,10 @@ def main(path: Path) -> None:
     rank, _, _ = env.rank_variables() or (0, 0, 1)
     _log_to(job, rank)
     faulthandler.enable()
-    ranks = join(job.config.operation_timeout + MARGIN_SECONDS)
+    ranks = join(
+        job.config.operation_timeout + MARGIN_SECONDS,
+        reaches_out=bool(job.config.sync_allowed_hosts),
+    )
     try:
         run_rank(job, ranks)
     except Exception:
