@@ -69,8 +69,9 @@ def while_saving(signum):
     write = checkpoint.write_boxes
 
     def interrupted(*given):
-        write(*given)
+        written = write(*given)
         send(signum)
+        return written
 
     checkpoint.write_boxes = interrupted
 

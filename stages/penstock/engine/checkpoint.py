@@ -1,8 +1,11 @@
 """Checkpoints: written aside, marked complete, renamed. What is being written is never found.
 
-Its folder in `<output_dir>/checkpoints/` holds DCP files, `state.json` and, last, `COMPLETE`.
+Its folder in `<output_dir>/checkpoints/` holds DCP files, `state.json`, `digests.json` with the
+digests of all of these and, last, `COMPLETE`.
 """
 
+import errno
+import shutil
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,7 +19,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from penstock.adapters.names import factor_of
 from penstock.core.errors import ArtifactError, StageError
 from penstock.core.files import PART, fsync, publishing, regular_files, remove, write_json
-from penstock.engine.checkpoint_boxes import Boxes, reason_of, write_boxes
+from penstock.core.folder_digests import ALGORITHM, FileDigest, FolderDigests, digest_of_file
+from penstock.core.store import reason_of
+from penstock.engine.checkpoint_boxes import Boxes, cause_of, write_boxes
 from penstock.engine.checkpoint_copies import BoxCopies
 from penstock.engine.checkpoint_files import CheckpointFiles
 from penstock.engine.checkpoint_folders import (
@@ -28,6 +33,7 @@ from penstock.engine.checkpoint_folders import (
     checkpoint_of,
     complete_checkpoints,
     read_state,
+    understanding,
 )
 from penstock.engine.checkpoint_state import States, Trained
 from penstock.engine.ranks import Ranks
@@ -87,14 +93,17 @@ class Checkpoints:
         model, or with another optimizer whose states are to be read.
         """
         state, mine = read_state(folder), _name_of(self._trained.optimizer)
-        if states == "read" and state["optimizer"] != mine:
+        with understanding(folder):
+            its = str(state["optimizer"])
+            kind = _kind_of(state, CheckpointFiles(folder))
+        if states == "read" and its != mine:
             raise ArtifactError(
-                f"{folder} was trained with {state['optimizer']}, and this run's optimizer is "
+                f"{folder} was trained with {its}, and this run's optimizer is "
                 f"{mine}.\n"
                 "  Write the same train.optimizer, or take its weights alone with "
                 "train.load_optimizer: false."
             )
-        self._require_same_kind(folder, _kind_of(state, CheckpointFiles(folder)))
+        self._require_same_kind(folder, kind)
         return state
 
     def save(self, step: int, state: dict[str, Any]) -> None:
@@ -111,6 +120,7 @@ class Checkpoints:
             "lacks_optimizer": self._lacks_optimizer(),
             "rounds_weights": self._trained.rounded_to is not None,
             "compresses_states": self._trained.compresses_states,
+            "digests": ALGORITHM,
         }
         boxes = self._trained.boxes()
         if self._copies is None:
@@ -137,7 +147,8 @@ class Checkpoints:
             self._lead(lambda: _name(folder, self.root / BEST))
         except OSError as error:
             raise StageError(
-                f"{self.root / BEST} cannot be written: {error}\n  Make room in train.output_dir."
+                f"{self.root / BEST} cannot be written: {_why_unwritten(error, self.root)}.\n"
+                "  Make room in train.output_dir."
             ) from error
         self.keep_best(step)
 
@@ -213,29 +224,36 @@ class Checkpoints:
         aside = self.root / f"{final.name}{PART}"
         try:
             self._lead(lambda: _make_anew(aside))
-            write_boxes(boxes, aside, self._group)
-            self._lead(lambda: _publish(aside, final, state))
+            digests = self._gathered(write_boxes(boxes, aside, self._group))
+            self._lead(lambda: _publish(aside, final, state, digests))
             self._lead(lambda: self._forget_old(final))
         except (OSError, CheckpointException) as error:
             # What there is of it would take the room that the next one needs.
             with suppress(OSError):
                 self._lead(lambda: remove(aside))
             raise StageError(
-                f"the checkpoint of step {step} could not be written: {reason_of(error)}.\n"
+                f"the checkpoint of step {step} could not be written: "
+                f"{_why_unwritten(error, self.root)}.\n"
                 "  The ones before it are intact; make room in train.output_dir and run again."
             ) from error
 
+    def _gathered(self, written: dict[str, FileDigest]) -> dict[str, FileDigest]:
+        """The digests of the files of all ranks."""
+        found: list[dict[str, FileDigest]] = [written] * self._ranks.world
+        dist.all_gather_object(found, written, group=self._group)
+        return {name: digest for each in found for name, digest in each.items()}
+
     def _lead(self, act: Callable[[], None]) -> None:
         """Let the leading rank act while the others wait. All raise OSError if it could not."""
-        outcome: list[object] = [None]
+        outcome: list[OSError | None] = [None]
         if self._ranks.leads:
             try:
                 act()
             except OSError as error:
-                outcome = [str(error)]
+                outcome = [error]
         dist.broadcast_object_list(outcome, src=0, group=self._group)
         if outcome[0] is not None:
-            raise OSError(outcome[0])
+            raise outcome[0]
 
     def _forget_old(self, newest: Path) -> None:
         if self._limit is None:
@@ -270,14 +288,32 @@ def _make_anew(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def _publish(aside: Path, final: Path, state: dict[str, Any]) -> None:
+def _publish(
+    aside: Path, final: Path, state: dict[str, Any], written: dict[str, FileDigest]
+) -> None:
     write_json(aside / STATE, state)
+    FolderDigests({**written, STATE: digest_of_file(aside / STATE)}).write(aside)
     (aside / COMPLETE).touch()
-    for path in regular_files(aside):
+    for path in (*regular_files(aside), aside):
         fsync(path)
-    remove(final)
+    # In one step, so that no deletion that broke off is taken for a checkpoint.
+    replaced = final.with_name(f"{final.name}.replaced{PART}")
+    remove(replaced)
+    if final.exists():
+        final.rename(replaced)
     aside.rename(final)
     fsync(final.parent)
+    remove(replaced)
+
+
+def _why_unwritten(error: BaseException, folder: Path) -> str:
+    """In one sentence, with the free space where that is what is missing."""
+    cause = cause_of(error)
+    if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+        with suppress(OSError):
+            free = shutil.disk_usage(folder).free
+            return f"the disk of {folder} is full ({free / 1e6:.1f} MB are left there)"
+    return reason_of(cause) if isinstance(cause, OSError) else str(cause)
 
 
 def _name(folder: Path, file: Path) -> None:

@@ -5,19 +5,22 @@ planners know a tensor of one box. What is written names tensors alone, never ra
 is read by whatever boxes its reader holds.
 """
 
+import io
 import math
+import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -30,13 +33,17 @@ from torch.distributed.checkpoint.planner import (
     LoadPlan,
     ReadItem,
     SavePlan,
+    SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from penstock.core.errors import ArtifactError
+from penstock.core.folder_digests import Digester, FileDigest
 from penstock.engine.checkpoint_files import CheckpointFiles
 
 
@@ -70,12 +77,17 @@ def whole_box(tensor: torch.Tensor) -> Box:
     return Box(tuple(tensor.shape), (0,) * tensor.dim(), tensor)
 
 
-def write_boxes(boxes: Boxes, folder: Path, group: dist.ProcessGroup | None) -> None:
-    """Write what all ranks of the group hold; every one of them calls it.
+def write_boxes(
+    boxes: Boxes, folder: Path, group: dist.ProcessGroup | None
+) -> dict[str, FileDigest]:
+    """Write what all ranks of the group hold; every one of them calls it. The digests of the files
+    that this rank wrote, by their names.
 
     A box that several ranks hold is written by one of them, so that all write about as much.
     """
-    dcp.save(dict(boxes), storage_writer=_Writer(folder), planner=_Saving(), process_group=group)
+    writer = _Writer(folder)
+    dcp.save(dict(boxes), storage_writer=writer, planner=_Saving(), process_group=group)
+    return writer.files.digests
 
 
 def read_boxes(boxes: Boxes, files: CheckpointFiles) -> None:
@@ -103,15 +115,15 @@ def read_boxes(boxes: Boxes, files: CheckpointFiles) -> None:
         except CheckpointException as error:
             # It is no Exception, which processes expect of whatever fails.
             raise ArtifactError(
-                f"The checkpoint {files.folder} cannot be read: {reason_of(error)}.\n"
+                f"The checkpoint {files.folder} cannot be read: {cause_of(error)}.\n"
                 "  Take another checkpoint of the run."
             ) from error
 
 
-def reason_of(error: BaseException) -> str:
-    """The first rank's cause, of an error that speaks for all ranks."""
+def cause_of(error: BaseException) -> BaseException:
+    """The first rank's error, of one that speaks for all ranks."""
     failures = getattr(error, "failures", None)
-    return str(next(iter(failures.values()))[0] if failures else error)
+    return next(iter(failures.values()))[0] if failures else error
 
 
 def _reads(
@@ -203,7 +215,74 @@ class _Writer(FileSystemWriter):
         # Without copying ahead, which begins with the smallest tensors only where there is CUDA,
         # and which in a thread of its own would take up memory on another rank's device.
         super().__init__(path, sync_files=True, thread_count=1, per_thread_copy_ahead=0)
+        self.fs = self.files = _DigestedFiles()
 
     def storage_meta(self) -> StorageMeta:
         # The default records this machine's path and a random id.
         return StorageMeta(checkpoint_id=None, save_id=None)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's boxes. Raises OSError where the system refuses bytes."""
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            # Of a failed write torch says only that its archive has another length.
+            if self.files.refused:
+                raise self.files.refused from error
+            raise
+
+
+class _DigestedFiles(FileSystem):
+    """Files of which digests are computed while they are written, by their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.digests: dict[str, FileDigest] = {}
+        self.refused: OSError | None = None
+        """Why bytes could not be written."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase]:
+        """The file, open in this mode."""
+        with super().create_stream(path, mode) as raw:
+            if mode != "wb":
+                yield raw
+                return
+            stream = _DigestedStream(cast("BinaryIO", raw), self, path)
+            yield cast("io.IOBase", stream)
+            self.digests[Path(path).name] = stream.digester.result()
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """The digest goes with the file."""
+        super().rename(path, new_path)
+        self.digests[Path(new_path).name] = self.digests.pop(Path(path).name)
+
+
+class _DigestedStream:
+    """A file that is written from its beginning to its end."""
+
+    def __init__(self, raw: BinaryIO, files: _DigestedFiles, path: str | os.PathLike[str]) -> None:
+        self._raw, self._files, self._path = raw, files, path
+        self.digester = Digester()
+        self.tell, self.fileno, self.close = raw.tell, raw.fileno, raw.close
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """Raises OSError that names the file."""
+        with self._noted():
+            count = self._raw.write(data)
+        self.digester.update(data)
+        return count
+
+    def flush(self) -> None:
+        """Raises OSError that names the file."""
+        with self._noted():
+            self._raw.flush()
+
+    @contextmanager
+    def _noted(self) -> Generator[None]:
+        try:
+            yield
+        except OSError as error:
+            error.filename = os.fspath(self._path)
+            self._files.refused = error
+            raise

@@ -1,18 +1,35 @@
 """Reading DCP's files without trusting them.
 
 A checkpoint may come from elsewhere. Its metadata is a pickle, so it is read with an unpickler
-that knows only the few names such metadata is made of; tensors are read with `weights_only`.
+that knows only the few names such metadata is made of, and held to what such metadata says; tensors
+are read with `weights_only`.
 """
 
+import io
 import pickle
+from collections import defaultdict
+from collections.abc import Sequence
+from math import prod
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from penstock.core.errors import ArtifactError
+from penstock.core.folder_digests import DamagedError
+from penstock.engine.checkpoint_folders import damaged_error, read_file
+
+METADATA = ".metadata"
 
 _KNOWN = {
     "pathlib": {"Path", "PosixPath", "PurePosixPath"},
@@ -44,29 +61,100 @@ class CheckpointFiles(FileSystemReader):
         """The checkpoint's table of contents. Raises ArtifactError when it is not one."""
         del args, kwargs
         if self._contents is None:
-            self._contents = self._unpickled()
+            try:
+                self._contents = self._read()
+            except DamagedError as error:
+                raise damaged_error(self.folder, [str(error)]) from error
         self._contents.storage_meta = self._contents.storage_meta or StorageMeta()
         self._contents.storage_meta.load_id = self.load_id
         return self._contents
 
-    def _unpickled(self) -> Metadata:
+    def file_faults(self) -> list[str]:
+        """Which files are missing, or shorter than the table of contents says; without digests
+        nothing more can be told of them. Raises ArtifactError as `read_metadata`."""
+        ends: dict[str, int] = defaultdict(int)
+        for info in self.read_metadata().storage_data.values():
+            ends[info.relative_path] = max(ends[info.relative_path], info.offset + info.length)
+        found: list[str] = []
+        for name, end in ends.items():
+            file = self.folder / name
+            if not file.is_file():
+                found.append(f"{name} is missing")
+            elif (size := file.stat().st_size) < end:
+                found.append(f"{name} has {size} bytes, and tensors up to byte {end}")
+        return found
+
+    def _read(self) -> Metadata:
+        content = read_file(self.folder, METADATA)
         try:
-            with (self.folder / ".metadata").open("rb") as stream:
-                metadata = _MetadataUnpickler(stream).load()
-        except (OSError, pickle.UnpicklingError, EOFError, AttributeError, TypeError) as error:
-            raise self._damaged(error) from error
-        if not isinstance(metadata, Metadata):
-            raise self._damaged(f"it holds a {type(metadata).__name__}")
-        for info in metadata.storage_data.values():
-            if PurePosixPath(info.relative_path).name != info.relative_path:
-                raise self._damaged(f"it names the file {info.relative_path}")
+            metadata = _MetadataUnpickler(io.BytesIO(content)).load()
+            _require_sound(metadata)
+        except ArtifactError:
+            raise
+        # A pickle of other bytes may raise anything.
+        except Exception as error:
+            raise DamagedError(f"{METADATA} cannot be read: {error!r}") from error
         return metadata
 
-    def _damaged(self, reason: object) -> ArtifactError:
-        return ArtifactError(
-            f"The metadata of the checkpoint {self.folder} cannot be read: {reason}.\n"
-            "  Take another checkpoint of the run, or run the train stage again."
-        )
+
+def _require_sound(metadata: object) -> None:
+    """Raise DamagedError unless it says of every tensor which bytes of which file it is made of."""
+    if not isinstance(metadata, Metadata):
+        raise _unsound(f"it holds a {type(metadata).__name__}")
+    stored = cast("dict[Any, Any]", metadata.storage_data)
+    for info in stored.values():
+        path = info.relative_path
+        if not isinstance(path, str) or PurePosixPath(path).name != path or "\0" in path:
+            raise _unsound(f"it names the file {path}")
+        if not _are_counts([info.offset, info.length]) or info.transform_descriptors:
+            raise _unsound(f"it does not say where in {path} tensors lie")
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(name, str):
+            raise _unsound(f"it names a tensor {name!r}")
+        if isinstance(entry, BytesStorageMetadata):
+            continue
+        if not isinstance(entry, TensorStorageMetadata):
+            raise _unsound(f"of {name} it holds a {type(entry).__name__}")
+        _require_tensor(name, entry, stored)
+
+
+def _require_tensor(name: str, entry: TensorStorageMetadata, stored: dict[Any, Any]) -> None:
+    properties, size = entry.properties, entry.size
+    if not isinstance(properties, TensorProperties) or not isinstance(
+        properties.dtype, torch.dtype
+    ):
+        raise _unsound(f"it does not say the dtype of {name}")
+    if not isinstance(size, torch.Size):
+        raise _unsound(f"it does not say the shape of {name}")
+    found = 0
+    for chunk in entry.chunks:
+        if not isinstance(chunk, ChunkStorageMetadata) or not _is_within(chunk, size):
+            raise _unsound(f"a part of {name} lies outside of it")
+        info = stored.get(MetadataIndex(name, chunk.offsets))
+        count = prod(chunk.sizes)
+        if info is None or info.length < count * properties.dtype.itemsize:
+            raise _unsound(f"it does not say where all of {name} lies")
+        found += count
+    if found < prod(size):
+        raise _unsound(f"it holds {found} of {prod(size)} numbers of {name}")
+
+
+def _is_within(chunk: ChunkStorageMetadata, size: torch.Size) -> bool:
+    offsets, sizes = chunk.offsets, chunk.sizes
+    if not isinstance(offsets, torch.Size) or not isinstance(sizes, torch.Size):
+        return False
+    if not len(offsets) == len(sizes) == len(size) or not _are_counts([*offsets, *sizes]):
+        return False
+    ends = (offset + length for offset, length in zip(offsets, sizes, strict=True))
+    return all(end <= whole for end, whole in zip(ends, size, strict=True))
+
+
+def _are_counts(values: Sequence[Any]) -> bool:
+    return all(type(value) is int and value >= 0 for value in values)
+
+
+def _unsound(reason: str) -> DamagedError:
+    return DamagedError(f"{METADATA} is not that of a checkpoint: {reason}")
 
 
 class _MetadataUnpickler(pickle.Unpickler):

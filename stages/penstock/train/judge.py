@@ -83,3 +83,9 @@ class Judge:
         if judged := state.get("judged"):
             self.best = judged["best"]
             self._reached, self._waited = judged["reached"], judged["waited"]
+
+
+def needed_by(state: Mapping[str, Any]) -> list[int]:
+    """The step of the best checkpoint until the one with this `state.json`, where it is another."""
+    best = (state.get("judged") or {}).get("best")
+    return [best["step"]] if best and best["step"] != state["step"] else []

@@ -17,6 +17,7 @@ from penstock.config.train import TrainConfig
 from penstock.core.errors import ConfigError
 from penstock.engine import randomness
 from penstock.engine.assemble import Assembled
+from penstock.engine.checkpoint_folders import understanding
 from penstock.engine.parallel.degrees import accumulation_steps, rows_per_step
 from penstock.engine.ranks import Ranks
 from penstock.engine.step import StepResult
@@ -299,9 +300,10 @@ class Loop:
         due: set[Duty] = set()
         if folder:
             state = self._load(folder)
-            self._untrained, due = None, set(state["owes"])
+            with understanding(folder):
+                self._untrained, due = None, set(state["owes"])
+                self.judge.restore(state)
             self.measures.goes_on()
-            self.judge.restore(state)
             if self.judge.best:
                 self.saves.keep_best(self.judge.best["step"])
             self.clock.go_on_from(state.get("seconds", 0.0))
@@ -329,8 +331,9 @@ class Loop:
 
     def _load(self, folder: Path) -> dict[str, Any]:
         state = self.saves.load(folder)
-        self.at = Position.of_json(state)
-        self.at.cursor = self._cursor_of(state)
+        with understanding(folder):
+            self.at = Position.of_json(state)
+            self.at.cursor = self._cursor_of(state)
         self.budget = budget_of(self.train, self.batches, self.rows.lengths(), self.at)
         return state
 

@@ -8,10 +8,12 @@ from penstock.core.errors import StageError
 from penstock.engine import randomness
 from penstock.engine.assemble import Assembled
 from penstock.engine.checkpoint import Checkpoints
-from penstock.engine.checkpoint_folders import naming_of, newest_checkpoint, sweep
+from penstock.engine.checkpoint_folders import naming_of, read_state, understanding
 from penstock.engine.checkpoint_state import States
 from penstock.engine.ranks import Ranks
+from penstock.engine.resume import newest_whole_checkpoint, require_whole
 from penstock.train.job import CHECKPOINTS, Job
+from penstock.train.judge import needed_by
 from penstock.train.position import Position
 
 FORMAT = 3
@@ -37,6 +39,8 @@ class Saves:
             naming=naming_of(train),
         )
         self._step: int | None = 0
+        self._verified: Path | None = None
+        """A checkpoint of which every byte has been verified."""
         self._learns = not train.eval_only
 
     def is_needless(self, step: int) -> bool:
@@ -44,14 +48,16 @@ class Saves:
         return self._step == step or not self._learns
 
     def newest(self) -> Path | None:
-        """The newest complete checkpoint of this run; what interrupted saves left is swept."""
-        if self._ranks.leads:
-            sweep(self.root)
-        self._ranks.wait()
-        return newest_checkpoint(self.root, self._job.key)
+        """The newest whole checkpoint of this run; `warn` is told of damaged ones, which are moved
+        aside. Raises ArtifactError where all are damaged."""
+        self._verified = newest_whole_checkpoint(
+            self.root, self._job.key, self._ranks, self._warn, needs=needed_by
+        )
+        return self._verified
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Be as a complete checkpoint was; its state.json. Raises ArtifactError if it cannot."""
+        self._verify(folder)
         self._ranks.pulse.begins("reading the checkpoint")
         states = self._states_of(folder)
         state = self._checkpoints.load(folder, states=states)
@@ -60,17 +66,19 @@ class Saves:
                 f"{folder} {loss}: from here on the numbers are not those of a run that was never "
                 "interrupted"
             )
-        # RNG belongs to a rank of a layout; on another layout there is none to continue.
-        mine = state["rng"].get(str(self._ranks.rank))
-        if mine and state["layout"] == self._built.layout:
-            randomness.restore(mine)
-        if (scaling := self._built.engine.scaling) and "loss_scale" in state:
-            scaling.restore(state["loss_scale"])
+        with understanding(folder):
+            # RNG belongs to a rank of a layout; on another layout there is none to continue.
+            mine = state["rng"].get(str(self._ranks.rank))
+            if mine and state["layout"] == self._built.layout:
+                randomness.restore(mine)
+            if (scaling := self._built.engine.scaling) and "loss_scale" in state:
+                scaling.restore(state["loss_scale"])
         self._step = state["step"] if folder.parent == self.root else None
         return state
 
     def take_weights(self, folder: Path) -> None:
         """Start from the weights of a complete checkpoint alone. Raises ArtifactError."""
+        self._verify(folder)
         self._checkpoints.load(folder, states="passed over")
 
     def must(self, at: Position, more: Mapping[str, Any]) -> None:
@@ -120,6 +128,15 @@ class Saves:
     def close(self) -> None:
         """Wait for a save under way, whatever comes of it."""
         self._checkpoints.close()
+
+    def _verify(self, folder: Path) -> None:
+        if folder != self._verified:
+            require_whole(folder, self._ranks)
+        if "digests" not in read_state(folder):
+            self._warn(
+                f"{folder} was saved without digests of its files, so it cannot be verified that "
+                "they are what was saved"
+            )
 
     def _states_of(self, folder: Path) -> States:
         """From a run's own checkpoints they are read, unless it is these that are meant."""

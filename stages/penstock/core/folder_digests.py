@@ -1,0 +1,227 @@
+"""Digests of the files in a folder, kept beside them in `digests.json`.
+
+XXH3-128 finds corruption at the speed of memory, which SHA-256 does not. It proves nothing about
+who wrote a file: whoever can change one can change its digest. Files are digested in parts, so that
+several threads and several ranks can verify one file.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import xxhash
+
+from penstock.core.errors import ArtifactError
+from penstock.core.files import write_json
+
+DIGESTS = "digests.json"
+ALGORITHM = "xxh3_128"
+
+PART_BYTES = 64 << 20
+BLOCK_BYTES = 1 << 20
+"""Read at once: larger blocks leave the processor's caches, and smaller ones cost calls."""
+THREADS = 4
+"""Of one process, that read parts side by side."""
+
+
+class DamagedError(ArtifactError):
+    """Files of a folder are not what was written there. Its text is the fault alone."""
+
+
+@dataclass(frozen=True)
+class FileDigest:
+    """The length of a file in bytes and the digest of each of its parts, as hex; an empty file has
+    one part."""
+
+    bytes: int
+    parts: tuple[str, ...]
+
+
+class Digester:
+    """Digests bytes in the order in which they are written."""
+
+    def __init__(self, part_bytes: int = PART_BYTES) -> None:
+        self._part_bytes = self._room = part_bytes
+        self._bytes = 0
+        self._parts: list[str] = []
+        self._part = xxhash.xxh3_128()
+
+    def update(self, data: bytes | bytearray | memoryview) -> None:
+        """More bytes of the file."""
+        left = memoryview(data).cast("B")
+        self._bytes += len(left)
+        while len(left) > self._room:
+            self._part.update(left[: self._room])
+            left = left[self._room :]
+            self._parts.append(self._part.hexdigest())
+            self._part, self._room = xxhash.xxh3_128(), self._part_bytes
+        self._part.update(left)
+        self._room -= len(left)
+
+    def result(self) -> FileDigest:
+        """Of all bytes until now."""
+        return FileDigest(self._bytes, (*self._parts, self._part.hexdigest()))
+
+
+@dataclass(frozen=True)
+class FolderDigests:
+    """The digest of each file, by its path in the folder."""
+
+    files: Mapping[str, FileDigest]
+    part_bytes: int = PART_BYTES
+
+    def write(self, folder: Path) -> None:
+        """Publish them in the folder, with a digest of their own."""
+        content = self._content()
+        write_json(folder / DIGESTS, {**content, "digest": _digest_of(content)})
+
+    @classmethod
+    def read(cls, folder: Path) -> "FolderDigests | None":
+        """Those in the folder, None where there are none. Raises DamagedError."""
+        content = _read(folder, DIGESTS) if (folder / DIGESTS).is_file() else None
+        if content is None:
+            return None
+        try:
+            record = json.loads(content)
+            digest = record.pop("digest")
+            files = {
+                name: FileDigest(int(each["bytes"]), tuple(each["digests"]))
+                for name, each in record["files"].items()
+            }
+            found = cls(files, int(record["part_bytes"]))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise DamagedError(f"{DIGESTS} cannot be read ({error})") from error
+        if digest != _digest_of(record):
+            raise DamagedError(f"{DIGESTS} differs from its digest")
+        if record["algorithm"] != ALGORITHM:
+            raise DamagedError(f"{DIGESTS} is by {record['algorithm']}, not by {ALGORITHM}")
+        if found.part_bytes < 1:
+            raise DamagedError(f"{DIGESTS} says that parts have {found.part_bytes} bytes")
+        for name, file in files.items():
+            if not _is_inside(name):
+                raise DamagedError(f"{DIGESTS} names {name}, outside of its folder")
+            if len(file.parts) != max(1, -(-file.bytes // found.part_bytes)):
+                raise DamagedError(f"{DIGESTS} has {len(file.parts)} digests of {name}")
+        return found
+
+    def content(self, folder: Path, name: str) -> bytes:
+        """A small file in full. Raises DamagedError where it is not what was written."""
+        expected = self.files.get(name)
+        if expected is None:
+            raise DamagedError(f"{DIGESTS} does not list {name}")
+        content = _read(folder, name)
+        if len(content) != expected.bytes:
+            raise DamagedError(_of_another_size(name, len(content), expected.bytes))
+        digester = Digester(self.part_bytes)
+        digester.update(content)
+        if digester.result() != expected:
+            raise DamagedError(f"{name} differs from its digest")
+        return content
+
+    def faults(
+        self,
+        folder: Path,
+        *,
+        share: int = 0,
+        of: int = 1,
+        progress: Callable[[], None] = lambda: None,
+    ) -> list[str]:
+        """What is wrong with files of the folder, one line a file; empty: nothing.
+
+        Of `of` readers each verifies one `share` (0 to of - 1) of all parts; `progress` is called
+        after each part.
+        """
+        found: dict[str, str] = {}
+        with ThreadPoolExecutor(THREADS) as pool:
+            mine = list(islice(self._all_parts(), share, None, of))
+            for (name, _), fault in zip(
+                mine, pool.map(lambda part: self._fault(folder, *part), mine), strict=True
+            ):
+                if fault:
+                    found.setdefault(name, fault)
+                progress()
+        return list(found.values())
+
+    def _content(self) -> dict[str, Any]:
+        files = {
+            name: {"bytes": each.bytes, "digests": list(each.parts)}
+            for name, each in self.files.items()
+        }
+        return {"algorithm": ALGORITHM, "part_bytes": self.part_bytes, "files": files}
+
+    def _all_parts(self) -> Iterator[tuple[str, int]]:
+        for name, file in sorted(self.files.items()):
+            for number in range(len(file.parts)):
+                yield name, number
+
+    def _fault(self, folder: Path, name: str, number: int) -> str | None:
+        file = self.files[name]
+        try:
+            descriptor = os.open(folder / name, os.O_RDONLY)
+            try:
+                size = os.fstat(descriptor).st_size
+                if size != file.bytes:
+                    return _of_another_size(name, size, file.bytes)
+                begin = number * self.part_bytes
+                end = min(begin + self.part_bytes, file.bytes)
+                if _digest_between(descriptor, begin, end) != file.parts[number]:
+                    return f"{name} differs from its digest (in bytes {begin} to {end})"
+            finally:
+                os.close(descriptor)
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except OSError as error:
+            return _unreadable(name, error)
+        return None
+
+
+def digest_of_file(path: Path) -> FileDigest:
+    """Of the bytes that are there now."""
+    digester, block = Digester(), bytearray(BLOCK_BYTES)
+    with path.open("rb", buffering=0) as stream:
+        while count := stream.readinto(block):
+            digester.update(memoryview(block)[:count])
+    return digester.result()
+
+
+def _digest_between(descriptor: int, begin: int, end: int) -> str:
+    digest, block = xxhash.xxh3_128(), memoryview(bytearray(min(BLOCK_BYTES, end - begin)))
+    while begin < end:
+        count = os.preadv(descriptor, [block[: end - begin]], begin)
+        if count == 0:
+            break
+        digest.update(block[:count])
+        begin += count
+    return digest.hexdigest()
+
+
+def _digest_of(record: Mapping[str, Any]) -> str:
+    text = json.dumps(record, sort_keys=True, separators=(",", ":"))
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def _read(folder: Path, name: str) -> bytes:
+    try:
+        return (folder / name).read_bytes()
+    except FileNotFoundError as error:
+        raise DamagedError(f"{name} is missing") from error
+    except OSError as error:
+        raise DamagedError(_unreadable(name, error)) from error
+
+
+def _of_another_size(name: str, size: int, expected: int) -> str:
+    return f"{name} has {size} bytes instead of {expected}"
+
+
+def _unreadable(name: str, error: OSError) -> str:
+    return f"{name} cannot be read ({error.strerror or error})"
+
+
+def _is_inside(name: str) -> bool:
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts
