@@ -22,6 +22,7 @@ from penstock.engine.residents import UnknownModelError
 from penstock.server.protocol.commands import Close, Export, Load, Open
 from penstock.server.protocol.values import Lora, Optimizer
 from penstock.server.worker.refusals import RefusedError
+from tests.damaging import flip_bit, overwrite_beginning, remove_digests
 from tests.ranks import on_ranks
 from tests.server.orders import (
     MIXTURE,
@@ -191,10 +192,15 @@ def test_what_cannot_be_loaded_leaves_a_model_as_it_was(model, tmp_path):
     workers.do(saving("a", tmp_path / "whole"))
     damaged = tmp_path / "damaged"
     shutil.copytree(tmp_path / "whole", damaged)
-    [largest] = sorted(damaged.glob("*.distcp"), key=lambda path: path.stat().st_size)[-1:]
-    with largest.open("r+b") as stream:
-        stream.truncate(largest.stat().st_size * 2 // 3)
-    refused = {"by sgd": "was trained with sgd", "damaged": "cannot be read"}
+    remove_digests(damaged)
+    overwrite_beginning(largest_in(damaged))
+    shutil.copytree(tmp_path / "whole", tmp_path / "flipped")
+    flip_bit(largest_in(tmp_path / "flipped"))
+    refused = {
+        "by sgd": "was trained with sgd",
+        "damaged": "cannot be read",
+        "flipped": "^The checkpoint flipped is damaged: __0_0.distcp differs from its digest",
+    }
     for name, words in refused.items():
         with pytest.raises(ArtifactError, match=words):
             workers.do(Load(model="a", folder=str(tmp_path / name), optimizer=True))
@@ -206,6 +212,11 @@ def test_what_cannot_be_loaded_leaves_a_model_as_it_was(model, tmp_path):
     assert workers.residents.get("a").step == 2
 
 
+def largest_in(folder):
+    """The file with most of the tensors of a checkpoint."""
+    return max(folder.glob("*.distcp"), key=lambda path: path.stat().st_size)
+
+
 def tried(model, out):
     """Losses before and after a load from files of which one rank's are damaged, and the refusal
     on this rank."""
@@ -214,8 +225,8 @@ def tried(model, out):
     for order in [*learnt, saving("a", out / "kept")]:
         workers.do(order)
     if workers.residents.substrate.ranks.leads:
-        with (out / "kept" / "__1_0.distcp").open("r+b") as stream:
-            stream.truncate(100)
+        remove_digests(out / "kept")
+        overwrite_beginning(out / "kept" / "__1_0.distcp")
     look = passing("a", data(2, seed=3), forward_only=True)
     before = workers.do(look).metrics["loss:sum"]
     try:
@@ -236,13 +247,15 @@ def test_a_whole_model_whose_checkpoint_is_damaged_begins_anew(model, tmp_path):
     learnt = [Open(model="a", lora=None), passing("a", data(4)), stepping("a", 0.001)]
     for order in [*learnt, saving("a", tmp_path / "kept")]:
         workers.do(order)
-    [largest] = sorted((tmp_path / "kept").glob("*.distcp"), key=lambda path: path.stat().st_size)[
-        -1:
-    ]
-    with largest.open("r+b") as stream:
-        stream.truncate(largest.stat().st_size // 2)
+    load = Load(model="a", folder=str(tmp_path / "kept"), optimizer=True)
+    overwrite_beginning(largest_in(tmp_path / "kept"))
+    with pytest.raises(ArtifactError, match=r"is damaged: .* differs from its digest"):
+        workers.do(load)
+    # That is seen before anything has changed.
+    assert workers.residents.get("a").step == 1
+    remove_digests(tmp_path / "kept")
     with pytest.raises(ArtifactError, match="cannot be read"):
-        workers.do(Load(model="a", folder=str(tmp_path / "kept"), optimizer=True))
+        workers.do(load)
     assert workers.residents.get("a").step == 0
     workers.do(saving("a", tmp_path / "anew"))
     base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)

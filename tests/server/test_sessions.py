@@ -1,10 +1,12 @@
 """Sessions: whose they are, how they end, and that what they hold is saved before it is freed."""
 
 import asyncio
+import json
 
 import msgspec
 import pytest
 
+from penstock.server.orchestrator.records import LaneLeft, Left
 from penstock.server.orchestrator.registry import Registry, RegistryError
 from penstock.server.protocol.commands import Close, Generate, Push, Rows, Save
 from penstock.server.protocol.results import Gone
@@ -35,6 +37,7 @@ from penstock.server.protocol.works import (
     UnloadModel,
     WeightsOf,
 )
+from tests.damaging import flip_bit
 from tests.server.engine_house import a_pass, a_step, house, sampling
 from tests.server.standing_in import SERVED, VOCABULARY
 
@@ -225,9 +228,35 @@ def test_a_file_of_the_registry_that_was_spoilt_is_named(tmp_path):
 
     asyncio.run(check())
     [file] = (tmp_path / "server" / "models").glob("*.json")
+    good = file.read_text()
+    file.write_text(good.replace('"step": 0', '"step": 1'))
+    with pytest.raises(RegistryError, match=f"{file.name} .* differs from its digest"):
+        Registry(tmp_path)
+    # As it was written before there were digests.
+    older = json.loads(good)
+    del older["digest"]
+    file.write_text(json.dumps(older))
+    assert Registry(tmp_path).models
     file.write_text("{}")
     with pytest.raises(RegistryError, match=file.name):
         Registry(tmp_path)
+
+
+def test_what_an_engine_leaves_is_not_believed_once_a_bit_of_it_has_changed(tmp_path, caplog):
+    registry = Registry(tmp_path)
+    left = Left(lanes={"model": LaneLeft(next=7)})
+    registry.leave(left)
+    file = tmp_path / "server" / "left.msgpack"
+    good = file.read_bytes()
+    assert registry.take_left() == left
+    for place in range(len(good)):
+        file.write_bytes(good)
+        flip_bit(file, place)
+        assert registry.take_left() == Left(), place
+    assert "left.msgpack is not what the server writes there" in caplog.text
+    # As it was written before there were digests.
+    file.write_bytes(good[20:])
+    assert registry.take_left() == left
 
 
 def test_what_is_asked_of_a_model_that_is_not_is_not_found(tmp_path):

@@ -3,9 +3,12 @@
 import pytest
 
 from penstock.core.errors import ArtifactError
+from penstock.core.folder_digests import DIGESTS
 from penstock.engine.ranks import join
+from penstock.engine.resident_files import SAMPLER
 from penstock.server.protocol.commands import Export, Generate, Generated, Open
 from penstock.server.protocol.values import Array, Sampling
+from tests.damaging import flip_bit
 from tests.ranks import on_ranks
 from tests.server.orders import (
     answering,
@@ -119,6 +122,21 @@ def test_what_another_kind_of_server_saved_is_refused_and_nothing_breaks(model, 
     done(model, tmp_path, orders, **settings)
     with pytest.raises(ArtifactError, match="is a whole model, and this server samples from adap"):
         done(model, tmp_path, [answering(str(whole))])
+
+
+def test_nothing_is_drawn_from_a_folder_of_which_a_file_is_damaged(model, tmp_path):
+    folder = tmp_path / "sampler"
+    done(model, tmp_path, [opening("a"), Export(model="a", folder=str(folder))])
+    for file in (*folder.glob("*.safetensors"), folder / SAMPLER, folder / DIGESTS):
+        good = file.read_bytes()
+        flip_bit(file)
+        with pytest.raises(ArtifactError, match=rf"^sampler is damaged: {file.name} .*\n  Save it"):
+            done(model, tmp_path, [answering(str(folder))])
+        file.write_bytes(good)
+    done(model, tmp_path, [answering(str(folder))])
+    (folder / DIGESTS).unlink()
+    with pytest.raises(ArtifactError, match=f"{DIGESTS} is missing"):
+        done(model, tmp_path, [answering(str(folder))])
 
 
 def read_on_a_rank(model, out, folder):

@@ -225,8 +225,9 @@ class _Writer(FileSystemWriter):
         """Write this rank's boxes. Raises OSError where the system refuses bytes."""
         try:
             return super().write_data(plan, planner)
-        except RuntimeError as error:
-            # Of a failed write torch says only that its archive has another length.
+        except (RuntimeError, OSError) as error:
+            # Of a failed write torch says only that its archive has another length, and closing the
+            # file fails once more.
             if self.files.refused:
                 raise self.files.refused from error
             raise

@@ -7,7 +7,7 @@ wide the base's tensors are.
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,9 +19,10 @@ import torch.distributed as dist
 
 from penstock.adapters.names import factor_of
 from penstock.core.errors import ArtifactError, PenstockError, StageError
-from penstock.core.files import PART, fsync, read_json, regular_files, remove, write_json
+from penstock.core.files import PART, fsync, regular_files, remove, write_json
+from penstock.core.folder_digests import ALGORITHM, DIGESTS, FolderDigests, digest_of_file
 from penstock.engine.checkpoint import Checkpoints
-from penstock.engine.checkpoint_folders import Naming, read_state
+from penstock.engine.checkpoint_folders import Naming, in_brief, read_file, read_state
 from penstock.engine.checkpoint_reader import CheckpointReader
 from penstock.engine.checkpoint_state import States, Trained
 from penstock.engine.hf_adapter import adapters_in, write_adapter_folder
@@ -32,6 +33,7 @@ from penstock.engine.origin import Adapting
 from penstock.engine.resident_ranks import cut_to, rank_dim
 from penstock.engine.resident_sizes import Sizes, sizes_of
 from penstock.engine.residents import Resident, Residents
+from penstock.engine.resume import require_whole
 
 OF_MODEL = "model"
 """In `state.json`: what the model was."""
@@ -116,6 +118,14 @@ class Resting:
 
     def _read(self, resident: Resident, folder: Path, states: States) -> dict[str, Any]:
         """Let the model have what is there, on all ranks or on none; its `state.json`."""
+        try:
+            require_whole(folder, self._ranks)
+            return self._read_verified(resident, folder, states)
+        except ArtifactError as error:
+            # Where the server keeps it is no concern of clients.
+            raise ArtifactError(str(error).replace(str(folder), folder.name)) from error
+
+    def _read_verified(self, resident: Resident, folder: Path, states: States) -> dict[str, Any]:
         state = read_state(folder)
         self._require_alike(resident, folder, state)
         if states == "read":
@@ -231,8 +241,11 @@ class Resting:
                 Extras(substrate.hf_config, self.tokenizer),
                 dtype=dtype or torch.bfloat16,
             )
-            write_json(out / SAMPLER, {"rank": None})
-        for path in regular_files(out):
+            write_json(out / SAMPLER, {"rank": None, "digests": ALGORITHM})
+        written = regular_files(out)
+        digests = {path.relative_to(out).as_posix(): digest_of_file(path) for path in written}
+        FolderDigests(digests).write(out)
+        for path in (*written, out):
             fsync(path)
         remove(folder)
         out.rename(folder)
@@ -243,7 +256,12 @@ class Resting:
         adapter = resident.adapter
         assert adapter is not None
         layers = [layer for layer in self.residents.substrate.adapted if adapter.learns(layer)]
-        return {"rank": adapter.rank, "alpha": adapter.alpha, "layers": layers}
+        return {
+            "rank": adapter.rank,
+            "alpha": adapter.alpha,
+            "layers": layers,
+            "digests": ALGORITHM,
+        }
 
     def _lead(self, act: Callable[[], None]) -> None:
         """Let the leading rank act while the others wait. All raise StageError if it could not."""
@@ -271,10 +289,33 @@ def resting_on(residents: Residents, base_model: str, tokenizer: TokenizerFiles)
 
 
 def sampler_in(folder: Path) -> Mapping[str, Any]:
-    """What the adapter in a folder to sample from is. Raises ArtifactError where there is none."""
+    """What the adapter in a folder to sample from is. Raises ArtifactError where there is none, or
+    the file that says so is damaged."""
     if not (folder / SAMPLER).is_file():
         raise ArtifactError(f"{folder.name} is nothing to sample from.\n  Save it again.")
-    return read_json(folder / SAMPLER)
+    try:
+        said = json.loads(read_file(folder, SAMPLER))
+    except (ArtifactError, ValueError) as error:
+        raise _damaged(folder, [str(error)]) from error
+    if "digests" in said and not (folder / DIGESTS).is_file():
+        raise _damaged(folder, [f"{DIGESTS} is missing"])
+    return said
+
+
+def require_whole_sampler(folder: Path, *, share: int, of: int) -> None:
+    """Raise ArtifactError unless the files in a folder to sample from are what was saved. Of `of`
+    readers each verifies one `share` of the bytes; of one without digests there is nothing to
+    verify."""
+    try:
+        digests = FolderDigests.read(folder)
+    except ArtifactError as error:
+        raise _damaged(folder, [str(error)]) from error
+    if digests and (faults := digests.faults(folder, share=share, of=of)):
+        raise _damaged(folder, faults)
+
+
+def _damaged(folder: Path, faults: Sequence[str]) -> ArtifactError:
+    return ArtifactError(f"{folder.name} is damaged: {in_brief(faults)}.\n  Save it again.")
 
 
 def _require_optimizer(resident: Resident, folder: Path, state: Mapping[str, Any]) -> None:

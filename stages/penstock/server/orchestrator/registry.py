@@ -2,7 +2,8 @@
 all inference servers.
 
 They lie in `{output_dir}/server/`, are JSON (what a stopped engine leaves to the next is msgpack),
-and are whole or absent. Records change in memory first; whoever changes one has it kept here.
+carry a digest of what they say, and are whole or absent. Records change in memory first; whoever
+changes one has it kept here.
 """
 
 import hashlib
@@ -11,9 +12,10 @@ import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
+import xxhash
 
 from penstock.core.files import publishing, remove
 from penstock.server.orchestrator.records import (
@@ -30,6 +32,9 @@ LOG = logging.getLogger(__name__)
 
 _RUNNING = "running.json"
 _LEFT = "left.msgpack"
+_DIGEST = "digest"
+_DIGESTED = b"XXH3"
+"""A binary file begins with this and 16 bytes of digest of the rest."""
 
 
 class RegistryError(ValueError):
@@ -104,7 +109,8 @@ class Registry:
     def leave(self, left: Left) -> None:
         """This process ends in order, and the next is to know this."""
         with publishing(self._folder / _LEFT) as part:
-            part.write_bytes(msgspec.msgpack.encode(left))
+            content = msgspec.msgpack.encode(left)
+            part.write_bytes(_DIGESTED + xxhash.xxh3_128_digest(content) + content)
 
     def take_left(self) -> Left:
         """What the last process left, if that was stopped; it is told once. Nothing, where another
@@ -113,7 +119,7 @@ class Registry:
         if not file.exists():
             return Left()
         try:
-            left = _decoded(file, Left, msgspec.msgpack.decode)
+            left = _decoded(file, Left, _decode_left)
         except RegistryError as error:
             LOG.warning("%s", error)
             left = Left()
@@ -132,11 +138,14 @@ class Registry:
         return self._folder / kind / f"{readable}-{digest}.json"
 
     def _read(self, kind: str, of: type[R]) -> list[R]:
-        return [_decoded(file, of) for file in sorted((self._folder / kind).glob("*.json"))]
+        files = sorted((self._folder / kind).glob("*.json"))
+        return [_decoded(file, of, _decode_record) for file in files]
 
     def _write(self, kind: str, name: str, record: ModelRecord | SessionRecord) -> None:
         with publishing(self._file(kind, name)) as part:
-            part.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1))
+            content = msgspec.json.decode(msgspec.json.encode(record))
+            content[_DIGEST] = _digest_of(content)
+            part.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1))
 
 
 def _decoded(file: Path, of: type[R], decode: Callable[..., R] = msgspec.json.decode) -> R:
@@ -147,3 +156,26 @@ def _decoded(file: Path, of: type[R], decode: Callable[..., R] = msgspec.json.de
             f"{file} is not what the server writes there: {error}.\n"
             "  Put it back as it was, or move it away to go on without what it told."
         ) from error
+
+
+def _decode_record(content: bytes, type: type[R]) -> R:
+    """Of a file that may be older than digests."""
+    found = msgspec.json.decode(content)
+    if isinstance(found, dict) and _DIGEST in found:
+        digest = found.pop(_DIGEST)
+        if digest != _digest_of(found):
+            raise msgspec.DecodeError("it differs from its digest")
+    return msgspec.convert(found, type=type, str_keys=True)
+
+
+def _decode_left(content: bytes, type: type[R]) -> R:
+    """Of a file that may be older than digests."""
+    if content.startswith(_DIGESTED):
+        digest, content = content[4:20], content[20:]
+        if digest != xxhash.xxh3_128_digest(content):
+            raise msgspec.DecodeError("it differs from its digest")
+    return msgspec.msgpack.decode(content, type=type)
+
+
+def _digest_of(record: dict[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(record, order="sorted"))

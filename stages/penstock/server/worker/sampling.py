@@ -18,7 +18,7 @@ from penstock.core.errors import ArtifactError
 from penstock.engine.adapter_start import AdapterStart
 from penstock.engine.drawing import Drawing
 from penstock.engine.parallel.pieces import local
-from penstock.engine.resident_files import sampler_in
+from penstock.engine.resident_files import require_whole_sampler, sampler_in
 from penstock.engine.resident_ranks import padded, rank_dim
 from penstock.engine.residents import Residents
 from penstock.engine.sequences import Answer, Answered, Decode, Likeliest, Prompt
@@ -109,8 +109,12 @@ class Sampling:
         substrate, loaded, time, fault = self.residents.substrate, None, 0, ""
         try:
             said, time = sampler_in(folder), folder.stat().st_mtime_ns
-            if (str(folder), time) not in self.kept:
+            is_known = (str(folder), time) in self.kept
+            if not is_known:
                 self._require_alike(folder.name, said)
+            if not is_known and self.residents.guest != (folder, time):
+                ranks = substrate.ranks
+                require_whole_sampler(folder, share=ranks.rank, of=ranks.world)
             if substrate.sharing == "adapters":
                 loaded = self._loaded(folder, time)
         except OSError as error:
