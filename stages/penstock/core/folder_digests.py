@@ -137,11 +137,13 @@ class FolderDigests:
         after each part.
         """
         found: dict[str, str] = {}
+        mine = list(islice(self._all_parts(), share, None, of))
+
+        def fault_of(part: tuple[str, int]) -> str | None:
+            return self._fault(folder, *part)
+
         with ThreadPoolExecutor(THREADS) as pool:
-            mine = list(islice(self._all_parts(), share, None, of))
-            for (name, _), fault in zip(
-                mine, pool.map(lambda part: self._fault(folder, *part), mine), strict=True
-            ):
+            for (name, _), fault in zip(mine, pool.map(fault_of, mine), strict=True):
                 if fault:
                     found.setdefault(name, fault)
                 progress()
