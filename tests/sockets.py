@@ -10,6 +10,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch.distributed import TCPStore
 
@@ -91,7 +92,8 @@ def attack(port: int, file: Path) -> bool:
         store = TCPStore("127.0.0.1", port, timeout=seconds, wait_for_workers=False)
         for key in [key for key in store.list_keys() if not key.startswith("init/")]:
             # As torch's rendezvous keeps its state, and as object collectives would.
-            for value in (base64.b64encode(pickled), pickled):
+            values: list[Any] = [base64.b64encode(pickled), pickled]  # the stubs know no bytes
+            for value in values:
                 store.set(key.removeprefix("/"), value)
                 time.sleep(0.3)
     except (RuntimeError, ValueError):

@@ -16,17 +16,22 @@ from tests.sockets import Payload, attack, listening
 
 
 @pytest.fixture
-def machine(tmp_path, monkeypatch):
+def port():
+    """One of loopback that is free."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+@pytest.fixture
+def machine(port, tmp_path, monkeypatch):
     """A machine of two by its number; what its ranks are told goes nowhere."""
     monkeypatch.setenv(RANKS_STORE, "")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
 
     def made(number: int):
-        told = RendezvousParameters("penstock", f"127.0.0.1:{port}", "run", 2, 2, rank=str(number))
+        endpoint = f"127.0.0.1:{port}"
+        told = RendezvousParameters("penstock", endpoint, "run", 2, 2, rank=str(number))
         return create_handler(told, tmp_path)
 
-    made.port = port
     return made
 
 
@@ -35,13 +40,13 @@ def together(*machines):
         return [each.result(60) for each in [threads.submit(m.next_rendezvous) for m in machines]]
 
 
-def test_machines_meet_again_when_one_asks_and_one_that_is_replaced_finds_the_round(machine):
+def test_machines_meet_again_when_one_asks_and_one_that_is_replaced_finds_the_round(machine, port):
     first, second = machine(0), machine(1)
     found = together(first, second)
     assert [(one.rank, one.world_size) for one in found] == [(0, 2), (1, 2)]
     found[0].store.set("from", "first")
     assert found[1].store.get("from") == b"first"
-    assert os.environ[RANKS_STORE] == f"tcp:127.0.0.1:{machine.port}/1"
+    assert os.environ[RANKS_STORE] == f"tcp:127.0.0.1:{port}/1"
     assert first.num_nodes_waiting() == second.num_nodes_waiting() == 0
     replaced = machine(1)  # the second machine was lost, with all that it knew
     with ThreadPoolExecutor(1) as threads:
@@ -49,22 +54,22 @@ def test_machines_meet_again_when_one_asks_and_one_that_is_replaced_finds_the_ro
         while not first.num_nodes_waiting():
             assert not waiting.done()
         again = [first.next_rendezvous(), waiting.result(60)]
-    assert os.environ[RANKS_STORE] == f"tcp:127.0.0.1:{machine.port}/2"
+    assert os.environ[RANKS_STORE] == f"tcp:127.0.0.1:{port}/2"
     assert not again[1].store.check(["from"]), "what an earlier round left is not found"
     assert replaced.shutdown()
     with pytest.raises(RendezvousClosedError):
         first.next_rendezvous()
 
 
-def test_no_pickle_in_the_store_of_machines_is_read(machine, tmp_path):
+def test_no_pickle_in_the_store_of_machines_is_read(machine, port, tmp_path):
     first, second = machine(0), machine(1)
     together(first, second)
-    [mine] = [one for one in listening(os.getpid()) if one.port == machine.port]
+    [mine] = [one for one in listening(os.getpid()) if one.port == port]
     assert mine.address == "127.0.0.1", "it listens where it was told to alone"
     ran = tmp_path / "payload-ran"
     value = base64.b64encode(pickle.dumps(Payload(ran)))
     assert first._store().set("round/3/called", value) is None
-    assert attack(machine.port, ran), "over a network, whoever reaches it may write to it"
+    assert attack(port, ran), "over a network, whoever reaches it may write to it"
     for _ in range(2):
         with pytest.raises((ValueError, RendezvousClosedError)):
             second.next_rendezvous()

@@ -5,6 +5,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -122,8 +123,8 @@ def test_ranks_get_the_secrets_that_they_need_and_no_others(tmp_path, monkeypatc
         monkeypatch.setenv(name, "x")
     always = {"NCCL_DEBUG", "HF_HOME", "SLURM_JOB_ID", "https_proxy", "COVERAGE_PROCESS_CONFIG"}
 
-    def given(name: str, train: dict[str, object], **launch: object) -> set[str]:
-        start(tmp_path / name, ranks=False, train=train, **launch)
+    def given(name: str, train: dict[str, object], pass_env: Sequence[str] = ()) -> set[str]:
+        start(tmp_path / name, ranks=False, train=train, pass_env=[*pass_env])
         [note] = notes(tmp_path / name)
         assert {"PATH", "HOME", "PYTHONPATH"} <= note["environment"].keys()
         return {name for name, value in note["environment"].items() if value == "x"}
