@@ -111,4 +111,10 @@ def preference_of(run: RunConfig) -> dict[str, Any] | None:
     """How preferences are learnt; None where tokens are."""
     if run.train.objective != "preference":
         return None
-    return run.preference.model_dump(mode="json", exclude={"precompute_ref_logps"})
+    # How answers are paired decides the packed rows, and their key is an input.
+    found = run.preference.model_dump(
+        mode="json", exclude={"precompute_ref_logps", "kl_pairing", "kl_rotation_size"}
+    )
+    if found["sft_loss_scope"] == "answer":
+        del found["sft_loss_scope"]
+    return found

@@ -261,6 +261,7 @@ def pack_step(run: RunConfig, prepared: Artifact) -> Step:
         num_shards=data.num_dataset_shards_to_save,
         seed=run.train.seed,
         share_prompts=data.share_prompts,
+        **_kl_pairing(run),
     )
     stage = Pack(
         settings=settings,
@@ -269,6 +270,19 @@ def pack_step(run: RunConfig, prepared: Artifact) -> Step:
         start_method=data.sample_packing_mp_start_method or "spawn",
     )
     return _keyed(stage, data_root(run))
+
+
+def _kl_pairing(run: RunConfig) -> dict[str, Any]:
+    """How judged answers are paired to estimate the KL divergence; nothing for other data."""
+    entries = [*run.data.datasets, *run.data.test_datasets]
+    if all(entry.kind != "kto" for entry in entries):
+        return {}
+    limits = [entry.max_seq_len for entry in entries if entry.max_seq_len is not None]
+    return {
+        "kl_pairing": run.preference.kl_pairing,
+        "kl_rotation_size": run.preference.kl_rotation_size,
+        "kl_max_len": max(limits, default=None),
+    }
 
 
 def reference_step(

@@ -115,6 +115,22 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         {"preference": {"length_normalize": "mean"}},
     ),
     (
+        {**LEARNT, "preference": {"sft_loss_scope": "prompt_and_answer"}},
+        "preference.sft_loss_scope",
+        "no cross-entropy without sft_loss_ratio",
+        {"preference": {"sft_loss_ratio": 0.5}},
+    ),
+    (
+        {
+            "train": {"objective": "preference"},
+            "data": texts("kto"),
+            "preference": {"loss_type": "kto", "kl_rotation_size": 4},
+        },
+        "preference.kl_rotation_size",
+        "is read with kl_pairing: rotate alone",
+        {"preference": {"kl_pairing": "rotate"}},
+    ),
+    (
         {**LEARNT, "preference": {"ref_update_steps": 5}, "lora": {"enable_lora": True}},
         "preference.ref_update_steps",
         "which does not move",
@@ -198,6 +214,8 @@ UNUSED = {
     "dpop_penalty": "outside",
     "desirable_weight": 2.0,
     "undesirable_weight": 2.0,
+    "kl_pairing": "rotate",
+    "kl_rotation_size": 4,
     "reference_free": True,
 }
 """A value other than the default, for every field that some losses do not use."""

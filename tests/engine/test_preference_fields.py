@@ -33,6 +33,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "offset_alpha": {"offset_alpha": 0.5},
     "pref_loss_ratio": {"pref_loss_ratio": 0.3},
     "sft_loss_ratio": {"sft_loss_ratio": 0.4},
+    "sft_loss_scope": {"sft_loss_ratio": 0.4, "sft_loss_scope": "prompt_and_answer"},
+    "kto, sft_loss_scope": {
+        **{"loss_type": "kto", "sft_loss_ratio": 0.5, "sft_loss_scope": "prompt_and_answer"}
+    },
     "reference_free": {"reference_free": True},
     "mean": {"length_normalize": "mean"},
     "pair_mean": {"length_normalize": "pair_mean"},
@@ -68,7 +72,8 @@ def answers(tmp_path_factory):
     model = transformers.AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder / "tied")
     policy = scores_of(model, JUDGED)
-    reference = policy + np.random.default_rng(0).normal(size=policy.shape)
+    # The model has moved away from the reference, so the KL estimate is above 0.
+    reference = policy + np.random.default_rng(0).normal(-0.5, 1.0, size=policy.shape)
     for kind in ("preference", "kto"):
         is_judged = kind == "kto"
         samples = JUDGED
@@ -81,7 +86,16 @@ def answers(tmp_path_factory):
         write_reference(folder / kind / "scores", samples, reference)
     jobs = {name: job_of(folder, name, its) for name, its in SETTINGS.items()}
     [told] = on_ranks(1, loops.each, first_record, jobs, timeout=200)
-    return policy, reference, told
+    prompts = np.array([prompt_log_prob(model, each.prompt) for each in JUDGED])
+    return policy, prompts, reference, told
+
+
+@torch.no_grad()
+def prompt_log_prob(model, prompt) -> float:
+    """Of all tokens of a prompt but the first, which nothing precedes."""
+    ids = torch.tensor([prompt])
+    log_probs = model(ids).logits[0, :-1].log_softmax(-1)
+    return log_probs.gather(1, ids[0, 1:, None]).double().sum().item()
 
 
 def job_of(folder, name, preference):
@@ -102,7 +116,7 @@ def job_of(folder, name, preference):
     return replace(job, packed=folder / kind, scores=scores)
 
 
-def loss_of(policy, reference, how: PreferenceConfig) -> float:
+def loss_of(policy, prompts, reference, how: PreferenceConfig) -> float:
     """By hand, from what transformers' model says of each answer."""
     tokens = torch.tensor([[len(answer) for answer in each.answers] for each in JUDGED])
     policy_DA = torch.from_numpy(policy)
@@ -113,14 +127,18 @@ def loss_of(policy, reference, how: PreferenceConfig) -> float:
     answers = Answers(ratios_DA, start_A, desirable_D, torch.tensor(GAPS))
     loss = preference_losses(answers, how).mean()
     good_D = desirable_D if how.loss_type == "kto" else torch.ones_like(desirable_D)
-    learnt = -policy_DA[good_D, 0].sum() / tokens[good_D, 0].sum()
+    learnt_D, tokens_D = policy_DA[:, 0], tokens[:, 0]
+    if how.sft_loss_scope == "prompt_and_answer":
+        learnt_D = learnt_D + torch.from_numpy(prompts)
+        tokens_D = tokens_D + torch.tensor([len(each.prompt) - 1 for each in JUDGED])
+    learnt = -learnt_D[good_D].sum() / tokens_D[good_D].sum()
     return (how.pref_loss_ratio * loss + how.sft_weight * learnt).item()
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_step_tells_the_loss_that_is_written(name, answers):
-    policy, reference, told = answers
-    wanted = loss_of(policy, reference, PreferenceConfig(**SETTINGS[name]))
+    policy, prompts, reference, told = answers
+    wanted = loss_of(policy, prompts, reference, PreferenceConfig(**SETTINGS[name]))
     assert told[name]["loss"] == pytest.approx(wanted, rel=1e-5)
 
 
@@ -131,7 +149,7 @@ def test_every_setting_gives_another_loss(answers):
 
 
 def test_rewards_are_what_the_model_has_moved_from_its_reference(answers):
-    policy, reference, told = answers
+    policy, _, reference, told = answers
     chosen, rejected = (0.1 * (policy - reference)).T
     record = told["as it is"]
     assert record["rewards/chosen"] == pytest.approx(chosen.mean(), abs=1e-5)

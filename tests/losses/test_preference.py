@@ -1,6 +1,7 @@
 """Losses of preferences: published numbers, limits, and gradients that stay finite."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,22 @@ def test_a_step_against_the_gradient_widens_the_margin(loss: LossType):
     assert rejected > chosen
 
 
+@pytest.mark.parametrize("shift", [0.0, 0.5, 2.0])
+def test_kto_subtracts_the_kl_estimate_of_the_mismatched_answers(shift: float):
+    ratios_DA = torch.tensor([[1.5, 9.0], [-0.5, 9.0]], dtype=torch.float64)
+    kl_A = torch.tensor([7.0, shift], dtype=torch.float64)
+    how = PreferenceConfig(loss_type="kto", beta=0.4, desirable_weight=1.5, undesirable_weight=0.5)
+    found = preference_losses(Answers(ratios_DA, kl_A, torch.tensor([True, False])), how)
+    good = 1.5 * (1 - 1 / (1 + math.exp(-0.4 * (1.5 - shift))))
+    bad = 0.5 * (1 - 1 / (1 + math.exp(-0.4 * (shift + 0.5))))
+    assert found.tolist() == pytest.approx([good, bad], rel=1e-12)
+
+
+def test_the_kl_estimate_is_the_mean_of_each_column_and_at_least_zero():
+    found = baseline(torch.tensor([6.0, -3.0, 1.0]).double(), torch.tensor(4.0))
+    assert found.tolist() == [1.5, 0.0, 0.25]
+
+
 def test_lengths_are_taken_out_as_written():
     sums_DA, tokens_DA = torch.tensor([[-6.0, -4.0]]), torch.tensor([[3, 1]])
     assert torch.equal(normalised(sums_DA, tokens_DA, "none"), sums_DA)
@@ -98,7 +115,8 @@ def test_pairs_are_measured_one_by_one():
     ratios_DA = torch.tensor([[1.0, -1.0], [-2.0, 4.0]], dtype=torch.float64)
     tokens_DA, losses_D = torch.tensor([[2, 1], [3, 9]]), torch.tensor([1.0, 5.0]).double()
     how = PreferenceConfig(beta=0.5)
-    found = told(measures(policy_DA, ratios_DA, tokens_DA, losses_D, None, how).tolist())
+    sft = policy_DA[:, 0], tokens_DA[:, 0]
+    found = told(measures(policy_DA, ratios_DA, losses_D, sft, None, how).tolist())
     assert found == {
         "rewards/chosen": -0.25,
         "rewards/rejected": 0.75,
@@ -116,7 +134,8 @@ def test_judged_answers_are_measured_by_how_they_are_judged():
     ratios_DA = torch.tensor([[1.0, 9.0], [-2.0, 9.0]], dtype=torch.float64)
     tokens_DA, losses_D = torch.tensor([[2, 1], [3, 9]]), torch.tensor([1.0, 5.0]).double()
     how, desirable_D = PreferenceConfig(loss_type="kto", beta=0.5), torch.tensor([True, False])
-    found = told(measures(policy_DA, ratios_DA, tokens_DA, losses_D, desirable_D, how).tolist())
+    sft = policy_DA[:, 0] * desirable_D, tokens_DA[:, 0] * desirable_D
+    found = told(measures(policy_DA, ratios_DA, losses_D, sft, desirable_D, how).tolist())
     assert found == {
         "rewards/chosen": 0.5,
         "rewards/rejected": -1.0,

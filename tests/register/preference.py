@@ -29,6 +29,23 @@ OF_PREFERENCE: dict[str, dict[str, tuple[str, ...]]] = {
             *_told("undesirable_weight"),
             f"{TRL}judged_answers_are_learnt_from_as_trl_does",
         ),
+        "kl_pairing": (
+            "stages/test_branched.py::test_rotated_answers_are_those_of_the_sample_before_within_a_group",
+            f"{TRL}ten_steps_of_kto_are_those_of_trl",
+            f"{UNUSED}[kl_pairing]",
+        ),
+        "kl_rotation_size": (
+            "stages/test_branched.py::test_rotated_answers_are_those_of_the_sample_before_within_a_group",
+            f"{TRL}ten_steps_of_kto_are_those_of_trl",
+            f"{UNUSED}[kl_rotation_size]",
+            RULED,
+        ),
+        "sft_loss_scope": (
+            f"{TOLD}[sft_loss_scope]",
+            f"{TRL}ten_steps_of_orpo_are_those_of_trl",
+            OTHERWISE,
+            RULED,
+        ),
         "pref_loss_ratio": (f"{TOLD}[pref_loss_ratio]", OTHERWISE),
         "sft_loss_ratio": (f"{TOLD}[sft_loss_ratio]", f"{TOLD}[kto, sft]", OTHERWISE),
         "reference_free": (

@@ -145,7 +145,7 @@ def test_what_is_left_of_answers_without_a_prompt_is_laid_apart(tmp_path):
     assert facts["tokens"]["train"] == 2 + 1 + 2 + 2 + 1 + 2
 
 
-def test_a_judged_answer_stands_beside_that_to_the_next_other_prompt(tmp_path):
+def test_a_judged_answer_stands_beside_that_to_the_nearest_other_prompt_before_it(tmp_path):
     samples = [
         (side([1, 2], [10, 11]), True),
         (side([1, 2], [12]), False),
@@ -154,19 +154,43 @@ def test_a_judged_answer_stands_beside_that_to_the_next_other_prompt(tmp_path):
     ]
     prepared = stored(tmp_path / "p", "kto", samples)
     want = [
-        (side([1, 2], [10, 11]), side([1, 2], [13, 14, 15]), True),
-        (side([1, 2], [12]), side([1, 2], [13, 14, 15]), False),
-        (side([3], [13, 14, 15, 16]), side([3], [17]), True),
-        # Cut to the longest sample's five tokens; round the end.
-        (side([4, 5, 6], [17]), side([4, 5, 6], [10, 11]), False),
+        # Round the start.
+        (side([1, 2], [10, 11]), side([1, 2], [17]), True),
+        (side([1, 2], [12]), side([1, 2], [17]), False),
+        (side([3], [13, 14, 15, 16]), side([3], [12]), True),
+        # Longer than any sample, and whole.
+        (side([4, 5, 6], [17]), side([4, 5, 6], [13, 14, 15, 16]), False),
     ]
     want = [(shifted(*own), shifted(*other), good) for own, other, good in want]
     rows, _ = packed(prepared, tmp_path / "a")
     assert list(branches(rows).values()) == want
     assert rows.kind == "kto"
-    apart, _ = packed(prepared, tmp_path / "b", share_prompts=False, sample_packing_sequence_len=15)
+    apart, _ = packed(prepared, tmp_path / "b", share_prompts=False, sample_packing_sequence_len=17)
     assert branches(apart) == branches(rows)
     assert len(apart) > len(rows)
+
+
+@pytest.mark.parametrize(
+    ("size", "others"), [(None, [4, 0, 1, 2, 3]), (2, [1, 0, 3, 2, 4]), (3, [2, 0, 1, 4, 3])]
+)
+def test_rotated_answers_are_those_of_the_sample_before_within_a_group(tmp_path, size, others):
+    # Two of one prompt follow each other, which makes no difference.
+    samples = [(side([1 + number // 2], [10 + number] * 3), True) for number in range(5)]
+    prepared = stored(tmp_path / "p", "kto", samples)
+    its = {"kl_pairing": "rotate", "kl_rotation_size": size, "kl_max_len": 3}
+    rows, _ = packed(prepared, tmp_path / "a", **its)
+    found = {own[1][-1] - 10: other[1][-1] - 10 for own, other, _ in branches(rows).values()}
+    assert [found[number] for number in range(5)] == others
+
+
+def test_a_pair_for_the_kl_estimate_is_cut_at_the_limit_of_samples_alone(tmp_path):
+    samples = [(side([1] * 5, [2]), True), (side([3], [4] * 8), True)]
+    prepared = stored(tmp_path / "p", "kto", samples)
+    lengths = {}
+    for limit in (None, 9, 7):
+        rows, _ = packed(prepared, tmp_path / str(limit), kl_max_len=limit)
+        lengths[limit] = sorted(len(ids) + 1 for _, (ids, _), _ in branches(rows).values())
+    assert lengths == {None: [2, 13], 9: [2, 9], 7: [2, 7]}
 
 
 def test_where_all_prompts_are_one_any_other_answer_serves(tmp_path):
@@ -269,7 +293,8 @@ def test_real_pairs_take_two_thirds_of_the_tokens_of_padded_ones(shared, tmp_pat
     artifact, _ = run(prepare((path, {"type": "preference"})), tmp_path / "p" / "x")
     samples = PreparedSamples(artifact.path, "train")
     together, apart = (
-        int(form_of(samples, share_prompts=shares).sizes().sum()) for shares in (True, False)
+        int(form_of(samples, PackSettings(share_prompts=shares)).sizes().sum())
+        for shares in (True, False)
     )
     # As it is usually done: both sides of two pairs in one batch, as long as its longest.
     batches = samples.lengths().reshape(-1, 2)

@@ -22,6 +22,7 @@ LossType = Literal[
     "orpo",
 ]
 Normalisation = Literal["none", "mean", "pair_mean"]
+KLPairing = Literal["other_prompt", "rotate"]
 
 REFERENCE_FREE: frozenset[LossType] = frozenset({"simpo", "cpo", "or", "orpo"})
 """Losses that are defined without a reference model."""
@@ -49,6 +50,8 @@ USED_BY: Mapping[str, frozenset[LossType]] = {
     "dpop_penalty": frozenset({"dpop"}),
     "desirable_weight": frozenset({"kto"}),
     "undesirable_weight": frozenset({"kto"}),
+    "kl_pairing": frozenset({"kto"}),
+    "kl_rotation_size": frozenset({"kto"}),
     "reference_free": frozenset({"sigmoid", "hinge", "ipo"}),
     "length_normalize": frozenset(
         {"sigmoid", "hinge", "kto_pair", "kto", "sppo_hard", "nca_pair", "dpop", "cpo"}
@@ -105,6 +108,16 @@ class PreferenceConfig(Section):
     undesirable_weight: float = Field(default=1.0, ge=0)
     """`kto`: the weight of answers that are bad."""
 
+    kl_pairing: KLPairing = "other_prompt"
+    """`kto`: which answer is paired with a prompt to estimate the KL divergence. `other_prompt`: that
+    of the nearest sample before it, in the order of the data, with another prompt. `rotate`: that of
+    the sample before it, whatever its prompt, as TRL and LLaMA-Factory do. The pair is cut at
+    `max_seq_len` of the data sets, and nowhere if that is unset."""
+
+    kl_rotation_size: int | None = Field(default=None, gt=0)
+    """`kl_pairing: rotate`: answers rotate within groups of so many consecutive samples; TRL's
+    groups have `per_device_train_batch_size`. Unset: one group of all."""
+
     pref_loss_ratio: float = Field(default=1.0, ge=0)
     """What the loss of preferences is multiplied by; what others call the beta of ORPO."""
 
@@ -130,6 +143,10 @@ class PreferenceConfig(Section):
     sums as if both answers of a pair had their mean length (`pair_mean`). Unset: `mean` for `ipo`,
     `simpo`, `or` and `orpo`, which are defined so and take nothing else, and `none` for others."""
 
+    sft_loss_scope: Literal["answer", "prompt_and_answer"] = "answer"
+    """The tokens over which that cross-entropy is averaged: those of the answers, or those of their
+    prompts too, as TRL's ORPO does. Read where `sft_loss_ratio` is not 0."""
+
     @property
     def has_reference(self) -> bool:
         """Whether answers are compared with what a reference model makes of them."""
@@ -148,6 +165,11 @@ class PreferenceConfig(Section):
         if self.sft_loss_ratio is not None:
             return self.sft_loss_ratio
         return 1.0 if self.loss_type in WITH_SFT else 0.0
+
+    @property
+    def learns_prompts(self) -> bool:
+        """Whether cross-entropy is taken over the tokens of prompts too."""
+        return self.sft_weight > 0 and self.sft_loss_scope == "prompt_and_answer"
 
     @property
     def needs_baseline(self) -> bool:

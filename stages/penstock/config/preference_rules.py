@@ -54,6 +54,19 @@ def _losses_use_what_is_written(run: RunConfig) -> Faults:
             "answers that are judged one by one make no pairs; write mean or none",
             ("preference.loss_type",),
         )
+    if preference.asks_for("sft_loss_scope") and not preference.sft_weight:
+        yield Fault(
+            ("preference", "sft_loss_scope"),
+            "there is no cross-entropy without sft_loss_ratio; write that too, or leave it out",
+            ("preference.sft_loss_ratio", "preference.loss_type"),
+        )
+    is_rotated = preference.kl_pairing == "rotate"
+    if preference.kl_rotation_size and preference.loss_type == "kto" and not is_rotated:
+        yield Fault(
+            ("preference", "kl_rotation_size"),
+            "is read with kl_pairing: rotate alone; write that too, or leave it out",
+            ("preference.kl_pairing",),
+        )
     if not preference.pref_loss_ratio and not preference.sft_weight:
         yield Fault(
             ("preference", "pref_loss_ratio"),

@@ -19,7 +19,7 @@ from penstock.rows.schema import IGNORED
 
 SumsOf = Callable[[torch.Tensor, nn.Module], torch.Tensor]
 """Final hidden states and the head to the log-probability of each answer, fp64 [D, A]: the sum over
-its tokens, on all ranks that share them."""
+its tokens, on all ranks that share them. With prompts a last column has the prompt's: [D, A + 1]."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class AnswerSums:
     layout: Layout
     ranks: Ranks
     log_probs: LogProbsOf
+    with_prompts: bool = False
+    """Whether the tokens of prompts are summed too."""
 
     @property
     def tells(self) -> bool:
@@ -39,24 +41,33 @@ class AnswerSums:
     def of(self, batch: MicroBatch) -> SumsOf:
         """What to reduce a micro-batch to. Ranks that share its rows meet there."""
         context, device = self.layout.context, self.ranks.device
-        count = num_answers(batch)
-        labels_T = context.part(batch.labels_T).to(device, non_blocking=True)
-        branch_T = context.part(batch.branch_T()).to(device, non_blocking=True)
+        count, samples = num_answers(batch), num_answers(batch) // PER_SAMPLE
+        labels_T, into_T = batch.labels_T, batch.branch_T()
         # What is shared, and padding, have no labels; theirs is a sum that nobody reads.
-        into_T = branch_T.masked_fill(branch_T < 0, count)
+        into_T = into_T.masked_fill(into_T < 0, count + samples)
+        if self.with_prompts:
+            prompt_T, sample_T = batch.prompt_targets()
+            labels_T = torch.where(sample_T >= 0, prompt_T, labels_T)
+            into_T = torch.where(sample_T >= 0, count + sample_T, into_T)
+        labels_T = context.part(labels_T).to(device, non_blocking=True)
+        into_T = context.part(into_T).to(device, non_blocking=True)
 
         def sums(hidden: torch.Tensor, head: nn.Module) -> torch.Tensor:
             # In fp64, so that it does not matter how many ranks share an answer.
             log_probs_T = self.log_probs(hidden, head, labels_T).double()
-            own = log_probs_T.new_zeros(count + 1).index_add(0, into_T, log_probs_T)
-            return context.total(own[:count]).view(-1, PER_SAMPLE)
+            own = log_probs_T.new_zeros(count + samples + 1).index_add(0, into_T, log_probs_T)
+            whole = context.total(own[:-1])
+            answers_DA = whole[:count].view(-1, PER_SAMPLE)
+            if not self.with_prompts:
+                return answers_DA
+            return torch.cat([answers_DA, whole[count:, None]], dim=1)
 
         return sums
 
     @torch.no_grad()
     def told(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """The log-probabilities of each micro-batch's answers, fp64 [D, A], on the one rank of a
-        replica that tells them, and zeros on the others: the sum over all ranks has them all."""
+        """The log-probabilities of each micro-batch's answers, as `SumsOf` has them, on the one rank
+        of a replica that tells them, and zeros on the others: the sum over all ranks has them all."""
         found = [self._zeros(batch) for batch in batches]
         self.layout.forward(
             [
@@ -69,8 +80,8 @@ class AnswerSums:
         return found
 
     def _zeros(self, batch: MicroBatch) -> torch.Tensor:
-        zeros = torch.zeros(num_answers(batch), dtype=torch.float64, device=self.ranks.device)
-        return zeros.view(-1, PER_SAMPLE)
+        shape = num_answers(batch) // PER_SAMPLE, PER_SAMPLE + self.with_prompts
+        return torch.zeros(shape, dtype=torch.float64, device=self.ranks.device)
 
     def _keep(
         self, into_DA: torch.Tensor, sums: SumsOf, hidden: torch.Tensor, head: nn.Module
@@ -91,3 +102,9 @@ def num_tokens(batch: MicroBatch) -> torch.Tensor:
     branch_T = batch.branch_T()
     trained_S = branch_T[(batch.labels_T != IGNORED) & (branch_T >= 0)]
     return torch.bincount(trained_S, minlength=num_answers(batch)).view(-1, PER_SAMPLE)
+
+
+def num_prompt_tokens(batch: MicroBatch) -> torch.Tensor:
+    """Tokens of each sample's prompt that another one precedes, int64 [D]."""
+    _, sample_T = batch.prompt_targets()
+    return torch.bincount(sample_T[sample_T >= 0], minlength=num_answers(batch) // PER_SAMPLE)

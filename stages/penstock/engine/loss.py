@@ -1,5 +1,7 @@
 """The loss that a run asks for."""
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -41,7 +43,8 @@ def preferences_of(
     """What learns from preferences; None where tokens are learnt."""
     if run.train.objective != "preference":
         return None
-    return Preferences(run.preference, answer_sums(run, layout, vocabulary, ranks))
+    sums = answer_sums(run, layout, vocabulary, ranks)
+    return Preferences(run.preference, replace(sums, with_prompts=run.preference.learns_prompts))
 
 
 def answer_sums(run: RunConfig, layout: Layout, vocabulary: Vocabulary, ranks: Ranks) -> AnswerSums:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from penstock.config.preference import PreferenceConfig
-from penstock.engine.answers import AnswerSums, num_tokens
+from penstock.engine.answers import AnswerSums, num_prompt_tokens, num_tokens
 from penstock.losses.preference import Answers, baseline, normalised, preference_losses
 from penstock.losses.preference_measures import NAMES, OF_PREFERENCES, OF_TOKENS, measures, told
 from penstock.models.decoder import Reduce
@@ -27,6 +27,8 @@ class Judged:
     reference_DA: torch.Tensor  # noqa: N815 - DA names the dimensions
     """What the reference model makes of them; zeros where there is none."""
     tokens_DA: torch.Tensor  # noqa: N815
+    prompt_tokens_D: torch.Tensor  # noqa: N815
+    """Of prompts that cross-entropy learns; zeros where it learns answers alone."""
     desirable_D: torch.Tensor | None  # noqa: N815
     """Whether the first answer is good; None for pairs."""
     score_gap_D: torch.Tensor | None = None  # noqa: N815
@@ -34,11 +36,21 @@ class Judged:
 
     def ratios(self, policy_DA: torch.Tensor, how: PreferenceConfig) -> torch.Tensor:
         """As the loss takes them, [D, A]."""
-        return normalised(policy_DA - self.reference_DA, self.tokens_DA, how.normalisation)
+        ratios_DA = policy_DA[:, :PER_SAMPLE] - self.reference_DA
+        return normalised(ratios_DA, self.tokens_DA, how.normalisation)
 
     def answers(self, ratios_DA: torch.Tensor, baseline_A: torch.Tensor | None) -> Answers:
         """What a loss looks at."""
         return Answers(ratios_DA, baseline_A, self.desirable_D, self.score_gap_D)
+
+    @property
+    def sft_tokens_D(self) -> torch.Tensor:  # noqa: N802
+        """The tokens of each sample that cross-entropy learns, [D]."""
+        return (self.tokens_DA[:, 0] + self.prompt_tokens_D) * self.learnt_D
+
+    def sft_log_probs(self, policy_DA: torch.Tensor) -> torch.Tensor:
+        """Their summed log-probability, [D]."""
+        return (policy_DA[:, 0] + policy_DA[:, PER_SAMPLE:].sum(1)) * self.learnt_D
 
     @property
     def learnt_D(self) -> torch.Tensor:  # noqa: N802 - D names the dimension
@@ -69,7 +81,7 @@ class Preferences:
         judged = self._judged(batches, references)
         counts = torch.zeros(2, dtype=torch.float64, device=self.sums.ranks.device)
         for each in judged:
-            learnt = (each.tokens_DA[:, 0] * each.learnt_D).sum()
+            learnt = each.sft_tokens_D.sum()
             counts += torch.stack([counts.new_tensor(len(each.tokens_DA)), learnt])
         self.sums.ranks.total(counts)
         samples, tokens = (counts / self.sums.layout.ranks_per_replica).tolist()
@@ -107,7 +119,12 @@ class Preferences:
             ratios_DA = judged.ratios(policy_DA, how)
             losses_D = preference_losses(judged.answers(ratios_DA, baseline_A), how)
             measured += measures(
-                policy_DA, ratios_DA, judged.tokens_DA, losses_D, judged.desirable_D, how
+                policy_DA[:, :PER_SAMPLE],
+                ratios_DA,
+                losses_D,
+                (judged.sft_log_probs(policy_DA), judged.sft_tokens_D),
+                judged.desirable_D,
+                how,
             )
         found = told(self.sums.ranks.total(measured).tolist())
         loss = how.pref_loss_ratio * found.get(OF_PREFERENCES, 0.0)
@@ -130,7 +147,18 @@ class Preferences:
             if self.how.offset_alpha:
                 gaps = batch.branching.score_gaps if batch.branching else ()
                 gap_D = torch.tensor(gaps, dtype=torch.float64, device=device)
-            found.append(Judged(reference_DA, tokens_DA, desirable_D if is_judged else None, gap_D))
+            prompt_tokens_D = torch.zeros_like(tokens_DA[:, 0])
+            if self.how.learns_prompts:
+                prompt_tokens_D = num_prompt_tokens(batch).to(prompt_tokens_D)
+            found.append(
+                Judged(
+                    reference_DA,
+                    tokens_DA,
+                    prompt_tokens_D,
+                    desirable_D if is_judged else None,
+                    gap_D,
+                )
+            )
         return found
 
     def _baseline(self, seen: "Sequence[Seen]") -> torch.Tensor | None:
@@ -153,7 +181,7 @@ class Seen(NamedTuple):
     """What a model makes of the answers of a micro-batch."""
 
     policy_DA: torch.Tensor  # noqa: N815
-    """Their log-probabilities, summed over tokens, fp64."""
+    """Their log-probabilities, summed over tokens, fp64; with prompts a last column has theirs."""
     judged: Judged
 
 
@@ -183,12 +211,17 @@ class PreferenceStep:
             losses_D = preference_losses(judged.answers(ratios_DA, self.baseline_A), how)
             loss = how.pref_loss_ratio * losses_D.sum() / self.num_samples
             if how.sft_weight:
-                learnt = -(policy_DA[:, 0] * judged.learnt_D).sum() / self.num_learnt
+                learnt = -judged.sft_log_probs(policy_DA).sum() / self.num_learnt
                 loss = loss + how.sft_weight * learnt
             if self.of.sums.layout.tells:
                 self.measured.add_(
                     measures(
-                        policy_DA, ratios_DA, judged.tokens_DA, losses_D, judged.desirable_D, how
+                        policy_DA[:, :PER_SAMPLE],
+                        ratios_DA,
+                        losses_D,
+                        (judged.sft_log_probs(policy_DA), judged.sft_tokens_D),
+                        judged.desirable_D,
+                        how,
                     )
                 )
             else:

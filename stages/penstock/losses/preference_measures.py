@@ -35,8 +35,8 @@ MARGINS = "rewards/margins"
 def measures(
     policy_DA: torch.Tensor,
     ratios_DA: torch.Tensor,
-    tokens_DA: torch.Tensor,
     losses_D: torch.Tensor,
+    sft: tuple[torch.Tensor, torch.Tensor],
     desirable_D: torch.Tensor | None,
     how: PreferenceConfig,
 ) -> torch.Tensor:
@@ -45,8 +45,8 @@ def measures(
     Args:
         policy_DA: log-probabilities, summed over tokens.
         ratios_DA: normalised, as the loss takes them.
-        tokens_DA: trained tokens of the answers.
         losses_D: the loss of each sample.
+        sft: the log-probability of what cross-entropy learns of each sample, and its tokens, [D].
     """
     worth_DA, policy_DA = rewards(ratios_DA, how), policy_DA.detach()
     one_D = torch.ones_like(losses_D)
@@ -64,9 +64,9 @@ def measures(
         (losses_D.detach(), one_D),
     ]
     sums = [torch.stack([(value * weight).sum(), weight.sum()]) for value, weight in told]
-    good_D = chosen[1]
-    learnt = torch.stack([-(policy_DA[:, 0] * good_D).sum(), (tokens_DA[:, 0] * good_D).sum()])
-    return torch.stack([*sums, learnt]).double()
+    log_probs_D, tokens_D = sft
+    sums.append(torch.stack([-log_probs_D.detach().sum(), tokens_D.sum()]))
+    return torch.stack(sums).double()
 
 
 def told(sums: Sequence[Sequence[float]], prefix: str = "") -> Mapping[str, float]:

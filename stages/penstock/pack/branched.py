@@ -1,12 +1,12 @@
 """Samples with two answers, as documents that branch (see `rows.branching`).
 
 A pair has its chosen and its rejected answer. A judged answer stands beside one to another prompt,
-from which the baseline of KTO is estimated (Ethayarajh et al. 2024, arXiv 2402.01306): that of the
-next stored sample whose prompt is another one, round the end. It loses its end where prompt and
-answer would be longer than the longest sample is. So the two depend neither on rows nor on their
-order.
+from which the KL divergence of KTO is estimated (Ethayarajh et al. 2024, arXiv 2402.01306). Which
+one that is follows from the order of the stored samples, so the two depend neither on rows nor on
+their order.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from penstock.core.errors import StageError
+from penstock.pack.settings import PackSettings
 from penstock.rows.bins import Indices
 from penstock.rows.branching import PER_SAMPLE
 from penstock.rows.prepared import PreparedSamples
@@ -30,7 +31,12 @@ class Branched:
     """The samples of a split, one document each where prompts are shared, else one per answer."""
 
     samples: PreparedSamples
-    share_prompts: bool
+    settings: PackSettings
+
+    @property
+    def share_prompts(self) -> bool:
+        """Whether the answers of a sample share their prompt's tokens."""
+        return self.settings.share_prompts
 
     @property
     def documents(self) -> int:
@@ -139,8 +145,11 @@ class Branched:
         lengths = [self.samples.lengths_of(side) for side in self._sides]
         counts = np.stack(lengths, axis=1) - self._causes[:, None] - 1
         if self._is_judged and len(counts):
-            room = lengths[0].max() - self._causes - 1
-            counts[:, 1] = np.minimum(counts[self._others, 0], room)
+            counts[:, 1] = counts[self._others, 0]
+            if self.settings.kl_max_len is not None:
+                # A sample of a data set without a limit may be longer, and so may its pair.
+                longest = np.maximum(lengths[0], self.settings.kl_max_len)
+                counts[:, 1] = np.minimum(counts[:, 1], longest - self._causes - 1)
         return counts
 
     @cached_property
@@ -165,19 +174,35 @@ class Branched:
                 f"There is one {self.samples.split} sample of type kto, and the baseline needs the "
                 "answer of another one.\n  Add samples, or raise data.val_set_size."
             )
+        if self.settings.kl_pairing == "rotate":
+            return _rotated(count, self.settings.kl_rotation_size or count)
         prompts = [
             self._own(0, sample)[0][: cause + 1].tobytes()
             for sample, cause in enumerate(self._causes.tolist())
         ]
-        others = (np.arange(count) + 1) % count
-        # Twice round, so that the last samples know of the first ones.
-        for sample in [*range(count - 1, -1, -1)] * 2:
-            following = (sample + 1) % count
-            if prompts[sample] == prompts[following]:
-                others[sample] = others[following]
-        # Where all prompts are one, any other sample's answer is as good.
-        others[others == np.arange(count)] += 1
-        return others % count
+        return _of_other_prompts(prompts)
+
+
+def _rotated(count: int, size: int) -> Indices:
+    """For each sample the one before it; for the first of a group of `size` the group's last."""
+    others = np.arange(count) - 1
+    firsts = np.arange(0, count, size)
+    others[firsts] = np.minimum(firsts + size, count) - 1
+    return others
+
+
+def _of_other_prompts(prompts: Sequence[bytes]) -> Indices:
+    """For each sample the nearest one before it, round the start, that has another prompt."""
+    count = len(prompts)
+    others = np.arange(count) - 1
+    # Twice round, so that the first samples know of the last ones.
+    for sample in [*range(count)] * 2:
+        if prompts[sample] == prompts[sample - 1]:
+            others[sample] = others[sample - 1]
+    others %= count
+    # Where all prompts are one, any other sample's answer is as good.
+    others[others == np.arange(count)] -= 1
+    return others % count
 
 
 def _lists(starts: Indices, values: pa.Array) -> pa.Array:

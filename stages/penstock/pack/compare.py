@@ -37,7 +37,7 @@ def compare(prepared: Path, settings: PackSettings, pad_to_multiple_of: int) -> 
         if not len(samples):
             continue
         chosen = method_of(split, settings)
-        form = form_of(samples, share_prompts=settings.share_prompts)
+        form = form_of(samples, settings)
         bound = _bound(form, settings.sample_packing_sequence_len)
         for method in METHODS:
             layout = lay_out(form, settings, method)

@@ -35,9 +35,9 @@ class Layout:
         return self.sizes[self.bins.samples]
 
 
-def form_of(samples: PreparedSamples, *, share_prompts: bool) -> Form:
+def form_of(samples: PreparedSamples, settings: PackSettings) -> Form:
     """What the samples are in a row."""
-    return Plain(samples) if samples.kind == "sft" else Branched(samples, share_prompts)
+    return Plain(samples) if samples.kind == "sft" else Branched(samples, settings)
 
 
 def method_of(split: str, settings: PackSettings) -> Method:

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from penstock.config.base import Settings
+from penstock.config.preference import KLPairing
 
 
 def _unset_is_true(value: Any) -> Any:
@@ -34,3 +35,14 @@ class PackSettings(Settings):
 
     share_prompts: bool = True
     """Whether the two answers of a sample share their prompt's tokens."""
+
+    kl_pairing: KLPairing | None = None
+    """Judged answers: which answer stands beside each, as in `preference.kl_pairing`. None where
+    samples are of another kind."""
+
+    kl_rotation_size: int | None = Field(default=None, gt=0)
+    """`rotate`: consecutive samples among which answers rotate; None: all."""
+
+    kl_max_len: int | None = Field(default=None, gt=0)
+    """Judged answers: tokens of a prompt with the answer beside its own, at most, unless the sample
+    itself has more; None: no limit."""

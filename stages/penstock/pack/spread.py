@@ -47,7 +47,7 @@ class Shard:
     bins: Bins
     sizes: Indices
     """Tokens of the samples in `bins`."""
-    share_prompts: bool
+    settings: PackSettings
 
 
 def shards_of(
@@ -55,7 +55,7 @@ def shards_of(
 ) -> list[Shard]:
     """The files of a split, with about equally many rows each: as many as `num_shards` or by size,
     and never more than rows."""
-    bins, sizes, shares = layout.bins, layout.tokens(), settings.share_prompts
+    bins, sizes = layout.bins, layout.tokens()
     by_size = -(-int(sizes.sum()) * BYTES_PER_TOKEN // SHARD_BYTES)
     count = min(settings.num_shards or by_size, len(bins))
     found: list[Shard] = []
@@ -65,7 +65,7 @@ def shards_of(
         last = int(bins.ends[high - 1])
         rows = Bins(bins.samples[first:last], bins.ends[low:high] - first)
         target = folder / f"rows-{index:05d}-of-{count:05d}.arrow"
-        found.append(Shard(prepared, split, target, rows, sizes[first:last], shares))
+        found.append(Shard(prepared, split, target, rows, sizes[first:last], settings))
     return found
 
 
@@ -89,7 +89,7 @@ def _in_this_process(shards: Sequence[Shard]) -> list[Written]:
     if not shards:
         return []
     first = shards[0]
-    form = _form(first.prepared, first.split, share_prompts=first.share_prompts)
+    form = _form(first.prepared, first.split, first.settings)
     return [write(form, one.bins, one.sizes, one.target) for one in shards]
 
 
@@ -119,12 +119,12 @@ def _begin() -> None:
 
 
 def _write_one(shard: Shard) -> Written:
-    form = _form_in_this_worker(shard.prepared, shard.split, share_prompts=shard.share_prompts)
+    form = _form_in_this_worker(shard.prepared, shard.split, shard.settings)
     return write(form, shard.bins, shard.sizes, shard.target)
 
 
-def _form(prepared: Path, split: str, *, share_prompts: bool) -> Form:
-    return form_of(PreparedSamples(prepared, split), share_prompts=share_prompts)
+def _form(prepared: Path, split: str, settings: PackSettings) -> Form:
+    return form_of(PreparedSamples(prepared, split), settings)
 
 
 _form_in_this_worker = lru_cache(maxsize=1)(_form)

@@ -21,7 +21,12 @@ class Pack(Stage):
 
     name: ClassVar[str] = "pack"
     version: ClassVar[int] = 3
-    neutral: ClassVar[Mapping[str, Any]] = {"share_prompts": True}
+    neutral: ClassVar[Mapping[str, Any]] = {
+        "share_prompts": True,
+        "kl_pairing": None,
+        "kl_rotation_size": None,
+        "kl_max_len": None,
+    }
 
     settings: PackSettings  # pyright: ignore[reportIncompatibleVariableOverride]
     prepared: Artifact
@@ -58,7 +63,7 @@ class Pack(Stage):
         from penstock.rows.sources import Sources
 
         samples = PreparedSamples(self.prepared.path, split)
-        form = form_of(samples, share_prompts=self.settings.share_prompts)
+        form = form_of(samples, self.settings)
         layout = lay_out(form, self.settings, method_of(split, self.settings))
         folder = out / "data" / split
         shards = shards_of(self.prepared.path, split, layout, folder, self.settings)

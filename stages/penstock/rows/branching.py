@@ -15,6 +15,8 @@ from itertools import accumulate, pairwise
 import numpy as np
 import numpy.typing as npt
 
+from penstock.rows.schema import IGNORED
+
 Numbers = npt.NDArray[np.int64]
 
 PER_SAMPLE = 2
@@ -85,6 +87,23 @@ class Branching:
         numbers = np.full(runs.shape, -1)
         numbers[:, 1:] = np.arange(len(self.branches)).reshape(len(runs), -1)
         return np.repeat(numbers.ravel(), runs.ravel())
+
+    def sample_of_prompt_tokens(self, labels: Numbers) -> Numbers:
+        """[T]: the sample that each token before the first trained one of a first branch is of;
+        -1 for all others. `labels` are those of the tokens, [T] or longer."""
+        found = np.full(sum(self.documents()), -1)
+        begin = branch = 0
+        for shared, *branches in self._runs().tolist():
+            at = begin + shared
+            for size in branches:
+                trained = np.flatnonzero(labels[at : at + size] != IGNORED)
+                if branch % PER_SAMPLE == 0 and len(trained):
+                    found[begin : begin + shared] = branch // PER_SAMPLE
+                    found[at : at + trained[0]] = branch // PER_SAMPLE
+                at += size
+                branch += 1
+            begin = at
+        return found
 
     def spans(self) -> list[Span]:
         """The shared tokens of each document, and each of its branches; none is empty."""

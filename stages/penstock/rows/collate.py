@@ -49,6 +49,22 @@ class MicroBatch:
             branch[: len(found)] = found
         return torch.from_numpy(branch)
 
+    def prompt_targets(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Labels of prompts, which are not among `labels_T`: each prompt token is the target of the
+        one before it, once per sample. int64, of the whole micro-batch.
+
+        Returns:
+            labels_T: -100 outside of prompts.
+            sample_T: the number of each such label's sample; -1 elsewhere.
+        """
+        labels, sample = (np.full(sum(self.lengths), fill, np.int64) for fill in (IGNORED, -1))
+        if self.branching:
+            found = self.branching.sample_of_prompt_tokens(self.labels_T.numpy())
+            places = np.flatnonzero(found >= 0)
+            labels[places] = self.input_ids_T.numpy()[places + 1]
+            sample[places] = found[places]
+        return torch.from_numpy(labels), torch.from_numpy(sample)
+
     def spans(self) -> list[Span] | None:
         """Which tokens later ones see how long; None where all see what is before them in their
         documents."""
