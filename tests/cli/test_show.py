@@ -20,10 +20,11 @@ def test_a_model_that_cannot_be_asked_is_left_unjudged(tmp_path: Path, model: st
     assert penstock("plan", config).code in (2, 3)
 
 
-def test_a_folder_that_is_called_otherwise_here_is_a_fault(tmp_path: Path) -> None:
+@pytest.mark.parametrize("train", [ASKS_THE_MODEL, {}], ids=["asks the model", "asks nothing"])
+def test_a_folder_that_is_called_otherwise_here_is_a_fault(tmp_path: Path, train: dict) -> None:
     (tmp_path / "model").mkdir()
     wrong = str(tmp_path / "modle")
-    config = small_run(tmp_path, model={"config_path": wrong}, train=ASKS_THE_MODEL)
+    config = small_run(tmp_path, model={"config_path": wrong}, train=train)
     said = penstock("check", config)
     assert said.code == 2
     assert "did you mean model" in said.err

@@ -74,6 +74,18 @@ def test_keys_that_nobody_knows_are_told_and_refused_if_asked(tmp_path: Path) ->
     assert penstock("check", theirs).code == 2
 
 
+def test_doubtful_values_are_told_and_refused_if_asked(tmp_path: Path) -> None:
+    theirs = written(tmp_path, THEIRS.replace("compute_type: bf16", "compute_type: fp8"))
+    said = penstock("translate", theirs, "--json", "--world-size", 1)
+    assert said.code == 0
+    assert (said.last["has_doubtful"], said.last["counts"]["doubtful"]) == (True, 1)
+    by_key = {line["key"]: line for line in said.last["keys"]}
+    assert by_key["compute_type"]["class"] == "doubtful"
+    assert "experts" in by_key["compute_type"]["why"]
+    assert penstock("translate", theirs, "--strict", "--world-size", 1).code == 2
+    assert not penstock("translate", written(tmp_path), "--json").last["has_doubtful"]
+
+
 def test_nothing_is_written_of_what_can_be_no_run(tmp_path: Path) -> None:
     ours = tmp_path / "ours.yaml"
     for change, told in {

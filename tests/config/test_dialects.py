@@ -13,8 +13,10 @@ from penstock.config.dialects.dialect import Dialect, is_flat
 from penstock.config.dialects.draft import Draft, Entry
 from penstock.config.dialects.fit import Devices
 from penstock.config.dialects.known import DIALECTS, named, recognised
+from penstock.config.dialects.llama_factory import LLAMA_FACTORY
 from penstock.config.dialects.server import SERVER as SERVERS_OWN
 from penstock.config.dialects.translate import translate
+from penstock.config.dialects.trl import TRL
 from penstock.config.foreign import load_translation
 from penstock.config.load import load, loads
 from penstock.config.overrides import split_overrides
@@ -322,3 +324,17 @@ def _part_of(run: RunConfig, said: RunConfig) -> Any:
 
     whole = json.loads(run.model_dump_json())
     return within(whole, json.loads(said.model_dump_json(exclude_unset=True)))
+
+
+def test_values_that_may_not_do_what_was_meant_are_doubtful() -> None:
+    def kinds(dialect: Dialect, **keys: Any) -> dict[str, str]:
+        base = {"model_name_or_path": "m", "output_dir": "o", **keys}
+        return {line.key: line.kind for line in translate(base, dialect, Devices(2)).lines}
+
+    warm = {"dataset_name": "d", "warmup_steps": 50, "max_steps": 40}
+    assert kinds(TRL, **warm)["warmup_steps"] == "doubtful"
+    assert kinds(TRL, **{**warm, "warmup_steps": 40})["warmup_steps"] != "doubtful"
+    texts = {"dataset": "d", "template": "qwen3", "cutoff_len": 64, "stage": "pt"}
+    assert kinds(LLAMA_FACTORY, **texts)["dataset"] == "doubtful"
+    assert kinds(LLAMA_FACTORY, **{**texts, "stage": "sft"})["dataset"] == "approximated"
+    assert kinds(LLAMA_FACTORY, **{**texts, "stage": "sft"}, fp8=True)["fp8"] == "doubtful"

@@ -1,5 +1,6 @@
 """Files of ERNIEKit's: every key of theirs has a meaning here, or a word why it has none."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from penstock.config.foreign import load_translation
 from penstock.config.load import load, loads
 from penstock.core.errors import ConfigError
 from penstock.engine.parallel.degrees import accumulation_steps, degrees_of, rows_per_step
+from penstock.optim.schedule import lr_at
 from tests.config.erniekit_keys import CHANGES, IDLE
 
 SHARED = Path(__file__).parents[3] / "shared"
 EXAMPLES = sorted((SHARED / "examples" / "erniekit").glob("*.yaml"))
+VECTORS = SHARED / "spec" / "lr_vectors.json"
 MAP = SHARED / "spec" / "dialect_map.yaml"
 
 ROWS = {
@@ -41,6 +44,20 @@ def translated(**keys: Any) -> Translation:
 
 def line_of(translation: Translation, key: str) -> Line:
     return next(line for line in translation.lines if line.key == key)
+
+
+@pytest.mark.skipif(not VECTORS.is_file(), reason="needs ../shared/spec/lr_vectors.json")
+def test_rates_are_those_of_their_schedules() -> None:
+    names = {"num_warmup_steps": "warmup_steps", "num_training_steps": "max_steps"}
+    for case in json.loads(VECTORS.read_text())["ernie"]:
+        keys = {names.get(name, name): value for name, value in case["args"].items()}
+        asked = {"max_steps": 100, "learning_rate": case["lr"], **keys}
+        found = translated(lr_scheduler_type=case["lr_scheduler_type"], **asked)
+        train = loads(found.settings).train
+        # A run of 100 steps has none after 99.
+        want = {int(step): rate for step, rate in case["lr_at"].items() if int(step) < 100}
+        got = [lr_at(step, 100, train) for step in want]
+        assert got == pytest.approx(list(want.values()), rel=1e-9), case
 
 
 @pytest.mark.parametrize("key", CHANGES)

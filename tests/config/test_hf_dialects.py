@@ -1,12 +1,16 @@
 """Files of TRL, LLaMA-Factory and axolotl, judged by the classes and schedules they stand for."""
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 import trl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -102,31 +106,77 @@ def test_trls_keys_and_defaults_are_those_of_its_classes() -> None:
             assert theirs in (value, None), name
 
 
-SCHEDULES: dict[str, tuple[str, dict[str, Any]]] = {
-    "linear": ("linear", {}),
-    "cosine": ("cosine", {"num_cycles": 1.5}),
-    "floor": ("cosine_with_min_lr", {"min_lr_rate": 0.2}),
-    "constant": ("constant", {}),
-    "warm": ("constant_with_warmup", {}),
-    "polynomial": ("polynomial", {"power": 2.0, "lr_end": 1e-4}),
-    "root": ("inverse_sqrt", {}),
-    "timescale": ("inverse_sqrt", {"timescale": 30}),
+RATE = 0.02
+KWARGS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
+    "linear": {},
+    "constant": {},
+    "constant_with_warmup": {},
+    "cosine": {"num_cycles": st.floats(0.1, 2)},
+    "cosine_with_min_lr": {"num_cycles": st.floats(0.1, 0.5), "min_lr_rate": st.floats(0, 1)},
+    "polynomial": {"power": st.floats(0.5, 4), "lr_end": st.floats(0, RATE / 2)},
+    "inverse_sqrt": {"timescale": st.integers(1, 99)},
+    "warmup_stable_decay": {
+        "num_decay_steps": st.integers(1, 30),
+        "decay_type": st.sampled_from(["linear", "cosine", "1-sqrt"]),
+        "warmup_type": st.just("linear"),
+        "min_lr_ratio": st.floats(0, 1),
+        "num_cycles": st.floats(0.1, 1),
+    },
 }
+"""Arguments of transformers' schedules."""
+
+NEEDED = {"cosine_with_min_lr": "min_lr_rate", "warmup_stable_decay": "num_decay_steps"}
 
 
-@pytest.mark.parametrize("case", SCHEDULES)
-@pytest.mark.parametrize("dialect", [TRL, AXOLOTL], ids=lambda one: one.name)
-def test_rates_are_those_of_the_trainers_schedules(dialect: Dialect, case: str) -> None:
-    name, kwargs = SCHEDULES[case]
-    key = "lr_scheduler_type" if dialect is TRL else "lr_scheduler"
-    steps = {"warmup_steps": 7, "max_steps": 50, "learning_rate": 0.02}
+@st.composite
+def schedules(draw: st.DrawFn) -> tuple[str, dict[str, Any], float, int]:
+    """A name, arguments, warmup in steps or as a share of all, and the steps of a run."""
+    name = draw(st.sampled_from(sorted(KWARGS)))
+    needed = {key: KWARGS[name][key] for key in [NEEDED.get(name)] if key}
+    others = {key: value for key, value in KWARGS[name].items() if key not in needed}
+    kwargs = draw(st.fixed_dictionaries(needed, optional=others))
+    warmup = draw(st.integers(0, 20) | st.floats(0.01, 0.3))
+    return name, kwargs, warmup, draw(st.integers(60, 90))
+
+
+@pytest.mark.parametrize("dialect", [TRL, LLAMA_FACTORY, AXOLOTL], ids=lambda one: one.name)
+@given(schedules())
+@settings(max_examples=25, deadline=None)
+def test_rates_are_those_of_the_trainers_schedules(
+    dialect: Dialect, case: tuple[str, dict[str, Any], float, int]
+) -> None:
+    name, kwargs, warmup, total = case
+    key = "lr_scheduler" if dialect is AXOLOTL else "lr_scheduler_type"
+    ratio = isinstance(warmup, float)
+    asked = {"warmup_ratio" if ratio else "warmup_steps": warmup}
+    if dialect is AXOLOTL and not ratio:
+        asked["warmup_ratio"] = 0.0
+    steps = {"max_steps": total, "learning_rate": RATE, **asked}
     run = run_of(dialect, **{key: name, "lr_scheduler_kwargs": kwargs}, **steps)
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.02)
-    scheduler = get_scheduler(name, optimizer, 7, 50, kwargs)
-    for step in range(50):
-        assert lr_at(step, 50, run.train) == pytest.approx(optimizer.param_groups[0]["lr"]), step
-        optimizer.step()
-        scheduler.step()
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=RATE)
+    of_warmup = math.ceil(warmup * total) if ratio else int(warmup)
+    scheduler = get_scheduler(name, optimizer, of_warmup, total, dict(kwargs))
+    [share] = cast("LambdaLR", scheduler).lr_lambdas
+    for step in range(total):
+        assert lr_at(step, total, run.train) == pytest.approx(RATE * share(step), rel=1e-9), step
+
+
+def test_a_stable_rate_without_a_length_of_its_decay_is_refused_or_as_long_as_there() -> None:
+    for dialect, key in ((TRL, "lr_scheduler_type"), (AXOLOTL, "lr_scheduler")):
+        found = translated(dialect, **{key: "warmup_stable_decay"})
+        assert "num_decay_steps" in line_of(found, key).why
+        assert line_of(found, key).kind == "refused"
+    wsd = {"lr_scheduler_type": "warmup_stable_decay", "warmup_steps": 10}
+    train = run_of(LLAMA_FACTORY, **wsd, max_steps=111).train
+    assert train.lr_schedule_kwargs.decay_steps == 101 - 101 // 3
+    assert line_of(translated(LLAMA_FACTORY, **wsd), "lr_scheduler_type").kind == "refused"
+
+
+def test_other_warmups_and_decays_are_refused() -> None:
+    for kwargs in ({"warmup_type": "cosine"}, {"decay_type": "exp"}, {"num_stable_steps": 4}):
+        asked = {"lr_scheduler_kwargs": {"num_decay_steps": 5, **kwargs}}
+        found = translated(TRL, lr_scheduler_type="warmup_stable_decay", **asked)
+        assert line_of(found, "lr_scheduler_kwargs").kind == "refused"
 
 
 def test_a_share_of_warmup_becomes_the_steps_it_is_there() -> None:

@@ -22,13 +22,14 @@ REPORT = "translation_report.json"
 MEANING: Mapping[Kind, str] = {
     "refused": "nothing here can honour it",
     "unknown": "nobody here knows it",
+    "doubtful": "may mean something else there; look at each",
     "approximated": "near to what was asked for, and not the same",
     "no effect": "has nothing to do here",
     "assumed": "left out there, where this is the default",
     "translated": "the same in other words",
     "maps": "the same under our name",
 }
-MARKED: tuple[Kind, ...] = ("assumed", "approximated")
+MARKED: tuple[Kind, ...] = ("assumed", "approximated", "doubtful")
 """What a comment in the translated file points out."""
 
 MISSING = object()
@@ -48,7 +49,7 @@ class Wish:
     dialect: str | None = None
     """Which it is written in; None: what it is recognised as."""
     strict: bool = False
-    """Refuse keys that nobody here knows."""
+    """Refuse keys that nobody here knows, and values whose meaning is doubtful."""
 
 
 def translate_file(wish: Wish, console: Console) -> dict[str, Any]:
@@ -69,7 +70,7 @@ def translate_file(wish: Wish, console: Console) -> dict[str, Any]:
 
 
 def _require(translation: Translation, faults: str, wish: Wish) -> None:
-    kinds: tuple[Kind, ...] = ("refused", "unknown") if wish.strict else ("refused",)
+    kinds: tuple[Kind, ...] = ("refused", "unknown", "doubtful") if wish.strict else ("refused",)
     if stopped := translation.of(*kinds):
         told = "\n".join(f"  {line.key}: {line.why}" for line in stopped)
         raise ConfigError(f"{wish.file} cannot be translated\n{told}")
@@ -123,6 +124,7 @@ def as_record(translation: Translation) -> dict[str, Any]:
     return {
         "dialect": translation.dialect,
         "processes": translation.ranks,
+        "has_doubtful": bool(translation.of("doubtful")),
         "counts": {kind: len(translation.of(kind)) for kind in KINDS},
         "keys": [
             {

@@ -61,10 +61,12 @@ def _summary(path: Path, translation: Translation) -> str:
     near, idle, assumed = (
         len(translation.of(kind)) for kind in ("approximated", "no effect", "assumed")
     )
+    doubtful = ", ".join(line.key for line in translation.of("doubtful"))
     return (
         f"{path} is written for {translation.title}: {near} of its keys are approximated, {idle}"
         f" have no effect here, and {assumed} of its defaults are assumed;"
         f" penstock translate {path} lists them"
+        + (f". Doubtful, look at each: {doubtful}" if doubtful else "")
     )
 
 

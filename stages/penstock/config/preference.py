@@ -109,10 +109,10 @@ class PreferenceConfig(Section):
     """`kto`: the weight of answers that are bad."""
 
     kl_pairing: KLPairing = "other_prompt"
-    """`kto`: which answer is paired with a prompt to estimate the KL divergence. `other_prompt`: that
-    of the nearest sample before it, in the order of the data, with another prompt. `rotate`: that of
-    the sample before it, whatever its prompt, as TRL and LLaMA-Factory do. The pair is cut at
-    `max_seq_len` of the data sets, and nowhere if that is unset."""
+    """`kto`: which answer is paired with a prompt to estimate the KL divergence. `other_prompt`:
+    that of the nearest sample before it, in the order of the data, with another prompt. `rotate`:
+    that of the sample before it, whatever its prompt, as TRL and LLaMA-Factory do. The pair is cut
+    at `max_seq_len` of the data sets, and nowhere if that is unset."""
 
     kl_rotation_size: int | None = Field(default=None, gt=0)
     """`kl_pairing: rotate`: answers rotate within groups of so many consecutive samples; TRL's

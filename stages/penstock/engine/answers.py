@@ -19,7 +19,7 @@ from penstock.rows.schema import IGNORED
 
 SumsOf = Callable[[torch.Tensor, nn.Module], torch.Tensor]
 """Final hidden states and the head to the log-probability of each answer, fp64 [D, A]: the sum over
-its tokens, on all ranks that share them. With prompts a last column has the prompt's: [D, A + 1]."""
+its tokens, on all ranks that share them. With prompts [D, A + 1]: a last column has theirs."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,9 @@ class AnswerSums:
 
     @torch.no_grad()
     def told(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """The log-probabilities of each micro-batch's answers, as `SumsOf` has them, on the one rank
-        of a replica that tells them, and zeros on the others: the sum over all ranks has them all."""
+        """The log-probabilities of each micro-batch's answers, shaped as by `SumsOf`, on the one
+        rank of a replica that tells them, and zeros on the others: the sum over all ranks has them
+        all."""
         found = [self._zeros(batch) for batch in batches]
         self.layout.forward(
             [

@@ -150,6 +150,12 @@ def _rl(entry: Entry) -> None:
         return
     entry.put("train.objective", "preference")
     entry.put("preference.loss_type", LOSS_OF[str(entry.value)])
+    # Axolotl trains with TRL's trainers.
+    if entry.value == "orpo":
+        entry.put("preference.sft_loss_scope", "prompt_and_answer")
+    elif entry.value == "kto":
+        entry.put("preference.kl_pairing", "rotate")
+        entry.put("preference.kl_rotation_size", entry.get("micro_batch_size", 1))
 
 
 def _beta(entry: Entry) -> None:
@@ -199,6 +205,7 @@ def _settle(draft: Draft) -> None:
         draft.say("warmup_ratio", "assumed", why)
         draft.lines["warmup_ratio"].names.append("train.lr_warmup_ratio")
     settle_precision(draft, "bfloat16")
+    hf_schedule.require_decay_steps(draft, "lr_scheduler")
     if not draft.value("train.use_mlflow"):
         draft.drop("train.mlflow_tracking_uri", "nothing is sent there", "approximated")
     hf_arguments.settle_evaluations(draft)

@@ -7,13 +7,23 @@ from typing import Any, Literal, cast
 from penstock.config.pipeline import SECRET
 from penstock.core.urls import scrubbed
 
-Kind = Literal["maps", "translated", "approximated", "no effect", "assumed", "unknown", "refused"]
+Kind = Literal[
+    "maps",
+    "translated",
+    "approximated",
+    "doubtful",
+    "no effect",
+    "assumed",
+    "unknown",
+    "refused",
+]
 """What becomes of a key: its value under our name; another way to say the same; something near it;
-nothing, for it has no meaning here; its default there; nothing, for nobody here knows it; or
-nothing, and the file cannot be used with it."""
+a setting that may not do what was meant; nothing, for it has no meaning here; its default there;
+nothing, for nobody here knows it; or nothing, and the file cannot be used with it."""
 
 KINDS: tuple[Kind, ...] = (
-    "refused", "unknown", "approximated", "no effect", "assumed", "translated", "maps",
+    "refused", "unknown", "doubtful", "approximated", "no effect", "assumed", "translated",
+    "maps",
 )  # fmt: skip
 """Those that a person should look at first."""
 
@@ -72,6 +82,12 @@ class Draft:
         for line in self.lines_of(name):
             line.kind = line.kind if line.kind == "assumed" else "approximated"
             line.why = why
+
+    def doubt(self, name: str, why: str) -> None:
+        """Tell the keys that decide a setting as doubtful, assumed ones too."""
+        for line in self.lines_of(name):
+            if line.kind != "refused":
+                line.kind, line.why = "doubtful", f"{line.why}; {why}" if line.why else why
 
     def drop(self, name: str, why: str, kind: Kind = "no effect") -> None:
         """Leave a setting out again. `kind` is how keys that decide nothing else are told."""
@@ -137,6 +153,10 @@ class Entry:
         """What was put is near to what was asked for, and not the same."""
         self._say("approximated", why)
 
+    def doubtful(self, why: str) -> None:
+        """What was put may not mean there what it means here; a person has to look."""
+        self._say("doubtful", why)
+
     def no_effect(self, why: str) -> None:
         """Nothing was put, and nothing is missing."""
         self._say("no effect", why)
@@ -153,7 +173,7 @@ class Entry:
         self.is_said = True
         self.line.why = why
         # A default that nothing comes of is not worth a line; one that comes near stays assumed.
-        if not self.is_assumed or kind == "refused":
+        if not self.is_assumed or kind in ("refused", "doubtful"):
             self.line.kind = kind
 
 

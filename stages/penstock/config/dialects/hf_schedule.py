@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from penstock.config.dialects.dialect import Rule
-from penstock.config.dialects.draft import Entry
+from penstock.config.dialects.draft import Draft, Entry
 
 MORE = "train.lr_schedule_kwargs"
 
@@ -25,11 +25,16 @@ OF_STYLE: Mapping[str, tuple[str, ...]] = {
     "cosine_with_min_lr": ("num_cycles", "min_lr", "min_lr_rate"),
     "polynomial": ("power", "lr_end"),
     "inverse_sqrt": ("timescale",),
-    "warmup_stable_decay": ("num_decay_steps", "decay_type", "min_lr_ratio"),
+    "warmup_stable_decay": (
+        *("num_decay_steps", "decay_type", "warmup_type", "min_lr_ratio", "num_cycles"),
+    ),
 }
 """What `lr_scheduler_kwargs` may say of each here."""
 
 SAME_NAMES = {"num_cycles": "num_cycles", "power": "power", "timescale": "timescale"}
+
+DECAY_SHAPES = {"linear": "linear", "cosine": "cosine", "1-sqrt": "sqrt"}
+"""`decay_type` of a warmup, a stable rate and a decay; a cosine unless it is written."""
 
 ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_torch_xla")
 IN_FEW_BITS = (
@@ -88,6 +93,18 @@ def schedule(entry: Entry) -> None:
     entry.put("train.lr_decay_style", STYLES[name])
     if STYLES[name] != "constant" and not entry.draft.has("train.lr_min"):
         entry.put("train.lr_min", 1e-7 if name == "polynomial" else 0.0)
+    if STYLES[name] == "wsd" and not entry.draft.has(f"{MORE}.decay_shape"):
+        entry.put(f"{MORE}.decay_shape", "cosine")
+
+
+def require_decay_steps(draft: Draft, type_key: str) -> None:
+    """Refuse a stable rate whose decay has no length: transformers' trainer has no default."""
+    if draft.value("train.lr_decay_style") == "wsd" and not draft.has(f"{MORE}.decay_steps"):
+        draft.say(
+            type_key,
+            "refused",
+            "warmup_stable_decay needs num_decay_steps; write it in lr_scheduler_kwargs",
+        )
 
 
 def schedule_arguments(type_key: str, rate_key: str) -> Rule:
@@ -95,13 +112,17 @@ def schedule_arguments(type_key: str, rate_key: str) -> Rule:
 
     def rule(entry: Entry) -> None:
         style = str(entry.get(type_key, "linear"))
-        given = cast("dict[str, Any]", entry.value if isinstance(entry.value, dict) else {})
+        whole: Any = entry.value
+        given = cast("dict[str, Any]", dict(whole) if isinstance(whole, dict) else {})
         foreign = [name for name in given if name not in OF_STYLE.get(style, ())]
         if foreign:
             entry.refuse(f"{style} takes no {', '.join(foreign)} here")
             return
         if not given:
             entry.no_effect("asks for nothing")
+        waves = style != "warmup_stable_decay" or given.get("decay_type", "cosine") == "cosine"
+        if not waves and given.pop("num_cycles", None) and not given:
+            entry.no_effect("num_cycles is read with decay_type: cosine alone")
         for name, value in given.items():
             _argument(entry, name, value, entry.get(rate_key, 5e-5))
 
@@ -113,12 +134,23 @@ def _argument(entry: Entry, name: str, value: Any, rate: Any) -> None:
         entry.put(f"{MORE}.{SAME_NAMES[name]}", value)
     elif name in ("min_lr", "lr_end"):
         entry.put("train.lr_min", value)
-    elif name in ("min_lr_rate", "min_lr_ratio"):
+    elif name == "min_lr_rate":
         entry.put("train.lr_min", share_of(rate, value))
+    elif name == "min_lr_ratio":
+        # Warmup begins there too, and not at 0.
+        entry.put("train.lr_min", share_of(rate, value))
+        entry.put("train.lr_start", share_of(rate, value))
+    elif name == "warmup_type":
+        if value != "linear":
+            entry.refuse(f"a warmup of {value} is not computed here; linear is")
+        elif not entry.is_said:
+            entry.no_effect("warmup is linear")
     elif name == "num_decay_steps":
         entry.put(f"{MORE}.decay_steps", value)
+    elif value in DECAY_SHAPES:
+        entry.put(f"{MORE}.decay_shape", DECAY_SHAPES[value])
     else:
-        entry.put(f"{MORE}.decay_shape", {"1-sqrt": "sqrt"}.get(str(value), value))
+        entry.refuse(f"decay_type takes {', '.join(DECAY_SHAPES)}")
 
 
 def share_of(rate: float, share: float) -> float:
@@ -164,4 +196,4 @@ def _share(entry: Entry) -> None:
         entry.put("train.lr_warmup_steps", math.ceil(steps * entry.value))
     else:
         entry.put("train.lr_warmup_ratio", float(entry.value))
-        entry.explain("a share of all steps is rounded down here, and up there")
+        entry.approximated("a share of all steps is rounded down here, and up there")

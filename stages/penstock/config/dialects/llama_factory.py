@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from penstock.config.dialects import hf_arguments, hf_models
+from penstock.config.dialects import hf_arguments, hf_models, hf_schedule
 from penstock.config.dialects.dialect import (
     Dialect,
     Rule,
@@ -58,6 +58,8 @@ def _stage(entry: Entry) -> None:
     elif name == "kto":
         entry.put("train.objective", "preference")
         entry.put("preference.loss_type", "kto")
+        entry.put("preference.kl_pairing", "rotate")
+        entry.put("preference.kl_rotation_size", entry.get("preprocessing_batch_size", 1000))
     elif name == "sft":
         entry.put("train.objective", "sft")
     else:
@@ -176,6 +178,13 @@ def _prefers(draft: Draft) -> bool:
     return draft.get("stage") in ("dpo", "kto")
 
 
+def _preparing(entry: Entry) -> None:
+    if entry.get("stage") == "kto":
+        entry.decides("preference.kl_rotation_size")
+    else:
+        entry.no_effect("how samples are prepared, which changes none")
+
+
 def _of_dpo(name: str, losses: tuple[str, ...] = ()) -> Rule:
     def rule(entry: Entry) -> None:
         loss = entry.get("pref_loss", "sigmoid")
@@ -192,6 +201,11 @@ def _loss(entry: Entry) -> None:
         entry.no_effect("read with stage: dpo alone")
     elif entry.value in LOSSES:
         entry.put("preference.loss_type", LOSSES[entry.value])
+        if entry.value == "orpo":
+            entry.approximated(
+                "cross-entropy is averaged over all tokens of answers; there each answer's own mean"
+                " counts the same"
+            )
     else:
         entry.refuse(f"it takes {', '.join(LOSSES)}")
 
@@ -199,6 +213,10 @@ def _loss(entry: Entry) -> None:
 def _with_sft(entry: Entry) -> None:
     if _prefers(entry.draft) and entry.get("pref_loss") != "orpo":
         entry.put("preference.sft_loss_ratio", float(entry.value))
+        entry.approximated(
+            "cross-entropy is averaged over all tokens of answers; there each answer's own mean"
+            " counts the same"
+        )
     else:
         entry.no_effect("this stage and loss do not read it")
 
@@ -216,9 +234,22 @@ def _settle(draft: Draft) -> None:
         draft.lines["lora_alpha"].names.append("lora.lora_alpha")
     if draft.get("use_muon"):
         draft.put("train.optimizer", "muon")
+    _settle_decay(draft)
     if draft.get("pure_bf16"):
         draft.put("train.precision", "bf16")
     hf_arguments.settle_evaluations(draft)
+
+
+def _settle_decay(draft: Draft) -> None:
+    """Without a length the decay takes two thirds of the steps after the warmup, rounded up."""
+    steps, decay = draft.value("train.max_steps"), f"{hf_schedule.MORE}.decay_steps"
+    if draft.value("train.lr_decay_style") != "wsd" or draft.has(decay):
+        return
+    if isinstance(steps, int) and steps > 0:
+        left = steps - draft.value("train.lr_warmup_steps", 0)
+        draft.put(decay, left - left // 3)
+        draft.lines["lr_scheduler_type"].names.append(decay)
+    hf_schedule.require_decay_steps(draft, "lr_scheduler_type")
 
 
 OF_PICTURES = "models here read text alone"
@@ -243,7 +274,6 @@ IDLE = {
     "dataset_dir": "dataset and eval_dataset are looked for in it",
     "buffer_size": "sources are read piece by piece in any case",
     "streaming": "sources are read piece by piece in any case",
-    "preprocessing_batch_size": "how samples are prepared, which changes none",
     "data_shared_file_system": "machines meet by what they share",
     "media_dir": OF_PICTURES,
     "image_max_pixels": OF_PICTURES,
@@ -336,6 +366,7 @@ LLAMA_FACTORY = Dialect(
         "disable_gradient_checkpointing": _recomputes,
         "do_train": _first_training,
         "do_eval": lambda entry: entry.no_effect("eval_strategy says when"),
+        "preprocessing_batch_size": _preparing,
         "pref_beta": _beta,
         "pref_loss": _loss,
         "pref_ftx": _with_sft,

@@ -59,6 +59,11 @@ def _targets(entry: Entry) -> None:
     names = [str(name) for name in listed(entry.value)]
     parts = [part for name in names for part in TARGETS.get(name, (name,))]
     entry.put("lora.lora_target_modules", parts)
+    if fused := [name for name in names if name in TARGETS]:
+        entry.approximated(
+            f"{', '.join(fused)}: each part has a pair A, B of its own, where fused layers share"
+            " their A; start values and counts of trained parameters differ"
+        )
 
 
 def _base_is_saved(entry: Entry) -> None:

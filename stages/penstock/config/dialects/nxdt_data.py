@@ -134,6 +134,13 @@ def settle_data(draft: Draft) -> None:
             source["max_seq_len"] = longest
         if number := draft.get("data.dev_choose_samples"):
             source["max_samples"] = number
+    if draft.get("data.dev_choose_samples"):
+        draft.say(
+            "data.dev_choose_samples",
+            "doubtful",
+            "every data set, training and validation, keeps so many of its first samples; write"
+            " max_samples of a data set in a native file to limit one alone",
+        )
     if longest:
         draft.put(ROW, 2 * longest if prefers(draft) and isinstance(longest, int) else longest)
     if own and model and own != model:

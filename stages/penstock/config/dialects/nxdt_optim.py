@@ -169,7 +169,10 @@ def _precision(entry: Entry) -> None:
         entry.put("train.precision", "bf16_mixed")
         entry.put("train.grad_accum_dtype", "fp32")
         if kind == "autocast":
-            entry.explain("all products are computed in bfloat16, sums and norms in float32")
+            entry.approximated(
+                "all products are computed in bfloat16, sums and norms in float32; there autocast"
+                " decides for each operation"
+            )
         elif kind.endswith("SR"):
             entry.approximated(
                 "Trainium rounds at random wherever it casts to bfloat16; here weights and states"

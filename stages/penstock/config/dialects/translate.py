@@ -5,6 +5,7 @@ from difflib import get_close_matches
 from typing import Any, cast
 
 from penstock.config.dialects.dialect import Dialect, Rule
+from penstock.config.dialects.doubts import doubt
 from penstock.config.dialects.draft import Draft, Entry, Line, Translation
 from penstock.config.dialects.fit import Devices, fit
 from penstock.config.dialects.known import NATIVE
@@ -30,6 +31,7 @@ def translate(values: Mapping[str, Any], dialect: Dialect, devices: Devices) -> 
             _assume(draft, dialect, key, value)
     dialect.settle(draft)
     ranks = fit(draft, devices)
+    doubt(draft)
     settings = _in_order(draft.settings, RunConfig)
     lacks = {name: value for name, value in dialect.lacks.items() if not draft.has(name)}
     lines = tuple(draft.lines.values())

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, cast
 
-from penstock.config.dialects import hf_arguments, hf_models
+from penstock.config.dialects import hf_arguments, hf_models, hf_schedule
 from penstock.config.dialects.dialect import (
     Dialect,
     Rule,
@@ -182,6 +182,7 @@ def _settle(draft: Draft) -> None:
     lay_rows(draft, longest, packing, pairs=pairs)
     weights = draft.get("dtype") or draft.get("torch_dtype")
     settle_precision(draft, "bfloat16" if weights == "auto" else weights)
+    hf_schedule.require_decay_steps(draft, "lr_scheduler_type")
     hf_arguments.settle_evaluations(draft)
 
 
