@@ -162,6 +162,7 @@ CHANGES = {
         section("data", dataset_shard_num=2, dataset_shard_idx=1),
         "prepare",
     ),
+    "data.chat_template": (section("data", chat_template="training"), PLAIN, "prepare"),
     "data.train_on_turns": (section("data", train_on_turns="last"), PLAIN, "prepare"),
     "data.train_on_prompt": (section("data", train_on_prompt=True), PLAIN, "prepare"),
     "data.add_eos": (section("data", add_eos=False), PLAIN, "prepare"),

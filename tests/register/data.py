@@ -93,6 +93,11 @@ OF_DATA: dict[str, dict[str, tuple[str, ...]]] = {
             f"{MASKS}test_of_the_assistants_turns_those_that_are_wanted_are_trained",
             f"{ARRIVES}[data.train_on_turns]",
         ),
+        "chat_template": (
+            "stages/test_encode_templates.py::test_turns_that_qwen3_changes_are_trained_as_trls_template_has_them",
+            "stages/test_encode_templates.py::test_qwen3s_changed_turns_are_unusable_as_published",
+            f"{ARRIVES}[data.chat_template]",
+        ),
         "add_eos": (
             f"{FORMATS}test_text_may_be_in_parts_and_its_end_be_left_out_or_untrained",
             f"{ARRIVES}[data.add_eos]",

@@ -213,7 +213,7 @@ TOOL = {"type": "function", "function": FUNCTION}
         [FUNCTION],
         json.dumps([FUNCTION]),
         [json.dumps(TOOL)],
-        [{**FUNCTION, "parameters": '{"type": "object"}', "strict": None}],
+        [{**FUNCTION, "parameters": '{"type": "object"}'}],
         [{"type": None, "function": FUNCTION}],
     ],
 )

@@ -78,6 +78,13 @@ class DataConfig(Section):
     train_on_turns: Literal["all", "last"] = "all"
     """Train on all turns of the assistant or only on the last one."""
 
+    chat_template: Literal["auto", "published", "training"] = "auto"
+    """How the tokenizer's chat template renders conversations. Some templates change earlier
+    answers once others follow (Qwen3's takes their reasoning out). `training`: every answer stands
+    as the template renders it when it is the last, so all turns can be trained. `published`: as the
+    template renders the whole; conversations whose trained answers change are unusable. `auto`:
+    `training` for those, `published` for all others, which both render alike."""
+
     add_eos: bool = True
     """End documents of `text`, and answers without a chat template, with the end-of-sequence
     token."""

@@ -3,7 +3,7 @@
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -68,7 +68,26 @@ def _rows_at_once(num_bytes: int, num_rows: int) -> int:
 
 
 def _rows(batch: pa.RecordBatch) -> list[Value]:
-    return batch.to_pylist()
+    rows: list[dict[str, Any]] = batch.to_pylist()
+    nested = [field.name for field in batch.schema if pa.types.is_nested(field.type)]
+    for row in rows:
+        for name in nested:
+            row[name] = without_nulls(row[name])
+    return list[Value](rows)
+
+
+def without_nulls(value: Any) -> Any:
+    """Nested objects without their null members.
+
+    Arrow gives every struct of a column the names of all others, with nulls. What was null and what
+    was absent cannot be told apart; absent is meant far more often.
+    """
+    if isinstance(value, dict):
+        members = cast("dict[str, Any]", value).items()
+        return {name: without_nulls(part) for name, part in members if part is not None}
+    if isinstance(value, list):
+        return [without_nulls(part) for part in cast("list[Any]", value)]
+    return value
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 that are streamed.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, cast
 
@@ -10,12 +10,14 @@ from datasets import (
     Dataset,
     DownloadMode,
     IterableDataset,
+    Json,
     get_dataset_split_names,
     load_dataset,
 )
 from datasets.exceptions import DatasetsError
 
 from penstock.core.errors import CapabilityError, StageError
+from penstock.prepare.read_columns import without_nulls
 from penstock.prepare.records import BATCH, Chunk, Value
 
 Pin = Mapping[str, Any]
@@ -38,10 +40,11 @@ def open_stream(pin: Pin, token: bool | None) -> IterableDataset:
 def hub_rows(pin: Pin, span: tuple[int, int], token: bool | None) -> Iterator[Chunk]:
     """Rows `span` of a downloaded data set."""
     data = open_hub(pin, token)
+    padded = _padded(data.features)
     for start in range(*span, BATCH):
         columns = data[start : min(start + BATCH, span[1])]
         rows = [
-            dict(zip(columns, values, strict=True))
+            _unpadded(dict(zip(columns, values, strict=True)), padded)
             for values in zip(*columns.values(), strict=True)
         ]
         first = start - span[0] + 1
@@ -51,11 +54,12 @@ def hub_rows(pin: Pin, span: tuple[int, int], token: bool | None) -> Iterator[Ch
 def streamed_rows(pin: Pin, span: tuple[int, int], token: bool | None) -> Iterator[Chunk]:
     """The rows of the shards `span[0]` of `span[1]`. Raises as `open_hub` where it breaks off."""
     shard = open_stream(pin, token).shard(num_shards=span[1], index=span[0])
+    padded = _padded(shard.features)
     rows: list[Value] = []
     first = 1
     with _Fetching(pin):
         for row in shard:
-            rows.append(row)
+            rows.append(_unpadded(row, padded))
             if len(rows) == BATCH:
                 yield Chunk(rows, range(first, first + BATCH), _as_they_are)
                 first += BATCH
@@ -66,6 +70,23 @@ def streamed_rows(pin: Pin, span: tuple[int, int], token: bool | None) -> Iterat
 
 def _as_they_are(rows: list[Value]) -> list[Value]:
     return rows
+
+
+def _padded(features: Mapping[str, Any] | None) -> list[str]:
+    """Columns whose values have the names of all others, with nulls: those of structs."""
+    return [name for name, feature in (features or {}).items() if _is_padded(feature)]
+
+
+def _is_padded(feature: Any) -> bool:
+    """JSON keeps its own nulls, also inside of a struct."""
+    if isinstance(feature, dict):
+        return not any(isinstance(part, Json) for part in cast("dict[str, Any]", feature).values())
+    inner = getattr(feature, "feature", None)
+    return inner is not None and _is_padded(inner)
+
+
+def _unpadded(row: dict[str, Any], padded: Sequence[str]) -> dict[str, Any]:
+    return {**row, **{name: without_nulls(row[name]) for name in padded}}
 
 
 def _names(pin: Pin) -> tuple[Any, ...]:

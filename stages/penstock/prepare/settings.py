@@ -44,6 +44,7 @@ class DatasetSettings(Settings):
     max_prompt_len: int | None = Field(default=None, gt=0)
     train_on_prompt: bool = False
     train_on_turns: Literal["all", "last"] = "all"
+    chat_template: Literal["auto", "published", "training"] = "auto"
     add_eos: bool = True
     mask_eos_in_loss: bool = False
     dataset_shard_num: int | None = Field(default=None, gt=0)
@@ -62,11 +63,12 @@ class DatasetSettings(Settings):
 
     @model_serializer(mode="wrap")
     def _as_written(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Columns that few data have enter no key where none is named."""
+        """What came later enters no key while it says what was so before."""
         return {
             name: value
             for name, value in dump(self).items()
-            if value is not None or name not in SCORES
+            if (value is not None or name not in SCORES)
+            and (name, value) != ("chat_template", "auto")
         }
 
 

@@ -21,7 +21,7 @@ from penstock.prepare.faults import Tally
 from penstock.prepare.pieces import Piece, pieces_of
 from penstock.prepare.settings import DatasetSettings, PrepareSettings
 
-FORMAT = 3
+FORMAT = 4
 """Raised when the same records and settings must give other samples."""
 
 CHOOSING = {

@@ -96,6 +96,12 @@ class Encoder:
         """Why texts are not encoded by the fast library; empty where they are."""
         return self._marker.encoder.note
 
+    @property
+    def rendered_by_turn(self) -> int:
+        """Conversations so far whose turns the chat template shows differently once others
+        follow."""
+        return self._render.by_turn
+
     def __call__(self, values: Sequence[Value]) -> Samples:
         """The samples of a batch.
 

@@ -2,12 +2,14 @@
 
 Which characters are the assistant's is marked by the chat template itself (`{% generation %}`).
 Where it is not, a turn is what the conversation has more with it than without it: the text up to
-the turn, with the prompt to answer, and up to its end must both be a beginning of the whole. A turn
-ends with its last special token; what the template puts after that is not the model's to say.
+the turn, with the prompt to answer, and up to its end must both be a beginning of the whole; where
+they are not, conversations are rendered turn by turn (`encode.by_turn`). A turn ends with its last
+special token; what the template puts after that is not the model's to say.
 
 Without a chat template a question and its answer are plain text, divided by a blank line.
 """
 
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,10 +21,13 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from penstock.prepare.encode.by_turn import rendered_by_turn
 from penstock.prepare.encode.document import Document, Span
 from penstock.prepare.faults import BadRow
-from penstock.prepare.formats.conversation import Conversation
+from penstock.prepare.formats.conversation import REASONING, Conversation, Message
 from penstock.prepare.settings import DatasetSettings
+
+log = logging.getLogger("penstock.prepare")
 
 MARKS_TURNS = re.compile(r"\{%-?\s*generation\b")
 
@@ -65,6 +70,8 @@ class Renderer:
         self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._may_drop = its.truncation_mode == "drop_turns" and its.max_seq_len is not None
         self._templates: dict[str, _Template] = {}
+        self.by_turn = 0
+        """Conversations that were rendered turn by turn."""
 
     def conversation(self, conversation: Conversation) -> Document:
         """The document it is. Raises BadRow where the template refuses it or hides its turns."""
@@ -114,9 +121,12 @@ class Renderer:
         own: Any = conversation.tools
         template = self._template(self._tokenizer.get_chat_template(tools=own))
         _has_place_for_tools(template.text, conversation)
+        conversation = _reasoning_as_read(template.text, conversation)
         try:
             if template.is_marked:
                 return self._marked(template.text, conversation)
+            if self._its.chat_template == "training":
+                return self._by_turn(template.text, conversation)
             return self._unmarked(template.text, conversation)
         except TEMPLATE_FAULTS as error:
             raise BadRow("template", f"the chat template refuses it: {error}") from error
@@ -158,12 +168,36 @@ class Renderer:
         for turn, before in zip(turns, asking, strict=True):
             end = after[turn + 1]
             if not (text.startswith(before) and text.startswith(end)):
+                if self._its.chat_template == "auto":
+                    return self._by_turn(template, conversation)
                 raise BadRow(
                     "template",
                     f"message {turn + 1} reads differently once others follow, so its tokens are "
-                    "not known; the chat template needs {% generation %} marks",
+                    "not known; write data.chat_template: training, or use a chat template with "
+                    "{% generation %} marks",
                 )
             spans.append((len(before), self._end_of_turn(text, len(before), len(end))))
+        return Document(text, tuple(spans), "cut")
+
+    def _by_turn(self, template: str, conversation: Conversation) -> Document:
+        """Each answer as the template renders it last."""
+
+        def render(messages: Sequence[Message], is_asking: bool) -> str:
+            form = "asking" if is_asking else "closed"
+            [text], _ = self._renderings_of(template, [messages], conversation.tools, form)
+            return text
+
+        if True not in conversation.trained:
+            return Document("", ())
+        text, found = rendered_by_turn(render, conversation, self._has_special)
+        if self._its.chat_template == "auto" and not self.by_turn:
+            log.warning(
+                "The chat template shows answers differently once others follow. Such "
+                "conversations are rendered turn by turn, each answer as it is when it is the last "
+                "one (data.chat_template: published leaves them out)."
+            )
+        self.by_turn += 1
+        spans = [(start, self._end_of_turn(text, start, end)) for start, end in found]
         return Document(text, tuple(spans), "cut")
 
     def _rendered(self, template: str, conversation: Conversation) -> tuple[str, list[Span]]:
@@ -181,24 +215,29 @@ class Renderer:
     ) -> tuple[list[str], list[list[Span]]]:
         """Its messages up to each of `ends`, as the tokenizer's `apply_chat_template` renders them,
         and the spans marked in each."""
-        if not ends:
+        beginnings = [conversation.messages[:end] for end in ends]
+        return self._renderings_of(template, beginnings, conversation.tools, form)
+
+    def _renderings_of(
+        self,
+        template: str,
+        conversations: Sequence[Sequence[Message]],
+        tools: list[dict[str, Any]] | None,
+        form: Literal["marked", "closed", "asking"],
+    ) -> tuple[list[str], list[list[Span]]]:
+        if not conversations:
             return [], []
-        messages = [
-            {name: value for name, value in message.items() if value is not None}
-            if None in message.values()
-            else message
-            for message in conversation.messages
-        ]
         options: dict[str, Any] = {
             "return_assistant_tokens_mask": form == "marked",
             "add_generation_prompt": form == "asking",
-            "tools": conversation.tools,
+            "tools": tools,
         }
-        beginnings = [messages[:end] for end in ends]
-        found: Any = render_jinja_template(
-            beginnings, chat_template=template, **options, **self._names
-        )
+        filled = [[_without_nulls(message) for message in messages] for messages in conversations]
+        found: Any = render_jinja_template(filled, chat_template=template, **options, **self._names)
         return found
+
+    def _has_special(self, text: str) -> bool:
+        return self._special.search(text) is not None
 
     def _end_of_turn(self, text: str, start: int, end: int) -> int:
         last = start
@@ -223,12 +262,36 @@ class _Template:
     """Whether it says itself what the assistant's words are."""
 
 
+def _without_nulls(message: Message) -> Message:
+    if None not in message.values():
+        return message
+    return {name: value for name, value in message.items() if value is not None}
+
+
 def _has_place_for_tools(template: str, conversation: Conversation) -> None:
     """Raises BadRow where the template would leave them out without a word."""
     are_called = any("tool_calls" in message for message in conversation.messages)
     for name, is_there in (("tools", conversation.tools), ("tool_calls", are_called)):
         if is_there and name not in template:
             raise BadRow("template", f"the chat template has no place for {name}")
+
+
+def _reasoning_as_read(template: str, conversation: Conversation) -> Conversation:
+    """The conversation with reasoning under the name that the template reads. Raises BadRow where
+    it reads none, and would leave reasoning out without a word."""
+    if not any(name in message for message in conversation.messages for name in REASONING):
+        return conversation
+    read = [name for name in REASONING if re.search(rf"""[.'"]{name}\b""", template)]
+    if not read:
+        raise BadRow("template", "the chat template has no place for reasoning")
+    messages: list[Message] = []
+    for message in conversation.messages:
+        has = [name for name in REASONING if name in message]
+        if has and not set(has) & set(read):
+            kept = {name: value for name, value in message.items() if name not in has}
+            message = {**kept, read[0]: message[has[0]]}
+        messages.append(message)
+    return replace(conversation, messages=messages)
 
 
 def _turns(conversation: Conversation, part: _Part) -> list[int]:

@@ -9,7 +9,8 @@ from penstock.prepare.formats.values import Object, checked_json, checked_object
 def tools_of(where: str, value: Any) -> list[Object] | None:
     """The tools in `value`: a list of them, or that list as JSON text; None where there is none.
 
-    A bare `{"name", "description", "parameters"}` becomes the `function` of a tool.
+    A bare `{"name", "description", "parameters"}` becomes the `function` of a tool. All else stays
+    as it is, nulls too: templates write tools as JSON, so a null is read by the model.
     """
     if value is None or value == "":
         return None
@@ -68,19 +69,16 @@ def _arguments(where: str, value: Any) -> Object:
 def _tool(where: str, value: Any) -> Object:
     entry = checked_object(where, unpacked(where, value))
     if entry.get("function") is None:
-        return {"type": "function", "function": _described(where, entry)}
+        bare = {name: part for name, part in entry.items() if name != "function"}
+        return {"type": "function", "function": _described(where, bare)}
     _is_of_function(where, entry)
-    kept = {name: part for name, part in entry.items() if part is not None}
-    return {
-        **kept,
-        "type": "function",
-        "function": _described(f"{where}.function", kept["function"]),
-    }
+    function = _described(f"{where}.function", entry["function"])
+    return {**entry, "type": "function", "function": function}
 
 
 def _described(where: str, value: Any) -> Object:
     entry = checked_object(where, value)
-    kept = {name: part for name, part in entry.items() if part is not None}
+    kept = dict(entry)
     kept["name"] = _name(where, entry)
     if isinstance(kept.get("parameters"), str):
         at = f"{where}.parameters"

@@ -8,6 +8,9 @@ from typing import Any
 
 Message = dict[str, Any]
 
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Names under which a message has what was thought before its words; templates read one of them."""
+
 
 @dataclass(frozen=True)
 class Conversation:

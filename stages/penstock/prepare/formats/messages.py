@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.prepare.faults import BadRow, checked_text, column, kind_of, optional_text
-from penstock.prepare.formats.calls import call_of, calls_of, tools_of
-from penstock.prepare.formats.conversation import Conversation, Message
+from penstock.prepare.formats.calls import call_of, calls_of, spoken_calls_of, tools_of
+from penstock.prepare.formats.conversation import REASONING, Conversation, Message
 from penstock.prepare.formats.labels import labels_in
 from penstock.prepare.formats.values import as_text, checked_json, unpacked
 from penstock.prepare.settings import DatasetSettings
@@ -22,6 +22,16 @@ OTHER_MEDIA = ("images", "image", "audio", "audios", "video", "videos")
 
 READ = frozenset(("tool_calls", "function_call", "weight"))
 """Parts of a message that are read one by one, besides who says what."""
+
+TEXT, THOUGHT, CALL, RESULT = "text", "reasoning", "tool_call", "tool"
+PARTS: Mapping[str, str] = {
+    **dict.fromkeys(("text", "input_text", "output_text"), TEXT),
+    **dict.fromkeys(REASONING, THOUGHT),
+    **dict.fromkeys(("tool_call", "tool_calls", "function_call"), CALL),
+    **dict.fromkeys(("tool", "tool_result", "tool_response"), RESULT),
+}
+"""Types of parts of a message, and what they hold: words, what is thought before them, calls of
+tools, or a tool's answer."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +133,7 @@ def turn_of(where: str, value: Any, spelling: Spelling = OPENAI) -> Turn:
     if not isinstance(value, dict):
         raise BadRow("wrong_type", f"{where} is {kind_of(value)} where an object is meant")
     role = _role(where, value, spelling)
+    value = _without_parts(where, value, role, spelling.content)
     message: Message = {"role": role, "content": None}
     calls = _calls(where, value, role)
     if calls:
@@ -210,29 +221,70 @@ def _content(where: str, value: Message, role: str, name: str, *, may_lack: bool
         return None
     if name not in value:
         raise BadRow("missing_column", f"{where} has no {name}; it has {', '.join(value)}")
-    if isinstance(content, list) and (role != "tool" or _are_texts(content)):
-        return "".join(_part(f"{at}[{index}]", part) for index, part in enumerate(content))
     if role == "tool" and content is not None:
         return as_text(at, content)
     raise BadRow("wrong_type", f"{at} is {kind_of(content)} where a string is meant")
 
 
-def _are_texts(content: list[Any]) -> bool:
+def _without_parts(where: str, value: Message, role: str, name: str) -> Message:
+    """The message with words, reasoning and calls in members of their own, where its content is a
+    list of parts."""
+    content = value.get(name)
+    at = f"{where}.{name}"
+    if not isinstance(content, list) or (role == "tool" and not _are_parts(content)):
+        return value
+    found: dict[str, list[Any]] = {TEXT: [], THOUGHT: [], CALL: [], RESULT: []}
+    for index, part in enumerate(content):
+        kind, inside = _part(f"{at}[{index}]", part)
+        if kind == RESULT and role != "tool":
+            raise BadRow("bad_value", f"{at}[{index}] is a tool's answer in a message of {role}")
+        found[kind] += inside
+    if found[CALL] and value.get("tool_calls"):
+        raise BadRow("bad_value", f"{where} has both tool_calls and parts of type tool_call")
+    if found[THOUGHT] and any(value.get(note) for note in REASONING):
+        raise BadRow("bad_value", f"{where} has its reasoning both in a part and beside content")
+    members: Message = {**value, name: "".join(found[TEXT] + found[RESULT])}
+    if found[THOUGHT]:
+        members[REASONING[0]] = "".join(found[THOUGHT])
+    if found[CALL]:
+        members["tool_calls"] = found[CALL]
+        members[name] = members[name] or None
+    return members
+
+
+def _are_parts(content: list[Any]) -> bool:
     """Whether a list is the parts of a message, rather than a result of a tool."""
-    return bool(content) and all(map(_is_text, content))
+    return bool(content) and all(
+        isinstance(part, dict) and part.get("type") in PARTS and _inside(part) is not None
+        for part in content
+    )
 
 
-def _is_text(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and "text" in part
+def _inside(part: Message) -> Any:
+    """What a part holds: under the name of its type, `text`, `value` or `content`."""
+    names = (str(part["type"]), "text", "value", "content")
+    return next((part[name] for name in names if part.get(name) is not None), None)
 
 
-def _part(where: str, part: Any) -> str:
-    if _is_text(part):
-        return checked_text(f"{where}.text", part["text"])
-    if isinstance(part, dict) and "type" in part:
-        kind = str(part["type"])[:40]
-        raise BadRow("bad_value", f"{where} is of type {kind!r}; only 'text' can be trained on")
-    raise BadRow("wrong_type", f"{where} is {kind_of(part)} where a part of a message is meant")
+def _part(where: str, part: Any) -> tuple[str, list[Any]]:
+    """What a part is, and the texts or calls in it."""
+    if not isinstance(part, dict) or "type" not in part:
+        raise BadRow("wrong_type", f"{where} is {kind_of(part)} where a part of a message is meant")
+    kind = PARTS.get(str(part["type"]))
+    if kind is None:
+        known = ", ".join(dict.fromkeys(PARTS.values()))
+        told = f"{where} is of type {str(part['type'])[:40]!r}"
+        raise BadRow("bad_value", f"{told}; only text can be trained on, in parts of type {known}")
+    inside = _inside(part)
+    if inside is None:
+        names = ", ".join(part)
+        told = f"{where} has no text and no value; it has {names}"
+        raise BadRow("missing_column", told)
+    if kind == CALL:
+        return kind, spoken_calls_of(where, inside)
+    if kind == RESULT and not isinstance(inside, str):
+        return kind, [as_text(where, inside)]
+    return kind, [checked_text(where, inside)]
 
 
 def _others(where: str, value: Message, spelling: Spelling) -> Message:
@@ -245,8 +297,11 @@ def _others(where: str, value: Message, spelling: Spelling) -> Message:
                 raise BadRow("bad_value", f"{where} has {name}; only text can be trained on")
             continue
         kept[name] = checked_json(f"{where}.{name}", entry)
-    if "reasoning_content" in kept:
-        checked_text(f"{where}.reasoning_content", kept["reasoning_content"])
+    notes = [name for name in REASONING if name in kept]
+    for name in notes:
+        checked_text(f"{where}.{name}", kept[name])
+    if len({kept[name] for name in notes}) > 1:
+        raise BadRow("bad_value", f"{where} has {' and '.join(notes)}, which differ")
     for name in ("role", "content"):
         if name in kept:
             raise BadRow("bad_value", f"{where} has both {name} and {spelling.role}")
