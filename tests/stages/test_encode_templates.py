@@ -3,6 +3,7 @@
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -50,10 +51,15 @@ REASONED = [
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": None, "strict": None}}]
 
 
-def tokenizer_of(name: str):
-    tokenizer = byte_tokenizer()
+def tokenizer_of(name: str) -> Any:
+    tokenizer: Any = byte_tokenizer()
     tokenizer.chat_template = (TEMPLATES / f"{name}.jinja").read_text()
     return tokenizer
+
+
+def text_of(name: str, messages, tools: Any = None) -> Any:
+    """By transformers."""
+    return tokenizer_of(name).apply_chat_template(messages, tools=tools, tokenize=False)
 
 
 def document(name: str, messages, tools=None, **its):
@@ -69,16 +75,17 @@ def document(name: str, messages, tools=None, **its):
 def test_turns_that_qwen3_changes_are_trained_as_trls_template_has_them(messages, tools, mode):
     found = document("qwen3", messages, tools, chat_template=mode)
     tokenizer = tokenizer_of("qwen3_training")
-    [text], [spans] = render_jinja_template(
+    rendered: Any = render_jinja_template(
         [messages],
         tools=tools,
         chat_template=tokenizer.chat_template,
         return_assistant_tokens_mask=True,
     )
+    [text], [spans] = rendered
     assert found.text == text
     # TRL trains the line break after the end of a turn too.
     ends = [(start, end - text[start:end].endswith("\n")) for start, end in spans]
-    assert list(found.spans) == ends
+    assert list(found.spans or ()) == ends
 
 
 def test_qwen3s_changed_turns_are_unusable_as_published():
@@ -100,15 +107,16 @@ def test_both_ways_are_alike_wherever_a_published_template_keeps_its_prefix():
             refused.append(name)
             continue
         assert (trained.text, trained.spans) == (published.text, published.spans), name
-        tokenizer = tokenizer_of(name)
-        assert published.text == tokenizer.apply_chat_template(PLAIN, tokenize=False), name
+        # A template that asks for the date gets another one from transformers.
+        if "strftime_now" not in tokenizer_of(name).chat_template:
+            assert published.text == text_of(name, PLAIN), name
         alike.append(name)
     assert {"qwen2_5", "llama3_1", "gemma3", "glm4moe", "qwen3_instruct_2507"} <= set(alike)
     # They loop over parts of messages, and show text letter by letter.
     assert set(refused) <= {"idefics3", "smolvlm"}
     for name in {"qwen3", "qwen3_5_think", "qwen3_6"} & set(PUBLISHED):
         assert name in by_turn
-        assert len(document(name, PLAIN).spans) == 3
+        assert len(document(name, PLAIN).spans or ()) == 3
 
 
 def test_tools_are_what_transformers_makes_of_the_same_json():
@@ -123,8 +131,7 @@ def test_tools_are_what_transformers_makes_of_the_same_json():
             },
         }
     ]
-    tokenizer = tokenizer_of("qwen3")
-    wanted = tokenizer.apply_chat_template(PLAIN[:2], tools=tools, tokenize=False)
+    wanted = text_of("qwen3", PLAIN[:2], tools)
     for given in (tools, json.dumps(tools), [json.dumps(tools[0])]):
         assert document("qwen3", PLAIN[:2], given).text == wanted
 
@@ -168,8 +175,7 @@ def test_parts_of_messages_are_what_they_are_called():
     ]
     found = parse({"messages": parts}, type="chat")
     assert found == parse({"messages": plain}, type="chat")
-    tokenizer = tokenizer_of("qwen3")
-    wanted = tokenizer.apply_chat_template(plain, tokenize=False)
+    wanted = text_of("qwen3", plain)
     assert document("qwen3", parts).text == wanted
 
 
