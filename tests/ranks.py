@@ -14,7 +14,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
@@ -60,29 +60,8 @@ def on_ranks(
     Plain collectives are quicker by a fifth. Checked ones turn a mismatch between ranks, which may
     else be a hang, into a message on each.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
-        pipes: list[Any] = []
-        processes = []
-        for rank in range(world):
-            ours, theirs = context.Pipe(duplex=False)
-            job = (
-                theirs,
-                fn.__module__,
-                fn.__qualname__,
-                rank,
-                world,
-                folder,
-                args,
-                timeout,
-                collectives,
-            )
-            process = context.Process(target=_rank, args=job)
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-            processes.append(process)
+        pipes, processes = _start(world, fn, args, folder, timeout, collectives)
         results = _collect(pipes, timeout)
         hung = [rank for rank in range(world) if rank not in results]
         for rank in hung:
@@ -90,6 +69,51 @@ def on_ranks(
         for process in processes:
             process.join(5)
         return _judge(results, hung, world, Path(folder))
+
+
+def kill_on_ranks(
+    world: int, fn: Callable[..., Any], *args: Any, victims: Collection[int], after: float
+) -> bool:
+    """Start `fn(*args)` as `on_ranks` does, and SIGKILL these ranks so many seconds later; the
+    others a moment after them. Whether any of the victims was still at work."""
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = _start(world, fn, args, folder, 90, "plain")
+        wait([pipes[min(victims)]], timeout=after)
+        struck = [rank for rank in victims if processes[rank].is_alive()]
+        for rank in struck:
+            processes[rank].kill()
+        others = [process for rank, process in enumerate(processes) if rank not in victims]
+        for process in others:
+            process.join(0.3 if struck else 60)
+            process.kill()
+        for process in processes:
+            process.join(5)
+        return bool(struck)
+
+
+def _start(
+    world: int,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    folder: str,
+    timeout: float,
+    collectives: str,
+) -> tuple[list[Any], list[Any]]:
+    """The ranks' processes, and the pipes on which each tells what came of it."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    pipes: list[Any] = []
+    processes: list[Any] = []
+    for rank in range(world):
+        ours, theirs = context.Pipe(duplex=False)
+        module, name = fn.__module__, fn.__qualname__
+        job = (theirs, module, name, rank, world, folder, args, timeout, collectives)
+        process = context.Process(target=_rank, args=job)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    return pipes, processes
 
 
 def _collect(pipes: list[Any], timeout: float) -> dict[int, tuple[str, Any]]:

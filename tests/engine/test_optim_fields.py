@@ -278,6 +278,39 @@ def test_a_scale_grows_after_a_while_without_overflows_and_does_not_shrink_to_no
     assert [scale.can_give_way() for _ in range(4)] == [True, True, True, False]
 
 
+def test_a_scale_counts_quiet_steps_from_the_last_overflow():
+    scale = LossScale(4.0)
+    for _ in range(QUIET - 1):
+        scale.went_well()
+    assert scale.can_give_way()
+    scale.went_well()
+    assert scale.as_json() == {"scale": 2.0, "quiet": 1}
+
+
+def overflowing_once(job):
+    """The records of a step that overflows and of the next one, which does not, and whether the
+    weights are finite and others then."""
+    loop = loop_of(job)
+    first, before = step(loop), parameters_of(loop)
+    scaling = loop.built.engine.scaling
+    assert scaling is not None
+    scaling.scale = 1024.0
+    second, after = step(loop), parameters_of(loop)
+    moved = any(not np.array_equal(before[name], after[name]) for name in before)
+    return first, second, moved and all(np.isfinite(each).all() for each in after.values())
+
+
+def test_gradients_that_overflowed_are_no_part_of_the_next_step(folder):
+    made = job(
+        folder, "once", precision="fp16_mixed", **MIXED, loss_scale_init=2.0**40, max_steps=2
+    )
+    [(first, second, moved)] = on_ranks(1, overflowing_once, made)
+    assert first["skipped"]
+    assert not second["skipped"]
+    assert second["grad_norm"] > 0
+    assert moved
+
+
 def resumed(job):
     assert runs.train_here(job)
     last = job.output_dir / "checkpoints" / "global_step_2"

@@ -149,7 +149,7 @@ def step_of(folder: Path) -> int:
         return step
     try:
         return int(read_state(folder)["step"])
-    except ArtifactError:
+    except (ArtifactError, KeyError):
         return sys.maxsize
 
 
@@ -190,7 +190,7 @@ def _verified_state(folder: Path) -> tuple[dict[str, Any], FolderDigests | None]
     if not isinstance(state, dict):
         raise DamagedError(f"{STATE} is not the state of a checkpoint")
     state = cast("dict[str, Any]", state)
-    if not isinstance(state.get("step"), int):
+    if digests is None and not isinstance(state.get("step"), int):
         raise DamagedError(f"{STATE} does not say the step")
     if digests is None and state.get("digests") is not None:
         raise DamagedError(f"{DIGESTS} is missing")
