@@ -11,6 +11,7 @@ import statistics
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -62,6 +63,7 @@ def read(folder: Path) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     count = max(1, round(float(sys.argv[1] if len(sys.argv) > 1 else 2) * 1e9 / (4 * NUMBERS)))
     boxes = {f"model.{number}": [whole_box(torch.randn(NUMBERS))] for number in range(count)}
     size = count * NUMBERS * 4 / 1e9
