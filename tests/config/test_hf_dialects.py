@@ -355,6 +355,18 @@ def test_axolotl_learns_preferences_by_the_same_loss(rl: str, loss: str) -> None
     assert run.data.datasets[0].type == "preference"
 
 
+def test_losses_of_others_are_computed_as_they_compute_them() -> None:
+    pairs = [{"path": "d", "type": "chat_template.default"}]
+    orpo = run_of(AXOLOTL, rl="orpo", datasets=pairs, orpo_alpha=0.2).preference
+    assert (orpo.sft_loss_scope, orpo.pref_loss_ratio) == ("prompt_and_answer", 0.2)
+    judged = [{"path": "d", "type": "user_defined.default"}]
+    kto = run_of(AXOLOTL, rl="kto", datasets=judged, micro_batch_size=3).preference
+    assert (kto.kl_pairing, kto.kl_rotation_size) == ("rotate", 3)
+    factory = run_of(LLAMA_FACTORY, stage="kto", preprocessing_batch_size=50).preference
+    assert (factory.kl_pairing, factory.kl_rotation_size) == ("rotate", 50)
+    assert run_of(LLAMA_FACTORY, stage="kto").preference.kl_rotation_size == 1000
+
+
 @pytest.mark.parametrize(
     ("source", "kind"),
     [

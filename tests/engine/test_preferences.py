@@ -44,7 +44,10 @@ def job_of(folder, layout: Layout, out: str, loss: str, **preference) -> Job:
         out,
         objective="preference",
         data={"pad_to_multiple_of": 1, "datasets": [{"path": "dummy", "type": kind}]},
-        preference={"loss_type": loss, "sft_loss_ratio": 0.1, **preference},
+        preference={
+            **{"loss_type": loss, "sft_loss_ratio": 0.1},
+            **{"sft_loss_scope": "prompt_and_answer", **preference},
+        },
     )
     return replace(job, packed=folder / kind, scores=folder / f"{kind} scores")
 

@@ -5,12 +5,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from penstock.prepare.encode.encoder import Encoder
 from penstock.prepare.encode.render import Renderer
 from penstock.prepare.faults import BadRow
+from penstock.prepare.opened import SourceFile
+from penstock.prepare.read_columns import arrow_file
 from penstock.prepare.settings import DatasetSettings
 from penstock.rows.tokenizer import byte_tokenizer
 from tests.stages.conversations import parse
@@ -199,3 +202,14 @@ def test_several_turns_of_qwen3_become_samples():
     samples = encode([{"messages": PLAIN}, {"messages": PLAIN[:2]}])
     assert (samples.records, samples.faults) == ([0, 1], {})
     assert encode.rendered_by_turn == 1
+
+
+def test_nulls_that_columns_are_filled_with_are_read_as_absent(tmp_path):
+    tools = [{"name": "f", "parameters": {"a": 1}}, {"name": "g", "parameters": {"b": [{"c": 2}]}}]
+    batch = pa.RecordBatch.from_pylist([{"tools": tools, "alone": None}])
+    path = tmp_path / "tools.arrow"
+    with pa.ipc.new_file(path, batch.schema) as writer:
+        writer.write_batch(batch)
+    [chunk] = arrow_file(SourceFile("tools.arrow", path), None)
+    assert batch.to_pylist()[0]["tools"] != tools
+    assert chunk.values() == [{"tools": tools, "alone": None}]
