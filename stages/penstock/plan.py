@@ -149,7 +149,7 @@ def _brought(
                 "prepare cannot be forced with data.skip_prepare_dataset: true, which takes its "
                 "result as it is.\n  Leave out --force prepare, or set it to false."
             )
-        outcome = take(step)
+        outcome = take(step, run.pipeline.verify)
     else:
         cache = cache_for(step, run, wishes)
         if isinstance(step.stage, OnRanks) and cache != "reuse":
@@ -157,7 +157,8 @@ def _brought(
         if lends(step):
             outcome = lend(step, cache, notify)
         else:
-            outcome = realize(step, cache=cache, claim=claimed, notify=notify)
+            verify = run.pipeline.verify
+            outcome = realize(step, cache=cache, verify=verify, claim=claimed, notify=notify)
     if step.stage.name == "export":
         link_exported(outcome, run)
     if step.stage.name == "prepare" and run.data.push_dataset_to_hub:
@@ -182,11 +183,11 @@ def cache_for(step: Step, run: RunConfig, wishes: Wishes) -> Cache:
 
 
 def require_upstream(plan: Plan, name: str) -> None:
-    """Raise StageError unless everything stage `name` reads is there."""
+    """Raise StageError unless everything stage `name` reads is there, ArtifactError if damaged."""
     for step in plan.steps:
         if step.stage.name == name:
             return
-        if obtain(step) is None:
+        if obtain(step, plan.run.pipeline.verify) is None:
             raise StageError(
                 f"{name} needs {step.stage.name} {short(key_of(step.stage))}, which is not in "
                 f"{step.where}.\n"

@@ -21,11 +21,13 @@ from penstock.core.depot import Depot
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.files import remove
 from penstock.core.in_use import in_use
+from penstock.core.manifest import content_digest, read_manifest
 from penstock.core.mirror import home_of
 from penstock.core.place import Place
+from penstock.core.record import digest_of
 from penstock.core.shelf import Notify, Shelf, called
-from penstock.core.stage import digest_of, key_of, short
-from penstock.core.store import Outcome, lock_of, lookup, read_manifest
+from penstock.core.stage import key_of, short
+from penstock.core.store import Outcome, Step, lock_of, lookup, sealed
 from penstock.core.urls import is_url
 from penstock.origins import with_adapter
 from penstock.plan import Plan, StageName, plan
@@ -34,9 +36,11 @@ from penstock.releasing import (
     Candidate,
     Figures,
     is_better,
+    is_release_of,
     location_of,
     release,
     releases_of,
+    verified_folder,
 )
 from penstock.variants import (
     below,
@@ -185,12 +189,12 @@ class _Tick:
         start = self.latest if self.wish.start_from == "release" else None
         run = self.run
         if start is not None:
-            run = going_on(run, self.shelf.folder(start), self.released["facts"]["folders"])
+            run = going_on(run, self._folder_of(start), self.released["facts"]["folders"])
         wanted: StageName = "push" if has_target(run) else "export"
         planned = in_own_folder(plan(run, (wanted,)))
         keys = {step.stage.name: short(key_of(step.stage)) for step in planned.steps}
         said: dict[str, Any] = {**arrived.said(), "keys": keys}
-        if number := self._is_there_already(key_of(planned.step("export").stage)):
+        if number := self._is_there_already(planned.step("export")):
             why = "the model that the data gives is "
             why += (
                 "it already" if number == self.latest else f"{called(number)}, which is withdrawn"
@@ -238,7 +242,7 @@ class _Tick:
         old: dict[str, float] = {}
         if self.latest:
             folders = self.released["facts"]["folders"]
-            old = self._evaluated(planned, self.shelf.folder(self.latest), folders)
+            old = self._evaluated(planned, self._folder_of(self.latest), folders)
         metric = self.wish.metric or ""
         for told in (new, *([old] if old else [])):
             if metric not in told:
@@ -262,19 +266,26 @@ class _Tick:
         facts = self.bring(Plan(asked, steps), "train").facts
         return {name: value for name, value in facts.items() if name.startswith("eval_")}
 
-    def _is_there_already(self, export: str) -> int | None:
+    def _is_there_already(self, export: Step) -> int | None:
         """The release that is this export, among the latest and those that are withdrawn."""
+        made = sealed(export)
+        if made and lookup(export) is None:
+            return None  # stale: it was made from a result that was built again since
+        key, content = key_of(export.stage), content_digest(made) if made else None
         numbers = {*self.shelf.withdrawn, *([self.latest] if self.latest else [])}
         for number in sorted(numbers & set(self.shelf.numbers()), reverse=True):
-            if self.shelf.manifest(number)["inputs"]["export"]["key"] == export:
+            if is_release_of(self.shelf.manifest(number), key, content):
                 return number
         return None
+
+    def _folder_of(self, number: int) -> Path:
+        return verified_folder(self.shelf, number, self.run.pipeline.verify)
 
     def _known(self) -> "Known":
         from penstock.prepare.known import Known  # noqa: PLC0415
 
         assert self.latest
-        return Known.read(self.shelf.folder(self.latest), self.released["facts"]["data_files"])
+        return Known.read(self._folder_of(self.latest), self.released["facts"]["data_files"])
 
     def _all_known(self, planned: Plan, start: int | None) -> "Known":
         """The samples of this data, and of the releases that training went on from."""

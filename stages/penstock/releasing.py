@@ -18,23 +18,23 @@ from penstock.config.run import RunConfig
 from penstock.core import provenance
 from penstock.core.digests import sha256_of
 from penstock.core.errors import ArtifactError, ConfigError
+from penstock.core.manifest import RELEASE, content_digest
+from penstock.core.record import FORMAT, digest_of
 from penstock.core.remote_shelf import shelf_of
 from penstock.core.shelf import Notify, Shelf, called
-from penstock.core.stage import digest_of
 from penstock.core.store import lookup
 from penstock.core.urls import is_url, joined
+from penstock.core.verify import NAMED, Verify, damaged_files
 from penstock.plan import Plan
 
 if TYPE_CHECKING:
     from penstock.prepare.known import Known
 
-STAGE = "release"
-"""What manifests of releases say in place of a stage."""
-
 RELEASES = "releases"
 """Folder of `pipeline.artifacts_path` for all that is released."""
 
-FORMAT = 1
+VERSION = 1
+"""Of what manifests of releases say."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def release(shelf: Shelf, candidate: Candidate, notify: Notify) -> int | None:
         before = shelf.latest()
         if before != candidate.before:
             return None
-        number = _unpointed(shelf, made["key"], before)
+        number = _unpointed(shelf, made, before)
         if number is None:
             with TemporaryDirectory() as aside:
                 samples = candidate.known.write(Path(aside))
@@ -157,12 +157,33 @@ def _before(latest: int | None, numbers: list[int], withdrawn: Collection[int]) 
     return max((n for n in numbers if n < (latest or 0) and n not in withdrawn), default=None)
 
 
-def _unpointed(shelf: Shelf, export: str, latest: int | None) -> int | None:
+def is_release_of(manifest: Mapping[str, Any], key: str, content: str | None) -> bool:
+    """Whether a release is the export of that key and content digest, as far as both are known."""
+    export = manifest["inputs"]["export"]
+    if content and "digest" in export and export["digest"] != content:
+        return False
+    return export["key"] == key
+
+
+def verified_folder(shelf: Shelf, number: int, verify: Verify) -> Path:
+    """The files of a release on this machine, verified. Raises ArtifactError for damaged ones."""
+    folder, manifest = shelf.folder(number), shelf.manifest(number)
+    if verify != "off" and (damaged := damaged_files(folder, manifest["files"], verify)):
+        raise ArtifactError(
+            f"release {called(number)} in {folder} is damaged:\n  "
+            + "\n  ".join(damaged[:NAMED])
+            + "\n  Restore it, or point to another with penstock releases rollback."
+        )
+    return folder
+
+
+def _unpointed(shelf: Shelf, made: Mapping[str, Any], latest: int | None) -> int | None:
     """The number that this export was given before its releaser died, short of pointing to it."""
     newest = max(shelf.numbers(), default=0)
     if newest <= (latest or 0) or newest in shelf.withdrawn:
         return None
-    return newest if shelf.manifest(newest)["inputs"]["export"]["key"] == export else None
+    its = shelf.manifest(newest)
+    return newest if is_release_of(its, made["key"], content_digest(made)) else None
 
 
 def _manifest(
@@ -172,16 +193,18 @@ def _manifest(
     planned, run = candidate.planned, candidate.planned.run
     steps = {step.stage.name: step for step in planned.steps if step.stage.name != "push"}
     made = {name: lookup(step) or {} for name, step in steps.items()}
-    inputs = {name: {"key": step.artifact.key} for name, step in steps.items()}
+    inputs = {
+        name: {"key": step.artifact.key, **_content(made[name])} for name, step in steps.items()
+    }
     if candidate.started_from is not None:
         inputs["previous"] = {"key": shelf.manifest(candidate.started_from)["key"]}
     figures = candidate.figures
     prepared, trained, exported = (made[name] for name in ("prepare", "train", "export"))
     return {
         "format": FORMAT,
-        "stage": STAGE,
-        "version": FORMAT,
-        "key": digest_of([STAGE, run.release.name, number, inputs]),
+        "stage": RELEASE,
+        "version": VERSION,
+        "key": digest_of([RELEASE, run.release.name, number, inputs]),
         "settings": run.release.model_dump(mode="json"),
         "inputs": inputs,
         "files": files,
@@ -214,6 +237,10 @@ def _manifest(
         "code": {"penstock": __version__, **provenance.versions()},
         "host": platform.node(),
     }
+
+
+def _content(manifest: Mapping[str, Any]) -> dict[str, str]:
+    return {"digest": content_digest(manifest)} if manifest else {}
 
 
 def _entry(file: Path) -> dict[str, Any]:

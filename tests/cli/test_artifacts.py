@@ -8,8 +8,9 @@ import pytest
 from penstock.cli.artifacts import find_entries
 from penstock.cli.pruning import DAY, choose_prunable
 from penstock.core.errors import StageError
-from penstock.core.files import read_json, write_json
+from penstock.core.files import read_json
 from penstock.core.in_use import in_use
+from penstock.core.record import write_record
 from penstock.core.stage import MANIFEST, Artifact, key_of
 from penstock.core.store import Step, realize
 from tests.cli.command import penstock
@@ -30,7 +31,7 @@ def chain(root, letters):
 def age(step, days):
     record = read_json(step.path / MANIFEST)
     created = datetime.now(UTC) - timedelta(days=days)
-    write_json(step.path / MANIFEST, {**record, "created": created.isoformat(timespec="seconds")})
+    write_record(step.path / MANIFEST, {**record, "created": created.isoformat(timespec="seconds")})
 
 
 def test_list_shows_every_result_with_its_standing(tmp_path):

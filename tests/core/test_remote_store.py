@@ -18,6 +18,7 @@ from penstock.core.errors import ArtifactError, ConfigError, Interrupted
 from penstock.core.files import publishing
 from penstock.core.follower import Follower
 from penstock.core.place import Place
+from penstock.core.record import with_digest
 from penstock.core.stage import ATTEMPT, MANIFEST, Facts, Input, Stage, key_of
 from penstock.core.store import Step, lookup, obtain, realize
 from penstock.engine.checkpoint_folders import Naming
@@ -205,7 +206,7 @@ def test_a_damaged_or_dangerous_result_is_not_taken(machine):
         realize(machine(Letters(), "there"))
     manifest = json.loads((place / MANIFEST).read() or b"")
     manifest["files"][0]["path"] = "../../escaped.txt"
-    (place / MANIFEST).write(json.dumps(manifest).encode())
+    (place / MANIFEST).write(json.dumps(with_digest(manifest)).encode())
     with pytest.raises(ArtifactError, match="no name of a file below a folder"):
         realize(machine(Letters(), "there"))
 

@@ -85,6 +85,21 @@ class Slowly:
 
 
 @dataclass(frozen=True)
+class UntilThere:
+    """Waits before the first letter until a file is there, at most half a minute."""
+
+    file: Path
+
+    def __call__(self, letter: str, out: Path) -> None:
+        if letter == "a":
+            (out.parent / "begun").touch()
+            for _ in range(3000):
+                if self.file.exists():
+                    return
+                time.sleep(0.01)
+
+
+@dataclass(frozen=True)
 class Dying:
     """Ends this process as a crash does, before `at` is written."""
 

@@ -11,7 +11,7 @@ import yaml
 
 from penstock.core.stage import MANIFEST
 
-TIMES = ("created", "seconds", "host", "code")
+TIMES = ("created", "seconds", "host", "code", "digest")
 """What of a manifest may differ between two runs of the same thing."""
 
 

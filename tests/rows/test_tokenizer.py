@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from penstock.core.errors import CapabilityError, ConfigError
+from penstock.core.record import digest_of
 from penstock.core.source import BUILTIN_TOKENIZER_VERSION
-from penstock.core.stage import digest_of
 from penstock.rows.byte_vocabulary import BYTES_VOCAB_SIZE
 from penstock.rows.tokenizer import byte_tokenizer, load_tokenizer
 

@@ -10,7 +10,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from penstock.core.files import write_json
-from penstock.core.stage import MANIFEST, Artifact, digest_of
+from penstock.core.record import digest_of, write_record
+from penstock.core.stage import MANIFEST, Artifact
 
 STEP = 3
 FOLDER = f"checkpoints/global_step_{STEP}"
@@ -36,5 +37,5 @@ def trained_artifact(path: Path, parameters: Mapping[str, torch.Tensor], **state
             (folder / info.relative_path).unlink()
     write_json(folder / "state.json", {"step": STEP, "adapter_only": False, **state})
     (folder / "COMPLETE").touch()
-    write_json(path / MANIFEST, {"facts": {"checkpoint": FOLDER}})
+    write_record(path / MANIFEST, {"facts": {"checkpoint": FOLDER}})
     return Artifact("train", digest_of(sorted(tensors)), path)

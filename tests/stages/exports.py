@@ -3,8 +3,8 @@
 import hashlib
 from pathlib import Path
 
-from penstock.core.files import write_json
-from penstock.core.stage import MANIFEST, Artifact, digest_of
+from penstock.core.record import digest_of, write_record
+from penstock.core.stage import MANIFEST, Artifact
 
 
 def sealed_export(
@@ -19,5 +19,5 @@ def sealed_export(
         for name, content in sorted(files.items())
     ]
     facts = {"folders": {"hf": "hf"} if folders is None else folders}
-    write_json(path / MANIFEST, {"files": listed, "facts": facts})
+    write_record(path / MANIFEST, {"files": listed, "facts": facts})
     return Artifact("export", digest_of(listed), path)

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from penstock.config.dataset import FormatName, Kind
-from penstock.core.stage import digest_of
+from penstock.core.record import digest_of
 from penstock.prepare.faults import Tally
 from penstock.prepare.settings import DatasetSettings, PrepareSettings
 from penstock.prepare.slices import Finished, Role, Slice

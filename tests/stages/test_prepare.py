@@ -6,8 +6,9 @@ import pyarrow as pa
 import pytest
 
 from penstock.core.errors import StageError
+from penstock.core.record import digest_of
 from penstock.core.source import BUILTIN_DATA
-from penstock.core.stage import MANIFEST, Source, digest_of, key_of
+from penstock.core.stage import MANIFEST, Source, key_of
 from penstock.core.store import Step, realize
 from penstock.prepare import pieces, workers
 from penstock.prepare.builtin import GENERATORS

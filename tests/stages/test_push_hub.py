@@ -9,6 +9,7 @@ from huggingface_hub import constants
 
 from penstock.core.errors import ArtifactError, CapabilityError, StageError
 from penstock.core.files import regular_files
+from penstock.core.record import write_record
 from penstock.core.stage import Artifact, key_of
 from penstock.push.stage import Push, PushSettings
 from tests.stages.exports import sealed_export
@@ -202,7 +203,7 @@ def test_no_path_leaves_the_export(hub, tmp_path, listed):
     manifest = exported.manifest
     manifest["files"].append({"path": listed, "bytes": 6, "sha256": "0" * 64})
     manifest["facts"]["folders"] = {"hf": "/etc" if listed.startswith("/") else "hf"}
-    (exported.path / "manifest.json").write_text(json.dumps(manifest))
+    write_record(exported.path / "manifest.json", manifest)
     with pytest.raises(ArtifactError, match="outside"):
         push(exported).run(tmp_path / "out")
     assert hub.requests == []

@@ -137,8 +137,7 @@ def find_entries(roots: list[str] | None) -> "Iterator[Entry]":
 def _with_releases(entries: "list[Entry]") -> "list[Entry]":
     """The results, and releases beside them that lie too deep to have been found."""
     from penstock.cli.entries import LocalEntry
-    from penstock.core.stage import MANIFEST
-    from penstock.core.store import read_manifest
+    from penstock.core.manifest import MANIFEST, read_manifest
     from penstock.releasing import RELEASES
 
     seen = {entry.where for entry in entries}
@@ -154,7 +153,7 @@ def _with_releases(entries: "list[Entry]") -> "list[Entry]":
 
 def _one(key: str, roots: list[str] | None) -> "Entry":
     from penstock.cli.entries import LocalEntry, is_result
-    from penstock.core.store import read_manifest
+    from penstock.core.manifest import read_manifest
 
     if key and is_url(key):
         roots, key = [key], ""

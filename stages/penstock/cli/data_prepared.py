@@ -30,7 +30,7 @@ def prepared_data(request: Request, console: Console, *, upstream: bool) -> Prep
     else:
         if not upstream:
             require_upstream(planned, "this command")
-        outcome = realize(step, notify=console.say)
+        outcome = realize(step, verify=planned.run.pipeline.verify, notify=console.say)
     console.outcomes.append(outcome)
     if outcome.status not in ("cached", "skipped"):
         console.say(f"prepare: {outcome.status} in {outcome.seconds:.1f}s -> {outcome.where}")

@@ -1,7 +1,6 @@
 """One result of a stage as `penstock artifacts` sees it, in a folder or behind a URL."""
 
 import hashlib
-import json
 import posixpath
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -10,16 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from penstock.core.depot import Depot
-from penstock.core.digests import sha256_of
 from penstock.core.errors import StageError
-from penstock.core.files import read_json, regular_files, remove
+from penstock.core.files import regular_files, remove
+from penstock.core.input_digests import read_attempt
 from penstock.core.lease import LEASES
+from penstock.core.manifest import read_manifest
 from penstock.core.mirror import home_of
 from penstock.core.place import Place, checked
 from penstock.core.remote import open_file
 from penstock.core.stage import ATTEMPT, MANIFEST
-from penstock.core.store import REPLACED, lock_of, read_manifest
+from penstock.core.store import REPLACED, lock_of
 from penstock.core.urls import split_parent
+from penstock.core.verify import damaged_files
 
 CHUNK = 4 << 20
 
@@ -44,6 +45,11 @@ class Entry(ABC):
     @abstractmethod
     def root(self) -> Path:
         """The folder on this machine where those who work with it leave their marks."""
+
+    @property
+    @abstractmethod
+    def folder(self) -> Path:
+        """Its folder on this machine: itself, or its mirror, which need not be there."""
 
     @abstractmethod
     def attempt(self) -> dict[str, Any]:
@@ -96,24 +102,22 @@ class LocalEntry(Entry):
         """The folder of all stages."""
         return self.path.parent.parent
 
+    @property
+    def folder(self) -> Path:
+        """Its folder."""
+        return self.path
+
     def attempt(self) -> dict[str, Any]:
         """What an unfinished one is an attempt of."""
-        return read_json(self.path / ATTEMPT)
+        attempt = read_attempt(self.path)
+        assert attempt, "a result has a manifest or this"
+        return attempt
 
     def faults(self) -> list[str]:
         """What in the folder disagrees with the manifest; empty when it is whole."""
         if self.manifest is None:
             return [f"{self.path}: no manifest"]
-        faults: list[str] = []
-        for file in self.manifest["files"]:
-            path = self.path / file["path"]
-            if not path.is_file():
-                faults.append(f"{path}: missing")
-            elif path.stat().st_size != file["bytes"]:
-                faults.append(_other_size(str(path), path.stat().st_size, file))
-            elif sha256_of(path) != file["sha256"]:
-                faults.append(f"{path}: content differs from the manifest")
-        return faults
+        return damaged_files(self.path, self.manifest["files"], "always")
 
     def delete(self) -> None:
         """Remove the folder and its lock."""
@@ -149,9 +153,17 @@ class RemoteEntry(Entry):
         parent, _ = split_parent(self.place.url)
         return home_of(split_parent(parent)[0])
 
+    @property
+    def folder(self) -> Path:
+        """Its mirror."""
+        root, stage, key = self.place.url.rsplit("/", 2)
+        return home_of(root) / stage / key
+
     def attempt(self) -> dict[str, Any]:
         """What an unfinished one is an attempt of."""
-        return json.loads((self.place / ATTEMPT).read() or b"")
+        attempt = Depot(self.place.url, home_of(self.place.url)).attempt()
+        assert attempt, "a result has a manifest or this"
+        return attempt
 
     def faults(self) -> list[str]:
         """What behind the URL disagrees with the manifest, every byte having been read."""
@@ -176,8 +188,7 @@ class RemoteEntry(Entry):
                 f"{self.where} is being built, or its builder died.\n"
                 "  Run its config again, and prune later."
             )
-        root, stage, key = self.place.url.rsplit("/", 2)
-        mirror = home_of(root) / stage / key
+        mirror = self.folder
         Depot(self.place.url, mirror).delete()
         remove(mirror)
         remove(lock_of(mirror))

@@ -11,10 +11,9 @@ from penstock.config.load import load, loads
 from penstock.config.overrides import Override
 from penstock.config.run import RunConfig
 from penstock.core.errors import ConfigError, StageError
-from penstock.core.files import read_json
 from penstock.core.store import Step, obtain
 from penstock.plan import Plan, plan
-from penstock.train.job import JOB
+from penstock.train.job import JOB, read_job
 
 SHOWN = 4
 """Sample answers that are printed."""
@@ -70,13 +69,13 @@ def _run_of(target: Path, overrides: Sequence[Override]) -> RunConfig:
             f"{target} holds neither a run nor a model: no {JOB} and no config.json is in it.\n"
             "  Name a config, a train.output_dir, or a folder in Hugging Face's format."
         )
-    return loads(read_json(target / JOB)["config"], overrides)
+    return loads(read_job(target / JOB)["config"], overrides)
 
 
 def _model_of(planned: Plan) -> Path:
     """The folder that was exported, whole or as an adapter."""
     for step in planned.steps:
-        _require(step)
+        _require(step, planned.run)
     exported = planned.step("export").artifact
     folders = exported.facts["folders"]
     return exported.path / folders.get("hf", folders.get("adapter", "hf"))
@@ -157,8 +156,8 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
         ) from error
 
 
-def _require(step: Step) -> None:
-    if obtain(step) is None:
+def _require(step: Step, run: RunConfig) -> None:
+    if obtain(step, run.pipeline.verify) is None:
         raise StageError(
             f"{step.stage.name} has not been run for this config.\n  Run penstock run first."
         )

@@ -8,9 +8,11 @@ from penstock.cli.console import Console, table
 from penstock.cli.costs import Where, costs
 from penstock.config.run import RunConfig
 from penstock.core.compare import Difference, differences
-from penstock.core.files import read_json
-from penstock.core.stage import ATTEMPT, MANIFEST, identity, key_of, short
-from penstock.core.store import Step, lookup
+from penstock.core.errors import ArtifactError
+from penstock.core.input_digests import ChangedInput, changed_inputs, read_attempt
+from penstock.core.manifest import MANIFEST, content_digest, read_manifest
+from penstock.core.stage import identity, key_of, short
+from penstock.core.store import Step, sealed
 from penstock.plan import plan
 from penstock.prepare.given import Given
 
@@ -30,16 +32,20 @@ class Verdict:
     nearest: Path | None = None
     """The earlier artifact that differs least."""
     changed: tuple[Difference, ...] = ()
+    stale_inputs: tuple[ChangedInput, ...] = ()
+    """Inputs with other content than the result was made from."""
 
 
 def explain(run: RunConfig, console: Console, where: Where = HERE) -> dict[str, Any]:
     """Print a verdict per stage, and what training will cost; returns the same as plain values."""
     planned = plan(run)
-    verdicts = [judge(step) for step in planned.steps]
+    present: dict[str, str] = {}
+    verdicts = [judge(step, present) for step in planned.steps]
     rows = [("stage", "key", "standing", "where")]
     rows += [(v.stage, v.key, v.standing, v.where) for v in verdicts]
     lines = [table(rows)]
     for verdict in verdicts:
+        lines += [f"{verdict.stage}: {changed}" for changed in verdict.stale_inputs]
         if verdict.nearest:
             lines.append(f"{verdict.stage}: nearest earlier result is {verdict.nearest}")
             lines += [f"    {difference}" for difference in verdict.changed]
@@ -48,14 +54,23 @@ def explain(run: RunConfig, console: Console, where: Where = HERE) -> dict[str, 
     return {"plan": [_plain(verdict) for verdict in verdicts], **values}
 
 
-def judge(step: Step) -> Verdict:
-    """The step's standing: sealed, begun, or not there, and then what changed since the nearest."""
+def judge(step: Step, present: dict[str, str]) -> Verdict:
+    """The step's standing: sealed, stale, begun, or not there, and then what changed since the
+    nearest. `present` are content digests of the steps before, by key; this one's is added."""
     name, key = step.stage.name, short(key_of(step.stage))
-    if lookup(step):
+    if manifest := sealed(step):
+        present[manifest["key"]] = content_digest(manifest)
+        now = {
+            name: present[source.key]
+            for name, source in step.stage.inputs.items()
+            if source.key in present
+        }
+        if changed := changed_inputs(step.stage, manifest, now):
+            return Verdict(name, key, "stale", step.where, stale_inputs=tuple(changed))
         taken = isinstance(step.stage, Given)
         return Verdict(name, key, "skipped" if taken else "cached", step.where)
-    attempt = step.path / ATTEMPT
-    if attempt.is_file() and read_json(attempt)["key"] == key_of(step.stage):
+    attempt = read_attempt(step.path)
+    if attempt and attempt["key"] == key_of(step.stage):
         return Verdict(name, key, "partial", step.where)
     near = _nearest(step)
     if near is None:
@@ -69,7 +84,12 @@ def _nearest(step: Step) -> tuple[Path, list[Difference]] | None:
     pattern = MANIFEST if step.stage.name == "train" else f"*/{MANIFEST}"
     root = step.path if step.stage.name == "train" else step.path.parent
     for manifest in sorted(root.glob(pattern)):
-        record = read_json(manifest)
+        try:
+            record = read_manifest(manifest.parent)
+        except ArtifactError:  # of another key: it is not needed here
+            continue
+        if record is None:
+            continue
         theirs = {"version": record["version"], **_flat(record["settings"], record["inputs"])}
         changed = differences(mine, theirs)
         if best is None or len(changed) < len(best[1]):
@@ -105,4 +125,8 @@ def _plain(verdict: Verdict) -> dict[str, Any]:
         "path": verdict.where,
         "nearest": str(verdict.nearest) if verdict.nearest else None,
         "changed": [{"field": d.field, "here": d.here, "there": d.there} for d in verdict.changed],
+        "stale_inputs": [
+            {"input": c.name, "stage": c.stage, "then": c.then, "now": c.now}
+            for c in verdict.stale_inputs
+        ],
     }

@@ -1,8 +1,9 @@
 """`penstock artifacts prune`: which results nobody needs any more, and deleting them.
 
 Needed is what another result was made from, what a release was made from, what a running process
-has marked (`penstock.core.in_use`), and every training run. Marks are looked at again, with the
-gate closed, before each deletion.
+has marked (`penstock.core.in_use`), the export that `hf` or `adapter` of a run's folder leads to,
+and every training run. Marks and links are looked at again, with the gate closed, before each
+deletion.
 """
 
 import re
@@ -18,6 +19,7 @@ from penstock.cli.entries import Entry, LocalEntry, is_result
 from penstock.core.errors import ConfigError
 from penstock.core.files import read_json, remove
 from penstock.core.in_use import keys_in_use, unless_in_use
+from penstock.export.links import forget_links, links_to
 from penstock.prepare.stage import SLICES
 
 PRUNABLE = ("prepare", "pack", "reference", "export", "push")
@@ -97,6 +99,7 @@ def choose_prunable(
             entry
             for entry in sealed[keep_last:]
             if entry.key not in marked
+            and not links_to(entry.folder)
             and (now - datetime.fromisoformat(_created(entry))).total_seconds() >= older_than
         ]
     if reach == "leaves":
@@ -139,9 +142,10 @@ def _created(entry: Entry) -> str:
 def _deleted(entry: Entry) -> bool:
     """Delete it, unless a run has begun to work with it."""
     with unless_in_use(entry.root) as marked:
-        if entry.key in marked():
+        if entry.key in marked() or links_to(entry.folder):
             return False
         entry.delete()
+        forget_links(entry.folder)
         return True
 
 
@@ -155,7 +159,7 @@ def _loose_slices(
     used: set[str] = set()
     for entry in kept:
         if isinstance(entry, LocalEntry) and entry.stage == "prepare":
-            with suppress(OSError, ValueError, KeyError, TypeError):
+            with suppress(FileNotFoundError, KeyError, TypeError):
                 used |= {item["key"] for item in read_json(entry.path / PLAN)["slices"]}
     paths = [entry.path for entry in going if isinstance(entry, LocalEntry)]
     yield from prunable(cache, used, older_than=older_than, going=paths)

@@ -12,7 +12,7 @@ from pathlib import Path
 from penstock.cli.console import Console, table
 from penstock.config.reference import schema, server_schema
 from penstock.core.errors import ConfigError, StageError
-from penstock.core.store import reason_of
+from penstock.core.os_faults import reason_of
 
 SCHEMA_FILE, SERVER_SCHEMA_FILE = "penstock.schema.json", "penstock-server.schema.json"
 """Written beside a copied recipe, so that editors complete and check it."""

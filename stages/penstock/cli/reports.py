@@ -6,7 +6,7 @@ from typing import Any
 
 from penstock.cli.console import Console
 from penstock.core.errors import ConfigError, StageError
-from penstock.core.store import reason_of
+from penstock.core.os_faults import reason_of
 from penstock.train.report import write_comparison, write_report
 
 COMPARISON = Path("comparison.html")

@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass
 from penstock.cli.console import Console, outcome_table
 from penstock.cli.run import Request
 from penstock.core.errors import ConfigError, StageError
+from penstock.core.os_faults import reason_of
 from penstock.core.stage import key_of, short
-from penstock.core.store import Outcome, lookup, reason_of
+from penstock.core.store import Outcome, lookup
 from penstock.plan import Wishes, plan
 from penstock.prepare.stage import Prepare
 

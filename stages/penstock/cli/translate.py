@@ -14,7 +14,7 @@ from penstock.config.faults import shown
 from penstock.config.foreign import load_translation
 from penstock.core.errors import ConfigError, StageError
 from penstock.core.files import publishing, write_json
-from penstock.core.store import reason_of
+from penstock.core.os_faults import reason_of
 
 REPORT = "translation_report.json"
 """Written beside the translated file."""

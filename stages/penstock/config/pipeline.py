@@ -75,6 +75,11 @@ class PipelineConfig(Section):
     """`reuse` takes results that are there, `refresh` builds anew and replaces them, `off` builds
     anew and resumes nothing."""
 
+    verify: Literal["always", "changed", "off"] = "changed"
+    """What is read of a result before it is reused or read by a stage. `always`: every file, whose
+    SHA-256 must be the manifest's. `changed`: files of which that is not known yet, or that changed
+    since by their inode, size or times. `off`: none; only sizes are compared."""
+
     retries: int = Field(default=2, ge=0)
     """How often a stage is tried again after a fault that may pass: a lost connection, training
     processes that were killed or lost each other. It goes on where it stopped. Faults of settings,

@@ -5,7 +5,6 @@ upload that broke off goes on where it stopped and nothing is sent twice.
 """
 
 import hashlib
-import json
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,9 +13,12 @@ from typing import Any
 
 from penstock.core.errors import ArtifactError
 from penstock.core.files import publishing, read_json, remove, write_json
+from penstock.core.input_digests import UNDIGESTED_ATTEMPT
 from penstock.core.lease import LEASES, Lease
+from penstock.core.manifest import parse_manifest
 from penstock.core.mirror import holder_of
 from penstock.core.place import Info, Place, checked
+from penstock.core.record import parse_record
 from penstock.core.remote import open_file
 from penstock.core.remote_version import version_of
 from penstock.core.stage import ATTEMPT, ERROR_LOG, MANIFEST
@@ -130,13 +132,10 @@ class Depot:
         content = (self.place / name).read()
         if content is None:
             return None
-        try:
-            return json.loads(content)
-        except ValueError as error:
-            raise ArtifactError(
-                f"{self.place.said}/{name} cannot be read: it is not JSON.\n"
-                "  Delete it there to have it built anew."
-            ) from error
+        where, remedy = f"{self.place.said}/{name}", "Delete it there to have it built again."
+        if name == MANIFEST:
+            return parse_manifest(content, where, remedy)
+        return parse_record(content, where, UNDIGESTED_ATTEMPT, remedy)
 
     def _is_there(self, name: str, info: Info | None) -> bool:
         noted = self._sent.get(name)

@@ -1,24 +1,35 @@
 """SHA-256 of files, remembered so that an untouched file is read once.
 
-The memory is keyed by (device, inode, size, mtime_ns), so that a hard link of a known file is known
-too, whatever it is called. What follows from content alone is remembered by the content's digest.
-It is a cache: losing it costs a read.
+A row of the memory is keyed by (device, inode) and holds for one size and modification time, so
+that a hard link of a known file is known too, whatever it is called. It also says at which change
+time (ctime) the bytes were last read: whoever verifies a file trusts only that, for a modification
+time can be set. What follows from content alone is remembered by the content's digest.
+It is a cache: losing it costs a read, and a damaged row or file counts as lost.
 """
 
 import hashlib
 import json
+import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterable
-from contextlib import closing
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from penstock.core import env
 
 SETTLED_NS = 100_000_000
 """A file younger than this is digested but not remembered: a second write could leave the same
 size and, within the clock's granularity, the same modification time."""
+
+READERS = 8
+"""Most files that are read at once; there are never more readers than processors."""
+
+Trust = Literal["mtime", "ctime", "nothing"]
+"""When a remembered digest stands for a file's bytes. mtime: size and modification time are the
+same. ctime: also no change of any kind since the bytes were read. nothing: never."""
 
 
 def sha256_of(path: Path) -> str:
@@ -27,22 +38,36 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def digests_of(paths: Iterable[Path]) -> list[str]:
+def digests_of(paths: Iterable[Path], trust: Trust = "mtime") -> list[str]:
     """The digest of each file, reading only those that changed since they were last read."""
     paths = list(paths)
+    if not paths:
+        return []
     try:
-        return _through_memory(paths)
-    except sqlite3.Error:
-        # The memory is unreadable, locked or on a full disk; the files are not.
-        return [sha256_of(path) for path in paths]
+        with closing(_open_memory()) as memory:
+            return _through_memory(memory, paths, trust)
+    except sqlite3.OperationalError:  # locked, or on a full disk
+        return _read_all(paths)
+    except sqlite3.DatabaseError:
+        with suppress(OSError):
+            _memory_file().unlink(missing_ok=True)  # damaged: the next one to come begins another
+        return _read_all(paths)
 
 
 def remember(known: Iterable[tuple[Path, str]]) -> None:
     """Take note of digests that were computed elsewhere, of files that nobody writes any more."""
-    rows = [(*_name_of(path), digest) for path, digest in known]
+    rows = [_Row.of(_Stat.of(path), digest, read_at=0) for path, digest in known]
     try:
         with closing(_open_memory()) as memory, memory:
-            memory.executemany("REPLACE INTO files VALUES (?, ?, ?, ?, ?)", rows)
+            # What is known by reading stays known.
+            memory.executemany(
+                "INSERT INTO known VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (device, inode)"
+                " DO UPDATE SET size=excluded.size, mtime_ns=excluded.mtime_ns,"
+                " sha256=excluded.sha256, read_at=excluded.read_at, guard=excluded.guard"
+                " WHERE size!=excluded.size OR mtime_ns!=excluded.mtime_ns"
+                " OR sha256!=excluded.sha256",
+                [row.guarded for row in rows],
+            )
     except sqlite3.Error:
         return
 
@@ -68,33 +93,93 @@ def derived(content: str, compute: Callable[[], Any]) -> Any:
     return value
 
 
-def _through_memory(paths: list[Path]) -> list[str]:
-    with closing(_open_memory()) as memory:
-        found: list[str] = []
-        for path in paths:
-            name = _name_of(path)
-            row = memory.execute(
-                "SELECT digest FROM files WHERE device=? AND inode=? AND size=? AND mtime_ns=?",
-                name,
-            ).fetchone()
-            if row:
-                found.append(row[0])
-                continue
-            digest = sha256_of(path)
-            found.append(digest)
-            if time.time_ns() - name[3] > SETTLED_NS:
-                memory.execute("REPLACE INTO files VALUES (?, ?, ?, ?, ?)", (*name, digest))
-                memory.commit()
-        return found
+class _Stat(NamedTuple):
+    """What tells a file's content apart without reading it."""
 
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
 
-def _name_of(path: Path) -> tuple[int, int, int, int]:
-    stat = path.stat()
-    # SQLite's integers are signed; some file systems number beyond them.
-    return (stat.st_dev & _SIGNED, stat.st_ino & _SIGNED, stat.st_size, stat.st_mtime_ns)
+    @classmethod
+    def of(cls, path: Path) -> "_Stat":
+        stat = path.stat()
+        # SQLite's integers are signed; some file systems number beyond them.
+        device, inode = stat.st_dev & _SIGNED, stat.st_ino & _SIGNED
+        return cls(device, inode, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
 
 
 _SIGNED = (1 << 63) - 1
+
+
+class _Row(NamedTuple):
+    """A file's digest as it is remembered; `read_at` is its ctime when it was read, or 0."""
+
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+    sha256: str
+    read_at: int
+
+    @classmethod
+    def of(cls, stat: _Stat, sha256: str, read_at: int) -> "_Row":
+        return cls(stat.device, stat.inode, stat.size, stat.mtime_ns, sha256, read_at)
+
+    @property
+    def guarded(self) -> tuple[Any, ...]:
+        """The row with a digest of its own."""
+        guard = hashlib.sha256(repr(tuple(self)).encode()).hexdigest()[:16]
+        return (*self, guard)
+
+    def holds_for(self, stat: _Stat, trust: Trust) -> bool:
+        """Whether it says what the file holds now."""
+        if trust == "nothing" or (self.size, self.mtime_ns) != (stat.size, stat.mtime_ns):
+            return False
+        return trust == "mtime" or self.read_at == stat.ctime_ns
+
+
+def _through_memory(memory: sqlite3.Connection, paths: list[Path], trust: Trust) -> list[str]:
+    stats = [_Stat.of(path) for path in paths]
+    known = [_remembered(memory, stat, trust) for stat in stats]
+    due = [number for number, digest in enumerate(known) if digest is None]
+    digests = _read_all([paths[number] for number in due])
+    now = time.time_ns()
+    rows: list[_Row] = []
+    for number, digest in zip(due, digests, strict=True):
+        known[number], stat = digest, stats[number]
+        if now - stat.mtime_ns > SETTLED_NS and _Stat.of(paths[number]) == stat:
+            rows.append(_Row.of(stat, digest, read_at=stat.ctime_ns))
+    if rows:
+        with memory:
+            memory.executemany(
+                "REPLACE INTO known VALUES (?, ?, ?, ?, ?, ?, ?)", [row.guarded for row in rows]
+            )
+    return [digest for digest in known if digest is not None]
+
+
+def _remembered(memory: sqlite3.Connection, stat: _Stat, trust: Trust) -> str | None:
+    found = memory.execute(
+        "SELECT * FROM known WHERE device=? AND inode=?", (stat.device, stat.inode)
+    ).fetchone()
+    if not found:
+        return None
+    row = _Row(*found[:-1])
+    return row.sha256 if row.guarded == tuple(found) and row.holds_for(stat, trust) else None
+
+
+def _read_all(paths: Sequence[Path]) -> list[str]:
+    """Digests of files that are read side by side; hashing frees the interpreter's lock."""
+    readers = min(READERS, os.cpu_count() or 1, len(paths))
+    if readers < 2:
+        return [sha256_of(path) for path in paths]
+    with ThreadPoolExecutor(readers) as pool:
+        return list(pool.map(sha256_of, paths))
+
+
+def _memory_file() -> Path:
+    return env.cache_home() / "digests.sqlite"
 
 
 def _open_memory() -> sqlite3.Connection:
@@ -103,10 +188,29 @@ def _open_memory() -> sqlite3.Connection:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise sqlite3.OperationalError(str(error)) from error
-    memory = sqlite3.connect(folder / "digests.sqlite", timeout=10)
-    memory.execute(
-        "CREATE TABLE IF NOT EXISTS files (device INTEGER, inode INTEGER, size INTEGER,"
-        " mtime_ns INTEGER, digest TEXT, PRIMARY KEY (device, inode))"
-    )
-    memory.execute("CREATE TABLE IF NOT EXISTS derived (content TEXT PRIMARY KEY, value TEXT)")
+    file = _memory_file()
+    try:
+        return _opened(file)
+    except sqlite3.OperationalError:
+        raise
+    except sqlite3.DatabaseError:  # no database, or a damaged one: begin another
+        try:
+            file.unlink(missing_ok=True)
+        except OSError as error:
+            raise sqlite3.OperationalError(str(error)) from error
+        return _opened(file)
+
+
+def _opened(file: Path) -> sqlite3.Connection:
+    memory = sqlite3.connect(file, timeout=10)
+    try:
+        memory.execute(
+            "CREATE TABLE IF NOT EXISTS known (device INTEGER, inode INTEGER, size INTEGER,"
+            " mtime_ns INTEGER, sha256 TEXT, read_at INTEGER, guard TEXT,"
+            " PRIMARY KEY (device, inode))"
+        )
+        memory.execute("CREATE TABLE IF NOT EXISTS derived (content TEXT PRIMARY KEY, value TEXT)")
+    except BaseException:
+        memory.close()
+        raise
     return memory

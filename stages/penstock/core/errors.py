@@ -6,6 +6,7 @@ PenstockError
 ├── CapabilityError  3  this machine, build or account lacks what the settings ask for
 │   └── UnreachableError    where it lies cannot be asked now
 ├── ArtifactError    1  something on disk is not what its manifest says
+│   └── DamagedFileError     one file cannot be read as what it is
 ├── StageError       1  a stage did not finish; its unsealed folder is kept, so a rerun resumes
 └── Interrupted    130  a person or the system asked the run to stop; resumable
 """
@@ -41,6 +42,10 @@ class UnreachableError(CapabilityError):
 
 class ArtifactError(PenstockError):
     """An artifact on disk disagrees with its manifest."""
+
+
+class DamagedFileError(ArtifactError, ValueError):
+    """A file is not of the form that its name promises. A ValueError, as parsers raise."""
 
 
 class StageError(PenstockError):

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from penstock.core.errors import DamagedFileError
+
 PART = ".part"
 """Suffix of a file that is still being written; whoever finds one may delete it."""
 
@@ -39,8 +41,16 @@ def write_json(target: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The JSON value in `path`."""
-    return json.loads(path.read_text(encoding="utf-8"))
+    """The JSON value in `path`. Raises DamagedFileError for what is no JSON, OSError else."""
+    content = path.read_bytes()
+    try:
+        return json.loads(content)
+    except ValueError as error:
+        what = "it is empty" if not content else f"it is not JSON ({error})"
+        raise DamagedFileError(
+            f"{path} cannot be read: {what}.\n"
+            "  Restore it from a copy, or build again what it belongs to."
+        ) from error
 
 
 def link(source: Path, target: Path) -> None:

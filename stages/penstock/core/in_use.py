@@ -13,8 +13,10 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from penstock.core.errors import ArtifactError
 from penstock.core.files import read_json, write_json
-from penstock.core.stage import key_of
+from penstock.core.record import digest_of
+from penstock.core.stage import key_of, short
 from penstock.core.store import Step
 
 MARKS = ".in_use"
@@ -56,7 +58,7 @@ def keys_in_use(root: Path) -> set[str]:
 def _mark(root: Path, keys: list[str]) -> ExitStack:
     marks = root / MARKS
     marks.mkdir(parents=True, exist_ok=True)
-    mark = marks / f"{uuid.uuid4().hex}.json"
+    mark = marks / f"{_digest(keys)}-{uuid.uuid4().hex}.json"
     held = ExitStack()
     with FileLock(marks / GATE):
         _remove_stale(marks)
@@ -94,7 +96,24 @@ def _marked(marks: Path) -> set[str]:
             lock.acquire(timeout=0)
         except OSError:  # it is held (Timeout is one), or not this user's
             with suppress(FileNotFoundError):
-                found |= set(read_json(mark))
+                found |= set(_keys_in(mark))
         else:
             _unmark(mark, lock)
     return found
+
+
+def _keys_in(mark: Path) -> list[str]:
+    """The keys of a mark. Raises ArtifactError for one that is damaged: what it protects is not
+    known then."""
+    keys = read_json(mark)
+    digest, _, rest = mark.stem.partition("-")
+    if rest and digest != _digest(keys):  # earlier names have no digest
+        raise ArtifactError(
+            f"{mark} is damaged, so it is not known which results a run at work here needs.\n"
+            "  Wait until that run has ended: its mark goes then."
+        )
+    return keys
+
+
+def _digest(keys: list[str]) -> str:
+    return short(digest_of(keys))

@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 from penstock.core.errors import PenstockError, StageError
 from penstock.core.place import Place
@@ -122,12 +122,12 @@ class Lease:
         if not numbers:
             return 0, None
         content = (self._leases / _name(max(numbers))).read()
-        return max(numbers), json.loads(content) if content else None
+        return max(numbers), _parsed(content) if content else None
 
     def _is_free(self, record: dict[str, Any] | None) -> bool:
         if record is None:
             return True
-        return record["state"] == "released" or record["holder"] == self._holder
+        return record.get("state") == "released" or record.get("holder") == self._holder
 
     def _claim(self, number: int) -> bool:
         """Create the lease of that number; True if this one did and none is higher."""
@@ -168,6 +168,15 @@ class Lease:
         self._ended.set()
         if self._pulse:
             self._pulse.join()
+
+
+def _parsed(content: bytes) -> dict[str, Any]:
+    """What a lease says; of a damaged one only that, so that its term is waited for."""
+    try:
+        record = json.loads(content)
+    except ValueError:
+        record = None
+    return cast("dict[str, Any]", record) if isinstance(record, dict) else {"damaged": True}
 
 
 def _name(number: int) -> str:

@@ -11,7 +11,8 @@ from filelock import FileLock
 
 from penstock.core import env
 from penstock.core.files import publishing
-from penstock.core.stage import digest_of, short
+from penstock.core.record import digest_of
+from penstock.core.stage import short
 from penstock.core.urls import is_url, local_path, spoken
 
 MIRRORS = "mirrors"

@@ -3,7 +3,9 @@ where to go on. Behind the URL is the truth; the mirror may be older, or of anot
 """
 
 from penstock.core.depot import Depot
-from penstock.core.files import read_json, set_aside
+from penstock.core.files import set_aside
+from penstock.core.input_digests import changed_inputs, digests_of_inputs, read_attempt
+from penstock.core.manifest import read_manifest
 from penstock.core.stage import ATTEMPT, MANIFEST, Stage, key_of
 
 
@@ -24,6 +26,9 @@ def reconcile(depot: Depot, stage: Stage) -> str | None:
     if here is None and there["key"] != mine:
         depot.copy_record(MANIFEST if sealed else ATTEMPT, there)
     if begun and not sealed and begun["key"] == mine:
+        if changed_inputs(stage, begun, digests_of_inputs(stage)):
+            depot.set_aside()
+            return None
         names = depot.place.files()
         depot.fetch_names(stage.wanted(names, depot.folder))
     return there["key"]
@@ -35,7 +40,5 @@ def holds_a_record(depot: Depot) -> bool:
 
 
 def _key_here(depot: Depot) -> str | None:
-    for name in (MANIFEST, ATTEMPT):
-        if (depot.folder / name).is_file():
-            return read_json(depot.folder / name)["key"]
-    return None
+    record = read_manifest(depot.folder) or read_attempt(depot.folder)
+    return record["key"] if record else None

@@ -5,10 +5,10 @@ texts may hold signed URLs: they are never chained to ours, only said after scru
 """
 
 import errno
-from collections.abc import Iterator
 from typing import Any, Literal
 
 from penstock.core import env
+from penstock.core.connection_faults import causes, connection_fault
 from penstock.core.errors import (
     ArtifactError,
     CapabilityError,
@@ -84,7 +84,7 @@ class StoreFault(Exception):  # noqa: N818 - never shown: it is told in words fi
 
 def fault_of(error: BaseException) -> Fault:
     """What kind of fault it is, by the status it or its cause carries, else by its type."""
-    for each in _with_causes(error):
+    for each in causes(error):
         if type(each).__name__ in _DENIED:
             return "denied"
         if type(each).__name__ in _BROKEN_OFF:
@@ -92,6 +92,14 @@ def fault_of(error: BaseException) -> Fault:
         status = status_of(each)
         if status is not None:
             return _of_status(status)
+    # fsspec tells of a web server that it cannot reach as of a file that is not there.
+    for each in causes(error.__cause__):
+        if isinstance(error, FileNotFoundError) and _by_type(each) == "cut":
+            return "cut"
+    return _by_type(error)
+
+
+def _by_type(error: BaseException) -> Fault:
     match error:
         case PermissionError():
             return "denied"
@@ -102,7 +110,7 @@ def fault_of(error: BaseException) -> Fault:
         case ConnectionError() | TimeoutError():
             return "cut"
         case OSError() if type(error).__module__ == "builtins":
-            return "cut" if error.errno in _BROKEN else "local"
+            return "cut" if error.errno in _BROKEN or connection_fault(error) else "local"
         case _:
             came_from = type(error).__module__.split(".")[0]
             return "cut" if came_from in _NETWORKS else "other"
@@ -110,7 +118,7 @@ def fault_of(error: BaseException) -> Fault:
 
 def may_pass(error: BaseException) -> bool:
     """Whether what failed may go well when it is tried again, with nothing changed."""
-    for each in _with_causes(error):
+    for each in causes(error):
         if isinstance(each, PenstockError):
             if each.may_pass:
                 return True
@@ -141,7 +149,9 @@ def status_of(error: BaseException) -> int | None:
 
 
 def said(error: BaseException) -> str:
-    """The error's type and first words, without anything secret."""
+    """Why the connection failed, or the error's type and first words, without anything secret."""
+    if reason := connection_fault(error):
+        return reason
     text = scrubbed(str(error.args[-1]) if error.args else "").strip().split("\n")[0][:160]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
@@ -185,7 +195,7 @@ def denied(url: str, error: BaseException, doing: Doing) -> CapabilityError:
     """The error for a store that refuses: which credentials were used, and what to set."""
     scheme = scheme_of(url)
     found = env.credentials_for(_family(scheme))
-    status = next((s for s in map(status_of, _with_causes(error)) if s), None)
+    status = next((s for s in map(status_of, causes(error)) if s), None)
     reason = f"{status}" if status else type(error).__name__
     if scheme in WEB:
         return CapabilityError(
@@ -234,9 +244,3 @@ def _of_status(status: int) -> Fault:
     if status in (408, 409, 425, 429) or status >= 500:
         return "cut"
     return "exists" if status == 412 else "other"
-
-
-def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__

@@ -10,28 +10,30 @@ from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, cast
 
 from penstock.core.depot import Depot
 from penstock.core.errors import ArtifactError, StageError
-from penstock.core.files import read_json
 from penstock.core.lease import Lease
+from penstock.core.manifest import MANIFEST, parse_manifest, read_manifest
 from penstock.core.mirror import holder_of, home_of
 from penstock.core.place import Place
+from penstock.core.record import parse_record, with_digest
 from penstock.core.shelf import (
     DECISIONS,
     LATEST,
     NUMBER,
     WITHDRAWN,
+    WITHDRAWN_NUMBERS,
     LocalShelf,
     Notify,
     Record,
     Shelf,
     absent,
     called,
+    parse_withdrawn,
 )
-from penstock.core.stage import MANIFEST
 from penstock.core.urls import is_url
+from penstock.core.verify import damaged_files
 
 POINTER = f"{LATEST}.json"
 
@@ -76,26 +78,29 @@ class RemoteShelf(Shelf):
 
     def manifest(self, number: int) -> Record:
         """What a number is."""
-        found = self._read(f"{called(number)}/{MANIFEST}")
-        if found is None:
+        name = f"{called(number)}/{MANIFEST}"
+        content = (self._root / name).read()
+        if content is None:
             raise absent(self.where, number)
-        return found
+        return parse_manifest(content, f"{self.where}/{name}", _REMEDY)
 
     def folder(self, number: int) -> Path:
         """A copy here, every byte of it checked when it was fetched."""
         manifest, folder = self.manifest(number), self._mirror / called(number)
-        with suppress(OSError, ValueError):
-            if read_json(folder / MANIFEST) == manifest:
+        with suppress(ArtifactError):
+            is_here = read_manifest(folder) == manifest
+            if is_here and not damaged_files(folder, manifest["files"], "changed"):
                 return folder
         Depot((self._root / called(number)).url, folder).fetch(manifest)
         return folder
 
     def latest(self) -> int | None:
         """The number in the pointer."""
-        found: Any = self._read(POINTER)
-        if found is None:
+        content = (self._root / POINTER).read()
+        if content is None:
             return None
-        number: Any = cast("dict[str, Any]", found).get("number") if isinstance(found, dict) else 0
+        found = parse_record(content, f"{self.where}/{POINTER}", ("number",), _REMEDY)
+        number = found.get("number")
         if not isinstance(number, int) or not (self._root / called(number) / MANIFEST).info():
             raise ArtifactError(
                 f"{self.where}/{POINTER} names no release that is there.\n"
@@ -118,7 +123,7 @@ class RemoteShelf(Shelf):
             else:
                 (folder / name).put(source)
         self._check()
-        content = json.dumps(manifest_of(number), indent=2, sort_keys=True).encode()
+        content = _dumped(manifest_of(number))
         if not (folder / MANIFEST).create(content):
             raise StageError(
                 f"{folder.said} was written by another machine in the same moment.\n"
@@ -129,8 +134,8 @@ class RemoteShelf(Shelf):
     def point(self, number: int, withdrawn: Collection[int]) -> None:
         """Write the pointer over the old one."""
         self._check()
-        (self._root / WITHDRAWN).write(json.dumps(sorted(withdrawn)).encode())
-        (self._root / POINTER).write(json.dumps({"number": number}).encode())
+        (self._root / WITHDRAWN).write(_dumped({WITHDRAWN_NUMBERS: sorted(withdrawn)}))
+        (self._root / POINTER).write(_dumped({"number": number}))
 
     def drop(self, number: int) -> None:
         """Remove it there, its manifest first, and here."""
@@ -146,21 +151,22 @@ class RemoteShelf(Shelf):
         """Every record, one object after another."""
         folder = self._root / DECISIONS
         contents = ((folder / name).read() for name in folder.files())
-        return [json.loads(content) for content in contents if content]
+        found: list[Record] = []
+        for content in contents:
+            with suppress(ValueError):  # as of a shelf in a folder, one that is damaged is left out
+                found.append(json.loads(content or b""))
+        return found
 
     def _withdrawn(self) -> list[int]:
-        return self._read(WITHDRAWN) or []
+        return parse_withdrawn((self._root / WITHDRAWN).read(), f"{self.where}/{WITHDRAWN}")
 
     def _check(self) -> None:
         if self._lease:
             self._lease.check()
 
-    def _read(self, name: str) -> Any:
-        content = (self._root / name).read()
-        try:
-            return None if content is None else json.loads(content)
-        except ValueError as error:
-            raise ArtifactError(
-                f"{self.where}/{name} cannot be read: it is not JSON.\n"
-                "  Restore it, or delete it and point to a release with penstock releases rollback."
-            ) from error
+
+_REMEDY = "Restore it, or delete it and point to a release with penstock releases rollback."
+
+
+def _dumped(record: Record) -> bytes:
+    return json.dumps(with_digest(record), indent=2, sort_keys=True).encode()

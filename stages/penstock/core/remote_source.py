@@ -20,6 +20,7 @@ from penstock.core.errors import ConfigError, StageError
 from penstock.core.files import fsync, remove
 from penstock.core.local_files import some, top
 from penstock.core.place import Place, checked
+from penstock.core.record import digest_of
 from penstock.core.remote import open_file
 from penstock.core.remote_data import (
     RemoteFile,
@@ -29,7 +30,7 @@ from penstock.core.remote_data import (
 )
 from penstock.core.remote_version import is_digest, version_of
 from penstock.core.retry import QUICK
-from penstock.core.stage import Source, digest_of, short
+from penstock.core.stage import Source, short
 from penstock.core.urls import is_url, split_parent, spoken
 
 FETCHED = "fetched"

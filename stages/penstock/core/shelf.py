@@ -14,17 +14,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from filelock import FileLock, Timeout
 
 from penstock.core.errors import ArtifactError
-from penstock.core.files import PART, fsync, link, read_json, remove, write_json
+from penstock.core.files import PART, fsync, link, remove
+from penstock.core.manifest import MANIFEST, read_manifest
 from penstock.core.place import checked
-from penstock.core.stage import MANIFEST
+from penstock.core.record import parse_record, write_record
 
 LATEST = "latest"
 WITHDRAWN = "withdrawn.json"
+WITHDRAWN_NUMBERS = "numbers"
 DECISIONS = "decisions"
 NUMBER = re.compile(r"\d{4,9}")
 
@@ -131,10 +133,10 @@ class LocalShelf(Shelf):
 
     def manifest(self, number: int) -> Record:
         """What a number is."""
-        try:
-            return read_json(self.folder(number) / MANIFEST)
-        except (OSError, ValueError) as error:
-            raise absent(self.where, number) from error
+        found = read_manifest(self.folder(number))
+        if found is None:
+            raise absent(self.where, number)
+        return found
 
     def folder(self, number: int) -> Path:
         """Its folder."""
@@ -164,7 +166,7 @@ class LocalShelf(Shelf):
             target = part / checked(name)
             target.parent.mkdir(parents=True, exist_ok=True)
             link(source, target)
-        write_json(part / MANIFEST, manifest_of(number))
+        write_record(part / MANIFEST, manifest_of(number))
         for folder in {path.parent for path in part.rglob("*")}:
             fsync(folder)
         # A folder is never renamed over one that holds something.
@@ -174,7 +176,7 @@ class LocalShelf(Shelf):
 
     def point(self, number: int, withdrawn: Collection[int]) -> None:
         """Rename a new link over the old one."""
-        write_json(self._folder / WITHDRAWN, sorted(withdrawn))
+        write_record(self._folder / WITHDRAWN, {WITHDRAWN_NUMBERS: sorted(withdrawn)})
         aside = self._folder / f".{LATEST}{PART}"
         aside.unlink(missing_ok=True)
         aside.symlink_to(called(number))
@@ -210,10 +212,22 @@ class LocalShelf(Shelf):
         return found
 
     def _withdrawn(self) -> list[int]:
-        try:
-            return read_json(self._folder / WITHDRAWN)
-        except FileNotFoundError:
-            return []
+        path = self._folder / WITHDRAWN
+        return parse_withdrawn(path.read_bytes() if path.is_file() else None, str(path))
+
+
+def parse_withdrawn(content: bytes | None, where: str) -> list[int]:
+    """The numbers in what `withdrawn.json` holds, at first a bare list; none where there is none.
+
+    Raises ArtifactError for what is damaged.
+    """
+    if content is None:
+        return []
+    with suppress(ValueError):
+        if isinstance(numbers := json.loads(content), list):
+            return cast("list[int]", numbers)
+    remedy = "Delete it, and withdraw what is not to be used with penstock releases rollback."
+    return parse_record(content, where, (), remedy)[WITHDRAWN_NUMBERS]
 
 
 def called(number: int) -> str:

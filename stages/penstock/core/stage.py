@@ -6,8 +6,7 @@ keys of what it reads. How the work is done (worker counts, devices, log levels)
 fields of the stage, which `identity` does not read.
 """
 
-import hashlib
-import json
+import errno
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,20 +16,15 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel
 
-from penstock.core.files import PART, read_json, regular_files
+from penstock.core.files import PART, regular_files
+from penstock.core.manifest import MANIFEST, read_manifest
+from penstock.core.record import digest_of
 
-MANIFEST = "manifest.json"
 ATTEMPT = "attempt.json"
 ERROR_LOG = "error.log"
 
 Facts = Mapping[str, Any]
 """What a stage reports of its result (counts, sizes); kept in the manifest, never in the key."""
-
-
-def digest_of(value: Any) -> str:
-    """SHA-256 of the canonical JSON of `value`, as 64 hex digits."""
-    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -59,11 +53,19 @@ class Artifact:
     stage: str
     key: str
     path: Path
+    remote: str | None = field(default=None, compare=False)
+    """The URL it is kept behind; `path` is its mirror on this machine then."""
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """The sealed manifest. Raises FileNotFoundError while the stage has not run."""
-        return read_json(self.path / MANIFEST)
+        """The sealed manifest.
+
+        Raises FileNotFoundError while the stage has not run, ArtifactError for a damaged one.
+        """
+        manifest = read_manifest(self.path)
+        if manifest is None:
+            raise FileNotFoundError(errno.ENOENT, "has no manifest", str(self.path / MANIFEST))
+        return manifest
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -5,9 +5,7 @@ stage on the next run, so that it resumes instead of starting over. One writer p
 comer waits at the lock, finds the seal, and reuses. The kernel frees the lock when its holder dies.
 """
 
-import errno
 import platform
-import shutil
 import time
 import traceback
 from collections.abc import Callable
@@ -25,15 +23,25 @@ from penstock.core import provenance
 from penstock.core.depot import Depot
 from penstock.core.digests import digests_of
 from penstock.core.errors import ArtifactError, Interrupted, PenstockError, StageError
-from penstock.core.files import PART, fsync, read_json, regular_files, remove, write_json
+from penstock.core.files import PART, fsync, regular_files, remove, set_aside
 from penstock.core.follower import Follower
+from penstock.core.input_digests import (
+    attempt_record,
+    changed_inputs,
+    digests_of_inputs,
+    read_attempt,
+)
+from penstock.core.manifest import read_manifest, remedy_for
+from penstock.core.os_faults import reason_of
 from penstock.core.reconcile import holds_a_record, reconcile
+from penstock.core.record import FORMAT, write_record
 from penstock.core.stage import (
     ATTEMPT,
     ERROR_LOG,
     MANIFEST,
     Artifact,
     Facts,
+    Input,
     Source,
     Stage,
     identity,
@@ -41,8 +49,7 @@ from penstock.core.stage import (
     short,
 )
 from penstock.core.urls import scrubbed, spoken
-
-FORMAT = 1
+from penstock.core.verify import Verify, require_content, require_sizes
 
 AT_ONCE = 16
 """Files that are flushed at once."""
@@ -73,7 +80,7 @@ class Step:
     @property
     def artifact(self) -> Artifact:
         """The result by name, whether or not it exists yet."""
-        return Artifact(self.stage.name, key_of(self.stage), self.path)
+        return Artifact(self.stage.name, key_of(self.stage), self.path, self.remote)
 
 
 @dataclass(frozen=True)
@@ -97,102 +104,150 @@ class Outcome:
 def find(step: Step) -> dict[str, Any] | None:
     """The sealed manifest of the step, or None while there is none of this key.
 
-    Raises ArtifactError when the seal is there but its files are not.
+    Raises ArtifactError when the seal is there but its files are not, or are of other sizes, and
+    for the seal of another folder.
     """
-    manifest = read_manifest(step.path)
-    if manifest is None or manifest["key"] != key_of(step.stage):
+    manifest, key = read_manifest(step.path), key_of(step.stage)
+    if manifest is None:
         return None
-    for file in manifest["files"]:
-        path = step.path / file["path"]
-        if not path.is_file() or path.stat().st_size != file["bytes"]:
+    if manifest["key"] != key:
+        if step.path.name == short(key):
             raise ArtifactError(
-                f"{step.path} is sealed, but {file['path']} is missing or not {file['bytes']} "
-                f"bytes long.\n  Restore it, or build again with --force {step.stage.name}."
+                f"{step.path / MANIFEST} is damaged: it is that of {manifest.get('stage')} "
+                f"{short(manifest['key'])}.\n  {remedy_for(step.path)}"
             )
-    return manifest
-
-
-def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest in `folder`, or None where there is none. Raises ArtifactError if unreadable."""
-    try:
-        return read_json(folder / MANIFEST)
-    except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ValueError, OSError) as error:
-        raise ArtifactError(
-            f"{folder / MANIFEST} cannot be read: {reason_of(error)}.\n"
-            f"  Delete {folder} to build it anew."
-        ) from error
+    require_sizes(step.path, manifest)
+    return manifest
 
 
 def realize(
     step: Step,
     *,
     cache: Cache = "reuse",
+    verify: Verify = "changed",
     claim: Callable[[Step], None] | None = None,
     notify: Callable[[str], None] = lambda _: None,
 ) -> Outcome:
-    """Return the step's result, doing the work only if it is not there yet.
+    """Return the step's result, doing the work only if it is not there yet, or is stale.
 
-    `claim` is called under the lock before any work; it may raise to refuse the folder or move what
-    lies there aside. `notify` receives one line for people when this call has to wait.
+    A result that is there is verified as `verify` says. `claim` is called under the lock before any
+    work; it may raise to refuse the folder or move what lies there aside. `notify` receives one
+    line for people when this call has to wait, or builds again what was there.
+
+    Raises ArtifactError for a result that is damaged.
     """
     started = time.monotonic()
+    request = _Request(cache, verify, claim, notify)
     if step.remote:
         try:
-            return _realize_there(step, Depot(step.remote, step.path), cache, claim, notify)
+            return _realize_there(step, Depot(step.remote, step.path), request)
         except OSError as error:
             raise StageError(f"{step.path}, for {step.where}: {reason_of(error)}.") from error
-    if cache == "reuse" and (manifest := find(step)):
+    if cache == "reuse" and (manifest := _current(step)):
+        require_content(step.path, manifest, verify)
         return _outcome(step, "cached", started, manifest["facts"])
     with _locked(step.path, notify):
-        if cache == "reuse" and (manifest := find(step)):
+        if cache == "reuse" and (manifest := _current(step, notify)):
+            require_content(step.path, manifest, verify)
             return _outcome(step, "cached", started, manifest["facts"])
         if claim:
             claim(step)
-        if cache == "reuse":
-            return _build(step, started)
-        return _rebuild(step, started, cache)
+        return _built(step, started, request)
 
 
 def lookup(step: Step) -> dict[str, Any] | None:
-    """The sealed manifest of the step wherever it is kept, or None; nothing is fetched."""
+    """The sealed manifest of the step wherever it is kept, or None; nothing is fetched.
+
+    None for a stale one as well, as far as inputs on this machine tell.
+    """
+    manifest = sealed(step)
+    if manifest and changed_inputs(step.stage, manifest, digests_of_inputs(step.stage, "local")):
+        return None
+    return manifest
+
+
+def sealed(step: Step) -> dict[str, Any] | None:
+    """The sealed manifest of the step wherever it is kept, stale or not, or None."""
     if step.remote is None:
         return find(step)
     there = Depot(step.remote, step.path).manifest()
     return there if there and there["key"] == key_of(step.stage) else None
 
 
-def obtain(step: Step, notify: Callable[[str], None] = lambda _: None) -> dict[str, Any] | None:
-    """As `find`, after fetching what is sealed behind a URL and not on this machine."""
+def obtain(
+    step: Step, verify: Verify = "changed", notify: Callable[[str], None] = lambda _: None
+) -> dict[str, Any] | None:
+    """The sealed manifest, its files verified, after fetching what is sealed behind a URL and not
+    on this machine. None while there is none, or a stale one."""
     if step.remote is None:
-        return find(step)
+        manifest = _current(step)
+        if manifest:
+            require_content(step.path, manifest, verify)
+        return manifest
     with _locked(step.path, notify):
-        return _obtained(step, Depot(step.remote, step.path))
+        return _obtained(step, Depot(step.remote, step.path), verify, notify)
 
 
-def _realize_there(
-    step: Step,
-    depot: Depot,
-    cache: Cache,
-    claim: Callable[[Step], None] | None,
-    notify: Callable[[str], None],
-) -> Outcome:
+@dataclass(frozen=True)
+class _Request:
+    """What a caller of `realize` wishes."""
+
+    cache: Cache
+    verify: Verify
+    claim: Callable[[Step], None] | None
+    notify: Callable[[str], None]
+
+
+def _current(step: Step, notify: Callable[[str], None] = lambda _: None) -> dict[str, Any] | None:
+    """The sealed manifest unless an input has other content than it was made from."""
+    manifest = find(step)
+    return manifest if manifest and _is_current(step, manifest, notify) else None
+
+
+def _is_current(
+    step: Step, manifest: dict[str, Any], notify: Callable[[str], None] = lambda _: None
+) -> bool:
+    changed = changed_inputs(step.stage, manifest, digests_of_inputs(step.stage))
+    if changed:
+        notify(f"{step.stage.name} is stale and is built again: {'; '.join(map(str, changed))}")
+    return not changed
+
+
+def _built(step: Step, started: float, request: _Request) -> Outcome:
+    """Build, resuming what is unfinished; what is sealed there makes way once the new one is."""
+    if request.cache != "reuse" or (step.path / MANIFEST).is_file():
+        return _rebuild(step, started, request)
+    return _build(step, started, request.notify)
+
+
+def _realize_there(step: Step, depot: Depot, request: _Request) -> Outcome:
     """Realize a step that is kept behind a URL: one machine builds, and the others fetch."""
     started = time.monotonic()
+    notify = request.notify
+
+    def there() -> dict[str, Any] | None:
+        if request.cache != "reuse":
+            return None
+        return _obtained(step, depot, request.verify, notify)
+
+    def is_done() -> bool:
+        manifest = depot.manifest() if request.cache == "reuse" else None
+        return bool(manifest and _is_of(step, manifest) and _is_current(step, manifest))
+
     with _locked(step.path, notify):
-        if cache == "reuse" and (manifest := _obtained(step, depot)):
+        if manifest := there():
             return _outcome(step, "cached", started, manifest["facts"])
         lease = depot.lease()
-        if not lease.take(lambda: cache == "reuse" and lookup(step) is not None, notify):
-            manifest = _obtained(step, depot)
+        if not lease.take(is_done, notify):
+            manifest = there()
             assert manifest, "sealed a moment ago"
             return _outcome(step, "cached", started, manifest["facts"])
         with lease:
-            if cache == "reuse" and (manifest := _obtained(step, depot)):
+            if manifest := there():
                 lease.clear()
                 return _outcome(step, "cached", started, manifest["facts"])
-            outcome = _build_for(step, depot, cache, claim, notify)
+            outcome = _build_for(step, depot, request)
             manifest = read_manifest(step.path)
             assert manifest, "sealed here"
             depot.publish(manifest, lease)
@@ -201,34 +256,29 @@ def _realize_there(
             return outcome
 
 
-def _build_for(
-    step: Step,
-    depot: Depot,
-    cache: Cache,
-    claim: Callable[[Step], None] | None,
-    notify: Callable[[str], None],
-) -> Outcome:
+def _build_for(step: Step, depot: Depot, request: _Request) -> Outcome:
     """Build in the mirror, unless an earlier run did and only could not send it."""
     started = time.monotonic()
-    if cache == "reuse" and (manifest := _whole(step)):
+    if request.cache == "reuse" and (manifest := _whole(step, request.verify, request.notify)):
         return _outcome(step, "cached", started, manifest["facts"])
     held = reconcile(depot, step.stage)
-    if claim:
-        claim(step)
+    if request.claim:
+        request.claim(step)
     if held not in (None, key_of(step.stage)) and not holds_a_record(depot):
         depot.set_aside()
-    with Follower(depot, step.stage, notify):
-        if cache == "reuse":
-            return _build(step, started)
-        return _rebuild(step, started, cache)
+    with Follower(depot, step.stage, request.notify):
+        return _built(step, started, request)
 
 
-def _obtained(step: Step, depot: Depot) -> dict[str, Any] | None:
-    """The manifest, if the result is sealed behind the URL; its files are here then, and whole."""
+def _obtained(
+    step: Step, depot: Depot, verify: Verify, notify: Callable[[str], None]
+) -> dict[str, Any] | None:
+    """The manifest, if the result is sealed behind the URL and is current; its files are here
+    then, and whole."""
     there = depot.manifest()
-    if there is None or there["key"] != key_of(step.stage):
+    if there is None or not _is_of(step, there) or not _is_current(step, there, notify):
         return None
-    here = _whole(step)
+    here = _whole(step, verify, notify)
     if here is None or here["files"] != there["files"]:
         depot.fetch(there)
         if not step.stage.keepsakes(step.path):
@@ -239,12 +289,22 @@ def _obtained(step: Step, depot: Depot) -> dict[str, Any] | None:
     return there
 
 
-def _whole(step: Step) -> dict[str, Any] | None:
-    """As `find`; a mirror that lacks files is no fault, for they can be had again."""
+def _is_of(step: Step, manifest: dict[str, Any]) -> bool:
+    return manifest["key"] == key_of(step.stage)
+
+
+def _whole(step: Step, verify: Verify, notify: Callable[[str], None]) -> dict[str, Any] | None:
+    """The manifest of a mirror whose files are as they were sealed. Damage here is no fault, for
+    what lies behind the URL can be had again; it is told."""
     try:
-        return find(step)
-    except ArtifactError:
+        manifest = _current(step)
+        if manifest:
+            require_content(step.path, manifest, verify)
+    except ArtifactError as error:
+        first = str(error).split("\n", 1)[0].rstrip(":.")
+        notify(f"{first}; it is a copy of {step.where}, and is fetched or built again")
         return None
+    return manifest
 
 
 def lock_of(folder: Path) -> Path:
@@ -277,18 +337,19 @@ class _locked:  # noqa: N801 - used as a function
         self._lock.release()
 
 
-def _rebuild(step: Step, started: float, cache: Cache) -> Outcome:
+def _rebuild(step: Step, started: float, request: _Request) -> Outcome:
     """Build although a result may be there; that result survives until the new one is whole."""
-    had = read_manifest(step.path) is not None
+    had = (step.path / MANIFEST).exists()
+    from_nothing = request.cache == "off"
     aside = step.path.with_name(f"{step.path.name}{REPLACED}")
     if had:
         remove(aside)
-    if had or (cache == "off" and step.path.exists() and not aside.exists()):
+    if had or (from_nothing and step.path.exists() and not aside.exists()):
         step.path.rename(aside)
-    elif cache == "off":
+    elif from_nothing:
         remove(step.path)
     try:
-        return _build(step, started)
+        return _build(step, started, request.notify)
     except BaseException:
         if had:
             remove(step.path)
@@ -296,15 +357,16 @@ def _rebuild(step: Step, started: float, cache: Cache) -> Outcome:
         raise
 
 
-def _build(step: Step, started: float) -> Outcome:
+def _build(step: Step, started: float, notify: Callable[[str], None]) -> Outcome:
     stage, out = step.stage, step.path
-    resumed = (out / ATTEMPT).is_file()
     began = time.monotonic()
     try:
+        digests = digests_of_inputs(stage)
+        resumed = _resumes(step, digests, notify)
         out.mkdir(parents=True, exist_ok=True)
-        write_json(out / ATTEMPT, {**identity(stage), "key": key_of(stage)})
+        write_record(out / ATTEMPT, attempt_record(stage, digests))
         facts = dict(stage.run(out))
-        manifest = _seal(step, facts, time.monotonic() - began)
+        manifest = _seal(step, facts, digests, time.monotonic() - began)
         remove(out.with_name(f"{out.name}{REPLACED}"))
     except Interrupted:
         raise
@@ -313,8 +375,30 @@ def _build(step: Step, started: float) -> Outcome:
     return _outcome(step, "resumed" if resumed else "ran", started, manifest["facts"])
 
 
-def _seal(step: Step, facts: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Sweep what is unfinished, digest what is owned, and write the manifest last."""
+def _resumes(step: Step, digests: dict[str, str], notify: Callable[[str], None]) -> bool:
+    """Whether an attempt is there to go on from; one that read other inputs is moved aside."""
+    attempt = read_attempt(step.path)
+    if attempt is None:
+        return False
+    if attempt["key"] != key_of(step.stage):  # whoever claimed the folder allowed it
+        return True
+    if changed := changed_inputs(step.stage, attempt, digests):
+        aside = set_aside(step.path)
+        notify(
+            f"{step.stage.name}: the unfinished result began with other input "
+            f"({'; '.join(map(str, changed))}); it is now {aside}"
+        )
+        return False
+    return True
+
+
+def _seal(
+    step: Step, facts: dict[str, Any], digests: dict[str, str], seconds: float
+) -> dict[str, Any]:
+    """Sweep what is unfinished, digest what is owned, and write the manifest last.
+
+    `digests` are those of the inputs' content, from before the stage read it.
+    """
     stage, out = step.stage, step.path
     for leftover in regular_files(out):
         if leftover.suffix == PART:
@@ -334,10 +418,7 @@ def _seal(step: Step, facts: dict[str, Any], seconds: float) -> dict[str, Any]:
         "version": stage.version,
         "settings": identity(stage)["settings"],
         "inputs": {
-            name: {"key": source.key, "source": dict(source.pin)}
-            if isinstance(source, Source)
-            else {"key": source.key}
-            for name, source in stage.inputs.items()
+            name: _input_record(source, digests.get(name)) for name, source in stage.inputs.items()
         },
         "files": files,
         "facts": facts,
@@ -346,10 +427,17 @@ def _seal(step: Step, facts: dict[str, Any], seconds: float) -> dict[str, Any]:
         "code": {"penstock": __version__, **provenance.versions()},
         "host": platform.node(),
     }
-    write_json(out / MANIFEST, manifest)
+    write_record(out / MANIFEST, manifest)
     for mark in (ATTEMPT, ERROR_LOG):
         (out / mark).unlink(missing_ok=True)
     return manifest
+
+
+def _input_record(source: Input, digest: str | None) -> dict[str, Any]:
+    """What a manifest says of an input: its key, and what it is pinned to or its content."""
+    if isinstance(source, Source):
+        return {"key": source.key, "source": dict(source.pin)}
+    return {"key": source.key, "digest": digest} if digest else {"key": source.key}
 
 
 def _failure(step: Step, error: Exception, seconds: float) -> PenstockError:
@@ -359,30 +447,11 @@ def _failure(step: Step, error: Exception, seconds: float) -> PenstockError:
         log.write_text(scrubbed("".join(traceback.format_exception(error))))
     mirror = f", for {step.where}" if step.remote else ""
     kept = f"What it wrote is kept in {step.path}{mirror}; run it again to resume."
-    text = str(error) if isinstance(error, PenstockError) else reason_of(error)
+    text = str(error) if isinstance(error, PenstockError) else reason_of(error, step.path)
     failure = StageError(f"{step.stage.name} failed after {seconds:.0f}s: {text}\n  {kept}")
     if isinstance(error, PenstockError):
         failure.exit_code = error.exit_code if error.exit_code != 2 else 1
     return failure
-
-
-def reason_of(error: BaseException) -> str:
-    """One sentence for an exception that was not written for users."""
-    if isinstance(error, OSError) and error.strerror:
-        where = f" ({error.filename})" if error.filename else ""
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return f"the disk is full{where}; free some space{_free_space(error)}"
-        return f"{error.strerror.lower()}{where}"
-    return f"{type(error).__name__}: {error}"
-
-
-def _free_space(error: OSError) -> str:
-    if not error.filename:
-        return ""
-    with suppress(OSError):
-        free = shutil.disk_usage(Path(str(error.filename)).parent).free
-        return f" ({free / 1e6:.1f} MB are left there)"
-    return ""
 
 
 def _outcome(step: Step, status: Status, started: float, facts: Facts) -> Outcome:

@@ -165,9 +165,12 @@ def _runs(
 def _files_by_tensor(folder: Path, name: str) -> dict[str, Path]:
     index = folder / INDEX
     if index.is_file():
-        weight_map = json.loads(index.read_text())["weight_map"]
-        # Only the last part of a name counts: an index must not lead out of its folder.
-        return {name: folder / Path(file).name for name, file in weight_map.items()}
+        try:
+            weight_map = json.loads(index.read_bytes())["weight_map"]
+            # Only the last part of a name counts: an index must not lead out of its folder.
+            return {name: folder / Path(file).name for name, file in weight_map.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise _bad(index, "it has no weight_map of tensors and files") from error
     single = folder / name
     if not single.is_file():
         raise CapabilityError(

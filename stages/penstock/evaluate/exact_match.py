@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from penstock.core.errors import StageError
 from penstock.core.stage import Artifact
 from penstock.evaluate.folder import base_of
+from penstock.rows.reader import map_batches
 from penstock.rows.schema import IGNORED
 
 
@@ -147,8 +148,7 @@ def _chosen_rows(folder: Path, limit: int, seed: int) -> list[tuple[list[int], l
         )
     tables = []
     for file in files:
-        with pa.memory_map(str(file)) as source:
-            tables.append(pa.ipc.open_file(source).read_all().select(["input_ids", "labels"]))
+        tables.append(pa.Table.from_batches(map_batches(file)).select(["input_ids", "labels"]))
     table = pa.concat_tables(tables)
     order = np.random.Generator(np.random.PCG64(seed)).permutation(len(table))
     chosen = table.take(np.sort(order[:limit]))

@@ -1,14 +1,28 @@
-"""Names beside a run's results that lead to what was exported of it last."""
+"""Names beside a run's results that lead to what was exported of it last.
+
+Beside the export, in `.links/<key>/`, lies a note of every such name, so that an export that a run
+leads to is not pruned, wherever that run's folder is.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
 
 from penstock.config.run import RunConfig
-from penstock.core.errors import StageError
+from penstock.core.errors import DamagedFileError, StageError
+from penstock.core.files import read_json, remove, write_json
 from penstock.core.mirror import home_of
+from penstock.core.record import digest_of
+from penstock.core.stage import short
 from penstock.core.store import Outcome
+
+NAMES = ("hf", "adapter")
+
+NOTES = ".links"
 
 
 def link_exported(outcome: Outcome, run: RunConfig) -> None:
     """Let `<output_dir>/hf` (and `adapter`) lead to what was exported last."""
-    for name in ("hf", "adapter"):
+    for name in NAMES:
         link = home_of(run.train.output_dir) / name
         target = outcome.path / name
         if link.exists() and not link.is_symlink():
@@ -19,5 +33,39 @@ def link_exported(outcome: Outcome, run: RunConfig) -> None:
         wanted = target.resolve() if target.is_dir() else None
         if link.is_symlink() and (wanted is None or link.resolve() != wanted):
             link.unlink()
-        if wanted and not link.is_symlink():
-            link.symlink_to(wanted)
+        if wanted:
+            _note(outcome.path, link.absolute())
+            if not link.is_symlink():
+                link.symlink_to(wanted)
+
+
+def links_to(export: Path) -> list[Path]:
+    """The names of runs that lead to the export in `export` now, sorted."""
+    return sorted({link for link in _noted(export) if _leads_to(link, export)})
+
+
+def forget_links(export: Path) -> None:
+    """Remove the notes about an export that is deleted."""
+    remove(_notes_of(export))
+
+
+def _note(export: Path, link: Path) -> None:
+    note = _notes_of(export) / f"{short(digest_of(str(link)))}.json"
+    if not note.is_file():
+        write_json(note, {"link": str(link)})
+
+
+def _noted(export: Path) -> Iterator[Path]:
+    for note in _notes_of(export).glob("*.json"):
+        try:
+            yield Path(read_json(note)["link"])
+        except (OSError, DamagedFileError, KeyError, TypeError):
+            continue
+
+
+def _leads_to(link: Path, export: Path) -> bool:
+    return link.is_symlink() and link.resolve().parent == export.resolve()
+
+
+def _notes_of(export: Path) -> Path:
+    return export.parent / NOTES / export.name

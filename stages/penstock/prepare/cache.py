@@ -8,9 +8,10 @@ was computed from a slice lies beside it too, as `<key16>.<name>`.
 import errno
 import os
 import platform
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +20,19 @@ from uuid import uuid4
 
 from filelock import FileLock, Timeout
 
-from penstock.core.digests import digests_of, remember, sha256_of
-from penstock.core.errors import StageError
-from penstock.core.files import PART, read_json, remove, write_json
+from penstock.core.digests import digests_of, sha256_of
+from penstock.core.errors import ArtifactError, StageError
+from penstock.core.files import PART, remove
+from penstock.core.record import FORMAT, fields_of, write_record
 from penstock.core.shared_files import Files, Shared
 from penstock.prepare.faults import Tally
 from penstock.prepare.slices import Finished, Slice
 
-FORMAT = 1
+UNDIGESTED = frozenset({"format", "file", "tally"})
+"""Fields of notes that were written before records had a digest."""
+
+Note = dict[str, Any]
+
 DAY = 86_400.0
 
 WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
@@ -51,16 +57,12 @@ class SliceCache:
 
     def finished(self, slices: Sequence[Slice]) -> list[Finished | None]:
         """Each slice with its file and tally; None for one that is missing or damaged."""
-        found: list[Finished | None] = []
-        known: list[tuple[Path, str]] = []
-        for item in slices:
-            path = self.path_of(item)
-            note = _note_of(path)
-            found.append((item, path, Tally.of_json(note["tally"])) if note else None)
-            if note:
-                known.append((path, note["file"]["sha256"]))
-        remember(known)  # so that whoever links them need not read them
-        return found
+        paths = [self.path_of(item) for item in slices]
+        notes = _whole({path: note for path in paths if (note := _note_of(path))})
+        return [
+            (item, path, Tally.of_json(notes[path]["tally"])) if path in notes else None
+            for item, path in zip(slices, paths, strict=True)
+        ]
 
     def exchange(self, slices: Sequence[Slice]) -> None:
         """Fetch slices that other machines have made, and send those that they lack."""
@@ -79,8 +81,11 @@ class SliceCache:
         with _locked(target, when_busy) as is_mine:
             if not is_mine:
                 return "busy"
-            made: Made = "found" if _note_of(target) else "made"
+            note = _note_of(target)
+            made: Made = "found" if note and _whole({target: note}) else "made"
             if made == "made":
+                if note:
+                    sys.stderr.write(f"prepare: {target} is damaged, and is tokenised again\n")
                 _publish(target, tokenise)
                 if self.shared:
                     self.shared.send(_files_of(item))
@@ -132,21 +137,28 @@ def _is_slice(path: Path) -> bool:
     return path.suffix == ".arrow"
 
 
-def _note_of(path: Path) -> dict[str, Any] | None:
-    """What was written down when the slice was finished; None unless its file still is that."""
+def _note_of(path: Path) -> Note | None:
+    """What was written down when the slice was finished; None where its file is not of that size,
+    or the note is damaged."""
     try:
-        note = read_json(path.with_suffix(".json"))
-        return note if _is_as_noted(path, note) else None
-    except (OSError, ValueError, KeyError, TypeError):
+        note = fields_of(path.with_suffix(".json"), UNDIGESTED, "It is written again.")
+        return note if path.stat().st_size == note["file"]["bytes"] else None
+    except (OSError, ArtifactError, KeyError, TypeError):
         return None
 
 
-def _is_as_noted(path: Path, note: dict[str, Any]) -> bool:
-    stat, file = path.stat(), note["file"]
-    if note["format"] != FORMAT or stat.st_size != file["bytes"]:
-        return False
-    # Written since, or copied from elsewhere: then its content has to tell.
-    return stat.st_mtime_ns == file["mtime_ns"] or digests_of([path]) == [file["sha256"]]
+def _whole(notes: Mapping[Path, Note]) -> dict[Path, Note]:
+    """Those whose files have the bytes that were written, each read once and again when it has
+    changed."""
+    try:
+        digests = digests_of(notes, "ctime")
+    except OSError:  # one was deleted meanwhile
+        return {path: note for path, note in notes.items() if path.is_file()}
+    return {
+        path: note
+        for (path, note), digest in zip(notes.items(), digests, strict=True)
+        if digest == note["file"]["sha256"]
+    }
 
 
 def _publish(target: Path, tokenise: Callable[[Path], Tally]) -> None:
@@ -165,7 +177,7 @@ def _publish(target: Path, tokenise: Callable[[Path], Tally]) -> None:
         part.unlink(missing_ok=True)
     file = {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256": digest}
     note = {"format": FORMAT, "file": file, "tally": tally.as_json()}
-    write_json(target.with_suffix(".json"), note)
+    write_record(target.with_suffix(".json"), note)
 
 
 def _lock_of(target: Path) -> Path:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 
 from penstock.core.digests import derived
-from penstock.core.stage import digest_of
+from penstock.core.record import digest_of
 from penstock.prepare.builtin import generate
 from penstock.prepare.opened import SourceFile
 from penstock.prepare.pieces import FORMAT, Piece, require_unchanged

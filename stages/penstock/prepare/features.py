@@ -4,6 +4,8 @@ A feature lies beside the slice in the cache, `<key16>.<feature>-<digest>.npy`: 
 samples, the digest how the feature is computed. A new slice costs its own features only.
 """
 
+import hashlib
+import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from penstock.core.digests import sha256_of
 from penstock.core.files import PART, fsync
-from penstock.core.stage import digest_of
+from penstock.core.record import digest_of
 from penstock.prepare.contamination import Avoided, common_runs, short_runs, telling_runs
 from penstock.prepare.near import SHINGLE, bands_of, rows_per_band
 from penstock.prepare.repeats import digests_of_tokens
@@ -25,6 +28,9 @@ from penstock.rows.prepared import trained_tokens
 from penstock.rows.reader import flat
 
 Array = npt.NDArray[Any]
+
+DIGEST_BYTES = 32
+"""SHA-256 of what lies before, at the end of a feature's file."""
 
 VERSION = 1
 """Raised when a feature of the same name and parameters must have other values."""
@@ -109,6 +115,9 @@ def _publish(values: Array, target: Path) -> None:
     try:
         with part.open("wb") as sink:
             np.save(sink, values)
+        digest = sha256_of(part)
+        with part.open("ab") as sink:
+            sink.write(bytes.fromhex(digest))
         fsync(part)
         part.replace(target)
     finally:
@@ -116,8 +125,16 @@ def _publish(values: Array, target: Path) -> None:
 
 
 def _read(path: Path) -> Array | None:
-    """A feature as it was written, mapped; None where there is none, or none that can be read."""
+    """A feature as it was written, mapped; None where there is none, or a damaged one.
+
+    NumPy ignores the digest behind the values; files without one are written again.
+    """
     try:
+        with path.open("rb") as stream:
+            content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        with content, memoryview(content) as view, view[:-DIGEST_BYTES] as values:
+            if hashlib.sha256(values).digest() != bytes(view[-DIGEST_BYTES:]):
+                return None
         return np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError):
         return None

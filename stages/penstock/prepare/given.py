@@ -18,9 +18,11 @@ from pydantic import ConfigDict, RootModel
 from penstock.config.dataset import DatasetConfig
 from penstock.core.errors import ArtifactError, ConfigError, PenstockError, StageError
 from penstock.core.local_files import choose, kind_of, names_in
+from penstock.core.manifest import read_manifest
 from penstock.core.saved_folder import saved_in
 from penstock.core.stage import ATTEMPT, MANIFEST, Facts, Source, Stage, key_of, short
-from penstock.core.store import REPLACED, Outcome, Step, find, read_manifest
+from penstock.core.store import REPLACED, Outcome, Step, find
+from penstock.core.verify import Verify, require_content
 
 _VOCABULARY = frozenset({"tokenizer.json", "vocab.json", "merges.txt", "vocab.txt"})
 _VOCABULARY_SUFFIXES = (".model", ".tiktoken")
@@ -55,12 +57,15 @@ class Given(Stage):
         )
 
 
-def take(step: Step) -> Outcome:
+def take(step: Step, verify: Verify = "changed") -> Outcome:
     """The given data as the outcome of a stage that was skipped.
 
-    Raises StageError when it has gone since it was found, ArtifactError when files are missing.
+    Raises StageError when it has gone since it was found, ArtifactError when files are missing
+    or damaged.
     """
     manifest = find(step)
+    if manifest:
+        require_content(step.path, manifest, verify)
     facts = step.stage.run(step.path) if manifest is None else manifest["facts"]
     return Outcome(Given.name, short(key_of(step.stage)), "skipped", step.path, 0.0, facts)
 

@@ -20,7 +20,8 @@ import pyarrow.parquet as pq
 from penstock.core.digests import derived, digests_of
 from penstock.core.errors import StageError
 from penstock.core.local_files import kind_of
-from penstock.core.stage import Source, digest_of
+from penstock.core.record import digest_of
+from penstock.core.stage import Source
 from penstock.prepare.opened import SourceFile
 from penstock.prepare.read_columns import ARROW_FILE, whole
 from penstock.prepare.read_lines import BOM, line_start, parsed

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from penstock.core.stage import Source, digest_of, short
+from penstock.core.record import digest_of
+from penstock.core.stage import Source, short
 from penstock.prepare.chunks import records_in
 from penstock.prepare.faults import Tally
 from penstock.prepare.pieces import Piece, pieces_of

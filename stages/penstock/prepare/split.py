@@ -15,8 +15,11 @@ import numpy as np
 import pyarrow as pa
 
 from penstock.core.digests import digests_of
+from penstock.core.errors import ArtifactError
 from penstock.core.files import link, publishing, read_json
-from penstock.core.stage import MANIFEST, digest_of, short
+from penstock.core.manifest import read_manifest
+from penstock.core.record import digest_of
+from penstock.core.stage import MANIFEST, short
 from penstock.prepare.choice import Mask
 from penstock.prepare.select import Selection
 from penstock.prepare.settings import PrepareSettings
@@ -99,10 +102,10 @@ def publish_splits(
         for file in files:
             target = out / path_in(split, file)
             target.parent.mkdir(parents=True, exist_ok=True)
-            if target.exists():
-                continue
             if file.is_slice:
-                link(file.shares[0].entry[1], target)
+                _link_slice(file.shares[0].entry[1], target)
+            elif target.exists():
+                continue
             else:
                 partial.append((file, target))
     same = _sealed(out, {file.content for file, _ in partial}) if partial else {}
@@ -111,6 +114,13 @@ def publish_splits(
             link(same[file.content], target)
         else:
             _write(file, schema, target)
+
+
+def _link_slice(source: Path, target: Path) -> None:
+    """Link the slice; what an earlier attempt linked may be one that was damaged since."""
+    if target.exists() and not target.samefile(source):
+        target.unlink()
+    link(source, target)
 
 
 def path_in(split: str, file: DataFile) -> str:
@@ -166,17 +176,20 @@ def _sealed(out: Path, wanted: set[str]) -> dict[str, Path]:
         if "." in folder.name:
             continue  # set aside, in order to be built again
         try:
-            sealed = {file["path"]: file["sha256"] for file in read_json(manifest)["files"]}
-            if digests_of([folder / PLAN]) != [sealed[PLAN]]:
+            record = read_manifest(folder)
+            if record is None:
+                continue
+            sealed = {file["path"]: file["sha256"] for file in record["files"]}
+            if digests_of([folder / PLAN], "ctime") != [sealed[PLAN]]:
                 continue
             splits = read_json(folder / PLAN)["splits"]
             for entry in (entry for split in SPLITS for entry in splits[split]):
                 path = folder / entry["file"]
                 if entry["content"] in wanted and path.is_file():
                     found[entry["content"]] = (path, sealed[entry["file"]])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ArtifactError, KeyError, TypeError):
             continue
-    digests = digests_of(path for path, _ in found.values())
+    digests = digests_of([path for path, _ in found.values()], "ctime")
     return {
         content: path
         for (content, (path, sealed)), digest in zip(found.items(), digests, strict=True)

@@ -5,14 +5,14 @@ be those the manifest vouches for.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from penstock.core.digests import digests_of
 from penstock.core.errors import ArtifactError
 from penstock.core.stage import Artifact
+from penstock.core.verify import NAMED, damaged_files
 
 ADAPTER_FOLDER = "adapter"
 """Where an adapter goes at the target when a whole model is sent with it."""
@@ -63,7 +63,7 @@ def contents_of(exported: Artifact) -> list[SentFile]:
             f"The export in {exported.path} lists no file in {', '.join(sorted(prefixes))}.\n"
             "  Build it again with --force export."
         )
-    _check_digests(found)
+    _check_content(exported.path, manifest["files"])
     return sorted(found, key=lambda file: file.name)
 
 
@@ -109,16 +109,11 @@ def _inside(root: Path, listed: PurePosixPath) -> Path:
     return path
 
 
-def _check_digests(files: list[SentFile]) -> None:
-    for file in files:
-        if not file.path.is_file() or file.path.stat().st_size != file.num_bytes:
-            raise ArtifactError(
-                f"{file.path} is missing or not {file.num_bytes} bytes long, as its manifest says; "
-                "nothing was sent.\n  Build the export again with --force export."
-            )
-    for file, digest in zip(files, digests_of([file.path for file in files]), strict=True):
-        if digest != file.sha256:
-            raise ArtifactError(
-                f"{file.path} has changed since it was exported; nothing was sent.\n"
-                "  Build the export again with --force export."
-            )
+def _check_content(folder: Path, files: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ArtifactError unless all files have the bytes that were sealed."""
+    if damaged := damaged_files(folder, files, "changed"):
+        raise ArtifactError(
+            f"the export in {folder} has changed since it was exported; nothing was sent:\n  "
+            + "\n  ".join(damaged[:NAMED])
+            + "\n  Build the export again with --force export."
+        )

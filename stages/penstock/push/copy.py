@@ -15,11 +15,15 @@ from typing import Any
 import fsspec
 from fsspec.core import url_to_fs
 
-from penstock.core.errors import CapabilityError, PenstockError, StageError
+from penstock.core.errors import ArtifactError, CapabilityError, PenstockError, StageError
 from penstock.core.files import PART
+from penstock.core.record import parse_record, with_digest
 from penstock.push.contents import SentFile, superseded
 
 INDEX = "penstock-push.json"
+
+UNDIGESTED_INDEX = frozenset({"format", "files"})
+"""Fields of indexes that were written before records had a digest."""
 
 Entries = dict[str, dict[str, Any]]
 
@@ -119,15 +123,16 @@ class CopyTarget:
     def _read_index(self) -> Entries:
         """The digests a push left here; none where there is no index or one that cannot be read."""
         try:
-            entries = json.loads(self.system.cat_file(self._at(INDEX)))["files"]
-            return {entry["path"]: entry for entry in entries}
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            content = self.system.cat_file(self._at(INDEX))
+            record = parse_record(content, INDEX, UNDIGESTED_INDEX, "Push again.")
+            return {entry["path"]: entry for entry in record["files"]}
+        except (FileNotFoundError, ArtifactError, KeyError, TypeError):
             return {}
 
     def _write_index(self, known: Entries) -> None:
         value = {"format": 1, "files": [known[name] for name in sorted(known)]}
         with self._written(INDEX) as stream:
-            stream.write((json.dumps(value, indent=2, sort_keys=True) + "\n").encode())
+            stream.write((json.dumps(with_digest(value), indent=2, sort_keys=True) + "\n").encode())
 
     @contextmanager
     def _speaking(self) -> Iterator[None]:

@@ -8,10 +8,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.core.digests import digests_of
 from penstock.core.errors import ArtifactError
 from penstock.core.files import read_json
 from penstock.core.stage import Artifact
+from penstock.core.verify import NAMED, damaged_files
 from penstock.rows.prepared import PLAN
 from penstock.rows.reader import map_batches
 from penstock.rows.schema import SPLITS
@@ -59,16 +59,21 @@ def parquet_files(prepared: Artifact, *, file_bytes: int = FILE_BYTES) -> Iterat
 
 def _vouched(prepared: Artifact) -> set[str]:
     """The data files that the manifest lists, all of which are there as they were sealed."""
-    listed = {entry["path"]: entry["sha256"] for entry in prepared.manifest["files"]}
-    digests = digests_of([prepared.path / name for name in listed])
-    for name, digest in zip(listed, digests, strict=True):
-        inside = (prepared.path / name).resolve().is_relative_to(prepared.path.resolve())
-        if not inside or digest != listed[name]:
-            raise ArtifactError(
-                f"{prepared.path / name} has changed since it was sealed; nothing was sent.\n"
-                "  Prepare the data again with --force prepare."
-            )
-    return set(listed)
+    files = prepared.manifest["files"]
+    root = prepared.path.resolve()
+    outside = [
+        f"{prepared.path / file['path']} lies outside of it"
+        for file in files
+        if not (root / file["path"]).resolve().is_relative_to(root)
+    ]
+    if damaged := outside or damaged_files(prepared.path, files, "changed"):
+        raise ArtifactError(
+            f"the prepared data in {prepared.path} has changed since it was sealed; nothing was "
+            "sent:\n  "
+            + "\n  ".join(damaged[:NAMED])
+            + "\n  Prepare the data again with --force prepare."
+        )
+    return {file["path"] for file in files}
 
 
 def _runs(batches: list[pa.RecordBatch], file_bytes: int) -> Iterator[tuple[pa.RecordBatch, ...]]:

@@ -15,12 +15,15 @@ from urllib.parse import urlsplit
 from pydantic import ConfigDict, model_validator
 
 from penstock.config.base import Settings
-from penstock.core.files import read_json, write_json
+from penstock.core.record import fields_of, write_record
 from penstock.core.stage import Artifact, Facts, Stage, short
 from penstock.push.contents import SentFile, contents_of
 
 PLAN = "plan.json"
 """What this push found to differ when it first looked; a resumed push tells the same."""
+
+UNDIGESTED_PLAN = frozenset({"sent", "unchanged", "removed"})
+"""Fields of plans that were written before records had a digest."""
 
 _REPO_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -140,5 +143,5 @@ def _planned(
     if not (out / PLAN).is_file():
         send, remove = difference
         unchanged = sorted({file.name for file in files} - set(send))
-        write_json(out / PLAN, {"sent": send, "unchanged": unchanged, "removed": remove})
-    return read_json(out / PLAN)
+        write_record(out / PLAN, {"sent": send, "unchanged": unchanged, "removed": remove})
+    return fields_of(out / PLAN, UNDIGESTED_PLAN, "Delete it and push again.")

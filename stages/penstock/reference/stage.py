@@ -10,7 +10,8 @@ from typing import Any, ClassVar, Literal
 from penstock.config.run import RunConfig
 from penstock.core.errors import ConfigError, Interrupted
 from penstock.core.hub import local_folder
-from penstock.core.stage import Artifact, Facts, Input, Source, Stage, digest_of, key_of
+from penstock.core.record import digest_of
+from penstock.core.stage import Artifact, Facts, Input, Source, Stage, key_of
 from penstock.engine.origin import Origin
 from penstock.reference.settings import ReferenceSettings, reference_run
 from penstock.train.endings import what_happened

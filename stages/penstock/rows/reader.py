@@ -166,7 +166,7 @@ def map_batches(path: Path) -> list[pa.RecordBatch]:
     try:
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
         return [reader.get_batch(index) for index in range(reader.num_record_batches)]
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError) as error:
         raise ArtifactError(
             f"{path} cannot be read as Arrow: {error}\n  Build it again with --force."
         ) from error

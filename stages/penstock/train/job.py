@@ -7,7 +7,8 @@ from typing import Any
 import yaml
 
 from penstock.config.run import RunConfig
-from penstock.core.files import publishing, read_json, write_json
+from penstock.core.files import publishing
+from penstock.core.record import Record, fields_of, write_record
 from penstock.core.urls import spoken
 
 JOB = "job.json"
@@ -87,12 +88,12 @@ class Job:
             "initial": str(self.initial) if self.initial else None,
             "scores": str(self.scores) if self.scores else None,
         }
-        write_json(path, record)
+        write_record(path, record)
 
     @classmethod
     def read(cls, path: Path) -> "Job":
         """The job in `path`."""
-        record = read_json(path)
+        record = read_job(path)
         return cls(
             record["key"],
             RunConfig.model_validate(record["config"]),
@@ -110,6 +111,32 @@ class Job:
             Path(record["initial"]) if record["initial"] else None,
             Path(record["scores"]) if record["scores"] else None,
         )
+
+
+UNDIGESTED_JOB = frozenset(
+    {
+        *("key", "config", "packed", "packed_key", "epoch_rows", "max_token_id", "config_path"),
+        *("weights", "output_dir", "launch", "adapter", "tokenizer", "tokenizer_revision"),
+        *("initial", "scores"),
+    }
+)
+"""Fields of jobs that were written before records had a digest."""
+
+UNDIGESTED_OUTCOME = frozenset({"facts", "step", "signal", "launches"})
+
+
+def read_job(path: Path) -> Record:
+    """What a run was told, as plain values. Raises ArtifactError for a damaged file."""
+    return fields_of(path, UNDIGESTED_JOB, "Run the same command again, which writes it again.")
+
+
+def read_outcome(output_dir: Path) -> Record | None:
+    """How the ranks ended; None while they have not. Raises ArtifactError for a damaged file."""
+    remedy = "Delete it and run the same command again; training goes on from its checkpoint."
+    try:
+        return fields_of(output_dir / OUTCOME, UNDIGESTED_OUTCOME, remedy)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def without_secrets(value: Any) -> Any:

@@ -14,9 +14,9 @@ from filelock import FileLock
 from penstock.config.logging import LogRanks
 from penstock.core import env
 from penstock.core.errors import ConfigError
-from penstock.core.files import write_json
 from penstock.core.orphan import end_with_parent, outlive_parent_by
 from penstock.core.pulse import Pulse
+from penstock.core.record import write_record
 from penstock.engine.assemble import Assembled, assemble
 from penstock.engine.determinism import use_only_deterministic_kernels
 from penstock.engine.hf_config import read_hf_config
@@ -138,7 +138,7 @@ def run_rank(
         facts, step = work(job, ranks, stop, notify)
         if ranks.leads:
             outcome = {"facts": facts, "step": step, "signal": stop.signum, "launches": launches}
-            write_json(job.output_dir / OUTCOME, outcome)
+            write_record(job.output_dir / OUTCOME, outcome)
         return facts
 
 

@@ -7,8 +7,9 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from penstock.core.errors import DamagedFileError
 from penstock.core.files import publishing
 
 
@@ -56,13 +57,30 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """All whole records in `path`; a last line that was cut short is not one."""
+    """All whole records in `path`; a last line that was cut short is not one.
+
+    Raises DamagedFileError, with the line's number, for what is no JSON object.
+    """
     if not path.is_file():
         return
-    with path.open() as stream:
-        for line in stream:
-            if line.endswith("\n"):
-                yield json.loads(line)
+    with path.open("rb") as stream:
+        for number, line in enumerate(stream, 1):
+            if line.endswith(b"\n"):
+                yield parse_line(line, path, number)
+
+
+def parse_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    """The record in line `number` of `path`; see `read_metrics`."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        record = None
+    if not isinstance(record, dict):
+        raise DamagedFileError(
+            f"{path}, line {number}, is damaged: it is not a JSON object.\n"
+            "  Restore the file, or delete that line."
+        )
+    return cast("dict[str, Any]", record)
 
 
 def is_number(value: Any) -> bool:

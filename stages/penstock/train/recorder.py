@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.core.store import reason_of
+from penstock.core.os_faults import reason_of
 from penstock.train.job import LOGS, METRICS, Job
 from penstock.train.metrics import MetricsLog
 from penstock.train.progress import progress

@@ -15,11 +15,12 @@ from penstock.config.run import RunConfig
 from penstock.core.compare import differences
 from penstock.core.data_facts import DATA, keep_data_facts
 from penstock.core.errors import ArtifactError, ConfigError
-from penstock.core.files import read_json, regular_files, set_aside
+from penstock.core.files import regular_files, set_aside
 from penstock.core.hub import local_folder
+from penstock.core.input_digests import read_attempt
+from penstock.core.manifest import MANIFEST, read_manifest
+from penstock.core.os_faults import reason_of
 from penstock.core.stage import (
-    ATTEMPT,
-    MANIFEST,
     Artifact,
     Facts,
     Input,
@@ -29,11 +30,11 @@ from penstock.core.stage import (
     key_of,
     short,
 )
-from penstock.core.store import Step, reason_of
+from penstock.core.store import Step
 from penstock.core.urls import is_url, spoken
 from penstock.engine.checkpoint_folders import naming_of, newest_checkpoint
 from penstock.engine.origin import Form, Origin
-from penstock.train.job import CHECKPOINTS, HF_WEIGHTS, LOGS, OUTCOME, Job
+from penstock.train.job import CHECKPOINTS, HF_WEIGHTS, LOGS, Job, read_outcome
 from penstock.train.jobs import job_of
 from penstock.train.keepsakes import keepsakes_of, wanted_of
 from penstock.train.stopping import STOP_FILE
@@ -221,7 +222,9 @@ class Train(Stage):
     def owned_files(self, out: Path) -> Iterable[Path]:
         """The checkpoint that is the result, and what is told of the data: what other stages read.
         Logs, metrics and other checkpoints come and go."""
-        facts = read_json(out / OUTCOME)["facts"]
+        outcome = read_outcome(out)
+        assert outcome, "run has found one"
+        facts = outcome["facts"]
         if "checkpoint" not in facts:
             return [out / DATA]
         checkpoint = out / facts["checkpoint"]
@@ -236,7 +239,13 @@ def claim(step: Step, *, fresh: bool) -> None:
 
     An unfinished run of another key may be taken over when the config names a checkpoint to load.
     """
-    held = _held(step.path)
+    try:
+        held = _held(step.path)
+    except ArtifactError:
+        if not fresh:
+            raise
+        set_aside(step.path)
+        return
     if held is None:
         return
     mine = key_of(step.stage)
@@ -269,19 +278,13 @@ def require_checkpoint(job: Job) -> None:
 
 
 def _held(folder: Path) -> dict[str, Any] | None:
-    for name in (MANIFEST, ATTEMPT):
-        if (folder / name).is_file():
-            record = read_json(folder / name)
-            inputs = record["inputs"]
-            flat = {k: v["key"] if isinstance(v, dict) else v for k, v in inputs.items()}
-            return {
-                "stage": record["stage"],
-                "version": record["version"],
-                "settings": record["settings"],
-                "inputs": flat,
-                "key": record["key"],
-            }
-    return None
+    record = read_manifest(folder) or read_attempt(folder)
+    if record is None:
+        return None
+    inputs = record["inputs"]
+    flat = {k: v["key"] if isinstance(v, dict) else v for k, v in inputs.items()}
+    fields = {name: record[name] for name in ("stage", "version", "settings", "key")}
+    return {**fields, "inputs": flat}
 
 
 def _here(job: Job) -> Ended:
@@ -300,3 +303,5 @@ def _report(out: Path) -> None:
         write_report(out)
     except OSError as error:
         sys.stderr.write(f"train: no report was written: {reason_of(error)}\n")
+    except ArtifactError as error:
+        sys.stderr.write(f"train: no report was written: {error}\n")

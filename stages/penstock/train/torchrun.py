@@ -12,11 +12,10 @@ from penstock.config.run import RunConfig
 from penstock.core import env
 from penstock.core.allowed_env import Purpose
 from penstock.core.errors import ConfigError, Interrupted
-from penstock.core.files import read_json
 from penstock.core.launch import RDZV_BACKEND, run_ranks
 from penstock.core.meeting import PORT, interface_towards, meet, parts_of
 from penstock.train.endings import deaths_file, what_happened
-from penstock.train.job import LOGS, OUTCOME, Job
+from penstock.train.job import LOGS, Job, read_outcome
 from penstock.train.watch import Watch
 
 DETERMINISTIC: Mapping[str, str] = {
@@ -177,8 +176,7 @@ def threads_per_rank(run: RunConfig) -> int:
 
 def outcome_of(job: Job) -> dict[str, Any] | None:
     """What the ranks left that this start of them was part of, if they came to an end."""
-    file = job.output_dir / OUTCOME
-    outcome = read_json(file) if file.is_file() else None
+    outcome = read_outcome(job.output_dir)
     return outcome if outcome and job.launch in outcome["launches"] else None
 
 

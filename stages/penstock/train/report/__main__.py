@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from penstock.core.errors import PenstockError
-from penstock.core.store import reason_of
+from penstock.core.os_faults import reason_of
 from penstock.train.report.page import write_report
 from penstock.train.trackers.beside import work_beside
 

@@ -14,10 +14,10 @@ from penstock.core import provenance
 from penstock.core.data_facts import kept_data_facts, kept_lineage
 from penstock.core.errors import ConfigError
 from penstock.core.files import read_json
-from penstock.core.stage import MANIFEST
+from penstock.core.manifest import read_manifest
 from penstock.core.urls import scrubbed
 from penstock.train.endings import first_failure
-from penstock.train.job import JOB, LOGS, METRICS, OUTCOME, SAMPLES, SURROUNDINGS
+from penstock.train.job import JOB, LOGS, METRICS, SAMPLES, SURROUNDINGS, read_job, read_outcome
 from penstock.train.metrics import read_metrics
 from penstock.train.report.words import (
     amount,
@@ -117,12 +117,12 @@ def read_run(output_dir: Path, *, state: Literal["running"] | None = None) -> Ru
             f"{output_dir} holds no training run: there is no {JOB} in it.\n"
             "  Name a train.output_dir."
         )
-    job = read_json(output_dir / JOB)
+    job = read_job(output_dir / JOB)
     records = list(read_metrics(output_dir / METRICS))
     found, standing = (state, "running") if state else _standing(output_dir)
     steps = [record for record in records if "loss" in record]
     around = output_dir / SURROUNDINGS
-    manifest = output_dir / MANIFEST
+    manifest = read_manifest(output_dir)
     return RunRecord(
         folder=output_dir,
         key=job["key"],
@@ -139,7 +139,7 @@ def read_run(output_dir: Path, *, state: Literal["running"] | None = None) -> Ru
         around=read_json(around) if around.is_file() else {},
         data=kept_data_facts(output_dir),
         making=kept_lineage(output_dir),
-        seconds=read_json(manifest)["seconds"] if manifest.is_file() else None,
+        seconds=manifest["seconds"] if manifest else None,
     )
 
 
@@ -227,9 +227,7 @@ def _of_total(step: int, total: int | None) -> str:
 
 
 def _standing(output_dir: Path) -> tuple[State, str]:
-    path = output_dir / OUTCOME
-    if path.is_file():
-        outcome = read_json(path)
+    if outcome := read_outcome(output_dir):
         if outcome["facts"] is None:
             return (
                 "stopped",
@@ -243,9 +241,9 @@ def _standing(output_dir: Path) -> tuple[State, str]:
 
 def _versions(output_dir: Path) -> Mapping[str, str]:
     """Those the run was made with, or this process's own while nobody has told."""
-    manifest, around = output_dir / MANIFEST, output_dir / SURROUNDINGS
-    if manifest.is_file():
-        return read_json(manifest)["code"]
+    around = output_dir / SURROUNDINGS
+    if manifest := read_manifest(output_dir):
+        return manifest["code"]
     if around.is_file():
         return read_json(around)["versions"]
     return {

@@ -1,10 +1,11 @@
 """Reading a file of records while another process appends to it."""
 
-import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from penstock.train.metrics import parse_line
 
 LOOK_SECONDS = 0.5
 """How often it is looked for more."""
@@ -22,14 +23,15 @@ def lines_of(path: Path, ended: threading.Event) -> Iterator[dict[str, Any] | No
     if not path.is_file():
         return
     with path.open("rb") as stream:
-        begun = b""
+        begun, number = b"", 0
         while True:
             # Asked before reading: what was written before the end is read after it.
             is_last = ended.is_set()
             for line in stream:
                 begun += line
                 if begun.endswith(b"\n"):
-                    yield json.loads(begun)
+                    number += 1
+                    yield parse_line(begun, path, number)
                     begun = b""
             if is_last:
                 return

@@ -1,0 +1,66 @@
+"""What an OSError means, in words: a full disk, a read-only one, too many open files."""
+
+import errno
+import re
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+_TORCH_WRITE = re.compile(r"enforce fail at inline_container\.cc|PytorchStreamWriter failed")
+"""What torch says when a file it writes cannot take more; it carries no errno."""
+
+
+def reason_of(error: BaseException, folder: Path | None = None) -> str:
+    """One sentence for an exception that was not written for users.
+
+    `folder` is where something was being written, for errors that do not name a path.
+    """
+    if is_full_disk(error):
+        return _full(error, folder)
+    if not isinstance(error, OSError) or not error.strerror:
+        return f"{type(error).__name__}: {error}"
+    at = error.filename or folder
+    where = f" ({at})" if at else ""
+    match error.errno:
+        case errno.EROFS:
+            return f"the file system is read-only{where}; name a folder that can be written to"
+        case errno.EMFILE | errno.ENFILE:
+            return (
+                f"too many files are open{where}; raise the limit (ulimit -n), or use fewer workers"
+            )
+        case _:
+            return f"{error.strerror.lower()}{where}"
+
+
+def is_full_disk(error: BaseException) -> bool:
+    """Whether the error, or one it came from, says that a disk or a quota is full.
+
+    torch's writer names neither the disk nor an errno, so what it says is taken for that.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError) and seen.errno in FULL:
+            return True
+        if isinstance(seen, RuntimeError) and _TORCH_WRITE.search(str(seen)):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def _full(error: BaseException, folder: Path | None) -> str:
+    named = error.filename if isinstance(error, OSError) else None
+    at = Path(str(named)).parent if named else folder
+    where = f" ({named or folder})" if named or folder else ""
+    quota = isinstance(error, OSError) and error.errno == errno.EDQUOT
+    what = "the quota of this user is used up" if quota else "the disk is full"
+    return f"{what}{where}; free some space{_free_space(at)}"
+
+
+def _free_space(folder: Path | None) -> str:
+    while folder is not None and folder != folder.parent:
+        with suppress(OSError):
+            return f" ({shutil.disk_usage(folder).free / 1e6:.1f} MB are left there)"
+        folder = folder.parent
+    return ""

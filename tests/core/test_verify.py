@@ -1,0 +1,222 @@
+"""Damaged results are found before they are used, and stale ones are built again."""
+
+import json
+import os
+import random
+import time
+
+import pytest
+
+from penstock.core import digests
+from penstock.core.errors import ArtifactError, DamagedFileError
+from penstock.core.files import read_json
+from penstock.core.input_digests import changed_inputs, digests_of_inputs
+from penstock.core.manifest import MANIFEST, content_digest, read_manifest
+from penstock.core.record import parse_record, with_digest
+from penstock.core.stage import ATTEMPT
+from penstock.core.store import find, lookup, obtain, realize
+from tests.core.toy import Letters, LettersSettings, Pack, Prepare, Train, step_of
+from tests.corruption import flip
+
+LONG_AGO = (1_000_000, 1_000_000)
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """The names of the files that are read."""
+    names = []
+    real = digests.sha256_of
+    monkeypatch.setattr(digests, "sha256_of", lambda path: names.append(path.name) or real(path))
+    return names
+
+
+def built(root, **settings):
+    """A sealed result whose files are old enough to be remembered."""
+    step = step_of(Letters(LettersSettings(**settings)), root)
+    realize(step)
+    for file in step.path.glob("*.txt"):
+        os.utime(file, LONG_AGO)
+    return step
+
+
+def flip_in_secret(path):
+    """One other bit, and the modification time of before."""
+    time.sleep(0.02)  # longer than a tick of the clock that file systems stamp changes with
+    flip(path, random.Random(0))
+
+
+def test_one_flipped_bit_is_found_though_size_and_modification_time_are_as_they_were(tmp_path):
+    step = built(tmp_path)
+    assert realize(step).status == "cached"
+    flip_in_secret(step.path / "b.txt")
+    for use in (realize, obtain):
+        with pytest.raises(ArtifactError, match=r"b\.txt: content differs(.|\n)*--force letters"):
+            use(step)
+    assert realize(step, verify="off").status == "cached"
+    assert realize(step, cache="refresh").status == "ran"
+    assert realize(step).status == "cached"
+
+
+def test_what_was_verified_is_not_read_again_unless_always_is_written(tmp_path, read):
+    step = built(tmp_path)
+    realize(step)
+    assert sorted(read[-4:]) == ["a.txt", "b.txt", "c.txt", "d.txt"]
+    read.clear()
+    assert realize(step).status == "cached"
+    assert read == []
+    (step.path / "c.txt").chmod(0o600)  # any change: what it was is not known
+    realize(step)
+    assert read == ["c.txt"]
+    read.clear()
+    realize(step, verify="always")
+    assert sorted(read) == ["a.txt", "b.txt", "c.txt", "d.txt"]
+
+
+@pytest.mark.parametrize("damage", [b"", b"no database", None])
+def test_a_damaged_memory_costs_a_read_and_is_begun_again(tmp_path, read, monkeypatch, damage):
+    monkeypatch.setenv("PENSTOCK_CACHE_HOME", str(tmp_path / "cache"))
+    step = built(tmp_path / "results")
+    realize(step)
+    memory = tmp_path / "cache" / "digests.sqlite"
+    if damage is None:  # every digest in it, which would condemn or acquit the wrong bytes
+        with digests._opened(memory) as open_memory:
+            open_memory.execute("UPDATE known SET sha256=?", ("0" * 64,))
+        open_memory.close()
+    else:
+        memory.write_bytes(damage)
+    read.clear()
+    assert realize(step).status == "cached"
+    assert len(read) == 4
+    read.clear()
+    assert realize(step).status == "cached"
+    assert read == []
+
+
+def test_every_flipped_bit_of_a_manifest_is_found(tmp_path):
+    step = built(tmp_path, letters="a")
+    path = step.path / MANIFEST
+    content, manifest = path.read_bytes(), find(step)
+    passed = []
+    for at in range(len(content)):
+        damaged = bytearray(content)
+        damaged[at] ^= 1 << (at % 8)
+        path.write_bytes(damaged)
+        try:
+            passed += [at] if find(step) != manifest else []
+        except ArtifactError as error:
+            assert MANIFEST in str(error)  # noqa: PT017 - of thousands, each
+    assert passed == []
+
+
+def test_manifests_from_before_digests_are_read_and_damage_to_their_identity_is_found(tmp_path):
+    prepare = step_of(Prepare(), tmp_path)
+    pack = step_of(Pack(read=prepare.artifact), tmp_path)
+    for step in (prepare, pack):
+        realize(step)
+        old = read_json(step.path / MANIFEST)
+        del old["digest"]
+        old["inputs"] = {name: {"key": each["key"]} for name, each in old["inputs"].items()}
+        (step.path / MANIFEST).write_text(json.dumps(old))
+    assert [realize(step).status for step in (prepare, pack)] == ["cached", "cached"]
+    realize(prepare, cache="refresh")
+    assert realize(pack).status == "cached"  # nobody knows what it was made from
+    for damage in ({"version": 9}, {"digest2": "0"}, {"settings": {"letters": "x"}}):
+        (pack.path / MANIFEST).write_text(json.dumps({**old, **damage}))
+        with pytest.raises(ArtifactError, match=r"manifest\.json is damaged"):
+            realize(pack)
+
+
+def test_a_format_of_the_future_is_refused_with_who_wrote_it(tmp_path):
+    step = built(tmp_path)
+    future = {**read_json(step.path / MANIFEST), "format": 2, "code": {"penstock": "9.1"}}
+    (step.path / MANIFEST).write_text(json.dumps(with_digest(future)))
+    with pytest.raises(ArtifactError, match=r"format 2(.|\n)*written by penstock 9\.1(.|\n)*Insta"):
+        realize(step)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "not JSON"),
+        (b"[1]", "not a JSON object"),
+        (b'{"a": 1, "b": 2}', "own digest"),
+        (b'{"a": 1, "digest": "0"}', "own digest"),
+        (b"\xff\xfe", "not JSON"),
+    ],
+)
+def test_what_is_no_record_is_named_with_the_next_step(content, said):
+    with pytest.raises(ArtifactError, match=rf"the/file (.|\n)*{said}(.|\n)*Do this\."):
+        parse_record(content, "the/file", {"a"}, "Do this.")
+    assert parse_record(b'{"a": 1}', "the/file", {"a"}, "Do this.") == {"a": 1}
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b'{"a": 1'])
+def test_json_that_cannot_be_read_is_named(tmp_path, content):
+    (tmp_path / "some.json").write_bytes(content)
+    with pytest.raises(DamagedFileError, match=r"some\.json cannot be read(.|\n)*Restore"):
+        read_json(tmp_path / "some.json")
+
+
+def chain(root, content="a"):
+    """prepare -> pack -> train; what prepare writes is no part of its key here."""
+
+    def write(letter, out):
+        (out / f"{letter}.txt").write_text(content)
+
+    prepare = step_of(Prepare(LettersSettings(letters="a"), before=write), root)
+    pack = step_of(Pack(LettersSettings(letters="b"), read=prepare.artifact), root)
+    train = step_of(Train(LettersSettings(letters="c"), read=pack.artifact), root)
+    return prepare, pack, train
+
+
+class Other(Prepare):
+    """The same key, and other bytes."""
+
+    def run(self, out):
+        facts = super().run(out)
+        (out / "a.txt").write_text("other")
+        return facts
+
+
+def test_a_result_is_stale_when_its_input_was_built_again_with_other_bytes(tmp_path):
+    prepare, pack, train = chain(tmp_path)
+    for step in (prepare, pack, train):
+        realize(step)
+    first = read_manifest(pack.path)
+    assert first
+    assert first["inputs"]["read"]["digest"] == content_digest(read_manifest(prepare.path) or {})
+
+    realize(prepare, cache="refresh")  # the same bytes: nothing is stale
+    assert [realize(step).status for step in (pack, train)] == ["cached", "cached"]
+
+    other = step_of(Other(LettersSettings(letters="a")), tmp_path)
+    assert other.path == prepare.path
+    realize(other, cache="refresh")
+    assert lookup(pack) is None
+    said = []
+    assert realize(pack, notify=said.append).status == "ran"
+    assert len(said) == 1
+    assert "pack is stale and is built again: read (prepare" in said[0]
+    # It came out with the same bytes, so what was made from it is not stale.
+    assert realize(train).status == "cached"
+
+
+def test_an_attempt_that_read_other_input_is_moved_aside_and_told(tmp_path):
+    prepare, _, _ = chain(tmp_path)
+    realize(prepare)
+
+    def fail(letter, _out):
+        if letter == "b":
+            raise RuntimeError
+
+    settings = LettersSettings(letters="ab")
+    with pytest.raises(Exception, match="run it again to resume"):
+        realize(step_of(Pack(settings, read=prepare.artifact, before=fail), tmp_path))
+    realize(step_of(Other(LettersSettings(letters="a")), tmp_path), cache="refresh")
+    step, said = step_of(Pack(settings, read=prepare.artifact), tmp_path), []
+    assert (step.path / ATTEMPT).is_file()
+    assert realize(step, notify=said.append).status == "ran"
+    aside = step.path.with_name(f"{step.path.name}.old-1")
+    assert str(aside) in said[0]
+    assert (aside / "a.txt").is_file()
+    assert changed_inputs(step.stage, find(step) or {}, digests_of_inputs(step.stage)) == []
