@@ -1,20 +1,25 @@
 import multiprocessing
 import os
+import threading
 import time
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from filelock import FileLock
 
 from penstock.cli.artifacts import find_entries
-from penstock.cli.pruning import DAY, choose_prunable
-from penstock.core.errors import StageError
-from penstock.core.files import read_json
-from penstock.core.in_use import in_use
+from penstock.cli.console import Console
+from penstock.cli.pruning import DAY, choose_prunable, prune
+from penstock.config.run import RunConfig
+from penstock.core.errors import ArtifactError, StageError
+from penstock.core.files import read_json, write_json
+from penstock.core.in_use import GATE, MARKS, in_use, unless_in_use
 from penstock.core.record import write_record
 from penstock.core.stage import MANIFEST, Artifact, key_of
 from penstock.core.store import Step, realize
+from penstock.export.links import link_exported
 from tests.cli.command import penstock
-from tests.core.toy import LettersSettings, Pack, Prepare, Train, step_of
+from tests.core.toy import Export, LettersSettings, Pack, Prepare, Train, step_of
 from tests.stages.prepared import prepare, texts, write_lines
 
 
@@ -203,6 +208,71 @@ def test_prune_leaves_what_a_running_process_works_with_until_it_has_died(tmp_pa
     holder.join()
     assert penstock(*prune).last["pruned"] == [str(step.path)]
     assert not list(tmp_path.glob(".in_use/*.json"))
+
+
+def test_what_comes_into_use_after_it_was_chosen_is_not_deleted(tmp_path):
+    step = step_of(Prepare(), tmp_path)
+    realize(step)
+    entries = list(find_entries([str(tmp_path)]))
+    doomed = choose_prunable(entries, keep_last=0, older_than=0)
+    assert [entry.where for entry in doomed] == [str(step.path)]
+    with in_use([step]):
+        assert prune(entries, doomed, [], 0, Console(), dry_run=False)["pruned"] == []
+    assert step.path.is_dir()
+
+
+def test_marks_that_are_set_while_the_gate_is_waited_for_count(tmp_path):
+    step, found = step_of(Prepare(), tmp_path), []
+
+    def look():
+        with unless_in_use(tmp_path) as marked:
+            found.append(marked())
+
+    (tmp_path / MARKS).mkdir()
+    gate = FileLock(tmp_path / MARKS / GATE)
+    gate.acquire()
+    looking = threading.Thread(target=look)
+    looking.start()
+    mark = tmp_path / MARKS / "0.json"
+    held = FileLock(mark.with_suffix(".lock"))
+    held.acquire()
+    write_json(mark, [key_of(step.stage)])
+    gate.release()
+    looking.join(60)
+    held.release()
+    assert found == [{key_of(step.stage)}]
+
+
+def test_a_mark_that_was_damaged_protects_everything_and_is_named(tmp_path):
+    step = step_of(Prepare(), tmp_path)
+    realize(step)
+    with in_use([step]):
+        [mark] = tmp_path.glob(".in_use/*.json")
+        mark.write_text(mark.read_text().replace(key_of(step.stage)[:4], "0000"))
+        with pytest.raises(ArtifactError, match=rf"{mark.name} is damaged"):
+            choose_prunable(list(find_entries([str(tmp_path)])), keep_last=0, older_than=0)
+
+
+def test_an_export_that_a_run_leads_to_is_not_pruned_until_the_run_leads_elsewhere(tmp_path):
+    run = RunConfig.model_validate(
+        {"data": {"datasets": [{"path": "x"}]}, "train": {"output_dir": str(tmp_path / "out")}}
+    )
+    (tmp_path / "out").mkdir()
+    steps = [
+        step_of(Export(LettersSettings(letters=each)), tmp_path / "artifacts") for each in "xy"
+    ]
+    prune_all = ("artifacts", "prune", "--root", tmp_path / "artifacts", "--keep-last", "0")
+    for step in steps:
+        outcome = realize(step)
+        (step.path / "hf").mkdir()
+        link_exported(outcome, run)
+    first, second = steps
+    assert (tmp_path / "out" / "hf").resolve() == second.path / "hf"
+    assert penstock(*prune_all, "--json").last["pruned"] == [str(first.path)]
+    assert second.path.is_dir()
+    (tmp_path / "out" / "hf").unlink()
+    assert penstock(*prune_all, "--json").last["pruned"] == [str(second.path)]
+    assert not list((tmp_path / "artifacts/export").glob(".links/*"))
 
 
 def hold(step, folder):

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import random
 import shutil
 import signal
 import time
@@ -24,6 +25,7 @@ from penstock.core.store import Step, lookup, obtain, realize
 from penstock.engine.checkpoint_folders import Naming
 from penstock.train.keepsakes import keepsakes_of, wanted_of
 from tests.core.toy import ALPHABET, FOUR, Letters, LettersSettings, Slowly
+from tests.corruption import flip
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -217,6 +219,16 @@ def test_a_mirror_that_lost_files_gets_them_back(machine):
     (step.path / "c.txt").unlink()
     assert realize(step).status == "cached"
     assert (step.path / "c.txt").read_text() == "c"
+
+
+def test_a_mirror_that_was_damaged_is_fetched_again_and_that_is_told(machine):
+    step, said = machine(Letters(), "here"), []
+    realize(step)
+    flip(step.path / "c.txt", random.Random(0))
+    assert realize(step, notify=said.append).status == "cached"
+    assert (step.path / "c.txt").read_text() == "c"
+    assert len(said) == 1
+    assert "is damaged; it is a copy of s3://" in said[0]
 
 
 def test_refreshing_replaces_what_is_there(machine, tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.core import store
 from penstock.core.errors import ArtifactError, CapabilityError, ConfigError, StageError
 from penstock.core.stage import ATTEMPT, ERROR_LOG, MANIFEST, Artifact, Source, identity, key_of
 from penstock.core.store import Step, find, lock_of, realize
@@ -187,6 +188,23 @@ def test_a_full_disk_is_said_in_words_and_the_work_is_kept(tmp_path):
         realize(step)
     assert caught.value.exit_code == 1
     assert (step.path / "b.txt").is_file()
+
+
+def test_a_seal_that_cannot_be_written_leaves_the_work_an_attempt(tmp_path, monkeypatch):
+    write = store.write_record
+
+    def full(path, record):
+        if path.name == MANIFEST:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        write(path, record)
+
+    monkeypatch.setattr(store, "write_record", full)
+    step = step_of(Letters(), tmp_path)
+    with pytest.raises(StageError, match="the disk is full"):
+        realize(step)
+    monkeypatch.undo()
+    assert (step.path / ATTEMPT).is_file()
+    assert realize(step).status == "resumed"
 
 
 @pytest.mark.parametrize(("error", "code"), [(CapabilityError("x"), 3), (ConfigError("x"), 1)])

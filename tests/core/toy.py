@@ -68,6 +68,11 @@ class Train(Letters):
     name: ClassVar[str] = "train"
 
 
+@dataclass(frozen=True)
+class Export(Letters):
+    name: ClassVar[str] = "export"
+
+
 def step_of(stage: Stage, root: Path) -> Step:
     return Step(stage, root / stage.name / short(key_of(stage)))
 

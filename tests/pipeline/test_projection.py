@@ -1,5 +1,6 @@
 """What is written in a config arrives at the stage it is meant for, and at none before it."""
 
+import random
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -7,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from penstock.config.load import loads
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ArtifactError, ConfigError
 from penstock.core.stage import key_of
 from penstock.pack.stage import Pack
 from penstock.plan import Wishes, bring_up, plan
 from penstock.prepare.stage import Prepare
 from penstock.push.stage import Push
+from tests.corruption import flip
 from tests.pipeline.runs import write_chats
 from tests.pipeline.sections import (
     COMMIT,
@@ -387,6 +389,22 @@ def test_a_cached_result_is_taken_or_built_again_as_the_config_says(chats, tmp_p
         outcome = bring_up(made.step("prepare"), made.run, Wishes(), lambda _: None)
         statuses.append(outcome.status)
     assert statuses == ["ran", "cached", "ran", "ran", "cached"]
+
+
+def test_a_result_is_verified_before_it_is_reused_as_the_config_says(chats, tmp_path):
+    data = {"dataset_prepared_path": str(tmp_path)}
+
+    def bring(verify):
+        made = planned(chats, {"data": data, "pipeline": {"verify": verify}})
+        return bring_up(made.step("prepare"), made.run, Wishes(), lambda _: None)
+
+    made = bring("changed")
+    file = next(made.path.glob("data/train/*.arrow"))
+    flip(file, random.Random(0))
+    for verify in ("changed", "always"):
+        with pytest.raises(ArtifactError, match=rf"{file.name}: content differs"):
+            bring(verify)
+    assert bring("off").status == "cached"
 
 
 def test_a_push_goes_to_the_url_that_is_written(chats, tmp_path):

@@ -31,6 +31,10 @@ OF_CHAIN: dict[str, dict[str, tuple[str, ...]]] = {
             "pipeline/test_projection.py::test_a_cached_result_is_taken_or_built_again_as_the_config_says",
             "core/test_store.py::test_off_does_not_take_an_attempt_up",
         ),
+        "verify": (
+            "pipeline/test_projection.py::test_a_result_is_verified_before_it_is_reused_as_the_config_says",
+            "core/test_verify.py::test_what_was_verified_is_not_read_again_unless_always_is_written",
+        ),
         "retries": (
             "pipeline/test_trying_again.py::test_a_lost_connection_is_tried_again_as_often_and_as_late_as_written",
         ),

@@ -21,6 +21,7 @@ from penstock.core.data_facts import DATA
 from penstock.core.source import pin_model
 from penstock.core.stage import MANIFEST, Artifact, identity, key_of
 from penstock.core.store import Step, realize
+from penstock.export.licence import licence_in
 from penstock.export.stage import Export
 from penstock.plan import Plan, Wishes, bring_up, plan
 from penstock.push.contents import contents_of
@@ -242,6 +243,13 @@ def test_the_data_sets_of_the_hub_are_linked_though_the_data_are_gone(made, tmp_
     assert f"[{DATASET}](https://huggingface.co/datasets/{DATASET}) at `{COMMIT[:12]}`" in card.text
     assert "| `cc-by-4.0` |" in card.text
     assert ModelCard.load(made.hf / "README.md").data.to_dict().get("datasets") is None
+
+
+@pytest.mark.parametrize(("said", "name"), [("[mit]", "mit"), ("[mit, apache-2.0]", None)])
+def test_one_of_several_licences_is_not_taken_for_all(tmp_path, said, name):
+    (tmp_path / "README.md").write_text(f"---\nlicense: {said}\n---\n")
+    found = licence_in(tmp_path)
+    assert (found.id if found else None) == name
 
 
 @pytest.mark.parametrize("kind", ["known text", "other text", "no text"])

@@ -66,6 +66,8 @@ def test_superseded_weights_go_and_other_files_stay(exported, url, tmp_path):
     push(exported, url).run(tmp_path / "first")
     system, root = fsspec.core.url_to_fs(url)
     system.pipe_file(f"{root}/README.md", b"mine")
+    system.makedirs(f"{root}/other", exist_ok=True)
+    system.pipe_file(f"{root}/other/model.safetensors", b"another model")
     sharded = sealed_export(
         tmp_path / "sharded",
         {"hf/model-00001-of-00001.safetensors": b"x", "hf/model.safetensors.index.json": b"{}"},
@@ -75,12 +77,14 @@ def test_superseded_weights_go_and_other_files_stay(exported, url, tmp_path):
     there = files_at(url)
     assert "model.safetensors" not in there
     assert there["README.md"] == b"mine"
+    assert there["other/model.safetensors"] == b"another model"
     listed = {entry["path"] for entry in json.loads(there[INDEX])["files"]}
     assert "model.safetensors" not in listed
 
 
+@pytest.mark.parametrize("cut_in", ["config.json", "model.safetensors"])
 def test_a_push_cut_off_is_taken_up_and_its_index_never_vouches_for_half_a_file(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, cut_in
 ):
     url = f"file://{tmp_path}/target"
     older = sealed_export(tmp_path / "older", {**MODEL, "hf/config.json": b"{}" + b" " * 22})
@@ -94,7 +98,7 @@ def test_a_push_cut_off_is_taken_up_and_its_index_never_vouches_for_half_a_file(
 
     def dies_in_the_weights(self, file):
         whole_put(self, file)
-        if file.name == "model.safetensors":
+        if file.name == cut_in:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(CopyTarget, "_put", dies_in_the_weights)

@@ -115,7 +115,9 @@ def test_an_unset_shards_idx_is_the_first_piece_and_another_is_another(tmp_path)
         "second": {"shards_idx": 1},
         "third": {"shards_idx": 2},
     }.items():
-        run(prepare((path, {**TEXT, "shards": 3, **its})), tmp_path / name)
+        # One cache for all: the slices of one piece must not pass for another's.
+        stage = prepare((path, {**TEXT, "shards": 3, **its}), slices=tmp_path / "slices")
+        run(stage, tmp_path / name)
         found[name] = said(table_of(tmp_path / name))
     assert found.pop("unset") == found["first"]
     assert [len(piece) for piece in found.values()] == [10, 10, 10]

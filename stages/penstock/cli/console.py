@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.errors import PenstockError
+from penstock.core.os_faults import is_of_the_machine, reason_of
 
 if TYPE_CHECKING:  # the store imports pydantic, which `--help` does without
     from penstock.core.store import Outcome
@@ -68,9 +69,13 @@ def run(console: Console, command: Callable[[], dict[str, Any] | None]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except Exception as error:  # noqa: BLE001 - the edge of the process
-        text = (
-            f"{type(error).__name__}: {error}\n  This is a fault of Penstock; --debug shows where."
-        )
+        if is_of_the_machine(error):
+            text = f"{reason_of(error)}.\n  Then run the same command again."
+        else:
+            text = (
+                f"{type(error).__name__}: {error}\n"
+                "  This is a fault of Penstock; --debug shows where."
+            )
         return _fail(console, error, text, 1)
     console.finish(**(more or {}))
     return 0

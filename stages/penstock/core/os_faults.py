@@ -8,8 +8,15 @@ from pathlib import Path
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
-_TORCH_WRITE = re.compile(r"enforce fail at inline_container\.cc|PytorchStreamWriter failed")
-"""What torch says when a file it writes cannot take more; it carries no errno."""
+LIMITS = FULL | {errno.EROFS, errno.EMFILE, errno.ENFILE}
+"""What is wrong with the machine, and no fault of a program."""
+
+_NO_ROOM = re.compile(
+    r"No space left on device|Disk quota exceeded|os error (28|122)\b"
+    r"|\d+ requested and \d+ written"
+    r"|enforce fail at inline_container\.cc|PytorchStreamWriter failed writing file"
+)
+"""What writers say that hide the errno: safetensors and Arrow, NumPy, torch."""
 
 
 def reason_of(error: BaseException, folder: Path | None = None) -> str:
@@ -35,18 +42,20 @@ def reason_of(error: BaseException, folder: Path | None = None) -> str:
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Whether the error, or one it came from, says that a disk or a quota is full.
-
-    torch's writer names neither the disk nor an errno, so what it says is taken for that.
-    """
+    """Whether the error, or one it came from, says that a disk or a quota is full."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.errno in FULL:
             return True
-        if isinstance(seen, RuntimeError) and _TORCH_WRITE.search(str(seen)):
+        if _NO_ROOM.search(str(seen)):
             return True
         seen = seen.__cause__ or seen.__context__
     return False
+
+
+def is_of_the_machine(error: BaseException) -> bool:
+    """Whether a disk is full or read-only, or too many files are open."""
+    return is_full_disk(error) or (isinstance(error, OSError) and error.errno in LIMITS)
 
 
 def _full(error: BaseException, folder: Path | None) -> str:

@@ -17,6 +17,7 @@ from penstock.core.errors import (
     PenstockError,
     StageError,
 )
+from penstock.core.os_faults import is_of_the_machine, reason_of
 from penstock.core.urls import PACKAGE_OF, WEB, scheme_of, scrubbed, spoken
 
 Fault = Literal["denied", "absent", "exists", "cut", "local", "other"]
@@ -150,6 +151,8 @@ def status_of(error: BaseException) -> int | None:
 
 def said(error: BaseException) -> str:
     """Why the connection failed, or the error's type and first words, without anything secret."""
+    if is_of_the_machine(error):
+        return reason_of(error)
     if reason := connection_fault(error):
         return reason
     text = scrubbed(str(error.args[-1]) if error.args else "").strip().split("\n")[0][:160]

@@ -17,6 +17,7 @@ from fsspec.core import url_to_fs
 
 from penstock.core.errors import ArtifactError, CapabilityError, PenstockError, StageError
 from penstock.core.files import PART
+from penstock.core.os_faults import reason_of
 from penstock.core.record import parse_record, with_digest
 from penstock.push.contents import SentFile, superseded
 
@@ -147,6 +148,6 @@ class CopyTarget:
             ) from error
         except OSError as error:
             raise StageError(
-                f"push.url {self.url} failed: {error.strerror or error}\n"
+                f"push.url {self.url} failed: {reason_of(error)}\n"
                 "  Push again: what has arrived is not sent twice."
             ) from error

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from penstock.core.errors import CapabilityError, PenstockError, StageError
 from penstock.core.files import read_json
+from penstock.core.os_faults import is_of_the_machine, reason_of
 
 DEATHS = "deaths_*.json"
 """Written by the agent of each node: its ranks that a signal has ended."""
@@ -64,7 +65,9 @@ def leave_failure(logs: Path, rank: int, error: Exception) -> None:
         host=platform.node(),
         time=time.time(),
         message=str(error) if isinstance(error, PenstockError) else "",
-        error=f"{type(error).__name__}: {error}",
+        error=reason_of(error, logs.parent)
+        if is_of_the_machine(error)
+        else f"{type(error).__name__}: {error}",
         exit_code=error.exit_code if isinstance(error, PenstockError) else 1,
         traceback="".join(traceback.format_exception(error)),
     )
