@@ -14,8 +14,9 @@ from penstock.config.run import RunConfig
 from penstock.core.errors import ArtifactError, StageError
 from penstock.core.files import read_json, write_json
 from penstock.core.in_use import GATE, MARKS, in_use, unless_in_use
+from penstock.core.manifest import MANIFEST
 from penstock.core.record import write_record
-from penstock.core.stage import MANIFEST, Artifact, key_of
+from penstock.core.stage import Artifact, key_of
 from penstock.core.store import Step, realize
 from penstock.export.links import link_exported
 from tests.cli.command import penstock

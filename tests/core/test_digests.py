@@ -1,10 +1,11 @@
 import hashlib
 import os
+import time
 
 import pytest
 
 from penstock.core import digests
-from penstock.core.digests import derived, digests_of, remember
+from penstock.core.digests import derived, digests_of, links_made, remember
 
 
 @pytest.fixture
@@ -68,3 +69,25 @@ def test_what_follows_from_content_is_computed_once_and_without_a_memory_each_ti
     assert digests_of([tmp_path / "a"]) == sha(b"one")
     remember([(tmp_path / "a", "f" * 64)])
     assert digests_of([tmp_path / "a"]) == sha(b"one")
+
+
+def test_a_file_whose_times_were_set_back_is_read_where_only_its_change_time_is_trusted(file, read):
+    digests_of([file], "ctime")
+    stat = file.stat()
+    time.sleep(0.02)
+    file.write_bytes(b"two")
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert digests_of([file]) == sha(b"one")  # by its modification time it is as it was
+    assert digests_of([file], "ctime") == sha(b"two")
+    assert read == ["a", "a"]
+
+
+def test_links_that_are_made_keep_a_file_known_and_others_do_not(file, tmp_path, read):
+    digests_of([file], "ctime")
+    with links_made([file]):
+        os.link(file, tmp_path / "b")
+    assert digests_of([tmp_path / "b"], "ctime") == sha(b"one")
+    assert read == ["a"]
+    os.link(file, tmp_path / "c")
+    digests_of([file], "ctime")
+    assert read == ["a", "a"]

@@ -18,9 +18,10 @@ from penstock.core.depot import Depot
 from penstock.core.errors import ArtifactError, ConfigError, Interrupted
 from penstock.core.files import publishing
 from penstock.core.follower import Follower
+from penstock.core.manifest import MANIFEST
 from penstock.core.place import Place
 from penstock.core.record import with_digest
-from penstock.core.stage import ATTEMPT, MANIFEST, Facts, Input, Stage, key_of
+from penstock.core.stage import ATTEMPT, Facts, Input, Stage, key_of
 from penstock.core.store import Step, lookup, obtain, realize
 from penstock.engine.checkpoint_folders import Naming
 from penstock.train.keepsakes import keepsakes_of, wanted_of

@@ -11,11 +11,11 @@ import pytest
 
 from penstock.core.errors import ArtifactError
 from penstock.core.files import read_json
+from penstock.core.manifest import MANIFEST
 from penstock.core.mirror import home_of
 from penstock.core.place import Place
 from penstock.core.remote_shelf import shelf_of
 from penstock.core.shelf import LocalShelf
-from penstock.core.stage import MANIFEST
 from penstock.releasing import prunable, roll_back
 
 

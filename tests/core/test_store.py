@@ -10,7 +10,8 @@ import pytest
 
 from penstock.core import store
 from penstock.core.errors import ArtifactError, CapabilityError, ConfigError, StageError
-from penstock.core.stage import ATTEMPT, ERROR_LOG, MANIFEST, Artifact, Source, identity, key_of
+from penstock.core.manifest import MANIFEST
+from penstock.core.stage import ATTEMPT, ERROR_LOG, Artifact, Source, identity, key_of
 from penstock.core.store import Step, find, lock_of, realize
 from tests.core.toy import Dying, Letters, LettersSettings, Slowly, UntilThere, step_of
 

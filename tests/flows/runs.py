@@ -4,7 +4,8 @@ import json
 from contextlib import suppress
 from pathlib import Path
 
-from penstock.core.stage import ATTEMPT, MANIFEST
+from penstock.core.manifest import MANIFEST
+from penstock.core.stage import ATTEMPT
 from tests.flows.server import Prefect
 
 PLACES = {

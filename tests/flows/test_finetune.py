@@ -14,7 +14,7 @@ import pytest
 from filelock import FileLock
 
 from penstock.config.load import load
-from penstock.core.stage import MANIFEST
+from penstock.core.manifest import MANIFEST
 from penstock.core.store import lock_of
 from penstock.plan import plan
 from tests.cli.command import penstock

@@ -76,12 +76,14 @@ def corruptions(files: list[Path], seeds: int) -> Iterator[tuple[Path, str, Dama
 
 
 def require_found(path: Path, name: str, attempt: Callable[[], object]) -> None:
-    """The attempt fails with an error that names the file and what to do."""
+    """The attempt fails with an error that names the file, or of a manifest that is another
+    result's the folder, and what to do."""
     with pytest.raises(PenstockError) as caught:
         attempt()
     text = str(caught.value)
-    assert path.name in text, f"{name} of {path}: {text}"
-    assert any(word in text for word in ("Restore", "Delete", "delete", "--force")), text
+    named = path.name if name != "replace" else str(path.parent)
+    assert named in text, f"{name} of {path}: {text}"
+    assert any(word in text for word in ("Restore", "Delete", "delete", "--force", "--fresh")), text
 
 
 def check_all(chain: Chain, situation: str, seeds: int, *, every: int = 1) -> int:

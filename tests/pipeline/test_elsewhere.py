@@ -6,7 +6,8 @@ from penstock.config.load import loads
 from penstock.core import env
 from penstock.core.errors import ConfigError
 from penstock.core.files import write_json
-from penstock.core.stage import MANIFEST, identity, key_of
+from penstock.core.manifest import MANIFEST
+from penstock.core.stage import identity, key_of
 from penstock.plan import StageName, Wishes, bring_up, plan
 
 

@@ -14,10 +14,10 @@ from penstock.config.load import load
 from penstock.core.digests import sha256_of
 from penstock.core.errors import StageError
 from penstock.core.files import read_json, remove
+from penstock.core.manifest import MANIFEST
 from penstock.core.mirror import home_of
 from penstock.core.place import Place
 from penstock.core.shelf import LocalShelf
-from penstock.core.stage import MANIFEST
 from penstock.plan import Wishes, bring_up
 from penstock.recurring import AT_WORK, tick
 from penstock.releasing import releases_of, roll_back

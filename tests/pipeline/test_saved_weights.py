@@ -6,7 +6,7 @@ from peft import LoraConfig, PeftConfig
 from transformers import Qwen3ForCausalLM
 
 from penstock.config.load import load
-from penstock.core.stage import MANIFEST
+from penstock.core.manifest import MANIFEST
 from penstock.engine.checkpoint_reader import CheckpointReader
 from penstock.plan import Wishes, bring_up, plan
 from tests.pipeline.runs import write_chats, write_run

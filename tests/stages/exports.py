@@ -3,8 +3,9 @@
 import hashlib
 from pathlib import Path
 
+from penstock.core.manifest import MANIFEST
 from penstock.core.record import digest_of, write_record
-from penstock.core.stage import MANIFEST, Artifact
+from penstock.core.stage import Artifact
 
 
 def sealed_export(

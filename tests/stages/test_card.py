@@ -18,8 +18,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
 from penstock.config.load import load
 from penstock.core.data_facts import DATA
+from penstock.core.manifest import MANIFEST
 from penstock.core.source import pin_model
-from penstock.core.stage import MANIFEST, Artifact, identity, key_of
+from penstock.core.stage import Artifact, identity, key_of
 from penstock.core.store import Step, realize
 from penstock.export.licence import licence_in
 from penstock.export.stage import Export

@@ -6,9 +6,10 @@ import pyarrow as pa
 import pytest
 
 from penstock.core.errors import StageError
+from penstock.core.manifest import MANIFEST
 from penstock.core.record import digest_of
 from penstock.core.source import BUILTIN_DATA
-from penstock.core.stage import MANIFEST, Source, key_of
+from penstock.core.stage import Source, key_of
 from penstock.core.store import Step, realize
 from penstock.prepare import pieces, workers
 from penstock.prepare.builtin import GENERATORS

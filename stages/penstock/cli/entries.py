@@ -13,11 +13,11 @@ from penstock.core.errors import StageError
 from penstock.core.files import regular_files, remove
 from penstock.core.input_digests import read_attempt
 from penstock.core.lease import LEASES
-from penstock.core.manifest import read_manifest
+from penstock.core.manifest import MANIFEST, read_manifest
 from penstock.core.mirror import home_of
 from penstock.core.place import Place, checked
 from penstock.core.remote import open_file
-from penstock.core.stage import ATTEMPT, MANIFEST
+from penstock.core.stage import ATTEMPT
 from penstock.core.store import REPLACED, lock_of
 from penstock.core.urls import split_parent
 from penstock.core.verify import damaged_files

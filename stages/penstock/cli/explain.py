@@ -54,10 +54,11 @@ def explain(run: RunConfig, console: Console, where: Where = HERE) -> dict[str, 
     return {"plan": [_plain(verdict) for verdict in verdicts], **values}
 
 
-def judge(step: Step, present: dict[str, str]) -> Verdict:
+def judge(step: Step, present: dict[str, str] | None = None) -> Verdict:
     """The step's standing: sealed, stale, begun, or not there, and then what changed since the
     nearest. `present` are content digests of the steps before, by key; this one's is added."""
     name, key = step.stage.name, short(key_of(step.stage))
+    present = {} if present is None else present
     if manifest := sealed(step):
         present[manifest["key"]] = content_digest(manifest)
         now = {

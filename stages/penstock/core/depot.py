@@ -15,13 +15,13 @@ from penstock.core.errors import ArtifactError
 from penstock.core.files import publishing, read_json, remove, write_json
 from penstock.core.input_digests import UNDIGESTED_ATTEMPT
 from penstock.core.lease import LEASES, Lease
-from penstock.core.manifest import parse_manifest
+from penstock.core.manifest import MANIFEST, parse_manifest
 from penstock.core.mirror import holder_of
 from penstock.core.place import Info, Place, checked
 from penstock.core.record import parse_record
 from penstock.core.remote import open_file
 from penstock.core.remote_version import version_of
-from penstock.core.stage import ATTEMPT, ERROR_LOG, MANIFEST
+from penstock.core.stage import ATTEMPT, ERROR_LOG
 from penstock.core.urls import split_parent
 
 AT_ONCE = 8

@@ -12,9 +12,9 @@ import json
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -55,21 +55,29 @@ def digests_of(paths: Iterable[Path], trust: Trust = "mtime") -> list[str]:
 
 
 def remember(known: Iterable[tuple[Path, str]]) -> None:
-    """Take note of digests that were computed elsewhere, of files that nobody writes any more."""
-    rows = [_Row.of(_Stat.of(path), digest, read_at=0) for path, digest in known]
-    try:
-        with closing(_open_memory()) as memory, memory:
-            # What is known by reading stays known.
-            memory.executemany(
-                "INSERT INTO known VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (device, inode)"
-                " DO UPDATE SET size=excluded.size, mtime_ns=excluded.mtime_ns,"
-                " sha256=excluded.sha256, read_at=excluded.read_at, guard=excluded.guard"
-                " WHERE size!=excluded.size OR mtime_ns!=excluded.mtime_ns"
-                " OR sha256!=excluded.sha256",
-                [row.guarded for row in rows],
-            )
-    except sqlite3.Error:
-        return
+    """Take note of digests of files that the caller has read, and that nobody writes any more."""
+    rows: list[_Row] = []
+    for path, digest in known:
+        stat = _Stat.of(path)
+        rows.append(_Row.of(stat, digest, read_at=stat.ctime_ns))
+    with suppress(sqlite3.Error), closing(_open_memory()) as memory:
+        _keep(memory, rows)
+
+
+@contextmanager
+def links_made(paths: Iterable[Path]) -> Generator[None]:
+    """Carry what is known of the files over the block, which makes links to them: that sets their
+    change time, and changes no byte."""
+    paths = list(paths)
+    before = [_Stat.of(path) for path in paths]
+    yield
+    with suppress(sqlite3.Error), closing(_open_memory()) as memory:
+        rows: list[_Row] = []
+        for path, stat in zip(paths, before, strict=True):
+            now, digest = _Stat.of(path), _remembered(memory, stat, "ctime")
+            if digest and (now.size, now.mtime_ns) == (stat.size, stat.mtime_ns):
+                rows.append(_Row.of(now, digest, read_at=now.ctime_ns))
+        _keep(memory, rows)
 
 
 def derived(content: str, compute: Callable[[], Any]) -> Any:
@@ -114,7 +122,7 @@ _SIGNED = (1 << 63) - 1
 
 
 class _Row(NamedTuple):
-    """A file's digest as it is remembered; `read_at` is its ctime when it was read, or 0."""
+    """A file's digest as it is remembered; `read_at` is its ctime when it was read."""
 
     device: int
     inode: int
@@ -151,12 +159,16 @@ def _through_memory(memory: sqlite3.Connection, paths: list[Path], trust: Trust)
         known[number], stat = digest, stats[number]
         if now - stat.mtime_ns > SETTLED_NS and _Stat.of(paths[number]) == stat:
             rows.append(_Row.of(stat, digest, read_at=stat.ctime_ns))
+    _keep(memory, rows)
+    return [digest for digest in known if digest is not None]
+
+
+def _keep(memory: sqlite3.Connection, rows: Sequence[_Row]) -> None:
     if rows:
         with memory:
             memory.executemany(
                 "REPLACE INTO known VALUES (?, ?, ?, ?, ?, ?, ?)", [row.guarded for row in rows]
             )
-    return [digest for digest in known if digest is not None]
 
 
 def _remembered(memory: sqlite3.Connection, stat: _Stat, trust: Trust) -> str | None:

@@ -5,8 +5,8 @@ where to go on. Behind the URL is the truth; the mirror may be older, or of anot
 from penstock.core.depot import Depot
 from penstock.core.files import set_aside
 from penstock.core.input_digests import changed_inputs, digests_of_inputs, read_attempt
-from penstock.core.manifest import read_manifest
-from penstock.core.stage import ATTEMPT, MANIFEST, Stage, key_of
+from penstock.core.manifest import MANIFEST, read_manifest
+from penstock.core.stage import ATTEMPT, Stage, key_of
 
 
 def reconcile(depot: Depot, stage: Stage) -> str | None:

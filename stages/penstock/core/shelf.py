@@ -18,6 +18,7 @@ from typing import Any, cast
 
 from filelock import FileLock, Timeout
 
+from penstock.core.digests import links_made
 from penstock.core.errors import ArtifactError
 from penstock.core.files import PART, fsync, link, remove
 from penstock.core.manifest import MANIFEST, read_manifest
@@ -162,10 +163,11 @@ class LocalShelf(Shelf):
         del stored
         number = max(self.numbers(), default=0) + 1
         part = self._folder / f".{uuid.uuid4().hex}{PART}"
-        for name, source in files.items():
-            target = part / checked(name)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            link(source, target)
+        with links_made(files.values()):
+            for name, source in files.items():
+                target = part / checked(name)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                link(source, target)
         write_record(part / MANIFEST, manifest_of(number))
         for folder in {path.parent for path in part.rglob("*")}:
             fsync(folder)

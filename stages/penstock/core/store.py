@@ -31,14 +31,13 @@ from penstock.core.input_digests import (
     digests_of_inputs,
     read_attempt,
 )
-from penstock.core.manifest import read_manifest, remedy_for
+from penstock.core.manifest import MANIFEST, read_manifest, remedy_for
 from penstock.core.os_faults import reason_of
 from penstock.core.reconcile import holds_a_record, reconcile
 from penstock.core.record import FORMAT, write_record
 from penstock.core.stage import (
     ATTEMPT,
     ERROR_LOG,
-    MANIFEST,
     Artifact,
     Facts,
     Input,

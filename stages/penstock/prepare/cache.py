@@ -20,7 +20,7 @@ from uuid import uuid4
 
 from filelock import FileLock, Timeout
 
-from penstock.core.digests import digests_of, sha256_of
+from penstock.core.digests import digests_of, remember, sha256_of
 from penstock.core.errors import ArtifactError, StageError
 from penstock.core.files import PART, remove
 from penstock.core.record import FORMAT, fields_of, write_record
@@ -173,6 +173,7 @@ def _publish(target: Path, tokenise: Callable[[Path], Tally]) -> None:
         tally = tokenise(part)
         digest, stat = sha256_of(part), part.stat()
         part.replace(target)
+        remember([(target, digest)])
     finally:
         part.unlink(missing_ok=True)
     file = {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256": digest}

@@ -18,9 +18,9 @@ from pydantic import ConfigDict, RootModel
 from penstock.config.dataset import DatasetConfig
 from penstock.core.errors import ArtifactError, ConfigError, PenstockError, StageError
 from penstock.core.local_files import choose, kind_of, names_in
-from penstock.core.manifest import read_manifest
+from penstock.core.manifest import MANIFEST, read_manifest
 from penstock.core.saved_folder import saved_in
-from penstock.core.stage import ATTEMPT, MANIFEST, Facts, Source, Stage, key_of, short
+from penstock.core.stage import ATTEMPT, Facts, Source, Stage, key_of, short
 from penstock.core.store import REPLACED, Outcome, Step, find
 from penstock.core.verify import Verify, require_content
 

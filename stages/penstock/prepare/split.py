@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from penstock.core.digests import digests_of
+from penstock.core.digests import digests_of, links_made
 from penstock.core.errors import ArtifactError
 from penstock.core.files import link, publishing, read_json
-from penstock.core.manifest import read_manifest
+from penstock.core.manifest import MANIFEST, read_manifest
 from penstock.core.record import digest_of
-from penstock.core.stage import MANIFEST, short
+from penstock.core.stage import short
 from penstock.prepare.choice import Mask
 from penstock.prepare.select import Selection
 from penstock.prepare.settings import PrepareSettings
@@ -97,27 +97,28 @@ def publish_splits(
 ) -> None:
     """Write the files of both splits below `out/data`, skipping those that are there."""
     schema = prepared_schema(settings.kind, is_scored=settings.datasets[0].is_scored)
+    whole: list[tuple[Path, Path]] = []
     partial: list[tuple[DataFile, Path]] = []
     for split, files in files_of(finished, selection, settings).items():
         for file in files:
             target = out / path_in(split, file)
             target.parent.mkdir(parents=True, exist_ok=True)
             if file.is_slice:
-                _link_slice(file.shares[0].entry[1], target)
-            elif target.exists():
-                continue
-            else:
+                whole.append((file.shares[0].entry[1], target))
+            elif not target.exists():
                 partial.append((file, target))
     same = _sealed(out, {file.content for file, _ in partial}) if partial else {}
+    links = [*whole, *((same[f.content], target) for f, target in partial if f.content in same)]
+    with links_made(source for source, _ in links):
+        for source, target in links:
+            _link(source, target)
     for file, target in partial:
-        if file.content in same:
-            link(same[file.content], target)
-        else:
+        if file.content not in same:
             _write(file, schema, target)
 
 
-def _link_slice(source: Path, target: Path) -> None:
-    """Link the slice; what an earlier attempt linked may be one that was damaged since."""
+def _link(source: Path, target: Path) -> None:
+    """Link the file; what an earlier attempt linked may be one that was damaged since."""
     if target.exists() and not target.samefile(source):
         target.unlink()
     link(source, target)

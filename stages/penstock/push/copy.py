@@ -124,7 +124,7 @@ class CopyTarget:
     def _read_index(self) -> Entries:
         """The digests a push left here; none where there is no index or one that cannot be read."""
         try:
-            content = self.system.cat_file(self._at(INDEX))
+            content: Any = self.system.cat_file(self._at(INDEX))
             record = parse_record(content, INDEX, UNDIGESTED_INDEX, "Push again.")
             return {entry["path"]: entry for entry in record["files"]}
         except (FileNotFoundError, ArtifactError, KeyError, TypeError):

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from penstock.config.dataset import Kind
+from penstock.core.errors import DamagedFileError
 from penstock.core.files import read_json
 from penstock.rows.order import Indices, Mixing, epochs_of
 from penstock.rows.reader import Tokens, flat, map_batches
@@ -58,18 +59,29 @@ class PreparedSamples:
     """The samples of one split, numbered through its files as plan.json lists them."""
 
     def __init__(self, folder: Path, split: str) -> None:
-        """Map the split of the prepared artifact in `folder`; a split without files is empty."""
+        """Map the split of the prepared artifact in `folder`; a split without files is empty.
+
+        Raises ArtifactError for a damaged file.
+        """
         plan: dict[str, Any] = read_json(folder / PLAN)
         self.split = split
-        self.kind: Kind = plan["kind"]
-        self._mixing = Mixing.of_plan(plan)
-        entries: list[dict[str, Any]] = plan["splits"][split]
-        self._parts = [part for entry in entries for part in entry["parts"]]
-        batches = [batch for entry in entries for batch in map_batches(folder / entry["file"])]
+        try:
+            self.kind: Kind = plan["kind"]
+            self._mixing = Mixing.of_plan(plan)
+            entries: list[dict[str, Any]] = plan["splits"][split]
+            self._parts = [part for entry in entries for part in entry["parts"]]
+            files = [folder / entry["file"] for entry in entries]
+            sides = SIDES[self.kind]
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise DamagedFileError(
+                f"{folder / PLAN} is damaged: it is no plan of prepared data ({error!r}).\n"
+                "  Restore it from a copy, or build it again with --force prepare."
+            ) from error
+        batches = [batch for file in files for batch in map_batches(file)]
         self._batches = [batch for batch in batches if batch.num_rows]
         self.stored: dict[str, list[Stored]] = {
             side.removesuffix("_"): [_stored(batch, side) for batch in self._batches]
-            for side in SIDES[self.kind]
+            for side in sides
         }
         """The token lists of every batch, for each side of the samples."""
         sizes = [batch.num_rows for batch in self._batches]

@@ -59,11 +59,13 @@ def load_tokenizer(path: str, revision: str | None = None) -> PreTrainedTokenize
         )
     except (HfHubHTTPError, ConnectionError) as error:
         raise _unreachable(path, error) from error
-    except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
+    except Exception as error:
         if not is_here and isinstance(error, OSError):
             raise _unreachable(path, error) from error
+        files = ", ".join(sorted(file.name for file in folder.glob("*.json"))) if is_here else ""
         raise ConfigError(
-            f"The tokenizer of {path} cannot be loaded: {_first_line(error)}\n"
+            f"The tokenizer of {path} cannot be loaded"
+            f"{f' (from {files})' if files else ''}: {_first_line(error)}\n"
             "  Set model.tokenizer_path to a folder or hub id that transformers can load."
         ) from error
     if not tokenizer.is_fast:

@@ -1,6 +1,7 @@
 """The page: records and their charts, put into a template. Every value is escaped there."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -8,9 +9,10 @@ from typing import Any, Literal
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from penstock import __version__
-from penstock.core.errors import ConfigError
+from penstock.core.data_facts import DATA, LINEAGE
+from penstock.core.errors import ConfigError, DamagedFileError
 from penstock.core.files import publishing
-from penstock.train.job import REPORT
+from penstock.train.job import METRICS, REPORT, SAMPLES, SURROUNDINGS
 from penstock.train.report.chart import MOST_POINTS, SIDE, Chart
 from penstock.train.report.curves import columns, groups, heat_maps, letter, loss_chart
 from penstock.train.report.data import data_section
@@ -37,13 +39,28 @@ def write_report(output_dir: Path, *, state: Literal["running"] | None = None) -
     Reads metrics.jsonl, job.json and, where they are, what the run kept of its data, surroundings,
     answers to prompts, outcome and manifest. The page needs no network and, but for what it tells
     under the pointer, no scripts. Raises ConfigError if the folder holds no run, OSError if it
-    cannot be read or written.
+    cannot be read or written, ArtifactError for a damaged file.
     """
     target = output_dir / REPORT
-    text = render(read_run(output_dir, state=state))
+    with _of_sound_files(output_dir):
+        text = render(read_run(output_dir, state=state))
     with publishing(target) as part:
         part.write_text(text, encoding="utf-8")
     return target
+
+
+@contextmanager
+def _of_sound_files(*folders: Path) -> Generator[None]:
+    """Name the files that are read where one of them lacks what a run writes there."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError) as error:
+        named = ", ".join(str(folder) for folder in folders)
+        raise DamagedFileError(
+            f"no report of {named}: {METRICS}, {SAMPLES}, {DATA}, {LINEAGE} or {SURROUNDINGS} "
+            f"there lacks what a run writes ({type(error).__name__}: {error}).\n"
+            "  Restore the file from a copy; --debug shows what was looked for."
+        ) from error
 
 
 def write_comparison(folders: Sequence[Path], target: Path) -> Path:
@@ -56,7 +73,8 @@ def write_comparison(folders: Sequence[Path], target: Path) -> Path:
             f"{len(folders)} runs are too many for one page; {MOST_RUNS} can be told apart.\n"
             "  Name fewer."
         )
-    text = render_comparison([read_run(folder) for folder in folders])
+    with _of_sound_files(*folders):
+        text = render_comparison([read_run(folder) for folder in folders])
     with publishing(target) as part:
         part.write_text(text, encoding="utf-8")
     return target
