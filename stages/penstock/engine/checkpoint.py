@@ -20,7 +20,7 @@ from penstock.adapters.names import factor_of
 from penstock.core.errors import ArtifactError, StageError
 from penstock.core.files import PART, fsync, publishing, regular_files, remove, write_json
 from penstock.core.folder_digests import ALGORITHM, FileDigest, FolderDigests, digest_of_file
-from penstock.core.store import reason_of
+from penstock.core.os_faults import reason_of
 from penstock.engine.checkpoint_boxes import Boxes, cause_of, write_boxes
 from penstock.engine.checkpoint_copies import BoxCopies
 from penstock.engine.checkpoint_files import CheckpointFiles
