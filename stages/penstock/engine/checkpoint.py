@@ -4,7 +4,6 @@ Its folder in `<output_dir>/checkpoints/` holds DCP files, `state.json`, `digest
 digests of all of these and, last, `COMPLETE`.
 """
 
-import errno
 import shutil
 import threading
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from penstock.adapters.names import factor_of
 from penstock.core.errors import ArtifactError, StageError
 from penstock.core.files import PART, fsync, publishing, regular_files, remove, write_json
 from penstock.core.folder_digests import ALGORITHM, FileDigest, FolderDigests, digest_of_file
-from penstock.core.os_faults import reason_of
+from penstock.core.os_faults import is_full_disk, reason_of
 from penstock.engine.checkpoint_boxes import Boxes, cause_of, write_boxes
 from penstock.engine.checkpoint_copies import BoxCopies
 from penstock.engine.checkpoint_files import CheckpointFiles
@@ -309,7 +308,7 @@ def _publish(
 def _why_unwritten(error: BaseException, folder: Path) -> str:
     """In one sentence, with the free space where that is what is missing."""
     cause = cause_of(error)
-    if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+    if is_full_disk(cause):
         with suppress(OSError):
             free = shutil.disk_usage(folder).free
             return f"the disk of {folder} is full ({free / 1e6:.1f} MB are left there)"
