@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import threading
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any
 
 import httpx
@@ -11,6 +12,7 @@ import numpy as np
 import uvicorn
 
 from penstock.server.api.app import create_app
+from penstock.server.api.http_protocol import Connection
 from penstock.server.api.settings import ApiSettings
 from penstock.server.protocol import asks, message, results, works
 from penstock.server.protocol.asks import FromEngine, ToEngine
@@ -274,7 +276,11 @@ def listening(table=None, **settings):
     async def serve():
         async with application(table, **settings) as (app, engine):
             # The application's own start and end are those of the loop around it.
-            config = uvicorn.Config(app, port=0, log_level="warning", lifespan="off")
+            connections = app.state.service.connections
+            protocol: Any = partial(Connection, connections)
+            config = uvicorn.Config(
+                app, port=0, log_level="warning", lifespan="off", http=protocol, ws="none"
+            )
             server = state["server"] = uvicorn.Server(config)
             serving = asyncio.create_task(server.serve())
             while not server.started:

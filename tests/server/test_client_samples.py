@@ -1,14 +1,12 @@
 """Samples and losses of clients become what the engine computes, or are refused by name."""
 
-import asyncio
-import threading
 import tracemalloc
 
 import numpy as np
 import pytest
 import zstandard
 
-from penstock.server.api import data, routes_training, tensors
+from penstock.server.api import data, desk, sample_bodies, tensors
 from penstock.server.api import tinker_pb2 as pb
 from penstock.server.api.refusals import Refusal
 from penstock.server.protocol import works
@@ -173,26 +171,26 @@ def test_targets_of_few_bytes_do_not_fill_the_memory(monkeypatch):
 
 
 @pytest.mark.parametrize("path", ["forward", "forward_backward"])
-def test_others_are_served_while_many_samples_are_read(monkeypatch, path):
-    begun, go = threading.Event(), threading.Event()
-
-    def held(*given):
-        begun.set()
-        assert go.wait(10)
-        return data.data_of_json(*given)
-
-    monkeypatch.setattr(routes_training, "data_of_json", held)
-
+def test_a_large_body_says_the_same_as_one_that_is_decoded_in_the_event_loop(monkeypatch, path):
     async def scenario():
         async with client() as (http, engine):
-            body = {f"{path}_input": {"data": [sample([1] * 100_000)]}}
-            passing = asyncio.create_task(http.post(f"/api/v1/{path}", json=body))
-            await asyncio.to_thread(begun.wait, 10)
-            assert (await http.get("/api/v1/sessions")).status_code == 200
-            assert engine.works(works.Pass) == []
-            go.set()
-            assert (await passing).status_code == 200
-            assert len(engine.works(works.Pass)) == 1
+            body = {"seq_id": 7, f"{path}_input": {"data": [sample([1] * 3000)] * 2}}
+            stray = {**body, "seq_id": 8, "stray": 1}
+            ragged = {"seq_id": 9, f"{path}_input": {"data": [sample([1, 2], labels=[1])]}}
+            bodies, answers = (body, stray, ragged), []
+            for limit in (sample_bodies.INLINE_BYTES, 0):
+                monkeypatch.setattr(sample_bodies, "INLINE_BYTES", limit)
+                monkeypatch.setattr(desk, "INLINE_BYTES", limit)
+                told = [await http.post(f"/api/v1/{path}", json=each) for each in bodies]
+                assert [each.status_code for each in told] == [200, 422, 400]
+                answers.append([each.text for each in told[1:]])
+                assert "labels of sample 0" in told[2].json()["error"]
+            assert answers[0] == answers[1]
+            assert engine.app.state.service.codecs.jobs == 3
+            assert [ask.seq for ask in engine.asks] == [7, 8, 9] * 2
+            first, _, _, second, *_ = engine.works(works.Pass)
+            assert first == second
+            assert len(first.data) == 2
 
     run(scenario())
 

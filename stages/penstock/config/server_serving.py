@@ -28,6 +28,10 @@ class ServerServing(Section):
     max_pending_requests: int = Field(default=100, gt=0)
     """Requests of one owner that may wait or run at a time; more are told to come again."""
 
+    max_connections: int = Field(default=1024, ge=4)
+    """Connections of clients that may be open at a time; as many less as the process may have
+    files open. Beyond it those that have shown no key are closed first."""
+
     max_request_mb: int = Field(default=256, gt=0, le=1024)
     """Largest body of a request, unpacked."""
 

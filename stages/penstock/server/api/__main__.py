@@ -1,8 +1,12 @@
 """The API process: `python -m penstock.server.api JOB`. It speaks HTTP and asks the engine."""
 
 import asyncio
+import logging
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import uvicorn
 
@@ -11,10 +15,15 @@ from penstock.core import env
 from penstock.core.errors import ConfigError
 from penstock.server.addresses import is_loopback
 from penstock.server.api.app import create_app
+from penstock.server.api.desk import Service
+from penstock.server.api.http_protocol import Connection, room_for_connections
+from penstock.server.api.log_limit import LogLimit
 from penstock.server.api.settings import ApiSettings
 from penstock.server.job import ServerJob
 from penstock.server.protocol.asks import FromEngine
 from penstock.server.protocol.zmq import connecting
+
+LOG = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep a connection that is idle, so that they do not write to a closed one."""
@@ -37,13 +46,27 @@ async def serve(job: ServerJob, keys: tuple[str, ...]) -> None:
             f"api_host is {job.api_host}, which other machines reach, and there are no keys.\n"
             f"  Name api_keys_file, or set {env.SERVER_KEYS}; or serve on 127.0.0.1."
         )
-    settings = settings_of(job.config, keys)
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(LogLimit())
+    asked = job.config.max_connections
+    max_connections, backlog = room_for_connections(asked)
+    if max_connections < asked:
+        LOG.warning(
+            "%d connections may be open, and max_connections is %d: raise the limit of open files"
+            " (ulimit -n)",
+            max_connections,
+            asked,
+        )
+    settings = replace(settings_of(job.config, keys), max_connections=max_connections)
     app = create_app(connecting(FromEngine, job.engine_address, env.engine_secret()), settings)
     server = uvicorn.Server(
         uvicorn.Config(
             app,
             host=job.api_host,
             port=job.api_port,
+            http=cast(Any, partial(Connection, app.state.service.connections)),
+            ws="none",
+            backlog=backlog,
             log_config=None,
             access_log=False,
             server_header=False,
@@ -52,11 +75,14 @@ async def serve(job: ServerJob, keys: tuple[str, ...]) -> None:
             timeout_graceful_shutdown=GRACE_SECONDS,
         )
     )
-    ending = asyncio.create_task(_end_polls(server, app.state.service.closing))
+    service: Service = app.state.service
+    ending = asyncio.create_task(_end_polls(server, service.closing))
+    warming = asyncio.create_task(service.codecs.start())
     try:
         await server.serve()
     finally:
         ending.cancel()
+        warming.cancel()
 
 
 async def _end_polls(server: uvicorn.Server, closing: asyncio.Event) -> None:
@@ -71,6 +97,7 @@ def settings_of(config: ServerConfig, keys: tuple[str, ...]) -> ApiSettings:
     return ApiSettings(
         keys=keys,
         max_request_bytes=config.max_request_mb << 20,
+        max_connections=config.max_connections,
         max_pending_requests=config.max_pending_requests,
         requests_per_minute=config.requests_per_minute,
         operation_timeout=config.operation_timeout,

@@ -16,7 +16,9 @@ from penstock.server.api import (
     routes_training,
     routes_weights,
 )
-from penstock.server.api.bodies import Reading
+from penstock.server.api.bodies import Bodies
+from penstock.server.api.codec_pool import CodecPool
+from penstock.server.api.connections import Connections
 from penstock.server.api.desk import Service
 from penstock.server.api.document import document
 from penstock.server.api.futures import Futures
@@ -37,8 +39,8 @@ from penstock.server.api.turns import InTurn, Turns
 from penstock.server.protocol.asks import FromEngine, ToEngine
 from penstock.server.protocol.channel import Channel
 
-BODIES_AT_ONCE = 4
-"""Of the greatest length, that are held in memory."""
+SHARED_BYTES = 128 << 20
+"""Of bodies that are held at once beside the longest one: what one owner leaves to others."""
 
 
 def create_app(channel: Channel[ToEngine, FromEngine], settings: ApiSettings) -> FastAPI:
@@ -65,7 +67,9 @@ def create_app(channel: Channel[ToEngine, FromEngine], settings: ApiSettings) ->
         keys=Keys(settings.keys),
         rates=Rates(settings.requests_per_minute),
         metrics=Metrics(),
-        reading=Reading(BODIES_AT_ONCE * settings.max_request_bytes),
+        bodies=Bodies(settings.max_request_bytes + SHARED_BYTES, settings.max_request_bytes),
+        codecs=CodecPool(settings.max_request_bytes),
+        connections=Connections(settings.max_connections),
         quantization={},
     )
 
@@ -74,7 +78,10 @@ def create_app(channel: Channel[ToEngine, FromEngine], settings: ApiSettings) ->
         link.start()
         futures.start()
         pulse.start()
+        service.connections.start()
         yield
+        await service.connections.stop()
+        await service.codecs.stop()
         await pulse.stop()
         await futures.stop()
         await link.stop()

@@ -6,7 +6,7 @@ t), which are shifted here, once. What of them is -100 is not trained on.
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,8 @@ from penstock.server.api.refusals import Refusal
 from penstock.server.api.tensors import (
     MAX_NUMBERS,
     Numbers,
+    claimed_by_json,
+    claimed_by_proto,
     for_targets,
     for_tokens,
     from_json,
@@ -26,7 +28,14 @@ from penstock.server.api.tensors import (
     tokens_of_bytes,
     whole,
 )
-from penstock.server.protocol.losses import FACTORS, OPTIONAL, REQUIRED, SEVERAL_TARGETS, TARGETS
+from penstock.server.protocol.losses import (
+    FACTORS,
+    MAX_TARGETS,
+    OPTIONAL,
+    REQUIRED,
+    SEVERAL_TARGETS,
+    TARGETS,
+)
 from penstock.server.protocol.values import Array, Datum, Loss
 
 IGNORED = -100
@@ -41,7 +50,7 @@ Given = dict[str, Numbers]
 
 def data_of_proto(data: Sequence[pb.Datum], loss: Loss) -> tuple[Datum, ...]:
     """The SDK's samples. Raises Refusal naming the sample and the input that is wrong."""
-    return _bounded(_of_proto(datum, loss, f"sample {index}") for index, datum in enumerate(data))
+    return tuple(_of_proto(datum, loss, f"sample {index}") for index, datum in enumerate(data))
 
 
 def data_of_json(
@@ -49,10 +58,66 @@ def data_of_json(
 ) -> tuple[Datum, ...]:
     """Samples of either form in JSON: `model_input` and `loss_fn_inputs` of each. Raises Refusal as
     above."""
-    return _bounded(
+    return tuple(
         _of_json(written, inputs, loss, f"sample {index}")
         for index, (written, inputs) in enumerate(data)
     )
+
+
+def numbers_of_proto(data: Sequence[pb.Datum], loss: Loss) -> int:
+    """How many numbers the SDK's samples hold once sparse tensors are dense, from shapes and
+    lengths alone: nothing is read or filled.
+
+    Raises Refusal: 413 over MAX_NUMBERS, 400 for more than MAX_TARGETS targets of a token, and for
+    inputs that the loss does not take.
+    """
+    total = 0
+    for index, datum in enumerate(data):
+        what = f"sample {index}"
+        _check_names(datum.loss_fn_inputs, loss, what)
+        total += sum(len(chunk.encoded_text.tokens) // 4 for chunk in datum.model_input)
+        shapes = {
+            name: claimed_by_proto(tensor, f"{name} of {what}")
+            for name, tensor in datum.loss_fn_inputs.items()
+        }
+        total = _counted(total, shapes, loss, what)
+    return total
+
+
+def numbers_of_json(data: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], loss: Loss) -> int:
+    """The same of samples in JSON. Raises Refusal as above, but for inputs that are not taken."""
+    total = 0
+    for index, (written, inputs) in enumerate(data):
+        what = f"sample {index}"
+        shapes = {
+            name: claimed_by_json(tensor, f"{name} of {what}")
+            for name, tensor in (*written.items(), *inputs.items())
+            if name not in ("chunks", "type")
+        }
+        chunks = written.get("chunks")
+        for chunk in chunks if isinstance(chunks, list) else ():
+            tokens = chunk.get("tokens") if isinstance(chunk, Mapping) else None
+            total += len(tokens) if isinstance(tokens, list) else 0
+        total = _counted(total, shapes, loss, what)
+    return total
+
+
+def _counted(total: int, shapes: Mapping[str, tuple[int, ...]], loss: Loss, what: str) -> int:
+    """With the numbers of one more sample."""
+    targets = shapes.get(TARGETS, ())
+    if (
+        loss in SEVERAL_TARGETS
+        and len(targets) == 2
+        and targets[0] > 1
+        and targets[1] > MAX_TARGETS
+    ):
+        raise Refusal(f"{what} has {targets[1]} targets of each token; {MAX_TARGETS} may be")
+    total += sum(math.prod(shape) for shape in shapes.values())
+    if total > MAX_NUMBERS:
+        raise Refusal(
+            f"the samples have over {MAX_NUMBERS} numbers; send fewer at once", status=413
+        )
+    return total
 
 
 def tokens_of_chunks(chunks: Any, what: str) -> Tokens:
@@ -66,20 +131,6 @@ def tokens_of_chunks(chunks: Any, what: str) -> Tokens:
             raise _no_text(str(kind), what)
         parts.append(_flat(whole(from_list(chunk["tokens"], what), what), what))
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)
-
-
-def _bounded(data: Iterable[Datum]) -> tuple[Datum, ...]:
-    """All of them. Sparse targets are few bytes on the wire, and many here."""
-    kept: list[Datum] = []
-    targets = 0
-    for datum in data:
-        targets += math.prod(datum.inputs[TARGETS].shape)
-        if targets > MAX_NUMBERS:
-            raise Refusal(
-                f"the samples have over {MAX_NUMBERS} targets; send fewer at once", status=413
-            )
-        kept.append(datum)
-    return tuple(kept)
 
 
 def _of_proto(datum: pb.Datum, loss: Loss, what: str) -> Datum:

@@ -4,9 +4,12 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
+import msgspec
 from fastapi import Depends, Request
 
-from penstock.server.api.bodies import Reading
+from penstock.server.api.bodies import Bodies, BoundedRequest
+from penstock.server.api.codec_pool import CodecPool
+from penstock.server.api.connections import Connections
 from penstock.server.api.futures import Futures, Kind, Shape
 from penstock.server.api.keys import Keys
 from penstock.server.api.link import Link
@@ -14,11 +17,20 @@ from penstock.server.api.metrics import Metrics
 from penstock.server.api.pulse import Pulse
 from penstock.server.api.rates import Rates
 from penstock.server.api.refusals import Refusal
+from penstock.server.api.sample_bodies import (
+    INLINE_BYTES,
+    BodyJob,
+    Call,
+    Decoded,
+    NotInlineError,
+    SampleBody,
+    error_of,
+)
 from penstock.server.api.settings import ApiSettings
 from penstock.server.api.turns import Turns
 from penstock.server.protocol.results import Result
 from penstock.server.protocol.values import Quantization
-from penstock.server.protocol.works import Ordered, Sample, Work
+from penstock.server.protocol.works import Ordered, Pass, Sample, Work
 
 R = TypeVar("R", bound=Result)
 
@@ -35,7 +47,9 @@ class Service:
     keys: Keys
     rates: Rates
     metrics: Metrics
-    reading: Reading
+    bodies: Bodies
+    codecs: CodecPool
+    connections: Connections
     quantization: dict[str, Quantization | None]
     """How weights are sent, by owner, where a request to send them does not say."""
     closing: asyncio.Event = field(default_factory=asyncio.Event)
@@ -67,21 +81,51 @@ class Desk:
             )
         return result
 
+    async def decode(
+        self, request: Request, call: Call
+    ) -> tuple[Decoded, Pass | Sample | msgspec.Raw]:
+        """A body with samples, and its work; that of a large body is encoded already.
+
+        Raises Refusal and RequestValidationError. The request knows of whose work they are then.
+        """
+        assert isinstance(request, BoundedRequest)
+        job = BodyJob(
+            call=call, kind=request.kind, encoding=request.encoding, max_bytes=request.max_bytes
+        )
+        parts = await request.parts(request.max_bytes)
+        if sum(map(len, parts)) <= INLINE_BYTES:
+            body = SampleBody(job, is_inline=True)
+            try:
+                return body.decode(b"".join(parts))
+            except NotInlineError:
+                pass
+            except Exception:
+                request.parsed = body.known
+                raise
+        reply, work = await self.service.codecs.decode(self.owner, job, parts)
+        request.release()
+        if reply.refused is not None:
+            request.parsed = reply.refused.known
+            raise error_of(reply.refused)
+        assert reply.decoded is not None
+        return reply.decoded, msgspec.Raw(work)
+
     async def submit(
         self,
         kind: Kind,
-        work: Ordered | Sample,
+        work: Ordered | Sample | msgspec.Raw,
         *,
+        model: str | None = None,
         seq: int | None = None,
         again: str = "",
         **shape: Any,
     ) -> dict[str, Any]:
-        """Hand a work over; what its client comes back with.
+        """Hand a work over; what its client comes back with. `model`: of a work that is encoded.
 
         `again` names the work where the client's own names make it the same one when it is sent
         twice; `shape` are further fields of Shape.
         """
-        model = getattr(work, "model", None)
+        model = model or getattr(work, "model", None)
         promise = await self.service.futures.submit(
             self.owner,
             work,

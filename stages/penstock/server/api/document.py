@@ -1,7 +1,7 @@
 """The OpenAPI document: the framework's, with what it cannot see.
 
 Those are keys, which are looked at before the framework reads a body; the errors, which have one
-shape on all routes; and the one body that is read by hand, for it has two types.
+shape on all routes; and bodies with samples, which are decoded by hand.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from penstock.server.api.answers import ErrorTold
 from penstock.server.api.bodies import JSON
-from penstock.server.api.schemas import ForwardBackwardBody
+from penstock.server.api.schemas import DrawBody, ForwardBackwardBody, ForwardBody
 
 SCHEMAS = "#/components/schemas/"
 
@@ -20,6 +20,7 @@ ERRORS = {
     400: "The request cannot be honoured",
     401: "No such key",
     404: "There is no such thing, or it is another's",
+    408: "The body did not arrive in time",
     409: "It exists already, or was cancelled",
     410: "It is gone",
     413: "The body is too large",
@@ -41,12 +42,20 @@ KEYS = {
 """The two ways to send one."""
 
 
+def body_of(schema: str, *others: str) -> dict[str, Any]:
+    """What the document says of a body that a route decodes by hand: JSON of this schema, or bytes
+    of `others`."""
+    binary = {"schema": {"type": "string", "format": "binary"}}
+    content = {JSON: {"schema": {"$ref": SCHEMAS + schema}}} | dict.fromkeys(others, binary)
+    return {"requestBody": {"required": True, "content": content}}
+
+
 def document(app: FastAPI) -> dict[str, Any]:
     """The document, made once."""
     if app.openapi_schema is None:
         told = get_openapi(title=app.title, version=app.version, routes=app.routes)
         schemas = told["components"]["schemas"]
-        for model in (ErrorTold, ForwardBackwardBody):
+        for model in (ErrorTold, ForwardBackwardBody, ForwardBody, DrawBody):
             _add(schemas, model)
         told["components"]["securitySchemes"] = KEYS
         told["security"] = [{name: []} for name in KEYS]

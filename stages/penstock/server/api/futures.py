@@ -7,7 +7,9 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, cast
+
+from msgspec import Raw
 
 from penstock.server.api.link import End, Link
 from penstock.server.api.refusals import Refusal
@@ -32,6 +34,9 @@ Kind = Literal[
 
 MAX_KEPT = 100_000
 """Futures that are done and kept, of all owners."""
+
+MAX_PENDING_BYTES, MAX_OWNER_PENDING_BYTES = 2 << 30, 512 << 20
+"""Of works that are not done, of all owners and of each: the engine holds them."""
 
 SWEEP_SECONDS = 10.0
 """Between looks at what has been kept for long enough."""
@@ -59,8 +64,16 @@ class Promise:
     again: tuple[str, str, str] | None
     """Owner, call and idempotency key of the request that made it."""
     done_at: float | None = None
-    size: int = field(default=0)
-    """Bytes that its result takes."""
+    result_size: int = 0
+    """Bytes of its result's arrays."""
+    size: int = 0
+    """Bytes that are kept for it: its result, and that as it is sent."""
+    work_size: int = 0
+    """Bytes of its work."""
+    payloads: dict[str, bytes] = field(default_factory=dict[str, bytes])
+    """The result as it is sent, by its form, once it was asked for and is large."""
+    writing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by who writes one of them."""
 
 
 class Futures:
@@ -81,9 +94,11 @@ class Futures:
         self._clock = clock
         self._promises: dict[str, Promise] = {}
         self._again: dict[tuple[str, str, str], str] = {}
-        self._done: dict[str, None] = {}
+        self._done: dict[str, dict[str, None]] = {}
+        """Those that are done, of each owner, the oldest first."""
         self._pending: Counter[str] = Counter()
-        self._kept_bytes = 0
+        self._pending_bytes: Counter[str] = Counter()
+        self._kept_bytes: Counter[str] = Counter()
         self._sweeper: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
@@ -108,7 +123,7 @@ class Futures:
     async def submit(
         self,
         owner: str,
-        work: Ordered | Sample,
+        work: Ordered | Sample | Raw,
         shape: Shape,
         *,
         seq: int | None = None,
@@ -138,15 +153,28 @@ class Futures:
                 code="busy",
                 retry_after=1.0,
             )
+        size = _work_bytes(work)
+        if (
+            self._pending_bytes[owner] + size > MAX_OWNER_PENDING_BYTES
+            or self._pending_bytes.total() + size > MAX_PENDING_BYTES
+        ):
+            raise Refusal(
+                f"{self._pending_bytes[owner]} bytes of your requests are not done yet, and this"
+                f" one has {size}; wait for some of them",
+                code="busy",
+                retry_after=1.0,
+            )
         name = f"future_{secrets.token_hex(16)}"
-        promise = Promise(name, owner, shape, self._link.expect(name), again)
+        promise = Promise(name, owner, shape, self._link.expect(name), again, work_size=size)
         # Known and counted before anything is waited for: many may come at once, and the same one.
         self._pending[owner] += 1
+        self._pending_bytes[owner] += size
         self._promises[name] = promise
         if again:
             self._again[again] = name
         promise.end.add_done_callback(lambda _: self._finish(promise))
-        await self._link.send(Ask(id=name, owner=owner, work=work, seq=seq))
+        # A work that is encoded is sent as it is, and read by its type at the other end.
+        await self._link.send(Ask(id=name, owner=owner, work=cast(Any, work), seq=seq))
         return promise
 
     def find(self, name: str, owner: str) -> Promise:
@@ -177,39 +205,69 @@ class Futures:
         if not promise.end.done():
             await self._link.cancel(promise.id)
 
+    def keep_payload(self, promise: Promise, form: str, payload: bytes) -> None:
+        """Keep a result as it is sent, for whoever asks again."""
+        if promise.id in self._done.get(promise.owner, {}):
+            promise.payloads[form] = payload
+            promise.size += len(payload)
+            self._kept_bytes[promise.owner] += len(payload)
+            self._drop_beyond(promise)
+
     def _finish(self, promise: Promise) -> None:
-        self._release(promise.owner)
+        self._release(promise)
         if promise.end.cancelled():
             self._forget(promise)
             return
         promise.done_at = self._clock()
-        promise.size = _bytes_of(promise.end.result())
-        self._kept_bytes += promise.size
-        self._done[promise.id] = None
-        while (self._kept_bytes > self._max_kept_bytes or len(self._done) > MAX_KEPT) and len(
-            self._done
-        ) > 1:
-            self._forget(self._promises[next(iter(self._done))])
+        promise.size = promise.result_size = _bytes_of(promise.end.result())
+        self._kept_bytes[promise.owner] += promise.size
+        self._done.setdefault(promise.owner, {})[promise.id] = None
+        self._drop_beyond(promise)
 
-    def _release(self, owner: str) -> None:
-        self._pending[owner] -= 1
-        if not self._pending[owner]:
-            del self._pending[owner]
+    def _drop_beyond(self, newest: Promise) -> None:
+        """The oldest results of the owner who has most of them, until all are within bounds: what
+        one owner has computed costs no other's results."""
+        while self._kept_bytes.total() > self._max_kept_bytes:
+            [(owner, _)] = self._kept_bytes.most_common(1)
+            if not self._drop_oldest(owner, newest):
+                return
+        while sum(map(len, self._done.values())) > MAX_KEPT:
+            owner = max(self._done, key=lambda each: len(self._done[each]))
+            if not self._drop_oldest(owner, newest):
+                return
+
+    def _drop_oldest(self, owner: str, newest: Promise) -> bool:
+        oldest = self._promises[next(iter(self._done[owner]))]
+        if oldest is newest:
+            return False
+        self._forget(oldest)
+        return True
+
+    def _release(self, promise: Promise) -> None:
+        for counter, count in ((self._pending, 1), (self._pending_bytes, promise.work_size)):
+            counter[promise.owner] -= count
+            if not counter[promise.owner]:
+                del counter[promise.owner]
 
     def expire(self) -> None:
         """Forget results that have been there for their time."""
         oldest = self._clock() - self._ttl
-        while self._done:
-            promise = self._promises[next(iter(self._done))]
-            if promise.done_at is None or promise.done_at > oldest:
-                return
-            self._forget(promise)
+        for owner in list(self._done):
+            while owner in self._done:
+                promise = self._promises[next(iter(self._done[owner]))]
+                if promise.done_at is None or promise.done_at > oldest:
+                    break
+                self._forget(promise)
 
     def _forget(self, promise: Promise) -> None:
         self._promises.pop(promise.id, None)
-        if promise.id in self._done:
-            del self._done[promise.id]
-            self._kept_bytes -= promise.size
+        own = self._done.get(promise.owner, {})
+        if promise.id in own:
+            del own[promise.id]
+            self._kept_bytes[promise.owner] -= promise.size
+            if not own:
+                del self._done[promise.owner]
+                del self._kept_bytes[promise.owner]
         if promise.again and self._again.get(promise.again) == promise.id:
             del self._again[promise.again]
 
@@ -222,6 +280,20 @@ class Futures:
 def _has_failed(end: asyncio.Future[End]) -> bool:
     """Whether it may be tried again."""
     return end.done() and (end.cancelled() or isinstance(end.result(), Failure))
+
+
+def _work_bytes(work: Ordered | Sample | Raw) -> int:
+    """What a work takes, near enough."""
+    match work:
+        case Raw():
+            return len(memoryview(work))
+        case Pass(data=data):
+            arrays = (array for datum in data for array in (datum.tokens, *datum.inputs.values()))
+            return sum(len(array.data) for array in arrays)
+        case Sample(prompt=prompt):
+            return len(prompt.data)
+        case _:
+            return 0
 
 
 def _bytes_of(end: End) -> int:

@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError
 from penstock.server.api import tinker_pb2 as pb
 from penstock.server.api.data import data_of_proto
 from penstock.server.api.futures import Shape
-from penstock.server.api.losses import choose
+from penstock.server.api.losses import Chosen, choose
 from penstock.server.api.refusals import Refusal
 from penstock.server.api.results import last_of
 from penstock.server.protocol.results import Passed, Result, Sampled
@@ -35,8 +35,8 @@ def read_pass(body: bytes) -> pb.ForwardBackwardRequest:
         raise Refusal("the body is no ForwardBackwardRequest") from error
 
 
-def pass_of(request: pb.ForwardBackwardRequest) -> Pass:
-    """The work that it asks for. Raises Refusal naming what is wrong."""
+def chosen_of(request: pb.ForwardBackwardRequest) -> Chosen:
+    """The loss that it asks for, and its numbers. Raises Refusal for what is not known."""
     params: dict[str, float | str] = {}
     if request.loss_fn_config_v2:
         for name, value in request.loss_fn_config_v2.items():
@@ -45,7 +45,11 @@ def pass_of(request: pb.ForwardBackwardRequest) -> Pass:
         params.update(request.loss_fn_config)
     if not request.data:
         raise Refusal("there are no samples in the request")
-    chosen = choose(request.loss_fn, params)
+    return choose(request.loss_fn, params)
+
+
+def pass_of(request: pb.ForwardBackwardRequest, chosen: Chosen) -> Pass:
+    """The work that it asks for. Raises Refusal naming what is wrong."""
     return Pass(
         model=request.model_id,
         data=data_of_proto(request.data, chosen.loss),

@@ -9,9 +9,15 @@ from penstock.server.api.answers import Told
 from penstock.server.api.bodies import JSON, PROTOBUF
 from penstock.server.api.desk import AtDesk, Desk
 from penstock.server.api.futures import Promise
-from penstock.server.api.proto import write_result
 from penstock.server.api.refusals import Refusal
-from penstock.server.api.results import encode, json_of_failure, json_of_result
+from penstock.server.api.result_bodies import (
+    PiecesResponse,
+    ResultJob,
+    form_of,
+    is_small,
+    write,
+)
+from penstock.server.api.results import encode, json_of_failure
 from penstock.server.api.routing import guarded_router
 from penstock.server.api.schemas import CancelBody, RetrieveBody
 from penstock.server.protocol.asks import Answer, Failure
@@ -54,11 +60,11 @@ async def retrieve_future(body: RetrieveBody, request: Request, desk: AtDesk) ->
         return _try_again(promise, body, desk)
     if promise.end.cancelled():
         raise Refusal("it was never handed over; ask again", code="gone")
-    payload, kind = _payload(promise, request.headers.get("accept", ""))
+    payload, kind = await _payload(promise, request.headers.get("accept", ""), desk)
     if body.allow_metadata_only and len(payload) > desk.service.settings.max_inline_bytes:
         told = {"status": "complete_metadata", "response_payload_size": len(payload)}
         return Response(encode(told), media_type=JSON)
-    return Response(payload, media_type=kind)
+    return PiecesResponse(payload, media_type=kind)
 
 
 @router.post("/api/v1/cancel_future", status_code=204)
@@ -80,16 +86,24 @@ async def _wait(promise: Promise, desk: Desk) -> None:
         closing.cancel()
 
 
-def _payload(promise: Promise, accept: str) -> tuple[bytes, str]:
+async def _payload(promise: Promise, accept: str, desk: Desk) -> tuple[bytes, str]:
     """The end of a future, and the type it is written in."""
     end = promise.end.result()
     if isinstance(end, Failure):
         return encode(json_of_failure(end)), JSON
     assert isinstance(end, Answer)
-    message = write_result(end.result, promise.shape) if PROTOBUF in accept else None
-    if message is not None:
-        return message, PROTOBUF
-    return encode(json_of_result(end.result, promise.shape)), JSON
+    form = form_of(end.result, accept)
+    kind = PROTOBUF if form == "protobuf" else JSON
+    if is_small(end.result, promise.result_size, form):
+        return write(end.result, promise.shape, form, promise.result_size), kind
+    async with promise.writing:
+        payload = promise.payloads.get(form)
+        if payload is None:
+            payload = await desk.service.codecs.write(
+                desk.owner, ResultJob(shape=promise.shape, form=form), end.result
+            )
+            desk.service.futures.keep_payload(promise, form, payload)
+    return payload, kind
 
 
 def _try_again(promise: Promise, body: RetrieveBody, desk: Desk) -> Response:

@@ -1,14 +1,14 @@
 """Routes of sampling: samplers, and draws after prompts."""
 
+from fastapi import Request
+
 from penstock.server.api.answers import CreateSamplerTold, FutureTold, SamplerTold
-from penstock.server.api.data import tokens_of_chunks
 from penstock.server.api.desk import AtDesk, Desk
+from penstock.server.api.document import body_of
 from penstock.server.api.paths import ModelName, read_checkpoint, read_path, write_path
 from penstock.server.api.refusals import Refusal
 from penstock.server.api.routing import guarded_router
-from penstock.server.api.schemas import CreateSamplerBody, DrawBody
-from penstock.server.api.tensors import token_array
-from penstock.server.api.wishes import sampling_of
+from penstock.server.api.schemas import CreateSamplerBody
 from penstock.server.protocol import results, works
 
 router = guarded_router("sampling")
@@ -42,40 +42,16 @@ async def sampler(sampler_id: ModelName, desk: AtDesk) -> SamplerTold:
     return SamplerTold(sampler_id=told.sampler, base_model=told.base_model, model_path=path)
 
 
-@router.post("/api/v1/asample")
-async def asample(body: DrawBody, desk: AtDesk) -> FutureTold:
+@router.post("/api/v1/asample", openapi_extra=body_of("DrawBody"))
+async def asample(request: Request, desk: AtDesk) -> FutureTold:
     """Draw after a prompt."""
-    given = (body.sampling_session_id, body.model_path, body.base_model)
-    if sum(source is not None for source in given) != 1:
-        raise Refusal("send sampling_session_id, model_path or base_model, one of them")
-    tokens = tokens_of_chunks(body.prompt.chunks, "the prompt")
-    if not len(tokens):
-        raise Refusal("the prompt has no tokens")
-    last = body.prompt_logprobs_last_n
-    if last is not None and not (body.prompt_logprobs and last < len(tokens)):
-        raise Refusal(
-            f"prompt_logprobs_last_n is {last} for a prompt of {len(tokens)} tokens: it is less,"
-            " and prompt_logprobs is true"
-        )
-    if body.base_model is not None:
-        await _is_served(desk, body.base_model)
-    work = works.Sample(
-        prompt=token_array(tokens, "the prompt"),
-        sampling=sampling_of(body.sampling_params),
-        count=body.num_samples,
-        sampler=body.sampling_session_id,
-        path=None if body.model_path is None else read_path(body.model_path),
-        prompt_logprobs=bool(body.prompt_logprobs),
-        topk_prompt_logprobs=body.topk_prompt_logprobs,
-        topk_sample_logprobs=body.topk_sample_logprobs,
+    said, work = await desk.decode(request, "asample")
+    if said.base_model is not None:
+        await _is_served(desk, said.base_model)
+    told = await desk.submit(
+        "sample", work, again=said.again, last_prompt_logprobs=said.last_prompt_logprobs
     )
-    again = ""
-    if body.sampling_session_id is not None and body.seq_id is not None:
-        again = f"draw {body.sampling_session_id} {body.seq_id}"
-    told = await desk.submit("sample", work, again=again, last_prompt_logprobs=last)
-    told["sample_sequence_ids"] = [
-        f"{told['request_id']}:{index}" for index in range(body.num_samples)
-    ]
+    told["sample_sequence_ids"] = [f"{told['request_id']}:{index}" for index in range(said.count)]
     return FutureTold(**told)
 
 

@@ -1,39 +1,24 @@
 """Routes of training: models, passes and steps. What takes workers is answered with a future."""
 
-import asyncio
-from collections.abc import Callable
-from functools import partial
-from typing import Any
-
 from fastapi import Request
-from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
 
 from penstock.server.api.answers import FutureTold, InfoTold, KillSessionTold, ModelData
-from penstock.server.api.bodies import PROTOBUF, BoundedRequest
-from penstock.server.api.data import data_of_json
-from penstock.server.api.desk import AtDesk, Desk
-from penstock.server.api.losses import choose, choose_foreign
-from penstock.server.api.paths import model_of, read_path, scheme_of, write_path
-from penstock.server.api.proto import pass_of, read_pass
+from penstock.server.api.bodies import PROTOBUF
+from penstock.server.api.desk import AtDesk
+from penstock.server.api.document import body_of
+from penstock.server.api.paths import model_of, read_path, write_path
 from penstock.server.api.refusals import Refusal
 from penstock.server.api.routing import guarded_router
 from penstock.server.api.schemas import (
     CreateModelBody,
     DropBody,
-    ForwardBackwardBody,
-    ForwardBody,
     KillSessionBody,
     LoadBody,
     ModelBody,
-    SamplesBody,
     StepBody,
 )
 from penstock.server.api.wishes import adam_of, lora_of, metadata_of, optimizer_of
 from penstock.server.protocol import results, works
-
-MANY_BYTES = 1 << 18
-"""Of a body, whose samples take some milliseconds to read."""
 
 router = guarded_router("training")
 
@@ -138,41 +123,19 @@ async def get_info(body: ModelBody, desk: AtDesk) -> InfoTold:
     )
 
 
-@router.post(
-    "/api/v1/forward_backward",
-    openapi_extra={
-        "requestBody": {
-            "required": True,
-            "content": {
-                "application/json": {
-                    "schema": {"$ref": "#/components/schemas/ForwardBackwardBody"}
-                },
-                PROTOBUF: {"schema": {"type": "string", "format": "binary"}},
-            },
-        }
-    },
-)
+@router.post("/api/v1/forward_backward", openapi_extra=body_of("ForwardBackwardBody", PROTOBUF))
 async def forward_backward(request: Request, desk: AtDesk) -> FutureTold:
     """A pass with gradients, or without them where the SDK's message says so."""
-    assert isinstance(request, BoundedRequest)
-    if request.kind == PROTOBUF:
-        return FutureTold(**await _proto_pass(request, desk))
-    try:
-        body = ForwardBackwardBody.model_validate(await request.json())
-    except ValidationError as error:
-        raise RequestValidationError(
-            [{**fault, "loc": ("body", *fault["loc"])} for fault in error.errors()]
-        ) from error
-    work = await _read(request, partial(_pass, body.model_id, body.forward_backward_input))
-    return FutureTold(**await desk.submit("forward_backward", work, seq=body.seq_id))
+    said, work = await desk.decode(request, "forward_backward")
+    kind = "forward" if said.forward_only else "forward_backward"
+    return FutureTold(**await desk.submit(kind, work, model=said.model, seq=said.seq))
 
 
-@router.post("/api/v1/forward")
-async def forward(body: ForwardBody, request: Request, desk: AtDesk) -> FutureTold:
+@router.post("/api/v1/forward", openapi_extra=body_of("ForwardBody"))
+async def forward(request: Request, desk: AtDesk) -> FutureTold:
     """A pass without gradients."""
-    read = partial(_pass, body.model_id, body.forward_input, forward_only=True)
-    work = await _read(request, read)
-    return FutureTold(**await desk.submit("forward", work, seq=body.seq_id))
+    said, work = await desk.decode(request, "forward")
+    return FutureTold(**await desk.submit("forward", work, model=said.model, seq=said.seq))
 
 
 @router.post("/api/v1/optim_step")
@@ -191,39 +154,3 @@ async def abort_gradient_epoch(body: DropBody, desk: AtDesk) -> FutureTold:
     """Drop the gradients that were gathered since the last step (xorl)."""
     work = works.DropGradients(model=body.model_id)
     return FutureTold(**await desk.submit("abort_gradient_epoch", work, seq=body.seq_id))
-
-
-async def _proto_pass(request: BoundedRequest, desk: Desk) -> dict[str, Any]:
-    message = read_pass(await request.body())
-    # What is refused from here on takes its number along.
-    request.parsed = {"model_id": message.model_id, "seq_id": message.seq_id}
-    if message.seq_id < 1:
-        raise Refusal(f"seq_id is {message.seq_id}, and the first is 1")
-    work = await _read(request, partial(pass_of, message))
-    kind = "forward" if message.forward_only else "forward_backward"
-    return await desk.submit(kind, work, seq=message.seq_id)
-
-
-async def _read(request: Request, read: Callable[[], works.Pass]) -> works.Pass:
-    """The pass that a body asks for. While many samples are read, others are served."""
-    if len(await request.body()) < MANY_BYTES:
-        return read()
-    return await asyncio.to_thread(read)
-
-
-def _pass(model: str, body: SamplesBody, *, forward_only: bool = False) -> works.Pass:
-    """A pass of JSON. xorl's clients know their models by names of their own, their losses by
-    theirs, and gather gradients of the sum that a step divides by the number of tokens."""
-    ours = scheme_of(model) == "tinker"
-    params = body.loss_fn_params or {}
-    chosen = choose(body.loss_fn, params) if ours else choose_foreign(body.loss_fn, params)
-    return works.Pass(
-        model=model,
-        data=data_of_json(
-            [(sample.model_input, sample.loss_fn_inputs) for sample in body.data], chosen.loss
-        ),
-        loss=chosen.loss,
-        params=chosen.params,
-        forward_only=forward_only,
-        per="sum" if ours else "token",
-    )

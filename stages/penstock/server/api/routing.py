@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 
 from penstock.server.api.bodies import BoundedRequest
 from penstock.server.api.desk import Service
+from penstock.server.api.http_protocol import connection_of
 from penstock.server.api.paths import ModelName
 from penstock.server.api.refusals import Refusal
 from penstock.server.api.schemas import Seq
@@ -41,7 +42,7 @@ class OpenRoute(APIRoute):
                 request.scope,
                 request.receive,
                 service.settings.max_request_bytes,
-                service.reading,
+                service.bodies,
             )
             began, status = time.perf_counter(), 500
             try:
@@ -75,13 +76,15 @@ class GuardedRoute(OpenRoute):
 
     def let_in(self, service: Service, request: BoundedRequest) -> None:
         """Raises Refusal: 401, 421 or 429; 400 for what is asked in the address and not known."""
-        request.state.owner = service.keys.owner(request.headers)
+        request.state.owner = owner = service.keys.owner(request.headers)
+        if (connection := connection_of(request)) is not None:
+            service.connections.identify(connection, owner)
         if request.scope["query_string"]:
             strange = sorted(set(request.query_params) - set(_asked(self.dependant)))
             if strange:
                 raise Refusal(f"the address asks for {strange[0][:100]!r}, which is not known here")
         if self.path not in UNCOUNTED:
-            service.rates.take(request.state.owner)
+            service.rates.take(owner)
 
 
 def guarded_router(tag: str) -> APIRouter:

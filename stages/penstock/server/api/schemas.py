@@ -67,7 +67,9 @@ Input = Annotated[
         }
     ),
 ]
-Chunks = Annotated[list[dict[str, Any]], Field(max_length=100_000), WithJsonSchema(_CHUNKS)]
+Chunks = Annotated[
+    list[dict[str, Any]], Field(max_length=100_000, fail_fast=True), WithJsonSchema(_CHUNKS)
+]
 
 
 class Body(BaseModel):
@@ -181,7 +183,8 @@ class SampleBody(Body):
 class SamplesBody(Body):
     """Samples and their loss."""
 
-    data: Annotated[list[SampleBody], Field(min_length=1, max_length=65536)]
+    data: Annotated[list[SampleBody], Field(min_length=1, max_length=65536, fail_fast=True)]
+    """Of samples that do not fit, the first is told."""
     loss_fn: Text = "causallm_loss"
     loss_fn_params: Annotated[
         dict[Text, Any] | None,

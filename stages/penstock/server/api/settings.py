@@ -15,6 +15,8 @@ class ApiSettings:
     """Futures of one owner that are not done."""
     requests_per_minute: int = 0
     """Of one owner, heartbeats and polls apart; 0: as many as come."""
+    max_connections: int = 1024
+    """That are open at a time, of all."""
     operation_timeout: float = 1800.0
     """Seconds that a call that is answered at once, but is done by workers, may take."""
     answer_timeout: float = 30.0
@@ -23,8 +25,10 @@ class ApiSettings:
     """Seconds that a poll for a future waits; below the 45 s after which clients give up."""
     future_ttl: float = 3600.0
     """Seconds that a result is kept for."""
-    max_kept_bytes: int = 1 << 30
-    """Of results; the oldest are dropped beyond it."""
+    max_kept_bytes: int = 256 << 20
+    """Of results; beyond it the oldest of the owner with most of them are dropped."""
+    sync_after_step: bool = False
+    """Whether each step of a client asks for its weights to be sent to inference servers."""
     max_inline_bytes: int = 1 << 20
     """Results over it are announced by their size where a client allows it."""
     idle_session_timeout: float = 7200.0

@@ -16,8 +16,8 @@ from penstock.server.api import tinker_pb2 as pb
 from penstock.server.api.refusals import Refusal
 from penstock.server.protocol.values import Array, DType
 
-MAX_NUMBERS = 1 << 25
-"""In one tensor once it is filled up: 32 million."""
+MAX_NUMBERS = 1 << 24
+"""Of all tensors of one request once sparse ones are dense: 16 million."""
 
 FLOATS = ("float32", "float64", "float16", "bfloat16")
 INTEGERS = ("int64", "int32", "int16", "int8", "uint8", "bool")
@@ -92,6 +92,26 @@ def from_proto(tensor: pb.Tensor, what: str) -> Numbers:
         for given in (sparse.crow_indices, sparse.col_indices)
     )
     return _dense(_read(sparse.values, tensor.dtype, what), rows, columns, shape, what)
+
+
+def claimed_by_json(tensor: Any, what: str) -> tuple[int, ...]:
+    """The dense shape of a tensor in JSON, as far as it can be told without reading numbers: rows
+    of a nested list count as long as the first. Raises Refusal for a shape over the limit."""
+    if isinstance(tensor, list):
+        first = tensor[0] if tensor else None
+        return (len(tensor), len(first)) if isinstance(first, list) else (len(tensor),)
+    if not isinstance(tensor, Mapping):
+        return ()
+    shape = _shape(tensor.get("shape"), what)
+    data = tensor.get("data")
+    return shape if shape is not None else (len(data) if isinstance(data, list) else 0,)
+
+
+def claimed_by_proto(tensor: pb.Tensor, what: str) -> tuple[int, ...]:
+    """The dense shape of a tensor of the SDK. Raises Refusal for one over the limit."""
+    shape = _shape(list(tensor.shape), what) if tensor.shape else None
+    kind = _PROTO.get(tensor.dtype)
+    return shape if shape is not None else (len(tensor.dense) // (kind.itemsize if kind else 1),)
 
 
 def tokens_of_bytes(data: bytes, what: str) -> npt.NDArray[np.int64]:

@@ -16,6 +16,7 @@ from penstock.server.orchestrator.refusals import RefusedError
 from penstock.server.orchestrator.sessions import check_metadata
 from penstock.server.protocol.losses import (
     FACTORS,
+    MAX_TARGETS,
     OPTIONAL,
     PARAMS,
     REQUIRED,
@@ -42,8 +43,6 @@ MAX_SEQUENCES = 1024
 """That one ask may have drawn."""
 
 MAX_TOPK = 1024
-MAX_TARGETS = 1024
-"""Of a token: they are laid out for every token of the rows that it shares."""
 MAX_TOLD = 1 << 22
 """Likeliest tokens of all places that one ask may be told: 32 MiB. Several asks are answered in one
 frame."""

@@ -39,6 +39,9 @@ to; without them it is the one that `logprobs` are of."""
 SEVERAL_TARGETS: tuple[Loss, ...] = ("cross_entropy",)
 """Losses that are the sum of those of several targets of a token: distillation of the likeliest."""
 
+MAX_TARGETS = 1024
+"""Targets of a token: they are laid out for every token of the rows that it shares."""
+
 PARAMS: Mapping[Loss, Mapping[str, float]] = {
     "cross_entropy": {},
     "importance_sampling": {},

@@ -1,0 +1,160 @@
+"""HTTP/1.1 as uvicorn speaks it, with bounds on what a client may send before it is known."""
+
+import asyncio
+import resource
+from typing import Any
+
+from fastapi import Request
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from penstock.server.api.connections import NOBODY, Client, Connections, Phase
+
+MAX_HEADER_BYTES = 64 << 10
+MAX_HEADERS = 100
+MAX_PIPELINED = 8
+"""Requests that wait on one connection for the answer of the one before."""
+
+EXTENSION = "penstock.connection"
+"""Under which name a request's scope has its connection."""
+
+FILES = 64
+"""Descriptors that the process has open beside its connections."""
+BACKLOG, SMALL_BACKLOG = 128, 16
+"""Connections that are accepted at a time, where descriptors are many or few."""
+ROUNDS = 3
+"""Of the event loop, from accepting a connection until it, or another, is closed."""
+
+
+class Connection(HttpToolsProtocol):
+    """One connection."""
+
+    def __init__(self, connections: Connections, **uvicorns: Any) -> None:
+        """`uvicorns`: what uvicorn makes its own with."""
+        super().__init__(**uvicorns)
+        self._connections = connections
+        self.owner = NOBODY
+        self.phase: Phase = "header"
+        self.since = connections.clock()
+        self.paused_since: float | None = None
+        self._header_bytes = 0
+        self._has_message = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Count it."""
+        super().connection_made(transport)
+        self._connections.admit(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Count it no more."""
+        self._connections.forget(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse some more, of a header only so much."""
+        if self.transport.is_closing():
+            return
+        if self.phase == "idle":
+            self._enter("header")
+        if self.phase == "header":
+            self._header_bytes += len(data)
+        super().data_received(data)
+        if self.phase == "header" and self._header_bytes > MAX_HEADER_BYTES:
+            self.abort()
+
+    def on_message_begin(self) -> None:
+        """Another request."""
+        super().on_message_begin()
+        self._has_message, self._header_bytes = False, 0
+        self.scope["extensions"] = {EXTENSION: self}  # pyright: ignore[reportGeneralTypeIssues]
+
+    def on_url(self, url: bytes) -> None:
+        """Part of the address."""
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One header."""
+        self._count(len(name) + len(value))
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Serve the request, unless too many wait already."""
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self.abort()
+            return
+        self._enter("request")
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Part of a body."""
+        if self.cycle is not None:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The request is here as a whole."""
+        self._has_message = True
+        if self.phase == "drain":
+            self._enter("idle")
+        if self.cycle is not None:
+            super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """The answer is handed over."""
+        is_next = bool(self.pipeline)
+        super().on_response_complete()
+        if not self.transport.is_closing() and not is_next:
+            self._enter("idle" if self._has_message else "drain")
+
+    def pause_writing(self) -> None:
+        """The client takes nothing more for now."""
+        self.paused_since = self._connections.clock()
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        """It does again."""
+        self.paused_since = None
+        super().resume_writing()
+
+    def is_closing(self) -> bool:
+        """Whether it was closed, and something is still to be sent."""
+        return self.transport.is_closing()
+
+    def abort(self) -> None:
+        """Close it at once."""
+        self.transport.abort()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """The request is served as one of HTTP/1.1, and nothing after it is read."""
+        if self.cycle is not None:
+            self.cycle.keep_alive = False
+
+    def _enter(self, phase: Phase) -> None:
+        self.phase, self.since = phase, self._connections.clock()
+        if phase == "header":
+            self._header_bytes = 0
+
+    def _count(self, count: int) -> None:
+        self._header_bytes += count
+        too_many = self.headers is not None and len(self.headers) >= MAX_HEADERS
+        if self._header_bytes > 2 * MAX_HEADER_BYTES or too_many:
+            raise ValueError("the header of a request is too long")
+
+
+def connection_of(request: Request) -> Client | None:
+    """The connection that a request came by; None where it came by no socket."""
+    return request.scope.get("extensions", {}).get(EXTENSION)
+
+
+def room_for_connections(asked: int) -> tuple[int, int]:
+    """How many connections may be open, of those that are asked for, and how many are accepted at
+    a time: no more than this process may have descriptors, whose limit is raised as far as it
+    can be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = asked + FILES + ROUNDS * BACKLOG
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return asked, BACKLOG
+    left = soft - FILES - ROUNDS * SMALL_BACKLOG
+    return max(4, min(asked, left)), SMALL_BACKLOG
