@@ -146,11 +146,20 @@ OF_SERVER: dict[str, tuple[str, ...]] = {
     ),
     "worker_max_retries": (
         ENGINE,
+        f"{RECOVERY}test_an_operation_that_was_lost_is_tried_again_as_often_as_is_written",
+    ),
+    "worker_max_restarts": (
+        ENGINE,
         f"{ARRIVES}test_workers_are_started_again_as_often_as_is_written",
         f"{RECOVERY}test_workers_that_never_do_a_work_are_given_up",
     ),
     "sync_inference_method": (REFUSED,),
     "pass_env": (f"{LAUNCHER}test_workers_get_variables_that_are_named_and_no_other_secrets",),
+    "sync_after_step": (
+        OF_API,
+        "test_destinations.py::test_weights_are_sent_after_each_step_where_that_is_written",
+        "test_xorl_clients.py::test_a_step_asks_for_its_weights_to_be_sent_where_that_is_written",
+    ),
     "sync_allowed_hosts": (
         ENGINE,
         ASSEMBLING,
@@ -164,6 +173,10 @@ OF_SERVER: dict[str, tuple[str, ...]] = {
     "api_keys_file": (
         f"{LAUNCHER}test_other_machines_are_let_in_only_with_keys",
         f"{API}test_without_a_key_nobody_is_let_in",
+    ),
+    "max_connections": (
+        OF_API,
+        "test_connections.py::test_half_open_connections_keep_nobody_out",
     ),
     "max_pending_requests": (OF_API, f"{API}test_an_owner_waits_for_so_many_futures_and_no_more"),
     "max_request_mb": (OF_API, f"{API}test_a_body_that_is_too_long_is_refused_packed_or_not"),

@@ -113,6 +113,7 @@ class House:
             "status_interval": 0.02,
             "sequence_gap_timeout": 0.3,
             "sample_packing_sequence_len": 32,
+            "worker_max_retries": 0,
         }
         self.settings = EngineSettings(**(defaults | given))
         self.served = served

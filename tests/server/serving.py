@@ -77,11 +77,14 @@ class Server:
         """All that its processes said."""
         return (self.folder / "log").read_text(errors="replace")
 
-    def start(self, seconds: float = 90) -> "Server":
-        """Begin, and wait until works can be done."""
+    def start(self, seconds: float = 90, files: int | None = None) -> "Server":
+        """Begin, with so many open files at most, and wait until works can be done."""
+        command = [sys.executable, "-m", "penstock.cli.main", "serve", str(self.config)]
+        if files is not None:
+            command = ["bash", "-c", f'ulimit -n {files}; exec "$@"', "-", *command]
         with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "penstock.cli.main", "serve", str(self.config)],
+                command,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 stdout=log,
                 stderr=subprocess.STDOUT,

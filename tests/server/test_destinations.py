@@ -10,13 +10,20 @@ import threading
 
 import pytest
 
+from penstock.server.orchestrator import destinations
 from penstock.server.orchestrator.records import DestinationRecord
 from penstock.server.protocol.commands import Push
-from penstock.server.protocol.values import Endpoint, Secret
-from penstock.server.protocol.works import AddEndpoint, ListEndpoints, RemoveEndpoint, SyncWeights
+from penstock.server.protocol.values import Adam, Endpoint, Secret
+from penstock.server.protocol.works import (
+    AddEndpoint,
+    ListEndpoints,
+    RemoveEndpoint,
+    Step,
+    SyncWeights,
+)
 from penstock.server.sync.errors import SyncError
 from penstock.server.sync.inference_server import InferenceServer
-from tests.server.engine_house import house
+from tests.server.engine_house import a_pass, house
 
 KEY = "tml-of-theirs"
 
@@ -171,3 +178,70 @@ def test_what_a_server_says_of_a_key_is_told_without_it():
     assert caught.value.category == "user"
     assert "admin" in str(caught.value)
     assert "tml-wrong" not in str(caught.value)
+
+
+def test_an_owner_has_so_many_inference_servers_and_no_more(tmp_path, monkeypatch):
+    monkeypatch.setattr(destinations, "MAX_OWNER_ENDPOINTS", 3)
+
+    async def check():
+        async with house(tmp_path) as here:
+            asked = [await here.client.ask(adding(port, None, pool="p")) for port in (1, 2, 3, 4)]
+            refused = await asked[3]
+            assert (refused.category, refused.code) == ("user", "busy")
+            for each in asked[:3]:
+                await each
+            # One that is known is named again, and others have their own.
+            await here.client.do(adding(3, None, pool="q"))
+            assert (await here.client.fails(adding(4, None, pool="p"))).code == "busy"
+            await here.client.do(adding(4, None, pool="p"), owner="two")
+
+    asyncio.run(check())
+
+
+def test_what_a_server_answers_is_for_the_log_and_not_for_the_client(caplog):
+    told = "a secret of another service on this machine"
+
+    class Front(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.send_response(500)
+            self.end_headers()
+            self.wfile.write(told.encode())
+
+        def log_message(self, format, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Front) as server:
+        threading.Thread(target=server.serve_forever, args=[0.05], daemon=True).start()
+        endpoint = Endpoint(host="127.0.0.1", port=server.server_address[1])
+        with pytest.raises(SyncError, match="HTTP 500") as caught:
+            InferenceServer(endpoint).post("/x", {}, step="pause", seconds=5)
+        server.shutdown()
+    assert told not in str(caught.value)
+    assert told in caplog.text
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_weights_are_sent_after_each_step_where_that_is_written(tmp_path, is_there):
+    sync = SyncWeights(model="m", pools=("default", "m"))
+
+    async def check():
+        async with house(tmp_path) as here:
+            await here.client.begin()
+
+            async def stepped(sync):
+                await here.client.do(a_pass())
+                done = await here.client.do(Step(model="m", adam=Adam(), sync=sync))
+                pushes = [order for order in here.workers.orders if isinstance(order, Push)]
+                return done.metrics.get("weights_synced"), len(pushes)
+
+            await here.client.do(adding(1, None, pool="other"))
+            assert await stepped(sync) == (None, 0)
+            await here.client.do(adding(2, None, pool="m"))
+            assert await stepped(None) == (None, 0)
+            here.workers.fails = lambda order: isinstance(order, Push) and not is_there
+            # A sync that fails is no step that did: nobody must take it again.
+            assert await stepped(sync) == (float(is_there), 1)
+            [push] = [order for order in here.workers.orders if isinstance(order, Push)]
+            assert [each.port for each in push.endpoints] == [2]
+
+    asyncio.run(check())

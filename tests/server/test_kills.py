@@ -29,7 +29,8 @@ def server(tmp_path_factory):
         model,
         data_parallel_mode="fsdp2",
         data_parallel_shard_size=2,
-        worker_max_retries=20,
+        worker_max_restarts=20,
+        worker_max_retries=0,
     ).start()
     yield found
     found.stop()

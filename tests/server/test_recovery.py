@@ -183,7 +183,7 @@ def test_workers_that_die_again_and_again_are_given_up_unless_they_do_a_work_bet
     tmp_path, between
 ):
     async def check():
-        async with house(tmp_path, worker_max_retries=2) as here:
+        async with house(tmp_path, worker_max_restarts=2) as here:
             await here.client.begin()
             last = "failed" if between == "nothing" else "down"
             for state in ("down", "down", last):
@@ -201,7 +201,7 @@ def test_workers_that_die_again_and_again_are_given_up_unless_they_do_a_work_bet
 
 def test_workers_that_never_do_a_work_are_given_up(tmp_path):
     async def check():
-        async with house(tmp_path, worker_max_retries=2) as here:
+        async with house(tmp_path, worker_max_restarts=2) as here:
             await here.client.begin()
             for state in ("down", "down", "failed"):
                 here.workers.end.drop()
@@ -212,7 +212,7 @@ def test_workers_that_never_do_a_work_are_given_up(tmp_path):
                     await here.client.workers("starting" if waits is None else "down")
             failed = await waits
             assert (failed.category, failed.code) == ("server", "unavailable")
-            assert "worker_max_retries is 2" in failed.error
+            assert "worker_max_restarts is 2" in failed.error
             assert (await here.client.fails(a_step())).code == "unavailable"
             here.start_workers()
             await here.client.workers("ready")
@@ -239,7 +239,7 @@ def test_where_nobody_starts_workers_any_more_nobody_waits_for_them(tmp_path):
 
 def test_workers_that_failed_and_end_are_asked_for_nothing_and_counted_once(tmp_path):
     async def check():
-        async with house(tmp_path, worker_max_retries=1) as here:
+        async with house(tmp_path, worker_max_restarts=1) as here:
             await here.client.begin("m")
             await here.client.begin("n")
             here.workers.breaks = lambda order: isinstance(order, Rows) and order.model == "m"
@@ -390,5 +390,57 @@ def test_an_engine_that_comes_again_knows_what_its_workers_hold(tmp_path):
             failed = await here.client.fails(a_step(), 7)
             assert failed.code == "lost"
             assert "step 2 (m/weights/new)" in failed.error
+
+    asyncio.run(check())
+
+
+LOST = {
+    "a pass": (a_pass(), Rows),
+    "a pass without gradients": (a_pass(forward_only=True), Rows),
+    "a draw": (WORKS[Generate], Generate),
+    "a checkpoint": (LoadState(model="m", path="m/weights/000000"), Load),
+}
+
+
+@pytest.mark.parametrize("what", LOST)
+@pytest.mark.parametrize("deaths", [1, 2, 3])
+def test_an_operation_that_was_lost_is_tried_again_as_often_as_is_written(tmp_path, what, deaths):
+    work, order = LOST[what]
+
+    async def check():
+        async with house(tmp_path, worker_max_retries=2) as here:
+            await here.client.begin()
+            here.workers.dies = lambda each: "before" if isinstance(each, order) else None
+            asked = await here.client.ask(work)
+            for death in range(1, deaths + 1):
+                await here.client.workers("down")
+                if death == 3:
+                    assert (await asked).code == "lost"
+                # The model is put back by loading, too.
+                count = iter(range(10))
+                least = 1 if order is Load else 0
+
+                def dies(each, count=count, least=least, last=death == deaths):
+                    is_it = isinstance(each, order) and next(count) >= least
+                    return "before" if is_it and not last else None
+
+                here.start_workers(dies)
+            if deaths < 3:
+                assert not isinstance(await asked, Failure)
+
+    asyncio.run(check())
+
+
+def test_an_operation_whose_model_lost_something_is_not_tried_again(tmp_path):
+    async def check():
+        async with house(tmp_path, worker_max_retries=2) as here:
+            await here.client.begin()
+            await here.client.do(a_pass())
+            here.workers.dies = lambda order: "before" if isinstance(order, Rows) else None
+            assert (await here.client.fails(a_pass())).code == "lost"
+            here.start_workers()
+            # It is told of what it lost, as ever, and begins again.
+            assert (await here.client.fails(a_pass())).code == "lost"
+            await here.client.do(a_pass())
 
     asyncio.run(check())

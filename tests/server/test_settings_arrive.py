@@ -7,6 +7,7 @@ import logging
 import runpy
 import socket
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -75,6 +76,7 @@ OF_ENGINE: dict[str, Any] = {
     "sample_packing_strategy": "best_fit",
     "worker_connection_timeout": 9.0,
     "worker_max_retries": 5,
+    "worker_max_restarts": 6,
     "operation_timeout": 11.0,
     "max_models": 12,
     "max_owner_models": 13,
@@ -96,6 +98,8 @@ def test_the_engine_is_told_what_is_written(tmp_path):
 def test_the_api_is_told_what_is_written():
     same = {
         "max_pending_requests": 3,
+        "max_connections": 300,
+        "sync_after_step": True,
         "requests_per_minute": 4,
         "operation_timeout": 5.0,
         "future_ttl": 6.0,
@@ -181,6 +185,9 @@ def test_workers_assemble_what_is_written(tmp_path, monkeypatch):
     assert (seen["base_model"], seen["tokenizer"].typed) == ("mine", "builtin:bytes")
     assert seen["begin_from"] == tmp_path / "kept"
     assert set(seen["allowed_hosts"]) == {"localhost", "127.0.0.0/8", "::1", "10.0.0.0/8"}
+    with pytest.raises(Reached):
+        worker.run_rank(replace(job, requires_keys=True), ALONE)
+    assert seen["allowed_hosts"] == ("10.0.0.0/8",)
 
 
 @pytest.mark.parametrize(("asked", "comes_to"), [(True, "a test"), (False, "others in 5030 s")])
@@ -251,8 +258,10 @@ def workers_of(folder, **fields: Any) -> list[Any]:
 
 
 def test_workers_are_started_again_as_often_as_is_written(tmp_path):
-    [workers] = workers_of(tmp_path, worker_max_retries=7)
-    assert workers.most_deaths == 7
+    written_and_most = [({"worker_max_restarts": 7}, 7), ({}, 10), ({"worker_max_retries": 20}, 21)]
+    for fields, most in written_and_most:
+        [workers] = workers_of(tmp_path, **fields)
+        assert workers.most_deaths == most
 
 
 def test_torchrun_is_told_of_workers_and_machines_as_is_written(tmp_path):
@@ -370,5 +379,13 @@ def test_servers_elsewhere_are_added_only_where_they_are_allowed(tmp_path):
             await here.client.do(asked("localhost"))
             assert (await here.client.fails(asked("11.1.2.3"))).code == "invalid"
             assert len((await here.client.do(ListEndpoints())).endpoints) == 2
+        keys: dict[str, Any] = {"requires_keys": True, "sync_allowed_hosts": ["localhost:1"]}
+        async with house(tmp_path / "keys", **keys) as here:
+            for host in ("127.0.0.1", "::1", "127.8.8.8"):
+                failed = await here.client.fails(asked(host))
+                assert "no host that is allowed (localhost:1)" in failed.error
+            await here.client.do(asked("localhost"))
+            elsewhere = AddEndpoint(endpoint=Endpoint(host="localhost", port=2))
+            assert (await here.client.fails(elsewhere)).code == "invalid"
 
     asyncio.run(check())

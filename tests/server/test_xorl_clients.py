@@ -252,3 +252,21 @@ def test_what_takes_too_long_is_told_and_not_begun():
             assert engine.cancelled == [engine.asks[0].id]
 
     run(scenario())
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+def test_a_step_asks_for_its_weights_to_be_sent_where_that_is_written(is_written):
+    async def scenario():
+        async with client(sync_after_step=is_written) as (http, engine):
+            said = {"quantization": {"quant_method": "fp8"}}
+            await http.post("/api/v1/set_sync_quantization", json=said)
+            body = {"model_id": "mine", "adam_params": {}}
+            assert (await http.post("/api/v1/optim_step", json=body)).status_code == 200
+            [work] = engine.works(works.Step)
+            if not is_written:
+                assert work.sync is None
+                return
+            assert (work.sync.model, work.sync.pools) == ("mine", ("default", "mine"))
+            assert work.sync.quantization == said["quantization"]
+
+    run(scenario())

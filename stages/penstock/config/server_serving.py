@@ -83,7 +83,12 @@ class ServerServing(Section):
     """Seconds without a word of the workers after which they are taken for lost."""
 
     worker_max_retries: int = Field(default=3, ge=0)
-    """How often in a row workers that died are started again."""
+    """How often an operation that was lost with its workers is tried again, where the model is then
+    as it was before. 0: its client is told that it was lost."""
+
+    worker_max_restarts: int | None = Field(default=None, ge=0)
+    """How often in a row workers that died are started again. Unset: 10, or one more than
+    `worker_max_retries` where that is more."""
 
     nproc_per_node: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
     """Workers on each machine. `auto`: as many as the parallel sizes multiply to; where one of them
@@ -114,9 +119,21 @@ class ServerServing(Section):
     sync_inference_method: Literal["nccl_broadcast"] = "nccl_broadcast"
     """How weights are sent to inference servers."""
 
+    sync_after_step: bool = False
+    """Send a model's weights after each step to the inference servers of its owner that are in the
+    pool `default`, or in one of the model's name."""
+
     sync_allowed_hosts: list[str] = Field(default_factory=list[str])
-    """Inference servers that weights may be sent to, beside those on this machine: names and
-    addresses as clients write them, and networks (`10.0.0.0/8`)."""
+    """Inference servers that weights may be sent to: names and addresses as clients write them,
+    with a port (`infer-1:30000`) or for all ports, and networks (`10.0.0.0/8`). Where clients have
+    no keys, also those on this machine."""
+
+    @property
+    def max_restarts(self) -> int:
+        """`worker_max_restarts` as a number."""
+        if self.worker_max_restarts is not None:
+            return self.worker_max_restarts
+        return max(10, self.worker_max_retries + 1)
 
     pass_env: Annotated[list[str], AfterValidator(variable_names)] = Field(
         default_factory=list[str]

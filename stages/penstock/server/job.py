@@ -46,6 +46,8 @@ class ServerJob:
     """`tcp://...`: the same as the engine connects to it."""
     launch: str
     """Names this start of the launcher."""
+    requires_keys: bool = False
+    """Whether clients of the API have keys."""
 
     @property
     def folder(self) -> Path:

@@ -62,7 +62,7 @@ def children_of(prepared: Prepared, say: Callable[[str], None]) -> list[Child]:
                 [sys.executable, "-m", *words, str(prepared.file)],
                 {**workers_environment(config), **secrets["workers"]},
                 say,
-                most_deaths=config.worker_max_retries,
+                most_deaths=config.max_restarts,
                 stop_seconds=config.stop_timeout + MARGIN_SECONDS,
                 pass_env=config.pass_env,
                 together=_together(prepared),

@@ -126,6 +126,8 @@ def prepare(config: ServerConfig, mode: Mode, worker_address: str | None = None)
         workers_bind=bind,
         workers_address=address,
         launch=uuid.uuid4().hex,
+        # Workers that are started by themselves know no keys, and yet whether there are some.
+        requires_keys=bool(keys or config.api_keys_file),
     )
     return Prepared(job, keys, new_secret(), secret)
 

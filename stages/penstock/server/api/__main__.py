@@ -103,6 +103,7 @@ def settings_of(config: ServerConfig, keys: tuple[str, ...]) -> ApiSettings:
         operation_timeout=config.operation_timeout,
         future_ttl=config.future_ttl,
         idle_session_timeout=config.idle_session_timeout,
+        sync_after_step=config.sync_after_step,
     )
 
 

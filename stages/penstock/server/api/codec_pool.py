@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 
 import msgspec
+import numpy as np
 
 from penstock.core import env
 from penstock.server.api.refusals import Refusal
@@ -39,7 +40,7 @@ Job = BodyJob | ResultJob
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process has done. What it has made follows: a work in msgpack, or a result."""
+    """What a process has done. What it has made follows: an ask in msgpack, or a result."""
 
     decoded: Decoded | None = None
     """Of a body."""
@@ -69,22 +70,29 @@ class CodecPool:
             await process.end()
         self._idle.clear()
 
-    async def decode(self, owner: str, job: BodyJob, parts: Sequence[bytes]) -> tuple[Reply, bytes]:
-        """What a body says, or why it is refused; and its work, encoded.
+    @asynccontextmanager
+    async def decoding(
+        self, owner: str, job: BodyJob, parts: Sequence[bytes]
+    ) -> AsyncGenerator[tuple[Reply, memoryview]]:
+        """What a body says, or why it is refused; and the ask for its work, encoded. No other body
+        of the owner is decoded until that is handed over.
 
-        Raises Refusal (413) where that takes more memory or time than a body may.
+        Raises Refusal (413) where it takes more memory or time than a body may.
         """
-        return await self._ask(owner, job, parts)
+        async with self._turn(owner):
+            yield await self._ask(job, parts)
 
     async def write(self, owner: str, job: ResultJob, result: Result) -> bytes:
         """A result as it is sent. Raises Refusal (413) as above."""
-        reply, written = await self._ask(owner, job, (msgspec.msgpack.encode(result),))
+        encoded = msgspec.msgpack.encode(result)
+        async with self._turn(owner):
+            reply, written = await self._ask(job, (encoded,))
         if reply.refused is not None:
             raise error_of(reply.refused)
-        return written
+        return bytes(written)
 
-    async def _ask(self, owner: str, job: Job, parts: Sequence[bytes]) -> tuple[Reply, bytes]:
-        async with self._turn(owner), self._process() as process:
+    async def _ask(self, job: Job, parts: Sequence[bytes]) -> tuple[Reply, memoryview]:
+        async with self._process() as process:
             self.jobs += 1
             return await process.ask(job, parts)
 
@@ -170,13 +178,13 @@ class _Codec:
     def is_alive(self) -> bool:
         return self._process.returncode is None
 
-    async def ask(self, job: Job, parts: Sequence[bytes]) -> tuple[Reply, bytes]:
+    async def ask(self, job: Job, parts: Sequence[bytes]) -> tuple[Reply, memoryview]:
         """Its answer. Raises Refusal (413) where it went beyond its limits."""
         try:
             async with asyncio.timeout(JOB_SECONDS):
                 await self._write(job, parts)
                 reply = msgspec.msgpack.decode(await self._part(), type=Reply)
-                return reply, bytes(await self._part())
+                return reply, await self._part()
         except TimeoutError:
             raise _beyond(f"{JOB_SECONDS:g} s") from None
         except (asyncio.IncompleteReadError, BrokenPipeError, ConnectionResetError):
@@ -202,11 +210,12 @@ class _Codec:
             stdin.write(part)
             await stdin.drain()
 
-    async def _part(self) -> bytearray:
+    async def _part(self) -> memoryview:
         stdout = self._process.stdout
         assert stdout is not None
         length = int.from_bytes(await stdout.readexactly(LENGTH), "little")
-        found = bytearray(length)
+        # Pages are taken as they are filled, and not all of them at once.
+        found = memoryview(np.empty(length, np.uint8))
         at = 0
         while at < length:
             piece = await stdout.read(min(PIECE, length - at))

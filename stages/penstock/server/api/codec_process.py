@@ -20,7 +20,10 @@ from penstock.server.api.codec_pool import LENGTH, Job, Reply
 from penstock.server.api.refusals import Refusal
 from penstock.server.api.result_bodies import ResultJob, write
 from penstock.server.api.sample_bodies import BodyJob, Refused, SampleBody, refused_by
+from penstock.server.protocol.asks import Ask
 from penstock.server.protocol.results import Result
+
+NICENESS = 10
 
 
 def main(parent: int, memory: int) -> None:
@@ -30,6 +33,8 @@ def main(parent: int, memory: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     jobs = os.fdopen(os.dup(sys.stdin.fileno()), "rb", buffering=1 << 20)
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    # Those that wait for heartbeats come first.
+    os.nice(NICENESS)
     # Millions of objects are alive within one job: to look for garbage among them takes seconds.
     gc.freeze()
     gc.disable()
@@ -59,11 +64,12 @@ def encoded(job: ResultJob, given: bytes) -> tuple[Reply, bytes]:
 
 
 def decoded(job: BodyJob, packed: bytes) -> tuple[Reply, bytes]:
-    """What a body says, and its work in msgpack; or why it is refused."""
+    """What a body says, and the ask for its work in msgpack; or why it is refused."""
     body = SampleBody(job, is_inline=False)
     try:
         said, work = body.decode(packed)
-        return Reply(decoded=said), msgspec.msgpack.encode(work)
+        ask = Ask(id=job.ask, owner=job.owner, work=work, seq=said.seq)
+        return Reply(decoded=said), msgspec.msgpack.encode(ask)
     except (Refusal, RequestValidationError) as error:
         return Reply(refused=refused_by(error, body.known)), b""
     except MemoryError:

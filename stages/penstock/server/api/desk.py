@@ -1,16 +1,17 @@
 """What a route is served with: whose request it is, the engine, and the futures."""
 
 import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
-import msgspec
 from fastapi import Depends, Request
 
 from penstock.server.api.bodies import Bodies, BoundedRequest
 from penstock.server.api.codec_pool import CodecPool
 from penstock.server.api.connections import Connections
-from penstock.server.api.futures import Futures, Kind, Shape
+from penstock.server.api.futures import EncodedAsk, Futures, Kind, Shape, new_future
 from penstock.server.api.keys import Keys
 from penstock.server.api.link import Link
 from penstock.server.api.metrics import Metrics
@@ -28,6 +29,7 @@ from penstock.server.api.sample_bodies import (
 )
 from penstock.server.api.settings import ApiSettings
 from penstock.server.api.turns import Turns
+from penstock.server.protocol.codec import Encoded
 from penstock.server.protocol.results import Result
 from penstock.server.protocol.values import Quantization
 from penstock.server.protocol.works import Ordered, Pass, Sample, Work
@@ -81,39 +83,57 @@ class Desk:
             )
         return result
 
-    async def decode(
+    @asynccontextmanager
+    async def decoding(
         self, request: Request, call: Call
-    ) -> tuple[Decoded, Pass | Sample | msgspec.Raw]:
-        """A body with samples, and its work; that of a large body is encoded already.
+    ) -> AsyncGenerator[tuple[Decoded, Pass | Sample | EncodedAsk]]:
+        """A body with samples, and its work; that of a large body is encoded already, and is to be
+        submitted within.
 
         Raises Refusal and RequestValidationError. The request knows of whose work they are then.
         """
         assert isinstance(request, BoundedRequest)
+        name = new_future()
         job = BodyJob(
-            call=call, kind=request.kind, encoding=request.encoding, max_bytes=request.max_bytes
+            call=call,
+            kind=request.kind,
+            encoding=request.encoding,
+            max_bytes=request.max_bytes,
+            ask=name,
+            owner=self.owner,
         )
         parts = await request.parts(request.max_bytes)
-        if sum(map(len, parts)) <= INLINE_BYTES:
-            body = SampleBody(job, is_inline=True)
-            try:
-                return body.decode(b"".join(parts))
-            except NotInlineError:
-                pass
-            except Exception:
-                request.parsed = body.known
-                raise
-        reply, work = await self.service.codecs.decode(self.owner, job, parts)
-        request.release()
-        if reply.refused is not None:
-            request.parsed = reply.refused.known
-            raise error_of(reply.refused)
-        assert reply.decoded is not None
-        return reply.decoded, msgspec.Raw(work)
+        if (small := self._decoded(request, job, parts)) is not None:
+            yield small
+            return
+        async with self.service.codecs.decoding(self.owner, job, parts) as (reply, frame):
+            parts = ()
+            request.release()
+            if reply.refused is not None:
+                request.parsed = reply.refused.known
+                raise error_of(reply.refused)
+            assert reply.decoded is not None
+            yield reply.decoded, EncodedAsk(name, Encoded(frame))
+
+    def _decoded(
+        self, request: BoundedRequest, job: BodyJob, parts: Sequence[bytes]
+    ) -> tuple[Decoded, Pass | Sample] | None:
+        """The same of a small body; None for a large one."""
+        if sum(map(len, parts)) > INLINE_BYTES:
+            return None
+        body = SampleBody(job, is_inline=True)
+        try:
+            return body.decode(b"".join(parts))
+        except NotInlineError:
+            return None
+        except Exception:
+            request.parsed = body.known
+            raise
 
     async def submit(
         self,
         kind: Kind,
-        work: Ordered | Sample | msgspec.Raw,
+        work: Ordered | Sample | EncodedAsk,
         *,
         model: str | None = None,
         seq: int | None = None,

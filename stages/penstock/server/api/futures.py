@@ -7,13 +7,12 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
-
-from msgspec import Raw
+from typing import Literal
 
 from penstock.server.api.link import End, Link
 from penstock.server.api.refusals import Refusal
 from penstock.server.protocol.asks import Answer, Ask, Failure
+from penstock.server.protocol.codec import Encoded
 from penstock.server.protocol.results import Passed, Sampled
 from penstock.server.protocol.values import Array
 from penstock.server.protocol.works import Ordered, Pass, Sample
@@ -35,11 +34,20 @@ Kind = Literal[
 MAX_KEPT = 100_000
 """Futures that are done and kept, of all owners."""
 
-MAX_PENDING_BYTES, MAX_OWNER_PENDING_BYTES = 2 << 30, 512 << 20
+MAX_PENDING_BYTES, MAX_OWNER_PENDING_BYTES = 1 << 30, 256 << 20
 """Of works that are not done, of all owners and of each: the engine holds them."""
 
 SWEEP_SECONDS = 10.0
 """Between looks at what has been kept for long enough."""
+
+
+@dataclass(frozen=True)
+class EncodedAsk:
+    """A work that another process has made the message of."""
+
+    name: str
+    """Of its future: the message's id."""
+    ask: Encoded
 
 
 @dataclass(frozen=True)
@@ -74,6 +82,11 @@ class Promise:
     """The result as it is sent, by its form, once it was asked for and is large."""
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held by who writes one of them."""
+
+
+def new_future() -> str:
+    """A name that nobody guesses."""
+    return f"future_{secrets.token_hex(16)}"
 
 
 class Futures:
@@ -123,7 +136,7 @@ class Futures:
     async def submit(
         self,
         owner: str,
-        work: Ordered | Sample | Raw,
+        work: Ordered | Sample | EncodedAsk,
         shape: Shape,
         *,
         seq: int | None = None,
@@ -164,7 +177,7 @@ class Futures:
                 code="busy",
                 retry_after=1.0,
             )
-        name = f"future_{secrets.token_hex(16)}"
+        name = work.name if isinstance(work, EncodedAsk) else new_future()
         promise = Promise(name, owner, shape, self._link.expect(name), again, work_size=size)
         # Known and counted before anything is waited for: many may come at once, and the same one.
         self._pending[owner] += 1
@@ -173,8 +186,10 @@ class Futures:
         if again:
             self._again[again] = name
         promise.end.add_done_callback(lambda _: self._finish(promise))
-        # A work that is encoded is sent as it is, and read by its type at the other end.
-        await self._link.send(Ask(id=name, owner=owner, work=cast(Any, work), seq=seq))
+        if isinstance(work, EncodedAsk):
+            await self._link.send(work.ask, name)
+        else:
+            await self._link.send(Ask(id=name, owner=owner, work=work, seq=seq), name)
         return promise
 
     def find(self, name: str, owner: str) -> Promise:
@@ -282,11 +297,11 @@ def _has_failed(end: asyncio.Future[End]) -> bool:
     return end.done() and (end.cancelled() or isinstance(end.result(), Failure))
 
 
-def _work_bytes(work: Ordered | Sample | Raw) -> int:
+def _work_bytes(work: Ordered | Sample | EncodedAsk) -> int:
     """What a work takes, near enough."""
     match work:
-        case Raw():
-            return len(memoryview(work))
+        case EncodedAsk():
+            return len(work.ask.frame)
         case Pass(data=data):
             arrays = (array for datum in data for array in (datum.tokens, *datum.inputs.values()))
             return sum(len(array.data) for array in arrays)

@@ -18,7 +18,7 @@ from penstock.server.protocol.asks import (
     ToEngine,
 )
 from penstock.server.protocol.channel import Channel, PeerLostError
-from penstock.server.protocol.codec import FrameError
+from penstock.server.protocol.codec import Encoded, FrameError
 from penstock.server.protocol.results import Result
 from penstock.server.protocol.works import Work
 
@@ -35,7 +35,7 @@ End = Answer | Failure
 class Link:
     """Asks of this process that are under way."""
 
-    def __init__(self, channel: Channel[ToEngine, FromEngine]) -> None:
+    def __init__(self, channel: Channel[ToEngine | Encoded, FromEngine]) -> None:
         self._channel = channel
         self._waiting: dict[str, asyncio.Future[End]] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -61,7 +61,7 @@ class Link:
     async def ask(self, ask: Ask) -> asyncio.Future[End]:
         """Hand a work over; its end is heard of later. Raises Refusal as `expect` and `send`."""
         end = self.expect(ask.id)
-        await self.send(ask)
+        await self.send(ask, ask.id)
         return end
 
     def expect(self, name: str) -> asyncio.Future[End]:
@@ -79,12 +79,12 @@ class Link:
         end.add_done_callback(lambda _: self._waiting.pop(name, None))
         return end
 
-    async def send(self, ask: Ask) -> None:
+    async def send(self, ask: Ask | Encoded, name: str) -> None:
         """Hand over a work whose end is expected; where that does not go, its end is cancelled.
 
         Raises Refusal (413) for what is too large for the channel.
         """
-        end = self._waiting[ask.id]
+        end = self._waiting[name]
         try:
             await self._channel.send(ask)
         except BaseException as error:

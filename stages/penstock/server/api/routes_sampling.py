@@ -45,12 +45,12 @@ async def sampler(sampler_id: ModelName, desk: AtDesk) -> SamplerTold:
 @router.post("/api/v1/asample", openapi_extra=body_of("DrawBody"))
 async def asample(request: Request, desk: AtDesk) -> FutureTold:
     """Draw after a prompt."""
-    said, work = await desk.decode(request, "asample")
-    if said.base_model is not None:
-        await _is_served(desk, said.base_model)
-    told = await desk.submit(
-        "sample", work, again=said.again, last_prompt_logprobs=said.last_prompt_logprobs
-    )
+    async with desk.decoding(request, "asample") as (said, work):
+        if said.base_model is not None:
+            await _is_served(desk, said.base_model)
+        told = await desk.submit(
+            "sample", work, again=said.again, last_prompt_logprobs=said.last_prompt_logprobs
+        )
     told["sample_sequence_ids"] = [f"{told['request_id']}:{index}" for index in range(said.count)]
     return FutureTold(**told)
 

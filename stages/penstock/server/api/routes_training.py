@@ -126,16 +126,16 @@ async def get_info(body: ModelBody, desk: AtDesk) -> InfoTold:
 @router.post("/api/v1/forward_backward", openapi_extra=body_of("ForwardBackwardBody", PROTOBUF))
 async def forward_backward(request: Request, desk: AtDesk) -> FutureTold:
     """A pass with gradients, or without them where the SDK's message says so."""
-    said, work = await desk.decode(request, "forward_backward")
-    kind = "forward" if said.forward_only else "forward_backward"
-    return FutureTold(**await desk.submit(kind, work, model=said.model, seq=said.seq))
+    async with desk.decoding(request, "forward_backward") as (said, work):
+        kind = "forward" if said.forward_only else "forward_backward"
+        return FutureTold(**await desk.submit(kind, work, model=said.model, seq=said.seq))
 
 
 @router.post("/api/v1/forward", openapi_extra=body_of("ForwardBody"))
 async def forward(request: Request, desk: AtDesk) -> FutureTold:
     """A pass without gradients."""
-    said, work = await desk.decode(request, "forward")
-    return FutureTold(**await desk.submit("forward", work, model=said.model, seq=said.seq))
+    async with desk.decoding(request, "forward") as (said, work):
+        return FutureTold(**await desk.submit("forward", work, model=said.model, seq=said.seq))
 
 
 @router.post("/api/v1/optim_step")
@@ -145,7 +145,14 @@ async def optim_step(body: StepBody, desk: AtDesk) -> FutureTold:
     if body.adam_params is None:
         told = await desk.call(works.ModelOf(model=body.model_id), results.ModelTold)
         metadata = told.run.user_metadata
-    work = works.Step(model=body.model_id, adam=adam_of(body, metadata))
+    sync = None
+    if desk.service.settings.sync_after_step:
+        sync = works.SyncWeights(
+            model=body.model_id,
+            quantization=desk.service.quantization.get(desk.owner),
+            pools=("default", body.model_id),
+        )
+    work = works.Step(model=body.model_id, adam=adam_of(body, metadata), sync=sync)
     return FutureTold(**await desk.submit("optim_step", work, seq=body.seq_id))
 
 

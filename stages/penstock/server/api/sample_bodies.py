@@ -11,7 +11,13 @@ import msgspec
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 
-from penstock.server.api.bodies import JSON, PROTOBUF, decompressed, parsed_json
+from penstock.server.api.bodies import (
+    JSON,
+    PROTOBUF,
+    SMALL_WINDOW,
+    decompressed,
+    parsed_json,
+)
 from penstock.server.api.data import (
     data_of_json,
     numbers_of_json,
@@ -58,6 +64,9 @@ class BodyJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """`identity` or `zstd`."""
     max_bytes: int
     """Once it is decompressed."""
+    ask: str = ""
+    owner: str = ""
+    """The id of the ask for its work, and whose it is."""
 
 
 class Decoded(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,13 +112,7 @@ class SampleBody:
     def decode(self, packed: bytes) -> tuple[Decoded, works.Pass | works.Sample]:
         """What it says. Raises Refusal and RequestValidationError for what is wrong."""
         job = self._job
-        limit = min(job.max_bytes, INLINE_BYTES) if self._is_inline else job.max_bytes
-        try:
-            body = decompressed(packed, job.encoding, limit, WINDOW)
-        except Refusal as refusal:
-            if self._is_inline and limit < job.max_bytes and refusal.status_code == 413:
-                raise NotInlineError from refusal
-            raise
+        body = self._decompressed(packed)
         if job.kind == PROTOBUF and job.call == "forward_backward":
             return self._proto_pass(body)
         if job.kind not in (JSON, ""):
@@ -125,6 +128,16 @@ class SampleBody:
                 return self._json_pass(said, said.forward_input, forward_only=True)
             case "asample":
                 return _draw(_validated(DrawBody, parsed))
+
+    def _decompressed(self, packed: bytes) -> bytes:
+        job = self._job
+        if not self._is_inline:
+            return decompressed(packed, job.encoding, job.max_bytes, WINDOW)
+        try:
+            limit = min(job.max_bytes, INLINE_BYTES)
+            return decompressed(packed, job.encoding, limit, SMALL_WINDOW)
+        except Refusal as refusal:
+            raise NotInlineError from refusal
 
     def _proto_pass(self, body: bytes) -> tuple[Decoded, works.Pass]:
         message = read_pass(body)

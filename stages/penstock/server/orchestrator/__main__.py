@@ -69,9 +69,11 @@ def settings_of(job: ServerJob) -> EngineSettings:
         ends_workers=job.mode == "auto",
         worker_connection_timeout=config.worker_connection_timeout,
         worker_max_retries=config.worker_max_retries,
+        worker_max_restarts=config.max_restarts,
         operation_timeout=config.operation_timeout,
         given_up=job.folder / GIVEN_UP,
         sync_allowed_hosts=config.sync_allowed_hosts,
+        requires_keys=job.requires_keys,
     )
 
 

@@ -28,6 +28,8 @@ LOG = logging.getLogger(__name__)
 
 HEADER = re.compile(r"[!-~]+")
 """Characters that a key may have."""
+MAX_OWNER_ENDPOINTS = 64
+"""Of one owner, those that are being added included."""
 ASK_SECONDS = 3.0
 """In which a server that is added says how it is laid out; it may not be there yet."""
 
@@ -39,14 +41,27 @@ class Destinations:
         """`allowed_hosts`: where they may be."""
         self._registry = registry
         self._allowed_hosts = allowed_hosts
-        self._adding: set[asyncio.Task[None]] = set()
+        self._adding: dict[asyncio.Task[None], str] = {}
+        """Owners by what is being added."""
 
     def add(self, work: AddEndpoint, owner: str, end: Callable[[Outcome], None]) -> None:
         """Know one more, in place of one at the same address; `end` is told how that went, for the
-        server is asked first whether weights can be sent there."""
+        server is asked first whether weights can be sent there. Raises RefusedError where the owner
+        has as many as may be."""
+        self._require_room(work.endpoint, owner)
         task = asyncio.create_task(self._add(work, owner, end))
-        self._adding.add(task)
-        task.add_done_callback(self._adding.discard)
+        self._adding[task] = owner
+        task.add_done_callback(self._adding.pop)
+
+    def _require_room(self, new: Endpoint, owner: str) -> None:
+        others = sum(each.owner == owner for each in self._others(owner, new.host, new.port))
+        others += sum(each == owner for each in self._adding.values())
+        if others >= MAX_OWNER_ENDPOINTS:
+            raise RefusedError(
+                "busy",
+                f"{others} inference endpoints of yours are known, and {MAX_OWNER_ENDPOINTS} may"
+                " be.\n  Remove one that is not needed.",
+            )
 
     async def _add(self, work: AddEndpoint, owner: str, end: Callable[[Outcome], None]) -> None:
         try:
@@ -65,7 +80,7 @@ class Destinations:
             )
         if work.api_key and not HEADER.fullmatch(work.api_key.text):
             raise RefusedError("invalid", "the api_key holds what no header of HTTP may")
-        fault = why_not_allowed(new.host, self._allowed_hosts)
+        fault = why_not_allowed(new, self._allowed_hosts)
         if fault is not None:
             raise RefusedError("invalid", fault)
         sizes = await _sizes(InferenceServer(new, work.api_key))
@@ -102,21 +117,30 @@ class Destinations:
         return tuple(each for each in known if (each.owner, each.host, each.port) != one)
 
 
-def sent_to(
+def destinations_of(
     registry: Registry, owner: str, pools: Collection[str]
 ) -> tuple[tuple[Endpoint, Secret | None], ...]:
-    """Those of the owner in these pools, or all of them, each with what it asks of its clients.
-
-    Raises RefusedError where there are none."""
-    found = [
+    """Those of the owner in these pools, or all of them, each with what it asks of its clients."""
+    return tuple(
         (_endpoint(record), Secret(text=record.api_key) if record.api_key else None)
         for record in registry.destinations
         if record.owner == owner and (not pools or record.pool in pools)
-    ]
+    )
+
+
+def sent_to(
+    registry: Registry, owner: str, pools: Collection[str], allowed_hosts: Collection[str]
+) -> tuple[tuple[Endpoint, Secret | None], ...]:
+    """The same. Raises RefusedError where there are none, and for one that is not allowed any
+    more."""
+    found = destinations_of(registry, owner, pools)
     if not found:
         where = f" in {', '.join(pools)[:200]}" if pools else ""
         raise RefusedError("invalid", f"there are no inference endpoints{where}; add one first")
-    return tuple(found)
+    for endpoint, _ in found:
+        if (fault := why_not_allowed(endpoint, allowed_hosts)) is not None:
+            raise RefusedError("invalid", fault)
+    return found
 
 
 def let_go_on(sent: Iterable[tuple[Endpoint, Secret | None]], group_name: str) -> None:

@@ -19,7 +19,12 @@ from penstock.server.orchestrator.models import Models
 from penstock.server.orchestrator.queue import Queue
 from penstock.server.orchestrator.records import LaneLeft, Left, record_of
 from penstock.server.orchestrator.recovery import Recovery
-from penstock.server.orchestrator.refusals import RefusedError, WorkersLostError, fault_of_ours
+from penstock.server.orchestrator.refusals import (
+    OperationTimeoutError,
+    RefusedError,
+    WorkersLostError,
+    fault_of_ours,
+)
 from penstock.server.orchestrator.registry import Registry
 from penstock.server.orchestrator.retiring import Retiring
 from penstock.server.orchestrator.sampling import Sampling
@@ -75,6 +80,9 @@ class Engine:
         self._said: State | None = None
         """How the workers were when that was told last."""
         self._api_instance: str | None = None
+        self._agreed: Ready | None = None
+        """The workers that hold what they are to hold."""
+        hosts = allowed_hosts(settings.sync_allowed_hosts, requires_keys=settings.requires_keys)
         storage, discarding = Storage(settings.output_dir, settings.storage_limit), Discarding()
         registry = Registry(storage.root)
         self._registry = registry
@@ -86,7 +94,14 @@ class Engine:
         self._recovery = Recovery(self._workers, registry, self._models, checkpoints)
         saving = Saving(self._workers, registry, storage, self._models, discarding)
         self._training = Training(
-            settings, self._workers, registry, self._sessions, self._models, checkpoints, saving
+            settings,
+            self._workers,
+            registry,
+            self._sessions,
+            self._models,
+            checkpoints,
+            saving,
+            hosts,
         )
         self._sampling = Sampling(self._workers, storage, self._sessions, checkpoints)
         self._admission = Admission(
@@ -110,7 +125,7 @@ class Engine:
             pending=self._queue.pending,
             discard=discarding.discard,
             end=self._retiring.end,
-            allowed_hosts=allowed_hosts(settings.sync_allowed_hosts),
+            allowed_hosts=hosts,
         )
         self._stopping = Stopping(
             settings, self._queue, self._workers, self._models, self._training
@@ -227,13 +242,10 @@ class Engine:
 
     async def _work(self) -> None:
         """Until it is stopped, and nothing may begin any more."""
-        agreed: Ready | None = None
         while True:
             ready = self._workers.ready
-            if ready is not None and ready is not agreed:
-                with suppress(WorkersLostError):
-                    await self._put_back(ready)
-                    agreed = ready
+            if ready is not None and ready is not self._agreed:
+                await self._agree(ready)
                 continue
             errand = self._stopping.next() if ready is not None else None
             if errand is not None:
@@ -243,6 +255,11 @@ class Engine:
             else:
                 self._wake.clear()
                 await self._wake.wait()
+
+    async def _agree(self, ready: Ready) -> None:
+        with suppress(WorkersLostError):
+            await self._put_back(ready)
+            self._agreed = ready
 
     async def _put_back(self, ready: Ready) -> None:
         for model in await self._recovery.agree(ready):
@@ -258,14 +275,53 @@ class Engine:
             return False
 
     async def _do(self, errand: Errand) -> None:
+        """Do it, and again where the workers died over it and the model is then as it was."""
         self._changed()
-        errands = [errand]
+        retries = self._settings.worker_max_retries
+        errands, outcomes = await self._tried(errand, [errand])
+        while retries and self._may_retry(errand, outcomes) and await self._workers_are_back():
+            LOG.warning("%s is tried again: %s", type(errand.work).__name__, outcomes[0])
+            retries -= 1
+            errands, outcomes = await self._tried(errand, errands)
+        for each, outcome in zip(errands, outcomes, strict=True):
+            self._end(each, outcome)
+        if not all(isinstance(outcome, RefusedError) for outcome in outcomes):
+            self._workers.losses = 0
+        self._changed()
+
+    def _may_retry(self, errand: Errand, outcomes: list[Outcome]) -> bool:
+        """Whether it was lost with the workers, and can be done as if it had not been tried."""
+        lost = all(isinstance(outcome, WorkersLostError) for outcome in outcomes)
+        if any(isinstance(outcome, OperationTimeoutError) for outcome in outcomes):
+            return False
+        return lost and (
+            isinstance(errand.work, Sample)
+            or self._training.is_repeatable(cast(Trained | CreateModel, errand.work))
+        )
+
+    async def _workers_are_back(self) -> bool:
+        """Wait for workers that hold what they are to hold; whether they came."""
+        while not self._stopping.is_asked and self._workers.state != "failed":
+            ready = self._workers.ready
+            if ready is None:
+                self._wake.clear()
+                await self._wake.wait()
+            elif ready is self._agreed:
+                return True
+            else:
+                await self._agree(ready)
+        return False
+
+    async def _tried(
+        self, errand: Errand, errands: list[Errand]
+    ) -> tuple[list[Errand], list[Outcome]]:
+        """What came of it, and of what was done together with it."""
+        outcomes: list[Outcome]
         try:
             if isinstance(errand.work, Sample):
                 path = self._sampling.path(errand.work, errand.owner)
-                errands += self._queue.take_alike(
-                    self._settings.max_joined_samples - 1, partial(self._draws_from, path)
-                )
+                most = self._settings.max_joined_samples - len(errands)
+                errands = errands + self._queue.take_alike(most, partial(self._draws_from, path))
                 outcomes = await self._draw(errands)
             else:
                 outcomes = [await self._result(errand)]
@@ -273,11 +329,7 @@ class Engine:
             outcomes = [error] * len(errands)
         except Exception as error:  # noqa: BLE001 - one ask is no reason to end all others
             outcomes = [fault_of_ours(error)] * len(errands)
-        for each, outcome in zip(errands, outcomes, strict=True):
-            self._end(each, outcome)
-        if not all(isinstance(outcome, RefusedError) for outcome in outcomes):
-            self._workers.losses = 0
-        self._changed()
+        return errands, outcomes
 
     async def _draw(self, errands: list[Errand]) -> list[Outcome]:
         refused: dict[int, RefusedError] = {}

@@ -35,6 +35,10 @@ class WorkersLostError(RefusedError):
         super().__init__("lost", error)
 
 
+class OperationTimeoutError(WorkersLostError):
+    """They were given up, for they took too long over it; so they would again."""
+
+
 def not_found(what: str) -> RefusedError:
     """There is no such thing, or it is another owner's: which of them is not told."""
     return RefusedError("not_found", f"there is no {what} of yours")

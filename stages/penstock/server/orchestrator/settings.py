@@ -42,11 +42,15 @@ class EngineSettings:
     worker_connection_timeout: float = 120.0
     """Seconds without a word of the workers after which they are taken for lost."""
     worker_max_retries: int = 3
+    """How often an operation that was lost with the workers is tried again."""
+    worker_max_restarts: int = 10
     """How often in a row they may be lost."""
     operation_timeout: float = 1800.0
     """Seconds that one command may take, after which the workers are taken for lost."""
     sync_allowed_hosts: Sequence[str] = ()
-    """Whom weights may be sent to, beside this machine's own."""
+    """Whom weights may be sent to."""
+    requires_keys: bool = False
+    """Whether clients have keys. Without them, weights may be sent to this machine's own, too."""
     given_up: Path | None = None
     """A file that is there once nobody starts workers any more."""
     max_joined_samples: int = 16

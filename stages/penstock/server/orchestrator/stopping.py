@@ -51,6 +51,11 @@ class Stopping:
         self._alone.set()
 
     @property
+    def is_asked(self) -> bool:
+        """Whether it is to end."""
+        return self._asked.is_set()
+
+    @property
     def is_time(self) -> bool:
         """Whether nothing more is waited for that would go before the end."""
         late = time.monotonic() - self._asked_at > COMING_SECONDS

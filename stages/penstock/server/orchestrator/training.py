@@ -2,12 +2,13 @@
 
 import logging
 import time
+from collections.abc import Collection
 from functools import partial
 
 from msgspec import structs
 
 from penstock.server.orchestrator.checkpoints import Checkpoints
-from penstock.server.orchestrator.destinations import let_go_on, sent_to
+from penstock.server.orchestrator.destinations import destinations_of, let_go_on, sent_to
 from penstock.server.orchestrator.models import Models
 from penstock.server.orchestrator.names import INITIAL, Spot, spot_of
 from penstock.server.orchestrator.packing import pack
@@ -47,6 +48,9 @@ Trained = (
 )
 """Works of a model that is there."""
 
+SYNCED = "weights_synced"
+"""The metric of a step that says whether its weights were sent to inference servers."""
+
 LOG = logging.getLogger(__name__)
 
 
@@ -62,8 +66,11 @@ class Training:
         models: Models,
         checkpoints: Checkpoints,
         saving: Saving,
+        allowed_hosts: Collection[str],
     ) -> None:
+        """`allowed_hosts`: where inference servers may be."""
         self._settings = settings
+        self._allowed_hosts = allowed_hosts
         self._workers = workers
         self._registry = registry
         self._sessions = sessions
@@ -100,6 +107,16 @@ class Training:
                 return await self._sync(record, work)
             case UnloadModel():
                 return await self._unload(record, work, why)
+
+    def is_repeatable(self, work: Trained | CreateModel) -> bool:
+        """Whether a work that was lost with the workers finds its model as before once they are
+        back: it changed nothing that was not saved, or it does not build on what the model was."""
+        if isinstance(work, CreateModel):
+            return True
+        record = self._models.known(work.model)
+        if record is None or not record.is_open:
+            return False
+        return isinstance(work, LoadState) or not (record.is_unsaved or record.corrupted)
 
     def unsaved(self) -> list[ModelRecord]:
         """Open models that the workers alone hold as they are, the one asked of last first."""
@@ -231,7 +248,24 @@ class Training:
             raise RefusedError("internal", "the workers answered a step with something else")
         live.has_gradients = False
         live.step = int(stepped.metrics.get("step", live.step + 1))
+        if work.sync is not None:
+            synced = await self._synced_after_step(record, work.sync)
+            stepped = structs.replace(stepped, metrics=stepped.metrics | synced)
         return stepped
+
+    async def _synced_after_step(self, record: ModelRecord, work: SyncWeights) -> dict[str, float]:
+        """Whether the weights were sent. The step was taken either way, so that its client must not
+        take a sync that failed for a step that did."""
+        if not destinations_of(self._registry, record.owner, work.pools):
+            return {}
+        try:
+            await self._sync(record, work)
+        except WorkersLostError:
+            raise
+        except RefusedError as error:
+            LOG.warning("model %s after a step: %s", record.model, error)
+            return {SYNCED: 0.0}
+        return {SYNCED: 1.0}
 
     async def _drop_gradients(self, record: ModelRecord) -> Result:
         with self._models.changing(record):
@@ -277,7 +311,7 @@ class Training:
 
     async def _sync(self, record: ModelRecord, work: SyncWeights) -> Result:
         self._models.check_known(record)
-        sent = sent_to(self._registry, record.owner, work.pools)
+        sent = sent_to(self._registry, record.owner, work.pools, self._allowed_hosts)
         order = Push(
             model=record.model,
             endpoints=tuple(endpoint for endpoint, _ in sent),

@@ -12,7 +12,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Literal
 
-from penstock.server.orchestrator.refusals import RefusedError, WorkersLostError
+from penstock.server.orchestrator.refusals import (
+    OperationTimeoutError,
+    RefusedError,
+    WorkersLostError,
+)
 from penstock.server.orchestrator.settings import EngineSettings
 from penstock.server.protocol.channel import Channel, PeerLostError
 from penstock.server.protocol.codec import FrameError
@@ -138,7 +142,7 @@ class Workers:
         except TimeoutError:
             what = type(order).__name__
             self._give_up(f"{what} took more than operation_timeout ({limit:g} s)")
-            raise WorkersLostError(self.reason) from None
+            raise OperationTimeoutError(self.reason) from None
         finally:
             self._waiting = None
 
@@ -160,12 +164,12 @@ class Workers:
         self.ready = None
         self.losses += 1
         LOG.warning("the workers are lost (%s), %d in a row", why, self.losses)
-        limit = self._settings.worker_max_retries
+        limit = self._settings.worker_max_restarts
         if self.losses > limit:
             self.state = "failed"
             self.reason = (
                 f"the workers were lost {self.losses} times in a row, the last time as {why};"
-                f" worker_max_retries is {limit}"
+                f" worker_max_restarts is {limit}"
             )
         else:
             self.state = "down"
@@ -217,7 +221,7 @@ class Workers:
         if self.state == "failed":
             # Somebody has started them once more; they have that one chance.
             self.state = "down"
-            self.losses = self._settings.worker_max_retries
+            self.losses = self._settings.worker_max_restarts
         self.ready = self.last = ready
         self._changed()
 

@@ -10,6 +10,12 @@ MAX_BYTES = 1 << 30
 M = TypeVar("M")
 
 
+class Encoded(msgspec.Struct, frozen=True):
+    """A message that another process has encoded: it is sent as it is."""
+
+    frame: bytes | bytearray | memoryview
+
+
 class FrameError(ValueError):
     """A frame that is no message of the kind that is read here."""
 
@@ -22,11 +28,12 @@ class Codec(Generic[M]):
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(messages)
 
-    def encode(self, message: M) -> bytes:
+    def encode(self, message: M | Encoded) -> bytes | bytearray | memoryview:
         """Raises FrameError for one of more than MAX_BYTES, or with a number or a text that msgpack
         does not hold."""
         try:
-            frame = self._encoder.encode(message)
+            is_encoded = isinstance(message, Encoded)
+            frame = message.frame if is_encoded else self._encoder.encode(message)
         except (OverflowError, UnicodeEncodeError) as error:
             raise FrameError(f"a message cannot be sent: {error}") from error
         if len(frame) > MAX_BYTES:
@@ -36,7 +43,7 @@ class Codec(Generic[M]):
             )
         return frame
 
-    def decode(self, frame: bytes | memoryview) -> M:
+    def decode(self, frame: bytes | bytearray | memoryview) -> M:
         """Raises FrameError for what is no such message."""
         try:
             return self._decoder.decode(frame)

@@ -23,7 +23,7 @@ class MemoryEnd(Generic[Sent, Heard]):
         self._codec: Codec[Any] = Codec(heard)
         self._keeps = kind == "connects"
         self._kept: list[Any] = []
-        self._arrived: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._arrived: asyncio.Queue[Any] = asyncio.Queue()
         self._unheard = 0
         self._other: MemoryEnd[Any, Any] | None = None
 

@@ -101,6 +101,8 @@ class Step(Message):
 
     model: str
     adam: Adam
+    sync: "SyncWeights | None" = None
+    """Send the weights that it made to the owner's inference servers, where there are any."""
 
 
 class DropGradients(Message):

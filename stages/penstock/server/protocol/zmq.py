@@ -38,6 +38,8 @@ PING_MS, DEAD_AFTER_MS = 2000, 10_000
 unanswered: of one that dies the system tells at once, of a machine that is cut off it does not."""
 FULL_SECONDS = 0.01
 """Between two tries to send to a peer that is behind."""
+LARGE = 1 << 22
+"""Bytes of a frame from which on it is not copied."""
 
 WATCHED = (
     zmq.EVENT_ACCEPTED
@@ -106,7 +108,7 @@ class ZmqChannel(Generic[Sent, Heard]):
                 return
             parts = [frame] if peer is None else [peer, frame]
             try:
-                await self._socket.send_multipart(parts, zmq.NOBLOCK)
+                await self._hand_over(parts, is_large=len(frame) >= LARGE)
             except zmq.Again:
                 await asyncio.sleep(FULL_SECONDS)
             except zmq.ZMQError as error:
@@ -115,6 +117,16 @@ class ZmqChannel(Generic[Sent, Heard]):
                 return
             else:
                 return
+
+    async def _hand_over(self, parts: list[Any], *, is_large: bool) -> None:
+        """To the socket. A large frame is not copied, and is waited for until it is sent, so that
+        whoever sends many of them does not hold them all."""
+        if not is_large:
+            await self._socket.send_multipart(parts, zmq.NOBLOCK)
+            return
+        sent = await self._socket.send_multipart(parts, zmq.NOBLOCK, copy=False, track=True)
+        while sent is not None and not sent.done and not self._closed:
+            await asyncio.sleep(FULL_SECONDS)
 
     async def receive(self) -> Heard:
         """The next message. Raises PeerLostError once whenever the peer is gone."""

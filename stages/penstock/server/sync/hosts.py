@@ -12,18 +12,21 @@ from penstock.server.protocol.values import Endpoint
 from penstock.server.sync.errors import refused
 
 LOOPBACK = ("localhost", "127.0.0.0/8", "::1")
-"""What is allowed where nothing is written."""
+"""What is allowed where nobody but this machine's own users ask for it."""
 
 
-def allowed_hosts(written: Sequence[str]) -> tuple[str, ...]:
-    """What is allowed where the settings name these."""
-    return (*LOOPBACK, *written)
+def allowed_hosts(written: Sequence[str], *, requires_keys: bool) -> tuple[str, ...]:
+    """What is allowed where the settings name these. Where clients have keys, this machine's own
+    servers are allowed only where the settings name them: they may trust whoever reaches them."""
+    return tuple(written) if requires_keys else (*LOOPBACK, *written)
 
 
-def why_not_allowed(host: str, allowed: Collection[str]) -> str | None:
-    """Why nothing is sent to a host that is neither one of these names and addresses, nor an
-    address in one of these networks (`10.0.0.0/8`); None for one that is."""
-    if host.lower() in {name.lower() for name in allowed}:
+def why_not_allowed(endpoint: Endpoint, allowed: Collection[str]) -> str | None:
+    """Why nothing is sent to a server whose host is neither one of these names and addresses (with
+    its port, where one is named), nor an address in one of these networks (`10.0.0.0/8`); None for
+    one that is."""
+    host = endpoint.host.lower()
+    if {host, f"{_in_brackets(host)}:{endpoint.port}"} & {name.lower() for name in allowed}:
         return None
     address = _address(host)
     if address and any(address in network for network in map(_network, allowed) if network):
@@ -36,7 +39,7 @@ def why_not_allowed(host: str, allowed: Collection[str]) -> str | None:
 
 def require_allowed(endpoint: Endpoint, allowed: Collection[str]) -> None:
     """Raises SyncError for a host that is not allowed."""
-    fault = why_not_allowed(endpoint.host, allowed)
+    fault = why_not_allowed(endpoint, allowed)
     if fault is not None:
         raise refused(fault, endpoint)
 
@@ -59,6 +62,10 @@ def _own_address(endpoint: Endpoint) -> str:
             return str(asking.getsockname()[0])
     except OSError as error:
         raise refused(f"there is no way to it: {error}", endpoint) from error
+
+
+def _in_brackets(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

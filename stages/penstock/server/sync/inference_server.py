@@ -6,6 +6,7 @@ has a time in which it is answered.
 
 import http.client
 import json
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +14,9 @@ from http import HTTPStatus
 from typing import Any
 
 from penstock.server.protocol.values import Endpoint, Secret
-from penstock.server.sync.errors import Step, SyncError, refused
+from penstock.server.sync.errors import Step, SyncError, named, refused
+
+LOG = logging.getLogger(__name__)
 
 ALIVE = ("/model_info", "/v1/models", "/health")
 """Any of them that answers says that the server is up; the first that do are asked."""
@@ -24,7 +27,8 @@ SIZES = ("/server_info", "/get_server_info")
 MAX_ANSWER = 4 << 20
 """Bytes of an answer that are read."""
 MAX_MESSAGE = 500
-"""Characters of one that are told."""
+"""Characters of one that are in the log. No client is told any: it may have named a server that
+answers others than itself."""
 
 UNANSWERED = (OSError, http.client.HTTPException, UnicodeError)
 """What a request ends with that is not answered; the last is of a host that is no name at all."""
@@ -176,11 +180,18 @@ class InferenceServer:
             connection.close()
         read = _read(said)
         if answer.status != HTTPStatus.OK:
-            told = f"HTTP {answer.status}: {self._message_of(said, read)}"
-            raise RefusedError(answer.status, told)
+            self._log(path, said, read)
+            raise RefusedError(answer.status, f"HTTP {answer.status}")
         if isinstance(read, dict) and read.get("success") is False:
-            raise RefusedError(answer.status, self._message_of(said, read))
+            self._log(path, said, read)
+            raise RefusedError(
+                answer.status, "it says that it has failed; the server's log has why"
+            )
         return read
+
+    def _log(self, path: str, said: bytes, read: Any) -> None:
+        """For whoever runs the server."""
+        LOG.warning("%s%s: %r", named(self.endpoint), path, self._message_of(said, read))
 
     def _message_of(self, said: bytes, read: Any) -> str:
         told = read.get("message") if isinstance(read, dict) else None

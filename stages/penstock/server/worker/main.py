@@ -128,7 +128,7 @@ def _operations(job: ServerJob, ranks: Ranks) -> Operations:
         base_model=config.base_names[0],
         tokenizer=TokenizerFiles(job.tokenizer, pin_tokenizer(job.tokenizer)),
         begin_from=Path(begin_from).expanduser().resolve() if begin_from else None,
-        allowed_hosts=allowed_hosts(config.sync_allowed_hosts),
+        allowed_hosts=allowed_hosts(config.sync_allowed_hosts, requires_keys=job.requires_keys),
     )
 
 
