@@ -7,11 +7,13 @@ import logging
 import os
 import signal
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
 import zstandard
 
+from penstock.core import env
 from penstock.server.api import bodies, codec_pool, futures, result_bodies
 from penstock.server.api import tinker_pb2 as pb
 from penstock.server.api.bodies import Bodies, Held
@@ -101,12 +103,17 @@ def test_what_decodes_to_much_more_than_was_sent_is_refused_for_little_memory(na
     run(scenario())
 
 
-def test_others_are_served_while_a_body_is_decoded():
+def test_others_are_served_while_a_body_is_decoded(monkeypatch):
+    for name in env.OF_THE_SERVER:
+        monkeypatch.setenv(name, "a-secret-of-the-server")
+
     async def scenario():
         async with client(keys=KEYS) as (http, engine):
             pool: CodecPool = engine.app.state.service.codecs
             await pool.start()
             [process] = pool._idle
+            environment = Path(f"/proc/{process._process.pid}/environ").read_bytes()
+            assert b"a-secret-of-the-server" not in environment
             os.kill(process._process.pid, signal.SIGSTOP)
             large = json.dumps(
                 {"forward_backward_input": {"data": [sample([1] * 100_000)]}}

@@ -34,6 +34,7 @@ from penstock.server.protocol.works import (
     UnloadModel,
 )
 from tests.server.engine_house import a_pass, a_step, house, sampling
+from tests.server.test_sessions import soon
 
 AT_ONCE = 1.0
 """Seconds."""
@@ -398,35 +399,33 @@ LOST = {
     "a pass": (a_pass(), Rows),
     "a pass without gradients": (a_pass(forward_only=True), Rows),
     "a draw": (WORKS[Generate], Generate),
-    "a checkpoint": (LoadState(model="m", path="m/weights/000000"), Load),
+    "weights to send": (SyncWeights(model="m"), Push),
 }
 
 
 @pytest.mark.parametrize("what", LOST)
 @pytest.mark.parametrize("deaths", [1, 2, 3])
 def test_an_operation_that_was_lost_is_tried_again_as_often_as_is_written(tmp_path, what, deaths):
-    work, order = LOST[what]
+    work, kind = LOST[what]
 
     async def check():
         async with house(tmp_path, worker_max_retries=2) as here:
             await here.client.begin()
-            here.workers.dies = lambda each: "before" if isinstance(each, order) else None
+            await here.client.do(AddEndpoint(endpoint=Endpoint(host="127.0.0.1", port=1)))
+            here.workers.dies = lambda order: "before" if isinstance(order, kind) else None
             asked = await here.client.ask(work)
             for death in range(1, deaths + 1):
-                await here.client.workers("down")
+                await soon(lambda death=death: here.engine._workers.losses == death)
                 if death == 3:
-                    assert (await asked).code == "lost"
-                # The model is put back by loading, too.
-                count = iter(range(10))
-                least = 1 if order is Load else 0
-
-                def dies(each, count=count, least=least, last=death == deaths):
-                    is_it = isinstance(each, order) and next(count) >= least
-                    return "before" if is_it and not last else None
-
-                here.start_workers(dies)
-            if deaths < 3:
-                assert not isinstance(await asked, Failure)
+                    break
+                here.start_workers(
+                    lambda order, dies=deaths > death: (
+                        "before" if dies and isinstance(order, kind) else None
+                    )
+                )
+            ended = await asked
+            lost = isinstance(ended, Failure) and ended.code == "lost"
+            assert lost == (deaths == 3)
 
     asyncio.run(check())
 

@@ -94,8 +94,9 @@ class ServerConfig(ServerServing, ServerTraining, ServerModel):
     def _is_read_here(cls, value: str) -> str:
         if value == "dcp":
             raise ValueError(
-                "is dcp; weights are read in Hugging Face's format: write auto or safetensors, and"
-                " name a checkpoint of training in load_checkpoint_path"
+                "is dcp; a DCP folder tells neither its model's architecture nor which tensors are"
+                " the base's and which an adapter's: write auto or safetensors, with a folder that"
+                " `penstock export` has written, or name the checkpoint in load_checkpoint_path"
             )
         return value
 
@@ -103,7 +104,10 @@ class ServerConfig(ServerServing, ServerTraining, ServerModel):
     @classmethod
     def _is_written_here(cls, value: str) -> str:
         if value == "torch":
-            raise ValueError("is torch; checkpoints are written by every rank together: write dcp")
+            raise ValueError(
+                "is torch; one file of torch.save needs all weights on one rank, is read by"
+                " unpickling, and fits no other layout: write dcp"
+            )
         return value
 
     @property

@@ -168,9 +168,7 @@ class _Codec:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=PIECE,
-            env=env.child_environment(
-                {"PYTHONSAFEPATH": "1", "OPENBLAS_NUM_THREADS": "1"}, without=env.OF_THE_SERVER
-            ),
+            env=env.child_environment({"PYTHONSAFEPATH": "1", "OPENBLAS_NUM_THREADS": "1"}),
         )
         return cls(process)
 
