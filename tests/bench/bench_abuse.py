@@ -18,7 +18,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AsyncExitStack, ExitStack
 from functools import cache
@@ -41,7 +41,7 @@ CLIENTS = 2
 BEATS_A_SECOND = 20
 GOALS = {"heartbeat p99 ms": 250.0, "lost futures": 0, "memory MiB": 512.0}
 
-Attack = Callable[[str, float], Awaitable[Counter[str]]]
+Attack = Callable[[str, float], Coroutine[Any, Any, Counter[str]]]
 
 
 @cache

@@ -38,12 +38,13 @@ from penstock.server.api.settings import ApiSettings
 from penstock.server.api.turns import InTurn, Turns
 from penstock.server.protocol.asks import FromEngine, ToEngine
 from penstock.server.protocol.channel import Channel
+from penstock.server.protocol.codec import Encoded
 
 SHARED_BYTES = 128 << 20
 """Of bodies that are held at once beside the longest one: what one owner leaves to others."""
 
 
-def create_app(channel: Channel[ToEngine, FromEngine], settings: ApiSettings) -> FastAPI:
+def create_app(channel: Channel[ToEngine | Encoded, FromEngine], settings: ApiSettings) -> FastAPI:
     """The application; it speaks on `channel` from its start to its end."""
     link = Link(channel)
     futures = Futures(

@@ -213,7 +213,7 @@ class _Codec:
         assert stdout is not None
         length = int.from_bytes(await stdout.readexactly(LENGTH), "little")
         # Pages are taken as they are filled, and not all of them at once.
-        found = memoryview(np.empty(length, np.uint8))
+        found = np.empty(length, np.uint8).data
         at = 0
         while at < length:
             piece = await stdout.read(min(PIECE, length - at))
