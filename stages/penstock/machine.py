@@ -1,7 +1,9 @@
 """What this machine must have for a run: told before any work, with what to write instead."""
 
 import math
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from penstock.config.run import RunConfig
 from penstock.core import env
@@ -31,6 +33,7 @@ from penstock.engine.positions import (
 )
 from penstock.engine.published_agreement import require_agreement
 from penstock.models.builtin import SCHEME
+from penstock.models.foundation import check_foundation
 from penstock.models.hf_config import HfConfig
 from penstock.models.published import declared_in
 from penstock.models.registry import family_of
@@ -55,6 +58,7 @@ def check_machine(run: RunConfig) -> None:
     asks = run.model.ep_dispatch == "deepep" or run.train.enable_fp8_training
     devices = gpus_here() if asks else Gpus(env.num_gpus())
     gpus = devices.count
+    check_entries(run)
     check_attention(run.model.attn_implementation, gpus)
     require_hidden_answers(run)
     if not gpus and run.model.moe_implementation in ("triton", "quack"):
@@ -107,6 +111,13 @@ def check_machine(run: RunConfig) -> None:
         require_prompts_apart(run.data, config_of(run))
     check_layout(run, gpus)
     require_one_machine(run, world_size(run), num_local_ranks(run))
+
+
+def check_entries(run: RunConfig) -> None:
+    """Refuse entries of `model.foundation` that would change nothing."""
+    if run.model.foundation:
+        loads = bool(run.model.model_path or run.train.init_checkpoint_path)
+        check_foundation(config_of(run, {}), run.model.foundation, loads_weights=loads)
 
 
 def check_optimizer(run: RunConfig, gpus: int) -> None:
@@ -221,12 +232,14 @@ def counts_of(run: RunConfig) -> Counts:
     return Counts.of(config_of(run))
 
 
-def config_of(run: RunConfig) -> HfConfig:
-    """The model's config.json, which alone is fetched if it lies elsewhere."""
+def config_of(run: RunConfig, entries: Mapping[str, Any] | None = None) -> HfConfig:
+    """The model's config.json with these entries laid over it, unless given `model.foundation`. It
+    alone is fetched if it lies elsewhere."""
+    entries = run.model.foundation if entries is None else entries
     source = run.model.config_source
     if not source.startswith(SCHEME):
         source = str(local_folder(source, pin_config(source), CONFIG_ALONE))
-    return read_hf_config(source, run.model.foundation)
+    return read_hf_config(source, entries)
 
 
 def _launches(run: RunConfig, gpus: int) -> list[Candidate]:

@@ -9,6 +9,7 @@ from penstock.adapters.lora import LoraLinear
 from penstock.losses.cross_entropy import Loss, logits_of, sum_cross_entropy, token_log_probs
 from penstock.models.layers.dropout import Dropout
 from penstock.models.layers.quantised import QuantisedLinear
+from penstock_kernels.cross_entropy import Terms
 from penstock_kernels.quant import FORMATS, dequantise, quantise
 
 TOKENS, WIDTH, VOCAB, RANK = 53, 32, 41, 3
@@ -107,3 +108,38 @@ def test_log_probabilities_follow():
     got = token_log_probs(hidden, head.bfloat16(), labels, Loss(precision="fp32"))
     want = (hidden.double() @ weight.double().T).log_softmax(-1).gather(1, labels[:, None])
     torch.testing.assert_close(got.double(), want.squeeze(1), rtol=1e-5, atol=1e-5)
+
+
+def along(found: torch.Tensor, true: torch.Tensor) -> float:
+    """How much longer or shorter `found` is in the direction of `true`."""
+    found, true = found.double(), true.double()
+    return ((found * true).sum() / true.square().sum() - 1).item()
+
+
+@pytest.mark.parametrize("kind", ["summed", "in several chunks", "log-probabilities", "with terms"])
+def test_bf16_gradients_are_as_long_for_any_number_of_tokens(kind: str) -> None:
+    """Rounded to bf16 before they are divided by 513 they would be those divided by 512."""
+
+    def lengths(tokens: int) -> list[float]:
+        rng = torch.Generator().manual_seed(0)
+        hidden = torch.randn(514, 48, generator=rng)[:tokens].bfloat16().requires_grad_()
+        head = nn.Linear(48, 2048, bias=False, dtype=torch.bfloat16)
+        head.weight = nn.Parameter(torch.randn(2048, 48, generator=rng).mul(0.02).bfloat16())
+        labels = torch.randint(0, 2048, (514,), generator=rng)[:tokens]
+        terms = Terms(z=1e-3, smoothing=0.1) if kind == "with terms" else Terms()
+        loss = Loss(terms, chunk=100 if kind == "in several chunks" else 1000)
+        if kind == "log-probabilities":
+            (-token_log_probs(hidden, head, labels, loss).sum() / tokens).backward()
+        else:
+            sum_cross_entropy(hidden, head, labels, loss, scale=1 / tokens).backward()
+        exact = [one.detach().double().requires_grad_() for one in (hidden, head.weight)]
+        logits = exact[0] @ exact[1].T
+        true = F.cross_entropy(logits, labels, label_smoothing=terms.smoothing)
+        (true + terms.z * logits.logsumexp(1).square().mean()).backward()
+        pairs = zip((hidden, head.weight), exact, strict=True)
+        return [along(found.grad, wanted.grad) for found, wanted in pairs]
+
+    # Divided by a power of 2 nothing is rounded that was not before.
+    reference = lengths(512)
+    for tokens in (511, 513, 514):
+        assert lengths(tokens) == pytest.approx(reference, abs=1e-4), tokens

@@ -14,17 +14,49 @@ TILE = 48 << 20
 SCALED_ON_CPU, SCALED_ON_GPU = 8 << 20, 128 << 20
 """Bytes in fp32 that are scaled at a time."""
 
+Scale = float | torch.Tensor
+"""What all gradients are multiplied by in fp32, before they are rounded. A scalar tensor is one on
+a GPU, whose value would have to be waited for."""
+
+
+def scaled_product_(
+    out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: Scale, beta: float = 0
+) -> torch.Tensor:
+    """`out = beta * out + scale * left @ right`, rounded once.
+
+    With a beta of 0 what was there does not count, not even as NaN. Sides in bf16 lie on a coarse
+    grid, and so does a product rounded to bf16: to multiply that by a scale and round again moves
+    most of its numbers the same way (with 1/513 they come out as 1/512 of it).
+    """
+    if not isinstance(scale, torch.Tensor):
+        return torch.addmm(out, left, right, beta=beta, alpha=scale, out=out)
+    product = torch.mm(left, right, out_dtype=torch.float32).mul_(scale)
+    return out.mul_(beta).add_(product) if beta else out.copy_(product)
+
+
+def largest(upstream: torch.Tensor) -> Scale:
+    """The largest magnitude, or 1 if all are 0 or there are none: a scale for slopes, of which each
+    is then a share. Equal ones, such as 1/N of each of N tokens, are shares of 1, which bf16 has.
+    """
+    if not upstream.numel():
+        return 1.0
+    found = upstream.abs().amax()
+    found = found.where(found > 0, 1.0)
+    return found.item() if upstream.device.type == "cpu" else found
+
 
 class WeightGradient:
-    """`sum slope.T @ x` over chunks, added up in fp32 where there are several.
+    """`scale * sum slope.T @ x` over chunks, added up in fp32 where there are several.
 
     A sum that is wider than what comes of it lies in tiles, which go as their rows are rounded: the
     two are never there whole at the same time.
     """
 
-    def __init__(self, matrix_VK: torch.Tensor, products: torch.dtype, num_chunks: int) -> None:
+    def __init__(
+        self, matrix_VK: torch.Tensor, products: torch.dtype, num_chunks: int, scale: Scale
+    ) -> None:
         """`matrix_VK` is as it was given; `products` is the dtype of slopes and rows."""
-        self._matrix_VK = matrix_VK
+        self._matrix_VK, self._scale = matrix_VK, scale
         precise = torch.promote_types(products, torch.float32)
         self._dtype = products if num_chunks == 1 and matrix_VK.dtype == products else precise
         self._whole_VK: torch.Tensor | None = None
@@ -41,11 +73,9 @@ class WeightGradient:
 
     def add(self, slope_CV: torch.Tensor, x_CK: torch.Tensor) -> None:
         """A chunk's contribution."""
-        # With a beta of 0 what was there does not count, not even as NaN.
         beta = 0 if self._is_empty else 1
         if self._dtype == x_CK.dtype and self._whole_VK is not None:
-            whole_VK = self._whole_VK
-            torch.addmm(whole_VK, slope_CV.t(), x_CK, beta=beta, out=whole_VK)
+            scaled_product_(self._whole_VK, slope_CV.t(), x_CK, self._scale, beta)
         else:
             self._add_by_tiles(slope_CV, x_CK)
         self._is_empty = False
@@ -55,7 +85,8 @@ class WeightGradient:
         start = 0
         for rows_RK in (rows for tile in self._tiles for rows in tile.split(self._each)):
             stop = start + len(rows_RK)
-            part_RK = torch.mm(slope_CV[:, start:stop].t(), x_CK, out=made_RK[: len(rows_RK)])
+            made = made_RK[: len(rows_RK)]
+            part_RK = scaled_product_(made, slope_CV[:, start:stop].t(), x_CK, self._scale)
             if self._is_empty:
                 rows_RK.copy_(part_RK)
             else:

@@ -18,7 +18,13 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock_kernels.cross_entropy import reference
-from penstock_kernels.cross_entropy.gradients import WeightGradient, scale_
+from penstock_kernels.cross_entropy.gradients import (
+    Scale,
+    WeightGradient,
+    largest,
+    scale_,
+    scaled_product_,
+)
 from penstock_kernels.cross_entropy.passes import IMPLEMENTATIONS, Implementation, Passes
 from penstock_kernels.cross_entropy.several import slope_by_, tally_by
 from penstock_kernels.cross_entropy.terms import (
@@ -43,8 +49,10 @@ def linear_cross_entropy(
     chunk: int | None = None,
     divided: Divided | None = None,
     passes: Passes = "auto",
+    scale: float = 1.0,
 ) -> torch.Tensor:
-    """The summed loss of logits that are sums of products, a scalar in fp32 (fp64 of fp64).
+    """`scale` times the summed loss of logits that are sums of products, a scalar in fp32 (fp64 of
+    fp64).
 
     Products are in the dtype of the first's rows, to which all else is cast. Gradients of matrices
     are added up over chunks in fp32. Gradients are made with the loss.
@@ -54,13 +62,14 @@ def linear_cross_entropy(
         chunk: tokens at a time; unset, as many as are quick.
         divided: what is here of the vocabulary, where that is not all; gradients are then those of
             the logits here.
+        scale: such as 1/N, in fp32; gradients are multiplied by it before they are rounded.
 
     Raises:
         ValueError: for tensors that do not fit, a chunk below 1, or, on a CPU, labels that are no
             entries. On a GPU such labels end the process.
     """
     work = _work(products, labels_S, terms, chunk, divided, passes)
-    return _Summed.apply(work, *_seen_by_autograd(products))
+    return _Summed.apply(work, scale, *_seen_by_autograd(products))
 
 
 def linear_cross_entropies(
@@ -165,17 +174,23 @@ class _Gradients:
     """Those of the products' sides that want one, from the slopes of one chunk after another."""
 
     def __init__(
-        self, wanted: Sequence[bool], sides: Sequence[torch.Tensor], num_chunks: int
+        self,
+        wanted: Sequence[bool],
+        sides: Sequence[torch.Tensor],
+        num_chunks: int,
+        scale: Scale,
     ) -> None:
-        """`sides` are as they were given, rows and matrix of one product after another."""
+        """`sides` are as they were given, rows and matrix of one product after another; slopes are
+        `scale` times as steep as those that are added."""
         dtype = sides[0].dtype
+        self._scale = scale
         self._dtypes = [x_SK.dtype for x_SK in sides[::2]]
         self._rows = [
             torch.empty_like(x_SK, dtype=dtype) if wants else None
             for x_SK, wants in zip(sides[::2], wanted[::2], strict=True)
         ]
         self._matrices = [
-            WeightGradient(matrix_VK, dtype, num_chunks) if wants else None
+            WeightGradient(matrix_VK, dtype, num_chunks, scale) if wants else None
             for matrix_VK, wants in zip(sides[1::2], wanted[1::2], strict=True)
         ]
 
@@ -183,7 +198,7 @@ class _Gradients:
         """What follows from the slopes of a chunk."""
         for found_SK, matrix_VK in zip(self._rows, sides.matrices, strict=True):
             if found_SK is not None:
-                torch.mm(slope_CV, matrix_VK, out=found_SK[rows])
+                scaled_product_(found_SK[rows], slope_CV, matrix_VK, self._scale)
         for found, x_SK in zip(self._matrices, sides.rows, strict=True):
             if found is not None:
                 found.add(slope_CV, x_SK[rows])
@@ -199,14 +214,14 @@ class _Gradients:
 
 class _Summed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, work: _Work, *sides: torch.Tensor) -> torch.Tensor:
-        gradients = _Gradients(ctx.needs_input_grad[1:], sides, work.num_chunks)
+    def forward(ctx: Any, work: _Work, scale: float, *sides: torch.Tensor) -> torch.Tensor:
+        gradients = _Gradients(ctx.needs_input_grad[2:], sides, work.num_chunks, scale)
         with torch.autocast(sides[0].device.type, enabled=False):
             wanted = any(ctx.needs_input_grad)
             total = _total(work, _computed(sides), gradients if wanted else None)
         ctx.save_for_backward(*gradients.take())
         ctx.scaled_by = None
-        return total
+        return total * scale
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -214,10 +229,14 @@ class _Summed(torch.autograd.Function):
         if ctx.scaled_by is None:
             ctx.scaled_by = grads[0]
             # Unseen by the count of versions: who goes back again finds them scaled, and knows.
-            return None, *(one if one is None else scale_(one.data, grads[0]) for one in found)
+            return (
+                None,
+                None,
+                *(one if one is None else scale_(one.data, grads[0]) for one in found),
+            )
         # Some pipeline schedules go back once for each side.
         again = grads[0] / ctx.scaled_by
-        return None, *(one if one is None else scale_(one.clone(), again) for one in found)
+        return None, None, *(one if one is None else scale_(one.clone(), again) for one in found)
 
 
 def _total(work: _Work, sides: _Sides, gradients: _Gradients | None) -> torch.Tensor:
@@ -248,8 +267,10 @@ class _Each(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         work, (own_S, whole_S, *given) = ctx.work, ctx.saved_tensors
-        gradients = _Gradients(ctx.needs_input_grad[1:], given, work.num_chunks)
-        _go_back(work, _computed(given), own_S, whole_S, grads[0], gradients)
+        rounds = given[0].dtype != _precise(given[0])
+        scale = largest(grads[0]) if rounds else 1.0
+        gradients = _Gradients(ctx.needs_input_grad[1:], given, work.num_chunks, scale)
+        _go_back(work, _computed(given), own_S, whole_S, grads[0] / scale, gradients)
         return None, *gradients.take()
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from penstock.core.errors import ConfigError
 from penstock.models.builtin import SCHEME, builtin_config
+from penstock.models.foundation import laid_over
 
 
 def read_hf_config(config_path: str, foundation: Mapping[str, Any]) -> dict[str, Any]:
@@ -26,15 +27,4 @@ def read_hf_config(config_path: str, foundation: Mapping[str, Any]) -> dict[str,
                 f"model.config_path: {file} cannot be read as JSON ({error}).\n"
                 "  Name a folder that holds a Hugging Face config.json."
             ) from error
-    return _laid_over(config, foundation)
-
-
-def _laid_over(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for name, value in top.items():
-        below = merged.get(name)
-        if isinstance(value, Mapping) and isinstance(below, Mapping):
-            merged[name] = _laid_over(below, value)
-        else:
-            merged[name] = value
-    return merged
+    return laid_over(config, foundation)

@@ -204,7 +204,7 @@ class Engine:
         labels_T = labels_T.to(self.ranks.device, non_blocking=True)
 
         def reduce(hidden_TD: torch.Tensor, head: nn.Module) -> torch.Tensor:
-            return losses(hidden_TD, head, labels_T) / divisor
+            return losses(hidden_TD, head, labels_T, scale=1 / divisor)
 
         return reduce
 

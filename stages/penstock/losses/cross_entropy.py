@@ -78,15 +78,21 @@ CROSS_ENTROPY = Loss()
 
 
 def sum_cross_entropy(
-    hidden_TD: torch.Tensor, head: Head, labels_T: torch.Tensor, loss: Loss = CROSS_ENTROPY
+    hidden_TD: torch.Tensor,
+    head: Head,
+    labels_T: torch.Tensor,
+    loss: Loss = CROSS_ENTROPY,
+    *,
+    scale: float = 1.0,
 ) -> torch.Tensor:
-    """The summed loss of the tokens with a label, a scalar in fp32.
+    """`scale` times the summed loss of the tokens with a label, a scalar in fp32.
 
     labels[t] is the target of position t itself (already shifted); -100 is not trained. Positions
     that are not trained are left out before the head, so they cost nothing. Where the head is a sum
     of products gradients are computed with the loss, else logits once more in the backward pass.
     Without any trained token the sum is exactly 0 and still reaches the head and the hidden states,
     whose gradients are zeros: every process of a group must take part in its collectives.
+    Of a sum of products gradients are rounded once, after they are multiplied by `scale` in fp32.
     A head that draws from a noise gets that of its tokens.
 
     Raises:
@@ -106,11 +112,12 @@ def sum_cross_entropy(
             chunk=loss.chunk,
             divided=loss.divided,
             passes=loss.passes,
+            scale=scale,
         )
     total = hidden_TD.new_zeros((), dtype=torch.float32)
     for losses_C in given.losses_by_chunks(loss):
         total = total + losses_C.sum()
-    return total
+    return total * scale
 
 
 def token_log_probs(

@@ -17,6 +17,8 @@ class Family:
     """One architecture, under the name that Hugging Face's config.json gives it."""
 
     model_type: str
+    architecture: str
+    """The class of transformers that computes it, as config.json's `architectures` names it."""
     read: Callable[[HfConfig], DecoderConfig]
     """config.json to DecoderConfig; raises ConfigError and CapabilityError."""
     roles: Roles

@@ -15,6 +15,44 @@ HfConfig = Mapping[str, Any]
 KINDS = ("default", "linear", "llama3", "yarn", *BY_DOCUMENT)
 """Kinds of rotary embedding."""
 
+ROPE_NUMBERS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+    "yarn": (
+        "factor",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+        "original_max_position_embeddings",
+    ),
+    "longrope": (
+        "factor",
+        "short_factor",
+        "long_factor",
+        "attention_factor",
+        "original_max_position_embeddings",
+    ),
+}
+"""What each kind's formula reads beside `rope_theta` and the share of a head that is turned; after
+transformers' `modeling_rope_utils`."""
+
+ROPE_KEYS = frozenset(
+    ("rope_type", "rope_theta", "partial_rotary_factor", *sum(ROPE_NUMBERS.values(), ()))
+)
+
+IN_PLACE_OF = {"yarn": ("mscale", "mscale_all_dim"), "longrope": ("factor",)}
+"""Numbers that an `attention_factor` stands for. Yarn's `mscale` counts with `mscale_all_dim`."""
+
 SILU = ("silu", "swish")
 ACTIVATIONS: Mapping[str, Activation] = {
     **dict.fromkeys(SILU, "silu"),
@@ -94,7 +132,8 @@ def rope_parameters(
     whose kind was at first called `type`. `theta`, and the `share` of each head that is turned, are
     the family's where the file has none. A share of 1 is left out.
     """
-    parameters = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    # In this order, as transformers reads a file that has both.
+    parameters = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
     kind = parameters.pop("type", "default")
     parameters.setdefault("rope_type", kind)
     parameters.setdefault("rope_theta", float(given(hf, "rope_theta", theta)))
@@ -104,6 +143,11 @@ def rope_parameters(
             f"the model's rotary embedding is of the kind {kind!r} (rope_parameters in "
             f"config.json); {', '.join(KINDS)} are computed. Use a model with one of these."
         )
+    if nested := [name for name, value in parameters.items() if isinstance(value, Mapping)]:
+        raise CapabilityError(
+            f"the model's rotary embedding differs by kind of layer ({', '.join(nested)} in "
+            "rope_parameters); one for all layers is computed. Use a model with one."
+        )
     share = parameters.pop("partial_rotary_factor", given(hf, "partial_rotary_factor", share))
     if share != 1.0:
         parameters["partial_rotary_factor"] = share
@@ -112,7 +156,16 @@ def rope_parameters(
             hf, "original_max_position_embeddings", required(hf, "max_position_embeddings")
         )
         parameters.setdefault("original_max_position_embeddings", begun)
-    return parameters
+    return _of_kind(parameters)
+
+
+def _of_kind(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Those that the kind's formula reads."""
+    kind = parameters["rope_type"]
+    read = {"rope_type", "rope_theta", "partial_rotary_factor", *ROPE_NUMBERS[kind]}
+    if parameters.get("attention_factor") is not None:
+        read -= {*IN_PLACE_OF.get(kind, ())}
+    return {name: value for name, value in parameters.items() if name in read}
 
 
 def of_whole_heads(parameters: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -90,8 +90,8 @@ class ExpertsConfig:
     def __post_init__(self) -> None:
         """Refuse numbers that do not fit one another."""
         for name in EXPERT_COUNTS:
-            if getattr(self, name) < 1:
-                raise _misfit(f"{name} is {getattr(self, name)}; it is a count of 1 or more")
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise _misfit(f"{name} is {getattr(self, name)!r}; it is a count of 1 or more")
         if self.num_experts % self.num_groups:
             raise _misfit(
                 f"{self.num_experts} experts are not a multiple of their groups ({self.num_groups})"
@@ -152,8 +152,8 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         """Refuse numbers that do not fit one another."""
         for name in COUNTS:
-            if getattr(self, name) < 1:
-                raise _misfit(f"{name} is {getattr(self, name)}; it is a count of 1 or more")
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise _misfit(f"{name} is {getattr(self, name)!r}; it is a count of 1 or more")
         if self.num_attention_heads % self.num_key_value_heads:
             raise _misfit(
                 f"num_attention_heads ({self.num_attention_heads}) is not a multiple of its "

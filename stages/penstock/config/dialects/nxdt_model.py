@@ -208,7 +208,6 @@ def settle_model(draft: Draft) -> None:
     draft.put(f"{FOUNDATION}.vocab_size", -(-size // unit) * unit)
     if draft.value(f"{FOUNDATION}.num_local_experts"):
         draft.put(f"{FOUNDATION}.model_type", "mixtral")
-        draft.put(f"{FOUNDATION}.architectures", ["MixtralForCausalLM"])
     key = "model.make_vocab_size_divisible_by"
     why = f"a vocabulary of {size}, which is the tokenizer's to say, in whole {unit}"
     draft.say(key, "approximated" if key in draft.written else "assumed", why)

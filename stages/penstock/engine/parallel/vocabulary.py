@@ -7,7 +7,7 @@ that are here.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -38,9 +38,16 @@ from penstock_kernels.cross_entropy import Divided, Tally
 Logits = Literal["divided", "gathered"]
 """Whether the loss is computed from each rank's own logits, or from those of all ranks on each."""
 
-SumOfLosses = Callable[[torch.Tensor, nn.Module, torch.Tensor], torch.Tensor]
-"""Final hidden states, the head and labels [T] to the summed cross-entropy, the same on all ranks
-of the group. Hidden states are [T, D], or where the residual stream is split a share of them."""
+
+class SumOfLosses(Protocol):
+    """Final hidden states, the head and labels [T] to `scale` times the summed cross-entropy, the
+    same on all ranks of the group. Hidden states are [T, D], or where the residual stream is split
+    a share of them."""
+
+    def __call__(
+        self, hidden: torch.Tensor, head: nn.Module, labels_T: torch.Tensor, /, *, scale: float = 1
+    ) -> torch.Tensor: ...
+
 
 LogProbsOf = Callable[[torch.Tensor, nn.Module, torch.Tensor], torch.Tensor]
 """Final hidden states, the head and labels [T] to the labels' log-probabilities [T], the same on
@@ -98,8 +105,11 @@ class Vocabulary:
     def sum_of_losses(self, loss: Loss = CROSS_ENTROPY) -> SumOfLosses:
         """`losses.cross_entropy.sum_cross_entropy` for such a model."""
 
-        def summed(hidden: torch.Tensor, head: nn.Module, labels_T: torch.Tensor) -> torch.Tensor:
-            return sum_cross_entropy(*self._seen(hidden, head, loss), labels_T, self._loss(loss))
+        def summed(
+            hidden: torch.Tensor, head: nn.Module, labels_T: torch.Tensor, /, *, scale: float = 1
+        ) -> torch.Tensor:
+            seen = self._seen(hidden, head, loss)
+            return sum_cross_entropy(*seen, labels_T, self._loss(loss), scale=scale)
 
         return summed if self._group else partial(sum_cross_entropy, loss=loss)
 

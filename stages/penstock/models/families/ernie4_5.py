@@ -31,4 +31,4 @@ def read(hf: HfConfig) -> DecoderConfig:
     )
 
 
-ERNIE4_5 = Family("ernie4_5", read, ROLES)
+ERNIE4_5 = Family("ernie4_5", "Ernie4_5ForCausalLM", read, ROLES)

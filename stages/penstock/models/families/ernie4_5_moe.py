@@ -62,4 +62,4 @@ def _experts(hf: HfConfig) -> ExpertsConfig | None:
     )
 
 
-ERNIE4_5_MOE = Family("ernie4_5_moe", read, ROLES)
+ERNIE4_5_MOE = Family("ernie4_5_moe", "Ernie4_5_MoeForCausalLM", read, ROLES)

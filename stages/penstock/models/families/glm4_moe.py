@@ -43,4 +43,4 @@ def _experts(hf: HfConfig) -> ExpertsConfig | None:
     )
 
 
-GLM4_MOE = Family("glm4_moe", read, ROLES)
+GLM4_MOE = Family("glm4_moe", "Glm4MoeForCausalLM", read, ROLES)

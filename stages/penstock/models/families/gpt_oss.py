@@ -65,4 +65,4 @@ def read(hf: HfConfig) -> DecoderConfig:
     )
 
 
-GPT_OSS = Family("gpt_oss", read, ROLES, lora_targets=LORA_TARGETS)
+GPT_OSS = Family("gpt_oss", "GptOssForCausalLM", read, ROLES, lora_targets=LORA_TARGETS)

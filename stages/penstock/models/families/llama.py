@@ -15,4 +15,4 @@ def read(hf: HfConfig) -> DecoderConfig:
     return decoder_config(hf, qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias)
 
 
-LLAMA = Family("llama", read, ROLES)
+LLAMA = Family("llama", "LlamaForCausalLM", read, ROLES)

@@ -41,4 +41,4 @@ def read(hf: HfConfig) -> DecoderConfig:
     )
 
 
-MIXTRAL = Family("mixtral", read, ROLES)
+MIXTRAL = Family("mixtral", "MixtralForCausalLM", read, ROLES)

@@ -13,4 +13,4 @@ def read(hf: HfConfig) -> DecoderConfig:
     return decoder_config(hf, qkv_bias=True, **sliding_from_a_layer_on(hf))
 
 
-QWEN2 = Family("qwen2", read, ROLES)
+QWEN2 = Family("qwen2", "Qwen2ForCausalLM", read, ROLES)

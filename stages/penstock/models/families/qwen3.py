@@ -21,4 +21,4 @@ def read(hf: HfConfig) -> DecoderConfig:
     )
 
 
-QWEN3 = Family("qwen3", read, ROLES)
+QWEN3 = Family("qwen3", "Qwen3ForCausalLM", read, ROLES)

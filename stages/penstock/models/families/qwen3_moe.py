@@ -49,4 +49,4 @@ def _experts(hf: HfConfig) -> ExpertsConfig | None:
     )
 
 
-QWEN3_MOE = Family("qwen3_moe", read, ROLES)
+QWEN3_MOE = Family("qwen3_moe", "Qwen3MoeForCausalLM", read, ROLES)

@@ -15,6 +15,7 @@ from penstock.engine.hf_config import read_hf_config
 from penstock.engine.hf_tokenizer import TokenizerFiles
 from penstock.engine.ranks import Ranks, join, leave
 from penstock.engine.substrate import Substrate, substrate_of
+from penstock.models.foundation import check_foundation, laid_over
 from penstock.server.job import ServerJob
 from penstock.server.protocol.channel import Channel
 from penstock.server.protocol.commands import Beat, FromWorkers, Ready, ToWorkers
@@ -115,7 +116,9 @@ def served_by(config: ServerConfig, tokenizer: str, substrate: Substrate) -> Ser
 def _operations(job: ServerJob, ranks: Ranks) -> Operations:
     config = job.config
     run = run_of(config)
-    hf_config = read_hf_config(job.config_path, run.model.foundation)
+    base = read_hf_config(job.config_path, {})
+    check_foundation(base, run.model.foundation, loads_weights=bool(run.model.model_path))
+    hf_config = laid_over(base, run.model.foundation)
 
     def notify(line: str) -> None:
         if ranks.leads:

@@ -1,0 +1,262 @@
+"""Entries that a run lays over its model's config.json, and which of them change the model.
+
+An entry that nothing reads would be accepted and ignored, and another model than the one asked for
+would train. So each must matter: with another value the model would be another one, or none.
+
+No torch here: entries are judged before anything heavy is imported.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from difflib import get_close_matches
+from typing import Any
+
+from penstock.core.errors import CapabilityError, ConfigError
+from penstock.models.hf_config import FULL, ROPE_KEYS, SLIDING, HfConfig
+from penstock.models.registry import FAMILIES, family_of
+from penstock.models.shape import DecoderConfig
+
+ROPE = "rope_parameters"
+BEFORE_ROPE_PARAMETERS = ("rope_theta", "partial_rotary_factor")
+"""Numbers that were entries of their own, beside `rope_scaling`, before transformers 5."""
+
+ALIASES = (
+    ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    ("num_experts_per_tok", "moe_k"),
+)
+"""Names of one number, of which a config.json has one; transformers takes several of a model."""
+
+SPECIAL_TOKENS = "the tokenizer and generation_config.json say which tokens are special"
+NO_EFFECT: Mapping[str, str] = {
+    "architectures": "it follows from model_type",
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), SPECIAL_TOKENS),
+    **dict.fromkeys(("dtype", "torch_dtype"), "write train.precision, or export.dtype"),
+    "use_cache": "training has no cache, and sampling always one",
+    "transformers_version": "it says what wrote the file",
+}
+"""Entries of config.json that are no property of the model, and why or what to write instead."""
+
+Path = tuple[str, ...]
+
+
+def laid_over(base: HfConfig, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json `base` with these entries in place of its own.
+
+    Tables are merged. Entries of rotary embedding may be written as transformers 5 has them, in
+    `rope_parameters`, or as before, `rope_theta` and `partial_rotary_factor` beside `rope_scaling`;
+    they go where `base` has its own, so that the result says each number once. So do other names of
+    one number. `architectures` follows another `model_type`.
+
+    Raises:
+        ConfigError: the two spellings of rotary embedding say different things, or there are more
+            layers than the file has types for.
+    """
+    merged: dict[str, Any] = deepcopy(dict(base))
+    _lay_over(merged, {n: v for n, v in entries.items() if n not in _ROPE_ENTRIES}, base)
+    if any(name in entries for name in _ROPE_ENTRIES):
+        _set_rope(merged, entries)
+    if merged.get("layer_types") and "layer_types" not in entries:
+        merged["layer_types"] = _types_of(merged["layer_types"], merged["num_hidden_layers"])
+    model_type = merged.get("model_type")
+    is_other = model_type != base.get("model_type") and "architectures" not in entries
+    if is_other and model_type in FAMILIES:
+        merged["architectures"] = [FAMILIES[model_type].architecture]
+    return merged
+
+
+def check_foundation(
+    base: HfConfig, entries: Mapping[str, Any], *, loads_weights: bool = False
+) -> None:
+    """Raise ConfigError for entries (`model.foundation`) that would change nothing, all at once.
+
+    With `loads_weights` nothing starts at random. Raises CapabilityError for a model that is not
+    computed.
+    """
+    family = family_of(laid_over(base, entries))
+    read = _Recorded(laid_over(base, entries))
+    family.read(read)
+    faults: list[str] = []
+    for path, value in _leaves(entries):
+        name = ".".join(path)
+        if path[0] in NO_EFFECT:
+            faults.append(f"{name}: {value!r} has no effect: {NO_EFFECT[path[0]]}")
+        elif loads_weights and path == ("initializer_range",):
+            faults.append(f"{name}: {value!r} has no effect: all weights are loaded")
+        elif not _matters(base, entries, path, value):
+            faults.append(f"{name}: {value!r} has no effect: {_why(path, read.names, family)}")
+    if faults:
+        lines = "\n  ".join(f"model.foundation.{fault}" for fault in faults)
+        raise ConfigError(
+            f"{lines}\nLeave out what has no effect; what differs from config.json must change the "
+            "model."
+        )
+
+
+_ROPE_ENTRIES = (ROPE, "rope_scaling", *BEFORE_ROPE_PARAMETERS)
+
+
+def _lay_over(merged: dict[str, Any], entries: Mapping[str, Any], base: HfConfig) -> None:
+    for name, value in entries.items():
+        called = _called(name, base)
+        below = merged.get(called)
+        if isinstance(value, Mapping) and isinstance(below, Mapping):
+            inner = dict(below)
+            _lay_over(inner, value, below)
+            merged[called] = inner
+        else:
+            merged[called] = deepcopy(value)
+
+
+def _types_of(types: Sequence[str], num_layers: int) -> list[str]:
+    """Those of a model with another number of layers."""
+    if len(types) < num_layers and len(set(types)) > 1:
+        raise ConfigError(
+            f"model.foundation.num_hidden_layers is {num_layers}, and config.json has layer_types "
+            f"for {len(types)} layers, of several kinds.\n"
+            f"  Write model.foundation.layer_types as well, {num_layers} of them."
+        )
+    return [*types, *types[-1:] * (num_layers - len(types))][:num_layers]
+
+
+def _called(name: str, base: HfConfig) -> str:
+    """What `base` calls an entry that has several names."""
+    if name in base:
+        return name
+    same = next((names for names in ALIASES if name in names), ())
+    return next((other for other in same if other in base), name)
+
+
+def _set_rope(merged: dict[str, Any], entries: Mapping[str, Any]) -> None:
+    """Change rotary embedding's parameters where the file has them."""
+    wanted = _wanted_rope(entries)
+    in_one = isinstance(merged.get(ROPE), Mapping) or (
+        ROPE in entries and not any(name in merged for name in _ROPE_ENTRIES)
+    )
+    # As transformers reads a file that has both.
+    there = dict(merged.get("rope_scaling") or merged.get(ROPE) or {})
+    kind = there.pop("type", "default")
+    there.setdefault("rope_type", kind)
+    for name in BEFORE_ROPE_PARAMETERS:
+        if merged.get(name) is not None:
+            there.setdefault(name, merged[name])
+    if wanted.get("rope_type", there["rope_type"]) != there["rope_type"]:
+        # What the other kind was scaled by means nothing to this one.
+        there = {name: there[name] for name in BEFORE_ROPE_PARAMETERS if name in there}
+    found = {**there, **wanted}
+    for name in _ROPE_ENTRIES:
+        merged.pop(name, None)
+    if in_one:
+        merged[ROPE] = found
+        return
+    for name in BEFORE_ROPE_PARAMETERS:
+        if name in found:
+            merged[name] = found.pop(name)
+    merged["rope_scaling"] = None if found.get("rope_type", "default") == "default" else found
+
+
+def _wanted_rope(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """What the entries say of rotary embedding, whichever way they say it."""
+    wanted: dict[str, Any] = {}
+    for table in (ROPE, "rope_scaling"):
+        if table not in entries:
+            continue
+        # Null is no scaling.
+        said = dict(entries[table] or {"rope_type": "default"})
+        if "type" in said:
+            said.setdefault("rope_type", said.pop("type"))
+        _agree(wanted, said, table)
+    numbers = {name: entries[name] for name in BEFORE_ROPE_PARAMETERS if name in entries}
+    _agree(wanted, numbers, "another entry")
+    return wanted
+
+
+def _agree(wanted: dict[str, Any], said: Mapping[str, Any], where: str) -> None:
+    for name, value in said.items():
+        if name in wanted and wanted[name] != value:
+            raise ConfigError(
+                f"model.foundation says {name} twice: {wanted[name]!r} in {ROPE}, and {value!r} in "
+                f"{where}.\n  Write it once, in {ROPE}."
+            )
+        wanted[name] = value
+
+
+def _leaves(entries: Mapping[str, Any], above: Path = ()) -> Iterator[tuple[Path, Any]]:
+    for name, value in entries.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, (*above, name))
+        else:
+            yield (*above, name), value
+
+
+def _matters(base: HfConfig, entries: Mapping[str, Any], path: Path, value: Any) -> bool:
+    """Whether any other value would make another model, or none."""
+    own = _model_of(base, entries)
+    return any(
+        _model_of(base, _with(entries, path, other)) != own for other in _other_values(value)
+    )
+
+
+def _model_of(base: HfConfig, entries: Mapping[str, Any]) -> DecoderConfig | None:
+    """What the entries make of the model; None if nothing that can be computed."""
+    try:
+        merged = laid_over(base, entries)
+        return _as_computed(family_of(merged).read(merged))
+    except (ConfigError, CapabilityError, TypeError, ValueError, KeyError):
+        return None
+
+
+def _as_computed(config: DecoderConfig) -> DecoderConfig:
+    """The same without the numbers that nothing is computed with."""
+    experts = config.experts
+    has_network = experts is None or len(experts.layers) < config.num_hidden_layers
+    return config if has_network else replace(config, intermediate_size=1)
+
+
+def _other_values(value: Any) -> Iterator[Any]:
+    if isinstance(value, bool):
+        yield not value
+    elif isinstance(value, int):
+        yield from (value + 1, value * 2, value // 2, 1, 0)
+    elif isinstance(value, float):
+        yield from (value + 1, value * 2, value / 2, 1.0)
+    elif isinstance(value, str):
+        yield from ("gelu", "silu", f"{value}?")
+    elif isinstance(value, list | tuple):
+        swapped = {FULL: SLIDING, SLIDING: FULL}
+        yield from ([swapped.get(one, one) for one in value], list(value)[::-1], value[:-1], [0])
+    else:
+        yield from (1, True, 0.5, "gelu", [1])
+
+
+def _with(entries: Mapping[str, Any], path: Path, value: Any) -> dict[str, Any]:
+    changed = dict(entries)
+    changed[path[0]] = value if len(path) == 1 else _with(entries[path[0]], path[1:], value)
+    return changed
+
+
+def _why(path: Path, read: set[str], family: Any) -> str:
+    """Why an entry changes nothing."""
+    known = ROPE_KEYS if len(path) > 1 and path[0] in _ROPE_ENTRIES else read
+    name = path[-1]
+    if name in known:
+        return "with the other entries as they are it decides nothing"
+    near = get_close_matches(name, sorted(known), n=1)
+    meant = f"; did you mean {near[0]}?" if near else ""
+    return f"models of the type {family.model_type} have no such entry{meant}"
+
+
+class _Recorded(dict[str, Any]):
+    """A config.json that knows which of its entries were asked for."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self.names: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.names.add(name)
+        return super().get(name, default)
+
+    def __getitem__(self, name: str) -> Any:
+        self.names.add(name)
+        return super().__getitem__(name)

@@ -1,0 +1,192 @@
+"""`model.foundation`: entries laid over config.json change the model, or are refused."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from penstock.core.errors import CapabilityError, ConfigError
+from penstock.models.decoder import Decoder
+from penstock.models.foundation import NO_EFFECT, check_foundation, laid_over
+from penstock.models.initialise import generator_for, initialise
+from penstock.models.registry import FAMILIES, family_of
+from penstock_kernels.attention import Segments
+from tests.models.twins import LLAMA3_ROPE, SIZES, SPARSE
+
+TOKENS = 24
+
+BASES: dict[str, dict[str, Any]] = {
+    name: {**SIZES, **SPARSE.get(name, {}), "num_hidden_layers": 2} for name in FAMILIES
+}
+
+OTHER: dict[str, Any] = {
+    "hidden_act": "gelu",
+    "hidden_size": 60,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 3,
+    "num_hidden_layers": 1,
+    "swiglu_limit": 1e-3,
+    "sliding_window": 3,
+    "rope_parameters": LLAMA3_ROPE,
+    "rms_norm_eps": 0.5,
+    "layer_types": ["sliding_attention", "sliding_attention"],
+    "n_group": 2,
+    "initializer_range": 0.05,
+    "mlp_only_layers": [0],
+    "moe_layer_interval": 3,
+    "moe_layer_end_index": 0,
+    "head_dim": 24,
+}
+"""Other values, where one more, or the opposite, would not do or would not show."""
+
+ELSEWHERE = {
+    "max_position_embeddings": "samples that are drawn during training end there",
+    "router_aux_loss_coef": "the load-balancing loss is multiplied by it",
+    "output_router_logits": "decides whether there is a load-balancing loss",
+}
+"""Entries that change something other than logits."""
+
+
+def other_than(name: str, value: Any) -> Any:
+    if name in OTHER:
+        return OTHER[name]
+    if isinstance(value, bool):
+        return not value
+    return value + 1 if isinstance(value, int | float) else f"{value}?"
+
+
+def logits(config: dict[str, Any]) -> torch.Tensor:
+    """Of a model whose start is far from what models start with, so that everything in it shows."""
+    decoder = family_of(config).read(config)
+    names = family_of(config).weight_map(decoder)
+    model = Decoder(decoder)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parts = [initialise(n, names.hf_shapes()[n], 0, decoder) for n in names.hf_names(name)]
+            start = torch.cat([p.flatten() for p in parts]).view_as(parameter)
+            noise = torch.randn(parameter.shape, generator=generator_for(name, 1))
+            parameter.copy_(start * 5 + noise * 0.3)
+    ids, at = torch.arange(TOKENS) % 7 * 11, torch.arange(TOKENS)
+    return model(ids, at, Segments.of([TOKENS], "cpu"))
+
+
+def changes(base: dict[str, Any], name: str, value: Any) -> bool:
+    """Whether the model is another one."""
+    changed = laid_over(base, {name: value})
+    if name in ELSEWHERE:
+        return family_of(base).read(base) != family_of(changed).read(changed)
+    own, other = logits(base), logits(changed)
+    return own.shape != other.shape or not torch.equal(own, other)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_entry_changes_the_model_or_is_refused(model_type: str) -> None:
+    torch.manual_seed(0)
+    base = transformers.AutoConfig.for_model(model_type, **BASES[model_type]).to_dict()
+    accepted, refused = set[str](), list[tuple[str, str]]()
+    for name, value in base.items():
+        if name == "model_type":
+            continue
+        other = other_than(name, value)
+        try:
+            check_foundation(base, {name: other})
+        except (ConfigError, CapabilityError) as refusal:
+            refused.append((name, str(refusal)))
+            continue
+        assert changes(base, name, other), f"{name}: {other!r} is accepted, and nothing changes"
+        accepted.add(name)
+    assert all(name in says or "the model" in says for name, says in refused)
+    never = {"vocab_size", "hidden_size", "num_hidden_layers", "rms_norm_eps", "initializer_range"}
+    assert never | {"rope_parameters", "tie_word_embeddings", "max_position_embeddings"} <= accepted
+
+
+THETA = [
+    {"rope_theta": 123.0},
+    {"rope_parameters": {"rope_theta": 123.0}},
+    {"rope_scaling": {"rope_theta": 123.0}},
+]
+STYLES = {
+    "transformers 5": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "before": {"rope_theta": 1e4, "rope_scaling": None},
+    "neither": {},
+}
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("entries", THETA, ids=lambda entries: next(iter(entries)))
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "ernie4_5"])
+def test_either_spelling_of_rotary_embedding_sets_it_in_either_style_of_file(
+    model_type: str, entries: dict[str, Any], style: str
+) -> None:
+    base = {"model_type": model_type, **SIZES, **SPARSE.get(model_type, {}), **STYLES[style]}
+    merged = laid_over(base, entries)
+    check_foundation(base, entries)
+    assert family_of(merged).read(merged).rope_parameters["rope_theta"] == 123.0
+    # What is exported says it once, and transformers reads the same.
+    theirs = transformers.AutoConfig.for_model(**merged)
+    assert theirs.rope_parameters["rope_theta"] == 123.0
+    assert str(merged).count("rope_theta") == 1
+
+
+def test_a_scaled_embedding_can_be_changed_in_part_or_replaced() -> None:
+    base = {"model_type": "llama", **SIZES, "rope_parameters": LLAMA3_ROPE}
+    wider = laid_over(base, {"rope_scaling": {"factor": 16.0}})["rope_parameters"]
+    assert wider == {**LLAMA3_ROPE, "factor": 16.0}
+    entries = {"rope_scaling": {"type": "linear", "factor": 2.0}}
+    assert laid_over(base, entries)["rope_parameters"] == {
+        "rope_type": "linear",
+        "rope_theta": 500_000.0,
+        "factor": 2.0,
+    }
+    plain = laid_over(base, {"rope_scaling": None})["rope_parameters"]
+    assert plain == {"rope_type": "default", "rope_theta": 500_000.0}
+
+
+@pytest.mark.parametrize(
+    ("entries", "says"),
+    [
+        ({"rope_thetta": 1.0}, "did you mean rope_theta?"),
+        ({"rope_parameters": {"beta_fast": 3.0}}, "rope_parameters.beta_fast: 3.0 has no effect"),
+        ({"num_local_experts": 4}, "models of the type llama have no such entry"),
+        ({"rope_theta": 1.0, "rope_parameters": {"rope_theta": 2.0}}, "says rope_theta twice"),
+        ({"use_cache": False}, "training has no cache"),
+        ({"hidden_size": 96, "sliding_window": 4}, "foundation.sliding_window: 4 has no effect"),
+    ],
+)
+def test_an_entry_without_effect_is_an_error_that_names_it(
+    entries: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match="model.foundation") as refusal:
+        check_foundation({"model_type": "llama", **SIZES}, entries)
+    assert says in str(refusal.value)
+
+
+def test_the_width_of_the_start_is_refused_where_weights_are_loaded() -> None:
+    base = {"model_type": "llama", **SIZES}
+    check_foundation(base, {"initializer_range": 0.5})
+    with pytest.raises(ConfigError, match="initializer_range: 0[.]5 has no effect: all weights are"):
+        check_foundation(base, {"initializer_range": 0.5}, loads_weights=True)
+
+
+def test_other_names_of_one_number_change_the_one_that_the_file_has() -> None:
+    base = {"model_type": "qwen3_moe", **SIZES, **SPARSE["qwen3_moe"]}
+    merged = laid_over(base, {"num_local_experts": 4})
+    assert (merged["num_experts"], "num_local_experts" in merged) == (4, False)
+
+
+def test_what_follows_from_other_entries_follows_them() -> None:
+    base = {"model_type": "gpt_oss", **SIZES, **SPARSE["gpt_oss"]}
+    base |= {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+    assert laid_over(base, {"num_hidden_layers": 2})["layer_types"] == base["layer_types"][:2]
+    with pytest.raises(ConfigError, match="layer_types for 3 layers"):
+        laid_over(base, {"num_hidden_layers": 4})
+    other = laid_over({**base, "architectures": ["GptOss"]}, {"model_type": "mixtral"})
+    assert other["architectures"] == ["MixtralForCausalLM"]
+    assert all(hasattr(transformers, family.architecture) for family in FAMILIES.values())
+
+
+@pytest.mark.parametrize("name", NO_EFFECT)
+def test_entries_that_are_no_property_of_a_model_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"model\.foundation\.{name}: 5 has no effect"):
+        check_foundation({"model_type": "llama", **SIZES}, {name: 5})
