@@ -157,7 +157,7 @@ def test_a_scaled_embedding_can_be_changed_in_part_or_replaced() -> None:
 def test_an_entry_without_effect_is_an_error_that_names_it(
     entries: dict[str, Any], says: str
 ) -> None:
-    with pytest.raises(ConfigError, match="model.foundation") as refusal:
+    with pytest.raises(ConfigError, match=r"model\.foundation") as refusal:
         check_foundation({"model_type": "llama", **SIZES}, entries)
     assert says in str(refusal.value)
 
@@ -165,7 +165,7 @@ def test_an_entry_without_effect_is_an_error_that_names_it(
 def test_the_width_of_the_start_is_refused_where_weights_are_loaded() -> None:
     base = {"model_type": "llama", **SIZES}
     check_foundation(base, {"initializer_range": 0.5})
-    with pytest.raises(ConfigError, match="initializer_range: 0[.]5 has no effect: all weights are"):
+    with pytest.raises(ConfigError, match="all weights are loaded"):
         check_foundation(base, {"initializer_range": 0.5}, loads_weights=True)
 
 
@@ -188,5 +188,5 @@ def test_what_follows_from_other_entries_follows_them() -> None:
 
 @pytest.mark.parametrize("name", NO_EFFECT)
 def test_entries_that_are_no_property_of_a_model_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"model\.foundation\.{name}: 5 has no effect"):
+    with pytest.raises(ConfigError, match=rf"foundation\.{name}: 5 has no effect"):
         check_foundation({"model_type": "llama", **SIZES}, {name: 5})

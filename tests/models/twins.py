@@ -45,6 +45,19 @@ FAMILIES = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
     },
 }
+# What Megatron's models are made of: norms, positions, activations and biases of either kind.
+FAST = {"rope_type": "default", "rope_theta": 100.0}
+SHARE = {**FAST, "partial_rotary_factor": 0.5}
+FAMILIES |= {
+    "arcee": {"hidden_act": "gelu", "rope_parameters": FAST},
+    "arcee-biased": {"attention_bias": True, "mlp_bias": True, "rope_parameters": FAST},
+    "jais2": {"hidden_act": "gelu", "rope_parameters": FAST},
+    "jais2-unbiased": {"attention_bias": False, "mlp_bias": False, "rope_parameters": FAST},
+    "nemotron": {"head_dim": 16, "hidden_act": "gelu", "rope_parameters": SHARE},
+    "nemotron-biased": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 6},
+    "stablelm": {"rope_parameters": SHARE},
+    "stablelm-biased": {"use_qkv_bias": True},
+}
 SPARSE = {
     "qwen3_moe": {
         "head_dim": 16,

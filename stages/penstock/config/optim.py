@@ -57,11 +57,15 @@ class OptimConfig(Section):
     """More about the schedule."""
 
     layerwise_lr_decay_bound: float = Field(default=1.0, gt=0, le=1)
-    """Learning rate of the embedding as a share of `lr`; layers' rise in even steps from there to
-    that of the final norm and the head, which is `lr`."""
+    """Learning rate of the embedding as a share b of `lr`. Layer i of n, from 0, has the share
+    b + i/(n+2) (1-b), so that layer 0 learns like the embedding; the final norm and the head learn
+    at `lr`. As in ERNIEKit."""
 
     weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay."""
+    """Weight decay. `adamw`, `anyprecision_adamw` and `muon` decouple it: weights shrink by
+    lr x decay of themselves. `sgd` adds decay x weight to the gradient (L2), and so do optimizers
+    by their full names, such as `torch.optim.RAdam`, unless PyTorch documents otherwise (`AdamW`;
+    `decoupled_weight_decay: true` in `optimizer_kwargs` of `NAdam` and `RAdam`)."""
 
     no_decay_modules: list[str] = Field(default_factory=list[str])
     """Parameters of modules whose name contains one of these are not decayed, for example

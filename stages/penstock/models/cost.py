@@ -151,7 +151,7 @@ def _parameters(config: DecoderConfig, part: Part) -> int:
         if experts := config.experts_of(layer):
             features = experts.experts_per_token * experts.width + experts.shared_width
             choices = experts.num_experts
-        networks += width * (3 * features + choices)
+        networks += width * ((3 if config.gated else 2) * features + choices)
     return networks
 
 

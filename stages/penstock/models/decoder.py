@@ -17,7 +17,7 @@ from penstock.models.layers.block import Block
 from penstock.models.layers.dropout import NOTHING, Dropping
 from penstock.models.layers.experts import ExpertOperations, operations_of
 from penstock.models.layers.mixture import MixtureOfExperts
-from penstock.models.layers.norm import RMSNorm
+from penstock.models.layers.norm import norm_of
 from penstock.models.layers.operations import BEST_OPERATIONS, Operations
 from penstock.models.layers.rotary import Rotary
 from penstock.models.layers.router import Precision, Router
@@ -84,11 +84,7 @@ class Trunk(nn.Module):
                 for number in part.layers
             }
         )
-        self.norm = (
-            RMSNorm(config.hidden_size, config.rms_norm_eps, operations=operations)
-            if part.ends
-            else None
-        )
+        self.norm = norm_of(config, operations) if part.ends else None
 
 
 class Decoder(nn.Module):

@@ -3,7 +3,7 @@
 No torch here: whether a layout fits a model is judged before anything heavy is imported.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from penstock.core.errors import CapabilityError, ConfigError
@@ -61,24 +61,31 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 """What `hidden_act` calls the activations; experts are computed with the first alone."""
+UNGATED: Mapping[str, Activation] = {**ACTIVATIONS, "relu": "relu", "relu2": "relu2"}
+"""Those of networks without a gate."""
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """What `layer_types` calls attention over whole documents, and over the last tokens alone."""
 
 
-def decoder_config(hf: HfConfig, *, faults: Iterable[str] = (), **specific: Any) -> DecoderConfig:
+def decoder_config(
+    hf: HfConfig, *, faults: Iterable[str] = (), hidden_act: str = "silu", **specific: Any
+) -> DecoderConfig:
     """The DecoderConfig of a config.json; `specific` is what the family alone knows, and goes
-    before what the file says. `faults` are what the family finds that is not computed.
+    before what the file says. `faults` are what the family finds that is not computed, and
+    `hidden_act` is the family's activation where the file names none.
 
     Raises:
         ConfigError: a needed number is missing.
         CapabilityError: it asks for something that the decoder does not compute.
     """
+    activations = ACTIVATIONS if specific.get("gated", True) else UNGATED
+    written = given(hf, "hidden_act", hidden_act)
+    computed = SILU if specific.get("experts") else tuple(activations)
+    if written not in computed:
+        faults = (*faults, f"hidden_act is {written!r}; {', '.join(computed)} are computed")
     refuse_what_is_not_computed(
-        hf,
-        faults,
-        windows="computed" if "sliding_layers" in specific else "refused",
-        activations=SILU if specific.get("experts") else tuple(ACTIVATIONS),
+        hf, faults, windows="computed" if "sliding_layers" in specific else "refused"
     )
     heads = required(hf, "num_attention_heads")
     hidden = required(hf, "hidden_size")
@@ -94,7 +101,7 @@ def decoder_config(hf: HfConfig, *, faults: Iterable[str] = (), **specific: Any)
         "max_position_embeddings": required(hf, "max_position_embeddings"),
         "tie_word_embeddings": bool(given(hf, "tie_word_embeddings", False)),
         "initializer_range": given(hf, "initializer_range", 0.02),
-        "activation": ACTIVATIONS[given(hf, "hidden_act", "silu")],
+        "activation": activations[written],
     }
     if "rope_parameters" not in specific:
         fields["rope_parameters"] = of_whole_heads(rope_parameters(hf))
@@ -211,21 +218,13 @@ def sliding_from_a_layer_on(hf: HfConfig) -> dict[str, Any]:
 
 
 def refuse_what_is_not_computed(
-    hf: HfConfig,
-    more: Iterable[str],
-    *,
-    windows: Literal["computed", "refused"],
-    activations: Sequence[str],
+    hf: HfConfig, more: Iterable[str], *, windows: Literal["computed", "refused"]
 ) -> None:
     """Raise CapabilityError for what no family here computes and for `more`, all of it at once.
 
-    `windows` are those that slide over a document, which not every family has; `activations`
-    those that the model's networks are computed with.
+    `windows` are those that slide over a document, which not every family has.
     """
     faults = list(more)
-    written = given(hf, "hidden_act", "silu")
-    if written not in activations:
-        faults.append(f"hidden_act is {written!r}; {', '.join(activations)} are computed")
     computed = (FULL, SLIDING) if windows == "computed" else (FULL,)
     if windows == "refused" and given(hf, "use_sliding_window", False):
         faults.append("use_sliding_window is true; attention over whole documents is computed")

@@ -21,14 +21,16 @@ def generator_for(name: str, seed: int) -> torch.Generator:
 def initialise(name: str, shape: Sequence[int], seed: int, config: DecoderConfig) -> torch.Tensor:
     """The start of the checkpoint tensor `name`, fp32 on the CPU.
 
-    Ones for norms, zeros for biases, else normal with deviation `initializer_range` (transformers'
-    `_init_weights`).
+    Ones for norms (zeros where 1 is added to them), zeros for biases, else normal with deviation
+    `initializer_range` (transformers' `_init_weights`).
     """
     *_, module, leaf = name.split(".")
     with torch.device("cpu"):
+        if leaf.endswith("bias") or (
+            (module.endswith("layernorm") or module == "norm") and (config.norm == "layer_1p")
+        ):
+            return torch.zeros(*shape, dtype=torch.float32)
         if module.endswith("norm"):
             return torch.ones(*shape, dtype=torch.float32)
-        if leaf.endswith("bias"):
-            return torch.zeros(*shape, dtype=torch.float32)
         start = torch.empty(*shape, dtype=torch.float32)
         return start.normal_(0.0, config.initializer_range, generator=generator_for(name, seed))

@@ -3,15 +3,19 @@
 from difflib import get_close_matches
 
 from penstock.core.errors import CapabilityError
+from penstock.models.families.arcee import ARCEE
 from penstock.models.families.ernie4_5 import ERNIE4_5
 from penstock.models.families.ernie4_5_moe import ERNIE4_5_MOE
 from penstock.models.families.glm4_moe import GLM4_MOE
 from penstock.models.families.gpt_oss import GPT_OSS
+from penstock.models.families.jais2 import JAIS2
 from penstock.models.families.llama import LLAMA
 from penstock.models.families.mixtral import MIXTRAL
+from penstock.models.families.nemotron import NEMOTRON
 from penstock.models.families.qwen2 import QWEN2
 from penstock.models.families.qwen3 import QWEN3
 from penstock.models.families.qwen3_moe import QWEN3_MOE
+from penstock.models.families.stablelm import STABLELM
 from penstock.models.family import Family
 from penstock.models.hf_config import HfConfig
 
@@ -27,6 +31,10 @@ FAMILIES = {
         ERNIE4_5_MOE,
         GLM4_MOE,
         GPT_OSS,
+        ARCEE,
+        JAIS2,
+        NEMOTRON,
+        STABLELM,
     )
 }
 

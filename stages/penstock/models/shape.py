@@ -24,7 +24,10 @@ that it is computed among others as alone."""
 
 Scoring = Literal["softmax", "sigmoid"]
 RotaryPairs = Literal["halves", "neighbours"]
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+"""`relu2` is the square of ReLU. Networks without a gate alone have the last two."""
+Norm = Literal["rms", "layer", "layer_1p"]
+"""RMSNorm; LayerNorm, with a bias; LayerNorm that multiplies by 1 + its weight."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,10 @@ class DecoderConfig:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
+    norm: Norm = "rms"
+    """Of the residual stream; queries and keys have RMSNorm."""
     rms_norm_eps: float = 1e-6
+    """What is added to the variance, or to the mean square, in either kind of norm."""
     max_position_embeddings: int = 2048
     rope_parameters: Mapping[str, Any] = field(
         default_factory=lambda: {"rope_type": "default", "rope_theta": 10_000.0}
@@ -136,8 +142,10 @@ class DecoderConfig:
     o_bias: bool = False
     """Whether the projection out of attention has a bias."""
     mlp_bias: bool = False
+    gated: bool = True
+    """Whether feed-forward networks are `down(act(gate(x)) * up(x))`, or else `down(act(up(x)))`."""
     activation: Activation = "silu"
-    """Of what gates a feed-forward network: GELU exactly, or by its tanh approximation."""
+    """Of a feed-forward network: GELU exactly, or by its tanh approximation."""
     qk_norm: bool = False
     """Whether queries and keys are normalised head by head."""
     attention_sinks: bool = False

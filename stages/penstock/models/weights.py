@@ -92,16 +92,21 @@ class WeightMap:
         yield _same(EMBEDDING_WEIGHT, table)
         for layer in range(config.num_hidden_layers):
             at = f"{LAYERS}{layer}"
-            yield _same(f"{at}.input_layernorm.weight", (config.hidden_size,))
+            yield from self._norm(f"{at}.input_layernorm")
             yield from self._attention(f"{at}.self_attn")
-            yield _same(f"{at}.post_attention_layernorm.weight", (config.hidden_size,))
+            yield from self._norm(f"{at}.post_attention_layernorm")
             if experts := config.experts_of(layer):
                 yield from self._mixture(at, experts)
             else:
                 yield from self._network(f"{at}.mlp", f"{at}.mlp", config.intermediate_size)
-        yield _same("model.norm.weight", (config.hidden_size,))
+        yield from self._norm("model.norm")
         if not config.tie_word_embeddings:
             yield _same(HEAD_WEIGHT, table)
+
+    def _norm(self, at: str) -> Iterator[tuple[str, _Native]]:
+        leaves = ("weight",) if self.config.norm == "rms" else ("weight", "bias")
+        for leaf in leaves:
+            yield _same(f"{at}.{leaf}", (self.config.hidden_size,))
 
     def _attention(self, at: str) -> Iterator[tuple[str, _Native]]:
         config = self.config
@@ -129,7 +134,7 @@ class WeightMap:
 
     def _network(self, at: str, stored: str, inner: int) -> Iterator[tuple[str, _Native]]:
         width, bias = self.config.hidden_size, self.config.mlp_bias
-        for part in ("gate_proj", "up_proj"):
+        for part in ("gate_proj", "up_proj") if self.config.gated else ("up_proj",):
             yield from _linear(f"{at}.{part}", f"{stored}.{part}", (inner, width), bias)
         yield from _linear(f"{at}.down_proj", f"{stored}.down_proj", (width, inner), bias)
 

@@ -42,8 +42,9 @@ def alike(_: str) -> float:
 
 
 def by_depth(bound: float, num_layers: int) -> RateOf:
-    """The learning rate by depth: `bound` of it for the embedding, all of it for the final norm and
-    the head, and even steps between: b + d/(n+2) (1-b), with d the layer's number in n layers."""
+    """Shares of the learning rate by depth: b + d/(n+2) (1-b), b the `bound`, n the number of
+    layers. d is 0 for the embedding, i for layer i, from 0, and n+2 for the final norm and the
+    head. The formula is ERNIEKit's, in which layer 0 learns like the embedding."""
 
     def rate_of(name: str) -> float:
         depth = 0 if "embed_tokens" in name else num_layers + 2

@@ -34,10 +34,14 @@ STYLES: Mapping[str, str] = {
     "NoamHoldAnnealing": "noam_hold",
     "PolynomialDecayAnnealing": "polynomial",
     "PolynomialHoldDecayAnnealing": "polynomial",
+    "StepLR": "step",
+    "ExponentialLR": "exponential",
 }
-"""NeMo's schedules to ours. All but the first, and a cosine with a tail, warm up as `plus_one`."""
+"""NeMo's schedules to ours. All but the first, a cosine with a tail and the last two warm up as
+`plus_one`."""
 
-BY_EPOCHS = ("StepLR", "ExponentialLR")
+PYTORCHS = ("StepLR", "ExponentialLR")
+"""PyTorch's own, which have no warmup and no least rate. NeMo steps them with the optimizer."""
 
 OF_STYLE: Mapping[str, tuple[str, ...]] = {
     "hold_steps": ("WarmupHoldPolicy", "NoamHoldAnnealing", "PolynomialHoldDecayAnnealing"),
@@ -45,6 +49,8 @@ OF_STYLE: Mapping[str, tuple[str, ...]] = {
     "power": ("PolynomialDecayAnnealing", "PolynomialHoldDecayAnnealing"),
     "d_model": ("NoamAnnealing",),
     "decay_rate": ("NoamHoldAnnealing",),
+    "step_size": ("StepLR",),
+    "gamma": PYTORCHS,
 }
 """Arguments of schedules, with those that read them; they have these names here too."""
 
@@ -90,16 +96,14 @@ def _decay_of_norms(entry: Entry) -> None:
 
 def _schedule(entry: Entry) -> None:
     name = entry.value
-    if name in BY_EPOCHS:
-        entry.refuse(
-            f"{name} falls by epochs there, and by steps here; take another, or write"
-            " train.lr_decay_style and lr_schedule_kwargs.step_size in a native file"
-        )
-        return
     if name not in STYLES:
-        entry.refuse(f"it takes {', '.join((*STYLES, *BY_EPOCHS))}")
+        entry.refuse(f"it takes {', '.join(STYLES)}")
         return
     entry.put("train.lr_decay_style", STYLES[name])
+    if name in PYTORCHS:
+        entry.put("train.lr_min", 0.0)
+        entry.explain("steps are the optimizer's, as NeMo steps its schedules")
+        return
     if name == FALLS_TO_ZERO:
         entry.put("train.lr_min", 0.0)
     starts_at_zero = name in (FALLS_TO_ZERO, "NoamAnnealing") or (
@@ -120,8 +124,8 @@ def _warmup_ratio(entry: Entry) -> None:
 
 def _least_rate(entry: Entry) -> None:
     name = entry.get(f"{SCHEDULE}.name")
-    if name == FALLS_TO_ZERO:
-        entry.no_effect(f"{name} falls to 0")
+    if name in (FALLS_TO_ZERO, *PYTORCHS):
+        entry.no_effect(f"{name} falls towards 0")
         return
     value = 1e-5 if entry.is_assumed and name == "SquareAnnealing" else entry.value
     entry.line.value = value
@@ -235,7 +239,12 @@ def _of_manual(*names: str) -> Rule:
 
 
 def settle_states(draft: Draft) -> None:
-    """AdamW keeps its states as weights are kept, unless its name says float32."""
+    """AdamW keeps its states as weights are kept, unless its name says float32; and PyTorch's own
+    schedules have no warmup."""
+    schedule = draft.get(f"{SCHEDULE}.name")
+    if schedule in PYTORCHS:
+        for setting in ("lr_warmup_steps", "lr_warmup_ratio"):
+            draft.drop(f"train.{setting}", f"{schedule} has no warmup")
     name = "model.optim.name"
     if draft.value("train.precision") == "bf16" and draft.get(name) == "adamw":
         draft.put("train.optimizer", "anyprecision_adamw")
@@ -263,8 +272,6 @@ COMPUTED: Mapping[str, Rule] = {
     f"{SCHEDULE}.hold_ratio": _share_of_steps("hold_steps"),
     f"{SCHEDULE}.constant_ratio": _share_of_steps("constant_steps"),
     f"{SCHEDULE}.cycle": _cycle,
-    f"{SCHEDULE}.step_size": no_effect("read by StepLR alone, which is refused"),
-    f"{SCHEDULE}.gamma": no_effect("read by StepLR and ExponentialLR alone, which are refused"),
     **{f"{SCHEDULE}.{argument}": _of_schedule(argument) for argument in OF_STYLE},
     "precision.type": _precision,
     "precision.master_weights": _of_manual("train.precision"),

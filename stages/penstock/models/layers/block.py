@@ -4,12 +4,12 @@ import torch
 from torch import nn
 
 from penstock.models.layers.attention import Attend, SelfAttention
-from penstock.models.layers.dropout import NOTHING, Dropping
+from penstock.models.layers.dropout import NOTHING, Dropout, Dropping
 from penstock.models.layers.experts import ExpertOperations
-from penstock.models.layers.feed_forward import FeedForward
+from penstock.models.layers.feed_forward import FeedForward, PlainFeedForward
 from penstock.models.layers.mixture import MixtureOfExperts
-from penstock.models.layers.norm import RMSNorm
-from penstock.models.layers.operations import Operations
+from penstock.models.layers.norm import norm_of
+from penstock.models.layers.operations import ACTIVATIONS, Operations
 from penstock.models.layers.router import Precision
 from penstock.models.layers.run import Run, direct
 from penstock.models.shape import DecoderConfig
@@ -40,8 +40,7 @@ class Block(nn.Module):
     ) -> None:
         """`layer` is its number in the whole model, from 0."""
         super().__init__()
-        width, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(width, eps, operations=operations)
+        self.input_layernorm = norm_of(config, operations)
         self.self_attn = SelfAttention(
             config,
             layer,
@@ -50,20 +49,15 @@ class Block(nn.Module):
             operations=operations,
             drop=dropout.of_weights(layer, config.num_hidden_layers),
         )
-        self.post_attention_layernorm = RMSNorm(width, eps, operations=operations)
-        sparse = config.experts_of(layer)
-        gate = operations.gates[config.activation]
-        self.mlp = (
-            MixtureOfExperts(config, sparse, operations=experts, router=router, gate=gate)
-            if sparse
-            else FeedForward(
-                width,
-                config.intermediate_size,
-                bias=config.mlp_bias,
-                gate=gate,
-                drop=dropout.site("ffn", "mlp.act_fn", layer, config.num_hidden_layers),
+        self.post_attention_layernorm = norm_of(config, operations)
+        drop = dropout.site("ffn", "mlp.act_fn", layer, config.num_hidden_layers)
+        if sparse := config.experts_of(layer):
+            gate = operations.gates[config.activation]
+            self.mlp = MixtureOfExperts(
+                config, sparse, operations=experts, router=router, gate=gate
             )
-        )
+        else:
+            self.mlp = _network(config, operations, drop)
         self.drop_attn, self.drop_mlp = (
             dropout.site("hidden", part, layer, config.num_hidden_layers) for part in SOCKETS
         )
@@ -78,3 +72,14 @@ class Block(nn.Module):
         attended_TD = self.run_attn(self.self_attn, normed_TD, cos_TH, sin_TH, segments)
         x_TD, normed_TD = self.post_attention_layernorm(self.drop_attn(attended_TD), x_TD)
         return x_TD + self.drop_mlp(self.run_mlp(self.mlp, normed_TD))
+
+
+def _network(
+    config: DecoderConfig, operations: Operations, drop: Dropout | None
+) -> FeedForward | PlainFeedForward:
+    sizes = config.hidden_size, config.intermediate_size
+    if config.gated:
+        gate = operations.gates[config.activation]
+        return FeedForward(*sizes, bias=config.mlp_bias, gate=gate, drop=drop)
+    activation = ACTIVATIONS[config.activation]
+    return PlainFeedForward(*sizes, bias=config.mlp_bias, activation=activation, drop=drop)

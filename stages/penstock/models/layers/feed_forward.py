@@ -1,7 +1,9 @@
-"""The gated feed-forward network.
+"""The feed-forward network, with a gate or without.
 
 T tokens, D model width, F feed-forward width.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -34,4 +36,29 @@ class FeedForward(nn.Module):
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """The network's contribution to the residual stream, [T, D]."""
         y_TF = self.gate(self.gate_proj(x_TD), self.up_proj(x_TD))
+        return self.down_proj(y_TF if self.drop is None else self.drop(y_TF))
+
+
+class PlainFeedForward(nn.Module):
+    """`down(drop(activation(up_proj(x))))`."""
+
+    def __init__(
+        self,
+        width: int,
+        inner: int,
+        *,
+        bias: bool,
+        activation: Callable[[torch.Tensor], torch.Tensor],
+        drop: Dropout | None = None,
+    ) -> None:
+        """Without a `drop` nothing is dropped."""
+        super().__init__()
+        self.up_proj = nn.Linear(width, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, width, bias=bias)
+        self.activation = activation
+        self.drop = drop
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """The network's contribution to the residual stream, [T, D]."""
+        y_TF = self.activation(self.up_proj(x_TD))
         return self.down_proj(y_TF if self.drop is None else self.drop(y_TF))

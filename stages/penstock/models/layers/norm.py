@@ -1,11 +1,13 @@
-"""RMS normalisation as a module."""
+"""Normalisation as modules: RMSNorm and LayerNorm."""
 
 from typing import overload
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from penstock.models.layers.operations import BEST_OPERATIONS, Operations
+from penstock.models.shape import DecoderConfig
 
 
 class RMSNorm(nn.Module):
@@ -39,3 +41,46 @@ class RMSNorm(nn.Module):
     def extra_repr(self) -> str:
         """What `print(model)` shows."""
         return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+class LayerNorm(nn.Module):
+    """`(x - mean(x)) / sqrt(var(x) + eps) * weight + bias` over the last dimension, computed in
+    fp32 and given in x's dtype (Ba et al. 2016). With `plus_one` the factor is 1 + weight."""
+
+    def __init__(self, width: int, eps: float, *, plus_one: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width) if plus_one else torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width))
+        self.eps, self.plus_one = eps, plus_one
+
+    @overload
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor: ...
+
+    @overload
+    def forward(
+        self, x_TD: torch.Tensor, stream_TD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def forward(
+        self, x_TD: torch.Tensor, stream_TD: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Normalise; or add to a stream, and give the sum and the sum normalised."""
+        if stream_TD is not None:
+            sum_TD = stream_TD + x_TD
+            return sum_TD, self.forward(sum_TD)
+        precise = torch.promote_types(x_TD.dtype, torch.float32)
+        weight, bias = self.weight.to(precise), self.bias.to(precise)
+        weight = weight + 1 if self.plus_one else weight
+        return F.layer_norm(x_TD.to(precise), weight.shape, weight, bias, self.eps).to(x_TD.dtype)
+
+    def extra_repr(self) -> str:
+        """What `print(model)` shows."""
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+def norm_of(config: DecoderConfig, operations: Operations) -> RMSNorm | LayerNorm:
+    """A norm of the residual stream."""
+    width, eps = config.hidden_size, config.rms_norm_eps
+    if config.norm == "rms":
+        return RMSNorm(width, eps, operations=operations)
+    return LayerNorm(width, eps, plus_one=config.norm == "layer_1p")

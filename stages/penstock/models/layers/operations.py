@@ -3,9 +3,11 @@ built."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, ParamSpec, TypeVar
 
 import torch
+import torch.nn.functional as F
 
 from penstock.models.shape import Activation
 from penstock_kernels.glu import geglu, geglu_tanh, swiglu
@@ -27,6 +29,16 @@ GATES: Mapping[Activation, Op[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "gelu": geglu,
     "gelu_tanh": geglu_tanh,
 }
+
+
+ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}
+"""Those of networks without a gate."""
 
 
 @dataclass(frozen=True)
