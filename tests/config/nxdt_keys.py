@@ -12,7 +12,13 @@ PAIRS = {SFT: None, f"{DPO}.kl_beta": 0.2}
 ODDS = {SFT: None, f"{ORPO}.beta": 0.2}
 NARROW = {"distributed_strategy.tensor_model_parallel_size": 1}
 LORA = {f"{PEFT}.lora_rank": 4}
-MEGATRON = {"model_source": "megatron"}
+LLAMAS = {
+    "model.normalization": "rmsnorm",
+    "model.activation": "swiglu",
+    "model.position_embedding_type": "rope",
+    "model.has_bias": False,
+}
+MEGATRON = {"model_source": "megatron", **LLAMAS}
 MAPPED = {**MEGATRON, SFT: None, "data.train_dir": None, "data.val_dir": None}
 PREFIX = {**MAPPED, "data.data_prefix": [1.0, "a", 2.0, "b"]}
 EXPERTS = {"model.moe.num_experts": 8}
@@ -100,17 +106,17 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.num_attention_heads": (4, {}),
     "model.num_kv_heads": (2, {}),
     "model.kv_channels": (8, {}),
-    "model.init_method_std": (0.1, {}),
+    "model.init_method_std": (0.1, {"exp_manager.resume_from_checkpoint": None}),
     "model.layernorm_epsilon": (1e-3, {}),
     "model.share_embeddings_and_output_weights": (True, {}),
     "model.sliding_window": (16, {}),
     "model.sliding_window_size": (16, {}),
     "model.rope_theta": (1e6, {}),
-    "model.normalization": ("layernorm", MEGATRON),
-    "model.activation": ("gelu", MEGATRON),
+    "model.normalization": ("rmsnorm", MEGATRON),
+    "model.activation": ("swiglu", MEGATRON),
     "model.position_embedding_type": ("learned_absolute", MEGATRON),
     "model.rotary_percentage": (0.5, MEGATRON),
-    "model.has_bias": (True, MEGATRON),
+    "model.has_bias": (False, MEGATRON),
     "model.use_scaled_init_method": (True, {}),
     "model.transformer_block_type": ("post_ln", {}),
     "model.make_vocab_size_divisible_by": (8, MEGATRON),

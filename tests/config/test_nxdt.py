@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 import yaml
 
 from penstock.config import yaml12
@@ -17,7 +19,7 @@ from penstock.config.dialects.translate import translate
 from penstock.config.foreign import load_translation
 from penstock.config.load import loads
 from penstock.config.run import RunConfig
-from penstock.machine import check_machine, config_of
+from penstock.machine import check_entries, check_machine, config_of
 from penstock.models.registry import family_of
 from penstock.optim.schedule import lr_at
 from tests.config.nxdt_keys import CHANGES, DPO, IDLE, LORA, MEGATRON, ORPO, PEFT, SCHEDULE, SFT
@@ -136,7 +138,7 @@ def test_a_fine_tuning_run_has_the_settings_of_its_file() -> None:
     assert run.train.no_decay_params == ["bias", "norm"]
     assert (run.train.eval_steps, run.train.eval_max_batches) == (200, 10)
     assert (run.train.save_steps, run.train.save_epochs) == (200, 0)
-    assert run.train.recompute_modules == ["mlp", "self_attn"]
+    assert run.train.recompute_modules == ["core_attn", "mlp"]
     assert (run.train.precision, run.train.zero_stage) == ("bf16_mixed", 1)
     assert run.train.tensor_parallel_size == 8
 
@@ -228,10 +230,81 @@ def test_experts_make_a_mixtral_of_a_model_of_numbers() -> None:
     assert line_of(translated(sinkhorn), key).kind == "refused"
 
 
-@pytest.mark.parametrize("name", ["StepLR", "CosineAnealing"])
-def test_a_schedule_that_is_not_here_is_refused(name: str) -> None:
-    line = line_of(translated({f"{SCHEDULE}.name": name}), f"{SCHEDULE}.name")
+def test_a_schedule_that_is_not_here_is_refused() -> None:
+    line = line_of(translated({f"{SCHEDULE}.name": "CosineAnealing"}), f"{SCHEDULE}.name")
     assert line.kind == "refused"
+
+
+@pytest.mark.parametrize("name", ["StepLR", "ExponentialLR"])
+def test_pytorchs_schedules_are_number_for_number(name: str) -> None:
+    own = {"gamma": 0.7, **({"step_size": 3} if name == "StepLR" else {})}
+    keys = {f"{SCHEDULE}.{key}": value for key, value in own.items()}
+    train = run_of({f"{SCHEDULE}.name": name, **keys}).train
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=train.lr)
+    theirs = getattr(torch.optim.lr_scheduler, name)(optimizer, **own)
+    for step in range(20):
+        assert lr_at(step, 50, train) == pytest.approx(theirs.get_last_lr()[0], rel=1e-12, abs=0)
+        optimizer.step()
+        theirs.step()
+
+
+SMALL = {
+    "model.hidden_size": 64,
+    "model.num_attention_heads": 4,
+    "model.num_kv_heads": 4,
+    "exp_manager.resume_from_checkpoint": None,
+}
+ROPE, LAYER = {"model.position_embedding_type": "rope"}, {"model.normalization": "layernorm"}
+GELU, SHARED = {"model.activation": "gelu"}, {"model.rotary_percentage": 0.5}
+BIASED = {"model.has_bias": True}
+
+
+@pytest.mark.parametrize(
+    ("keys", "model_type", "parts"),
+    [
+        ({}, "llama", ("rms", True, 16, False)),
+        (BIASED, "llama", ("rms", True, 16, True)),
+        (SHARED, "glm4_moe", ("rms", True, 8, False)),
+        (GELU, "arcee", ("rms", False, 16, False)),
+        ({**GELU, **BIASED}, "arcee", ("rms", False, 16, True)),
+        ({**LAYER, **GELU}, "jais2", ("layer", False, 16, False)),
+        ({**LAYER, **GELU, **BIASED}, "jais2", ("layer", False, 16, True)),
+        ({**LAYER, **GELU, **SHARED, **BIASED}, "nemotron", ("layer_1p", False, 8, True)),
+        (LAYER, "stablelm", ("layer", True, 16, False)),
+        ({**LAYER, **SHARED}, "stablelm", ("layer", True, 8, False)),
+    ],
+)
+def test_a_model_of_numbers_is_the_architecture_that_has_its_parts(
+    keys: dict[str, Any], model_type: str, parts: tuple[Any, ...]
+) -> None:
+    eps = {"model.layernorm_epsilon": 0.25}
+    run = run_of({**MEGATRON, **SMALL, **ROPE, **eps, **keys})
+    config = config_of(run)
+    decoder = family_of(config).read(config)
+    assert config["model_type"] == model_type
+    found = (decoder.norm, decoder.gated, decoder.rotary_dim, decoder.o_bias and decoder.mlp_bias)
+    assert found == parts
+    assert decoder.activation == ("gelu" if "model.activation" in keys else "silu")
+    assert (decoder.rms_norm_eps, decoder.head_dim, decoder.experts) == (0.25, 16, None)
+    # Nothing of it is without effect, and transformers takes the same for such a model.
+    check_entries(run)
+    theirs = transformers.AutoConfig.for_model(**config)
+    assert type(theirs).__name__.removesuffix("Config") in config["architectures"][0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({**LAYER, **BIASED}, "layernorm, rotary embedding, swiglu, biases"),
+        ({**GELU, **SHARED}, "rmsnorm, rotary embedding over a share of each head, gelu"),
+        ({**LAYER, "model.moe.num_experts": 4}, "layernorm, rotary embedding, swiglu, experts"),
+    ],
+)
+def test_parts_that_no_architecture_has_together_are_refused(
+    keys: dict[str, Any], says: str
+) -> None:
+    refused = translated({**MEGATRON, **SMALL, **ROPE, **keys}).of("refused")
+    assert [line for line in refused if says in line.why]
 
 
 def test_the_file_of_a_models_config_is_said_by_its_folder():

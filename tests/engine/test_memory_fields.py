@@ -117,6 +117,33 @@ def test_what_is_recomputed_runs_twice_and_nothing_else(folder):
         assert recorded is records, what
 
 
+def saved_by_attention(job):
+    """Numbers that autograd keeps of a step's forward passes, and the gradients."""
+    loop = loop_of(job)
+    kept = []
+
+    def keep(tensor):
+        kept.append(tensor.numel())
+        return tensor
+
+    # Outside of what is recomputed, whose own saved tensors are not kept.
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        step(loop)
+    return sum(kept), parameters_of(loop)
+
+
+def test_of_core_attention_nothing_is_kept_but_what_goes_in(folder):
+    plain = {"enable_gradient_checkpointing": False, "model": {"attn_implementation": "eager"}}
+    core = {"recompute_modules": ["core_attn"], "model": {"attn_implementation": "eager"}}
+    jobs = {what: job(folder, what, **how) for what, how in {"plain": plain, "core": core}.items()}
+    [found] = on_ranks(1, each, saved_by_attention, jobs)
+    (all_of_it, wanted), (less, weights) = found["plain"], found["core"]
+    # A mask, scores and probabilities of each pair of tokens are not kept.
+    assert less < 0.9 * all_of_it
+    for name, array in wanted.items():
+        assert (weights[name] == array).all(), name
+
+
 class Gathers(TorchDispatchMode):
     """Notes every all-gather among other events."""
 

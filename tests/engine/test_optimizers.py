@@ -177,6 +177,14 @@ def torchs(before, kind):
     return {name: weight.detach().numpy() for name, weight in weights.items()}
 
 
+def a_product_is_that_of_a_stack():
+    """Whether PyTorch multiplies one matrix of bfloat16 as it does a stack of them: not where the
+    processor has no such products, and sums are rounded at other places. Muon turns stacks, and
+    torch's Muon one matrix after another."""
+    left, right = drawn("left", (48, 64), 0).bfloat16(), drawn("right", (64, 48), 0).bfloat16()
+    return torch.equal(left @ right, torch.bmm(left[None], right[None])[0])
+
+
 @pytest.mark.parametrize(
     "names",
     [
@@ -195,9 +203,12 @@ def test_twenty_steps_are_torchs_of_a_checkpoints_tensors_in_every_layout(names,
         found = on_ranks(world, beside_torchs, jobs)[0]
         for name, (want, after) in found.items():
             assert after.keys() == want.keys()
+            # Each step turns a matrix by products of 8 bits, and moves it by about MUON_LR.
+            rounded = "muon" in name and not a_product_is_that_of_a_stack()
+            atol = STEPS * MUON_LR * 2**-9 if rounded else 1e-7
             for tensor, array in want.items():
                 np.testing.assert_allclose(
-                    after[tensor], array, rtol=1e-6, atol=1e-7, err_msg=f"{name}: {tensor}"
+                    after[tensor], array, rtol=1e-6, atol=atol, err_msg=f"{name}: {tensor}"
                 )
 
 

@@ -57,6 +57,13 @@ FAMILIES |= {
     "nemotron-biased": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 6},
     "stablelm": {"rope_parameters": SHARE},
     "stablelm-biased": {"use_qkv_bias": True},
+    "glm4_moe-dense": {
+        "head_dim": 16,
+        "first_k_dense_replace": 3,
+        "use_qk_norm": False,
+        "rope_parameters": SHARE,
+        "num_mtp_layers": 0,
+    },
 }
 SPARSE = {
     "qwen3_moe": {

@@ -44,9 +44,11 @@ class MemoryConfig(Section):
     enable_reentrant: bool = False
     """Use PyTorch's reentrant form of recomputation."""
 
-    recompute_modules: list[Literal["self_attn", "mlp"]] | None = Field(default=None, min_length=1)
-    """Recompute only these parts of each layer: `[self_attn]`, `[mlp]` or both. Unset: whole
-    layers."""
+    recompute_modules: list[Literal["self_attn", "core_attn", "mlp"]] | None = Field(
+        default=None, min_length=1
+    )
+    """Recompute only these parts of each layer: `self_attn`, `mlp`, or `core_attn`, which is
+    attention without its projections (softmax(q k^T) v). Unset: whole layers."""
 
     moe_checkpoint_method: Literal["moe_act"] | None = None
     """How a mixture of experts is recomputed. `moe_act` keeps the rows that were sent to experts

@@ -18,6 +18,12 @@ def _recomputing_is_on(run: RunConfig) -> Faults:
                 ("train.enable_gradient_checkpointing",),
             )
     modules = train.recompute_modules
+    if modules and {"self_attn", "core_attn"} <= set(modules):
+        yield Fault(
+            ("train", "recompute_modules"),
+            "names core_attn, which is a part of self_attn and recomputed with it;"
+            " leave out one of the two",
+        )
     if train.moe_checkpoint_method and modules is not None and "mlp" not in modules:
         yield Fault(
             ("train", "moe_checkpoint_method"),

@@ -14,7 +14,7 @@ from penstock.costs.holding import held, layers_here
 from penstock.costs.machines import NETWORK, Machine
 from penstock.costs.states import state_bytes
 from penstock.engine.parallel.split import virtual_stages
-from penstock.models.cost import Part, Work, forward_flops, step_flops
+from penstock.models.cost import Part, Work, core_attention_flops, forward_flops, step_flops
 
 TOUCHED = 4
 """How often what a layer keeps passes through memory in a step: it is written and read forward, and
@@ -135,7 +135,9 @@ def _again(cut: Cut, work: Work) -> float:
         return 0.0
     names: dict[str, Part] = {"self_attn": "attention", "mlp": "network"}
     chosen = train.recompute_modules or list(names)
-    return forward_flops(cut.config, work, parts=[names[name] for name in chosen])
+    parts = [names[name] for name in chosen if name in names]
+    core = core_attention_flops(cut.config, work) if "core_attn" in chosen else 0.0
+    return forward_flops(cut.config, work, parts=parts) + core
 
 
 def _between(machine: Machine, ranks: int, inner: int) -> float:

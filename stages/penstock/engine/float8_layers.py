@@ -35,12 +35,16 @@ class Float8Layers:
     uneven: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
     """Those whose sizes do not serve."""
     excluded: tuple[str, ...] = ()
+    num_experts: int = 0
+    """Experts in each layer that has any; they are computed in the model's own precision."""
 
     def told(self, fp8: Fp8Config) -> str:
         """The choice, in one line."""
         line = f"train.enable_fp8_training: {len(self.chosen)} linear layers in float8"
         line += f" ({fp8.recipe}, gradients {fp8.of_gradients}"
         line += ", turned)" if fp8.hadamard else ")"
+        if self.num_experts:
+            line += f"; the {self.num_experts} experts of each layer are not"
         if self.excluded:
             line += f"; {len(self.excluded)} excluded"
         if self.uneven:
@@ -80,7 +84,9 @@ def float8_layers(train: TrainConfig, names: WeightMap, roles: Roles) -> Float8L
             "  Leave enable_fp8_training out."
         )
     _require_whole_parts(train, names, found)
-    return Float8Layers(found.chosen, found.uneven, tuple(excluded))
+    experts = names.config.experts
+    num_experts = experts.num_experts if experts else 0
+    return Float8Layers(found.chosen, found.uneven, tuple(excluded), num_experts)
 
 
 def require_float8(capability: tuple[int, int] | None) -> None:

@@ -14,6 +14,7 @@ from penstock.core.errors import ConfigError
 from penstock.engine.recompute_gates import recompute_gates
 from penstock.engine.recompute_once import run_again_once
 from penstock.models.decoder import Decoder
+from penstock.models.layers.attention import SelfAttention
 from penstock.models.layers.block import SOCKETS
 from penstock.models.layers.dropout import drawing_alike
 from penstock.models.layers.mixture import MixtureOfExperts
@@ -22,6 +23,10 @@ from penstock.models.layers.watch import watched_alike
 
 Kind = Literal["plain", "reentrant", "once"]
 """PyTorch's two forms, and the one for a backward pass that is made of several."""
+
+CORE = "core_attn"
+"""Attention without its projections: softmax(q @ k.T) @ v, which is recomputed from q, k and v
+(Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models")."""
 
 Mixtures = Literal["whole", "gates"]
 """What is recomputed of a mixture of experts: all, which sends tokens to their experts a second
@@ -58,9 +63,15 @@ def recompute(
     if modules is None:
         model.run_layer = partial(_unless, apart, again, model.run_layer)
     for name in SOCKETS if modules is None else modules:
+        if name == CORE:
+            for layer in layers:
+                attention = layer.get_submodule("self_attn")
+                assert isinstance(attention, SelfAttention)
+                attention.run_core = partial(again, attention.run_core)
+            continue
         if name not in SOCKETS:
             raise ConfigError(
-                f"train.recompute_modules names {name}; a layer has {', '.join(SOCKETS)}."
+                f"train.recompute_modules names {name}; a layer has {', '.join((*SOCKETS, CORE))}."
             )
         for layer in apart if modules is None else layers:
             if name == "mlp" and layer in apart:

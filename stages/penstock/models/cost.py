@@ -110,6 +110,11 @@ def forward_flops(config: DecoderConfig, work: Work, *, parts: Iterable[Part] = 
     return products + (_comparing(config, work) if "attention" in chosen else 0)
 
 
+def core_attention_flops(config: DecoderConfig, work: Work) -> float:
+    """Operations of all layers' attention without its projections, in one forward pass."""
+    return _comparing(config, work)
+
+
 def matrix_parameters(config: DecoderConfig) -> int:
     """Parameters that every token is multiplied with: projections, feed-forward and output head.
 

@@ -143,7 +143,7 @@ class DecoderConfig:
     """Whether the projection out of attention has a bias."""
     mlp_bias: bool = False
     gated: bool = True
-    """Whether feed-forward networks are `down(act(gate(x)) * up(x))`, or else `down(act(up(x)))`."""
+    """Whether feed-forward networks are `down(act(gate(x)) * up(x))`, else `down(act(up(x)))`."""
     activation: Activation = "silu"
     """Of a feed-forward network: GELU exactly, or by its tanh approximation."""
     qk_norm: bool = False

@@ -208,21 +208,20 @@ def _head(entry: Entry) -> None:
 
 
 def _granularity(entry: Entry) -> None:
-    parts = {"full": None, "full_attn": ["self_attn"], "core_attn": ["self_attn"]}
+    parts = {"full": None, "full_attn": ["self_attn"], "core_attn": ["core_attn"]}
     if not entry.get("recompute"):
         entry.no_effect("recompute is false")
     elif entry.value not in parts:
         entry.refuse(f"it takes {', '.join(parts)}")
     else:
         entry.put("train.recompute_modules", parts[entry.value])
-        if entry.value == "core_attn":
-            entry.approximated("projections are recomputed with attention")
 
 
 def _recompute_experts(entry: Entry) -> None:
     modules: Any = entry.get("recompute_granularity")
     if entry.value and entry.get("recompute") and modules in ("full_attn", "core_attn"):
-        entry.put("train.recompute_modules", ["self_attn", "mlp"])
+        attention = "self_attn" if modules == "full_attn" else "core_attn"
+        entry.put("train.recompute_modules", [attention, "mlp"])
     else:
         entry.no_effect("whole layers are recomputed" if entry.value else "asks for nothing")
 

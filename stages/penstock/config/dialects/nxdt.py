@@ -19,7 +19,7 @@ MANAGER = "exp_manager"
 SAVING = f"{MANAGER}.checkpoint_callback_params"
 
 PARTS = {
-    "CoreAttention": "self_attn",
+    "CoreAttention": "core_attn",
     "LlamaMLP": "mlp",
     "ActivationMultiplyMLP": "mlp",
     "NeuronSwitchMLP": "mlp",
@@ -228,8 +228,6 @@ def _recomputed(entry: Entry) -> None:
         entry.put("train.recompute_modules", parts)
     if foreign:
         entry.approximated(f"{', '.join(foreign)} is not known, and ignored upstream too")
-    elif "CoreAttention" in written:
-        entry.approximated("projections of attention are recomputed with it; numbers are the same")
 
 
 def _ring(entry: Entry) -> None:

@@ -1,21 +1,24 @@
 """NxDT: models by a config.json with changes (`hf`), or built of numbers (`megatron`).
 
-Of the latter there is one family here, Llama's, which is Mixtral's with experts: what differs from
-it is told as approximated, which a model that starts from random weights bears.
+The latter are of the architecture of Hugging Face's that computes the same
+(`nxdt_architecture.py`).
 """
 
 from collections.abc import Mapping
 from typing import Any
 
+from penstock.config.dialects import nxdt_architecture
 from penstock.config.dialects.dialect import Rule, no_effect, only
 from penstock.config.dialects.draft import Draft, Entry
+from penstock.config.dialects.nxdt_architecture import ARCHITECTURES, FOUNDATION, put_architecture
 
-FOUNDATION = "model.foundation"
 LLAMA = "builtin:tiny-llama"
 """A Llama's config.json; every number of it is written over."""
 
 VOCABULARIES = {"GPT2BPETokenizer": 50_257}
 LLAMAS_VOCABULARY = 32_000
+
+EPSILONS = sorted({one.epsilon for one in ARCHITECTURES.values()})
 
 NONE = (None, "None", "none", "")
 
@@ -40,7 +43,7 @@ def _number(name: str) -> Rule:
 def _source(entry: Entry) -> None:
     if entry.value == "megatron":
         entry.put("model.config_path", LLAMA)
-        entry.explain("a Llama of the numbers in this file")
+        entry.explain("a model of the numbers in this file")
     elif entry.value == "hf":
         entry.no_effect("model.model_config says where config.json is")
     else:
@@ -72,31 +75,32 @@ def _of_megatron(entry: Entry) -> bool:
     return is_megatron(entry.draft)
 
 
-def _normalization(entry: Entry) -> None:
-    if not _of_megatron(entry):
-        return
-    if str(entry.value).lower() == "rmsnorm":
-        entry.no_effect("Llama's norms are that")
-    else:
-        entry.decides(f"{FOUNDATION}.rms_norm_eps")
-        entry.approximated(f"norms are RMSNorm: {entry.value} without its mean and its bias")
+def _one_of(*values: str) -> Rule:
+    """The rule of a part of the architecture, which is settled of all parts together."""
+
+    def rule(entry: Entry) -> None:
+        if not _of_megatron(entry):
+            return
+        if str(entry.value).lower() in values:
+            entry.decides(f"{FOUNDATION}.model_type")
+        else:
+            entry.refuse(f"it takes {' and '.join(values)}")
+
+    return rule
 
 
-def _activation(entry: Entry) -> None:
-    if not _of_megatron(entry):
-        return
-    entry.put(f"{FOUNDATION}.hidden_act", "gelu" if entry.value == "gelu" else "silu")
-    if entry.value == "gelu":
-        entry.approximated("feed-forward networks are gated: GELU(gate) * up, with a third matrix")
-    elif entry.value != "swiglu":
-        entry.refuse("it takes swiglu and gelu")
+def _epsilon(entry: Entry) -> None:
+    if is_megatron(entry.draft):
+        entry.decides(*(f"{FOUNDATION}.{name}" for name in EPSILONS))
+    elif not entry.is_assumed:
+        entry.put(f"{FOUNDATION}.rms_norm_eps", entry.value)
 
 
 def _positions(entry: Entry) -> None:
     if not _of_megatron(entry):
         return
     if entry.value == "rope":
-        entry.no_effect("Llama's positions are that")
+        entry.no_effect("positions are that")
     elif entry.value == "learned_absolute":
         entry.decides(f"{FOUNDATION}.max_position_embeddings")
         entry.approximated("positions are rotary; no family here learns an embedding of them")
@@ -107,16 +111,17 @@ def _positions(entry: Entry) -> None:
 def _share_of_heads(entry: Entry) -> None:
     if not _of_megatron(entry):
         return
-    if float(entry.value) == 1.0:
+    if not 0 < float(entry.value) <= 1:
+        entry.refuse("it is a share of each head, above 0 and at most 1")
+    elif float(entry.value) == 1.0:
         entry.no_effect("whole heads are turned")
     else:
-        entry.approximated("whole heads are turned: Llama knows no shares of them")
+        entry.decides(f"{FOUNDATION}.model_type", f"{FOUNDATION}.rope_parameters")
 
 
 def _biases(entry: Entry) -> None:
     if _of_megatron(entry):
-        entry.put(f"{FOUNDATION}.attention_bias", bool(entry.value))
-        entry.put(f"{FOUNDATION}.mlp_bias", bool(entry.value))
+        entry.decides(f"{FOUNDATION}.attention_bias", f"{FOUNDATION}.mlp_bias")
 
 
 def _scaled(entry: Entry) -> None:
@@ -196,8 +201,11 @@ def _balance(entry: Entry) -> None:
 
 
 def settle_model(draft: Draft) -> None:
-    """What is dropped in attention decides its kernel; and a model built of numbers needs the size
-    of its vocabulary, which the file does not say."""
+    """What weights start with counts where none are loaded; what is dropped in attention decides
+    its kernel; and a model built of numbers needs the size of its vocabulary, which the file does
+    not say."""
+    if draft.value("train.init_checkpoint_path"):
+        draft.drop(f"{FOUNDATION}.initializer_range", "all weights are loaded")
     if draft.value("train.dropout.attention"):
         draft.drop("model.attn_implementation", "what attention drops is written out, plainly")
     if not is_megatron(draft):
@@ -206,8 +214,7 @@ def settle_model(draft: Draft) -> None:
     multiple = draft.get("model.make_vocab_size_divisible_by", 128)
     unit = multiple * (draft.get("distributed_strategy.tensor_model_parallel_size") or 1)
     draft.put(f"{FOUNDATION}.vocab_size", -(-size // unit) * unit)
-    if draft.value(f"{FOUNDATION}.num_local_experts"):
-        draft.put(f"{FOUNDATION}.model_type", "mixtral")
+    put_architecture(draft)
     key = "model.make_vocab_size_divisible_by"
     why = f"a vocabulary of {size}, which is the tokenizer's to say, in whole {unit}"
     draft.say(key, "approximated" if key in draft.written else "assumed", why)
@@ -239,7 +246,6 @@ COMPUTED: Mapping[str, Rule] = {
             "num_kv_heads": "num_key_value_heads",
             "kv_channels": "head_dim",
             "init_method_std": "initializer_range",
-            "layernorm_epsilon": "rms_norm_eps",
             "share_embeddings_and_output_weights": "tie_word_embeddings",
             "sliding_window": "sliding_window",
             "sliding_window_size": "sliding_window",
@@ -249,8 +255,9 @@ COMPUTED: Mapping[str, Rule] = {
         }.items()
     },
     "model.rope_theta": _turning,
-    "model.normalization": _normalization,
-    "model.activation": _activation,
+    "model.layernorm_epsilon": _epsilon,
+    "model.normalization": _one_of("rmsnorm", "layernorm"),
+    "model.activation": _one_of("swiglu", "gelu"),
     "model.position_embedding_type": _positions,
     "model.rotary_percentage": _share_of_heads,
     "model.has_bias": _biases,
@@ -275,4 +282,4 @@ COMPUTED: Mapping[str, Rule] = {
     **{name: no_effect(why) for name, why in IDLE.items()},
 }
 
-DEFAULTS: Mapping[str, Any] = {"model.hidden_dropout": 0.1}
+DEFAULTS: Mapping[str, Any] = {"model.hidden_dropout": 0.1, **nxdt_architecture.DEFAULTS}

@@ -32,7 +32,7 @@ from penstock.engine.parallel.vocabulary import DividedEmbedding, rows_here
 from penstock.models.decoder import Decoder
 from penstock.models.layers.block import SOCKETS, Block
 from penstock.models.layers.dropout import Dropout, WeightDropout
-from penstock.models.layers.feed_forward import FeedForward
+from penstock.models.layers.feed_forward import FeedForward, PlainFeedForward
 from penstock.models.layers.mixture import MixtureOfExperts
 from penstock.models.layers.quantised import QuantisedMatrix
 from penstock.models.layers.router import Router
@@ -152,7 +152,7 @@ def _tell(module: nn.Module, name: str, cuts: Cuts, group: dist.ProcessGroup) ->
         _resize(module, f"{name}.weight", cuts, group)
     if isinstance(module, Dropout) and _sees_share(name, cuts):
         module.places_here = partial(share_of, group=group)
-    if isinstance(module, FeedForward) and module.drop:
+    if isinstance(module, FeedForward | PlainFeedForward) and module.drop:
         inner = cuts.names.config.intermediate_size
         module.drop.first_feature = cuts.span("down_proj", inner).first
     if isinstance(module, WeightDropout):

@@ -3,6 +3,7 @@
 T tokens, D model width, N query heads, K key and value heads, H head width.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from penstock.models.layers.dropout import WeightDropout
 from penstock.models.layers.norm import RMSNorm
 from penstock.models.layers.operations import BEST_OPERATIONS, Operations
+from penstock.models.layers.run import direct
 from penstock.models.shape import DecoderConfig, RotaryPairs
 from penstock_kernels.attention import Segments
 from penstock_kernels.attention.reference import eager
@@ -58,7 +60,8 @@ def in_bf16(attend: Attend) -> Attend:
 class SelfAttention(nn.Module):
     """Project, normalise if the family does, rotate, attend, project back.
 
-    `attend` is a socket: whoever assembles the model may wrap or replace it.
+    `attend` is a socket: whoever assembles the model may wrap or replace it. So is `run_core`,
+    through which attention is called without its projections, norms and rotary embedding.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class SelfAttention(nn.Module):
                 for _ in range(2)
             )
         self.attend = attend
+        self.run_core: Callable[..., torch.Tensor] = direct
         self.drop = drop
         self.rope = operations.rope
 
@@ -112,12 +116,17 @@ class SelfAttention(nn.Module):
         if self.qk_norm:
             q_TNH, k_TKH = self.q_norm(q_TNH), self.k_norm(k_TKH)
         q_TNH, k_TKH = self.rope(q_TNH, k_TKH, cos_TH, sin_TH, self.rope_pairs)
+        y_TNH = self.run_core(self._core, q_TNH, k_TKH, v_TKH, segments)
+        return self.o_proj(y_TNH.flatten(1))
+
+    def _core(
+        self, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, segments: Segments
+    ) -> torch.Tensor:
+        """`softmax(scale * q @ k.T) @ v` of the tokens that each one sees, [T, N, H]."""
         given = (q_TNH, k_TKH, v_TKH, segments, self.scale, self.window, self.sinks)
         if self.training and self.drop is not None and self.drop.drops:
-            y_TNH = eager(*given, drop=self.drop.left_of)
-        else:
-            y_TNH = self.attend(*given)
-        return self.o_proj(y_TNH.flatten(1))
+            return eager(*given, drop=self.drop.left_of)
+        return self.attend(*given)
 
     def _projected(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self.merge_qkv:

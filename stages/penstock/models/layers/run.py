@@ -1,5 +1,6 @@
 """The way a module's parts are called: the sockets that whoever assembles a model plugs into."""
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +13,6 @@ class Run(Protocol):
     def __call__(self, module: nn.Module, /, *args: Any) -> torch.Tensor: ...
 
 
-def direct(module: nn.Module, /, *args: Any) -> torch.Tensor:
+def direct(module: Callable[..., torch.Tensor], /, *args: Any) -> torch.Tensor:
     """Call it. The default of every `run_…` socket."""
     return module(*args)
