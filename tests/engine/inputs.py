@@ -50,6 +50,21 @@ MODELS: Mapping[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "sliding_window": 20,
     },
+    # LayerNorm, a share of each head turned, no gate, a bias on every matrix.
+    "layer norms": {
+        "model_type": "nemotron",
+        "architectures": ["NemotronForCausalLM"],
+        "tie_word_embeddings": False,
+        "hidden_act": "gelu",
+        "attention_bias": True,
+        "mlp_bias": True,
+        "norm_eps": 1e-5,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+        },
+    },
 }
 SHAPE = {
     "vocab_size": runs.VOCAB + 11,  # a prime: no two ranks hold as much of it

@@ -167,6 +167,20 @@ SINKS = (
 )
 """Windows and sinks in attention, and experts that are one tensor in a checkpoint."""
 
+
+def _norms(name: str, /, **settings: Any) -> Layout:
+    return laid(f"layer norms, {name}", kind="layer norms", **settings)
+
+
+WITH_LAYER_NORMS = (
+    _norms("shard 2"),
+    _norms("tp 2, sequence parallel", tp=2, model={"merge_qkv": False}, **SPLIT),
+    _norms("pp 2", pp=2),
+    _norms("ring 2", ring=2),
+    _norms("tp 2, adapters", tp=2, lora=True),
+)
+"""Norms with biases, a share of each head turned, and networks without a gate."""
+
 ZBV: dict[str, Any] = {"pipeline_parallel_schedule": "ZBVZeroBubble"}
 NORMED: dict[str, Any] = {"kind": "untied", "lora": "normed"}
 FORMED = (
@@ -307,6 +321,7 @@ LAYOUTS = {
         *EXPERTS,
         *ADAPTED,
         *SINKS,
+        *WITH_LAYER_NORMS,
         *FORMED,
         *MERGING,
         *QUANTISED,
