@@ -28,7 +28,7 @@ OTHER: dict[str, Any] = {
     "num_hidden_layers": 1,
     "swiglu_limit": 1e-3,
     "sliding_window": 3,
-    "rope_parameters": LLAMA3_ROPE,
+    "rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0},
     "rms_norm_eps": 0.5,
     "layer_types": ["sliding_attention", "sliding_attention"],
     "n_group": 2,

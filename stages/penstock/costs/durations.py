@@ -134,8 +134,8 @@ def _again(cut: Cut, work: Work) -> float:
     if not train.enable_gradient_checkpointing:
         return 0.0
     names: dict[str, Part] = {"self_attn": "attention", "mlp": "network"}
-    chosen = train.recompute_modules or list(names)
-    parts = [names[name] for name in chosen if name in names]
+    chosen: list[str] = [*(train.recompute_modules or names)]
+    parts: list[Part] = [names[name] for name in chosen if name in names]
     core = core_attention_flops(cut.config, work) if "core_attn" in chosen else 0.0
     return forward_flops(cut.config, work, parts=parts) + core
 

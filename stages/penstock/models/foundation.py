@@ -116,7 +116,8 @@ def _types_of(types: Sequence[str], num_layers: int) -> list[str]:
             f"for {len(types)} layers, of several kinds.\n"
             f"  Write model.foundation.layer_types as well, {num_layers} of them."
         )
-    return [*types, *types[-1:] * (num_layers - len(types))][:num_layers]
+    more = [types[-1]] * (num_layers - len(types))
+    return [*types, *more][:num_layers]
 
 
 def _called(name: str, base: HfConfig) -> str:
@@ -238,7 +239,7 @@ def _with(entries: Mapping[str, Any], path: Path, value: Any) -> dict[str, Any]:
 def _why(path: Path, read: set[str], family: Any) -> str:
     """Why an entry changes nothing."""
     known = ROPE_KEYS if len(path) > 1 and path[0] in _ROPE_ENTRIES else read
-    name = path[-1]
+    *_, name = path
     if name in known:
         return "with the other entries as they are it decides nothing"
     near = get_close_matches(name, sorted(known), n=1)
