@@ -239,7 +239,7 @@ def _with(entries: Mapping[str, Any], path: Path, value: Any) -> dict[str, Any]:
 def _why(path: Path, read: set[str], family: Any) -> str:
     """Why an entry changes nothing."""
     known = ROPE_KEYS if len(path) > 1 and path[0] in _ROPE_ENTRIES else read
-    *_, name = path
+    name = ".".join(path).rpartition(".")[2]
     if name in known:
         return "with the other entries as they are it decides nothing"
     near = get_close_matches(name, sorted(known), n=1)
