@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from penstock.core import env
 from penstock.core.errors import StageError
@@ -119,7 +119,8 @@ def _begin() -> None:
 
 
 def _write_one(shard: Shard) -> Written:
-    form = _form_in_this_worker(shard.prepared, shard.split, shard.settings)
+    settings: Any = shard.settings  # frozen, so it has a hash, which its type does not say
+    form = _form_in_this_worker(shard.prepared, shard.split, settings)
     return write(form, shard.bins, shard.sizes, shard.target)
 
 

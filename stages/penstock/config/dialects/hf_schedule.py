@@ -113,7 +113,7 @@ def schedule_arguments(type_key: str, rate_key: str) -> Rule:
     def rule(entry: Entry) -> None:
         style = str(entry.get(type_key, "linear"))
         whole: Any = entry.value
-        given = cast("dict[str, Any]", dict(whole) if isinstance(whole, dict) else {})
+        given = dict(cast("dict[str, Any]", whole)) if isinstance(whole, dict) else {}
         foreign = [name for name in given if name not in OF_STYLE.get(style, ())]
         if foreign:
             entry.refuse(f"{style} takes no {', '.join(foreign)} here")
