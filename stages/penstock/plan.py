@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 
 from penstock.config.dataset import DatasetConfig
 from penstock.config.pipeline import STAGES, StageName
-from penstock.config.run import RunConfig, has_target, needs_reference
+from penstock.config.run import RunConfig, has_target, needs_reference, written
 from penstock.core import env
 from penstock.core.deadline import Deadline
 from penstock.core.errors import ConfigError, StageError
@@ -257,6 +257,7 @@ def pack_step(run: RunConfig, prepared: Artifact) -> Step:
     settings = PackSettings(
         sample_packing_method=method,
         sample_packing_sequence_len=data.sample_packing_sequence_len,
+        row_length="written" if written(run, "data.sample_packing_sequence_len") else "fitted",
         sample_packing_group_size=data.sample_packing_group_size,
         eval_sample_packing=data.eval_sample_packing is not False,
         num_shards=data.num_dataset_shards_to_save,
@@ -324,7 +325,7 @@ def train_step(
         train=_project(run, "train"),
         lora=_project(run, "lora") if run.lora.enable_lora else {},
         rows_per_step=rows_of_a_step(run),
-        last_batch="drop" if run.data.dataloader_drop_last else "keep",
+        last_batch=run.data.last_batch,
         isolate_samples=run.data.isolate_samples,
         judging=judging_of(run.train),
         preference=preference_of(run),

@@ -6,10 +6,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from penstock.cli.console import table
+from penstock.cli.sizing import sizing_of
 from penstock.config.run import RunConfig
 from penstock.core.errors import ConfigError
 from penstock.core.store import Step, lookup
-from penstock.costs.amounts import data_of
+from penstock.costs.amounts import Made, data_of, with_row_length
 from penstock.costs.layouts import Proposal, Wanted, fastest
 from penstock.costs.machines import Machine, machine_called, machine_here
 from penstock.costs.prediction import Prediction, model_of, predict
@@ -46,14 +47,17 @@ def costs(run: RunConfig, steps: Sequence[Step], where: Where) -> tuple[str, dic
     degrees = lay_out(run.train, world_size(run))
     if not isinstance(degrees, Degrees):
         return "", {}
-    hf_config = config_of(run)
+    hf_config, made = config_of(run), Made.of(steps)
+    run = with_row_length(run, made)
     model, data = model_of(run, hf_config), data_of(run, steps)
     machine = machine_called(where.kind) if where.kind else machine_here(num_local_ranks(run))
     found = predict(run, model, degrees, machine, data)
     if any(step.stage.name == "reference" and lookup(step) for step in steps):
         found = replace(found, reference_seconds=None)
     sizes = sum(map(math.prod, model.shapes.values()))
-    text, plain = _told(found, sizes), {"costs": _plain(found, sizes)}
+    sizing = sizing_of(run, made, data, found.length, found.rows_per_step)
+    text = f"{_told(found, sizes)}\n{sizing.text}"
+    plain: dict[str, Any] = {"costs": _plain(found, sizes), "sizing": sizing.as_json()}
     if where.devices is None:
         return text, plain
     counts, rows = Counts.of(hf_config), rows_per_step(run.train, degrees.num_replicas)

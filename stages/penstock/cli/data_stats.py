@@ -44,13 +44,14 @@ def _packing(prepared: Prepared) -> dict[str, Any]:
     data = prepared.run.data
     stage = pack_step(prepared.run, prepared.step.artifact).stage
     assert isinstance(stage, Pack)
+    settings = stage.resolved()
     methods, refused = [], None
     try:
-        methods = compare(prepared.step.path, stage.settings, data.pad_to_multiple_of)
+        methods = compare(prepared.step.path, settings, data.pad_to_multiple_of)
     except PenstockError as error:
         refused = str(error)
     return {
-        "row_tokens": data.sample_packing_sequence_len,
+        "row_tokens": settings.sample_packing_sequence_len,
         "methods": [asdict(one) for one in methods],
         "refused": refused,
     }

@@ -30,7 +30,7 @@ def compare_packing(request: Request, wishes: Wishes, console: Console, *, upstr
     step, started = planned.step("pack"), time.monotonic()
     stage = step.stage
     assert isinstance(stage, Pack)
-    figures = compare(stage.prepared.path, stage.settings, planned.run.data.pad_to_multiple_of)
+    figures = compare(stage.prepared.path, stage.resolved(), planned.run.data.pad_to_multiple_of)
     console.outcomes.append(
         Outcome(
             stage="pack",

@@ -8,6 +8,9 @@ from penstock.config.dataset import DatasetConfig
 from penstock.config.roots import Root
 from penstock.config.section import Section
 
+LastBatch = Literal["drop", "drop_few", "keep"]
+"""`drop_few`: dropped where that loses at most `rows.sizing.FEW_ROWS` of an epoch, else kept."""
+
 
 def _size_or_share(value: int | float | None) -> int | float | None:
     """None when nothing is set aside; otherwise a number of samples or a share below 1."""
@@ -100,7 +103,8 @@ class DataConfig(Section):
     for samples that fit and fills rows better."""
 
     sample_packing_sequence_len: int = Field(default=32_000, gt=0)
-    """Longest row, in tokens."""
+    """Tokens of a packed row, at most. Unset: chosen from the samples, up to this: enough for the
+    longest one, and small enough for 512 rows in an epoch where that is possible."""
 
     sample_packing_group_size: int = Field(default=100_000, gt=0)
     """`multipack`: samples that are packed together; larger groups fill rows slightly better, and 1
@@ -138,7 +142,8 @@ class DataConfig(Section):
 
     dataloader_drop_last: bool = True
     """Leave out the rows at the end of an epoch that do not fill a step, unless they are all
-    there is."""
+    there is. Unset, together with `sample_packing_sequence_len`: only where they are at most 5 % of
+    the epoch."""
 
     pad_to_multiple_of: int = Field(default=128, gt=0)
     """Rows are padded to a multiple of this many tokens when they are loaded."""
@@ -177,6 +182,21 @@ class DataConfig(Section):
     hf_use_auth_token: bool | None = None
     """Whether the hub's login is used for datasets: true needs one, false uses none. Unset: it is
     used where there is one."""
+
+    @property
+    def last_batch(self) -> LastBatch:
+        """What becomes of the rows at the end of an epoch that do not fill a step."""
+        if not self.dataloader_drop_last:
+            return "keep"
+        sizes = {"sample_packing_sequence_len", "dataloader_drop_last"}
+        return "drop" if sizes & self.model_fields_set else "drop_few"
+
+    def with_row_length(self, length: int) -> "DataConfig":
+        """The section with rows of `length` tokens, as chosen from the samples: what was written
+        and what was not stays as it is."""
+        values = {name: getattr(self, name) for name in type(self).model_fields}
+        values["sample_packing_sequence_len"] = length
+        return self.model_construct(_fields_set=set(self.model_fields_set), **values)
 
     @property
     def shares_prompts(self) -> bool:

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
 
-from penstock.config.run import RunConfig
+from penstock.config.run import RunConfig, written
 from penstock.core.stage import Source
 from penstock.core.store import Step, lookup
 from penstock.models.cost import Work
 from penstock.models.shape import DecoderConfig
 from penstock.prepare.stage import Prepare
+from penstock.rows.row_length import SampleSizes, fitted_row_length
+from penstock.rows.sizing import keeps_rest
 
 BYTES_PER_TOKEN = 4.5
 """Of files of text, with what JSON adds to it: English, with vocabularies of today."""
@@ -63,22 +65,51 @@ class Length:
     certain: Certainty
 
 
+@dataclass(frozen=True)
+class Made:
+    """The facts of the stages before training, as far as their results are there."""
+
+    prepared: Mapping[str, Any] | None
+    packed: Mapping[str, Any] | None
+
+    @classmethod
+    def of(cls, steps: Sequence[Step]) -> "Made":
+        """Those of the steps of a run."""
+        found = {step.stage.name: step for step in steps}
+        manifests = [lookup(found[n]) if n in found else None for n in ("prepare", "pack")]
+        return cls(*(manifest["facts"] if manifest else None for manifest in manifests))
+
+
+def with_row_length(run: RunConfig, made: Made) -> RunConfig:
+    """The run with the length of rows that the data gives it, where that is not written. Nothing
+    prepared yet: one that suits the sizes of most files, since nobody knows the longest sample."""
+    if written(run, "data.sample_packing_sequence_len"):
+        return run
+    most = run.data.sample_packing_sequence_len
+    if made.packed:
+        length = made.packed.get("row_length", {}).get("train", most)
+    elif made.prepared:
+        length = fitted_row_length(SampleSizes.of_facts(made.prepared), most)
+    else:
+        return run
+    return run.model_copy(update={"data": run.data.with_row_length(length)})
+
+
 def data_of(run: RunConfig, steps: Sequence[Step]) -> Data | None:
     """What is known of the data: from packed rows, from prepared samples, or from the sizes of the
     files; None where there is none of it."""
     by_stage = {step.stage.name: step for step in steps}
-    packed = lookup(by_stage["pack"]) if "pack" in by_stage else None
-    if packed:
-        facts = {name: of.get("train") for name, of in packed["facts"].items()}
+    made = Made.of(steps)
+    if made.packed:
+        facts = {name: of.get("train") for name, of in made.packed.items()}
         rows = facts["epoch_rows"] or [facts["rows"]]
         return Data(
             tuple(rows), facts["tokens"], facts["documents"], facts["trained_tokens"], "counted"
         )
     prepare = by_stage["prepare"]
-    prepared = lookup(prepare)
     row = run.data.sample_packing_sequence_len
-    if prepared:
-        facts = {name: prepared["facts"][name]["train"] for name in COUNTED}
+    if made.prepared:
+        facts = {name: made.prepared[name]["train"] for name in COUNTED}
         rows = max(1, math.ceil(facts["tokens"] / (row * FILL)))
         return Data((rows,), facts["tokens"], facts["rows"], facts["trained_tokens"], "estimated")
     sources = prepare.stage.sources if isinstance(prepare.stage, Prepare) else ()
@@ -134,8 +165,8 @@ def _steps(run: RunConfig, data: Data, rows_per_step: int, epochs: Fraction) -> 
 
     def used(epoch: int) -> int:
         rows = data.epoch_rows[epoch % len(data.epoch_rows)]
-        drops = run.data.dataloader_drop_last and rows >= rows_per_step
-        return rows - rows % rows_per_step if drops else rows
+        keeps = rows < rows_per_step or keeps_rest(rows, rows_per_step, run.data.last_batch)
+        return rows if keeps else rows - rows % rows_per_step
 
     steps = sum(math.ceil(used(epoch) / rows_per_step) for epoch in range(whole))
     return steps + math.ceil((epochs - whole) * used(whole) / rows_per_step)

@@ -6,6 +6,7 @@ from pydantic import BeforeValidator, Field
 
 from penstock.config.base import Settings
 from penstock.config.preference import KLPairing
+from penstock.rows.row_length import RowLength
 
 
 def _unset_is_true(value: Any) -> Any:
@@ -20,6 +21,10 @@ class PackSettings(Settings):
 
     sample_packing_sequence_len: int = Field(default=32_000, gt=0)
     """Tokens a row holds at most."""
+
+    row_length: RowLength = "written"
+    """`written`: a row holds as many tokens as `sample_packing_sequence_len` says. `fitted`: the
+    length follows from the samples, and `sample_packing_sequence_len` is its upper bound."""
 
     sample_packing_group_size: int = Field(default=100_000, gt=0)
     """`multipack`: consecutive samples among which rows are formed."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from penstock.core.files import read_json
 from penstock.core.stage import Artifact, Facts, Stage
 from penstock.pack.settings import PackSettings
 
@@ -23,6 +24,7 @@ class Pack(Stage):
     version: ClassVar[int] = 3
     neutral: ClassVar[Mapping[str, Any]] = {
         "share_prompts": True,
+        "row_length": "written",
         "kl_pairing": None,
         "kl_rotation_size": None,
         "kl_max_len": None,
@@ -42,6 +44,20 @@ class Pack(Stage):
         """The prepared samples."""
         return {"prepared": self.prepared}
 
+    def resolved(self) -> PackSettings:
+        """The settings with the row length that they mean for these samples, once they are there:
+        a function of what the key names."""
+        if self.settings.row_length == "written":
+            return self.settings
+        from penstock.rows.prepared import PLAN
+        from penstock.rows.row_length import SampleSizes, fitted_row_length
+
+        sizes = SampleSizes.of_plan(read_json(self.prepared.path / PLAN))
+        length = fitted_row_length(sizes, self.settings.sample_packing_sequence_len)
+        return self.settings.model_copy(
+            update={"sample_packing_sequence_len": length, "row_length": "written"}
+        )
+
     def run(self, out: Path) -> Facts:
         """Pack each split file by file, keeping the files an earlier attempt has finished.
 
@@ -49,11 +65,12 @@ class Pack(Stage):
         """
         from penstock.rows.schema import SPLITS
 
-        measured = {split: self._split(out, split) for split in SPLITS}
+        settings = self.resolved()
+        measured = {split: self._split(out, split, settings) for split in SPLITS}
         names = measured[SPLITS[0]]
         return {name: {split: measured[split][name] for split in SPLITS} for name in names}
 
-    def _split(self, out: Path, split: str) -> dict[str, Any]:
+    def _split(self, out: Path, split: str, settings: PackSettings) -> dict[str, Any]:
         """Write the files of a split and count what they hold; `fill` is the share of the rows'
         capacity that holds tokens, and `shared_tokens` are those that stand for two."""
         from penstock.pack.layout import form_of, lay_out, method_of
@@ -63,18 +80,19 @@ class Pack(Stage):
         from penstock.rows.sources import Sources
 
         samples = PreparedSamples(self.prepared.path, split)
-        form = form_of(samples, self.settings)
-        layout = lay_out(form, self.settings, method_of(split, self.settings))
+        form = form_of(samples, settings)
+        layout = lay_out(form, settings, method_of(split, settings))
         folder = out / "data" / split
-        shards = shards_of(self.prepared.path, split, layout, folder, self.settings)
+        shards = shards_of(self.prepared.path, split, layout, folder, settings)
         written = write_all(shards, Workers(self.num_proc, self.start_method))
         if split == "validation" and len(labels := samples.labels()) > 1:
             datasets = samples.datasets()[layout.bins.samples].repeat(form.documents)
             Sources.of(datasets, labels).write(folder)
         documents = form.documents_of(layout.bins.samples, layout.tokens())
         tokens, rows = int(documents.sum()), len(layout.bins)
-        capacity = rows * self.settings.sample_packing_sequence_len
+        capacity = rows * settings.sample_packing_sequence_len
         return {
+            "row_length": settings.sample_packing_sequence_len,
             "shards": len(shards),
             "rows": rows,
             "epoch_rows": layout.epoch_rows,

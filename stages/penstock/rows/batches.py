@@ -18,10 +18,12 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+
+from penstock.config.data import LastBatch
+from penstock.rows.sizing import keeps_rest
 
 Integers = npt.NDArray[np.int64]
 
@@ -63,21 +65,22 @@ class Batches:
         *,
         rows_per_step: int,
         seed: int,
-        last_batch: Literal["drop", "keep"],
+        last_batch: LastBatch,
         epoch_rows: Sequence[int] = (),
     ) -> None:
         """`costs` are the rows' work in any unit, in stored order.
 
         `epoch_rows`: rows of each epoch that was laid out, one after another; epochs take them in
         turn. Empty: all rows in every epoch. With `last_batch` "drop", the rows that do not fill
-        the last step of an epoch are left out (others each time), unless they are all there is.
+        the last step of an epoch are left out (others each time), unless they are all there is;
+        with "drop_few", only where they are at most `sizing.FEW_ROWS` of the epoch.
         Raises ValueError for an epoch without rows or of rows that are not there.
         """
         blocks = list(epoch_rows) or [len(costs)]
         if min(blocks) < 1 or sum(blocks) != len(costs) or rows_per_step < 1:
             raise ValueError(f"{len(costs)} rows in epochs of {blocks}, {rows_per_step} to a step")
         self.costs, self.rows_per_step, self.seed = costs, rows_per_step, seed
-        self._keeps = last_batch == "keep"
+        self._last_batch: LastBatch = last_batch
         self._blocks = blocks
         self._starts = np.cumsum([0, *blocks]).tolist()
         self._drawn: tuple[Cursor, Integers] | None = None
@@ -140,6 +143,15 @@ class Batches:
         """Epochs done at a settled cursor. A whole number exactly where an epoch begins."""
         return cursor.epoch + Fraction(cursor.samples, self._used(cursor))
 
+    def passes(self, cursor: Cursor) -> Fraction:
+        """Passes over the data up to a settled cursor, rows that were left out not counted."""
+        rounds, rest = divmod(cursor.epoch, len(self._blocks))
+        each = [
+            Fraction(self._used(self.start(epoch)), size) for epoch, size in enumerate(self._blocks)
+        ]
+        begun = Fraction(cursor.samples, self._size(cursor.epoch))
+        return rounds * sum(each, Fraction()) + sum(each[:rest], Fraction()) + begun
+
     def _size(self, epoch: int) -> int:
         return self._blocks[epoch % len(self._blocks)]
 
@@ -162,7 +174,11 @@ class Batches:
         left = self._size(cursor.epoch) - cursor.samples
         whole, rest = divmod(max(0, left), self.rows_per_step)
         alone = not whole and not cursor.samples
-        return whole + 1 if rest and (self._keeps or alone) else whole
+        return whole + 1 if rest and (alone or self._keeps(cursor.epoch)) else whole
+
+    def _keeps(self, epoch: int) -> bool:
+        """Whether the epoch ends with a step of what is left of it."""
+        return keeps_rest(self._size(epoch), self.rows_per_step, self._last_batch)
 
     def _order(self, cursor: Cursor) -> Integers:
         """The epoch's order. Kept, because drawing it costs a pass over all rows of the epoch."""

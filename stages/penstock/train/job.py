@@ -58,6 +58,8 @@ class Job:
     """A checkpoint on this machine, of whose weights alone the run starts."""
     scores: Path | None = None
     """Where it lies what a reference model makes of answers, or is to be put."""
+    row_length: int | None = None
+    """Tokens of a packed row at most, where that was chosen from the samples."""
 
     def write(self) -> Path:
         """Publish the job in the output folder, the config in full beside it; return its file."""
@@ -87,6 +89,7 @@ class Job:
             "tokenizer_revision": self.tokenizer_revision,
             "initial": str(self.initial) if self.initial else None,
             "scores": str(self.scores) if self.scores else None,
+            "row_length": self.row_length,
         }
         write_record(path, record)
 
@@ -94,9 +97,13 @@ class Job:
     def read(cls, path: Path) -> "Job":
         """The job in `path`."""
         record = read_job(path)
+        config, row_length = RunConfig.model_validate(record["config"]), record.get("row_length")
+        if row_length is not None:
+            data = config.data.with_row_length(row_length)
+            config = config.model_copy(update={"data": data})
         return cls(
             record["key"],
-            RunConfig.model_validate(record["config"]),
+            config,
             Path(record["packed"]),
             record["packed_key"],
             tuple(record["epoch_rows"]),
@@ -110,6 +117,7 @@ class Job:
             record["tokenizer_revision"],
             Path(record["initial"]) if record["initial"] else None,
             Path(record["scores"]) if record["scores"] else None,
+            row_length,
         )
 
 

@@ -3,7 +3,7 @@
 import uuid
 from pathlib import Path
 
-from penstock.config.run import RunConfig
+from penstock.config.run import RunConfig, written
 from penstock.core.hub import local_folder
 from penstock.core.remote_source import folder_of
 from penstock.core.stage import Artifact
@@ -23,6 +23,12 @@ def job_of(key: str, config: RunConfig, packed: Artifact, origin: Origin, output
     if origin.adapter_path and origin.adapter:
         adapter = local_folder(origin.adapter_path, origin.adapter).resolve()
     facts = packed.facts
+    row_length = None
+    if not written(config, "data.sample_packing_sequence_len"):
+        # Absent from what was packed before lengths were chosen: then it is the default.
+        row_length = facts.get("row_length", {}).get("train")
+    if row_length is not None:
+        config = config.model_copy(update={"data": config.data.with_row_length(row_length)})
     return Job(
         key=key,
         config=config,
@@ -37,4 +43,5 @@ def job_of(key: str, config: RunConfig, packed: Artifact, origin: Origin, output
         launch=uuid.uuid4().hex,
         tokenizer=folder_of(origin.tokenizer_path, origin.tokenizer),
         tokenizer_revision=origin.tokenizer.pin.get("commit"),
+        row_length=row_length,
     )

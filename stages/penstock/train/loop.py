@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from penstock.config.train import TrainConfig
+from penstock.core.data_facts import kept_data_facts
 from penstock.core.errors import ConfigError
 from penstock.engine import randomness
 from penstock.engine.assemble import Assembled
@@ -23,6 +24,7 @@ from penstock.engine.ranks import Ranks
 from penstock.engine.step import StepResult
 from penstock.optim.schedule import lr_at
 from penstock.rows.batches import Batches, Cursor, Integers, deal
+from penstock.rows.sizing import Finding, findings, run_size
 from penstock.train.budget import Cadence, Clock, budget_of
 from penstock.train.evaluation import held_out_rows
 from penstock.train.job import METRICS, SAMPLES, Job
@@ -58,7 +60,7 @@ class Loop:
             built.pairs_per_token * self.rows.lengths() + self.rows.squares(),
             rows_per_step=rows_per_step(self.train, replicas),
             seed=self.train.seed,
-            last_batch="drop" if job.config.data.dataloader_drop_last else "keep",
+            last_batch=job.config.data.last_batch,
             epoch_rows=job.epoch_rows,
         )
         self.accumulation = accumulation_steps(self.train, replicas)
@@ -347,12 +349,34 @@ class Loop:
         """Begin to tell, where this rank speaks for all."""
         if not self.ranks.leads:
             return
-        keep_surroundings(self.job, self.built, self.ranks, total_steps=self.total_steps)
+        found = self._findings()
+        keep_surroundings(
+            self.job, self.built, self.ranks, total_steps=self.total_steps, findings=found
+        )
         self._recorder = Recorder(self.job, done=self.at.step, total=self.total_steps)
+        for each in found:
+            self._recorder.say(f"warning: {each.text}")
         if self.sampler:
             self._samples = MetricsLog(self.job.output_dir / SAMPLES, self.at.step)
         for text in self._told_early:
             self._recorder.warn(self.at.step, text)
+
+    def _findings(self) -> list[Finding]:
+        """Where data, rows and batches do not suit each other; nothing where the facts of the data
+        are not kept beside the run."""
+        facts = kept_data_facts(self.job.output_dir)
+        if facts is None:
+            return []
+        return findings(
+            run_size(
+                self.job.config,
+                packed=facts["packed"],
+                prepared=facts["prepared"],
+                steps=self.total_steps,
+                set_by=self.budget.set_by,
+                rows_per_step=self.batches.rows_per_step,
+            )
+        )
 
     def _tell(self, record: dict[str, Any]) -> None:
         if self._recorder:
@@ -382,13 +406,15 @@ class Loop:
         facts: dict[str, Any] = {
             "steps": at.step,
             "ended_by": ended_by,
-            "epochs": self._epochs(),
+            "epochs": round(float(self.batches.passes(at.cursor)), 4),
             "rows": len(self.rows),
             "rows_per_step": self.batches.rows_per_step,
             "tokens": at.tokens,
             "trained_tokens": at.trained_tokens,
             "final_loss": at.loss,
         }
+        if found := self._findings():
+            facts["warnings"] = [each.as_json() for each in found]
         if not self.train.eval_only:
             last = self.saves.place_of(at.step)
             facts["checkpoint"] = self.saves.place_of(best["step"]) if best else last

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from penstock.config.base import Settings
+from penstock.config.data import LastBatch
 from penstock.config.fp8 import Fp8Config
 from penstock.config.run import RunConfig
 from penstock.core.compare import differences
@@ -49,7 +50,7 @@ class TrainSettings(Settings):
     lora: dict[str, Any] = Field(default_factory=dict)
     rows_per_step: int
     """Packed rows in one optimizer step over all ranks."""
-    last_batch: Literal["drop", "keep"]
+    last_batch: LastBatch
     isolate_samples: bool = True
     """Whether samples of one row do not see each other."""
     judging: dict[str, Any] | None = None

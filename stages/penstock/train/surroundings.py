@@ -2,6 +2,7 @@
 
 import platform
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,18 @@ from penstock.core import env, provenance
 from penstock.core.files import write_json
 from penstock.engine.assemble import Assembled
 from penstock.engine.ranks import Ranks
+from penstock.rows.sizing import Finding
 from penstock.train.job import SURROUNDINGS, Job
 
 
-def keep_surroundings(job: Job, built: Assembled, ranks: Ranks, *, total_steps: int) -> None:
+def keep_surroundings(
+    job: Job, built: Assembled, ranks: Ranks, *, total_steps: int, findings: Sequence[Finding]
+) -> None:
     """Write them into the run's folder."""
     record: dict[str, Any] = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "total_steps": total_steps,
+        "findings": [each.as_json() for each in findings],
         "host": platform.node(),
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
         "device": device_of(ranks.device),

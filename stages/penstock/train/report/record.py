@@ -56,7 +56,7 @@ class RunRecord:
     evaluations: list[dict[str, Any]]
     """Those that tell of an evaluation."""
     warnings: list[tuple[str, str]]
-    """(place, text), the newest last."""
+    """(place, text), the newest last; then what was found of the run's size, the gravest last."""
     samples: list[dict[str, Any]]
     """The records of answers to prompts."""
     state: State
@@ -72,6 +72,8 @@ class RunRecord:
     """When these stages made it, as far as that is known."""
     seconds: float | None
     """Of the whole stage, once it is done."""
+    epochs: float | None = None
+    """Passes over the data, rows that no step took left out, once it is done."""
 
     @property
     def title(self) -> str:
@@ -94,6 +96,14 @@ class RunRecord:
         """The share of its steps that it has taken, where it is known how many there are."""
         total = self.around.get("total_steps")
         return min(1.0, self.steps[-1]["step"] / total) if total and self.steps else None
+
+    @property
+    def look(self) -> str:
+        """The class of the line that says how it stands: a finished run of too few steps is open
+        to doubt."""
+        names = {each["name"] for each in self.around.get("findings", [])}
+        doubtful = self.state == "finished" and bool(names & {"few_steps"})
+        return "stopped" if doubtful else self.state.replace(" ", "-")
 
     @cached_property
     def settings(self) -> dict[str, str]:
@@ -122,6 +132,7 @@ def read_run(output_dir: Path, *, state: Literal["running"] | None = None) -> Ru
     found, standing = (state, "running") if state else _standing(output_dir)
     steps = [record for record in records if "loss" in record]
     around = output_dir / SURROUNDINGS
+    surroundings = read_json(around) if around.is_file() else {}
     manifest = read_manifest(output_dir)
     return RunRecord(
         folder=output_dir,
@@ -131,15 +142,17 @@ def read_run(output_dir: Path, *, state: Literal["running"] | None = None) -> Ru
         evaluations=[r for r in records if "eval_loss" in r],
         warnings=[
             (f"step {r['step']:,}", scrubbed(r["warning"])) for r in records if "warning" in r
-        ][-MOST_WARNINGS:],
+        ][-MOST_WARNINGS:]
+        + [("size", each["text"]) for each in reversed(surroundings.get("findings", []))],
         samples=list(read_metrics(output_dir / SAMPLES)),
         state=found,
         standing=standing,
         versions=_versions(output_dir),
-        around=read_json(around) if around.is_file() else {},
+        around=surroundings,
         data=kept_data_facts(output_dir),
         making=kept_lineage(output_dir),
         seconds=manifest["seconds"] if manifest else None,
+        epochs=_passes(output_dir),
     )
 
 
@@ -159,7 +172,7 @@ def key_figures(run: RunRecord) -> Figures:
             figures.append(("held-out token accuracy", share(held["eval_token_accuracy"])))
     figures += [
         ("steps", _of_total(last["step"], run.around.get("total_steps"))),
-        ("epochs", f"{last['epoch']:.2f}"),
+        ("epochs", f"{last['epoch'] if run.epochs is None else run.epochs:.2f}"),
         ("tokens", amount(sum(r["tokens"] for r in run.steps))),
         ("of them trained on", amount(sum(r["trained_tokens"] for r in run.steps))),
         ("tokens per second, median", amount(median(r["tokens_per_second"] for r in run.steps))),
@@ -233,10 +246,17 @@ def _standing(output_dir: Path) -> tuple[State, str]:
                 "stopped",
                 f"stopped after step {outcome['step']:,}; the same command goes on from there",
             )
-        return "finished", "finished"
+        steps = outcome["step"]
+        return "finished", f"finished after {steps:,} step{'' if steps == 1 else 's'}"
     if failure := first_failure(output_dir / LOGS):
         return "failed", f"failed: {scrubbed(failure)}"
     return "not finished", "not finished"
+
+
+def _passes(output_dir: Path) -> float | None:
+    outcome = read_outcome(output_dir)
+    facts = outcome["facts"] if outcome else None
+    return facts.get("epochs") if facts else None
 
 
 def _versions(output_dir: Path) -> Mapping[str, str]:

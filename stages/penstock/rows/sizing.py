@@ -1,0 +1,231 @@
+"""Whether data, rows and batches suit each other: judged from counts, before training.
+
+One pure function decides; the plan, the start of training and its report only print what it finds.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from typing import Any
+
+from penstock.config.data import LastBatch
+from penstock.config.run import RunConfig, written
+
+FEW_STEPS = 20
+"""Optimizer steps below which a run learns little, whatever the data."""
+
+FEW_ROWS = Fraction(1, 20)
+"""The share of an epoch's rows that may be left out without a word, and by `drop_few` at all."""
+
+FEW_SAMPLES = Fraction(1, 100)
+"""The share of samples that may be cut, or left out for their length, without a word."""
+
+LONG_ROWS = 16
+"""Rows this many times as long as any sample are longer than packing needs."""
+
+STOPS = ("max_steps", "max_tokens", "max_hours", "eval_only", "early_stopping")
+"""Settings that end a run early because somebody wrote them: its length is then as wished."""
+
+
+@dataclass(frozen=True)
+class RunSize:
+    """The counts that decide. `None` for what is not known."""
+
+    steps: int
+    set_by: str
+    """The setting that ends the run."""
+    epochs: float
+    """As written: `train.num_train_epochs`."""
+    rows: int
+    """Packed rows of an epoch; of the first, where epochs differ."""
+    rows_per_step: int
+    last_batch: LastBatch
+    row_length: int
+    longest: int
+    """Tokens that no sample exceeds."""
+    warmup_steps: int = 0
+    samples: int = 0
+    """Prepared samples, those for evaluation included."""
+    cut: int = 0
+    """Samples that lost tokens to `max_seq_len`."""
+    too_long: int = 0
+    """Records left out for their length."""
+
+    @property
+    def rows_dropped(self) -> int:
+        """Rows of every epoch that are in no step."""
+        rest = self.rows % self.rows_per_step
+        all_there_is = rest == self.rows
+        keeps = all_there_is or keeps_rest(self.rows, self.rows_per_step, self.last_batch)
+        return 0 if keeps else rest
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is likely not meant: its name for programs, and a line for people."""
+
+    name: str
+    text: str
+
+    def as_json(self) -> dict[str, str]:
+        """As plain values."""
+        return asdict(self)
+
+
+def keeps_rest(rows: int, rows_per_step: int, last_batch: LastBatch) -> bool:
+    """Whether an epoch of so many rows, at least a step, ends with a step of those left."""
+    if last_batch == "drop_few":
+        return rows % rows_per_step > FEW_ROWS * rows
+    return last_batch == "keep"
+
+
+def findings(size: RunSize) -> list[Finding]:
+    """What is likely not meant, the gravest first."""
+    if size.set_by == "eval_only":
+        return []
+    return [
+        *_few_steps(size),
+        *_long_rows(size),
+        *_batch_over_epoch(size),
+        *_rows_dropped(size),
+        *_long_warmup(size),
+        *_samples_cut(size),
+    ]
+
+
+def run_size(
+    run: RunConfig,
+    *,
+    packed: Mapping[str, Any],
+    prepared: Mapping[str, Any] | None,
+    steps: int,
+    set_by: str,
+    rows_per_step: int,
+) -> RunSize:
+    """The counts of a run over packed rows, from the facts of the stages before training."""
+    train, prepared = run.train, prepared or {}
+    lengths: Mapping[str, int] = packed["lengths"]["train"]
+    epoch_rows: list[int] = packed.get("epoch_rows", {}).get("train") or [packed["rows"]["train"]]
+    fallback = run.data.sample_packing_sequence_len
+    warmup = train.lr_warmup_steps
+    if warmup is None:
+        warmup = int(steps * train.lr_warmup_ratio)
+    return RunSize(
+        steps=steps,
+        set_by=set_by,
+        epochs=train.num_train_epochs,
+        rows=epoch_rows[0],
+        rows_per_step=rows_per_step,
+        last_batch=run.data.last_batch,
+        row_length=packed.get("row_length", {}).get("train", fallback),
+        longest=max(map(int, lengths), default=0),
+        warmup_steps=warmup,
+        samples=sum(prepared.get("rows", {}).values()),
+        cut=prepared.get("truncated", 0),
+        too_long=prepared.get("dropped", {}).get("too_long", 0),
+    )
+
+
+def row_length_line(run: RunConfig, length: int) -> str | None:
+    """What to say of a row length that was chosen from the samples; None where it was written."""
+    if written(run, "data.sample_packing_sequence_len"):
+        return None
+    return (
+        f"rows of {length:,} tokens, chosen from the samples; "
+        f"write data.sample_packing_sequence_len for another length"
+    )
+
+
+def _few_steps(size: RunSize) -> Iterator[Finding]:
+    if size.set_by in STOPS or size.steps >= FEW_STEPS:
+        return
+    ways: list[str] = []
+    if size.row_length > 2 * size.longest:
+        ways.append(_shorter_rows(size))
+    if size.rows_per_step > 1:
+        ways.append(f"lower train.global_batch_size ({size.rows_per_step} rows a step)")
+    ways.append(f"raise train.num_train_epochs ({size.epochs:g})")
+    yield Finding(
+        "few_steps",
+        f"the run is {_count(size.steps, 'optimizer step')}, and fewer than {FEW_STEPS} teach "
+        f"little: {_count(size.rows, 'row')} an epoch, {size.rows_per_step} a step; "
+        f"{_either(ways)}",
+    )
+
+
+def _long_rows(size: RunSize) -> Iterator[Finding]:
+    few = size.steps < FEW_STEPS and size.set_by not in STOPS
+    if few or not size.longest or size.row_length < LONG_ROWS * size.longest:
+        return
+    if size.steps >= 10 * FEW_STEPS:
+        return
+    yield Finding(
+        "long_rows",
+        f"rows hold {size.row_length:,} tokens, and no sample more than {size.longest:,}: "
+        f"{_count(size.rows, 'row')} an epoch; {_shorter_rows(size)} for more and smaller steps",
+    )
+
+
+def _batch_over_epoch(size: RunSize) -> Iterator[Finding]:
+    if size.rows >= size.rows_per_step:
+        return
+    yield Finding(
+        "batch_over_epoch",
+        f"a step takes {_count(size.rows_per_step, 'row')}, and an epoch has {size.rows}: every "
+        "step is a whole epoch, and smaller than asked for; lower train.global_batch_size, or "
+        "train.micro_batch_size and train.gradient_accumulation_steps",
+    )
+
+
+def _rows_dropped(size: RunSize) -> Iterator[Finding]:
+    if size.rows_dropped <= FEW_ROWS * size.rows:
+        return
+    yield Finding(
+        "rows_dropped",
+        f"{size.rows_dropped} of {size.rows} rows ({size.rows_dropped / size.rows:.0%}) are left "
+        f"out of every epoch, for they fill no step of {size.rows_per_step}; write "
+        "data.dataloader_drop_last: false to train on them",
+    )
+
+
+def _long_warmup(size: RunSize) -> Iterator[Finding]:
+    if not size.warmup_steps or size.warmup_steps < size.steps:
+        return
+    yield Finding(
+        "long_warmup",
+        f"the learning rate warms up for {_count(size.warmup_steps, 'step')}, and the run ends "
+        f"after {size.steps}: it never gets to train.lr; lower train.lr_warmup_steps or "
+        "train.lr_warmup_ratio",
+    )
+
+
+def _samples_cut(size: RunSize) -> Iterator[Finding]:
+    there = size.samples + size.too_long
+    if size.cut > FEW_SAMPLES * there:
+        yield Finding(
+            "samples_cut",
+            f"{size.cut:,} of {there:,} samples ({size.cut / there:.1%}) were cut to "
+            "data.datasets.*.max_seq_len; raise it, or see data.truncation_mode",
+        )
+    if size.too_long > FEW_SAMPLES * there:
+        yield Finding(
+            "samples_too_long",
+            f"{size.too_long:,} of {there:,} samples ({size.too_long / there:.1%}) were left out, "
+            "longer than data.datasets.*.max_seq_len; raise it, or write data.truncation_mode: "
+            "keep_start to cut them",
+        )
+
+
+def _shorter_rows(size: RunSize) -> str:
+    return (
+        f"lower data.sample_packing_sequence_len ({size.row_length:,}; no sample has more than "
+        f"{size.longest:,} tokens)"
+    )
+
+
+def _either(ways: list[str]) -> str:
+    return ways[0] if len(ways) == 1 else f"{', '.join(ways[:-1])}, or {ways[-1]}"
+
+
+def _count(number: int, of: str) -> str:
+    return f"{number:,} {of}{'' if number == 1 else 's'}"
