@@ -111,6 +111,8 @@ def chain(run: RunConfig, wishes: Wishes, *wanted: StageName) -> list[Outcome]:
     """Realise every step in order, in the flow's own thread: only there can it be cancelled."""
     runner = task_runner(run)
     planned = plan(run, wanted or None)
+    for note in planned.notes:
+        get_run_logger().info(note)
     for name in wishes.force:
         planned.step(name)  # raises for one that would be ignored
     if runner:

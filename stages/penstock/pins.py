@@ -1,11 +1,14 @@
 """Outside data that a run reads, pinned to its content."""
 
 from penstock.config.dataset import DatasetConfig
+from penstock.config.faults import dotted
+from penstock.config.rules import broken
 from penstock.config.run import RunConfig
 from penstock.core.errors import ConfigError
 from penstock.core.mirror import home_of
 from penstock.core.source import is_checkpoint, pin_checkpoint, pin_data
 from penstock.core.stage import Source
+from penstock.core.urls import spoken
 from penstock.pack.stage import Pack
 from penstock.prepare.own_files import refuse_own_files
 from penstock.prepare.stage import SLICES, Prepare
@@ -13,6 +16,9 @@ from penstock.reference.stage import SCORES, Reference
 
 MADE = (SLICES, SCORES, Prepare.name, Pack.name, Reference.name)
 """Folders in data.dataset_prepared_path."""
+
+LISTS = ("datasets", "test_datasets", "decontaminate_datasets")
+"""Fields of the section `data` that name sources."""
 
 
 def pins_of(run: RunConfig, field: str) -> tuple[Source, ...]:
@@ -24,6 +30,46 @@ def pins_of(run: RunConfig, field: str) -> tuple[Source, ...]:
     for index, (each, source) in enumerate(zip(datasets, sources, strict=True)):
         refuse_own_files(f"data.{field}[{index}].path", each, source, root, MADE)
     return sources
+
+
+def with_types(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
+    """The run with the types of its data sets, and a line for each that was not written but told
+    from its first records. Raises ConfigError where they do not tell."""
+    told: list[str] = []
+    lists: dict[str, list[DatasetConfig]] = {}
+    for name in LISTS:
+        lists[name] = [
+            _with_type(run, f"data.{name}.{index}", each, told)
+            for index, each in enumerate(getattr(run.data, name))
+        ]
+    if not told:
+        return run, ()
+    found = run.model_copy(update={"data": run.data.model_copy(update=lists)})
+    if faults := [f"{dotted(fault.path)}: {fault.text}" for fault in broken(found)]:
+        raise ConfigError("\n".join([*faults, *told]))
+    return found, tuple(told)
+
+
+def _with_type(
+    run: RunConfig, where: str, dataset: DatasetConfig, told: list[str]
+) -> DatasetConfig:
+    if dataset.is_typed:
+        return dataset
+    # Readers of files take a while to import, which runs that say their types are spared.
+    from penstock.prepare.infer import inferred  # noqa: PLC0415
+
+    token = run.data.hf_use_auth_token
+    found = inferred(
+        dataset,
+        _pin(dataset, token),
+        where=where,
+        objective=run.train.objective,
+        token=token,
+    )
+    if found is None:
+        return dataset
+    told.append(f"{where} ({spoken(dataset.path)}) is read as {found}")
+    return dataset.model_copy(update=found.values())
 
 
 def _pin(dataset: DatasetConfig, token: bool | None) -> Source:

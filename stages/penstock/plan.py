@@ -5,7 +5,7 @@ its content, and so knows every key before any work starts. No torch is imported
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -29,13 +29,15 @@ from penstock.identity import IDENTITY, judging_of, preference_of
 from penstock.machine import check_hub, check_machine, refusal_of, rows_of_a_step
 from penstock.origins import origin_of, with_adapter, with_start
 from penstock.pack.stage import Pack, PackSettings
-from penstock.pins import pinned_checkpoint, pinned_start, pins_of
+from penstock.pins import pinned_checkpoint, pinned_start, pins_of, with_types
 from penstock.prepare.given import Given, given_step, nothing_given, root_of, take, tokens_at
+from penstock.prepare.notices import prepared_notices
 from penstock.prepare.settings import DatasetSettings, MixSettings, PrepareSettings
 from penstock.prepare.stage import SLICES, Prepare
 from penstock.push.stage import Push, PushSettings, push_prepared
 from penstock.reference.settings import settings_of
 from penstock.reference.stage import Reference, no_reference
+from penstock.rows.sizing import row_length_line
 from penstock.train.nodes import OnRanks, lend, lends
 from penstock.train.stage import Train, TrainSettings, claim
 
@@ -48,6 +50,8 @@ class Plan:
 
     run: RunConfig
     steps: tuple[Step, ...]
+    notes: tuple[str, ...] = ()
+    """What was not written and was told from the data instead, a line each."""
 
     def step(self, name: str) -> Step:
         """The step of that stage. Raises ConfigError if the run leaves it out."""
@@ -84,6 +88,7 @@ def plan(
     Raises ConfigError or CapabilityError for what cannot be honoured.
     """
     check_hub(run)
+    run, notes = (run, ()) if run.data.skip_prepare_dataset else with_types(run)
     run = with_adapter(with_start(run))
     wanted = wanted or run.stages
     refusal = refusal_of(run) if needs(wanted, "reference") else None
@@ -107,7 +112,7 @@ def plan(
             steps.append(export_step(run, steps[-1].artifact, origin))
     if needs(wanted, "push"):
         steps.append(push_step(run, steps[-1].artifact))
-    return Plan(run, tuple(steps))
+    return Plan(run, tuple(steps), notes)
 
 
 def needs(wanted: tuple[str, ...], name: str) -> bool:
@@ -159,11 +164,24 @@ def _brought(
         else:
             verify = run.pipeline.verify
             outcome = realize(step, cache=cache, verify=verify, claim=claimed, notify=notify)
+    if outcome.status not in ("cached", "skipped"):
+        for line in _notices(step, run, outcome):
+            notify(f"{step.stage.name}: {line}")
     if step.stage.name == "export":
         link_exported(outcome, run)
     if step.stage.name == "prepare" and run.data.push_dataset_to_hub:
         outcome = send_to_hub(step, outcome, run.data.push_dataset_to_hub, notify)
     return outcome
+
+
+def _notices(step: Step, run: RunConfig, outcome: Outcome) -> Iterable[str]:
+    """What a result that has just been made is to be told with."""
+    if step.stage.name == "prepare":
+        return prepared_notices(outcome.facts)
+    if step.stage.name == "pack" and "row_length" in outcome.facts:
+        line = row_length_line(run, outcome.facts["row_length"]["train"])
+        return [line] if line else []
+    return []
 
 
 def send_to_hub(step: Step, outcome: Outcome, repo: str, notify: Callable[[str], None]) -> Outcome:

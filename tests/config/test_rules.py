@@ -194,7 +194,14 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         {"data": {"share_prompts": True}},
     ),
     (
-        {"data": {"datasets": [{"path": "a"}, {"path": "b", "type": "preference"}]}},
+        {
+            "data": {
+                "datasets": [
+                    {"path": "a", "type": "tokenized"},
+                    {"path": "b", "type": "preference"},
+                ]
+            }
+        },
         "data.datasets.1.type",
         "preference gives preference samples, and tokenized of data.datasets.0 gives sft samples",
         {"data": {"datasets": [{"path": "a"}, {"path": "b", "type": "chat"}]}},

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from penstock.cli.console import Console
-from penstock.cli.run import Request
+from penstock.cli.run import Request, say_notes
 from penstock.config.run import RunConfig
 from penstock.core.store import Step, realize
 from penstock.plan import plan, require_upstream
@@ -24,6 +24,7 @@ def prepared_data(request: Request, console: Console, *, upstream: bool) -> Prep
     To look at data sends it nowhere and builds nothing again, whatever the run says of that.
     """
     planned = plan(request.load(), ("prepare",))
+    say_notes(planned, console)
     step = planned.step("prepare")
     if isinstance(step.stage, Given):
         outcome = take(step)

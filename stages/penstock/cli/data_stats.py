@@ -10,6 +10,7 @@ from penstock.core.errors import PenstockError
 from penstock.pack.compare import compare
 from penstock.pack.stage import Pack
 from penstock.plan import pack_step
+from penstock.prepare.faults import place_of
 from penstock.prepare.locate import Locate, locator_of
 from penstock.prepare.statistics import statistics
 
@@ -156,7 +157,7 @@ def _placed(example: Mapping[str, Any], locate: Locate) -> dict[str, Any]:
 
 def _example(each: Mapping[str, Any]) -> str:
     if "file" in each:
-        return f"{each['file']}:{each['line']}: {each['why']}"
+        return f"{place_of(each)}: {each['why']}"
     return f"{each['source']}, record {each['row']} of slice {each['slice']}: {each['why']}"
 
 

@@ -39,6 +39,8 @@ class Verdict:
 def explain(run: RunConfig, console: Console, where: Where = HERE) -> dict[str, Any]:
     """Print a verdict per stage, and what training will cost; returns the same as plain values."""
     planned = plan(run)
+    for note in planned.notes:
+        console.say(note)
     present: dict[str, str] = {}
     verdicts = [judge(step, present) for step in planned.steps]
     rows = [("stage", "key", "standing", "where")]

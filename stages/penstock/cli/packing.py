@@ -4,7 +4,7 @@ import time
 from dataclasses import asdict
 
 from penstock.cli.console import Console, outcome_table, table
-from penstock.cli.run import Request, bring
+from penstock.cli.run import Request, bring, say_notes
 from penstock.core.errors import ConfigError
 from penstock.core.stage import key_of
 from penstock.core.store import Outcome
@@ -23,6 +23,7 @@ def compare_packing(request: Request, wishes: Wishes, console: Console, *, upstr
             "--dry-run builds no pack stage.\n  Leave out --force pack or --from pack."
         )
     planned = plan(request.load(), ("pack",))
+    say_notes(planned, console)
     if upstream:
         bring(planned, "prepare", wishes, console)
     else:

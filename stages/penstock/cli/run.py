@@ -28,6 +28,7 @@ class Request:
 def run_chain(request: Request, wishes: Wishes, console: Console) -> None:
     """Every stage of the run, in order."""
     planned = plan(request.load())
+    say_notes(planned, console)
     with in_use(planned.steps):
         for step in planned.steps:
             bring(planned, step.stage.name, wishes, console)
@@ -39,6 +40,7 @@ def run_stage(
 ) -> None:
     """One stage, after whatever it needs."""
     planned = plan(request.load(), (name,))
+    say_notes(planned, console)
     if not upstream:
         require_upstream(planned, name)
     with in_use(planned.steps):
@@ -48,6 +50,12 @@ def run_stage(
             if step.stage.name == name:
                 break
     console.result(outcome_table(console.outcomes))
+
+
+def say_notes(planned: Plan, console: Console) -> None:
+    """What was told from the data, because it was not written."""
+    for note in planned.notes:
+        console.say(note)
 
 
 def bring(planned: Plan, name: str, wishes: Wishes, console: Console) -> Outcome:

@@ -15,6 +15,12 @@ TRAIN, TEST, AVOID = "datasets", "test_datasets", "decontaminate_datasets"
 HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?")
 
 
+def _typed(run: RunConfig, *lists: str) -> Iterator[tuple[Steps, DatasetConfig]]:
+    """Those whose type is known: where it is not written, records will tell it, and rules are asked
+    again."""
+    return (each for each in _entries(run, *lists) if each[1].is_typed)
+
+
 def _entries(run: RunConfig, *lists: str) -> Iterator[tuple[Steps, DatasetConfig]]:
     for name in lists or (TRAIN, TEST, AVOID):
         for index, entry in enumerate(getattr(run.data, name)):
@@ -191,7 +197,9 @@ def _what_is_cut_has_a_length(run: RunConfig) -> Faults:
 
 
 def _samples_are_of_one_kind(run: RunConfig) -> Faults:
-    kinds = [(path, entry.type, entry.kind) for path, entry in _entries(run, TRAIN, TEST)]
+    kinds = [(path, entry.type, entry.kind) for path, entry in _typed(run, TRAIN, TEST)]
+    if not kinds:
+        return
     first_path, first_type, first = kinds[0]
     reads = (f"{dotted(first_path)}.type",)
     for path, its_type, kind in kinds[1:]:
@@ -215,7 +223,7 @@ def _samples_are_of_one_kind(run: RunConfig) -> Faults:
 
 def _judged_answers_are_trained_alone(run: RunConfig) -> Faults:
     first_path, first = next(iter(_entries(run, TRAIN)))
-    if first.kind == "sft":
+    if first.kind == "sft" or not first.is_typed:
         return
     for name in ("train_on_prompt", "train_on_turns"):
         if run.data.asks_for(name):
@@ -229,7 +237,7 @@ def _judged_answers_are_trained_alone(run: RunConfig) -> Faults:
 
 def _prompts_have_two_answers(run: RunConfig) -> Faults:
     path, first = next(iter(_entries(run, TRAIN)))
-    if run.data.asks_for("share_prompts") and first.kind == "sft":
+    if run.data.asks_for("share_prompts") and first.is_typed and first.kind == "sft":
         yield Fault(
             ("data", "share_prompts"),
             f"samples of type {first.type} have one answer; leave share_prompts out",

@@ -51,10 +51,11 @@ class DatasetConfig(Section):
     hub id (`org/name`); `builtin:arithmetic`, or `dummy` for synthetic rows."""
 
     type: FormatName = "tokenized"
-    """What a row holds: `tokenized` (`input_ids` and `labels`), `chat` (a list of messages; loss on
-    the assistant's turns), `sharegpt` (the same, as `from` and `value`), `instruction` and `alpaca`
-    (a question and an answer; loss on the answer), `text` (loss on everything), `preference`
-    (a prompt, a chosen and a rejected answer), `kto` (a prompt, an answer and whether it is good),
+    """What a row holds. Unset: told from the first records, `tokenized` where they have
+    `input_ids`. `tokenized` (`input_ids` and `labels`), `chat` (a list of messages; loss on the
+    assistant's turns), `sharegpt` (the same, as `from` and `value`), `instruction` and `alpaca` (a
+    question and an answer; loss on the answer), `text` (loss on everything), `preference` (a
+    prompt, a chosen and a rejected answer), `kto` (a prompt, an answer and whether it is good),
     `sft_turns` and `preference_turns` (ERNIEKit's `src`, `tgt` and `response`)."""
 
     name: str | None = None
@@ -151,6 +152,11 @@ class DatasetConfig(Section):
     field_label: str = Field(default="label", min_length=1)
     """`kto`: the column that says whether the answer is good (true or false). `chat`: a list with a
     0 for each answer that is not to be trained and a 1 for each other, where a record has one."""
+
+    @property
+    def is_typed(self) -> bool:
+        """Whether `type` was written, or told from records."""
+        return "type" in self.model_fields_set
 
     @property
     def kind(self) -> Kind:

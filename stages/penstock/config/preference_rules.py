@@ -112,6 +112,8 @@ def _data_serve_the_objective(run: RunConfig) -> Faults:
     objective, wanted = run.train.objective, wanted_kind(run.preference)
     for name in LISTS:
         for index, entry in enumerate(getattr(run.data, name)):
+            if not entry.is_typed:
+                continue
             path = ("data", name, index, "type")
             kind = KIND_OF_FORMAT.get(entry.type, "sft")
             if objective == "pretrain" and entry.type != "text":
@@ -147,6 +149,8 @@ def _scores_are_whole(run: RunConfig) -> Faults:
             )
         return
     for path, entry in entries:
+        if not entry.is_typed:
+            continue
         named = [field for field in SCORES if entry.asks_for(field)]
         if entry.type != "preference":
             for field in named:

@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -22,7 +23,13 @@ Reason = Literal[
 DROPPED = ("empty", "no_trained_tokens", "same_answers", "too_long")
 """Reasons that leave a record out without blaming the data for it."""
 
-SAMPLES_KEPT = 10
+SAMPLES_KEPT = 30
+OF_A_CAUSE = 3
+"""Records that are named of each cause."""
+CAUSES_KEPT = 50
+"""Causes that are told apart; the rest count as one."""
+CAUSES_LISTED = 10
+OTHER = "other causes"
 
 
 class BadRow(Exception):  # noqa: N818 - a fact about a record; it never leaves this package
@@ -120,21 +127,32 @@ class Tally:
     """Samples by length, as `rows.schema.histogram` tells it; a pair is as long as its longer
     side."""
     left_out: Counter[str] = field(default_factory=Counter)
+    causes: Counter[str] = field(default_factory=Counter)
+    """Records that were left out by `cause_of`; those of the first few causes."""
+    unread: Counter[str] = field(default_factory=Counter)
+    """Records by columns that hold something and that their format does not read."""
+    blank_answers: int = 0
+    """Conversations that train an answer which says nothing, its end alone."""
     samples: list[dict[str, Any]] = field(default_factory=list)
-    """The first few that were left out: file, line, reason (a word), why (a sentence)."""
+    """The first few of each cause: file, line, record where lines do not tell records apart, reason
+    (a word), why (a sentence)."""
 
     @property
     def bad(self) -> int:
         """Records that are unusable, those left out for other reasons not counted."""
         return sum(count for reason, count in self.left_out.items() if reason not in DROPPED)
 
-    def leave_out(self, file: str, line: int, fault: BadRow) -> None:
-        """Count a record that gives no sample."""
+    def leave_out(self, file: str, line: int, fault: BadRow, record: int | None = None) -> None:
+        """Count a record that gives no sample. `record`: its number, where no line names it."""
         self.left_out[fault.reason] += 1
-        if len(self.samples) < SAMPLES_KEPT:
-            self.samples.append(
-                {"file": file, "line": line, "reason": fault.reason, "why": fault.why}
-            )
+        cause = cause_of(fault.reason, fault.why)
+        if cause not in self.causes and len(self.causes) >= CAUSES_KEPT:
+            cause = OTHER
+        self.causes[cause] += 1
+        if self.causes[cause] <= OF_A_CAUSE and len(self.samples) < SAMPLES_KEPT:
+            numbered = {} if record is None else {"record": record}
+            where = {"file": file, "line": line, **numbered}
+            self.samples.append({**where, "reason": fault.reason, "why": fault.why})
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON, read back by `of_json`."""
@@ -145,7 +163,8 @@ class Tally:
     @classmethod
     def of_json(cls, value: Mapping[str, Any]) -> "Tally":
         """A tally as it was written."""
-        return cls(**{**value, **{name: Counter(value[name]) for name in _COUNTERS}})
+        counters = {name: Counter(value.get(name, {})) for name in _COUNTERS}
+        return cls(**{**value, **counters})
 
     @classmethod
     def total(cls, tallies: Iterable["Tally"]) -> "Tally":
@@ -154,14 +173,51 @@ class Tally:
         for tally in tallies:
             for name in (*_COUNTS, *_COUNTERS):
                 setattr(total, name, getattr(total, name) + getattr(tally, name))
-            total.samples = (total.samples + tally.samples)[:SAMPLES_KEPT]
+            total.samples += tally.samples
+        total.samples = _first_of_each(total.samples)
         return total
 
 
-_COUNTERS = ("lengths", "left_out")
+def cause_of(reason: str, why: str) -> str:
+    """What faults have in common that differ in numbers alone, such as the place in a list."""
+    return f"{reason}: {re.sub(_NUMBER, '#', why)}"
+
+
+def _first_of_each(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    seen: Counter[str] = Counter()
+    kept: list[dict[str, Any]] = []
+    for sample in samples:
+        cause = cause_of(sample["reason"], sample["why"])
+        seen[cause] += 1
+        if seen[cause] <= OF_A_CAUSE and len(kept) < SAMPLES_KEPT:
+            kept.append(sample)
+    return kept
+
+
+_NUMBER = re.compile(r"\d+")
+_COUNTERS = ("lengths", "left_out", "causes", "unread")
 _COUNTS = tuple(f.name for f in fields(Tally) if f.name not in (*_COUNTERS, "samples"))
 
 
-def listed(samples: Sequence[Mapping[str, Any]]) -> str:
-    """Samples as lines for people: `file:line: why`."""
-    return "\n".join(f"    {s['file']}:{s['line']}: {s['why']}" for s in samples)
+def listed(samples: Sequence[Mapping[str, Any]], causes: Mapping[str, int]) -> str:
+    """One line for each cause, the most frequent first: how often, why, and records as examples."""
+    by_cause: dict[str, list[Mapping[str, Any]]] = {}
+    for sample in samples:
+        by_cause.setdefault(cause_of(sample["reason"], sample["why"]), []).append(sample)
+    lines: list[str] = []
+    for cause, its in sorted(by_cause.items(), key=lambda each: -causes.get(each[0], 0)):
+        count, first = causes.get(cause, len(its)), its[0]
+        if count == 1:
+            lines.append(f"    {place_of(first)}: {first['why']}")
+            continue
+        places = ", ".join(place_of(each) for each in its)
+        more = ", …" if count > len(its) else ""
+        lines.append(f"    {count} x {first['why']} ({places}{more})")
+    return "\n".join(lines[:CAUSES_LISTED])
+
+
+def place_of(sample: Mapping[str, Any]) -> str:
+    """Where people find a record: `file:line`, or its number in a file without lines."""
+    if "record" in sample:
+        return f"{sample['file']}, record {sample['record']}"
+    return f"{sample['file']}:{sample['line']}"

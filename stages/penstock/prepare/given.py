@@ -109,14 +109,14 @@ def tokens_at(place: Path) -> DatasetConfig | None:
     if not place.is_dir() or (place / MANIFEST).is_file():
         return None
     if saved_in(place):
-        return DatasetConfig(path=str(place))
+        return DatasetConfig(path=str(place), type="tokenized")
     kinds: tuple[Literal["parquet", "arrow"], ...] = ("parquet", "arrow")
     for kind in kinds:
         found = [name for name in names_in(place) if kind_of(name) == kind]
         # Beside a slice of ours lies what became of its records; slices are no data set.
         if found and not any((place / name).with_suffix(".json").is_file() for name in found):
             names = choose(str(place), found, split=None, ds_type=kind)
-            return DatasetConfig(path=str(place), data_files=names, ds_type=kind)
+            return DatasetConfig(path=str(place), type="tokenized", data_files=names, ds_type=kind)
     return None
 
 

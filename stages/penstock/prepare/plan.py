@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from penstock.core.errors import StageError
+from penstock.core.errors import PenstockError, StageError
 from penstock.prepare.faults import Tally, listed
 from penstock.prepare.features import LONGEST, TOKENS, TRAINED, Array, Features
+from penstock.prepare.infer import looks_like
 from penstock.prepare.mix import mixing_of
 from penstock.prepare.select import Selection
 from penstock.prepare.settings import PrepareSettings
@@ -81,6 +82,7 @@ def facts_of(plan: dict[str, Any]) -> dict[str, Any]:
         "tokens_cut": tally.tokens_cut,
         "turns_dropped": tally.turns_dropped,
         "dropped": dict(sorted(dropped.items())),
+        "blank_answers": tally.blank_answers,
         "dropped_samples": [*tally.samples, *plan["examples"]],
         "sources": plan["sources"],
         "mix_strategy": plan["mix"]["strategy"],
@@ -110,15 +112,28 @@ def _check(item: Slice, tally: Tally, settings: PrepareSettings) -> None:
         share = tally.bad / tally.records
         raise StageError(
             f"{place}: {tally.bad} of {tally.records} records ({share:.2%}) cannot be used; "
-            f"{allowed:.2%} may be.\n{listed(tally.samples)}\n"
+            f"{allowed:.2%} may be.\n{listed(tally.samples, tally.causes)}\n"
+            f"{_hint(item)}"
             "  Correct them, or set data.bad_rows_allowed to the share that may be left out."
         )
     if not tally.rows:
         reasons = ", ".join(f"{count} {reason}" for reason, count in tally.left_out.items())
         raise StageError(
             f"{place}: none of its {tally.records} records gives a sample ({reasons}).\n"
-            f"{listed(tally.samples)}\n  Check type, max_seq_len and the field_ settings."
+            f"{listed(tally.samples, tally.causes)}\n{_hint(item)}"
+            "  Check type, max_seq_len and the field_ settings."
         )
+
+
+def _hint(item: Slice) -> str:
+    """Of which type the records look like, where that is not the one that they were read as."""
+    try:
+        looks = looks_like(item.pieces)
+    except PenstockError:
+        return ""
+    if looks is None or looks.type == item.settings.type:
+        return ""
+    return f"  They look like {looks}, and are read as type: {item.settings.type}.\n"
 
 
 def _entry(path: str, file: DataFile, counts: Mapping[str, Array]) -> dict[str, Any]:
@@ -178,6 +193,8 @@ def _sources(
         entry["records"] += tally.records
         entry["rows"] += tally.rows
         entry["bad"] += tally.bad
+        for name, count in tally.unread.items():
+            entry["unread"][name] = entry["unread"].get(name, 0) + count
     role_of = {item.key: item.role for item, _, _ in finished}
     for split in SPLITS:
         for part in (part for entry in splits[split] for part in entry["parts"]):
@@ -203,5 +220,5 @@ def _sources(
 def _source(item: Slice) -> dict[str, Any]:
     counted = ("slices", "records", "rows", "bad", "samples", "tokens", "trained_tokens")
     named = {"role": item.role, "dataset": item.dataset, "label": item.label}
-    found = {**named, **dict.fromkeys(counted, 0)}
+    found = {**named, **dict.fromkeys(counted, 0), "type": item.settings.type, "unread": {}}
     return {**found, "held_out": 0, "drawn": 0, "share": 0.0} if item.role == "train" else found

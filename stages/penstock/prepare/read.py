@@ -10,6 +10,9 @@ from penstock.prepare.read_lines import lines_before
 from penstock.prepare.records import Batch, Chunk
 from penstock.prepare.slices import Slice
 
+HAVE_LINES = ("json_lines", "text_lines", "csv", "json_document")
+"""Readers of files in which people look for a line."""
+
 
 def records(item: Slice, token: bool | None = None) -> Iterator[Batch]:
     """The slice's records in the order of its source.
@@ -20,12 +23,17 @@ def records(item: Slice, token: bool | None = None) -> Iterator[Batch]:
     seen = 0
     for piece in item.pieces:
         before = cache(partial(before_of, piece, token))
+        number, has_lines = piece.start + 1, piece.reader in HAVE_LINES
         for chunk in _within(chunks(piece, token), piece.start, piece.stop):
             first = (item.first - seen) % item.step
             seen += len(chunk)
             chosen = chunk.part(first, None, item.step) if item.step > 1 else chunk
+            numbers = None
+            if piece.reader == "json_document":
+                numbers = range(number + first, number + len(chunk), item.step)
+            number += len(chunk)
             if len(chosen):
-                yield Batch(piece.name, chosen.values(), chosen.places, before)
+                yield Batch(piece.name, chosen.values(), chosen.places, before, numbers, has_lines)
 
 
 def _within(found: Iterator[Chunk], start: int, stop: int | None) -> Iterator[Chunk]:

@@ -31,10 +31,21 @@ class Batch:
     """Line of each in the part of the file that is read, from 1; its row where no lines are."""
     before: Callable[[], int]
     """Lines or rows of the file ahead of that part. Asked only for a fault: it may take a read."""
+    numbers: range | None = None
+    """Number of each record in a document, from 1, where several may stand in one line."""
+    has_lines: bool = True
+    """Whether places are lines, in which people find a record."""
 
     def line(self, index: int) -> int:
         """Where people find record number `index` of this run in the file, from 1."""
         return self.before() + self.places[index]
+
+    def record(self, index: int) -> int | None:
+        """Which record of the file number `index` of this run is, from 1; None where its line says
+        that."""
+        if self.numbers is not None:
+            return self.numbers[index]
+        return None if self.has_lines else self.line(index)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,6 +14,7 @@ from penstock.prepare.encode.flat import Flat
 from penstock.prepare.faults import Tally
 from penstock.prepare.records import Batch
 from penstock.prepare.slices import Slice
+from penstock.prepare.unread import unread, watched_columns
 from penstock.rows.schema import histogram, prepared_schema
 
 Read = Callable[[], Iterable[Batch]]
@@ -37,7 +38,7 @@ def tokenise(item: Slice, encode: Encoder, target: Path, read: Read) -> Tally:
 
 
 def _written(item: Slice, encode: Encoder, part: Path, read: Read) -> Tally:
-    tally = Tally()
+    tally, watched = Tally(), watched_columns(item.settings, item.columns)
     schema = prepared_schema(item.settings.kind, is_scored=item.settings.is_scored)
     with pa.OSFile(str(part), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
         for batch in read():
@@ -45,8 +46,9 @@ def _written(item: Slice, encode: Encoder, part: Path, read: Read) -> Tally:
             first = tally.records
             tally.records += len(batch.values)
             for place, fault in sorted(samples.faults.items()):
-                tally.leave_out(batch.file, batch.line(place), fault)
+                tally.leave_out(batch.file, batch.line(place), fault, batch.record(place))
             _count(samples, tally)
+            tally.unread += unread(batch.values, watched)
             writer.write_batch(_columns(samples, first, item.label, schema))
     return tally
 
@@ -60,6 +62,7 @@ def _count(samples: Samples, tally: Tally) -> None:
     tally.truncated += samples.cuts.samples
     tally.tokens_cut += samples.cuts.tokens
     tally.turns_dropped += samples.cuts.turns
+    tally.blank_answers += samples.blank_answers
 
 
 def _columns(samples: Samples, first: int, label: str, schema: pa.Schema) -> pa.RecordBatch:

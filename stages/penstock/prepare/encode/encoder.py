@@ -49,6 +49,8 @@ class Samples:
     faults: dict[int, BadRow]
     """Why the other records give no sample."""
     cuts: Cuts
+    blank_answers: int = 0
+    """Conversations with an answer that is trained and says nothing."""
 
 
 @dataclass(slots=True)
@@ -62,6 +64,7 @@ class _Parsed:
     desirable: list[bool] = field(default_factory=list[bool])
     score_gaps: list[float] = field(default_factory=list[float])
     faults: dict[int, BadRow] = field(default_factory=dict[int, BadRow])
+    blank_answers: int = 0
 
 
 class Encoder:
@@ -130,6 +133,7 @@ class Encoder:
             [gaps[record] for record in records if record in gaps],
             parsed.faults,
             cuts,
+            parsed.blank_answers,
         )
 
     def _parsed(self, values: Sequence[Value]) -> _Parsed:
@@ -164,6 +168,7 @@ class Encoder:
             found.desirable.append(said.desirable)
         else:
             found.sides[0].append(self._render.conversation(said))
+            found.blank_answers += said.has_blank_answer
 
     def _checked(self, given: Ids) -> Labelled:
         used = given.labels[given.labels != IGNORED]

@@ -26,6 +26,14 @@ class Conversation:
     trained: tuple[bool, ...]
     """Whether a message may be trained, one for each. Only the assistant's are."""
 
+    @property
+    def has_blank_answer(self) -> bool:
+        """Whether an answer that is trained says nothing and calls nothing."""
+        return any(
+            trained and not message.get("tool_calls") and not (message["content"] or "").strip()
+            for message, trained in zip(self.messages, self.trained, strict=True)
+        )
+
 
 @dataclass(frozen=True)
 class Pair:

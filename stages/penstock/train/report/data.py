@@ -109,7 +109,8 @@ def _source(its: Mapping[str, Any]) -> Row:
 
 def _example(each: Mapping[str, Any]) -> tuple[str, str]:
     if "file" in each:
-        place = f"{each['file']}:{each['line']}"
+        numbered = f", record {each['record']}" if "record" in each else f":{each['line']}"
+        place = f"{each['file']}{numbered}"
     else:
         place = f"{each['source']}, record {each['row']} of slice {each['slice']}"
     return scrubbed(place), scrubbed(each["why"])

@@ -1,0 +1,45 @@
+"""What people should know of data that has just been prepared: a line for each thing."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from penstock.prepare.unread import remedy_of
+
+SECTIONS = {"train": "datasets", "validation": "test_datasets"}
+
+WORDS = {
+    "empty": "empty",
+    "no_trained_tokens": "without an answer to train on (system or user turns alone, or masked)",
+    "same_answers": "with the same answer twice",
+    "too_long": "longer than max_seq_len",
+    "invalid_json": "not JSON",
+    "missing_column": "without a column",
+    "wrong_type": "with a value of the wrong type",
+    "bad_value": "with a value that cannot be used",
+    "template": "refused by the chat template",
+}
+"""Reasons that a record gives no sample; others were asked for."""
+
+
+def prepared_notices(facts: Mapping[str, Any]) -> Iterator[str]:
+    """From the facts of the prepare stage."""
+    dropped = {name: count for name, count in facts["dropped"].items() if name in WORDS}
+    if dropped:
+        reasons = sorted(dropped.items(), key=lambda each: -each[1])
+        told = "; ".join(f"{count:,} {WORDS[name]}" for name, count in reasons)
+        yield (
+            f"warning: {sum(dropped.values()):,} of {facts['records']:,} records give no sample: "
+            f"{told}; penstock data stats names some"
+        )
+    if blank := facts.get("blank_answers"):
+        yield (
+            f"warning: {blank:,} of {facts['records']:,} records train an empty answer, its end "
+            "alone; fill it, or take the record out"
+        )
+    for source in facts["sources"]:
+        for name, count in source.get("unread", {}).items():
+            yield (
+                f"warning: {source['label']} (data.{SECTIONS[source['role']]}."
+                f"{source['dataset']}): {count:,} of {source['records']:,} records have {name!r}, "
+                f"which type: {source['type']} does not read; {remedy_of(name, source['type'])}"
+            )

@@ -1,0 +1,75 @@
+"""Columns that usually mean something, hold something, and are not read by the format in use."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from penstock.prepare.settings import DatasetSettings
+
+USUAL = (
+    "input",
+    "context",
+    "system",
+    "system_prompt",
+    "history",
+    "reasoning",
+    "reasoning_content",
+    "thinking",
+    "tools",
+    "functions",
+    "tool_calls",
+)
+"""Names under which public data sets keep parts of a question or an answer."""
+
+OF_ALPACA = ("input", "system", "history")
+
+READ: Mapping[str, Sequence[str]] = {
+    "sharegpt": ("system",),
+    "alpaca": OF_ALPACA,
+    "sft_turns": ("system",),
+    "preference": OF_ALPACA,
+    "preference_turns": ("system",),
+}
+"""Columns that a format reads without being told."""
+
+READS_TOOLS = ("chat", "sharegpt", "alpaca", "preference", "kto")
+READ_NOTHING_ELSE = ("tokenized", "text")
+"""Formats whose records are one thing: what is beside it is not part of a conversation."""
+
+
+def watched_columns(its: DatasetSettings, columns: Sequence[str] | None) -> tuple[str, ...]:
+    """The usual columns that records of this data set may have in vain. Of `columns`, the only ones
+    that may be used, nobody is told more than what was asked for."""
+    if its.type in READ_NOTHING_ELSE:
+        return ()
+    named = {value for name, value in its.model_dump().items() if name.startswith("field_")}
+    read = {*READ.get(its.type, ()), *named}
+    if its.type not in READS_TOOLS:
+        read -= {its.field_tools}
+    return tuple(name for name in USUAL if name not in read and (not columns or name in columns))
+
+
+def unread(values: Iterable[Any], watched: Sequence[str]) -> Counter[str]:
+    """How many records have something in each of the watched columns."""
+    found: Counter[str] = Counter()
+    for value in values:
+        if isinstance(value, Mapping):
+            found.update(name for name in watched if value.get(name) not in (None, "", [], {}))
+    return found
+
+
+def remedy_of(name: str, type_name: str) -> str:
+    """What to write so that a column is read."""
+    if type_name == "instruction" and name in OF_ALPACA:
+        return "write type: alpaca, which reads it"
+    if name in ("input", "context") and type_name in ("instruction", "alpaca"):
+        return f"write field_input: {name}"
+    if name in ("system", "system_prompt"):
+        return f"write field_system: {name}"
+    if name in ("tools", "functions") and type_name in READS_TOOLS:
+        return f"write field_tools: {name}"
+    if name in ("tools", "functions", "tool_calls"):
+        return "write type: chat, with messages that call tools"
+    if name in ("reasoning", "reasoning_content", "thinking"):
+        return "put it into the answer, or into reasoning_content of a message of type: chat"
+    return "put it into a column that is read"
