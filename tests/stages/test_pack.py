@@ -322,6 +322,7 @@ def test_the_key_follows_the_prepared_samples_and_every_setting(tmp_path):
         "num_shards": 2,
         "seed": 7,
         "share_prompts": False,
+        "row_length": "fitted",
     }
     stages = [
         stage,

@@ -165,7 +165,7 @@ def test_a_fault_is_told_with_its_line_in_the_file_whichever_slice_it_is_in(tmp_
     assert "a.jsonl:99: no column 'text'" in str(caught.value)
     table = pa.Table.from_pylist([{"text": str(n) if n != 7 else None} for n in range(10)])
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=2)
-    with pytest.raises(StageError, match=r"a\.parquet:8: text is null"):
+    with pytest.raises(StageError, match=r"a\.parquet, record 8: text is null"):
         run(prepare((tmp_path / "a.parquet", TEXT)), tmp_path / "out")
 
 

@@ -14,7 +14,7 @@ from penstock.core.saved_folder import SavedFolder, saved_in
 
 KINDS: dict[str, tuple[str, ...]] = {
     "json": (".json", ".jsonl", ".ndjson"),
-    "csv": (".csv",),
+    "csv": (".csv", ".tsv"),
     "parquet": (".parquet",),
     "arrow": (".arrow",),
     "text": (".txt",),

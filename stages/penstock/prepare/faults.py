@@ -210,10 +210,17 @@ def listed(samples: Sequence[Mapping[str, Any]], causes: Mapping[str, int]) -> s
         if count == 1:
             lines.append(f"    {place_of(first)}: {first['why']}")
             continue
-        places = ", ".join(place_of(each) for each in its)
         more = ", …" if count > len(its) else ""
-        lines.append(f"    {count} x {first['why']} ({places}{more})")
+        lines.append(f"    {count} x {first['why']} ({_places(its)}{more})")
     return "\n".join(lines[:CAUSES_LISTED])
+
+
+def _places(samples: Sequence[Mapping[str, Any]]) -> str:
+    """`file:1, file:4`, or `file, records 1, 4`."""
+    if "record" in samples[0] and len({sample["file"] for sample in samples}) == 1:
+        numbers = ", ".join(str(sample.get("record")) for sample in samples)
+        return f"{samples[0]['file']}, record{'s' * (len(samples) > 1)} {numbers}"
+    return ", ".join(place_of(each) for each in samples)
 
 
 def place_of(sample: Mapping[str, Any]) -> str:

@@ -12,7 +12,8 @@ from typing import Any
 from penstock.config.dataset import DatasetConfig, FormatName
 from penstock.core.digests import derived
 from penstock.core.errors import CapabilityError, ConfigError, StageError
-from penstock.core.stage import Source, digest_of
+from penstock.core.record import digest_of
+from penstock.core.stage import Source
 from penstock.prepare.chunks import chunks
 from penstock.prepare.faults import BadRow
 from penstock.prepare.formats.values import unpacked

@@ -7,6 +7,7 @@ appended to a file, or changed in another, leaves it as it was.
 """
 
 import hashlib
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -22,8 +23,9 @@ from penstock.core.errors import StageError
 from penstock.core.local_files import kind_of
 from penstock.core.record import digest_of
 from penstock.core.stage import Source
-from penstock.prepare.opened import SourceFile
+from penstock.prepare.opened import SourceFile, require_utf8
 from penstock.prepare.read_columns import ARROW_FILE, whole
+from penstock.prepare.read_document import delimiter_of
 from penstock.prepare.read_lines import BOM, line_start, parsed
 
 SLICE_BYTES = 16 << 20
@@ -32,7 +34,7 @@ SLICE_BYTES = 16 << 20
 ROWS = 1000
 """Rows of a hub data set are cut at multiples of this."""
 
-FORMAT = 1
+FORMAT = 2
 """Raised when the same file must be cut otherwise."""
 
 BLOCK = 1 << 20
@@ -136,6 +138,8 @@ def _piece(whole_file: Piece, cut: Cut) -> Piece:
     if digest := cut.get("lines_sha256"):
         # Faults are told with their lines, so where the lines begin is part of what is made.
         content = {"lines_sha256": digest, "line": cut["before"]}
+    if delimiter := cut.get("delimiter"):
+        content = {**content, "delimiter": delimiter}
     return replace(
         whole_file,
         reader=cut["reader"],
@@ -200,6 +204,7 @@ def _digest_and_lines(path: Path, start: int, stop: int) -> tuple[str, int]:
 
 
 def _json(file: SourceFile) -> Iterator[Cut]:
+    require_utf8(file)
     if _is_lines(file):
         yield from _lines("json_lines")(file)
     else:
@@ -207,14 +212,44 @@ def _json(file: SourceFile) -> Iterator[Cut]:
 
 
 def _is_lines(file: SourceFile) -> bool:
-    """Whether a JSON file is lines of JSON, whatever it is called."""
+    """Whether a JSON file is lines of JSON. What is in it decides; its name does where the first
+    line is neither an object nor the beginning of a longer value."""
     stem = Path(file.name).stem if file.compression else file.name
-    if stem.lower().endswith((".jsonl", ".ndjson")):
-        return True
     with file.opened() as stream:
-        first = next((line for line in stream if line.strip()), b"")
-    first = first.removeprefix(BOM).lstrip(b" \t")
-    return first.startswith(b"{") and isinstance(parsed(first), dict)
+        first = next((line for line in stream if line.strip()), b"").removeprefix(BOM).strip()
+        if first.startswith(b"{") and isinstance(parsed(first), dict):
+            return True
+        if not stem.lower().endswith((".jsonl", ".ndjson")):
+            return False
+        return not _is_document(first, stream.read(BLOCK))
+
+
+def _is_document(first: bytes, more: bytes) -> bool:
+    """Whether a file that is named as lines is an array of objects, or objects over several lines,
+    or with commas between them. `first` is its first line, `more` what follows."""
+    decoder = json.JSONDecoder()
+    try:
+        head = f"{first.decode()}\n{more.decode(errors='replace')}"
+        if head.startswith("["):
+            inner = head[1:].lstrip()
+            return inner.startswith("{") and isinstance(decoder.raw_decode(inner)[0], dict)
+        value, end = decoder.raw_decode(head)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(value, dict) and (end > len(first.decode()) or head[end] == ",")
+
+
+def _text(file: SourceFile) -> Iterator[Cut]:
+    require_utf8(file)
+    return _lines("text_lines")(file)
+
+
+def _csv(file: SourceFile) -> Iterator[Cut]:
+    require_utf8(file)
+    delimiter = delimiter_of(file)
+    # Files that were read before delimiters were looked for keep their slices.
+    told = {} if delimiter == "," else {"delimiter": delimiter}
+    yield {**_whole("csv", file), **told}
 
 
 def _parquet(file: SourceFile) -> Iterator[Cut]:
@@ -253,8 +288,8 @@ def _arrow(file: SourceFile) -> Iterator[Cut]:
 
 _CUTS: dict[str, Callable[[SourceFile], Iterator[Cut]]] = {
     "json": _json,
-    "text": _lines("text_lines"),
-    "csv": lambda file: iter([_whole("csv", file)]),
+    "text": _text,
+    "csv": _csv,
     "parquet": _parquet,
     "arrow": _arrow,
 }

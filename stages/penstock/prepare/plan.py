@@ -133,7 +133,7 @@ def _hint(item: Slice) -> str:
         return ""
     if looks is None or looks.type == item.settings.type:
         return ""
-    return f"  They look like {looks}, and are read as type: {item.settings.type}.\n"
+    return f"  They look like {looks}; read as {item.settings.type}, they cannot be used.\n"
 
 
 def _entry(path: str, file: DataFile, counts: Mapping[str, Array]) -> dict[str, Any]:

@@ -11,6 +11,9 @@ from penstock.prepare.faults import BadRow
 from penstock.prepare.opened import SourceFile
 from penstock.prepare.records import BATCH, BATCH_BYTES, Chunk, Value, as_object
 
+DELIMITERS = (";", "\t", "|")
+"""Of CSV files whose header has no comma."""
+
 CHUNK = 1 << 20
 """Characters read from a JSON document at once."""
 
@@ -42,7 +45,7 @@ def csv_rows(file: SourceFile) -> Iterator[Chunk]:
     csv.field_size_limit(2**31 - 1)  # the default of 128 KiB is less than one long document
     with file.opened() as raw:
         stream = io.TextIOWrapper(raw, encoding="utf-8-sig", newline="")
-        reader = csv.reader(stream, strict=True)
+        reader = csv.reader(stream, strict=True, delimiter=delimiter_of(file))
         try:
             header = next(reader, None)
             if header is None:
@@ -53,6 +56,16 @@ def csv_rows(file: SourceFile) -> Iterator[Chunk]:
             raise StageError(
                 f"{file.name}:{reader.line_num}: not CSV: {error}.\n  Correct it there, in UTF-8."
             ) from error
+
+
+def delimiter_of(file: SourceFile) -> str:
+    """What parts the columns of a CSV file: a comma, unless its header has none and parts into
+    several names at another of the usual characters."""
+    with file.opened() as raw:
+        head = raw.readline(CHUNK).decode("utf-8-sig", errors="replace")
+    if "," in head:
+        return ","
+    return max(DELIMITERS, key=head.count) if any(each in head for each in DELIMITERS) else ","
 
 
 def _runs(found: Iterator[tuple[int, Any, int]], parse: Any) -> Iterator[Chunk]:

@@ -49,9 +49,9 @@ def parsed(line: bytes) -> Value:
     except RecursionError:
         return BadRow("invalid_json", "not JSON: nested too deeply")
     except UnicodeDecodeError as error:
-        return BadRow("invalid_json", f"not UTF-8: {error.reason} at byte {error.start + 1}")
+        return BadRow("invalid_json", not_utf8(error))
     except json.JSONDecodeError as error:
-        return BadRow("invalid_json", f"not JSON: {error.msg} at column {error.colno}")
+        return BadRow("invalid_json", _not_json(line, error))
     except ValueError as error:  # a number of thousands of digits
         return BadRow("invalid_json", f"not JSON: {error}")
     return as_object(value)
@@ -108,4 +108,26 @@ def _text(line: bytes) -> Value:
     try:
         return {"text": line.rstrip(b"\r\n").decode()}
     except UnicodeDecodeError as error:
-        return BadRow("bad_value", f"not UTF-8: {error.reason} at byte {error.start + 1}")
+        return BadRow("bad_value", not_utf8(error))
+
+
+def not_utf8(error: UnicodeDecodeError) -> str:
+    """Why a line cannot be decoded, and what to do about it."""
+    return f"not UTF-8: {error.reason} at byte {error.start + 1}; save the file as UTF-8"
+
+
+def _not_json(line: bytes, error: json.JSONDecodeError) -> str:
+    """Why a line is not JSON, with the usual slips by name."""
+    text = line.decode(errors="replace").strip()
+    rest = text[error.pos :].lstrip() if error.msg == "Extra data" else None
+    where = f"at column {error.colno}"
+    if rest == ",":
+        return f"not JSON: a comma {where}, after the record; lines of JSON have none between them"
+    if rest is not None and rest.startswith("{"):
+        return f"not JSON: a second record {where}; write one to a line"
+    before = text[: error.pos].rstrip()
+    if before.endswith(",") and text[error.pos : error.pos + 1] in ("}", "]"):
+        return f"not JSON: a comma before {text[error.pos]} {where}; take it out"
+    if "'" in text[error.pos : error.pos + 1]:
+        return f"not JSON: single quotes {where}; JSON has double ones"
+    return f"not JSON: {error.msg} {where}"
