@@ -46,6 +46,7 @@ from penstock.core.remote_faults import may_pass
 from penstock.core.retry import pauses_of
 from penstock.core.stage import key_of, short
 from penstock.core.store import Outcome
+from penstock.outputs import require_writable
 from penstock.plan import Plan, StageName, Wishes, bring_up, plan
 from showing import noticed, show, training_shown
 
@@ -113,6 +114,7 @@ def chain(run: RunConfig, wishes: Wishes, *wanted: StageName) -> list[Outcome]:
     planned = plan(run, wanted or None)
     for note in planned.notes:
         get_run_logger().info(note)
+    require_writable(planned)
     for name in wishes.force:
         planned.step(name)  # raises for one that would be ignored
     if runner:

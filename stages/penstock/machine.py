@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from penstock.adapters.matching import require_layers
 from penstock.config.run import RunConfig
 from penstock.core import env
 from penstock.core.errors import CapabilityError, ConfigError
@@ -109,6 +110,7 @@ def check_machine(run: RunConfig) -> None:
         require_whole_documents(run.train, config_of(run))
     if run.data.shares_prompts:
         require_prompts_apart(run.data, config_of(run))
+    check_adapted_layers(run)
     check_layout(run, gpus)
     require_one_machine(run, world_size(run), num_local_ranks(run))
 
@@ -180,6 +182,17 @@ def check_float8(run: RunConfig) -> None:
     family = family_of(config)
     names = family.weight_map(family.read(config), merge_qkv=run.model.merge_qkv)
     float8_layers(run.train, names, family.roles)
+
+
+def check_adapted_layers(run: RunConfig) -> None:
+    """Refuse names of layers to adapt that the model does not have, as its config.json tells."""
+    targets = run.lora.lora_target_modules
+    if not run.lora.enable_lora or not isinstance(targets, list):
+        return
+    config = config_of(run)
+    family = family_of(config)
+    names = family.weight_map(family.read(config), merge_qkv=run.model.merge_qkv)
+    require_layers(targets, names)
 
 
 def is_installed(package: str) -> bool:

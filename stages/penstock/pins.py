@@ -25,7 +25,7 @@ def pins_of(run: RunConfig, field: str) -> tuple[Source, ...]:
     """The sources in that field of the section `data`, none of them what the run itself makes."""
     data = run.data
     datasets: list[DatasetConfig] = getattr(data, field)
-    sources = tuple(_pin(each, data.hf_use_auth_token) for each in datasets)
+    sources = tuple(pin_dataset(each, data.hf_use_auth_token) for each in datasets)
     root = home_of(data.dataset_prepared_path)
     for index, (each, source) in enumerate(zip(datasets, sources, strict=True)):
         refuse_own_files(f"data.{field}[{index}].path", each, source, root, MADE)
@@ -38,10 +38,11 @@ def with_types(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     told: list[str] = []
     lists: dict[str, list[DatasetConfig]] = {}
     for name in LISTS:
-        lists[name] = [
-            _with_type(run, f"data.{name}.{index}", each, told)
-            for index, each in enumerate(getattr(run.data, name))
-        ]
+        if written := getattr(run.data, name):
+            lists[name] = [
+                typed_dataset(run, f"data.{name}.{index}", each, told)
+                for index, each in enumerate(written)
+            ]
     if not told:
         return run, ()
     found = run.model_copy(update={"data": run.data.model_copy(update=lists)})
@@ -50,9 +51,13 @@ def with_types(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     return found, tuple(told)
 
 
-def _with_type(
+def typed_dataset(
     run: RunConfig, where: str, dataset: DatasetConfig, told: list[str]
 ) -> DatasetConfig:
+    """The data set with its type, and a line in `told` if that came from its first records.
+
+    Raises ConfigError where they do not tell.
+    """
     if dataset.is_typed:
         return dataset
     # Readers of files take a while to import, which runs that say their types are spared.
@@ -61,7 +66,7 @@ def _with_type(
     token = run.data.hf_use_auth_token
     found = inferred(
         dataset,
-        _pin(dataset, token),
+        pin_dataset(dataset, token),
         where=where,
         objective=run.train.objective,
         token=token,
@@ -72,7 +77,8 @@ def _with_type(
     return dataset.model_copy(update=found.values())
 
 
-def _pin(dataset: DatasetConfig, token: bool | None) -> Source:
+def pin_dataset(dataset: DatasetConfig, token: bool | None) -> Source:
+    """The data set pinned to its content. Raises ConfigError for what is not there."""
     source = pin_data(
         dataset.path,
         name=dataset.name,

@@ -220,10 +220,10 @@ def prepare_step(run: RunConfig) -> Step:
     tokenizer = pin_tokenizer(run.model.tokenizer_source)
     stage = Prepare(
         settings=PrepareSettings(
-            datasets=tuple(_dataset(run, d, "train") for d in data.datasets),
-            test_datasets=tuple(_dataset(run, d, "test") for d in data.test_datasets),
+            datasets=tuple(dataset_settings(run, d, "train") for d in data.datasets),
+            test_datasets=tuple(dataset_settings(run, d, "test") for d in data.test_datasets),
             decontaminate_datasets=tuple(
-                _dataset(run, d, "test") for d in data.decontaminate_datasets
+                dataset_settings(run, d, "test") for d in data.decontaminate_datasets
             ),
             mix=tuple(_mix(d) for d in data.datasets),
             test_mix=tuple(_mix(d) for d in data.test_datasets),
@@ -418,7 +418,7 @@ def _project(run: RunConfig, section: str) -> dict[str, Any]:
     return {name: values[name] for name in sorted(IDENTITY[section])}
 
 
-def _dataset(
+def dataset_settings(
     run: RunConfig, dataset: DatasetConfig, role: Literal["train", "test"]
 ) -> DatasetSettings:
     """Its own fields, and those of the data section that decide what its samples are."""

@@ -1,11 +1,14 @@
 """Which layers the names written for adapters mean, told from names and shapes. No torch: plans ask
 how much learns, too."""
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from penstock.adapters.names import EACH, EMBEDDING, EXPERTS
+from penstock.core.errors import ConfigError
 from penstock.models.names import EMBEDDING_WEIGHT
 from penstock.models.weights import LAYERS, WeightMap
 
@@ -54,6 +57,48 @@ def meant(targets: Iterable[str], layers: Iterable[Linear]) -> list[Linear]:
     ]
 
 
+def chosen_names(
+    targets: Iterable[str],
+    layers: Mapping[str, str],
+    routers: Sequence[str],
+    *,
+    is_tied: bool,
+) -> set[str]:
+    """The layers, by their names in a checkpoint, that any of the targets means. `layers` maps
+    these names to the model's own; `is_tied`: embedding and head are one weight.
+
+    Raises:
+        ConfigError: a target that names none, or a head or an embedding that are tied.
+    """
+    chosen: set[str] = set()
+    faults: list[str] = []
+    for target in targets:
+        named = {hf for hf, native in layers.items() if means(target, hf) or means(target, native)}
+        if not named:
+            faults.append(_fault(target, layers, routers))
+        chosen |= named
+    if faults or not chosen:
+        faults = faults or ["lora.lora_target_modules is empty, so nothing would be trained"]
+        last = sorted({hf.rpartition(".")[2] for hf in layers})
+        raise ConfigError("\n".join([*faults, f"  Layers here: {', '.join(last)}."]))
+    if is_tied and (tied := chosen & {HEAD, EMBEDDING}):
+        one = sorted(tied)[0].rpartition(".")[2]
+        raise ConfigError(
+            f"lora.lora_target_modules names {one}, and embedding and head are one weight in this "
+            "model (tie_word_embeddings): one of them adapted could not be merged.\n"
+            f"  Leave {one} out."
+        )
+    return chosen
+
+
+def require_layers(targets: Iterable[str], names: WeightMap) -> None:
+    """Raise ConfigError for targets that name no layer of the model with these tensors."""
+    layers = {layer.name: layer.native for layer in linear_layers(names)}
+    modules = {native.rpartition(".")[0] for native in names.native_names()}
+    routers = sorted(module for module in modules if module.endswith(ROUTER))
+    chosen_names(targets, layers, routers, is_tied=names.config.tie_word_embeddings)
+
+
 def linear_layers(names: WeightMap) -> Iterator[Linear]:
     """What may bear an adapter, in the model's order: all but routers."""
     shapes = names.hf_shapes()
@@ -89,3 +134,16 @@ def _of_experts(names: WeightMap, native: str) -> Iterator[Linear]:
         yield Linear(
             f"{stored}.{name}", f"{module}.{part}", outputs, inputs, experts.num_experts, native
         )
+
+
+def _fault(target: str, layers: Iterable[str], routers: Sequence[str]) -> str:
+    said = f"lora.lora_target_modules: {target!r}"
+    if any(means(target, router) for router in routers):
+        return f"{said} is a router, and a router bears no adapter; leave it out"
+    every = re.sub(r"\bexperts\.\d+\.", f"{EACH}.", target)
+    if every != target and any(means(every, hf) for hf in layers):
+        return f"{said} names one expert, and all of a layer are adapted; write {every!r}"
+    ends = {hf.split(".", cut)[-1] for hf in layers for cut in range(hf.count(".") + 1)}
+    near = get_close_matches(target, sorted(ends), n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return f"{said} names no linear layer of this model{hint}"

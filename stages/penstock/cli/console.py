@@ -28,6 +28,8 @@ class Console:
     as_json: bool = False
     debug: bool = False
     outcomes: "list[Outcome]" = field(default_factory=list)
+    more: dict[str, Any] = field(default_factory=dict[str, Any])
+    """What is added to the closing object, whether the command fails or not."""
 
     def say(self, line: str) -> None:
         """One line on the way."""
@@ -43,7 +45,7 @@ class Console:
         """The closing object, with --json."""
         if self.as_json:
             stages = [_plain(outcome) for outcome in self.outcomes]
-            record = {"ok": error is None, "stages": stages, "error": error, **more}
+            record = {"ok": error is None, "stages": stages, "error": error, **self.more, **more}
             print(json.dumps(record, sort_keys=True))
 
 

@@ -41,15 +41,23 @@ def add_looking(app: typer.Typer, overrides: Sequence[Override]) -> None:
         end(console, command)
 
     @app.command()
-    def check(config: Config, as_json: AsJson = False, debug: Debug = False) -> None:
-        """Check the config and print it in full, with every default."""
+    def check(
+        config: Config,
+        whole: Annotated[
+            bool, typer.Option("--all", help="Print every setting, not only those written.")
+        ] = False,
+        as_json: AsJson = False,
+        debug: Debug = False,
+    ) -> None:
+        """Check the config, and look at the data, model and folders that it names."""
         console = Console(as_json, debug)
 
         def command() -> dict[str, Any]:
+            from penstock.cli.check import check_run
             from penstock.cli.run import Request
-            from penstock.cli.show import show_config
 
-            return show_config(Request(config, tuple(overrides)).load(), console)
+            run = Request(config, tuple(overrides)).load()
+            return check_run(run, console, whole=whole)
 
         end(console, command)
 

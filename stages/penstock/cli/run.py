@@ -10,6 +10,7 @@ from penstock.config.run import RunConfig
 from penstock.core.in_use import in_use
 from penstock.core.retry import after_pauses, pauses_of
 from penstock.core.store import Outcome, lookup
+from penstock.outputs import require_writable
 from penstock.plan import Plan, StageName, Wishes, bring_up, plan, require_upstream
 
 
@@ -29,6 +30,7 @@ def run_chain(request: Request, wishes: Wishes, console: Console) -> None:
     """Every stage of the run, in order."""
     planned = plan(request.load())
     say_notes(planned, console)
+    require_writable(planned)
     with in_use(planned.steps):
         for step in planned.steps:
             bring(planned, step.stage.name, wishes, console)
@@ -43,6 +45,7 @@ def run_stage(
     say_notes(planned, console)
     if not upstream:
         require_upstream(planned, name)
+    require_writable(planned)
     with in_use(planned.steps):
         for step in planned.steps:
             if upstream or step.stage.name == name:

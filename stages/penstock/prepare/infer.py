@@ -82,9 +82,14 @@ def inferred(
 def first_records(source: Source, ds_type: str | None, token: bool | None) -> list[dict[str, Any]]:
     """Up to `LOOKED_AT` records from the beginning of a source; none where it cannot be read."""
     try:
-        return list(islice(_records(source, ds_type, token), LOOKED_AT))
+        return read_first(source, ds_type, token)
     except (StageError, FileNotFoundError):
         return []
+
+
+def read_first(source: Source, ds_type: str | None, token: bool | None) -> list[dict[str, Any]]:
+    """The same; raises what reading raises."""
+    return list(islice(_records(source, ds_type, token), LOOKED_AT))
 
 
 def looks_like(pieces: Sequence[Piece]) -> Inferred | None:

@@ -1,0 +1,197 @@
+"""`penstock check`: the config as it is read, and a look at everything that it names.
+
+Nothing is prepared, trained or left behind. Every look is made, whatever the others find.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TypeVar
+
+import yaml
+
+from penstock.cli.console import Console
+from penstock.config.dataset import DatasetConfig
+from penstock.config.run import RunConfig, written
+from penstock.core import env
+from penstock.core.errors import (
+    CapabilityError,
+    ConfigError,
+    ElsewhereError,
+    PenstockError,
+    StageError,
+    UnreachableError,
+)
+from penstock.core.source import pin_tokenizer
+from penstock.core.urls import spoken
+from penstock.machine import check_machine, config_of, world_size
+from penstock.outputs import outputs_of, unwritable
+from penstock.pins import LISTS, pin_dataset, typed_dataset
+from penstock.plan import dataset_settings
+
+FITTED = ("sample_packing_sequence_len", "dataloader_drop_last")
+"""Settings of `data` that follow from the samples where they are not written: to write their
+defaults would make another run."""
+
+Found = TypeVar("Found")
+Status = Literal["ok", "fault", "not looked at"]
+
+
+@dataclass(frozen=True)
+class Look:
+    """What was found at one of the things that the config names."""
+
+    at: str
+    """A setting, or the kind of thing."""
+    status: Status
+    text: str
+    exit_code: int = 0
+    """Of a fault: 2 for what the config says, 3 for what this machine lacks."""
+
+    @property
+    def told(self) -> str:
+        """The text, after what it is about unless it begins with that."""
+        return self.text if self.text.startswith(self.at) else f"{self.at}: {self.text}"
+
+    def __str__(self) -> str:
+        return f"{self.status}: {self.told}"
+
+
+def check_run(run: RunConfig, console: Console, *, whole: bool) -> dict[str, Any]:
+    """Print the config, as YAML that runs, and a line for every look; returns both for --json.
+
+    What is printed is what was written, or with `whole` every field. Raises ConfigError or
+    CapabilityError when a look finds a fault.
+    """
+    typed, looks = _looked(run)
+    console.result(_yaml(typed, whole=whole))
+    for look in looks:
+        if look.status != "fault":
+            console.say(str(look))
+    values = {"config": typed.model_dump(mode="json"), "looks": [asdict(look) for look in looks]}
+    faults = [look for look in looks if look.status == "fault"]
+    if not faults:
+        return values
+    console.more.update(values)
+    kind = ConfigError if any(look.exit_code == ConfigError.exit_code for look in faults) else None
+    raise (kind or CapabilityError)(
+        f"{len(faults)} of {len(looks)} looks found a fault:\n"
+        + "\n".join(look.told for look in faults)
+    )
+
+
+def _looked(run: RunConfig) -> tuple[RunConfig, list[Look]]:
+    """The run with the types of its data sets, and all looks at it."""
+    tokenizer, looks = _look("model.tokenizer_path", lambda: _tokenizer(run))
+    found: dict[str, list[DatasetConfig]] = {}
+    for name in LISTS:
+        for index, dataset in enumerate(getattr(run.data, name)):
+            at = f"data.{name}.{index}"
+            typed, of_data = _look(at, lambda d=dataset, a=at: _dataset(run, a, d, tokenizer))
+            found.setdefault(name, []).append(typed or dataset)
+            looks += of_data
+    typed = run.model_copy(update={"data": run.data.model_copy(update=found)})
+    return typed, [*_model(typed), *looks, *_outputs(typed)]
+
+
+def _look(at: str, find: Callable[[], tuple[Found, str]]) -> tuple[Found | None, list[Look]]:
+    """What `find` gives and says, or why it could not."""
+    try:
+        found, text = find()
+    except UnreachableError as error:
+        return None, [Look(at, "not looked at", str(error))]
+    except PenstockError as error:
+        code = CapabilityError.exit_code if isinstance(error, CapabilityError) else 2
+        return None, [Look(at, "fault", str(error), code)]
+    return found, [Look(at, "ok", text)]
+
+
+def _model(run: RunConfig) -> list[Look]:
+    """The model's config.json, and whether this machine can train it as it is written."""
+    if "train" not in run.stages:
+        return []
+    try:
+        check_machine(run)
+        kind = config_of(run).get("model_type")
+    except (ElsewhereError, UnreachableError) as error:
+        return [Look("model", "not looked at", f"not checked against the model: {error}")]
+    except (ConfigError, CapabilityError) as error:
+        return [Look("model", "fault", str(error), error.exit_code)]
+    devices = f"{env.num_gpus()} CUDA device(s)" if env.num_gpus() else "no CUDA device"
+    ranks = world_size(run)
+    text = f"{kind}, {ranks} process{'es' if ranks > 1 else ''}, {devices}"
+    return [Look("model", "ok", text)]
+
+
+def _tokenizer(run: RunConfig) -> tuple[Any, str]:
+    # Takes a second or two to import, which configs that do not load are spared.
+    from penstock.core.remote_source import folder_of
+    from penstock.rows.tokenizer import load_tokenizer
+
+    source = run.model.tokenizer_source
+    try:
+        pinned = pin_tokenizer(source)
+    except ElsewhereError as error:
+        raise UnreachableError(str(error)) from error
+    found = load_tokenizer(folder_of(source, pinned), pinned.pin.get("commit"))
+    template = "a chat template" if found.chat_template else "no chat template"
+    return found, f"{spoken(source)}, {len(found):,} tokens, {template}"
+
+
+def _dataset(
+    run: RunConfig, at: str, dataset: DatasetConfig, tokenizer: Any
+) -> tuple[DatasetConfig, str]:
+    """The data set with its type, and what its first records hold."""
+    from penstock.prepare.first_records import first_samples
+    from penstock.prepare.infer import read_first
+
+    token, notes = run.data.hf_use_auth_token, list[str]()
+    source = pin_dataset(dataset, token)
+    typed = typed_dataset(run, at, dataset, notes)
+    try:
+        records = read_first(source, typed.ds_type, token)
+    except CapabilityError as error:
+        raise UnreachableError(str(error)) from error
+    if not records:
+        raise StageError(f"{spoken(dataset.path)} has no record that can be read at its beginning.")
+    columns = ", ".join(records[0])
+    said = f"{spoken(dataset.path)}: type: {typed.type}; columns {columns}"
+    if tokenizer is None:
+        return typed, f"{said}; not tokenised, for there is no tokenizer"
+    role = "train" if ".datasets." in at else "test"
+    only = tuple(run.data.select_columns) if run.data.select_columns else None
+    found = first_samples(records, dataset_settings(run, typed, role), tokenizer, only)
+    if not found.samples or (found.bad and not run.data.bad_rows_allowed):
+        raise StageError(
+            f"{spoken(dataset.path)}, read as type: {typed.type}: {found.records - found.samples} "
+            f"of the first {found.records} records give no sample: {'; '.join(found.faults[:3])}"
+            f"{found.hint}"
+        )
+    return typed, (
+        f"{said}; the first {found.samples} samples have {found.tokens:,} tokens, "
+        f"{found.trained_tokens:,} of them trained"
+    )
+
+
+def _outputs(run: RunConfig) -> list[Look]:
+    """The folders that results go to."""
+    looks: list[Look] = []
+    for name, folder in outputs_of(run, run.stages).items():
+        refused = unwritable({name: folder})
+        text = refused[0].removeprefix(f"{name} ") if refused else f"{folder} can be written to"
+        looks.append(Look(name, "fault" if refused else "ok", text, 2 if refused else 0))
+    return looks
+
+
+def _yaml(run: RunConfig, *, whole: bool) -> str:
+    values = run.model_dump(mode="json", exclude_unset=not whole)
+    lines: list[str] = []
+    for name in FITTED if whole else ():
+        if not written(run, f"data.{name}"):
+            del values["data"][name]
+            lines.append(f"# data.{name} is not written, and follows from the samples")
+    for name in LISTS if whole else ():
+        for entry, dataset in zip(values["data"][name], getattr(run.data, name), strict=True):
+            if not dataset.is_typed:
+                del entry["type"]
+    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True).rstrip()
+    return "\n".join([text, *lines])

@@ -1,0 +1,52 @@
+"""Where a run's results go, by the settings that say so: found to be writable before any work."""
+
+from collections.abc import Iterable, Mapping
+
+from penstock.config.run import RunConfig
+from penstock.core.errors import ConfigError
+from penstock.core.mirror import home_of
+from penstock.core.store import lookup
+from penstock.core.urls import is_url
+from penstock.core.writable import refusal_to_write
+from penstock.plan import Plan
+
+OF_STAGES = {
+    "data.dataset_prepared_path": ("prepare", "pack", "reference"),
+    "train.output_dir": ("train",),
+    "pipeline.artifacts_path": ("export", "push"),
+}
+"""The settings that name folders for results, and the stages that leave theirs there."""
+
+
+def outputs_of(run: RunConfig, stages: Iterable[str]) -> dict[str, str]:
+    """The folders of this machine that these stages write to, by the settings that name them."""
+    folders = {
+        "data.dataset_prepared_path": run.data.dataset_prepared_path,
+        "train.output_dir": run.train.output_dir,
+        "pipeline.artifacts_path": run.pipeline.artifacts_path,
+    }
+    wanted = set(stages)
+    return {
+        name: folder
+        for name, folder in folders.items()
+        if not is_url(folder) and wanted & set(OF_STAGES[name])
+    }
+
+
+def unwritable(folders: Mapping[str, str]) -> list[str]:
+    """A line for each of the settings whose folder cannot be written to."""
+    refusals = {name: refusal_to_write(home_of(each).absolute()) for name, each in folders.items()}
+    return [
+        f"{name} {folders[name]} cannot be written to: {reason}"
+        for name, reason in refusals.items()
+        if reason
+    ]
+
+
+def require_writable(planned: Plan) -> None:
+    """Raise ConfigError for folders that stages whose results are not there could not write to."""
+    missing = [step.stage.name for step in planned.steps if lookup(step) is None]
+    if refusals := unwritable(outputs_of(planned.run, missing)):
+        raise ConfigError(
+            "\n".join([*refusals, "  Name folders that can be written to, or change their modes."])
+        )

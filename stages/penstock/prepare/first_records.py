@@ -1,0 +1,57 @@
+"""The first records of a source as samples, without preparing it: what a check looks at."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from penstock.core.errors import ConfigError
+from penstock.prepare.encode.encoder import Encoder
+from penstock.prepare.faults import DROPPED, BadRow
+from penstock.prepare.infer import format_of
+from penstock.prepare.settings import DatasetSettings
+
+
+@dataclass(frozen=True)
+class FirstSamples:
+    """What became of the first records."""
+
+    records: int
+    samples: int
+    tokens: int
+    trained_tokens: int
+    bad: int
+    """Records that fail the prepare stage, unless `data.bad_rows_allowed` lets them be."""
+    faults: tuple[str, ...]
+    """Why records give no sample, each cause once."""
+    hint: str
+    """Of which type the records look like, where that is another."""
+
+
+def first_samples(
+    records: list[dict[str, Any]],
+    settings: DatasetSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    columns: tuple[str, ...] | None = None,
+) -> FirstSamples:
+    """Records as the prepare stage encodes them. Raises what its encoder raises."""
+    values: list[dict[str, Any] | BadRow] = list(records)
+    found = Encoder(settings, tokenizer, columns)(values)
+    faults = list(found.faults.values())
+    return FirstSamples(
+        records=len(records),
+        samples=len(found.records),
+        tokens=int(sum(side.lengths.sum() for side in found.sides)),
+        trained_tokens=int(sum(side.trained().sum() for side in found.sides)),
+        bad=sum(fault.reason not in DROPPED for fault in faults),
+        faults=tuple(dict.fromkeys(fault.why for fault in faults)),
+        hint=_hint(records, settings) if faults else "",
+    )
+
+
+def _hint(records: list[dict[str, Any]], settings: DatasetSettings) -> str:
+    try:
+        looks = format_of(records, {}, objective="", where="")
+    except ConfigError:
+        return ""
+    return "" if looks.type == settings.type else f".\n  They look like {looks}"

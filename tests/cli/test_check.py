@@ -1,0 +1,96 @@
+"""`penstock check`: what can be judged here is, and what cannot is said."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from penstock.config.load import load
+from penstock.core.stage import key_of
+from penstock.plan import plan
+from tests.cli.command import penstock, small_run
+
+ASKS_THE_MODEL = {"dropout": {"ffn": 0.1}}
+CHAT = {"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}
+
+
+def chats(folder: Path, name: str = "chats.jsonl") -> str:
+    """A file of conversations."""
+    (folder / name).write_text(f"{json.dumps(CHAT)}\n" * 30)
+    return str(folder / name)
+
+
+@pytest.mark.parametrize("model", ["nobody/nothing-of-the-kind", "/nowhere/on/this/machine"])
+def test_a_model_that_cannot_be_asked_is_left_unjudged(tmp_path: Path, model: str) -> None:
+    config = small_run(tmp_path, model={"config_path": model}, train=ASKS_THE_MODEL)
+    said = penstock("check", config)
+    assert said.code == 0
+    assert f"not checked against the model: {model}" in said.err
+    assert yaml.safe_load(said.out)["model"]["config_path"] == model
+    assert penstock("plan", config).code in (2, 3)
+
+
+@pytest.mark.parametrize("train", [ASKS_THE_MODEL, {}], ids=["asks the model", "asks nothing"])
+def test_a_folder_that_is_called_otherwise_here_is_a_fault(tmp_path: Path, train: dict) -> None:
+    (tmp_path / "model").mkdir()
+    wrong = str(tmp_path / "modle")
+    config = small_run(tmp_path, model={"config_path": wrong}, train=train)
+    said = penstock("check", config)
+    assert said.code == 2
+    assert "did you mean model" in said.err
+
+
+def test_what_is_printed_is_what_was_written_and_all_of_it_is_the_same_run(tmp_path: Path) -> None:
+    config = small_run(tmp_path, data={"datasets": [{"path": chats(tmp_path)}]})
+    brief, whole = penstock("check", config), penstock("check", config, "--all")
+    assert brief.code == whole.code == 0
+    assert len(brief.out.splitlines()) < 40 < len(whole.out.splitlines())
+    keys = []
+    for name, text in (("brief", brief.out), ("whole", whole.out)):
+        (tmp_path / f"{name}.yaml").write_text(text)
+        steps = plan(load(tmp_path / f"{name}.yaml")).steps
+        keys.append([key_of(step.stage) for step in steps[:3]])
+    assert keys[0] == keys[1] == [key_of(step.stage) for step in plan(load(Path(config))).steps[:3]]
+
+
+def test_every_fault_is_found_at_once_and_nothing_is_left_behind(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    config = small_run(
+        tmp_path,
+        data={
+            "datasets": [
+                {"path": chats(tmp_path), "type": "sharegpt"},
+                {"path": str(tmp_path / "chat.jsonl"), "type": "chat"},
+                {"path": chats(tmp_path, "good.jsonl")},
+            ]
+        },
+        train={"output_dir": str(tmp_path / "file" / "out")},
+        lora={"enable_lora": True, "lora_target_modules": ["q_porj"]},
+    )
+    before = sorted(tmp_path.iterdir())
+    said = penstock("check", config, "--json")
+    assert said.code == 2
+    looks = {look["at"]: look for look in said.last["looks"]}
+    assert "did you mean q_proj?" in looks["model"]["text"]
+    assert "They look like type: chat" in looks["data.datasets.0"]["text"]
+    assert "did you mean chats.jsonl" in looks["data.datasets.1"]["text"]
+    assert "type: chat; columns messages" in looks["data.datasets.2"]["text"]
+    assert "file is a file" in looks["train.output_dir"]["text"]
+    faults = {at for at, look in looks.items() if look["status"] == "fault"}
+    assert faults == {"model", "data.datasets.0", "data.datasets.1", "train.output_dir"}
+    assert said.last["error"]["exit_code"] == 2
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_folder_that_cannot_be_written_to_stops_a_run_before_it_prepares(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    config = small_run(
+        tmp_path,
+        data={"datasets": [{"path": chats(tmp_path)}]},
+        train={"output_dir": str(tmp_path / "file" / "out")},
+    )
+    said = penstock("run", config)
+    assert said.code == 2
+    assert f"train.output_dir {tmp_path}/file/out cannot be written to" in said.err
+    assert not list(tmp_path.glob("**/prepare"))
