@@ -48,7 +48,7 @@ def costs(run: RunConfig, steps: Sequence[Step], where: Where) -> tuple[str, dic
     if not isinstance(degrees, Degrees):
         return "", {}
     hf_config, made = config_of(run), Made.of(steps)
-    run = with_row_length(run, made)
+    run = with_row_length(run, made, steps)
     model, data = model_of(run, hf_config), data_of(run, steps)
     machine = machine_called(where.kind) if where.kind else machine_here(num_local_ranks(run))
     found = predict(run, model, degrees, machine, data)

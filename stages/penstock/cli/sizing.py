@@ -38,6 +38,7 @@ def sizing_of(
     from it."""
     row = run.data.sample_packing_sequence_len
     if not (made.prepared or made.packed) or data is None or length is None:
+        # Without results `run` has a guess.
         known = row if written(run, "data.sample_packing_sequence_len") else None
         what = "samples that are cut or left out, steps" + (", row length" if known is None else "")
         return Sizing(

@@ -80,9 +80,9 @@ class Made:
         return cls(*(manifest["facts"] if manifest else None for manifest in manifests))
 
 
-def with_row_length(run: RunConfig, made: Made) -> RunConfig:
-    """The run with the length of rows that the data gives it, where that is not written. Nothing
-    prepared yet: one that suits the sizes of most files, since nobody knows the longest sample."""
+def with_row_length(run: RunConfig, made: Made, steps: Sequence[Step]) -> RunConfig:
+    """The run with the length of rows that the data gives it, where that is not written. As long as
+    nothing is prepared it is guessed from the sizes of files; nobody knows the longest sample."""
     if written(run, "data.sample_packing_sequence_len"):
         return run
     most = run.data.sample_packing_sequence_len
@@ -91,7 +91,11 @@ def with_row_length(run: RunConfig, made: Made) -> RunConfig:
     elif made.prepared:
         length = fitted_row_length(SampleSizes.of_facts(made.prepared), most)
     else:
-        return run
+        prepare = next(step.stage for step in steps if step.stage.name == "prepare")
+        tokens = _tokens_of_files(prepare.sources) if isinstance(prepare, Prepare) else None
+        if tokens is None:
+            return run
+        length = fitted_row_length(SampleSizes(DOCUMENT, tokens), most)
     return run.model_copy(update={"data": run.data.with_row_length(length)})
 
 

@@ -59,7 +59,7 @@ def inferred(
     dataset: DatasetConfig, source: Source, *, where: str, objective: str, token: bool | None
 ) -> Inferred | None:
     """The format of a source by its first records, remembered by its content; None where there is
-    no record to look at, which preparing tells better.
+    no record to look at, or the hub cannot be reached, which preparing tells better.
 
     `where` is the data set's place in the configuration. Raises ConfigError that shows the columns
     where several formats or none fit.
@@ -69,26 +69,20 @@ def inferred(
     )
 
     def look() -> Any:
-        records = first_records(source, dataset.ds_type, token)
+        records = read_first(source, dataset.ds_type, token)
         if not records:
-            return None
+            raise StageError("it has no records")
         found = format_of(records, _named(dataset), objective=objective, where=where)
         return [found.type, dict(found.fields), found.seen]
 
-    found = derived(asked, look)
-    return Inferred(*found) if found else None
-
-
-def first_records(source: Source, ds_type: str | None, token: bool | None) -> list[dict[str, Any]]:
-    """Up to `LOOKED_AT` records from the beginning of a source; none where it cannot be read."""
     try:
-        return read_first(source, ds_type, token)
-    except (StageError, FileNotFoundError):
-        return []
+        return Inferred(*derived(asked, look))
+    except (StageError, CapabilityError, FileNotFoundError):
+        return None
 
 
 def read_first(source: Source, ds_type: str | None, token: bool | None) -> list[dict[str, Any]]:
-    """The same; raises what reading raises."""
+    """Up to `LOOKED_AT` records from the beginning of a source. Raises what reading raises."""
     return list(islice(_records(source, ds_type, token), LOOKED_AT))
 
 
@@ -163,12 +157,15 @@ def _candidates(columns: Mapping[str, Any], named: Mapping[str, str]) -> Iterato
     chosen, rejected = (named.get(f"field_{n}", n) for n in ("chosen", "rejected"))
     if has(chosen, rejected):
         yield Inferred("preference", seen=f"{chosen} and {rejected}")
+    elif has("rejected_response"):
+        yield Inferred("preference", seen="rejected_response")
     prompt = named.get("field_prompt", "prompt")
     completion, label = (
         named.get("field_completion", "completion"),
         named.get("field_label", "label"),
     )
-    is_judged = has(prompt, completion) and isinstance(columns.get(label), bool)
+    verdict = columns.get(label)
+    is_judged = has(prompt, completion) and isinstance(verdict, bool | int | str)
     if is_judged:
         yield Inferred("kto", seen=f"{prompt}, {completion} and {label}")
     if has("src", "tgt"):
