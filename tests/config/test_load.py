@@ -351,3 +351,14 @@ def test_loading_settings_loads_nothing_heavy() -> None:
 
 def test_smallest_run_is_one() -> None:
     assert loads(smallest()).model.tokenizer_source == "builtin:tiny-qwen3"
+
+
+def test_a_file_without_sections_is_told_below_which_each_key_stands(tmp_path: Path) -> None:
+    file = tmp_path / "flat.yaml"
+    file.write_text("model_path: a/b\ndatasets: [{path: a.jsonl}]\noutput_dir: out\nlr: 1e-5\n")
+    with pytest.raises(ConfigError) as caught:
+        load(file)
+    for line, name in enumerate(["model.model_path", "data.datasets", "train.output_dir"], 1):
+        section, _, bare = name.partition(".")
+        meant = f"flat.yaml:{line}: {bare}: unknown field; did you mean {name}? It stands below"
+        assert f"{meant} {section}:" in str(caught.value)

@@ -118,7 +118,9 @@ def _unknown(path: Steps, value: Any, root: type[Section]) -> str:
     what = "unknown section" if top and isinstance(value, dict | None) else "unknown field"
     near = suggestion(path, root)
     if near:
-        return f"{what}; did you mean {near}?"
+        section, _, name = near.rpartition(".")
+        below = f" It stands below {section}:" if top and section and name == path[-1] else ""
+        return f"{what}; did you mean {near}?{below}"
     if top:
         names = [name for name in sections() if "." not in name]
         return f"{what}; the sections are {', '.join(names)}"

@@ -152,8 +152,10 @@ UNMISTAKABLE = {*SAME, *COMPUTED} - {"model_path"}
 
 def _recognises(values: Values) -> bool:
     """A model's path at the top, and beside it something else that stands there in no other
-    dialect."""
-    return is_flat(values) and "model_path" in values and bool(UNMISTAKABLE & values.keys())
+    dialect. A file with data sets is a run's, whose sections somebody has left out."""
+    is_run = "datasets" in values
+    told = "model_path" in values and bool(UNMISTAKABLE & values.keys())
+    return is_flat(values) and told and not is_run
 
 
 SERVER = Dialect(
