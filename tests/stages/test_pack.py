@@ -323,6 +323,9 @@ def test_the_key_follows_the_prepared_samples_and_every_setting(tmp_path):
         "seed": 7,
         "share_prompts": False,
         "row_length": "fitted",
+        "kl_pairing": "rotate",
+        "kl_rotation_size": 8,
+        "kl_max_len": 64,
     }
     stages = [
         stage,
