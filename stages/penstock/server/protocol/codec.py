@@ -28,20 +28,22 @@ class Codec(Generic[M]):
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(messages)
 
-    def encode(self, message: M | Encoded) -> bytes | bytearray | memoryview:
+    def encode(self, message: M) -> bytes:
         """Raises FrameError for one of more than MAX_BYTES, or with a number or a text that msgpack
         does not hold."""
         try:
-            is_encoded = isinstance(message, Encoded)
-            frame = message.frame if is_encoded else self._encoder.encode(message)
+            frame = self._encoder.encode(message)
         except (OverflowError, UnicodeEncodeError) as error:
             raise FrameError(f"a message cannot be sent: {error}") from error
-        if len(frame) > MAX_BYTES:
-            raise FrameError(
-                f"a message of {len(frame)} bytes is over the limit of {MAX_BYTES}.\n"
-                "  Send fewer samples at once."
-            )
+        _require_fits(frame)
         return frame
+
+    def frame_of(self, message: M | Encoded) -> bytes | bytearray | memoryview:
+        """The same, and of a message that is encoded already its bytes. Raises FrameError."""
+        if isinstance(message, Encoded):
+            _require_fits(message.frame)
+            return message.frame
+        return self.encode(message)
 
     def decode(self, frame: bytes | bytearray | memoryview) -> M:
         """Raises FrameError for what is no such message."""
@@ -49,3 +51,11 @@ class Codec(Generic[M]):
             return self._decoder.decode(frame)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise FrameError(str(error)) from error
+
+
+def _require_fits(frame: bytes | bytearray | memoryview) -> None:
+    if len(frame) > MAX_BYTES:
+        raise FrameError(
+            f"a message of {len(frame)} bytes is over the limit of {MAX_BYTES}.\n"
+            "  Send fewer samples at once."
+        )

@@ -67,7 +67,7 @@ class MemoryEnd(Generic[Sent, Heard]):
         self.drop()
 
     def _put(self, message: Any) -> None:
-        frame = self._codec.encode(message)
+        frame = self._codec.frame_of(message)
         self._codec.decode(frame)
         self._arrived.put_nowait(frame)
 

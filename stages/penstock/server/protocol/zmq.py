@@ -96,7 +96,7 @@ class ZmqChannel(Generic[Sent, Heard]):
 
     async def send(self, message: Sent) -> None:
         """Hand the message over; waits while the peer is behind."""
-        frame = self._sent.encode(message)
+        frame = self._sent.frame_of(message)
         lost = self._lost
         if lost != self._lost_and_heard_of:
             return
