@@ -61,6 +61,9 @@ def test_all_settings_that_the_engine_has_come_from_the_servers(tmp_path):
     # Those that are elsewhere stay.
     assert not found.ends_workers
     assert settings_of(replace(job, mode="auto")).ends_workers
+    assert found.worker_max_restarts == 10
+    assert not found.requires_keys
+    assert settings_of(replace(job, requires_keys=True)).requires_keys
     # What the server's settings do not speak of is the engine's own.
     own = {
         "given_up",
@@ -70,6 +73,8 @@ def test_all_settings_that_the_engine_has_come_from_the_servers(tmp_path):
         "base_names",
         "storage_limit",
         "output_dir",
+        "requires_keys",
+        "worker_max_restarts",
     }
     for name in set(vars(found)) - own:
         assert getattr(found, name) == getattr(job.config, name), name
