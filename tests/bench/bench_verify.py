@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from penstock.core.digests import digests_of, sha256_of
 from penstock.core.env import default
@@ -49,7 +50,7 @@ def main() -> None:
         _tell(f"changed, {MANY:,} files", 0.0, lambda: digests_of(paths, "ctime"))
 
 
-def _write(root: Path, number: int, size: int) -> dict[str, object]:
+def _write(root: Path, number: int, size: int) -> dict[str, Any]:
     path = root / f"rows-{number:05d}.arrow"
     with path.open("wb") as stream:
         for start in range(0, size, BLOCK):
