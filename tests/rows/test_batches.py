@@ -256,3 +256,12 @@ GOLDEN_STEPS = {
     2: [[57, 21], [75, 18], [33, 40], [93, 27], [51, 39]],
     8: [[10, 3, 1, 0, 26, 17, 7, 5], [52, 29, 38, 61, 46, 63, 42, 68]],
 }
+
+
+def test_passes_count_rows_that_were_trained_and_not_those_that_were_left_out():
+    batches = Batches(np.ones(7, np.int64), rows_per_step=4, seed=0, last_batch="drop")
+    cursor = batches.start()
+    for _ in range(3):
+        cursor = batches.after(cursor)
+    assert batches.progress(cursor) == 3
+    assert batches.passes(cursor) == Fraction(12, 7)

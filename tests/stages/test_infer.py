@@ -9,6 +9,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.stage import key_of
 from penstock.plan import plan
 from penstock.prepare.infer import format_of
+from penstock.prepare.stage import Prepare
 from tests.config.values import smallest
 
 TURNS = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
@@ -117,4 +118,6 @@ def test_rules_of_types_hold_for_a_type_that_is_told(tmp_path):
         plan(run, ("pack",))
     objective = {"objective": "preference"}
     planned = plan(loads(smallest(data={"datasets": [{"path": str(file)}]}, train=objective)))
-    assert planned.step("prepare").stage.settings.kind == "preference"
+    stage = planned.step("prepare").stage
+    assert isinstance(stage, Prepare)
+    assert stage.settings.kind == "preference"

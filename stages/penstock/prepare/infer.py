@@ -7,7 +7,7 @@ it finds is used as if it had been written, so it is part of what identifies pre
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 from penstock.config.dataset import DatasetConfig, FormatName
 from penstock.core.digests import derived
@@ -261,4 +261,5 @@ def _of_hub(source: Source, token: bool | None) -> Iterator[dict[str, Any]]:
     try:
         yield from islice(open_stream(source.pin, token), LOOKED_AT)
     except CapabilityError:
-        yield from islice(iter(open_hub(source.pin, token)), LOOKED_AT)
+        rows = cast("Iterator[dict[str, Any]]", iter(open_hub(source.pin, token)))
+        yield from islice(rows, LOOKED_AT)
