@@ -137,6 +137,22 @@ def test_ranks_get_the_secrets_that_they_need_and_no_others(tmp_path, monkeypatc
     assert passed == {*always, "MY_TOOL", "OPENAI_API_KEY"}
 
 
+def test_idle_openmp_threads_sleep_soon_unless_the_user_says_how_they_wait(tmp_path, monkeypatch):
+    def spins(folder: str) -> str | None:
+        start(tmp_path / folder, ranks=False)
+        [note] = notes(tmp_path / folder)
+        return note["environment"].get("GOMP_SPINCOUNT")
+
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    assert spins("unset") == "1000"
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    assert spins("written") == "7"
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert spins("policy") is None
+
+
 @pytest.mark.slow
 def test_every_process_gets_the_environment_and_is_started_again_as_often_as_written(tmp_path):
     ended = start(

@@ -51,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             # Tokenizers and the hub's library otherwise report home, or warn about their threads.
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_DISABLE_TELEMETRY": "1",
+            # Evaluation, answers and merges compute in this process.
+            **env.openmp_waiting(),
             # Looking for pydantic plugins reads the metadata of every installed distribution.
             "PYDANTIC_DISABLE_PLUGINS": "__all__",
         }

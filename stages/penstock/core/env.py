@@ -227,6 +227,19 @@ def unless_set(values: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in values.items() if name not in os.environ}
 
 
+OPENMP_SPINS = 1000
+"""Turns that an idle OpenMP thread spins before it sleeps, about the time between two operators.
+
+By default libgomp spins for milliseconds. Beside other busy processes a thread then burns the time
+slice that the thread it waits for needs, and training is ten times slower; see docs/launch.md.
+"""
+
+
+def openmp_waiting() -> dict[str, str]:
+    """Variables that say how idle OpenMP threads wait, unless the user's OMP_WAIT_POLICY does."""
+    return {} if "OMP_WAIT_POLICY" in os.environ else {"GOMP_SPINCOUNT": str(OPENMP_SPINS)}
+
+
 def default(values: Mapping[str, str]) -> None:
     """Set those variables that the user has not set."""
     for name, value in values.items():

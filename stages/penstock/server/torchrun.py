@@ -44,7 +44,7 @@ def torchrun_words(config: ServerConfig, folder: Path) -> list[str]:
 def workers_environment(config: ServerConfig) -> dict[str, str]:
     """What is set for torchrun and the workers beside what is there."""
     threads = max(1, env.num_processors() // num_local_workers(config))
-    wished = {"OMP_NUM_THREADS": str(threads)}
+    wished = {"OMP_NUM_THREADS": str(threads), **env.openmp_waiting()}
     if config.nnodes > 1 and (interface := interface_towards(str(config.master_addr))):
         # Gloo by itself listens at the interface of the host's name.
         wished["GLOO_SOCKET_IFNAME"] = interface

@@ -52,6 +52,7 @@ def start_ranks(job: Job, file: Path, *, module: str = "penstock.train") -> Ende
                 **env.unless_set(
                     {
                         "OMP_NUM_THREADS": str(threads_per_rank(job.config)),
+                        **env.openmp_waiting(),
                         **gloo_interface(launch.rdzv_endpoint),
                     }
                 ),
