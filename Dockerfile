@@ -20,8 +20,10 @@ RUN --mount=type=cache,target=/var/cache/pip \
 COPY pyproject.toml README.md ./
 # The recipes that the package holds are a link to examples there.
 COPY configs configs
+COPY flows flows
 COPY kernels kernels
 COPY stages stages
+COPY prefect.yaml prefect.yaml
 RUN --mount=type=cache,target=/var/cache/pip pip install -c pins.txt ".[$EXTRAS]"
 
 FROM python:${PYTHON}

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock.cli.console import Console
+from penstock.cli.flow import add_flow_commands
 from penstock.cli.looking import add_looking
 from penstock.cli.options import AsJson, Config, Debug, end
 from penstock.cli.serve import add_serving
@@ -264,6 +265,7 @@ def launch(
 
 add_looking(app, _overrides)
 add_serving(app, _overrides)
+add_flow_commands(app, _overrides)
 
 
 @app.command()
