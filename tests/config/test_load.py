@@ -186,7 +186,7 @@ FAULTS = [
     ),
     (
         24,
-        "train.recompute_modules: is the text mlp; wanted a list of self_attn or mlp, or null:"
+        "train.recompute_modules: is the text mlp; wanted a list of self_attn, core_attn or mlp, or null:"
         " write [mlp]",
     ),
     (26, 'launch.env.A: is 1; wanted text: write it in quotes, "1"'),

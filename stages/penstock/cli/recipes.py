@@ -1,7 +1,7 @@
 """`penstock init NAME`: a shipped recipe, copied to where it will be changed.
 
-The recipes are the files of `configs/examples`, which the package holds as its folder `recipes`,
-and those of `configs/server`, which it holds as `servers`.
+The recipes are `configs/quickstart.yaml`, the files of `configs/examples`, which the package holds
+as its folder `recipes`, and those of `configs/server`, which it holds as `servers`.
 """
 
 import json
@@ -22,11 +22,13 @@ MODELINE = "# yaml-language-server: $schema="
 
 
 def recipes() -> dict[str, Traversable]:
-    """The shipped recipes by name, in order, those of servers last."""
+    """The shipped recipes by name, the quickstart first, those of servers last."""
+    package = resources.files("penstock")
     return {
+        "quickstart": package / "quickstart.yaml",
         f"{prefix}{each.name.removesuffix('.yaml')}": each
         for folder, prefix in (("recipes", ""), ("servers", OF_SERVERS))
-        for each in sorted((resources.files("penstock") / folder).iterdir(), key=lambda e: e.name)
+        for each in sorted((package / folder).iterdir(), key=lambda e: e.name)
         if each.name.endswith(".yaml")
     }
 
