@@ -26,7 +26,6 @@ def imported_by(code):
         "import penstock.cli.main, penstock.cli.explain, penstock.cli.artifacts",
         "from penstock.cli.main import main; main(['--help'])",
         "from penstock.cli.main import main; main(['plan', 'CONFIG'])",
-        "from penstock.cli.main import main; main(['check', 'CONFIG'])",
     ],
 )
 def test_nothing_heavy_is_imported_before_there_is_work(code, tmp_path):

@@ -186,8 +186,8 @@ FAULTS = [
     ),
     (
         24,
-        "train.recompute_modules: is the text mlp; wanted a list of self_attn, core_attn or mlp, or null:"
-        " write [mlp]",
+        "train.recompute_modules: is the text mlp; wanted a list of self_attn, core_attn or mlp,"
+        " or null: write [mlp]",
     ),
     (26, 'launch.env.A: is 1; wanted text: write it in quotes, "1"'),
     (27, "launch.nodes: unknown field; did you mean nnodes?"),

@@ -24,13 +24,13 @@ MODELINE = "# yaml-language-server: $schema="
 def recipes() -> dict[str, Traversable]:
     """The shipped recipes by name, the quickstart first, those of servers last."""
     package = resources.files("penstock")
-    return {
-        "quickstart": package / "quickstart.yaml",
+    found = {
         f"{prefix}{each.name.removesuffix('.yaml')}": each
         for folder, prefix in (("recipes", ""), ("servers", OF_SERVERS))
         for each in sorted((package / folder).iterdir(), key=lambda e: e.name)
         if each.name.endswith(".yaml")
     }
+    return {"quickstart": package / "quickstart.yaml", **found}
 
 
 def summary(recipe: Traversable) -> str:
