@@ -1,4 +1,5 @@
 from dataclasses import replace
+from fractions import Fraction
 from itertools import pairwise
 
 import numpy as np
