@@ -94,3 +94,12 @@ def test_a_folder_that_cannot_be_written_to_stops_a_run_before_it_prepares(tmp_p
     assert said.code == 2
     assert f"train.output_dir {tmp_path}/file/out cannot be written to" in said.err
     assert not list(tmp_path.glob("**/prepare"))
+
+
+def test_a_file_of_which_no_record_can_be_read_is_a_fault_with_the_reason(tmp_path: Path) -> None:
+    file = tmp_path / "latin.jsonl"
+    file.write_bytes('{"text": "café"}\n'.encode("latin-1") * 30)
+    config = small_run(tmp_path, data={"datasets": [{"path": str(file)}]})
+    said = penstock("check", config)
+    assert said.code == 2
+    assert "none of the first 20 records can be read: not UTF-8" in said.err

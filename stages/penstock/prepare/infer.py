@@ -18,11 +18,12 @@ from penstock.prepare.chunks import chunks
 from penstock.prepare.faults import BadRow
 from penstock.prepare.formats.values import unpacked
 from penstock.prepare.pieces import FORMAT, Piece, pieces_of
+from penstock.prepare.records import Value
 
 LOOKED_AT = 20
 """Records that are looked at: a column may be null in the first."""
 
-VERSION = 1
+VERSION = 2
 """Raised when the same records must be told to be of another format."""
 
 FIRST: Mapping[str, set[FormatName]] = {
@@ -82,15 +83,24 @@ def inferred(
 
 
 def read_first(source: Source, ds_type: str | None, token: bool | None) -> list[dict[str, Any]]:
-    """Up to `LOOKED_AT` records from the beginning of a source. Raises what reading raises."""
-    return list(islice(_records(source, ds_type, token), LOOKED_AT))
+    """Up to `LOOKED_AT` records from the beginning of a source.
+
+    Raises what reading raises, and StageError where faults are all that is there.
+    """
+    values = list(islice(_values(source, ds_type, token), LOOKED_AT))
+    records = [value for value in values if not isinstance(value, BadRow)]
+    if values and not records:
+        first = next(value for value in values if isinstance(value, BadRow))
+        raise StageError(f"none of the first {len(values)} records can be read: {first.why}")
+    return records
 
 
 def looks_like(pieces: Sequence[Piece]) -> Inferred | None:
     """The format that the first records of some pieces have; None where none or several fit."""
-    found = (value for piece in pieces[:1] for value in _of_piece(piece, None))
+    found = islice((value for piece in pieces[:1] for value in _of_piece(piece, None)), LOOKED_AT)
+    records = [value for value in found if not isinstance(value, BadRow)]
     try:
-        return format_of(list(islice(found, LOOKED_AT)), {}, objective="", where="")
+        return format_of(records, {}, objective="", where="")
     except ConfigError:
         return None
 
@@ -239,7 +249,7 @@ def _named(dataset: DatasetConfig) -> dict[str, str]:
     }
 
 
-def _records(source: Source, ds_type: str | None, token: bool | None) -> Iterator[dict[str, Any]]:
+def _values(source: Source, ds_type: str | None, token: bool | None) -> Iterator[Value]:
     if source.pin["kind"] == "hub":
         yield from _of_hub(source, token)
         return
@@ -247,10 +257,9 @@ def _records(source: Source, ds_type: str | None, token: bool | None) -> Iterato
         yield from _of_piece(piece, token)
 
 
-def _of_piece(piece: Piece, token: bool | None) -> Iterator[dict[str, Any]]:
+def _of_piece(piece: Piece, token: bool | None) -> Iterator[Value]:
     for chunk in chunks(piece, token):
-        values = chunk.part(0, LOOKED_AT).values()
-        yield from (value for value in values if not isinstance(value, BadRow))
+        yield from chunk.part(0, LOOKED_AT).values()
 
 
 def _of_hub(source: Source, token: bool | None) -> Iterator[dict[str, Any]]:
