@@ -16,7 +16,7 @@ import pytest
 from penstock.core.folder_digests import DIGESTS
 from penstock.engine.checkpoint_folders import complete_checkpoints
 from penstock.train.metrics import read_metrics
-from tests.cli.command import penstock_alone
+from tests.cli.command import Said, penstock_alone
 from tests.damaging import flip_bit
 from tests.engine import runs as engine_runs
 from tests.pipeline.runs import sealed, write_run
@@ -42,11 +42,17 @@ def files_below(root: Path) -> dict[str, bytes]:
 def kill_and_run_again(rng, name, world, fn, args, content, clear):
     """Kill `fn` KILLS times, in rounds of one to three kills and a run to the end, which has to
     leave the same content; how many kills hit a process at work."""
+
+    def to_the_end():
+        for said in on_ranks(world, fn, *args, timeout=600):
+            # A command says how it ended; a run that did not raises.
+            assert not isinstance(said, Said) or said.code == 0, said.err
+
     clear()
-    on_ranks(world, fn, *args)
+    to_the_end()
     clear()
     started = time.monotonic()
-    on_ranks(world, fn, *args)
+    to_the_end()
     lasts, whole = time.monotonic() - started, content()
     assert whole
     count: Counter[str] = Counter()
@@ -56,7 +62,7 @@ def kill_and_run_again(rng, name, world, fn, args, content, clear):
             victims = rng.choice([[rank] for rank in range(world)] + [list(range(world))])
             after = rng.uniform(0, lasts)
             count["kills"] += kill_on_ranks(world, fn, *args, victims=victims, after=after)
-        on_ranks(world, fn, *args)
+        to_the_end()
         assert content() == whole, (name, count)
         count["reruns to equal bytes"] += 1
     print(f"{name}: seed {SEED}, {dict(count)}, undisturbed {lasts:.1f} s")
@@ -67,7 +73,7 @@ def chain(tmp_path_factory):
     """A finished run whose stages are undone one at a time."""
     folder = tmp_path_factory.mktemp("kills")
     config = write_run(folder, push={"url": f"file://{folder}/target"})
-    [said] = on_ranks(1, penstock_alone, "run", config, "--json", timeout=300)
+    [said] = on_ranks(1, penstock_alone, "run", config, "--json", timeout=600)
     assert said.code == 0, said.err
     return folder, config
 
@@ -176,7 +182,7 @@ def damaged_and_resumed(its, whole):
 
 def test_random_damage_to_checkpoints_is_found_and_the_run_ends_with_the_same_bytes(folder):
     whole, its = job(folder, "whole", "none"), job(folder, "damaged", "none")
-    on_ranks(1, engine_runs.train_here, whole)
+    on_ranks(1, engine_runs.train_here, whole, timeout=600)
     [count] = on_ranks(1, damaged_and_resumed, its, whole, timeout=3600)
     print(f"damages: seed {SEED}, {count}")
     assert count["damages"] >= DAMAGES
