@@ -10,11 +10,16 @@ import warnings
 import pytest
 import torch
 
+from penstock.config.base import Settings
+from penstock.core.depot import Depot
 from penstock.core.errors import ArtifactError, StageError
-from penstock.core.files import regular_files
+from penstock.core.files import regular_files, write_json
 from penstock.core.folder_digests import DIGESTS
-from penstock.engine.checkpoint_folders import complete_checkpoints
+from penstock.core.reconcile import reconcile
+from penstock.core.stage import ATTEMPT, Stage, identity, key_of
+from penstock.engine.checkpoint_folders import Naming, checkpoint_faults, complete_checkpoints
 from penstock.engine.checkpoint_reader import CheckpointReader
+from penstock.train.keepsakes import wanted_of
 from penstock.train.metrics import read_metrics
 from tests.damaging import flip_bit, remove_digests, truncate
 from tests.engine import runs
@@ -179,6 +184,45 @@ def test_all_ranks_agree_on_damage_that_one_of_them_finds_and_on_what_has_no_dig
         for line in said
     )
     assert any("global_step_2 was saved without digests" in line for line in said)
+
+
+class TrainElsewhere(Stage):
+    """What reconciling asks the train stage, of a run of one key."""
+
+    name, version, inputs = "train", 1, {}
+
+    def run(self, out):
+        raise NotImplementedError
+
+    def wanted(self, names, out):
+        return wanted_of(names, out, Naming())
+
+
+@pytest.mark.dist
+def test_a_mirror_gets_whole_checkpoints_in_place_of_damaged_ones_and_older_ones_if_there_are_none(
+    folder, tmp_path, bucket
+):
+    its = job(folder, "mirrored")
+    on_ranks(1, runs.train_here, its)
+    stage, mirror = TrainElsewhere(Settings()), tmp_path / "mirror"
+    write_json(its.output_dir / ATTEMPT, {**identity(stage), "key": key_of(stage)})
+    shutil.copytree(its.output_dir, mirror)
+    depot = Depot(f"{bucket}/mirrored", mirror)
+    names = [path.relative_to(mirror).as_posix() for path in regular_files(mirror)]
+    depot.send(names)
+    newest_there = next(name for name in names if name.endswith(f"step_{STEPS}/__0_0.distcp"))
+
+    def newest():
+        reconcile(depot, stage)
+        folders = complete_checkpoints(mirror / "checkpoints")
+        return [each.name for each in folders if not checkpoint_faults(each)][-1]
+
+    flip_bit(mirror / newest_there)
+    assert newest() == f"global_step_{STEPS}"
+    flip_bit(mirror / newest_there)
+    depot.send([newest_there])
+    shutil.rmtree(mirror)
+    assert newest() == f"global_step_{STEPS - 1}"
 
 
 def with_a_best(its, whole):

@@ -29,8 +29,11 @@ def reconcile(depot: Depot, stage: Stage) -> str | None:
         if changed_inputs(stage, begun, digests_of_inputs(stage)):
             depot.set_aside()
             return None
-        names = depot.place.files()
-        depot.fetch_names(stage.wanted(names, depot.folder))
+        names = list(depot.place.files())
+        while wanted := stage.wanted(names, depot.folder):
+            depot.fetch_names(wanted)
+            # What is damaged there is not asked for again, but something older.
+            names = [name for name in names if name not in wanted]
     return there["key"]
 
 

@@ -112,7 +112,8 @@ class Stage(ABC):
 
     def wanted(self, names: Collection[str], out: Path) -> list[str]:
         """Of the keepsakes by these names that lie elsewhere, those to go on from, in the order
-        they are to be fetched; none when `out` holds better ones.
+        they are to be fetched; none when `out` holds better ones. Asked again, without those
+        names, once they are fetched.
         """
         del names, out
         return []

@@ -12,6 +12,7 @@ from penstock.engine.checkpoint_folders import (
     BEST_MARK,
     COMPLETE,
     Naming,
+    checkpoint_faults,
     complete_checkpoints,
     step_of,
 )
@@ -43,12 +44,12 @@ def keepsakes_of(out: Path) -> list[list[Path]]:
 
 def wanted_of(names: Collection[str], out: Path, naming: Naming) -> list[str]:
     """The files of the newest complete checkpoint among `names` and of the best one, the newest's
-    mark last, and what was told on the way to it; none when `out` holds one as new.
+    mark last, and what was told on the way to it; none when `out` holds a whole one as new.
 
     Raises ArtifactError for one that is called otherwise than a run of this `naming` calls any.
     """
-    there, here = _marks(names, naming), complete_checkpoints(out / CHECKPOINTS)
-    if not there or (here and step_of(here[-1]) >= there[-1][0]):
+    there = _marks(names, naming)
+    if not there or _newest_whole_step(out) >= there[-1][0]:
         return []
     folders = [PurePosixPath(mark).parent.as_posix() for _, mark in there]
     newest, mark = folders[-1], there[-1][1]
@@ -57,6 +58,12 @@ def wanted_of(names: Collection[str], out: Path, naming: Naming) -> list[str]:
     files = [name for name in names if name.startswith(beginnings) and name != mark]
     told = (METRICS, SAMPLES, _BEST_NAMED)
     return [*files, *(name for name in names if name in told), mark]
+
+
+def _newest_whole_step(out: Path) -> int:
+    """-1 where no checkpoint is whole."""
+    newest_first = reversed(complete_checkpoints(out / CHECKPOINTS))
+    return next((step_of(folder) for folder in newest_first if not checkpoint_faults(folder)), -1)
 
 
 def _marks(names: Collection[str], naming: Naming) -> list[tuple[int, str]]:
