@@ -63,7 +63,6 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         "write only one of the two",
         {"lora": {"moe_hybrid_shared_lora": False}},
     ),
-    ({"lora": {"enable_qlora": True}}, "lora.enable_qlora", "no adapters", {"lora": ON}),
     (
         {"lora": {**ON, "quant_format": "nf4"}},
         "lora.quant_format",
@@ -77,7 +76,7 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         {"lora": QUANTISED},
     ),
     (
-        {"lora": {**QUANTISED, "quant_format": "block_fp8", "quant_group_size": 16}},
+        {"lora": {**QUANTISED, "quant_format": "block_fp8", "quant_group_size": 32}},
         "lora.quant_group_size",
         "has groups of 128",
         {"lora": {"quant_group_size": 128}},

@@ -120,7 +120,7 @@ train:
   lr: "1e-5"
   lr: 2e-5
   use_wandb: yes
-  init_device: cuda
+  init_device: cpu
   optimizer: muoon
   micro_batch_size: 0
   gc_steps: 3.0
@@ -168,7 +168,7 @@ FAULTS = [
     ),
     (
         19,
-        "train.init_device: data_parallel_mode: fsdp2 cannot start from cuda, where every rank"
+        "train.init_device: data_parallel_mode: fsdp2 cannot start from cpu, where every rank"
         " would hold the whole model; write init_device: meta or leave it out",
     ),
     (

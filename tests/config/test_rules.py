@@ -50,9 +50,9 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         {"data": {**dataset(max_seq_len=300), ROW: 512}},
     ),
     (
-        {"data": {ROW: 1000, "pad_to_multiple_of": 128}},
+        {"data": {ROW: 1000, "pad_to_multiple_of": 64}},
         "data.pad_to_multiple_of",
-        "write sample_packing_sequence_len: 896 or 1024",
+        "write sample_packing_sequence_len: 960 or 1024",
         {"data": {ROW: 1024}},
     ),
     *(

@@ -140,8 +140,8 @@ def test_padding_that_nobody_wrote_gives_way_to_a_layout_and_a_length():
     )
     assert padding_of(run.data, run.train) == 3 * 128
     assert misfits(run, 3, None) == []
-    written = run_of(ServerConfig(model_path="m", ulysses_parallel_size=3, pad_to_multiple_of=128))
-    assert "pad_to_multiple_of is 128" in str(misfits(written, 3, None)[0])
+    written = run_of(ServerConfig(model_path="m", ulysses_parallel_size=3, pad_to_multiple_of=64))
+    assert "pad_to_multiple_of is 64" in str(misfits(written, 3, None)[0])
 
 
 def test_numbers_differ_from_those_of_a_run_where_xorls_do():

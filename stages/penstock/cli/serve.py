@@ -47,9 +47,11 @@ def add_serving(app: typer.Typer, overrides: Sequence[Override]) -> None:
             if mode not in MODES:
                 raise ConfigError(f"--mode {mode} is none of {', '.join(MODES)}.")
             require_packages()
-            settings = load_server(config, tuple(overrides))
-            run(
-                prepare(settings, mode, worker_address), lambda line: console.say(f"server: {line}")
-            )
+
+            def say(line: str) -> None:
+                console.say(f"server: {line}")
+
+            settings = load_server(config, tuple(overrides), say)
+            run(prepare(settings, mode, worker_address), say)
 
         end(console, command)

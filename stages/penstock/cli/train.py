@@ -36,12 +36,12 @@ def main(argv: list[str]) -> int:
             raise ConfigError(
                 "usage: torchrun ... -m penstock.cli.train CONFIG [--section.field value] [--fresh]"
             )
-        config = load(Path(files[0]), overrides)
+        say = console.say if rank == 0 else lambda _: None
+        config = load(Path(files[0]), overrides, say)
         # Before anything heavy reads them; what was set by hand stays.
         env.default(written_environment(config))
         planned = plan(config, ("train",), ranks="this_process")
         wishes = Wishes(fresh="--fresh" in flags)
-        say = console.say if rank == 0 else lambda _: None
         for step in planned.steps:
             stage = step.stage
             if rank == 0 or not isinstance(stage, OnRanks):

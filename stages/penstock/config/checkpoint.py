@@ -1,12 +1,16 @@
 """What a training run saves, when, and what it starts from."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from penstock.config.checkpoint_name import CheckpointName
 from penstock.config.roots import Root
 from penstock.config.section import Section
+
+
+def _empty_is_unset(value: str | None) -> str | None:
+    return value or None
 
 
 class SaveBestConfig(Section):
@@ -75,8 +79,9 @@ class CheckpointConfig(Section):
     save_hf_weights: bool = True
     """Also leave the final weights in Hugging Face's format."""
 
-    load_checkpoint_path: str | None = Field(default=None, min_length=1)
-    """Checkpoint to start from; `auto` takes the newest in `output_dir`."""
+    load_checkpoint_path: Annotated[str | None, AfterValidator(_empty_is_unset)] = None
+    """Checkpoint to start from; `auto` takes the newest in `output_dir`. Unset or empty: a run
+    starts anew, or goes on from its own checkpoints in `output_dir` where it was interrupted."""
 
     require_checkpoint: bool = False
     """With `load_checkpoint_path: auto`: fail where there is none, instead of starting fresh."""

@@ -159,7 +159,7 @@ class DataConfig(Section):
 
     dataset_num_proc: int | None = Field(default=None, gt=0)
     """Processes for preparing, at most: a few megabytes are done sooner by one. Unset:
-    `PENSTOCK_NUM_PROC`, else the number of CPUs."""
+    `PENSTOCK_NUM_PROC` or `XORL_DATASET_NUM_PROC`, else the number of CPUs."""
 
     dataset_shard_num: int | None = Field(default=None, gt=0)
     """Cut the training data into this many pieces and use one (see `dataset_shard_idx`). Every

@@ -31,7 +31,7 @@ def load(
     translation = translate(document.value, dialect, _devices(overrides))
     told = Teller(document, overrides, path, translation)
     stopped = [told.of_key(one.key, one.why) for one in translation.of("refused", "unknown")]
-    run = resolve(translation.settings, overrides, told, stopped)
+    run = resolve(translation.settings, overrides, told, stopped, notify=notify)
     notify(_summary(path, translation))
     return run
 

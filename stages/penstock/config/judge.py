@@ -6,10 +6,12 @@ one look at the message is to be enough.
 
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from penstock.config.documented_defaults import with_usable_defaults
 from penstock.config.faults import Fault, Steps, dotted
 from penstock.config.rules import broken
 from penstock.config.run import RunConfig
@@ -33,15 +35,26 @@ MOST_REPAIRS = 10
 """Rounds of repair; two suffice unless a value hides another, which nests only a few deep."""
 
 
-def judge(settings: Mapping[str, Any]) -> tuple[RunConfig, list[Fault]]:
-    """The run that `settings` describe and all that is wrong with them. With faults, the run is
-    only good for looking at."""
+@dataclass(frozen=True)
+class Judged:
+    """The run that settings describe, what is wrong with them, and what to tell about them."""
+
+    run: RunConfig
+    """With faults, only good for looking at."""
+    faults: list[Fault]
+    notices: list[str]
+    """A line for each documented default that the run cannot use as it stands."""
+
+
+def judge(settings: Mapping[str, Any]) -> Judged:
+    """The run that `settings` describe, with all that is wrong with them."""
     misspelled = _misspelled_sections(settings)
     run, faults = valid(_with_sections(settings), RunConfig)
     faults = [fault for fault in faults if fault.path[0] not in misspelled]
     told = [*faults, *(Fault((name,), "") for name in misspelled)]
+    run, notices = with_usable_defaults(run)
     faults += [fault for fault in broken(run) if not touches(fault, told)]
-    return run, faults
+    return Judged(run, faults, notices)
 
 
 def valid(values: Mapping[str, Any], root: type[Root]) -> tuple[Root, list[Fault]]:

@@ -26,7 +26,8 @@ def load(
 ) -> RunConfig:
     """The run that a YAML file describes, with the overrides put in, the later ones last.
 
-    `notify` is told of a file in another tool's dialect, which is read as `translate` has it.
+    `notify` is told of a file in another tool's dialect, which is read as `translate` has it, and
+    of documented defaults that the run cannot use.
     Raises ConfigError, whose text has one line for each fault.
     """
     document = document_of(path, may_be_empty=bool(overrides))
@@ -36,7 +37,7 @@ def load(
 
         if dialect := foreign.recognised(settings):
             return foreign.load(path, document, dialect, overrides, notify)
-    return resolve(settings, overrides, Teller(document, overrides, path))
+    return resolve(settings, overrides, Teller(document, overrides, path), notify=notify)
 
 
 def loads(settings: Mapping[str, Any], overrides: Sequence[Override] = ()) -> RunConfig:
@@ -112,12 +113,15 @@ def resolve(
     overrides: Sequence[Override],
     told: Teller,
     more: Sequence[Told] = (),
+    notify: Callable[[str], None] = lambda _: None,
 ) -> RunConfig:
     """The run with the overrides put in. `more` are faults found before.
 
     Raises ConfigError with a line for each fault.
     """
     values, refused = apply(settings, [as_meant(override) for override in overrides])
-    run, faults = judge(values)
-    require_none([*more, *told.of(faults, refused)])
-    return run
+    judged = judge(values)
+    require_none([*more, *told.of(judged.faults, refused)])
+    for line in judged.notices:
+        notify(line)
+    return judged.run

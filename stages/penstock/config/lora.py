@@ -66,7 +66,7 @@ class LoraConfig(Section):
     enable_qlora: bool = False
     """Quantise the base weights and train adapters on top (Dettmers et al. 2023, "QLoRA"): all
     linear layers within blocks, experts included and routers not, layer by layer as they are read.
-    Weights that are published quantised are used as they are."""
+    Weights that are published quantised are used as they are. Implies `enable_lora: true`."""
 
     quant_format: QuantFormat = "nvfp4"
     """QLoRA: format of the base weights: `nvfp4` (4 bits, a scale for 16), `nf4` (4-bit normal

@@ -30,7 +30,6 @@ OF_ADAPTERS = (
     "moe_shared_lora",
     "moe_hybrid_shared_lora",
     "save_lora_only",
-    "enable_qlora",
     "merge_lora_interval",
     "reset_optimizer_on_merge",
 )

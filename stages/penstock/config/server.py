@@ -16,7 +16,7 @@ from penstock.config.data_rules import Faults
 from penstock.config.dialects.draft import put_at
 from penstock.config.dialects.server import BUILT_IN, DEFAULTS, SAME, SERVER
 from penstock.config.faults import Fault, dotted
-from penstock.config.judge import judge, touches
+from penstock.config.judge import Judged, judge, touches
 from penstock.config.run import RunConfig
 from penstock.config.server_model import ServerModel
 from penstock.config.server_serving import ServerServing
@@ -151,17 +151,15 @@ def bytes_of(text: str) -> int:
     return int(Fraction(number) * scale)
 
 
-def judged(config: ServerConfig) -> tuple[RunConfig, list[Fault]]:
-    """The run whose settings the workers have, and what cannot be, under our names here.
-
-    With faults, the run is only good for looking at.
-    """
-    run, faults = judge(_run_values(config))
+def judged(config: ServerConfig) -> Judged:
+    """The run whose settings the workers have, and what is said of it, under the names here."""
+    of_run = judge(_run_values(config))
     muon = {key: getattr(config, key) for key in MUON if key in config.model_fields_set}
-    run = run.model_copy(update={"train": run.train.model_copy(update=muon)})
+    train = of_run.run.train.model_copy(update=muon)
     found = list(_machines_can_meet(config))
-    found += [fault for fault in map(_here, faults) if not touches(fault, found)]
-    return run, found
+    found += [fault for fault in map(_here, of_run.faults) if not touches(fault, found)]
+    notices = [_notice_here(notice) for notice in of_run.notices]
+    return Judged(of_run.run.model_copy(update={"train": train}), found, notices)
 
 
 def run_of(config: ServerConfig) -> RunConfig:
@@ -170,10 +168,11 @@ def run_of(config: ServerConfig) -> RunConfig:
     What it says of data and learning rates means nothing: those come from clients. Raises
     ConfigError with a line for each fault.
     """
-    run, faults = judged(config)
-    if faults:
-        raise ConfigError("\n".join(f"{dotted(fault.path)}: {fault.text}" for fault in faults))
-    return run
+    found = judged(config)
+    if found.faults:
+        lines = (f"{dotted(fault.path)}: {fault.text}" for fault in found.faults)
+        raise ConfigError("\n".join(lines))
+    return found.run
 
 
 def _machines_can_meet(config: ServerConfig) -> Faults:
@@ -196,6 +195,11 @@ def _here(fault: Fault) -> Fault:
         return replace(fault, reads=reads)
     told = f" (of a run: {'.'.join(steps)})" if name != steps[-1] else ""
     return Fault((name,), fault.text + told, reads)
+
+
+def _notice_here(notice: str) -> str:
+    name, colon, text = notice.partition(":")
+    return f"{HERE.get(name, name)}{colon}{text}"
 
 
 def _run_values(config: ServerConfig) -> dict[str, Any]:

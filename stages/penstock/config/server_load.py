@@ -4,7 +4,7 @@ All faults are told at once, each with the line or the option it stands in: thos
 itself, and those that the workers would find.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,14 @@ class _Option(Override):
         return f"--{PREFIX}{self.name}"
 
 
-def load_server(path: Path, overrides: Sequence[Override] = ()) -> ServerConfig:
+def load_server(
+    path: Path,
+    overrides: Sequence[Override] = (),
+    notify: Callable[[str], None] = lambda _: None,
+) -> ServerConfig:
     """The settings in a server's file, with the overrides put in, the later ones last.
 
+    `notify` is told of documented defaults that the server cannot use.
     Raises ConfigError, whose text has one line for each fault.
     """
     document = document_of(path, may_be_empty=bool(overrides))
@@ -46,8 +51,11 @@ def load_server(path: Path, overrides: Sequence[Override] = ()) -> ServerConfig:
     given = [as_meant(option, ServerConfig) for option in options]
     values, refused = apply(document.value, given)
     config, faults = valid(values, ServerConfig)
-    faults += [fault for fault in judged(config)[1] if not touches(fault, faults)]
+    found = judged(config)
+    faults += [fault for fault in found.faults if not touches(fault, faults)]
     require_none([*Teller(document, options, path).of(faults, refused), *stray])
+    for line in found.notices:
+        notify(line)
     return config
 
 

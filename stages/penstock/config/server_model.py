@@ -104,7 +104,7 @@ class ServerModel(Section):
     width."""
 
     enable_qlora: bool = False
-    """Quantise the base weights, and train adapters on top."""
+    """Quantise the base weights, and train adapters on top. Implies `enable_lora: true`."""
 
     quant_format: QuantFormat = "nvfp4"
     """QLoRA: format of the base weights, as `lora.quant_format` of a run."""

@@ -19,10 +19,25 @@ def cache_home() -> Path:
     return (Path(xdg) if xdg else Path.home() / ".cache") / "penstock"
 
 
+NUM_PROC = ("PENSTOCK_NUM_PROC", "XORL_DATASET_NUM_PROC")
+"""Variables that say how many processes data stages may use, the first that is set."""
+
+
 def num_processors() -> int:
-    """Processes that data stages may use: PENSTOCK_NUM_PROC, or the CPUs this one may run on."""
-    asked = os.environ.get("PENSTOCK_NUM_PROC")
-    return max(1, int(asked)) if asked else len(os.sched_getaffinity(0))
+    """Processes that data stages may use: one of NUM_PROC, or the CPUs this one may run on.
+
+    Raises ConfigError where the variable is no whole number above 0.
+    """
+    name = next((name for name in NUM_PROC if os.environ.get(name)), None)
+    if name is None:
+        return len(os.sched_getaffinity(0))
+    asked = os.environ[name]
+    if not asked.isdecimal() or int(asked) < 1:
+        raise ConfigError(
+            f"{name} is {asked!r}, which is no number of processes.\n"
+            "  Set it to a whole number above 0, or write data.dataset_num_proc."
+        )
+    return int(asked)
 
 
 def num_gpus() -> int:

@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
             if (value := getattr(asked, name)) is not None
         ]
         require_packages()
-        config = load_server(asked.config, [*given, *overrides])
+        config = load_server(asked.config, [*given, *overrides], _say)
         serve(prepare(config, asked.mode, asked.worker_address), _say)
     except PenstockError as error:
         _say(str(error))
