@@ -46,7 +46,9 @@ IDENTITY: Mapping[str, frozenset[str]] = {
 }
 """What enters the train stage's key as it is written."""
 
-JUDGING = _names("early_stopping save_best eval_steps eval_epochs eval_at_end eval_max_batches")
+JUDGING = _names(
+    "early_stopping save_best eval_steps eval_epochs eval_at_end eval_max_batches eval_batch_size"
+)
 """What enters the train stage's key together, where a run is judged by evaluations."""
 
 PINNED: Mapping[str, frozenset[str]] = {
@@ -104,7 +106,11 @@ def judging_of(train: TrainConfig) -> dict[str, Any] | None:
     these change nothing."""
     if not train.early_stopping.patience and not train.save_best.metric:
         return None
-    return train.model_dump(mode="json", include=set(JUDGING))
+    found = train.model_dump(mode="json", include=set(JUDGING))
+    # Unset it has the same effect as before it existed, and leaves keys as they were.
+    if found["eval_batch_size"] is None:
+        del found["eval_batch_size"]
+    return found
 
 
 def preference_of(run: RunConfig) -> dict[str, Any] | None:

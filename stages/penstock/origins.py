@@ -10,6 +10,7 @@ from penstock.config.lora import LoraConfig
 from penstock.config.run import RunConfig, written
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.core.hub import local_folder
+from penstock.core.nxd_checkpoint import refuse_nxd_checkpoint
 from penstock.core.source import (
     is_checkpoint,
     pin_adapter,
@@ -81,6 +82,8 @@ def with_start(run: RunConfig) -> RunConfig:
     """The run with the weights that `train.init_checkpoint_path` names, if these are in Hugging
     Face's format, as those of its model; config and tokenizer stay."""
     path, model = run.train.init_checkpoint_path, run.model
+    if path is not None:
+        refuse_nxd_checkpoint(path, "train.init_checkpoint_path")
     if path is None or is_checkpoint(path):
         return run
     update = {

@@ -6,6 +6,7 @@ from penstock.config.rules import broken
 from penstock.config.run import RunConfig
 from penstock.core.errors import ConfigError
 from penstock.core.mirror import home_of
+from penstock.core.nxd_checkpoint import refuse_nxd_checkpoint
 from penstock.core.source import is_checkpoint, pin_checkpoint, pin_data
 from penstock.core.stage import Source
 from penstock.core.urls import spoken
@@ -99,7 +100,10 @@ def pin_dataset(dataset: DatasetConfig, token: bool | None) -> Source:
 def pinned_checkpoint(run: RunConfig) -> Source | None:
     """The checkpoint that the config names to start from, if it does."""
     path = run.train.load_checkpoint_path
-    return None if path in (None, "auto") else pin_checkpoint(path)
+    if path is None or path == "auto":
+        return None
+    refuse_nxd_checkpoint(path, "train.load_checkpoint_path")
+    return pin_checkpoint(path)
 
 
 def pinned_start(run: RunConfig) -> Source | None:

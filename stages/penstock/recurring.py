@@ -260,7 +260,10 @@ class _Tick:
         asked = with_adapter(only_evaluating(going_on(self.run, folder, folders)))
         step = trained_on(asked, planned)
         # How much is evaluated is no part of the key of a run that nothing depends on.
-        rows = short(digest_of([key_of(step.stage), asked.train.eval_max_batches]))
+        limit: list[Any] = [asked.train.eval_max_batches]
+        if asked.train.eval_batch_size is not None:
+            limit.append(asked.train.eval_batch_size)
+        rows = short(digest_of([key_of(step.stage), *limit]))
         asked = with_output(asked, EVALUATIONS, rows)
         steps = (planned.step("prepare"), planned.step("pack"), trained_on(asked, planned))
         facts = self.bring(Plan(asked, steps), "train").facts

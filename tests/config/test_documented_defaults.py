@@ -150,6 +150,13 @@ def test_an_empty_checkpoint_path_starts_anew() -> None:
     assert run == loads(smallest())
 
 
+def test_muon_with_adapters_says_in_one_line_what_steps_them(tmp_path: Path) -> None:
+    _, told = notices_of(tmp_path, train={"optimizer": "muon"}, lora={"enable_lora": True})
+    assert len(told) == 1
+    assert "AdamW steps the adapters" in told[0]
+    assert notices_of(tmp_path, train={"optimizer": "muon"})[1] == []
+
+
 SERVERS: dict[str, dict[str, Any]] = {
     "nothing": {},
     "lora": {"enable_lora": True},

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from penstock.config.dialects.draft import Line, Translation
+from penstock.config.dialects.draft import Line, Translation, value_at
 from penstock.config.dialects.erniekit import ERNIEKIT
 from penstock.config.dialects.fit import Devices
 from penstock.config.dialects.translate import translate
@@ -210,3 +210,97 @@ def test_stages_of_layers_are_counted_without_the_embedding() -> None:
 )
 def test_what_cannot_be_honoured_is_refused(keys: dict[str, Any], refused: str) -> None:
     assert [line.key for line in translated(**keys).of("refused")] == [refused]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"beta": 0.1}, {"reference_free": True}, {"simpo_gamma": 1.0}, {"max_prompt_len": 100}],
+)
+def test_a_file_with_keys_of_dpo_and_no_stage_is_one_of_dpo(keys: dict[str, Any]) -> None:
+    found = translated(**keys)
+    assert loads(found.settings).train.objective == "preference"
+    assert found.settings["data"]["datasets"][0]["type"] == "preference_turns"
+    line = line_of(found, "stage")
+    assert (line.kind, line.value) == ("assumed", "DPO")
+    assert next(iter(keys)) in line.why
+    said = translated(**keys, stage="SFT")
+    assert loads(said.settings).train.objective == "sft"
+    assert translated().settings["train"]["objective"] == "sft"
+
+
+@pytest.mark.parametrize(
+    ("keys", "setting", "value"),
+    [
+        ({"greedy_intokens": True}, "data.sample_packing_method", "greedy"),
+        ({"greedy_intokens": True}, "data.sample_packing_group_size", 500),
+        ({"greedy_intokens": False}, "data.sample_packing_method", "sequential"),
+        ({"packing": False}, "data.sample_packing_group_size", 1),
+        (
+            {"stage": "DPO", "ref_model_update_steps": 10},
+            "preference.ref_update_steps",
+            10,
+        ),
+        (
+            {"pipeline_parallel_degree": 2, "add_tail_layers": 3},
+            "train.pipeline_parallel_output_weight",
+            4,
+        ),
+        ({"disable_ckpt_quant": False, "ckpt_quant_stage": "O1"}, "train.ckpt_quant", "int8"),
+        (
+            {"moe_multimodal_dispatch_use_allgather": "v2-alltoall-unpad"},
+            "model.ep_dispatch",
+            "alltoall",
+        ),
+    ],
+)
+def test_these_keys_do_what_they_say(keys: dict[str, Any], setting: str, value: Any) -> None:
+    found = translated(**keys)
+    assert value_at(found.settings, setting) == value
+    assert not [line for line in found.of("approximated", "refused") if line.key in keys]
+    loads(found.settings)
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ({"stage": "DPO", "offset_alpha": 0.5}, "needs a score for each answer"),
+        ({"compute_type": "fp8", "apply_online_actscale_step": 100}, "in every step"),
+        ({"compute_type": "fp8", "actscale_moving_rate": 0.5}, "in every step"),
+        ({"moe_multimodal_dispatch_use_allgather": "v3"}, "it takes v2-alltoall-unpad"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_any_work(
+    tmp_path: Path, keys: dict[str, Any], why: str
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump({**BASE, **keys}))
+    with pytest.raises(ConfigError, match=why):
+        load(file)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"compute_type": "fp8", "apply_online_actscale_step": 200},
+        {"disable_ckpt_quant": False},
+        {"stage": "DPO", "offset_alpha": 0.0},
+        {"add_tail_layers": 0},
+    ],
+)
+def test_a_documented_default_without_an_effect_here_is_accepted(keys: dict[str, Any]) -> None:
+    *above, last = keys
+    found = translated(**keys)
+    assert line_of(found, last).kind == "no effect"
+    assert found.settings == translated(**{key: keys[key] for key in above}).settings
+
+
+def test_an_evaluation_has_as_many_rows_as_their_batches() -> None:
+    # Four replicas of 2 ranks each, 3 rows on each, 5 batches; a training step has 4 x 1 x 8 rows.
+    found = translated(
+        **{"do_eval": True, "eval_dataset_path": "e.jsonl", "max_evaluate_steps": 5},
+        **{"per_device_eval_batch_size": 3, "gradient_accumulation_steps": 8},
+        **{"tensor_parallel_degree": 2, "sharding": "stage1", "sharding_parallel_degree": 4},
+    )
+    train = loads(found.settings).train
+    assert (train.eval_max_batches, train.eval_batch_size) == (5, 12)
+    assert line_of(found, "max_evaluate_steps").kind == "translated"

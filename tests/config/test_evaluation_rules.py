@@ -37,6 +37,12 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         HELD_OUT,
     ),
     (
+        held_out(eval_batch_size=4),
+        "train.eval_batch_size",
+        "no batches are counted; write eval_max_batches as a whole number",
+        {"train": {"eval_max_batches": 2}},
+    ),
+    (
         held_out(**BEST),
         "train.save_best.metric",
         "write train.eval_steps or train.eval_epochs, or leave save_best out",

@@ -129,6 +129,7 @@ OFTEN = {
     "tried at the start": ({"eval_sanity_batches": 2}, [5]),
     "of nothing": ({"eval_steps": 1, "eval_max_batches": 0}, []),
     "of a batch": ({"eval_max_batches": 1}, [5]),
+    "of two small batches": ({"eval_max_batches": 2, "eval_batch_size": 2}, [5]),
     "of half": ({"eval_max_batches": 0.5}, [5]),
     "alone": ({"eval_only": True}, [0]),
 }
@@ -147,6 +148,8 @@ def test_a_run_evaluates_as_often_and_on_as_much_as_is_written(folder):
     told = {name: value for name, value in facts["at the end"].items() if name.startswith("eval_")}
     assert told == of_all == evaluations(jobs["every two steps"])[-1][1]
     assert evaluations(jobs["of half"])[0][1] == evaluations(jobs["of a batch"])[0][1] != of_all
+    small = evaluations(jobs["of two small batches"])[0][1]
+    assert small == evaluations(jobs["of a batch"])[0][1]
     assert facts["alone"]["steps"] == 0
     assert not (jobs["alone"].output_dir / "checkpoints").exists()
     assert evaluations(jobs["alone"])[0] == evaluations(jobs["at the start"])[0]

@@ -107,6 +107,11 @@ CHANGES = {
         judged(save_best={"metric": "eval_loss"}),
         "train",
     ),
+    "train.eval_batch_size": (
+        judged(save_best={"metric": "eval_loss"}, eval_max_batches=3, eval_batch_size=2),
+        judged(save_best={"metric": "eval_loss"}, eval_max_batches=3),
+        "train",
+    ),
     "data.deduplicate": (section("data", deduplicate="exact"), PLAIN, "prepare"),
     "data.near_duplicate_threshold": (
         section("data", deduplicate="near", near_duplicate_threshold=0.5),

@@ -16,6 +16,7 @@ from penstock.core.stage import Artifact, key_of
 from penstock.pack import shards, spread
 from penstock.pack.settings import PackSettings
 from penstock.pack.stage import Pack
+from penstock.rows.packing.greedy import greedy
 from penstock.rows.prepared import PreparedSamples
 from penstock.rows.reader import PackedRows
 from penstock.rows.schema import PREPARED
@@ -120,6 +121,66 @@ def test_every_document_is_in_one_row_whole_and_shifted_once(
     assert facts["trained_tokens"]["train"] == sum(label != -100 for _, ls in found for label in ls)
     assert facts["max_token_id"]["train"] == max(max(ids) for ids, _ in pairs)
     assert facts["fill"]["train"] == pytest.approx(tokens / (64 * len(rows)), abs=1e-6)
+
+
+def plainly_greedy(lengths, capacity, group):
+    """Worst fit as one would write it down: each sample to the row with the most room."""
+    rows = []
+    for start in range(0, len(lengths), group):
+        opened = []
+        for sample in range(start, min(start + group, len(lengths))):
+            rooms = [capacity - sum(lengths[i] for i in row) for row in opened]
+            most = max(range(len(opened)), key=lambda row: (rooms[row], -row), default=None)
+            if most is None or rooms[most] < lengths[sample]:
+                opened.append([sample])
+            else:
+                opened[most].append(sample)
+        rows += opened
+    return rows
+
+
+@settings(max_examples=100)
+@given(st.lists(st.integers(1, 64), max_size=80), st.sampled_from([1, 7, 500]))
+def test_greedy_rows_are_those_of_worst_fit_group_by_group(lengths, group):
+    assert greedy(lengths, 64, group).tolist() == plainly_greedy(lengths, 64, group)
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.lists(masked(), min_size=1, max_size=30),
+    st.sampled_from([None, 1, 3]),
+    st.sampled_from([1, 7, 16]),
+    st.sampled_from([1, 3]),
+)
+def test_wrapped_rows_are_one_stream_cut_where_a_row_is_full(
+    tmp_path_factory, pairs, num_shards, capacity, files
+):
+    here = tmp_path_factory.mktemp("wrapped")
+    artifact = stored(here / "prepared", pairs, files)
+    its = {"sample_packing_method": "wrapped", "sample_packing_sequence_len": capacity}
+    facts = packed(artifact, here / "out", num_shards=num_shards, **its)
+    found, _ = documents(here / "out")
+    rows = PackedRows(here / "out" / "data" / "train")
+    tokens = sum(len(ids) for ids, _ in pairs)
+    assert rows.lengths().tolist()[:-1] == [capacity] * (len(rows) - 1)
+    assert rows.lengths().sum() == tokens
+    # What is cut is whole again when its pieces are put together, targets over the cut included.
+    wholes = sorted((tuple(ids), (*labels[1:], -100)) for ids, labels in pairs)
+    order = PreparedSamples(artifact.path, "train").epochs()[0].tolist()
+    stream = [whole_of(artifact, sample) for sample in order]
+    assert sorted(stream) == wholes
+    for part in (0, 1):
+        laid = [token for piece in found for token in piece[part]]
+        assert laid == [token for sample in stream for token in sample[part]]
+    assert facts["trained_tokens"]["train"] == sum(
+        label != -100 for _, labels in wholes for label in labels
+    )
+    assert facts["documents"]["train"] == len(found)
+
+
+def whole_of(artifact, sample):
+    ids, labels = PreparedSamples(artifact.path, "train").tokens("", sample)
+    return tuple(ids.tolist()), (*labels[1:].tolist(), -100)
 
 
 @pytest.fixture

@@ -98,17 +98,19 @@ class DataConfig(Section):
     select_columns: list[str] | None = None
     """Columns kept of each source, for example `[input_ids, labels]`. Unset: all of them."""
 
-    sample_packing_method: Literal["sequential", "multipack"] = "sequential"
+    sample_packing_method: Literal["sequential", "multipack", "greedy", "wrapped"] = "sequential"
     """How samples share a row: `sequential` fills rows in the order of the data, `multipack` looks
-    for samples that fit and fills rows better."""
+    for samples that fit and fills rows best, `greedy` puts each sample into the row with the most
+    room, and `wrapped` lays samples end to end and cuts them where a row is full, as pre-training
+    does."""
 
     sample_packing_sequence_len: int = Field(default=32_000, gt=0)
     """Tokens of a packed row, at most. Unset: chosen from the samples, up to this: enough for the
     longest one, and small enough for 512 rows in an epoch where that is possible."""
 
     sample_packing_group_size: int = Field(default=100_000, gt=0)
-    """`multipack`: samples that are packed together; larger groups fill rows slightly better, and 1
-    gives each sample a row of its own."""
+    """`multipack` and `greedy`: samples that are packed together; larger groups fill rows slightly
+    better, and 1 gives each sample a row of its own."""
 
     sample_packing_sequentially: bool | None = None
     """True packs sequentially whatever `sample_packing_method` says."""

@@ -43,6 +43,8 @@ def _formats_are_known(run: RunConfig) -> Faults:
 
 def _samples_fit_rows(run: RunConfig) -> Faults:
     longest = run.data.sample_packing_sequence_len
+    if run.data.sample_packing_method == "wrapped":
+        return
     for path, entry in _entries(run, TRAIN, TEST):
         if entry.max_seq_len is not None and entry.max_seq_len > longest:
             yield Fault(
@@ -268,6 +270,17 @@ def _streams_come_from_the_hub(run: RunConfig) -> Faults:
             )
 
 
+def _what_is_cut_anywhere_is_one_document(run: RunConfig) -> Faults:
+    path, first = next(iter(_entries(run, TRAIN)))
+    if run.data.sample_packing_method == "wrapped" and first.kind != "sft":
+        yield Fault(
+            ("data", "sample_packing_method"),
+            f"wrapped cuts samples where a row is full, and both answers of {first.type} samples"
+            " must stay whole; write sequential or multipack",
+            (f"{dotted(path)}.type",),
+        )
+
+
 def _pushed_data_has_a_login(run: RunConfig) -> Faults:
     data = run.data
     if data.push_dataset_to_hub is not None and not data.hf_use_auth_token:
@@ -315,6 +328,7 @@ DATA_RULES: tuple[Callable[[RunConfig], Faults], ...] = (
     _prompts_have_two_answers,
     _answers_are_compared_apart,
     _streams_come_from_the_hub,
+    _what_is_cut_anywhere_is_one_document,
     _pushed_data_has_a_login,
     _who_reads_ahead_is_there,
     _task_runners_are_chosen,

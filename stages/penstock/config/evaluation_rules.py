@@ -52,7 +52,7 @@ def _something_is_held_out(run: RunConfig) -> Faults:
     wishes = ("eval_steps", "eval_epochs", "eval_at_start", "eval_sanity_batches", "eval_only")
     found: list[Steps] = [
         ("train", name)
-        for name in (*wishes, "eval_max_batches", "eval_micro_batch_size")
+        for name in (*wishes, "eval_max_batches", "eval_batch_size", "eval_micro_batch_size")
         if getattr(train, name)
     ]
     for path in (*found, *(path for path, _ in _judged_by(run))):
@@ -61,6 +61,18 @@ def _something_is_held_out(run: RunConfig) -> Faults:
             "there is nothing to evaluate on; write data.val_set_size or data.test_datasets, or"
             f" leave {path[-1]} out",
             ("data.val_set_size", "data.test_datasets"),
+        )
+
+
+def _batches_are_counted(run: RunConfig) -> Faults:
+    train = run.train
+    counts = isinstance(train.eval_max_batches, int) or train.eval_sanity_batches
+    if train.eval_batch_size is not None and not counts:
+        yield Fault(
+            ("train", "eval_batch_size"),
+            "no batches are counted; write eval_max_batches as a whole number, or leave"
+            " eval_batch_size out",
+            ("train.eval_max_batches", "train.eval_sanity_batches"),
         )
 
 
@@ -138,6 +150,7 @@ def _prompts_are_there(run: RunConfig) -> Faults:
 
 EVALUATION_RULES = (
     _something_is_held_out,
+    _batches_are_counted,
     _runs_are_judged_on_the_way,
     _judging_is_on,
     _what_only_evaluates_ends_there,

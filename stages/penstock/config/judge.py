@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from penstock.config.documented_defaults import with_usable_defaults
 from penstock.config.faults import Fault, Steps, dotted
+from penstock.config.notices import notices_of
 from penstock.config.rules import broken
 from penstock.config.run import RunConfig
 from penstock.config.section import Section
@@ -43,7 +44,7 @@ class Judged:
     """With faults, only good for looking at."""
     faults: list[Fault]
     notices: list[str]
-    """A line for each documented default that the run cannot use as it stands."""
+    """A line for each setting that is not used as it stands, and is not refused."""
 
 
 def judge(settings: Mapping[str, Any]) -> Judged:
@@ -54,7 +55,7 @@ def judge(settings: Mapping[str, Any]) -> Judged:
     told = [*faults, *(Fault((name,), "") for name in misspelled)]
     run, notices = with_usable_defaults(run)
     faults += [fault for fault in broken(run) if not touches(fault, told)]
-    return Judged(run, faults, notices)
+    return Judged(run, faults, [*notices, *notices_of(run)])
 
 
 def valid(values: Mapping[str, Any], root: type[Root]) -> tuple[Root, list[Fault]]:

@@ -51,9 +51,17 @@ class Branched:
         """Tokens of every document of the chosen samples, which have these sizes."""
         return sizes if self.share_prompts else self._branches[chosen].ravel()
 
-    def fill(self, chosen: Indices, ends: Indices, ids: Tokens, labels: Tokens) -> None:
+    def fill(
+        self,
+        chosen: Indices,
+        ends: Indices,
+        ids: Tokens,
+        labels: Tokens,
+        begins: Indices | None = None,
+    ) -> None:
         """Lay the documents of the chosen samples end to end, each sample's ending where `ends`
-        says."""
+        says. Samples with two answers are always whole, so there are no `begins`."""
+        assert begins is None
         starts = [0, *ends.tolist()]
         for sample, start in zip(chosen.tolist(), starts, strict=False):
             shared, cause = int(self._shared[sample]), int(self._causes[sample])

@@ -11,6 +11,9 @@ from penstock.rows.packing.bound import fewest_rows
 from penstock.rows.prepared import PreparedSamples
 from penstock.rows.schema import SPLITS
 
+USUAL: tuple[Method, ...] = ("sequential", "multipack", "unpacked")
+"""What is always compared."""
+
 
 @dataclass(frozen=True)
 class Figures:
@@ -38,8 +41,8 @@ def compare(prepared: Path, settings: PackSettings, pad_to_multiple_of: int) -> 
             continue
         chosen = method_of(split, settings)
         form = form_of(samples, settings)
-        bound = _bound(form, settings.sample_packing_sequence_len)
-        for method in METHODS:
+        bound = _bound(form, settings.sample_packing_sequence_len, chosen)
+        for method in _compared(form, settings.sample_packing_sequence_len, chosen):
             layout = lay_out(form, settings, method)
             totals = _totals(layout)
             tokens = int(totals.sum())
@@ -58,12 +61,24 @@ def compare(prepared: Path, settings: PackSettings, pad_to_multiple_of: int) -> 
     return found
 
 
+def _compared(form: Form, capacity: int, chosen: Method) -> list[Method]:
+    """The methods that are usual, and the chosen one; alone, where only it can cut samples that are
+    longer than a row."""
+    is_longer = bool((form.sizes() > capacity).any())
+    if chosen == "wrapped" and is_longer:
+        return [chosen]
+    return [method for method in METHODS if method in (*USUAL, chosen)]
+
+
 def _totals(layout: Layout) -> np.ndarray:
     """The tokens of every row."""
-    return np.add.reduceat(layout.tokens(), layout.bins.ends - layout.bins.sizes())
+    return np.add.reduceat(layout.sizes, layout.bins.ends - layout.bins.sizes())
 
 
-def _bound(form: Form, capacity: int) -> int:
+def _bound(form: Form, capacity: int, chosen: Method) -> int:
+    if chosen == "wrapped":
+        sizes = form.sizes()
+        return sum(-(-int(sizes[epoch].sum()) // capacity) for epoch in form.samples.epochs())
     sizes = np.minimum(form.sizes(), capacity)
     histograms = (np.bincount(sizes[e], minlength=capacity + 1) for e in form.samples.epochs())
     return sum(fewest_rows(counts, capacity) for counts in histograms)

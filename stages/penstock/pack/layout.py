@@ -3,17 +3,21 @@
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from penstock.core.errors import StageError
 from penstock.pack.branched import Branched
 from penstock.pack.plain import Plain
 from penstock.pack.settings import PackSettings
 from penstock.rows.bins import Bins, Indices, alone, join, sequential
 from penstock.rows.order import rows_generator
+from penstock.rows.packing.greedy import greedy
 from penstock.rows.packing.multipack import multipack
+from penstock.rows.packing.wrapped import wrapped
 from penstock.rows.prepared import PreparedSamples
 
-Method = Literal["sequential", "multipack", "unpacked"]
-METHODS: tuple[Method, ...] = ("sequential", "multipack", "unpacked")
+Method = Literal["sequential", "multipack", "greedy", "wrapped", "unpacked"]
+METHODS: tuple[Method, ...] = ("sequential", "multipack", "greedy", "wrapped", "unpacked")
 
 Form = Plain | Branched
 """What samples are in a row."""
@@ -28,11 +32,9 @@ class Layout:
     epoch_rows: list[int]
     """How many rows each epoch has."""
     sizes: Indices
-    """Tokens of every sample."""
-
-    def tokens(self) -> Indices:
-        """Those of the samples, row after row."""
-        return self.sizes[self.bins.samples]
+    """Tokens of every entry of `bins.samples`: of a sample, or of a piece of one."""
+    begins: Indices | None = None
+    """`wrapped`: the first token of every piece in its sample."""
 
 
 def form_of(samples: PreparedSamples, settings: PackSettings) -> Form:
@@ -53,12 +55,31 @@ def lay_out(form: Form, settings: PackSettings, method: Method) -> Layout:
     Raises StageError when a sample is longer than a row.
     """
     sizes = form.sizes()
+    if method == "wrapped":
+        return _wrapped(form, sizes, settings.sample_packing_sequence_len)
     _refuse_longer(form, sizes, settings.sample_packing_sequence_len)
     epochs: list[Bins] = []
     for number, order in enumerate(form.samples.epochs()):
         bins = _bins(sizes[order], settings, method, number)
         epochs.append(Bins(order[bins.samples], bins.ends))
-    return Layout(join(epochs), [len(bins) for bins in epochs], sizes)
+    bins = join(epochs)
+    return Layout(bins, [len(bins) for bins in epochs], sizes[bins.samples])
+
+
+def _wrapped(form: Form, sizes: Indices, capacity: int) -> Layout:
+    """Every epoch's samples as one stream, cut into rows."""
+    orders = form.samples.epochs()
+    epochs = [wrapped(sizes[order], capacity) for order in orders]
+    laid = [
+        Bins(order[pieces.bins.samples], pieces.bins.ends)
+        for order, pieces in zip(orders, epochs, strict=True)
+    ]
+    return Layout(
+        join(laid),
+        [len(bins) for bins in laid],
+        np.concatenate([pieces.sizes for pieces in epochs]),
+        np.concatenate([pieces.begins for pieces in epochs]),
+    )
 
 
 def _bins(lengths: Indices, settings: PackSettings, method: Method, epoch: int) -> Bins:
@@ -67,6 +88,8 @@ def _bins(lengths: Indices, settings: PackSettings, method: Method, epoch: int) 
         return alone(len(lengths))
     if method == "sequential":
         return sequential(lengths, capacity)
+    if method == "greedy":
+        return greedy(lengths, capacity, settings.sample_packing_group_size)
     rng = rows_generator(settings.seed, epoch)
     return multipack(lengths, capacity, settings.sample_packing_group_size, rng)
 

@@ -29,12 +29,23 @@ class Plain:
         del chosen
         return sizes
 
-    def fill(self, chosen: Indices, ends: Indices, ids: Tokens, labels: Tokens) -> None:
-        """Lay the chosen samples end to end, each ending where `ends` says.
+    def fill(
+        self,
+        chosen: Indices,
+        ends: Indices,
+        ids: Tokens,
+        labels: Tokens,
+        begins: Indices | None = None,
+    ) -> None:
+        """Lay the chosen samples end to end, each ending where `ends` says; or pieces of them,
+        which begin at the tokens `begins` of their samples. The last position of a piece has the
+        sample's next token as its target, where there is one.
 
         In the order in which they are stored, so that files are read from front to back.
         """
         samples = self.samples
+        sizes = np.diff(ends, prepend=0)
+        labels[ends - 1] = IGNORED
         order = np.argsort(chosen)
         stored = samples.stored[""]
         files = np.searchsorted(samples.starts, chosen[order], side="right") - 1
@@ -46,13 +57,16 @@ class Plain:
             places = chosen[some] - samples.starts[file]
             offsets = stored[file].offsets
             from_ids, from_labels = stored[file].input_ids.data, stored[file].labels.data
-            begins, stops = offsets[places].tolist(), offsets[places + 1].tolist()
-            for begin, stop, end in zip(begins, stops, ends[some].tolist(), strict=True):
+            firsts = offsets[places] + (0 if begins is None else begins[some])
+            stops = firsts + sizes[some]
+            if (cut := stops < offsets[places + 1]).any():
+                labels[ends[some][cut] - 1] = stored[file].labels[stops[cut]]
+            spans = zip(firsts.tolist(), stops.tolist(), ends[some].tolist(), strict=True)
+            for begin, stop, end in spans:
                 start = end - (stop - begin)
                 to_ids[start:end] = from_ids[begin:stop]
                 # The one shift: a target stands at its cause.
                 to_labels[start : end - 1] = from_labels[begin + 1 : stop]
-        labels[ends - 1] = IGNORED
 
     def further(self, chosen: Indices, rows: Indices) -> list[pa.Array]:
         """Columns of theirs alone: there are none."""

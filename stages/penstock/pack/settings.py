@@ -16,8 +16,9 @@ def _unset_is_true(value: Any) -> Any:
 class PackSettings(Settings):
     """The identity of packed data."""
 
-    sample_packing_method: Literal["sequential", "multipack"] = "sequential"
-    """`sequential` keeps the order of the samples; `multipack` fills rows better."""
+    sample_packing_method: Literal["sequential", "multipack", "greedy", "wrapped"] = "sequential"
+    """`sequential` keeps the order of the samples; `multipack` fills rows best; `greedy` puts each
+    sample where most room is; `wrapped` cuts one stream of samples into full rows."""
 
     sample_packing_sequence_len: int = Field(default=32_000, gt=0)
     """Tokens a row holds at most."""
@@ -27,7 +28,7 @@ class PackSettings(Settings):
     length follows from the samples, and `sample_packing_sequence_len` is its upper bound."""
 
     sample_packing_group_size: int = Field(default=100_000, gt=0)
-    """`multipack`: consecutive samples among which rows are formed."""
+    """`multipack` and `greedy`: consecutive samples among which rows are formed."""
 
     eval_sample_packing: Annotated[bool, BeforeValidator(_unset_is_true)] = True
     """Whether validation is packed too; otherwise each of its samples has a row of its own."""

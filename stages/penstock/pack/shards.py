@@ -26,8 +26,11 @@ class Written:
     max_token_id: int
 
 
-def write(form: Form, bins: Bins, sizes: Indices, target: Path) -> Written:
-    """Publish a file of these rows; `sizes` are those of `bins.samples`."""
+def write(
+    form: Form, bins: Bins, sizes: Indices, target: Path, begins: Indices | None = None
+) -> Written:
+    """Publish a file of these rows. `bins.samples` have `sizes`, or are pieces of samples that have
+    these sizes and begin at the tokens `begins`."""
     ends = np.cumsum(sizes)
     batches = list(_batches(bins, ends))
     room = max(int(ends[last - 1] - ends[first] + sizes[first]) for _, _, first, last in batches)
@@ -43,7 +46,8 @@ def write(form: Form, bins: Bins, sizes: Indices, target: Path) -> Written:
             chosen = bins.samples[first:last]
             here = np.cumsum(sizes[first:last])
             used = int(here[-1])
-            form.fill(chosen, here, ids, labels)
+            its = None if begins is None else begins[first:last]
+            form.fill(chosen, here, ids, labels, its)
             rows = np.concatenate([[0], bins.ends[low:high] - first])
             writer.write_batch(_batch(form, chosen, rows, here, ids[:used], labels[:used]))
             trained += int(np.count_nonzero(labels[:used] != IGNORED))

@@ -46,7 +46,9 @@ class Shard:
     target: Path
     bins: Bins
     sizes: Indices
-    """Tokens of the samples in `bins`."""
+    """Tokens of the samples in `bins`, or of the pieces of samples."""
+    begins: Indices | None
+    """The first token of each piece in its sample; None where samples are whole."""
     settings: PackSettings
 
 
@@ -55,7 +57,7 @@ def shards_of(
 ) -> list[Shard]:
     """The files of a split, with about equally many rows each: as many as `num_shards` or by size,
     and never more than rows."""
-    bins, sizes = layout.bins, layout.tokens()
+    bins, sizes, begins = layout.bins, layout.sizes, layout.begins
     by_size = -(-int(sizes.sum()) * BYTES_PER_TOKEN // SHARD_BYTES)
     count = min(settings.num_shards or by_size, len(bins))
     found: list[Shard] = []
@@ -65,7 +67,9 @@ def shards_of(
         last = int(bins.ends[high - 1])
         rows = Bins(bins.samples[first:last], bins.ends[low:high] - first)
         target = folder / f"rows-{index:05d}-of-{count:05d}.arrow"
-        found.append(Shard(prepared, split, target, rows, sizes[first:last], settings))
+        its = None if begins is None else begins[first:last]
+        shard = Shard(prepared, split, target, rows, sizes[first:last], its, settings)
+        found.append(shard)
     return found
 
 
@@ -90,7 +94,7 @@ def _in_this_process(shards: Sequence[Shard]) -> list[Written]:
         return []
     first = shards[0]
     form = _form(first.prepared, first.split, first.settings)
-    return [write(form, one.bins, one.sizes, one.target) for one in shards]
+    return [write(form, one.bins, one.sizes, one.target, one.begins) for one in shards]
 
 
 def _in_processes(shards: Sequence[Shard], count: int, start_method: StartMethod) -> list[Written]:
@@ -121,7 +125,7 @@ def _begin() -> None:
 def _write_one(shard: Shard) -> Written:
     settings: Any = shard.settings  # frozen, so it has a hash, which its type does not say
     form = _form_in_this_worker(shard.prepared, shard.split, settings)
-    return write(form, shard.bins, shard.sizes, shard.target)
+    return write(form, shard.bins, shard.sizes, shard.target, shard.begins)
 
 
 def _form(prepared: Path, split: str, settings: PackSettings) -> Form:

@@ -88,7 +88,7 @@ class Pack(Stage):
         if split == "validation" and len(labels := samples.labels()) > 1:
             datasets = samples.datasets()[layout.bins.samples].repeat(form.documents)
             Sources.of(datasets, labels).write(folder)
-        documents = form.documents_of(layout.bins.samples, layout.tokens())
+        documents = form.documents_of(layout.bins.samples, layout.sizes)
         tokens, rows = int(documents.sum()), len(layout.bins)
         capacity = rows * settings.sample_packing_sequence_len
         return {

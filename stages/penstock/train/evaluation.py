@@ -61,8 +61,8 @@ class HeldOut:
         rows_per_batch: int,
         teller: Teller | None = None,
     ) -> None:
-        """`rows_per_batch` make one of `train.eval_max_batches`. Unless there is another `teller`,
-        it is told how well tokens are foretold."""
+        """`rows_per_batch` rows are a batch where batches are counted. Unless there is another
+        `teller`, it is told how well tokens are foretold."""
         self._rows, self._built, self._ranks = rows, built, ranks
         # Micro-batches are computed one by one, however long others are.
         self._reading = replace(reading, pad_to="own")
@@ -147,9 +147,8 @@ def held_out_rows(
         # Also where what is trained with moves: evaluations of a run are to be compared.
         references = References(job.scores) if job.scores else None
         teller = AnswersTold(preferences, references) if preferences else None
-        found = HeldOut(
-            rows, built, ranks, train, reading, rows_per_batch=rows_per_batch, teller=teller
-        )
+        size = train.eval_batch_size or rows_per_batch
+        found = HeldOut(rows, built, ranks, train, reading, rows_per_batch=size, teller=teller)
     asking = ("eval_only", "eval_at_start", "eval_steps", "eval_epochs", "eval_sanity_batches")
     asked = [name for name in asking if getattr(train, name)]
     # No batches are a wish too, but for a run that does nothing else.

@@ -25,6 +25,11 @@ def _nothing_more(draft: Draft) -> None:
     del draft
 
 
+def _nothing_inferred(values: Values) -> Values:
+    del values
+    return {}
+
+
 @dataclass(frozen=True)
 class Dialect:
     """One foreign language. Names of nested keys are joined with dots (`trainer.devices`); a key of
@@ -52,6 +57,9 @@ class Dialect:
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """What a key that is left out means there: put through the same tables, and told as assumed.
     Those alone that may make other numbers than our own defaults."""
+
+    inferred: Callable[[Values], Values] = _nothing_inferred
+    """Defaults that depend on which keys a file writes; they replace those in `defaults`."""
 
     beaten: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     """A key to those that stand in place of it where they are written."""

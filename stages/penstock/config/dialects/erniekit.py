@@ -13,7 +13,11 @@ from penstock.config.dialects.dialect import no_effect as idle
 from penstock.config.dialects.draft import Draft, Entry
 from penstock.config.dialects.erniekit_data import DATA, data_is_there
 from penstock.config.dialects.erniekit_layout import LAYOUT
-from penstock.config.dialects.erniekit_objective import OBJECTIVE, adapters_are_whole
+from penstock.config.dialects.erniekit_objective import (
+    OBJECTIVE,
+    adapters_are_whole,
+    stage_of,
+)
 from penstock.config.dialects.erniekit_saving import SAVING
 from penstock.config.dialects.erniekit_training import TRAINING
 from penstock.config.dialects.trackers import track
@@ -229,6 +233,7 @@ ERNIEKIT = Dialect(
     },
     refused=REFUSED,
     defaults=DEFAULTS,
+    inferred=stage_of,
     beaten=BEATEN,
     settle=_settle,
 )

@@ -135,18 +135,18 @@ def _packing(entry: Entry) -> None:
     if entry.value:
         entry.decides(METHOD)
     else:
-        entry.put(METHOD, "sequential")
-        entry.approximated("samples share rows all the same, and do not see one another there")
+        entry.put(METHOD, "multipack")
+        entry.put(GROUP, 1)
+        entry.explain("each sample has a row of its own")
 
 
 def _greedy(entry: Entry) -> None:
     if not entry.get("packing"):
         entry.no_effect("packing is false")
     elif entry.value:
-        entry.put(METHOD, "multipack")
+        entry.put(METHOD, "greedy")
         if not entry.draft.has(GROUP):
             entry.put(GROUP, 500)
-        entry.approximated("in groups of 500 the longest come first, which fills rows better")
     else:
         entry.put(METHOD, "sequential")
 

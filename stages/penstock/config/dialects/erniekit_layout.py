@@ -53,10 +53,13 @@ def _virtual(entry: Entry) -> None:
 
 
 def _tail(entry: Entry) -> None:
-    if entry.value:
-        entry.approximated("layers are shared out unevenly instead of being filled up")
+    if not entry.value or entry.get("pipeline_parallel_degree", 1) <= 1:
+        entry.no_effect("asks for nothing" if not entry.value else "there is one pipeline stage")
+    elif str(entry.get("pp_seg_method", "")).strip().startswith("["):
+        entry.no_effect("pp_seg_method lists the layers of each stage")
     else:
-        entry.no_effect("asks for nothing")
+        entry.put("train.pipeline_parallel_output_weight", 1 + entry.value)
+        entry.explain("empty layers take the place of layers in the split, and compute nothing")
 
 
 def _sharding(entry: Entry) -> None:
@@ -94,11 +97,20 @@ def _experts(entry: Entry) -> None:
         entry.approximated("experts are on every rank; write expert_parallel_size to share them")
 
 
+DISPATCHES = {"v2", "alltoall", "allgather", "unpad", "text", ""}
+"""Words of which their names of a dispatch are made."""
+
+
 def _dispatch(entry: Entry) -> None:
+    words = set(str(entry.value).split("-"))
+    if not words <= DISPATCHES:
+        entry.refuse("it takes v2-alltoall-unpad, v2-alltoall, v2-allgather-unpad, v2-allgather")
+        return
     entry.put("model.ep_dispatch", "alltoall")
-    entry.approximated(
-        "text tokens alone travel, each to the ranks of its experts, without filling"
-    )
+    if "alltoall" in words:
+        entry.explain("tokens travel to the ranks of their experts, without padding")
+    else:
+        entry.explain("tokens travel by all-to-all, which gives the same result")
 
 
 LAYOUT: Mapping[str, Rule] = {

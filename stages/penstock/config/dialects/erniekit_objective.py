@@ -3,17 +3,33 @@
 from collections.abc import Mapping
 from typing import Any, cast
 
-from penstock.config.dialects.dialect import Rule
+from penstock.config.dialects.dialect import Rule, Values
 from penstock.config.dialects.draft import Draft, Entry
 from penstock.config.preference import REFERENCE_FREE, USED_BY, LossType
 
 OBJECTIVES = {"SFT": "sft", "DPO": "preference", "PT": "pretrain"}
+
+OF_DPO = (
+    *("beta", "simpo_gamma", "offset_alpha", "max_prompt_len", "loss_type", "pref_loss_ratio"),
+    *("sft_loss_ratio", "label_smoothing", "reference_free", "ref_model_update_steps"),
+    *("dpop_lambda", "normalize_logps", "mask_out_eos_token"),
+)
+"""Keys that only DPO reads."""
+
+
+def stage_of(values: Values) -> Values:
+    """The stage of a file that writes none: their documentation has no such key, and a file of DPO
+    is known by the keys of DPO."""
+    return {"stage": "DPO"} if any(key in values for key in OF_DPO) else {}
 
 
 def _stage(entry: Entry) -> None:
     stage = str(entry.value)
     if stage in OBJECTIVES:
         entry.put("train.objective", OBJECTIVES[stage])
+        if entry.is_assumed and stage == "DPO":
+            written = next(key for key in OF_DPO if key in entry.draft.written)
+            entry.explain(f"{written} is written, which only DPO reads; for SFT write stage: SFT")
     else:
         entry.refuse(
             f"recipes for {', '.join(OBJECTIVES)} are translated; models of pictures and speech"
@@ -62,9 +78,10 @@ def _number(name: str) -> Rule:
 
 def _offset(entry: Entry) -> None:
     if _is_preference(entry) and entry.value:
-        entry.approximated(
-            "their data carry no scores, without which it changes nothing there either; it counts"
-            " here once data sets name field_chosen_score and field_rejected_score"
+        entry.refuse(
+            "needs a score for each answer, and their data carry none; write 0, or translate the"
+            " file and write preference.offset_alpha with field_chosen_score and"
+            " field_rejected_score of the data"
         )
     else:
         entry.no_effect("asks for nothing")
@@ -110,7 +127,7 @@ def _update_reference(entry: Entry) -> None:
         entry.no_effect("there is no reference model")
     else:
         entry.put("preference.ref_update_steps", entry.value)
-        entry.approximated("steps of the optimizer are counted; there, micro-batches")
+        entry.explain("in optimizer steps, as documented; their program counts micro-batches")
 
 
 def _is_lora(draft: Draft) -> bool:

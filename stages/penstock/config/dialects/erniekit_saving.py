@@ -4,12 +4,18 @@ from collections.abc import Mapping
 
 from penstock.config.dialects.dialect import Rule
 from penstock.config.dialects.draft import Entry
+from penstock.config.dialects.fit import EVAL_ROWS
 
 
 def steps_of(entry: Entry) -> int | None:
     """The steps of the run, where they are written."""
     steps = entry.get("max_steps")
     return steps if isinstance(steps, int) and steps > 0 else None
+
+
+def rows_at_once(entry: Entry) -> int:
+    """Rows that a rank trains on at once."""
+    return entry.get("batch_size") or entry.get("per_device_train_batch_size") or 1
 
 
 def _steps(entry: Entry) -> None:
@@ -100,7 +106,9 @@ def _eval_batches(entry: Entry) -> None:
         entry.no_effect("do_eval is false, so nothing is evaluated")
     elif entry.value > 0:
         entry.put("train.eval_max_batches", entry.value)
-        entry.approximated("a batch of evaluation has as many rows as a step of training")
+        # Of one replica here; the number of replicas is known when sizes are fitted.
+        entry.put(EVAL_ROWS, entry.get("per_device_eval_batch_size") or rows_at_once(entry))
+        entry.explain("a batch has per_device_eval_batch_size rows of each data-parallel rank")
     else:
         entry.put("train.eval_max_batches", None)
 
@@ -159,9 +167,7 @@ def _quantised_states(entry: Entry) -> None:
     elif entry.get("ckpt_quant_stage", "O0") in COMPRESSIONS:
         entry.decides("train.ckpt_quant")
     else:
-        entry.approximated(
-            "their states are saved in 8 bits; here without loss, unless ckpt_quant_stage says so"
-        )
+        entry.no_effect("ckpt_quant_stage says in how many bits; without it none are lost")
 
 
 def _quantised_stage(entry: Entry) -> None:

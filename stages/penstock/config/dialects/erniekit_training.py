@@ -236,11 +236,21 @@ def _of_fp8(name: str) -> Rule:
     return rule
 
 
+OLD_SCALES = {"apply_online_actscale_step": 200, "actscale_moving_rate": 0.01}
+"""Keys of activations' scales that are kept from earlier steps, and their defaults."""
+
+
 def _old_scales(entry: Entry) -> None:
-    if _is_fp8(entry):
-        entry.approximated("every scale is found of the numbers at hand")
-    else:
+    default = OLD_SCALES[entry.key]
+    if not _is_fp8(entry):
         entry.no_effect("nothing is rounded to 8 bits")
+    elif entry.value == default:
+        entry.no_effect("the default; scales are computed from the current numbers in every step")
+    else:
+        entry.refuse(
+            "scales are computed from the current numbers in every step, and never kept from"
+            f" earlier ones; leave it out, or write {default}, the default"
+        )
 
 
 TRAINING: Mapping[str, Rule] = {

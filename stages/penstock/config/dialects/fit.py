@@ -19,6 +19,8 @@ SHARD, REPLICATE = "train.data_parallel_shard_size", "train.data_parallel_replic
 PER_NODE, NODES = "launch.nproc_per_node", "launch.nnodes"
 MEETING = ("launch.node_rank", "launch.rdzv_endpoint")
 """How machines find one another."""
+EVAL_ROWS = "train.eval_batch_size"
+"""Put for one replica, and multiplied by their number here."""
 GLOBAL, MICRO = "train.global_batch_size", "train.micro_batch_size"
 ACCUMULATION = "train.gradient_accumulation_steps"
 
@@ -34,6 +36,7 @@ OF_TENSOR = (
 OF_PIPELINE = (
     "train.pipeline_parallel_schedule",
     SPLIT,
+    "train.pipeline_parallel_output_weight",
     "train.pipeline_parallel_virtual_stages",
     "train.pp_variable_seq_lengths",
 )
@@ -60,7 +63,10 @@ def fit(draft: Draft, devices: Devices) -> int:
     asked = {name: _size(draft, name) for name in CUTS}
     cut, copies = math.prod(asked.values()), _size(draft, SHARD) * _size(draft, REPLICATE)
     there = _processes_there(draft, devices.ranks)
-    rows = _rows_of_a_step(draft, (there or cut * copies) // cut)
+    replicas = max(1, (there or cut * copies) // cut)
+    rows = _rows_of_a_step(draft, replicas)
+    if draft.has(EVAL_ROWS):
+        draft.put(EVAL_ROWS, _size(draft, EVAL_ROWS) * replicas)
     ranks = left = _processes_here(draft, there, devices.ranks)
     for name in CUTS:
         left = _divide(draft, name, left)

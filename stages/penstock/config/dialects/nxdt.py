@@ -94,19 +94,23 @@ def _without_a_checkpoint(entry: Entry) -> None:
         entry.put("train.require_checkpoint", not entry.value)
 
 
-AS_HUGGING_FACES = "convert it to a folder of Hugging Face's first, of which the weights are read"
+AS_HUGGING_FACES = "a folder of Hugging Face's, of which the weights are read; one of NxD's own is"
 
 
 def _start(entry: Entry) -> None:
     if entry.get("model.weight_init_only"):
         entry.put("train.init_checkpoint_path", entry.value)
-        entry.approximated(f"{AS_HUGGING_FACES}; a checkpoint of the run itself goes before it")
+        entry.explain(
+            f"{AS_HUGGING_FACES} refused before any work; a checkpoint of the run goes before it"
+        )
     elif entry.get(f"{MANAGER}.resume_if_exists"):
         entry.put("train.init_checkpoint_path", entry.value)
-        entry.approximated(f"{AS_HUGGING_FACES}, without the optimizer's states")
+        entry.approximated(
+            f"{AS_HUGGING_FACES} refused before any work, so the optimizer's states start anew"
+        )
     else:
         entry.put("train.load_checkpoint_path", entry.value)
-        entry.approximated("a checkpoint of NxD's own is not read; name one of a run made here")
+        entry.explain("a checkpoint of a run made here; one of NxD's own is refused")
 
 
 def _weights_alone(entry: Entry) -> None:

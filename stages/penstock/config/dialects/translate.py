@@ -22,11 +22,12 @@ def translate(values: Mapping[str, Any], dialect: Dialect, devices: Devices) -> 
     """
     flat = dict(_flat(dialect.prepare(values), dialect.keys))
     written = {key: value for key, value in flat.items() if _says(dialect, key, value)}
-    draft = Draft(written, dialect.defaults)
+    defaults = {**dialect.defaults, **dialect.inferred(written)}
+    draft = Draft(written, defaults)
     for key, value in flat.items():
         draft.lines[key] = Line(key, value, "translated")
         _translate(draft, dialect, key, is_null=key not in written)
-    for key, value in dialect.defaults.items():
+    for key, value in defaults.items():
         if not written.keys() & {key, *dialect.beaten.get(key, ())}:
             _assume(draft, dialect, key, value)
     dialect.settle(draft)
