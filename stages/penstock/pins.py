@@ -83,7 +83,8 @@ def pin_dataset(dataset: DatasetConfig, token: bool | None) -> Source:
     source = pin_data(
         dataset.path,
         name=dataset.name,
-        split=dataset.split,
+        # Of documents that are shared out, it is no part of the files' names.
+        split=None if dataset.splits_string else dataset.split,
         revision=dataset.revision,
         data_files=dataset.data_files,
         ds_type=dataset.ds_type,

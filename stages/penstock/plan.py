@@ -228,6 +228,7 @@ def prepare_step(run: RunConfig) -> Step:
             mix=tuple(_mix(d) for d in data.datasets),
             test_mix=tuple(_mix(d) for d in data.test_datasets),
             mix_strategy=data.mix_strategy,
+            weight_unit=data.weight_unit,
             samples_per_epoch=data.samples_per_epoch,
             epochs=math.ceil(run.train.num_train_epochs) if data.mix_strategy == "random" else 1,
             deduplicate=data.deduplicate,
@@ -424,6 +425,8 @@ def dataset_settings(
     """Its own fields, and those of the data section that decide what its samples are."""
     shared = {"dataset_shard_num", "dataset_shard_idx"} if role == "test" else set[str]()
     values = {**run.data.model_dump(exclude=shared), **dataset.model_dump()}
+    if dataset.splits_string is not None:
+        values["document_split"] = (dataset.splits_string, dataset.split or "train")
     return DatasetSettings(**{n: v for n, v in values.items() if n in DatasetSettings.model_fields})
 
 

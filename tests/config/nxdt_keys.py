@@ -91,7 +91,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "data.index_mapping_dir": ("cache", {}),
     "data.num_workers": (3, {}),
     "data.dataloader_type": ("single", {}),
-    "data.eod_mask_loss": (True, {}),
+    "data.eod_mask_loss": (False, PREFIX),
     "data.reset_position_ids": (True, {"data.reset_attention_mask": False}),
     "data.reset_attention_mask": (True, {}),
     "data.tokenizer.type": ("models/other", {}),

@@ -11,7 +11,7 @@ import transformers
 import yaml
 
 from penstock.config import yaml12
-from penstock.config.dialects.draft import Line, Translation
+from penstock.config.dialects.draft import Line, Translation, value_at
 from penstock.config.dialects.fit import Devices
 from penstock.config.dialects.interpolation import resolved
 from penstock.config.dialects.nxdt import NXDT
@@ -22,7 +22,18 @@ from penstock.config.run import RunConfig
 from penstock.machine import check_entries, check_machine, config_of
 from penstock.models.registry import family_of
 from penstock.optim.schedule import lr_at
-from tests.config.nxdt_keys import CHANGES, DPO, IDLE, LORA, MEGATRON, ORPO, PEFT, SCHEDULE, SFT
+from tests.config.nxdt_keys import (
+    CHANGES,
+    DPO,
+    IDLE,
+    LORA,
+    MAPPED,
+    MEGATRON,
+    ORPO,
+    PEFT,
+    SCHEDULE,
+    SFT,
+)
 
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared"
@@ -310,3 +321,72 @@ def test_parts_that_no_architecture_has_together_are_refused(
 def test_the_file_of_a_models_config_is_said_by_its_folder():
     found = translate(changed({"model.model_config": "/models/llama/config.json"}), NXDT, GPUS)
     assert found.settings["model"]["config_path"] == "/models/llama"
+
+
+def indexed(prefix: Any, **keys: Any) -> Translation:
+    """A file with Megatron's data module."""
+    values = changed({**MAPPED, "data.data_prefix": prefix})
+    for key, value in keys.items():
+        values["data"][key] = value
+    return translate(values, NXDT, GPUS)
+
+
+def sources_of(translation: Translation, name: str) -> list[tuple[Any, ...]]:
+    names = ("path", "weight", "splits_string", "split")
+    found = value_at(translation.settings, f"data.{name}", [])
+    assert all(source["ds_type"] == "megatron" for source in found)
+    return [tuple(source.get(name) for name in names) for source in found]
+
+
+SHARED_OUT = "900,100,0"
+
+
+@pytest.mark.parametrize(
+    ("prefix", "train", "held"),
+    [
+        ("a", [("a", None, SHARED_OUT, None)], [("a", None, SHARED_OUT, "validation")]),
+        ([1.0, "a"], [("a", None, SHARED_OUT, None)], [("a", None, SHARED_OUT, "validation")]),
+        (
+            [0.3, "a", 0.7, "b"],
+            [("a", 0.3, SHARED_OUT, None), ("b", 0.7, SHARED_OUT, None)],
+            [("a", None, SHARED_OUT, "validation"), ("b", None, SHARED_OUT, "validation")],
+        ),
+        (
+            ["a", "b"],
+            [("a", None, SHARED_OUT, None), ("b", None, SHARED_OUT, None)],
+            [("a", None, SHARED_OUT, "validation"), ("b", None, SHARED_OUT, "validation")],
+        ),
+        (
+            {"train": [0.5, "a", 0.5, "b"], "validation": ["c"], "test": "d"},
+            [("a", 0.5, None, None), ("b", 0.5, None, None)],
+            [("c", None, None, None)],
+        ),
+    ],
+)
+def test_a_data_prefix_is_megatrons_documents_with_their_splits_and_weights(
+    prefix: Any, train: list[tuple[Any, ...]], held: list[tuple[Any, ...]]
+) -> None:
+    found = indexed(prefix, splits_string=SHARED_OUT)
+    assert sources_of(found, "datasets") == train
+    assert sources_of(found, "test_datasets") == held
+    data = loads(found.settings).data
+    assert (data.sample_packing_method, data.isolate_samples) == ("wrapped", False)
+    assert data.shuffle_merged_datasets
+    is_weighed = any(source[1] for source in train)
+    assert (data.mix_strategy, data.weight_unit) == (
+        ("random", "tokens") if is_weighed else ("concat", "samples")
+    )
+    assert line_of(found, "data.data_prefix").kind == "translated"
+
+
+def test_a_data_prefix_is_split_as_there_unless_it_says_otherwise() -> None:
+    found = indexed("a")
+    assert sources_of(found, "datasets")[0][2] == "980,10,10"
+    assert line_of(found, "data.splits_string").kind == "assumed"
+    alone = indexed("a", splits_string="100,0,0")
+    assert sources_of(alone, "test_datasets") == []
+    apart = loads(indexed("a", reset_attention_mask=True).settings).data
+    assert apart.isolate_samples
+    for wrong in ([0.3, "a", "b"], [0.3, "a", 0.7]):
+        assert line_of(indexed(wrong), "data.data_prefix").kind == "refused"
+    assert line_of(indexed("a", splits_string="x"), "data.splits_string").kind == "refused"

@@ -80,6 +80,11 @@ CHANGES = {
         for name in ("field_chosen_score", "field_rejected_score")
     },
     "data.mix_strategy": (section("data", mix_strategy="interleave_over"), PLAIN, "prepare"),
+    "data.weight_unit": (
+        section("data", mix_strategy="random", weight_unit="tokens"),
+        section("data", mix_strategy="random"),
+        "prepare",
+    ),
     "data.samples_per_epoch": (
         section("data", mix_strategy="random", samples_per_epoch=9),
         section("data", mix_strategy="random"),
@@ -151,6 +156,7 @@ CHANGES = {
     "data.datasets[].revision": (hub(revision=COMMIT[::-1]), hub(), "prepare"),
     "data.datasets[].data_files": (hub(data_files="a.parquet"), hub(), "prepare"),
     "data.datasets[].ds_type": (dataset(ds_type="json"), dataset(), "prepare"),
+    "data.datasets[].splits_string": (dataset(splits_string="9,1"), dataset(), "prepare"),
     "data.datasets[].streaming": (hub(streaming=True), hub(), "prepare"),
     "data.datasets[].shards": (dataset(shards=2), dataset(), "prepare"),
     "data.datasets[].shards_idx": (

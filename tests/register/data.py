@@ -16,6 +16,7 @@ from tests.register.places import (
     KEYS,
     LOADER,
     MASKS,
+    MEGATRON,
     MEMORY,
     MIXING,
     NAMED_COLUMN,
@@ -52,6 +53,10 @@ OF_DATA: dict[str, dict[str, tuple[str, ...]]] = {
             f"{ORDER}test_every_random_epoch_draws_each_source_by_its_share_from_where_the_last_one_stopped",
             f"{ORDER}test_interleaving_stops_at_the_first_or_at_the_last_source_that_runs_out",
             f"{ARRIVES}[data.mix_strategy]",
+        ),
+        "weight_unit": (
+            f"{MEGATRON}test_weights_may_be_shares_of_tokens",
+            f"{ARRIVES}[data.weight_unit]",
         ),
         "samples_per_epoch": (
             f"{MIXING}test_sources_are_drawn_by_their_weights_and_the_facts_tell_it",
@@ -225,6 +230,11 @@ OF_DATA: dict[str, dict[str, tuple[str, ...]]] = {
         "ds_type": (
             f"{DATA}test_files_of_unknown_names_are_read_as_ds_type_says",
             f"{ARRIVES}[data.datasets[].ds_type]",
+        ),
+        "splits_string": (
+            f"{MEGATRON}test_a_source_reads_the_documents_of_its_split_alone",
+            f"{MEGATRON}test_a_run_of_a_foreign_file_is_planned_on_the_documents_of_its_splits",
+            f"{ARRIVES}[data.datasets[].splits_string]",
         ),
         "streaming": (
             f"{PREPARE}test_a_hub_data_set_is_read_at_its_commit_through_datasets",

@@ -46,6 +46,10 @@ class DataConfig(Section):
     `interleave_under` draws sources by weight until one has run out, `interleave_over` until all
     have, those that ran out starting again."""
 
+    weight_unit: Literal["samples", "tokens"] = "samples"
+    """What each source's `weight` is a share of: the samples that are drawn, or their tokens, where
+    a source whose samples are twice as long gives half as many."""
+
     samples_per_epoch: int | None = Field(default=None, gt=0)
     """`mix_strategy: random`: samples in an epoch. Unset: as many as all sources have. Every one of
     `train.num_train_epochs` epochs draws on where the last one stopped."""

@@ -7,6 +7,7 @@ from penstock.config.dataset import DatasetConfig
 from penstock.config.faults import Fault, Steps, dotted
 from penstock.config.run import RunConfig, written
 from penstock.core.local_files import kind_of
+from penstock.core.megatron_files import DATA, INDEX, KIND, PARTS
 
 Faults = Iterator[Fault]
 
@@ -118,6 +119,34 @@ def _piece(at_count: Steps, count: int | None, at_index: Steps, index: int | Non
         )
 
 
+def _indexed_files_hold_tokens(run: RunConfig) -> Faults:
+    for path, entry in _entries(run):
+        is_indexed = entry.ds_type == KIND or entry.path.endswith((INDEX, DATA))
+        if is_indexed and entry.type != "tokenized":
+            yield Fault(
+                (*path, "type"),
+                f"data of Megatron's holds token ids, and {entry.type} is made of text; write type:"
+                " tokenized, or leave it out",
+                (dotted((*path, "ds_type")), dotted((*path, "path"))),
+            )
+        if entry.splits_string is None:
+            continue
+        if entry.ds_type not in (None, KIND):
+            yield Fault(
+                (*path, "splits_string"),
+                f"shares out documents of Megatron's, and ds_type is {entry.ds_type}; leave"
+                " splits_string out",
+                (dotted((*path, "ds_type")),),
+            )
+        if entry.split not in (None, *PARTS):
+            yield Fault(
+                (*path, "split"),
+                f"is {entry.split}, and splits_string shares documents out to {', '.join(PARTS)};"
+                " write one of these",
+                (dotted((*path, "splits_string")),),
+            )
+
+
 def _weights_are_used(run: RunConfig) -> Faults:
     data = run.data
     reads = ("data.mix_strategy",)
@@ -147,6 +176,13 @@ def _weights_are_used(run: RunConfig) -> Faults:
 
 def _epochs_are_drawn(run: RunConfig) -> Faults:
     data = run.data
+    if data.weight_unit == "tokens" and data.mix_strategy == "concat":
+        yield Fault(
+            ("data", "weight_unit"),
+            "mix_strategy: concat takes every sample once, whatever its weight; write mix_strategy:"
+            " random (or interleave_under, interleave_over), or leave weight_unit out",
+            ("data.mix_strategy",),
+        )
     if data.samples_per_epoch is not None and data.mix_strategy != "random":
         yield Fault(
             ("data", "samples_per_epoch"),
@@ -319,6 +355,7 @@ DATA_RULES: tuple[Callable[[RunConfig], Faults], ...] = (
     _padding_divides_rows,
     _one_source_of_evaluation,
     _pieces_are_among_their_number,
+    _indexed_files_hold_tokens,
     _weights_are_used,
     _epochs_are_drawn,
     _what_is_left_out_is_asked_for,

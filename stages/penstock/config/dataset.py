@@ -5,8 +5,9 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from penstock.config.section import Section
+from penstock.core.megatron_files import shares_of
 
-FileKind = Literal["json", "csv", "parquet", "arrow", "text"]
+FileKind = Literal["json", "csv", "parquet", "arrow", "text", "megatron"]
 
 FormatName = Literal[
     "tokenized",
@@ -43,6 +44,12 @@ def _no_loading_scripts(value: bool) -> bool:
     return value
 
 
+def _shares(value: str | None) -> str | None:
+    if value is not None:
+        shares_of(value)
+    return value
+
+
 class DatasetConfig(Section):
     """One source of samples."""
 
@@ -62,7 +69,8 @@ class DatasetConfig(Section):
     """Configuration (subset) of a hub dataset."""
 
     split: str | None = None
-    """Split to read. Unset: `train`, or the only one there is."""
+    """Split to read. Unset: `train`, or the only one there is. With `splits_string`: `train`,
+    `validation` or `test`."""
 
     revision: str | None = None
     """Commit, tag or branch of a hub dataset."""
@@ -77,8 +85,13 @@ class DatasetConfig(Section):
     """The files to read, relative to `path`; one name or a list, globs allowed."""
 
     ds_type: FileKind | None = None
-    """Format of the files: `json` (also lines of JSON), `csv`, `parquet`, `arrow` or `text`. Unset:
-    told from their extensions. Compression (`.gz`, `.bz2`, `.xz`, `.zst`) is told from the name."""
+    """Format of the files: `json` (also lines of JSON), `csv`, `parquet`, `arrow`, `text`, or
+    `megatron` (Megatron-LM's `<prefix>.idx` and `.bin`; `path` may be the prefix). Unset: told from
+    their extensions. Compression (`.gz`, `.bz2`, `.xz`, `.zst`) is told from the name."""
+
+    splits_string: Annotated[str | None, AfterValidator(_shares)] = None
+    """`megatron`: shares of the documents, in order, that are train, validation and test, such as
+    `980,10,10`; `split` says which of them is read (unset: `train`). Unset: all documents."""
 
     max_seq_len: int | None = Field(default=None, gt=0)
     """Longest sample, in tokens. What happens to longer ones is said by `data.truncation_mode`."""

@@ -1,4 +1,4 @@
-"""What is worth a line before a run begins: settings that are honoured in part of the model only."""
+"""What is worth a line before a run begins: settings that only part of the model can honour."""
 
 from collections.abc import Iterator
 

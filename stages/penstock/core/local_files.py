@@ -6,9 +6,10 @@ Nothing here reads records. Every fault is a ConfigError that repeats the path a
 import difflib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
+from penstock.core import megatron_files
 from penstock.core.errors import ConfigError, ElsewhereError
 from penstock.core.saved_folder import SavedFolder, saved_in
 
@@ -18,13 +19,14 @@ KINDS: dict[str, tuple[str, ...]] = {
     "parquet": (".parquet",),
     "arrow": (".arrow",),
     "text": (".txt",),
+    megatron_files.KIND: (megatron_files.INDEX,),
 }
 """What `ds_type` may say, and the file names that say it by themselves."""
 
 COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 """How a file is compressed, by the last part of its name."""
 
-COMPRESSES_ITSELF = ("parquet", "arrow")
+COMPRESSES_ITSELF = ("parquet", "arrow", megatron_files.KIND)
 """Kinds that are read in parts, which a compressed file cannot be."""
 
 NOT_DATA = re.compile(
@@ -94,9 +96,13 @@ def find_data(
     """
     check_split(path, split)
     target = Path(path).expanduser()
+    index = megatron_files.index_of(target) if ds_type in (None, megatron_files.KIND) else None
     if target.is_dir() and not data_files and (saved := saved_in(target)):
         return _saved(path, target, saved, split, ds_type)
-    if GLOB.search(path) and not target.exists():
+    if index:
+        refuse_data_files(path, data_files)
+        found = Found(index.stem, index.parent, (index,))
+    elif GLOB.search(path) and not target.exists():
         found = _glob(path, target)
     elif target.is_dir():
         found = _folder(path, target, split, data_files, ds_type)
@@ -110,7 +116,7 @@ def find_data(
             raise ConfigError(f"{file} is a folder where a file is meant.\n  Name its files.")
         check_kind(found.name_of(file), ds_type, path)
     refuse_other_split(path, [found.name_of(file) for file in found.paths], split)
-    return found
+    return replace(found, paths=megatron_files.with_data(found.paths))
 
 
 def check_split(path: str, split: str | None) -> None:
@@ -205,7 +211,8 @@ def choose(path: str, names: Sequence[str], *, split: str | None, ds_type: str |
         name
         for name in sorted(names, key=lambda name: PurePosixPath(name).parts)
         if (kind := kind_of(name))
-        and ds_type in (None, kind)
+        # Others call their files .idx too, so that alone makes no folder data of Megatron's.
+        and ds_type in ((kind,) if kind == megatron_files.KIND else (None, kind))
         and not any(NOT_DATA.fullmatch(part) for part in PurePosixPath(name).parts)
     ]
     if not data:

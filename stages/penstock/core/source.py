@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock.core import env, local_files
+from penstock.core import env, local_files, megatron_files
 from penstock.core.digests import digests_of
 from penstock.core.errors import CapabilityError, ConfigError, UnreachableError
 from penstock.core.files import read_json, regular_files
@@ -85,6 +85,11 @@ def pin_data(
         return _builtin(path, BUILTIN_DATA)
     if is_url(path):
         _refuse_for_files(path, name=name, revision=revision)
+        if ds_type == megatron_files.KIND or path.endswith(megatron_files.INDEX):
+            raise ConfigError(
+                f"{spoken(path)} is data of Megatron's, which is mapped into memory.\n"
+                "  Copy its .bin and .idx to a folder of this machine, and name their prefix."
+            )
         return pin_remote_data(path, split=split, data_files=files or None, ds_type=ds_type)
     path = local_path(path)
     if _is_on_hub(path):
@@ -234,7 +239,7 @@ def _is_on_hub(path: str) -> bool:
     if not path:
         raise ConfigError("a path is empty.\n  Give a file, a folder, or a hub id.")
     target = Path(path).expanduser()
-    if target.exists():
+    if target.exists() or megatron_files.index_of(target):
         return False
     if local_files.looks_local(path):
         if local_files.GLOB.search(path):

@@ -11,6 +11,7 @@ from penstock.prepare.pieces import FORMAT, Piece, require_unchanged
 from penstock.prepare.read_columns import arrow_file, arrow_stream, parquet
 from penstock.prepare.read_document import csv_rows, json_document
 from penstock.prepare.read_lines import json_lines, text_lines
+from penstock.prepare.read_megatron import documents
 from penstock.prepare.records import BATCH, Chunk, Value
 
 
@@ -35,6 +36,7 @@ _IN_PARTS: dict[str, Callable[[SourceFile, tuple[int, int] | None], Iterator[Chu
     "text_lines": text_lines,
     "parquet": parquet,
     "arrow_file": arrow_file,
+    "megatron": documents,
 }
 _WHOLE: dict[str, Callable[[SourceFile], Iterator[Chunk]]] = {
     "json_document": json_document,

@@ -10,12 +10,20 @@ MOST_DRAWN = 1 << 28
 """Samples of an epoch that `interleave_over` draws at most: their order must fit memory."""
 
 
-def mixing_of(settings: PrepareSettings) -> Mixing:
-    """How samples become epochs."""
+def mixing_of(settings: PrepareSettings, mean_tokens: Sequence[float] = ()) -> Mixing:
+    """How samples become epochs.
+
+    `mean_tokens` are those of a sample of each training source. Where weights are shares of tokens,
+    a source whose samples are twice as long gives half as many.
+    """
+    weights = tuple(mix_of(settings.mix, of).weight for of in range(len(settings.datasets)))
+    if settings.weight_unit == "tokens" and mean_tokens:
+        pairs = zip(weights, mean_tokens, strict=True)
+        weights = tuple(weight / mean if weight else 0.0 for weight, mean in pairs)
     return Mixing(
         seed=settings.seed,
         strategy=settings.mix_strategy,
-        weights=tuple(mix_of(settings.mix, of).weight for of in range(len(settings.datasets))),
+        weights=weights,
         samples_per_epoch=settings.samples_per_epoch,
         epochs=settings.epochs,
         shuffle_before_merging_datasets=settings.shuffle_before_merging_datasets,

@@ -32,6 +32,8 @@ class SourceFile:
     name: str
     location: Path | str = field(compare=False)
     pinned: Mapping[str, Any] = field(default_factory=dict)
+    beside: "SourceFile | None" = None
+    """The file with the data, where this one is its index."""
 
     @property
     def compression(self) -> str | None:

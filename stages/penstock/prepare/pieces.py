@@ -8,25 +8,28 @@ appended to a file, or changed in another, leaves it as it was.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.core.digests import derived, digests_of
 from penstock.core.errors import StageError
 from penstock.core.local_files import kind_of
+from penstock.core.megatron_files import DATA, INDEX, split_range
 from penstock.core.record import digest_of
 from penstock.core.stage import Source
 from penstock.prepare.opened import SourceFile, require_utf8
 from penstock.prepare.read_columns import ARROW_FILE, whole
 from penstock.prepare.read_document import delimiter_of
 from penstock.prepare.read_lines import BOM, line_start, parsed
+from penstock.prepare.read_megatron import index_of
 
 SLICE_BYTES = 16 << 20
 """About as many bytes of a source make a slice: seconds of work for one process."""
@@ -49,6 +52,7 @@ Reader = Literal[
     "parquet",
     "arrow_file",
     "arrow_stream",
+    "megatron",
     "hub",
     "stream",
     "builtin",
@@ -67,7 +71,8 @@ class Piece:
     """What it holds, by digest or pin: of the part itself, or of the whole that `span` is of."""
     file: SourceFile | None = None
     span: tuple[int, int] | None = None
-    """Bytes, row groups, record batches or rows, the second excluded; a shard and their number."""
+    """Bytes, row groups, record batches, documents or rows, the second excluded; a shard and their
+    number."""
     before: int | None = 0
     """Lines or rows ahead of it; None where only reading tells."""
     num_bytes: int = 0
@@ -89,9 +94,16 @@ class Piece:
 
 
 def pieces_of(
-    source: Source, *, ds_type: str | None, streaming: bool, token: bool | None
+    source: Source,
+    *,
+    ds_type: str | None,
+    streaming: bool,
+    token: bool | None,
+    split: tuple[str, str] | None = None,
 ) -> list[Piece]:
     """The pieces of a source, in the order of its records.
+
+    `split` is for Megatron's files: the shares of their splits, and which of them is meant.
 
     Raises StageError for a file that is empty or not of its kind, CapabilityError for a hub data
     set that cannot be fetched.
@@ -103,7 +115,38 @@ def pieces_of(
         return _of_hub(pin, streaming, token)
     entries = zip(pin["files"], source.paths or source.urls, strict=True)
     files = [SourceFile(str(entry["name"]), location, entry) for entry, location in entries]
-    return [piece for file in files for piece in _of_file(file, ds_type)]
+    pieces = [piece for file in _indexed(files) for piece in _of_file(file, ds_type)]
+    return _of_split(pieces, source, split) if split else pieces
+
+
+def _indexed(files: Sequence[SourceFile]) -> list[SourceFile]:
+    """The files, with the data of each index of Megatron's beside it."""
+    found: list[SourceFile] = []
+    for file in files:
+        if found and found[-1].name.endswith(INDEX) and file.name.endswith(DATA):
+            found[-1] = replace(found[-1], beside=file)
+        else:
+            found.append(file)
+    return found
+
+
+def _of_split(pieces: Sequence[Piece], source: Source, split: tuple[str, str]) -> list[Piece]:
+    """What one split has of the pieces: each file is split by itself."""
+    found: list[Piece] = []
+    last = {piece.name: piece.span[1] for piece in pieces if piece.span}
+    for piece in pieces:
+        if piece.reader != "megatron" or not piece.span:
+            raise StageError(
+                f"{source.pin['label']} is no data of Megatron's, so splits_string"
+                f" ({split[0]}) has no documents to share out.\n  Leave splits_string out."
+            )
+        its = split_range(last[piece.name], *split)
+        first, end = max(piece.span[0], its.start), min(piece.span[1], its.stop)
+        if first < end:
+            share = (end - first) / (piece.span[1] - piece.span[0])
+            size = int(piece.num_bytes * share)
+            found.append(replace(piece, span=(first, end), before=first, num_bytes=size))
+    return found
 
 
 def require_unchanged(files: Iterable[SourceFile | None]) -> None:
@@ -121,12 +164,14 @@ def _of_file(file: SourceFile, ds_type: str | None) -> list[Piece]:
     if file.pinned.get("bytes") == 0:
         raise StageError(f"{file.name} is empty.\n  Remove it from data.datasets, or fill it.")
     content = {key: value for key, value in file.pinned.items() if key != "name"}
+    if file.beside:
+        content["data"] = {k: v for k, v in file.beside.pinned.items() if k != "name"}
     kind = ds_type or kind_of(file.name) or ""
     asked = digest_of([FORMAT, SLICE_BYTES, kind, file.name, content])
 
     def cuts() -> list[Cut]:
         found = list(_CUTS[kind](file))
-        require_unchanged([file])
+        require_unchanged([file, file.beside])
         return found
 
     whole_file = Piece("csv", file.name, content, file)
@@ -286,12 +331,27 @@ def _arrow(file: SourceFile) -> Iterator[Cut]:
         }
 
 
+def _megatron(file: SourceFile) -> Iterator[Cut]:
+    sizes = index_of(file).document_bytes()
+    numbers = (np.cumsum(sizes) - sizes) // SLICE_BYTES
+    cuts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(sizes)]
+    for first, last in pairwise(cuts):
+        if first < last:
+            yield {
+                "reader": "megatron",
+                "span": [first, last],
+                "before": first,
+                "num_bytes": int(sizes[first:last].sum()),
+            }
+
+
 _CUTS: dict[str, Callable[[SourceFile], Iterator[Cut]]] = {
     "json": _json,
     "text": _text,
     "csv": _csv,
     "parquet": _parquet,
     "arrow": _arrow,
+    "megatron": _megatron,
 }
 
 

@@ -21,7 +21,7 @@ from penstock.prepare.select import Selection
 from penstock.prepare.settings import PrepareSettings
 from penstock.prepare.slices import Finished, Slice
 from penstock.prepare.split import DataFile, Share, files_of, path_in
-from penstock.rows.order import drawn
+from penstock.rows.order import Mixing, drawn
 from penstock.rows.schema import SPLITS, histogram
 
 FORMAT = 2
@@ -41,10 +41,11 @@ def plan_of(
         split: [_entry(path_in(split, file), file, counts) for file in files[split]]
         for split in SPLITS
     }
+    mixing = mixing_of(settings, _mean_tokens(splits["train"], len(settings.datasets)))
     return {
         "format": FORMAT,
         "kind": settings.kind,
-        "mix": asdict(mixing_of(settings)),
+        "mix": asdict(mixing),
         "splits": splits,
         "slices": [
             {
@@ -58,7 +59,7 @@ def plan_of(
             }
             for (item, _, tally), dropped in zip(finished, selection.dropped, strict=True)
         ],
-        "sources": _sources(finished, splits, settings),
+        "sources": _sources(finished, splits, mixing, len(settings.datasets)),
         "examples": list(selection.examples),
     }
 
@@ -181,8 +182,20 @@ def _merged(histograms: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return {str(upper): total[upper] for upper in sorted(total)}
 
 
+def _mean_tokens(entries: Sequence[Mapping[str, Any]], num_datasets: int) -> list[float]:
+    """Tokens of a stored sample of each data set, on average; 1 where there is none."""
+    rows, tokens = Counter[int](), Counter[int]()
+    for part in (part for entry in entries for part in entry["parts"]):
+        rows[part["dataset"]] += part["rows"]
+        tokens[part["dataset"]] += part["tokens"]
+    return [tokens[of] / rows[of] if rows[of] else 1.0 for of in range(num_datasets)]
+
+
 def _sources(
-    finished: Sequence[Finished], splits: dict[str, list[dict[str, Any]]], settings: PrepareSettings
+    finished: Sequence[Finished],
+    splits: dict[str, list[dict[str, Any]]],
+    mixing: Mixing,
+    num_datasets: int,
 ) -> list[dict[str, Any]]:
     """What every source gave: `samples` with their tokens to its own split, and if it is trained
     on, `held_out` samples to validation and `drawn` ones, a `share` of all, to an epoch."""
@@ -206,10 +219,9 @@ def _sources(
             source["tokens"] += part["tokens"]
             source["trained_tokens"] += part["trained_tokens"]
     sizes = [
-        found["train", of]["samples"] if ("train", of) in found else 0
-        for of in range(len(settings.datasets))
+        found["train", of]["samples"] if ("train", of) in found else 0 for of in range(num_datasets)
     ]
-    counts = drawn(sizes, mixing_of(settings))
+    counts = drawn(sizes, mixing)
     for of, count in enumerate(counts):
         if ("train", of) in found:
             found["train", of]["drawn"] = count

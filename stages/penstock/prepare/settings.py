@@ -24,6 +24,8 @@ class DatasetSettings(Settings):
     shards_idx: int | None = Field(default=None, ge=0)
     preprocess_shards: int | None = Field(default=None, gt=0)
     streaming: bool = False
+    document_split: tuple[str, Literal["train", "validation", "test"]] | None = None
+    """`splits_string`, and which of its splits is read."""
 
     field_messages: str | None = None
     field_tools: str = "tools"
@@ -64,10 +66,11 @@ class DatasetSettings(Settings):
     @model_serializer(mode="wrap")
     def _as_written(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """What came later enters no key while it says what was so before."""
+        rare = (*SCORES, "document_split")
         return {
             name: value
             for name, value in dump(self).items()
-            if (value is not None or name not in SCORES)
+            if (value is not None or name not in rare)
             and (name, value) != ("chat_template", "auto")
         }
 
@@ -102,6 +105,9 @@ class PrepareSettings(Settings):
 
     mix_strategy: MixStrategy = "concat"
     """How training sources are put together."""
+
+    weight_unit: Literal["samples", "tokens"] = "samples"
+    """What weights are shares of."""
 
     samples_per_epoch: int | None = Field(default=None, gt=0)
     """`random`: samples in an epoch; unset: as many as there are."""

@@ -32,6 +32,7 @@ CHOOSING = {
     "streaming",
     "dataset_shard_num",
     "dataset_shard_idx",
+    "document_split",
 }
 """Settings that say which records are read; a slice's key tells those themselves."""
 
@@ -173,7 +174,13 @@ def _told_apart(slices: list[Slice]) -> list[Slice]:
 
 def _runs(source: Source, its: DatasetSettings, token: bool | None) -> list[tuple[Piece, ...]]:
     """The pieces of each slice: one, or as many as make `preprocess_shards` slices in all."""
-    pieces = pieces_of(source, ds_type=its.ds_type, streaming=its.streaming, token=token)
+    pieces = pieces_of(
+        source,
+        ds_type=its.ds_type,
+        streaming=its.streaming,
+        token=token,
+        split=its.document_split,
+    )
     if its.preprocess_shards is None:
         return [(piece,) for piece in pieces]
     counts = [records_in(piece, token) for piece in pieces]

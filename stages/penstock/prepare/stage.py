@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from penstock.core.errors import StageError
 from penstock.core.files import read_json, write_json
@@ -38,6 +38,7 @@ class Prepare(Stage):
 
     name: ClassVar[str] = "prepare"
     version: ClassVar[int] = 2
+    neutral: ClassVar[Mapping[str, Any]] = {"weight_unit": "samples"}
 
     settings: PrepareSettings  # pyright: ignore[reportIncompatibleVariableOverride]
     sources: tuple[Source, ...]

@@ -5,6 +5,7 @@ from typing import Any, cast
 
 from penstock.config.dialects.dialect import Rule, decides, no_effect
 from penstock.config.dialects.draft import Draft, Entry
+from penstock.core.megatron_files import shares_of
 
 ALIGNMENT = "model_alignment_strategy"
 DPO, ORPO, SFT, PEFT = (f"{ALIGNMENT}.{name}" for name in ("dpo", "orpo", "sft", "peft"))
@@ -19,10 +20,10 @@ OF_TOKENS = {"type": "tokenized", "data_files": "*.arrow", "ds_type": "arrow"}
 
 LINES = (".jsonl", ".json", ".arrow")
 
-NOT_READ = (
-    "Megatron's indexed .bin and .idx are not read here; write the documents to Arrow or jsonl"
-    " files with input_ids and labels, and name them"
-)
+INDEXED = {"type": "tokenized", "ds_type": "megatron"}
+"""Documents in Megatron's .bin and .idx, of which data_prefix is what both names begin with."""
+
+PREFIX, SPLITS = "data.data_prefix", "data.splits_string"
 
 
 def prefers(draft: Draft) -> bool:
@@ -53,42 +54,83 @@ def _prefix(entry: Entry) -> None:
     value: Any = entry.value
     if isinstance(value, dict):
         parts = cast("dict[str, Any]", value)
-        for name, part in (("train", SOURCES), ("validation", TESTS)):
-            if parts.get(name):
-                entry.put(part, _weighed(parts[name]))
+        if not parts.get("train"):
+            entry.refuse("it needs train: a prefix, or weights and prefixes in turn")
+            return
+        entry.put(SOURCES, _weighed(parts["train"]))
+        if held := parts.get("validation"):
+            entry.put(TESTS, _unweighed(_weighed(held)))
     else:
         entry.put(SOURCES, _weighed(value))
-    entry.approximated(NOT_READ)
+    weights = [source.get("weight", 0.0) for source in entry.draft.value(SOURCES)]
+    if not any(weights):
+        for source in entry.draft.value(SOURCES):
+            source.pop("weight", None)
+    elif len(weights) == 1:
+        entry.draft.put(SOURCES, _unweighed(entry.draft.value(SOURCES)))
+    else:
+        entry.put("data.mix_strategy", "random")
+        entry.put("data.weight_unit", "tokens")
+    entry.explain("documents that are shuffled, joined, and cut every seq_length tokens, as there")
 
 
 def _weighed(value: Any) -> list[dict[str, Any]]:
     """The sources of `[weight, path, weight, path]`, of several paths or of one."""
     if not isinstance(value, list):
-        return [{"path": str(value), "type": "tokenized"}]
+        return [{"path": str(value), **INDEXED}]
     parts = cast("list[Any]", value)
     numbers, paths = parts[::2], parts[1::2]
-    if len(numbers) != len(paths) or not all(isinstance(one, int | float) for one in numbers):
-        return [{"path": str(path), "type": "tokenized"} for path in parts]
+    if len(numbers) != len(paths) or not all(map(_is_number, numbers)):
+        if any(map(_is_number, parts)):
+            raise ValueError("weights and prefixes do not take turns")
+        return [{"path": str(path), **INDEXED} for path in parts]
     weights = zip(numbers, paths, strict=True)
-    return [{"path": str(path), "type": "tokenized", "weight": float(w)} for w, path in weights]
+    return [{"path": str(path), **INDEXED, "weight": float(w)} for w, path in weights]
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, str):
+        return value.replace(".", "", 1).isdecimal()
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _unweighed(sources: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same sources, read whole; those of weight 0 left out."""
+    kept = [dict(source) for source in sources if source.get("weight", 1.0)]
+    return [{k: v for k, v in source.items() if k != "weight"} for source in kept]
 
 
 def _splits(entry: Entry) -> None:
-    shares = [part.strip() for part in str(entry.value).split(",")]
-    try:
-        train, held, *rest = (float(share) for share in shares)
-    except ValueError:
-        entry.refuse("it takes shares of training, validation and test, such as 980,10,10")
-        return
-    if entry.get("data.data_prefix") is None or isinstance(entry.get("data.data_prefix"), dict):
+    prefix: Any = entry.get(PREFIX)
+    if prefix is None or isinstance(prefix, dict):
         entry.no_effect("read with one data_prefix for all alone")
         return
-    entry.put("data.val_set_size", held / (train + held + sum(rest)) or None)
-    if any(rest):
-        entry.explain("the test share is trained on: nothing is tested there either")
+    _, validation, test = shares_of(str(entry.value))
+    entry.decides(f"{SOURCES}.0.splits_string")
+    if validation:
+        entry.decides(TESTS)
+    if test:
+        entry.explain("the test documents are read by nothing, there either")
+
+
+def _share_out(draft: Draft) -> None:
+    """The documents of each split, where one data_prefix serves all."""
+    line, prefix = draft.lines.get(SPLITS), draft.get(PREFIX)
+    if prefix is None or isinstance(prefix, dict) or (line and line.kind == "refused"):
+        return
+    shares = str(draft.get(SPLITS))
+    sources = cast("list[dict[str, Any]]", draft.value(SOURCES) or [])
+    for source in sources:
+        source["splits_string"] = shares
+    if shares_of(shares)[1]:
+        held = [{**source, "split": "validation"} for source in _unweighed(sources)]
+        draft.put(TESTS, held)
 
 
 def _order(entry: Entry) -> None:
+    if entry.get(PREFIX) is not None:
+        entry.no_effect("documents of data_prefix are shuffled, whichever way batches are drawn")
+        return
     is_mixed = entry.value == "cyclic"
     entry.put("data.shuffle_merged_datasets", is_mixed)
     entry.put("data.shuffle_before_merging_datasets", is_mixed)
@@ -124,7 +166,9 @@ def _truncation(entry: Entry) -> None:
 def settle_data(draft: Draft) -> None:
     """How long a sample may be, and how many share a row."""
     records_share = bool(draft.get(f"{SFT}.packing", draft.get("data.packing")))
-    packs = records_share or "data.data_prefix" in draft.written
+    is_indexed = PREFIX in draft.written
+    if is_indexed:
+        _share_out(draft)
     model, own = draft.get("model.encoder_seq_length"), draft.get("data.seq_length")
     longest = own or model
     sources = cast("list[dict[str, Any]]", draft.value(SOURCES) or [])
@@ -149,14 +193,19 @@ def settle_data(draft: Draft) -> None:
             "approximated",
             f"samples and rows have data.seq_length ({own}) tokens; upstream wants both alike",
         )
-    if packs:
+    if is_indexed:
+        draft.put("data.sample_packing_method", "wrapped")
+        if not draft.has("data.isolate_samples"):
+            draft.put("data.isolate_samples", False)
+        for name in ("shuffle_merged_datasets", "shuffle_before_merging_datasets"):
+            draft.put(f"data.{name}", True)
+    elif records_share:
         draft.put("data.sample_packing_method", "sequential")
-        if records_share:
-            _join(draft, sources)
+        _join(draft, sources)
     else:
         draft.put("data.sample_packing_method", "multipack")
         draft.put(GROUP, 1)
-    if any(source["type"] == "tokenized" for source in sources):
+    if not is_indexed and any(source["type"] == "tokenized" for source in sources):
         _in_file_order(draft)
 
 
@@ -194,6 +243,19 @@ def _counts_within(entry: Entry) -> None:
         )
 
 
+def _boundaries(entry: Entry) -> None:
+    """Megatron masks the position whose input is the end of a document, so what it foretells is the
+    next document's first token."""
+    if entry.get(PREFIX) is None:
+        entry.no_effect("read with data_prefix alone")
+    elif entry.value:
+        entry.no_effect("the first token of a document is never foretold from another document")
+    else:
+        entry.approximated(
+            "the first token of a document is not foretold from the one before, as with true"
+        )
+
+
 LENGTH = decides(ROW, f"{SOURCES}.0.max_seq_len")
 PACKING = decides("data.sample_packing_method", GROUP)
 OF_TOKENIZERS = no_effect("the tokenizer is read by transformers, whatever this says")
@@ -204,7 +266,6 @@ SAME: Mapping[str, str] = {
     "data.global_batch_size": "train.global_batch_size",
     "data.num_workers": "data.dataloader_num_workers",
     "data.index_mapping_dir": "data.dataset_prepared_path",
-    "data.eod_mask_loss": "data.mask_eos_in_loss",
 }
 
 COMPUTED: Mapping[str, Rule] = {
@@ -230,6 +291,7 @@ COMPUTED: Mapping[str, Rule] = {
     },
     "data.reset_position_ids": _counts_within,
     "data.reset_attention_mask": _attends_within,
+    "data.eod_mask_loss": _boundaries,
     "data.data_impl": no_effect(OF_MAPPED_FILES),
     "data.skip_warmup": no_effect(OF_MAPPED_FILES),
     "data.no_seqlen_plus_one_input_tokens": no_effect("labels are shifted when rows are packed"),
@@ -243,5 +305,6 @@ COMPUTED: Mapping[str, Rule] = {
 DEFAULTS: Mapping[str, Any] = {
     f"{DPO}.max_prompt_length": 2048,
     f"{ORPO}.max_prompt_length": 2048,
+    SPLITS: "980,10,10",
 }
-"""Assumed where such a strategy is written."""
+"""Assumed where such a strategy, or a data_prefix for all splits, is written."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.prepare.faults import BadRow, column, kind_of
 from penstock.prepare.formats.sample import Ids, Record, Tokens
@@ -22,6 +23,8 @@ def tokenized(_: DatasetSettings, record: Record) -> Ids:
 
 def _integers(record: Mapping[str, Any], name: str) -> Tokens:
     value = column(record, name)
+    if isinstance(value, np.ndarray):
+        return _checked(name, value)
     if not isinstance(value, list):
         raise BadRow("wrong_type", f"{name} is {kind_of(value)} where a list of numbers is meant")
     if set(map(type, value)) - {int}:
@@ -30,3 +33,10 @@ def _integers(record: Mapping[str, Any], name: str) -> Tokens:
     if value and not (_LARGEST.min <= min(value) and max(value) <= _LARGEST.max):
         raise BadRow("bad_value", f"{name} holds a number of over 32 bits")
     return np.array(value, dtype=np.int32)
+
+
+def _checked(name: str, value: npt.NDArray[np.integer]) -> Tokens:
+    """Ids as a file holds them in one piece."""
+    if len(value) and not (_LARGEST.min <= value.min() and value.max() <= _LARGEST.max):
+        raise BadRow("bad_value", f"{name} holds a number of over 32 bits")
+    return value.astype(np.int32)
