@@ -61,7 +61,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "add_tail_layers": (1, DEEP),
     "sharding_parallel_degree": (2, {"sharding": "stage1"}),
     "sharding": ("stage3", {}),
-    "sequence_parallel": (True, WIDE),
+    "sequence_parallel": (False, WIDE),
     "moe_group": ("mp", WIDE),
     "use_fused_head_and_loss_fn": (True, {}),
     "recompute_use_reentrant": (True, {}),

@@ -58,7 +58,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     f"{SAVING}.use_master_weights_in_ckpt": (True, {}),
     "exp_manager.enable_recovery_time_instrumentation": (True, {}),
     "exp_manager.log_parameter_norm": (True, {}),
-    "exp_manager.log_gradient_norm": (False, {}),
+    "exp_manager.log_gradient_norm": (True, {}),
     "exp_manager.async_checkpointing": (True, {}),
     "exp_manager.resume_from_checkpoint": ("models/other", {}),
     "distributed_strategy.tensor_model_parallel_size": (4, {}),

@@ -15,6 +15,7 @@ from penstock.config import yaml12
 from penstock.rows.tokenizer import byte_tokenizer
 from penstock.train.metrics import read_metrics
 from tests.pipeline.runs import outcome, penstock
+from tests.stages.megatron_files import write_mapped
 
 STEPS = 10
 LENGTH = 8192
@@ -111,11 +112,12 @@ def data_of_nxdt(folder: Path, name: str) -> dict[str, Any]:
         held_out = {"data.val_dir": str(file)} if "SFT" in name else {}
         return {"data.train_dir": str(file), **held_out}
     tokens = list(range(3, 259))
+    if "megatron" in name:
+        prefix = write_mapped(folder / "book_text_document", [[tokens]] * 400)
+        return {"data.data_prefix": [1.0, str(prefix)]}
     rows = [{"input_ids": tokens, "labels": tokens, "attention_mask": [1] * 256}] * 64
     datasets.Dataset.from_list(rows).save_to_disk(folder / "data")
-    key = "data.data_prefix" if "megatron" in name else "data.train_dir"
-    place = str(folder / "data")
-    return {key: [1.0, place] if "megatron" in name else place}
+    return {"data.train_dir": str(folder / "data")}
 
 
 @pytest.mark.exhaustive

@@ -126,6 +126,15 @@ def _attention(entry: Entry) -> None:
         entry.explain("the best that the machine has, FlashAttention 3 first")
 
 
+def _fused_rope(entry: Entry) -> None:
+    if entry.value:
+        entry.put("model.rope_native", False)
+    else:
+        entry.no_effect(
+            "the default; rotations are fused where a kernel serves, to the same result"
+        )
+
+
 def _progress(entry: Entry) -> None:
     entry.put("train.log_format", "structured" if entry.value else "progress_bar")
 
@@ -143,7 +152,7 @@ MORE: Mapping[str, Rule] = {
     "max_shard_size": _shard_size,
     "hf_hub_id": lambda entry: entry.put("push.repo_id", entry.value),
     "use_flash_attention": _attention,
-    "fuse_rope": negated("model.rope_native"),
+    "fuse_rope": _fused_rope,
     "fuse_rms_norm": negated("model.rmsnorm_native"),
     "fuse_swiglu": negated("model.activation_native"),
     "disable_tqdm": _progress,
@@ -156,6 +165,7 @@ DEFAULTS: Mapping[str, Any] = {
     "lora": False,
     "bf16": False,
     "amp_master_grad": False,
+    "scale_loss": 2**15,
     "lr_scheduler_type": "linear",
     "warmup_steps": 0,
     "min_lr": 0.0,
@@ -184,6 +194,7 @@ DEFAULTS: Mapping[str, Any] = {
     "packing": True,
     "greedy_intokens": True,
     "num_samples_each_epoch": 6_000_000,
+    "sequence_parallel": True,
     "max_prompt_len": 2048,
     "mask_out_eos_token": True,
     "lora_rank": 8,

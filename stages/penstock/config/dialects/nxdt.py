@@ -333,6 +333,8 @@ COMPUTED: Mapping[str, Rule] = {
 DEFAULTS: Mapping[str, Any] = {
     f"{MANAGER}.name": "default",
     f"{MANAGER}.create_checkpoint_callback": True,
+    f"{MANAGER}.log_local_rank_0_only": False,
+    f"{MANAGER}.log_gradient_norm": False,
     "trainer.gradient_clip_val": 0.0,
     "model.activations_checkpoint_granularity": None,
     **nxdt_alignment.DEFAULTS,
