@@ -255,7 +255,7 @@ data:
 NXDT_HF_MODEL = """
 model:
   # model architecture
-  model_config: /home/ubuntu/config.json
+  model_config: /models/config.json
   encoder_seq_length: 4096
   max_position_embeddings: ${.encoder_seq_length}
   num_layers: 4

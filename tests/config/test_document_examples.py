@@ -85,6 +85,14 @@ def test_what_follows_the_module_of_the_server_is_taken_unchanged(
         assert getattr(served[0], name) == yaml12.parse(override.text).value
 
 
+@pytest.mark.parametrize("page", ["preference", "recurring"])
+def test_the_first_block_of_a_page_is_a_whole_file(page: str) -> None:
+    text = (Path(__file__).parents[2] / "docs" / f"{page}.md").read_text()
+    run = loads(yaml12.parse(text.split("```yaml\n")[1].split("```")[0]).value)
+    assert run.model.model_path
+    assert run.train.output_dir
+
+
 def of_erniekit(**keys: Any) -> RunConfig:
     found = translate({**said.ERNIEKIT_REQUIRED, **keys}, ERNIEKIT, GPUS)
     assert not found.of("refused", "unknown")

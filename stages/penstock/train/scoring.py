@@ -45,16 +45,26 @@ class Scoring:
 
     def _score(self, rows: list[Row]) -> Scored:
         self._ranks.pulse.begins("scoring")
-        samples = [sample for row in rows for sample in _samples(row)]
-        place = {sample: index for index, sample in enumerate(samples)}
-        table = torch.zeros(len(place), PER_SAMPLE, dtype=torch.float64, device=self._ranks.device)
+        # A sample that data hold twice is scored twice, each time in a place of its own: replicas
+        # add their tables up.
+        samples: list[bytes] = []
+        starts: dict[int, int] = {}
+        for row in rows:
+            starts[row.number] = len(samples)
+            samples += _samples(row)
+        shape = (len(samples), PER_SAMPLE)
+        table = torch.zeros(shape, dtype=torch.float64, device=self._ranks.device)
         groups = self._mine(rows)
         laid = collate(groups, pad_to_multiple_of=self._multiple)
         found = self._built.answers.told(laid.micro_batches())
         for group, scores_DA in zip(groups, found, strict=True):
-            its = [place[sample] for row in group for sample in _samples(row)]
+            its = [
+                starts[row.number] + index for row in group for index in range(len(_samples(row)))
+            ]
             table[its] = scores_DA
-        return Scored(list(place), self._ranks.total(table).cpu().numpy())
+        place = {sample: index for index, sample in enumerate(samples)}
+        scores = self._ranks.total(table).cpu().numpy()
+        return Scored(list(place), scores[list(place.values())])
 
     def _mine(self, rows: list[Row]) -> list[list[Row]]:
         """The micro-batches of this rank's replica."""
