@@ -47,7 +47,10 @@ IDENTITY: Mapping[str, frozenset[str]] = {
 """What enters the train stage's key as it is written."""
 
 JUDGING = _names(
-    "early_stopping save_best eval_steps eval_epochs eval_at_end eval_max_batches eval_batch_size"
+    """
+    early_stopping save_best eval_steps eval_epochs eval_at_end eval_max_batches
+    eval_rows_per_batch
+    """
 )
 """What enters the train stage's key together, where a run is judged by evaluations."""
 
@@ -108,8 +111,8 @@ def judging_of(train: TrainConfig) -> dict[str, Any] | None:
         return None
     found = train.model_dump(mode="json", include=set(JUDGING))
     # Unset it has the same effect as before it existed, and leaves keys as they were.
-    if found["eval_batch_size"] is None:
-        del found["eval_batch_size"]
+    if found["eval_rows_per_batch"] is None:
+        del found["eval_rows_per_batch"]
     return found
 
 

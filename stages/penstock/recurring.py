@@ -261,8 +261,8 @@ class _Tick:
         step = trained_on(asked, planned)
         # How much is evaluated is no part of the key of a run that nothing depends on.
         limit: list[Any] = [asked.train.eval_max_batches]
-        if asked.train.eval_batch_size is not None:
-            limit.append(asked.train.eval_batch_size)
+        if asked.train.eval_rows_per_batch is not None:
+            limit.append(asked.train.eval_rows_per_batch)
         rows = short(digest_of([key_of(step.stage), *limit]))
         asked = with_output(asked, EVALUATIONS, rows)
         steps = (planned.step("prepare"), planned.step("pack"), trained_on(asked, planned))

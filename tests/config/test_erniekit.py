@@ -302,5 +302,5 @@ def test_an_evaluation_has_as_many_rows_as_their_batches() -> None:
         **{"tensor_parallel_degree": 2, "sharding": "stage1", "sharding_parallel_degree": 4},
     )
     train = loads(found.settings).train
-    assert (train.eval_max_batches, train.eval_batch_size) == (5, 12)
+    assert (train.eval_max_batches, train.eval_rows_per_batch) == (5, 12)
     assert line_of(found, "max_evaluate_steps").kind == "translated"

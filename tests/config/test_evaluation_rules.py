@@ -37,8 +37,8 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         HELD_OUT,
     ),
     (
-        held_out(eval_batch_size=4),
-        "train.eval_batch_size",
+        held_out(eval_rows_per_batch=4),
+        "train.eval_rows_per_batch",
         "no batches are counted; write eval_max_batches as a whole number",
         {"train": {"eval_max_batches": 2}},
     ),

@@ -129,7 +129,7 @@ OFTEN = {
     "tried at the start": ({"eval_sanity_batches": 2}, [5]),
     "of nothing": ({"eval_steps": 1, "eval_max_batches": 0}, []),
     "of a batch": ({"eval_max_batches": 1}, [5]),
-    "of two small batches": ({"eval_max_batches": 2, "eval_batch_size": 2}, [5]),
+    "of two small batches": ({"eval_max_batches": 2, "eval_rows_per_batch": 2}, [5]),
     "of half": ({"eval_max_batches": 0.5}, [5]),
     "alone": ({"eval_only": True}, [0]),
 }

@@ -112,8 +112,8 @@ CHANGES = {
         judged(save_best={"metric": "eval_loss"}),
         "train",
     ),
-    "train.eval_batch_size": (
-        judged(save_best={"metric": "eval_loss"}, eval_max_batches=3, eval_batch_size=2),
+    "train.eval_rows_per_batch": (
+        judged(save_best={"metric": "eval_loss"}, eval_max_batches=3, eval_rows_per_batch=2),
         judged(save_best={"metric": "eval_loss"}, eval_max_batches=3),
         "train",
     ),

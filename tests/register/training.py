@@ -199,7 +199,7 @@ OF_TRAINING: dict[str, dict[str, tuple[str, ...]]] = {
             *EVALUATED,
             f"{EVALUATION}test_a_limit_takes_the_same_rows_from_everywhere",
         ),
-        "eval_batch_size": EVALUATED,
+        "eval_rows_per_batch": EVALUATED,
         "eval_micro_batch_size": (
             f"{EVALUATION}test_rows_are_evaluated_so_many_at_once_as_is_written",
         ),

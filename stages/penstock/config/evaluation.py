@@ -46,10 +46,11 @@ class EvaluationConfig(Section):
     and not hours later. The numbers are no evaluation, and are not told. 0: none."""
 
     eval_max_batches: Annotated[int | float | None, AfterValidator(_batches_or_share)] = None
-    """How much of what is held out is evaluated on: so many batches (see `eval_batch_size`), or the
-    share of all rows, up to 1.0; always the same rows. 0: none, so no evaluation. Unset: all."""
+    """How much of what is held out is evaluated on: so many batches (see `eval_rows_per_batch`), or
+    the share of all rows, up to 1.0; always the same rows. 0: none, so no evaluation. Unset:
+    all."""
 
-    eval_batch_size: int | None = Field(default=None, gt=0)
+    eval_rows_per_batch: int | None = Field(default=None, gt=0)
     """Rows of one batch that `eval_max_batches` and `eval_sanity_batches` count. Unset: as many as
     a training step has."""
 

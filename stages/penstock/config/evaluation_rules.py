@@ -52,7 +52,7 @@ def _something_is_held_out(run: RunConfig) -> Faults:
     wishes = ("eval_steps", "eval_epochs", "eval_at_start", "eval_sanity_batches", "eval_only")
     found: list[Steps] = [
         ("train", name)
-        for name in (*wishes, "eval_max_batches", "eval_batch_size", "eval_micro_batch_size")
+        for name in (*wishes, "eval_max_batches", "eval_rows_per_batch", "eval_micro_batch_size")
         if getattr(train, name)
     ]
     for path in (*found, *(path for path, _ in _judged_by(run))):
@@ -67,11 +67,11 @@ def _something_is_held_out(run: RunConfig) -> Faults:
 def _batches_are_counted(run: RunConfig) -> Faults:
     train = run.train
     counts = isinstance(train.eval_max_batches, int) or train.eval_sanity_batches
-    if train.eval_batch_size is not None and not counts:
+    if train.eval_rows_per_batch is not None and not counts:
         yield Fault(
-            ("train", "eval_batch_size"),
+            ("train", "eval_rows_per_batch"),
             "no batches are counted; write eval_max_batches as a whole number, or leave"
-            " eval_batch_size out",
+            " eval_rows_per_batch out",
             ("train.eval_max_batches", "train.eval_sanity_batches"),
         )
 

@@ -147,7 +147,7 @@ def held_out_rows(
         # Also where what is trained with moves: evaluations of a run are to be compared.
         references = References(job.scores) if job.scores else None
         teller = AnswersTold(preferences, references) if preferences else None
-        size = train.eval_batch_size or rows_per_batch
+        size = train.eval_rows_per_batch or rows_per_batch
         found = HeldOut(rows, built, ranks, train, reading, rows_per_batch=size, teller=teller)
     asking = ("eval_only", "eval_at_start", "eval_steps", "eval_epochs", "eval_sanity_batches")
     asked = [name for name in asking if getattr(train, name)]

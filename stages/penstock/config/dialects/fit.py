@@ -19,7 +19,7 @@ SHARD, REPLICATE = "train.data_parallel_shard_size", "train.data_parallel_replic
 PER_NODE, NODES = "launch.nproc_per_node", "launch.nnodes"
 MEETING = ("launch.node_rank", "launch.rdzv_endpoint")
 """How machines find one another."""
-EVAL_ROWS = "train.eval_batch_size"
+EVAL_ROWS = "train.eval_rows_per_batch"
 """Put for one replica, and multiplied by their number here."""
 GLOBAL, MICRO = "train.global_batch_size", "train.micro_batch_size"
 ACCUMULATION = "train.gradient_accumulation_steps"
