@@ -194,11 +194,7 @@ def settle_data(draft: Draft) -> None:
             f"samples and rows have data.seq_length ({own}) tokens; upstream wants both alike",
         )
     if is_indexed:
-        draft.put("data.sample_packing_method", "wrapped")
-        if not draft.has("data.isolate_samples"):
-            draft.put("data.isolate_samples", False)
-        for name in ("shuffle_merged_datasets", "shuffle_before_merging_datasets"):
-            draft.put(f"data.{name}", True)
+        _wrap(draft)
     elif records_share:
         draft.put("data.sample_packing_method", "sequential")
         _join(draft, sources)
@@ -207,6 +203,15 @@ def settle_data(draft: Draft) -> None:
         draft.put(GROUP, 1)
     if not is_indexed and any(source["type"] == "tokenized" for source in sources):
         _in_file_order(draft)
+
+
+def _wrap(draft: Draft) -> None:
+    """Documents are shuffled, laid end to end and cut; they see what is before them in a row."""
+    draft.put("data.sample_packing_method", "wrapped")
+    if not draft.has("data.isolate_samples"):
+        draft.put("data.isolate_samples", False)
+    for name in ("shuffle_merged_datasets", "shuffle_before_merging_datasets"):
+        draft.put(f"data.{name}", True)
 
 
 def _join(draft: Draft, sources: Sequence[dict[str, Any]]) -> None:
