@@ -28,9 +28,15 @@ def model(tmp_path_factory):
     """A tiny Llama with a tokenizer of bytes."""
     folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    LlamaForCausalLM(LlamaConfig(vocab_size=320, **shape, **heads)).save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=320,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
 

@@ -16,6 +16,7 @@ from penstock.core.source import pin_data
 from penstock.core.stage import key_of
 from penstock.plan import plan
 from penstock.prepare import pieces
+from penstock.prepare.stage import Prepare
 from tests.config.values import faults_of, smallest
 from tests.stages.megatron_files import write_cached, write_mapped
 from tests.stages.prepared import prepare, run, table_of
@@ -236,6 +237,7 @@ def test_a_run_of_a_foreign_file_is_planned_on_the_documents_of_its_splits(tmp_p
         )
     )
     stage = plan(run_config, ("prepare",)).steps[0].stage
+    assert isinstance(stage, Prepare)
     artifact, _ = run(stage, tmp_path / "out" / "x")
     read = [ids[0] for ids in ids_in(artifact.path)]
     held = [ids[0] for ids in ids_in(artifact.path, "validation")]
@@ -247,7 +249,7 @@ def test_pieces_follow_one_another_and_are_of_about_a_slice(tmp_path, monkeypatc
     monkeypatch.setattr(pieces, "SLICE_BYTES", 64)
     prefix = write_mapped(tmp_path / "corpus", [[[1] * (1 + n % 20)] for n in range(60)])
     slices = prepare((prefix, {})).slices()
-    spans = [item.pieces[0].span for item in slices]
+    spans = [item.pieces[0].span or (0, 0) for item in slices]
     assert spans[0][0] == 0
     assert spans[-1][1] == 60
     assert all(one[1] == other[0] for one, other in pairwise(spans))

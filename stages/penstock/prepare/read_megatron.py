@@ -213,7 +213,8 @@ class _Reader:
         """The next whole number, of struct's format `form`."""
         size = struct.calcsize(f"<{form}")
         self._require(size)
-        [value] = struct.unpack_from(f"<{form}", self._raw, self._at)
+        raw = self._raw[self._at : self._at + size].tobytes()
+        [value] = struct.unpack(f"<{form}", raw)
         self._at += size
         return value
 
