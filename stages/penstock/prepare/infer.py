@@ -227,9 +227,14 @@ def _columns(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for record in records:
         for name, value in record.items():
-            if found.get(name) in (None, "", []):
+            if _is_empty(found.get(name)):
                 found[name] = value
     return found
+
+
+def _is_empty(value: Any) -> bool:
+    # An array of token ids has no truth value.
+    return value is None or (isinstance(value, str | list) and not value)
 
 
 def _looks_like_list(value: Any) -> bool:
