@@ -183,7 +183,7 @@ def test_an_id_outside_of_the_vocabulary_is_told_with_its_document(tmp_path):
     prefix = write_mapped(tmp_path / "corpus", [[[1, 2]], [[3, 40_000]]])
     with pytest.raises(StageError, match="input_ids holds 40000; the vocabulary") as error:
         run(prepare((prefix, {})), tmp_path / "out" / "x")
-    assert "corpus.idx:2" in str(error.value)
+    assert "corpus.idx, record 2" in str(error.value)
 
 
 def test_weights_may_be_shares_of_tokens(tmp_path):
