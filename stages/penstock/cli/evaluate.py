@@ -55,13 +55,14 @@ def evaluate_target(
                 "  Add --harness with names of tasks, or name the run's config or output folder."
             )
         return _run_tasks(target, wanted, 0, console)
-    run = _run_of(target, overrides)
+    run = run_of(target, overrides)
     if wanted.tasks:
         return _run_tasks(_model_of(plan(run, ("export",))), wanted, run.train.seed, console)
     return _ask_held_out(run, wanted, console)
 
 
-def _run_of(target: Path, overrides: Sequence[Override]) -> RunConfig:
+def run_of(target: Path, overrides: Sequence[Override]) -> RunConfig:
+    """The run of a config, or of a train.output_dir. Raises ConfigError for what is neither."""
     if not target.is_dir():
         return load(target, overrides)
     if not (target / JOB).is_file():

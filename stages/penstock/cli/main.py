@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from penstock.cli.chatting import add_chat
 from penstock.cli.console import Console
 from penstock.cli.flow import add_flow_commands
 from penstock.cli.looking import add_looking
@@ -266,6 +267,7 @@ def launch(
 add_looking(app, _overrides)
 add_serving(app, _overrides)
 add_flow_commands(app, _overrides)
+add_chat(app, _overrides)
 
 
 @app.command()

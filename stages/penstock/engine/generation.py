@@ -48,6 +48,15 @@ def _nothing() -> None:
     """Nothing is to be done between passes."""
 
 
+OnToken = Callable[[int, int], None]
+"""Called on every rank with the prompt's number and each token that is sampled after it, as soon as
+it is known: for streaming."""
+
+
+def _no_stream(_prompt: int, _token: int) -> None:
+    """Nobody waits for single tokens."""
+
+
 class Found(NamedTuple):
     """What passes find, on the rank that computes it."""
 
@@ -87,6 +96,7 @@ class Generator:
         decode: Decode | None = None,
         *,
         between: Between = _nothing,
+        on_token: OnToken = _no_stream,
     ) -> list[Answered]:
         """The answers to each prompt, on every rank; every rank must ask for the same.
 
@@ -109,7 +119,7 @@ class Generator:
                 self.ranks.pulse.begins("answering prompts")
                 found = Found(self._nothing_drawn(len(growing)), of_prompts, of_answers)
                 self._pass(self._following(passes), found)
-                self._add(growing, found.drawn, decode)
+                self._add(growing, found.drawn, decode, on_token)
                 for each in passes:
                     each.sift()
         of_prompts.share(self.ranks)
@@ -193,7 +203,13 @@ class Generator:
     def _nothing_drawn(self, count: int) -> torch.Tensor:
         return torch.full((3, count), -torch.inf, dtype=torch.float64, device=self.ranks.device)
 
-    def _add(self, growing: Sequence[Growing], drawn: torch.Tensor, decode: Decode | None) -> None:
+    def _add(
+        self,
+        growing: Sequence[Growing],
+        drawn: torch.Tensor,
+        decode: Decode | None,
+        on_token: OnToken,
+    ) -> None:
         """Let answers go on by what any rank has drawn for them."""
         if self.ranks.world > 1:
             # From each replica its own, and the same from all ranks of one.
@@ -204,6 +220,7 @@ class Generator:
         for one, token, log_prob in zip(growing, tokens, log_probs, strict=True):
             if token >= 0:
                 one.add(int(token), log_prob, decode)
+                on_token(one.prompt_number, int(token))
 
     def _pass(self, one: Pass, found: Found) -> None:
         """Let it pass through the model, for what is drawn and told on the way."""
