@@ -23,7 +23,8 @@ def test_every_shipped_config_is_accepted_and_tells_editors_its_schema(path):
 
 
 def test_the_package_ships_the_recipes_of_the_repository():
-    assert sorted(path.stem for path in ROOT.glob("configs/examples/*.yaml")) == NAMES
+    examples = sorted(path.stem for path in ROOT.glob("configs/examples/*.yaml"))
+    assert ["quickstart", *examples] == NAMES
     assert {"chat", "lora", "gsm8k", "local", "tokenized"} <= set(NAMES)
     servers = sorted(f"{OF_SERVERS}{path.stem}" for path in ROOT.glob("configs/server/*.yaml"))
     assert servers == SERVERS
@@ -34,7 +35,8 @@ def test_a_copied_recipe_means_the_same_and_is_not_overwritten(name, tmp_path, m
     monkeypatch.chdir(tmp_path)
     assert penstock("init", name).out.strip() == f"{name}.yaml"
     copy = tmp_path / f"{name}.yaml"
-    assert load(copy) == load(ROOT / "configs" / "examples" / f"{name}.yaml")
+    folder = ROOT / "configs" / ("" if name == "quickstart" else "examples")
+    assert load(copy) == load(folder / f"{name}.yaml")
     assert copy.read_text().splitlines()[0].endswith(f"$schema=./{SCHEMA_FILE}")
     assert "properties" in json.loads((tmp_path / SCHEMA_FILE).read_text())
     copy.write_text("# mine\n")
