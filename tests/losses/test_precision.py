@@ -110,6 +110,11 @@ def test_log_probabilities_follow():
     torch.testing.assert_close(got.double(), want.squeeze(1), rtol=1e-5, atol=1e-5)
 
 
+def grad_of(tensor: torch.Tensor) -> torch.Tensor:
+    assert tensor.grad is not None
+    return tensor.grad
+
+
 def along(found: torch.Tensor, true: torch.Tensor) -> float:
     """How much longer or shorter `found` is in the direction of `true`."""
     found, true = found.double(), true.double()
@@ -137,7 +142,7 @@ def test_bf16_gradients_are_as_long_for_any_number_of_tokens(kind: str) -> None:
         true = F.cross_entropy(logits, labels, label_smoothing=terms.smoothing)
         (true + terms.z * logits.logsumexp(1).square().mean()).backward()
         pairs = zip((hidden, head.weight), exact, strict=True)
-        return [along(found.grad, wanted.grad) for found, wanted in pairs]
+        return [along(grad_of(found), grad_of(wanted)) for found, wanted in pairs]
 
     # Divided by a power of 2 nothing is rounded that was not before.
     reference = lengths(512)

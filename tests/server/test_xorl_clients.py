@@ -266,6 +266,7 @@ def test_a_step_asks_for_its_weights_to_be_sent_where_that_is_written(is_written
             if not is_written:
                 assert work.sync is None
                 return
+            assert work.sync is not None
             assert (work.sync.model, work.sync.pools) == ("mine", ("default", "mine"))
             assert work.sync.quantization == said["quantization"]
 
