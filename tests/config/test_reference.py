@@ -29,7 +29,12 @@ def validator() -> Draft202012Validator:
 @pytest.mark.parametrize("name", reference.texts())
 def test_generated_file_is_fresh(name: str) -> None:
     stale = f"{name} is stale: run python -m penstock.config.reference"
-    assert (CONFIGS / name).read_text() == reference.texts()[name], stale
+    there, now = (CONFIGS / name).read_text(), reference.texts()[name]
+    if name.endswith(".json"):
+        # The order of keys depends on what was imported before.
+        assert json.loads(there) == json.loads(now), stale
+    else:
+        assert there == now, stale
 
 
 def test_check_finds_a_stale_file_and_writing_mends_it(tmp_path: Path) -> None:
