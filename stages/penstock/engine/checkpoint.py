@@ -227,12 +227,14 @@ class Checkpoints:
             self._lead(lambda: _publish(aside, final, state, digests))
             self._lead(lambda: self._forget_old(final))
         except (OSError, CheckpointException) as error:
+            # The leading rank's, which sees how much room there was before it makes some.
+            why = [_why_unwritten(error, self.root)]
+            dist.broadcast_object_list(why, src=0, group=self._group)
             # What there is of it would take the room that the next one needs.
             with suppress(OSError):
                 self._lead(lambda: remove(aside))
             raise StageError(
-                f"the checkpoint of step {step} could not be written: "
-                f"{_why_unwritten(error, self.root)}.\n"
+                f"the checkpoint of step {step} could not be written: {why[0]}.\n"
                 "  The ones before it are intact; make room in train.output_dir and run again."
             ) from error
 
