@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config import yaml12
+from penstock.config.expansion import expand_paths
 from penstock.config.judge import judge
 from penstock.config.overrides import Override, apply
 from penstock.config.run import RunConfig
@@ -45,7 +46,7 @@ def loads(settings: Mapping[str, Any], overrides: Sequence[Override] = ()) -> Ru
 
     Raises ConfigError, whose text has one line for each fault.
     """
-    return resolve(settings, overrides, Teller(yaml12.Document(), overrides))
+    return resolve(settings, overrides, Teller(yaml12.Document(), overrides), expands=False)
 
 
 def document_of(path: Path, *, may_be_empty: bool) -> yaml12.Document:
@@ -114,14 +115,18 @@ def resolve(
     told: Teller,
     more: Sequence[Told] = (),
     notify: Callable[[str], None] = lambda _: None,
+    *,
+    expands: bool = True,
 ) -> RunConfig:
-    """The run with the overrides put in. `more` are faults found before.
+    """The run with the overrides put in. `more` are faults found before; `expands` says whether
+    `~` and variables in paths still are to be expanded.
 
     Raises ConfigError with a line for each fault.
     """
     values, refused = apply(settings, [as_meant(override) for override in overrides])
+    unexpanded = expand_paths(values) if expands else []
     judged = judge(values)
-    require_none([*more, *told.of(judged.faults, refused)])
+    require_none([*more, *told.of([*unexpanded, *judged.faults], refused)])
     for line in judged.notices:
         notify(line)
     return judged.run

@@ -23,6 +23,11 @@ NUM_PROC = ("PENSTOCK_NUM_PROC", "XORL_DATASET_NUM_PROC")
 """Variables that say how many processes data stages may use, the first that is set."""
 
 
+def variable(name: str) -> str | None:
+    """A variable that a config names."""
+    return os.environ.get(name)
+
+
 def num_processors() -> int:
     """Processes that data stages may use: one of NUM_PROC, or the CPUs this one may run on.
 

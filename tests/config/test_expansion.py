@@ -1,0 +1,81 @@
+"""Variables and `~` in paths, judged by a shell."""
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.config.expansion import DATASET_FIELDS, PATH_FIELDS, expand
+from penstock.config.load import load
+from penstock.config.overrides import Override
+from penstock.config.run import RunConfig
+from penstock.config.shape import annotation_at
+from penstock.core.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["~", "~/a", "a/~", "$ROOT/x", "${ROOT}x", "${NONE:-d}/x", "${ROOT:-d}", "${EMPTY:-d}/a"],
+)
+def test_paths_expand_as_a_shell_expands_them(text: str, monkeypatch: Any) -> None:
+    monkeypatch.setenv("ROOT", "/data")
+    monkeypatch.setenv("EMPTY", "")
+    monkeypatch.delenv("NONE", raising=False)
+    said = subprocess.run(["sh", "-c", f"printf %s {text}"], capture_output=True, check=True)
+    assert expand(text) == said.stdout.decode()
+
+
+@given(st.text(alphabet="ab/.~$ {}*-", max_size=12).filter(lambda t: t[:1] != "~"))
+@settings(max_examples=100)
+def test_what_doubles_its_dollars_is_literal(text: str) -> None:
+    assert expand(text.replace("$", "$$")) == text
+
+
+def written(folder: Path, data: str = "rows.jsonl") -> Path:
+    file = folder / "run.yaml"
+    file.write_text(
+        "model: {config_path: 'builtin:tiny-qwen3'}\n"
+        f"data: {{datasets: [{{path: '{data}', type: text}}], dataset_prepared_path: ~/prep}}\n"
+        "train: {output_dir: '${OUT:-runs}/one', data_parallel_mode: none}\n"
+        "pipeline: {name: '${literal}'}\n"
+    )
+    return file
+
+
+def test_a_file_and_its_overrides_are_expanded_and_other_fields_stay(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("PLACE", "/somewhere")
+    push = Override("push.url", "file://${PLACE}/out")
+    run = load(written(tmp_path, "$PLACE/rows.jsonl"), [push])
+    assert run.data.dataset_prepared_path == str(Path.home() / "prep")
+    assert run.data.datasets[0].path == "/somewhere/rows.jsonl"
+    assert (run.train.output_dir, run.push.url) == ("runs/one", "file:///somewhere/out")
+    assert run.pipeline.name == "${literal}"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("ABSENT", r"run.yaml:2: data.datasets.0.path: \$\{ABSENT\} is not set"),
+        ("HF_TOKEN", "looks like a secret"),
+    ],
+)
+def test_unset_variables_and_secrets_are_refused_by_name(
+    name: str, says: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.delenv("ABSENT", raising=False)
+    monkeypatch.setenv("HF_TOKEN", "hf_hidden")
+    with pytest.raises(ConfigError, match=says) as caught:
+        load(written(tmp_path, f"https://x/${{{name}}}/rows.jsonl"))
+    assert "hf_hidden" not in str(caught.value)
+
+
+def test_every_path_field_is_a_setting() -> None:
+    names = [*PATH_FIELDS, *(f"data.datasets.0.{key}" for key in DATASET_FIELDS)]
+    for name in names:
+        path = tuple(int(step) if step.isdecimal() else step for step in name.split("."))
+        assert annotation_at(path, RunConfig) is not None, name
