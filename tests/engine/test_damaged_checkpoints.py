@@ -153,6 +153,7 @@ def of_two(its, undigested):
     assert facts is not None
     root = its.output_dir / "checkpoints"
     before = contents(root)
+    torch.distributed.barrier()  # the other rank may still be reading what is damaged next
     leads = torch.distributed.get_rank() == 0
     if leads:
         flip_bit(root / f"global_step_{STEPS}" / "__1_0.distcp")
