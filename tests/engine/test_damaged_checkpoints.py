@@ -190,7 +190,11 @@ def test_all_ranks_agree_on_damage_that_one_of_them_finds_and_on_what_has_no_dig
 class TrainElsewhere(Stage):
     """What reconciling asks the train stage, of a run of one key."""
 
-    name, version, inputs = "train", 1, {}
+    name, version = "train", 1
+
+    @property
+    def inputs(self):
+        return {}
 
     def run(self, out):
         raise NotImplementedError

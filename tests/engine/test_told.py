@@ -220,7 +220,7 @@ def slowed(job):
 
     for part in loop.built.engine.layout.parts:
         part.register_forward_hook(wait)
-    ballast = b"x" * BALLAST * loop.ranks.rank
+    ballast = b"x" * (BALLAST * loop.ranks.rank)
     loop.run()
     assert len(ballast) == BALLAST * loop.ranks.rank
     return list(read_metrics(job.output_dir / "metrics.jsonl"))[-1], peak_resident() / GIB

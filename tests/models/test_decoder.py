@@ -23,7 +23,10 @@ CONFIG = {"model_type": "qwen3", "head_dim": 16, **SIZES}
 
 def built(*, merge_qkv=False, tied=False, device="cpu", model_type="qwen3"):
     family = FAMILIES[model_type]
-    config = family.read({**CONFIG, "model_type": model_type, "tie_word_embeddings": tied})
+    read = {**CONFIG, "model_type": model_type, "tie_word_embeddings": tied}
+    if model_type == "stablelm":  # its heads share the hidden size
+        del read["head_dim"]
+    config = family.read(read)
     with torch.device(device):
         return Decoder(config, merge_qkv=merge_qkv), family.weight_map(config, merge_qkv=merge_qkv)
 
