@@ -196,9 +196,11 @@ def test_a_cancelled_run_leaves_a_checkpoint_no_process_and_nothing_of_its_secre
     asked = {"parameters": parameters, "job_variables": {"env": env}}
     run = deployed.post(f"/deployments/{there['id']}/create_flow_run", asked).json()["id"]
     soon(lambda: steps_in(tmp_path), 200)
-    for pid in processes_of(run):
-        given = Path(f"/proc/{pid}/environ").read_bytes()
-        assert f"HF_TOKEN={planted['HF_TOKEN']}".encode() in given
+    token = f"HF_TOKEN={planted['HF_TOKEN']}".encode()
+    given = [token in Path(f"/proc/{pid}/environ").read_bytes() for pid in processes_of(run)]
+    # The flow has it; ranks, which ask no hub, have not.
+    assert any(given)
+    assert not all(given)
     cancel(deployed, run)
     soon(lambda: not processes_of(run), GONE_SECONDS)
     assert is_saved(tmp_path)

@@ -261,8 +261,8 @@ BAD = {
     "an unwritable path": (
         lambda f: {"data": {"dataset_prepared_path": f"{f}/chats.jsonl/prepared"}},
         None,
-        1,
-        ["chats.jsonl"],
+        2,
+        ["chats.jsonl is a file"],
     ),
     "too long for a row": (
         lambda _: {"data": {"sample_packing_sequence_len": 128, "pad_to_multiple_of": 8}},
