@@ -52,6 +52,9 @@ class ObjectPickler(pickle.Pickler):
         if isinstance(obj, np.ndarray | np.generic) and obj.dtype.kind in NUMBERS:
             shape = obj.shape if isinstance(obj, np.ndarray) else None
             return array_of, (obj.tobytes(), obj.dtype.str, shape)
+        if isinstance(obj, BaseException):
+            # Not as a library may have registered for exceptions (tblib does, for all of them).
+            return obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return NotImplemented
 
 

@@ -18,7 +18,7 @@ from penstock.core.errors import StageError
 from penstock.core.stage import Artifact
 from penstock.evaluate.folder import base_of
 from penstock.rows.reader import map_batches
-from penstock.rows.schema import IGNORED
+from penstock.rows.schema import IGNORED, PREPARED
 
 
 @dataclass(frozen=True)
@@ -146,10 +146,8 @@ def _chosen_rows(folder: Path, limit: int, seed: int) -> list[tuple[list[int], l
         raise StageError(
             f"{folder} holds no rows to ask.\n  Set data.val_set_size or data.test_datasets."
         )
-    tables = []
-    for file in files:
-        tables.append(pa.Table.from_batches(map_batches(file)).select(["input_ids", "labels"]))
-    table = pa.concat_tables(tables)
+    tables = [pa.Table.from_batches(map_batches(file), schema=PREPARED) for file in files]
+    table = pa.concat_tables(tables).select(["input_ids", "labels"])
     order = np.random.Generator(np.random.PCG64(seed)).permutation(len(table))
     chosen = table.take(np.sort(order[:limit]))
     return list(zip(chosen["input_ids"].to_pylist(), chosen["labels"].to_pylist(), strict=True))

@@ -48,9 +48,9 @@ class Scoring:
         # A sample that data hold twice is scored twice, each time in a place of its own: replicas
         # add their tables up.
         samples: list[bytes] = []
-        starts: dict[int, int] = {}
+        starts: dict[int, int] = {}  # by identity: rows of two splits bear the same numbers
         for row in rows:
-            starts[row.number] = len(samples)
+            starts[id(row)] = len(samples)
             samples += _samples(row)
         shape = (len(samples), PER_SAMPLE)
         table = torch.zeros(shape, dtype=torch.float64, device=self._ranks.device)
@@ -58,9 +58,7 @@ class Scoring:
         laid = collate(groups, pad_to_multiple_of=self._multiple)
         found = self._built.answers.told(laid.micro_batches())
         for group, scores_DA in zip(groups, found, strict=True):
-            its = [
-                starts[row.number] + index for row in group for index in range(len(_samples(row)))
-            ]
+            its = [starts[id(row)] + index for row in group for index in range(len(_samples(row)))]
             table[its] = scores_DA
         place = {sample: index for index, sample in enumerate(samples)}
         scores = self._ranks.total(table).cpu().numpy()
