@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from penstock.cli.chat import Chat, ChatOptions, Speaker
-from penstock.cli.chat_target import load_target, target_of
+from penstock.cli.chat_target import load_target, resolve_target
 from penstock.cli.console import Console
 from penstock.core.errors import ConfigError
 from penstock.engine.drawing import Drawing
@@ -56,7 +56,7 @@ def replies_of(typed: str, adapter: str | None, scratch: str) -> tuple[str, str,
     """On one rank: the text as it was streamed, the reply's, and its tokens."""
     torch.set_num_threads(1)
     ranks = join(60)
-    target = target_of(typed, (), adapter, Path(scratch), lambda _: None)
+    target = resolve_target(typed, (), adapter, Path(scratch), lambda _: None)
     model = load_target(target, ranks, Path(scratch), lambda _: None)
     pieces: list[str] = []
     how = Drawing(max_tokens=NEW, temperature=0, stop_tokens=model.ends)
@@ -190,4 +190,4 @@ def test_without_a_template_the_last_message_is_completed() -> None:
 
 def test_a_folder_without_a_model_is_refused_with_what_to_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"neither a run nor a model.*\n  Name a config"):
-        target_of(str(tmp_path), (), None, tmp_path, lambda _: None)
+        resolve_target(str(tmp_path), (), None, tmp_path, lambda _: None)

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.chat_target import load_target, target_of
+from penstock.cli.chat_target import load_target, resolve_target
 from penstock.cli.console import Console
 from penstock.config.overrides import Override
 from penstock.core.errors import ConfigError, StageError
@@ -177,7 +177,7 @@ def chat(options: ChatOptions, overrides: Sequence[Override], console: Console) 
             for label, name, adapter in typed:
                 its = scratch / label
                 its.mkdir()
-                target = target_of(name, overrides, adapter, its, console.say)
+                target = resolve_target(name, overrides, adapter, its, console.say)
                 console.say(f"{label}: {target.what}")
                 speakers.append(
                     Speaker(label, target.what, load_target(target, ranks, its, console.say))

@@ -37,7 +37,7 @@ class Target:
     """Which model it is, for people."""
 
 
-def target_of(
+def resolve_target(
     typed: str,
     overrides: Sequence[Override],
     adapter: str | None,
@@ -78,9 +78,10 @@ def load_target(
     try:
         run = _settings(model, adapter)
     except PenstockError:
+        if adapter is None:
+            raise
         from penstock.export.merge import merge_folders
 
-        assert adapter
         say("chat: merging the adapter, which is of a kind that is not computed beside its base")
         model, adapter = scratch / f"merged-{target.model.name}", None
         merge_folders(target.model, target.adapter or model, model)

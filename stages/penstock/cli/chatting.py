@@ -34,9 +34,9 @@ def add_chat(app: typer.Typer, overrides: Sequence[Override]) -> None:
             typer.Option(help="Answer this and end; repeatable: turns of one conversation."),
         ] = [],  # noqa: B006 - typer reads it and never writes it
         system: Annotated[str | None, typer.Option(help="System message.")] = None,
-        temperature: Annotated[float, typer.Option(help="0: the likeliest token (greedy).")] = 0.7,
+        temperature: Annotated[float, typer.Option(help="0 decodes greedily.")] = 0.7,
         top_p: Annotated[float, typer.Option(help="Nucleus sampling.")] = 1.0,
-        top_k: Annotated[int | None, typer.Option(help="Sample from the k likeliest.")] = None,
+        top_k: Annotated[int | None, typer.Option(help="Sample from the top k tokens.")] = None,
         seed: Annotated[int | None, typer.Option(help="Sample the same answers again.")] = None,
         max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 512,
         as_json: AsJson = False,
