@@ -197,7 +197,7 @@ class TrainElsewhere(Stage):
         return {}
 
     def run(self, out):
-        raise AssertionError("nothing is to be built")
+        raise AssertionError(f"nothing is to be built in {out}")
 
     def wanted(self, names, out):
         return wanted_of(names, out, Naming())
