@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from penstock.core.errors import StageError
+from penstock.core.errors import ConfigError, StageError
 from penstock.core.pulse import beats
 from penstock.train.job import CHECKPOINTS, LOGS, Job
 from penstock.train.torchrun import ending_of, start_ranks
@@ -99,3 +99,20 @@ def test_a_killed_rank_is_started_again_and_named_and_changes_no_weight(tmp_path
     assert facts["steps"] == STEPS
     assert runs.losses(again.output_dir) == runs.losses(undisturbed.output_dir)
     assert content(again) == content(undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_what_every_rank_refuses_is_told_once_and_without_a_traceback(tmp_path, capfdbinary):
+    runs.write_config(tmp_path / "model")
+    packed = runs.write_rows(tmp_path / "packed", 8)
+    refused = replace(job(tmp_path, "refused", packed), max_token_id=10**6)
+    refused.write()
+    ended = start_ranks(refused, refused.output_dir / "job.json")
+    with pytest.raises(StageError) as told:
+        ending_of(refused, ended, "there")
+    assert str(told.value).startswith("the packed rows hold token id 1000000, and the model's")
+    assert told.value.exit_code == ConfigError.exit_code
+    printed = capfdbinary.readouterr().err.decode()
+    assert "Traceback" not in printed
+    assert "exitcode" not in printed

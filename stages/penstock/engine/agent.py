@@ -9,6 +9,7 @@ scheduler signals every process of a job, would leave the ranks in the middle of
 """
 
 import json
+import logging
 import os
 import platform
 import signal
@@ -83,8 +84,16 @@ def _register_rendezvous(folder: Path) -> None:
     rendezvous_handler_registry.register(RDZV_BACKEND, partial(create_handler, folder=store))
 
 
+def _quiet_torch() -> None:
+    """Drop torch's warnings of options that our rendezvous reads, and its account of failed ranks,
+    which the launcher gives from what they left."""
+    logging.getLogger("torch.distributed.run").setLevel(logging.ERROR)
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+
+
 if __name__ == "__main__":
     end_with_parent(int(sys.argv[1]))
+    _quiet_torch()
     # Torch looks its handler up when it starts ranks.
     api._terminate_process_handler = _pass_on
     with scratch_folder("ranks") as scratch:

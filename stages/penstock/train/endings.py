@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from penstock.core.errors import CapabilityError, PenstockError, StageError
+from penstock.core.errors import PenstockError, StageError
 from penstock.core.files import read_json
 from penstock.core.os_faults import is_of_the_machine, reason_of
 
@@ -102,11 +102,15 @@ def what_happened(logs: Path, status: int, hung: str | None = None) -> StageErro
             f"a training process died without a word (torchrun's exit status {status}).\n"
             f"  It may have been killed for memory; see {logs}."
         )
-    text = first.message or f"rank {first.rank} on {first.host}: {first.error}"
-    failure = StageError(f"{text}\n  The traceback is in {logs / f'rank_{first.rank}.log'}.")
-    if first.exit_code == CapabilityError.exit_code:
+    if first.message:
+        failure = StageError(first.message)
         failure.exit_code = first.exit_code
-    failure.may_pass = not first.message and any(word in first.error for word in _LOST)
+        return failure
+    failure = StageError(
+        f"rank {first.rank} on {first.host}: {first.error}\n"
+        f"  The traceback is in {logs / f'rank_{first.rank}.log'}."
+    )
+    failure.may_pass = any(word in first.error for word in _LOST)
     return failure
 
 

@@ -13,7 +13,7 @@ from filelock import FileLock
 
 from penstock.config.logging import LogRanks
 from penstock.core import env
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.orphan import end_with_parent, outlive_parent_by
 from penstock.core.pulse import Pulse
 from penstock.core.record import write_record
@@ -88,7 +88,11 @@ def main(path: Path, work: Work = train) -> None:
     rank, _, _ = env.rank_variables() or (0, 0, 1)
     failure_file(job.output_dir / LOGS, rank).unlink(missing_ok=True)
     show_on_request(job.output_dir / LOGS, rank)
-    _be_rank(job, Pulse(pulse_folder(job), rank=rank), work)
+    try:
+        _be_rank(job, Pulse(pulse_folder(job), rank=rank), work)
+    except PenstockError as error:
+        # The launcher prints what the first rank left; a traceback of each would bury it.
+        sys.exit(error.exit_code)
     leave()
 
 
