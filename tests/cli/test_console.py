@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from penstock import __version__
 from penstock.core import env
 from tests.cli.command import penstock, small_run
 
@@ -49,7 +50,16 @@ def test_overrides_may_stand_anywhere(config, place):
         (["run", "nowhere.yaml"], "nowhere.yaml does not exist"),
         (["run", "CONFIG", "--train.learning_rate", "1"], "learning_rate: unknown"),
         (["run", "CONFIG", "--force", "bake"], "bake is not a stage"),
-        (["run", "CONFIG", "--no-such-option"], "No such option"),
+        (["run", "CONFIG", "--no-such-option"], "has no option --no-such-option"),
+        (["run", "CONFIG", "--lr", "1e-5"], "did you mean --train.lr?"),
+        (["run", "CONFIG", "--learning-rate", "1e-5"], "did you mean --train.lr?"),
+        (["run", "CONFIG", "--fresk"], "--fresh"),
+        (["run", "--config", "CONFIG"], "the file stands by itself"),
+        (["run", "CONFIG", "--launch.nproc", "2"], "did you mean nproc_per_node?"),
+        (["rnu", "CONFIG"], "Did you mean 'run'?"),
+        (["run"], "Missing argument 'CONFIG'"),
+        (["pack", "CONFIG", "--fresh"], "no option --fresh"),
+        (["push", "CONFIG", "--dry-run"], "push has nowhere to go"),
         (["push", "CONFIG"], "push has nowhere to go"),
         (["report", "CONFIG"], "holds no training run"),
         (["artifacts", "show", "feed", "--root", "nowhere"], "nowhere is not a folder"),
@@ -60,8 +70,33 @@ def test_what_the_user_got_wrong_exits_with_2_and_a_message(config, argv, words)
     said = penstock(*[config if each == "CONFIG" else each for each in argv])
     assert said.code == 2
     assert words in said.err
+    assert said.err.startswith("error: ")
     assert said.out == ""
     assert "Traceback" not in said.err
+
+
+def test_what_the_parser_refuses_is_told_as_json_too():
+    said = penstock("run", "CONFIG", "--lr", "1e-5", "--json")
+    assert said.code == 2
+    assert said.last["ok"] is False
+    assert "did you mean --train.lr?" in said.last["error"]["message"]
+
+
+def test_version_is_said_and_completion_is_offered(monkeypatch):
+    assert penstock("--version").out.strip() == __version__
+    assert "_PENSTOCK_COMPLETE" in penstock("--show-completion", "bash").out
+    monkeypatch.setenv("_PENSTOCK_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "penstock pre")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    assert "prepare" in penstock().out
+
+
+def test_a_dry_run_builds_nothing(config, tmp_path):
+    said = penstock("run", config, "--dry-run", "--json")
+    assert said.code == 0
+    assert {verdict["standing"] for verdict in said.last["plan"]} == {"missing"}
+    assert not (tmp_path / "data").exists()
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_failed_stage_exits_with_1_and_a_traceback_only_on_request(config, tmp_path):

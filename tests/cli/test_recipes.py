@@ -87,3 +87,31 @@ def test_what_check_prints_runs_as_it_is(tmp_path):
     copy = tmp_path / "resolved.yaml"
     copy.write_text(printed)
     assert yaml.safe_load(penstock("check", copy).out) == yaml.safe_load(printed)
+
+
+def test_init_brings_samples_where_a_recipe_reads_a_local_file_and_leaves_own_data(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    told = penstock("init", "local", "--json").last
+    assert told["data"] == "data/chat.jsonl"
+    done = penstock("pack", "local.yaml", "--json").last
+    assert done["stages"][0]["facts"]["rows"]["train"] > 200
+    (tmp_path / "local.yaml").unlink()
+    (tmp_path / "data" / "chat.jsonl").write_text("mine\n")
+    assert "data" not in penstock("init", "local", "--json").last
+    assert (tmp_path / "data" / "chat.jsonl").read_text() == "mine\n"
+
+
+def test_init_writes_a_config_for_a_file_of_ones_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"instruction": f"Say {i}", "output": str(i)} for i in range(60)]
+    (tmp_path / "my rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert penstock("init", "my rows.jsonl").out.strip() == "run.yaml"
+    [dataset] = load(tmp_path / "run.yaml").data.datasets
+    assert dataset.path == "my rows.jsonl"
+    done = penstock("pack", "run.yaml", "--model.config_path", "builtin:tiny-qwen3", "--json")
+    assert done.code == 0, done.err
+    again = penstock("init", "my rows.jsonl")
+    assert again.code == 2
+    assert "is there already" in again.err

@@ -100,7 +100,7 @@ def outcome_table(outcomes: "Sequence[Outcome]") -> str:
 def _fail(console: Console, error: BaseException, text: str, code: int) -> int:
     if console.debug:
         sys.stderr.write("".join(traceback.format_exception(error)))
-    console.say(f"error: {text}" if "\n" not in text.split(":")[0] else text)
+    console.say(f"error: {text}")
     console.finish(error={"type": type(error).__name__, "message": text, "exit_code": code})
     return code
 

@@ -5,28 +5,29 @@ What a command needs is imported when it runs: `--help` and a finished pipeline 
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from penstock import __version__
 from penstock.cli.chatting import add_chat
-from penstock.cli.console import Console
+from penstock.cli.console import Console, run
 from penstock.cli.flow import add_flow_commands
 from penstock.cli.looking import add_looking
 from penstock.cli.options import AsJson, Config, Debug, end
 from penstock.cli.serve import add_serving
+from penstock.cli.usage import refuse
 from penstock.config.overrides import Override, split_overrides
 from penstock.core import env
 from penstock.core.errors import ConfigError
 
 app = typer.Typer(
     name="penstock",
-    help="Fine-tune language models: prepare, pack, train, export, push. Each stage is cached.",
     epilog="Any field of the config can be written as --section.field value, for example "
     "--train.lr 2e-5.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -39,6 +40,9 @@ From = Annotated[
     typer.Option("--from", metavar="STAGE", help="Build this stage and all after it again."),
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Move another run's train.output_dir aside.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Only say which stages are done and what would run.")
+]
 NoUpstream = Annotated[
     bool, typer.Option("--no-upstream", help="Fail rather than build what the stage reads.")
 ]
@@ -61,15 +65,39 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        rest, overrides = split_overrides(arguments)
-    except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
-        sys.exit(error.exit_code)
-    _overrides[:] = overrides
-    app(args=rest)
+        rest, _overrides[:] = split_overrides(arguments)
+        sys.exit(app(args=rest, prog_name="penstock", standalone_mode=False))
+    except (ConfigError, typer.TyperException) as error:
+        sys.exit(run(Console("--json" in arguments), partial(refuse, error)))
 
 
-def _wishes(force: list[str], start: str | None, fresh: bool) -> Any:
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_say_version, help="Say it and exit."),
+    ] = False,
+) -> None:
+    """Fine-tune language models: prepare, pack, train, export, push. Each stage is cached."""
+
+
+def _explain(request: Any, console: Console, name: Any = None) -> dict[str, Any]:
+    from penstock.cli.explain import explain
+    from penstock.plan import plan
+
+    run = request.load()
+    if name:
+        plan(run, (name,))  # raises where the run has no such stage
+    return explain(run, console)
+
+
+def _wishes(force: list[str], start: str | None, fresh: bool = False) -> Any:
     from penstock.plan import ORDER, Wishes
 
     for name in (*force, *([start] if start else [])):
@@ -84,16 +112,21 @@ def run_command(
     force: Force = [],  # noqa: B006 - typer reads it and never writes it
     start: From = None,
     fresh: Fresh = False,
+    dry_run: DryRun = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Run the whole pipeline; stages that are done are reused."""
     console = Console(as_json, debug)
 
-    def command() -> None:
+    def command() -> dict[str, Any] | None:
         from penstock.cli.run import Request, run_chain
 
-        run_chain(Request(config, tuple(_overrides)), _wishes(force, start, fresh), console)
+        request, wishes = Request(config, tuple(_overrides)), _wishes(force, start, fresh)
+        if dry_run:
+            return _explain(request, console)
+        run_chain(request, wishes, console)
+        return None
 
     end(console, command)
 
@@ -105,17 +138,21 @@ def _stage_command(name: Any, summary: str) -> None:
         start: From = None,
         fresh: Fresh = False,
         no_upstream: NoUpstream = False,
+        dry_run: DryRun = False,
         as_json: AsJson = False,
         debug: Debug = False,
     ) -> None:
         console = Console(as_json, debug)
 
-        def command() -> None:
+        def command() -> dict[str, Any] | None:
             from penstock.cli.run import Request, run_stage
 
             request = Request(config, tuple(_overrides))
             wishes = _wishes(force, start, fresh)
+            if dry_run:
+                return _explain(request, console, name)
             run_stage(request, name, wishes, console, upstream=not no_upstream)
+            return None
 
         end(console, command)
 
@@ -135,7 +172,6 @@ def prepare(
     ] = None,
     force: Force = [],  # noqa: B006
     start: From = None,
-    fresh: Fresh = False,
     no_upstream: NoUpstream = False,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -148,7 +184,7 @@ def prepare(
         from penstock.cli.shares import prepare_share
 
         request = Request(config, tuple(_overrides))
-        wishes = _wishes(force, start, fresh)
+        wishes = _wishes(force, start)
         if shard is not None:
             prepare_share(request, shard, wishes, console)
         else:
@@ -166,7 +202,6 @@ def pack(
     ] = False,
     force: Force = [],  # noqa: B006
     start: From = None,
-    fresh: Fresh = False,
     no_upstream: NoUpstream = False,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -178,7 +213,7 @@ def pack(
         from penstock.cli.run import Request, run_stage
 
         request = Request(config, tuple(_overrides))
-        wishes = _wishes(force, start, fresh)
+        wishes = _wishes(force, start)
         if dry_run:
             from penstock.cli.packing import compare_packing
 
@@ -258,7 +293,7 @@ def launch(
                 "penstock launch starts the run on this machine, where only the config says how.\n"
                 "  Add --print to see what starts it elsewhere."
             )
-        run_stage(request, "train", _wishes([], None, False), console, upstream=True)
+        run_stage(request, "train", _wishes([], None), console, upstream=True)
         return None
 
     end(console, command)
@@ -272,19 +307,23 @@ add_chat(app, _overrides)
 
 @app.command()
 def init(
-    name: Annotated[str | None, typer.Argument(help="A recipe's name.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME|DATA", help="A recipe's name, or your data.")
+    ] = None,
     listing: Annotated[bool, typer.Option("--list", help="Only list the recipes.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Copy a recipe to NAME.yaml here, to be changed and run."""
-    console = Console()
+    """Copy a recipe to NAME.yaml here, or write run.yaml for a file or folder of data."""
+    console = Console(as_json)
 
-    def command() -> None:
-        from penstock.cli.recipes import copy_recipe, list_recipes
+    def command() -> dict[str, Any]:
+        from penstock.cli.recipes import copy_recipe, init_own, list_recipes, recipes
 
         if name is None or listing:
-            list_recipes(console)
-        else:
-            copy_recipe(name, Path(), console)
+            return list_recipes(console)
+        if name not in recipes() and Path(name).exists():
+            return init_own(Path(name), Path(), console)
+        return copy_recipe(name, Path(), console)
 
     end(console, command)
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.cli.console import Console, outcome_table
+from penstock.cli.summary import print_summary
 from penstock.config.load import load
 from penstock.config.overrides import Override
 from penstock.config.run import RunConfig
@@ -35,6 +36,7 @@ def run_chain(request: Request, wishes: Wishes, console: Console) -> None:
         for step in planned.steps:
             bring(planned, step.stage.name, wishes, console)
     console.result(outcome_table(console.outcomes))
+    print_summary(request.file, console)
 
 
 def run_stage(

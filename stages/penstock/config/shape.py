@@ -175,9 +175,15 @@ def suggestion(path: Steps, root: type[Section] = RunConfig) -> str | None:
     homes = [f"{place}.{name}" for place, one in sections().items() if name in one.model_fields]
     if homes:
         return homes[0]
-    if near := get_close_matches(name, here, 1, NEAR_ENOUGH):
+    if near := get_close_matches(name, here, 1, NEAR_ENOUGH) or _completed(name, here):
         return near[0]
     elsewhere = {field: place for place, one in sections().items() for field in one.model_fields}
     if near := get_close_matches(name, elsewhere, 1, VERY_NEAR):
         return f"{elsewhere[near[0]]}.{near[0]}"
     return None
+
+
+def _completed(name: str, names: list[str]) -> list[str]:
+    """The only one of the names that begins with this one."""
+    found = [each for each in names if each.startswith(name)]
+    return found if len(found) == 1 else []
