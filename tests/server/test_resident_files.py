@@ -6,8 +6,9 @@ PEFT and transformers read what is exported; a model that was never saved judges
 import json
 import resource
 import shutil
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from unittest.mock import patch
 
 import peft
 import pytest
@@ -15,10 +16,12 @@ import torch
 import transformers
 
 from penstock.core.errors import ArtifactError, ConfigError, StageError
+from penstock.engine.checkpoint_state import Trained
 from penstock.engine.hf_folder import save_tensors
 from penstock.engine.resident_files import SAMPLER
 from penstock.engine.resident_sizes import BESIDE, TOKENIZER
 from penstock.engine.residents import UnknownModelError
+from penstock.engine.substrate import Substrate
 from penstock.server.protocol.commands import Close, Export, Load, Open
 from penstock.server.protocol.values import Lora, Optimizer
 from penstock.server.worker.refusals import RefusedError
@@ -227,19 +230,47 @@ def tried(model, out):
     if workers.residents.substrate.ranks.leads:
         remove_digests(out / "kept")
         overwrite_beginning(out / "kept" / "__1_0.distcp")
+    return refused(workers, out / "kept", ArtifactError)
+
+
+def refused(workers, folder, kind):
+    """Losses before and after a load that raises this kind of error, and what it says."""
     look = passing("a", data(2, seed=3), forward_only=True)
     before = workers.do(look).metrics["loss:sum"]
-    try:
-        workers.do(Load(model="a", folder=str(out / "kept"), optimizer=True))
-    except ArtifactError as error:
-        return before, workers.do(look).metrics["loss:sum"], str(error)
-    raise AssertionError("it was loaded")
+    with pytest.raises(kind) as caught:
+        workers.do(Load(model="a", folder=str(folder), optimizer=True))
+    return before, workers.do(look).metrics["loss:sum"], str(caught.value)
 
 
 def test_what_one_rank_cannot_read_is_loaded_on_none(model, tmp_path):
     for before, after, refusal in on_ranks(2, tried, model, tmp_path):
         assert before == after
         assert "cannot be read" in refusal
+
+
+def without_memory(model, out):
+    """The same where one rank has no memory for the optimizer's states, and then for the weights;
+    and the step that a load takes the model to after all."""
+    workers = operations(model, out, data_parallel_mode="fsdp2", data_parallel_shard_size=2)
+    learnt = [opening("a", 8), passing("a", data(4)), stepping("a")]
+    for order in [*learnt, saving("a", out / "kept"), passing("a", data(4)), stepping("a")]:
+        workers.do(order)
+    fault = torch.OutOfMemoryError("no memory is left")
+    is_second = workers.residents.substrate.ranks.rank == 1
+    told = []
+    for its, name in ((Trained, "restore"), (Substrate, "copied")):
+        with patch.object(its, name, side_effect=fault) if is_second else nullcontext():
+            told.append(refused(workers, out / "kept", StageError))
+    workers.do(Load(model="a", folder=str(out / "kept"), optimizer=True))
+    return told, workers.residents.get("a").step
+
+
+def test_a_rank_without_memory_is_a_fault_of_the_load_on_all(model, tmp_path):
+    for told, step in on_ranks(2, without_memory, model, tmp_path):
+        for before, after, fault in told:
+            assert before == after
+            assert fault.startswith("kept cannot be loaded, as rank 1 met OutOfMemoryError: no mem")
+        assert step == 1
 
 
 def test_a_whole_model_whose_checkpoint_is_damaged_begins_anew(model, tmp_path):

@@ -6,9 +6,10 @@ wide the base's tensors are.
 
 import hashlib
 import json
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,8 @@ from penstock.engine.resident_ranks import cut_to, rank_dim
 from penstock.engine.resident_sizes import Sizes, sizes_of
 from penstock.engine.residents import Resident, Residents
 from penstock.engine.resume import require_whole
+
+LOG = logging.getLogger(__name__)
 
 OF_MODEL = "model"
 """In `state.json`: what the model was."""
@@ -80,8 +83,9 @@ class Resting:
         gradients were gathered is forgotten. An adapter counts as strongly as it did there.
 
         Raises ArtifactError for what is no complete checkpoint, or one of something else: nothing
-        has changed then. Where its files are damaged nothing has changed of a model that shares the
-        base, and one that has all of it begins anew.
+        has changed then. Where its files are damaged, or StageError is raised as one of the ranks
+        met another fault, nothing has changed of a model that shares the base, and one that has all
+        of it begins anew.
         """
         resident = self.residents.get(name)
         state = self._read(resident, folder, "read" if optimizer else "passed over")
@@ -121,15 +125,16 @@ class Resting:
         try:
             require_whole(folder, self._ranks)
             return self._read_verified(resident, folder, states)
-        except ArtifactError as error:
+        except (ArtifactError, StageError) as error:
             # Where the server keeps it is no concern of clients.
-            raise ArtifactError(str(error).replace(str(folder), folder.name)) from error
+            raise type(error)(str(error).replace(str(folder), folder.name)) from error
 
     def _read_verified(self, resident: Resident, folder: Path, states: States) -> dict[str, Any]:
-        state = read_state(folder)
-        self._require_alike(resident, folder, state)
-        if states == "read":
-            _require_optimizer(resident, folder, state)
+        with self._in_agreement(folder):
+            state = read_state(folder)
+            self._require_alike(resident, folder, state)
+            if states == "read":
+                _require_optimizer(resident, folder, state)
         residents, substrate = self.residents, self.residents.substrate
         strong = resident.adapter
         if strong and (alpha := state.get(OF_MODEL, {}).get("alpha")) is not None:
@@ -138,26 +143,49 @@ class Resting:
         residents.enter(resident.name)
         # Of a whole model there may be no room for another one beside it.
         is_small = substrate.sharing == "adapters"
-        before = (substrate.copied(resident.trained), resident.optimizer) if is_small else None
-        residents.renew_optimizer(resident)
-        fault: ArtifactError | None = None
+        with self._in_agreement(folder):
+            before = (substrate.copied(resident.trained), resident.optimizer) if is_small else None
         try:
-            self._checkpoints(resident, folder).load(folder, states=states)
-        except ArtifactError as error:
-            fault = error
-        substrate.settle()
-        if self._ranks.anywhere(fault is not None):
+            with self._in_agreement(folder):
+                residents.renew_optimizer(resident)
+                self._checkpoints(resident, folder).load(folder, states=states)
+        except (ArtifactError, StageError):
+            substrate.settle()
             if before:
                 weights, resident.optimizer = before
                 substrate.put(resident.trained, weights)
             else:
                 residents.begin_anew(resident)
-            raise fault or ArtifactError(
-                f"{folder.name} cannot be read on another rank.\n  Take another checkpoint."
-            )
+            raise
+        substrate.settle()
         if strong:
             residents.give(resident, strong)
         return state
+
+    @contextmanager
+    def _in_agreement(self, folder: Path) -> Generator[None]:
+        """Around what each rank does by itself of reading a checkpoint: where it fails on one, be
+        it for want of memory, all raise what the first of those met, an ArtifactError or
+        StageError."""
+        fault = None
+        try:
+            yield
+        except ArtifactError as error:
+            fault = (True, str(error))
+        except Exception as error:
+            LOG.exception("%s cannot be loaded on rank %d", folder, self._ranks.rank)
+            fault = (False, f"{type(error).__name__}: {error}")
+        found = self._ranks.gather(fault)
+        faults = [(rank, *each) for rank, each in enumerate(found) if each is not None]
+        if not faults:
+            return
+        rank, is_of_files, why = faults[0]
+        if is_of_files:
+            raise ArtifactError(why)
+        raise StageError(
+            f"{folder.name} cannot be loaded, as rank {rank} met {why}\n"
+            "  Load it again; the log of the workers tells more."
+        )
 
     def _checkpoints(self, resident: Resident, folder: Path) -> Checkpoints:
         trained = self._trained(resident, states="saved")
