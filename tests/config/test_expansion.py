@@ -1,6 +1,8 @@
 """Variables and `~` in paths, judged by a shell."""
 
+import re
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.config.expansion import DATASET_FIELDS, PATH_FIELDS, expand
+from penstock.config.expansion import DATASET_FIELDS, PATH_FIELDS, SERVER_PATH_FIELDS, expand
 from penstock.config.load import load
 from penstock.config.overrides import Override
 from penstock.config.run import RunConfig
-from penstock.config.shape import annotation_at
+from penstock.config.server import ServerConfig
+from penstock.config.server_load import load_server
+from penstock.config.shape import annotation_at, sections
 from penstock.core.errors import ConfigError
 
 
@@ -79,3 +83,33 @@ def test_every_path_field_is_a_setting() -> None:
     for name in names:
         path = tuple(int(step) if step.isdecimal() else step for step in name.split("."))
         assert annotation_at(path, RunConfig) is not None, name
+
+
+NAMED_AS_A_PLACE = re.compile(r"(^|_)(path|dir|file|files|folder|url|uri)$")
+
+
+def test_every_setting_named_as_a_path_or_an_address_is_expanded() -> None:
+    def places(fields: Iterable[str]) -> set[str]:
+        return {name for name in fields if NAMED_AS_A_PLACE.search(name)}
+
+    of_runs = {
+        f"{section}.{name}"
+        for section, settings in sections().items()
+        for name in places(settings.model_fields)
+    }
+    assert of_runs == PATH_FIELDS | {f"data.datasets[].{name}" for name in DATASET_FIELDS}
+    assert places(ServerConfig.model_fields) == SERVER_PATH_FIELDS
+
+
+def test_a_servers_file_and_its_overrides_are_expanded(tmp_path: Path, monkeypatch: Any) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text("model_path: ${MODELS:-/models}/small\noutput_dir: ~/out\n")
+    monkeypatch.delenv("MODELS", raising=False)
+    monkeypatch.setenv("PLACE", "/somewhere")
+    keys = Override("server.api_keys_file", "$PLACE/keys")
+    config = load_server(file, [keys])
+    assert (config.model_path, config.output_dir) == ("/models/small", str(Path.home() / "out"))
+    assert config.api_keys_file == "/somewhere/keys"
+    file.write_text("model_path: ${MODELS}/small\n")
+    with pytest.raises(ConfigError, match=r"server.yaml:1: model_path: \$\{MODELS\} is not set"):
+        load_server(file)

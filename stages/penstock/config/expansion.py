@@ -4,7 +4,7 @@ Expanded once, when a file is read: keys, manifests and `penstock check` have wh
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +17,13 @@ PATH_FIELDS = frozenset(
         *("model.model_path", "model.config_path", "model.tokenizer_path"),
         *("lora.init_adapter_path", "data.dataset_prepared_path", "pipeline.artifacts_path"),
         *("train.output_dir", "train.load_checkpoint_path", "train.init_checkpoint_path"),
-        *("train.log_dir", "train.profile_trace_dir", "push.url"),
+        *("train.log_dir", "train.profile_trace_dir", "train.mlflow_tracking_uri", "push.url"),
+    }
+)
+SERVER_PATH_FIELDS = frozenset(
+    {
+        *("model_path", "config_path", "tokenizer_path", "output_dir", "load_checkpoint_path"),
+        "api_keys_file",
     }
 )
 DATASET_LISTS = ("datasets", "test_datasets", "decontaminate_datasets")
@@ -65,9 +71,19 @@ def expand(text: str) -> str:
 
 
 def expand_paths(settings: Mapping[str, Any]) -> list[Fault]:
-    """Expand every path setting in place; what could not be expanded is a fault, and stays."""
+    """Expand a run's path settings in place; what could not be expanded is a fault, and stays."""
+    return _expand(_places(settings))
+
+
+def expand_server_paths(settings: dict[str, Any]) -> list[Fault]:
+    """The same of a training server's settings, which have no sections."""
+    names = sorted(SERVER_PATH_FIELDS & settings.keys())
+    return _expand((settings, name, (name,)) for name in names)
+
+
+def _expand(places: Iterable[tuple[dict[str, Any], str, Steps]]) -> list[Fault]:
     faults: list[Fault] = []
-    for holder, key, path in _places(settings):
+    for holder, key, path in places:
         try:
             typed = holder[key]
             if isinstance(typed, str):

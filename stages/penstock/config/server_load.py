@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock.config.dialects.known import recognised
 from penstock.config.dialects.server import SERVER
+from penstock.config.expansion import expand_server_paths
 from penstock.config.judge import touches, valid
 from penstock.config.load import document_of
 from penstock.config.overrides import Override, apply
@@ -50,7 +51,9 @@ def load_server(
     ]
     given = [as_meant(option, ServerConfig) for option in options]
     values, refused = apply(document.value, given)
+    unexpanded = expand_server_paths(values)
     config, faults = valid(values, ServerConfig)
+    faults += unexpanded
     found = judged(config)
     faults += [fault for fault in found.faults if not touches(fault, faults)]
     require_none([*Teller(document, options, path).of(faults, refused), *stray])
