@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.server.orchestrator import lane
+from penstock.server.orchestrator import queue as queues
 from penstock.server.orchestrator.errands import Errand
 from penstock.server.orchestrator.lane import KEPT
 from penstock.server.orchestrator.queue import Queue
@@ -215,7 +215,7 @@ def test_where_numbers_were_lost_with_who_asked_for_them_the_lowest_there_is_goe
 
 
 def test_another_queue_knows_what_was_done_and_the_last_of_how_it_ended(monkeypatch):
-    monkeypatch.setattr(lane, "LEFT_BYTES", 2 * 1024)
+    monkeypatch.setattr(queues, "LEFT_BYTES", 2 * 1024)
     queue, other = Queue(30.0), Queue(30.0)
     for seq in (1, 2, 3, 4):
         queue.put(errand("m", seq))
@@ -232,6 +232,20 @@ def test_another_queue_knows_what_was_done_and_the_last_of_how_it_ended(monkeypa
     assert other.take() is None
     other.put(errand("m", 5))
     assert [taken.seq for taken in drain(other)] == [5, 6]
+
+
+def test_models_share_the_room_for_what_is_left_and_each_leaves_its_last(monkeypatch):
+    monkeypatch.setattr(queues, "LEFT_BYTES", 6 * 1024)
+    queue = Queue(30.0)
+    for models, count in ((2, 3), (3, 2), (8, 1)):
+        for number in range(models):
+            for seq in (1, 2, 3):
+                queue.put(errand(f"{number} of {models}", seq))
+        drain(queue)
+        kept = [[each.seq for each in its.ended] for its in queue.left().values()]
+        assert kept == [[1, 2, 3][-count:]] * models
+        for number in range(models):
+            queue.forget(f"{number} of {models}")
 
 
 def test_clients_are_answered_in_order_whatever_order_they_ask_in(tmp_path):

@@ -23,9 +23,6 @@ KEPT = 64
 KEPT_BYTES = 16 << 20
 """The oldest of them are dropped beyond it."""
 
-LEFT_BYTES = 4 << 20
-"""Of outcomes of a model that are left to the next process; the last one in any case."""
-
 SETTLING = 1.0
 """Seconds in which lower numbers may still come before the lowest that is there is taken as the
 next one, where it is not known which number that is."""
@@ -172,10 +169,11 @@ class Lane:
         self._pass(errand, errand.outcome)
         return errand
 
-    def left(self) -> LaneLeft:
-        """What the lane of a process to come is to know: the last outcomes."""
+    def left(self, room: int) -> LaneLeft:
+        """What the lane of a process to come is to know: the last outcomes, of up to `room` bytes,
+        and the last one in any case."""
         total = itertools.accumulate(kept.bytes for kept in reversed(self._kept.values()))
-        count = max(1, sum(size <= LEFT_BYTES for size in total))
+        count = max(1, sum(size <= room for size in total))
         ended = [
             Ended(seq=seq, kind=kept.kind.__name__, end=told("", kept.outcome))
             for seq, kept in list(self._kept.items())[-count:]

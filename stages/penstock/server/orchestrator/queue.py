@@ -12,6 +12,10 @@ from penstock.server.orchestrator.lane import Lane
 from penstock.server.orchestrator.records import LaneLeft
 from penstock.server.orchestrator.refusals import RefusedError
 
+LEFT_BYTES = 128 << 20
+"""Of outcomes that are left to the next process, in equal shares of the models; the last one of
+each in any case."""
+
 
 class Queue:
     """Errands that have not ended. One is under way at a time, or several of drawing."""
@@ -160,7 +164,8 @@ class Queue:
 
     def left(self) -> dict[str, LaneLeft]:
         """What the queue of a process to come is to know of each model."""
-        return {model: lane.left() for model, lane in self._lanes.items()}
+        room = LEFT_BYTES // max(1, len(self._lanes))
+        return {model: its.left(room) for model, its in self._lanes.items()}
 
     def go_on_from(self, model: str, left: LaneLeft) -> None:
         """Know what another queue had left of this model."""
