@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -51,6 +52,21 @@ def test_every_stage_runs_once_and_is_reused(done):
     assert again == dict.fromkeys(("prepare", "pack", "train", "export"), "cached")
     one = statuses(done_well("pack", config))
     assert one == {"prepare": "cached", "pack": "cached"}
+
+
+def test_a_run_ends_with_its_model_its_numbers_and_the_next_command(done):
+    folder, config, first = done
+    result, facts = first["result"], first["stages"][2]["facts"]
+    assert (Path(result["model"]) / "config.json").is_file()
+    assert result["report"] == str(folder / "out" / "report.html")
+    records = (folder / "out" / "metrics.jsonl").read_text().splitlines()
+    assert result["first_loss"] == json.loads(records[0])["loss"] != result["final_loss"]
+    assert {name: result[name] for name in facts} == facts
+    assert result["next"] == f"penstock chat {config}"
+    again = penstock("run", config, "--pipeline.name", "another name")
+    for text in (result["model"], result["report"], f"{result['steps']} steps"):
+        assert text in again.out
+    assert f"penstock chat {config} --pipeline.name 'another name'" in again.out
 
 
 def test_the_report_of_a_run_tells_of_its_data(done):

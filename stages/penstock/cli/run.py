@@ -36,7 +36,7 @@ def run_chain(request: Request, wishes: Wishes, console: Console) -> None:
         for step in planned.steps:
             bring(planned, step.stage.name, wishes, console)
     console.result(outcome_table(console.outcomes))
-    print_summary(request.file, console)
+    print_summary(request.file, request.overrides, console)
 
 
 def run_stage(

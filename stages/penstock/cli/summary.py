@@ -1,28 +1,34 @@
 """How `penstock run` ends: model, report, the numbers of training, and the next command."""
 
 import json
+import shlex
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from penstock.cli.console import Console
+from penstock.config.overrides import Override
 from penstock.core.store import Outcome
 
 METRICS, REPORT = "metrics.jsonl", "report.html"
 
 
-def print_summary(config: Path, console: Console) -> None:
+def print_summary(config: Path, overrides: Sequence[Override], console: Console) -> None:
     """Print what came of a whole run; the closing object has it as `result`."""
     done = {outcome.stage: outcome for outcome in console.outcomes}
     result = run_result(done)
+    if result["model"]:
+        typed = [word for one in overrides for word in (one.option, one.text)]
+        result["next"] = shlex.join(["penstock", "chat", str(config), *typed])
     console.more["result"] = result
     rows = [(name, str(result[name])) for name in ("model", "report") if result[name]]
     if "train" in done:
         rows.append(("train", training_numbers(result)))
     if "push" in done:
         rows.append(("pushed", done["push"].where))
-    if result["model"]:
-        rows.append(("next", f"penstock chat {config}"))
+    if "next" in result:
+        rows.append(("next", result["next"]))
     console.result("\n".join(f"{name:7}  {text}" for name, text in rows))
 
 
