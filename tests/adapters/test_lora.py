@@ -177,6 +177,13 @@ def test_merging_rounds_once_to_the_weights_dtype():
     torch.testing.assert_close(got, exact.bfloat16(), atol=0, rtol=2**-8)
 
 
+def test_rows_that_are_changed_by_themselves_become_what_they_become_among_all():
+    weight, a, b = (torch.randn(size) for size in ((8, 6), (2, 6), (8, 2)))
+    change = Change(Product(b, a, 0.5), magnitude=torch.arange(1.0, 9.0))
+    apart = [change.made_of(weight[start : start + 3], start) for start in (0, 3, 6)]
+    torch.testing.assert_close(torch.cat(apart), change.made_of(weight))
+
+
 @BOTH
 def test_training_starts_at_the_base_model(merge_qkv):
     pair = twins("qwen3", merge_qkv=merge_qkv)
