@@ -22,6 +22,7 @@ from penstock.core.source import pin_tokenizer
 from penstock.core.stage import Artifact, key_of, short
 from penstock.core.store import Cache, Outcome, Step, lookup, obtain, realize
 from penstock.core.urls import is_url, joined
+from penstock.costs.machines import slow_bfloat16
 from penstock.engine.origin import Origin
 from penstock.export.links import link_exported
 from penstock.export.stage import Export, ExportSettings
@@ -106,6 +107,7 @@ def plan(
             raise no_reference(run)
         if needs(wanted, "train"):
             steps.append(train_step(run, packed, origin, ranks, prepared, reference))
+            notes += precision_notes(run, steps[-1])
         if refusal and lookup(steps[-1]) is None:
             raise refusal
         if needs(wanted, "export"):
@@ -113,6 +115,12 @@ def plan(
     if needs(wanted, "push"):
         steps.append(push_step(run, steps[-1].artifact))
     return Plan(run, tuple(steps), notes)
+
+
+def precision_notes(run: RunConfig, train: Step) -> tuple[str, ...]:
+    """That a run which is to train would be faster in float32, if that was measured here."""
+    note = slow_bfloat16() if run.train.computes_in == "bfloat16" else None
+    return (f"train: {note}",) if note and lookup(train) is None else ()
 
 
 def needs(wanted: tuple[str, ...], name: str) -> bool:

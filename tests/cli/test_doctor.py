@@ -3,7 +3,11 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 
 from penstock.cli.doctor import OPTIONAL, REQUIRED, measured, optional, required
-from penstock.costs.machines import machine_here
+from penstock.config.load import load
+from penstock.core.gpus import names_of_gpus
+from penstock.costs.machines import machine_here, remember
+from penstock.plan import plan
+from tests.cli.command import small_run
 
 GOOD = {
     "torch": "2.13.0+cpu",
@@ -79,3 +83,17 @@ def test_a_measured_machine_is_remembered_by_what_computes(monkeypatch, tmp_path
     # Anything that runs this multiplies more than a hundred million numbers a second.
     assert all(speed > 1e8 for speed in machine.speeds.values())
     assert half.speeds["fp32"] == machine.speeds["fp32"] / 2
+
+
+@pytest.mark.parametrize(
+    ("bf16", "mixed", "said"), [(1e9, True, True), (1e9, False, False), (3e9, True, False)]
+)
+def test_a_run_in_bfloat16_where_that_was_measured_to_be_slower_is_told_so_once(
+    bf16, mixed, said, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("PENSTOCK_CACHE_HOME", str(tmp_path / "cache"))
+    config = small_run(tmp_path, train={"enable_mixed_precision": mixed})
+    assert not plan(load(config)).notes
+    remember({"name": None, "fp32": 2e9, "bf16": bf16, "bandwidth": 1e9})
+    told = [note for note in plan(load(config)).notes if "2.0 x slower than float32" in note]
+    assert len(told) == (said and not names_of_gpus())

@@ -17,7 +17,7 @@ from penstock import __version__
 from penstock.cli.console import Console, table
 from penstock.core import env
 from penstock.core.errors import CapabilityError
-from penstock.costs.machines import remember
+from penstock.costs.machines import remember, slow_bfloat16
 
 Standing = Literal["ok", "absent", "wrong"]
 
@@ -92,9 +92,9 @@ def measured() -> list[Finding]:
         return [Finding("speed", "wrong", last[:100], "reinstall torch for this machine")]
     found = json.loads(done.stdout.splitlines()[-1])
     name = remember(found)
-    products = ", ".join(f"{found[one] / 1e9:,.0f} GFLOP/s in {one}" for one in ("bf16", "fp32"))
+    products = ", ".join(f"{found[one] / 1e9:.3g} GFLOP/s in {one}" for one in ("bf16", "fp32"))
     seen = f"{name}: {products}, memory {found['bandwidth'] / 1e9:,.0f} GB/s"
-    return [Finding("speed", "ok", seen)]
+    return [Finding("speed", "ok", seen, slow_bfloat16() or "")]
 
 
 def _system() -> list[Finding]:

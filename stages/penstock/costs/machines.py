@@ -108,6 +108,18 @@ def measured() -> Mapping[str, dict[str, Any]]:
         return {}
 
 
+def slow_bfloat16() -> str | None:
+    """What to write where products in bfloat16 were measured to be slower here than in float32, as
+    on processors with AVX2 alone; None on GPUs, and where nobody has measured."""
+    told = None if names_of_gpus() else measured().get(_cpu())
+    if not told or told["bf16"] >= told["fp32"]:
+        return None
+    return (
+        f"bfloat16 is {told['fp32'] / told['bf16']:.1f} x slower than float32 on this CPU "
+        "(measured); train.enable_mixed_precision: false trains in float32"
+    )
+
+
 def remember(found: Mapping[str, Any]) -> str:
     """Keep what was measured of this machine, for plans; returns its name."""
     name = found.get("name") or _cpu()
