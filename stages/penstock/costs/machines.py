@@ -25,6 +25,9 @@ NETWORK = 50 * GB
 IN_A_MACHINE = 8
 """Accelerators of a machine, where nobody says."""
 
+BFLOAT16_UNITS = {"avx512_bf16", "amx_bf16", "bf16"}
+"""What Linux calls them, on x86-64 and on Arm."""
+
 REACHED: Mapping[Literal["measured", "tabled"], float] = {"measured": 0.55, "tabled": 0.5}
 """The share of a speed that a layer's products reach: of square products that were measured, and
 of what a data sheet promises, which no product reaches."""
@@ -109,15 +112,26 @@ def measured() -> Mapping[str, dict[str, Any]]:
 
 
 def slow_bfloat16() -> str | None:
-    """What to write where products in bfloat16 were measured to be slower here than in float32, as
-    on processors with AVX2 alone; None on GPUs, and where nobody has measured."""
-    told = None if names_of_gpus() else measured().get(_cpu())
-    if not told or told["bf16"] >= told["fp32"]:
+    """What to write where products in bfloat16 are slower here than in float32: as measured, else
+    where the processors have no units for them, as with AVX2 alone. None on GPUs."""
+    if names_of_gpus():
         return None
-    return (
-        f"bfloat16 is {told['fp32'] / told['bf16']:.1f} x slower than float32 on this CPU "
-        "(measured); train.enable_mixed_precision: false trains in float32"
-    )
+    told = measured().get(_cpu())
+    if told and told["bf16"] >= told["fp32"]:
+        return None
+    if told:
+        slower = f"{told['fp32'] / told['bf16']:.3g} x slower than float32 on this CPU (measured)"
+    elif _has_bfloat16_units():
+        return None
+    else:
+        slower = "many times slower than float32 on this CPU, which has no units for it"
+    return f"bfloat16 is {slower}; train.enable_mixed_precision: false trains in float32"
+
+
+def _has_bfloat16_units() -> bool:
+    """Whether the processors say that they have; those that say nothing may."""
+    lines = [line for line in _cpuinfo() if line.startswith(("flags", "Features"))]
+    return not lines or bool(BFLOAT16_UNITS & set(lines[0].split()))
 
 
 def remember(found: Mapping[str, Any]) -> str:
@@ -133,12 +147,16 @@ def _file() -> Path:
 
 def _cpu() -> str:
     """This machine's processors by kind and number: other numbers are other speeds."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
+    lines = _cpuinfo()
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return f"{next(models, platform.processor() or platform.machine())} x {env.num_processors()}"
+
+
+def _cpuinfo() -> list[str]:
+    try:
+        return Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return []
 
 
 def _memory() -> float | None:
