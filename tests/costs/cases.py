@@ -19,6 +19,11 @@ Case = Mapping[str, Any]
 CASES: Mapping[str, Case] = {
     "activations": {"lengths": LONG},
     "recomputed": {"lengths": LONG, "enable_gradient_checkpointing": True},
+    "recomputed in full precision": {
+        "lengths": LONG,
+        "enable_gradient_checkpointing": True,
+        "enable_mixed_precision": False,
+    },
     "full precision": {"lengths": LONG, "enable_mixed_precision": False},
     "whole weights": {"lengths": LONG, "data_parallel_mode": "none"},
     "a large vocabulary": {"lengths": [256, 256], "hf": {"vocab_size": 32_768}},
@@ -46,4 +51,5 @@ CASES: Mapping[str, Case] = {
 """Settings of `train`, but for: documents of a row, what is other about the model, ranks, and the
 section `lora`."""
 
-QUICK = ("recomputed", "experts")
+QUICK = ("recomputed in full precision", "experts in full precision")
+"""On processors without bfloat16 units the others take minutes, and torch's scratch is another."""

@@ -195,6 +195,8 @@ def test_every_field_of_fp8_decides_what_is_rounded(folder):
 # Numbers that fall on the other side of a tie make what follows another by a rounding; a scale of
 # less than all changes every number that is small for it.
 LIMIT = 1e-4
+COARSE = 2.0**-4
+"""What one value of 3 bits may be off when it is rounded on another grid."""
 ALONE: dict[str, Any] = {"data_parallel_mode": "none"}
 LAYOUTS = {
     "tp 2": {"tp": 2, "sequence_parallel": True},
@@ -245,11 +247,13 @@ def test_a_layout_rounds_as_one_process_does(names, folder):
     found = on_ranks(2, each, traced_and_watched, jobs, timeout=200)[0]
     for name, settings in chosen.items():
         (trace, scales), (one, its_scales) = found[name], want[alone(settings).name]
-        assert trace.losses == pytest.approx(one.losses, rel=1e-4), name
-        assert far_in_all(trace.gradients[0], one.gradients[0]) < LIMIT, name
-        # A rounding more may reach the next power of two.
+        # A sum in another order may carry a largest value over a power of two: the scale doubles,
+        # and its tensor rounds on another grid. No other difference is allowed.
         others_ = sum(a != b for a, b in zip(scales, its_scales, strict=True))
         assert others_ <= 0.01 * len(scales), name
+        assert trace.losses == pytest.approx(one.losses, rel=5e-4 if others_ else 1e-4), name
+        limit = COARSE if others_ else LIMIT
+        assert far_in_all(trace.gradients[0], one.gradients[0]) < limit, name
         assert bool(scales) is (settings.get("recipe", "tensorwise") == "tensorwise")
 
 
