@@ -17,6 +17,7 @@ from penstock.config.run import RunConfig
 from penstock.config.server import ServerConfig
 from penstock.config.server_load import load_server
 from penstock.config.shape import annotation_at, sections
+from penstock.core.allowed_env import is_secret
 from penstock.core.errors import ConfigError
 
 
@@ -76,6 +77,14 @@ def test_unset_variables_and_secrets_are_refused_by_name(
     with pytest.raises(ConfigError, match=says) as caught:
         load(written(tmp_path, f"https://x/${{{name}}}/rows.jsonl"))
     assert "hf_hidden" not in str(caught.value)
+
+
+def test_credentials_are_told_from_settings_by_their_names():
+    secret = "HF_TOKEN WANDB_API_KEY AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY GITHUB_PAT DB_PWD"
+    more = "GOOGLE_APPLICATION_CREDENTIALS MY_PASSPHRASE AZURE_STORAGE_CONNECTION_STRING NETRC"
+    assert all(map(is_secret, [*secret.split(), *more.split()]))
+    plain = "AWS_REGION WANDB_PROJECT GOOGLE_CLOUD_PROJECT MLFLOW_TRACKING_URI PWD MAX_TOKENS PATH"
+    assert not any(map(is_secret, plain.split()))
 
 
 def test_every_path_field_is_a_setting() -> None:

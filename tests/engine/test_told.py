@@ -180,6 +180,14 @@ def test_a_loss_stands_out_once_and_only_from_many():
     assert not any(map(LossWatch(0).see, [*usual, 1e9]))
 
 
+def test_losses_that_are_nearly_zero_do_not_stand_out_for_being_many_times_their_median():
+    watch = LossWatch(6.0)
+    falling = [5.8 * 0.93**step for step in range(200)]
+    assert not any(map(watch.see, falling))
+    assert not any(map(watch.see, [0.01, 0.12, 0.01, 0.15, 0.01]))
+    assert watch.see(0.6)
+
+
 def spike(rank_with_the_spike):
     """What is said on this rank of a step that was dear on one of them."""
     ranks = join(60)

@@ -40,7 +40,8 @@ PREFIXES = _names(
     """
 )
 SECRET = re.compile(
-    r"(^|_)(TOKEN(_PATH)?|TOKENS|KEYS?|SECRETS?|PASSWORD|PASSWD|JWT|CREDENTIALS?)(_ID)?$",
+    r"(^|_)(TOKEN(_PATH)?|(?<!MAX_)(?<!MIN_)(?<!NUM_)TOKENS|KEYS?|SECRETS?|PASSWORD|PASSWD"
+    r"|PASSPHRASE|PAT|JWT|CREDENTIALS?|CONNECTION_STRING|SAS)(_ID)?$|._PWD$|^NETRC$",
     re.IGNORECASE,
 )
 """Ends of names that stay behind although the name begins as one of PREFIXES."""
@@ -68,5 +69,10 @@ def serves(name: str, purposes: Collection[Purpose]) -> bool:
 
 
 def is_secret(name: str) -> bool:
-    """Whether the variable may hold what not every process is to know."""
-    return bool(SECRET.search(name)) or any(map(name.startswith, OF_PURPOSE.values()))
+    """Whether the variable, by its name, holds a credential."""
+    return bool(SECRET.search(name))
+
+
+def is_private(name: str) -> bool:
+    """Whether not every process is to know the variable: a credential, or an account's settings."""
+    return is_secret(name) or any(map(name.startswith, OF_PURPOSE.values()))

@@ -6,7 +6,7 @@ from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from penstock.core.allowed_env import Purpose, is_allowed, is_secret, serves
+from penstock.core.allowed_env import Purpose, is_allowed, is_private, serves
 from penstock.core.errors import ConfigError
 
 
@@ -238,7 +238,7 @@ def require_variables(names: Collection[str], field: str) -> None:
 def forget_secrets(purposes: Collection[Purpose] = ()) -> None:
     """Drop the secrets that are for no purpose of this process, which `multiprocessing` started:
     it hands on all there is."""
-    for name in [name for name in os.environ if is_secret(name) and not serves(name, purposes)]:
+    for name in [name for name in os.environ if is_private(name) and not serves(name, purposes)]:
         del os.environ[name]
 
 

@@ -20,6 +20,9 @@ DEVIATIONS_PER_DISTANCE = 1.4826
 LEAST = 0.02
 """A standard deviation counts as this share of the median, at least: where losses hardly move, no
 small change stands out."""
+LEAST_OF_START = 0.01
+"""And as this share of the median of the first losses: near zero, where data are learnt by heart,
+losses of single rows are many times their median and mean nothing."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class LossWatch:
         """`threshold` in standard deviations; with 0 nothing stands out."""
         self._threshold = threshold
         self._seen: deque[float] = deque(maxlen=REMEMBERED)
+        self._start: float | None = None
         self._is_up = False
 
     def see(self, loss: float) -> Spike | None:
@@ -52,7 +56,9 @@ class LossWatch:
         if self._threshold and len(seen) >= ENOUGH:
             usual = median(seen)
             distance = median(abs(one - usual) for one in seen)
-            deviation = max(DEVIATIONS_PER_DISTANCE * distance, LEAST * abs(usual), 1e-12)
+            self._start = abs(usual) if self._start is None else self._start
+            least = max(LEAST * abs(usual), LEAST_OF_START * self._start, 1e-12)
+            deviation = max(DEVIATIONS_PER_DISTANCE * distance, least)
             above = (loss - usual) / deviation
             if above >= self._threshold:
                 found = Spike(loss, usual, above)
