@@ -63,6 +63,12 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         {"lr_min": 1e-6},
     ),
     (
+        {"lr_decay_style": "wsd", "lr": 1e-5, "lr_min": 1e-4},
+        "lr_min",
+        "the wsd decay would rise",
+        {"lr_min": 1e-6},
+    ),
+    (
         {"lr_warmup_steps": 5, "lr_warmup_ratio": 0.1},
         "lr_warmup_ratio",
         "leave one of the two out",

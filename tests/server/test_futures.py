@@ -119,6 +119,18 @@ def test_the_same_request_sent_twice_is_done_once():
     run(scenario())
 
 
+def test_one_idempotency_key_on_two_calls_names_two_requests():
+    async def scenario():
+        async with client() as (http, engine):
+            key = {"X-Idempotency-Key": "again"}
+            body = {"model_id": "default", "forward_backward_input": {"data": [sample(range(4))]}}
+            computed = await http.post("/api/v1/forward_backward", json=body, headers=key)
+            assert computed.json()["request_id"] != await step(http, headers=key)
+            assert len(engine.asks) == 2
+
+    run(scenario())
+
+
 def test_the_same_request_sent_twice_at_once_is_done_once():
     async def scenario():
         async with client() as (http, engine):
