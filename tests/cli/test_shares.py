@@ -82,11 +82,11 @@ def test_a_share_that_there_is_none_of_is_refused(share, tmp_path):
     assert not (tmp_path / "prepared").exists()
 
 
-@pytest.mark.parametrize("word", ["--fresh", "--force=prepare", "--from=prepare"])
+@pytest.mark.parametrize("word", ["--force=prepare", "--from=prepare"])
 def test_a_share_builds_nothing_again(word, tmp_path):
     said = penstock("prepare", several_files(tmp_path), "--shard", "1/2", word)
     assert said.code == 2
-    assert "none of --force, --from and --fresh" in said.err
+    assert "neither --force nor --from" in said.err
 
 
 def test_there_is_no_share_of_data_that_is_taken_as_it_is(tmp_path):

@@ -50,7 +50,7 @@ def prepare_share(request: Request, text: str, wishes: Wishes, console: Console)
     share = Share.parse(text)
     if wishes != Wishes():
         raise ConfigError(
-            "--shard does what is missing, so it goes with none of --force, --from and --fresh.\n"
+            "--shard does what is missing, so it goes with neither --force nor --from.\n"
             "  Leave them out; to build again, give them to the penstock prepare that comes last."
         )
     step = plan(request.load(), ("prepare",)).step("prepare")
