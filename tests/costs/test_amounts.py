@@ -1,8 +1,10 @@
 """Steps that are told before a run, beside those of the batches that it takes."""
 
+import json
 from fractions import Fraction
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig
@@ -12,7 +14,13 @@ from penstock.costs.amounts import Data, length_of, work_of
 from penstock.models.cost import Work
 from penstock.models.registry import family_of
 from penstock.rows.batches import Batches
+from tests.cli.command import penstock, small_run
 from tests.config.values import smallest
+
+CHAT = [
+    {"role": "user", "content": "What is a penstock? " * 3},
+    {"role": "assistant", "content": "A gate, and the pipe behind it. " * 5},
+]
 
 
 @given(
@@ -65,3 +73,31 @@ def test_a_step_compares_tokens_within_documents_as_long_as_the_datas():
     want = Work.of(config, [60] * 12, logits=12 * 30)
     assert work_of(config, run, data, 3) == want
     assert work_of(config, run, None, 3) == Work.of(config, [256] * 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "type_", "lines"),
+    [
+        ("rows.jsonl", "chat", [json.dumps({"messages": CHAT}) + "\n"] * 400),
+        ("rows.json", "chat", [json.dumps([{"messages": CHAT}] * 400, indent=1)]),
+        (
+            "rows.csv",
+            "alpaca",
+            ["instruction,output\n", *(400 * [f'"{"ask " * 12}",{"tell " * 9}\n'])],
+        ),
+        ("rows.txt", "text", [f"{'a line of words ' * 6}\n"] * 400),
+    ],
+)
+def test_data_that_is_not_prepared_is_estimated_from_its_first_records(
+    name, type_, lines, tmp_path
+):
+    (tmp_path / name).write_text("".join(lines))
+    dataset = {"path": str(tmp_path / name), "type": type_}
+    config = small_run(tmp_path, data={"datasets": [dataset], "dataset_num_proc": 1})
+    found = []
+    for _ in range(2):
+        found.append(penstock("plan", config, "--json").last["costs"]["length"])
+        penstock("prepare", config)
+    before, after = found
+    assert 0.6 < before["steps"] / after["steps"] < 1.6
+    assert 0.6 < before["tokens"] / after["tokens"] < 1.6

@@ -21,7 +21,7 @@ from penstock.core.errors import (
     StageError,
     UnreachableError,
 )
-from penstock.core.source import pin_tokenizer
+from penstock.core.source import check_model, pin_tokenizer
 from penstock.core.urls import spoken
 from penstock.machine import check_machine, config_of, world_size
 from penstock.outputs import outputs_of, unwritable
@@ -111,6 +111,8 @@ def _model(run: RunConfig) -> list[Look]:
         return []
     try:
         check_machine(run)
+        if run.model.model_path:
+            check_model(run.model.model_path)
         kind = config_of(run).get("model_type")
     except (ElsewhereError, UnreachableError) as error:
         return [Look("model", "not looked at", f"not checked against the model: {error}")]
@@ -154,7 +156,8 @@ def _dataset(
     if not records:
         raise StageError(f"{spoken(dataset.path)} has no record that can be read at its beginning.")
     columns = ", ".join(records[0])
-    said = f"{spoken(dataset.path)}: type: {typed.type}; columns {columns}"
+    inferred = "" if dataset.is_typed else " (inferred from its records)"
+    said = f"{spoken(dataset.path)}: type: {typed.type}{inferred}; columns {columns}"
     if tokenizer is None:
         return typed, f"{said}; not tokenised, for there is no tokenizer"
     role = "train" if ".datasets." in at else "test"

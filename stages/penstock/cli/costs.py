@@ -19,7 +19,7 @@ from penstock.engine.parallel.fits import Counts
 from penstock.machine import config_of, world_size
 from penstock.train.torchrun import num_local_ranks
 
-NOT_MEASURED = "n/a; penstock doctor --measure finds out how fast this machine is"
+NOT_MEASURED = "time not known; penstock doctor --measure finds out how fast this machine is"
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,9 @@ def costs(run: RunConfig, steps: Sequence[Step], where: Where) -> tuple[str, dic
     if not isinstance(degrees, Degrees):
         return "", {}
     hf_config, made = config_of(run), Made.of(steps)
-    run = with_row_length(run, made, steps)
-    model, data = model_of(run, hf_config), data_of(run, steps)
+    model = model_of(run, hf_config)
+    run = with_row_length(run, made, steps, model.config.vocab_size)
+    data = data_of(run, steps, model.config.vocab_size)
     machine = machine_called(where.kind) if where.kind else machine_here(num_local_ranks(run))
     found = predict(run, model, degrees, machine, data)
     if any(step.stage.name == "reference" and lookup(step) for step in steps):

@@ -170,8 +170,7 @@ def suggestion(path: Steps, root: type[Section] = RunConfig) -> str | None:
         near = [bare] if bare in here else get_close_matches(name, here, 1, NEAR_ENOUGH)
         return near[0] if near else None
     if meant := SYNONYMS.get(name.lower()):
-        place, _, bare = meant.rpartition(".")
-        return bare if sections().get(place) is section else meant
+        return _from(section, meant)
     homes = [f"{place}.{name}" for place, one in sections().items() if name in one.model_fields]
     if homes:
         return homes[0]
@@ -180,7 +179,15 @@ def suggestion(path: Steps, root: type[Section] = RunConfig) -> str | None:
     elsewhere = {field: place for place, one in sections().items() for field in one.model_fields}
     if near := get_close_matches(name, elsewhere, 1, VERY_NEAR):
         return f"{elsewhere[near[0]]}.{near[0]}"
+    if near := get_close_matches(name.lower(), SYNONYMS, 1, VERY_NEAR):
+        return _from(section, SYNONYMS[near[0]])
     return None
+
+
+def _from(section: Any, setting: str) -> str:
+    """How a setting is called in `section`: by its bare name where it is of that section."""
+    place, _, bare = setting.rpartition(".")
+    return bare if sections().get(place) is section else setting
 
 
 def _completed(name: str, names: list[str]) -> list[str]:

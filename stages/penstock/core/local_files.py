@@ -86,6 +86,12 @@ def looks_local(path: str) -> bool:
     )
 
 
+def is_near_a_file(name: str) -> bool:
+    """Whether an absent bare name is nearly one of this folder's: more likely that, mistyped, than
+    a repository of the hub."""
+    return bool(difflib.get_close_matches(name, names_in(Path()), n=1, cutoff=0.8))
+
+
 def find_data(
     path: str, *, split: str | None, data_files: Sequence[str] | None, ds_type: str | None
 ) -> Found:

@@ -146,19 +146,17 @@ def pin_model(path: str, revision: str | None = None) -> Source:
     if _is_on_hub(path):
         return Source({"kind": "hub", "repo": path, "commit": _commit_of(path, revision, "model")})
     _refuse_for_files(path, revision=revision)
-    target = Path(path).expanduser()
-    if target.is_file() and target.suffix == ".json":
-        found = Found(target.name, target.parent, (target,))
-        return Source({"kind": "files", "files": _digested(found)}, found.paths)
-    folder = _folder_of(path)
-    files = _matching(folder, MODEL_FILES)
-    if not any(file.name == "config.json" or file.suffix == ".safetensors" for file in files):
-        raise ConfigError(
-            f"{path} holds neither config.json nor *.safetensors.\n"
-            "  Weights in other formats (.bin, .pt) are not read; save the model as safetensors."
-        )
-    found = Found(folder.name, folder, tuple(files))
+    found = _find_model(path)
     return Source({"kind": "files", "files": _digested(found)}, found.paths)
+
+
+def check_model(path: str) -> None:
+    """Raise what `pin_model` raises for a local path, without reading a weight; nothing is asked
+    of the hub or of a store."""
+    if path.startswith("builtin:"):
+        _builtin(path, BUILTIN_MODELS)
+    elif not is_url(path) and not _is_on_hub(path):
+        _find_model(path)
 
 
 def pin_adapter(path: str) -> Source:
@@ -247,7 +245,24 @@ def _is_on_hub(path: str) -> bool:
         raise local_files.missing(path)
     if not HUB_ID.fullmatch(path):
         raise ConfigError(f"{path} is neither a path that exists nor a hub id (org/name).")
+    if "/" not in path and local_files.is_near_a_file(path):
+        raise local_files.missing(path)
     return True
+
+
+def _find_model(path: str) -> Found:
+    """The files of a local model: its folder's, or a config.json alone."""
+    target = Path(path).expanduser()
+    if target.is_file() and target.suffix == ".json":
+        return Found(target.name, target.parent, (target,))
+    folder = _folder_of(path)
+    files = _matching(folder, MODEL_FILES)
+    if not any(file.name == "config.json" or file.suffix == ".safetensors" for file in files):
+        raise ConfigError(
+            f"{path} holds neither config.json nor *.safetensors.\n"
+            "  Weights in other formats (.bin, .pt) are not read; save the model as safetensors."
+        )
+    return Found(folder.name, folder, tuple(files))
 
 
 def _refuse_for_files(path: str, **given: str | None) -> None:

@@ -4,28 +4,22 @@ No torch.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
 
 from penstock.config.run import RunConfig, written
-from penstock.core.stage import Source
 from penstock.core.store import Step, lookup
+from penstock.costs.file_sizes import estimate_samples
 from penstock.models.cost import Work
 from penstock.models.shape import DecoderConfig
 from penstock.prepare.stage import Prepare
 from penstock.rows.row_length import SampleSizes, fitted_row_length
 from penstock.rows.sizing import keeps_rest
 
-BYTES_PER_TOKEN = 4.5
-"""Of files of text, with what JSON adds to it: English, with vocabularies of today."""
-
 FILL = 0.97
 """The share of packed rows that holds tokens, where nothing is packed yet."""
-
-DOCUMENT = 512
-"""Tokens of a document, where nobody says."""
 
 Certainty = Literal["counted", "estimated"]
 
@@ -80,9 +74,11 @@ class Made:
         return cls(*(manifest["facts"] if manifest else None for manifest in manifests))
 
 
-def with_row_length(run: RunConfig, made: Made, steps: Sequence[Step]) -> RunConfig:
+def with_row_length(
+    run: RunConfig, made: Made, steps: Sequence[Step], vocab_size: int
+) -> RunConfig:
     """The run with the length of rows that the data gives it, where that is not written. As long as
-    nothing is prepared it is guessed from the sizes of files; nobody knows the longest sample."""
+    nothing is prepared it is estimated from the files."""
     if written(run, "data.sample_packing_sequence_len"):
         return run
     most = run.data.sample_packing_sequence_len
@@ -92,16 +88,17 @@ def with_row_length(run: RunConfig, made: Made, steps: Sequence[Step]) -> RunCon
         length = fitted_row_length(SampleSizes.of_facts(made.prepared), most)
     else:
         prepare = next(step.stage for step in steps if step.stage.name == "prepare")
-        tokens = _tokens_of_files(prepare.sources) if isinstance(prepare, Prepare) else None
-        if tokens is None:
+        sources = prepare.sources if isinstance(prepare, Prepare) else ()
+        sizes = estimate_samples(sources, vocab_size)
+        if sizes is None:
             return run
-        length = fitted_row_length(SampleSizes(DOCUMENT, tokens), most)
+        length = fitted_row_length(SampleSizes(sizes.longest, sizes.tokens), most)
     return run.model_copy(update={"data": run.data.with_row_length(length)})
 
 
-def data_of(run: RunConfig, steps: Sequence[Step]) -> Data | None:
-    """What is known of the data: from packed rows, from prepared samples, or from the sizes of the
-    files; None where there is none of it."""
+def data_of(run: RunConfig, steps: Sequence[Step], vocab_size: int) -> Data | None:
+    """What is known of the data: from packed rows, from prepared samples, or from the files; None
+    where there is none of it."""
     by_stage = {step.stage.name: step for step in steps}
     made = Made.of(steps)
     if made.packed:
@@ -117,26 +114,14 @@ def data_of(run: RunConfig, steps: Sequence[Step]) -> Data | None:
         rows = max(1, math.ceil(facts["tokens"] / (row * FILL)))
         return Data((rows,), facts["tokens"], facts["rows"], facts["trained_tokens"], "estimated")
     sources = prepare.stage.sources if isinstance(prepare.stage, Prepare) else ()
-    tokens = _tokens_of_files(sources)
-    if tokens is None:
+    sizes = estimate_samples(sources, vocab_size)
+    if sizes is None:
         return None
-    rows = max(1, math.ceil(tokens / (row * FILL)))
-    return Data((rows,), tokens, max(1, tokens // DOCUMENT), tokens, "estimated")
+    rows = max(1, math.ceil(sizes.tokens / (row * FILL)))
+    return Data((rows,), sizes.tokens, sizes.samples, sizes.tokens, "estimated")
 
 
 COUNTED = ("rows", "tokens", "trained_tokens")
-
-
-def _tokens_of_files(sources: Iterable[Source]) -> int | None:
-    sizes: list[int] = []
-    for source in sources:
-        files: Any = source.pin.get("files")
-        if not isinstance(files, list) or not all(
-            isinstance(file, Mapping) and isinstance(file.get("bytes"), int) for file in files
-        ):
-            return None
-        sizes += [file["bytes"] for file in files]
-    return max(1, int(sum(sizes) / BYTES_PER_TOKEN)) if sizes else None
 
 
 def length_of(run: RunConfig, data: Data | None, rows_per_step: int) -> Length | None:

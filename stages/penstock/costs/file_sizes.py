@@ -1,0 +1,147 @@
+"""How many samples and tokens files hold that are not prepared yet, estimated from their sizes and
+from the first records of each source. No tokenizer is loaded."""
+
+import csv
+import io
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from penstock.core.local_files import compression_of, kind_of
+from penstock.core.stage import Source
+
+LOOKED_AT = 1 << 18
+"""Bytes that are read of each source."""
+
+DOCUMENT = 512
+"""Tokens of a sample, where its records cannot be looked at."""
+
+
+@dataclass(frozen=True)
+class FileSizes:
+    """Estimates for all sources together."""
+
+    tokens: int
+    samples: int
+    longest: int
+    """Tokens of the longest record that was looked at, rounded up to a power of two."""
+
+
+@dataclass(frozen=True)
+class _FirstRecords:
+    """What the beginning of a file holds: its bytes, and those of the text of each record."""
+
+    size: int
+    texts: list[int]
+
+
+def estimate_samples(sources: Iterable[Source], vocab_size: int) -> FileSizes | None:
+    """Samples and tokens of the files of `sources`; None where there are none, or the size of one
+    is not known."""
+    per_token = bytes_per_token(vocab_size)
+    tokens = samples = 0.0
+    longest = 1.0
+    for source in sources:
+        files: Any = source.pin.get("files")
+        if not isinstance(files, list) or not all(
+            isinstance(file, Mapping) and isinstance(file.get("bytes"), int) for file in files
+        ):
+            return None
+        size = sum(file["bytes"] for file in files)
+        first = _first_records(source.paths[0]) if source.paths else None
+        if first:
+            text = size / first.size * sum(first.texts)
+            tokens += text / per_token
+            samples += size / first.size * len(first.texts)
+            longest = max(longest, max(first.texts) / per_token)
+        else:
+            tokens += size / per_token
+            samples += size / per_token / DOCUMENT
+            longest = max(longest, DOCUMENT)
+    if not tokens:
+        return None
+    power = 1 << (math.ceil(longest) - 1).bit_length()
+    return FileSizes(math.ceil(tokens), math.ceil(samples), power)
+
+
+def bytes_per_token(vocab_size: int) -> float:
+    """Bytes of English text for a token, by the size of the vocabulary: 1 for one of bytes, 4.1 at
+    32,000, at most 4.5. A line through log2 of sizes that were measured."""
+    return min(4.5, max(1.0, 0.45 * math.log2(max(2, vocab_size)) - 2.6))
+
+
+def _first_records(path: Path) -> _FirstRecords | None:
+    """The records at the beginning of a file of text; None of other files, and of one whose first
+    record is longer than what is looked at."""
+    kind = kind_of(path.name)
+    if kind not in ("json", "csv", "text") or compression_of(path.name):
+        return None
+    try:
+        with path.open("rb") as file:
+            raw = file.read(LOOKED_AT)
+    except OSError:
+        return None
+    whole = raw if len(raw) < LOOKED_AT else raw[: raw.rfind(b"\n") + 1]
+    read = {"json": _json_texts, "csv": _csv_texts, "text": _line_texts}[kind]
+    records = list(read(whole.decode("utf-8-sig", "replace")))
+    return _FirstRecords(records[-1][0], [text for _, text in records]) if records else None
+
+
+Texts = Iterator[tuple[int, int]]
+"""Of each record: where it ends, and the bytes of its text."""
+
+
+def _json_texts(text: str) -> Texts:
+    decode, at = json.JSONDecoder().raw_decode, 0
+    # An array's bracket, and what stands between records.
+    skip = partial(_after_any, text, " \t\r\n,[")
+    size = 0
+    while (start := skip(at)) < len(text):
+        try:
+            value, end = decode(text, start)
+        except ValueError:
+            return
+        size += len(text[at:end].encode())
+        at = end
+        yield size, sum(map(_bytes, _strings(value)))
+
+
+def _csv_texts(text: str) -> Texts:
+    lines = io.StringIO(text, newline="")
+    size = 0
+    for number, row in enumerate(csv.reader(lines)):
+        size += sum(map(_bytes, row)) + len(row)
+        if number:
+            yield size, sum(map(_bytes, row))
+
+
+def _line_texts(text: str) -> Texts:
+    size = 0
+    for line in text.splitlines(keepends=True):
+        size += _bytes(line)
+        yield size, _bytes(line.rstrip())
+
+
+def _after_any(text: str, of: str, at: int) -> int:
+    while at < len(text) and text[at] in of:
+        at += 1
+    return at
+
+
+def _bytes(text: str) -> int:
+    return len(text.encode("utf-8", "replace"))
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _strings(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _strings(each)
