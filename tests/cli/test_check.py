@@ -75,7 +75,10 @@ def test_every_fault_is_found_at_once_and_nothing_is_left_behind(tmp_path: Path)
     assert "did you mean q_proj?" in looks["model"]["text"]
     assert "They look like type: chat" in looks["data.datasets.0"]["text"]
     assert "did you mean chats.jsonl" in looks["data.datasets.1"]["text"]
-    assert "type: chat (inferred from its records); columns messages" in looks["data.datasets.2"]["text"]
+    assert (
+        "type: chat (inferred from its records); columns messages"
+        in looks["data.datasets.2"]["text"]
+    )
     assert "file is a file" in looks["train.output_dir"]["text"]
     faults = {at for at, look in looks.items() if look["status"] == "fault"}
     assert faults == {"model", "data.datasets.0", "data.datasets.1", "train.output_dir"}
