@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from penstock.core import store
-from penstock.core.errors import ArtifactError, CapabilityError, ConfigError, StageError
+from penstock.core.errors import (
+    ArtifactError,
+    CapabilityError,
+    ConfigError,
+    Interrupted,
+    StageError,
+)
 from penstock.core.manifest import MANIFEST
 from penstock.core.stage import ATTEMPT, ERROR_LOG, Artifact, Source, identity, key_of
 from penstock.core.store import Step, find, lock_of, realize
@@ -149,10 +155,36 @@ def test_a_refresh_that_fails_gives_the_old_result_back(tmp_path, cache):
     realize(step)
     before = content(step.path)
     broken = Step(Letters(before=failing_at("b", BrokenError())), step.path)
-    with pytest.raises(StageError):
+    with pytest.raises(StageError, match=r"that was there before is in .* again"):
         realize(broken, cache=cache)
     assert content(step.path) == before
     assert realize(step).status == "cached"
+
+
+@pytest.mark.parametrize("stopped", [Interrupted("asked to stop"), KeyboardInterrupt()])
+@pytest.mark.parametrize("again", ["refresh", "reuse"])
+def test_a_refresh_that_is_interrupted_is_gone_on_from(tmp_path, stopped, again):
+    journal = tmp_path / "journal"
+    step = step_of(Letters(journal=journal), tmp_path)
+    realize(step)
+    cut = Step(Letters(journal=journal, before=failing_at("c", stopped)), step.path)
+    with pytest.raises(type(stopped)):
+        realize(cut, cache="refresh")
+    assert realize(step, cache=again).status == "resumed"
+    assert journal.read_text() == "abcd" + "ab" + "cd"
+    assert [p.name for p in step.path.parent.iterdir() if not p.name.startswith(".")] == [
+        step.path.name
+    ]
+
+
+def test_a_refresh_that_fails_after_it_was_interrupted_gives_the_old_result_back(tmp_path):
+    step = step_of(Letters(), tmp_path)
+    realize(step)
+    before = content(step.path)
+    for error in (Interrupted("asked to stop"), BrokenError()):
+        with pytest.raises((Interrupted, StageError)):
+            realize(Step(Letters(before=failing_at("c", error)), step.path), cache="refresh")
+    assert content(step.path) == before
 
 
 def test_off_does_not_take_an_attempt_up(tmp_path):

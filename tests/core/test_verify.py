@@ -8,7 +8,7 @@ import time
 import pytest
 
 from penstock.core import digests
-from penstock.core.errors import ArtifactError, DamagedFileError
+from penstock.core.errors import ArtifactError, DamagedFileError, StageError
 from penstock.core.files import read_json
 from penstock.core.input_digests import changed_inputs, digests_of_inputs
 from penstock.core.manifest import MANIFEST, content_digest, read_manifest
@@ -199,6 +199,28 @@ def test_a_result_is_stale_when_its_input_was_built_again_with_other_bytes(tmp_p
     assert "pack is stale and is built again: read (prepare" in said[0]
     # It came out with the same bytes, so what was made from it is not stale.
     assert realize(train).status == "cached"
+
+
+def test_a_stale_result_that_fails_to_be_built_again_keeps_what_was_built(tmp_path):
+    prepare, _, _ = chain(tmp_path)
+    settings = LettersSettings(letters="ab")
+    realize(prepare)
+    realize(step_of(Pack(settings, read=prepare.artifact), tmp_path))
+    realize(step_of(Other(LettersSettings(letters="a")), tmp_path), cache="refresh")
+
+    def fail(letter, _out):
+        if letter == "b":
+            raise RuntimeError
+
+    broken = step_of(Pack(settings, read=prepare.artifact, before=fail), tmp_path)
+    with pytest.raises(StageError, match="run it again to resume"):
+        realize(broken)
+    assert (broken.path / "a.txt").is_file()
+    journal = tmp_path / "journal"
+    whole = step_of(Pack(settings, read=prepare.artifact, journal=journal), tmp_path)
+    assert realize(whole).status == "resumed"
+    assert journal.read_text() == "b"
+    assert [path.name for path in whole.path.parent.glob("[!.]*")] == [whole.path.name]
 
 
 def test_an_attempt_that_read_other_input_is_moved_aside_and_told(tmp_path):

@@ -337,7 +337,10 @@ class _locked:  # noqa: N801 - used as a function
 
 
 def _rebuild(step: Step, started: float, request: _Request) -> Outcome:
-    """Build although a result may be there; that result survives until the new one is whole."""
+    """Build although a result may be there; that result survives until the new one is whole.
+
+    It is given back where building fails, unless it is stale. What was interrupted is gone on from.
+    """
     had = (step.path / MANIFEST).exists()
     from_nothing = request.cache == "off"
     aside = step.path.with_name(f"{step.path.name}{REPLACED}")
@@ -347,16 +350,21 @@ def _rebuild(step: Step, started: float, request: _Request) -> Outcome:
         step.path.rename(aside)
     elif from_nothing:
         remove(step.path)
+    gives_back = request.cache != "reuse" and (aside / MANIFEST).is_file()
     try:
-        return _build(step, started, request.notify)
-    except BaseException:
-        if had:
+        return _build(step, started, request.notify, gives_back=gives_back)
+    except Interrupted:
+        raise
+    except Exception:
+        if gives_back:
             remove(step.path)
             aside.rename(step.path)
         raise
 
 
-def _build(step: Step, started: float, notify: Callable[[str], None]) -> Outcome:
+def _build(
+    step: Step, started: float, notify: Callable[[str], None], *, gives_back: bool = False
+) -> Outcome:
     stage, out = step.stage, step.path
     began = time.monotonic()
     try:
@@ -370,7 +378,8 @@ def _build(step: Step, started: float, notify: Callable[[str], None]) -> Outcome
     except Interrupted:
         raise
     except Exception as error:
-        raise _failure(step, error, time.monotonic() - began) from error
+        seconds = time.monotonic() - began
+        raise _failure(step, error, seconds, gives_back=gives_back) from error
     return _outcome(step, "resumed" if resumed else "ran", started, manifest["facts"])
 
 
@@ -439,13 +448,15 @@ def _input_record(source: Input, digest: str | None) -> dict[str, Any]:
     return {"key": source.key, "digest": digest} if digest else {"key": source.key}
 
 
-def _failure(step: Step, error: Exception, seconds: float) -> PenstockError:
+def _failure(step: Step, error: Exception, seconds: float, *, gives_back: bool) -> PenstockError:
     """The error a user sees; the traceback goes to the attempt's log."""
     log = step.path / ERROR_LOG
     with suppress(OSError):
         log.write_text(scrubbed("".join(traceback.format_exception(error))))
     mirror = f", for {step.where}" if step.remote else ""
     kept = f"What it wrote is kept in {step.path}{mirror}; run it again to resume."
+    if gives_back:
+        kept = f"The result that was there before is in {step.path}{mirror} again."
     text = str(error) if isinstance(error, PenstockError) else reason_of(error, step.path)
     failure = StageError(f"{step.stage.name} failed after {seconds:.0f}s: {text}\n  {kept}")
     if isinstance(error, PenstockError):
