@@ -1,6 +1,8 @@
 import hashlib
 import os
+import sqlite3
 import time
+from contextlib import closing
 
 import pytest
 
@@ -91,3 +93,32 @@ def test_links_that_are_made_keep_a_file_known_and_others_do_not(file, tmp_path,
     os.link(file, tmp_path / "c")
     digests_of([file], "ctime")
     assert read == ["a", "a"]
+
+
+def test_a_file_that_is_young_when_it_is_read_is_not_remembered_however_long_that_takes(
+    file, read, monkeypatch
+):
+    clock = [file.stat().st_mtime_ns + 1]
+    counted = digests.sha256_of
+
+    def slowly(path):
+        clock[0] += 2 * digests.SETTLED_NS
+        return counted(path)
+
+    monkeypatch.setattr(digests.time, "time_ns", lambda: clock[0])
+    monkeypatch.setattr(digests, "sha256_of", slowly)
+    # What is written while it is read may bear the times that it bore before.
+    assert [digests_of([file]) for _ in range(3)] == [sha(b"one")] * 3
+    assert read == ["a", "a"]
+
+
+@pytest.mark.parametrize("damage", ["[7]", "", "7", None, 5])
+def test_a_damaged_row_of_what_follows_from_content_is_computed_again(damage):
+    name = f"damaged as {damage!r}"
+    assert derived(name, lambda: [70]) == [70]
+    with closing(sqlite3.connect(digests._memory_file())) as memory, memory:
+        [(row,)] = memory.execute("SELECT value FROM derived WHERE content=?", (name,))
+        for changed in (damage, row.replace("70", "71"), row[:-1]):
+            memory.execute("UPDATE derived SET value=? WHERE content=?", (changed, name))
+            memory.commit()
+            assert derived(name, lambda: [70]) == [70]

@@ -27,6 +27,9 @@ size and, within the clock's granularity, the same modification time."""
 READERS = 8
 """Most files that are read at once; there are never more readers than processors."""
 
+GUARD = 16
+"""Hex digits of the digest that a row of the memory has of itself."""
+
 Trust = Literal["mtime", "ctime", "nothing"]
 """When a remembered digest stands for a file's bytes. mtime: size and modification time are the
 same. ctime: also no change of any kind since the bytes were read. nothing: never."""
@@ -90,15 +93,27 @@ def derived(content: str, compute: Callable[[], Any]) -> Any:
             row = memory.execute("SELECT value FROM derived WHERE content=?", (content,)).fetchone()
     except sqlite3.Error:
         row = None
-    if row:
-        return json.loads(row[0])
+    if row and (text := _unguarded(content, row[0])) is not None:
+        return json.loads(text)
     value = compute()
+    guarded = _guarded(content, json.dumps(value))
     try:
         with closing(_open_memory()) as memory, memory:
-            memory.execute("REPLACE INTO derived VALUES (?, ?)", (content, json.dumps(value)))
+            memory.execute("REPLACE INTO derived VALUES (?, ?)", (content, guarded))
     except sqlite3.Error:
         pass  # computed again next time
     return value
+
+
+def _guarded(content: str, text: str) -> str:
+    """The text after a digest of itself and of what it is remembered under."""
+    return hashlib.sha256(f"{content} {text}".encode()).hexdigest()[:GUARD] + text
+
+
+def _unguarded(content: str, row: object) -> str | None:
+    """The text in a row; None for one that is damaged, or from before rows were guarded."""
+    text = row[GUARD:] if isinstance(row, str) else ""
+    return text if row == _guarded(content, text) else None
 
 
 class _Stat(NamedTuple):
@@ -138,7 +153,7 @@ class _Row(NamedTuple):
     @property
     def guarded(self) -> tuple[Any, ...]:
         """The row with a digest of its own."""
-        guard = hashlib.sha256(repr(tuple(self)).encode()).hexdigest()[:16]
+        guard = hashlib.sha256(repr(tuple(self)).encode()).hexdigest()[:GUARD]
         return (*self, guard)
 
     def holds_for(self, stat: _Stat, trust: Trust) -> bool:
@@ -152,8 +167,9 @@ def _through_memory(memory: sqlite3.Connection, paths: list[Path], trust: Trust)
     stats = [_Stat.of(path) for path in paths]
     known = [_remembered(memory, stat, trust) for stat in stats]
     due = [number for number, digest in enumerate(known) if digest is None]
-    digests = _read_all([paths[number] for number in due])
+    # From before they are read: what is written meanwhile may bear the times that it bore already.
     now = time.time_ns()
+    digests = _read_all([paths[number] for number in due])
     rows: list[_Row] = []
     for number, digest in zip(due, digests, strict=True):
         known[number], stat = digest, stats[number]
