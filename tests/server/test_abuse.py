@@ -18,10 +18,13 @@ from penstock.server.api import bodies, codec_pool, futures, result_bodies
 from penstock.server.api import tinker_pb2 as pb
 from penstock.server.api.bodies import Bodies, Held
 from penstock.server.api.codec_pool import CodecPool
+from penstock.server.api.futures import Shape
 from penstock.server.api.log_limit import LINES, SECONDS, LogLimit
 from penstock.server.api.refusals import Refusal
-from penstock.server.api.result_bodies import PIECE, PiecesResponse
+from penstock.server.api.result_bodies import PIECE, PiecesResponse, ResultJob
 from penstock.server.protocol import works
+from penstock.server.protocol.results import Passed
+from penstock.server.protocol.values import Array
 from tests.bench.bench_abuse import brackets_body, keys_body, sparse_body
 from tests.server.engine_of_a_table import MODEL, client, never
 from tests.server.requests_of_clients import (
@@ -114,6 +117,9 @@ def test_others_are_served_while_a_body_is_decoded(monkeypatch):
             [process] = pool._idle
             environment = Path(f"/proc/{process._process.pid}/environ").read_bytes()
             assert b"a-secret-of-the-server" not in environment
+            # From its start on: modules are read for a second, beside heartbeats.
+            niceness = os.getpriority(os.PRIO_PROCESS, process._process.pid)
+            assert niceness == min(19, os.getpriority(os.PRIO_PROCESS, 0) + codec_pool.NICENESS)
             os.kill(process._process.pid, signal.SIGSTOP)
             large = json.dumps(
                 {"forward_backward_input": {"data": [sample([1] * 100_000)]}}
@@ -154,6 +160,30 @@ def test_a_body_that_takes_more_time_or_memory_than_one_may_is_refused_and_other
                 await process.end()
             pool._idle.clear()
             assert await post(http) == 200
+
+    run(scenario())
+
+
+def test_results_that_wait_to_be_written_are_not_copied_yet():
+    size = 4 << 20
+    result = Passed(outputs=({"logprobs": Array.of(np.zeros(size // 4), "float32")},), metrics={})
+    job = ResultJob(shape=Shape("forward"), form="protobuf")
+
+    async def scenario():
+        pool = CodecPool(1 << 20)
+        await pool.start()
+        [process] = pool._idle
+        os.kill(process._process.pid, signal.SIGSTOP)
+        tracemalloc.start()
+        tasks = [asyncio.create_task(pool.write("a", job, result)) for _ in range(8)]
+        await asyncio.sleep(0.2)
+        held, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        # One of them, and what of it waits to be read.
+        assert size < held < 3 * size
+        os.kill(process._process.pid, signal.SIGCONT)
+        assert len({await task for task in tasks}) == 1
+        await pool.stop()
 
     run(scenario())
 

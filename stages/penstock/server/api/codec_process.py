@@ -23,8 +23,6 @@ from penstock.server.api.sample_bodies import BodyJob, Refused, SampleBody, refu
 from penstock.server.protocol.asks import Ask
 from penstock.server.protocol.results import Result
 
-NICENESS = 10
-
 
 def main(parent: int, memory: int) -> None:
     """Decode until the input ends. `memory`: bytes of data that this process may have."""
@@ -33,8 +31,6 @@ def main(parent: int, memory: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     jobs = os.fdopen(os.dup(sys.stdin.fileno()), "rb", buffering=1 << 20)
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    # Those that wait for heartbeats come first.
-    os.nice(NICENESS)
     # Millions of objects are alive within one job: to look for garbage among them takes seconds.
     gc.freeze()
     gc.disable()
