@@ -10,7 +10,7 @@ from penstock.config.pipeline import StageName
 from penstock.core.store import Outcome
 from penstock.plan import Wishes, bring_up, plan
 from penstock.reference.stage import SCORES
-from penstock.rows.answer_scores import FILES
+from penstock.rows.answer_scores import FILES, read_scores
 from penstock.train.metrics import read_metrics
 from tests.pipeline.runs import write_run
 from tests.ranks import on_ranks
@@ -118,6 +118,22 @@ def test_of_answers_that_are_packed_otherwise_nothing_is_computed_again(trained)
     assert again["reference"].status == "ran"
     assert scores(folder) == known
     assert again["reference"].facts == outcomes["reference"].facts
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_damaged_score_that_runs_share_is_computed_again(trained):
+    folder, outcomes = trained
+    [[file]] = scores(folder).values()
+    content = bytearray(file.read_bytes())
+    last = read_scores(file)[1].tobytes()[-8:]
+    content[content.index(last) + 6] ^= 1
+    file.write_bytes(content)
+    again = bring(write_preferences(folder, data={"sample_packing_sequence_len": 192}), "reference")
+    assert again["reference"].status == "ran"
+    assert again["reference"].facts == outcomes["reference"].facts
+    [[mended]] = scores(folder).values()
+    assert len(read_scores(mended)[0]) == outcomes["reference"].facts["samples"]
 
 
 @pytest.mark.dist

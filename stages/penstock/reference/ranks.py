@@ -11,7 +11,7 @@ import numpy as np
 
 from penstock.engine.ranks import Ranks
 from penstock.reference.samples import rows_of, samples_of
-from penstock.rows.answer_scores import AnswerScores, write_scores
+from penstock.rows.answer_scores import AnswerScores, keep_scores
 from penstock.train.job import Job
 from penstock.train.main import Notify, assembled
 from penstock.train.saving import Saves
@@ -62,4 +62,4 @@ def _keep(job: Job, held: list[Scored], ranks: Ranks) -> None:
     if held and ranks.leads:
         assert job.scores is not None
         samples = [sample for scored in held for sample in scored.samples]
-        write_scores(job.scores, samples, np.concatenate([scored.scores for scored in held]))
+        keep_scores(job.scores, samples, np.concatenate([scored.scores for scored in held]))

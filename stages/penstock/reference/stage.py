@@ -2,6 +2,7 @@
 
 import shutil
 import signal
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -76,8 +77,10 @@ class Reference(Stage):
         Raises Interrupted when asked to stop: what has been computed is known then.
         """
         from penstock.reference.samples import samples_of
-        from penstock.rows.answer_scores import AnswerScores, write_scores
+        from penstock.rows.answer_scores import AnswerScores, drop_damaged, write_scores
 
+        for file in drop_damaged(self.known):
+            sys.stderr.write(f"reference: {file} is damaged, and is computed again\n")
         samples = samples_of(self.packed.path)
         if self.ranks == "this_process" or AnswerScores(self.known).missing(samples):
             job = self.job(out.resolve())

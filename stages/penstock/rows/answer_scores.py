@@ -35,13 +35,16 @@ class AnswerScores:
 
     def __init__(self, folder: Path) -> None:
         """Read them. A folder that is not there holds none. Raises ArtifactError for a file that
-        cannot be read."""
-        parts = [batch for file in sorted(folder.glob(FILES)) for batch in map_batches(file)]
-        table = pa.Table.from_batches(parts, schema=SCHEMA)
-        flat = [_viewed(part.column("log_probs")) for part in parts]
-        self._scores: Scores = np.concatenate([np.empty((0, PER_SAMPLE)), *flat])
-        samples: list[bytes] = table.column("sample").to_pylist()
-        self._at = {sample: place for place, sample in enumerate(samples)}
+        cannot be read, or is damaged."""
+        self._at: dict[bytes, int] = {}
+        parts: list[Scores] = [np.empty((0, PER_SAMPLE))]
+        count = 0
+        for file in sorted(folder.glob(FILES)):
+            samples, scores = read_scores(file)
+            self._at |= {sample: count + place for place, sample in enumerate(samples)}
+            parts.append(scores)
+            count += len(samples)
+        self._scores: Scores = np.concatenate(parts)
         self._folder = folder
 
     def missing(self, samples: Iterable[bytes]) -> list[bytes]:
@@ -60,21 +63,68 @@ class AnswerScores:
         return self._scores[places]
 
 
+def read_scores(file: Path) -> tuple[list[bytes], Scores]:
+    """The samples in a file and their scores [D, A]. Raises ArtifactError for one that cannot be
+    read, or whose bytes are not those that its name says."""
+    _, _, digest = file.stem.removeprefix("scores-").partition("-")
+    if digest and digest != _short_digest(file.read_bytes()):
+        raise ArtifactError(
+            f"{file} is damaged: it holds other bytes than were written.\n"
+            "  Restore it from a copy, or delete it."
+        )
+    batches = map_batches(file)
+    samples = [sample for batch in batches for sample in batch.column("sample").to_pylist()]
+    parts = [_viewed(batch.column("log_probs")) for batch in batches]
+    return samples, np.concatenate([np.empty((0, PER_SAMPLE)), *parts])
+
+
 def write_scores(folder: Path, samples: Sequence[bytes], scores: Scores) -> None:
     """Add a file of these samples' scores [D, A] to the folder, whole or not at all. Its name says
     which samples they are, so that whoever finds the same writes the same file."""
-    name = FILES.replace("*", hashlib.sha256(b"".join(samples)).hexdigest()[:16])
+    with publishing(folder / f"scores-{_of_samples(samples)}.arrow") as part:
+        part.write_bytes(_content(samples, scores))
+
+
+def keep_scores(folder: Path, samples: Sequence[bytes], scores: Scores) -> None:
+    """The same for a folder that no manifest vouches for: the name says what bytes there are, too,
+    so that damage is found when they are read."""
+    content = _content(samples, scores)
+    name = f"scores-{_of_samples(samples)}-{_short_digest(content)}.arrow"
+    with publishing(folder / name) as part:
+        part.write_bytes(content)
+
+
+def drop_damaged(folder: Path) -> list[Path]:
+    """Delete the files of scores that are damaged, which can be computed again, and name them."""
+    dropped: list[Path] = []
+    for file in sorted(folder.glob(FILES)):
+        try:
+            read_scores(file)
+        except ArtifactError:
+            file.unlink(missing_ok=True)
+            dropped.append(file)
+    return dropped
+
+
+def _content(samples: Sequence[bytes], scores: Scores) -> pa.Buffer:
+    """A file, as bytes."""
     flat = pa.array(np.ascontiguousarray(scores, dtype=np.float64).ravel())
     columns = [
         pa.array(samples, type=SCHEMA.field("sample").type),
         pa.FixedSizeListArray.from_arrays(flat, PER_SAMPLE),
     ]
-    with (
-        publishing(folder / name) as part,
-        pa.OSFile(str(part), "wb") as sink,
-        pa.ipc.new_file(sink, SCHEMA) as writer,
-    ):
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, SCHEMA) as writer:
         writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=SCHEMA))
+    return sink.getvalue()
+
+
+def _of_samples(samples: Sequence[bytes]) -> str:
+    return _short_digest(b"".join(samples))
+
+
+def _short_digest(content: bytes | pa.Buffer) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _viewed(scores: pa.Array) -> Scores:

@@ -14,7 +14,7 @@ from penstock.core.errors import ArtifactError
 from penstock.core.files import remove
 from penstock.engine.assemble import Assembled
 from penstock.engine.ranks import Ranks
-from penstock.rows.answer_scores import FILES, AnswerScores, write_scores
+from penstock.rows.answer_scores import FILES, AnswerScores, keep_scores
 from penstock.rows.batches import Batches, Cursor
 from penstock.rows.chosen import each_once
 from penstock.rows.reader import PackedRows, Row
@@ -72,7 +72,7 @@ class MovingReferences(References):
         if self._ranks.leads:
             remove(folder)
             samples = [sample for scored in found for sample in scored.samples]
-            write_scores(folder, samples, np.concatenate([scored.scores for scored in found]))
+            keep_scores(folder, samples, np.concatenate([scored.scores for scored in found]))
             moves = sorted(self._root.glob("step_*"), key=lambda each: int(each.name[5:]))
             for old in moves[:-KEPT]:
                 remove(old)
