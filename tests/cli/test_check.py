@@ -106,3 +106,17 @@ def test_a_file_of_which_no_record_can_be_read_is_a_fault_with_the_reason(tmp_pa
     said = penstock("check", config)
     assert said.code == 2
     assert "none of the first 20 records can be read: not UTF-8" in said.err
+
+
+def test_a_type_that_was_inferred_is_judged_by_the_rules_as_the_plan_judges_it(
+    tmp_path: Path,
+) -> None:
+    config = small_run(
+        tmp_path,
+        data={"datasets": [{"path": chats(tmp_path)}]},
+        train={"objective": "preference"},
+    )
+    checked, planned = penstock("check", config), penstock("plan", config)
+    assert checked.code == planned.code == 2
+    for said in (checked, planned):
+        assert "data.datasets.0.type: chat holds no pairs of answers" in said.err

@@ -11,6 +11,8 @@ import yaml
 
 from penstock.cli.console import Console
 from penstock.config.dataset import DatasetConfig
+from penstock.config.faults import dotted
+from penstock.config.rules import broken
 from penstock.config.run import RunConfig, written
 from penstock.core import env
 from penstock.core.errors import (
@@ -90,7 +92,9 @@ def _looked(run: RunConfig) -> tuple[RunConfig, list[Look]]:
             found.setdefault(name, []).append(typed or dataset)
             looks += of_data
     typed = run.model_copy(update={"data": run.data.model_copy(update=found)})
-    return typed, [*_model(typed), *looks, *_outputs(typed)]
+    # Rules of types, which could not be asked when the file was read.
+    ruled = [Look(dotted(fault.path), "fault", fault.text, 2) for fault in broken(typed)]
+    return typed, [*_model(typed), *looks, *ruled, *_outputs(typed)]
 
 
 def _look(at: str, find: Callable[[], tuple[Found, str]]) -> tuple[Found | None, list[Look]]:
