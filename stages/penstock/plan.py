@@ -1,7 +1,8 @@
 """One run config -> the stages, in order. The only file that knows all stages.
 
 A pure projection: it parts the config into each stage's identity and the rest, pins outside data to
-its content, and so knows every key before any work starts. No torch is imported.
+its content, and so knows every key before any work starts. No torch is imported, and what a finished
+run does without is imported where it is used.
 """
 
 import math
@@ -22,23 +23,19 @@ from penstock.core.source import pin_tokenizer
 from penstock.core.stage import Artifact, key_of, short
 from penstock.core.store import Cache, Outcome, Step, lookup, obtain, realize
 from penstock.core.urls import is_url, joined
-from penstock.costs.machines import slow_bfloat16
 from penstock.engine.origin import Origin
 from penstock.export.links import link_exported
 from penstock.export.stage import Export, ExportSettings
 from penstock.identity import IDENTITY, judging_of, preference_of
-from penstock.machine import check_hub, check_machine, refusal_of, rows_of_a_step
+from penstock.machine import check_hub, check_machine, check_model, refusal_of, rows_of_a_step
 from penstock.origins import origin_of, with_adapter, with_start
 from penstock.pack.stage import Pack, PackSettings
 from penstock.pins import pinned_checkpoint, pinned_start, pins_of, with_types
 from penstock.prepare.given import Given, given_step, nothing_given, root_of, take, tokens_at
-from penstock.prepare.notices import prepared_notices
 from penstock.prepare.settings import DatasetSettings, MixSettings, PrepareSettings
 from penstock.prepare.stage import SLICES, Prepare
-from penstock.push.stage import Push, PushSettings, push_prepared
 from penstock.reference.settings import settings_of
 from penstock.reference.stage import Reference, no_reference
-from penstock.rows.sizing import row_length_line
 from penstock.train.nodes import OnRanks, lend, lends
 from penstock.train.stage import Train, TrainSettings, claim
 
@@ -108,8 +105,10 @@ def plan(
         if needs(wanted, "train"):
             steps.append(train_step(run, packed, origin, ranks, prepared, reference))
             notes += precision_notes(run, steps[-1])
-        if refusal and lookup(steps[-1]) is None:
-            raise refusal
+        if lookup(steps[-1]) is None:
+            if refusal:
+                raise refusal
+            check_model(run)
         if needs(wanted, "export"):
             steps.append(export_step(run, steps[-1].artifact, origin))
     if needs(wanted, "push"):
@@ -119,8 +118,12 @@ def plan(
 
 def precision_notes(run: RunConfig, train: Step) -> tuple[str, ...]:
     """That a run which is to train would be faster in float32, if that was measured here."""
-    note = slow_bfloat16() if run.train.computes_in == "bfloat16" else None
-    return (f"train: {note}",) if note and lookup(train) is None else ()
+    if run.train.computes_in != "bfloat16" or lookup(train) is not None:
+        return ()
+    from penstock.costs.machines import slow_bfloat16
+
+    note = slow_bfloat16()
+    return (f"train: {note}",) if note else ()
 
 
 def needs(wanted: tuple[str, ...], name: str) -> bool:
@@ -185,8 +188,12 @@ def _brought(
 def _notices(step: Step, run: RunConfig, outcome: Outcome) -> Iterable[str]:
     """What a result that has just been made is to be told with."""
     if step.stage.name == "prepare":
+        from penstock.prepare.notices import prepared_notices
+
         return prepared_notices(outcome.facts)
     if step.stage.name == "pack" and "row_length" in outcome.facts:
+        from penstock.rows.sizing import row_length_line
+
         line = row_length_line(run, outcome.facts["row_length"]["train"])
         return [line] if line else []
     return []
@@ -194,6 +201,8 @@ def _notices(step: Step, run: RunConfig, outcome: Outcome) -> Iterable[str]:
 
 def send_to_hub(step: Step, outcome: Outcome, repo: str, notify: Callable[[str], None]) -> Outcome:
     """Push prepared data that is sealed; where it went is told, and no part of the result."""
+    from penstock.push.stage import push_prepared
+
     receipt = push_prepared(step.artifact, repo)
     notify(f"prepare: {receipt['status']}: configuration {receipt['config']} of {repo} on the hub")
     return replace(outcome, facts={**outcome.facts, "hub": receipt})
@@ -281,10 +290,13 @@ def pack_step(run: RunConfig, prepared: Artifact) -> Step:
     """Tokenised slices in, packed rows out."""
     data = run.data
     method = "sequential" if data.sample_packing_sequentially else data.sample_packing_method
+    sizes: dict[str, Any] = {"row_length": "written"}
+    if not written(run, "data.sample_packing_sequence_len"):
+        sizes = {"row_length": "fitted", "row_multiple": data.pad_to_multiple_of}
     settings = PackSettings(
         sample_packing_method=method,
         sample_packing_sequence_len=data.sample_packing_sequence_len,
-        row_length="written" if written(run, "data.sample_packing_sequence_len") else "fitted",
+        **sizes,
         sample_packing_group_size=data.sample_packing_group_size,
         eval_sample_packing=data.eval_sample_packing is not False,
         num_shards=data.num_dataset_shards_to_save,
@@ -400,6 +412,8 @@ def push_step(run: RunConfig, exported: Artifact) -> Step:
     push = run.push
     if not has_target(run):
         raise ConfigError("push has nowhere to go.\n  Write push.repo_id or push.url.")
+    from penstock.push.stage import Push, PushSettings
+
     settings = PushSettings(**push.model_dump())
     return _keyed(Push(settings=settings, exported=exported), run.pipeline.artifacts_path)
 

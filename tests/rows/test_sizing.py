@@ -79,3 +79,16 @@ def test_a_fitted_row_holds_the_longest_sample_and_gives_enough_rows(longest, to
         assert length in (SHORTEST, longest) or tokens < 2 * length * WANTED_ROWS
         if length > max(SHORTEST, longest):
             assert tokens >= length * WANTED_ROWS
+
+
+@given(
+    longest=st.integers(0, 17).map(lambda power: 1 << power),
+    tokens=st.integers(0, 1 << 40),
+    multiple=st.integers(1, 5_000),
+)
+def test_a_fitted_row_is_the_next_multiple_of_what_rows_are_padded_to(longest, tokens, multiple):
+    most = 20 * multiple
+    usual = fitted_row_length(SampleSizes(longest, tokens), 1 << 60)
+    length = fitted_row_length(SampleSizes(longest, tokens), most, multiple)
+    assert length % multiple == 0
+    assert length == most or usual <= length < usual + multiple

@@ -10,17 +10,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from penstock.config.load import loads
 from penstock.core.errors import StageError
 from penstock.core.files import write_json
 from penstock.core.stage import Artifact, key_of
 from penstock.pack import shards, spread
 from penstock.pack.settings import PackSettings
 from penstock.pack.stage import Pack
+from penstock.plan import plan
 from penstock.rows.packing.greedy import greedy
 from penstock.rows.prepared import PreparedSamples
 from penstock.rows.reader import PackedRows
 from penstock.rows.schema import PREPARED
 from penstock.rows.sources import Sources
+from tests.config.values import smallest
 from tests.stages.prepared import GSM8K, contents, prepare, run, table_of, write_lines
 
 
@@ -384,6 +387,7 @@ def test_the_key_follows_the_prepared_samples_and_every_setting(tmp_path):
         "seed": 7,
         "share_prompts": False,
         "row_length": "fitted",
+        "row_multiple": 64,
         "kl_pairing": "rotate",
         "kl_rotation_size": 8,
         "kl_max_len": 64,
@@ -401,3 +405,17 @@ def test_the_key_follows_the_prepared_samples_and_every_setting(tmp_path):
     assert key_of(replace(stage, num_proc=9, start_method="fork")) == key_of(stage)
     assert key_of(stage)[:16] == "66b89445faeacf42"
     assert json.loads(stage.settings.model_dump_json())["eval_sample_packing"] is True
+
+
+def test_rows_of_unwritten_length_are_as_long_as_what_they_are_padded_to():
+    data = {"datasets": [{"path": "builtin:arithmetic", "type": "chat"}]}
+
+    def planned(**more) -> PackSettings:
+        stage = plan(loads(smallest(data={**data, **more})), ("pack",)).step("pack").stage
+        assert isinstance(stage, Pack)
+        return stage.settings
+
+    assert (planned().row_length, planned().row_multiple) == ("fitted", 128)
+    assert planned(pad_to_multiple_of=1000).row_multiple == 1000
+    written = planned(sample_packing_sequence_len=2000, pad_to_multiple_of=1000)
+    assert (written.row_length, written.row_multiple) == ("written", 128)

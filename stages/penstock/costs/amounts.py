@@ -81,18 +81,18 @@ def with_row_length(
     nothing is prepared it is estimated from the files."""
     if written(run, "data.sample_packing_sequence_len"):
         return run
-    most = run.data.sample_packing_sequence_len
+    most, multiple = run.data.sample_packing_sequence_len, run.data.pad_to_multiple_of
     if made.packed:
         length = made.packed.get("row_length", {}).get("train", most)
     elif made.prepared:
-        length = fitted_row_length(SampleSizes.of_facts(made.prepared), most)
+        length = fitted_row_length(SampleSizes.of_facts(made.prepared), most, multiple)
     else:
         prepare = next(step.stage for step in steps if step.stage.name == "prepare")
         sources = prepare.sources if isinstance(prepare, Prepare) else ()
         sizes = estimate_samples(sources, vocab_size)
         if sizes is None:
             return run
-        length = fitted_row_length(SampleSizes(sizes.longest, sizes.tokens), most)
+        length = fitted_row_length(SampleSizes(sizes.longest, sizes.tokens), most, multiple)
     return run.model_copy(update={"data": run.data.with_row_length(length)})
 
 

@@ -6,7 +6,7 @@ from pydantic import BeforeValidator, Field
 
 from penstock.config.base import Settings
 from penstock.config.preference import KLPairing
-from penstock.rows.row_length import RowLength
+from penstock.rows.row_length import SHORTEST, RowLength
 
 
 def _unset_is_true(value: Any) -> Any:
@@ -26,6 +26,9 @@ class PackSettings(Settings):
     row_length: RowLength = "written"
     """`written`: a row holds as many tokens as `sample_packing_sequence_len` says. `fitted`: the
     length follows from the samples, and `sample_packing_sequence_len` is its upper bound."""
+
+    row_multiple: int = Field(default=SHORTEST, gt=0)
+    """`fitted`: the length is a multiple of this, which rows are padded to when they are loaded."""
 
     sample_packing_group_size: int = Field(default=100_000, gt=0)
     """`multipack` and `greedy`: consecutive samples among which rows are formed."""

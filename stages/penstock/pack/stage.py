@@ -25,6 +25,7 @@ class Pack(Stage):
     neutral: ClassVar[Mapping[str, Any]] = {
         "share_prompts": True,
         "row_length": "written",
+        "row_multiple": 128,
         "kl_pairing": None,
         "kl_rotation_size": None,
         "kl_max_len": None,
@@ -53,8 +54,9 @@ class Pack(Stage):
         from penstock.rows.row_length import SampleSizes, fitted_row_length
 
         sizes = SampleSizes.of_plan(read_json(self.prepared.path / PLAN))
-        length = fitted_row_length(sizes, self.settings.sample_packing_sequence_len)
-        return self.settings.model_copy(
+        its = self.settings
+        length = fitted_row_length(sizes, its.sample_packing_sequence_len, its.row_multiple)
+        return its.model_copy(
             update={"sample_packing_sequence_len": length, "row_length": "written"}
         )
 

@@ -13,7 +13,8 @@ WANTED_ROWS = 512
 sizes leave too few optimizer steps."""
 
 SHORTEST = 128
-"""Rows are padded to a multiple of this when they are loaded, so shorter ones save nothing."""
+"""Rows are padded to a multiple of this when they are loaded, unless `data.pad_to_multiple_of` says
+another, so shorter ones save nothing."""
 
 RowLength = Literal["written", "fitted"]
 
@@ -47,11 +48,13 @@ class SampleSizes:
         return cls(_longest(lengths, plan["kind"]), tokens * drawn // max(1, rows))
 
 
-def fitted_row_length(sizes: SampleSizes, most: int) -> int:
+def fitted_row_length(sizes: SampleSizes, most: int, multiple: int = SHORTEST) -> int:
     """Tokens of a row: a power of two that holds the longest sample and gives an epoch at least
-    `WANTED_ROWS` rows, if the longest sample is not in the way; never over `most`."""
+    `WANTED_ROWS` rows, if the longest sample is not in the way; rounded up to a `multiple`, which
+    rows are padded to; never over `most`."""
     for_rows = 1 << max(0, (sizes.tokens // WANTED_ROWS).bit_length() - 1)
-    return min(most, max(SHORTEST, sizes.longest, for_rows))
+    length = max(SHORTEST, sizes.longest, for_rows)
+    return min(most, -(-length // multiple) * multiple)
 
 
 def _longest(uppers: Iterable[str], kind: str) -> int:
