@@ -10,14 +10,12 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.core.errors import CapabilityError
 from penstock.engine.hf_config import read_hf_config
-from penstock.engine.loss import require_products
 from penstock.engine.positions import require_prompts_apart, require_whole_documents
 from penstock.models.layers.block import Block
 from penstock.plan import check_machine
 from penstock_kernels.op import Op
 from tests.engine import runs
 from tests.engine.loops import decoder_of, each, loop_of, step
-from tests.losses.test_cross_entropy import adapted, matrix
 from tests.models.twins import hf_model
 from tests.ranks import on_ranks
 
@@ -116,14 +114,6 @@ def test_layers_are_computed_with_what_is_written_and_in_what_is_written(folder)
     logits = {name: dtypes for name, (_, _, dtypes) in found.items()}
     assert logits["mixed"] == {"torch.bfloat16"}
     assert logits["unset"] == logits["exact"] == logits["sharded"] == {"torch.float32"}
-
-
-def test_a_head_with_magnitudes_is_refused_in_fp32(folder):
-    run = job(folder, "magnitudes", model={"lm_head_fp32": True}).config
-    require_products(adapted(), run)
-    require_products(matrix(), run)
-    with pytest.raises(CapabilityError, match=r"lm_head_fp32 is true, and lora\.use_dora"):
-        require_products(adapted("dora"), run)
 
 
 @pytest.mark.parametrize("name", ["ringattn_parallel_size", "ulysses_parallel_size"])

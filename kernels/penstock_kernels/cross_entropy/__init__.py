@@ -1,13 +1,14 @@
 """Cross-entropy of a head's logits, which are made a chunk of tokens at a time."""
 
 from penstock_kernels.cross_entropy.linear import (
-    Product,
     cross_entropies,
     eager_cross_entropies,
     linear_cross_entropies,
     linear_cross_entropy,
 )
+from penstock_kernels.cross_entropy.logits import linear_logits
 from penstock_kernels.cross_entropy.passes import Passes, slope_, tally
+from penstock_kernels.cross_entropy.sides import Product
 from penstock_kernels.cross_entropy.terms import PLAIN, Divided, Tally, Terms
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "eager_cross_entropies",
     "linear_cross_entropies",
     "linear_cross_entropy",
+    "linear_logits",
     "slope_",
     "tally",
 ]

@@ -13,20 +13,22 @@ tokens with L of them, of which each has a loss.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from penstock_kernels.cross_entropy import reference
-from penstock_kernels.cross_entropy.gradients import (
-    Scale,
-    WeightGradient,
-    largest,
-    scale_,
-    scaled_product_,
-)
+from penstock_kernels.cross_entropy.gradients import largest, scale_
 from penstock_kernels.cross_entropy.passes import IMPLEMENTATIONS, Implementation, Passes
 from penstock_kernels.cross_entropy.several import slope_by_, tally_by
+from penstock_kernels.cross_entropy.sides import (
+    Product,
+    SideGradients,
+    Sides,
+    computed,
+    precise,
+    seen_by_autograd,
+)
 from penstock_kernels.cross_entropy.terms import (
     PLAIN,
     Divided,
@@ -36,9 +38,6 @@ from penstock_kernels.cross_entropy.terms import (
     slopes,
 )
 from penstock_kernels.logit_chunks import tokens_at_once
-
-Product = tuple[torch.Tensor, torch.Tensor]
-"""Rows [S, K] and a matrix [V, K]."""
 
 
 def linear_cross_entropy(
@@ -69,7 +68,7 @@ def linear_cross_entropy(
             entries. On a GPU such labels end the process.
     """
     work = _work(products, labels_S, terms, chunk, divided, passes)
-    return _Summed.apply(work, scale, *_seen_by_autograd(products))
+    return _Summed.apply(work, scale, *seen_by_autograd(products))
 
 
 def linear_cross_entropies(
@@ -89,7 +88,7 @@ def linear_cross_entropies(
     """
     _require_plain(labels_S, terms)
     work = _work(products, labels_S, terms, chunk, divided, passes)
-    return _Each.apply(work, *_seen_by_autograd(products))
+    return _Each.apply(work, *seen_by_autograd(products))
 
 
 def cross_entropies(
@@ -114,13 +113,6 @@ def eager_cross_entropies(
     """The same by PyTorch's own operations and their gradients."""
     _require_plain(labels_C, terms)
     return losses(tally_by(reference.tally, logits_CV, labels_C, terms), logits_CV.shape[1], terms)
-
-
-class _Sides(NamedTuple):
-    """Those of the products, in the dtype in which they are multiplied."""
-
-    rows: list[torch.Tensor]
-    matrices: list[torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -155,70 +147,23 @@ class _Work:
         self.made_by.slope_(logits_CV, labels_C, own.log_sum, rises, self.terms)
         return whole
 
-    def chunks(self, sides: _Sides) -> Iterator[tuple[slice, torch.Tensor]]:
+    def chunks(self, sides: Sides) -> Iterator[tuple[slice, torch.Tensor]]:
         """Logits of a chunk after another, in the same memory."""
         count, width = len(self.labels), len(sides.matrices[0])
         # Made once: fresh memory for each chunk would cost a CPU as much as a pass over it.
         kept = sides.rows[0].new_empty(min(count, self.chunk), width)
         for start in range(0, count, self.chunk):
             rows = slice(start, min(start + self.chunk, count))
-            logits_CV = kept[: rows.stop - start]
-            first, *others = zip(sides.rows, sides.matrices, strict=True)
-            torch.mm(first[0][rows], first[1].t(), out=logits_CV)
-            for x_SK, matrix_VK in others:
-                torch.addmm(logits_CV, x_SK[rows], matrix_VK.t(), out=logits_CV)
-            yield rows, logits_CV
-
-
-class _Gradients:
-    """Those of the products' sides that want one, from the slopes of one chunk after another."""
-
-    def __init__(
-        self,
-        wanted: Sequence[bool],
-        sides: Sequence[torch.Tensor],
-        num_chunks: int,
-        scale: Scale,
-    ) -> None:
-        """`sides` are as they were given, rows and matrix of one product after another; slopes are
-        `scale` times as steep as those that are added."""
-        dtype = sides[0].dtype
-        self._scale = scale
-        self._dtypes = [x_SK.dtype for x_SK in sides[::2]]
-        self._rows = [
-            torch.empty_like(x_SK, dtype=dtype) if wants else None
-            for x_SK, wants in zip(sides[::2], wanted[::2], strict=True)
-        ]
-        self._matrices = [
-            WeightGradient(matrix_VK, dtype, num_chunks, scale) if wants else None
-            for matrix_VK, wants in zip(sides[1::2], wanted[1::2], strict=True)
-        ]
-
-    def add(self, rows: slice, slope_CV: torch.Tensor, sides: _Sides) -> None:
-        """What follows from the slopes of a chunk."""
-        for found_SK, matrix_VK in zip(self._rows, sides.matrices, strict=True):
-            if found_SK is not None:
-                scaled_product_(found_SK[rows], slope_CV, matrix_VK, self._scale)
-        for found, x_SK in zip(self._matrices, sides.rows, strict=True):
-            if found is not None:
-                found.add(slope_CV, x_SK[rows])
-
-    def take(self) -> list[torch.Tensor | None]:
-        """Rows' and matrix's of one product after another, in their dtypes. To be called once."""
-        taken: list[torch.Tensor | None] = []
-        for found_SK, dtype, found in zip(self._rows, self._dtypes, self._matrices, strict=True):
-            taken.append(None if found_SK is None else found_SK.to(dtype))
-            taken.append(None if found is None else found.take())
-        return taken
+            yield rows, sides.multiplied(rows, kept[: rows.stop - start])
 
 
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, work: _Work, scale: float, *sides: torch.Tensor) -> torch.Tensor:
-        gradients = _Gradients(ctx.needs_input_grad[2:], sides, work.num_chunks, scale)
+        gradients = SideGradients(ctx.needs_input_grad[2:], sides, work.num_chunks, scale)
         with torch.autocast(sides[0].device.type, enabled=False):
             wanted = any(ctx.needs_input_grad)
-            total = _total(work, _computed(sides), gradients if wanted else None)
+            total = _total(work, computed(sides), gradients if wanted else None)
         ctx.save_for_backward(*gradients.take())
         ctx.scaled_by = None
         return total * scale
@@ -239,9 +184,9 @@ class _Summed(torch.autograd.Function):
         return None, None, *(one if one is None else scale_(one.clone(), again) for one in found)
 
 
-def _total(work: _Work, sides: _Sides, gradients: _Gradients | None) -> torch.Tensor:
+def _total(work: _Work, sides: Sides, gradients: SideGradients | None) -> torch.Tensor:
     """The summed loss; gradients, where wanted, on the way. No logits outlive it."""
-    total = sides.rows[0].new_zeros((), dtype=_precise(sides.rows[0]))
+    total = sides.rows[0].new_zeros((), dtype=precise(sides.rows[0]))
     for rows, logits_CV in work.chunks(sides):
         whole = work.turn_(logits_CV, rows) if gradients else work.tally(logits_CV, rows)[1]
         total += losses(whole, work.entries, work.terms).sum()
@@ -253,10 +198,10 @@ def _total(work: _Work, sides: _Sides, gradients: _Gradients | None) -> torch.Te
 class _Each(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, work: _Work, *sides: torch.Tensor) -> torch.Tensor:
-        found_S = sides[0].new_empty(work.labels.shape, dtype=_precise(sides[0]))
+        found_S = sides[0].new_empty(work.labels.shape, dtype=precise(sides[0]))
         own_S, whole_S = (found_S.new_empty(len(found_S)) for _ in range(2))
         with torch.autocast(found_S.device.type, enabled=False):
-            for rows, logits_CV in work.chunks(_computed(sides)):
+            for rows, logits_CV in work.chunks(computed(sides)):
                 own, whole = work.tally(logits_CV, rows)
                 found_S[rows] = losses(whole, work.entries, work.terms)
                 own_S[rows], whole_S[rows] = own.log_sum, whole.log_sum
@@ -267,20 +212,20 @@ class _Each(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         work, (own_S, whole_S, *given) = ctx.work, ctx.saved_tensors
-        rounds = given[0].dtype != _precise(given[0])
+        rounds = given[0].dtype != precise(given[0])
         scale = largest(grads[0]) if rounds else 1.0
-        gradients = _Gradients(ctx.needs_input_grad[1:], given, work.num_chunks, scale)
-        _go_back(work, _computed(given), own_S, whole_S, grads[0] / scale, gradients)
+        gradients = SideGradients(ctx.needs_input_grad[1:], given, work.num_chunks, scale)
+        _go_back(work, computed(given), own_S, whole_S, grads[0] / scale, gradients)
         return None, *gradients.take()
 
 
 def _go_back(
     work: _Work,
-    sides: _Sides,
+    sides: Sides,
     own_S: torch.Tensor,
     whole_S: torch.Tensor,
     upstream_S: torch.Tensor,
-    gradients: _Gradients,
+    gradients: SideGradients,
 ) -> None:
     """Make logits once more, and gradients of them. No logits outlive it."""
     for rows, logits_CV in work.chunks(sides):
@@ -314,21 +259,6 @@ class _OfLogits(torch.autograd.Function):
         slope_CV = logits_CV.clone()
         slope_by_(ctx.made_by.slope_, slope_CV, labels_C, own_C, rises, ctx.terms)
         return slope_CV, None, None, None, None
-
-
-def _seen_by_autograd(products: Sequence[Product]) -> list[torch.Tensor]:
-    """Rows and matrix of one product after another; without a graph, nobody wants gradients."""
-    sides = [side for product in products for side in product]
-    return sides if torch.is_grad_enabled() else [side.detach() for side in sides]
-
-
-def _computed(sides: Sequence[torch.Tensor]) -> _Sides:
-    cast = [side.to(sides[0].dtype) for side in sides]
-    return _Sides(cast[::2], cast[1::2])
-
-
-def _precise(x: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _work(

@@ -14,7 +14,7 @@ from torch import nn
 from penstock.adapters.change import Product
 from penstock.adapters.dora import Normed, SumSquares, all_here, ratio, row_norms
 from penstock.models.layers.dropout import Dropout
-from penstock.models.layers.products import SumOfProducts, WeightedRows
+from penstock.models.layers.products import ScaledProducts, SumOfProducts, WeightedRows
 from penstock.models.layers.quantised import affine, put_weight, rows_of, weight_of
 
 Affine = Callable[..., torch.Tensor]
@@ -86,6 +86,21 @@ class LoraLinear(nn.Linear, SumOfProducts):
         if part in self.lora_A:
             found.append((self._low(x, part) * self.scale, self.lora_B[part]))
         return found
+
+    def scaled_products(self, x: torch.Tensor) -> list[ScaledProducts] | None:
+        """As `products`, and of a layer with magnitudes too; see `_normed_part`."""
+        [part, *others] = self.parts
+        if part not in self.lora_magnitude:
+            plain = self.products(x)
+            return [(None, plain)] if plain else None
+        if others or self.bias is not None:
+            return None
+        by = ratio(self.lora_magnitude[part], self._norms(part))
+        more = self._low(x, part) * self.scale, self.lora_B[part]
+        dropped = self.lora_dropout[part](x)
+        if dropped is x:
+            return [(by, [(x, self.weight), more])]
+        return [(None, [(x, self.weight)]), (by - 1, [(dropped, self.weight)]), (by, [more])]
 
     def _product(self, x: torch.Tensor, part: str) -> torch.Tensor:
         """In the factors' dtype unless autocast says otherwise: fp32 factors beside a bf16 weight

@@ -54,7 +54,6 @@ from penstock.engine.learning import learning
 from penstock.engine.loss import (
     answer_sums,
     preferences_of,
-    require_products,
     told_loss,
     trained_loss,
 )
@@ -289,7 +288,6 @@ def build_empty(
         base.quantise(model)
         if run.lora.enable_lora:
             inject(model, lora_spec(run, family))
-            require_products(model.lm_head, run)
             if keeps_only_adapters(run.lora):
                 keep_frozen_in(getattr(torch, run.train.computes_in), model)
         if run.train.keeps_in == "bfloat16":

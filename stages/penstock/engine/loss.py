@@ -3,11 +3,8 @@
 from dataclasses import replace
 
 import torch
-from torch import nn
 
-from penstock.adapters.lora import LoraLinear
 from penstock.config.run import RunConfig
-from penstock.core.errors import CapabilityError
 from penstock.engine.answers import AnswerSums
 from penstock.engine.compilers import require_compiler
 from penstock.engine.parallel.layout import Layout
@@ -50,17 +47,6 @@ def preferences_of(
 def answer_sums(run: RunConfig, layout: Layout, vocabulary: Vocabulary, ranks: Ranks) -> AnswerSums:
     """The log-probabilities of answers, computed as the settings say."""
     return AnswerSums(layout, ranks, vocabulary.log_probs(told_loss(run)))
-
-
-def require_products(head: nn.Module | None, run: RunConfig) -> None:
-    """Raise CapabilityError for a head that only the model's own precision can use, where fp32 is
-    wanted."""
-    if run.model.lm_head_fp32 and isinstance(head, LoraLinear) and head.lora_magnitude:
-        raise CapabilityError(
-            "model.lm_head_fp32 is true, and lora.use_dora gives the head magnitudes, with which "
-            "logits are computed in the model's own precision alone.\n"
-            "  Leave lm_head out of lora.lora_target_modules, or one of the two settings."
-        )
 
 
 def _precision(run: RunConfig) -> Precision:

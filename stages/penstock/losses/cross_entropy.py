@@ -11,12 +11,11 @@ from functools import reduce
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from penstock.models.layers.autocast import as_autocast
 from penstock.models.layers.dropout import Noise, current_noise, drawing_from
-from penstock.models.layers.products import WeightedRows, products_of
+from penstock.models.layers.products import WeightedRows, products_of, scaled_products_of
 from penstock_kernels.cross_entropy import (
     PLAIN,
     Divided,
@@ -26,6 +25,7 @@ from penstock_kernels.cross_entropy import (
     eager_cross_entropies,
     linear_cross_entropies,
     linear_cross_entropy,
+    linear_logits,
 )
 
 IGNORED = -100
@@ -92,7 +92,8 @@ def sum_cross_entropy(
     of products gradients are computed with the loss, else logits once more in the backward pass.
     Without any trained token the sum is exactly 0 and still reaches the head and the hidden states,
     whose gradients are zeros: every process of a group must take part in its collectives.
-    Of a sum of products gradients are rounded once, after they are multiplied by `scale` in fp32.
+    Where the head is made of products gradients are rounded once, after they are multiplied by
+    `scale` in fp32.
     A head that draws from a noise gets that of its tokens.
 
     Raises:
@@ -222,16 +223,22 @@ def _losses(
 
 
 def logits_of(hidden_CD: torch.Tensor, head: Head, precision: Precision) -> torch.Tensor:
-    """The head's logits, [C, V]. Its weights may be kept in less precision than is computed in."""
-    if precision == "model":
-        return head(hidden_CD)
+    """The head's logits, [C, V]. Its weights may be kept in less precision than is computed in.
+
+    Where the head is made of products they are in fp32, also if the products are rounded to less:
+    gradients of sides are then rounded once.
+    """
     with _casting_for(precision, hidden_CD.device.type):
-        products = products_of(head, hidden_CD.float())
-        if products is None:
-            return head(hidden_CD.float())
-        return reduce(
-            torch.add, (F.linear(x_CK.float(), matrix_VK.float()) for x_CK, matrix_VK in products)
-        )
+        x_CD = hidden_CD.float() if precision == "fp32" else as_autocast(hidden_CD)
+        groups = scaled_products_of(head, x_CD)
+        if groups is None:
+            return head(x_CD if precision == "fp32" else hidden_CD)
+        return reduce(torch.add, (_scaled(*group) for group in groups))
+
+
+def _scaled(by_V: torch.Tensor | None, products: Sequence[WeightedRows]) -> torch.Tensor:
+    logits_CV = linear_logits(products)
+    return logits_CV if by_V is None else logits_CV * by_V.to(logits_CV.dtype)
 
 
 def _casting_for(precision: Precision, kind: str) -> AbstractContextManager[object]:

@@ -12,6 +12,9 @@ from torch import nn
 WeightedRows = tuple[torch.Tensor, torch.Tensor]
 """Rows [T, K] and a matrix [V, K]."""
 
+ScaledProducts = tuple[torch.Tensor | None, Sequence[WeightedRows]]
+"""A factor for each output, [V], or none, and the products whose sum it multiplies."""
+
 
 @runtime_checkable
 class SumOfProducts(Protocol):
@@ -19,6 +22,10 @@ class SumOfProducts(Protocol):
 
     def products(self, x: torch.Tensor) -> Sequence[WeightedRows] | None:
         """The products that add up to the layer's outputs, or None if it does more."""
+        ...
+
+    def scaled_products(self, x: torch.Tensor) -> Sequence[ScaledProducts] | None:
+        """Sums of products that add up to them, each times its factor, or None if it does more."""
         ...
 
 
@@ -32,6 +39,17 @@ def products_of(layer: object, x: torch.Tensor) -> Sequence[WeightedRows] | None
         found = layer.products(x)
     elif type(layer) is nn.Linear and layer.bias is None:
         found = [(x, layer.weight)]
-    if found and all(type(matrix) in (torch.Tensor, nn.Parameter) for _, matrix in found):
-        return found
-    return None
+    return found if found and _are_here(found) else None
+
+
+def scaled_products_of(layer: object, x: torch.Tensor) -> Sequence[ScaledProducts] | None:
+    """The same of layers whose outputs have factors too, such as those of trained norms."""
+    if not isinstance(layer, SumOfProducts):
+        found = products_of(layer, x)
+        return [(None, found)] if found else None
+    groups = layer.scaled_products(x)
+    return groups if groups and all(_are_here(found) for _, found in groups) else None
+
+
+def _are_here(products: Sequence[WeightedRows]) -> bool:
+    return all(type(matrix) in (torch.Tensor, nn.Parameter) for _, matrix in products)
