@@ -1,6 +1,10 @@
 """What workers draw: from what, to which end, and what is told of it; on one rank and on two."""
 
+from contextlib import nullcontext
+from unittest.mock import patch
+
 import pytest
+import torch
 
 from penstock.core.errors import ArtifactError
 from penstock.core.folder_digests import DIGESTS
@@ -8,6 +12,7 @@ from penstock.engine.ranks import join
 from penstock.engine.resident_files import SAMPLER
 from penstock.server.protocol.commands import Export, Generate, Generated, Open
 from penstock.server.protocol.values import Array, Sampling
+from penstock.server.worker import sampling
 from tests.damaging import flip_bit
 from tests.ranks import on_ranks
 from tests.server.orders import (
@@ -153,6 +158,26 @@ def test_a_folder_that_is_deleted_meanwhile_fails_on_all_ranks_alike(model, tmp_
     done(model, tmp_path, [opening("a"), Export(model="a", folder=str(folder))])
     [one, other] = on_ranks(2, read_on_a_rank, model, tmp_path, folder)
     assert one == other
+
+
+def read_without_memory(model, out, folder):
+    """What is told of drawing where rank 1 has no memory for an adapter, and what is drawn then."""
+    workers = operations(model, out, data_parallel_mode="fsdp2", data_parallel_shard_size=2)
+    fault = torch.OutOfMemoryError("no memory is left")
+    is_second = workers.residents.substrate.ranks.rank == 1
+    failing = patch.object(sampling.Sampling, "_read", side_effect=fault)
+    with failing if is_second else nullcontext(), pytest.raises(ArtifactError) as caught:
+        workers.do(answering(str(folder)))
+    return str(caught.value), workers.do(answering(str(folder)))
+
+
+def test_a_rank_without_memory_for_an_adapter_is_a_fault_of_the_draw_on_all(model, tmp_path):
+    folder = tmp_path / "sampler"
+    done(model, tmp_path, [opening("a"), Export(model="a", folder=str(folder))])
+    (one, drawn), (other, _) = on_ranks(2, read_without_memory, model, tmp_path, folder)
+    assert one == other
+    assert one.startswith("sampler cannot be sampled from, as rank 1 met OutOfMemoryError: no mem")
+    assert drawn.sampled[0].sequences
 
 
 def test_a_whole_model_is_read_once_for_all_that_is_drawn_from_it_in_a_row(model, tmp_path):

@@ -4,6 +4,7 @@ What is drawn from takes the place of the model that is in the base, which comes
 computed with again. Adapters that were drawn from lately are kept.
 """
 
+import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ from penstock.server.protocol.commands import Generate, Generated
 from penstock.server.protocol.results import Sampled
 from penstock.server.protocol.values import Array
 from penstock.server.protocol.values import Sequence as Drawn
+
+LOG = logging.getLogger(__name__)
 
 KEPT = 4
 """Adapters."""
@@ -121,6 +124,13 @@ class Sampling:
             fault = f"{folder.name} cannot be read: {error.strerror}.\n  Save it again."
         except ArtifactError as error:
             fault = str(error)
+        except Exception as error:
+            # Such as no memory: no reason for the others to wait, nor for all models to begin anew.
+            LOG.exception("%s cannot be sampled from on rank %d", folder, substrate.ranks.rank)
+            fault = (
+                f"{folder.name} cannot be sampled from, as rank {substrate.ranks.rank} met "
+                f"{type(error).__name__}: {error}\n  Ask again; the log of the workers tells more."
+            )
         told = substrate.ranks.gather((time, fault))
         for _, fault in told:
             if fault:
