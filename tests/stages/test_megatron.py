@@ -16,6 +16,8 @@ from penstock.core.source import pin_data
 from penstock.core.stage import key_of
 from penstock.plan import plan
 from penstock.prepare import pieces
+from penstock.prepare.opened import SourceFile
+from penstock.prepare.read_megatron import documents
 from penstock.prepare.stage import Prepare
 from tests.config.values import faults_of, smallest
 from tests.stages.megatron_files import write_cached, write_mapped
@@ -177,6 +179,27 @@ def test_files_that_are_damaged_are_refused_with_the_reason(tmp_path, what, says
     prefix = broken(write_mapped(tmp_path / "corpus", [[[1, 2, 3]], [[4, 5]]]), what)
     with pytest.raises(StageError, match=says):
         run(prepare((prefix, {})), tmp_path / "out" / "x")
+
+
+HOSTILE = (-(2**63), -1, 2**40, 2**61, 2**62, 2**63 - 1)
+
+
+@pytest.mark.parametrize("write", [write_mapped, write_cached])
+def test_no_number_of_an_index_leads_outside_of_its_data(tmp_path, write):
+    prefix = write(tmp_path / "corpus", [[[1, 2, 3], [4]], [[5, 6]]])
+    index, data = (prefix.with_name(f"corpus{end}") for end in (".idx", ".bin"))
+    file = SourceFile(index.name, index, beside=SourceFile(data.name, data))
+    whole, refused = index.read_bytes(), 0
+    places = range(0, len(whole) - 7, 2)
+    for at in places:
+        for number in HOSTILE:
+            index.write_bytes(whole[:at] + struct.pack("<q", number) + whole[at + 8 :])
+            try:
+                for chunk in documents(file, None):
+                    chunk.part(0, None).values()
+            except StageError:
+                refused += 1
+    assert refused > 0.9 * len(HOSTILE) * len(places)
 
 
 def test_an_id_outside_of_the_vocabulary_is_told_with_its_document(tmp_path):

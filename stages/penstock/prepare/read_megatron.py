@@ -39,6 +39,9 @@ TYPES: Mapping[int, str] = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "
 FLOATS = (6, 7)
 """Codes of types that hold no token ids."""
 
+FARTHEST = 1 << 56
+"""Tokens that no file holds; as bytes they still are numbers of 64 bits."""
+
 Numbers = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 
@@ -63,6 +66,16 @@ class Index:
         """Bytes of every document."""
         ends = np.concatenate([[0], np.cumsum(self.lengths)])
         return np.diff(ends[self.starts]) * self.dtype.itemsize
+
+    def end_beyond(self, available: int) -> int | None:
+        """Where the last of the sequences ends, in bytes, that do not lie within so many; None if
+        all do. Numbers of a damaged index may be so large that their sum would overflow."""
+        size = self.dtype.itemsize
+        is_placed = (self.pointers >= 0) & (self.pointers <= available)
+        room = (available - np.where(is_placed, self.pointers, available)) // size
+        outside = np.flatnonzero(~is_placed | (self.lengths > room))
+        ends = (int(self.pointers[at]) + int(self.lengths[at]) * size for at in outside.tolist())
+        return max(ends, default=None)
 
 
 def documents(file: SourceFile, span: tuple[int, int] | None) -> Iterator[Chunk]:
@@ -105,11 +118,10 @@ def index_of(file: SourceFile) -> Index:
             "  Write both files again, or name the prefix of others."
         ) from None
     available = file.beside.location.stat().st_size
-    ends = index.pointers + index.lengths * index.dtype.itemsize
-    if len(ends) and (index.pointers.min() < 0 or ends.max() > available):
+    if (end := index.end_beyond(available)) is not None:
         raise StageError(
             f"{file.beside.name} has {available} bytes, and {file.name} tells of"
-            f" {int(ends.max())}: it is cut short, or belongs to another index.\n"
+            f" {end}: it is cut short, or belongs to another index.\n"
             "  Write both files again."
         )
     return index
@@ -185,6 +197,8 @@ def _cached(raw: Bytes) -> tuple[Index, npt.NDArray[np.int8]]:
     sizes = reader.array("<i8", num_sizes)
     starts = reader.array("<i8", documents)
     reader.end()
+    if offsets.min() < 0 or offsets.max() > FARTHEST:
+        raise ValueError("a sequence begins where no file reaches")
     if num_sizes != sequences or not np.array_equal(dimensions, np.arange(sequences + 1)):
         raise ValueError("its sequences are no lists of tokens")
     return Index(dtype, sizes, offsets[:-1] * size, starts), np.empty(0, np.int8)
