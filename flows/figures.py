@@ -1,9 +1,7 @@
 """How far a training run is, from the records it leaves while it goes on."""
 
-import json
-import os
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +36,10 @@ class Figures:
         self.step, self._last = record["step"], record
         self._recent.append((record["step"], record["time"]))
 
-    def with_total(self, surroundings: Path) -> "Figures":
-        """These, with the number of steps that the run has written there."""
-        self._total = read_json(surroundings)["total_steps"]
-        return self
+    def read_total(self, surroundings: Path) -> None:
+        """Know the number of steps that the run has written there, if it has."""
+        if surroundings.is_file():
+            self._total = read_json(surroundings)["total_steps"]
 
     @property
     def percent(self) -> float:
@@ -65,6 +63,18 @@ class Figures:
         if self.is_ended:
             return f"{told}, ended"
         return told if self.left is None else f"{told}, about {duration(self.left)} left"
+
+    @property
+    def line(self) -> str:
+        """One line for a log: the last step."""
+        last = self._last
+        told = [f"step {self._steps}: loss {number(last['loss'])}", f"lr {number(last['lr'])}"]
+        if "grad_norm" in last:
+            told.append(f"grad norm {number(last['grad_norm'])}")
+        told.append(f"{amount(last['tokens_per_second'])} tokens/s")
+        if self.left is not None:
+            told.append(f"about {duration(self.left)} left")
+        return ", ".join(told)
 
     @property
     def table(self) -> str:
@@ -93,31 +103,3 @@ class Figures:
             ("tokens per second", amount(last["tokens_per_second"])),
         ]
         return rows
-
-
-class Tail:
-    """The records that a file gains from some time on; written anew, it is read anew."""
-
-    def __init__(self, path: Path, *, since: float) -> None:
-        self._path, self._since = path, since
-        self._file: int | None = None
-        self._read = 0
-
-    def more(self) -> Iterator[dict[str, Any]]:
-        """Whole records that were not given before."""
-        try:
-            stream = self._path.open("rb")
-        except OSError:
-            return
-        with stream:
-            now = os.fstat(stream.fileno())
-            if now.st_ino != self._file or now.st_size < self._read:
-                self._file, self._read = now.st_ino, 0
-            stream.seek(self._read)
-            for line in stream:
-                if not line.endswith(b"\n"):
-                    return
-                self._read += len(line)
-                record = json.loads(line)
-                if record["time"] >= self._since:
-                    yield record

@@ -8,6 +8,7 @@ With `pipeline.task_runner`, slices are prepared by the workers of a Dask or Ray
 
 import signal
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -24,6 +25,7 @@ env.default(
         "PREFECT_CLIENT_MAX_RETRIES": "20",
         "PREFECT_CLIENT_RETRY_EXTRA_CODES": "500",
         "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
+        "PREFECT_LOGGING_EXTRA_LOGGERS": "penstock",  # what stages warn of in the flow's process
         "RAY_USAGE_STATS_ENABLED": "0",
         "DASK_DISTRIBUTED__LOGGING__DISTRIBUTED": "warning",
     }
@@ -37,6 +39,7 @@ from prefect.runtime import flow_run, task_run
 from prefect.states import Cancelled, Completed
 
 from cluster import num_shares, spread, task_runner
+from overview import chat_command, overview_shown
 from parameters import ConfigFile, Forced, Overrides, loaded, title_of, typed
 from penstock.cli.console import outcome_table
 from penstock.config.run import RunConfig
@@ -48,10 +51,13 @@ from penstock.core.stage import key_of, short
 from penstock.core.store import Outcome
 from penstock.outputs import require_writable
 from penstock.plan import Plan, StageName, Wishes, bring_up, plan
-from showing import noticed, show, training_shown
+from showing import log_notice, noticed, show, training_shown
 
 # Workers of a cluster cannot import scripts that are known by their path: they are sent in full.
-for script in ("figures", "parameters", "showing", __name__):
+for script in (
+    *("figures", "overview", "parameters", "showing", "tail", "training_log"),
+    __name__,
+):
     cloudpickle.register_pickle_by_value(sys.modules[script])
 
 
@@ -78,13 +84,13 @@ def _named_after_stage_and_key() -> str:
 @task(task_run_name=_named_after_stage_and_key, cache_policy=NO_CACHE, persist_result=False)
 def realise(planned: Plan, name: StageName, wishes: Wishes) -> State[Outcome]:
     """Bring one stage up in the store, and say whether it was there already."""
-    step, called, say = planned.step(name), planned.run.pipeline.name, get_run_logger().info
+    step, called, logger = planned.step(name), planned.run.pipeline.name, get_run_logger()
     try:
-        with training_shown(step.path, called, say) if name == "train" else nullcontext():
-            outcome = bring_up(step, planned.run, wishes, noticed(name, called, say))
+        with training_shown(step.path, called, logger) if name == "train" else nullcontext():
+            outcome = bring_up(step, planned.run, wishes, noticed(name, called, logger))
     except Interrupted as stopped:
         return Cancelled(name="Stopped", message=str(stopped))
-    show(outcome, called, say)
+    show(outcome, called, logger)
     reused = outcome.status == "cached"
     message = f"reused {outcome.where}" if reused else f"{outcome.status} -> {outcome.where}"
     return Completed(name="Cached" if reused else "Completed", message=message, data=outcome)
@@ -108,22 +114,24 @@ def _may_pass(_task: object, _run: object, state: State[Outcome]) -> bool:
     return isinstance(state.data, BaseException) and may_pass(state.data)
 
 
-def chain(run: RunConfig, wishes: Wishes, *wanted: StageName) -> list[Outcome]:
-    """Realise every step in order, in the flow's own thread: only there can it be cancelled."""
-    runner = task_runner(run)
+def chain(run: RunConfig, wishes: Wishes, chat: Sequence[str], *wanted: StageName) -> list[Outcome]:
+    """Realise every step in order, in the flow's own thread: only there can it be cancelled.
+
+    `chat` is the command that talks to the model.
+    """
+    runner, logger = task_runner(run), get_run_logger()
     planned = plan(run, wanted or None)
     for note in planned.notes:
-        get_run_logger().info(note)
+        log_notice(note, logger)
     require_writable(planned)
     for name in wishes.force:
         planned.step(name)  # raises for one that would be ignored
     if runner:
         spread(planned, runner, num_shares(run))
-    outcomes: list[Outcome] = []
-    with in_use(planned.steps):
+    with in_use(planned.steps), overview_shown(planned, chat, logger) as outcomes:
         for step in planned.steps:
             outcomes.append(brought(planned, cast(StageName, step.stage.name), wishes))
-    get_run_logger().info("\n%s", outcome_table(outcomes))
+    logger.info("\n%s", outcome_table(outcomes))
     return outcomes
 
 
@@ -157,7 +165,8 @@ push = _ending_with("push")
 def _bring(config: Path, overrides: Overrides, force: Forced, *wanted: StageName) -> Ending:
     wishes = Wishes(force=frozenset(force or ()))
     try:
-        return chain(loaded(config, overrides), wishes, *wanted)[-1].where
+        run, chat = loaded(config, overrides), chat_command(config, overrides)
+        return chain(run, wishes, chat, *wanted)[-1].where
     except Interrupted as stopped:
         return Cancelled(name="Stopped", message=str(stopped))
 

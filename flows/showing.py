@@ -1,11 +1,13 @@
 """What Prefect's UI shows of stages: a table of each, and of training how far it is, as it goes on.
 
-A thread of the flow follows metrics.jsonl. Nothing here stops or holds up a run: what the server
-does not take is tried again at the next look, and missed if there is none.
+A thread of the flow follows what the ranks leave in their folder. Nothing here stops or holds up a
+run: what the server does not take is tried again at the next look, and missed if there is none.
 """
 
 import contextvars
 import json
+import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -27,14 +29,17 @@ from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.exceptions import PrefectException
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
-from figures import Figures, Tail
+from figures import Figures
 from penstock.core.files import read_json
 from penstock.core.store import Outcome
 from penstock.train.job import METRICS, REPORT, SURROUNDINGS
 from penstock.train.trackers.card import TRACKERS_FOLDER
 from penstock.train.trackers.names import KNOWN
+from tail import Records
+from training_log import Logger, TrainingLog, server_only
 
-Say = Callable[[str], object]
+WARNING = re.compile(r"(\w+: )?warning: ")
+"""How notices begin that people should act on."""
 
 SOONEST, LATEST = 5.0, 60.0
 """Seconds between two looks at a run: the longer it has lasted, the longer."""
@@ -49,34 +54,39 @@ RETRIES = 2
 """How often what a stage shows is sent again; no stage waits for the server."""
 
 
-def show(outcome: Outcome, name: str, say: Say) -> None:
+def show(outcome: Outcome, name: str, logger: Logger) -> None:
     """A table of what became of a stage of the run called `name`, one fact in a row."""
     rows = {"status": outcome.status, "key": outcome.key, "path": outcome.where, **outcome.facts}
     table = [{"fact": fact, "value": _plain(value)} for fact, value in rows.items()]
-    with _offered(f"the table of {outcome.stage}", say):
+    with offered(f"the table of {outcome.stage}", logger):
         create_table_artifact(table, f"penstock-{outcome.stage}", f"{name}: {outcome.status}")
 
 
-def noticed(stage: str, name: str, say: Say) -> Callable[[str], None]:
-    """`say` for a stage of the run called `name`, whose words are shown too: that it waits for
-    another run, above all."""
+def noticed(stage: str, name: str, logger: Logger) -> Callable[[str], None]:
+    """Takes notices of a stage of the run called `name`, which are logged and shown: that it waits
+    for another run, what is odd about the data."""
 
     def tell(line: str) -> None:
-        say(line)
-        with _offered(f"the notice of {stage}", say):
+        log_notice(line, logger)
+        with offered(f"the notice of {stage}", logger):
             create_markdown_artifact(line, "penstock-notice", f"{name}: {stage}")
 
     return tell
 
 
+def log_notice(line: str, logger: Logger) -> None:
+    """Log a line for people, as a warning where it says that it is one."""
+    logger.log(logging.WARNING if WARNING.match(line) else logging.INFO, "%s", line)
+
+
 @contextmanager
-def _offered(what: str, say: Say) -> Generator[None]:
+def offered(what: str, logger: Logger) -> Generator[None]:
     """Around showing something that a stage does not wait for long, and that may be missed."""
     try:
         with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: RETRIES}):
             yield
     except (httpx.HTTPError, PrefectException) as error:
-        say(f"{what} could not be shown: {type(error).__name__}: {error}")
+        logger.warning("%s could not be shown: %s: %s", what, type(error).__name__, error)
 
 
 class Links:
@@ -103,10 +113,10 @@ class Links:
 
 
 @contextmanager
-def training_shown(folder: Path, name: str, say: Say) -> Generator[None]:
-    """While the block runs, show the training run called `name` that goes on in `folder`."""
+def training_shown(folder: Path, name: str, logger: Logger) -> Generator[None]:
+    """While the block runs, show and log the training called `name` that goes on in `folder`."""
     ended = threading.Event()
-    shown = Shown(folder, name, say)
+    shown = Shown(folder, name, logger)
     # As the flow sees Prefect: its server, and the run that all this belongs to.
     run = contextvars.copy_context().run
     thread = threading.Thread(target=run, args=(shown.follow, ended), daemon=True)
@@ -120,13 +130,15 @@ def training_shown(folder: Path, name: str, say: Say) -> Generator[None]:
 
 
 class Shown:
-    """One training run in Prefect's UI: a bar, a table, and links."""
+    """One training run in Prefect's UI: a bar, a table, links, and lines in its log."""
 
-    def __init__(self, folder: Path, name: str, say: Say) -> None:
-        self._folder, self._name, self._say = folder, name, say
+    def __init__(self, folder: Path, name: str, logger: Logger) -> None:
+        self._folder, self._name, self._logger = folder, name, logger
         self._links = Links(folder, name)
-        self._tail = Tail(folder / METRICS, since=time.time())
+        since = time.time()
+        self._records = Records(folder / METRICS, since=since)
         self._figures = Figures()
+        self._log = TrainingLog(folder, server_only(logger), since=since)
         self._bar: UUID | None = None
         self._table: UUID | None = None
         self._is_told = False
@@ -141,26 +153,34 @@ class Shown:
             while not ended.wait(_pause(time.monotonic() - began)):
                 self._look()
             self._look()
+            self._log.end()
 
     def _look(self) -> None:
-        for record in self._tail.more():
-            self._figures.take(record)
+        self._log.pass_on_words()
+        self._read_on()
         self._figures.is_ended = self.is_done
         if not self._figures.step and not self.is_done:
             return  # what lies there now may be of another run
         try:
             if self._figures.step:
-                self._show(self._figures.with_total(self._folder / SURROUNDINGS))
+                self._show(self._figures)
             self._links.show()
         except (httpx.HTTPError, PrefectException, OSError) as error:
             if not self._is_told:
-                self._say(
-                    "the progress of training cannot be shown just now; training goes on: "
-                    f"{type(error).__name__}: {error}"
+                self._logger.warning(
+                    "the progress of training cannot be shown just now; training goes on: %s: %s",
+                    type(error).__name__,
+                    error,
                 )
             self._is_told = True
         else:
             self._is_told = False
+
+    def _read_on(self) -> None:
+        for record in self._records.more():
+            self._figures.read_total(self._folder / SURROUNDINGS)
+            self._figures.take(record)
+            self._log.take(record, self._figures)
 
     def _show(self, figures: Figures) -> None:
         brief = f"{self._name}: {figures.in_brief}"

@@ -1,6 +1,7 @@
 """Flows that report to a server: by hand, deployed, on a schedule, cancelled; no network."""
 
 import json
+import logging
 import re
 import secrets
 import signal
@@ -95,6 +96,75 @@ def test_a_deployed_run_is_named_after_what_runs_and_shows_its_stages_and_what_t
     assert float(found["penstock-progress"]["data"]) == 100
     assert f"| step | {steps} of {steps} (100.0%) |" in found["penstock-training"]["data"]
     assert (folder / "out" / "report.html").as_uri() in found["penstock-report"]["data"]
+
+
+@pytest.mark.slow
+def test_the_log_of_a_deployed_run_has_steps_evaluations_and_warnings_under_the_task_that_trains(
+    deployed, once
+):
+    folder, _, run = once
+    here = {"id": {"any_": [run["id"]]}}
+    [train] = [
+        each["id"]
+        for each in deployed.ask("task_runs", flow_runs=here)
+        if each["name"].startswith("train")
+    ]
+    steps = json.loads((folder / "out" / "manifest.json").read_text())["facts"]["steps"]
+    last = steps_in(folder)[-1]
+    assert last == steps
+
+    def logged() -> dict[str, int]:
+        found = deployed.ask("logs", logs={"task_run_id": {"any_": [train]}})
+        return {line["message"]: line["level"] for line in found}
+
+    def level_of(beginning: str) -> int | None:
+        told = logged().items()
+        return next((level for text, level in told if text.startswith(beginning)), None)
+
+    assert soon(lambda: level_of(f"step {steps} of {steps}: loss "), 20) == logging.INFO
+    assert level_of(f"step {steps}: eval_loss ") == logging.INFO
+    assert level_of("attention: ") == logging.INFO
+    assert level_of(f"warning: the run is {steps} optimizer steps") == logging.WARNING
+    # The terminal of a worker, where ranks print the same, does not repeat it.
+    terminal = (deployed.home / "worker-1.log").read_text()
+    assert f"step {steps} of {steps}: loss " not in terminal
+
+
+@pytest.mark.slow
+def test_the_overview_of_a_run_has_its_stages_its_losses_and_the_command_that_comes_next(
+    deployed, once
+):
+    folder, config, run = once
+    artifacts = deployed.ask("artifacts", flow_runs={"id": {"any_": [run["id"]]}})
+    [overview] = [each for each in artifacts if each["key"] == "penstock-run"]
+    facts = json.loads((folder / "out" / "manifest.json").read_text())["facts"]
+    assert f"{facts['steps']} steps, loss " in overview["description"]
+    for stage, key in keys_of(folder).items():
+        [place] = [path.parent for path in folder.glob(f"{PLACES[stage]}/{MANIFEST}")]
+        [row] = re.findall(rf"\| {stage} \| (.*) \|", overview["data"])
+        result, seconds, told, where = row.split(" | ")
+        assert (result, told, where) == ("built", f"`{key}`", str(place))
+        assert seconds.endswith(" s")
+    assert f"| tokens | {facts['tokens']:,} |" in overview["data"]
+    assert f" {facts['final_loss']:.4g} at last |" in overview["data"]
+    assert f"| held-out loss (eval_loss) | {facts['eval_loss']:.4g} |" in overview["data"]
+    assert f"| report | {folder / 'out' / 'report.html'} |" in overview["data"]
+    assert f"    penstock chat {config} --train.lr 0.02" in overview["data"]
+
+
+@pytest.mark.slow
+def test_the_overview_of_a_run_that_fails_says_how_far_it_came_and_why(reporting, tmp_path):
+    import finetune
+
+    config = write_run(tmp_path, train={"load_checkpoint_path": "auto", "require_checkpoint": True})
+    state = finetune.finetune(config, return_state=True)
+    assert state.is_failed()
+    shown = reporting.ask("artifacts", artifacts={"key": {"any_": ["penstock-run"]}})
+    [overview] = [each for each in shown if str(tmp_path) in each["data"]]
+    assert "| pack | built |" in overview["data"]
+    assert "| train | not done |" in overview["data"]
+    assert "**Failed:**" in overview["data"]
+    assert "penstock chat" not in overview["data"]
 
 
 @pytest.mark.slow

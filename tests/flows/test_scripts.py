@@ -1,6 +1,7 @@
 """What flows are given and what they show, without a server."""
 
 import json
+import logging
 import secrets
 import sys
 import time
@@ -95,6 +96,18 @@ def test_the_name_of_a_run_tells_what_is_laid_over_its_file_and_no_secret(tmp_pa
     assert len(parameters.title_of(run, {"pipeline.name": "x" * 500})) == 100
 
 
+class Said(logging.Handler):
+    """What is logged to its `logger`, a line with its level each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logger, self.lines = logging.Logger("said"), list[str]()
+        self.logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(f"{record.levelname} {record.getMessage()}")
+
+
 def write_records(path: Path, *records: dict, ending: str = "\n") -> None:
     part = path.with_suffix(".part")
     part.write_text("\n".join(map(json.dumps, records)) + ending)
@@ -107,10 +120,10 @@ def step(number: int, time: float, **more) -> dict:
 
 
 def test_records_are_read_once_and_those_of_an_earlier_run_are_not(tmp_path):
-    import figures
+    from tail import Records
 
     path = tmp_path / "metrics.jsonl"
-    tail = figures.Tail(path, since=100.0)
+    tail = Records(path, since=100.0)
     assert list(tail.more()) == []
     write_records(path, step(1, 50.0), step(2, 101.0))
     assert [record["step"] for record in tail.more()] == [2]
@@ -132,7 +145,8 @@ def test_what_is_left_follows_from_the_pace_since_the_run_began_or_went_back(tmp
     surroundings.write_text(json.dumps({"total_steps": 100}))
     told = figures.Figures()
     told.take(step(1, 10.0))
-    assert told.with_total(surroundings).left is None
+    told.read_total(surroundings)
+    assert told.left is None
     told.take(step(11, 30.0))  # two seconds each
     told.take({"step": 11, "time": 31.0, "eval_loss": 0.25})
     assert told.left == pytest.approx(178)
@@ -145,6 +159,112 @@ def test_what_is_left_follows_from_the_pace_since_the_run_began_or_went_back(tmp
     assert told.percent == pytest.approx(6)
 
 
+def test_a_log_that_is_deleted_and_written_anew_is_read_from_its_start_if_it_is_longer(tmp_path):
+    from tail import LoggedLines
+
+    path, began = tmp_path / "rank_0.log", time.time()
+
+    def write(*lines: str) -> None:
+        path.unlink(missing_ok=True)  # whose number the next file may get
+        now = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(began + 10))
+        path.write_text("".join(f"{now},000 {line}\n" for line in lines))
+
+    said = LoggedLines(path, since=began)
+    write("INFO an old line")
+    assert list(said.more()) == [("INFO", "an old line")]
+    write("INFO new", "ERROR failed\nTraceback\n  of two lines", "WARNING odd")
+    expected = [("INFO", "new"), ("ERROR", "failed\nTraceback\n  of two lines"), ("WARNING", "odd")]
+    assert list(said.more()) == expected
+    assert list(LoggedLines(path, since=began + 60).more()) == []
+
+
+def lines_of(training_log, records: list[dict], folder: Path) -> list[str]:
+    """What of these records is logged, by a run that began at 0."""
+    import figures
+
+    said = Said()
+    log, known = training_log.TrainingLog(folder, said.logger, since=0.0), figures.Figures()
+    for record in records:
+        known.take(record)
+        log.take(record, known)
+    log.end()
+    return said.lines
+
+
+def test_lines_of_steps_are_bounded_however_many_there_are_and_the_last_is_among_them(tmp_path):
+    import training_log
+
+    short = lines_of(training_log, [step(n, n / 100) for n in range(1, 501)], tmp_path)
+    assert short == [
+        "INFO step 1: loss 1, lr 0.1, 100 tokens/s",
+        *(line for line in short[1:-1] if " left" not in line),
+        "INFO step 500: loss 0.002, lr 0.1, 100 tokens/s",
+    ]
+    assert len(short) == 6  # a second apart
+    day = [step(n, float(n)) for n in range(1, 86_401)]
+    evaluations = [{"step": n, "time": n + 0.5, "eval_loss": 1.0} for n in range(1, 86_401)]
+    both = [record for pair in zip(day, evaluations, strict=True) for record in pair]
+    lines = lines_of(training_log, both, tmp_path)
+    assert "INFO step 86,400: eval_loss 1" in lines
+    assert "INFO step 86,400: loss 1.157e-5, lr 0.1, 100 tokens/s" in lines
+    assert len(lines) < 2 * (200 + 200 * 5 + 24 * 60)
+
+
+def test_words_of_ranks_keep_their_levels_lose_what_is_secret_and_cannot_flood(tmp_path):
+    import training_log
+
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    now = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() + 1))
+    value = secrets.token_hex(16)
+    entries = [
+        ("rank_0.log", "INFO attention: sdpa"),
+        ("rank_0.log", f"WARNING step 5: see https://host/rows?X-Amz-Signature={value}"),
+        ("rank_0.log", "ERROR failed\nTraceback"),
+        *(("rank_0.log", f"WARNING step {n}: the loss is 9") for n in range(100)),
+        ("watch.log", "WARNING nothing has moved for 1800 s"),
+    ]
+    for name, text in entries:
+        with (logs / name).open("a") as stream:
+            stream.write(f"{now},000 {text}\n")
+    said = Said()
+    log = training_log.TrainingLog(tmp_path, said.logger, since=time.time())
+    log.pass_on_words()
+    assert said.lines[:2] == ["INFO attention: sdpa", "WARNING step 5: see https://host/rows"]
+    assert said.lines[-2:] == [
+        f"WARNING 82 more lines are in {logs / 'rank_0.log'}",
+        "WARNING nothing has moved for 1800 s",
+    ]
+    assert len(said.lines) == training_log.MOST_WORDS + 2
+    assert value not in "\n".join(said.lines)
+    log.pass_on_words()
+    assert len(said.lines) == training_log.MOST_WORDS + 2
+
+
+def test_ranks_that_are_started_again_are_told_with_the_step_that_training_is_back_at(tmp_path):
+    import training_log
+
+    records = [step(1, 1.0), step(2, 2.0), step(3, 3.0), step(2, 9.0), step(3, 10.0)]
+    lines = lines_of(training_log, records, tmp_path)
+    assert [line for line in lines if line.startswith("WARNING")] == [
+        "WARNING the ranks were started again; training is back at 2"
+    ]
+    # A file that is published anew brings records again that were read before.
+    assert lines_of(training_log, [*records[:3], *records[:3]], tmp_path) == lines[:3]
+
+
+def test_a_notice_that_says_it_is_a_warning_is_logged_as_one():
+    import showing
+
+    said = Said()
+    showing.log_notice("prepare: warning: 3 of 40 records give no sample", said.logger)
+    showing.log_notice("pack: rows of 512 tokens, 100% full", said.logger)
+    assert said.lines == [
+        "WARNING prepare: warning: 3 of 40 records give no sample",
+        "INFO pack: rows of 512 tokens, 100% full",
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Artifact creation outside:FutureWarning")
 def test_a_server_that_is_not_there_is_told_of_and_stops_nobody(tmp_path):
@@ -153,12 +273,14 @@ def test_a_server_that_is_not_there_is_told_of_and_stops_nobody(tmp_path):
     import showing
 
     (tmp_path / "surroundings.json").write_text(json.dumps({"total_steps": 3}))
-    said: list[str] = []
+    said = Said()
     done = Outcome("train", "0" * 16, "ran", tmp_path, 1.0, {"steps": 3})
     with temporary_settings({PREFECT_API_URL: NOBODY}):
-        with showing.training_shown(tmp_path, "run", said.append):
+        with showing.training_shown(tmp_path, "run", said.logger):
             write_records(tmp_path / "metrics.jsonl", step(1, time.time() + 1))
-        assert len(said) == 1
-        assert "training goes on: ConnectError" in said[0]
-        showing.show(done, "run", said.append)
-    assert "the table of train could not be shown" in said[1]
+        assert said.lines[0] == "INFO step 1 of 3: loss 1, lr 0.1, 100 tokens/s"
+        assert "WARNING the progress of training cannot be shown" in said.lines[1]
+        assert "training goes on: ConnectError" in said.lines[1]
+        assert len(said.lines) == 2
+        showing.show(done, "run", said.logger)
+    assert "the table of train could not be shown" in said.lines[2]

@@ -4,6 +4,7 @@ that only do what a rank does to be seen."""
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from penstock.core.errors import ConfigError, StageError
 from penstock.core.pulse import Pulse, beats
 from penstock.train.endings import Death, deaths_file, leave_failure, what_happened
 from penstock.train.job import LOGS, METRICS, Job
-from penstock.train.watch import Watch, pulse_folder
+from penstock.train.watch import WATCH_LOG, Watch, pulse_folder
 from tests.config.values import smallest
 
 RANK = """
@@ -103,6 +104,8 @@ def test_a_rank_that_hangs_is_told_with_its_host_and_stack_and_all_are_killed(tm
         assert "rank(s) 0, 2 are waiting" in said
         assert "all_reduce" in (tmp_path / LOGS / "rank_0.stack").read_text()
         assert watch() is None
+    logged = (tmp_path / LOGS / WATCH_LOG).read_text()
+    assert re.fullmatch(r"[\d-]+ [\d:]+,000 WARNING " + re.escape(f"{watch.report}\n"), logged)
     error = what_happened(tmp_path / LOGS, 1, watch.report)
     assert "lost_in_the_data" in str(error)
 

@@ -16,6 +16,9 @@ from penstock.train.stacks import Stack, ask
 DEFAULT_TIMEOUT_SECONDS = 1800.0
 """How long nothing may move before it is told, where `launch.timeout` is unset."""
 
+WATCH_LOG = "watch.log"
+"""What was seen of ranks that hang, beside their own logs and written like them."""
+
 FRAMES = 6
 """Calls of a stack that an error shows; all of them are in the ranks' files."""
 
@@ -95,6 +98,8 @@ class Watch:
         else:
             advice += "Write launch.timeout to have a run ended that does not move."
         self.report = f"{what}. {describe(running, stacks, time.time())}\n  {advice}"
+        with suppress(OSError), (self._logs / WATCH_LOG).open("a") as stream:
+            stream.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')},000 WARNING {self.report}\n")
 
 
 def pulse_folder(job: Job) -> Path:

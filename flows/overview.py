@@ -1,0 +1,113 @@
+"""The artifact of a whole flow run: what became of its stages, what was learnt, what comes next."""
+
+import shlex
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from prefect.artifacts import create_markdown_artifact
+from pydantic import JsonValue
+
+from parameters import text_of
+from penstock.cli.summary import run_result
+from penstock.core.errors import Interrupted, PenstockError
+from penstock.core.stage import key_of, short
+from penstock.core.store import Outcome, Status, Step
+from penstock.core.urls import scrubbed
+from penstock.plan import Plan
+from penstock.train.report.words import duration, number
+from showing import offered
+from training_log import Logger
+
+KEY = "penstock-run"
+
+WORDS: Mapping[Status, str] = {
+    "ran": "built",
+    "resumed": "built, gone on with",
+    "cached": "cached",
+    "skipped": "skipped",
+}
+
+
+@contextmanager
+def overview_shown(planned: Plan, chat: Sequence[str], logger: Logger) -> Generator[list[Outcome]]:
+    """Around the stages of a run: gives the list for their outcomes, and shows it at the end, or
+    how far it came. `chat` is the command that talks to the model."""
+    outcomes: list[Outcome] = []
+    try:
+        yield outcomes
+    except PenstockError as error:
+        _show(planned, outcomes, chat, logger, error)
+        raise
+    _show(planned, outcomes, chat, logger, None)
+
+
+def chat_command(config: Path, overrides: Mapping[str, JsonValue] | None) -> list[str]:
+    """What to type to talk to the model of this run."""
+    typed = [(f"--{name}", text_of(value)) for name, value in (overrides or {}).items()]
+    return ["penstock", "chat", str(config), *(word for pair in typed for word in pair)]
+
+
+def _show(
+    planned: Plan,
+    outcomes: Sequence[Outcome],
+    chat: Sequence[str],
+    logger: Logger,
+    error: PenstockError | None,
+) -> None:
+    with offered("the table of the run", logger):
+        done = {outcome.stage: outcome for outcome in outcomes}
+        lines = ["| stage | result | time | key | folder |", "| --- | --- | --- | --- | --- |"]
+        lines += [_row(step, done.get(step.stage.name)) for step in planned.steps]
+        result = run_result(done)
+        if error:
+            what = "Stopped" if isinstance(error, Interrupted) else "Failed"
+            lines += ["", f"**{what}:**", "", *(f"    {line}" for line in str(error).splitlines())]
+        elif facts := list(_results(result)):
+            lines += ["", "| result | |", "| --- | --- |"]
+            lines += [f"| {name} | {_cell(value)} |" for name, value in facts]
+        lines += ["", *(f"- {each['text']}" for each in result.get("warnings", ()))]
+        if not error and "train" in done:
+            lines += ["", f"Next, in {Path.cwd()}:", "", f"    {shlex.join(chat)}"]
+        brief = f"{planned.run.pipeline.name}: {_in_brief(result, len(done), len(planned.steps))}"
+        create_markdown_artifact(scrubbed("\n".join(lines)), KEY, brief)
+
+
+def _row(step: Step, outcome: Outcome | None) -> str:
+    status = WORDS[outcome.status] if outcome else "not done"
+    time = duration(outcome.seconds) if outcome else ""
+    where = step.where if step.remote else str(step.path.absolute())
+    cells = (step.stage.name, status, time, f"`{short(key_of(step.stage))}`", _cell(where))
+    return f"| {' | '.join(cells)} |"
+
+
+def _results(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for name in ("steps", "epochs", "tokens"):
+        if name in result:
+            yield name, f"{result[name]:,}"
+    if "final_loss" in result:
+        first = result["first_loss"]
+        before = "" if first is None else f"{number(first)} at first, "
+        yield "loss", f"{before}{number(result['final_loss'])} at last"
+    for name in _held_out(result):
+        yield f"held-out loss ({name})", number(result[name])
+    for name in ("model", "report"):
+        if result[name]:
+            yield name, str(Path(result[name]).absolute())
+
+
+def _in_brief(result: Mapping[str, Any], done: int, all_of_them: int) -> str:
+    told = [f"{done} of {all_of_them} stages"]
+    if "final_loss" in result:
+        told.append(f"{result['steps']:,} steps, loss {number(result['final_loss'])}")
+    told += [f"{name} {number(result[name])}" for name in _held_out(result)]
+    return ", ".join(told)
+
+
+def _held_out(result: Mapping[str, Any]) -> list[str]:
+    return [name for name in result if name.startswith("eval_") and name.endswith("loss")]
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", r"\|")

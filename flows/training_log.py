@@ -1,0 +1,114 @@
+"""Training in Prefect's logs: lines of steps and evaluations, and what the ranks have to say.
+
+Numbers come from metrics.jsonl, words from the log of the leading rank and from that of the watch
+over all of them. Prefect queues what it is given, so a server that is away holds up nothing.
+"""
+
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from prefect.logging.handlers import APILogHandler
+from prefect.logging.loggers import PrefectLogAdapter
+
+from figures import Figures
+from penstock.core.urls import scrubbed
+from penstock.train.job import LOGS
+from penstock.train.report.words import number
+from penstock.train.watch import WATCH_LOG
+from tail import LoggedLines
+
+Logger = logging.Logger | logging.LoggerAdapter[Any]
+
+SOONEST, LATEST = 1.0, 60.0
+"""Seconds between two lines of steps, or of evaluations: the longer a run lasts, the longer."""
+
+LINES = 200
+"""Lines in which a run's time so far is parted, between those two."""
+
+MOST_WORDS = 20
+"""Lines of ranks that are passed on at one look; the others are counted."""
+
+LONGEST = 2000
+"""Characters of a line, at most."""
+
+
+def server_only(logger: Logger) -> Logger:
+    """The same run's logger without the terminal, where the ranks print these things themselves."""
+    if not isinstance(logger, PrefectLogAdapter):
+        return logger
+    quiet = logging.Logger(logger.logger.name, logger.getEffectiveLevel())
+    quiet.addHandler(APILogHandler())
+    return PrefectLogAdapter(quiet, extra=logger.extra)
+
+
+class TrainingLog:
+    """What of one training run is logged, a bounded number of lines."""
+
+    def __init__(self, folder: Path, logger: Logger, *, since: float) -> None:
+        """Of the run in `folder`, what happens from the time `since` on."""
+        logs = folder / LOGS
+        self._logger, self._since = logger, since
+        self._speakers = [
+            (file, LoggedLines(file, since=since))
+            for file in (logs / "rank_0.log", logs / WATCH_LOG)
+        ]
+        self._told = {"step": -math.inf, "evaluation": -math.inf}
+        """When of each kind the record was told that was logged last."""
+        self._waiting: dict[str, str] = {}
+        """Lines that came too soon after another one."""
+        self._last_step, self._last_time = 0, -math.inf
+
+    def take(self, record: Mapping[str, Any], figures: Figures) -> None:
+        """The next record of metrics.jsonl; `figures` has taken it already."""
+        if "loss" in record:
+            self._see_return(record)
+            self._offer("step", record["time"], figures.line)
+        elif told := _evaluated(record):
+            self._offer("evaluation", record["time"], f"step {record['step']:,}: {told}")
+
+    def pass_on_words(self) -> None:
+        """Log what ranks and their watch have said since the last look."""
+        for file, speaker in self._speakers:
+            # What ended a rank is told as the error of the task.
+            said = [(level, text) for level, text in speaker.more() if level != "ERROR"]
+            for level, text in said[:MOST_WORDS]:
+                self._log(logging.getLevelNamesMapping().get(level, logging.INFO), text)
+            if len(said) > MOST_WORDS:
+                self._log(logging.WARNING, f"{len(said) - MOST_WORDS} more lines are in {file}")
+
+    def end(self) -> None:
+        """Log the last step and the last evaluation, unless they are."""
+        for line in self._waiting.values():
+            self._log(logging.INFO, line)
+        self._waiting.clear()
+
+    def _offer(self, kind: str, time: float, line: str) -> None:
+        if time - self._told[kind] >= min(LATEST, max(SOONEST, (time - self._since) / LINES)):
+            self._told[kind] = time
+            self._waiting.pop(kind, None)
+            self._log(logging.INFO, line)
+        elif time > self._told[kind]:
+            self._waiting[kind] = line
+
+    def _see_return(self, record: Mapping[str, Any]) -> None:
+        step, time = record["step"], record["time"]
+        if step <= self._last_step and time > self._last_time:
+            self._log(
+                logging.WARNING, f"the ranks were started again; training is back at {step:,}"
+            )
+        self._last_step, self._last_time = step, time
+
+    def _log(self, level: int, text: str) -> None:
+        self._logger.log(level, "%s", scrubbed(text)[:LONGEST])
+
+
+def _evaluated(record: Mapping[str, Any]) -> str:
+    """The numbers of an evaluation, those of single files and groups left out."""
+    return ", ".join(
+        f"{name} {number(value)}"
+        for name, value in record.items()
+        if name.startswith("eval_") and "/" not in name and isinstance(value, int | float)
+    )
