@@ -1,9 +1,12 @@
 """Pushing to file systems with a URL."""
 
 import json
+import os
+from pathlib import Path
 
 import fsspec
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from pydantic import ValidationError
 
 from penstock.core.errors import CapabilityError
@@ -60,6 +63,33 @@ def test_the_target_holds_the_exported_bytes_and_a_second_push_writes_nothing(
     second = push(exported, url).run(tmp_path / "second")
     assert second["sent"] == []
     assert second["unchanged"] == first["sent"]
+
+
+def test_files_of_a_folder_reach_the_disk_before_they_bear_their_names(
+    exported, tmp_path, monkeypatch
+):
+    steps = []
+    synced, moved = os.fsync, LocalFileSystem.mv
+
+    def fsync(descriptor):
+        steps.append(("fsync", Path(f"/proc/self/fd/{descriptor}").readlink().name))
+        synced(descriptor)
+
+    def mv(system, aside, final):
+        steps.append(("mv", Path(aside).name))
+        moved(system, aside, final)
+
+    out = tmp_path / "first"
+    out.mkdir()
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(LocalFileSystem, "mv", mv)
+    push(exported, f"file://{tmp_path}/target").run(out)
+    begin = next(at for at, (kind, _) in enumerate(steps) if kind == "mv") - 1
+    for at in range(begin, len(steps), 3):
+        (_, aside), (_, renamed), (_, folder) = steps[at : at + 3]
+        assert [kind for kind, _ in steps[at : at + 3]] == ["fsync", "mv", "fsync"]
+        assert aside == renamed
+        assert folder in ("target", "sub")
 
 
 def test_superseded_weights_go_and_other_files_stay(exported, url, tmp_path):

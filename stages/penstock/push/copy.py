@@ -6,17 +6,20 @@ back when the file is whole.
 """
 
 import json
+import os
 import posixpath
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import fsspec
 from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 
 from penstock.core.errors import ArtifactError, CapabilityError, PenstockError, StageError
-from penstock.core.files import PART
+from penstock.core.files import PART, fsync
 from penstock.core.os_faults import reason_of
 from penstock.core.record import parse_record, with_digest
 from penstock.push.contents import SentFile, superseded
@@ -110,16 +113,23 @@ class CopyTarget:
 
     @contextmanager
     def _written(self, name: str) -> Iterator[Any]:
-        """A stream to a file that appears under its name only when the block ends well."""
+        """A stream to a file that appears under its name only when the block ends well. Of this
+        machine's own, what the index vouches for has reached the disk."""
         final = self._at(name)
         self.system.makedirs(posixpath.dirname(final), exist_ok=True)
         protocols = self.system.protocol
         names = {protocols} if isinstance(protocols, str) else set(protocols)
         aside = final if names & _OBJECT_STORES else final + PART
+        is_local = isinstance(self.system, LocalFileSystem)
         with self.system.open(aside, "wb") as stream:
             yield stream
+            if is_local:
+                stream.flush()
+                os.fsync(stream.fileno())
         if aside != final:
             self.system.mv(aside, final)
+        if is_local:
+            fsync(Path(final).parent)
 
     def _read_index(self) -> Entries:
         """The digests a push left here; none where there is no index or one that cannot be read."""
