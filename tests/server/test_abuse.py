@@ -86,6 +86,9 @@ FLOODS = {
     "brackets of a small body": (SMALL, brackets_body(4_000_000), ZSTD, 413),
     "brackets of samples": (LARGE, brackets_body(4_000_000), ZSTD, 413),
     "keys of a small body": (SMALL, keys_body(100_000), {}, 413),
+    "few enough keys of a small body": (SMALL, keys_body(9_000), {}, 400),
+    "keys of a heartbeat": ("/api/v1/session_heartbeat", keys_body(9_000), {}, 400),
+    "keys within a small body": (SMALL, b'{"tags": [0, %b]}' % keys_body(9_000), {}, 400),
     "keys of samples": (LARGE, keys_body(100_000), {}, 400),
     "a window of 2 GiB": (LARGE, bytes.fromhex("28b52ffd00a8"), ZSTD, 400),
 }
@@ -102,6 +105,18 @@ def test_what_decodes_to_much_more_than_was_sent_is_refused_for_little_memory(na
             assert answer.status_code == status, answer.text
             assert tracemalloc.get_traced_memory()[1] < 16 << 20
             tracemalloc.stop()
+
+    run(scenario())
+
+
+def test_a_step_with_too_many_keys_is_none_and_does_not_hold_up_those_after_it():
+    async def scenario():
+        async with client() as (http, engine):
+            body = {"model_id": MODEL, "seq_id": 1, **{f"k{index}": 0 for index in range(100)}}
+            answer = await http.post("/api/v1/optim_step", json=body)
+            assert answer.status_code == 400
+            assert "has 102 keys; 64 may be" in answer.json()["error"]
+            assert [(ask.seq, ask.work.data) for ask in engine.asks] == [(1, ())]
 
     run(scenario())
 

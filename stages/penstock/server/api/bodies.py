@@ -6,10 +6,10 @@ handed over as they were sent, to be decoded elsewhere (`sample_bodies`).
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import zstandard
 from fastapi import Request
@@ -26,6 +26,9 @@ MAX_SMALL_BYTES = 1 << 20
 """Of a body without samples, as it is sent and decompressed."""
 MAX_SMALL_VALUES = 20_000
 """Commas, colons and brackets of a small JSON body: some milliseconds of decoding."""
+MAX_KEYS = 64
+"""Of one object, but for the inputs of a sample: what is not known is told key by key, which takes
+more time and memory than the key."""
 SMALL_WINDOW = 1 << 23
 """Memory, in bytes, that decompressing a small body may take."""
 
@@ -145,8 +148,17 @@ class BoundedRequest(Request):
         return self._read
 
     async def json(self) -> Any:
-        """A small body as JSON. Raises Refusal as `body` and `parsed_json`."""
+        """A small body as JSON. Raises Refusal as `body`, `parsed_json` and `require_few_keys`."""
         self.parsed = parsed_json(await self.body(), MAX_SMALL_VALUES, MAX_SMALL_VALUES)
+        left: list[Any] = [self.parsed]
+        while left:
+            value = left.pop()
+            if isinstance(value, dict):
+                found = cast("dict[str, Any]", value)
+                require_few_keys(found)
+                left += found.values()
+            elif isinstance(value, list):
+                left += cast("list[Any]", value)
         return self.parsed
 
     async def parts(self, limit: int) -> Sequence[bytes]:
@@ -239,6 +251,12 @@ def parsed_json(body: bytes, max_values: int, max_containers: int) -> Any:
         return from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise Refusal(f"the body is no JSON: {error}") from error
+
+
+def require_few_keys(found: Mapping[str, Any]) -> None:
+    """Raise Refusal for an object of JSON with more than MAX_KEYS keys."""
+    if len(found) > MAX_KEYS:
+        raise Refusal(f"an object of the body has {len(found)} keys; {MAX_KEYS} may be")
 
 
 def too_long(limit: int) -> Refusal:

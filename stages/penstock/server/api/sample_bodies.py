@@ -17,6 +17,7 @@ from penstock.server.api.bodies import (
     SMALL_WINDOW,
     decompressed,
     parsed_json,
+    require_few_keys,
 )
 from penstock.server.api.data import (
     data_of_json,
@@ -44,8 +45,6 @@ MAX_VALUES = 1 << 25
 MAX_CONTAINERS = 1 << 21
 """Arrays and objects of JSON."""
 MAX_SAMPLES = 65536
-MAX_KEYS = 64
-"""Of one object that is not the inputs of a sample: what is not known is told key by key."""
 
 INLINE_BYTES = 1 << 16
 """A body of more, once decompressed, is not decoded in the event loop."""
@@ -245,8 +244,7 @@ def _require_few_keys(parsed: Any) -> None:
     lists = (found for found in samples if isinstance(found, list))
     outer += [sample for found in lists for sample in found if isinstance(sample, dict)]
     for found in outer:
-        if len(found) > MAX_KEYS:
-            raise Refusal(f"an object of the body has {len(found)} keys; {MAX_KEYS} may be")
+        require_few_keys(found)
 
 
 def _draw(body: DrawBody) -> tuple[Decoded, works.Sample]:
