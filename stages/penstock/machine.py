@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from penstock.adapters.matching import require_layers
@@ -13,6 +14,7 @@ from penstock.core.gpus import Gpus, gpus_here
 from penstock.core.hub import local_folder
 from penstock.core.login import require_hub, require_login
 from penstock.core.source import pin_config
+from penstock.core.urls import is_url
 from penstock.engine.balance import asks_of_routers, require_routers
 from penstock.engine.float8_layers import float8_layers, require_float8
 from penstock.engine.hf_config import read_hf_config
@@ -33,6 +35,7 @@ from penstock.engine.positions import (
     shares_tokens,
 )
 from penstock.engine.published_agreement import require_agreement
+from penstock.engine.weight_files import require_weights
 from penstock.models.builtin import SCHEME
 from penstock.models.foundation import check_foundation
 from penstock.models.hf_config import HfConfig
@@ -210,6 +213,22 @@ def check_weights(run: RunConfig) -> None:
         require_agreement(quantising_of(run), declared)
 
 
+def check_model(run: RunConfig) -> None:
+    """Refuse a model that is not trained here, and weights in a folder of this machine that are
+    not those its config.json implies: what only the ranks would find out otherwise."""
+    config = config_of(run)
+    family = family_of(config)
+    shape = family.read(config)
+    path = run.model.model_path
+    if path is None or is_url(path) or not Path(path).expanduser().is_dir():
+        return
+    folder = Path(path).expanduser()
+    is_quantised = declared_in(config) or (folder / "hf_quant_config.json").is_file()
+    shapes = None if is_quantised else family.weight_map(shape).hf_shapes()
+    spare = config.get("num_nextn_predict_layers") or 0
+    require_weights(folder, shapes, shape.num_hidden_layers + spare)
+
+
 def check_layout(run: RunConfig, gpus: int = 0) -> None:
     """Refuse a world that the model cannot be cut over. `gpus` are those of the machines that will
     train, where they are known."""
@@ -276,3 +295,14 @@ def check_hub(run: RunConfig) -> None:
         require_login("data.hf_use_auth_token: true")
     if run.data.push_dataset_to_hub:
         require_hub("data.push_dataset_to_hub")
+
+
+def needs_login(run: RunConfig) -> bool:
+    """Whether the run ends by sending something to the hub."""
+    return "push" in run.stages and run.push.repo_id is not None and not run.push.dry_run
+
+
+def require_push(run: RunConfig) -> None:
+    """Refuse, before any work, to end with a push to the hub that nobody is logged in for."""
+    require_hub("push.repo_id")
+    require_login(f"push.repo_id: {run.push.repo_id}")

@@ -8,6 +8,7 @@ from penstock.core.mirror import home_of
 from penstock.core.store import lookup
 from penstock.core.urls import is_url
 from penstock.core.writable import refusal_to_write
+from penstock.machine import needs_login, require_push
 from penstock.plan import Plan
 
 OF_STAGES = {
@@ -44,9 +45,12 @@ def unwritable(folders: Mapping[str, str]) -> list[str]:
 
 
 def require_writable(planned: Plan) -> None:
-    """Raise ConfigError for folders that stages whose results are not there could not write to."""
+    """Raise ConfigError for folders that stages whose results are not there could not write to, and
+    CapabilityError for a push to the hub that nobody is logged in for."""
     missing = [step.stage.name for step in planned.steps if lookup(step) is None]
     if refusals := unwritable(outputs_of(planned.run, missing)):
         raise ConfigError(
             "\n".join([*refusals, "  Name folders that can be written to, or change their modes."])
         )
+    if "push" in missing and needs_login(planned.run):
+        require_push(planned.run)

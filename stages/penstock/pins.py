@@ -1,5 +1,7 @@
 """Outside data that a run reads, pinned to its content."""
 
+from pathlib import Path
+
 from penstock.config.dataset import DatasetConfig
 from penstock.config.faults import dotted
 from penstock.config.rules import broken
@@ -7,9 +9,9 @@ from penstock.config.run import RunConfig
 from penstock.core.errors import ConfigError
 from penstock.core.mirror import home_of
 from penstock.core.nxd_checkpoint import refuse_nxd_checkpoint
-from penstock.core.source import is_checkpoint, pin_checkpoint, pin_data
+from penstock.core.source import incomplete_checkpoint, is_checkpoint, pin_checkpoint, pin_data
 from penstock.core.stage import Source
-from penstock.core.urls import spoken
+from penstock.core.urls import is_url, spoken
 from penstock.pack.stage import Pack
 from penstock.prepare.own_files import refuse_own_files
 from penstock.prepare.stage import SLICES, Prepare
@@ -20,6 +22,10 @@ MADE = (SLICES, SCORES, Prepare.name, Pack.name, Reference.name)
 
 LISTS = ("datasets", "test_datasets", "decontaminate_datasets")
 """Fields of the section `data` that name sources."""
+
+
+CHECKPOINTS = ("load_checkpoint_path", "init_checkpoint_path")
+"""Fields of the section `train` that name checkpoints."""
 
 
 def pins_of(run: RunConfig, field: str) -> tuple[Source, ...]:
@@ -113,3 +119,16 @@ def pinned_start(run: RunConfig) -> Source | None:
     if path is None or not is_checkpoint(path):
         return None
     return pin_checkpoint(path, "train.init_checkpoint_path")
+
+
+def check_checkpoints(run: RunConfig) -> None:
+    """Raise what the two above raise for folders of this machine, without reading a weight."""
+    given = {name: getattr(run.train, name) for name in CHECKPOINTS}
+    for name, path in given.items():
+        if path is None or path == "auto" or is_url(path):
+            continue
+        refuse_nxd_checkpoint(path, f"train.{name}")
+        if name == "init_checkpoint_path" and not is_checkpoint(path):
+            continue  # a model's folder
+        if not (Path(path).expanduser() / "COMPLETE").is_file():
+            raise incomplete_checkpoint(path, f"train.{name}")

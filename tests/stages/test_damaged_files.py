@@ -20,7 +20,8 @@ from penstock.core.remote_shelf import shelf_of
 from penstock.core.stage import ATTEMPT
 from penstock.engine.hf_config import read_hf_config
 from penstock.engine.peft_config import read_peft_config
-from penstock.engine.safetensors_folder import INDEX, SINGLE, SafetensorsFolder
+from penstock.core.safetensors_header import INDEX, SINGLE
+from penstock.engine.safetensors_folder import SafetensorsFolder
 from penstock.evaluate.folder import base_of
 from penstock.rows.prepared import PLAN, PreparedSamples
 from penstock.rows.reader import map_batches

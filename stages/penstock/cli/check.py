@@ -23,11 +23,21 @@ from penstock.core.errors import (
     StageError,
     UnreachableError,
 )
-from penstock.core.source import check_model, pin_tokenizer
+from penstock.core.source import check_model as check_model_files
+from penstock.core.source import pin_tokenizer
 from penstock.core.urls import spoken
-from penstock.machine import check_machine, config_of, world_size
+from penstock.machine import (
+    check_machine,
+    check_model,
+    check_weights,
+    config_of,
+    needs_login,
+    require_push,
+    world_size,
+)
+from penstock.origins import with_adapter, with_start
 from penstock.outputs import outputs_of, unwritable
-from penstock.pins import LISTS, pin_dataset, typed_dataset
+from penstock.pins import LISTS, check_checkpoints, pin_dataset, typed_dataset
 from penstock.plan import dataset_settings
 
 FITTED = ("sample_packing_sequence_len", "dataloader_drop_last")
@@ -94,7 +104,7 @@ def _looked(run: RunConfig) -> tuple[RunConfig, list[Look]]:
     typed = run.model_copy(update={"data": run.data.model_copy(update=found)})
     # Rules of types, which could not be asked when the file was read.
     ruled = [Look(dotted(fault.path), "fault", fault.text, 2) for fault in broken(typed)]
-    return typed, [*_model(typed), *looks, *ruled, *_outputs(typed)]
+    return typed, [*_model(typed), *looks, *ruled, *_outputs(typed), *_push(typed)]
 
 
 def _look(at: str, find: Callable[[], tuple[Found, str]]) -> tuple[Found | None, list[Look]]:
@@ -114,10 +124,7 @@ def _model(run: RunConfig) -> list[Look]:
     if "train" not in run.stages:
         return []
     try:
-        check_machine(run)
-        if run.model.model_path:
-            check_model(run.model.model_path)
-        kind = config_of(run).get("model_type")
+        kind = _checked_model(run)
     except (ElsewhereError, UnreachableError) as error:
         return [Look("model", "not looked at", f"not checked against the model: {error}")]
     except (ConfigError, CapabilityError) as error:
@@ -126,6 +133,18 @@ def _model(run: RunConfig) -> list[Look]:
     ranks = world_size(run)
     text = f"{kind}, {ranks} process{'es' if ranks > 1 else ''}, {devices}"
     return [Look("model", "ok", text)]
+
+
+def _checked_model(run: RunConfig) -> str:
+    """The model's type. Raises what keeps the run from being trained here, as its plan would."""
+    run = with_adapter(with_start(run))
+    check_machine(run)
+    if run.model.model_path:
+        check_model_files(run.model.model_path)
+    check_checkpoints(run)
+    check_weights(run)
+    check_model(run)
+    return config_of(run)["model_type"]
 
 
 def _tokenizer(run: RunConfig) -> tuple[Any, str]:
@@ -139,8 +158,24 @@ def _tokenizer(run: RunConfig) -> tuple[Any, str]:
     except ElsewhereError as error:
         raise UnreachableError(str(error)) from error
     found = load_tokenizer(folder_of(source, pinned), pinned.pin.get("commit"))
+    _require_vocabulary(run, found.vocab_size)
     template = "a chat template" if found.chat_template else "no chat template"
     return found, f"{spoken(source)}, {len(found):,} tokens, {template}"
+
+
+def _require_vocabulary(run: RunConfig, size: int) -> None:
+    """Refuse a tokenizer with more tokens than the model has, those added to it left out: few
+    texts have these."""
+    try:
+        known = config_of(run).get("vocab_size")
+    except (ConfigError, CapabilityError):
+        return  # told of the model
+    if isinstance(known, int) and size > known:
+        raise ConfigError(
+            f"{spoken(run.model.tokenizer_source)} has {size:,} tokens, and the model "
+            f"{spoken(run.model.config_source)} knows {known:,} (vocab_size).\n"
+            "  Leave tokenizer_path out to take the model's own, or name the one it was made with."
+        )
 
 
 def _dataset(
@@ -187,6 +222,13 @@ def _outputs(run: RunConfig) -> list[Look]:
         text = refused[0].removeprefix(f"{name} ") if refused else f"{folder} can be written to"
         looks.append(Look(name, "fault" if refused else "ok", text, 2 if refused else 0))
     return looks
+
+
+def _push(run: RunConfig) -> list[Look]:
+    """Whether somebody is logged in for what is to be sent to the hub."""
+    if not needs_login(run):
+        return []
+    return _look("push.repo_id", lambda: (require_push(run), "there is a login for the hub"))[1]
 
 
 def _yaml(run: RunConfig, *, whole: bool) -> str:

@@ -122,7 +122,7 @@ def pin_tokenizer(path: str, revision: str | None = None) -> Source:
     _refuse_for_files(path, revision=revision)
     folder = _fetched(path, TOKENIZER_AND_CONFIG) if is_url(path) else _folder_of(path)
     files = _matching(folder, TOKENIZER_FILES)
-    if not files:
+    if all("template" in file.name for file in files):
         raise ConfigError(
             f"{spoken(path)} holds no tokenizer (tokenizer.json, tokenizer_config.json, *.model).\n"
             "  Set model.tokenizer_path to a folder that does, to a hub id, or to builtin:bytes."
@@ -218,11 +218,16 @@ def pin_checkpoint(path: str, field: str = "train.load_checkpoint_path") -> Sour
         found = Found(folder.name, folder, tuple(regular_files(folder)))
         source = Source({"kind": "files", "files": _digested(found)}, found.paths)
     if not any(file["name"] == "COMPLETE" for file in source.pin["files"]):
-        raise ConfigError(
-            f"{field} {spoken(path)} is not a complete checkpoint.\n"
-            "  Name a folder in a run's checkpoints/ whose save ended."
-        )
+        raise incomplete_checkpoint(path, field)
     return source
+
+
+def incomplete_checkpoint(path: str, field: str) -> ConfigError:
+    """The error for a `path` in `field` that no checkpoint was saved to, to its end."""
+    return ConfigError(
+        f"{field} {spoken(path)} is not a complete checkpoint.\n"
+        "  Name a folder in a run's checkpoints/ whose save ended."
+    )
 
 
 def _builtin(path: str, known: dict[str, int]) -> Source:

@@ -1,7 +1,8 @@
 """A safetensors file that is laid out first and written a stretch at a time.
 
 Where each tensor comes to lie follows from shapes and dtypes alone, so that no more of them is in
-memory than the one that is being made. The format is described in `safetensors_folder`.
+memory than the one that is being made. The format is described in
+`penstock.core.safetensors_header`.
 """
 
 import json

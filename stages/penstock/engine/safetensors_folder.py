@@ -1,30 +1,22 @@
 """The tensors of a Hugging Face folder, read by the byte ranges that are wanted and no more.
 
 Files are read, never mapped: pages of a mapped file count as this process's memory. The format is
-that of the safetensors library: eight bytes with the header's length, a JSON header with the dtype,
-shape and place of each tensor, then the numbers in little endian, rows one after another.
+described in `penstock.core.safetensors_header`.
 """
 
 import itertools
-import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 
-from penstock.core.errors import CapabilityError
-from penstock.models.published import MXFP4
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-
-MAX_HEADER = 100_000_000
-"""Bytes; the library's own limit."""
+from penstock.core.safetensors_header import SINGLE, files_by_tensor, read_header, unreadable
+from penstock.engine.weight_files import require_tensors
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -94,22 +86,14 @@ class SafetensorsFolder:
 
     def require(self, names: Iterable[str]) -> None:
         """Raise CapabilityError unless every name is there."""
-        missing = [name for name in names if name not in self._files]
-        if missing and f"{missing[0]}_blocks" in self._files:
-            raise CapabilityError(f"{missing[0]} of the checkpoint is quantised: {MXFP4}.")
-        if missing:
-            raise CapabilityError(
-                f"the checkpoint lacks {len(missing)} tensors that its config.json implies, first "
-                f"{missing[0]}.\n"
-                "  Check that model.model_path and model.config_path belong together."
-            )
+        require_tensors(names, self._files)
 
     def stored(self, name: str) -> Stored:
         """Shape, dtype and place of a tensor; reads the header of its file alone."""
         file = self._files[name]
         header = self._headers(file)
         if name not in header:
-            raise _bad(file, f"it lacks {name}, which the index places there")
+            raise unreadable(file, f"it lacks {name}, which the index places there")
         return header[name]
 
     def order(self, name: str) -> tuple[str, int]:
@@ -131,7 +115,7 @@ class SafetensorsFolder:
 
     @cached_property
     def _files(self) -> dict[str, Path]:
-        return _files_by_tensor(self._folder, self._single)
+        return files_by_tensor(self._folder, self._single)
 
     def _descriptor(self, file: Path) -> int:
         if file not in self._open:
@@ -143,7 +127,7 @@ class SafetensorsFolder:
         while done < len(into):
             count = os.preadv(descriptor, [into[done:]], place + done)
             if not count:
-                raise _bad(self._files[name], f"it ends within {name}")
+                raise unreadable(self._files[name], f"it ends within {name}")
             done += count
 
 
@@ -162,60 +146,9 @@ def _runs(
         yield origin + sum(i * stride for i, stride in zip(place, strides, strict=False)), count
 
 
-def _files_by_tensor(folder: Path, name: str) -> dict[str, Path]:
-    index = folder / INDEX
-    if index.is_file():
-        try:
-            weight_map = json.loads(index.read_bytes())["weight_map"]
-            # Only the last part of a name counts: an index must not lead out of its folder.
-            return {name: folder / Path(file).name for name, file in weight_map.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise _bad(index, "it has no weight_map of tensors and files") from error
-    single = folder / name
-    if not single.is_file():
-        raise CapabilityError(
-            f"{folder} holds no {name} and no index of shards.\n"
-            "  Weights in other formats are not read; save them as safetensors first."
-        )
-    return dict.fromkeys(_header(single), single)
-
-
 def _header(file: Path) -> Mapping[str, Stored]:
-    """What the file says it holds, and does. Raises CapabilityError where the two differ."""
-    try:
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            size = file.stat().st_size
-            if not 2 <= length <= min(MAX_HEADER, size - 8):
-                raise _bad(file, f"its header would be {length} bytes of {size}")
-            header = json.loads(stream.read(length))
-    except (OSError, ValueError) as error:
-        raise _bad(file, str(error)) from error
-    if not isinstance(header, dict):
-        raise _bad(file, "its header is not a table")
-    found = ((name, entry) for name, entry in header.items() if name != "__metadata__")
-    return {name: _stored(file, name, entry, 8 + length, size) for name, entry in found}
-
-
-def _stored(file: Path, name: str, entry: Any, begin: int, size: int) -> Stored:
-    try:
-        dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise _bad(file, f"the entry of {name} is not of the format") from error
-    if not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
-        raise _bad(file, f"the entry of {name} holds what is no count")
-    if dtype not in DTYPES:
-        raise CapabilityError(
-            f"{name} in {file} is of dtype {dtype}, which is not read.\n"
-            f"  Save the weights as one of {', '.join(DTYPES)}."
-        )
-    if end - start != math.prod(shape) * DTYPES[dtype].itemsize or begin + end > size:
-        raise _bad(file, f"{name} would be bytes {start} to {end} of {size - begin}")
-    return Stored(shape, DTYPES[dtype], begin + start)
-
-
-def _bad(file: Path, reason: str) -> CapabilityError:
-    return CapabilityError(
-        f"{file} is not a safetensors file that can be read: {reason}.\n"
-        "  Fetch it again, or name another model.model_path."
-    )
+    """What the file holds, with torch's dtypes."""
+    return {
+        name: Stored(entry.shape, DTYPES[entry.dtype], entry.start)
+        for name, entry in read_header(file).items()
+    }

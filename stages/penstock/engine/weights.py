@@ -17,6 +17,7 @@ from penstock.engine.parallel.pieces import Held, Piece, local
 from penstock.engine.quantised_folder import QuantisedFolder, Source
 from penstock.engine.ranks import Ranks
 from penstock.engine.safetensors_folder import SafetensorsFolder
+from penstock.engine.weight_files import require_shape
 
 Start = Callable[[str, tuple[int, ...]], torch.Tensor]
 """A checkpoint tensor's name and whole shape to its random start, on the CPU."""
@@ -125,11 +126,7 @@ def _read(boxes: Sequence[_Box], folder: Source, ranks: Ranks) -> None:
 def _check(folder: Source, wanted: dict[str, tuple[int, ...]]) -> None:
     folder.require(wanted)
     for name, shape in wanted.items():
-        if (found := folder.stored(name).shape) != shape:
-            raise CapabilityError(
-                f"{name} is {found} in the checkpoint, and the config makes it {shape}.\n"
-                "  Check that the weights belong to this config.json."
-            )
+        require_shape(name, folder.stored(name).shape, shape)
 
 
 def row_blocks(shape: Sequence[int], dtype: torch.dtype) -> Iterator[tuple[int, int]]:

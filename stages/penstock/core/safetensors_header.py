@@ -1,0 +1,119 @@
+"""What safetensors files say they hold, read from their headers and compared with their sizes.
+
+The format is that of the safetensors library: eight bytes with the header's length, a JSON header
+with the dtype, shape and place of each tensor, then the numbers in little endian, rows one after
+another. No torch, and no number of a tensor is read.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from penstock.core.errors import CapabilityError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+MAX_HEADER = 100_000_000
+"""Bytes; the library's own limit."""
+
+WIDTHS = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
+    **dict.fromkeys(("I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("I32", "F32"), 4),
+    **dict.fromkeys(("I64", "F64"), 8),
+}
+"""Bytes of a number of each dtype that is read."""
+
+LFS = b"version https://git-lfs"
+"""How a file begins that stands for another one, which was not fetched."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """By its name in the format."""
+    start: int
+    """Its first byte in the file."""
+
+
+def files_by_tensor(folder: Path, single: str = SINGLE) -> dict[str, Path]:
+    """The file of each tensor of a folder, by the index or, without one, the file `single`.
+
+    Raises CapabilityError where there is neither, or what is there cannot be read.
+    """
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            weight_map = json.loads(index.read_bytes())["weight_map"]
+            # Only the last part of a name counts: an index must not lead out of its folder.
+            return {name: folder / Path(file).name for name, file in weight_map.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise unreadable(index, "it has no weight_map of tensors and files") from error
+    if not (folder / single).is_file():
+        raise CapabilityError(
+            f"{folder} holds no {single} and no index of shards.\n"
+            "  Weights in other formats (.bin, .gguf) are not read: save them as safetensors, "
+            "or name another model.model_path."
+        )
+    return dict.fromkeys(read_header(folder / single), folder / single)
+
+
+def read_header(file: Path) -> Mapping[str, Entry]:
+    """What the file says it holds, and does. Raises CapabilityError where the two differ."""
+    try:
+        with file.open("rb") as stream:
+            first = stream.read(8)
+            if LFS.startswith(first) and first:
+                raise unreadable(file, "it is a pointer of Git LFS (git lfs pull fetches the file)")
+            length = int.from_bytes(first, "little")
+            size = file.stat().st_size
+            if not 2 <= length <= min(MAX_HEADER, size - 8):
+                raise unreadable(file, f"its header would be {length} bytes of {size}")
+            header: object = json.loads(stream.read(length))
+    except FileNotFoundError:
+        raise CapabilityError(
+            f"{file} is not there, and {INDEX} places tensors in it.\n"
+            "  Fetch it again, or name another model.model_path."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise unreadable(file, str(error)) from error
+    if not isinstance(header, dict):
+        raise unreadable(file, "its header is not a table")
+    entries = cast("dict[str, Any]", header)
+    return {
+        name: _entry(file, name, entry, 8 + length, size)
+        for name, entry in entries.items()
+        if name != "__metadata__"
+    }
+
+
+def _entry(file: Path, name: str, entry: Any, begin: int, size: int) -> Entry:
+    try:
+        dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise unreadable(file, f"the entry of {name} is not of the format") from error
+    if not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
+        raise unreadable(file, f"the entry of {name} holds what is no count")
+    if dtype not in WIDTHS:
+        raise CapabilityError(
+            f"{name} in {file} is of dtype {dtype}, which is not read.\n"
+            f"  Save the weights as one of {', '.join(WIDTHS)}."
+        )
+    if end - start != math.prod(shape) * WIDTHS[dtype] or begin + end > size:
+        raise unreadable(file, f"{name} would be bytes {start} to {end} of {size - begin}")
+    return Entry(shape, dtype, begin + start)
+
+
+def unreadable(file: Path, reason: str) -> CapabilityError:
+    """The file cannot be used, for this reason."""
+    return CapabilityError(
+        f"{file} is not a safetensors file that can be read: {reason}.\n"
+        "  Fetch it again, or name another model.model_path."
+    )
