@@ -202,13 +202,14 @@ def test_under_autocast_products_are_in_its_dtype_and_gradients_in_the_weights()
         assert (mine - theirs).norm() < 2e-2 * theirs.norm()
 
 
-def test_an_adapted_head_drops_what_it_would_of_all_tokens():
+@pytest.mark.parametrize("normed", ["plain", "dora"])
+def test_an_adapted_head_drops_what_it_would_of_all_tokens(normed):
     hidden, call, labels = setting("a matrix")
-    call = adapted(rate=0.5)
+    call = adapted(normed, rate=0.5)
     noise = Noise(1, 2, torch.arange(100, 100 + TOKENS))
     with drawing_from(noise):
         want = plain(hidden, call, labels)
-        assert want != plain(hidden, adapted(), labels)
+        assert want != plain(hidden, adapted(normed), labels)
         for loss in (Loss(mode="eager"), CHUNKED):
             got = sum_cross_entropy(hidden, call, labels, loss)
             torch.testing.assert_close(got, want, rtol=1e-6, atol=0)

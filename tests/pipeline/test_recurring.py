@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
+from penstock import recurring
 from penstock.config.load import load
 from penstock.core.digests import sha256_of
 from penstock.core.errors import StageError
@@ -18,10 +19,12 @@ from penstock.core.manifest import MANIFEST
 from penstock.core.mirror import home_of
 from penstock.core.place import Place
 from penstock.core.shelf import LocalShelf
-from penstock.plan import Wishes, bring_up
+from penstock.core.store import Outcome
+from penstock.plan import Wishes, bring_up, plan
 from penstock.recurring import AT_WORK, tick
 from penstock.releasing import releases_of, roll_back
 from tests.cli.command import penstock
+from tests.engine import runs
 from tests.pipeline.runs import write_chats, write_run
 from tests.ranks import on_ranks
 
@@ -220,6 +223,26 @@ def test_both_models_are_compared_on_the_same_rows_and_the_better_one_stays(grow
     assert verdict(released) == ("released", 3, 16)
     assert released["figures"] is None
     assert "evaluate" not in dict(released["brought"])
+
+
+def test_evaluations_of_more_or_other_rows_are_not_taken_for_each_other(tmp_path):
+    config = recurring_run(tmp_path)
+    runs.write_config(tmp_path / "exported/hf")
+    folders = []
+
+    def bring(planned, name):
+        folders.append(planned.run.train.output_dir)
+        return Outcome(name, "key", "ran", tmp_path, 0.0, {"eval_loss": 1.0, "steps": 0})
+
+    for limit in ({}, {"eval_max_batches": 2}, {"eval_max_batches": 1}, {"eval_rows_per_batch": 2}):
+        run = load(config)
+        run = run.model_copy(update={"train": run.train.model_copy(update=limit)})
+        looking = recurring._Tick(run, releases_of(run), bring, lambda _: None)
+        args = (plan(run, ("train",)), tmp_path / "exported", {"hf": "hf"})
+        assert looking._evaluated(*args) == {"eval_loss": 1.0}
+        looking._evaluated(*args)
+    assert folders[::2] == folders[1::2]
+    assert len(set(folders)) == 4
 
 
 def test_the_pointer_follows_releases_and_rollbacks(grown):
