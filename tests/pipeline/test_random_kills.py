@@ -13,13 +13,18 @@ from pathlib import Path
 
 import pytest
 
+from penstock.config.load import load
 from penstock.core.folder_digests import DIGESTS
 from penstock.engine.checkpoint_folders import complete_checkpoints
+from penstock.plan import Wishes, bring_up, plan
+from penstock.reference import ranks as reference_ranks
+from penstock.rows.answer_scores import FILES
 from penstock.train.metrics import read_metrics
 from tests.cli.command import Said, penstock_alone
 from tests.damaging import flip_bit
 from tests.engine import runs as engine_runs
 from tests.pipeline.runs import sealed, write_run
+from tests.pipeline.test_preference_chain import write_pairs, write_preferences
 from tests.ranks import kill_on_ranks, on_ranks
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.dist, pytest.mark.timeout(7200)]
@@ -103,6 +108,71 @@ def test_a_stage_that_is_killed_at_random_ends_with_the_same_bytes(stage, chain)
     rng = random.Random(f"{SEED} {stage}")
     args = (stage, config, "--json")
     kill_and_run_again(rng, stage, 1, penstock_alone, args, content, clear)
+
+
+def bring_here(config, stage):
+    """Every step of the run up to the stage, in this process, which is its only rank. Scores of a
+    reference model are kept as soon as there are some."""
+    reference_ranks.KEEP_SECONDS = 0.0
+    planned = plan(load(config), (stage,), ranks="this_process")
+    for step in planned.steps:
+        bring_up(step, planned.run, Wishes(), lambda _: None)
+
+
+def remove_all(*folders):
+    for path in folders:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def test_a_reference_model_that_is_killed_at_random_ends_with_the_same_scores(tmp_path):
+    write_pairs(tmp_path / "pairs.jsonl", 400)
+    config = write_preferences(tmp_path, data={"sample_packing_sequence_len": 128})
+    at_once = set()
+
+    def clear():
+        at_once.add(len(list((tmp_path / "prepared/scores").glob(f"*/{FILES}"))))
+        remove_all(tmp_path / "prepared/reference", tmp_path / "prepared/scores")
+
+    rng = random.Random(f"{SEED} reference")
+    args = (config, "reference")
+    kill_and_run_again(rng, "reference", 1, bring_here, args, lambda: sealed(tmp_path), clear)
+    assert max(at_once) > 2, "scores were kept all at once, so that no kill fell between"
+
+
+def test_an_evaluation_that_is_killed_at_random_ends_with_the_same_figures(tmp_path):
+    train = {"eval_only": True, "save_steps": 0}
+    config = write_run(tmp_path, train=train, data={"val_set_size": 32})
+    rng = random.Random(f"{SEED} evaluation")
+    found = []
+
+    def content():
+        found.append(sealed(tmp_path))
+        return found[-1]
+
+    kill_and_run_again(
+        *(rng, "evaluation", 1, bring_here, (config, "train"), content),
+        lambda: remove_all(tmp_path / "out"),
+    )
+    assert found[0]["out/manifest.json"]["facts"]["eval_loss"] > 0
+
+
+def evaluate(config, told):
+    """Answers to held-out prompts, and what was said of them, in a file."""
+    said = penstock_alone("eval", config, "--n", 3, "--json")
+    told.write_text(said.out)
+    return said
+
+
+def test_answers_that_are_killed_at_random_are_the_same_when_they_are_asked_for_again(chain):
+    folder, config = chain
+    told = folder / "told.json"
+    before = files_below(folder / "artifacts")
+    rng = random.Random(f"{SEED} eval")
+    kill_and_run_again(
+        *(rng, "eval", 1, evaluate, (config, told), told.read_text),
+        lambda: told.unlink(missing_ok=True),
+    )
+    assert files_below(folder / "artifacts") == before
 
 
 @pytest.fixture(scope="module")
