@@ -143,6 +143,9 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.optim.weight_decay": (0.2, {}),
     "model.optim.betas": ([0.8, 0.9], {}),
     "model.optim.eps": (1e-4, {}),
+    "model.optim.grad_averaging": (True, {"model.optim.name": "novograd"}),
+    "model.optim.amsgrad": (True, {"model.optim.name": "adam"}),
+    "model.optim.luc": (True, {"model.optim.name": "novograd"}),
     f"{SCHEDULE}.name": ("WarmupPolicy", {}),
     f"{SCHEDULE}.warmup_steps": (3, {}),
     f"{SCHEDULE}.warmup_ratio": (0.25, {f"{SCHEDULE}.warmup_steps": None}),
@@ -195,6 +198,8 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
 takes a key away."""
 
 IDLE: set[str] = {
+    "model.optim.luc_trust",
+    "model.optim.luc_eps",
     "trainer.lnc",
     "trainer.limit_test_batches",
     "trainer.sequential_move_factor",

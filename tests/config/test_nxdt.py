@@ -116,13 +116,20 @@ def test_every_key_that_is_documented_is_known() -> None:
     assert {row["key"] for row in rows} <= NXDT.keys
 
 
+LEARNS_POSITIONS = "megatron_gpt_config"
+
+
 @pytest.mark.skipif(not EXAMPLES, reason="needs ../shared/examples")
 @pytest.mark.parametrize("ranks", [1, 8])
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
 def test_published_files_are_runs(file: Path, ranks: int) -> None:
     translation, faults = load_translation(file, None, Devices(ranks, has_gpus=False))
     assert translation.dialect == "nxdt"
-    assert not translation.of("unknown", "refused")
+    refused = [line.key for line in translation.of("unknown", "refused")]
+    if file.stem == LEARNS_POSITIONS:
+        assert refused == ["model.position_embedding_type"]
+        return
+    assert not refused
     assert not faults
     # Their models lie on other machines: one that is here stands in.
     settings = deepcopy(dict(translation.settings))
@@ -259,6 +266,21 @@ def test_pytorchs_schedules_are_number_for_number(name: str) -> None:
         theirs.step()
 
 
+def test_novograd_is_nemos_with_its_defaults_and_states_as_weights_are_kept() -> None:
+    name = {"model.optim.name": "novograd"}
+    train = run_of({**name, "model.optim.betas": None}).train
+    assert (train.optimizer, train.optimizer_dtype) == ("novograd", "fp32")
+    assert train.optimizer_kwargs == {"betas": [0.95, 0.98], "eps": 1e-8}
+    told = {"betas": [0.8, 0.9], "eps": 1e-4, "grad_averaging": True, "amsgrad": True}
+    keys = {f"model.optim.{key}": value for key, value in told.items()}
+    train = run_of({**name, **keys, "precision.type": "bf16SR"}).train
+    assert train.optimizer_kwargs == told
+    assert (train.optimizer_dtype, train.stochastic_rounding) == ("bf16", True)
+    for key, optimizer in (("luc", "novograd"), ("amsgrad", "adamw")):
+        said = translated({"model.optim.name": optimizer, f"model.optim.{key}": True})
+        assert line_of(said, f"model.optim.{key}").kind == "refused"
+
+
 SMALL = {
     "model.hidden_size": 64,
     "model.num_attention_heads": 4,
@@ -316,6 +338,19 @@ def test_parts_that_no_architecture_has_together_are_refused(
 ) -> None:
     refused = translated({**MEGATRON, **SMALL, **ROPE, **keys}).of("refused")
     assert [line for line in refused if says in line.why]
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_learned_positions_are_refused_with_what_to_write_and_never_become_rotary(
+    written: bool,
+) -> None:
+    key = "model.position_embedding_type"
+    keys = {**MEGATRON, **SMALL, key: "learned_absolute" if written else None}
+    line = line_of(translated(keys), key)
+    assert line.kind == "refused"
+    assert "write position_embedding_type: rope" in line.why
+    assert ("NxDT's default" in line.why) is not written
+    assert line_of(translated({key: "learned_absolute"}), key).kind == "no effect"
 
 
 def test_the_file_of_a_models_config_is_said_by_its_folder():

@@ -26,6 +26,8 @@ CASES = {
     "plain": {"optimizer": "sgd"},
     "momentum": {"optimizer": "sgd", "optimizer_kwargs": {"momentum": 0.9}},
     "muon": {"optimizer": "muon"},
+    "novograd": {"optimizer": "novograd"},
+    "novograd in fp32": {"optimizer": "novograd", "optimizer_dtype": "fp32"},
     "another": {"optimizer": "torch.optim.RAdam"},
     "factors": {"optimizer": "torch.optim.Adafactor", "data_parallel_mode": "none"},
 }

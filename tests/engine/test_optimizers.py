@@ -50,6 +50,11 @@ EXACT = {
     "muon": MUON,
     "muon-told": {**MUON, **TOLD},
     "named": {"optimizer": "torch.optim.NAdam", "optimizer_kwargs": {"betas": [0.8, 0.9]}},
+    "novograd": {
+        "optimizer": "novograd",
+        "optimizer_dtype": "fp32",
+        "optimizer_kwargs": {"betas": [0.8, 0.5], "amsgrad": True, "grad_averaging": True},
+    },
 }
 IN_BF16 = {"precision": "bf16", "stochastic_rounding": True}
 KAHAN = {"precision": "bf16", "optimizer_kwargs": {"use_kahan_summation": True}}
@@ -58,14 +63,17 @@ ROUNDED = {
     "states at random": {"optimizer": "anyprecision_adamw", "stochastic_rounding": True},
     "kahan": {"optimizer": "anyprecision_adamw", **KAHAN},
     "muon at random": {"optimizer": "muon", "muon_lr": MUON_LR, **IN_BF16},
+    "novograd at random": {"optimizer": "novograd", **IN_BF16},
 }
 
-FEW = [("shard 2", "muon"), ("tp 2, not fused", "muon")]
+FEW = [("shard 2", "muon"), ("tp 2, not fused", "muon"), ("shard 2", "novograd")]
 MORE = [
-    *[("shard 2", kind) for kind in EXACT if kind != "muon"],
+    *[("shard 2", kind) for kind in EXACT if kind not in ("muon", "novograd")],
     ("ep 2 over shard 2", "muon"),
     ("pp 2 x tp 2", "muon"),
     ("ep 2 over shard 2 x tp 2", "muon"),
+    ("ep 2 over shard 2", "novograd"),
+    ("pp 2 x tp 2", "novograd"),
 ]
 REST = [(name, kind) for name in LAYOUTS for kind in EXACT if (name, kind) not in FEW + MORE]
 
@@ -135,6 +143,34 @@ def beside_torchs(jobs):
     return found
 
 
+class Plain:
+    """NovoGrad as its paper has it, in fp64, with the largest norm so far and averaged gradients;
+    each matrix of a stack by itself."""
+
+    def __init__(self, groups):
+        self.groups = groups
+        self.states = {}
+
+    def step(self):
+        for group in self.groups:
+            for weight in group["params"]:
+                stacked = weight.ndim == 3
+                matrices = weight if stacked else [weight]
+                for at, matrix in enumerate(matrices):
+                    gradient = (weight.grad[at] if stacked else weight.grad).double()
+                    self.move((weight, at), matrix, gradient, group["weight_decay"])
+
+    def move(self, key, weight, gradient, decay):
+        square = gradient.square().sum()
+        m, v, highest = self.states.get(key, (0.0, square, 0.0))
+        v = 0.5 * v + 0.5 * square
+        highest = max(highest, v)
+        exact = weight.detach().double()
+        m = 0.8 * m + 0.2 * (gradient / (highest.sqrt() + 1e-8) + decay * exact)
+        self.states[key] = m, v, highest
+        weight.data.copy_(exact - LR * m)
+
+
 def moves_by_muon(name):
     return name.startswith("model.layers.") and "norm" not in name and ".gate.weight" not in name
 
@@ -152,6 +188,7 @@ def torchs(before, kind):
         "adamw": lambda: [torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95))],
         "sgd": lambda: [torch.optim.SGD(groups, lr=LR, momentum=0.9, nesterov=True)],
         "named": lambda: [torch.optim.NAdam(groups, lr=LR, betas=(0.8, 0.9))],
+        "novograd": lambda: [Plain(groups)],
         "muon-told": lambda: [
             torch.optim.Muon(
                 chosen,

@@ -75,7 +75,11 @@ def _a_gradient_can_be_used_at_once(run: RunConfig) -> Faults:
             "whether they overflow in float16 is known when all are there",
             "bf16_mixed",
         ),
-        "optimizer": (train.optimizer == "muon", "muon steps all matrices together", "adamw"),
+        "optimizer": (
+            train.optimizer in ("muon", "novograd"),
+            f"{train.optimizer} steps all matrices together",
+            "adamw",
+        ),
         "optimizer_offload": (
             train.optimizer_offload != "none",
             "gradients are brought to the host together",

@@ -17,18 +17,21 @@ Argument = bool | int | float | str | list[float | None] | None
 class OptimConfig(Section):
     """How gradients become weights."""
 
-    optimizer: Literal["adamw", "anyprecision_adamw", "sgd", "muon"] | FullName = "adamw"
-    """Optimizer: `adamw`, `anyprecision_adamw` (states in `optimizer_dtype`), `sgd` or `muon`; or
-    another of PyTorch's or torchao's by its full name, such as `torch.optim.RAdam` or
-    `torchao.optim.AdamW8bit`."""
+    optimizer: Literal["adamw", "anyprecision_adamw", "sgd", "muon", "novograd"] | FullName = (
+        "adamw"
+    )
+    """Optimizer: `adamw`, `anyprecision_adamw` (states in `optimizer_dtype`), `sgd`, `muon` or
+    `novograd`; or another of PyTorch's or torchao's by its full name, such as `torch.optim.RAdam`
+    or `torchao.optim.AdamW8bit`."""
 
     optimizer_dtype: Literal["fp32", "bf16"] = "bf16"
-    """Precision of the optimizer's states under `anyprecision_adamw` and `muon`."""
+    """Precision of the optimizer's states under `anyprecision_adamw`, `muon` and `novograd`."""
 
     optimizer_kwargs: dict[str, Argument] = Field(default_factory=dict[str, Argument])
     """What the optimizer is told besides, by its own names: `{betas: [0.9, 0.95], eps: 1e-8}` for
     those of Adam's kind (and for what `muon` leaves to AdamW), `use_kahan_summation: true` for
-    `anyprecision_adamw`, `{momentum: 0.9, dampening: 0, nesterov: true}` for `sgd`."""
+    `anyprecision_adamw`, `{momentum: 0.9, dampening: 0, nesterov: true}` for `sgd`,
+    `{betas: [0.95, 0.98], eps: 1e-8, grad_averaging: false, amsgrad: false}` for `novograd`."""
 
     lr: float = Field(default=5e-5, ge=0)
     """Peak learning rate."""
@@ -63,9 +66,10 @@ class OptimConfig(Section):
 
     weight_decay: float = Field(default=0.0, ge=0)
     """Weight decay. `adamw`, `anyprecision_adamw` and `muon` decouple it: weights shrink by
-    lr x decay of themselves. `sgd` adds decay x weight to the gradient (L2), and so do optimizers
-    by their full names, such as `torch.optim.RAdam`, unless PyTorch documents otherwise (`AdamW`;
-    `decoupled_weight_decay: true` in `optimizer_kwargs` of `NAdam` and `RAdam`)."""
+    lr x decay of themselves. `novograd` adds decay x weight to what it averages. `sgd` adds it to
+    the gradient (L2), and so do optimizers by their full names, such as `torch.optim.RAdam`, unless
+    PyTorch documents otherwise (`AdamW`; `decoupled_weight_decay: true` in `optimizer_kwargs` of
+    `NAdam` and `RAdam`)."""
 
     no_decay_modules: list[str] = Field(default_factory=list[str])
     """Parameters of modules whose name contains one of these are not decayed, for example

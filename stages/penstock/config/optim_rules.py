@@ -22,7 +22,7 @@ OF_EACH_NUMBER = tuple(
 
 OF_MUON = ("muon_lr", "muon_momentum", "muon_nesterov", "muon_ns_steps", "muon_adjust_lr_fn")
 
-ROUNDING = ("adamw", "anyprecision_adamw", "muon")
+ROUNDING = ("adamw", "anyprecision_adamw", "muon", "novograd")
 """Optimizers that round at random."""
 
 
@@ -54,6 +54,7 @@ ARGUMENTS: Mapping[str, Mapping[str, Check]] = {
     "anyprecision_adamw": {"betas": BETAS, "eps": NUMBER, "use_kahan_summation": TRUTH},
     "sgd": {"momentum": SHARE, "dampening": NUMBER, "nesterov": TRUTH},
     "muon": {"betas": BETAS, "eps": NUMBER},
+    "novograd": {"betas": BETAS, "eps": NUMBER, "grad_averaging": TRUTH, "amsgrad": TRUTH},
 }
 """What each optimizer of one word takes in `optimizer_kwargs`."""
 

@@ -38,6 +38,8 @@ def _per_number(train: TrainConfig, tensor: Tensor) -> float:
         return 2 * told + lost
     if optimizer == "muon":
         return told if tensor.hidden else 2 * told
+    if optimizer == "novograd":
+        return told
     own = tensor.width
     name = optimizer.rpartition(".")[2]
     if name in ("sgd", "SGD"):

@@ -22,8 +22,10 @@ from penstock.engine.checkpoint_compressed import (
 )
 from penstock.engine.checkpoint_files import CheckpointFiles
 from penstock.engine.parallel.pieces import Held, local
+from penstock.engine.tensor_norms import numbers_of
 from penstock.optim.groups import set_rates
 from penstock.optim.moments import Form
+from penstock.optim.novograd import OF_TENSORS
 
 MODEL = "model."
 OPTIMIZER = "optimizer."
@@ -116,7 +118,9 @@ class Trained:
         for held in self._stepped():
             part = local(held.parameter.detach())
             for name, value in self.optimizer.state.get(held.parameter, {}).items():
-                if isinstance(value, torch.Tensor):
+                if name in OF_TENSORS:
+                    yield from _boxes_of_tensors(held, f".{name}", value)
+                elif isinstance(value, torch.Tensor):
                     yield from _state_boxes(held, f".{name}", local(value), part)
 
     def _make_states(self, files: CheckpointFiles) -> None:
@@ -163,6 +167,17 @@ def _state_boxes(
     else:
         for piece in held.pieces:
             yield f"{OPTIMIZER}{piece.tensor}{end}", whole_box(value)
+
+
+def _boxes_of_tensors(held: Held, end: str, value: torch.Tensor) -> Iterator[tuple[str, Box]]:
+    """Of a state with a number for each tensor: of a stack as many, else one."""
+    start = 0
+    for piece in held.pieces:
+        numbers = numbers_of(piece)
+        own, start = value[start : start + len(numbers)], start + len(numbers)
+        is_stack = len(piece.whole) == 3
+        box = Box(piece.whole[:1], (numbers.start,), own) if is_stack else whole_box(own[0])
+        yield f"{OPTIMIZER}{piece.tensor}{end}", box
 
 
 def _boxes(

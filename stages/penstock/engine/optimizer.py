@@ -11,6 +11,7 @@ from penstock.config.run import RunConfig
 from penstock.config.train import TrainConfig
 from penstock.engine.parallel.pieces import Held, Piece, local
 from penstock.engine.ranks import Ranks
+from penstock.engine.tensor_norms import TensorNorms
 from penstock.engine.whole_matrices import WholeMatrices, is_matrix
 from penstock.models.roles import Roles
 from penstock.optim.anyprecision import Keeping, Rounding
@@ -45,6 +46,7 @@ def optimizer_of(
         grouping,
         keeping=keeping_of(train, trained),
         directions=WholeMatrices(matrices, turning_of(train), ranks) if _is_muon(train) else None,
+        tensors=TensorNorms(trained, ranks) if train.optimizer == "novograd" else None,
     )
 
 

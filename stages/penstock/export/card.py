@@ -281,7 +281,7 @@ def count_epochs(epochs: float) -> str:
 def _computed_in(train: Mapping[str, Any]) -> str:
     written = {name: train[name] for name in OF_PRECISION if name in train}
     kept = MemoryConfig.model_validate(written)
-    rounds = train["optimizer"] in ("anyprecision_adamw", "muon")
+    rounds = train["optimizer"] in ("anyprecision_adamw", "muon", "novograd")
     states = "bfloat16" if rounds and train["optimizer_dtype"] == "bf16" else "float32"
     if kept.computes_in == kept.keeps_in == states:
         return states

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from penstock_kernels.adamw import Run, Settings, Stepped, adamw_, adamw_each_
+from penstock_kernels.stochastic_rounding import stochastic_round
 
 Rounding = Callable[[nn.Parameter, int], tuple[Sequence[Run], int]]
 """Of a parameter and the step, from 1: whose the rows of its part here are, and the number of its
@@ -100,6 +101,32 @@ def step_adamw(state: State, group: dict[str, Any], keeping: Keeping) -> None:
             runs, first_column = keeping.rounding(parameter, number)
             weight, gradient, first, second = (in_rows(part) for part in stepped[:4])
             adamw_(weight, gradient, first, second, now, runs, first_column)
+
+
+def move_along(
+    parameter: nn.Parameter,
+    direction: torch.Tensor,
+    lr: float,
+    keeping: Keeping,
+    step: int,
+    *,
+    kept: float = 1.0,
+) -> None:
+    """Move what is here of a parameter, of which `kept` is a share, against a direction in fp32.
+
+    `step`, from 1, decides what is drawn where weights are rounded at random.
+    """
+    weight = keeping.local(parameter.detach())
+    if not weight.numel():
+        return
+    if weight.dtype == torch.float32:
+        weight.mul_(kept).add_(direction, alpha=-lr)
+        return
+    moved = weight.float().mul_(kept).add_(direction, alpha=-lr)
+    if keeping.rounding is not None:
+        runs, first_column = keeping.rounding(parameter, step)
+        moved = stochastic_round(in_rows(moved), runs, first_column).view_as(weight)
+    weight.copy_(moved)
 
 
 def in_rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,8 @@ from penstock.optim.anyprecision import AnyPrecisionAdamW, Keeping
 from penstock.optim.groups import RATE, Grouping, parameter_groups
 from penstock.optim.muon import Alone, Directions, Muon, Turning
 from penstock.optim.named import named_optimizer
+from penstock.optim.novograd import BETAS, EPS, NovoGrad, Tensors
+from penstock.optim.novograd import Alone as TensorsAlone
 
 ADAMW_BETAS = (0.9, 0.95)
 """Llama's and Qwen's choice; torch's own second one, 0.999, forgets too slowly for short runs."""
@@ -28,11 +30,13 @@ def build_optimizer(
     *,
     keeping: Keeping = EXACT,
     directions: Directions | None = None,
+    tensors: Tensors | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer over the trainable parameters, grouped as `groups.parameter_groups` says.
 
-    `keeping` is for optimizers of ours: AdamW wherever not all is kept in float32, and Muon, whose
-    matrices move as `directions` says (default: they are all here).
+    `keeping` is for optimizers of ours: AdamW wherever not all is kept in float32, Muon, whose
+    matrices move as `directions` says, and NovoGrad, whose `tensors` say what has a norm (default:
+    all is here).
 
     Raises:
         ConfigError: if there is nothing to train, or the optimizer does not take what it is told.
@@ -52,6 +56,17 @@ def build_optimizer(
         return torch.optim.SGD(groups, lr=optim.lr, foreach=True, **told)
     if "." in optim.optimizer:
         return named_optimizer(optim)(groups, lr=optim.lr)
+    if optim.optimizer == "novograd":
+        return NovoGrad(
+            groups,
+            lr=optim.lr,
+            betas=tuple(told.get("betas", BETAS)),
+            eps=told.get("eps", EPS),
+            grad_averaging=told.get("grad_averaging", False),
+            amsgrad=told.get("amsgrad", False),
+            keeping=keeping,
+            tensors=tensors or TensorsAlone(),
+        )
     beta1, beta2 = told.get("betas", ADAMW_BETAS)
     adam = {"lr": optim.lr, "betas": (beta1, beta2), "eps": told.get("eps", ADAMW_EPS)}
     if optim.optimizer == "muon":

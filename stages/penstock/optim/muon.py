@@ -12,10 +12,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from penstock.optim.anyprecision import Keeping, as_it_is, in_rows, step_adamw
+from penstock.optim.anyprecision import Keeping, as_it_is, move_along, step_adamw
 from penstock.optim.groups import MATRICES
 from penstock_kernels.newton_schulz import each_by_shape, newton_schulz
-from penstock_kernels.stochastic_rounding import stochastic_round
 
 Adjust = Literal["original", "match_rms_adamw"]
 
@@ -94,7 +93,9 @@ class Muon(torch.optim.Optimizer):
             return self._momentum(parameter, group_of[parameter])
 
         for parameter, direction in self._directions(list(group_of), momentum_of):
-            self._move(parameter, direction, group_of[parameter])
+            group, step = group_of[parameter], int(self.state[parameter]["step"].item())
+            kept = 1 - group["lr"] * group["weight_decay"]
+            move_along(parameter, direction, group["lr"], self.keeping, step, kept=kept)
 
     def _momentum(self, parameter: nn.Parameter, group: dict[str, Any]) -> torch.Tensor:
         """Move the momentum towards the gradient, and look ahead once more if that is wanted."""
@@ -114,25 +115,6 @@ class Muon(torch.optim.Optimizer):
             kept.copy_(now)
         ahead = gradient.lerp(now, group["momentum"]) if group["nesterov"] else now
         return ahead.bfloat16()
-
-    def _move(
-        self, parameter: nn.Parameter, direction: torch.Tensor, group: dict[str, Any]
-    ) -> None:
-        weight, kept = (
-            self.keeping.local(parameter.detach()),
-            1 - group["lr"] * group["weight_decay"],
-        )
-        if not weight.numel():
-            return
-        if weight.dtype == torch.float32:
-            weight.mul_(kept).add_(direction, alpha=-group["lr"])
-            return
-        moved = weight.float().mul_(kept).add_(direction, alpha=-group["lr"])
-        if self.keeping.rounding is not None:
-            number = int(self.state[parameter]["step"].item())
-            runs, first_column = self.keeping.rounding(parameter, number)
-            moved = stochastic_round(in_rows(moved), runs, first_column).view_as(weight)
-        weight.copy_(moved)
 
 
 @dataclass(frozen=True)

@@ -102,8 +102,12 @@ def _positions(entry: Entry) -> None:
     if entry.value == "rope":
         entry.no_effect("positions are that")
     elif entry.value == "learned_absolute":
-        entry.decides(f"{FOUNDATION}.max_position_embeddings")
-        entry.approximated("positions are rotary; no family here learns an embedding of them")
+        is_default = " (NxDT's default)" if entry.is_assumed else ""
+        entry.refuse(
+            f"a table of learned positions{is_default} is added to embeddings there, which no model"
+            f" family here has; write {entry.key.rpartition('.')[2]}: rope to train with rotary"
+            " positions, which is another model: one that is trained goes on there"
+        )
     else:
         entry.refuse("it takes learned_absolute and rope")
 

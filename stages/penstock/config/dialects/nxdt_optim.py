@@ -18,7 +18,11 @@ BY_FULL_NAME = {
 }
 """Optimizers that are PyTorch's here."""
 
-WITH_BETAS = (*ADAM, "adam", "adamax")
+NOVOGRAD = "novograd"
+BETAS_OF_NOVOGRAD = [0.95, 0.98]
+"""NeMo's, where a file has none."""
+
+WITH_BETAS = (*ADAM, "adam", "adamax", NOVOGRAD)
 WITH_EPS = (*WITH_BETAS, "adadelta", "adagrad", "rmsprop")
 
 STYLES: Mapping[str, str] = {
@@ -66,12 +70,15 @@ def _optimizer(entry: Entry) -> None:
         entry.put("train.optimizer", f"torch.optim.{BY_FULL_NAME[name]}")
         if name == "adafactor":
             entry.approximated("PyTorch's Adafactor, which takes its rate from the schedule alone")
+    elif name == NOVOGRAD:
+        entry.put("train.optimizer", NOVOGRAD)
+        entry.put("train.optimizer_dtype", "fp32")
     elif name in ("sgd", *ADAM):
         entry.put("train.optimizer", name if name == "sgd" else "adamw")
         if name == "adamw_fp32OptState":
             entry.explain("states are always float32 here; decay comes before the step, not after")
     else:
-        entry.refuse(f"it takes {', '.join(('sgd', *ADAM, *BY_FULL_NAME))}")
+        entry.refuse(f"it takes {', '.join(('sgd', *ADAM, NOVOGRAD, *BY_FULL_NAME))}")
 
 
 def _argument(name: str, of: tuple[str, ...]) -> Rule:
@@ -81,12 +88,33 @@ def _argument(name: str, of: tuple[str, ...]) -> Rule:
             value = entry.value
             if name == "eps" and entry.is_assumed and optimizer == "adamw_fp32OptState":
                 value = 1e-6
+            if name == "betas" and entry.is_assumed and optimizer == NOVOGRAD:
+                value = BETAS_OF_NOVOGRAD
             entry.line.value = value
             entry.put(f"train.optimizer_kwargs.{name}", value)
         else:
             entry.no_effect(f"{optimizer} has none")
 
     return rule
+
+
+def _amsgrad(entry: Entry) -> None:
+    optimizer = entry.get("model.optim.name", "adamw")
+    if optimizer in (NOVOGRAD, "adam"):
+        entry.put("train.optimizer_kwargs.amsgrad", bool(entry.value))
+    elif entry.value and optimizer in ADAM:
+        entry.refuse(
+            "AdamW has no such variant here: write false, or torch.optim.Adam's name, adam"
+        )
+    else:
+        entry.no_effect("asks for nothing")
+
+
+def _clipped_updates(entry: Entry) -> None:
+    if entry.value and entry.get("model.optim.name") == NOVOGRAD:
+        entry.refuse("updates are not clipped by norms of weights here: write false")
+    else:
+        entry.no_effect("asks for nothing")
 
 
 def _decay_of_norms(entry: Entry) -> None:
@@ -239,13 +267,15 @@ def _of_manual(*names: str) -> Rule:
 
 
 def settle_states(draft: Draft) -> None:
-    """AdamW keeps its states as weights are kept, unless its name says float32; and PyTorch's own
-    schedules have no warmup."""
+    """AdamW and NovoGrad keep states as weights are kept, unless a name says float32; and PyTorch's
+    own schedules have no warmup."""
     schedule = draft.get(f"{SCHEDULE}.name")
     if schedule in PYTORCHS:
         for setting in ("lr_warmup_steps", "lr_warmup_ratio"):
             draft.drop(f"train.{setting}", f"{schedule} has no warmup")
     name = "model.optim.name"
+    if draft.value("train.precision") == "bf16" and draft.get(name) == NOVOGRAD:
+        draft.put("train.optimizer_dtype", "bf16")
     if draft.value("train.precision") == "bf16" and draft.get(name) == "adamw":
         draft.put("train.optimizer", "anyprecision_adamw")
         draft.put("train.optimizer_dtype", "bf16")
@@ -263,6 +293,12 @@ COMPUTED: Mapping[str, Rule] = {
     "model.optim.name": _optimizer,
     "model.optim.betas": _argument("betas", WITH_BETAS),
     "model.optim.eps": _argument("eps", WITH_EPS),
+    "model.optim.grad_averaging": _argument("grad_averaging", (NOVOGRAD,)),
+    "model.optim.amsgrad": _amsgrad,
+    "model.optim.luc": _clipped_updates,
+    **{
+        f"model.optim.{name}": no_effect("read with luc alone") for name in ("luc_trust", "luc_eps")
+    },
     "model.optim.capturable": no_effect("concerns CUDA graphs of the optimizer"),
     "model.do_layer_norm_weight_decay": _decay_of_norms,
     f"{SCHEDULE}.name": _schedule,

@@ -1,0 +1,155 @@
+"""NovoGrad: gradients are divided by the norms of their tensors before they are averaged.
+
+Ginsburg et al. 2019, "Stochastic Gradient Methods with Layer-wise Adaptive Moments for Training of
+Deep Networks" (arXiv 1905.11286), algorithm 1, as NeMo computes it: eps is added to the root, new
+gradients come to the average whole unless `grad_averaging` is set, and decay comes to what is
+averaged. `amsgrad` divides by the largest norm so far.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from penstock.optim.anyprecision import Keeping, move_along
+
+BETAS, EPS = (0.95, 0.98), 1e-8
+"""NeMo's."""
+
+SQUARES, LARGEST = "grad_sq", "max_grad_sq"
+"""States with a number for each tensor: the averages of squared norms, and their largest."""
+
+OF_TENSORS = (SQUARES, LARGEST)
+
+
+class Tensors(Protocol):
+    """Which tensors parameters are: several that are fused or stacked, or only a part of one."""
+
+    def parts(self, parameter: nn.Parameter, here: torch.Tensor) -> list[torch.Tensor]:
+        """What is here of each tensor, or stack of n tensors, as a view [n, numbers] of `here`,
+        which is like the part of the parameter that is here."""
+        ...
+
+    def square_norms(
+        self, gradients: Mapping[nn.Parameter, torch.Tensor]
+    ) -> Mapping[nn.Parameter, torch.Tensor]:
+        """Of the parts of gradients that are here the squared norms of the tensors, fp32, in the
+        order of `parts`. Called by all at once."""
+        ...
+
+
+class Alone(Tensors):
+    """Where every parameter is all here, and a tensor, or a stack of matrices [n, N, K]."""
+
+    def parts(self, parameter: nn.Parameter, here: torch.Tensor) -> list[torch.Tensor]:
+        """One for each parameter."""
+        return [here.view(len(here) if parameter.ndim == 3 else 1, -1)]
+
+    def square_norms(
+        self, gradients: Mapping[nn.Parameter, torch.Tensor]
+    ) -> Mapping[nn.Parameter, torch.Tensor]:
+        """Of what is here."""
+        return {
+            parameter: squared(self.parts(parameter, gradient.contiguous())).float()
+            for parameter, gradient in gradients.items()
+        }
+
+
+def squared(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The squared norm of each tensor of parts [n, numbers], fp64: added up in any order they come
+    to the same fp32 number."""
+    return torch.cat(
+        [torch.linalg.vector_norm(part, dim=1, dtype=torch.float64).square() for part in parts]
+    )
+
+
+class NovoGrad(torch.optim.Optimizer):
+    """Each matrix of a stack is a tensor by itself, as it would be in a model without stacks."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        grad_averaging: bool,
+        amsgrad: bool,
+        keeping: Keeping,
+        tensors: Tensors,
+        weight_decay: float = 0.0,
+    ) -> None:
+        self.keeping, self._tensors = keeping, tensors
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "grad_averaging": grad_averaging,
+                "amsgrad": amsgrad,
+                "weight_decay": weight_decay,
+            },
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One step of every parameter that has a gradient."""
+        assert closure is None
+        gradients = {
+            parameter: self.keeping.local(parameter.grad).contiguous()
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        }
+        squares = self._tensors.square_norms(gradients)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter in gradients:
+                    self._step(parameter, gradients[parameter], squares[parameter], group)
+
+    def _step(
+        self,
+        parameter: nn.Parameter,
+        gradient: torch.Tensor,
+        squares: torch.Tensor,
+        group: dict[str, Any],
+    ) -> None:
+        its, (beta1, _) = self.state[parameter], group["betas"]
+        if not its:
+            its["step"] = torch.zeros(())
+            its["exp_avg"] = torch.zeros_like(parameter, dtype=self.keeping.states)
+            its.update({name: torch.zeros_like(squares) for name in _kept(group)})
+        its["step"] += 1
+        direction = gradient.to(torch.float32, copy=True)
+        parts = self._tensors.parts(parameter, direction)
+        norms = _norms(its, squares, group).split([len(part) for part in parts])
+        for part, norm in zip(parts, norms, strict=True):
+            part.div_(norm[:, None])
+        if group["weight_decay"]:
+            weight = self.keeping.local(parameter.detach())
+            direction.add_(weight, alpha=group["weight_decay"])
+        if group["grad_averaging"]:
+            direction.mul_(1 - beta1)
+        kept = self.keeping.local(its["exp_avg"])
+        average = direction.add_(kept, alpha=beta1)
+        kept.copy_(average)
+        move_along(parameter, average, group["lr"], self.keeping, int(its["step"].item()))
+
+
+def _kept(group: Mapping[str, Any]) -> Sequence[str]:
+    return OF_TENSORS if group["amsgrad"] else (SQUARES,)
+
+
+def _norms(
+    its: Mapping[str, torch.Tensor], squares: torch.Tensor, group: Mapping[str, Any]
+) -> torch.Tensor:
+    """What gradients are divided by. Averages begin at the first gradient that is not 0."""
+    _, beta2 = group["betas"]
+    average = its[SQUARES]
+    average.copy_(torch.where(average == 0, squares, average.lerp(squares, 1 - beta2)))
+    if group["amsgrad"]:
+        average = torch.maximum(its[LARGEST], average, out=its[LARGEST])
+    # The least that is divided by is not 0: a gradient of nothing stays nothing without eps too.
+    return average.sqrt().add_(group["eps"]).clamp_(min=torch.finfo(torch.float32).tiny)
