@@ -92,7 +92,7 @@ HOW: Mapping[str, frozenset[str]] = {
         eval_at_start eval_micro_batch_size eval_sanity_batches
         sample_prompts sample_steps sample_max_new_tokens log_format log_interval
         log_ranks log_grad_norm log_param_norm log_router_stats log_loss_spikes log_recovery_timing
-        report_interval use_wandb use_tensorboard log_dir use_mlflow use_trackio
+        report_interval report_samples use_wandb use_tensorboard log_dir use_mlflow use_trackio
         wandb_project wandb_name wandb_tags
         wandb_log_interval mlflow_tracking_uri enable_profiling
         profile_start_step profile_end_step profile_trace_dir profile_record_shapes

@@ -200,15 +200,19 @@ def spike(rank_with_the_spike):
         return watch.see(result, [batch])
 
     assert not any(see(2.0 + i % 2 / 100, 1.0) for i in range(30))
-    return see(5.0, 4.0 if ranks.rank == rank_with_the_spike else 1.0)
+    found = see(5.0, 4.0 if ranks.rank == rank_with_the_spike else 1.0)
+    return found and (found.text, found.spike.as_json())
 
 
 @pytest.mark.dist
 def test_a_spike_is_traced_to_its_rank_and_rows_and_all_ranks_say_so():
     one, other = on_ranks(2, spike, 1)
     assert one == other
-    assert "the loss is 5" in one
-    assert "on rank(s) 1, 1.60 times the mean, with packed row(s) 11" in one
+    text, numbers = one
+    assert "the loss is 5" in text
+    assert "on rank(s) 1, 1.60 times the mean, with packed row(s) 11" in text
+    assert numbers["loss"] == 5.0
+    assert numbers["usual"] == pytest.approx(2.005, abs=0.01)
 
 
 FORWARD, BACKWARD = 0.02, 0.04

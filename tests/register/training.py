@@ -319,6 +319,9 @@ OF_TRAINING: dict[str, dict[str, tuple[str, ...]]] = {
         "report_interval": (
             "stages/test_report.py::test_a_page_is_written_again_while_training_runs_if_wanted",
         ),
+        "report_samples": (
+            "stages/test_report_samples.py::test_as_many_samples_are_kept_as_are_asked_for",
+        ),
         "use_wandb": TRACKED,
         "use_tensorboard": (
             *TRACKED,

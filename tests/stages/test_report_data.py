@@ -13,6 +13,8 @@ import pytest
 from penstock.core.data_facts import DATA, keep_data_facts
 from penstock.core.stage import Artifact
 from penstock.rows.reader import PackedRows
+from penstock.train.job import SHOWN_DATA
+from penstock.train.shown_data import keep_shown_data
 from tests.cli.command import penstock, small_run
 from tests.stages.prepared import table_of, texts, write_lines
 from tests.stages.report_pages import Page, report_of, section_of
@@ -36,6 +38,7 @@ def data_facts(tmp_path_factory):
     stages = penstock("pack", config, "--json").last["stages"]
     prepared, packed = (Artifact(s["stage"], s["key"], Path(s["path"])) for s in stages)
     keep_data_facts(folder, packed, prepared)
+    keep_shown_data(folder, packed.path, (), 0, pytest.fail)
     tables = {split: table_of(prepared.path, split) for split in ("train", "validation")}
     rows = {s: len(PackedRows(packed.path / "data" / s)) for s in tables}
     for artifact in (prepared, packed):
@@ -73,21 +76,45 @@ def test_the_data_is_told_as_it_was_though_it_is_pruned(tmp_path, data_facts, ou
 
 def test_bars_read_off_their_axis_are_the_lengths(tmp_path, data_facts):
     file, tables, _ = data_facts
-    tmp_path.joinpath(DATA).write_bytes(file.read_bytes())
+    for name in (DATA, SHOWN_DATA):
+        tmp_path.joinpath(name).write_bytes(file.with_name(name).read_bytes())
     section = section_of(report_of(tmp_path, falling(3)), "Data")
     figures = re.findall(r'<figure class="bars">.*?</figure>', section, re.S)
     for figure, table in zip(figures, tables.values(), strict=True):
-        (drawing,) = re.findall(r"<svg.*?</svg>", figure, re.S)
-        paths = ElementTree.fromstring(drawing).findall(".//{*}path")
-        (bars,) = (path.get("d", "") for path in paths if path.get("class") == "bar")
-        marks = re.findall(r'class="y" style="top:([\d.]+)%">([^<]+)<', figure)
-        axis = sorted((float(y), float(value)) for y, value in marks)
-        (top, high), (bottom, low) = axis[0], axis[-1]
-        heights = [float(y) / 10 for y in re.findall(r"M[\d.]+ 1000\.0V([\d.]+)H", bars)]
-        read = [high + (y - top) * (low - high) / (bottom - top) for y in heights]
-        exponents = [(len(ids) - 1).bit_length() for ids in table["input_ids"].to_pylist()]
-        counts = [exponents.count(e) for e in range(min(exponents), max(exponents) + 1)]
-        assert read == pytest.approx([count for count in counts if count], abs=0.05)
+        lengths = [len(ids) for ids in table["input_ids"].to_pylist()]
+        read = list(read_off(figure))
+        for low, high, height, told in read:
+            count = sum(low <= length <= high for length in lengths)
+            assert height == pytest.approx(count, abs=0.05)
+            assert told == count > 0
+        assert sum(told for *_, told in read) == len(lengths)
+        assert f"Shortest {min(lengths)}, " in figure
+        assert f"longest {max(lengths)}." in figure
+
+
+def read_off(figure):
+    """(shortest, longest, height on its axis, count that it says) of every bar."""
+    (drawing,) = re.findall(r"<svg.*?</svg>", figure, re.S)
+    marks = re.findall(r'class="y" style="top:([\d.]+)%">([^<]+)<', figure)
+    axis = sorted((float(y), float(value)) for y, value in marks)
+    (top, high), (bottom, low) = axis[0], axis[-1]
+    for bar in ElementTree.fromstring(drawing).findall(".//{*}path[@class='bar']"):
+        y = re.match(r"M[\d.]+ 1000\.0V([\d.]+)H", bar.get("d", ""))
+        name, count = (bar.findtext("{*}title") or "").replace(",", "").split(": ")
+        assert y
+        ends = [int(end) for end in name.split(" to ")]
+        height = high + (float(y[1]) / 10 - top) * (low - high) / (bottom - top)
+        yield ends[0], ends[-1], height, int(count)
+
+
+def test_a_run_that_counted_no_lengths_shows_those_of_its_stages(tmp_path, data_facts):
+    file, _, _ = data_facts
+    tmp_path.joinpath(DATA).write_bytes(file.read_bytes())
+    section = section_of(report_of(tmp_path, falling(3)), "Data")
+    counts = json.loads(file.read_text())["prepared"]["lengths"]["train"]
+    figure = section.split("<h3>Tokens of training samples")[1].split("</figure>")[0]
+    told = [int(count) for count in re.findall(r"<title>[^<]*: (\d+)</title>", figure)]
+    assert told == [counts[upper] for upper in sorted(counts, key=int)]
 
 
 def test_a_run_that_kept_nothing_of_its_data_has_no_such_section(tmp_path):

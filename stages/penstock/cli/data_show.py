@@ -16,19 +16,15 @@ from penstock.cli.data_prepared import Prepared
 from penstock.config.run import RunConfig
 from penstock.core.errors import ConfigError
 from penstock.core.files import read_json
-from penstock.core.hub import local_folder
-from penstock.core.remote_source import folder_of
 from penstock.core.source import pin_tokenizer
 from penstock.core.store import Step
 from penstock.prepare.locate import Locate, locator_of
 from penstock.prepare.origins import Origin, Origins, origins_of
-from penstock.rows.decoding import Decoder, load_decoder
+from penstock.rows.decoding import Decoder, decoder_of
 from penstock.rows.order import Indices
 from penstock.rows.prepared import PLAN, PreparedSamples, Sample
 from penstock.rows.reader import Tokens
 from penstock.rows.schema import IGNORED
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 STYLES = {
     (True, False): "green",
@@ -112,7 +108,8 @@ def show_samples(prepared: Prepared, wanted: Wanted, console: Console) -> dict[s
     origins = origins_of(read_json(folder / PLAN), wanted.split)
     seed = prepared.run.train.seed if wanted.seed is None else wanted.seed
     chosen = _chosen(wanted, len(samples), origins, seed, prepared.run)
-    decoder = _decoder(prepared.run)
+    typed = prepared.run.model.tokenizer_source
+    decoder = decoder_of(typed, pin_tokenizer(typed))
     locate = locator_of(prepared.step.stage)
     shown = [
         _shown(index, samples.sample(index), origins.sources[origins.of[index]], locate, decoder)
@@ -181,15 +178,6 @@ def _typed(origin: Origin, run: RunConfig) -> str | None:
     """The source as the user wrote it, unless the data was prepared from another config."""
     written = {"train": run.data.datasets, "validation": run.data.test_datasets}[origin.role]
     return written[origin.dataset].path if origin.dataset < len(written) else None
-
-
-def _decoder(run: RunConfig) -> Decoder:
-    typed = run.model.tokenizer_source
-    pinned = pin_tokenizer(typed)
-    path = folder_of(typed, pinned)
-    if pinned.pin["kind"] == "hub":
-        return load_decoder(path, local_folder(typed, pinned, TOKENIZER_FILES))
-    return load_decoder(path, Path(path).expanduser())
 
 
 def _shown(

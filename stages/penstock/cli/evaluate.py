@@ -10,10 +10,13 @@ from penstock.cli.console import Console, table
 from penstock.config.load import load, loads
 from penstock.config.overrides import Override
 from penstock.config.run import RunConfig
-from penstock.core.errors import ConfigError, StageError
+from penstock.core.depot import Depot
+from penstock.core.errors import ArtifactError, ConfigError, StageError
+from penstock.core.os_faults import reason_of
 from penstock.core.store import Step, obtain
 from penstock.plan import Plan, plan
-from penstock.train.job import JOB, read_job
+from penstock.train.eval_results import keep_held_out, keep_task_scores
+from penstock.train.job import EVAL_RESULTS, JOB, REPORT, read_job
 
 SHOWN = 4
 """Sample answers that are printed."""
@@ -54,10 +57,15 @@ def evaluate_target(
                 f"{target} holds a model and nothing to ask it.\n"
                 "  Add --harness with names of tasks, or name the run's config or output folder."
             )
-        return _run_tasks(target, wanted, 0, console)
+        return _run_tasks(target, wanted, 0, console)[0]
     run = run_of(target, overrides)
     if wanted.tasks:
-        return _run_tasks(_model_of(plan(run, ("export",))), wanted, run.train.seed, console)
+        planned = plan(run, ("export",))
+        told, scores = _run_tasks(_model_of(planned), wanted, run.train.seed, console)
+        trained = planned.step("train")
+        keep_task_scores(trained.path, trained.artifact.key, scores, wanted.limit)
+        _show_in_report(trained, console)
+        return told
     return _ask_held_out(run, wanted, console)
 
 
@@ -114,21 +122,40 @@ def _ask_held_out(run: RunConfig, wanted: Wanted, console: Console) -> dict[str,
     for sample in report.samples[:SHOWN]:
         mark = "right" if sample.right else f"wrong, expected {sample.expected!r}"
         lines.append(f"  {sample.prompt.strip()!r} -> {sample.answer!r} ({mark})")
-    lines.append(f"report: {trained.path / 'report.html'}")
+    lines.append(f"report: {trained.path / REPORT}")
     lines.append(f"model:  {trained.path / 'hf'}")
     console.result("\n".join(lines))
-    return {
+    found = {
         "accuracy": report.accuracy,
         "asked": report.num_asked,
         "right": report.num_right,
         "skipped": report.num_skipped,
-        "trained": told,
         "samples": [vars(sample) for sample in report.samples],
     }
+    keep_held_out(trained.path, trained.artifact.key, {**found, "pattern": wanted.answer})
+    _show_in_report(trained, console)
+    return {**found, "trained": told}
 
 
-def _run_tasks(folder: Path, wanted: Wanted, seed: int, console: Console) -> dict[str, Any]:
-    """Print what the model scores in each task."""
+def _show_in_report(trained: Step, console: Console) -> None:
+    """Write the run's page again, with what was found; an evaluation does not fail for want of it.
+    The seal of the run does not list it."""
+    from penstock.train.report import write_report
+
+    try:
+        write_report(trained.path)
+        if trained.remote:
+            Depot(trained.remote, trained.path).send([EVAL_RESULTS, REPORT])
+    except OSError as error:
+        console.say(f"the report does not show it: {reason_of(error)}")
+    except ArtifactError as error:
+        console.say(f"the report does not show it: {error}")
+
+
+def _run_tasks(
+    folder: Path, wanted: Wanted, seed: int, console: Console
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Print what the model scores in each task; returns what is told, and of it the scores."""
     from penstock.evaluate.harness import run_tasks
 
     scores = run_tasks(
@@ -144,7 +171,8 @@ def _run_tasks(folder: Path, wanted: Wanted, seed: int, console: Console) -> dic
         error = "" if score.stderr is None else f"{score.stderr:.4f}"
         rows.append((score.task, score.metric, f"{score.value:.4f}", error))
     console.result(table(rows))
-    return {"model": str(folder), "scores": [vars(score) for score in scores]}
+    told = [vars(score) for score in scores]
+    return {"model": str(folder), "scores": told}, told
 
 
 def _pattern(text: str | None) -> re.Pattern[str] | None:

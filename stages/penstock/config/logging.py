@@ -61,6 +61,10 @@ class LoggingConfig(Section):
     report_interval: float = Field(default=30.0, ge=0)
     """Write `report.html` again every so many seconds while training runs. 0: only at the end."""
 
+    report_samples: int = Field(default=3, ge=0, le=50)
+    """Show so many training samples in `report.html`, with what of them is trained; of each some
+    400 tokens at most, without what looks like a credential. 0: none of the data's text."""
+
     use_wandb: bool | None = None
     """Log to Weights & Biases; without a login, into `output_dir`, to be sent later with
     `wandb sync`. Unset: only when this machine is logged in there."""

@@ -12,7 +12,12 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from penstock.core.files import read_json
+from penstock.core.hub import local_folder
+from penstock.core.remote_source import folder_of
+from penstock.core.stage import Source
 from penstock.rows.byte_vocabulary import byte_library_tokenizer
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 REACH = 16
 """Tokens on either side that may decide how a token reads: its bytes may be part of a character,
@@ -68,6 +73,15 @@ class Decoder:
 
     def _knows(self, token: int) -> bool:
         return self._tokenizer.id_to_token(token) is not None
+
+
+def decoder_of(typed: str, tokenizer: Source) -> Decoder:
+    """The vocabulary of the tokenizer that the user typed, as it is pinned; raises what
+    `load_decoder` does."""
+    path = folder_of(typed, tokenizer)
+    if tokenizer.pin["kind"] == "hub":
+        return load_decoder(path, local_folder(typed, tokenizer, TOKENIZER_FILES))
+    return load_decoder(path, Path(path).expanduser())
 
 
 def load_decoder(path: str, files: Path) -> Decoder:

@@ -84,6 +84,11 @@ class PackedRows:
         parts = [np.diff(lengths.offsets).astype(np.int64) for _, _, lengths in self._columns]
         return np.concatenate([np.empty(0, np.int64), *parts])
 
+    def document_lengths(self) -> npt.NDArray[np.int64]:
+        """The number of tokens of every document, row after row."""
+        parts = [lengths.used().astype(np.int64) for _, _, lengths in self._columns]
+        return np.concatenate([np.empty(0, np.int64), *parts])
+
     def squares(self) -> npt.NDArray[np.int64]:
         """The sum of the squared lengths of every row's documents."""
         parts = [lengths.sums_of_squares() for _, _, lengths in self._columns]
@@ -124,8 +129,11 @@ class _Lists:
     def at(self, index: int) -> Tokens:
         return self.values[self.offsets[index] : self.offsets[index + 1]]
 
+    def used(self) -> Tokens:
+        return self.values[self.offsets[0] : self.offsets[-1]]
+
     def sums_of_squares(self) -> npt.NDArray[np.int64]:
-        used = self.values[self.offsets[0] : self.offsets[-1]].astype(np.int64)
+        used = self.used().astype(np.int64)
         totals = np.concatenate([np.zeros(1, np.int64), np.cumsum(used * used)])
         return np.diff(totals[self.offsets - self.offsets[0]])
 

@@ -23,6 +23,7 @@ from penstock.train.job import (
     REPORT,
     RESOLVED,
     SAMPLES,
+    SHOWN_DATA,
     SURROUNDINGS,
 )
 
@@ -38,8 +39,18 @@ def keepsakes_of(out: Path) -> list[list[Path]]:
         mark = folder / COMPLETE
         groups += [[path for path in regular_files(folder) if path != mark], [mark]]
     logs = sorted((out / LOGS).glob("*.log"))
-    files = (METRICS, SAMPLES, _BEST_NAMED, RESOLVED, DATA, LINEAGE, SURROUNDINGS, REPORT)
-    return [*groups, [*(out / name for name in files), *logs]]
+    told = (
+        METRICS,
+        SAMPLES,
+        _BEST_NAMED,
+        RESOLVED,
+        DATA,
+        LINEAGE,
+        SHOWN_DATA,
+        SURROUNDINGS,
+        REPORT,
+    )
+    return [*groups, [*(out / name for name in told), *logs]]
 
 
 def wanted_of(names: Collection[str], out: Path, naming: Naming) -> list[str]:

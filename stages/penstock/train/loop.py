@@ -382,9 +382,9 @@ class Loop:
         if self._recorder:
             self._recorder.tell(record)
 
-    def _warn(self, text: str) -> None:
+    def _warn(self, text: str, **details: Any) -> None:
         if self._recorder:
-            self._recorder.warn(self.at.step, text)
+            self._recorder.warn(self.at.step, text, **details)
         elif self.ranks.leads:
             self._told_early.append(text)
 

@@ -34,9 +34,10 @@ class Measures:
         rows: PackedRows,
         train: TrainConfig,
         ranks: Ranks,
-        warn: Callable[[str], None],
+        warn: Callable[..., None],
     ) -> None:
-        """`warn` is called on every rank with what people should look at."""
+        """`warn` is called on every rank with what people should look at, and, as `spike`, with its
+        numbers."""
         self._config, self._learning = built.config, built.learning
         self._lengths, self._squares = rows.lengths(), rows.squares()
         self._ranks, self._warn = ranks, warn
@@ -62,8 +63,8 @@ class Measures:
         a second time left out, per second and device; `mfu` is their share of what the device can
         do at best, None where nobody knows that.
         """
-        if oddity := self._spikes.see(result, batches):
-            self._warn(oddity)
+        if traced := self._spikes.see(result, batches):
+            self._warn(traced.text, spike=traced.spike.as_json())
         if not self._phases:
             return {}
         operations = self._operations(rows, result.trained_tokens)

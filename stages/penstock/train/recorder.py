@@ -54,9 +54,10 @@ class Recorder:
             self._couriers.look()
             self._follow_with_a_page(now)
 
-    def warn(self, step: int, text: str) -> None:
-        """Something that people should look at, in the step with this number, from 1."""
-        self._keep({"step": step, "warning": text, "time": round(time.time(), 3)})
+    def warn(self, step: int, text: str, **details: Any) -> None:
+        """Something that people should look at, in the step with this number, from 1; `details` are
+        kept with it for the report."""
+        self._keep({"step": step, "warning": text, **details, "time": round(time.time(), 3)})
         self.say(f"step {step}: {text}")
 
     def say(self, line: str) -> None:

@@ -3,8 +3,9 @@
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
+from typing import NamedTuple
 
 from penstock.engine.diagnosis import named, rows_of
 from penstock.engine.ranks import Ranks
@@ -33,6 +34,17 @@ class Spike:
     usual: float
     deviations: float
     """How far it is above the usual, in standard deviations."""
+
+    def as_json(self) -> dict[str, float]:
+        """As plain values."""
+        return asdict(self)
+
+
+class Traced(NamedTuple):
+    """A spike, and where it came from in words."""
+
+    spike: Spike
+    text: str
 
 
 class LossWatch:
@@ -105,7 +117,7 @@ class SpikeWatch:
         """`threshold` as `LossWatch` has it."""
         self._losses, self._ranks = LossWatch(threshold), ranks
 
-    def see(self, result: StepResult, batches: Sequence[MicroBatch]) -> str | None:
+    def see(self, result: StepResult, batches: Sequence[MicroBatch]) -> Traced | None:
         """What to warn of after a step over `batches` of this rank; on all ranks the same."""
         spike = self._losses.see(result.loss)
         if spike is None:
@@ -113,9 +125,10 @@ class SpikeWatch:
         trained = sum(batch.num_trained for batch in batches)
         mine = Portion(self._ranks.rank, rows_of(batches), result.share.item(), trained)
         ranks, rows, times = dearest(self._ranks.gather(mine))
-        return (
+        text = (
             f"the loss is {spike.loss:.4g}, {spike.deviations:.1f} standard deviations above "
             f"{spike.usual:.4g}, the median of the steps before it; highest on rank(s) "
             f"{', '.join(map(str, ranks))}, {times:.2f} times the mean, with packed row(s) "
             f"{named(rows)}"
         )
+        return Traced(spike, text)

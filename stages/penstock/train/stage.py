@@ -15,7 +15,7 @@ from penstock.config.fp8 import Fp8Config
 from penstock.config.run import RunConfig
 from penstock.core.compare import differences
 from penstock.core.data_facts import DATA, keep_data_facts
-from penstock.core.errors import ArtifactError, ConfigError
+from penstock.core.errors import ArtifactError, ConfigError, PenstockError
 from penstock.core.files import regular_files, set_aside
 from penstock.core.hub import local_folder
 from penstock.core.input_digests import read_attempt
@@ -169,6 +169,7 @@ class Train(Stage):
         # It was for the start before this one.
         (out / STOP_FILE).unlink(missing_ok=True)
         keep_data_facts(out, self.packed, self.prepared)
+        _keep_shown_data(out, self)
         shutil.rmtree(out / LOGS, ignore_errors=True)
         (out / LOGS).mkdir(parents=True)
         ended = start_ranks(job, file) if self.ranks == "torchrun" else _here(job)
@@ -294,6 +295,23 @@ def _here(job: Job) -> Ended:
 
     run_by_hand(job)
     return Ended(status=0)
+
+
+def _keep_shown_data(out: Path, stage: Train) -> None:
+    """Keep what the report shows of the data; a run does not fail for want of it."""
+    from penstock.rows.decoding import decoder_of
+    from penstock.train.shown_data import keep_shown_data
+
+    try:
+        keep_shown_data(
+            out,
+            stage.packed.path,
+            stage.packed.facts.get("epoch_rows", {}).get("train", ()),
+            stage.run_config.train.report_samples,
+            lambda: decoder_of(stage.origin.tokenizer_path, stage.origin.tokenizer),
+        )
+    except (OSError, PenstockError) as error:
+        sys.stderr.write(f"train: the report shows no samples of the data: {error}\n")
 
 
 def _report(out: Path) -> None:

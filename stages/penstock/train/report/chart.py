@@ -54,6 +54,8 @@ class Drawn:
     """Their moving average; empty where none is drawn."""
     dots: str
     """Single points, drawn by round line caps."""
+    value: str
+    """The last one, for people."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +74,22 @@ class Chart:
 
 
 @dataclass(frozen=True)
+class Bar:
+    """One bar as an SVG path, and what it says."""
+
+    path: str
+    text: str
+
+
+@dataclass(frozen=True)
 class BarChart:
     """How many there are of each of several kinds, in a given order, ready to be drawn."""
 
     title: str
+    note: str
     x_ticks: list[Tick]
     y_ticks: list[Tick]
-    bars: str
-    """SVG path of all bars."""
+    bars: list[Bar]
 
 
 def chart(
@@ -106,14 +116,14 @@ def chart(
         is_log=up.bend == "log",
         x_ticks=of_steps(across),
         y_ticks=y_ticks,
-        lines=[_drawn(each, across, up) for each in series],
+        lines=[_drawn(each, across, up, label) for each in series],
         pointed_at={
             "x": [across.low, across.high],
             "y": list(up.ends),
             "bend": up.bend,
             "unit": unit,
             "series": [
-                {"label": s.label, "table": s.table, "column": s.column, "colour": s.colour}
+                {"label": s.label, "table": s.table, "column": s.column, "last": s.steps[-1]}
                 for s in series
             ],
         },
@@ -121,26 +131,37 @@ def chart(
 
 
 def bar_chart(
-    title: str, counts: Sequence[tuple[str, int]], label: Callable[[float], str]
+    title: str,
+    counts: Sequence[tuple[str, str, int]],
+    label: Callable[[float], str],
+    *,
+    note: str = "",
 ) -> BarChart:
-    """Draw one bar for each (name, count), of which there is at least one."""
-    marks = round_marks(0, max(1, *(count for _, count in counts)), 3)
+    """Draw one bar for each (short name, name, count), of which there is at least one."""
+    marks = round_marks(0, max(1, *(count for *_, count in counts)), 3)
     up = Axis(0, marks[-1], "linear")
     width = 100 / len(counts)
     bars = [
-        f"{move(width * (at + BAR_GAP), 100)}V{(100 - up.at(count)) * SIDE / 100:.1f}"
-        f"H{width * (at + 1 - BAR_GAP) * SIDE / 100:.1f}V{SIDE}Z"
-        for at, (_, count) in enumerate(counts)
+        Bar(
+            f"{move(width * (at + BAR_GAP), 100)}V{(100 - up.at(count)) * SIDE / 100:.1f}"
+            f"H{width * (at + 1 - BAR_GAP) * SIDE / 100:.1f}V{SIDE}Z",
+            f"{name}: {count:,}",
+        )
+        for at, (_, name, count) in enumerate(counts)
         if count
     ]
     every = -(-len(counts) // MOST_NAMES)
     return BarChart(
         title=title,
+        note=note,
         x_ticks=[
-            Tick(width * (at + 0.5), name) for at, (name, _) in enumerate(counts) if not at % every
+            # The shortest of several lengths stands where they begin.
+            Tick(width * (at + (0.5 if short == name else 0.0)), short)
+            for at, (short, name, _) in enumerate(counts)
+            if not at % every
         ],
         y_ticks=[Tick(100 - up.at(mark), label(mark)) for mark in marks if mark == round(mark)],
-        bars="".join(bars),
+        bars=bars,
     )
 
 
@@ -191,7 +212,7 @@ def move(x: float, y: float) -> str:
     return f"M{x * SIDE / 100:.1f} {y * SIDE / 100:.1f}"
 
 
-def _drawn(series: Series, across: Axis, up: Axis) -> Drawn:
+def _drawn(series: Series, across: Axis, up: Axis, label: Callable[[float], str]) -> Drawn:
     steps, values = series.steps, series.values
 
     def place(index: int, value: float) -> tuple[float, float] | None:
@@ -202,15 +223,15 @@ def _drawn(series: Series, across: Axis, up: Axis) -> Drawn:
 
     raw = _path([place(i, v) for i, v in extremes(values)])
     smooth, dots = "", ""
-    if series.kind == "raw and smooth":
+    if series.kind == "raw and smooth" and len(values) > 1:
         averaged = smoothed(values)
         shown = shown_indices(len(values))
         if any(map(math.isfinite, values)):
             smooth = _path([place(i, averaged[i]) for i in shown])
-    elif series.kind == "dots":
+    elif series.kind == "dots" or len(values) == 1:
         found = [place(i, v) for i, v in enumerate(values)]
         dots = " ".join(f"{move(*each)}h0" for each in found if each)
-    return Drawn(series.label, series.colour, raw, smooth, dots)
+    return Drawn(series.label, series.colour, raw, smooth, dots, label(values[-1]))
 
 
 def _decayed(values: Sequence[float], keep: float) -> list[tuple[float, float]]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, Literal
 
 from penstock.train.metrics import is_number
@@ -56,6 +57,9 @@ HELD = (
     *(replace(one, column=f"eval_{one.column}", of="evaluations") for one in ANSWERS),
 )
 
+MOST_DOTS = 40
+"""Evaluations that are drawn as points; of more, the line alone."""
+
 SOURCE = "eval_loss/"
 """What the columns of single sources begin with."""
 
@@ -71,10 +75,11 @@ def loss_chart(runs: Sequence[RunRecord]) -> Chart | None:
             # A single run's held-out rows stand out; those of several have the run's own colour.
             colour = index if len(runs) > 1 or curve is LOSS else 1
             series += _series(run, index, curve, word, colour, kind)
-    if not any(each.column == LOSS.column for each in series):
+    if not series:
         return None
+    is_smoothed = any(each.kind == "raw and smooth" and len(each.steps) > 1 for each in series)
     note = "Faint: each step. Bold: a mean over about a hundredth of the run to either side."
-    return chart("loss", "Loss", series, number, note=note)
+    return chart("loss", "Loss", series, number, note=note if is_smoothed else "")
 
 
 def groups(runs: Sequence[RunRecord]) -> list[tuple[str, list[Chart]]]:
@@ -133,6 +138,21 @@ def columns(run: RunRecord, most: int) -> dict[str, dict[str, list[float | None]
     return found
 
 
+def axes(run: RunRecord, most: int) -> dict[str, list[float]]:
+    """How far the run was at the shown steps, from its beginning on: `step`, and up to then
+    `tokens`, `epoch` and `seconds` in steps. Each rises, so that a step can be told from any."""
+    first = run.steps[0]["step"] - 1 if run.steps else 0
+    tokens = list(accumulate((r["tokens"] for r in run.steps), initial=0))
+    seconds = list(accumulate((r["seconds"] for r in run.steps), initial=0.0))
+    shown = [0, *(at + 1 for at in shown_indices(len(run.steps), most))] if run.steps else [0]
+    return {
+        "step": [first, *(run.steps[at - 1]["step"] for at in shown[1:])],
+        "tokens": [tokens[at] for at in shown],
+        "epoch": [0, *(run.steps[at - 1]["epoch"] for at in shown[1:])],
+        "seconds": [round(seconds[at], 3) for at in shown],
+    }
+
+
 def letter(index: int) -> str:
     """What a run is called among several."""
     return chr(ord("A") + index)
@@ -175,6 +195,8 @@ def _series(
     run: RunRecord, index: int, curve: Curve, label: str, colour: int, kind: Kind = "line"
 ) -> Iterator[Series]:
     records = run.steps if curve.of == "steps" else run.evaluations
+    if curve.of == "evaluations" and len(records) <= MOST_DOTS:
+        kind = "dots"
     told = [record for record in records if is_number(record.get(curve.column))]
     if told:
         yield Series(

@@ -6,6 +6,7 @@ from typing import Any
 
 from penstock.config.run import RunConfig
 from penstock.core.urls import scrubbed
+from penstock.train.length_histogram import PERCENTILES, bar_names
 from penstock.train.report.chart import BarChart, bar_chart
 from penstock.train.report.words import amount
 
@@ -26,28 +27,28 @@ class DataSection:
     """Reasons and counts, the most frequent first."""
     examples: list[tuple[str, str]]
     """Places and sentences for some of them."""
+    samples: list[list[Mapping[str, Any]]]
+    """Of some samples that are trained on their parts, with what of each is trained."""
 
 
-def data_section(facts: Mapping[str, Any] | None, config: RunConfig) -> DataSection | None:
-    """The section for the facts that the run kept; None if it kept none."""
+def data_section(
+    facts: Mapping[str, Any] | None, shown: Mapping[str, Any], config: RunConfig
+) -> DataSection | None:
+    """The section for the facts and the samples that the run kept; None if it kept no facts."""
     if facts is None:
         return None
     packed, prepared = facts["packed"], facts["prepared"] or {}
-    lengths = prepared.get("lengths", packed["lengths"])
     dropped: Mapping[str, int] = prepared.get("dropped", {})
     return DataSection(
         figures=list(_figures(packed, prepared, config)),
-        lengths=[
-            bar_chart(f"Tokens of {name} samples", _buckets(lengths[split]), amount)
-            for split, name in SPLITS.items()
-            if lengths[split]
-        ],
+        lengths=list(_lengths(packed, prepared, shown["lengths"])),
         sources=_sources(prepared.get("sources", [])),
         dropped=[
             (reason.replace("_", " "), f"{count:,}")
             for reason, count in sorted(dropped.items(), key=lambda each: -each[1])
         ],
         examples=[_example(each) for each in prepared.get("dropped_samples", [])],
+        samples=shown["samples"],
     )
 
 
@@ -74,13 +75,38 @@ def _figures(
             yield "how full they are", f"{packed['fill'][split]:.1%}"
 
 
-def _buckets(histogram: Mapping[str, int]) -> list[tuple[str, int]]:
-    """(range of lengths, samples) of every power of two from the shortest to the longest."""
+def _lengths(
+    packed: Mapping[str, Any], prepared: Mapping[str, Any], shown: Mapping[str, Any]
+) -> Iterator[BarChart]:
+    """Of each split, the lengths that were counted for the page; else those that its stages
+    counted, by powers of two."""
+    coarse = prepared.get("lengths", packed["lengths"])
+    for split, name in SPLITS.items():
+        title = f"Tokens of {name} samples"
+        if found := shown.get(split):
+            edges, counts = found["edges"], found["counts"]
+            shorts = [f"{edge:,}" for edge in edges]
+            bars = list(zip(shorts, bar_names(edges), counts, strict=False))
+            yield bar_chart(title, bars, amount, note=_percentiles(found["percentiles"]))
+        elif coarse[split]:
+            yield bar_chart(title, _buckets(coarse[split]), amount)
+
+
+def _percentiles(found: Mapping[str, int]) -> str:
+    told = {name: f"{found[name]:,}" for name in PERCENTILES}
+    return (
+        f"Shortest {told['shortest']}, median {told['median']}, 90% up to {told['90%']}, "
+        f"99% up to {told['99%']}, longest {told['longest']}."
+    )
+
+
+def _buckets(histogram: Mapping[str, int]) -> list[tuple[str, str, int]]:
+    """(range, range, samples) of every power of two from the shortest to the longest."""
     uppers = sorted(map(int, histogram))
-    upper, found = uppers[0], list[tuple[str, int]]()
+    upper, found = uppers[0], list[tuple[str, str, int]]()
     while upper <= uppers[-1]:
         name = f"{upper // 2 + 1:,} - {upper:,}" if upper > 2 else str(upper)
-        found.append((name, histogram.get(str(upper), 0)))
+        found.append((name, name, histogram.get(str(upper), 0)))
         upper *= 2
     return found
 

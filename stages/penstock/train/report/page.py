@@ -12,10 +12,18 @@ from penstock import __version__
 from penstock.core.data_facts import DATA, LINEAGE
 from penstock.core.errors import ConfigError, DamagedFileError
 from penstock.core.files import publishing
-from penstock.train.job import METRICS, REPORT, SAMPLES, SURROUNDINGS
+from penstock.train.job import (
+    EVAL_RESULTS,
+    METRICS,
+    REPORT,
+    SAMPLES,
+    SHOWN_DATA,
+    SURROUNDINGS,
+)
 from penstock.train.report.chart import MOST_POINTS, SIDE, Chart
-from penstock.train.report.curves import columns, groups, heat_maps, letter, loss_chart
+from penstock.train.report.curves import axes, columns, groups, heat_maps, letter, loss_chart
 from penstock.train.report.data import data_section
+from penstock.train.report.evaluation import evaluation_section
 from penstock.train.report.heat import HeatMap
 from penstock.train.report.lineage import lineage
 from penstock.train.report.record import (
@@ -37,9 +45,11 @@ def write_report(output_dir: Path, *, state: Literal["running"] | None = None) -
     """Publish `report.html` in a training run's output folder, and return its path.
 
     Reads metrics.jsonl, job.json and, where they are, what the run kept of its data, surroundings,
-    answers to prompts, outcome and manifest. The page needs no network and, but for what it tells
-    under the pointer, no scripts. Raises ConfigError if the folder holds no run, OSError if it
-    cannot be read or written, ArtifactError for a damaged file.
+    answers to prompts, evaluations, outcome and manifest. The page needs no network and, but for
+    other axes than steps and what it tells under the pointer, no scripts.
+
+    Raises ConfigError if the folder holds no run, OSError if it cannot be read or written,
+    ArtifactError for a damaged file.
     """
     target = output_dir / REPORT
     with _of_sound_files(output_dir):
@@ -57,8 +67,9 @@ def _of_sound_files(*folders: Path) -> Generator[None]:
     except (KeyError, TypeError, AttributeError) as error:
         named = ", ".join(str(folder) for folder in folders)
         raise DamagedFileError(
-            f"no report of {named}: {METRICS}, {SAMPLES}, {DATA}, {LINEAGE} or {SURROUNDINGS} "
-            f"there lacks what a run writes ({type(error).__name__}: {error}).\n"
+            f"no report of {named}: {METRICS}, {SAMPLES}, {DATA}, {LINEAGE}, {SHOWN_DATA}, "
+            f"{EVAL_RESULTS} or {SURROUNDINGS} there lacks what a run writes "
+            f"({type(error).__name__}: {error}).\n"
             "  Restore the file from a copy; --debug shows what was looked for."
         ) from error
 
@@ -84,7 +95,8 @@ def render(run: RunRecord) -> str:
     """The whole page of one run."""
     loss, small, maps = loss_chart([run]), groups([run]), heat_maps(run)
     time, samples = time_by_phase(run), _samples(run)
-    data = data_section(run.data, run.config)
+    data = data_section(run.data, run.shown_data, run.config)
+    evaluation = evaluation_section(run)
     interval = max(LEAST_REFRESH, round(run.config.train.report_interval))
     return _page(
         "run.html.jinja",
@@ -98,6 +110,7 @@ def render(run: RunRecord) -> str:
         groups=small,
         time=time,
         maps=maps,
+        evaluation=evaluation,
         samples=samples,
         data=data,
         lineage=lineage(run),
@@ -109,6 +122,7 @@ def render(run: RunRecord) -> str:
             *((f"group-{at}", heading) for at, (heading, _) in enumerate(small, start=1)),
             *([("time", "Time")] if time else []),
             *([("layers", "Layers")] if maps else []),
+            *([("evaluation", "Evaluation")] if evaluation else []),
             *([("samples", "Answers")] if samples else []),
             *([("data", "Data")] if data else []),
             ("lineage", "Lineage"),
@@ -130,6 +144,7 @@ def render_comparison(runs: Sequence[RunRecord]) -> str:
         refresh=None,
         runs=runs,
         names=names,
+        letters=[letter(at) for at in range(len(runs))],
         figures=_side_by_side([dict(key_figures(run)) for run in runs]),
         loss=loss,
         groups=small,
@@ -161,6 +176,7 @@ def _page(
     )
     numbers = {
         "tables": [columns(run, MOST_POINTS) for run in records],
+        "axes": [axes(run, MOST_POINTS) for run in records],
         "charts": {chart.name: chart.pointed_at for chart in charts if chart},
         "maps": {map.name: map.pointed_at for map in tiles},
     }

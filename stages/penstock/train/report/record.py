@@ -17,21 +17,15 @@ from penstock.core.files import read_json
 from penstock.core.manifest import read_manifest
 from penstock.core.urls import scrubbed
 from penstock.train.endings import first_failure
+from penstock.train.eval_results import kept_eval_results
 from penstock.train.job import JOB, LOGS, METRICS, SAMPLES, SURROUNDINGS, read_job, read_outcome
 from penstock.train.metrics import read_metrics
-from penstock.train.report.words import (
-    amount,
-    duration,
-    gibibytes,
-    number,
-    plain,
-    share,
-)
+from penstock.train.report.warnings import Warnings, warnings_of
+from penstock.train.report.words import amount, duration, gibibytes, number, plain, share
+from penstock.train.shown_data import kept_shown_data
 from penstock.train.trackers.card import settings_shown
 
 State = Literal["finished", "running", "stopped", "failed", "not finished"]
-
-MOST_WARNINGS = 200
 
 PHASES = {
     "data": "reading rows",
@@ -55,8 +49,7 @@ class RunRecord:
     """The records of metrics.jsonl that tell of an optimizer step, in order."""
     evaluations: list[dict[str, Any]]
     """Those that tell of an evaluation."""
-    warnings: list[tuple[str, str]]
-    """(place, text), the newest last; then what was found of the run's size, the gravest last."""
+    warnings: Warnings
     samples: list[dict[str, Any]]
     """The records of answers to prompts."""
     state: State
@@ -68,6 +61,10 @@ class RunRecord:
     """What it ran on, as far as it is known."""
     data: Mapping[str, Any] | None
     """What the stages before said of the data, if it was kept."""
+    shown_data: Mapping[str, Any]
+    """Samples of the data and the lengths of all, as far as they were kept."""
+    eval_results: Mapping[str, Any]
+    """What `penstock eval` found, as far as somebody has asked it."""
     making: Mapping[str, Any]
     """When these stages made it, as far as that is known."""
     seconds: float | None
@@ -140,16 +137,15 @@ def read_run(output_dir: Path, *, state: Literal["running"] | None = None) -> Ru
         config=RunConfig.model_validate(job["config"]),
         steps=steps,
         evaluations=[r for r in records if "eval_loss" in r],
-        warnings=[
-            (f"step {r['step']:,}", scrubbed(r["warning"])) for r in records if "warning" in r
-        ][-MOST_WARNINGS:]
-        + [("size", each["text"]) for each in reversed(surroundings.get("findings", []))],
+        warnings=warnings_of(records, steps, surroundings.get("findings", [])),
         samples=list(read_metrics(output_dir / SAMPLES)),
         state=found,
         standing=standing,
         versions=_versions(output_dir),
         around=surroundings,
         data=kept_data_facts(output_dir),
+        shown_data=kept_shown_data(output_dir),
+        eval_results=kept_eval_results(output_dir, job["key"]),
         making=kept_lineage(output_dir),
         seconds=manifest["seconds"] if manifest else None,
         epochs=_passes(output_dir),
@@ -162,15 +158,11 @@ def key_figures(run: RunRecord) -> Figures:
     Losses are the run's own: of the last step, and of the last evaluation over held-out rows.
     """
     if not run.steps:
-        return []
+        return _held_out_figures(run)
     last = run.steps[-1]
-    figures = [("loss", number(last["loss"]))]
-    if run.evaluations:
-        held = run.evaluations[-1]
-        figures.append(("held-out loss", number(held["eval_loss"])))
-        if "eval_token_accuracy" in held:
-            figures.append(("held-out token accuracy", share(held["eval_token_accuracy"])))
-    figures += [
+    figures = [
+        ("loss", number(last["loss"])),
+        *_held_out_figures(run),
         ("steps", _of_total(last["step"], run.around.get("total_steps"))),
         ("epochs", f"{last['epoch'] if run.epochs is None else run.epochs:.2f}"),
         ("tokens", amount(sum(r["tokens"] for r in run.steps))),
@@ -225,6 +217,18 @@ def environment(run: RunRecord) -> Figures:
         if around["quantised"]:
             found.append(("kept in", ", ".join(around["quantised"])))
     return [*found, *run.versions.items()]
+
+
+def _held_out_figures(run: RunRecord) -> Figures:
+    figures = Figures()
+    if run.evaluations:
+        held = run.evaluations[-1]
+        figures.append(("held-out loss", number(held["eval_loss"])))
+        if "eval_token_accuracy" in held:
+            figures.append(("held-out token accuracy", share(held["eval_token_accuracy"])))
+    if asked := run.eval_results["held_out"]:
+        figures.append(("held-out prompts right", share(asked["accuracy"])))
+    return figures
 
 
 def _left(run: RunRecord) -> float | None:

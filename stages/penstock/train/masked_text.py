@@ -1,0 +1,41 @@
+"""Text of the data as it may be shown around: what looks like a credential is blotted out."""
+
+import re
+
+BLOT = "•"
+
+_CREDENTIALS = re.compile(
+    r"""
+    (?<=://)[^\s/@'"<>]+(?=@)                           # user and password in a URL
+    | (?<=://)[^\s'"<>?]*\?[^\s'"<>]*                   # a URL with a query, which may be signed
+    | \b(?:sk|pk|rk)[-_][A-Za-z0-9_-]{16,}              # OpenAI, Anthropic, Stripe
+    | \b(?:hf|npm|pypi|glpat|dop_v1)[-_][A-Za-z0-9_-]{16,}
+    | \bgh[pousr]_[A-Za-z0-9]{16,} | \bgithub_pat_\w{16,}
+    | \bxox[abposr]-[A-Za-z0-9-]{10,}                   # Slack
+    | \b(?:AKIA|ASIA)[A-Z0-9]{16}\b                     # AWS
+    | \bAIza[A-Za-z0-9_-]{30,}                          # Google
+    | \beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*                 # a JSON web token
+    | -----BEGIN[ ][A-Z ]*PRIVATE[ ]KEY-----.*?(?:-----END[ ][A-Z ]*PRIVATE[ ]KEY-----|\Z)
+    | (?i:\bbearer\s+)[A-Za-z0-9._~+/-]{16,}=*
+    | (?i:(?:password|passwd|secret|api[_-]?key|access[_-]?key|token)["']?\s*[:=]\s*["']?)
+      (?=[^\s"',;]*\d)[^\s"',;]{8,}                      # plain words have no digits
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+"""Shapes that are hardly ever anything else. What looks like plain words cannot be told."""
+
+
+def masked(text: str) -> str:
+    """The text with as many characters, of which those that look like a credential are blots."""
+    return _CREDENTIALS.sub(lambda found: BLOT * len(found[0]), text)
+
+
+def masked_pieces(pieces: list[str]) -> list[str]:
+    """The same of consecutive pieces of one text: a credential may lie in several."""
+    whole = masked("".join(pieces))
+    found: list[str] = []
+    start = 0
+    for piece in pieces:
+        found.append(whole[start : start + len(piece)])
+        start += len(piece)
+    return found

@@ -1,0 +1,58 @@
+"""What a report tells of `penstock eval`: its scores, and some answers."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.train.report.record import RunRecord
+from penstock.train.report.words import number, share, when
+
+Row = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class EvaluationSection:
+    """Everything the section says; empty where only its command is to be named."""
+
+    figures: list[tuple[str, str]]
+    """Of held-out prompts."""
+    answers: list[Mapping[str, Any]]
+    """Some of them: `prompt`, `answer`, `expected` and whether that is `right`."""
+    tasks: list[Row]
+    """Of the harness; the first row is the heading."""
+    command: str
+    """How somebody may ask, where nobody has yet."""
+
+
+def evaluation_section(run: RunRecord) -> EvaluationSection | None:
+    """None where nothing has been asked, and nothing can be."""
+    asked, tasks = run.eval_results["held_out"], run.eval_results["tasks"]
+    holds_out = bool(run.config.data.val_set_size or run.config.data.test_datasets)
+    can_be_asked = run.state == "finished" and holds_out and not run.config.train.eval_only
+    if not asked and not tasks and not can_be_asked:
+        return None
+    return EvaluationSection(
+        figures=_figures(asked) if asked else [],
+        answers=asked["samples"] if asked else [],
+        tasks=[("task", "metric", "value", "standard error"), *map(_task, tasks)] if tasks else [],
+        command="" if asked or not can_be_asked else f"penstock eval {run.folder}",
+    )
+
+
+def _figures(asked: Mapping[str, Any]) -> list[tuple[str, str]]:
+    right, count, part = asked["right"], asked["asked"], asked["accuracy"]
+    error = math.sqrt(part * (1 - part) / count)
+    pattern = asked["pattern"]
+    return [
+        ("held-out prompts answered right", f"{right:,} of {count:,}, {share(part)}"),
+        ("standard error", share(error)),
+        ("compared", f"what {pattern} matches last" if pattern else "the whole answer"),
+        ("asked", when(asked["time"])),
+    ]
+
+
+def _task(score: Mapping[str, Any]) -> Row:
+    error = "" if score["stderr"] is None else number(score["stderr"])
+    limit = "" if score["limit"] is None else f" (first {score['limit']:,})"
+    return f"{score['task']}{limit}", score["metric"], number(score["value"]), error
