@@ -5,6 +5,7 @@ import logging
 import secrets
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,13 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.config.load import load
 from penstock.config.overrides import parse_value
 from penstock.config.pipeline import STAGES
+from penstock.core.in_use import keys_in_use
+from penstock.core.stage import key_of
 from penstock.core.store import Outcome
+from penstock.plan import Wishes, plan
 from tests.conftest import ROOT
 from tests.pipeline.runs import write_run
 
@@ -67,6 +72,31 @@ def test_words_that_no_flow_understands_or_that_are_secret_are_refused_before_pr
     assert "--data.datasets.0.path holds a credential" in told
     assert value not in told
     assert not (tmp_path / "prepared").exists()
+
+
+def test_a_flow_marks_the_results_of_all_its_stages_from_the_first_one_on(tmp_path, monkeypatch):
+    import finetune
+
+    run = load(write_run(tmp_path))
+    planned = plan(run)
+    seen = []
+
+    def brought(_planned, name, _wishes):
+        marked = {key for step in planned.steps for key in keys_in_use(step.path.parent.parent)}
+        seen.append(marked)
+        return Outcome(name, "key", "ran", tmp_path, 0.0, {})
+
+    monkeypatch.setattr(finetune, "brought", brought)
+    monkeypatch.setattr(finetune, "get_run_logger", lambda: logging.getLogger("flow"))
+    monkeypatch.setattr(finetune, "overview_shown", lambda *_: nullcontext([]))
+    finetune.chain(run, Wishes(), ())
+    in_roots = {
+        key
+        for step in planned.steps
+        if (key := key_of(step.stage)).startswith(step.path.name)  # not in a person's own folder
+    }
+    assert seen == [in_roots] * len(planned.steps)
+    assert len(in_roots) == 3
 
 
 def test_any_json_value_means_itself_as_an_override():
