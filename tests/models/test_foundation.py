@@ -190,3 +190,43 @@ def test_what_follows_from_other_entries_follows_them() -> None:
 def test_entries_that_are_no_property_of_a_model_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"foundation\.{name}: 5 has no effect"):
         check_foundation({"model_type": "llama", **SIZES}, {name: 5})
+
+
+KINDS: list[Any] = ["x", "4", {}, {"a": 1}, {"a": {}}, [1], [{}], True, 0, 1.5, float("inf"), None]
+"""Values of every kind that YAML has."""
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_no_value_of_any_kind_is_a_traceback_and_no_table_says_nothing(model_type: str) -> None:
+    base = transformers.AutoConfig.for_model(model_type, **BASES[model_type]).to_dict()
+    names = [*base, "rope_theta", "rope_scaling", "partial_rotary_factor", "nonsense"]
+    for name in names:
+        for value in KINDS:
+            try:
+                check_foundation(base, {name: value})
+            except (ConfigError, CapabilityError):
+                continue
+            assert value != {}, f"{name}: {{}} is accepted"
+            is_number = isinstance(base.get(name), int | float)
+            is_other = isinstance(value, str | list | dict)
+            assert not (is_number and is_other), f"{name}: {value!r} is accepted"
+
+
+@pytest.mark.parametrize(
+    ("entries", "says"),
+    [
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps: '1e-5' is text, and config.json has 1e-06"),
+        ({"rope_parameters": {}}, "rope_parameters: {} says nothing; leave it out"),
+        ({"num_hidden_layers": 2, "anything": {}}, "foundation.anything: {} says nothing"),
+        ({"rope_scaling": "yarn"}, "Write one, such as {rope_type: linear, factor: 2.0}"),
+        ({"hidden_size": 96, "num_attention_heads": 0}, "num_attention_heads (0) cannot be read"),
+        ({"rope_theta": [1e4]}, "rope_theta (rotary embedding, in config.json) is [10000.0]"),
+    ],
+)
+def test_a_value_that_no_such_entry_has_is_told_with_the_entry(
+    entries: dict[str, Any], says: str
+) -> None:
+    base = {"model_type": "llama", **SIZES, "rms_norm_eps": 1e-6}
+    with pytest.raises(ConfigError) as refusal:
+        check_foundation(base, entries)
+    assert says in str(refusal.value)

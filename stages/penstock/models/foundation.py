@@ -39,6 +39,12 @@ NO_EFFECT: Mapping[str, str] = {
 
 Path = tuple[str, ...]
 
+UNREADABLE = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError)
+"""What reading a config.json raises where a value is of a kind that no such entry has."""
+
+KINDS = {bool: "true or false", str: "text", list: "a list", dict: "a table"}
+"""What values are called by their types; others are numbers."""
+
 
 def laid_over(base: HfConfig, entries: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json `base` with these entries in place of its own.
@@ -56,7 +62,8 @@ def laid_over(base: HfConfig, entries: Mapping[str, Any]) -> dict[str, Any]:
     _lay_over(merged, {n: v for n, v in entries.items() if n not in _ROPE_ENTRIES}, base)
     if any(name in entries for name in _ROPE_ENTRIES):
         _set_rope(merged, entries)
-    if merged.get("layer_types") and "layer_types" not in entries:
+    counts = isinstance(merged.get("num_hidden_layers"), int)
+    if counts and merged.get("layer_types") and "layer_types" not in entries:
         merged["layer_types"] = _types_of(merged["layer_types"], merged["num_hidden_layers"])
     model_type = merged.get("model_type")
     is_other = model_type != base.get("model_type") and "architectures" not in entries
@@ -70,12 +77,16 @@ def check_foundation(
 ) -> None:
     """Raise ConfigError for entries (`model.foundation`) that would change nothing, all at once.
 
-    With `loads_weights` nothing starts at random. Raises CapabilityError for a model that is not
-    computed.
+    With `loads_weights` nothing starts at random. Raises ConfigError too for values that no such
+    entry has, and CapabilityError for a model that is not computed.
     """
-    family = family_of(laid_over(base, entries))
-    read = _Recorded(laid_over(base, entries))
-    family.read(read)
+    _require_kinds(base, entries)
+    try:
+        read = _Recorded(laid_over(base, entries))
+        family = family_of(read)
+        family.read(read)
+    except UNREADABLE as error:
+        raise _unreadable(base, entries, error) from error
     faults: list[str] = []
     for path, value in _leaves(entries):
         name = ".".join(path)
@@ -162,6 +173,11 @@ def _wanted_rope(entries: Mapping[str, Any]) -> dict[str, Any]:
     for table in (ROPE, "rope_scaling"):
         if table not in entries:
             continue
+        if not isinstance(entries[table], Mapping | None):
+            raise ConfigError(
+                f"model.foundation.{table} is {entries[table]!r}, and what it says is a table.\n"
+                "  Write one, such as {rope_type: linear, factor: 2.0}."
+            )
         # Null is no scaling.
         said = dict(entries[table] or {"rope_type": "default"})
         if "type" in said:
@@ -184,10 +200,54 @@ def _agree(wanted: dict[str, Any], said: Mapping[str, Any], where: str) -> None:
 
 def _leaves(entries: Mapping[str, Any], above: Path = ()) -> Iterator[tuple[Path, Any]]:
     for name, value in entries.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             yield from _leaves(value, (*above, name))
         else:
             yield (*above, name), value
+
+
+def _require_kinds(base: HfConfig, entries: Mapping[str, Any]) -> None:
+    """Raise ConfigError for tables with nothing in them, and for values of another kind than those
+    that stand in the file."""
+    if faults := list(_odd_kinds(entries, base)):
+        raise ConfigError("\n".join(f"model.foundation.{fault}" for fault in faults))
+
+
+def _odd_kinds(entries: Mapping[str, Any], there: Any, above: str = "") -> Iterator[str]:
+    for name, value in entries.items():
+        path = f"{above}{name}"
+        own = there.get(_called(name, there)) if isinstance(there, Mapping) else None
+        if value == {}:
+            yield f"{path}: {{}} says nothing; leave it out"
+        elif None not in (own, value) and _kind(value) != _kind(own):
+            has = f"{_kind(value)}, and config.json has {own!r}"
+            yield f"{path}: {value!r} is {has}; write {_kind(own)}"
+        elif isinstance(value, Mapping):
+            yield from _odd_kinds(value, own, f"{path}.")
+
+
+def _kind(value: Any) -> str:
+    return next((name for kind, name in KINDS.items() if isinstance(value, kind)), "a number")
+
+
+def _unreadable(base: HfConfig, entries: Mapping[str, Any], error: Exception) -> ConfigError:
+    """The entries that a model cannot be made of, each of which would do if it were left out."""
+    leaves = list(_leaves(entries))
+    culprits = [each for each in leaves if _model_of(base, _without(entries, each[0]))]
+    named = ", ".join(
+        f"model.foundation.{'.'.join(path)} ({value!r})" for path, value in culprits or leaves
+    )
+    return ConfigError(
+        f"{named} cannot be read as config.json has it: {error}.\n"
+        "  Write a value as transformers documents it for this model_type."
+    )
+
+
+def _without(entries: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    first, *rest = path
+    left = {name: value for name, value in entries.items() if name != first}
+    inner = _without(entries[first], tuple(rest)) if rest else {}
+    return {**left, first: inner} if inner else left
 
 
 def _matters(base: HfConfig, entries: Mapping[str, Any], path: Path, value: Any) -> bool:
@@ -203,7 +263,7 @@ def _model_of(base: HfConfig, entries: Mapping[str, Any]) -> DecoderConfig | Non
     try:
         merged = laid_over(base, entries)
         return _as_computed(family_of(merged).read(merged))
-    except (ConfigError, CapabilityError, TypeError, ValueError, KeyError):
+    except (ConfigError, CapabilityError, *UNREADABLE):
         return None
 
 
@@ -224,8 +284,8 @@ def _other_values(value: Any) -> Iterator[Any]:
     elif isinstance(value, str):
         yield from ("gelu", "silu", f"{value}?")
     elif isinstance(value, list | tuple):
-        swapped = {FULL: SLIDING, SLIDING: FULL}
-        yield from ([swapped.get(one, one) for one in value], list(value)[::-1], value[:-1], [0])
+        swapped = [_SWAPPED.get(one, one) if isinstance(one, str) else one for one in value]
+        yield from (swapped, list(value)[::-1], value[:-1], [0])
     else:
         yield from (1, True, 0.5, "gelu", [1])
 
@@ -245,6 +305,9 @@ def _why(path: Path, read: set[str], family: Any) -> str:
     near = get_close_matches(name, sorted(known), n=1)
     meant = f"; did you mean {near[0]}?" if near else ""
     return f"models of the type {family.model_type} have no such entry{meant}"
+
+
+_SWAPPED = {FULL: SLIDING, SLIDING: FULL}
 
 
 class _Recorded(dict[str, Any]):

@@ -50,6 +50,9 @@ ROPE_KEYS = frozenset(
     ("rope_type", "rope_theta", "partial_rotary_factor", *sum(ROPE_NUMBERS.values(), ()))
 )
 
+NO_NUMBERS = ("truncate", "short_factor", "long_factor")
+"""Those of them that are true or false, or lists of numbers."""
+
 IN_PLACE_OF = {"yarn": ("mscale", "mscale_all_dim"), "longrope": ("factor",)}
 """Numbers that an `attention_factor` stands for. Yarn's `mscale` counts with `mscale_all_dim`."""
 
@@ -143,7 +146,7 @@ def rope_parameters(
     parameters = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
     kind = parameters.pop("type", "default")
     parameters.setdefault("rope_type", kind)
-    parameters.setdefault("rope_theta", float(given(hf, "rope_theta", theta)))
+    parameters.setdefault("rope_theta", given(hf, "rope_theta", theta))
     kind = parameters["rope_type"]
     if kind not in KINDS:
         raise CapabilityError(
@@ -155,7 +158,8 @@ def rope_parameters(
             f"the model's rotary embedding differs by kind of layer ({', '.join(nested)} in "
             "rope_parameters); one for all layers is computed. Use a model with one."
         )
-    share = parameters.pop("partial_rotary_factor", given(hf, "partial_rotary_factor", share))
+    own = parameters.pop("partial_rotary_factor", None)
+    share = given(hf, "partial_rotary_factor", share) if own is None else own
     if share != 1.0:
         parameters["partial_rotary_factor"] = share
     if kind in ("llama3", "yarn", "longrope"):
@@ -172,6 +176,13 @@ def _of_kind(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
     read = {"rope_type", "rope_theta", "partial_rotary_factor", *ROPE_NUMBERS[kind]}
     if parameters.get("attention_factor") is not None:
         read -= {*IN_PLACE_OF.get(kind, ())}
+    for name in read - {"rope_type", *NO_NUMBERS}:
+        value = parameters.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float | None):
+            raise ConfigError(
+                f"the model's {name} (rotary embedding, in config.json) is {value!r}, which is no "
+                "number. Correct the config.json that model.config_path names."
+            )
     return {name: value for name, value in parameters.items() if name in read}
 
 

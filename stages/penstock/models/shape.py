@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from penstock.core.errors import ConfigError
@@ -55,6 +55,10 @@ class ClampedGate:
     limit: float
     """Gates are at most this, and what they gate is between it and its negative."""
 
+    def __post_init__(self) -> None:
+        """Refuse what is no number."""
+        _require_numbers(self)
+
 
 @dataclass(frozen=True)
 class ExpertsConfig:
@@ -92,6 +96,7 @@ class ExpertsConfig:
 
     def __post_init__(self) -> None:
         """Refuse numbers that do not fit one another."""
+        _require_numbers(self)
         for name in EXPERT_COUNTS:
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise _misfit(f"{name} is {getattr(self, name)!r}; it is a count of 1 or more")
@@ -159,6 +164,7 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         """Refuse numbers that do not fit one another."""
+        _require_numbers(self)
         for name in COUNTS:
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise _misfit(f"{name} is {getattr(self, name)!r}; it is a count of 1 or more")
@@ -217,6 +223,15 @@ class DecoderConfig:
     def experts_of(self, layer: int) -> ExpertsConfig | None:
         """The experts of the layer with this number; None where it has one network."""
         return self.experts if self.experts and layer in self.experts.layers else None
+
+
+def _require_numbers(config: Any) -> None:
+    """Raise ConfigError for fields that are to be numbers, and are not."""
+    for one in fields(config):
+        value = getattr(config, one.name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if one.type is float and not is_number:
+            raise _misfit(f"{one.name} is {value!r}, which is no number")
 
 
 def _misfit(fault: str) -> ConfigError:
