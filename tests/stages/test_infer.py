@@ -39,6 +39,11 @@ def told(record, objective="sft", **named):
             {"type": "instruction", "field_instruction": "prompt", "field_output": "completion"},
         ),
         ({"prompt": "1", "completion": "2", "label": True}, {"type": "kto"}),
+        ({"prompt": "1", "completion": "2", "label": "good"}, {"type": "kto"}),
+        (
+            {"prompt": "1", "completion": "2", "label": "sports"},
+            {"type": "instruction", "field_instruction": "prompt", "field_output": "completion"},
+        ),
         ({"prompt": "1", "chosen": "2", "rejected": "3"}, {"type": "preference"}),
         ({"chosen": TURNS, "rejected": TURNS}, {"type": "preference"}),
         ({"text": "a"}, {"type": "text"}),
@@ -79,6 +84,15 @@ def test_several_types_that_fit_are_an_error_with_the_columns_unless_the_objecti
         (
             {"question": "1", "answer": "2"},
             "Write type: instruction, field_instruction: question, field_output: answer.",
+        ),
+        (
+            {"instruction": "1", "context": "", "response": "2", "category": "x"},
+            "Write type: instruction, field_instruction: instruction, field_input: context, "
+            "field_output: response.",
+        ),
+        (
+            {"prompt": TURNS[:1], "completion": TURNS[1:]},
+            "Join the messages of prompt and completion in one column, messages",
         ),
         ({"chat": TURNS}, "Write type: chat, field_messages: chat."),
         ({"talk": SHARED}, "Write type: sharegpt, field_messages: talk."),

@@ -16,14 +16,18 @@ from penstock.core.record import digest_of
 from penstock.core.stage import Source
 from penstock.prepare.chunks import chunks
 from penstock.prepare.faults import BadRow
+from penstock.prepare.formats.kto import verdict_of
 from penstock.prepare.formats.values import unpacked
 from penstock.prepare.pieces import FORMAT, Piece, pieces_of
 from penstock.prepare.records import Value
 
+LISTS_OF_MESSAGES = ("messages", "conversations")
+"""Columns that hold conversations."""
+
 LOOKED_AT = 20
 """Records that are looked at: a column may be null in the first."""
 
-VERSION = 2
+VERSION = 3
 """Raised when the same records must be told to be of another format."""
 
 FIRST: Mapping[str, set[FormatName]] = {
@@ -32,7 +36,8 @@ FIRST: Mapping[str, set[FormatName]] = {
 }
 """What an objective learns from, where it does not learn from everything."""
 
-QUESTIONS = ("prompt", "question", "query", "input", "problem")
+QUESTIONS = ("instruction", "prompt", "question", "query", "input", "problem")
+CONTEXTS = ("context", "input")
 ANSWERS = ("completion", "response", "answer", "output", "solution")
 TEXTS = ("text", "content", "document", "body")
 """Names of columns that are proposed; only those of usual formats are taken by themselves."""
@@ -142,19 +147,38 @@ def format_of(
 def proposal_of(columns: Mapping[str, Any]) -> str:
     """What to write for records with these columns of unusual names."""
     lists = [name for name, value in columns.items() if _spelling(name, value)]
+    question, answer = (
+        next((name for name in lists if name in usual), None) for usual in (QUESTIONS, ANSWERS)
+    )
+    if question and answer:
+        return (
+            f"Join the messages of {question} and {answer} in one column, messages, and write "
+            "type: chat."
+        )
     if lists:
         return f"Write type: {_spelling(lists[0], columns[lists[0]])}, field_messages: {lists[0]}."
     question = next((name for name in QUESTIONS if _is_text(columns.get(name))), None)
     answer = next((n for n in ANSWERS if _is_text(columns.get(n)) and n != question), None)
     if question and answer:
-        return f"Write type: instruction, field_instruction: {question}, field_output: {answer}."
+        used = (question, answer)
+        context = next((n for n in CONTEXTS if _is_text(columns.get(n)) and n not in used), None)
+        more = f", field_input: {context}" if context else ""
+        return (
+            f"Write type: instruction, field_instruction: {question}{more}, field_output: {answer}."
+        )
+    if any(_is_text(columns.get(name)) for name in LISTS_OF_MESSAGES):
+        return (
+            'A conversation is a list of messages, such as [{"role": "user", "content": "…"}, …]; '
+            "write it so, or name the column of plain text (type: text, field_text: …)."
+        )
     texts = [name for name, value in columns.items() if _is_text(value)]
     usual = next((name for name in TEXTS if name in texts), None)
     if usual or len(texts) == 1:
         return f"Write type: text, field_text: {usual or texts[0]}."
     return (
         "Write type: chat, sharegpt, alpaca, instruction, text, preference, kto or tokenized, and "
-        "with field_… which columns to read (docs/own-data.md)."
+        "with field_… which columns to read (docs/own-data.md). The first line of a CSV file names "
+        "its columns."
     )
 
 
@@ -175,7 +199,7 @@ def _candidates(columns: Mapping[str, Any], named: Mapping[str, str]) -> Iterato
         named.get("field_label", "label"),
     )
     verdict = columns.get(label)
-    is_judged = has(prompt, completion) and isinstance(verdict, bool | int | str)
+    is_judged = has(prompt, completion) and verdict_of(verdict) is not None
     if is_judged:
         yield Inferred("kto", seen=f"{prompt}, {completion} and {label}")
     if has("src", "tgt"):
@@ -197,7 +221,7 @@ def _candidates(columns: Mapping[str, Any], named: Mapping[str, str]) -> Iterato
 
 def _conversations(columns: Mapping[str, Any], named: Mapping[str, str]) -> Iterator[Inferred]:
     own = named.get("field_messages")
-    for name in [own] if own else ["messages", "conversations"]:
+    for name in [own] if own else LISTS_OF_MESSAGES:
         spelling = _spelling(name, columns.get(name)) if name in columns else None
         if spelling is None:
             continue

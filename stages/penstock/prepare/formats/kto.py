@@ -29,13 +29,19 @@ def kto(settings: DatasetSettings, record: Mapping[str, Any]) -> Judged:
     return Judged(answered(settings, record, prompt, answer.as_answer()), desirable)
 
 
-def _verdict(name: str, value: Any) -> bool:
-    word = str(value).strip().lower() if isinstance(value, bool | int | float | str) else None
+def verdict_of(value: Any) -> bool | None:
+    """Whether a value says good or bad; None where it is no verdict."""
+    word = str(value).strip().lower() if isinstance(value, str) else None
     if word in GOOD or value == 1:
         return True
-    if word in BAD or value == 0:
-        return False
-    said = f"{str(value)[:40]!r}" if word is not None else kind_of(value)
+    return False if word in BAD or value == 0 else None
+
+
+def _verdict(name: str, value: Any) -> bool:
+    found = verdict_of(value)
+    if found is not None:
+        return found
+    said = f"{str(value)[:40]!r}" if isinstance(value, bool | int | float | str) else kind_of(value)
     raise BadRow(
         "bad_value", f"{name} is {said}; write true or false ({', '.join(GOOD[1:] + BAD[1:])})"
     )
