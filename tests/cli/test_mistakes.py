@@ -102,7 +102,7 @@ DATA: dict[str, tuple[str | bytes, str, dict[str, Any], str]] = {
     "numbers for text": ('{"text": 5}\n', "d.jsonl", {"type": "text"}, "text is a number"),
     "two kinds of records": (CHAT + '{"text": "x"}\n', "d.jsonl", {}, "its records fit 2 types"),
     "one bad record of many": ('[{"text": "a"}, {"tex": "b"}]', "d.json", {}, "record 2"),
-    "an archive": ("PK", "d.zip", {}, "does not say what kind of file it is"),
+    "an archive": ("PK", "d.zip", {}, "is an archive, which is not read"),
     "a cut archive": (b"\x1f\x8bjunk", "d.jsonl.gz", {}, "cannot be decompressed as gzip"),
     "a cut table": (b"PAR1junkPAR1", "d.parquet", {"type": "text"}, "cannot be read as parquet"),
     "pairs that are none": (CHAT, "d.jsonl", {"type": "preference"}, "train.objective: preference"),

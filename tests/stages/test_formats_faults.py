@@ -27,7 +27,7 @@ ALPACA = {"type": "alpaca"}
     [
         ({"message": []}, CHAT, "missing_column", "no column 'messages'.*did you mean 'message'"),
         ({"messages": 1}, CHAT, "wrong_type", "messages is a number where a list of messages"),
-        ({"messages": "hi"}, CHAT, "bad_value", "messages is not JSON: Expecting value at char"),
+        ({"messages": "hi"}, CHAT, "wrong_type", "messages is text where a list of messages is"),
         ({"messages": "{}"}, CHAT, "wrong_type", "messages is an object where a list of messages"),
         ({"messages": " "}, CHAT, "empty", "messages is empty"),
         ({"conversations": "[{]"}, SHARE, "bad_value", "conversations is not JSON: .* character 3"),

@@ -29,6 +29,19 @@ COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 COMPRESSES_ITSELF = ("parquet", "arrow", megatron_files.KIND)
 """Kinds that are read in parts, which a compressed file cannot be."""
 
+NOT_READ = {
+    ".xlsx": "a spreadsheet, which is not read.\n  Save the table as CSV.",
+    ".xls": "a spreadsheet, which is not read.\n  Save the table as CSV.",
+    ".zip": "an archive, which is not read.\n  Unpack it, and name its folder.",
+    ".tar": "an archive, which is not read.\n  Unpack it, and name its folder.",
+    ".tgz": "an archive, which is not read.\n  Unpack it, and name its folder.",
+    ".pdf": "a document, which is not read.\n  Save its text as .txt or as lines of JSON.",
+    ".docx": "a document, which is not read.\n  Save its text as .txt or as lines of JSON.",
+    ".pkl": "pickled, which is not read: that can run code.\n  Save the records as lines of JSON.",
+    ".pt": "pickled, which is not read: that can run code.\n  Save the records as lines of JSON.",
+}
+"""Endings of files that hold data in forms that are not read, and what to do."""
+
 NOT_DATA = re.compile(
     r"[._].*|readme.*|licen[cs]e.*|state\.json|dataset_(info|infos|dict)\.json", re.IGNORECASE
 )
@@ -137,14 +150,18 @@ def check_split(path: str, split: str | None) -> None:
 def check_kind(name: str, ds_type: str | None, path: str) -> None:
     """Refuse a file of `path` whose kind nothing tells, or that is compressed and must not be."""
     kind = ds_type or kind_of(name)
+    called = name if name == path else f"{name} (of {path})"
     if kind is None:
+        what = NOT_READ.get(Path(name).suffix.lower())
         raise ConfigError(
-            f"{name} (of {path}) does not say what kind of file it is.\n"
+            f"{called} is {what}"
+            if what
+            else f"{called} does not say what kind of file it is.\n"
             f"  Write ds_type: one of {', '.join(KINDS)}."
         )
     if kind in COMPRESSES_ITSELF and compression_of(name):
         raise ConfigError(
-            f"{name} (of {path}) is {kind} compressed once more, and could not be read in parts.\n"
+            f"{called} is {kind} compressed once more, and could not be read in parts.\n"
             f"  Decompress it; {kind} files are compressed inside."
         )
 
@@ -223,7 +240,7 @@ def choose(path: str, names: Sequence[str], *, split: str | None, ds_type: str |
     ]
     if not data:
         raise ConfigError(
-            f"{path} holds no file that ends in {', '.join(KINDS.get(ds_type or '', SUFFIXES))}.\n"
+            f"{path} holds no file that ends in {', '.join(_endings(ds_type))}.\n"
             f"  It holds {some(top(names))}; name files with data_files and ds_type."
         )
     splits = {frozenset(_splits_in(Path(name))) for name in data}
@@ -237,6 +254,11 @@ def choose(path: str, names: Sequence[str], *, split: str | None, ds_type: str |
             "  Set split, or name the files with data_files."
         )
     return of_split
+
+
+def _endings(ds_type: str | None) -> list[str]:
+    """How files of this kind may end, compression aside; of any kind without one."""
+    return [each for kind, them in KINDS.items() if ds_type in (None, kind) for each in them]
 
 
 def top(names: Sequence[str]) -> list[str]:

@@ -1,7 +1,6 @@
 """A source's files as streams, decompressed where their name says they are compressed."""
 
 import bz2
-import codecs
 import gzip
 import io
 import lzma
@@ -17,9 +16,6 @@ import pyarrow as pa
 from penstock.core.errors import StageError
 from penstock.core.local_files import compression_of
 from penstock.core.remote import open_file
-
-SNIFFED = 4096
-"""Bytes at the beginning of a file that tell its encoding."""
 
 BROKEN = (EOFError, zlib.error, lzma.LZMAError, pa.ArrowException, OSError)
 """What a damaged compressed file raises, by the libraries that read it."""
@@ -62,20 +58,6 @@ class SourceFile:
         if isinstance(self.location, Path):
             return pa.OSFile(str(self.location))
         return pa.PythonFile(open_file(self.location, self.pinned), mode="r")
-
-
-def require_utf8(file: SourceFile) -> None:
-    """Raise StageError for text in another encoding, as its first bytes tell."""
-    with file.opened() as stream:
-        head = stream.read(SNIFFED)
-    is_utf16 = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    if is_utf16 or head[:2].count(0) or head.count(0) > len(head) // 4:
-        raise StageError(
-            f"{file.name} is {'UTF-16' if is_utf16 else 'UTF-16 or UTF-32 text, or no text'}, and "
-            "text is read as UTF-8.\n"
-            f"  Save it as UTF-8, for example: iconv -f UTF-16 -t UTF-8 {file.name} > utf8_"
-            f"{Path(file.name).name}"
-        )
 
 
 def _decompressed(raw: BinaryIO, compression: str) -> Any:

@@ -25,7 +25,8 @@ from penstock.core.local_files import kind_of
 from penstock.core.megatron_files import DATA, INDEX, split_range
 from penstock.core.record import digest_of
 from penstock.core.stage import Source
-from penstock.prepare.opened import SourceFile, require_utf8
+from penstock.prepare.first_bytes import require_text
+from penstock.prepare.opened import SourceFile
 from penstock.prepare.read_columns import ARROW_FILE, whole
 from penstock.prepare.read_document import delimiter_of
 from penstock.prepare.read_lines import BOM, line_start, parsed
@@ -249,7 +250,7 @@ def _digest_and_lines(path: Path, start: int, stop: int) -> tuple[str, int]:
 
 
 def _json(file: SourceFile) -> Iterator[Cut]:
-    require_utf8(file)
+    require_text(file, "json")
     if _is_lines(file):
         yield from _lines("json_lines")(file)
     else:
@@ -285,12 +286,12 @@ def _is_document(first: bytes, more: bytes) -> bool:
 
 
 def _text(file: SourceFile) -> Iterator[Cut]:
-    require_utf8(file)
+    require_text(file, "text")
     return _lines("text_lines")(file)
 
 
 def _csv(file: SourceFile) -> Iterator[Cut]:
-    require_utf8(file)
+    require_text(file, "csv")
     delimiter = delimiter_of(file)
     # Files that were read before delimiters were looked for keep their slices.
     told = {} if delimiter == "," else {"delimiter": delimiter}

@@ -50,6 +50,13 @@ def csv_rows(file: SourceFile) -> Iterator[Chunk]:
             header = next(reader, None)
             if header is None:
                 return
+            if twice := next(
+                (name for name in filter(None, header) if header.count(name) > 1), None
+            ):
+                raise StageError(
+                    f"{file.name} has two columns called {twice!r}.\n"
+                    "  Rename one of them in its first line."
+                )
             rows = ((reader.line_num, row, sum(map(len, row))) for row in reader if row)
             yield from _runs(rows, lambda rows: [_row(header, row) for row in rows])
         except (csv.Error, UnicodeDecodeError) as error:

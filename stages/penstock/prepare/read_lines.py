@@ -130,4 +130,6 @@ def _not_json(line: bytes, error: json.JSONDecodeError) -> str:
         return f"not JSON: a comma before {text[error.pos]} {where}; take it out"
     if "'" in text[error.pos : error.pos + 1]:
         return f"not JSON: single quotes {where}; JSON has double ones"
-    return f"not JSON: {error.msg} {where}"
+    if error.msg.startswith("Invalid control character"):
+        return f"not JSON: a line break or tab {where}; within quotes write \\n or \\t"
+    return f"not JSON: {error.msg.removesuffix(' at')} {where}"

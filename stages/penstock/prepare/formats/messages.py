@@ -117,9 +117,17 @@ def turns_of(where: str, value: Any) -> list[Turn]:
     return [turn_of(f"{where}[{index}]", entry) for index, entry in entries(where, value)]
 
 
+_EXAMPLE = '[{"role": "user", "content": "…"}, …]'
+
+
 def entries(where: str, value: Any) -> list[tuple[int, Any]]:
     """The entries of what must be a list of messages, or one as JSON text, with their places."""
     is_blank = isinstance(value, str) and not value.strip()
+    if isinstance(value, str) and not is_blank and value.lstrip()[0] not in "[{":
+        raise BadRow(
+            "wrong_type",
+            f"{where} is text where a list of messages is meant, such as {_EXAMPLE}",
+        )
     found = [] if is_blank else unpacked(where, value)
     if not isinstance(found, list):
         raise BadRow("wrong_type", f"{where} is {kind_of(found)} where a list of messages is meant")
