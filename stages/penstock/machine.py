@@ -1,4 +1,7 @@
-"""What this machine must have for a run: told before any work, with what to write instead."""
+"""What this machine must have for a run: told before any work, with what to write instead.
+
+What knows models is imported where a run asks for it: most finished runs answer without.
+"""
 
 import math
 from collections.abc import Mapping
@@ -6,7 +9,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from penstock.adapters.matching import require_layers
 from penstock.config.run import RunConfig
 from penstock.core import env
 from penstock.core.errors import CapabilityError, ConfigError
@@ -16,8 +18,6 @@ from penstock.core.login import require_hub, require_login
 from penstock.core.source import pin_config
 from penstock.core.urls import is_url
 from penstock.engine.balance import asks_of_routers, require_routers
-from penstock.engine.float8_layers import float8_layers, require_float8
-from penstock.engine.hf_config import read_hf_config
 from penstock.engine.model_limits import require_dense_networks
 from penstock.engine.origin import quantising_of
 from penstock.engine.parallel.degrees import (
@@ -34,13 +34,8 @@ from penstock.engine.positions import (
     require_whole_documents,
     shares_tokens,
 )
-from penstock.engine.published_agreement import require_agreement
-from penstock.engine.weight_files import require_weights
 from penstock.models.builtin import SCHEME
-from penstock.models.foundation import check_foundation
 from penstock.models.hf_config import HfConfig
-from penstock.models.published import declared_in
-from penstock.models.registry import family_of
 from penstock.train.torchrun import num_local_ranks
 from penstock.train.trackers.names import require_trackers
 from penstock_kernels.flash_packages import PACKAGES
@@ -78,8 +73,7 @@ def check_machine(run: RunConfig) -> None:
         )
     require_nvlink(run, devices)
     if run.train.enable_fp8_training:
-        require_float8(devices.capability)
-        check_float8(run)
+        check_float8(run, devices.capability)
     if not gpus and run.train.init_device == "cuda":
         raise CapabilityError(
             "train.init_device is cuda, and there is no CUDA device.\n"
@@ -121,6 +115,8 @@ def check_machine(run: RunConfig) -> None:
 def check_entries(run: RunConfig) -> None:
     """Refuse entries of `model.foundation` that would change nothing."""
     if run.model.foundation:
+        from penstock.models.foundation import check_foundation
+
         loads = bool(run.model.model_path or run.train.init_checkpoint_path)
         check_foundation(config_of(run, {}), run.model.foundation, loads_weights=loads)
 
@@ -137,7 +133,7 @@ def check_optimizer(run: RunConfig, gpus: int) -> None:
         require_one_pass(run)
     if "." in run.train.optimizer:
         # Torch is imported where an optimizer of its own is asked for, and nowhere else here.
-        from penstock.optim.named import named_optimizer  # noqa: PLC0415
+        from penstock.optim.named import named_optimizer
 
         named_optimizer(run.train)
 
@@ -179,8 +175,13 @@ def require_hidden_answers(run: RunConfig) -> None:
         )
 
 
-def check_float8(run: RunConfig) -> None:
-    """Refuse to compute in float8 what cannot be: every layer of the model, or parts of one."""
+def check_float8(run: RunConfig, capability: tuple[int, int] | None) -> None:
+    """Refuse to compute in float8 where GPUs cannot, and what cannot be: every layer of the model,
+    or parts of one."""
+    from penstock.engine.float8_layers import float8_layers, require_float8
+    from penstock.models.registry import family_of
+
+    require_float8(capability)
     config = config_of(run)
     family = family_of(config)
     names = family.weight_map(family.read(config), merge_qkv=run.model.merge_qkv)
@@ -192,6 +193,9 @@ def check_adapted_layers(run: RunConfig) -> None:
     targets = run.lora.lora_target_modules
     if not run.lora.enable_lora or not isinstance(targets, list):
         return
+    from penstock.adapters.matching import require_layers
+    from penstock.models.registry import family_of
+
     config = config_of(run)
     family = family_of(config)
     names = family.weight_map(family.read(config), merge_qkv=run.model.merge_qkv)
@@ -209,13 +213,22 @@ def is_installed(package: str) -> bool:
 
 def check_weights(run: RunConfig) -> None:
     """Refuse weights that are published quantised unless the run uses them so."""
-    if run.model.model_path and (declared := declared_in(config_of(run))):
+    if not run.model.model_path:
+        return
+    from penstock.engine.published_agreement import require_agreement
+    from penstock.models.published import declared_in
+
+    if declared := declared_in(config_of(run)):
         require_agreement(quantising_of(run), declared)
 
 
 def check_model(run: RunConfig) -> None:
     """Refuse a model that is not trained here, and weights in a folder of this machine that are
     not those its config.json implies: what only the ranks would find out otherwise."""
+    from penstock.engine.weight_files import require_weights
+    from penstock.models.published import declared_in
+    from penstock.models.registry import family_of
+
     config = config_of(run)
     family = family_of(config)
     shape = family.read(config)
@@ -237,26 +250,26 @@ def check_layout(run: RunConfig, gpus: int = 0) -> None:
 
 
 def refusal_of(run: RunConfig) -> ConfigError | CapabilityError | None:
-    """Why this machine cannot train the run. Any machine exports a model that is trained.
-
-    Raises it where nothing can be found without a layout: what a step trains on is then the rows
-    of all its ranks.
-    """
+    """Why this machine cannot train the run. Any machine exports a model that is trained."""
     try:
         check_machine(run)
         check_weights(run)
     except (ConfigError, CapabilityError) as error:
-        if run.train.global_batch_size is None:
-            raise
         return error
     return None
 
 
 def rows_of_a_step(run: RunConfig) -> int:
-    """Packed rows in one optimizer step over all ranks."""
+    """Packed rows in one optimizer step over all ranks.
+
+    Raises ConfigError or CapabilityError where they follow from the layout, and there is none.
+    """
     if run.train.global_batch_size is not None:
         return run.train.global_batch_size
-    return rows_per_step(run.train, degrees_of(run.train, world_size(run)).num_replicas)
+    try:
+        return rows_per_step(run.train, degrees_of(run.train, world_size(run)).num_replicas)
+    except ConfigError as error:
+        raise refusal_of(run) or error from None
 
 
 def counts_of(run: RunConfig) -> Counts:
@@ -267,6 +280,8 @@ def counts_of(run: RunConfig) -> Counts:
 def config_of(run: RunConfig, entries: Mapping[str, Any] | None = None) -> HfConfig:
     """The model's config.json with these entries laid over it, unless given `model.foundation`. It
     alone is fetched if it lies elsewhere."""
+    from penstock.engine.hf_config import read_hf_config
+
     entries = run.model.foundation if entries is None else entries
     source = run.model.config_source
     if not source.startswith(SCHEME):

@@ -1,8 +1,8 @@
 """One run config -> the stages, in order. The only file that knows all stages.
 
 A pure projection: it parts the config into each stage's identity and the rest, pins outside data to
-its content, and so knows every key before any work starts. No torch is imported, and what a finished
-run does without is imported where it is used.
+its content, and so knows every key before any work starts. No torch is imported, and what a
+finished run does without is imported where it is used.
 """
 
 import math
@@ -89,7 +89,6 @@ def plan(
     run, notes = (run, ()) if run.data.skip_prepare_dataset else with_types(run)
     run = with_adapter(with_start(run))
     wanted = wanted or run.stages
-    refusal = refusal_of(run) if needs(wanted, "reference") else None
     steps = [given_data(run) if run.data.skip_prepare_dataset else prepare_step(run)]
     if needs(wanted, "pack"):
         steps.append(pack_step(run, steps[0].artifact))
@@ -106,7 +105,7 @@ def plan(
             steps.append(train_step(run, packed, origin, ranks, prepared, reference))
             notes += precision_notes(run, steps[-1])
         if lookup(steps[-1]) is None:
-            if refusal:
+            if refusal := refusal_of(run):
                 raise refusal
             check_model(run)
         if needs(wanted, "export"):

@@ -5,18 +5,44 @@ import subprocess
 import sys
 
 import pytest
+import typer
+from typer import Context
 
-from tests.cli.command import small_run
+from penstock.cli.main import app
+from penstock.cli.one_command import only
+from penstock.export.stage import Export
+from penstock.pack.stage import Pack
+from penstock.prepare.stage import Prepare
+from penstock.train.stage import Train
+from tests.cli.command import penstock, small_run
 
 HEAVY = {"torch", "transformers", "datasets", "prefect", "pyarrow", "numpy", "jinja2"}
+OF_WORK = {
+    "penstock.adapters.matching",
+    "penstock.costs.machines",
+    "penstock.engine.hf_config",
+    "penstock.engine.weight_files",
+    "penstock.models.registry",
+    "penstock.prepare.notices",
+    "penstock.push.stage",
+    "penstock.rows.sizing",
+    "penstock.train.watch",
+}
+"""What judges or does work, and a run that is finished does without."""
+OWN_MODULES = 180
+"""As many of our own a finished run may import."""
 BUDGETS = {"import penstock": 0.15, "from penstock.cli.main import main; main(['--help'])": 0.4}
 
 
-def imported_by(code):
+def modules_of(code):
     script = f"import sys\ntry:\n    {code}\nexcept SystemExit: pass\nprint(*sys.modules)"
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return {name.partition(".")[0] for name in done.stdout.splitlines()[-1].split()}
+    return set(done.stdout.splitlines()[-1].split())
+
+
+def imported_by(code):
+    return {name.partition(".")[0] for name in modules_of(code)}
 
 
 @pytest.mark.parametrize(
@@ -43,3 +69,32 @@ def test_starting_stays_within_its_budget(code):
 
     # Processor seconds, the least of five: what other work on this machine does not add to.
     assert min(seconds() for _ in range(5)) <= BUDGETS[code]
+
+
+def makes_nothing(_, out):
+    (out / "made").touch()
+    return {}
+
+
+def test_a_finished_run_imports_neither_libraries_nor_what_judges_or_does_work(
+    monkeypatch, tmp_path
+):
+    config = small_run(tmp_path)
+    monkeypatch.setattr("penstock.plan._notices", lambda *_: [])
+    for stage in (Prepare, Pack, Train, Export):
+        monkeypatch.setattr(stage, "run", makes_nothing)
+        monkeypatch.setattr(stage, "owned_files", lambda _, out: [out / "made"])
+    assert penstock("run", config).code == 0
+    found = modules_of(f"from penstock.cli.main import main; main(['run', '{config}'])")
+    assert {name.partition(".")[0] for name in found} & HEAVY == set()
+    assert found & OF_WORK == set()
+    assert len([name for name in found if name.startswith("penstock")]) <= OWN_MODULES
+
+
+def test_the_parser_of_one_command_is_what_it_is_among_all():
+    for name, among_all in typer.main.get_group(app).commands.items():
+        alone = typer.main.get_group(only(app, name)).commands
+        assert list(alone) == [name]
+        told = [one.get_help(Context(one, info_name=name)) for one in (among_all, alone[name])]
+        assert told[0] == told[1]
+    assert only(app, "trian") is app

@@ -8,14 +8,16 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from penstock.core import env
 from penstock.core.devices import DEVICES, Precision, device_called
 from penstock.core.errors import ConfigError
 from penstock.core.files import read_json, write_json
 from penstock.core.gpus import names_of_gpus
-from penstock.costs.cut import Kind
+
+if TYPE_CHECKING:  # how models are cut imports what models are made of
+    from penstock.costs.cut import Kind
 
 GB = 1e9
 
@@ -38,7 +40,7 @@ class Machine:
     """What one rank computes on. Speeds are per second; None where nobody knows."""
 
     name: str
-    kind: Kind
+    kind: "Kind"
     speeds: Mapping[Precision, float]
     bandwidth: float | None
     """Bytes of its memory, read and written."""

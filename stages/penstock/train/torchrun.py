@@ -16,7 +16,6 @@ from penstock.core.launch import RDZV_BACKEND, run_ranks
 from penstock.core.meeting import PORT, interface_towards, meet, parts_of
 from penstock.train.endings import deaths_file, what_happened
 from penstock.train.job import LOGS, Job, read_outcome
-from penstock.train.watch import Watch
 
 DETERMINISTIC: Mapping[str, str] = {
     "CUDA_LAUNCH_BLOCKING": "1",
@@ -42,6 +41,8 @@ def start_ranks(job: Job, file: Path, *, module: str = "penstock.train") -> Ende
     With `launch.timeout` ranks that hang are killed, and so started again or given up. Raises
     StageError when none begins, and ConfigError if the other machines cannot be met.
     """
+    from penstock.train.watch import Watch  # noqa: PLC0415 - a finished run starts nothing
+
     launch = job.config.launch
     address = meet(launch.rdzv_endpoint, launch.node_rank) if launch.rdzv_endpoint else None
     watch = Watch(job)
