@@ -15,7 +15,7 @@ from penstock.prepare.faults import BadRow
 from penstock.prepare.formats.conversation import Conversation, Judged, Pair
 from penstock.prepare.formats.registry import FORMATS
 from penstock.prepare.opened import SourceFile
-from penstock.prepare.read_columns import parquet
+from penstock.prepare.read_columns import parquet, without_nulls
 from penstock.prepare.read_document import csv_rows
 from tests.conftest import ROOT
 from tests.stages.conversations import ASKED, GOOD, LONG, expected, parse, said, told
@@ -214,3 +214,19 @@ def test_json_as_text_may_be_as_deep_or_long_as_it_likes(text):
         parse({"messages": [call]}, type="chat")
     with pytest.raises(BadRow):
         parse({"messages": [said("user", "x")], "tools": text}, type="chat")
+
+
+def test_columns_of_objects_alone_lose_their_padding(tmp_path, monkeypatch):
+    said = [{"role": "user", "content": "1"}, {"role": "tool", "content": "2", "name": "f"}]
+    table = {"ids": [[1, None]], "messages": [said], "meta": [{"a": None, "of": [{"b": None}]}]}
+    pq.write_table(pa.table(table), tmp_path / "a.parquet")
+    walked: list[Any] = []
+    monkeypatch.setattr(
+        "penstock.prepare.read_columns.without_nulls",
+        lambda value: walked.append(value) or without_nulls(value),
+    )
+    [chunk] = parquet(SourceFile("a.parquet", tmp_path / "a.parquet"), None)
+    [row] = chunk.part(0, None).values()
+    assert row == {"ids": [1, None], "messages": said, "meta": {"of": [{}]}}
+    assert table["meta"][0] in walked
+    assert table["ids"][0] not in walked

@@ -69,11 +69,17 @@ def _rows_at_once(num_bytes: int, num_rows: int) -> int:
 
 def _rows(batch: pa.RecordBatch) -> list[Value]:
     rows: list[dict[str, Any]] = batch.to_pylist()
-    nested = [field.name for field in batch.schema if pa.types.is_nested(field.type)]
+    padded = [field.name for field in batch.schema if _has_structs(field.type)]
     for row in rows:
-        for name in nested:
+        for name in padded:
             row[name] = without_nulls(row[name])
     return list[Value](rows)
+
+
+def _has_structs(kind: pa.DataType) -> bool:
+    """Whether there are objects in a column. Lists of token ids are not walked through."""
+    inner = (kind.field(number).type for number in range(kind.num_fields))
+    return pa.types.is_struct(kind) or any(_has_structs(each) for each in inner)
 
 
 def without_nulls(value: Any) -> Any:
