@@ -334,7 +334,32 @@ def test_values_that_may_not_do_what_was_meant_are_doubtful() -> None:
     warm = {"dataset_name": "d", "warmup_steps": 50, "max_steps": 40}
     assert kinds(TRL, **warm)["warmup_steps"] == "doubtful"
     assert kinds(TRL, **{**warm, "warmup_steps": 40})["warmup_steps"] != "doubtful"
-    texts = {"dataset": "d", "template": "qwen3", "cutoff_len": 64, "stage": "pt"}
-    assert kinds(LLAMA_FACTORY, **texts)["dataset"] == "doubtful"
+    texts = {"dataset": "d,e", "template": "qwen3", "cutoff_len": 64, "stage": "pt"}
+    # Documents that are joined lose nothing.
+    assert kinds(LLAMA_FACTORY, **texts)["dataset"] == "approximated"
+    alone = {"model_name_or_path": "m", "output_dir": "o", **texts, "packing": False}
+    [line] = [
+        one for one in translate(alone, LLAMA_FACTORY, Devices(2)).lines if one.key == "dataset"
+    ]
+    assert (line.kind, line.why.count("loses what is beyond them")) == ("doubtful", 1)
     assert kinds(LLAMA_FACTORY, **{**texts, "stage": "sft"})["dataset"] == "approximated"
     assert kinds(LLAMA_FACTORY, **{**texts, "stage": "sft"}, fp8=True)["fp8"] == "doubtful"
+
+
+@pytest.mark.parametrize(
+    ("dialect", "keys"),
+    [
+        (TRL, {"dataset_name": "d", "packing": True, "packing_strategy": "wrapped"}),
+        (LLAMA_FACTORY, {"dataset": "d", "template": "qwen3", "stage": "pt"}),
+    ],
+    ids=["trl", "llama_factory"],
+)
+def test_documents_that_are_joined_and_cut_there_are_so_here(
+    dialect: Dialect, keys: dict[str, Any]
+) -> None:
+    length = "max_length" if dialect is TRL else "cutoff_len"
+    base = {"model_name_or_path": "m", "output_dir": "o", length: 64, **keys}
+    data = translate(base, dialect, Devices(1)).settings["data"]
+    assert (data["sample_packing_method"], data["isolate_samples"]) == ("wrapped", False)
+    assert data["sample_packing_sequence_len"] == 64
+    assert all("max_seq_len" not in source for source in data["datasets"])

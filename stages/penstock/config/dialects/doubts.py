@@ -31,14 +31,15 @@ def _texts_keep_their_ends(draft: Draft) -> None:
     if draft.value("data.truncation_mode", "keep_start") == "drop":
         return
     for name in SOURCES:
-        for source in cast("list[dict[str, Any]]", draft.value(name) or []):
-            limit = source.get("max_seq_len")
-            if source.get("type") == "text" and limit is not None:
-                why = (
-                    f"a document of more than {limit} tokens loses what is beyond them; tools that"
-                    " join documents and cut them into rows train on it too. Split long documents"
-                )
-                draft.doubt(name, why)
+        sources = cast("list[dict[str, Any]]", draft.value(name) or [])
+        limits = {source.get("max_seq_len") for source in sources if source.get("type") == "text"}
+        # The keys that name data sets are told once, however many they name.
+        for limit in sorted(limit for limit in limits if isinstance(limit, int)):
+            draft.doubt(
+                name,
+                f"a document of more than {limit} tokens loses what is beyond them; tools that"
+                " join documents and cut them into rows train on it too. Split long documents",
+            )
 
 
 def _experts_compute_in_fp8(draft: Draft) -> None:

@@ -60,9 +60,13 @@ def in_few_bits(kind: str) -> Rule:
 def lay_rows(draft: Draft, longest: Any, packing: str | None, *, pairs: bool) -> None:
     """Cut samples to `longest` tokens, and lay them into rows by `packing`; None: one to a row.
 
-    A pair is a row with its prompt and both answers, each of which may be as long.
+    A pair is a row with its prompt and both answers, each of which may be as long. Texts that are
+    `wrapped` are one stream, of which a row is as much as fits: none is cut to a length of its own,
+    and a row's tokens see all that is before them.
     """
-    for name in (SOURCES, TESTS):
+    if packing == "wrapped":
+        draft.put("data.isolate_samples", False)
+    for name in (SOURCES, TESTS) if packing != "wrapped" else ():
         for source in cast("list[dict[str, Any]]", draft.value(name) or []):
             if isinstance(longest, int):
                 source.setdefault("max_seq_len", longest)

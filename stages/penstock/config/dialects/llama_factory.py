@@ -134,7 +134,10 @@ def _gathers_8_bits(entry: Entry) -> None:
 
 def _packing(entry: Entry) -> None:
     entry.decides(hf_models.METHOD, hf_models.GROUP)
-    if entry.value and not entry.get("neat_packing"):
+    if entry.get("stage") == "pt":
+        if entry.value:
+            entry.explain("documents are one stream, cut every cutoff_len tokens")
+    elif entry.value and not entry.get("neat_packing"):
         entry.approximated("samples do not see those before them in a row, as with neat_packing")
 
 
@@ -222,11 +225,11 @@ def _with_sft(entry: Entry) -> None:
 
 
 def _settle(draft: Draft) -> None:
-    packs = draft.get("packing")
+    packs, is_pt = draft.get("packing"), draft.get("stage") == "pt"
     if packs is None:
-        packs = draft.get("neat_packing") or draft.get("stage") == "pt"
-    longest = draft.get("cutoff_len")
-    lay_rows(draft, longest, "multipack" if packs else None, pairs=_prefers(draft))
+        packs = draft.get("neat_packing") or is_pt
+    longest, method = draft.get("cutoff_len"), "wrapped" if is_pt else "multipack"
+    lay_rows(draft, longest, method if packs else None, pairs=_prefers(draft))
     rank, is_told = draft.get("lora_rank"), draft.has("lora.lora_alpha")
     if draft.value("lora.enable_lora") and not is_told and isinstance(rank, int):
         draft.put("lora.lora_alpha", 2 * rank)

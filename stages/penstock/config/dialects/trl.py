@@ -141,9 +141,12 @@ def _padding(entry: Entry) -> None:
 
 
 def _packing_strategy(entry: Entry) -> None:
-    entry.decides(hf_models.METHOD)
+    if not entry.get("packing"):
+        entry.no_effect("packing is false")
+        return
+    entry.decides(hf_models.METHOD, "data.isolate_samples")
     if entry.value == "wrapped":
-        entry.approximated("samples are kept whole: what does not fit a row begins the next one")
+        entry.explain("samples are one stream, cut where a row is full")
 
 
 def _tuned(entry: Entry) -> None:
@@ -177,7 +180,7 @@ def _settle(draft: Draft) -> None:
     pairs = draft.value("train.objective") == "preference"
     packs = bool(draft.get("packing"))
     is_wrapped = draft.get("packing_strategy") == "wrapped"
-    packing = ("sequential" if is_wrapped else "multipack") if packs else None
+    packing = ("wrapped" if is_wrapped and not pairs else "multipack") if packs else None
     longest = draft.get("max_seq_length") or draft.get("max_length")
     lay_rows(draft, longest, packing, pairs=pairs)
     weights = draft.get("dtype") or draft.get("torch_dtype")
