@@ -15,6 +15,7 @@ from penstock.cli.console import Console, table
 from penstock.config.load import load
 from penstock.config.reference import schema, server_schema
 from penstock.core.errors import ConfigError, StageError
+from penstock.core.local_files import kind_of, missing
 from penstock.core.os_faults import reason_of
 from penstock.prepare.builtin import arithmetic
 
@@ -70,6 +71,8 @@ def copy_recipe(name: str, folder: Path, console: Console) -> dict[str, Any]:
     Raises ConfigError for a name no recipe has or a file that is there, StageError if unwritable.
     """
     known = recipes()
+    if name not in known and kind_of(name):
+        raise missing(name)
     name = name.removesuffix(".yaml")
     if name not in known:
         raise ConfigError(f"no recipe is called {name}.\n  Recipes are {', '.join(known)}.")
@@ -121,7 +124,9 @@ def bring_samples(config: Path, console: Console) -> dict[str, Any]:
 def init_own(data: Path, folder: Path, console: Console) -> dict[str, Any]:
     """Write `run.yaml` in `folder`, which trains on this file or folder, and the schema beside it.
 
-    Raises ConfigError if `run.yaml` is there.
+    Raises ConfigError if `run.yaml` is there, or the file is a config itself.
     """
+    if data.suffix in (".yaml", ".yml"):
+        raise ConfigError(f"{data} is a config already; penstock check {data} looks at it.")
     body = OWN.format(data=json.dumps(str(data), ensure_ascii=False))
     return _written(folder / "run.yaml", body, SCHEMA_FILE, console)

@@ -10,6 +10,7 @@ from penstock.config.dialects.dialect import Dialect
 from penstock.config.dialects.draft import Translation
 from penstock.config.dialects.fit import Devices, devices_here
 from penstock.config.dialects.known import named, recognised
+from penstock.config.dialects.server import SERVER
 from penstock.config.dialects.translate import as_it_is, translate
 from penstock.config.load import document_of, resolve
 from penstock.config.overrides import Override
@@ -18,6 +19,12 @@ from penstock.config.telling import Teller
 from penstock.core.errors import ConfigError
 
 __all__ = ["load", "load_translation", "recognised"]
+
+
+OF_A_SERVER = (
+    "Without sections, {path} is read as a server's file: penstock serve {path} serves it. A run's "
+    "settings stand in sections, such as train: {{lr: 1e-5}}."
+)
 
 
 def load(
@@ -31,7 +38,12 @@ def load(
     translation = translate(document.value, dialect, _devices(overrides))
     told = Teller(document, overrides, path, translation)
     stopped = [told.of_key(one.key, one.why) for one in translation.of("refused", "unknown")]
-    run = resolve(translation.settings, overrides, told, stopped, notify=notify)
+    try:
+        run = resolve(translation.settings, overrides, told, stopped, notify=notify)
+    except ConfigError as error:
+        if dialect is not SERVER:
+            raise
+        raise ConfigError(f"{error}\n  {OF_A_SERVER.format(path=path)}") from None
     notify(_summary(path, translation))
     return run
 

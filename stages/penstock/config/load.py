@@ -18,6 +18,8 @@ from penstock.config.telling import Teller, Told, as_meant, require_none
 from penstock.core.errors import ConfigError
 
 SUFFIXES = (".yaml", ".yml", ".json")
+DATA = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
+"""Endings of files that are no configurations."""
 
 
 def load(
@@ -54,6 +56,10 @@ def document_of(path: Path, *, may_be_empty: bool) -> yaml12.Document:
 
     Raises ConfigError where it is not there, no YAML, or something else.
     """
+    if path.is_file() and path.suffix.lower() in DATA:
+        raise ConfigError(
+            f"{path} is data, and a config is YAML; penstock init {path} writes one for it"
+        )
     try:
         document = yaml12.parse(_text(path))
     except yaml12.YamlError as error:

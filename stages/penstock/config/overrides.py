@@ -50,7 +50,9 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[Override]]:
             rest += words[at - 1 :]
             break
         option = OPTION.fullmatch(word)
-        if not option:
+        if not option and OPTION.fullmatch(f"-{word}"):
+            faults.append(f"{word}: settings have two dashes; write -{word}")
+        elif not option:
             rest.append(word)
         elif option["value"] is not None:
             found.append(Override(option["name"], option["value"]))

@@ -10,10 +10,12 @@ from penstock.config.checkpoint_rules import CHECKPOINT_RULES
 from penstock.config.data_rules import DATA_RULES, Faults
 from penstock.config.evaluation_rules import EVALUATION_RULES
 from penstock.config.faults import Fault
+from penstock.config.field_rules import columns_are_read
 from penstock.config.fp8_rules import FP8_RULES
 from penstock.config.layout_rules import LAYOUT_RULES
 from penstock.config.memory_rules import MEMORY_RULES
 from penstock.config.optim_rules import OPTIM_RULES
+from penstock.config.path_rules import results_have_a_folder_of_their_own
 from penstock.config.pipeline import STAGES
 from penstock.config.preference_rules import PREFERENCE_RULES
 from penstock.config.qlora_rules import QLORA_RULES
@@ -67,14 +69,15 @@ def _batches_agree(run: RunConfig) -> Faults:
     if train.global_batch_size is None:
         return
     unit, words = train.micro_batch_size, f"micro_batch_size ({train.micro_batch_size})"
-    if written(run, "train.gradient_accumulation_steps"):
+    steps = written(run, "train.gradient_accumulation_steps")
+    if steps:
         unit *= train.gradient_accumulation_steps
         words += f" x gradient_accumulation_steps ({train.gradient_accumulation_steps})"
     if train.global_batch_size % unit:
         yield Fault(
             ("train", "global_batch_size"),
             f"{train.global_batch_size} rows cannot be made of whole {words};"
-            f" write a multiple of {unit}, or leave gradient_accumulation_steps out",
+            f" write a multiple of {unit}{', or leave gradient_accumulation_steps out' * steps}",
             ("train.micro_batch_size", "train.gradient_accumulation_steps"),
         )
 
@@ -337,6 +340,8 @@ RULES: tuple[Callable[[RunConfig], Faults], ...] = (
     _a_model_is_named,
     _models_read_text,
     *DATA_RULES,
+    columns_are_read,
+    results_have_a_folder_of_their_own,
     _batches_agree,
     _what_changes_dropout_has_some,
     _what_is_dropped_is_written_out,

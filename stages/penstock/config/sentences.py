@@ -38,6 +38,22 @@ OF_A_FORM: Mapping[str, str] = {
 }
 """What settings take besides their choices."""
 
+MEANT: Mapping[str, str] = {
+    **dict.fromkeys(("fp16", "float16", "16-mixed"), "fp16_mixed"),
+    **dict.fromkeys(("bfloat16", "bf16-true"), "bf16"),
+    **dict.fromkeys(("amp", "bf16-mixed"), "bf16_mixed"),
+    **dict.fromkeys(("float32", "32", "32-true"), "fp32"),
+    **dict.fromkeys(("flash", "flash_attn", "flash_attention", "fa2"), "flash_attention_2"),
+    **dict.fromkeys(("dpo", "kto", "orpo", "simpo", "ipo", "cpo"), "preference"),
+    **dict.fromkeys(("pt", "cpt"), "pretrain"),
+    "cosine_with_restarts": "cosine",
+    "gpu": "auto",
+}
+"""What other tools call choices of ours."""
+
+STAGES_OF_OTHERS = ("sft", "dpo", "kto", "pt", "rm", "ppo")
+"""What other tools call stages, and is `train.objective` here."""
+
 YES_AND_NO = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
 
 
@@ -115,6 +131,8 @@ def _no_choice(place: _Place, value: str) -> str:
 def _unknown(path: Steps, value: Any, root: type[Section]) -> str:
     sectioned = any(is_section(field.annotation) for field in root.model_fields.values())
     top = sectioned and len(path) == 1
+    if top and path[0] == "server":
+        return "is a section of servers' files, which penstock serve takes; a run has none"
     what = "unknown section" if top and isinstance(value, dict | None) else "unknown field"
     near = suggestion(path, root)
     if near:
@@ -143,7 +161,11 @@ def _wrong_type(place: _Place, value: Any) -> str:
     if any(map(is_section, place.kinds)):
         return f"{found}; wanted a mapping of settings, for example {place.example}"
     if isinstance(value, str) and place.choices and str not in place.kinds:
-        near = get_close_matches(value, map(str, place.choices), 1)
+        meant = MEANT.get(value.lower())
+        near = [meant] if meant in place.choices else []
+        near = near or get_close_matches(value, map(str, place.choices), 1)
+        if value.lower() in STAGES_OF_OTHERS and "train" in place.choices:
+            return f"{found}; write train, and what it learns as train.objective"
         if near:
             return f"{found}; did you mean {near[0]}? It takes {place.wanted}"
         return f"{found}; write {place.wanted}"
