@@ -8,10 +8,8 @@ import sys
 import pytest
 import torch
 import yaml
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from penstock.config.dialects.draft import put_at
-from penstock.rows.tokenizer import byte_tokenizer
 from penstock.train.metrics import read_metrics
 from tests.config import document_examples as said
 from tests.config.test_document_examples import nxdt_values, words_of
@@ -21,24 +19,6 @@ from tests.stages.megatron_files import write_mapped
 pytestmark = pytest.mark.slow
 
 STEPS = 3
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """A tiny Llama with a tokenizer of bytes."""
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=320,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
 
 
 def losses_in(folder):

@@ -9,10 +9,8 @@ import datasets
 import pytest
 import torch
 import yaml
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from penstock.config import yaml12
-from penstock.rows.tokenizer import byte_tokenizer
 from penstock.train.metrics import read_metrics
 from tests.pipeline.runs import outcome, penstock
 from tests.stages.megatron_files import write_mapped
@@ -33,24 +31,6 @@ OF_NXDT = (
     "hf_llama3_8B_DPO_config",
     "megatron_llama_7B_config",
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """A tiny Llama with a tokenizer of bytes."""
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=320,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
 
 
 def trained(folder: Path, values: dict[str, Any]) -> list[float]:

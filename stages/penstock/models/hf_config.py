@@ -111,6 +111,21 @@ def decoder_config(
     return DecoderConfig(**{**fields, **specific})
 
 
+def ungated_config(hf: HfConfig, *, biased: bool = False, **specific: Any) -> DecoderConfig:
+    """`decoder_config` of a family whose networks have no gate and, by default, squared ReLU.
+    `biased` is whether attention and networks have biases where the file does not say it."""
+    bias = bool(given(hf, "attention_bias", biased))
+    return decoder_config(
+        hf,
+        hidden_act="relu2",
+        gated=False,
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=bool(given(hf, "mlp_bias", biased)),
+        **specific,
+    )
+
+
 def required(hf: HfConfig, name: str) -> Any:
     """The field, which the file must have."""
     if hf.get(name) is None:
