@@ -74,3 +74,11 @@ def small_run(folder: Path, **changes: dict[str, Any]) -> Path:
     config = folder / "run.yaml"
     config.write_text(yaml.safe_dump(sections))
     return config
+
+
+def told(code: int, text: str, expected: str) -> None:
+    """One message that a person can act on, and no traceback."""
+    assert code in (1, 2, 3), text
+    assert expected in text
+    assert "Traceback" not in text
+    assert "fault of Penstock" not in text
