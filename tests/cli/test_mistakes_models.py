@@ -1,0 +1,151 @@
+"""Folders that are no models, or not whole ones: told before any work, by checks and by runs."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from penstock.rows.tokenizer import byte_tokenizer
+from tests.cli.command import penstock, small_run, told
+
+WEIGHTS = "model.safetensors"
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A tiny Llama in one file, in several, and with a vocabulary of fewer tokens."""
+    root = tmp_path_factory.mktemp("models")
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
+    whole = LlamaForCausalLM(LlamaConfig(vocab_size=320, **sizes))
+    whole.save_pretrained(root / "whole")
+    whole.save_pretrained(root / "sharded", max_shard_size="30KB")
+    LlamaForCausalLM(LlamaConfig(vocab_size=100, **sizes)).save_pretrained(root / "narrow")
+    for folder in root.iterdir():
+        byte_tokenizer().save_pretrained(folder)
+    return root
+
+
+def remove(pattern: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        for file in list(folder.glob(pattern)):
+            file.unlink()
+
+    return change
+
+
+def rename(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / WEIGHTS).rename(folder / name)  # pyright: ignore[reportReturnType]
+
+
+def write(name: str, text: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_text(text)  # pyright: ignore[reportReturnType]
+
+
+def say(**entries: Any) -> Callable[[Path], None]:
+    """Change entries of config.json; None takes one out."""
+
+    def change(folder: Path) -> None:
+        file = folder / "config.json"
+        values = {**json.loads(file.read_text()), **entries}
+        file.write_text(json.dumps({n: v for n, v in values.items() if v is not None}))
+
+    return change
+
+
+def cut(size: int) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        file = folder / WEIGHTS
+        file.write_bytes(file.read_bytes()[:size])
+
+    return change
+
+
+FOLDERS: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "no config.json": ("whole", remove("config.json"), "holds no config.json"),
+    "a broken config.json": ("whole", write("config.json", "{"), "cannot be read as JSON"),
+    "a shard is missing": ("sharded", remove("*2-of*"), "model-00002-of-00005.safetensors is not"),
+    "the index is missing": ("sharded", remove("*.index.json"), "no index of shards"),
+    "the weights are missing": ("whole", remove(WEIGHTS), "holds no model.safetensors"),
+    "pickled weights": ("whole", rename("pytorch_model.bin"), "save them as safetensors"),
+    "weights for llama.cpp": ("whole", rename("model.gguf"), "save them as safetensors"),
+    "weights cut short": ("whole", cut(5000), "would be bytes"),
+    "weights without their end": ("whole", cut(-100), "would be bytes"),
+    "a pointer for weights": ("whole", write(WEIGHTS, LFS), "git lfs pull fetches the file"),
+    "another architecture": ("whole", say(model_type="bert"), "Use a model of one of these"),
+    "no architecture": ("whole", say(model_type=None), "says model_type None"),
+    "no vocabulary size": ("whole", say(vocab_size=None), "has no vocab_size"),
+    "wider layers": ("whole", say(hidden_size=64), "the config makes it (320, 64)"),
+    "more layers": ("whole", say(num_hidden_layers=4), "lacks 18 tensors"),
+    "fewer layers": ("whole", say(num_hidden_layers=1), "the checkpoint has 2 layers"),
+    "heads in odd groups": ("whole", say(num_attention_heads=3), "(3) is not a multiple"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def run_of(models: Path, name: str, folder: Path, change: Callable[[Path], None]) -> Path:
+    """A config of a changed copy of a model."""
+    shutil.copytree(models / name, folder / "m")
+    change(folder / "m")
+    return small_run(folder, model={"config_path": None, "model_path": "m"})
+
+
+@pytest.mark.parametrize("mistake", FOLDERS)
+def test_a_folder_that_is_no_whole_model_is_told_before_any_work(mistake, models, tmp_path):
+    name, change, expected = FOLDERS[mistake]
+    config = run_of(models, name, tmp_path, change)
+    for command in ("check", "plan", "run"):
+        said = penstock(command, config)
+        told(said.code, said.err, expected)
+    assert not (tmp_path / "data").exists()
+
+
+TOKENIZERS: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "the tokenizer is missing": ("whole", remove("tokenizer*"), "holds no tokenizer"),
+    "the tokenizer is broken": ("whole", write("tokenizer.json", "{"), "cannot be loaded"),
+    "another vocabulary": ("narrow", remove("nothing"), "knows 100 (vocab_size)"),
+}
+
+
+@pytest.mark.parametrize("mistake", TOKENIZERS)
+def test_a_tokenizer_that_is_not_the_models_is_told_by_a_check(mistake, models, tmp_path):
+    name, change, expected = TOKENIZERS[mistake]
+    said = penstock("check", run_of(models, name, tmp_path, change))
+    told(said.code, said.err, expected)
+
+
+def test_conversations_without_a_template_are_told_by_a_check(models, tmp_path):
+    roles = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (tmp_path / "c.jsonl").write_text(json.dumps({"messages": roles}) + "\n")
+    config = run_of(models, "whole", tmp_path, remove("chat_template*"))
+    said = penstock("check", config, "--data.datasets", "[{path: c.jsonl}]")
+    told(said.code, said.err, "has no chat template")
+
+
+def test_layers_that_only_predict_further_tokens_may_be_left_out(models, tmp_path):
+    """Such as those of GLM, which are numbered after the others."""
+    change = say(num_hidden_layers=1, num_nextn_predict_layers=1)
+    said = penstock("check", run_of(models, "whole", tmp_path, change))
+    assert said.code == 0, said.err
+
+
+def test_results_do_not_go_where_the_model_is(models, tmp_path):
+    config = run_of(models, "whole", tmp_path, remove("nothing"))
+    said = penstock("run", config, "--train.output_dir", "./m/")
+    told(said.code, said.err, "is model.model_path too")
