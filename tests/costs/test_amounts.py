@@ -10,12 +10,15 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from penstock.config.load import loads
+from penstock.core.source import pin_data
 from penstock.costs.amounts import Data, length_of, work_of
+from penstock.costs.file_sizes import FileSizes, estimate_samples
 from penstock.models.cost import Work
 from penstock.models.registry import family_of
 from penstock.rows.batches import Batches
 from tests.cli.command import penstock, small_run
 from tests.config.values import smallest
+from tests.stages.megatron_files import write_mapped
 
 CHAT = [
     {"role": "user", "content": "What is a penstock? " * 3},
@@ -101,3 +104,11 @@ def test_data_that_is_not_prepared_is_estimated_from_its_first_records(
     before, after = found
     assert 0.6 < before["steps"] / after["steps"] < 1.6
     assert 0.6 < before["tokens"] / after["tokens"] < 1.6
+
+
+@pytest.mark.parametrize("code", [4, 8], ids=["4 bytes", "2 bytes"])
+def test_tokens_of_indexed_documents_are_counted_before_they_are_prepared(tmp_path, code):
+    documents = [[[7] * (5 + number % 60)] for number in range(300)]
+    prefix = write_mapped(tmp_path / "corpus", documents, code)
+    found = estimate_samples([pin_data(str(prefix), ds_type="megatron")], 50_257)
+    assert found == FileSizes(sum(len(one[0]) for one in documents), 300, 64)

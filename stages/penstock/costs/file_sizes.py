@@ -1,5 +1,6 @@
 """How many samples and tokens files hold that are not prepared yet, estimated from their sizes and
-from the first records of each source. No tokenizer is loaded."""
+from the first records of each source; Megatron's files say it themselves. No tokenizer is
+loaded."""
 
 import csv
 import io
@@ -11,7 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from penstock.core.errors import PenstockError
 from penstock.core.local_files import compression_of, kind_of
+from penstock.core.megatron_files import DATA, INDEX
 from penstock.core.stage import Source
 
 LOOKED_AT = 1 << 18
@@ -51,6 +54,12 @@ def estimate_samples(sources: Iterable[Source], vocab_size: int) -> FileSizes | 
             isinstance(file, Mapping) and isinstance(file.get("bytes"), int) for file in files
         ):
             return None
+        if source.paths and any(path.suffix == INDEX for path in source.paths):
+            if documents := _document_tokens(source):
+                tokens += sum(documents)
+                samples += len(documents)
+                longest = max(longest, *documents)
+            continue
         size = sum(file["bytes"] for file in files)
         first = _first_records(source.paths[0]) if source.paths else None
         if first:
@@ -72,6 +81,26 @@ def bytes_per_token(vocab_size: int) -> float:
     """Bytes of English text for a token, by the size of the vocabulary: 1 for one of bytes, 4.1 at
     32,000, at most 4.5. A line through log2 of sizes that were measured."""
     return min(4.5, max(1.0, 0.45 * math.log2(max(2, vocab_size)) - 2.6))
+
+
+def _document_tokens(source: Source) -> list[int]:
+    """Tokens of each document of Megatron's files, as their indexes have them; of a damaged index
+    none, which preparing tells better."""
+    # Only such data needs NumPy here.
+    from penstock.prepare.opened import SourceFile  # noqa: PLC0415
+    from penstock.prepare.read_megatron import index_of  # noqa: PLC0415
+
+    found: list[int] = []
+    for path in source.paths or ():
+        if path.suffix != INDEX:
+            continue
+        data = path.with_suffix(DATA)
+        try:
+            index = index_of(SourceFile(path.name, path, beside=SourceFile(data.name, data)))
+        except (PenstockError, OSError):
+            continue
+        found += (index.document_bytes() // index.dtype.itemsize).tolist()
+    return found
 
 
 def _first_records(path: Path) -> _FirstRecords | None:
