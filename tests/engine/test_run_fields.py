@@ -307,19 +307,9 @@ def test_ranks_beside_the_first_speak_where_that_is_written(folder):
     assert not any("rank 0" in text for text in first.values())
     assert [name for name, text in second.items() if text] == ["local0, two machines", "all"]
     for name in ("local0, two machines", "all"):
-        assert "train, rank 1: rows are mapped into memory" in second[name]
+        assert "train, rank 1: attention: " in second[name]
     kept = (jobs["local0"].output_dir / "logs" / "rank_1.log").read_text()
-    assert "rows are mapped into memory" in kept
-
-
-def test_rows_that_are_read_in_this_process_are_told_unless_that_is_written(folder):
-    jobs = {
-        "plain": job(folder, "plain"),
-        "written": job(folder, "written", data={"dataloader_num_workers": 0}),
-    }
-    [found] = on_ranks(1, each, said, jobs)
-    assert "read in this process" in found["plain"]
-    assert "read in this process" not in found["written"]
+    assert "attention: " in kept
 
 
 def timeouts(job):

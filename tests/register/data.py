@@ -27,7 +27,6 @@ from tests.register.places import (
     PREPARE,
     REMOTE,
     RULED,
-    RUN,
     SELECTION,
     SKIPPED,
     SLICES,
@@ -146,7 +145,6 @@ OF_DATA: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "dataloader_num_workers": (
             f"{LOADER}test_rows_are_loaded_the_same_by_any_number_of_processes_that_read_as_far_ahead_as_written",
-            f"{RUN}test_rows_that_are_read_in_this_process_are_told_unless_that_is_written",
         ),
         "dataloader_prefetch_factor": (
             f"{LOADER}test_rows_are_loaded_the_same_by_any_number_of_processes_that_read_as_far_ahead_as_written",

@@ -1,8 +1,10 @@
 """What `launch` does, seen from the processes it starts: they note what they were given and end."""
 
 import json
+import os
 import signal
 import socket
+import termios
 import threading
 import time
 from collections.abc import Sequence
@@ -112,6 +114,20 @@ def test_ranks_that_must_give_the_same_bits_find_it_in_their_environment(tmp_pat
         start(folder, ranks=False, train={"enable_full_determinism": asked, **allowed})
         given.append([notes(folder)[0]["environment"].get(name) for name in names])
     assert given == [[None, None], ["1", ":4096:8"]]
+
+
+def test_ranks_draw_their_progress_as_wide_as_the_terminal_that_shows_it(tmp_path, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    shown, typed = os.openpty()
+    termios.tcsetwinsize(typed, (20, 61))
+    file = tmp_path / "stderr"
+    with os.fdopen(shown), os.fdopen(typed, "w") as terminal, file.open("w") as log:
+        for where, stderr in (("terminal", terminal), ("log", log)):
+            monkeypatch.setattr("sys.stderr", stderr)
+            start(tmp_path / where, ranks=False)
+    [told], [untold] = (notes(tmp_path / where) for where in ("terminal", "log"))
+    assert told["environment"]["COLUMNS"] == "61"
+    assert "COLUMNS" not in untold["environment"]
 
 
 def test_ranks_get_the_secrets_that_they_need_and_no_others(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -258,6 +259,22 @@ slice that the thread it waits for needs, and training is ten times slower; see 
 def openmp_waiting() -> dict[str, str]:
     """Variables that say how idle OpenMP threads wait, unless the user's OMP_WAIT_POLICY does."""
     return {} if "OMP_WAIT_POLICY" in os.environ else {"GOMP_SPINCOUNT": str(OPENMP_SPINS)}
+
+
+def terminal_width() -> dict[str, str]:
+    """The variable that tells children how wide the terminal is that what they say is passed on
+    to; none where stderr is none."""
+    try:
+        width = os.get_terminal_size(sys.stderr.fileno()).columns
+    except (OSError, ValueError):
+        return {}
+    return {"COLUMNS": str(width)} if width else {}  # some terminals do not know theirs, and say 0
+
+
+def num_columns() -> int | None:
+    """How wide the terminal is that shows what this process says, where that is told."""
+    told = os.environ.get("COLUMNS", "")
+    return int(told) if told.isdecimal() and int(told) else None
 
 
 def default(values: Mapping[str, str]) -> None:

@@ -49,11 +49,6 @@ def train(
     reading = Reading.of(job.config, ranks.device)
     if reading.num_workers:
         prepare(reading)
-    elif job.config.data.dataloader_num_workers:
-        notify(
-            "rows are mapped into memory and read in this process; write "
-            "data.dataloader_num_workers to have others read ahead"
-        )
     loop = Loop(job, assembled(job, ranks, notify), ranks, stop)
     log.info("%d rows, %d steps, layout %s", len(loop.rows), loop.total_steps, loop.built.layout)
     facts = loop.run()

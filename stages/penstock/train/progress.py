@@ -9,6 +9,8 @@ from typing import Any, Literal, Protocol
 
 from tqdm import tqdm
 
+from penstock.core import env
+
 Style = Literal["progress_bar", "structured", "json"]
 
 RECENT = 50
@@ -35,16 +37,36 @@ def progress(style: Style, total: int, done: int, every: int = 1) -> Progress:
     return _Lines(total, done, every, _as_json if style == "json" else _as_words)
 
 
+class _Line(tqdm):
+    """A bar that is drawn only where it changes: ended, it would be in a log twice."""
+
+    drawn = ""
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> bool:
+        text = str(self) if msg is None else msg
+        if text == self.drawn:
+            return True
+        self.drawn = text
+        return super().display(text, pos)
+
+    def clear(self, nolock: bool = False) -> None:
+        self.drawn = ""
+        super().clear(nolock)
+
+
 class _Bar:
-    """One line, which is drawn again."""
+    """One line, which is drawn again. It is cut to the width of the terminal, which the launcher
+    may have to tell: a longer one would begin a new line each time."""
 
     def __init__(self, total: int, done: int, every: int) -> None:
         self._every, self._pace, self._total = every, _Pace(done, total), total
-        self._bar = tqdm(
+        width = env.num_columns()
+        self._bar = _Line(
             total=total,
             initial=done,
             desc="train",
-            dynamic_ncols=True,
+            ncols=width and width - 1,
+            dynamic_ncols=width is None,
             mininterval=0.5,
             bar_format="{desc} {percentage:3.0f}% {bar:16} {n_fmt}/{total_fmt}{postfix}",
         )
@@ -119,7 +141,8 @@ def clock(seconds: float) -> str:
 
 
 def _in_brief(record: Mapping[str, Any], left: float) -> list[str]:
-    told = [f"loss {record['loss']:.4f}", f"lr {record['lr']:.2e}"]
+    """What matters most first: the rest is cut off in narrow terminals."""
+    told = [f"loss {record['loss']:.4f}", f"{clock(left)} left", f"lr {record['lr']:.2e}"]
     if "grad_norm" in record:
         told.append(f"norm {record['grad_norm']:.2f}")
     told.append(f"{record['tokens_per_second']:,.0f} tok/s")
@@ -127,7 +150,6 @@ def _in_brief(record: Mapping[str, Any], left: float) -> list[str]:
         told.append(f"MFU {record['mfu']:.1%}")
     if "memory_gib" in record:
         told.append(f"{record['memory_gib']:.1f} GiB")
-    told.append(f"{clock(left)} left")
     return told
 
 
