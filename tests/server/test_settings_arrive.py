@@ -2,6 +2,7 @@
 
 import asyncio
 import faulthandler
+import gc
 import json
 import logging
 import runpy
@@ -23,6 +24,7 @@ from penstock.engine.ranks import Ranks
 from penstock.server import child
 from penstock.server.addresses import free_port, workers_address, workers_bind
 from penstock.server.api import __main__ as api
+from penstock.server.api.codec_pool import CodecPool
 from penstock.server.job import ServerJob
 from penstock.server.launcher import children_of
 from penstock.server.orchestrator.__main__ import settings_of
@@ -109,6 +111,34 @@ def test_the_api_is_told_what_is_written():
     assert {name: getattr(told, name) for name in same} == same
     assert told.max_request_bytes == 2 * 2**20
     assert told.keys == ("a key",)
+
+
+def test_no_full_look_for_garbage_passes_over_modules_while_the_api_serves(tmp_path, monkeypatch):
+    """It would keep heartbeats waiting for some 50 ms each time."""
+    port = free_port("127.0.0.1", 0, "")
+    config = written(output_dir=str(tmp_path), api_port=port)
+    looked_at = []
+
+    class Serving:
+        def __init__(self, _config):
+            self.should_exit = False
+
+        async def serve(self):
+            looked_at.append(gc.get_freeze_count())
+            looked_at.append(sum(len(gc.get_objects(generation)) for generation in range(3)))
+
+    async def nothing(_pool):
+        pass
+
+    monkeypatch.setattr(uvicorn, "Server", Serving)
+    monkeypatch.setattr(api, "connecting", lambda *_: None)
+    monkeypatch.setattr(CodecPool, "start", nothing)
+    try:
+        asyncio.run(api.serve(prepare(config, "auto").job, ()))
+    finally:
+        gc.unfreeze()
+    frozen, left = looked_at
+    assert frozen > 20 * left
 
 
 def test_the_api_listens_where_that_is_written(tmp_path, monkeypatch):
