@@ -69,7 +69,7 @@ def verify_artifacts(
     root: Roots = None,
     as_json: AsJson = False,
 ) -> None:
-    """Read every file again and compare it with its manifest; exit 1 if any differs."""
+    """Read every file again; exit 1 if any differs from its record."""
     console = Console(as_json)
 
     def command() -> dict[str, Any]:
@@ -103,7 +103,7 @@ def prune_artifacts(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete old results of all stages but train, and slices that no result uses.
+    """Delete old results, but those of train, and unused slices.
 
     Never what another result or a release was made from, nor what a run works with, never a
     training run, and no slice of today. Behind a URL, slices are left alone: no one machine knows

@@ -39,7 +39,7 @@ def data_commands(overrides: Sequence[Override]) -> typer.Typer:
         as_json: AsJson = False,
         debug: Debug = False,
     ) -> None:
-        """Print samples as the model sees them, trained tokens in green, or in [[ ]] in a pipe."""
+        """Print samples as the model sees them, trained tokens marked."""
         console = Console(as_json, debug)
 
         def command() -> dict[str, Any]:
@@ -61,7 +61,7 @@ def data_commands(overrides: Sequence[Override]) -> typer.Typer:
         as_json: AsJson = False,
         debug: Debug = False,
     ) -> None:
-        """Count samples and tokens by source, draw lengths, and say what was dropped and why."""
+        """Count samples and tokens, and say what was dropped and why."""
         console = Console(as_json, debug)
 
         def command() -> dict[str, Any]:

@@ -20,15 +20,16 @@ def add_flow_commands(app: typer.Typer, overrides: Sequence[Override]) -> None:
             bool,
             typer.Option("--recurring", help="The flow that trains again as the sources grow."),
         ] = False,
+        as_json: AsJson = False,
         debug: Debug = False,
     ) -> None:
         """Run the whole pipeline as a Prefect flow, here and now."""
-        console = Console(debug=debug)
+        console = Console(as_json, debug)
 
-        def command() -> None:
+        def command() -> dict[str, Any]:
             from penstock.cli.prefect import run_flow
 
-            run_flow(config, overrides, recurring=recurring)
+            return run_flow(config, overrides, console, recurring=recurring)
 
         end(console, command)
 
@@ -43,7 +44,7 @@ def add_flow_commands(app: typer.Typer, overrides: Sequence[Override]) -> None:
         as_json: AsJson = False,
         debug: Debug = False,
     ) -> None:
-        """Write prefect.yaml here and register its deployments with a Prefect server."""
+        """Write prefect.yaml and register deployments with Prefect."""
         console = Console(as_json, debug)
 
         def command() -> dict[str, Any]:

@@ -27,7 +27,7 @@ def add_looking(app: typer.Typer, overrides: Sequence[Override]) -> None:
         as_json: AsJson = False,
         debug: Debug = False,
     ) -> None:
-        """Say which stages are done, why others have to run, and what training will cost."""
+        """Say what is done, what would run and why, and what it costs."""
         console = Console(as_json, debug)
 
         def command() -> dict[str, Any]:
@@ -49,7 +49,7 @@ def add_looking(app: typer.Typer, overrides: Sequence[Override]) -> None:
         as_json: AsJson = False,
         debug: Debug = False,
     ) -> None:
-        """Check the config, and look at the data, model and folders that it names."""
+        """Check the config, and the data, model and folders it names."""
         console = Console(as_json, debug)
 
         def command() -> dict[str, Any]:
@@ -84,7 +84,7 @@ def add_looking(app: typer.Typer, overrides: Sequence[Override]) -> None:
         as_json: AsJson = False,
         debug: Debug = False,
     ) -> None:
-        """Say another tool's file in our words, and what became of each of its keys."""
+        """Say another tool's file in our words, key by key."""
         console = Console(as_json, debug)
 
         def command() -> dict[str, Any]:
@@ -95,15 +95,18 @@ def add_looking(app: typer.Typer, overrides: Sequence[Override]) -> None:
         end(console, command)
 
     @app.command()
-    def schema() -> None:
+    def schema(as_json: AsJson = False) -> None:
         """Print the config's JSON Schema, for editors."""
+        console = Console(as_json)
 
-        def command() -> None:
+        def command() -> dict[str, Any]:
             from penstock.config.reference import schema as json_schema
 
-            print(json.dumps(json_schema(), indent=2))
+            found = json_schema()
+            console.result(json.dumps(found, indent=2))
+            return {"schema": found}
 
-        end(Console(), command)
+        end(console, command)
 
     @app.command()
     def doctor(
@@ -114,7 +117,7 @@ def add_looking(app: typer.Typer, overrides: Sequence[Override]) -> None:
         as_json: AsJson = False,
         debug: Debug = False,
     ) -> None:
-        """Look at versions, devices and optional packages, and say how to mend what is wrong."""
+        """Look at versions and devices, and say how to mend faults."""
         console = Console(as_json, debug)
 
         def command() -> dict[str, Any]:

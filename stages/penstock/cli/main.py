@@ -20,6 +20,7 @@ from penstock.cli.flow import add_flow_commands
 from penstock.cli.looking import add_looking
 from penstock.cli.one_command import only
 from penstock.cli.options import AsJson, Config, Debug, end
+from penstock.cli.results import add_results
 from penstock.cli.serve import add_serving
 from penstock.cli.usage import refuse
 from penstock.config.overrides import Override, split_overrides
@@ -186,22 +187,26 @@ def prepare(
     force: Force = [],  # noqa: B006
     start: From = None,
     no_upstream: NoUpstream = False,
+    dry_run: DryRun = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Load, template, tokenise and split the data."""
     console = Console(as_json, debug)
 
-    def command() -> None:
+    def command() -> dict[str, Any] | None:
         from penstock.cli.run import Request, run_stage
         from penstock.cli.shares import prepare_share
 
         request = Request(config, tuple(_overrides))
         wishes = _wishes(force, start)
+        if dry_run:
+            return _explain(request, console, "prepare")
         if shard is not None:
             prepare_share(request, shard, wishes, console)
         else:
             run_stage(request, "prepare", wishes, console, upstream=not no_upstream)
+        return None
 
     end(console, command)
 
@@ -238,7 +243,7 @@ def pack(
 
 
 for _name, _summary in {
-    "reference": "Find what the model to start from makes of every answer to learn from.",
+    "reference": "Score every answer with the model that training starts from.",
     "train": "Train on the packed rows, from the newest checkpoint.",
     "export": "Write the trained model as a Hugging Face folder.",
     "push": "Send the exported model to the hub or to a URL.",
@@ -248,7 +253,7 @@ for _name, _summary in {
 
 @app.command()
 def recur(config: Config, as_json: AsJson = False, debug: Debug = False) -> None:
-    """Train again if the sources have grown, and release the model if it is better."""
+    """Train again if the sources have grown; release what is better."""
     console = Console(as_json, debug)
 
     def command() -> dict[str, Any]:
@@ -288,7 +293,7 @@ def launch(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Train here, as `penstock train` does, or print how to start the run on other machines."""
+    """Train here, or print how to start the run on other machines."""
     console = Console(as_json, debug)
 
     def command() -> dict[str, Any] | None:
@@ -316,6 +321,7 @@ add_looking(app, _overrides)
 add_serving(app, _overrides)
 add_flow_commands(app, _overrides)
 add_chat(app, _overrides)
+add_results(app, _overrides)
 
 
 @app.command()
@@ -326,7 +332,7 @@ def init(
     listing: Annotated[bool, typer.Option("--list", help="Only list the recipes.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Copy a recipe to NAME.yaml here, or write run.yaml for a file or folder of data."""
+    """Copy a recipe to NAME.yaml here, or write run.yaml for data."""
     console = Console(as_json)
 
     def command() -> dict[str, Any]:
@@ -337,29 +343,6 @@ def init(
         if name not in recipes() and Path(name).exists():
             return init_own(Path(name), Path(), console)
         return copy_recipe(name, Path(), console)
-
-    end(console, command)
-
-
-@app.command()
-def report(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="train.output_dir(s).")],
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output", metavar="FILE", help="Where to compare several runs: comparison.html."
-        ),
-    ] = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
-    """Write the report of a training run again, finished or not, or one page of several."""
-    console = Console(as_json, debug)
-
-    def command() -> dict[str, Any]:
-        from penstock.cli.reports import write_reports
-
-        return write_reports(folders, output, console)
 
     end(console, command)
 
@@ -385,69 +368,6 @@ def _releases() -> typer.Typer:
 app.add_typer(_artifacts(), name="artifacts")
 app.add_typer(_releases(), name="releases")
 app.add_typer(_data(), name="data")
-
-
-@app.command()
-def merge(
-    base: Annotated[str, typer.Argument(metavar="BASE", help="A model: a folder, or a hub id.")],
-    adapter: Annotated[
-        str, typer.Argument(metavar="ADAPTER", help="A PEFT adapter: a folder, or a hub id.")
-    ],
-    out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="A new folder.")],
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
-    """Merge a low-rank adapter into its base model."""
-    console = Console(as_json, debug)
-
-    def command() -> dict[str, Any]:
-        from penstock.cli.merge import merge_adapter
-
-        return merge_adapter(base, adapter, out, console)
-
-    end(console, command)
-
-
-@app.command("eval")
-def evaluate(
-    target: Annotated[
-        Path,
-        typer.Argument(
-            metavar="CONFIG|DIR", help="A run's YAML file or output folder, or a model's folder."
-        ),
-    ],
-    limit: Annotated[
-        int | None,
-        typer.Option("--n", min=1, help="Held-out prompts (200), or documents of each task (all)."),
-    ] = None,
-    answer: Annotated[
-        str | None,
-        typer.Option(
-            help="Compare only what this regular expression's first group finds, last in an "
-            "answer, for example '#### (.+)'."
-        ),
-    ] = None,
-    harness: Annotated[
-        str | None,
-        typer.Option(metavar="TASKS", help="Run these tasks of the lm-evaluation-harness instead."),
-    ] = None,
-    harness_tasks: Annotated[
-        Path | None, typer.Option(help="A folder with more tasks, in the harness's format.")
-    ] = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
-    """Ask the exported model held-out prompts and count exact answers."""
-    console = Console(as_json, debug)
-
-    def command() -> dict[str, Any]:
-        from penstock.cli.evaluate import Wanted, evaluate_target
-
-        tasks = tuple(name.strip() for name in harness.split(",")) if harness else ()
-        wanted = Wanted(limit, answer, tasks, harness_tasks)
-        return evaluate_target(target, tuple(_overrides), wanted, console)
-
-    end(console, command)
 
 
 if __name__ == "__main__":

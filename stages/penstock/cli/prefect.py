@@ -12,8 +12,9 @@ from pathlib import Path
 
 import penstock
 from penstock.cli.console import Console
+from penstock.config.load import load
 from penstock.config.overrides import Override
-from penstock.core.errors import CapabilityError, ConfigError, StageError
+from penstock.core.errors import CapabilityError, StageError
 from penstock.core.files import publishing
 
 PREFECT_FILE = "prefect.yaml"
@@ -26,15 +27,24 @@ def flows_folder() -> Path:
     return inside if inside.is_dir() else package.parents[1] / "flows"
 
 
-def run_flow(config: Path, overrides: Sequence[Override], *, recurring: bool) -> None:
-    """Become the process of the flow, whose exit status is the command's."""
+def run_flow(
+    config: Path, overrides: Sequence[Override], console: Console, *, recurring: bool
+) -> dict[str, object]:
+    """Become the process of the flow, whose exit status is the command's; with --json wait for it
+    instead. Raises ConfigError for a config that no flow could load.
+    """
     _require_prefect()
-    if not config.is_file():
-        raise ConfigError(f"{config} does not exist; name a YAML file")
+    load(config, overrides)
     script = flows_folder() / ("recurring.py" if recurring else "finetune.py")
     settings = [f"{one.option}={one.text}" for one in overrides]
+    words = [sys.executable, str(script), str(config), *settings]
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, str(script), str(config), *settings])
+    if not console.as_json:
+        os.execv(sys.executable, words)
+    done = subprocess.run(words, stdout=sys.stderr, check=False)
+    if done.returncode:
+        raise StageError(f"the flow failed with exit status {done.returncode}; see its log above.")
+    return {"flow": script.stem}
 
 
 def deploy(pool: str, console: Console, *, write_only: bool) -> dict[str, object]:

@@ -46,12 +46,12 @@ def release_commands(overrides: Sequence[Override]) -> typer.Typer:
 
     @commands.command("show")
     def show_release(where: Where, number: Number = None, as_json: AsJson = False) -> None:
-        """One release in full: its folder, lineage and figures, and what was decided lately."""
+        """One release in full: folder, lineage, figures and decisions."""
         on(Console(as_json), where, lambda shelf, console: _show(shelf, number, console))
 
     @commands.command("verify")
     def verify_releases(where: Where, as_json: AsJson = False) -> None:
-        """Read every file of every release again; exit 1 if any is not what it was."""
+        """Read every file of every release again; exit 1 on damage."""
         on(Console(as_json), where, _verify)
 
     @commands.command("rollback")
@@ -62,7 +62,7 @@ def release_commands(overrides: Sequence[Override]) -> typer.Typer:
         ] = None,
         as_json: AsJson = False,
     ) -> None:
-        """Point to an earlier release; those above it are not released again by themselves.
+        """Point to an earlier release; later ones are not released again.
 
         With a later one's number it rolls forward.
         """

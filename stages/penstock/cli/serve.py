@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli.console import Console
-from penstock.cli.options import Debug, end
+from penstock.cli.options import AsJson, Debug, end
 from penstock.config.overrides import Override
 from penstock.core.errors import ConfigError
 
@@ -33,10 +33,14 @@ def add_serving(app: typer.Typer, overrides: Sequence[Override]) -> None:
             str | None,
             typer.Option(help="connect: where rank 0 listens, as tcp://host:port."),
         ] = None,
+        as_json: AsJson = False,
         debug: Debug = False,
     ) -> None:
-        """Serve training to clients of the Tinker API; settings are written as --server.name."""
-        console = Console(debug=debug)
+        """Serve training to clients of the Tinker API.
+
+        Settings are written as --server.name.
+        """
+        console = Console(as_json, debug)
 
         def command() -> None:
             from penstock.config.server_load import load_server
