@@ -1,7 +1,9 @@
 """The whole chain by the command: reuse, resume, waiting, and what failure says."""
 
+import html
 import json
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -16,6 +18,7 @@ import pytest
 import yaml
 
 from penstock.cli import train as by_hand
+from penstock.evaluate import harness
 from tests.cli.command import Said, penstock, penstock_alone
 from tests.pipeline import runs
 from tests.pipeline.runs import sealed, write_chats, write_run
@@ -78,8 +81,33 @@ def test_the_report_of_a_run_tells_of_its_data(done):
     assert f"<td>{facts['rows']['train']}</td>" in section
     assert f"{share:.1%} of them trained on" in section
     assert ">chats.jsonl<" in section
+    assert len(re.findall(r"<mark>\d+&lt;\|im_end\|&gt;", section)) == 3
     lineage = section_of(page, "Where it came from")
     assert lineage.count("made for this run") == 2  # what was prepared, and what was packed
+
+
+@pytest.mark.slow
+def test_what_eval_finds_is_in_the_page_and_the_run_stays_sealed(done, monkeypatch):
+    folder, config, _ = done
+    out = folder / "out"
+    before = (out / "manifest.json").read_bytes()
+    assert f"<code>penstock eval {out}</code>" in (out / "report.html").read_text()
+    told = done_well("eval", out).last
+    page = (out / "report.html").read_text()
+    section = section_of(page, "Held-out prompts, asked after training")
+    assert f"{told['right']} of {told['asked']}, {told['accuracy']:.1%}" in section
+    for sample in told["samples"]:
+        assert html.escape(sample["prompt"].strip(), quote=False) in section
+        assert html.escape(sample["answer"].strip()) in section
+    scores = [harness.Score("arc", "acc,none", 0.25, 0.125)]
+    monkeypatch.setattr(harness, "run_tasks", lambda *_, **__: scores)
+    done_well("eval", out, "--harness", "arc")
+    page = (out / "report.html").read_text()
+    assert f"{told['right']} of {told['asked']}, {told['accuracy']:.1%}" in page
+    assert ">0.125<" in section_of(page, "Held-out prompts, asked after training")
+    assert (out / "manifest.json").read_bytes() == before
+    again = statuses(done_well("run", config, "--pipeline.verify", "always"))
+    assert set(again.values()) == {"cached"}
 
 
 def test_a_finished_pipeline_needs_no_heavy_library(done):

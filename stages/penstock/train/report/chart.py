@@ -66,6 +66,8 @@ class Chart:
     title: str
     note: str
     is_log: bool
+    is_point: bool
+    """Whether a single value is all there is to draw."""
     x_ticks: list[Tick]
     y_ticks: list[Tick]
     lines: list[Drawn]
@@ -114,6 +116,7 @@ def chart(
         title=title,
         note=note,
         is_log=up.bend == "log",
+        is_point=len(series) == len(series[0].values) == 1,
         x_ticks=of_steps(across),
         y_ticks=y_ticks,
         lines=[_drawn(each, across, up, label) for each in series],
