@@ -215,8 +215,11 @@ def torchs(before, kind):
 
 
 def has_bfloat16():
-    """Whether the processor has products of bfloat16. Without them PyTorch takes other ways for one
-    matrix than for parts and stacks, and rounds sums at other places."""
+    """Whether the processor has products of bfloat16. Without them PyTorch multiplies a transposed
+    view otherwise than a copy of it, and adds up in another order: its own Muon comes to another
+    direction of a tall matrix than of the same one written wide, once in hundreds of matrices (one
+    number of a product is rounded the other way, and the iteration spreads it). Ours are written
+    wide; what the iteration is given is the same to the bit."""
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
