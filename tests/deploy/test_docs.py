@@ -1,6 +1,7 @@
 """What the documents tell people to type exists."""
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from prefect.settings import Settings
 from prefect.settings.legacy import _get_valid_setting_names as setting_names
 
+from tests.cli.command import penstock
 from tests.conftest import ROOT
 from tests.deploy.shell import commands_of, fault_of
 
@@ -15,6 +17,7 @@ from tests.deploy.shell import commands_of, fault_of
 
 OPERATIONS = ROOT / "docs" / "operations.md"
 DOCUMENTS = [ROOT / "README.md", ROOT / "flows" / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+TINY = "config_path: builtin:tiny-qwen3"
 DEPLOYED = [ROOT / "Dockerfile", ROOT / "prefect.yaml", *sorted(ROOT.glob("deploy/**/*.*"))]
 
 
@@ -96,3 +99,23 @@ def test_every_file_that_operations_refers_to_is_there():
         assert anchor in made, f"{link}#{anchor}"
     paths = re.findall(r"\bdeploy/[\w./-]+\w", text)
     assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("document", ["own-data", "preference", "recurring"])
+def test_the_first_config_of_a_document_is_a_whole_file_that_check_takes(
+    document, tmp_path, monkeypatch
+):
+    said = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+    pair = {"prompt": said[:1], "chosen": said[1:], "rejected": [{**said[1], "content": "5"}]}
+    (tmp_path / "data" / "chats").mkdir(parents=True)
+    for name in ("chats.jsonl", "data/chats/1.jsonl", "data/held-out.jsonl"):
+        (tmp_path / name).write_text(f"{json.dumps({'messages': said})}\n" * 3)
+    (tmp_path / "pairs.jsonl").write_text(f"{json.dumps(pair)}\n")
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs" / f"{document}.md").read_text()
+    found = re.search(r"```yaml\n(.*?)```", text, re.S)
+    assert found
+    Path("run.yaml").write_text(found[1].replace("model_path: Qwen/Qwen3-0.6B", TINY))
+    checked = penstock("check", "run.yaml")
+    assert checked.code == 0, checked.out + checked.err
+    assert "not looked at" not in checked.out + checked.err
