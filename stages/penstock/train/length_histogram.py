@@ -25,13 +25,13 @@ PERCENTILES = {"shortest": 0, "median": 50, "90%": 90, "99%": 99, "longest": 100
 def length_histogram(lengths: Lengths) -> dict[str, Any]:
     """`edges` (one more than bars; a bar holds what is at least its edge and below the next one),
     `counts`, and `percentiles` by their names. There has to be a length, and all are positive."""
-    edges = _edges(lengths)
-    counts, _ = np.histogram(lengths, [*edges[:-1], edges[-1] - 0.5])
-    values = np.percentile(lengths, list(PERCENTILES.values()), method="inverted_cdf")
+    up_to = np.bincount(lengths).cumsum()
+    edges = _edges(up_to)
+    counts = np.diff(up_to[np.minimum(np.array(edges), len(up_to)) - 1])
     return {
         "edges": edges,
         "counts": counts.tolist(),
-        "percentiles": dict(zip(PERCENTILES, map(int, values), strict=True)),
+        "percentiles": {name: _percentile(up_to, part) for name, part in PERCENTILES.items()},
     }
 
 
@@ -41,14 +41,15 @@ def bar_names(edges: list[int]) -> Iterator[str]:
         yield f"{low:,}" if end == low + 1 else f"{low:,} to {end - 1:,}"
 
 
-def _edges(lengths: Lengths) -> list[int]:
-    low, high = int(lengths.min()), int(lengths.max())
-    first, last = (
-        int(each)
-        for each in np.percentile(
-            lengths, [100 * UNUSUAL, 100 - 100 * UNUSUAL], method="inverted_cdf"
-        )
-    )
+def _percentile(up_to: Lengths, part: float) -> int:
+    """The least length that so many per cent of all do not exceed. `up_to` counts those that are
+    of each length, from 0, or shorter."""
+    return int(np.searchsorted(up_to, max(1, math.ceil(up_to[-1] * part / 100))))
+
+
+def _edges(up_to: Lengths) -> list[int]:
+    low, high = _percentile(up_to, 0), len(up_to) - 1
+    first, last = _percentile(up_to, 100 * UNUSUAL), _percentile(up_to, 100 - 100 * UNUSUAL)
     if high - low <= FAR * max(MOST_BARS, last - first):
         first, last = low, high
     edges = _growing(first, last) if last >= WIDE * first else _equal(first, last)

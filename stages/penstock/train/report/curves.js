@@ -118,7 +118,10 @@ const show = (value, under) => figures.forEach((figure) => {
     if (at === null) {
       at = across(chart, run, step);
       const kind = kinds[axis](endsOf(chart)[1]);
-      lines.push(`step ${step.toLocaleString("en")}${axis === "step" ? "" : `, ${kind.name} ${kind.text(ofStep(run, step))}`}`);
+      const over = axis === "step" ? "" : `${kind.name} ${kind.text(ofStep(run, step))}`;
+      // Runs that are compared have come to other steps there.
+      const named = axis === "step" || tables.length === 1 ? `step ${step.toLocaleString("en")}` : "";
+      lines.push([named, over].filter(Boolean).join(", "));
     }
     mark.hidden = its === null;
     if (its !== null) { mark.style.left = `${across(chart, run, step)}%`; mark.style.top = `${upTo(chart, its)}%`; }
