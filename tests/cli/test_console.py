@@ -1,8 +1,10 @@
 import json
 
 import pytest
+import typer
 
 from penstock import __version__
+from penstock.cli.main import app
 from penstock.core import env
 from tests.cli.command import penstock, small_run
 
@@ -141,3 +143,39 @@ def test_the_schema_is_json_and_knows_every_section():
     assert {"model", "data", "train", "lora", "export", "push"} <= json.loads(said.out)[
         "properties"
     ].keys()
+
+
+def test_another_runs_folder_is_moved_aside_only_by_commands_that_may_train():
+    commands = typer.main.get_group(app).commands
+    offered = {
+        name for name, one in commands.items() if any("--fresh" in p.opts for p in one.params)
+    }
+    assert offered == {"run", "train", "export", "push"}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("run", "nowhere.yaml"),
+        ("train", "CONFIG", "--train.lrr", "3", "--train.max_stepss", "3"),
+        ("export", "CONFIG", "--no-upstream"),
+        ("run", "CONFIG", "--force", "nothing"),
+        ("run",),
+        ("nothing",),
+        ("plan", "CONFIG", "--nothing"),
+        ("check", "FOLDER"),
+        ("chat", "FOLDER"),
+        ("eval", "FOLDER"),
+        ("report", "FOLDER"),
+        ("artifacts", "show", "nothing"),
+        ("data", "show", "nowhere.yaml"),
+        ("translate", "nowhere.yaml"),
+        ("init", "nothing"),
+    ],
+)
+def test_every_fault_begins_with_error_once(words, config):
+    named = {"CONFIG": config, "FOLDER": config.parent}
+    said = penstock(*(named.get(word, word) for word in words))
+    assert said.code
+    assert said.err.startswith("error: ")
+    assert said.err.count("error: ") == 1

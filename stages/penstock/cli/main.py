@@ -170,7 +170,18 @@ def _stage_command(name: Any, summary: str) -> None:
 
         end(console, command)
 
-    app.command(name, help=summary)(stage_command)
+    def that_trains_nothing(
+        config: Config,
+        force: Force = [],  # noqa: B006
+        start: From = None,
+        no_upstream: NoUpstream = False,
+        dry_run: DryRun = False,
+        as_json: AsJson = False,
+        debug: Debug = False,
+    ) -> None:
+        stage_command(config, force, start, False, no_upstream, dry_run, as_json, debug)
+
+    app.command(name, help=summary)(that_trains_nothing if name == "reference" else stage_command)
 
 
 @app.command()
