@@ -96,10 +96,10 @@ def _settings(model: Path, adapter: Path | None) -> RunConfig:
     run = loads(
         {
             "model": {"model_path": str(model)},
-            # Required of a run, and read by nobody here.
+            # Data and a folder for results are required of a run, and used by nobody here.
             "data": {"datasets": [{"path": "builtin:arithmetic", "type": "chat"}]},
             "train": {
-                "output_dir": str(model),
+                "output_dir": "outputs/chat",
                 "data_parallel_mode": "none",
                 "precision": "fp32" if stored == "float32" else "bf16",
                 "enable_gradient_checkpointing": False,
