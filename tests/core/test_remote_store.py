@@ -197,6 +197,19 @@ def test_what_was_sent_is_not_sent_again(machine):
     assert after == before
 
 
+@pytest.mark.parametrize("damage", ["[]", "7", '{"a.txt": 7}', '{"a.txt": {"bytes": 1}}', "{"])
+def test_where_notes_of_what_was_sent_are_damaged_it_is_sent_again(machine, damage):
+    step = machine(Letters(), "here")
+    realize(step)
+    place = Place.of(step.remote or "")
+    (place / MANIFEST).delete()
+    (place / "a.txt").write(b"?")
+    step.path.with_name(f".{step.path.name}.sent.json").write_text(damage)
+    assert realize(step).status == "cached"
+    assert (place / "a.txt").read() == b"a"
+    assert (place / MANIFEST).read() == (step.path / MANIFEST).read_bytes()
+
+
 def test_a_damaged_or_dangerous_result_is_not_taken(machine):
     step = machine(Letters(), "here")
     realize(step)

@@ -139,7 +139,7 @@ class Depot:
 
     def _is_there(self, name: str, info: Info | None) -> bool:
         noted = self._sent.get(name)
-        if info is None or noted is None or noted["version"] is None:
+        if info is None or noted is None or noted.get("version") is None:
             return False
         return noted == {**_stamp(self.folder / name), "version": version_of(info)}
 
@@ -190,7 +190,9 @@ def _stamp(path: Path) -> dict[str, Any]:
 
 
 def _read_notes(notes: Path) -> dict[str, dict[str, Any]]:
+    """What was sent, as far as it can be read: what is not known is sent again."""
     try:
-        return read_json(notes)
-    except (OSError, ValueError):
+        found = read_json(notes)
+        return {name: dict(noted) for name, noted in found.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
         return {}
