@@ -203,6 +203,30 @@ def trains_until(words, url, step, variables):
 
 
 @pytest.mark.slow
+def test_the_page_in_a_bucket_tells_what_eval_finds(bucket, tmp_path, on):
+    on("first")
+    config = write_run(
+        tmp_path / "run",
+        data={"dataset_prepared_path": f"{bucket}/prepared"},
+        train={"output_dir": f"{bucket}/out"},
+        pipeline={"artifacts_path": f"{bucket}/artifacts"},
+    )
+    out = Place.of(f"{bucket}/out")
+    assert penstock("run", config).code == 0
+    assert b"Held-out prompts have not been asked yet" in ((out / "report.html").read() or b"")
+    said = penstock("eval", config, "--json")
+    assert said.code == 0, said.err
+    right = f"{said.last['right']} of {said.last['asked']}, "
+    assert right in ((out / "report.html").read() or b"").decode()
+    assert {"eval_results.json", "shown_data.json"} <= set(out.files())
+    # Another machine has what the manifest lists, and no page can be made of that.
+    on("second")
+    said = penstock("eval", config, "--json")
+    assert said.code == 0, said.err
+    assert "the report does not show it" in said.err
+
+
+@pytest.mark.slow
 @pytest.mark.dist
 def test_training_that_was_stopped_goes_on_on_another_machine(bucket, tmp_path, on):
     config = write_run(

@@ -11,7 +11,7 @@ from penstock.config.load import load, loads
 from penstock.config.overrides import Override
 from penstock.config.run import RunConfig
 from penstock.core.depot import Depot
-from penstock.core.errors import ArtifactError, ConfigError, StageError
+from penstock.core.errors import ConfigError, PenstockError, StageError
 from penstock.core.os_faults import reason_of
 from penstock.core.store import Step, obtain
 from penstock.plan import Plan, plan
@@ -148,7 +148,8 @@ def _show_in_report(trained: Step, console: Console) -> None:
             Depot(trained.remote, trained.path).send([EVAL_RESULTS, REPORT])
     except OSError as error:
         console.say(f"the report does not show it: {reason_of(error)}")
-    except ArtifactError as error:
+    except PenstockError as error:
+        # Of a run that lies elsewhere this machine may have the result and nothing else.
         console.say(f"the report does not show it: {error}")
 
 
