@@ -31,6 +31,7 @@ from penstock.engine.parallel.nearest import Candidate
 from penstock.engine.parallel.nvlink import require_nvlink, require_one_machine
 from penstock.engine.positions import (
     require_prompts_apart,
+    require_rows_within_positions,
     require_whole_documents,
     shares_tokens,
 )
@@ -225,6 +226,7 @@ def check_weights(run: RunConfig) -> None:
 def check_model(run: RunConfig) -> None:
     """Refuse a model that is not trained here, and weights in a folder of this machine that are
     not those its config.json implies: what only the ranks would find out otherwise."""
+    from penstock.adapters.matching import require_adaptable
     from penstock.engine.weight_files import require_weights
     from penstock.models.published import declared_in
     from penstock.models.registry import family_of
@@ -232,6 +234,16 @@ def check_model(run: RunConfig) -> None:
     config = config_of(run)
     family = family_of(config)
     shape = family.read(config)
+    widest = max(shape.hidden_size, shape.intermediate_size)
+    if run.lora.enable_lora and run.lora.lora_rank > widest:
+        raise ConfigError(
+            f"lora.lora_rank is {run.lora.lora_rank}, and the model's layers are at most {widest} "
+            "wide: an adapter of that rank is larger than the layer itself.\n"
+            "  Write a smaller rank, such as 16, or lora.enable_lora: false to train all weights."
+        )
+    require_rows_within_positions(run, shape)
+    if run.lora.enable_lora:
+        require_adaptable(shape)
     path = run.model.model_path
     if path is None or is_url(path) or not Path(path).expanduser().is_dir():
         return

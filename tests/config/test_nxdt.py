@@ -21,6 +21,7 @@ from penstock.config.load import loads
 from penstock.config.run import RunConfig
 from penstock.machine import check_entries, check_machine, config_of
 from penstock.models.registry import family_of
+from penstock.models.shape import LearnedPositions
 from penstock.optim.schedule import lr_at
 from tests.config.nxdt_keys import (
     CHANGES,
@@ -116,20 +117,13 @@ def test_every_key_that_is_documented_is_known() -> None:
     assert {row["key"] for row in rows} <= NXDT.keys
 
 
-LEARNS_POSITIONS = "megatron_gpt_config"
-
-
 @pytest.mark.skipif(not EXAMPLES, reason="needs ../shared/examples")
 @pytest.mark.parametrize("ranks", [1, 8])
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
 def test_published_files_are_runs(file: Path, ranks: int) -> None:
     translation, faults = load_translation(file, None, Devices(ranks, has_gpus=False))
     assert translation.dialect == "nxdt"
-    refused = [line.key for line in translation.of("unknown", "refused")]
-    if file.stem == LEARNS_POSITIONS:
-        assert refused == ["model.position_embedding_type"]
-        return
-    assert not refused
+    assert not translation.of("unknown", "refused")
     assert not faults
     # Their models lie on other machines: one that is here stands in.
     settings = deepcopy(dict(translation.settings))
@@ -340,17 +334,52 @@ def test_parts_that_no_architecture_has_together_are_refused(
     assert [line for line in refused if says in line.why]
 
 
-@pytest.mark.parametrize("written", [True, False])
-def test_learned_positions_are_refused_with_what_to_write_and_never_become_rotary(
-    written: bool,
+LEARNED = {
+    **MEGATRON,
+    **SMALL,
+    "model.position_embedding_type": "learned_absolute",
+    **LAYER,
+    **GELU,
+}
+NORMAL = {"model.layernorm_epsilon": 1e-5}
+
+
+@pytest.mark.parametrize("biased", [True, False])
+def test_learned_positions_make_an_opt_of_a_model_of_numbers(biased: bool) -> None:
+    keys = {"model.has_bias": biased, "model.ffn_hidden_size": 96, "model.init_method_std": 0.25}
+    run = run_of({**LEARNED, **NORMAL, **keys, "model.max_position_embeddings": 8192})
+    config = config_of(run)
+    decoder = family_of(config).read(config)
+    assert config["model_type"] == "opt"
+    assert decoder.learned_positions == LearnedPositions(8192 + 2, 2)
+    found = (decoder.norm, decoder.rms_norm_eps, decoder.gated, decoder.activation)
+    assert found == ("layer", 1e-5, False, "gelu")
+    assert (decoder.qkv_bias, decoder.o_bias, decoder.mlp_bias) == (biased,) * 3
+    assert (decoder.intermediate_size, decoder.initializer_range) == (96, 0.25)
+    check_entries(run)
+    theirs = transformers.AutoConfig.for_model(**config)
+    assert (theirs.ffn_dim, theirs.enable_bias, theirs.dropout) == (96, biased, 0.0)
+    assert (theirs.activation_function, theirs.do_layer_norm_before) == ("gelu", True)
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "says"),
+    [
+        ({"model.normalization": "rmsnorm"}, "position_embedding_type", "rmsnorm, learned"),
+        ({"model.activation": "swiglu"}, "position_embedding_type", "swiglu"),
+        ({"model.moe.num_experts": 4}, "position_embedding_type", "experts"),
+        ({"model.num_kv_heads": 2}, "num_kv_heads", "write 4"),
+        ({"model.kv_channels": 8}, "kv_channels", "leave it out"),
+        ({"model.layernorm_epsilon": 1e-6}, "layernorm_epsilon", "write 1e-05"),
+    ],
+)
+def test_learned_positions_are_refused_where_no_architecture_has_the_rest(
+    keys: dict[str, Any], key: str, says: str
 ) -> None:
-    key = "model.position_embedding_type"
-    keys = {**MEGATRON, **SMALL, key: "learned_absolute" if written else None}
-    line = line_of(translated(keys), key)
+    line = line_of(translated({**LEARNED, **NORMAL, **keys}), f"model.{key}")
     assert line.kind == "refused"
-    assert "write position_embedding_type: rope" in line.why
-    assert ("NxDT's default" in line.why) is not written
-    assert line_of(translated({key: "learned_absolute"}), key).kind == "no effect"
+    assert says in line.why
+    assert "position_embedding_type: rope" in line.why
 
 
 def test_the_file_of_a_models_config_is_said_by_its_folder():

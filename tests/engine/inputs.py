@@ -65,6 +65,18 @@ MODELS: Mapping[str, dict[str, Any]] = {
             "partial_rotary_factor": 0.5,
         },
     },
+    "learned positions": {
+        "model_type": "opt",
+        "architectures": ["OPTForCausalLM"],
+        "tie_word_embeddings": True,
+        "activation_function": "gelu",
+        "ffn_dim": 48,
+        "dropout": 0.0,
+        # Of a padding token transformers would leave the embedding as it is.
+        "pad_token_id": None,
+        # Of keys that do not turn a bias changes nothing, and its gradient is what rounding leaves.
+        "enable_bias": False,
+    },
 }
 SHAPE = {
     "vocab_size": runs.VOCAB + 11,  # a prime: no two ranks hold as much of it

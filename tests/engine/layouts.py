@@ -181,6 +181,21 @@ WITH_LAYER_NORMS = (
 )
 """Norms with biases, a share of each head turned, and networks without a gate."""
 
+
+def _positions(name: str, /, **settings: Any) -> Layout:
+    return laid(f"learned positions, {name}", kind="learned positions", **settings)
+
+
+WITH_LEARNED_POSITIONS = (
+    _positions("shard 2", shard=2),
+    _positions("tp 2, sequence parallel", tp=2, model={"merge_qkv": False}, **SPLIT),
+    _positions("tp 2", tp=2),
+    _positions("pp 2", pp=2),
+    _positions("ring 2", ring=2),
+    _positions("ulysses 2", ulysses=2),
+)
+"""A table of positions beside the embedding, and tensors that a checkpoint calls otherwise."""
+
 ZBV: dict[str, Any] = {"pipeline_parallel_schedule": "ZBVZeroBubble"}
 NORMED: dict[str, Any] = {"kind": "untied", "lora": "normed"}
 FORMED = (
@@ -322,6 +337,7 @@ LAYOUTS = {
         *ADAPTED,
         *SINKS,
         *WITH_LAYER_NORMS,
+        *WITH_LEARNED_POSITIONS,
         *FORMED,
         *MERGING,
         *QUANTISED,

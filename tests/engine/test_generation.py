@@ -50,6 +50,7 @@ FAMILIES = {
     },
     "experts": {**MODELS["experts"], "mlp_only_layers": [1]},
     "sinks": {**MODELS["sinks"], "sliding_window": 11},
+    "learned positions": MODELS["learned positions"],
     "dynamic": {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],

@@ -88,8 +88,11 @@ def reference(folder):
     return made
 
 
+LATER = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("untied", "learned positions")]
+
+
 @pytest.mark.dist
-@pytest.mark.parametrize("kind", ["tied", pytest.param("untied", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["tied", *LATER])
 def test_one_process_computes_what_transformers_does(kind, folder, reference):
     trace, files = reference(alone(kind).name)
     assert all(norm > MAX_NORM for norm in trace.norms), "what is clipped must differ"

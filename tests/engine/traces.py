@@ -126,21 +126,16 @@ def trace_of_transformers(folder: Path, kind: str, rows: list[list[int]]) -> Tra
 def loss_of_transformers(
     model: torch.nn.Module, packed: PackedRows, rows: list[int]
 ) -> torch.Tensor:
-    """The loss of a step over these rows.
-
-    Documents in a row are apart for it in this call form alone: position ids, no mask, no cache.
-    """
+    """The loss of a step over these rows, one document after another: not all models of
+    transformers keep documents of a row apart."""
     trained, total = 0, torch.zeros(())
     for number in rows:
         row = packed.row(number)
         labels = torch.tensor(row.labels, dtype=torch.int64)
-        positions = torch.cat([torch.arange(length) for length in row.lengths.tolist()])
-        logits = model(
-            input_ids=torch.tensor(row.input_ids, dtype=torch.int64)[None],
-            position_ids=positions[None],
-            attention_mask=None,
-            use_cache=False,
-        ).logits[0]
+        documents = torch.tensor(row.input_ids, dtype=torch.int64).split(row.lengths.tolist())
+        logits = torch.cat(
+            [model(input_ids=ids[None], use_cache=False).logits[0] for ids in documents]
+        )
         total = total + torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
         trained += int((labels != -100).sum())
     return total / trained

@@ -26,6 +26,8 @@ def built(*, merge_qkv=False, tied=False, device="cpu", model_type="qwen3"):
     read = {**CONFIG, "model_type": model_type, "tie_word_embeddings": tied}
     if model_type == "stablelm":  # its heads share the hidden size
         del read["head_dim"]
+    if model_type == "opt":
+        read["ffn_dim"] = read["intermediate_size"]
     config = family.read(read)
     with torch.device(device):
         return Decoder(config, merge_qkv=merge_qkv), family.weight_map(config, merge_qkv=merge_qkv)
@@ -148,3 +150,14 @@ def test_attention_in_bf16_is_that_of_rounded_inputs_in_the_precision_they_came_
     want = attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), segments, 0.3, 3, sinks)
     assert got.dtype == torch.float32
     assert torch.equal(got, want.float())
+
+
+def test_a_document_beyond_the_learned_positions_is_refused_and_positions_begin_anew_in_each():
+    model, _ = built(model_type="opt")
+    table = model.model.embed_positions
+    assert table is not None
+    assert table.weight.shape == (64 + 2, 48)
+    at = torch.tensor([0, 1, 63, 0, 1])
+    assert torch.equal(table(at), table.weight[at + 2])
+    with pytest.raises(ValueError, match=r"more than 64 tokens, and the model learns 64 positions"):
+        table(torch.tensor([0, 64]))

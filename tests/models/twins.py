@@ -57,6 +57,8 @@ FAMILIES |= {
     "nemotron-biased": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 6},
     "stablelm": {"rope_parameters": SHARE},
     "stablelm-biased": {"use_qkv_bias": True},
+    "opt": {"ffn_dim": 80, "activation_function": "gelu", "dropout": 0.0, "num_key_value_heads": 6},
+    "opt-unbiased": {"ffn_dim": 72, "dropout": 0.0, "enable_bias": False},
     "glm4_moe-dense": {
         "head_dim": 16,
         "first_k_dense_replace": 3,
@@ -200,8 +202,14 @@ def assert_gradients_equal(got, expected):
     assert got.keys() == expected.keys()
     for name, gradient in expected.items():
         error, norm = (got[name] - gradient).norm(), gradient.norm()
+        if name.startswith("model.decoder.") and name.endswith("k_proj.bias"):
+            # Where nothing turns it adds the same to all scores of a token, which changes nothing.
+            assert max(error, norm) < 1e-5 * expected[name.replace("k_proj", "v_proj")].norm()
+            continue
+        # Scores that the biases of keys raise alike have fewer digits.
+        limit = 3e-5 if name.startswith("model.decoder.") else 1e-5
         # Both are 0 for an expert that no token chose.
-        assert error <= 1e-5 * norm, f"{name}: {error:.1e} of {norm:.1e}"
+        assert error <= limit * norm, f"{name}: {error:.1e} of {norm:.1e}"
 
 
 def packed_logits(model: nn.Module, ids) -> torch.Tensor:

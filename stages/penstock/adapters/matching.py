@@ -8,8 +8,9 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from penstock.adapters.names import EACH, EMBEDDING, EXPERTS
-from penstock.core.errors import ConfigError
+from penstock.core.errors import CapabilityError, ConfigError
 from penstock.models.names import EMBEDDING_WEIGHT
+from penstock.models.shape import DecoderConfig, TensorNames
 from penstock.models.weights import LAYERS, WeightMap
 
 ALL_LINEAR = "all-linear"
@@ -97,6 +98,16 @@ def require_layers(targets: Iterable[str], names: WeightMap) -> None:
     modules = {native.rpartition(".")[0] for native in names.native_names()}
     routers = sorted(module for module in modules if module.endswith(ROUTER))
     chosen_names(targets, layers, routers, is_tied=names.config.tie_word_embeddings)
+
+
+def require_adaptable(config: DecoderConfig) -> None:
+    """Raise CapabilityError for a model that bears no adapters."""
+    if config.names != TensorNames():
+        raise CapabilityError(
+            "lora.enable_lora is true, and adapters take their names from layers that this model's"
+            f" checkpoints call otherwise ({config.names.up_proj}, …).\n"
+            "  Write lora.enable_lora: false."
+        )
 
 
 def linear_layers(names: WeightMap) -> Iterator[Linear]:

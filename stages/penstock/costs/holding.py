@@ -9,7 +9,7 @@ from penstock.config.quantising import PAIRS, is_among
 from penstock.config.run import written
 from penstock.costs.cut import Cut
 from penstock.engine.parallel.split import layers_of_stages, stages_of_rank
-from penstock.models.names import EMBEDDING_WEIGHT, HEAD_WEIGHT
+from penstock.models.names import EMBEDDING_WEIGHT, HEAD_WEIGHT, POSITIONS_WEIGHT
 from penstock.models.roles import Role
 from penstock.models.weights import LAYERS
 
@@ -107,7 +107,7 @@ def _is_here(name: str, layers: list[int], *, begins: bool, ends: bool) -> bool:
     layer = layer_of(name)
     if layer != ROOT:
         return layer in layers
-    return begins if name == EMBEDDING_WEIGHT else ends
+    return begins if name in (EMBEDDING_WEIGHT, POSITIONS_WEIGHT) else ends
 
 
 def layer_of(name: str) -> int:

@@ -17,6 +17,7 @@ import torch
 
 from penstock.adapters.inject import LoraSpec, inject
 from penstock.adapters.lora_experts import Form
+from penstock.adapters.matching import require_adaptable
 from penstock.adapters.names import MAGNITUDE, factor_of
 from penstock.adapters.start import initial_lora
 from penstock.adapters.targets import chosen_layers
@@ -287,6 +288,7 @@ def build_empty(
                 router.requires_grad_(False)
         base.quantise(model)
         if run.lora.enable_lora:
+            require_adaptable(base.names.config)
             inject(model, lora_spec(run, family))
             if keeps_only_adapters(run.lora):
                 keep_frozen_in(getattr(torch, run.train.computes_in), model)

@@ -18,7 +18,7 @@ from penstock.engine.origin import SchemeName
 from penstock.engine.quantising import matrices
 from penstock.engine.safetensors_file import Kind
 from penstock.models.family import Family
-from penstock.models.names import EMBEDDING_WEIGHT, HEAD_WEIGHT
+from penstock.models.names import HEAD_WEIGHT
 from penstock.models.weights import WeightMap
 from penstock_kernels.quant import Format, largest, quantise
 
@@ -115,10 +115,11 @@ def quantiser_for(scheme: SchemeName, family: Family, names: WeightMap) -> Quant
         for native, _ in matrices(names, family.roles)
         for name in names.hf_names(native)
     }
+    stored = names.config.names
     untouched = {
         _layer(name)
         for name, shape in hf_shapes.items()
-        if len(shape) == 2 and name not in chosen and name != EMBEDDING_WEIGHT
+        if len(shape) == 2 and name not in {*chosen, stored.embedding, stored.positions}
     }
     kept = compressed_tensors.format_for(scheme, chosen)
     # A tied head has no tensor, and yet is a linear layer.

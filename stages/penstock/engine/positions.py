@@ -1,13 +1,15 @@
-"""Who may share the tokens of a document, if how they turn follows from all of it.
+"""What documents a model's positions allow, and who may share the tokens of one if how they turn
+follows from all of it.
 
 No torch here: it is judged before any process starts.
 """
 
 from penstock.config.data import DataConfig
+from penstock.config.run import RunConfig, written
 from penstock.config.train import TrainConfig
-from penstock.core.errors import CapabilityError
+from penstock.core.errors import CapabilityError, ConfigError
 from penstock.models.hf_config import HfConfig, rope_parameters
-from penstock.models.shape import BY_DOCUMENT
+from penstock.models.shape import BY_DOCUMENT, DecoderConfig
 
 
 def shares_tokens(train: TrainConfig) -> bool:
@@ -43,4 +45,26 @@ def require_prompts_apart(data: DataConfig, hf: HfConfig) -> None:
             "data.share_prompts lays both answers to a prompt into one document, and the model's "
             f"rotary embedding is of the kind {kind!r} (rope_parameters in config.json), which "
             "goes by the lengths of documents.\n  Write data.share_prompts: false."
+        )
+
+
+def require_rows_within_positions(run: RunConfig, config: DecoderConfig) -> None:
+    """Raise ConfigError where documents may have more tokens than a learned table has positions.
+
+    Rows whose length follows from the data are looked at when their tokens come to the model.
+    """
+    data, limit = run.data, config.max_position_embeddings
+    if config.learned_positions is None or not written(run, "data.sample_packing_sequence_len"):
+        return
+    row = data.sample_packing_sequence_len
+    joins = data.sample_packing_method == "wrapped" or not data.isolate_samples
+    longest = (
+        row if joins else max([source.max_seq_len or row for source in data.datasets] or [row])
+    )
+    if longest > limit:
+        raise ConfigError(
+            f"data.sample_packing_sequence_len is {row}, and the model learns {limit} positions "
+            "(max_position_embeddings): later tokens of a document would have none.\n"
+            f"  Write {limit} or less"
+            + ("." if joins else f", or max_seq_len: {limit} in each source.")
         )

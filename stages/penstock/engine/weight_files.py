@@ -10,7 +10,7 @@ from pathlib import Path
 from penstock.core.errors import CapabilityError
 from penstock.core.safetensors_header import files_by_tensor, read_header, unreadable
 from penstock.models.published import MXFP4
-from penstock.models.weights import LAYERS, Shape
+from penstock.models.weights import Shape
 
 TOGETHER = "Check that model.model_path and model.config_path belong together."
 
@@ -56,7 +56,7 @@ def require_shape(name: str, found: Shape, implied: Shape) -> None:
 
 def _require_no_more_layers(names: Iterable[str], num_layers: int) -> None:
     """Refuse layers that would be left out without a word."""
-    found = (re.match(rf"{re.escape(LAYERS)}(\d+)\.", name) for name in names)
+    found = (re.match(r"model\.(?:decoder\.)?layers\.(\d+)\.", name) for name in names)
     layers = {int(match[1]) for match in found if match}
     if more := sorted(layer for layer in layers if layer >= num_layers):
         raise CapabilityError(

@@ -19,6 +19,7 @@ from penstock.models.layers.experts import ExpertOperations, operations_of
 from penstock.models.layers.mixture import MixtureOfExperts
 from penstock.models.layers.norm import norm_of
 from penstock.models.layers.operations import BEST_OPERATIONS, Operations
+from penstock.models.layers.positions import PositionTable
 from penstock.models.layers.rotary import Rotary
 from penstock.models.layers.router import Precision, Router
 from penstock.models.layers.run import Run, direct
@@ -68,6 +69,8 @@ class Trunk(nn.Module):
         self.embed_tokens = (
             nn.Embedding(config.vocab_size, config.hidden_size) if part.begins else None
         )
+        positions = config.learned_positions if part.begins else None
+        self.embed_positions = positions and PositionTable(positions, config.hidden_size)
         # By number, so that a layer keeps its name whichever others are here.
         self.layers = nn.ModuleDict(
             {
@@ -169,7 +172,7 @@ class Decoder(nn.Module):
         `reduce` is called in here so that it finds the head's weight whole, whatever wraps the
         model to hold only a part of it between calls.
         """
-        x_TD = self._embedded(inputs)
+        x_TD = self._embedded(inputs, position_ids_T)
         cos_TH, sin_TH = self.rotary.angles(position_ids_T, x_TD.dtype, segments)
         for layer in self.model.layers.values():
             x_TD = self.run_layer(layer, x_TD, cos_TH, sin_TH, segments)
@@ -178,12 +181,15 @@ class Decoder(nn.Module):
         x_TD = self.model.norm(x_TD)
         return self.lm_head(x_TD) if reduce is None else reduce(x_TD, self.lm_head)
 
-    def _embedded(self, inputs: torch.Tensor) -> torch.Tensor:
+    def _embedded(self, inputs: torch.Tensor, position_ids_T: torch.Tensor) -> torch.Tensor:
         """Embeddings, in autocast's dtype where it is on: the residual stream keeps the dtype it
         starts with, and a stream in fp32 would undo what autocast is for."""
         if self.model.embed_tokens is None:
             return inputs
-        return as_autocast(self.model.embed_tokens(inputs))
+        x_TD = self.model.embed_tokens(inputs)
+        if self.model.embed_positions is not None:
+            x_TD = x_TD + self.model.embed_positions(position_ids_T)
+        return as_autocast(x_TD)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True):
         """Move or convert parameters as usual. Torch gives each module its own new Parameter when

@@ -72,21 +72,28 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def decoder_config(
-    hf: HfConfig, *, faults: Iterable[str] = (), hidden_act: str = "silu", **specific: Any
+    hf: HfConfig,
+    *,
+    faults: Iterable[str] = (),
+    hidden_act: str = "silu",
+    named: Mapping[str, str] | None = None,
+    **specific: Any,
 ) -> DecoderConfig:
     """The DecoderConfig of a config.json; `specific` is what the family alone knows, and goes
     before what the file says. `faults` are what the family finds that is not computed, and
-    `hidden_act` is the family's activation where the file names none.
+    `hidden_act` is the family's activation where the file names none. `named` are entries that the
+    family's files call otherwise.
 
     Raises:
         ConfigError: a needed number is missing.
         CapabilityError: it asks for something that the decoder does not compute.
     """
     activations = ACTIVATIONS if specific.get("gated", True) else UNGATED
-    written = given(hf, "hidden_act", hidden_act)
+    inner, act = ((named or {}).get(name, name) for name in ("intermediate_size", "hidden_act"))
+    written = given(hf, act, hidden_act)
     computed = SILU if specific.get("experts") else tuple(activations)
     if written not in computed:
-        faults = (*faults, f"hidden_act is {written!r}; {', '.join(computed)} are computed")
+        faults = (*faults, f"{act} is {written!r}; {', '.join(computed)} are computed")
     refuse_what_is_not_computed(
         hf, faults, windows="computed" if "sliding_layers" in specific else "refused"
     )
@@ -95,7 +102,7 @@ def decoder_config(
     fields = {
         "vocab_size": required(hf, "vocab_size"),
         "hidden_size": hidden,
-        "intermediate_size": required(hf, "intermediate_size"),
+        "intermediate_size": required(hf, inner),
         "num_hidden_layers": required(hf, "num_hidden_layers"),
         "num_attention_heads": heads,
         "num_key_value_heads": given(hf, "num_key_value_heads", heads),

@@ -12,6 +12,7 @@ from penstock.models.families.jais2 import JAIS2
 from penstock.models.families.llama import LLAMA
 from penstock.models.families.mixtral import MIXTRAL
 from penstock.models.families.nemotron import NEMOTRON
+from penstock.models.families.opt import OPT
 from penstock.models.families.qwen2 import QWEN2
 from penstock.models.families.qwen3 import QWEN3
 from penstock.models.families.qwen3_moe import QWEN3_MOE
@@ -35,6 +36,7 @@ FAMILIES = {
         JAIS2,
         NEMOTRON,
         STABLELM,
+        OPT,
     )
 }
 

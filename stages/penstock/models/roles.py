@@ -85,6 +85,9 @@ DECODER_GRAINS: Mapping[str, Grain] = {
     "up_proj": Grain.FEATURE,
     "down_proj": Grain.FEATURE,
     "lm_head": Grain.TOKEN,
+    "out_proj": Grain.QUERY_HEAD,
+    "fc1": Grain.FEATURE,
+    "fc2": Grain.FEATURE,
 }
 """What the rows (those of a `NARROW` layer: the columns) of a checkpoint's layer are, by the last
 part of its name; the same for every family so far."""

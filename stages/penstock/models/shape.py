@@ -46,6 +46,39 @@ class ExpertNames:
 
 
 @dataclass(frozen=True)
+class TensorNames:
+    """What a checkpoint calls the parts of a decoder without experts."""
+
+    trunk: str = "model"
+    norm: str = "norm"
+    """The last one."""
+    attention_norm: str = "input_layernorm"
+    network_norm: str = "post_attention_layernorm"
+    o_proj: str = "self_attn.o_proj"
+    up_proj: str = "mlp.up_proj"
+    down_proj: str = "mlp.down_proj"
+
+    @property
+    def embedding(self) -> str:
+        """The table of tokens."""
+        return f"{self.trunk}.embed_tokens.weight"
+
+    @property
+    def positions(self) -> str:
+        """The table of positions, where one is learned."""
+        return f"{self.trunk}.embed_positions.weight"
+
+
+@dataclass(frozen=True)
+class LearnedPositions:
+    """A table that is added to embeddings; queries and keys are then not turned."""
+
+    rows: int
+    first: int
+    """The row of a document's first token."""
+
+
+@dataclass(frozen=True)
 class ClampedGate:
     """Experts as gpt-oss has them: `clamp(gate) * sigmoid(alpha * clamp(gate)) * (clamp(up) + 1)`
     for the activation, biases on all their matrices, and these in tensors of all experts together,
@@ -138,6 +171,8 @@ class DecoderConfig:
         default_factory=lambda: {"rope_type": "default", "rope_theta": 10_000.0}
     )
     """As transformers 5 writes them: rope_type, rope_theta and what the type needs."""
+    learned_positions: LearnedPositions | None = None
+    """None: positions are rotary."""
     rope_pairs: RotaryPairs = "halves"
     """Which features are turned together: each with the one half a head further on, or each two
     neighbours. Neighbours are turned in fp32, as the one family that has them was trained."""
@@ -161,6 +196,7 @@ class DecoderConfig:
     """The numbers of the layers whose attention sees a window; the others' sees all of the past."""
     initializer_range: float = 0.02
     experts: ExpertsConfig | None = None
+    names: TensorNames = field(default_factory=TensorNames)
 
     def __post_init__(self) -> None:
         """Refuse numbers that do not fit one another."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from penstock.models.names import EMBEDDING_WEIGHT, HEAD_WEIGHT, SELECTION_BIAS
+from penstock.models.names import EMBEDDING_WEIGHT, HEAD_WEIGHT, POSITIONS_WEIGHT, SELECTION_BIAS
 from penstock.models.shape import DecoderConfig, ExpertsConfig
 
 FUSED = "qkv_proj"
@@ -89,27 +89,32 @@ class WeightMap:
     def _each(self) -> Iterator[tuple[str, _Native]]:
         config = self.config
         table = (config.vocab_size, config.hidden_size)
-        yield _same(EMBEDDING_WEIGHT, table)
+        names = config.names
+        yield _renamed(EMBEDDING_WEIGHT, names.embedding, table)
+        if positions := config.learned_positions:
+            yield _renamed(POSITIONS_WEIGHT, names.positions, (positions.rows, table[1]))
         for layer in range(config.num_hidden_layers):
-            at = f"{LAYERS}{layer}"
-            yield from self._norm(f"{at}.input_layernorm")
-            yield from self._attention(f"{at}.self_attn")
-            yield from self._norm(f"{at}.post_attention_layernorm")
+            at, stored = f"{LAYERS}{layer}", f"{names.trunk}.layers.{layer}"
+            yield from self._norm(f"{at}.input_layernorm", f"{stored}.{names.attention_norm}")
+            yield from self._attention(at, stored)
+            network_norm = f"{stored}.{names.network_norm}"
+            yield from self._norm(f"{at}.post_attention_layernorm", network_norm)
             if experts := config.experts_of(layer):
                 yield from self._mixture(at, experts)
             else:
-                yield from self._network(f"{at}.mlp", f"{at}.mlp", config.intermediate_size)
-        yield from self._norm("model.norm")
+                yield from self._network(at, stored)
+        yield from self._norm("model.norm", f"{names.trunk}.{names.norm}")
         if not config.tie_word_embeddings:
             yield _same(HEAD_WEIGHT, table)
 
-    def _norm(self, at: str) -> Iterator[tuple[str, _Native]]:
+    def _norm(self, at: str, stored: str) -> Iterator[tuple[str, _Native]]:
         leaves = ("weight",) if self.config.norm == "rms" else ("weight", "bias")
         for leaf in leaves:
-            yield _same(f"{at}.{leaf}", (self.config.hidden_size,))
+            yield _renamed(f"{at}.{leaf}", f"{stored}.{leaf}", (self.config.hidden_size,))
 
-    def _attention(self, at: str) -> Iterator[tuple[str, _Native]]:
+    def _attention(self, layer: str, stored_layer: str) -> Iterator[tuple[str, _Native]]:
         config = self.config
+        at, stored = f"{layer}.self_attn", f"{stored_layer}.self_attn"
         width, parts = config.hidden_size, config.qkv_parts
         if config.attention_sinks:
             yield _same(f"{at}.sinks", (config.num_attention_heads,))
@@ -120,23 +125,35 @@ class WeightMap:
                     f"{at}.{FUSED}.{leaf}",
                     _Native(
                         (sum(parts.values()), *rest),
-                        {f"{at}.{part}.{leaf}": (rows, *rest) for part, rows in parts.items()},
+                        {f"{stored}.{part}.{leaf}": (rows, *rest) for part, rows in parts.items()},
                     ),
                 )
         else:
             for part, rows in parts.items():
                 for leaf, rest in leaves.items():
-                    yield _same(f"{at}.{part}.{leaf}", (rows, *rest))
-        yield from _linear(f"{at}.o_proj", f"{at}.o_proj", (width, parts["q_proj"]), config.o_bias)
+                    name = f"{part}.{leaf}"
+                    yield _renamed(f"{at}.{name}", f"{stored}.{name}", (rows, *rest))
+        out = f"{stored_layer}.{config.names.o_proj}"
+        yield from _linear(f"{at}.o_proj", out, (width, parts["q_proj"]), config.o_bias)
         if config.qk_norm:
             for norm in ("q_norm", "k_norm"):
                 yield _same(f"{at}.{norm}.weight", (config.head_dim,))
 
-    def _network(self, at: str, stored: str, inner: int) -> Iterator[tuple[str, _Native]]:
-        width, bias = self.config.hidden_size, self.config.mlp_bias
+    def _network(self, layer: str, stored: str) -> Iterator[tuple[str, _Native]]:
+        """That of a layer without experts."""
+        config, names = self.config, self.config.names
+        up, bias = (config.intermediate_size, config.hidden_size), config.mlp_bias
+        if config.gated:
+            yield from _linear(f"{layer}.mlp.gate_proj", f"{stored}.mlp.gate_proj", up, bias)
+        yield from _linear(f"{layer}.mlp.up_proj", f"{stored}.{names.up_proj}", up, bias)
+        yield from _linear(f"{layer}.mlp.down_proj", f"{stored}.{names.down_proj}", up[::-1], bias)
+
+    def _shared(self, at: str, stored: str, inner: int) -> Iterator[tuple[str, _Native]]:
+        """That of experts that every token goes to."""
+        up, bias = (inner, self.config.hidden_size), self.config.mlp_bias
         for part in ("gate_proj", "up_proj") if self.config.gated else ("up_proj",):
-            yield from _linear(f"{at}.{part}", f"{stored}.{part}", (inner, width), bias)
-        yield from _linear(f"{at}.down_proj", f"{stored}.down_proj", (width, inner), bias)
+            yield from _linear(f"{at}.{part}", f"{stored}.{part}", up, bias)
+        yield from _linear(f"{at}.down_proj", f"{stored}.down_proj", up[::-1], bias)
 
     def _mixture(self, layer: str, experts: ExpertsConfig) -> Iterator[tuple[str, _Native]]:
         at, names = f"{layer}.mlp", experts.names
@@ -147,7 +164,7 @@ class WeightMap:
             yield _renamed(f"{at}.gate.{SELECTION_BIAS}", f"{stored}.{names.selection_bias}", bias)
         yield from self._experts(f"{at}.experts", f"{stored}.experts", experts)
         if experts.shared_width:
-            yield from self._network(
+            yield from self._shared(
                 f"{at}.shared_experts", f"{stored}.shared_experts", experts.shared_width
             )
 

@@ -47,7 +47,7 @@ def by_depth(bound: float, num_layers: int) -> RateOf:
     head. The formula is ERNIEKit's, in which layer 0 learns like the embedding."""
 
     def rate_of(name: str) -> float:
-        depth = 0 if "embed_tokens" in name else num_layers + 2
+        depth = 0 if "embed_" in name else num_layers + 2
         if layer := LAYER.search(name):
             depth = int(layer[1])
         return bound + depth / (num_layers + 2) * (1 - bound)

@@ -105,6 +105,17 @@ class Draft:
         if isinstance(section, dict):
             cast("dict[str, Any]", section).pop(last, None)
 
+    def rename(self, name: str, other: str) -> None:
+        """Call a setting of ours otherwise, if it has been given a value."""
+        if not self.has(name):
+            return
+        lines, value = list(self.lines_of(name)), self.value(name)
+        above, _, last = name.rpartition(".")
+        self.value(above).pop(last)
+        self.put(other, value)
+        for line in lines:
+            line.names = [other if one == name else one for one in line.names]
+
     def say(self, key: str, kind: Kind, why: str) -> None:
         """What the report says of one of their keys."""
         line = self.lines.setdefault(key, Line(key, self.get(key), kind))

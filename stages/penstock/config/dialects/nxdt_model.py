@@ -10,7 +10,12 @@ from typing import Any
 from penstock.config.dialects import nxdt_architecture
 from penstock.config.dialects.dialect import Rule, no_effect, only
 from penstock.config.dialects.draft import Draft, Entry
-from penstock.config.dialects.nxdt_architecture import ARCHITECTURES, FOUNDATION, put_architecture
+from penstock.config.dialects.nxdt_architecture import (
+    ARCHITECTURES,
+    FOUNDATION,
+    POSITIONS,
+    put_architecture,
+)
 
 LLAMA = "builtin:tiny-llama"
 """A Llama's config.json; every number of it is written over."""
@@ -18,7 +23,7 @@ LLAMA = "builtin:tiny-llama"
 VOCABULARIES = {"GPT2BPETokenizer": 50_257}
 LLAMAS_VOCABULARY = 32_000
 
-EPSILONS = sorted({one.epsilon for one in ARCHITECTURES.values()})
+EPSILONS = sorted({one.epsilon for one in ARCHITECTURES.values()} - {""})
 
 NONE = (None, "None", "none", "")
 
@@ -100,14 +105,9 @@ def _positions(entry: Entry) -> None:
     if not _of_megatron(entry):
         return
     if entry.value == "rope":
-        entry.no_effect("positions are that")
+        entry.decides(f"{FOUNDATION}.model_type")
     elif entry.value == "learned_absolute":
-        is_default = " (NxDT's default)" if entry.is_assumed else ""
-        entry.refuse(
-            f"a table of learned positions{is_default} is added to embeddings there, which no model"
-            f" family here has; write {entry.key.rpartition('.')[2]}: rope to train with rotary"
-            " positions, which is another model: one that is trained goes on there"
-        )
+        entry.decides(f"{FOUNDATION}.model_type", f"{FOUNDATION}.max_position_embeddings")
     else:
         entry.refuse("it takes learned_absolute and rope")
 
@@ -115,7 +115,9 @@ def _positions(entry: Entry) -> None:
 def _share_of_heads(entry: Entry) -> None:
     if not _of_megatron(entry):
         return
-    if not 0 < float(entry.value) <= 1:
+    if entry.get(POSITIONS) == "learned_absolute":
+        entry.no_effect("positions are learned, and nothing is turned")
+    elif not 0 < float(entry.value) <= 1:
         entry.refuse("it is a share of each head, above 0 and at most 1")
     elif float(entry.value) == 1.0:
         entry.no_effect("whole heads are turned")

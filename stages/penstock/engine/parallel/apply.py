@@ -132,7 +132,7 @@ def held_in(
         for name, parameter in part.named_parameters():
             its = pieces_here[name]
             # A head that is a copy of the embedding is treated like it, also by its name.
-            is_copy = name == HEAD_WEIGHT and its[0].tensor == EMBEDDING_WEIGHT
+            is_copy = name == HEAD_WEIGHT and its[0].tensor == part.config.names.embedding
             called = EMBEDDING_WEIGHT if is_copy else name
             group = of_experts if id(parameter) in apart else copying
             found.append(hold(called, parameter, its, copying=group))

@@ -76,10 +76,11 @@ class Cuts:
             )
         role = role_of(module, self.roles)
         if self.lends_table and name in (EMBEDDING_WEIGHT, HEAD_WEIGHT):
-            table = self._cut(EMBEDDING_WEIGHT, 0, self.span("embed_tokens"))
+            table = self._cut(self.names.config.names.embedding, 0, self.span("embed_tokens"))
             return (replace(table, copies=2),)
         if role is None:
-            return (self._uncut(name, self._how_norms_sum(module)),)
+            [tensor] = self.names.hf_names(name)
+            return (self._uncut(tensor, self._how_norms_sum(module)),)
         if role is Role.PER_HEAD:
             heads = _span(self.names.config.num_attention_heads, self.size, self.index)
             return (self._cut(name, 0, heads),)

@@ -34,6 +34,7 @@ from penstock.models.layers.block import SOCKETS, Block
 from penstock.models.layers.dropout import Dropout, WeightDropout
 from penstock.models.layers.feed_forward import FeedForward, PlainFeedForward
 from penstock.models.layers.mixture import MixtureOfExperts
+from penstock.models.layers.positions import PositionTable
 from penstock.models.layers.quantised import QuantisedMatrix
 from penstock.models.layers.router import Router
 from penstock.models.layers.run import Run
@@ -155,6 +156,8 @@ def _tell(module: nn.Module, name: str, cuts: Cuts, group: dist.ProcessGroup) ->
     if isinstance(module, FeedForward | PlainFeedForward) and module.drop:
         inner = cuts.names.config.intermediate_size
         module.drop.first_feature = cuts.span("down_proj", inner).first
+    if isinstance(module, PositionTable) and cuts.residual == "split":
+        module.positions_here = partial(share_of, group=group)
     if isinstance(module, WeightDropout):
         module.first_feature = cuts.span("q_proj").first // cuts.names.config.head_dim
     if isinstance(module, Router):

@@ -105,6 +105,7 @@ class SelfAttention(nn.Module):
         self.run_core: Callable[..., torch.Tensor] = direct
         self.drop = drop
         self.rope = operations.rope
+        self.turns = config.learned_positions is None
 
     def forward(
         self, x_TD: torch.Tensor, cos_TH: torch.Tensor, sin_TH: torch.Tensor, segments: Segments
@@ -115,7 +116,8 @@ class SelfAttention(nn.Module):
         q_TNH, k_TKH, v_TKH = (part.view(len(part), -1, self.head_dim) for part in (q, k, v))
         if self.qk_norm:
             q_TNH, k_TKH = self.q_norm(q_TNH), self.k_norm(k_TKH)
-        q_TNH, k_TKH = self.rope(q_TNH, k_TKH, cos_TH, sin_TH, self.rope_pairs)
+        if self.turns:
+            q_TNH, k_TKH = self.rope(q_TNH, k_TKH, cos_TH, sin_TH, self.rope_pairs)
         y_TNH = self.run_core(self._core, q_TNH, k_TKH, v_TKH, segments)
         return self.o_proj(y_TNH.flatten(1))
 
