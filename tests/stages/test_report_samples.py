@@ -80,6 +80,21 @@ def test_of_a_pair_the_prompt_and_both_answers_are_shown(tmp_path, share_prompts
         )
 
 
+@pytest.mark.parametrize("share_prompts", [True, False])
+def test_of_a_judged_answer_the_prompt_and_the_verdict_are_shown(tmp_path, share_prompts):
+    judged = [(side(ids(f"why {n}?"), ids(f"so {n}")), n % 2 == 0) for n in range(20)]
+    how = {"share_prompts": share_prompts, "sample_packing_sequence_len": 64}
+    shown = kept(tmp_path, judged, "kto", 20, **how)["samples"]
+    told = {
+        (text_of(prompt, "untrained"), answer["name"], text_of(answer, "trained"))
+        for prompt, answer in shown
+    }
+    every = {
+        (f"why {n}?", f"{'' if n % 2 == 0 else 'un'}desirable answer", f"so {n}") for n in range(20)
+    }
+    assert told == every
+
+
 @pytest.mark.parametrize("number", [0, 1, 3, 50])
 def test_as_many_samples_are_kept_as_are_asked_for(tmp_path, number):
     shown = kept(tmp_path, CHATS, number=number, sample_packing_sequence_len=64)
