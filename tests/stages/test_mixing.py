@@ -9,6 +9,7 @@ import datasets
 import numpy as np
 import pytest
 
+from penstock.core.errors import StageError
 from penstock.core.stage import key_of
 from penstock.core.store import Step, realize
 from penstock.prepare.mix import mixing_of
@@ -208,3 +209,22 @@ def test_a_sample_is_shown_with_its_place(tmp_path):
 
 def test_settings_without_a_mix_weigh_all_sources_alike(tmp_path):
     assert mixing_of(two(tmp_path).settings).weights == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(("unit", "fits"), [("samples", True), ("tokens", False)])
+def test_an_epoch_is_judged_by_the_weights_that_it_is_drawn_with(tmp_path, monkeypatch, unit, fits):
+    sources = []
+    for name, length in (("short", 2), ("long", 200)):
+        records = [{"input_ids": [1] * length, "labels": [1] * length} for _ in range(20)]
+        path = write_lines(tmp_path / f"{name}.jsonl", records)
+        sources.append((path, {"type": "tokenized"}))
+    stage = prepare(*sources, mix_strategy="interleave_over", weight_unit=unit)
+    # As many tokens of either are some 100 short samples to a long one: 20 of these take 2,000.
+    monkeypatch.setattr("penstock.prepare.mix.MOST_DRAWN", 500)
+    if fits:
+        run(stage, tmp_path / "out" / "x")
+        return
+    with pytest.raises(
+        StageError, match=r"long.jsonl \(data.datasets.1\) has 20 samples and so small"
+    ):
+        run(stage, tmp_path / "out" / "x")

@@ -36,12 +36,17 @@ def mix_of(mix: Sequence[MixSettings], dataset: int) -> MixSettings:
     return mix[dataset] if mix else MixSettings()
 
 
-def check_mix(num_rows: Sequence[int], labels: Sequence[str], settings: PrepareSettings) -> None:
+def check_mix(
+    num_rows: Sequence[int],
+    labels: Sequence[str],
+    settings: PrepareSettings,
+    mean_tokens: Sequence[float] = (),
+) -> None:
     """Raise StageError for a source that is drawn from and holds nothing, and for an epoch that is
-    too large. `num_rows` and `labels` are those of the training sources."""
+    too large. `num_rows`, `labels` and `mean_tokens` are those of the training sources."""
     if settings.mix_strategy == "concat":
         return
-    mixing = mixing_of(settings)
+    mixing = mixing_of(settings, mean_tokens)
     for of, (rows, share) in enumerate(zip(num_rows, mixing.shares, strict=True)):
         if share and not rows:
             raise StageError(

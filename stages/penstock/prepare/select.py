@@ -65,12 +65,17 @@ def select(
         _leave_out_near(choice, settings, features)
     held = _set_aside(choice, settings)
     parts = tuple(_part(choice, held, place) for place in range(len(finished)))
-    num_rows, labels = [0] * len(settings.datasets), [""] * len(settings.datasets)
+    count = len(settings.datasets)
+    num_rows, labels, rows, tokens = [0] * count, [""] * count, [0] * count, [0] * count
     for place in choice.places("train"):
         item, _, tally = finished[place]
         num_rows[item.dataset] += count_of(parts[place].train, tally.rows)
         labels[item.dataset] = item.label
-    check_mix(num_rows, labels, settings)
+        rows[item.dataset] += tally.rows
+        tokens[item.dataset] += tally.tokens
+    # Of all samples, also of those that are left out: near enough to judge how long an epoch is.
+    mean_tokens = [max(1.0, t / max(1, n)) for t, n in zip(tokens, rows, strict=True)]
+    check_mix(num_rows, labels, settings, mean_tokens)
     return Selection(parts, tuple(choice.dropped), tuple(choice.examples))
 
 
