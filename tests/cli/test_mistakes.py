@@ -100,6 +100,7 @@ SETTINGS = {
     "a regular expression": (lora(lora_target_modules=[".*proj"]), "names no linear layer"),
     "no layers": (lora(lora_target_modules=[]), "write at least one"),
     "a rank of nothing": (lora(lora_rank=0), "it must be at least 1"),
+    "a rank above all widths": (lora(lora_rank=100000), "Write a smaller rank, such as 16"),
     "an alpha of nothing": (lora(lora_alpha=0), "it must be at least 1"),
     "a percentage for dropout": (lora(lora_dropout=5), "it must be less than 1"),
     "DoRA without adapters": ({"lora": {"use_dora": True}}, "there are no adapters"),

@@ -105,3 +105,9 @@ def test_a_run_that_ends_on_the_hub_asks_for_a_login_first(tmp_path, monkeypatch
         told(said.code, said.err, "push.repo_id: me/x needs a login" * (command == "run"))
         assert "`hf auth login`, or set HF_TOKEN" in said.err
     assert not (tmp_path / "data").exists()
+
+
+def test_a_plan_tells_of_folders_that_a_run_could_not_write_to(tmp_path):
+    said = penstock("plan", small_run(tmp_path, data={"dataset_prepared_path": "server.yaml"}))
+    assert said.code == 0
+    assert "warning: data.dataset_prepared_path server.yaml cannot be written to" in said.err

@@ -13,6 +13,7 @@ from penstock.core.input_digests import ChangedInput, changed_inputs, read_attem
 from penstock.core.manifest import MANIFEST, content_digest, read_manifest
 from penstock.core.stage import identity, key_of, short
 from penstock.core.store import Step, sealed
+from penstock.outputs import outputs_of, unwritable
 from penstock.plan import plan
 from penstock.prepare.given import Given
 
@@ -41,6 +42,8 @@ def explain(run: RunConfig, console: Console, where: Where = HERE) -> dict[str, 
     planned = plan(run)
     for note in planned.notes:
         console.say(note)
+    for refusal in unwritable(outputs_of(run, run.stages)):
+        console.say(f"warning: {refusal}")
     present: dict[str, str] = {}
     verdicts = [judge(step, present) for step in planned.steps]
     rows = [("stage", "key", "standing", "where")]
