@@ -131,13 +131,16 @@ def test_ranks_draw_their_progress_as_wide_as_the_terminal_that_shows_it(tmp_pat
 
 
 def test_ranks_get_the_secrets_that_they_need_and_no_others(tmp_path, monkeypatch):
+    always = {
+        *("NCCL_DEBUG", "HF_HOME", "SLURM_JOB_ID", "https_proxy", "COVERAGE_PROCESS_CONFIG"),
+        *("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"),
+    }
     for name in (
         *("HF_TOKEN", "WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "AWS_SECRET_ACCESS_KEY"),
         *("OPENAI_API_KEY", "DATABASE_URL", "SLURM_JWT", "PENSTOCK_SERVER_KEYS", "MY_TOOL"),
-        *("NCCL_DEBUG", "HF_HOME", "SLURM_JOB_ID", "https_proxy", "COVERAGE_PROCESS_CONFIG"),
+        *always,
     ):
         monkeypatch.setenv(name, "x")
-    always = {"NCCL_DEBUG", "HF_HOME", "SLURM_JOB_ID", "https_proxy", "COVERAGE_PROCESS_CONFIG"}
 
     def given(name: str, train: dict[str, object], pass_env: Sequence[str] = ()) -> set[str]:
         start(tmp_path / name, ranks=False, train=train, pass_env=[*pass_env])
