@@ -35,6 +35,7 @@ from tests.config.nxdt_keys import (
     SCHEDULE,
     SFT,
 )
+from tests.models.twins import ours_with, packed_logits, their_logits
 
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared"
@@ -346,7 +347,8 @@ NORMAL = {"model.layernorm_epsilon": 1e-5}
 
 @pytest.mark.parametrize("biased", [True, False])
 def test_learned_positions_make_an_opt_of_a_model_of_numbers(biased: bool) -> None:
-    keys = {"model.has_bias": biased, "model.ffn_hidden_size": 96, "model.init_method_std": 0.25}
+    sizes = {"model.num_layers": 2, "model.ffn_hidden_size": 96, "model.init_method_std": 0.25}
+    keys = {**sizes, "model.has_bias": biased}
     run = run_of({**LEARNED, **NORMAL, **keys, "model.max_position_embeddings": 8192})
     config = config_of(run)
     decoder = family_of(config).read(config)
@@ -360,6 +362,11 @@ def test_learned_positions_make_an_opt_of_a_model_of_numbers(biased: bool) -> No
     theirs = transformers.AutoConfig.for_model(**config)
     assert (theirs.ffn_dim, theirs.enable_bias, theirs.dropout) == (96, biased, 0.0)
     assert (theirs.activation_function, theirs.do_layer_norm_before) == ("gelu", True)
+    pair = ours_with(transformers.AutoModelForCausalLM.from_config(theirs).eval(), merge_qkv=False)
+    ids = [torch.arange(3, 20), torch.arange(40, 47)]
+    with torch.no_grad():
+        wanted = torch.cat([their_logits(pair.theirs, document) for document in ids])
+        torch.testing.assert_close(packed_logits(pair.ours, ids), wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
