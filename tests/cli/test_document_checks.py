@@ -92,3 +92,36 @@ def test_checks_and_plans_of_printed_files_say_the_same(example, tmp_path, monke
     assert check.code == plan.code == (0 if not expected else check.code), check.err
     assert expected in check.err
     assert expected in plan.err
+
+
+TRAINING = {"learning_rate": 1e-5, "output_dir": "out", "per_device_train_batch_size": 1}
+TRL = {"model_name_or_path": "/no/model", "dataset_name": "data.jsonl", **TRAINING}
+AXOLOTL = {"base_model": "/no/mixtral", "output_dir": "out", "learning_rate": 1e-5}
+FOREIGN = {
+    "orpo": {**TRL, "beta": 0.1, "max_prompt_length": 64, "loss_type": "orpo"},
+    "lora": {**TRL, "use_peft": True, "lora_r": 8},
+    "mixtral": {
+        **AXOLOTL,
+        "datasets": [{"path": "data.jsonl", "type": "chat_template"}],
+        "micro_batch_size": 1,
+        "num_epochs": 1,
+        "sequence_len": 512,
+    },
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize(("has_data", "code"), [(True, 0), (False, 2)])
+def test_a_model_of_another_machine_is_left_unjudged_whatever_the_file(
+    name, has_data, code, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    roles = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    record = COMPARED if name == "orpo" else {"messages": roles}
+    if has_data:
+        (tmp_path / "data.jsonl").write_text((json.dumps(record) + "\n") * 20)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(FOREIGN[name]))
+    said = penstock("check", "run.yaml")
+    assert said.code == code, said.err
+    assert "not checked against the model: /no/" in said.err
+    assert ("data.jsonl does not exist" in said.err) is not has_data
