@@ -25,7 +25,9 @@ env.default(
         "PREFECT_CLIENT_MAX_RETRIES": "20",
         "PREFECT_CLIENT_RETRY_EXTRA_CODES": "500",
         "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
-        "PREFECT_LOGGING_EXTRA_LOGGERS": "penstock",  # what stages warn of in the flow's process
+        # What preparing warns of in the flow's process; without a run there is nobody to tell.
+        "PREFECT_LOGGING_EXTRA_LOGGERS": "penstock.prepare",
+        "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
         "RAY_USAGE_STATS_ENABLED": "0",
         "DASK_DISTRIBUTED__LOGGING__DISTRIBUTED": "warning",
     }

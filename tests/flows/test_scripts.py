@@ -283,6 +283,14 @@ def test_ranks_that_are_started_again_are_told_with_the_step_that_training_is_ba
     assert lines_of(training_log, [*records[:3], *records[:3]], tmp_path) == lines[:3]
 
 
+def test_what_stages_warn_of_outside_of_any_run_is_no_fault():
+    import finetune
+
+    assert finetune.realise  # since then Prefect listens to some of our loggers
+    for name in ("penstock.prepare", "penstock.server.api.link"):
+        logging.getLogger(name).warning("heard by nobody")
+
+
 def test_a_notice_that_says_it_is_a_warning_is_logged_as_one():
     import showing
 
