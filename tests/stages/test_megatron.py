@@ -278,3 +278,13 @@ def test_pieces_follow_one_another_and_are_of_about_a_slice(tmp_path, monkeypatc
     assert all(one[1] == other[0] for one, other in pairwise(spans))
     assert len(spans) > 10
     assert np.mean([item.num_bytes for item in slices]) < 2 * 64
+
+
+def test_a_split_without_documents_is_an_error_and_not_a_source_that_is_left_out(tmp_path):
+    few = write_mapped(tmp_path / "few", [[[n, n]] for n in range(30)])
+    more = write_mapped(tmp_path / "more", [[[n, n]] for n in range(100)])
+    held = {"document_split": ("980,10,10", "validation")}
+    run(prepare((more, held)), tmp_path / "out" / "x")
+    says = r"few.* has 30 documents, of which splits_string \(980,10,10\) gives none to validation"
+    with pytest.raises(StageError, match=says):
+        run(prepare((more, {}), (few, held)), tmp_path / "out" / "y")

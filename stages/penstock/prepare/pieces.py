@@ -132,7 +132,8 @@ def _indexed(files: Sequence[SourceFile]) -> list[SourceFile]:
 
 
 def _of_split(pieces: Sequence[Piece], source: Source, split: tuple[str, str]) -> list[Piece]:
-    """What one split has of the pieces: each file is split by itself."""
+    """What one split has of the pieces: each file is split by itself. Raises StageError where that
+    is nothing."""
     found: list[Piece] = []
     last = {piece.name: piece.span[1] for piece in pieces if piece.span}
     for piece in pieces:
@@ -147,6 +148,12 @@ def _of_split(pieces: Sequence[Piece], source: Source, split: tuple[str, str]) -
             share = (end - first) / (piece.span[1] - piece.span[0])
             size = int(piece.num_bytes * share)
             found.append(replace(piece, span=(first, end), before=first, num_bytes=size))
+    if not found:
+        raise StageError(
+            f"{source.pin['label']} has {sum(last.values()):,} documents, of which splits_string"
+            f" ({split[0]}) gives none to {split[1]}.\n"
+            "  Write shares that give it some, or leave the data set out."
+        )
     return found
 
 
