@@ -174,7 +174,7 @@ FAULTS = [
     (
         20,
         "train.optimizer: is muoon; did you mean muon? It takes adamw, anyprecision_adamw, sgd,"
-        " muon, or the full name of another, such as torch.optim.RAdam",
+        " muon, novograd, or the full name of another, such as torch.optim.RAdam",
     ),
     (21, "train.micro_batch_size: is 0; it must be at least 1"),
     (22, "train.gc_steps: is 3.0; wanted a whole number: write 3"),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.config.field_rules import PAIRS, READ_BY
 from penstock.config.load import loads
 from penstock.core.errors import ArtifactError, ConfigError
 from penstock.core.stage import key_of
@@ -60,6 +61,24 @@ def keys(chats, sections):
 
 ORDER = ("prepare", "pack", "train", "export", "push")
 PLAIN = section("data")
+
+
+def reading(name, column=None):
+    """A data set of a type that reads the column that `name` names, and names it so."""
+    types = READ_BY.get(name, ("chat",))
+    kind = "chat" if "chat" in types else types[0]
+
+    def sections(chats):
+        named = {name: column} if column else {}
+        written = {"data": {"datasets": [{"path": chats, "type": kind, **named}]}}
+        if kind in PAIRS:
+            written["train"] = {"objective": "preference"}
+            written["preference"] = {"loss_type": "kto" if kind == "kto" else "sigmoid"}
+        return written
+
+    return sections
+
+
 CHANGES = {
     # what is written, over what, and the first stage that it changes
     "data.bad_rows_allowed": (section("data", bad_rows_allowed=0.5), PLAIN, "prepare"),
@@ -191,7 +210,7 @@ CHANGES = {
         "prepare",
     ),
     **{
-        f"data.datasets[].{name}": (dataset(**{name: "x"}), dataset(), "prepare")
+        f"data.datasets[].{name}": (reading(name, "x"), reading(name), "prepare")
         for name in (
             "field_messages",
             "field_instruction",
