@@ -31,8 +31,8 @@ def main() -> None:
     subprocess.run([penstock, "run", config], cwd=ROOT, check=True)
     measured = {
         "import penstock": (median_seconds(python, "-c", "import penstock"), 0.15),
-        "penstock --help": (median_seconds(penstock, "--help"), 0.4),
-        "penstock run, finished": (median_seconds(penstock, "run", config), 0.6),
+        "penstock --help": (median_seconds(penstock, "--help"), 0.2),
+        "penstock run, finished": (median_seconds(penstock, "run", config), 0.35),
     }
     heavy = median_seconds(python, "-c", "import torch, transformers, prefect")
     for what, (seconds, goal) in measured.items():
