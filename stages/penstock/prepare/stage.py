@@ -34,10 +34,12 @@ class Prepare(Stage):
     """Sources in, samples out: `data/<split>/slice-<key>.arrow` and `plan.json`.
 
     Version 2: slices in source order; the order of samples is a plan (`penstock.rows.order`).
+    Version 3: nulls within tools are kept as they are written, and masks of templates that render an
+    earlier answer differently are found turn by turn.
     """
 
     name: ClassVar[str] = "prepare"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     neutral: ClassVar[Mapping[str, Any]] = {"weight_unit": "samples"}
 
     settings: PrepareSettings  # pyright: ignore[reportIncompatibleVariableOverride]
