@@ -22,7 +22,7 @@ def models(tmp_path_factory):
     """A tiny Llama in one file, in several, and with a vocabulary of fewer tokens."""
     root = tmp_path_factory.mktemp("models")
     torch.manual_seed(0)
-    sizes = {
+    sizes: dict[str, Any] = {
         "hidden_size": 32,
         "intermediate_size": 48,
         "num_hidden_layers": 2,

@@ -17,10 +17,10 @@ from penstock.core.input_digests import attempt_record, read_attempt
 from penstock.core.manifest import MANIFEST, read_manifest
 from penstock.core.record import write_record
 from penstock.core.remote_shelf import shelf_of
+from penstock.core.safetensors_header import INDEX, SINGLE
 from penstock.core.stage import ATTEMPT
 from penstock.engine.hf_config import read_hf_config
 from penstock.engine.peft_config import read_peft_config
-from penstock.core.safetensors_header import INDEX, SINGLE
 from penstock.engine.safetensors_folder import SafetensorsFolder
 from penstock.evaluate.folder import base_of
 from penstock.rows.prepared import PLAN, PreparedSamples

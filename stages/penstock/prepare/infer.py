@@ -24,9 +24,6 @@ from penstock.prepare.records import Value
 LISTS_OF_MESSAGES = ("messages", "conversations")
 """Columns that hold conversations."""
 
-LISTS_OF_MESSAGES = ("messages", "conversations")
-"""Columns that hold conversations."""
-
 LOOKED_AT = 20
 """Records that are looked at: a column may be null in the first."""
 
@@ -168,11 +165,6 @@ def proposal_of(columns: Mapping[str, Any]) -> str:
         more = f", field_input: {context}" if context else ""
         return (
             f"Write type: instruction, field_instruction: {question}{more}, field_output: {answer}."
-        )
-    if any(_is_text(columns.get(name)) for name in LISTS_OF_MESSAGES):
-        return (
-            'A conversation is a list of messages, such as [{"role": "user", "content": "…"}, …]; '
-            "write it so, or name the column of plain text (type: text, field_text: …)."
         )
     if any(_is_text(columns.get(name)) for name in LISTS_OF_MESSAGES):
         return (

@@ -34,8 +34,8 @@ class Prepare(Stage):
     """Sources in, samples out: `data/<split>/slice-<key>.arrow` and `plan.json`.
 
     Version 2: slices in source order; the order of samples is a plan (`penstock.rows.order`).
-    Version 3: nulls within tools are kept as they are written, and masks of templates that render an
-    earlier answer differently are found turn by turn.
+    Version 3: nulls within tools are kept as they are written, and masks of templates that render
+    an earlier answer differently are found turn by turn.
     """
 
     name: ClassVar[str] = "prepare"

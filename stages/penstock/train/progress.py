@@ -42,12 +42,11 @@ class _Line(tqdm):
 
     drawn = ""
 
-    def display(self, msg: str | None = None, pos: int | None = None) -> bool:
+    def display(self, msg: str | None = None, pos: int | None = None) -> None:
         text = str(self) if msg is None else msg
-        if text == self.drawn:
-            return True
-        self.drawn = text
-        return super().display(text, pos)
+        if text != self.drawn:
+            self.drawn = text
+            super().display(text, pos)
 
     def clear(self, nolock: bool = False) -> None:
         self.drawn = ""
