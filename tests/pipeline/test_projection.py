@@ -4,6 +4,7 @@ import random
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,7 +71,7 @@ def reading(name, column=None):
 
     def sections(chats):
         named = {name: column} if column else {}
-        written = {"data": {"datasets": [{"path": chats, "type": kind, **named}]}}
+        written: dict[str, Any] = {"data": {"datasets": [{"path": chats, "type": kind, **named}]}}
         if kind in PAIRS:
             written["train"] = {"objective": "preference"}
             written["preference"] = {"loss_type": "kto" if kind == "kto" else "sigmoid"}
