@@ -22,14 +22,14 @@ check: $(STAMP)  ## Format, lint, floors, types, generated files
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/basedpyright
-	$(BIN)/python -m penstock.config.reference --check
+	$(BIN)/python -m penstock.config.generate_docs --check
 
 format: $(STAMP)  ## Write code as `check` wants it
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 docs: $(STAMP)  ## Regenerate the pages and schemas of settings in configs/
-	$(BIN)/python -m penstock.config.reference
+	$(BIN)/python -m penstock.config.generate_docs
 
 install: $(STAMP)  ## Only the environment
 

@@ -20,11 +20,11 @@ from prefect.cache_policies import NO_CACHE
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.task_runners import TaskRunner
 
-from penstock.config.run import RunConfig
+from penstock.config.schema.run import RunConfig
 from penstock.core import env
+from penstock.core.cache.stage import Source
+from penstock.core.cache.store import lookup
 from penstock.core.errors import CapabilityError
-from penstock.core.stage import Source
-from penstock.core.store import lookup
 from penstock.plan import Plan
 from penstock.prepare.stage import Prepare
 

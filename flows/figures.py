@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.core.files import read_json
-from penstock.train.report.words import amount, duration, number
+from penstock.train.report.format import amount, duration, number
 
 RECENT = 50
 """Steps whose pace says when the run will end."""

@@ -44,13 +44,13 @@ from cluster import num_shares, spread, task_runner
 from overview import chat_command, overview_shown
 from parameters import ConfigFile, Forced, Overrides, loaded, title_of, typed
 from penstock.cli.console import outcome_table
-from penstock.config.run import RunConfig
+from penstock.config.schema.run import RunConfig
+from penstock.core.cache.in_use import in_use
+from penstock.core.cache.stage import key_of, short
+from penstock.core.cache.store import Outcome
 from penstock.core.errors import Interrupted, PenstockError
-from penstock.core.in_use import in_use
-from penstock.core.remote_faults import may_pass
-from penstock.core.retry import pauses_of
-from penstock.core.stage import key_of, short
-from penstock.core.store import Outcome
+from penstock.core.process.retry import pauses_of
+from penstock.core.remote.errors import may_pass
 from penstock.outputs import require_writable
 from penstock.plan import Plan, StageName, Wishes, bring_up, plan
 from showing import log_notice, noticed, show, training_shown

@@ -10,13 +10,13 @@ from prefect.artifacts import create_markdown_artifact
 from pydantic import JsonValue
 
 from parameters import text_of
-from penstock.cli.summary import run_result
+from penstock.cli.run_summary import run_result
+from penstock.core.cache.stage import key_of, short
+from penstock.core.cache.store import Outcome, Status, Step
 from penstock.core.errors import Interrupted, PenstockError
-from penstock.core.stage import key_of, short
-from penstock.core.store import Outcome, Status, Step
-from penstock.core.urls import scrubbed
+from penstock.core.remote.urls import scrubbed
 from penstock.plan import Plan
-from penstock.train.report.words import duration, number
+from penstock.train.report.format import duration, number
 from showing import offered
 from training_log import Logger
 

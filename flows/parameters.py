@@ -10,11 +10,11 @@ from typing import Annotated, Any
 from pydantic import Field, GetJsonSchemaHandler, JsonValue
 from pydantic_core import CoreSchema
 
-from penstock.config.load import load
-from penstock.config.overrides import Override, split_overrides
-from penstock.config.run import RunConfig
+from penstock.config.loading.cli_overrides import Override, split_overrides
+from penstock.config.loading.load import load
+from penstock.config.schema.run import RunConfig
 from penstock.core.errors import ConfigError
-from penstock.core.urls import scrubbed
+from penstock.core.remote.urls import scrubbed
 from penstock.plan import StageName
 
 DOTTED = r"^[A-Za-z_]\w*(\.[\w-]+)+$"

@@ -19,8 +19,8 @@ from prefect.states import Cancelled, Completed
 
 from cluster import num_shares, spread, task_runner
 from parameters import ConfigFile, Overrides, loaded
+from penstock.core.cache.store import Outcome
 from penstock.core.errors import Interrupted
-from penstock.core.store import Outcome
 from penstock.plan import Plan, StageName, Wishes
 from penstock.recurring import Verdict, tick
 from penstock.releasing import releases_of

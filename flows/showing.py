@@ -30,11 +30,11 @@ from prefect.exceptions import PrefectException
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from figures import Figures
+from penstock.core.cache.store import Outcome
 from penstock.core.files import read_json
-from penstock.core.store import Outcome
-from penstock.train.job import METRICS, REPORT, SURROUNDINGS
-from penstock.train.trackers.card import TRACKERS_FOLDER
-from penstock.train.trackers.names import KNOWN
+from penstock.train.launch.job import METRICS, REPORT, SURROUNDINGS
+from penstock.train.trackers.registry import KNOWN
+from penstock.train.trackers.run_info import TRACKERS_FOLDER
 from tail import Records
 from training_log import Logger, TrainingLog, server_only
 

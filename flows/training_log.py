@@ -14,10 +14,10 @@ from prefect.logging.handlers import APILogHandler
 from prefect.logging.loggers import PrefectLogAdapter
 
 from figures import Figures
-from penstock.core.urls import scrubbed
-from penstock.train.job import LOGS
-from penstock.train.report.words import number
-from penstock.train.watch import WATCH_LOG
+from penstock.core.remote.urls import scrubbed
+from penstock.train.launch.hang_watchdog import WATCH_LOG
+from penstock.train.launch.job import LOGS
+from penstock.train.report.format import number
 from tail import LoggedLines
 
 Logger = logging.Logger | logging.LoggerAdapter[Any]

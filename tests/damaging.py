@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from penstock.core.cache.folder_digests import DIGESTS
 from penstock.core.files import read_json, write_json
-from penstock.core.folder_digests import DIGESTS
 
 
 def flip_bit(file: Path, place: int | None = None) -> None:

@@ -28,9 +28,9 @@ PRELOADED = [
     "torch.distributed.checkpoint.state_dict",
     "torch.nn.parallel",
     "torch.utils.checkpoint",
-    "penstock.engine.assemble",
-    "penstock.engine.parallel.pipeline",
-    "penstock.train.main",
+    "penstock.engine.build",
+    "penstock.engine.distributed.pipeline_parallel",
+    "penstock.train.rank",
     "tests.engine.traces",
 ]
 ECHOES = (
@@ -160,7 +160,7 @@ def _rank(
     import torch
     import torch.distributed as dist
 
-    from penstock.engine.object_pickling import restrict_pickling
+    from penstock.engine.distributed.object_unpickler import restrict_pickling
 
     restrict_pickling()
     stack = (Path(folder) / f"stack_{rank}").open("w")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config.shape import is_section, sections
+from penstock.config.loading.schema_tree import is_section, sections
 from tests.config.values import faults_of
 from tests.register.adapters import OF_ADAPTERS
 from tests.register.chain import OF_CHAIN

@@ -8,8 +8,8 @@ was, name it in the stage's `neutral`. Then `python -m tests.test_keys` writes t
 import json
 from pathlib import Path
 
-from penstock.config.load import loads
-from penstock.core.stage import identity, key_of
+from penstock.config.loading.load import loads
+from penstock.core.cache.stage import identity, key_of
 from penstock.plan import plan
 
 GOLDEN = Path(__file__).parent / "golden" / "identities.json"

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from penstock.config.shape import sections
+from penstock.config.loading.schema_tree import sections
 from penstock.identity import HOW, IDENTITY, PINNED
 from tests.conftest import ROOT
 
@@ -48,22 +48,6 @@ def test_only_the_engine_speaks_to_ranks():
     speakers = [str(p.relative_to(ROOT)) for p in SOURCES if speaks.search(p.read_text())]
     allowed = ("stages/penstock/engine/", "tests/")
     assert [path for path in speakers if not path.startswith(allowed)] == []
-
-
-def test_models_can_be_read_without_knowing_of_ranks():
-    stems = ("rank", "mesh", "shard", "parallel", "distribut", "replica", "collective", "stage")
-    names = ("fsdp", "ddp", "dtensor", "nccl", "gloo", "world_size", "all_reduce", "all_gather")
-    told = re.compile("|".join((*stems, *names)), re.IGNORECASE)
-    models = [path for path in SOURCES if "models" in path.parts and "tests" not in path.parts]
-    assert any(path.stem == "block" for path in models)
-    found = [
-        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
-        for path in models
-        for number, line in enumerate(path.read_text().splitlines(), 1)
-        # An entry of a config.json: whether attention and network read the same hidden states.
-        if told.search(line.replace("use_parallel_residual", ""))
-    ]
-    assert found == []
 
 
 def test_only_one_file_reads_the_environment():

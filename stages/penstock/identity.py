@@ -8,8 +8,8 @@ again. A field that alters the mathematics belongs above; where and how fast it 
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.config.run import RunConfig
-from penstock.config.train import TrainConfig
+from penstock.config.schema.run import RunConfig
+from penstock.config.schema.train import TrainConfig
 
 
 def _names(text: str) -> frozenset[str]:

@@ -9,27 +9,27 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from penstock.config.run import RunConfig
+from penstock.config.schema.run import RunConfig
 from penstock.core import env
 from penstock.core.errors import CapabilityError, ConfigError
-from penstock.core.gpus import Gpus, gpus_here
-from penstock.core.hub import local_folder
-from penstock.core.login import require_hub, require_login
-from penstock.core.source import pin_config
-from penstock.core.urls import is_url
-from penstock.engine.balance import asks_of_routers, require_routers
-from penstock.engine.model_limits import require_dense_networks
-from penstock.engine.origin import quantising_of
-from penstock.engine.parallel.degrees import (
+from penstock.core.machine.gpus import Gpus, gpus_here
+from penstock.core.remote.urls import is_url
+from penstock.core.sources.hub import local_folder
+from penstock.core.sources.hub_login import require_hub, require_login
+from penstock.core.sources.pin import pin_config
+from penstock.engine.distributed.deepep_requirements import require_nvlink, require_one_machine
+from penstock.engine.distributed.parallel_dims import (
     SIZES,
     accumulation_steps,
     degrees_of,
     rows_per_step,
 )
-from penstock.engine.parallel.fits import Counts, require_fit, splits_model
-from penstock.engine.parallel.nearest import Candidate
-from penstock.engine.parallel.nvlink import require_nvlink, require_one_machine
-from penstock.engine.positions import (
+from penstock.engine.distributed.suggest_layout import Candidate
+from penstock.engine.distributed.validate_layout import Counts, require_fit, splits_model
+from penstock.engine.model_source import quantising_of
+from penstock.engine.moe.balancing_settings import asks_of_routers, require_routers
+from penstock.engine.validate_model import (
+    require_dense_networks,
     require_prompts_apart,
     require_rows_within_positions,
     require_whole_documents,
@@ -37,8 +37,8 @@ from penstock.engine.positions import (
 )
 from penstock.models.builtin import SCHEME
 from penstock.models.hf_config import HfConfig
-from penstock.train.torchrun import num_local_ranks
-from penstock.train.trackers.names import require_trackers
+from penstock.train.launch.torchrun import num_local_ranks
+from penstock.train.trackers.registry import require_trackers
 from penstock_kernels.flash_packages import PACKAGES
 
 CONFIG_ALONE = ("config.json",)
@@ -134,7 +134,7 @@ def check_optimizer(run: RunConfig, gpus: int) -> None:
         require_one_pass(run)
     if "." in run.train.optimizer:
         # Torch is imported where an optimizer of its own is asked for, and nowhere else here.
-        from penstock.optim.named import named_optimizer
+        from penstock.optim.optimizer_by_name import named_optimizer
 
         named_optimizer(run.train)
 
@@ -179,7 +179,7 @@ def require_hidden_answers(run: RunConfig) -> None:
 def check_float8(run: RunConfig, capability: tuple[int, int] | None) -> None:
     """Refuse to compute in float8 where GPUs cannot, and what cannot be: every layer of the model,
     or parts of one."""
-    from penstock.engine.float8_layers import float8_layers, require_float8
+    from penstock.engine.precision.fp8_layers import float8_layers, require_float8
     from penstock.models.registry import family_of
 
     require_float8(capability)
@@ -194,7 +194,7 @@ def check_adapted_layers(run: RunConfig) -> None:
     targets = run.lora.lora_target_modules
     if not run.lora.enable_lora or not isinstance(targets, list):
         return
-    from penstock.adapters.matching import require_layers
+    from penstock.adapters.match_targets import require_layers
     from penstock.models.registry import family_of
 
     config = config_of(run)
@@ -216,8 +216,8 @@ def check_weights(run: RunConfig) -> None:
     """Refuse weights that are published quantised unless the run uses them so."""
     if not run.model.model_path:
         return
-    from penstock.engine.published_agreement import require_agreement
-    from penstock.models.published import declared_in
+    from penstock.engine.quantization.validate_prequantized import require_agreement
+    from penstock.models.quantization_config import declared_in
 
     if declared := declared_in(config_of(run)):
         require_agreement(quantising_of(run), declared)
@@ -226,9 +226,9 @@ def check_weights(run: RunConfig) -> None:
 def check_model(run: RunConfig) -> None:
     """Refuse a model that is not trained here, and weights in a folder of this machine that are
     not those its config.json implies: what only the ranks would find out otherwise."""
-    from penstock.adapters.matching import require_adaptable
-    from penstock.engine.weight_files import require_weights
-    from penstock.models.published import declared_in
+    from penstock.adapters.match_targets import require_adaptable
+    from penstock.engine.hf.weight_files import require_weights
+    from penstock.models.quantization_config import declared_in
     from penstock.models.registry import family_of
 
     config = config_of(run)
@@ -292,7 +292,7 @@ def counts_of(run: RunConfig) -> Counts:
 def config_of(run: RunConfig, entries: Mapping[str, Any] | None = None) -> HfConfig:
     """The model's config.json with these entries laid over it, unless given `model.foundation`. It
     alone is fetched if it lies elsewhere."""
-    from penstock.engine.hf_config import read_hf_config
+    from penstock.engine.hf.config import read_hf_config
 
     entries = run.model.foundation if entries is None else entries
     source = run.model.config_source

@@ -6,21 +6,21 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from penstock.config.lora import LoraConfig
-from penstock.config.run import RunConfig, written
+from penstock.config.schema.lora import LoraConfig
+from penstock.config.schema.run import RunConfig, written
 from penstock.core.errors import CapabilityError, ConfigError
-from penstock.core.hub import local_folder
-from penstock.core.nxd_checkpoint import refuse_nxd_checkpoint
-from penstock.core.source import (
+from penstock.core.remote.urls import spoken
+from penstock.core.sources.hub import local_folder
+from penstock.core.sources.nxd_checkpoint import refuse_nxd_checkpoint
+from penstock.core.sources.pin import (
     is_checkpoint,
     pin_adapter,
     pin_config,
     pin_model,
     pin_tokenizer,
 )
-from penstock.core.urls import spoken
-from penstock.engine.origin import Adapting, Origin, quantising_of
-from penstock.engine.peft_config import CONFIG, read_peft_config
+from penstock.engine.model_source import Adapting, Origin, quantising_of
+from penstock.engine.peft.adapter_config import CONFIG, read_peft_config
 
 TAKEN = {
     "lora_rank": "r",

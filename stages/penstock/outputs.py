@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable, Mapping
 
-from penstock.config.run import RunConfig
+from penstock.config.schema.run import RunConfig
+from penstock.core.cache.store import lookup
 from penstock.core.errors import ConfigError
-from penstock.core.mirror import home_of
-from penstock.core.store import lookup
-from penstock.core.urls import is_url
+from penstock.core.remote.local_mirror import home_of
+from penstock.core.remote.urls import is_url
 from penstock.core.writable import refusal_to_write
 from penstock.machine import needs_login, require_push
 from penstock.plan import Plan

@@ -2,16 +2,16 @@
 
 from pathlib import Path
 
-from penstock.config.dataset import DatasetConfig
-from penstock.config.faults import dotted
-from penstock.config.rules import broken
-from penstock.config.run import RunConfig
+from penstock.config.loading.fault import dotted
+from penstock.config.rules.run import broken
+from penstock.config.schema.dataset import DatasetConfig
+from penstock.config.schema.run import RunConfig
+from penstock.core.cache.stage import Source
 from penstock.core.errors import ConfigError
-from penstock.core.mirror import home_of
-from penstock.core.nxd_checkpoint import refuse_nxd_checkpoint
-from penstock.core.source import incomplete_checkpoint, is_checkpoint, pin_checkpoint, pin_data
-from penstock.core.stage import Source
-from penstock.core.urls import is_url, spoken
+from penstock.core.remote.local_mirror import home_of
+from penstock.core.remote.urls import is_url, spoken
+from penstock.core.sources.nxd_checkpoint import refuse_nxd_checkpoint
+from penstock.core.sources.pin import incomplete_checkpoint, is_checkpoint, pin_checkpoint, pin_data
 from penstock.pack.stage import Pack
 from penstock.prepare.own_files import refuse_own_files
 from penstock.prepare.stage import SLICES, Prepare
@@ -68,7 +68,7 @@ def typed_dataset(
     if dataset.is_typed:
         return dataset
     # Readers of files take a while to import, which runs that say their types are spared.
-    from penstock.prepare.infer import inferred  # noqa: PLC0415
+    from penstock.prepare.infer_type import inferred  # noqa: PLC0415
 
     token = run.data.hf_use_auth_token
     found = inferred(

@@ -11,19 +11,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from penstock.config.dataset import DatasetConfig
-from penstock.config.pipeline import STAGES, StageName
-from penstock.config.run import RunConfig, has_target, needs_reference, written
+from penstock.config.schema.dataset import DatasetConfig
+from penstock.config.schema.pipeline import STAGES, StageName
+from penstock.config.schema.run import RunConfig, has_target, needs_reference, written
 from penstock.core import env
-from penstock.core.deadline import Deadline
+from penstock.core.cache.stage import Artifact, key_of, short
+from penstock.core.cache.store import Cache, Outcome, Step, lookup, obtain, realize
 from penstock.core.errors import ConfigError, StageError
-from penstock.core.mirror import home_of
-from penstock.core.remote_source import folder_of
-from penstock.core.source import pin_tokenizer
-from penstock.core.stage import Artifact, key_of, short
-from penstock.core.store import Cache, Outcome, Step, lookup, obtain, realize
-from penstock.core.urls import is_url, joined
-from penstock.engine.origin import Origin
+from penstock.core.process.timeout import Deadline
+from penstock.core.remote.local_mirror import home_of
+from penstock.core.remote.urls import is_url, joined
+from penstock.core.sources.pin import pin_tokenizer
+from penstock.core.sources.pin_remote import folder_of
+from penstock.engine.model_source import Origin
 from penstock.export.links import link_exported
 from penstock.export.stage import Export, ExportSettings
 from penstock.identity import IDENTITY, judging_of, preference_of
@@ -31,12 +31,19 @@ from penstock.machine import check_hub, check_machine, check_model, refusal_of, 
 from penstock.origins import origin_of, with_adapter, with_start
 from penstock.pack.stage import Pack, PackSettings
 from penstock.pins import pinned_checkpoint, pinned_start, pins_of, with_types
-from penstock.prepare.given import Given, given_step, nothing_given, root_of, take, tokens_at
 from penstock.prepare.settings import DatasetSettings, MixSettings, PrepareSettings
 from penstock.prepare.stage import SLICES, Prepare
+from penstock.prepare.user_prepared import (
+    Given,
+    given_step,
+    nothing_given,
+    root_of,
+    take,
+    tokens_at,
+)
 from penstock.reference.settings import settings_of
 from penstock.reference.stage import Reference, no_reference
-from penstock.train.nodes import OnRanks, lend, lends
+from penstock.train.launch.multi_node import OnRanks, lend, lends
 from penstock.train.stage import Train, TrainSettings, claim
 
 ORDER = STAGES
@@ -119,7 +126,7 @@ def precision_notes(run: RunConfig, train: Step) -> tuple[str, ...]:
     """That a run which is to train would be faster in float32, if that was measured here."""
     if run.train.computes_in != "bfloat16" or lookup(train) is not None:
         return ()
-    from penstock.costs.machines import slow_bfloat16
+    from penstock.costs.device_speed import slow_bfloat16
 
     note = slow_bfloat16()
     return (f"train: {note}",) if note else ()

@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from filelock import FileLock, Timeout
 
-from penstock.config.run import RunConfig, has_target
-from penstock.core.depot import Depot
+from penstock.config.schema.run import RunConfig, has_target
+from penstock.core.cache.in_use import in_use
+from penstock.core.cache.manifest import content_digest, read_manifest
+from penstock.core.cache.record import digest_of
+from penstock.core.cache.stage import key_of, short
+from penstock.core.cache.store import Outcome, Step, lock_of, lookup, sealed
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.files import remove
-from penstock.core.in_use import in_use
-from penstock.core.manifest import content_digest, read_manifest
-from penstock.core.mirror import home_of
-from penstock.core.place import Place
-from penstock.core.record import digest_of
-from penstock.core.shelf import Notify, Shelf, called
-from penstock.core.stage import key_of, short
-from penstock.core.store import Outcome, Step, lock_of, lookup, sealed
-from penstock.core.urls import is_url
+from penstock.core.releases.local import Notify, Shelf, called
+from penstock.core.remote.artifact_sync import Depot
+from penstock.core.remote.local_mirror import home_of
+from penstock.core.remote.path import Place
+from penstock.core.remote.urls import is_url
 from penstock.origins import with_adapter
 from penstock.plan import Plan, StageName, plan
 from penstock.prepare.stage import Prepare
@@ -52,7 +52,7 @@ from penstock.variants import (
 )
 
 if TYPE_CHECKING:
-    from penstock.prepare.known import Known
+    from penstock.prepare.select.seen_samples import Known
 
 Bring = Callable[[Plan, StageName], Outcome]
 """Brings one stage of a plan up, wherever it runs, and says what became of it."""
@@ -162,7 +162,7 @@ class _Tick:
         if self.released and self.released["inputs"]["prepare"]["key"] == key_of(step.stage):
             return Arrivals(0)
         # Only where data has come is anything imported that reads it.
-        from penstock.prepare.known import Known, known_in  # noqa: PLC0415
+        from penstock.prepare.select.seen_samples import Known, known_in  # noqa: PLC0415
 
         there = None if lookup(step) else step.stage.progress(step.path)
         outcome = self.bring(looked, "prepare")
@@ -285,14 +285,14 @@ class _Tick:
         return verified_folder(self.shelf, number, self.run.pipeline.verify)
 
     def _known(self) -> "Known":
-        from penstock.prepare.known import Known  # noqa: PLC0415
+        from penstock.prepare.select.seen_samples import Known  # noqa: PLC0415
 
         assert self.latest
         return Known.read(self._folder_of(self.latest), self.released["facts"]["data_files"])
 
     def _all_known(self, planned: Plan, start: int | None) -> "Known":
         """The samples of this data, and of the releases that training went on from."""
-        from penstock.prepare.known import known_in  # noqa: PLC0415
+        from penstock.prepare.select.seen_samples import known_in  # noqa: PLC0415
 
         prepared = planned.step("prepare").path
         if start is None:

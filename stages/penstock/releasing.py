@@ -14,21 +14,21 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from penstock import __version__
-from penstock.config.run import RunConfig
-from penstock.core import provenance
-from penstock.core.digests import sha256_of
+from penstock.config.schema.run import RunConfig
+from penstock.core.cache import provenance
+from penstock.core.cache.digests import sha256_of
+from penstock.core.cache.manifest import RELEASE, content_digest
+from penstock.core.cache.record import FORMAT, digest_of
+from penstock.core.cache.store import lookup
+from penstock.core.cache.verify import NAMED, Verify, damaged_files
 from penstock.core.errors import ArtifactError, ConfigError
-from penstock.core.manifest import RELEASE, content_digest
-from penstock.core.record import FORMAT, digest_of
-from penstock.core.remote_shelf import shelf_of
-from penstock.core.shelf import Notify, Shelf, called
-from penstock.core.store import lookup
-from penstock.core.urls import is_url, joined
-from penstock.core.verify import NAMED, Verify, damaged_files
+from penstock.core.releases.local import Notify, Shelf, called
+from penstock.core.releases.remote import shelf_of
+from penstock.core.remote.urls import is_url, joined
 from penstock.plan import Plan
 
 if TYPE_CHECKING:
-    from penstock.prepare.known import Known
+    from penstock.prepare.select.seen_samples import Known
 
 RELEASES = "releases"
 """Folder of `pipeline.artifacts_path` for all that is released."""

@@ -6,14 +6,14 @@ Both are the run that is written, with a few settings in place of others, on one
 from collections.abc import Mapping
 from pathlib import Path
 
-from penstock.config.budget import EarlyStoppingConfig
-from penstock.config.checkpoint import SaveBestConfig
-from penstock.config.run import RunConfig
+from penstock.config.schema.checkpoint import SaveBestConfig
+from penstock.config.schema.duration import EarlyStoppingConfig
+from penstock.config.schema.run import RunConfig
+from penstock.core.cache.stage import key_of, short
+from penstock.core.cache.store import Step
 from penstock.core.errors import StageError
-from penstock.core.place import checked
-from penstock.core.stage import key_of, short
-from penstock.core.store import Step
-from penstock.core.urls import is_url, joined
+from penstock.core.remote.path import checked
+from penstock.core.remote.urls import is_url, joined
 from penstock.origins import origin_of
 from penstock.plan import Plan, export_step, push_step, train_step
 

@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from penstock.adapters.change import Change, Product
+from penstock.adapters.init import fill
 from penstock.adapters.inject import LoraSpec, inject
 from penstock.adapters.names import MAGNITUDE, factor_of
 from penstock.adapters.peft_format import Strength, adapter_config, peft_bias, peft_name
-from penstock.adapters.start import fill
+from penstock.adapters.weight_delta import Change, Product
 from penstock.core.errors import ConfigError
 from penstock.models.decoder import Decoder
 from penstock.models.layers.dropout import Dropout, Noise, drawing_from

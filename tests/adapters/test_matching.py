@@ -2,7 +2,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from penstock.adapters.matching import linear_layers, meant
+from penstock.adapters.match_targets import linear_layers, meant
 from penstock.adapters.targets import chosen_layers, layers_of
 from penstock.models.decoder import Decoder
 from penstock.models.registry import family_of

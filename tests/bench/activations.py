@@ -12,7 +12,7 @@ from tests.engine import loops
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from penstock.train.job import Job
+from penstock.train.launch.job import Job
 
 WARMING, MEASURED = 1, 5
 

@@ -32,7 +32,7 @@ from tests.bench.bench_server_clients import Client, Seen, connection, session_o
 from tests.bench.pages import write_section
 from tests.server.serving import Server, write_model
 
-from penstock.server.api import tinker_pb2 as pb
+from penstock.server.api.wire import tinker_pb2 as pb
 
 TITLE, WRITTEN = "Abuse of a server: cpu", "Written by `tests/bench/bench_abuse.py`."
 VICTIM, ATTACKER = "tml-victim", "tml-attacker"

@@ -20,7 +20,7 @@ import transformers
 from packed import write_ids
 from tests.engine import loops, runs
 
-from penstock.engine.parallel.pieces import local
+from penstock.engine.distributed.param_shards import local
 from penstock.rows.tokenizer import byte_tokenizer
 
 GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k" / "train.jsonl"

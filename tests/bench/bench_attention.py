@@ -29,9 +29,9 @@ from pages import write_section
 from tests.engine import loops, runs
 from timing import CUDA, DEVICE, Work, medians, processor_seconds, verdict
 
-from penstock.engine.ranks import Ranks, join, leave
+from penstock.engine.distributed.ranks import Ranks, join, leave
 from penstock.rows.collate import MicroBatch
-from penstock.train.loader import read
+from penstock.train.dataloader import read
 from penstock_kernels.attention import Segments, attention
 
 TITLE = "Attention over packed documents: cpu"

@@ -11,10 +11,10 @@ import time
 import numpy as np
 import numpy.typing as npt
 
-from penstock.models.cost import pairs_per_token
-from penstock.models.shape import DecoderConfig
+from penstock.models.decoder_config import DecoderConfig
+from penstock.models.flops import pairs_per_token
 from penstock.rows.batches import Batches, Integers, deal
-from penstock.rows.bins import Bins
+from penstock.rows.bin_plan import Bins
 from penstock.rows.packing.multipack import multipack
 
 QWEN3_8B = DecoderConfig(

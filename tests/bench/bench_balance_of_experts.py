@@ -19,8 +19,8 @@ from tests.bench.pages import write_section
 from tests.engine import runs
 from tests.engine.loops import loop_of, step
 
-from penstock.engine.ranks import join
-from penstock.train.job import Job
+from penstock.engine.distributed.ranks import join
+from penstock.train.launch.job import Job
 
 TITLE = "Balance of experts: cpu"
 ROW, VOCABULARY, STEPS = 1024, 320, 5

@@ -25,7 +25,7 @@ from tests.stages.encoding import CHATML
 from transformers import AutoTokenizer
 
 from penstock.core.files import read_json
-from penstock.core.source import pin_data, pin_tokenizer
+from penstock.core.sources.pin import pin_data, pin_tokenizer
 from penstock.prepare.settings import DatasetSettings, PrepareSettings
 from penstock.prepare.stage import Prepare
 from penstock.rows.prepared import PLAN

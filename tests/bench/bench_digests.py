@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from penstock.core.folder_digests import Digester, FolderDigests
-from penstock.engine.checkpoint_boxes import Boxes, whole_box, write_boxes
+from penstock.core.cache.folder_digests import Digester, FolderDigests
+from penstock.engine.checkpoint.dcp_io import Boxes, whole_box, write_boxes
 
 REPEATS = 3
 NUMBERS = 16 << 20

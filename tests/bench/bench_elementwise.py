@@ -18,7 +18,7 @@ import torch
 from side_by_side import Asked, Case, asked, compare
 from timing import CUDA, DEVICE
 
-from penstock_kernels.clamped_gate import clamped_gate
+from penstock_kernels.clamped_swiglu import clamped_gate
 from penstock_kernels.glu import geglu_tanh, swiglu
 from penstock_kernels.op import Op
 from penstock_kernels.rms_norm import add_rms_norm, rms_norm

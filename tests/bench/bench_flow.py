@@ -17,7 +17,7 @@ from tests.bench.timing import medians
 from tests.flows.server import Prefect
 from tests.pipeline.runs import penstock, write_run
 
-from penstock.config.load import load
+from penstock.config.loading.load import load
 from penstock.plan import Wishes, bring_up, plan
 
 FLOWS = Path(__file__).resolve().parents[2] / "flows"

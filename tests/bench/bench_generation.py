@@ -24,9 +24,9 @@ from tests.bench.pages import write_section
 from tests.engine.writing import built_of, job_of, read_model, write_model
 from timing import ROUNDS, medians, processor_seconds
 
-from penstock.engine.drawing import Drawing
-from penstock.engine.generation import Generator
-from penstock.engine.sequences import Prompt
+from penstock.engine.generation.generator import Generator
+from penstock.engine.generation.sampling import Drawing
+from penstock.engine.generation.sequences import Prompt
 
 TITLE = "Answers: cpu"
 MODEL = {

@@ -33,7 +33,7 @@ from tests.engine import runs
 from timing import CUDA, machine, peak, verdict
 from train_cuda import MEASURED, QWEN3_8B, WARMING, Case, Figures
 
-from penstock.engine.ranks import Ranks, join, leave
+from penstock.engine.distributed.ranks import Ranks, join, leave
 from penstock.rows.reader import PackedRows
 
 OF_PEER, OF_SHEET, OF_PRODUCT = 1.1, 0.48, 0.65

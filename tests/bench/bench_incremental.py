@@ -15,10 +15,10 @@ from pathlib import Path
 
 from tests.bench.corpus import documents, save_tokenizer, write_lines
 
-from penstock.core.source import pin_data, pin_tokenizer
-from penstock.core.stage import key_of, short
-from penstock.core.store import Step, realize
-from penstock.prepare import pieces
+from penstock.core.cache.stage import key_of, short
+from penstock.core.cache.store import Step, realize
+from penstock.core.sources.pin import pin_data, pin_tokenizer
+from penstock.prepare.readers import file_splits
 from penstock.prepare.settings import DatasetSettings, PrepareSettings
 from penstock.prepare.stage import Prepare
 
@@ -88,7 +88,7 @@ def main() -> None:
             lambda data: write(data / f"{SLICES}.jsonl", SLICES),
         )
 
-        pieces.SLICE_BYTES = int((files / "000.jsonl").stat().st_size)
+        file_splits.SLICE_BYTES = int((files / "000.jsonl").stat().st_size)
         grown = place / "grown.jsonl"
         with grown.open("wb") as sink:
             for file in sorted(files.iterdir())[:SLICES]:

@@ -32,13 +32,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from penstock.core.files import fsync
-from penstock.engine.checkpoint import Checkpoints
-from penstock.engine.checkpoint_state import Trained
-from penstock.engine.parallel.pieces import Held, hold, local, whole_piece
-from penstock.engine.ranks import Ranks, join
-from penstock.engine.weights import Readers, fill
+from penstock.engine.checkpoint.manager import Checkpoints
+from penstock.engine.checkpoint.train_state import Trained
+from penstock.engine.distributed.param_shards import Held, hold, local, whole_piece
+from penstock.engine.distributed.ranks import Ranks, join
+from penstock.engine.hf.load_weights import Readers, fill
 from penstock.models.decoder import Decoder
-from penstock.models.shape import DecoderConfig
+from penstock.models.decoder_config import DecoderConfig
 from penstock.models.weights import WeightMap
 
 WORLD = 4

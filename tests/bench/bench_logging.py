@@ -24,9 +24,9 @@ from tests.bench.pages import write_section
 from tests.engine import runs
 from tests.engine.loops import loop_of
 
-from penstock.config.load import loads
-from penstock.engine.ranks import join
-from penstock.train.loop import Loop
+from penstock.config.loading.load import loads
+from penstock.engine.distributed.ranks import join
+from penstock.train.trainer import Loop
 
 TITLE = "Telling: cpu"
 GOAL = 0.01

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.bench.corpus import documents, save_tokenizer
 
-from penstock.core.source import pin_data, pin_tokenizer
+from penstock.core.sources.pin import pin_data, pin_tokenizer
 from penstock.prepare.settings import DatasetSettings, PrepareSettings
 from penstock.prepare.stage import Prepare
 

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 from tests.rows.lengths import NAMES, lengths_of
 
-from penstock.rows.bins import sequential
-from penstock.rows.packing.bound import fewest_rows
+from penstock.rows.bin_plan import sequential
+from penstock.rows.packing.lower_bound import fewest_rows
 from penstock.rows.packing.multipack import multipack
 from penstock.rows.packing.patterns import best_fit
 

@@ -18,14 +18,14 @@ from tests.costs.test_memory import compare, jobs_of
 from tests.engine.loops import loop_of, step
 from tests.ranks import on_ranks
 
-from penstock.costs.cut import Cut
+from penstock.costs.device_speed import processors
 from penstock.costs.durations import step_of
-from penstock.costs.machines import processors
-from penstock.costs.measuring import measure
-from penstock.costs.prediction import model_of
-from penstock.models.cost import Work
+from penstock.costs.estimate import model_of
+from penstock.costs.measure_machine import measure
+from penstock.costs.sharded_model import Cut
+from penstock.models.flops import Work
 from penstock.rows.reader import PackedRows
-from penstock.train.job import Job
+from penstock.train.launch.job import Job
 
 STEPS = 5
 

@@ -35,9 +35,9 @@ VOCABULARY = 512
 
 def load_ours(folder: Path, kept: str) -> Any:
     """What a run of one process holds before its first step."""
-    from penstock.config.load import loads
-    from penstock.engine.assemble import assemble
-    from penstock.engine.ranks import join
+    from penstock.config.loading.load import loads
+    from penstock.engine.build import assemble
+    from penstock.engine.distributed.ranks import join
 
     quantised = {"enable_qlora": True, "quant_format": kept} if kept != "bf16" else {}
     run = loads(

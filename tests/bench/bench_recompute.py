@@ -24,7 +24,7 @@ from tests.bench.pages import write_section
 from tests.engine import runs
 from tests.ranks import on_ranks
 
-from penstock.train.job import Job
+from penstock.train.launch.job import Job
 
 PARTS, MIXTURES = "Recomputation and offload: cpu", "Recomputation of mixtures: cpu"
 RANKS, ROW, VOCABULARY, LAYERS = 2, 1024, 512, 4

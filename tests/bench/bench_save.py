@@ -21,10 +21,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from penstock.engine.checkpoint import Checkpoints
-from penstock.engine.checkpoint_state import Trained
-from penstock.engine.parallel.pieces import hold, whole_piece
-from penstock.engine.ranks import join, leave
+from penstock.engine.checkpoint.manager import Checkpoints
+from penstock.engine.checkpoint.train_state import Trained
+from penstock.engine.distributed.param_shards import hold, whole_piece
+from penstock.engine.distributed.ranks import join, leave
 
 REPEATS = 5
 WIDTH = 2048

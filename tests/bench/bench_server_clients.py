@@ -35,7 +35,7 @@ import numpy as np
 from tests.bench.pages import write_section
 from tests.server.serving import Server, write_model
 
-from penstock.server.api import tinker_pb2 as pb
+from penstock.server.api.wire import tinker_pb2 as pb
 
 TITLE, WRITTEN = "Clients of a server: cpu", "Written by `tests/bench/bench_server_clients.py`."
 SAMPLES, TOKENS = 4, 64

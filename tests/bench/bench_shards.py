@@ -21,8 +21,8 @@ import numpy as np
 import pyarrow as pa
 from tests.rows.lengths import lengths_of
 
+from penstock.core.cache.stage import Artifact
 from penstock.core.files import fsync, remove, write_json
-from penstock.core.stage import Artifact
 from penstock.pack.settings import PackSettings
 from penstock.pack.stage import Pack
 from penstock.rows.schema import PREPARED

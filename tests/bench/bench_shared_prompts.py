@@ -31,15 +31,15 @@ from tests.engine import loops, runs
 from tests.stages.prepared import prepare, run, write_lines
 from trl import DPOConfig, DPOTrainer
 
-from penstock.core.stage import Artifact
+from penstock.core.cache.stage import Artifact
 from penstock.pack.settings import PackSettings
 from penstock.pack.stage import Pack
-from penstock.rows.answer_scores import write_scores
 from penstock.rows.collate import collate
 from penstock.rows.prepared import PreparedSamples
 from penstock.rows.reader import PackedRows
+from penstock.rows.ref_logprobs import write_scores
 from penstock.rows.tokenizer import byte_tokenizer
-from penstock.train.job import Job
+from penstock.train.launch.job import Job
 
 DEMO = Path(__file__).parents[3] / "shared" / "data" / "preference" / "dpo_en_demo.json"
 TITLE = "Shared prompts: cpu"

@@ -28,7 +28,7 @@ from packed import write_documents
 from tests.engine import loops, runs
 
 from penstock.rows.collate import MicroBatch
-from penstock.train.loader import read
+from penstock.train.dataloader import read
 
 ROUNDS, WARM = 7, 2
 RANK = 16

@@ -31,11 +31,11 @@ import train_cuda
 from packed import write_rows
 from tests.engine import loops, runs
 
-from penstock.engine.ranks import Ranks, join, leave
-from penstock.models.initialise import initialise
+from penstock.engine.distributed.ranks import Ranks, join, leave
+from penstock.models.initialize import initialise
 from penstock.models.registry import family_of
 from penstock.rows.collate import MicroBatch
-from penstock.train.loader import read
+from penstock.train.dataloader import read
 
 GOAL, ROUNDS, SEED = 1.15, 5, 7
 PEERS = {

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from penstock.core.digests import digests_of, sha256_of
+from penstock.core.cache.digests import digests_of, sha256_of
+from penstock.core.cache.verify import Verify, damaged_files
 from penstock.core.env import default
-from penstock.core.verify import Verify, damaged_files
 
 BLOCK = 64 << 20
 MANY = 10_000

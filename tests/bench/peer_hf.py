@@ -12,7 +12,7 @@ import torch.distributed as dist
 import transformers
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from penstock.engine.ranks import Ranks
+from penstock.engine.distributed.ranks import Ranks
 from penstock.rows.collate import MicroBatch
 
 Step = Callable[[Sequence[MicroBatch]], float]

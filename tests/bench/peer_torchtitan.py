@@ -23,7 +23,7 @@ from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_conf
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.qwen3 import Qwen3Model, Qwen3StateDictAdapter, Qwen3TransformerBlock
 
-from penstock.engine.ranks import Ranks
+from penstock.engine.distributed.ranks import Ranks
 from penstock.rows.collate import MicroBatch
 
 Step = Callable[[Sequence[MicroBatch]], float]

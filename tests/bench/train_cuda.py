@@ -21,8 +21,8 @@ from packed import write_rows
 from pages import write_section
 from tests.engine import loops, runs
 
-from penstock.engine.ranks import Ranks
-from penstock.models.cost import matrix_parameters
+from penstock.engine.distributed.ranks import Ranks
+from penstock.models.flops import matrix_parameters
 from penstock.models.registry import family_of
 from penstock.rows.reader import PackedRows
 

@@ -7,17 +7,17 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from filelock import FileLock
 
-from penstock.cli.artifacts import find_entries
+from penstock.cli.artifacts.commands import find_entries
+from penstock.cli.artifacts.prune import DAY, choose_prunable, prune
 from penstock.cli.console import Console
-from penstock.cli.pruning import DAY, choose_prunable, prune
-from penstock.config.run import RunConfig
+from penstock.config.schema.run import RunConfig
+from penstock.core.cache.in_use import GATE, MARKS, in_use, unless_in_use
+from penstock.core.cache.manifest import MANIFEST
+from penstock.core.cache.record import write_record
+from penstock.core.cache.stage import Artifact, key_of
+from penstock.core.cache.store import Step, realize
 from penstock.core.errors import ArtifactError, StageError
 from penstock.core.files import read_json, write_json
-from penstock.core.in_use import GATE, MARKS, in_use, unless_in_use
-from penstock.core.manifest import MANIFEST
-from penstock.core.record import write_record
-from penstock.core.stage import Artifact, key_of
-from penstock.core.store import Step, realize
 from penstock.export.links import link_exported
 from tests.cli.command import penstock
 from tests.core.toy import Export, LettersSettings, Pack, Prepare, Train, step_of

@@ -11,12 +11,12 @@ import pytest
 import torch
 import transformers
 
-from penstock.cli.chat import Chat, ChatOptions, Speaker
-from penstock.cli.chat_target import load_target, resolve_target
+from penstock.cli.chat.resolve_model import load_target, resolve_target
+from penstock.cli.chat.session import Chat, ChatOptions, Speaker
 from penstock.cli.console import Console
 from penstock.core.errors import ConfigError
-from penstock.engine.drawing import Drawing
-from penstock.engine.ranks import join
+from penstock.engine.distributed.ranks import join
+from penstock.engine.generation.sampling import Drawing
 from penstock.evaluate.chat_model import ChatModel, Reply, StoppedError
 from penstock.rows.tokenizer import byte_tokenizer
 from tests.engine import runs
@@ -171,7 +171,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(capsys: Any) -> None:
 
 
 def test_lines_of_stdin_are_turns_of_one_conversation(monkeypatch: Any) -> None:
-    from penstock.cli.chat import _converse  # pyright: ignore[reportPrivateUsage]
+    from penstock.cli.chat.session import _converse  # pyright: ignore[reportPrivateUsage]
 
     model = Echo()
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\ntwo\n"))

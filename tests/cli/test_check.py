@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from penstock.config.load import load
-from penstock.core.stage import key_of
+from penstock.config.loading.load import load
+from penstock.core.cache.stage import key_of
 from penstock.plan import plan
 from tests.cli.command import penstock, small_run
 

@@ -3,10 +3,10 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 
 from penstock.cli.doctor import OPTIONAL, REQUIRED, measured, optional, required
-from penstock.config.load import load
-from penstock.core.gpus import names_of_gpus
-from penstock.costs import machines
-from penstock.costs.machines import machine_here, remember
+from penstock.config.loading.load import load
+from penstock.core.machine.gpus import names_of_gpus
+from penstock.costs import device_speed
+from penstock.costs.device_speed import machine_here, remember
 from penstock.plan import plan
 from tests.cli.command import small_run
 
@@ -94,7 +94,7 @@ def test_a_run_in_bfloat16_where_that_was_measured_to_be_slower_is_told_so_once(
 ):
     monkeypatch.setenv("PENSTOCK_CACHE_HOME", str(tmp_path / "cache"))
     config = small_run(tmp_path, train={"enable_mixed_precision": mixed})
-    monkeypatch.setattr(machines, "_cpuinfo", lambda: ["model name: any", "flags : avx2 fma"])
+    monkeypatch.setattr(device_speed, "_cpuinfo", lambda: ["model name: any", "flags : avx2 fma"])
     unmeasured = [note for note in plan(load(config)).notes if "no units for it" in note]
     assert len(unmeasured) == (mixed and not names_of_gpus())
     remember({"name": None, "fp32": 2e9, "bf16": bf16, "bandwidth": 1e9})

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from penstock.config import yaml12
-from penstock.config.dialects.draft import put_at
+from penstock.config.loading import yaml12
+from penstock.config.translate.translation import put_at
 from tests.cli.command import penstock
 from tests.config import document_examples as said
 from tests.config.test_document_examples import ERNIEKIT_CONTEXTS, NXDT_FILES

@@ -3,9 +3,9 @@ import json
 import pytest
 
 from penstock.cli.run import Request
+from penstock.core.cache.stage import ATTEMPT, identity, key_of
 from penstock.core.files import write_json
-from penstock.core.stage import ATTEMPT, identity, key_of
-from penstock.costs.machines import remember
+from penstock.costs.device_speed import remember
 from penstock.plan import plan
 from tests.cli.command import penstock, small_run
 from tests.stages.prepared import write_lines

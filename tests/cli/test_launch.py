@@ -11,8 +11,8 @@ import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
-from penstock.config.load import load
-from penstock.config.pipeline import LaunchConfig
+from penstock.config.loading.load import load
+from penstock.config.schema.pipeline import LaunchConfig
 from penstock.core.env import be_rank_of_slurm, rank_variables
 from tests.cli.command import Said, penstock, small_run
 
@@ -152,7 +152,7 @@ def test_a_kubernetes_job_has_a_pod_for_each_machine_which_meet_by_name(tmp_path
 
 
 def _overrides(*words: str):
-    from penstock.config.overrides import split_overrides
+    from penstock.config.loading.cli_overrides import split_overrides
 
     return split_overrides(words)[1]
 

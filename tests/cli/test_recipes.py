@@ -3,9 +3,9 @@ import json
 import pytest
 import yaml
 
-from penstock.cli.recipes import OF_SERVERS, SCHEMA_FILE, SERVER_SCHEMA_FILE, recipes, summary
-from penstock.config.load import load
-from penstock.config.server_load import load_server
+from penstock.cli.init import OF_SERVERS, SCHEMA_FILE, SERVER_SCHEMA_FILE, recipes, summary
+from penstock.config.loading.load import load
+from penstock.config.server.load import load_server
 from tests.cli.command import penstock
 from tests.conftest import ROOT
 

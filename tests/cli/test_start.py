@@ -9,7 +9,7 @@ import typer
 from typer import Context
 
 from penstock.cli.main import app
-from penstock.cli.one_command import only
+from penstock.cli.single_command import only
 from penstock.export.stage import Export
 from penstock.pack.stage import Pack
 from penstock.prepare.stage import Prepare
@@ -18,15 +18,15 @@ from tests.cli.command import penstock, small_run
 
 HEAVY = {"torch", "transformers", "datasets", "prefect", "pyarrow", "numpy", "jinja2"}
 OF_WORK = {
-    "penstock.adapters.matching",
-    "penstock.costs.machines",
-    "penstock.engine.hf_config",
-    "penstock.engine.weight_files",
+    "penstock.adapters.match_targets",
+    "penstock.costs.device_speed",
+    "penstock.engine.hf.config",
+    "penstock.engine.hf.weight_files",
     "penstock.models.registry",
     "penstock.prepare.notices",
     "penstock.push.stage",
     "penstock.rows.sizing",
-    "penstock.train.watch",
+    "penstock.train.launch.hang_watchdog",
 }
 """What judges or does work, and a run that is finished does without."""
 OWN_MODULES = 180
@@ -49,7 +49,7 @@ def imported_by(code):
     "code",
     [
         "import penstock.plan",
-        "import penstock.cli.main, penstock.cli.explain, penstock.cli.artifacts",
+        "import penstock.cli.main, penstock.cli.plan.stages, penstock.cli.artifacts.commands",
         "from penstock.cli.main import main; main(['--help'])",
         "from penstock.cli.main import main; main(['plan', 'CONFIG'])",
     ],

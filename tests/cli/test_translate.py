@@ -5,7 +5,7 @@ from pathlib import Path
 
 import yaml
 
-from penstock.config.load import load
+from penstock.config.loading.load import load
 from tests.cli.command import penstock
 
 THEIRS = """\

@@ -8,23 +8,22 @@ from typing import Any
 import pytest
 import yaml
 
-from penstock.config import yaml12
-from penstock.config.dialects.dialect import Dialect, is_flat
-from penstock.config.dialects.draft import Draft, Entry
-from penstock.config.dialects.fit import Devices
-from penstock.config.dialects.known import DIALECTS, named, recognised
-from penstock.config.dialects.llama_factory import LLAMA_FACTORY
-from penstock.config.dialects.server import SERVER as SERVERS_OWN
-from penstock.config.dialects.translate import translate
-from penstock.config.dialects.trl import TRL
-from penstock.config.foreign import load_translation
-from penstock.config.load import load, loads
-from penstock.config.overrides import split_overrides
-from penstock.config.run import RunConfig
-from penstock.config.server import ServerConfig
-from penstock.config.shape import annotation_at
+from penstock.config.loading import yaml12
+from penstock.config.loading.cli_overrides import split_overrides
+from penstock.config.loading.load import load, loads
+from penstock.config.loading.schema_tree import annotation_at
+from penstock.config.schema.run import RunConfig
+from penstock.config.server.config import ServerConfig
+from penstock.config.server.run_fields import SERVER as SERVERS_OWN
+from penstock.config.translate.apply import DIALECTS, named, recognised, translate
+from penstock.config.translate.dialect import Dialect, is_flat
+from penstock.config.translate.fit_parallel_sizes import Devices
+from penstock.config.translate.hf.llama_factory import LLAMA_FACTORY
+from penstock.config.translate.hf.trl import TRL
+from penstock.config.translate.load_foreign import load_translation
+from penstock.config.translate.translation import Draft, Entry
 from penstock.core.errors import ConfigError
-from penstock.engine.parallel.degrees import accumulation_steps, degrees_of, rows_per_step
+from penstock.engine.distributed.parallel_dims import accumulation_steps, degrees_of, rows_per_step
 
 ROOT = Path(__file__).parents[2]
 NATIVE = sorted([ROOT / "configs" / "quickstart.yaml", *(ROOT / "configs/examples").glob("*.yaml")])

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from penstock.config import yaml12
-from penstock.config.dialects.draft import put_at
-from penstock.config.dialects.erniekit import ERNIEKIT
-from penstock.config.dialects.fit import Devices
-from penstock.config.dialects.interpolation import resolved
-from penstock.config.dialects.nxdt import NXDT
-from penstock.config.dialects.translate import translate
-from penstock.config.load import load, loads
-from penstock.config.overrides import split_overrides
-from penstock.config.run import RunConfig
-from penstock.config.server import ServerConfig
+from penstock.config.loading import yaml12
+from penstock.config.loading.cli_overrides import split_overrides
+from penstock.config.loading.load import load, loads
+from penstock.config.schema.run import RunConfig
+from penstock.config.server.config import ServerConfig
+from penstock.config.translate.apply import translate
+from penstock.config.translate.erniekit.rules import ERNIEKIT
+from penstock.config.translate.fit_parallel_sizes import Devices
+from penstock.config.translate.interpolation import resolved
+from penstock.config.translate.nxdt.rules import NXDT
+from penstock.config.translate.translation import put_at
 from penstock.server import __main__ as server
 from tests.config import document_examples as said
 from tests.config.values import smallest

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
-from penstock.config.dialects.draft import put_at
-from penstock.config.load import load, loads
-from penstock.config.run import RunConfig, written
-from penstock.config.server import ServerConfig, judged
-from penstock.config.server_load import load_server
+from penstock.config.loading.load import load, loads
+from penstock.config.schema.run import RunConfig, written
+from penstock.config.server.config import ServerConfig, judged
+from penstock.config.server.load import load_server
+from penstock.config.translate.translation import put_at
 from penstock.core.errors import ConfigError
 from tests.config.values import smallest
 

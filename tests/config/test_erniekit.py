@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import yaml
 
-from penstock.config.dialects.draft import Line, Translation, value_at
-from penstock.config.dialects.erniekit import ERNIEKIT
-from penstock.config.dialects.fit import Devices
-from penstock.config.dialects.translate import translate
-from penstock.config.foreign import load_translation
-from penstock.config.load import load, loads
+from penstock.config.loading.load import load, loads
+from penstock.config.translate.apply import translate
+from penstock.config.translate.erniekit.rules import ERNIEKIT
+from penstock.config.translate.fit_parallel_sizes import Devices
+from penstock.config.translate.load_foreign import load_translation
+from penstock.config.translate.translation import Line, Translation, value_at
 from penstock.core.errors import ConfigError
-from penstock.engine.parallel.degrees import accumulation_steps, degrees_of, rows_per_step
+from penstock.engine.distributed.parallel_dims import accumulation_steps, degrees_of, rows_per_step
 from penstock.optim.schedule import lr_at
 from tests.config.erniekit_keys import CHANGES, IDLE
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from penstock.config.load import loads
+from penstock.config.loading.load import loads
 from tests.config.values import faults_of, refused_and_mended, smallest
 
 HELD_OUT = {"data": {"val_set_size": 5}}

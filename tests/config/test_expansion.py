@@ -10,15 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.config.expansion import DATASET_FIELDS, PATH_FIELDS, SERVER_PATH_FIELDS, expand
-from penstock.config.load import load
-from penstock.config.overrides import Override
-from penstock.config.run import RunConfig
-from penstock.config.server import ServerConfig
-from penstock.config.server_load import load_server
-from penstock.config.shape import annotation_at, sections
-from penstock.core.allowed_env import is_secret
+from penstock.config.loading.cli_overrides import Override
+from penstock.config.loading.expand_paths import (
+    DATASET_FIELDS,
+    PATH_FIELDS,
+    SERVER_PATH_FIELDS,
+    expand,
+)
+from penstock.config.loading.load import load
+from penstock.config.loading.schema_tree import annotation_at, sections
+from penstock.config.schema.run import RunConfig
+from penstock.config.server.config import ServerConfig
+from penstock.config.server.load import load_server
 from penstock.core.errors import ConfigError
+from penstock.core.process.allowed_env import is_secret
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ import pytest
 import yaml
 from pydantic.fields import FieldInfo
 
-from penstock.config import reference  # noqa: F401 - it reads the fields' docstrings
-from penstock.config.load import loads
-from penstock.config.run import written
-from penstock.config.shape import is_section, sections
+from penstock.config import generate_docs  # noqa: F401 - it reads the fields' docstrings
+from penstock.config.loading.load import loads
+from penstock.config.loading.schema_tree import is_section, sections
+from penstock.config.schema.run import written
 from penstock.core.errors import ConfigError
 from tests.config.values import faults_of, smallest
 

@@ -19,18 +19,17 @@ from transformers import (
     get_scheduler,
 )
 
-from penstock.config import yaml12
-from penstock.config.dialects import trackers
-from penstock.config.dialects.axolotl import AXOLOTL
-from penstock.config.dialects.dialect import Dialect
-from penstock.config.dialects.draft import Line, Translation
-from penstock.config.dialects.fit import Devices
-from penstock.config.dialects.known import DIALECTS, named, recognised
-from penstock.config.dialects.llama_factory import LLAMA_FACTORY
-from penstock.config.dialects.translate import translate
-from penstock.config.dialects.trl import TRL, TRL_DPO
-from penstock.config.load import loads
-from penstock.config.run import RunConfig
+from penstock.config.loading import yaml12
+from penstock.config.loading.load import loads
+from penstock.config.schema.run import RunConfig
+from penstock.config.translate import shared as trackers
+from penstock.config.translate.apply import DIALECTS, named, recognised, translate
+from penstock.config.translate.axolotl.rules import AXOLOTL
+from penstock.config.translate.dialect import Dialect
+from penstock.config.translate.fit_parallel_sizes import Devices
+from penstock.config.translate.hf.llama_factory import LLAMA_FACTORY
+from penstock.config.translate.hf.trl import TRL, TRL_DPO
+from penstock.config.translate.translation import Line, Translation
 from penstock.optim.groups import Grouping, parameter_groups
 from penstock.optim.schedule import lr_at
 

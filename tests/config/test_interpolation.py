@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from penstock.config.dialects.interpolation import resolved
+from penstock.config.translate.interpolation import resolved
 from penstock.core.errors import ConfigError
 
 

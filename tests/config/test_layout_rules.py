@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from penstock.config.load import loads
+from penstock.config.loading.load import loads
 from tests.config.values import refused_and_mended, smallest
 
 ZERO_BUBBLE = {"pipeline_parallel_size": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"}

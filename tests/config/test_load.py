@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.config.load import load, loads
-from penstock.config.overrides import split_overrides
-from penstock.config.run import RunConfig
-from penstock.config.shape import annotation_at, is_section, sections
-from penstock.config.synonyms import SYNONYMS
+from penstock.config.loading.aliases import SYNONYMS
+from penstock.config.loading.cli_overrides import split_overrides
+from penstock.config.loading.load import load, loads
+from penstock.config.loading.schema_tree import annotation_at, is_section, sections
+from penstock.config.schema.run import RunConfig
 from penstock.core.errors import ConfigError
 from tests.config.values import SMALLEST, faults_of, smallest
 
@@ -342,9 +342,7 @@ def test_every_section_is_named_by_the_path_to_it() -> None:
 
 
 def test_loading_settings_loads_nothing_heavy() -> None:
-    code = (
-        "import sys, penstock.config.load; print(*{name.partition('.')[0] for name in sys.modules})"
-    )
+    code = "import sys, penstock.config.loading.load; print(*{name.partition('.')[0] for name in sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     heavy = {"torch", "numpy", "pyarrow", "transformers", "datasets", "fsspec", "huggingface_hub"}
     assert not heavy & set(done.stdout.split())

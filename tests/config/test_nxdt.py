@@ -10,18 +10,18 @@ import torch
 import transformers
 import yaml
 
-from penstock.config import yaml12
-from penstock.config.dialects.draft import Line, Translation, value_at
-from penstock.config.dialects.fit import Devices
-from penstock.config.dialects.interpolation import resolved
-from penstock.config.dialects.nxdt import NXDT
-from penstock.config.dialects.translate import translate
-from penstock.config.foreign import load_translation
-from penstock.config.load import loads
-from penstock.config.run import RunConfig
+from penstock.config.loading import yaml12
+from penstock.config.loading.load import loads
+from penstock.config.schema.run import RunConfig
+from penstock.config.translate.apply import translate
+from penstock.config.translate.fit_parallel_sizes import Devices
+from penstock.config.translate.interpolation import resolved
+from penstock.config.translate.load_foreign import load_translation
+from penstock.config.translate.nxdt.rules import NXDT
+from penstock.config.translate.translation import Line, Translation, value_at
 from penstock.machine import check_entries, check_machine, config_of
+from penstock.models.decoder_config import LearnedPositions
 from penstock.models.registry import family_of
-from penstock.models.shape import LearnedPositions
 from penstock.optim.schedule import lr_at
 from tests.config.nxdt_keys import (
     CHANGES,

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from penstock.config.load import load, loads
-from penstock.config.overrides import Override, apply, split_overrides
+from penstock.config.loading.cli_overrides import Override, apply, split_overrides
+from penstock.config.loading.load import load, loads
 from penstock.core.errors import ConfigError
 from tests.config.values import smallest
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from penstock.config.load import loads
-from penstock.config.preference import REFERENCE_FREE, USED_BY, LossType, PreferenceConfig
+from penstock.config.loading.load import loads
+from penstock.config.schema.preference import REFERENCE_FREE, USED_BY, LossType, PreferenceConfig
 from tests.config.values import faults_of, refused_and_mended, smallest
 
 PAIRS = {"datasets": [{"path": "pairs", "type": "preference"}]}

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from penstock.config import reference, yaml12
-from penstock.config.load import loads
-from penstock.config.server import ServerConfig
-from penstock.config.server_load import load_server
-from penstock.config.shape import sections
+from penstock.config import generate_docs
+from penstock.config.loading import yaml12
+from penstock.config.loading.load import loads
+from penstock.config.loading.schema_tree import sections
+from penstock.config.server.config import ServerConfig
+from penstock.config.server.load import load_server
 from penstock.core.errors import ConfigError
 from tests.config.test_load import AVAILABLE
 from tests.config.values import smallest
@@ -21,15 +22,15 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 @pytest.fixture(scope="module")
 def validator() -> Draft202012Validator:
-    schema = json.loads((CONFIGS / reference.SCHEMA).read_text())
+    schema = json.loads((CONFIGS / generate_docs.SCHEMA).read_text())
     Draft202012Validator.check_schema(schema)
     return Draft202012Validator(schema)
 
 
-@pytest.mark.parametrize("name", reference.texts())
+@pytest.mark.parametrize("name", generate_docs.texts())
 def test_generated_file_is_fresh(name: str) -> None:
-    stale = f"{name} is stale: run python -m penstock.config.reference"
-    there, now = (CONFIGS / name).read_text(), reference.texts()[name]
+    stale = f"{name} is stale: run python -m penstock.config.generate_docs"
+    there, now = (CONFIGS / name).read_text(), generate_docs.texts()[name]
     if name.endswith(".json"):
         # The order of keys depends on what was imported before.
         assert json.loads(there) == json.loads(now), stale
@@ -38,15 +39,15 @@ def test_generated_file_is_fresh(name: str) -> None:
 
 
 def test_check_finds_a_stale_file_and_writing_mends_it(tmp_path: Path) -> None:
-    assert reference.main([str(tmp_path), "--check"]) == 1
-    assert reference.main([str(tmp_path)]) == 0
-    assert reference.main([str(tmp_path), "--check"]) == 0
-    (tmp_path / reference.PAGE).write_text("old")
-    assert reference.main([str(tmp_path), "--check"]) == 1
+    assert generate_docs.main([str(tmp_path), "--check"]) == 1
+    assert generate_docs.main([str(tmp_path)]) == 0
+    assert generate_docs.main([str(tmp_path), "--check"]) == 0
+    (tmp_path / generate_docs.PAGE).write_text("old")
+    assert generate_docs.main([str(tmp_path), "--check"]) == 1
 
 
 def test_page_has_a_row_for_every_field() -> None:
-    text = reference.page()
+    text = generate_docs.page()
     for place, section in sections().items():
         _, _, part = text.partition(f"\n## {place}\n")
         table = part.split("\n## ")[0]
@@ -56,13 +57,13 @@ def test_page_has_a_row_for_every_field() -> None:
 
 
 def test_servers_page_has_a_row_for_every_field() -> None:
-    text = reference.server_page()
+    text = generate_docs.server_page()
     for name in ServerConfig.model_fields:
         assert text.count(f"\n| `{name}` |") == 1
 
 
 def test_editor_schema_of_servers_judges_as_loading_does() -> None:
-    schema = json.loads((CONFIGS / reference.SERVER_SCHEMA).read_text())
+    schema = json.loads((CONFIGS / generate_docs.SERVER_SCHEMA).read_text())
     Draft202012Validator.check_schema(schema)
     judge = Draft202012Validator(schema)
     for file in sorted((CONFIGS / "server").glob("*.yaml")):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from penstock.config.load import loads
+from penstock.config.loading.load import loads
 from penstock.releasing import Figures, is_better, location_of
 from tests.config.values import faults_of, refused_and_mended, smallest
 

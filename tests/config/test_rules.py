@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from penstock.config.load import loads
+from penstock.config.loading.load import loads
 from penstock.core.errors import ConfigError
-from penstock.core.local_files import kind_of
+from penstock.core.sources.local_files import kind_of
 from tests.config.values import faults_of, refused_and_mended, smallest
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
-from penstock.config.yaml12 import YamlError, parse
+from penstock.config.loading.yaml12 import YamlError, parse
 
 EXAMPLES = Path(__file__).parents[3] / "shared" / "examples"
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from penstock.config.load import loads
+from penstock.config.loading.load import loads
 from penstock.core.errors import ConfigError
 
 SMALLEST: dict[str, Any] = {

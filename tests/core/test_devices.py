@@ -1,6 +1,6 @@
 import pytest
 
-from penstock.core.devices import device_called, peak_flops
+from penstock.core.machine.device_specs import device_called, peak_flops
 
 # Of makers' data sheets, in TFLOP/s of dense bf16.
 PEAKS = {

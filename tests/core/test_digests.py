@@ -6,8 +6,8 @@ from contextlib import closing
 
 import pytest
 
-from penstock.core import digests
-from penstock.core.digests import derived, digests_of, links_made, remember
+from penstock.core.cache import digests
+from penstock.core.cache.digests import derived, digests_of, links_made, remember
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from penstock.core.connection_faults import connection_fault
 from penstock.core.errors import CapabilityError
-from penstock.core.os_faults import is_full_disk, is_of_the_machine, reason_of
-from penstock.core.source import pin_data
-from penstock.train.endings import first_failure, leave_failure
+from penstock.core.os_errors import is_full_disk, is_of_the_machine, reason_of
+from penstock.core.remote.connection_errors import connection_fault
+from penstock.core.sources.pin import pin_data
+from penstock.train.launch.rank_failures import first_failure, leave_failure
 
 
 def caused_by(error, cause):

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from penstock.core import folder_digests
-from penstock.core.folder_digests import (
+from penstock.core.cache import folder_digests
+from penstock.core.cache.folder_digests import (
     DIGESTS,
     DamagedError,
     Digester,

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from penstock.core.errors import StageError
-from penstock.core.lease import Lease
-from penstock.core.place import Place
+from penstock.core.remote.lease import Lease
+from penstock.core.remote.path import Place
 
 
 def never() -> bool:

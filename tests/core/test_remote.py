@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.core.errors import CapabilityError, ConfigError, StageError
-from penstock.core.hub import local_folder
-from penstock.core.place import Place
-from penstock.core.remote import open_file
-from penstock.core.source import pin_checkpoint, pin_config, pin_data, pin_model, pin_tokenizer
+from penstock.core.remote.open import open_file
+from penstock.core.remote.path import Place
+from penstock.core.sources.hub import local_folder
+from penstock.core.sources.pin import pin_checkpoint, pin_config, pin_data, pin_model, pin_tokenizer
 from tests.core.servers import Chaos, web  # noqa: F401
 
 CONTENT = random.Random(0).randbytes(3_000_000)

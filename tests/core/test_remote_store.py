@@ -14,17 +14,17 @@ from typing import ClassVar
 
 import pytest
 
-from penstock.core.depot import Depot
+from penstock.core.cache.manifest import MANIFEST
+from penstock.core.cache.record import with_digest
+from penstock.core.cache.stage import ATTEMPT, Facts, Input, Stage, key_of
+from penstock.core.cache.store import Step, lookup, obtain, realize
 from penstock.core.errors import ArtifactError, ConfigError, Interrupted
 from penstock.core.files import publishing
-from penstock.core.follower import Follower
-from penstock.core.manifest import MANIFEST
-from penstock.core.place import Place
-from penstock.core.record import with_digest
-from penstock.core.stage import ATTEMPT, Facts, Input, Stage, key_of
-from penstock.core.store import Step, lookup, obtain, realize
-from penstock.engine.checkpoint_folders import Naming
-from penstock.train.keepsakes import keepsakes_of, wanted_of
+from penstock.core.remote.artifact_sync import Depot
+from penstock.core.remote.path import Place
+from penstock.core.remote.upload_while_running import Follower
+from penstock.engine.checkpoint.folders import Naming
+from penstock.train.launch.upload_selection import keepsakes_of, wanted_of
 from tests.core.toy import ALPHABET, FOUR, Letters, LettersSettings, Slowly
 from tests.corruption import flip
 

@@ -12,11 +12,11 @@ import httpx2
 import pytest
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-from penstock.core import retry
-from penstock.core.deadline import Deadline
 from penstock.core.errors import ConfigError, Interrupted, StageError
-from penstock.core.remote_faults import may_pass
-from penstock.train.endings import Death, deaths_file, leave_failure, what_happened
+from penstock.core.process import retry
+from penstock.core.process.timeout import Deadline
+from penstock.core.remote.errors import may_pass
+from penstock.train.launch.rank_failures import Death, deaths_file, leave_failure, what_happened
 
 
 def answered(status):
@@ -123,7 +123,7 @@ def test_a_deadline_counts_from_its_beginning_and_leaves_other_alarms_as_they_we
 
 ORPHAN = """
 import os, signal, subprocess, sys, time
-from penstock.core.orphan import end_with_parent, outlive_parent_by
+from penstock.core.process.die_with_parent import end_with_parent, outlive_parent_by
 if sys.argv[1:]:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end_with_parent()

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from penstock.core.in_use import GATE, MARKS, in_use
-from penstock.core.scratch import scratch_folder
+from penstock.core.cache.in_use import GATE, MARKS, in_use
+from penstock.core.process.scratch_dir import scratch_folder
 from tests.core.toy import Letters, step_of
 
 HOLDS = """
 import sys
-from penstock.core.scratch import scratch_folder
+from penstock.core.process.scratch_dir import scratch_folder
 with scratch_folder("test") as folder:
     (folder / "file").touch()
     print(folder, flush=True)

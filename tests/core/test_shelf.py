@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from penstock.core.cache.manifest import MANIFEST
 from penstock.core.errors import ArtifactError
 from penstock.core.files import read_json
-from penstock.core.manifest import MANIFEST
-from penstock.core.mirror import home_of
-from penstock.core.place import Place
-from penstock.core.remote_shelf import shelf_of
-from penstock.core.shelf import LocalShelf
+from penstock.core.releases.local import LocalShelf
+from penstock.core.releases.remote import shelf_of
+from penstock.core.remote.local_mirror import home_of
+from penstock.core.remote.path import Place
 from penstock.releasing import prunable, roll_back
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from penstock.core.errors import CapabilityError, ConfigError
-from penstock.core.source import pin_data, pin_model, pin_tokenizer
+from penstock.core.sources.pin import pin_data, pin_model, pin_tokenizer
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

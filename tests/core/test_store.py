@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.core import store
+from penstock.core.cache import store
+from penstock.core.cache.manifest import MANIFEST
+from penstock.core.cache.stage import ATTEMPT, ERROR_LOG, Artifact, Source, identity, key_of
+from penstock.core.cache.store import Step, find, lock_of, realize
 from penstock.core.errors import (
     ArtifactError,
     CapabilityError,
@@ -16,9 +19,6 @@ from penstock.core.errors import (
     Interrupted,
     StageError,
 )
-from penstock.core.manifest import MANIFEST
-from penstock.core.stage import ATTEMPT, ERROR_LOG, Artifact, Source, identity, key_of
-from penstock.core.store import Step, find, lock_of, realize
 from tests.core.toy import Dying, Letters, LettersSettings, Slowly, UntilThere, step_of
 
 SPAWN = multiprocessing.get_context("spawn")

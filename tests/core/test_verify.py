@@ -7,14 +7,14 @@ import time
 
 import pytest
 
-from penstock.core import digests
+from penstock.core.cache import digests
+from penstock.core.cache.input_digests import changed_inputs, digests_of_inputs
+from penstock.core.cache.manifest import MANIFEST, content_digest, read_manifest
+from penstock.core.cache.record import parse_record, with_digest
+from penstock.core.cache.stage import ATTEMPT
+from penstock.core.cache.store import find, lookup, obtain, realize
 from penstock.core.errors import ArtifactError, DamagedFileError, StageError
 from penstock.core.files import read_json
-from penstock.core.input_digests import changed_inputs, digests_of_inputs
-from penstock.core.manifest import MANIFEST, content_digest, read_manifest
-from penstock.core.record import parse_record, with_digest
-from penstock.core.stage import ATTEMPT
-from penstock.core.store import find, lookup, obtain, realize
 from tests.core.toy import Letters, LettersSettings, Pack, Prepare, Train, step_of
 from tests.corruption import flip
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from penstock.config.base import Settings
+from penstock.config.schema.base import Settings
+from penstock.core.cache.stage import Artifact, Facts, Input, Source, Stage, key_of, short
+from penstock.core.cache.store import Step
 from penstock.core.files import publishing
-from penstock.core.stage import Artifact, Facts, Input, Source, Stage, key_of, short
-from penstock.core.store import Step
 
 
 class LettersSettings(Settings):

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from penstock.engine.ranks import join
+from penstock.engine.distributed.ranks import join
 from penstock.rows.schema import PACKED
-from penstock.train.job import Job
+from penstock.train.launch.job import Job
 from tests.engine import runs
 from tests.engine.loops import loop_of, step
 

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig
 
-from penstock.config.load import loads
-from penstock.core.source import pin_data
-from penstock.costs.amounts import Data, length_of, work_of
+from penstock.config.loading.load import loads
+from penstock.core.sources.pin import pin_data
 from penstock.costs.file_sizes import FileSizes, estimate_samples
-from penstock.models.cost import Work
+from penstock.costs.token_counts import Data, length_of, work_of
+from penstock.models.flops import Work
 from penstock.models.registry import family_of
 from penstock.rows.batches import Batches
 from tests.cli.command import penstock, small_run

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from penstock.costs.cut import Cut
 from penstock.costs.disk import disk_of
-from penstock.costs.prediction import model_of
-from penstock.engine.parallel.degrees import Degrees
+from penstock.costs.estimate import model_of
+from penstock.costs.sharded_model import Cut
+from penstock.engine.distributed.parallel_dims import Degrees
 from tests.costs import measured
 from tests.engine import runs
 from tests.engine.loops import each

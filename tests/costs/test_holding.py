@@ -8,14 +8,14 @@ import torch
 from transformers import AutoConfig
 
 from penstock.adapters.inject import LoraSpec, inject
-from penstock.config.load import loads
-from penstock.costs.cut import Cut, Model
-from penstock.costs.holding import CODES, _width, held
-from penstock.engine.parallel.cuts import Cuts
-from penstock.engine.parallel.degrees import Degrees
-from penstock.engine.parallel.parts import parts_of
+from penstock.config.loading.load import loads
+from penstock.costs.param_sizes import CODES, _width, held
+from penstock.costs.sharded_model import Cut, Model
+from penstock.engine.distributed.parallel_dims import Degrees
+from penstock.engine.distributed.stage_modules import parts_of
+from penstock.engine.distributed.tensor_sharding import Cuts
 from penstock.models.decoder import Decoder
-from penstock.models.published import Declared
+from penstock.models.quantization_config import Declared
 from penstock.models.registry import family_of
 from penstock_kernels.quant import format_named
 from tests.config.values import smallest

@@ -5,16 +5,16 @@ from dataclasses import replace
 import pytest
 from transformers import AutoConfig
 
-from penstock.config.load import loads
-from penstock.costs.amounts import Data, work_of
-from penstock.costs.cut import Cut
+from penstock.config.loading.load import loads
+from penstock.costs.device_speed import machine_called
 from penstock.costs.durations import pass_of, step_of
+from penstock.costs.estimate import USED, model_of, predict
 from penstock.costs.layouts import Wanted, fastest
-from penstock.costs.machines import machine_called
-from penstock.costs.prediction import USED, model_of, predict
-from penstock.engine.parallel.degrees import Degrees, degrees_of
-from penstock.engine.parallel.fits import Counts, misfits
-from penstock.models.cost import Work, forward_flops, step_flops
+from penstock.costs.sharded_model import Cut
+from penstock.costs.token_counts import Data, work_of
+from penstock.engine.distributed.parallel_dims import Degrees, degrees_of
+from penstock.engine.distributed.validate_layout import Counts, misfits
+from penstock.models.flops import Work, forward_flops, step_flops
 from tests.config.values import smallest
 
 SIZES = {

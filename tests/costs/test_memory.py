@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from penstock.costs.cut import Cut
+from penstock.costs.estimate import model_of
 from penstock.costs.memory import peak
-from penstock.costs.prediction import model_of
-from penstock.engine.parallel.degrees import degrees_of
+from penstock.costs.sharded_model import Cut
+from penstock.engine.distributed.parallel_dims import degrees_of
 from tests.costs import measured
 from tests.costs.cases import CASES, QUICK
 from tests.ranks import on_ranks

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.config.load import loads
-from penstock.costs.holding import Tensor
-from penstock.costs.states import state_bytes
-from penstock.engine.optimizer import keeping_of
+from penstock.config.loading.load import loads
+from penstock.costs.optimizer_states import state_bytes
+from penstock.costs.param_sizes import Tensor
+from penstock.engine.optim.build import keeping_of
 from penstock.optim.build import build_optimizer
 from penstock.optim.groups import Grouping
 from tests.config.values import smallest

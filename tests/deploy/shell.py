@@ -24,9 +24,9 @@ from prefect.cli import (  # noqa: F401 - each adds its commands
 from prefect.cli._app import _app as prefect_app
 
 from penstock.cli.main import app as penstock_app
-from penstock.config.overrides import split_overrides
-from penstock.config.server import ServerConfig
-from penstock.config.shape import sections
+from penstock.config.loading.cli_overrides import split_overrides
+from penstock.config.loading.schema_tree import sections
+from penstock.config.server.config import ServerConfig
 
 FENCED = re.compile(r"^[ ]*```sh\n(.*?)^[ ]*```", re.M | re.S)
 INLINE = re.compile(r"`((?:penstock|prefect) [^`]+)`")

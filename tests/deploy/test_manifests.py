@@ -10,7 +10,7 @@ import pytest
 import yaml
 from prefect.events.schemas.automations import AutomationCore, EventTrigger
 
-from penstock.config.pipeline import LaunchConfig
+from penstock.config.schema.pipeline import LaunchConfig
 from tests.conftest import ROOT
 from tests.deploy.shell import commands_of, fault_of, simple_commands
 from tests.flows.conftest import scripts

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from penstock.rows.answer_scores import write_scores
+from penstock.rows.ref_logprobs import write_scores
 from penstock.rows.schema import DIGEST_BYTES, PACKED_JUDGED, PACKED_SCORED, packed_schema
 
 ROW = 4

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from penstock.engine.parallel.pieces import Held, Piece, hold, local, whole_piece
-from penstock.models.shape import DecoderConfig, ExpertsConfig
+from penstock.engine.distributed.param_shards import Held, Piece, hold, local, whole_piece
+from penstock.models.decoder_config import DecoderConfig, ExpertsConfig
 from penstock.models.weights import WeightMap
 
 CONFIG = DecoderConfig(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.train.job import Job
+from penstock.train.launch.job import Job
 from tests.engine import runs
 
 ROWS_PER_STEP = 4

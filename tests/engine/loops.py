@@ -7,24 +7,24 @@ import numpy as np
 import torch
 from torch import nn
 
-from penstock.engine.assemble import assemble
-from penstock.engine.hf_config import read_hf_config
-from penstock.engine.parallel.pieces import local
-from penstock.engine.ranks import Ranks, join
+from penstock.engine.build import assemble
+from penstock.engine.distributed.param_shards import local
+from penstock.engine.distributed.ranks import Ranks, join
+from penstock.engine.hf.config import read_hf_config
 from penstock.models.decoder import Decoder
 from penstock.rows.collate import MicroBatch
 from penstock.rows.reader import PackedRows
-from penstock.train.evaluation import HeldOut
-from penstock.train.job import Job
-from penstock.train.loop import Loop
-from penstock.train.stopping import StopRequest
+from penstock.train.eval.evaluator import HeldOut
+from penstock.train.launch.job import Job
+from penstock.train.launch.stop_request import StopRequest
+from penstock.train.trainer import Loop
 
 Arrays = dict[str, np.ndarray]
 """By the names of tensors in a checkpoint; torch's do not outlive the process of their rank."""
 
 
 def loop_of(job: Job, ranks: Ranks | None = None) -> Loop:
-    """The loop that `penstock.train.main` would run, with everything it stands on."""
+    """The loop that `penstock.train.rank` would run, with everything it stands on."""
     torch.set_num_threads(1)
     ranks = ranks or join(60)
     hf_config = read_hf_config(job.config_path, job.config.model.foundation)

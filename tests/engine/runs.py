@@ -10,13 +10,13 @@ import torch
 import transformers
 from torch.distributed.tensor import DTensor
 
-from penstock.config.load import loads
-from penstock.config.run import RunConfig
-from penstock.engine.ranks import join
+from penstock.config.loading.load import loads
+from penstock.config.schema.run import RunConfig
+from penstock.engine.distributed.ranks import join
 from penstock.rows.schema import PACKED
-from penstock.train.job import Job
-from penstock.train.main import run_rank
-from penstock.train.stopping import StopRequest
+from penstock.train.launch.job import Job
+from penstock.train.launch.stop_request import StopRequest
+from penstock.train.rank import run_rank
 
 VOCAB = 320
 LR = 0.05

@@ -12,9 +12,9 @@ import transformers
 from safetensors.torch import load_file
 
 from penstock.core.errors import CapabilityError, ConfigError
-from penstock.engine.adapter_start import AdapterStart
-from penstock.engine.hf_export import write_folders
-from penstock.engine.origin import Form
+from penstock.engine.hf.export import write_folders
+from penstock.engine.model_source import Form
+from penstock.engine.peft.init_from_adapter import AdapterStart
 from penstock.models.registry import family_of
 from penstock.origins import origin_of, with_adapter
 from tests.engine import runs

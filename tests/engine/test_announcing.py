@@ -5,8 +5,8 @@ import time
 import pytest
 import torch.distributed as dist
 
-from penstock.engine.announcing import Announcing
-from penstock.engine.ranks import join
+from penstock.engine.distributed.broadcast import Announcing
+from penstock.engine.distributed.ranks import join
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.dist

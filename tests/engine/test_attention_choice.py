@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.core.errors import CapabilityError
-from penstock.engine.attention_choice import choose_attention
+from penstock.engine.backends.select_attention import choose_attention
 from penstock.machine import check_attention, require_hidden_answers
 from penstock.models.registry import family_of
 from penstock_kernels.attention import attention

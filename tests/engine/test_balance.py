@@ -9,12 +9,12 @@ from transformers import AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from penstock.core.errors import ConfigError
-from penstock.engine.balance import BIASED, SPARSE
-from penstock.engine.checkpoint import Checkpoints
-from penstock.engine.checkpoint_reader import CheckpointReader
-from penstock.engine.hf_config import read_hf_config
-from penstock.engine.hf_weights import in_checkpoint
-from penstock.engine.ranks import join
+from penstock.engine.checkpoint.manager import Checkpoints
+from penstock.engine.checkpoint.model_reader import CheckpointReader
+from penstock.engine.distributed.ranks import join
+from penstock.engine.hf.config import read_hf_config
+from penstock.engine.hf.state_dict import in_checkpoint
+from penstock.engine.moe.balancing_settings import BIASED, SPARSE
 from penstock.models.registry import FAMILIES, family_of
 from penstock.plan import check_machine
 from penstock.rows.reader import PackedRows

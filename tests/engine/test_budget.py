@@ -7,17 +7,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from penstock.config.budget import EarlyStoppingConfig
-from penstock.config.checkpoint import SaveBestConfig
+from penstock.config.schema.checkpoint import SaveBestConfig
+from penstock.config.schema.duration import EarlyStoppingConfig
 from penstock.core.errors import StageError
-from penstock.engine import checkpoint
-from penstock.engine.checkpoint_folders import Naming
+from penstock.engine.checkpoint import manager
+from penstock.engine.checkpoint.folders import Naming
 from penstock.rows.reader import PackedRows
-from penstock.train import budget
-from penstock.train.judge import Judge
-from penstock.train.keepsakes import wanted_of
-from penstock.train.metrics import read_metrics
-from penstock.train.stopping import StopRequest
+from penstock.train import duration
+from penstock.train.eval.early_stopping import Judge
+from penstock.train.launch.stop_request import StopRequest
+from penstock.train.launch.upload_selection import wanted_of
+from penstock.train.metrics.jsonl import read_metrics
 from tests.engine import runs
 from tests.engine.loops import each, loop_of
 from tests.ranks import on_ranks
@@ -88,15 +88,15 @@ class StopAt(StopRequest):
 def timed(job):
     """Two starts of a run on whose clock every look takes five minutes; the first one is asked to
     stop after two steps."""
-    clock, time = itertools.count(0, 300), budget.time
-    budget.time = SimpleNamespace(monotonic=lambda: next(clock))
+    clock, time = itertools.count(0, 300), duration.time
+    duration.time = SimpleNamespace(monotonic=lambda: next(clock))
     try:
         loop = loop_of(job)
         loop.stop = StopAt(loop, 2)
         first = loop.run()
         return first, loop.clock.seconds, runs.train_here(job)
     finally:
-        budget.time = time
+        duration.time = time
 
 
 def test_time_is_counted_over_all_starts_and_the_run_then_ends_well(folder):
@@ -217,7 +217,7 @@ def test_a_run_that_goes_on_remembers_what_was_best_and_how_long_it_waited(folde
 def without_room(jobs):
     """Runs on a disk that is full in the middle of their second save, in the middle of the last
     one, and while the best one is named."""
-    write, point = checkpoint.write_boxes, checkpoint._name
+    write, point = manager.write_boxes, manager._name
 
     def failing(at):
         def write_some(boxes, folder, group):
@@ -233,13 +233,13 @@ def without_room(jobs):
 
     told = {}
     for name, its in jobs.items():
-        checkpoint.write_boxes = failing("_5." if name == "last" else "_2.")
-        checkpoint._name = no_name if name == "nameless" else point
+        manager.write_boxes = failing("_5." if name == "last" else "_2.")
+        manager._name = no_name if name == "nameless" else point
         try:
             told[name] = runs.train_here(its)
         except StageError as error:
             told[name] = str(error)
-    checkpoint.write_boxes, checkpoint._name = write, point
+    manager.write_boxes, manager._name = write, point
     told["last, again"] = runs.train_here(jobs["last"])
     return told
 

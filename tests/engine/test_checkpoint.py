@@ -14,20 +14,20 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from penstock.core.errors import ArtifactError, StageError
 from penstock.core.files import regular_files
-from penstock.engine import checkpoint
-from penstock.engine.checkpoint import Checkpoints
-from penstock.engine.checkpoint_boxes import read_boxes, whole_box
-from penstock.engine.checkpoint_copies import BoxCopies
-from penstock.engine.checkpoint_files import CheckpointFiles
-from penstock.engine.checkpoint_folders import complete_checkpoints
-from penstock.engine.checkpoint_reader import CheckpointReader
-from penstock.engine.checkpoint_state import Trained
-from penstock.engine.hf_folder import write_weights
-from penstock.engine.hf_weights import in_checkpoint
-from penstock.engine.parallel.pieces import local
-from penstock.engine.ranks import join
-from penstock.engine.weights import fill
-from penstock.models.initialise import generator_for, initialise
+from penstock.engine.checkpoint import manager
+from penstock.engine.checkpoint.async_staging import BoxCopies
+from penstock.engine.checkpoint.dcp_io import read_boxes, whole_box
+from penstock.engine.checkpoint.folders import complete_checkpoints
+from penstock.engine.checkpoint.manager import Checkpoints
+from penstock.engine.checkpoint.model_reader import CheckpointReader
+from penstock.engine.checkpoint.safe_dcp_reader import CheckpointFiles
+from penstock.engine.checkpoint.train_state import Trained
+from penstock.engine.distributed.param_shards import local
+from penstock.engine.distributed.ranks import join
+from penstock.engine.hf.load_weights import fill
+from penstock.engine.hf.save_model import write_weights
+from penstock.engine.hf.state_dict import in_checkpoint
+from penstock.models.initialize import generator_for, initialise
 from penstock.models.weights import WeightMap
 from tests.engine.holdings import CONFIG, LAYOUTS, cut, holding
 from tests.ranks import on_ranks
@@ -154,7 +154,7 @@ def behind(root):
     """Saves behind training, the first written only when training has gone on, and three that fail.
     Copies are made so late that training would be faster."""
     ranks = join(60)
-    write, go = checkpoint.write_boxes, threading.Event()
+    write, go = manager.write_boxes, threading.Event()
     copy = BoxCopies._copied
     writer: Any = FileSystemWriter
     write_data = writer.write_data
@@ -170,7 +170,7 @@ def behind(root):
         time.sleep(0.2)
         return copy(self, boxes)
 
-    checkpoint.write_boxes, BoxCopies._copied = late, slow
+    manager.write_boxes, BoxCopies._copied = late, slow
     checkpoints = Checkpoints(root / "behind", trained, ranks, writes="behind")
     checkpoints.save(1, {"step": 1})
     step(trained, 2)
@@ -192,7 +192,7 @@ def behind(root):
             raise MemoryError("the host is full")
         return copy(self, boxes)
 
-    checkpoint.write_boxes = full
+    manager.write_boxes = full
     told = []
     for again in (lambda: checkpoints.save(4, {"step": 4}), checkpoints.finish):
         checkpoints.save(3, {"step": 3})
@@ -201,7 +201,7 @@ def behind(root):
     checkpoints.save(3, {"step": 3})
     step(trained, 4)
     crowd = fault_of(checkpoints.finish)
-    checkpoint.write_boxes, writer.write_data, BoxCopies._copied = write, write_data, copy
+    manager.write_boxes, writer.write_data, BoxCopies._copied = write, write_data, copy
     return early, complete, told, crowd
 
 

@@ -8,10 +8,10 @@ import torch
 
 from penstock.core.errors import ArtifactError
 from penstock.core.files import regular_files
-from penstock.engine.checkpoint_folders import Naming, complete_checkpoints
-from penstock.engine.checkpoint_reader import CheckpointReader
-from penstock.train.keepsakes import keepsakes_of, wanted_of
-from penstock.train.metrics import read_metrics
+from penstock.engine.checkpoint.folders import Naming, complete_checkpoints
+from penstock.engine.checkpoint.model_reader import CheckpointReader
+from penstock.train.launch.upload_selection import keepsakes_of, wanted_of
+from penstock.train.metrics.jsonl import read_metrics
 from penstock.train.stage import require_checkpoint
 from tests.engine import runs
 from tests.engine.loops import loop_of, parameters_of

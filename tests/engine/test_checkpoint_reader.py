@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.core.errors import ArtifactError
-from penstock.engine.checkpoint_reader import CheckpointReader
+from penstock.engine.checkpoint.model_reader import CheckpointReader
 from tests.stages.checkpoints import FOLDER, trained_artifact
 
 PARAMETERS = {

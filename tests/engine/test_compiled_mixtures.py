@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from penstock.adapters.inject import LoraSpec, inject
-from penstock.engine.compiling import compile_layers
-from penstock.engine.parallel.pieces import whole_piece
-from penstock.engine.quantisation_noise import StepNoise
-from penstock.engine.routers import RowsHere, StepWatch
-from penstock.losses.balance import pull_of
+from penstock.engine.backends.compile import compile_layers
+from penstock.engine.distributed.param_shards import whole_piece
+from penstock.engine.moe.load_balancing import RowsHere, StepWatch
+from penstock.engine.quantization.noise import StepNoise
+from penstock.losses.load_balancing import pull_of
 from penstock.models.decoder import Decoder
+from penstock.models.decoder_config import ExpertsConfig
 from penstock.models.layers.dropout import Dropping, Noise, drawing_from
-from penstock.models.layers.quantised import QuantisedMatrix, keep_quantised
-from penstock.models.layers.watch import watched_by
-from penstock.models.shape import ExpertsConfig
+from penstock.models.layers.quantized_linear import QuantisedMatrix, keep_quantised
+from penstock.models.layers.router_observer import watched_by
 from penstock_kernels.attention import Segments
 from penstock_kernels.quant import format_named, quantise
 from tests.engine.holdings import CONFIG

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from penstock.core.errors import CapabilityError
-from penstock.engine import compilers
-from penstock.engine.compiling import compile_layers
+from penstock.engine.backends import compile
+from penstock.engine.backends.compile import compile_layers
 from penstock.models.decoder import Decoder
 from tests.engine.holdings import CONFIG
 from tests.engine.inputs import write_inputs
@@ -90,7 +90,7 @@ def test_compiled_layers_train_as_they_did_and_are_few_programs(name, backend, f
 
 
 def test_without_a_compiler_the_wish_is_refused(monkeypatch):
-    monkeypatch.setattr(compilers.shutil, "which", lambda _: None)
+    monkeypatch.setattr(compile.shutil, "which", lambda _: None)
     with torch.device("meta"):
         model = Decoder(CONFIG)
     with pytest.raises(CapabilityError, match=r"enable_compile is true.*g\+\+"):

@@ -9,10 +9,10 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from penstock.core.errors import ArtifactError
-from penstock.engine.checkpoint_boxes import Box, whole_box, write_boxes
-from penstock.engine.checkpoint_compressed import CompressedStates, compressed_boxes
-from penstock.engine.checkpoint_files import CheckpointFiles
-from penstock.engine.checkpoint_folders import complete_checkpoints
+from penstock.engine.checkpoint.dcp_io import Box, whole_box, write_boxes
+from penstock.engine.checkpoint.folders import complete_checkpoints
+from penstock.engine.checkpoint.quantized_states import CompressedStates, compressed_boxes
+from penstock.engine.checkpoint.safe_dcp_reader import CheckpointFiles
 from tests.engine import runs
 from tests.engine.loops import each, loop_of, parameters_of, save, step
 from tests.ranks import on_ranks

@@ -6,12 +6,12 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.parallel.context import Context
-from penstock.engine.parallel.degrees import Degrees
-from penstock.engine.parallel.mesh import Mesh
-from penstock.engine.parallel.ring import spread
-from penstock.rows.branching import Branching, start_rows_of
+from penstock.engine.distributed.context_parallel import Context
+from penstock.engine.distributed.device_mesh import Mesh
+from penstock.engine.distributed.parallel_dims import Degrees
+from penstock.engine.distributed.ring_attention import spread
 from penstock.rows.collate import MicroBatch
+from penstock.rows.shared_prefix import Branching, start_rows_of
 from tests.dense import dense_with_gradients, relative_error, visible
 from tests.ranks import on_ranks
 

@@ -10,17 +10,17 @@ import warnings
 import pytest
 import torch
 
-from penstock.config.base import Settings
-from penstock.core.depot import Depot
+from penstock.config.schema.base import Settings
+from penstock.core.cache.folder_digests import DIGESTS
+from penstock.core.cache.stage import ATTEMPT, Stage, identity, key_of
 from penstock.core.errors import ArtifactError, StageError
 from penstock.core.files import regular_files, write_json
-from penstock.core.folder_digests import DIGESTS
-from penstock.core.reconcile import reconcile
-from penstock.core.stage import ATTEMPT, Stage, identity, key_of
-from penstock.engine.checkpoint_folders import Naming, checkpoint_faults, complete_checkpoints
-from penstock.engine.checkpoint_reader import CheckpointReader
-from penstock.train.keepsakes import wanted_of
-from penstock.train.metrics import read_metrics
+from penstock.core.remote.artifact_sync import Depot
+from penstock.core.remote.reconcile import reconcile
+from penstock.engine.checkpoint.folders import Naming, checkpoint_faults, complete_checkpoints
+from penstock.engine.checkpoint.model_reader import CheckpointReader
+from penstock.train.launch.upload_selection import wanted_of
+from penstock.train.metrics.jsonl import read_metrics
 from tests.damaging import flip_bit, remove_digests, truncate
 from tests.engine import runs
 from tests.ranks import on_ranks

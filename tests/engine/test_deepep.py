@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from penstock.core.errors import CapabilityError, ConfigError
-from penstock.core.gpus import Gpus, any_linked, highest_capability
-from penstock.engine.parallel.nvlink import require_nvlink, require_one_machine
+from penstock.core.machine.gpus import Gpus, any_linked, highest_capability
+from penstock.engine.distributed.deepep_requirements import require_nvlink, require_one_machine
 from penstock.machine import check_machine
 from tests.engine import deep_ep_stand_in, runs
 from tests.engine.loops import before_each_update, decoder_of, each, gradients_of, loop_of, step

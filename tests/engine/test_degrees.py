@@ -9,12 +9,12 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.config.load import load, loads
+from penstock.config.loading.load import load, loads
 from penstock.core import env
 from penstock.core.errors import ConfigError
-from penstock.engine.parallel.degrees import SIZES, degrees_of
-from penstock.engine.parallel.fits import Counts, misfits, padding_of
-from penstock.engine.parallel.zero import kept
+from penstock.engine.distributed.data_parallel import kept
+from penstock.engine.distributed.parallel_dims import SIZES, degrees_of
+from penstock.engine.distributed.validate_layout import Counts, misfits, padding_of
 from penstock.machine import check_machine, world_size
 from tests.config.values import smallest
 from tests.conftest import ROOT

@@ -5,7 +5,7 @@ import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from penstock.core.errors import ConfigError
-from penstock.engine.drawing import Drawing, draw, uniform
+from penstock.engine.generation.sampling import Drawing, draw, uniform
 
 LOGITS = torch.tensor([0.3, 2.0, -1.0, 1.9, float("-inf"), 0.0, 0.31])
 DRAWS = 20_000

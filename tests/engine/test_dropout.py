@@ -9,8 +9,8 @@ import torch
 from penstock.core.errors import ConfigError
 from penstock.machine import check_machine
 from penstock.models.layers.dropout import Dropout
-from penstock.train.loader import read
-from penstock.train.metrics import read_metrics
+from penstock.train.dataloader import read
+from penstock.train.metrics.jsonl import read_metrics
 from tests.engine import runs
 from tests.engine.loops import decoder_of, each, looked_at, loop_of, step
 from tests.ranks import on_ranks

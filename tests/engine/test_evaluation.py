@@ -10,14 +10,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from penstock.core.errors import StageError
-from penstock.engine.generation import NotFiniteError
+from penstock.engine.generation.generator import NotFiniteError
 from penstock.rows.reader import PackedRows
 from penstock.rows.tokenizer import byte_tokenizer
-from penstock.train import evaluation
-from penstock.train.evaluation import chosen_rows
-from penstock.train.metrics import read_metrics
-from penstock.train.stopping import StopRequest
-from penstock.train.told_tokens import perplexity
+from penstock.train.eval import evaluator
+from penstock.train.eval.evaluator import chosen_rows
+from penstock.train.eval.token_metrics import perplexity
+from penstock.train.launch.stop_request import StopRequest
+from penstock.train.metrics.jsonl import read_metrics
 from tests.engine import runs
 from tests.engine.held_out import (
     NEW_TOKENS,
@@ -158,17 +158,17 @@ def test_a_run_evaluates_as_often_and_on_as_much_as_is_written(folder):
 def tried(job):
     """The rows that were read to be looked at, by step; and how the run ends, and where, if the
     model makes no numbers."""
-    loop, seen, read_rows = loop_of(job), [], evaluation.read
+    loop, seen, read_rows = loop_of(job), [], evaluator.read
 
     def noted(rows, groups, reading):
         seen.extend((loop.at.step, number) for group in groups for number in group)
         return read_rows(rows, groups, reading)
 
-    evaluation.read = noted
+    evaluator.read = noted
     try:
         loop.run()
     finally:
-        evaluation.read = read_rows
+        evaluator.read = read_rows
     shutil.rmtree(job.output_dir)
     broken = loop_of(job)
     norm = decoder_of(broken).model.norm
@@ -193,16 +193,16 @@ def test_evaluating_is_tried_on_the_dearest_rows_and_ends_a_run_that_cannot(fold
 
 def passed(job):
     """The rows of each pass of an evaluation."""
-    loop, seen, read_rows = loop_of(job), [], evaluation.read
+    loop, seen, read_rows = loop_of(job), [], evaluator.read
 
     def noted(rows, groups, reading):
         seen.append([len(group) for group in groups])
         return read_rows(rows, groups, reading)
 
     assert loop.held_out is not None
-    evaluation.read = noted
+    evaluator.read = noted
     loop.held_out.evaluate(lambda: False)
-    evaluation.read = read_rows
+    evaluator.read = read_rows
     return seen
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from safetensors.torch import load, load_file
 
 from penstock.models.layers.experts import Experts
-from penstock.train.job import CHECKPOINTS
+from penstock.train.launch.job import CHECKPOINTS
 from tests.engine.inputs import write_inputs
 from tests.engine.layouts import LAYOUTS
 from tests.engine.loops import (

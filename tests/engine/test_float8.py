@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.core.errors import CapabilityError, ConfigError
-from penstock.core.gpus import Gpus
-from penstock.engine.float8_layers import float8_layers
-from penstock.engine.float8_training import largest_over
-from penstock.engine.hf_config import read_hf_config
+from penstock.core.machine.gpus import Gpus
+from penstock.engine.hf.config import read_hf_config
+from penstock.engine.precision.fp8_convert import largest_over
+from penstock.engine.precision.fp8_layers import float8_layers
 from penstock.models.registry import family_of
 from penstock.plan import check_machine
 from penstock_kernels.float8 import Agreement, Scheme, linear
@@ -124,7 +124,7 @@ def test_ranks_that_hold_parts_of_a_matrix_round_as_if_they_held_the_whole():
 
 # A step.
 
-PRODUCTS = import_module("penstock_kernels.float8.products")
+PRODUCTS = import_module("penstock_kernels.float8.matmuls")
 
 
 def a_step(job):

@@ -7,8 +7,8 @@ import peft
 import pytest
 import torch
 
-from penstock.engine.drawing import Drawing
-from penstock.engine.sequences import Prompt
+from penstock.engine.generation.sampling import Drawing
+from penstock.engine.generation.sequences import Prompt
 from tests.engine import runs
 from tests.engine.inputs import MODELS
 from tests.engine.loops import each

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from penstock.core.errors import ConfigError
-from penstock.engine.drawing import Drawing
-from penstock.engine.generation import NotFiniteError
-from penstock.engine.ranks import join
-from penstock.engine.sequences import Prompt
+from penstock.engine.distributed.ranks import join
+from penstock.engine.generation.generator import NotFiniteError
+from penstock.engine.generation.sampling import Drawing
+from penstock.engine.generation.sequences import Prompt
 from penstock.rows.tokenizer import byte_tokenizer
 from tests.engine import runs
 from tests.engine.writing import built_of, job_of, write_model, written

@@ -7,14 +7,14 @@ import signal
 
 import pytest
 
-from penstock.engine import checkpoint
-from penstock.engine.checkpoint_folders import complete_checkpoints
-from penstock.train import recorder
-from penstock.train.evaluation import HeldOut
-from penstock.train.metrics import read_metrics
-from penstock.train.recorder import Recorder
-from penstock.train.stopping import StopRequest
-from penstock.train.trackers import couriers
+from penstock.engine.checkpoint import manager
+from penstock.engine.checkpoint.folders import complete_checkpoints
+from penstock.train.eval.evaluator import HeldOut
+from penstock.train.launch.stop_request import StopRequest
+from penstock.train.metrics import recorder
+from penstock.train.metrics.jsonl import read_metrics
+from penstock.train.metrics.recorder import Recorder
+from penstock.train.trackers import supervisor
 from tests.engine import runs
 from tests.ranks import RankError, on_ranks
 
@@ -66,14 +66,14 @@ def while_evaluating(signum):
 
 def while_saving(signum):
     """With the files of the first checkpoint written, and nothing that says so."""
-    write = checkpoint.write_boxes
+    write = manager.write_boxes
 
     def interrupted(*given):
         written = write(*given)
         send(signum)
         return written
 
-    checkpoint.write_boxes = interrupted
+    manager.write_boxes = interrupted
 
 
 def while_publishing(signum):
@@ -110,7 +110,7 @@ HUNG = ["timeit", "-n", "1", "-r", "1", "import sys, time; sys.stdin.read(); tim
 def followed_in_vain():
     """Two trackers for every run: one is never reached, the other never answers."""
     recorder.wanted = lambda _: (["mlflow", "trackio"], [])
-    recorder.LOOK_SECONDS, couriers.PARTING_SECONDS = 0, 0.2
+    recorder.LOOK_SECONDS, supervisor.PARTING_SECONDS = 0, 0.2
 
     def start(self, title, module, word):
         module = GONE if word == "mlflow" else HUNG

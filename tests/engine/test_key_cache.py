@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from penstock.engine.key_cache import STEP, Begun, KeyCache, begun, continued
+from penstock.engine.generation.kv_cache import STEP, Begun, KeyCache, begun, continued
 from penstock_kernels.attention import Segments
 
 K, H = 2, 3

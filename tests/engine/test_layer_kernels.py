@@ -9,8 +9,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from penstock.core.errors import CapabilityError
-from penstock.engine.hf_config import read_hf_config
-from penstock.engine.positions import require_prompts_apart, require_whole_documents
+from penstock.engine.hf.config import read_hf_config
+from penstock.engine.validate_model import require_prompts_apart, require_whole_documents
 from penstock.models.layers.block import Block
 from penstock.plan import check_machine
 from penstock_kernels.op import Op

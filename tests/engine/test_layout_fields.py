@@ -8,8 +8,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.engine.parallel import data
-from penstock.engine.parallel.pieces import local
+from penstock.engine.distributed import data_parallel
+from penstock.engine.distributed.param_shards import local
 from tests.engine import runs
 from tests.engine.loops import each, loop_of, step
 from tests.ranks import on_ranks
@@ -59,8 +59,8 @@ def look(job):
         policies.append(options["offload_policy"])
         return fully_shard(*arguments, **options)
 
-    fully_shard = data.fully_shard
-    with patch.object(data, "fully_shard", sharding):
+    fully_shard = data_parallel.fully_shard
+    with patch.object(data_parallel, "fully_shard", sharding):
         loop = loop_of(job)
     layout = loop.built.engine.layout
     parameters = [one.parameter for one in layout.held]

@@ -13,7 +13,7 @@ import torch
 
 from penstock.core.errors import ArtifactError, StageError
 from penstock.rows.reader import PackedRows
-from penstock.train.loader import Loader, Reading
+from penstock.train.dataloader import Loader, Reading
 from tests.engine import runs
 from tests.engine.loops import loop_of
 from tests.engine.test_resume import train_until

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from penstock.core.errors import CapabilityError
-from penstock.engine.loss import trained_loss
+from penstock.engine.losses.build import trained_loss
 from penstock.rows.reader import PackedRows
 from tests.engine import runs
 from tests.engine.loops import each, evaluated, loop_of, step

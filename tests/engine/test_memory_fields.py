@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from penstock.core.errors import CapabilityError
-from penstock.engine.ranks import Ranks, leave
+from penstock.engine.distributed.ranks import Ranks, leave
 from penstock.plan import check_machine
 from penstock.rows.reader import PackedRows
-from penstock.train.loader import Loader, Reading
+from penstock.train.dataloader import Loader, Reading
 from tests.engine import runs
 from tests.engine.loops import calls_of, decoder_of, each, loop_of, parameters_of, step
 from tests.ranks import on_ranks

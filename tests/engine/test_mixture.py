@@ -11,17 +11,17 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 from penstock.core.errors import CapabilityError
-from penstock.engine.assemble import build_empty
-from penstock.engine.base_weights import Base
-from penstock.engine.checkpoint import Checkpoints
-from penstock.engine.checkpoint_reader import CheckpointReader
-from penstock.engine.expert_kernels import choose_experts
-from penstock.engine.hf_config import read_hf_config
-from penstock.engine.hf_folder import write_weights
-from penstock.engine.hf_weights import in_checkpoint, in_source
-from penstock.engine.parallel.apply import shard_units
-from penstock.engine.ranks import join
-from penstock.engine.safetensors_folder import SafetensorsFolder
+from penstock.engine.backends.select_experts import choose_experts
+from penstock.engine.build import build_empty
+from penstock.engine.checkpoint.manager import Checkpoints
+from penstock.engine.checkpoint.model_reader import CheckpointReader
+from penstock.engine.distributed.data_parallel import shard_units
+from penstock.engine.distributed.ranks import join
+from penstock.engine.hf.base_model import Base
+from penstock.engine.hf.config import read_hf_config
+from penstock.engine.hf.safetensors_reader import SafetensorsFolder
+from penstock.engine.hf.save_model import write_weights
+from penstock.engine.hf.state_dict import in_checkpoint, in_source
 from penstock.models.decoder import Decoder, Part
 from penstock.models.layers.experts import operations_of
 from penstock.models.registry import family_of

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.engine.changes import Changes
-from penstock.engine.checkpoint_state import Trained
-from penstock.engine.clip import gradient_norm
-from penstock.engine.fused_step import FusedStep
-from penstock.engine.parallel.pieces import Held, Piece, hold, whole_piece
-from penstock.engine.ranks import Ranks
+from penstock.engine.checkpoint.async_staging import Changes
+from penstock.engine.checkpoint.train_state import Trained
+from penstock.engine.distributed.param_shards import Held, Piece, hold, whole_piece
+from penstock.engine.distributed.ranks import Ranks
+from penstock.engine.optim.clip_grad import gradient_norm
+from penstock.engine.optim.optimizer_in_backward import FusedStep
 
 WIDTH = 4
 

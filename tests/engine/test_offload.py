@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.core.errors import CapabilityError
-from penstock.engine.offload import offload
-from penstock.engine.offload_copies import BesideComputation, InTurn
-from penstock.engine.offload_store import Store
-from penstock.engine.recompute import recompute
+from penstock.engine.activations.checkpointing import recompute
+from penstock.engine.activations.offload import BesideComputation, InTurn, Store, offload
 from penstock.models.decoder import Decoder
 from penstock.models.registry import family_of
 from penstock.plan import check_machine

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from penstock.core.errors import CapabilityError, ConfigError
-from penstock.engine.checkpoint import Checkpoints
-from penstock.engine.loss_scale import QUIET, LossScale
-from penstock.engine.parallel.pieces import local
+from penstock.engine.checkpoint.manager import Checkpoints
+from penstock.engine.distributed.param_shards import local
+from penstock.engine.optim.grad_scaler import QUIET, LossScale
 from penstock.machine import check_machine
 from tests.engine import runs
 from tests.engine.loops import each, loop_of, parameters_of, step

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.engine.checkpoint import Checkpoints
-from penstock.engine.parallel.pieces import local
-from penstock.engine.weights import cut_into
+from penstock.engine.checkpoint.manager import Checkpoints
+from penstock.engine.distributed.param_shards import local
+from penstock.engine.hf.load_weights import cut_into
 from penstock.optim.groups import set_rates
 from tests.engine import runs
 from tests.engine.inputs import MODELS

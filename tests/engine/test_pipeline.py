@@ -10,26 +10,26 @@ import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from penstock.adapters.inject import LoraSpec, inject
-from penstock.config.parallel import SPLIT_BACKWARD
-from penstock.config.train import TrainConfig
-from penstock.core.pulse import Pulse
-from penstock.engine.parallel.call import Call
-from penstock.engine.parallel.degrees import Degrees
-from penstock.engine.parallel.mesh import Mesh
-from penstock.engine.parallel.parts import parts_of
-from penstock.engine.parallel.pipeline import Pipeline
-from penstock.engine.parallel.split import (
+from penstock.config.schema.parallelism import SPLIT_BACKWARD
+from penstock.config.schema.train import TrainConfig
+from penstock.core.process.rank_heartbeat import Pulse
+from penstock.engine.activations.checkpointing import kind_of, recompute
+from penstock.engine.distributed.device_mesh import Mesh
+from penstock.engine.distributed.parallel_dims import Degrees
+from penstock.engine.distributed.parallel_model import Call
+from penstock.engine.distributed.pipeline_parallel import Pipeline
+from penstock.engine.distributed.pipeline_stages import (
     stages_of,
 )
-from penstock.engine.recompute import kind_of, recompute
+from penstock.engine.distributed.stage_modules import parts_of
 from penstock.losses.cross_entropy import sum_cross_entropy
 from penstock.models.decoder import Decoder
-from penstock.models.initialise import initialise
+from penstock.models.decoder_config import DecoderConfig
+from penstock.models.initialize import initialise
 from penstock.models.names import EMBEDDING_WEIGHT, HEAD_WEIGHT
-from penstock.models.shape import DecoderConfig
 from penstock.rows.collate import collate
 from penstock.rows.reader import Row
-from penstock.train.loader import Reading
+from penstock.train.dataloader import Reading
 from penstock_kernels.attention import Segments
 from tests.engine import runs
 from tests.ranks import on_ranks

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from penstock.config.preference import PreferenceConfig
+from penstock.config.schema.preference import PreferenceConfig
 from penstock.losses.preference import Answers, baseline, normalised, preference_losses
 from tests.engine import loops, runs
 from tests.engine.answering import random_samples, scores_of, write_answers, write_reference

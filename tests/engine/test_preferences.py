@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.train.job import Job
+from penstock.train.launch.job import Job
 from tests.engine import loops, runs
 from tests.engine.answering import random_samples, write_answers, write_reference
 from tests.engine.inputs import write_inputs

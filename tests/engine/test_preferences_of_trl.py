@@ -11,10 +11,10 @@ import transformers
 from penstock.pack.layout import form_of
 from penstock.pack.settings import PackSettings
 from penstock.pack.shards import write
-from penstock.rows.answer_scores import write_scores
-from penstock.rows.bins import Bins
+from penstock.rows.bin_plan import Bins
 from penstock.rows.prepared import PreparedSamples
 from penstock.rows.reader import PackedRows
+from penstock.rows.ref_logprobs import write_scores
 from penstock.rows.tokenizer import byte_tokenizer
 from tests.engine import loops, runs
 from tests.engine.answering import Asked, scores_of, write_answers, write_reference

@@ -14,13 +14,13 @@ from safetensors.torch import save_file
 from transformers.integrations import finegrained_fp8 as fp8
 
 from penstock.core.errors import CapabilityError, ConfigError
-from penstock.engine import compressed_tensors
-from penstock.engine.origin import Quantising
-from penstock.engine.prequantised import MODELOPT, published_in
-from penstock.engine.published_agreement import require_agreement
-from penstock.engine.published_nf4 import STATE
-from penstock.engine.safetensors_folder import SafetensorsFolder
-from penstock.models.published import declared_in
+from penstock.engine.hf.safetensors_reader import SafetensorsFolder
+from penstock.engine.model_source import Quantising
+from penstock.engine.quantization import compressed_tensors
+from penstock.engine.quantization.bitsandbytes_nf4 import STATE
+from penstock.engine.quantization.prequantized import MODELOPT, published_in
+from penstock.engine.quantization.validate_prequantized import require_agreement
+from penstock.models.quantization_config import declared_in
 from penstock_kernels.quant import FORMATS, dequantise, quantise
 from penstock_kernels.quant.levels import NF4
 

@@ -9,15 +9,15 @@ from safetensors.torch import load_file, save_file
 
 from penstock.core.errors import ConfigError
 from penstock.core.files import read_json, write_json
-from penstock.engine.hf_export import write_folders
-from penstock.engine.hf_folder import write_weights
-from penstock.engine.hf_quantised import quantiser_for
-from penstock.engine.hf_weights import in_source
-from penstock.engine.origin import Form
-from penstock.engine.parallel.fits import Counts, misfits
-from penstock.engine.prequantised import published_in
-from penstock.engine.quantised_folder import Drawn
-from penstock.engine.safetensors_folder import SafetensorsFolder
+from penstock.engine.distributed.validate_layout import Counts, misfits
+from penstock.engine.hf.export import write_folders
+from penstock.engine.hf.safetensors_reader import SafetensorsFolder
+from penstock.engine.hf.save_model import write_weights
+from penstock.engine.hf.state_dict import in_source
+from penstock.engine.model_source import Form
+from penstock.engine.quantization.export import quantiser_for
+from penstock.engine.quantization.prequantized import published_in
+from penstock.engine.quantization.quantized_reader import Drawn
 from penstock.machine import refusal_of
 from penstock.models.registry import family_of
 from penstock.origins import origin_of

@@ -10,8 +10,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from penstock.core.errors import CapabilityError, ConfigError
-from penstock.engine.hf_export import write_folders
-from penstock.engine.origin import Form
+from penstock.engine.hf.export import write_folders
+from penstock.engine.model_source import Form
 from penstock.origins import origin_of
 from penstock_kernels.quant import FORMATS, dequantise, format_named, quantise
 from tests.engine import runs

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.engine.recompute_gates import keep_rows
-from penstock.engine.recompute_once import run_again_once
+from penstock.engine.activations.checkpoint_moe import keep_rows
+from penstock.engine.activations.recompute_once import run_again_once
+from penstock.models.decoder_config import ExpertsConfig
 from penstock.models.layers.experts import Experts, in_turn, operations_of
-from penstock.models.shape import ExpertsConfig
 
 
 class Twice(nn.Module):

@@ -12,13 +12,13 @@ from safetensors.torch import load_file
 
 from penstock.adapters.names import factor_of
 from penstock.core.errors import StageError
-from penstock.engine import requantising
-from penstock.engine.hf_export import write_folders
-from penstock.engine.origin import Form
-from penstock.engine.parallel.pieces import local
-from penstock.engine.weights import cut_into
+from penstock.engine.distributed.param_shards import local
+from penstock.engine.hf.export import write_folders
+from penstock.engine.hf.load_weights import cut_into
+from penstock.engine.model_source import Form
+from penstock.engine.quantization import requantize
 from penstock.origins import origin_of
-from penstock.train.job import Job
+from penstock.train.launch.job import Job
 from penstock_kernels.quant import FORMATS, Quantised, dequantise, quantise
 from tests.engine import runs
 from tests.engine.inputs import MODELS
@@ -94,7 +94,7 @@ def merged(job, spoilt=""):
     engine = loop.built.engine
     if loop.ranks.world > 1:
         # What one process does in one go ends within tiles here.
-        requantising.STRETCH = 37 * 4 * 200
+        requantize.STRETCH = 37 * 4 * 200
     for held in engine.layout.held:
         for piece in held.pieces if factor_of(held.name) else ():
             whole = factor(piece.tensor, piece.whole)

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from penstock.train.job import CHECKPOINTS
+from penstock.train.launch.job import CHECKPOINTS
 from tests.engine import runs
 from tests.engine.inputs import write_inputs
 from tests.engine.laid import ROWS_PER_STEP, alone

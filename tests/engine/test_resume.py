@@ -6,9 +6,9 @@ import shutil
 import pytest
 
 from penstock.core.errors import ArtifactError
-from penstock.engine.checkpoint_folders import complete_checkpoints, read_state
-from penstock.train.metrics import MetricsLog, read_metrics
-from penstock.train.stopping import StopRequest
+from penstock.engine.checkpoint.folders import complete_checkpoints, read_state
+from penstock.train.launch.stop_request import StopRequest
+from penstock.train.metrics.jsonl import MetricsLog, read_metrics
 from tests.engine import runs
 from tests.ranks import on_ranks
 

@@ -12,13 +12,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from penstock.core.errors import CapabilityError
-from penstock.engine import checkpoint
-from penstock.engine.checkpoint_files import CheckpointFiles
-from penstock.engine.checkpoint_folders import read_state
-from penstock.engine.checkpoint_reader import CheckpointReader
+from penstock.engine.checkpoint import manager
+from penstock.engine.checkpoint.folders import read_state
+from penstock.engine.checkpoint.model_reader import CheckpointReader
+from penstock.engine.checkpoint.safe_dcp_reader import CheckpointFiles
 from penstock.plan import check_machine
-from penstock.train.main import run_by_hand
-from penstock.train.metrics import read_metrics
+from penstock.train.metrics.jsonl import read_metrics
+from penstock.train.rank import run_by_hand
 from tests.engine import runs
 from tests.engine.loops import (
     before_each_update,
@@ -182,10 +182,10 @@ def test_checkpoints_are_saved_as_often_as_asked(folder):
 
 def writers(job):
     """The threads that write the checkpoints of a run."""
-    write, threads = checkpoint.write_boxes, []
-    checkpoint.write_boxes = lambda *given: threads.append(current_thread()) or write(*given)
+    write, threads = manager.write_boxes, []
+    manager.write_boxes = lambda *given: threads.append(current_thread()) or write(*given)
     runs.train_here(job)
-    checkpoint.write_boxes = write
+    manager.write_boxes = write
     return [thread is main_thread() for thread in threads]
 
 

@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 
 from penstock.core.files import regular_files
-from penstock.engine import checkpoint
-from penstock.engine.checkpoint_copies import BoxCopies
+from penstock.engine.checkpoint import manager
+from penstock.engine.checkpoint.async_staging import BoxCopies
 from tests.engine import runs
 from tests.ranks import on_ranks
 
@@ -71,10 +71,10 @@ class LateCopies(BoxCopies):
 
 
 def all_of(jobs):
-    copies, checkpoint.BoxCopies = checkpoint.BoxCopies, LateCopies
+    copies, manager.BoxCopies = manager.BoxCopies, LateCopies
     for its in jobs:
         runs.train_here(its)
-    checkpoint.BoxCopies = copies
+    manager.BoxCopies = copies
 
 
 def contents(root):

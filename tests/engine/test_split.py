@@ -6,14 +6,14 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from penstock.core.errors import ConfigError
-from penstock.engine.parallel.parts import parts_of
-from penstock.engine.parallel.split import (
+from penstock.engine.distributed.pipeline_stages import (
     described,
     layers_of_stages,
     stages_of,
     takes,
     virtual_stages,
 )
+from penstock.engine.distributed.stage_modules import parts_of
 from tests.engine.test_pipeline import SCHEDULES, config_of, train_of
 from tests.ranks import on_ranks
 

@@ -19,20 +19,20 @@ from torch import nn
 
 from penstock.adapters.inject import LoraSpec, inject
 from penstock.adapters.names import factor_of, native_name
-from penstock.engine.parallel.collectives import Residual
-from penstock.engine.parallel.cuts import Cuts, pieces_of
-from penstock.engine.parallel.data import Sharding, shard
-from penstock.engine.parallel.degrees import Degrees
-from penstock.engine.parallel.mesh import Mesh
-from penstock.engine.parallel.pieces import hold, local
-from penstock.engine.parallel.tensor import divide, sum_partial
-from penstock.engine.parallel.vocabulary import Vocabulary
-from penstock.engine.recompute import Kind, recompute
+from penstock.engine.activations.checkpointing import Kind, recompute
+from penstock.engine.distributed.collectives import Residual
+from penstock.engine.distributed.data_parallel import Sharding, shard
+from penstock.engine.distributed.device_mesh import Mesh
+from penstock.engine.distributed.parallel_dims import Degrees
+from penstock.engine.distributed.param_shards import hold, local
+from penstock.engine.distributed.tensor_parallel import divide, sum_partial
+from penstock.engine.distributed.tensor_sharding import Cuts, pieces_of
+from penstock.engine.distributed.vocab_parallel import Vocabulary
 from penstock.losses.cross_entropy import Loss, sum_cross_entropy
 from penstock.models.decoder import Decoder
+from penstock.models.decoder_config import DecoderConfig
 from penstock.models.registry import family_of
-from penstock.models.roles import DECODER_ROLES
-from penstock.models.shape import DecoderConfig
+from penstock.models.tp_roles import DECODER_ROLES
 from penstock.models.weights import WeightMap
 from penstock_kernels.attention import Segments
 from tests.engine.divided_losses import Products, check_terms

@@ -8,16 +8,16 @@ import pyarrow as pa
 import pytest
 import torch
 
-from penstock.core.pulse import Pulse
-from penstock.engine.diagnosis import Suspect, told
-from penstock.engine.norms import layer_of
-from penstock.engine.phases import Phases
-from penstock.engine.ranks import join
-from penstock.engine.step import StepResult
+from penstock.core.process.rank_heartbeat import Pulse
+from penstock.engine.distributed.ranks import join
+from penstock.engine.non_finite import Suspect, told
+from penstock.engine.optim.norm_metrics import layer_of
+from penstock.engine.train_step import StepResult
 from penstock.rows.collate import MicroBatch
-from penstock.train.measures import GIB, peak_resident
-from penstock.train.metrics import read_metrics
-from penstock.train.spikes import LossWatch, SpikeWatch
+from penstock.train.metrics.jsonl import read_metrics
+from penstock.train.metrics.loss_spikes import LossWatch, SpikeWatch
+from penstock.train.metrics.phase_timer import Phases
+from penstock.train.metrics.step_metrics import GIB, peak_resident
 from tests.engine import runs
 from tests.engine.loops import (
     before_each_update,

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from penstock.core.errors import CapabilityError
-from penstock.engine import weights as filling
-from penstock.engine.ranks import join
-from penstock.engine.safetensors_folder import SafetensorsFolder
-from penstock.models.initialise import initialise
+from penstock.engine.distributed.ranks import join
+from penstock.engine.hf import load_weights as filling
+from penstock.engine.hf.safetensors_reader import SafetensorsFolder
+from penstock.models.initialize import initialise
 from penstock.models.weights import WeightMap
 from tests.engine.holdings import CONFIG, LAYOUTS, cut, holding, worst
 from tests.ranks import on_ranks

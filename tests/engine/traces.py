@@ -10,14 +10,14 @@ import pytest
 import torch
 import transformers
 
-from penstock.core.source import pin_model, pin_tokenizer
-from penstock.engine.base_weights import Base
-from penstock.engine.hf_config import read_hf_config
-from penstock.engine.hf_export import write_folders
-from penstock.engine.origin import Adapting, Form, Origin, quantising_of
+from penstock.core.sources.pin import pin_model, pin_tokenizer
+from penstock.engine.hf.base_model import Base
+from penstock.engine.hf.config import read_hf_config
+from penstock.engine.hf.export import write_folders
+from penstock.engine.model_source import Adapting, Form, Origin, quantising_of
 from penstock.models.registry import family_of
 from penstock.rows.reader import PackedRows
-from penstock.train.job import CHECKPOINTS, Job
+from penstock.train.launch.job import CHECKPOINTS, Job
 from penstock_kernels.quant import Quantised, dequantise
 from tests.engine import loops
 from tests.engine.laid import LR, MAX_NORM

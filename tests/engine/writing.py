@@ -8,12 +8,12 @@ from typing import Any
 import torch
 import transformers
 
-from penstock.engine.assemble import Assembled, assemble
-from penstock.engine.hf_config import read_hf_config
-from penstock.engine.ranks import Ranks, join
-from penstock.engine.sequences import Answered, Likeliest, Prompt
+from penstock.engine.build import Assembled, assemble
+from penstock.engine.distributed.ranks import Ranks, join
+from penstock.engine.generation.sequences import Answered, Likeliest, Prompt
+from penstock.engine.hf.config import read_hf_config
 from penstock.rows.tokenizer import byte_tokenizer
-from penstock.train.job import Job
+from penstock.train.launch.job import Job
 from tests.engine import runs
 
 Told = dict[str, Any]

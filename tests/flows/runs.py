@@ -4,8 +4,8 @@ import json
 from contextlib import suppress
 from pathlib import Path
 
-from penstock.core.manifest import MANIFEST
-from penstock.core.stage import ATTEMPT
+from penstock.core.cache.manifest import MANIFEST
+from penstock.core.cache.stage import ATTEMPT
 from tests.flows.server import Prefect
 
 PLACES = {
@@ -87,6 +87,8 @@ def rank_of(run: str) -> int:
     [rank] = [
         pid
         for pid, its in words.items()
-        if its[-2:-1] and its[-2].endswith(b"job.json") and b"penstock.engine.agent" not in its
+        if its[-2:-1]
+        and its[-2].endswith(b"job.json")
+        and b"penstock.engine.launch.torchrun_agent" not in its
     ]
     return rank

@@ -14,9 +14,9 @@ import httpx
 import pytest
 from filelock import FileLock
 
-from penstock.config.load import load
-from penstock.core.manifest import MANIFEST
-from penstock.core.store import lock_of
+from penstock.config.loading.load import load
+from penstock.core.cache.manifest import MANIFEST
+from penstock.core.cache.store import lock_of
 from penstock.plan import plan
 from tests.cli.command import penstock
 from tests.flows.runs import (

@@ -13,12 +13,12 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.config.load import load
-from penstock.config.overrides import parse_value
-from penstock.config.pipeline import STAGES
-from penstock.core.in_use import keys_in_use
-from penstock.core.stage import key_of
-from penstock.core.store import Outcome
+from penstock.config.loading.cli_overrides import parse_value
+from penstock.config.loading.load import load
+from penstock.config.schema.pipeline import STAGES
+from penstock.core.cache.in_use import keys_in_use
+from penstock.core.cache.stage import key_of
+from penstock.core.cache.store import Outcome
 from penstock.plan import Wishes, plan
 from tests.conftest import ROOT
 from tests.pipeline.runs import write_run
@@ -287,7 +287,7 @@ def test_what_stages_warn_of_outside_of_any_run_is_no_fault():
     import finetune
 
     assert finetune.realise  # since then Prefect listens to some of our loggers
-    for name in ("penstock.prepare", "penstock.server.api.link"):
+    for name in ("penstock.prepare", "penstock.server.api.scheduler_client"):
         logging.getLogger(name).warning("heard by nobody")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config.load import loads
+from penstock.config.loading.load import loads
 from penstock.core.errors import CapabilityError
 from tests.cli.command import penstock
 from tests.pipeline.runs import write_chats, write_run

@@ -52,7 +52,7 @@ def compiled(kernel, types, constants, *, aligned=(), **options):
 
 
 def compile_elementwise() -> None:
-    from penstock_kernels.clamped_gate import triton as clamped_gate
+    from penstock_kernels.clamped_swiglu import triton as clamped_gate
     from penstock_kernels.dropout import triton as dropout
     from penstock_kernels.glu import triton as glu
     from penstock_kernels.rms_norm import WIDEST
@@ -189,9 +189,9 @@ def compile_group_gemm() -> None:
 def compile_quant() -> None:
     from penstock_kernels.noise import triton as noise
     from penstock_kernels.quant import FORMATS, format_named
-    from penstock_kernels.quant import triton_dequantise as dequantise
+    from penstock_kernels.quant import triton_dequantize as dequantise
     from penstock_kernels.quant import triton_matmul as matmul
-    from penstock_kernels.quant import triton_quantise as quantise
+    from penstock_kernels.quant import triton_quantize as quantise
 
     for kept in (*FORMATS.values(), *([format_named("nf4", 4096)] if ALL else [])):
         scale, whole = ("*u8", "*fp32") if kept.scales == "e4m3" else ("*fp32", None)
@@ -226,7 +226,7 @@ def compile_quant() -> None:
 
 def compile_float8() -> None:
     from penstock_kernels.float8 import triton_multiply as multiply
-    from penstock_kernels.float8 import triton_quantise as quantise
+    from penstock_kernels.float8 import triton_quantize as quantise
 
     tensors = {"x_ptr": "*bf16", "codes_ptr": "*u8", "scales_ptr": "*fp32"}
     shared = (("tensor", True), ("rows", True), ("groups", False), ("tiles", False))

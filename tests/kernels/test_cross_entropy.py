@@ -21,9 +21,9 @@ from penstock_kernels.cross_entropy import (
     slope_,
     tally,
 )
+from penstock_kernels.cross_entropy.loss_terms import losses, slopes
 from penstock_kernels.cross_entropy.passes import one_after_the_other, turn_
 from penstock_kernels.cross_entropy.several import slope_by_, tally_by
-from penstock_kernels.cross_entropy.terms import losses, slopes
 from penstock_kernels.op import UnsupportedError
 from tests.kernels.where import DEVICE, needs_triton
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from penstock_kernels.clamped_gate import clamped_gate
+from penstock_kernels.clamped_swiglu import clamped_gate
 from penstock_kernels.glu import geglu, swiglu
 from penstock_kernels.op import INTERPRETED, UnsupportedError
 from penstock_kernels.rms_norm import add_rms_norm, rms_norm

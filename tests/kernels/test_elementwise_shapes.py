@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from penstock_kernels.clamped_gate import clamped_gate
+from penstock_kernels.clamped_swiglu import clamped_gate
 from penstock_kernels.glu import geglu, geglu_tanh, swiglu
 from penstock_kernels.op import Op
 from penstock_kernels.rms_norm import add_rms_norm, rms_norm

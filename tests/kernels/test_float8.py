@@ -26,7 +26,7 @@ from penstock_kernels.float8 import (
     seen,
     shape_of_scales,
 )
-from penstock_kernels.float8.coded import spread
+from penstock_kernels.float8.float8_matrix import spread
 from penstock_kernels.float8.hadamard import factors, hadamard, turn
 from penstock_kernels.op import UnsupportedError
 from tests.kernels.attention_cases import HUNDRED

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from penstock_kernels.attention.newest import newest
+from penstock_kernels.attention.decode import newest
 from tests.dense import dense_attention, relative_error
 
 # One rounding of scores' inputs and of the output; sums in fp32.

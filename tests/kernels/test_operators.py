@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from penstock.models.layers.by_number import Numbered
+from penstock.models.decoder_config import ExpertsConfig
 from penstock.models.layers.dropout import Dropout, Noise, drawing_from
-from penstock.models.layers.quantised import LEAVES, QuantisedMatrix
+from penstock.models.layers.module_registry import Numbered
+from penstock.models.layers.quantized_linear import LEAVES, QuantisedMatrix
 from penstock.models.layers.router import Router
-from penstock.models.shape import ExpertsConfig
 from penstock_kernels.dropout import dropout, on_host
 from penstock_kernels.group_gemm import group_gemm
 from penstock_kernels.permute import order_of

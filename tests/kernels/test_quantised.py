@@ -18,7 +18,7 @@ from penstock_kernels.quant import (
     group_linear,
     largest,
     linear,
-    published,
+    prequantized,
     quantise,
     step_size,
 )
@@ -227,15 +227,15 @@ def test_published_tensors_are_read_as_they_are():
     weight = uneven(200, 256)
     tiles = quantise(weight, FORMATS["block_fp8"])
     fp8 = tiles.codes.view(torch.float8_e4m3fn)
-    assert published.tile_scales(tiles).shape == (2, 2)
-    same(published.of_fp8_tiles(fp8, published.tile_scales(tiles)), tiles)
+    assert prequantized.tile_scales(tiles).shape == (2, 2)
+    same(prequantized.of_fp8_tiles(fp8, prequantized.tile_scales(tiles)), tiles)
     same(
-        published.of_fp8_tiles(fp8[100:], published.tile_scales(tiles), first_row=100),
+        prequantized.of_fp8_tiles(fp8[100:], prequantized.tile_scales(tiles), first_row=100),
         tiles.narrow(-2, 100, 100),
     )
     blocks = quantise(torch.stack([weight, 2 * weight]), FORMATS["nvfp4"])
     whole = blocks.tensors["global_scales"][:, 0, 0]
-    same(published.nvfp4_of_modelopt(blocks.codes, blocks.scales, whole), blocks)
+    same(prequantized.nvfp4_of_modelopt(blocks.codes, blocks.scales, whole), blocks)
     # compressed-tensors packs eight integers, 8 more than they are, into an int32, first ones low.
     packed = quantise(weight, FORMATS["int4"])
     words = packed.codes.view(torch.int32)
@@ -255,10 +255,10 @@ def test_nf4_is_that_of_bitsandbytes_and_its_checkpoints_are_read(scales):
         found = state.absmax
         if scales != "float32":
             nested = state.state2
-            found = published.bitsandbytes_scales(
+            found = prequantized.bitsandbytes_scales(
                 state.absmax, nested.code, nested.absmax, state.offset.item(), nested.blocksize
             )
-        read = published.nf4_of_bitsandbytes(packed, found, weight.shape, group)
+        read = prequantized.nf4_of_bitsandbytes(packed, found, weight.shape, group)
         theirs = functional.dequantize_4bit(packed, state)
         torch.testing.assert_close(dequantise(read, torch.float32), theirs, rtol=1e-6, atol=0)
         if scales == "float32":
@@ -267,7 +267,7 @@ def test_nf4_is_that_of_bitsandbytes_and_its_checkpoints_are_read(scales):
             # Zeros have a scale of zero there.
             assert torch.equal(read.scales.clamp(min=1e-12), made.scales)
     with pytest.raises(ValueError, match="no rows of whole groups"):
-        published.nf4_of_bitsandbytes(packed, found, (60, 128), 256)
+        prequantized.nf4_of_bitsandbytes(packed, found, (60, 128), 256)
 
 
 @pytest.mark.slow
@@ -279,7 +279,7 @@ def test_floats_are_those_of_torchao():
     weight = normal(256, 256).cpu()
     codes, scales = fp8.torch_blockwise_scale_weight_quant(weight)
     ours = quantise.reference(weight, FORMATS["block_fp8"])
-    torch.testing.assert_close(published.tile_scales(ours), scales, rtol=1e-6, atol=0)
+    torch.testing.assert_close(prequantized.tile_scales(ours), scales, rtol=1e-6, atol=0)
     # It multiplies by a rounded reciprocal: a few fall on the other side of a tie.
     assert (codes.view(torch.uint8) != ours.codes).float().mean() < 1e-3
 
@@ -292,6 +292,6 @@ def test_floats_are_those_of_torchao():
     )
     assert (made.scales.float() != theirs.scale.float()).float().mean() < 1e-2
     # Its codes are read as ours; it rounds by the scale as it is kept, and ties to even.
-    read = published.nvfp4_of_modelopt(theirs.qdata, theirs.scale, theirs.per_tensor_scale)
+    read = prequantized.nvfp4_of_modelopt(theirs.qdata, theirs.scale, theirs.per_tensor_scale)
     torch.testing.assert_close(dequantise(read, torch.float32), theirs.dequantize(torch.float32))
     assert (made.codes != theirs.qdata).float().mean() < 0.1

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from penstock_kernels.attention import attention, strips
+from penstock_kernels.attention import attention, cpu_strips
 from penstock_kernels.attention.segments import Bucket
 from tests.kernels.attention_cases import HUNDRED, drawn
 
@@ -18,13 +18,13 @@ ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2e-2}
 @pytest.fixture
 def small(monkeypatch):
     """Strips for all documents, of few queries, and few scores at a time."""
-    monkeypatch.setattr(strips, "SHORTEST", 1)
-    monkeypatch.setattr(strips, "QUERIES", {torch.bfloat16: 16, torch.float32: 8})
-    monkeypatch.setattr(strips, "_multiplies", lambda dtype: dtype in ROUNDING)
-    monkeypatch.setattr(strips, "SCORES", 40_000)
+    monkeypatch.setattr(cpu_strips, "SHORTEST", 1)
+    monkeypatch.setattr(cpu_strips, "QUERIES", {torch.bfloat16: 16, torch.float32: 8})
+    monkeypatch.setattr(cpu_strips, "_multiplies", lambda dtype: dtype in ROUNDING)
+    monkeypatch.setattr(cpu_strips, "SCORES", 40_000)
     asked = []
-    apply = strips._Strips.apply
-    monkeypatch.setattr(strips._Strips, "apply", lambda *args: asked.append(1) or apply(*args))
+    apply = cpu_strips._Strips.apply
+    monkeypatch.setattr(cpu_strips._Strips, "apply", lambda *args: asked.append(1) or apply(*args))
     return asked
 
 
@@ -54,11 +54,11 @@ def test_autocast_does_not_round_scores(small):
 
 
 def test_they_serve_what_they_are_quicker_for(monkeypatch):
-    monkeypatch.setattr(strips, "_multiplies", lambda dtype: dtype in ROUNDING)
+    monkeypatch.setattr(cpu_strips, "_multiplies", lambda dtype: dtype in ROUNDING)
 
     def serve(width, dtype=torch.float32, heads=(4, 2)):
         q, k = (torch.empty(1, number, 8, dtype=dtype) for number in heads)
-        return strips.serve(q, k, Bucket(1, width))
+        return cpu_strips.serve(q, k, Bucket(1, width))
 
     assert serve(1024)
     assert not serve(255)

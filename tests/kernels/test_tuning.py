@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from penstock.core import env
 from penstock_kernels import op
-from penstock_kernels.tuning import book as books
+from penstock_kernels.tuning import autotune_cache as books
 from penstock_kernels.tuning import chosen
-from penstock_kernels.tuning.book import Book, Device, Question
+from penstock_kernels.tuning.autotune_cache import Book, Device, Question
 from penstock_kernels.tuning.tuner import Tuner, class_of
 from tests.ranks import on_ranks
 

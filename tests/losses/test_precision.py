@@ -13,7 +13,7 @@ from penstock.adapters.dora import Normed
 from penstock.adapters.lora import LoraLinear
 from penstock.losses.cross_entropy import Loss, logits_of, sum_cross_entropy, token_log_probs
 from penstock.models.layers.dropout import Dropout, Noise, drawing_from
-from penstock.models.layers.quantised import QuantisedLinear
+from penstock.models.layers.quantized_linear import QuantisedLinear
 from penstock_kernels.cross_entropy import Terms
 from penstock_kernels.quant import FORMATS, dequantise, quantise
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.config.preference import AVERAGED, LossType, PreferenceConfig
+from penstock.config.schema.preference import AVERAGED, LossType, PreferenceConfig
 from penstock.losses.preference import LOSSES, Answers, baseline, normalised, preference_losses
-from penstock.losses.preference_measures import MARGINS, measures, told
+from penstock.losses.preference_metrics import MARGINS, measures, told
 
 VECTORS = json.loads((Path(__file__).parents[1] / "golden" / "preference_losses.json").read_text())
 """What other programs give for these log-probabilities, or their formulas do."""

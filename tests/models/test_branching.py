@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.rows.branching import Branching, start_rows_of
 from penstock.rows.collate import collate
 from penstock.rows.reader import Row
+from penstock.rows.shared_prefix import Branching, start_rows_of
 from penstock_kernels.attention import Segments, attention
 from tests.models.twins import assert_gradients_equal, gradients, their_logits, twins
 

@@ -4,7 +4,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from penstock.models.cost import Learning, Work, forward_flops, pairs_per_token, step_flops
+from penstock.models.flops import Learning, Work, forward_flops, pairs_per_token, step_flops
 from penstock.models.registry import family_of
 from tests.dense import visible
 

@@ -8,12 +8,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.models.decoder import Decoder
-from penstock.models.initialise import initialise
+from penstock.models.initialize import initialise
 from penstock.models.layers.attention import in_bf16
 from penstock.models.layers.experts import Experts
 from penstock.models.layers.router import Router
 from penstock.models.registry import FAMILIES
-from penstock.models.roles import DECODER_GRAINS, Role, role_of
+from penstock.models.tp_roles import DECODER_GRAINS, Role, role_of
 from penstock_kernels.attention import Segments, attention
 from tests.models.stored import from_hf
 from tests.models.twins import SIZES, documents, packed_logits, packed_loss

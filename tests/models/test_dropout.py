@@ -6,7 +6,7 @@ from itertools import cycle
 import pytest
 import torch
 
-from penstock.engine.recompute import FORMS, recompute
+from penstock.engine.activations.checkpointing import FORMS, recompute
 from penstock.models.decoder import Decoder, Part
 from penstock.models.layers.dropout import Dropout, Dropping, Noise, drawing_from
 from penstock_kernels.attention import Segments

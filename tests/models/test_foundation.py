@@ -9,7 +9,7 @@ import transformers
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.models.decoder import Decoder
 from penstock.models.foundation import NO_EFFECT, check_foundation, laid_over
-from penstock.models.initialise import generator_for, initialise
+from penstock.models.initialize import generator_for, initialise
 from penstock.models.registry import FAMILIES, family_of
 from penstock_kernels.attention import Segments
 from tests.models.twins import LLAMA3_ROPE, SIZES, SPARSE

@@ -6,13 +6,13 @@ import pytest
 import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from penstock.engine.recompute import recompute
-from penstock.engine.routers import RowsHere, StepWatch
-from penstock.losses.balance import entropy, even_out, imbalance, pull_of
+from penstock.engine.activations.checkpointing import recompute
+from penstock.engine.moe.load_balancing import RowsHere, StepWatch
+from penstock.losses.load_balancing import entropy, even_out, imbalance, pull_of
+from penstock.models.decoder_config import ExpertsConfig
 from penstock.models.layers.experts import operations_of
 from penstock.models.layers.router import Router
-from penstock.models.layers.watch import watched_by
-from penstock.models.shape import ExpertsConfig
+from penstock.models.layers.router_observer import watched_by
 from tests.models.stored import to_hf
 from tests.models.twins import (
     SPARSE,

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from penstock.core.errors import CapabilityError
-from penstock.models.published import Declared, declared_in
+from penstock.models.quantization_config import Declared, declared_in
 
 COMPRESSED: dict[str, Any] = {
     "quant_method": "compressed-tensors",

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.config.optim import Argument, OptimConfig
+from penstock.config.schema.optimizer import Argument, OptimConfig
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.optim.anyprecision import AnyPrecisionAdamW, Keeping
 from penstock.optim.build import build_optimizer
 from penstock.optim.groups import MATRICES, RATE, Grouping, by_depth, parameter_groups
-from penstock.optim.named import named_optimizer
+from penstock.optim.optimizer_by_name import named_optimizer
 
 NAMED = {
     "adamw": ({}, torch.optim.AdamW, {"betas": (0.9, 0.95), "eps": 1e-8}),

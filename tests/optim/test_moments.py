@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from penstock.optim import moments
-from penstock.optim.moments import BLOCK, LEVELS, compress, expand, size_in
+from penstock.optim import quantized_states
+from penstock.optim.quantized_states import BLOCK, LEVELS, compress, expand, size_in
 
 FORMS = list(LEVELS)
 COUNTS = [1, 2, 127, 128, 129, 1000]
@@ -63,7 +63,7 @@ def test_numbers_that_are_all_the_same_stay_what_they_are(form, values):
 def test_numbers_that_are_compressed_in_parts_are_the_same(form, monkeypatch):
     for moment, values in zip(("first", "second"), moments_like_adams(1000), strict=True):
         whole = compress(values.view(10, 100), moment, form)
-        monkeypatch.setattr(moments, "AT_ONCE", 2 * BLOCK)
+        monkeypatch.setattr(quantized_states, "AT_ONCE", 2 * BLOCK)
         for one, other in zip(whole, compress(values, moment, form), strict=True):
             assert torch.equal(one, other)
 

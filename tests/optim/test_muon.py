@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.config.optim import OptimConfig
+from penstock.config.schema.optimizer import OptimConfig
 from penstock.optim.anyprecision import Keeping
 from penstock.optim.build import build_optimizer
 from penstock.optim.groups import Grouping

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from penstock.core.manifest import MANIFEST
+from penstock.core.cache.manifest import MANIFEST
 
 TIMES = ("created", "seconds", "host", "code", "digest")
 """What of a manifest may differ between two runs of the same thing."""

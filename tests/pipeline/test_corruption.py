@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config.load import load
-from penstock.config.run import RunConfig
+from penstock.config.loading.load import load
+from penstock.config.schema.run import RunConfig
+from penstock.core.cache.manifest import MANIFEST, read_manifest
+from penstock.core.cache.store import Step
 from penstock.core.errors import PenstockError
 from penstock.core.files import remove
-from penstock.core.manifest import MANIFEST, read_manifest
-from penstock.core.store import Step
 from penstock.plan import Plan, Wishes, bring_up, plan
 from tests.corruption import Damage, damaged, damages_of
 from tests.pipeline.runs import penstock, write_run

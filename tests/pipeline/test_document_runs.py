@@ -9,8 +9,8 @@ import pytest
 import torch
 import yaml
 
-from penstock.config.dialects.draft import put_at
-from penstock.train.metrics import read_metrics
+from penstock.config.translate.translation import put_at
+from penstock.train.metrics.jsonl import read_metrics
 from tests.config import document_examples as said
 from tests.config.test_document_examples import nxdt_values, words_of
 from tests.pipeline.runs import penstock

@@ -2,12 +2,12 @@
 
 import pytest
 
-from penstock.config.load import loads
+from penstock.config.loading.load import loads
 from penstock.core import env
+from penstock.core.cache.manifest import MANIFEST
+from penstock.core.cache.stage import identity, key_of
 from penstock.core.errors import ConfigError
 from penstock.core.files import write_json
-from penstock.core.manifest import MANIFEST
-from penstock.core.stage import identity, key_of
 from penstock.plan import StageName, Wishes, bring_up, plan
 
 

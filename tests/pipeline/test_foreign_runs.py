@@ -10,8 +10,8 @@ import pytest
 import torch
 import yaml
 
-from penstock.config import yaml12
-from penstock.train.metrics import read_metrics
+from penstock.config.loading import yaml12
+from penstock.train.metrics.jsonl import read_metrics
 from tests.pipeline.runs import outcome, penstock
 from tests.stages.megatron_files import write_mapped
 

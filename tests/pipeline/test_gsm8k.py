@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 
 from penstock.adapters.inject import LoraSpec, inject
 from penstock.cli import train as by_hand
-from penstock.engine.checkpoint_reader import CheckpointReader
+from penstock.engine.checkpoint.model_reader import CheckpointReader
 from penstock.models.decoder import Decoder
 from penstock.models.registry import family_of
 from penstock.rows.tokenizer import byte_tokenizer

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from penstock.config.load import load
-from penstock.core.stage import key_of
+from penstock.config.loading.load import load
+from penstock.core.cache.stage import key_of
 from penstock.plan import plan
 from penstock.rows.tokenizer import byte_tokenizer
 from tests.pipeline.runs import write_chats, write_run

@@ -16,10 +16,10 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from penstock.core.errors import ConfigError, StageError
-from penstock.core.pulse import beats
-from penstock.train.job import CHECKPOINTS, LOGS, Job
-from penstock.train.torchrun import ending_of, start_ranks
-from penstock.train.watch import pulse_folder
+from penstock.core.process.rank_heartbeat import beats
+from penstock.train.launch.hang_watchdog import pulse_folder
+from penstock.train.launch.job import CHECKPOINTS, LOGS, Job
+from penstock.train.launch.torchrun import ending_of, start_ranks
 from tests.engine import runs
 from tests.ranks import on_ranks
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.core.manifest import MANIFEST
+from penstock.core.cache.manifest import MANIFEST
 from tests.pipeline.runs import write_run
 
 PATIENCE = 100.0

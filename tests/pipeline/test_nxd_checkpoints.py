@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.config.load import loads
+from penstock.config.loading.load import loads
 from penstock.core.errors import ConfigError
 from penstock.plan import plan
 from tests.config.values import smallest

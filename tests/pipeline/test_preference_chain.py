@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config.load import load
-from penstock.config.pipeline import StageName
-from penstock.core.store import Outcome
+from penstock.config.loading.load import load
+from penstock.config.schema.pipeline import StageName
+from penstock.core.cache.store import Outcome
 from penstock.plan import Wishes, bring_up, plan
 from penstock.reference.stage import SCORES
-from penstock.rows.answer_scores import FILES, read_scores
-from penstock.train.metrics import read_metrics
+from penstock.rows.ref_logprobs import FILES, read_scores
+from penstock.train.metrics.jsonl import read_metrics
 from tests.pipeline.runs import write_run
 from tests.ranks import on_ranks
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.train.metrics import read_metrics
+from penstock.train.metrics.jsonl import read_metrics
 from tests.pipeline.runs import outcome, penstock, write_run
 
 DEMO = Path(__file__).parents[3] / "shared" / "data" / "preference" / "dpo_en_demo.json"

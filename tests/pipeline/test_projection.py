@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from penstock.config.field_rules import PAIRS, READ_BY
-from penstock.config.load import loads
+from penstock.config.loading.load import loads
+from penstock.config.rules.fields import PAIRS, READ_BY
+from penstock.core.cache.stage import key_of
 from penstock.core.errors import ArtifactError, ConfigError
-from penstock.core.stage import key_of
 from penstock.pack.stage import Pack
 from penstock.plan import Wishes, bring_up, plan
 from penstock.prepare.stage import Prepare

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config.load import load
-from penstock.core.folder_digests import DIGESTS
-from penstock.engine.checkpoint_folders import complete_checkpoints
+from penstock.config.loading.load import load
+from penstock.core.cache.folder_digests import DIGESTS
+from penstock.engine.checkpoint.folders import complete_checkpoints
 from penstock.plan import Wishes, bring_up, plan
-from penstock.reference import ranks as reference_ranks
-from penstock.rows.answer_scores import FILES
-from penstock.train.metrics import read_metrics
+from penstock.reference import rank as reference_ranks
+from penstock.rows.ref_logprobs import FILES
+from penstock.train.metrics.jsonl import read_metrics
 from tests.cli.command import Said, penstock_alone
 from tests.damaging import flip_bit
 from tests.engine import runs as engine_runs

@@ -11,15 +11,15 @@ import pytest
 from filelock import FileLock
 
 from penstock import recurring
-from penstock.config.load import load
-from penstock.core.digests import sha256_of
+from penstock.config.loading.load import load
+from penstock.core.cache.digests import sha256_of
+from penstock.core.cache.manifest import MANIFEST
+from penstock.core.cache.store import Outcome
 from penstock.core.errors import StageError
 from penstock.core.files import read_json, remove
-from penstock.core.manifest import MANIFEST
-from penstock.core.mirror import home_of
-from penstock.core.place import Place
-from penstock.core.shelf import LocalShelf
-from penstock.core.store import Outcome
+from penstock.core.releases.local import LocalShelf
+from penstock.core.remote.local_mirror import home_of
+from penstock.core.remote.path import Place
 from penstock.plan import Wishes, bring_up, plan
 from penstock.recurring import AT_WORK, tick
 from penstock.releasing import releases_of, roll_back

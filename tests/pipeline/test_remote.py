@@ -12,12 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock.cli import train as by_hand
-from penstock.cli.artifacts import find_entries
-from penstock.config.load import load
+from penstock.cli.artifacts.commands import find_entries
+from penstock.config.loading.load import load
+from penstock.core.cache.store import lookup
 from penstock.core.errors import StageError
-from penstock.core.mirror import home_of
-from penstock.core.place import Place
-from penstock.core.store import lookup
+from penstock.core.remote.local_mirror import home_of
+from penstock.core.remote.path import Place
 from penstock.plan import Wishes, bring_up, plan, require_upstream
 from penstock.prepare.stage import Prepare
 from tests.buckets import ACCOUNT

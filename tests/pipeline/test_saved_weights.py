@@ -5,9 +5,9 @@ import torch
 from peft import LoraConfig, PeftConfig
 from transformers import Qwen3ForCausalLM
 
-from penstock.config.load import load
-from penstock.core.manifest import MANIFEST
-from penstock.engine.checkpoint_reader import CheckpointReader
+from penstock.config.loading.load import load
+from penstock.core.cache.manifest import MANIFEST
+from penstock.engine.checkpoint.model_reader import CheckpointReader
 from penstock.plan import Wishes, bring_up, plan
 from tests.pipeline.runs import write_chats, write_run
 from tests.ranks import on_ranks

@@ -8,11 +8,11 @@ import pytest
 import yaml
 from datasets import Dataset, DatasetDict
 
-from penstock.cli.explain import judge
-from penstock.config.load import load
-from penstock.config.overrides import Override
+from penstock.cli.plan.stages import judge
+from penstock.config.loading.cli_overrides import Override
+from penstock.config.loading.load import load
+from penstock.core.cache.stage import key_of
 from penstock.core.errors import ArtifactError, ConfigError, StageError
-from penstock.core.stage import key_of
 from penstock.plan import Plan, Wishes, bring_up, plan
 from tests.pipeline.runs import write_run
 from tests.stages.prepared import table_of

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.core.manifest import MANIFEST
+from penstock.core.cache.manifest import MANIFEST
 from tests.pipeline.runs import penstock, write_run
 from tests.pipeline.test_machines import steps
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from penstock.engine.object_pickling import ObjectPickler, ObjectUnpickler
+from penstock.engine.distributed.object_unpickler import ObjectPickler, ObjectUnpickler
 from tests.cli.command import penstock
 from tests.conftest import ROOT
 from tests.pipeline.runs import write_chats, write_run
@@ -41,7 +41,7 @@ def test_a_run_with_workers_and_two_ranks_listens_on_loopback_and_survives_every
     with Observer(os.getpid(), ran) as observer:
         said = penstock("run", config, "--data.dataset_num_proc=2")
     assert said.code == 0, said.err
-    assert any("penstock.engine.agent" in command for command in observer.commands)
+    assert any("penstock.engine.launch.torchrun_agent" in command for command in observer.commands)
     assert any("spawn_main" in command for command in observer.commands)
     ranks = {one.pid for one in observer.seen if "penstock.train" in one.command}
     assert len(ranks) == 2, "both ranks listen for each other"
@@ -96,8 +96,8 @@ def test_ranks_refuse_a_pickle_that_names_a_function(tmp_path):
     "names",
     [
         *(("os", "system"), ("builtins", "eval"), ("builtins", "getattr"), ("subprocess", "Popen")),
-        ("penstock.core.launch", "run_ranks"),
-        ("penstock.core.launch", "subprocess.Popen"),
+        ("penstock.engine.launch.torchrun", "run_ranks"),
+        ("penstock.engine.launch.torchrun", "subprocess.Popen"),
         ("torch.storage", "_load_from_bytes"),
         ("torch.utils.collect_env", "run"),
     ],

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config.load import loads
+from penstock.config.loading.load import loads
+from penstock.core.cache.stage import key_of
 from penstock.core.errors import ConfigError
-from penstock.core.stage import key_of
 from penstock.plan import plan
 from penstock.train.stage import Train
 from tests.pipeline.runs import write_chats

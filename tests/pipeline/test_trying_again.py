@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.core import retry
+from penstock.core.process import retry
 from penstock.prepare.stage import Prepare
 from tests.cli.command import penstock
 from tests.pipeline.runs import write_run

@@ -1,7 +1,7 @@
 """The runs that a tick is made of, planned and not run."""
 
-from penstock.config.load import load
-from penstock.core.stage import key_of, short
+from penstock.config.loading.load import load
+from penstock.core.cache.stage import key_of, short
 from penstock.plan import plan
 from penstock.variants import in_own_folder, only_evaluating, trained_on
 from tests.pipeline.test_preference_chain import write_preferences

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from penstock.core.errors import ArtifactError
-from penstock.rows.answer_scores import AnswerScores, drop_damaged, keep_scores, write_scores
+from penstock.rows.ref_logprobs import AnswerScores, drop_damaged, keep_scores, write_scores
 from penstock.rows.schema import DIGEST_BYTES
 
 SAMPLES = [bytes([number]) * DIGEST_BYTES for number in range(1, 6)]

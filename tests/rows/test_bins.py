@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.rows.bins import alone, join, sequential
+from penstock.rows.bin_plan import alone, join, sequential
 
 LENGTHS = st.lists(st.integers(1, 50), max_size=200)
 

@@ -4,10 +4,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.rows.branching import Branching, Span
 from penstock.rows.collate import PADDING, PadTo, collate
 from penstock.rows.reader import Row
 from penstock.rows.schema import histogram
+from penstock.rows.shared_prefix import Branching, Span
 
 DOCUMENTS = [([1, 2, 3], [2, 3, -100]), ([4, 5], [5, -100])]
 

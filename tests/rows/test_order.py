@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.rows.order import Mixing, drawn, draws_until, epochs_of, quotas
+from penstock.rows.sample_order import Mixing, drawn, draws_until, epochs_of, quotas
 
 SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=5)
 DRAWN = st.lists(st.tuples(st.integers(1, 40), st.floats(0.05, 9)), min_size=1, max_size=5)

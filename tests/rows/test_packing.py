@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from penstock.rows.bins import Bins, sequential
-from penstock.rows.packing.bound import fewest_rows
+from penstock.rows.bin_plan import Bins, sequential
+from penstock.rows.packing.lower_bound import fewest_rows
 from penstock.rows.packing.multipack import multipack
 from tests.rows.lengths import lengths_of
 

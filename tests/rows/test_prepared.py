@@ -5,7 +5,7 @@ import pytest
 
 from penstock.core.files import write_json
 from penstock.prepare.plan import facts_of, plan_of
-from penstock.prepare.select import select
+from penstock.prepare.select.select import select
 from penstock.prepare.split import publish_splits
 from penstock.rows.prepared import PLAN, PreparedSamples
 from tests.stages.finished import finished, settings

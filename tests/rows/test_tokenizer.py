@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from penstock.core.cache.record import digest_of
 from penstock.core.errors import CapabilityError, ConfigError
-from penstock.core.record import digest_of
-from penstock.core.source import BUILTIN_TOKENIZER_VERSION
+from penstock.core.sources.pin import BUILTIN_TOKENIZER_VERSION
 from penstock.rows.byte_vocabulary import BYTES_VOCAB_SIZE
 from penstock.rows.tokenizer import byte_tokenizer, load_tokenizer
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock.server.orchestrator.engine import Engine
-from penstock.server.orchestrator.settings import EngineSettings
-from penstock.server.protocol.asks import (
+from penstock.server.protocol.codec import PeerLostError
+from penstock.server.protocol.envelopes import (
     Answer,
     Ask,
     Cancel,
@@ -21,12 +20,13 @@ from penstock.server.protocol.asks import (
     Status,
     ToEngine,
 )
-from penstock.server.protocol.channel import PeerLostError
-from penstock.server.protocol.commands import FromWorkers
-from penstock.server.protocol.memory import MemoryEnd, memory_pair
+from penstock.server.protocol.in_process_channel import MemoryEnd, memory_pair
+from penstock.server.protocol.requests import CreateModel, CreateSession, Pass, Step
 from penstock.server.protocol.results import Served
-from penstock.server.protocol.values import Adam, Array, Datum, Lora, Sampling
-from penstock.server.protocol.works import CreateModel, CreateSession, Pass, Step
+from penstock.server.protocol.types import Adam, Array, Datum, Lora, Sampling
+from penstock.server.protocol.worker_commands import FromWorkers
+from penstock.server.scheduler.scheduler import Engine
+from penstock.server.scheduler.settings import EngineSettings
 from tests.server.standing_in import SERVED, VOCABULARY, Dies, StandIn, lives
 
 

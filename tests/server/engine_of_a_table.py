@@ -14,14 +14,14 @@ import uvicorn
 from penstock.server.api.app import create_app
 from penstock.server.api.http_protocol import Connection
 from penstock.server.api.settings import ApiSettings
-from penstock.server.protocol import asks, message, results, works
-from penstock.server.protocol.asks import FromEngine, ToEngine
-from penstock.server.protocol.channel import PeerLostError
-from penstock.server.protocol.memory import memory_pair
-from penstock.server.protocol.values import Array, Checkpoint, Lora, Run, Sequence
+from penstock.server.protocol import codec, envelopes, requests, results
+from penstock.server.protocol.codec import PeerLostError
+from penstock.server.protocol.envelopes import FromEngine, ToEngine
+from penstock.server.protocol.in_process_channel import memory_pair
+from penstock.server.protocol.types import Array, Checkpoint, Lora, Run, Sequence
 
 MODEL = "sess-1:train:0"
-READY = asks.Status(workers="ready")
+READY = envelopes.Status(workers="ready")
 
 
 def served(**facts):
@@ -132,47 +132,49 @@ def _synced(_):
 
 
 TABLE = {
-    works.CreateSession: lambda work: results.SessionMade(session=work.session or "sess-1"),
-    works.Heartbeat: lambda _: results.Gone(),
-    works.EndSession: lambda _: results.Done(),
-    works.ListSessions: lambda _: results.Sessions(sessions=("sess-1",)),
-    works.SessionOf: lambda work: results.SessionTold(
+    requests.CreateSession: lambda work: results.SessionMade(session=work.session or "sess-1"),
+    requests.Heartbeat: lambda _: results.Gone(),
+    requests.EndSession: lambda _: results.Done(),
+    requests.ListSessions: lambda _: results.Sessions(sessions=("sess-1",)),
+    requests.SessionOf: lambda work: results.SessionTold(
         session=work.session, models=(MODEL,), samplers=("sess-1:sample:0",)
     ),
-    works.Capabilities: lambda _: served(),
-    works.CreateModel: _made,
-    works.UnloadModel: lambda _: results.Done(),
-    works.Pass: passed,
-    works.Step: lambda work: results.Stepped(
+    requests.Capabilities: lambda _: served(),
+    requests.CreateModel: _made,
+    requests.UnloadModel: lambda _: results.Done(),
+    requests.Pass: passed,
+    requests.Step: lambda work: results.Stepped(
         metrics={"grad_norm": 1.5, "learning_rate": work.adam.learning_rate, "step": 1.0}
     ),
-    works.DropGradients: lambda _: results.Done(),
-    works.SaveState: _saved,
-    works.LoadState: lambda work: results.Loaded(model=work.model, name=work.path.split("/", 1)[1]),
-    works.SaveSampler: _saved_sampler,
-    works.SyncWeights: _synced,
-    works.CreateSampler: _sampler_made,
-    works.SamplerOf: lambda work: results.SamplerTold(
+    requests.DropGradients: lambda _: results.Done(),
+    requests.SaveState: _saved,
+    requests.LoadState: lambda work: results.Loaded(
+        model=work.model, name=work.path.split("/", 1)[1]
+    ),
+    requests.SaveSampler: _saved_sampler,
+    requests.SyncWeights: _synced,
+    requests.CreateSampler: _sampler_made,
+    requests.SamplerOf: lambda work: results.SamplerTold(
         sampler=work.sampler, base_model="tiny/byte-llama", path=f"{MODEL}/sampler_weights/s1"
     ),
-    works.Sample: sampled,
-    works.ModelOf: lambda work: results.ModelTold(
+    requests.Sample: sampled,
+    requests.ModelOf: lambda work: results.ModelTold(
         run=run_of(work.model), served=served(), pending=0
     ),
-    works.ListRuns: lambda _: results.Runs(runs=(run_of(MODEL),), total=1),
-    works.ListCheckpoints: lambda work: results.CheckpointsTold(
+    requests.ListRuns: lambda _: results.Runs(runs=(run_of(MODEL),), total=1),
+    requests.ListCheckpoints: lambda work: results.CheckpointsTold(
         checkpoints=(checkpoint(work.model or MODEL), checkpoint(name="sampler_weights/s1"))
     ),
-    works.DeleteCheckpoint: lambda _: results.Done(),
-    works.KeepCheckpoint: lambda _: results.Done(),
-    works.WeightsOf: lambda work: results.WeightsTold(
+    requests.DeleteCheckpoint: lambda _: results.Done(),
+    requests.KeepCheckpoint: lambda _: results.Done(),
+    requests.WeightsOf: lambda work: results.WeightsTold(
         base_model="tiny/byte-llama",
         lora=Lora(rank=8, alpha=16.0, train_mlp=False),
         checkpoint=checkpoint(work.path.split("/")[0], work.path.split("/", 1)[1]),
     ),
-    works.AddEndpoint: _endpoints,
-    works.RemoveEndpoint: _endpoints,
-    works.ListEndpoints: _endpoints,
+    requests.AddEndpoint: _endpoints,
+    requests.RemoveEndpoint: _endpoints,
+    requests.ListEndpoints: _endpoints,
 }
 """What becomes of each work; None: it is not answered."""
 
@@ -196,14 +198,14 @@ class Engine:
         self.loop = asyncio.get_running_loop()
         while True:
             try:
-                message = await self.end.receive()
+                codec = await self.end.receive()
             except PeerLostError:
                 continue
-            match message:
-                case asks.Hello(instance=instance):
+            match codec:
+                case envelopes.Hello(instance=instance):
                     self.hellos.append(instance)
                     await self.end.send(READY)
-                case asks.Cancel(id=name):
+                case envelopes.Cancel(id=name):
                     self.cancelled.append(name)
                     await self.end.send(failure("it was cancelled", "cancelled", name=name))
                 case ask:
@@ -213,14 +215,14 @@ class Engine:
                         await self.answer(ask, result)
 
     async def answer(self, ask, result):
-        if isinstance(result, asks.Failure):
+        if isinstance(result, envelopes.Failure):
             await self.end.send(failure(result.error, result.code, name=ask.id))
         else:
-            await self.end.send(asks.Answer(id=ask.id, result=result))
+            await self.end.send(envelopes.Answer(id=ask.id, result=result))
 
 
-def failure(error, code: message.Code = "invalid", *, name=""):
-    return asks.Failure(id=name, error=error, category="user", code=code)
+def failure(error, code: codec.Code = "invalid", *, name=""):
+    return envelopes.Failure(id=name, error=error, category="user", code=code)
 
 
 def never(_):

@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.core.source import pin_tokenizer
-from penstock.engine.checkpoint_reader import CheckpointReader
-from penstock.engine.hf_config import read_hf_config
-from penstock.engine.hf_tokenizer import TokenizerFiles
-from penstock.engine.ranks import join
-from penstock.engine.substrate import substrate_of
-from penstock.server.protocol.commands import Generate, Open, Order, Rows, Save, Update
-from penstock.server.protocol.values import Adam, Array, Datum, Lora, Sampling
-from penstock.server.worker.assembling import operations_on
+from penstock.core.sources.pin import pin_tokenizer
+from penstock.engine.checkpoint.model_reader import CheckpointReader
+from penstock.engine.distributed.ranks import join
+from penstock.engine.hf.config import read_hf_config
+from penstock.engine.hf.tokenizer_files import TokenizerFiles
+from penstock.engine.multi_lora.shared_base import substrate_of
+from penstock.server.protocol.types import Adam, Array, Datum, Lora, Sampling
+from penstock.server.protocol.worker_commands import Generate, Open, Order, Rows, Save, Update
+from penstock.server.worker.main import operations_on
 from tests.engine import runs
 
 RANK = 16

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock.server.protocol.values import Endpoint
+from penstock.server.protocol.types import Endpoint
 from tests.ranks import PRELOADED
 
 SECONDS = 30

@@ -14,7 +14,7 @@ import transformers
 import yaml
 
 from penstock.rows.tokenizer import byte_tokenizer
-from penstock.server.addresses import free_port
+from penstock.server.launch.addresses import free_port
 from tests.waiting import soon
 
 VOCABULARY = 320

@@ -13,8 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from penstock.server.protocol.channel import PeerLostError
-from penstock.server.protocol.commands import (
+from penstock.server.protocol.codec import Code, PeerLostError
+from penstock.server.protocol.in_process_channel import MemoryEnd
+from penstock.server.protocol.results import Done, Passed, Sampled, Served, Stepped, Synced
+from penstock.server.protocol.types import Array, Lora, Sequence
+from penstock.server.protocol.worker_commands import (
     Beat,
     Close,
     Command,
@@ -37,10 +40,6 @@ from penstock.server.protocol.commands import (
     ToWorkers,
     Update,
 )
-from penstock.server.protocol.memory import MemoryEnd
-from penstock.server.protocol.message import Code
-from penstock.server.protocol.results import Done, Passed, Sampled, Served, Stepped, Synced
-from penstock.server.protocol.values import Array, Lora, Sequence
 
 STATE_BYTES = 1000
 VOCABULARY = 100

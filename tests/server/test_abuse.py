@@ -14,17 +14,19 @@ import pytest
 import zstandard
 
 from penstock.core import env
-from penstock.server.api import bodies, codec_pool, futures, result_bodies
-from penstock.server.api import tinker_pb2 as pb
-from penstock.server.api.bodies import Bodies, Held
-from penstock.server.api.codec_pool import CodecPool
+from penstock.server.api import futures
+from penstock.server.api.errors import Refusal
 from penstock.server.api.futures import Shape
 from penstock.server.api.log_limit import LINES, SECONDS, LogLimit
-from penstock.server.api.refusals import Refusal
-from penstock.server.api.result_bodies import PIECE, PiecesResponse, ResultJob
-from penstock.server.protocol import works
+from penstock.server.api.middleware import body_limit
+from penstock.server.api.middleware.body_limit import Bodies, Held
+from penstock.server.api.wire import codec_pool, response_bodies
+from penstock.server.api.wire import tinker_pb2 as pb
+from penstock.server.api.wire.codec_pool import CodecPool
+from penstock.server.api.wire.response_bodies import PIECE, PiecesResponse, ResultJob
+from penstock.server.protocol import requests
 from penstock.server.protocol.results import Passed
-from penstock.server.protocol.values import Array
+from penstock.server.protocol.types import Array
 from tests.bench.bench_abuse import brackets_body, keys_body, sparse_body
 from tests.server.engine_of_a_table import MODEL, client, never
 from tests.server.requests_of_clients import (
@@ -74,7 +76,7 @@ def test_sparse_targets_within_limits_are_filled_outside_the_event_loop():
             )
             assert answer.status_code == 200, answer.text
             assert engine.app.state.service.codecs.jobs == 1
-            (work,) = engine.works(works.Pass)
+            (work,) = engine.works(requests.Pass)
             assert work.data[0].inputs["target_tokens"].shape == (1024, 1000)
 
     run(scenario())
@@ -149,7 +151,7 @@ def test_others_are_served_while_a_body_is_decoded(monkeypatch):
             assert not passing.done()
             os.kill(process._process.pid, signal.SIGCONT)
             assert (await passing).status_code == 200
-            assert len(engine.works(works.Pass)) == 2
+            assert len(engine.works(requests.Pass)) == 2
 
     run(scenario())
 
@@ -256,7 +258,7 @@ def test_the_memory_of_bodies_is_shared_fairly():
 
 
 def test_bodies_that_do_not_end_keep_nobody_else_out(monkeypatch):
-    monkeypatch.setattr(bodies, "UNCOUNTED_BYTES", 100)
+    monkeypatch.setattr(body_limit, "UNCOUNTED_BYTES", 100)
     monkeypatch.setattr("penstock.server.api.app.SHARED_BYTES", 500)
     go = asyncio.Event()
 
@@ -288,7 +290,7 @@ def test_bodies_that_do_not_end_keep_nobody_else_out(monkeypatch):
 
 
 def test_a_body_that_arrives_too_slowly_is_broken_off(monkeypatch):
-    monkeypatch.setattr(bodies, "BODY_SECONDS", 0.05)
+    monkeypatch.setattr(body_limit, "BODY_SECONDS", 0.05)
 
     async def slow():
         for _ in range(1000):
@@ -309,7 +311,7 @@ def test_works_that_wait_are_bounded_by_what_they_take(monkeypatch):
     monkeypatch.setattr(futures, "MAX_OWNER_PENDING_BYTES", 4000)
 
     async def scenario():
-        async with client({works.Pass: never}, keys=KEYS, headers=ALICE) as (http, _):
+        async with client({requests.Pass: never}, keys=KEYS, headers=ALICE) as (http, _):
             # 16 bytes of each token.
             for status in (200, 200, 429):
                 answer = await forward_backward(http, sample([1] * 100))
@@ -355,12 +357,12 @@ def test_a_large_result_is_written_once_and_says_the_same(monkeypatch):
                     answer = await retrieve(http, name, headers={"Accept": accept})
                     assert answer.headers["content-type"] == accept
                     assert answer.content == said.setdefault(accept, answer.content)
-                monkeypatch.setattr(result_bodies, "INLINE_ARRAYS", -1)
+                monkeypatch.setattr(response_bodies, "INLINE_ARRAYS", -1)
             again = await retrieve(http, name, headers={"Accept": "application/json"})
             assert again.content == said["application/json"]
             assert engine.app.state.service.codecs.jobs == 2
-            monkeypatch.setattr(result_bodies, "INLINE_ARRAYS", 512)
-            monkeypatch.setattr(result_bodies, "MAX_JSON_BYTES", 10)
+            monkeypatch.setattr(response_bodies, "INLINE_ARRAYS", 512)
+            monkeypatch.setattr(response_bodies, "MAX_JSON_BYTES", 10)
             refused = (await retrieve(http, name)).json()
             assert refused["category"] == "user"
             assert "send fewer samples at once" in refused["error"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.core.errors import PenstockError
-from penstock.server.protocol.commands import Export, Forget, Load, Order
+from penstock.server.protocol.worker_commands import Export, Forget, Load, Order
 from tests.ranks import on_ranks
 from tests.server.orders import (
     answering,

@@ -8,13 +8,13 @@ import httpx
 import pytest
 import zstandard
 
-from penstock.config.server import ServerConfig
+from penstock.config.server.config import ServerConfig
 from penstock.core.errors import ConfigError
 from penstock.server.api.__main__ import serve
-from penstock.server.api.keys import owner_of_key
-from penstock.server.api.routes_absent import ABSENT
-from penstock.server.job import ServerJob
-from penstock.server.protocol import asks, message, results, works
+from penstock.server.api.middleware.auth import owner_of_key
+from penstock.server.api.routes.unsupported import ABSENT
+from penstock.server.launch.job import ServerJob
+from penstock.server.protocol import codec, envelopes, requests, results
 from tests.server.engine_of_a_table import MODEL, client, failure, heard_of, never
 from tests.server.requests_of_clients import (
     ALICE,
@@ -120,7 +120,10 @@ def test_more_than_a_minutes_requests_are_told_to_come_later_but_not_heartbeats(
 
 def test_an_owner_waits_for_so_many_futures_and_no_more():
     async def scenario():
-        async with client({works.Step: never}, keys=KEYS, max_pending_requests=2) as (http, engine):
+        async with client({requests.Step: never}, keys=KEYS, max_pending_requests=2) as (
+            http,
+            engine,
+        ):
             await step(http, headers=ALICE)
             await step(http, headers=ALICE)
             third = await http.post("/api/v1/optim_step", json=STEP, headers=ALICE)
@@ -165,7 +168,7 @@ def test_a_body_that_is_too_long_is_refused_packed_or_not():
 
 def test_the_loss_of_the_engine_fails_what_waits_at_once_and_what_comes_is_told_to_wait():
     async def scenario():
-        async with client({works.Step: never}, poll_seconds=10.0) as (http, engine):
+        async with client({requests.Step: never}, poll_seconds=10.0) as (http, engine):
             name = await step(http)
             poll = asyncio.create_task(retrieve(http, name))
             await asyncio.sleep(0.05)
@@ -182,7 +185,7 @@ def test_the_loss_of_the_engine_fails_what_waits_at_once_and_what_comes_is_told_
             engine.end.join(ours)
             await heard_of(engine.app)
             assert len(set(engine.hellos)) == 2
-            engine.table[works.Step] = lambda _: results.Stepped(metrics={})
+            engine.table[requests.Step] = lambda _: results.Stepped(metrics={})
             assert (await retrieve(http, await step(http))).json()["metrics"] == {}
 
     run(scenario())
@@ -193,7 +196,7 @@ def test_health_says_whether_work_can_be_done():
         async with client() as (http, engine):
             seen = []
             for workers in ("ready", "starting", "down", "failed"):
-                await engine.end.send(asks.Status(workers=workers, reason="why"))
+                await engine.end.send(envelopes.Status(workers=workers, reason="why"))
                 await asyncio.sleep(0.05)
                 answer = await http.get("/health")
                 seen.append((answer.status_code, answer.json()["status"]))
@@ -218,12 +221,12 @@ def test_metrics_count_requests_by_their_route():
     run(scenario())
 
 
-def refusing(code: message.Code):
+def refusing(code: codec.Code):
     return lambda _: failure("not so", code)
 
 
 def test_what_the_engine_refuses_is_told_by_its_status():
-    statuses: dict[message.Code, int] = {
+    statuses: dict[codec.Code, int] = {
         "not_found": 404,
         "exists": 409,
         "storage_limit": 507,
@@ -234,7 +237,7 @@ def test_what_the_engine_refuses_is_told_by_its_status():
     async def scenario():
         async with client() as (http, engine):
             for code, status in statuses.items():
-                engine.table[works.DeleteCheckpoint] = refusing(code)
+                engine.table[requests.DeleteCheckpoint] = refusing(code)
                 answer = await http.delete(f"/api/v1/training_runs/{MODEL}/checkpoints/weights/a")
                 assert answer.status_code == status
                 assert answer.json() == {"error": "not so", "category": "user", "code": code}
@@ -243,12 +246,12 @@ def test_what_the_engine_refuses_is_told_by_its_status():
 
 
 def test_a_session_that_has_ended_is_finished_and_one_that_is_not_there_is_not():
-    statuses: dict[message.Code, int] = {"gone": 204, "not_found": 404}
+    statuses: dict[codec.Code, int] = {"gone": 204, "not_found": 404}
 
     async def scenario():
         async with client() as (http, engine):
             for code, status in statuses.items():
-                engine.table[works.EndSession] = refusing(code)
+                engine.table[requests.EndSession] = refusing(code)
                 assert (await http.post("/api/v1/sessions/s/finish")).status_code == status
 
     run(scenario())
@@ -298,7 +301,7 @@ def test_a_path_that_leads_elsewhere_is_none():
             for path in paths:
                 answer = await http.post("/api/v1/load_weights", json={"path": path})
                 assert answer.status_code in (400, 422), path
-            assert engine.works(works.LoadState) == []
+            assert engine.works(requests.LoadState) == []
 
     run(scenario())
 

@@ -8,11 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.server.orchestrator.checking import check, check_base, check_ttl
-from penstock.server.orchestrator.refusals import RefusedError
 from penstock.server.protocol.losses import OPTIONAL, REQUIRED
-from penstock.server.protocol.values import Adam, Array, Datum, Lora, Loss, Sampling
-from penstock.server.protocol.works import (
+from penstock.server.protocol.requests import (
     CreateModel,
     LoadState,
     Pass,
@@ -21,6 +18,9 @@ from penstock.server.protocol.works import (
     Step,
     SyncWeights,
 )
+from penstock.server.protocol.types import Adam, Array, Datum, Lora, Loss, Sampling
+from penstock.server.scheduler.errors import RefusedError
+from penstock.server.scheduler.validate_request import check, check_base, check_ttl
 from tests.server.standing_in import SERVED, VOCABULARY
 
 NAN, INF = math.nan, math.inf

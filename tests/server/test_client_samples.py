@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import zstandard
 
-from penstock.server.api import data, desk, sample_bodies, tensors
-from penstock.server.api import tinker_pb2 as pb
-from penstock.server.api.refusals import Refusal
-from penstock.server.protocol import works
+from penstock.server.api import context
+from penstock.server.api.errors import Refusal
+from penstock.server.api.wire import datums, request_bodies, tensors
+from penstock.server.api.wire import tinker_pb2 as pb
+from penstock.server.protocol import requests
 from tests.server.engine_of_a_table import MODEL, client
 from tests.server.requests_of_clients import PROTO, forward_backward, retrieve, run, sample
 
@@ -19,7 +20,7 @@ def test_labels_are_shifted_once_and_masked_ones_are_not_trained_on():
         async with client() as (http, engine):
             labelled = sample([5, 6, 7, 8], labels=[-100, -100, 7, 8])
             assert (await forward_backward(http, labelled)).status_code == 200
-            (work,) = engine.works(works.Pass)
+            (work,) = engine.works(requests.Pass)
             inputs = {name: array.numpy() for name, array in work.data[0].inputs.items()}
             # Token 6 is to bring 7, token 7 is to bring 8; after 8 there is none.
             np.testing.assert_array_equal(inputs["target_tokens"], [0, 7, 8, 0])
@@ -35,7 +36,7 @@ def test_targets_are_taken_as_they_are():
             targets = {"data": [6, -100, 8], "dtype": "int64", "shape": [3]}
             shifted = sample([5, 6, 7], target_tokens=targets, weights=[0.5, 1, 2])
             assert (await forward_backward(http, shifted)).status_code == 200
-            inputs = engine.works(works.Pass)[0].data[0].inputs
+            inputs = engine.works(requests.Pass)[0].data[0].inputs
             np.testing.assert_array_equal(inputs["target_tokens"].numpy(), [6, 0, 8])
             np.testing.assert_array_equal(inputs["weights"].numpy(), [0.5, 0, 2])
 
@@ -56,7 +57,7 @@ def test_sparse_targets_are_filled_up():
                 http, sample([1, 2, 3, 4], target_tokens=[2, 3, 4, 5], weights=sparse)
             )
             assert told.status_code == 200, told.text
-            weights = engine.works(works.Pass)[0].data[0].inputs["weights"].numpy()
+            weights = engine.works(requests.Pass)[0].data[0].inputs["weights"].numpy()
             np.testing.assert_array_equal(weights, [0, 0.5, 0, 2])
 
     run(scenario())
@@ -77,7 +78,7 @@ def test_several_targets_of_a_token_reach_the_engine_and_so_do_their_answers(tar
             several = sample([1, 2, 3], target_tokens=targets, weights=weights)
             answer = await forward_backward(http, several, loss_fn="cross_entropy")
             assert answer.status_code == 200, answer.text
-            inputs = engine.works(works.Pass)[0].data[0].inputs
+            inputs = engine.works(requests.Pass)[0].data[0].inputs
             np.testing.assert_array_equal(inputs["target_tokens"].numpy(), targets)
             each = np.array(weights, np.float32)
             each = each if each.ndim == 2 else each[:, None]
@@ -95,7 +96,7 @@ def test_a_target_of_several_that_is_masked_counts_nothing():
             several = sample([1, 2], target_tokens=[[2, -100], [-100, 5]])
             answer = await forward_backward(http, several, loss_fn="cross_entropy")
             assert answer.status_code == 200, answer.text
-            inputs = engine.works(works.Pass)[0].data[0].inputs
+            inputs = engine.works(requests.Pass)[0].data[0].inputs
             np.testing.assert_array_equal(inputs["target_tokens"].numpy(), [[2, 0], [0, 5]])
             np.testing.assert_array_equal(inputs["weights"].numpy(), [[1, 0], [0, 1]])
 
@@ -114,7 +115,7 @@ def test_the_ratio_of_a_sequence_is_of_the_tokens_that_are_marked():
         async with client() as (http, engine):
             told = await forward_backward(http, sample([1, 2, 3], **inputs), loss_fn="gspo")
             assert told.status_code == 200, told.text
-            got = engine.works(works.Pass)[0].data[0].inputs
+            got = engine.works(requests.Pass)[0].data[0].inputs
             assert "sequence_ratio_mask" not in got
             np.testing.assert_array_equal(got["mask"].numpy(), [0, 1, 1])
             np.testing.assert_array_equal(got["weights"].numpy(), [1, 1, 2])
@@ -139,13 +140,13 @@ def test_several_targets_are_of_losses_that_take_them():
             answer = await forward_backward(http, bad, loss_fn="ppo")
             assert answer.status_code == 400
             assert "target_tokens of sample 0 is [2, 2] for 2 tokens" in answer.json()["error"]
-            assert engine.works(works.Pass) == []
+            assert engine.works(requests.Pass) == []
 
     run(scenario())
 
 
 def test_targets_of_few_bytes_do_not_fill_the_memory(monkeypatch):
-    monkeypatch.setattr(data, "MAX_NUMBERS", 100)
+    monkeypatch.setattr(datums, "MAX_NUMBERS", 100)
     sparse = {
         "data": [],
         "dtype": "int64",
@@ -178,9 +179,9 @@ def test_a_large_body_says_the_same_as_one_that_is_decoded_in_the_event_loop(mon
             stray = {**body, "seq_id": 8, "stray": 1}
             ragged = {"seq_id": 9, f"{path}_input": {"data": [sample([1, 2], labels=[1])]}}
             bodies, answers = (body, stray, ragged), []
-            for limit in (sample_bodies.INLINE_BYTES, 0):
-                monkeypatch.setattr(sample_bodies, "INLINE_BYTES", limit)
-                monkeypatch.setattr(desk, "INLINE_BYTES", limit)
+            for limit in (request_bodies.INLINE_BYTES, 0):
+                monkeypatch.setattr(request_bodies, "INLINE_BYTES", limit)
+                monkeypatch.setattr(context, "INLINE_BYTES", limit)
                 told = [await http.post(f"/api/v1/{path}", json=each) for each in bodies]
                 assert [each.status_code for each in told] == [200, 422, 400]
                 answers.append([each.text for each in told[1:]])
@@ -188,7 +189,7 @@ def test_a_large_body_says_the_same_as_one_that_is_decoded_in_the_event_loop(mon
             assert answers[0] == answers[1]
             assert engine.app.state.service.codecs.jobs == 3
             assert [ask.seq for ask in engine.asks] == [7, 8, 9] * 2
-            first, _, _, second, *_ = engine.works(works.Pass)
+            first, _, _, second, *_ = engine.works(requests.Pass)
             assert first == second
             assert len(first.data) == 2
 
@@ -229,7 +230,7 @@ def test_numbers_that_are_not_finite_reach_the_engine_as_they_are():
             content = request.SerializeToString()
             answer = await http.post("/api/v1/forward_backward", content=content, headers=PROTO)
             assert answer.status_code == 200, answer.text
-            weights = engine.works(works.Pass)[0].data[0].inputs["weights"].numpy()
+            weights = engine.works(requests.Pass)[0].data[0].inputs["weights"].numpy()
             np.testing.assert_array_equal(weights, [np.nan, -np.inf])
 
     run(scenario())
@@ -248,7 +249,7 @@ def test_half_precision_weights_arrive_as_they_are():
                 headers=PROTO | {"Content-Encoding": "zstd"},
             )
             assert answer.status_code == 200, answer.text
-            weights = engine.works(works.Pass)[0].data[0].inputs["weights"].numpy()
+            weights = engine.works(requests.Pass)[0].data[0].inputs["weights"].numpy()
             np.testing.assert_array_equal(weights, [1.5, -2.0])
 
     run(scenario())
@@ -312,7 +313,7 @@ def test_losses_of_xorl_become_those_they_are(said, loss, params):
         async with client() as (http, engine):
             answer = await forward_backward(http, sample([1, 2], **inputs), **said)
             assert answer.status_code == 200, answer.text
-            (work,) = engine.works(works.Pass)
+            (work,) = engine.works(requests.Pass)
             assert work.loss == loss
             got = work.params["clip_low_threshold"], work.params["clip_high_threshold"]
             assert got == pytest.approx(params, abs=1e-12)
@@ -336,7 +337,7 @@ def test_what_has_no_counterpart_is_refused_and_not_replaced(said):
         async with client() as (http, engine):
             answer = await forward_backward(http, sample(), **said)
             assert answer.status_code in (400, 422)
-            assert engine.works(works.Pass) == []
+            assert engine.works(requests.Pass) == []
 
     run(scenario())
 

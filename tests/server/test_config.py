@@ -8,13 +8,13 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.config import reference  # noqa: F401 - it reads the fields' docstrings
-from penstock.config.dialects.server import SAME
-from penstock.config.overrides import Override
-from penstock.config.server import UNITS, ServerConfig, bytes_of, run_of
-from penstock.config.server_load import load_server
+from penstock.config import generate_docs  # noqa: F401 - it reads the fields' docstrings
+from penstock.config.loading.cli_overrides import Override
+from penstock.config.server.config import UNITS, ServerConfig, bytes_of, run_of
+from penstock.config.server.load import load_server
+from penstock.config.server.run_fields import SAME
 from penstock.core.errors import ConfigError
-from penstock.engine.parallel.fits import misfits, padding_of
+from penstock.engine.distributed.validate_layout import misfits, padding_of
 
 SAID_BY_OTHERS = {"model_name": None, "config_path": None, "tokenizer_path": None}
 """Unset here, where the list of fields says that they are another's."""

@@ -11,8 +11,8 @@ import pytest
 
 from penstock.server.api import connections, http_protocol
 from penstock.server.api.connections import NOBODY, Connections, Phase
+from penstock.server.api.errors import Refusal
 from penstock.server.api.http_protocol import room_for_connections
-from penstock.server.api.refusals import Refusal
 from tests.server.engine_of_a_table import listening
 from tests.server.requests_of_clients import ALICE, KEYS
 from tests.waiting import soon

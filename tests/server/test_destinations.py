@@ -10,19 +10,19 @@ import threading
 
 import pytest
 
-from penstock.server.orchestrator import destinations
-from penstock.server.orchestrator.records import DestinationRecord
-from penstock.server.protocol.commands import Push
-from penstock.server.protocol.values import Adam, Endpoint, Secret
-from penstock.server.protocol.works import (
+from penstock.server.protocol.requests import (
     AddEndpoint,
     ListEndpoints,
     RemoveEndpoint,
     Step,
     SyncWeights,
 )
-from penstock.server.sync.errors import SyncError
-from penstock.server.sync.inference_server import InferenceServer
+from penstock.server.protocol.types import Adam, Endpoint, Secret
+from penstock.server.protocol.worker_commands import Push
+from penstock.server.scheduler import inference_endpoints
+from penstock.server.scheduler.state_store import DestinationRecord
+from penstock.server.weight_sync.errors import SyncError
+from penstock.server.weight_sync.sglang_client import InferenceServer
 from tests.server.engine_house import a_pass, house
 
 KEY = "tml-of-theirs"
@@ -181,7 +181,7 @@ def test_what_a_server_says_of_a_key_is_told_without_it():
 
 
 def test_an_owner_has_so_many_inference_servers_and_no_more(tmp_path, monkeypatch):
-    monkeypatch.setattr(destinations, "MAX_OWNER_ENDPOINTS", 3)
+    monkeypatch.setattr(inference_endpoints, "MAX_OWNER_ENDPOINTS", 3)
 
     async def check():
         async with house(tmp_path) as here:

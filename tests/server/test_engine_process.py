@@ -12,15 +12,15 @@ from typing import Any, cast
 
 import pytest
 
-from penstock.config.server import ServerConfig
+from penstock.config.server.config import ServerConfig
 from penstock.core import env
-from penstock.server.job import ServerJob
-from penstock.server.orchestrator.__main__ import settings_of
-from penstock.server.protocol.asks import FromEngine
-from penstock.server.protocol.commands import Save, ToWorkers, Update
+from penstock.server.launch.job import ServerJob
+from penstock.server.protocol.envelopes import FromEngine
+from penstock.server.protocol.requests import ListCheckpoints
 from penstock.server.protocol.secret import new_secret
-from penstock.server.protocol.works import ListCheckpoints
-from penstock.server.protocol.zmq import connecting, listening
+from penstock.server.protocol.worker_commands import Save, ToWorkers, Update
+from penstock.server.protocol.zmq_channel import connecting, listening
+from penstock.server.scheduler.__main__ import settings_of
 from tests.server.engine_house import Client, a_pass, a_step
 from tests.server.standing_in import StandIn
 from tests.server.test_launcher import is_alive

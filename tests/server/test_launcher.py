@@ -16,16 +16,16 @@ import pytest
 from filelock import FileLock
 
 from penstock.cli.main import main as penstock
-from penstock.config.server import ServerConfig
+from penstock.config.server.config import ServerConfig
 from penstock.core import env
 from penstock.core.errors import ConfigError, StageError
 from penstock.server.__main__ import main
-from penstock.server.addresses import free_port, is_loopback, tcp, workers_address
-from penstock.server.children import Child
-from penstock.server.job import ServerJob
-from penstock.server.launcher import Launcher, children_of, serve
-from penstock.server.machines import First, Other
-from penstock.server.preparing import keys_of, prepare
+from penstock.server.launch.addresses import free_port, is_loopback, tcp, workers_address
+from penstock.server.launch.child_process import Child
+from penstock.server.launch.job import ServerJob
+from penstock.server.launch.multi_node import First, Other
+from penstock.server.launch.prepare import keys_of, prepare
+from penstock.server.launch.supervisor import Launcher, children_of, serve
 from penstock.server.protocol.secret import read_secret, write_secret
 from tests.waiting import soon
 
@@ -164,9 +164,9 @@ def test_processes_end_with_a_launcher_that_is_killed(tmp_path):
     script = textwrap.dedent(
         """
         import os, sys
-        from penstock.server.children import Child
-        from penstock.server.launcher import Launcher
-        words = ["-m", "penstock.server.child", str(os.getpid()), "an idler", "idle", sys.argv[1]]
+        from penstock.server.launch.child_process import Child
+        from penstock.server.launch.supervisor import Launcher
+        words = ["-m", "penstock.server.launch.child_main", str(os.getpid()), "an idler", "idle", sys.argv[1]]
         say = lambda line: print(line, flush=True)
         Launcher([Child("idle", [sys.executable, *words], {}, say)], say, None).run()
         """
@@ -259,13 +259,13 @@ def test_workers_get_variables_that_are_named_and_no_other_secrets(tmp_path, mon
         pid = 1
 
         def __init__(self, command, env, **_):
-            name = command[4] if "penstock.server.child" in command else "workers"
+            name = command[4] if "penstock.server.launch.child_main" in command else "workers"
             given[name] = {each for each in mine if each in env} | {
                 each for each in env if each.startswith("PENSTOCK_SERVER_")
             }
 
     prepared = prepare(tiny(tmp_path, pass_env=["MY_TOOL"]), "auto")
-    monkeypatch.setattr("penstock.server.children.subprocess.Popen", Started)
+    monkeypatch.setattr("penstock.server.launch.child_process.subprocess.Popen", Started)
     for child in children_of(prepared, lambda _: None):
         child.start()
     assert given == {

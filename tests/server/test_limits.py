@@ -2,15 +2,15 @@
 
 import asyncio
 
-from penstock.server.orchestrator import retiring
-from penstock.server.protocol.commands import Export
-from penstock.server.protocol.works import (
+from penstock.server.protocol.requests import (
     CreateSession,
     EndSession,
     SaveSampler,
     SessionOf,
     UnloadModel,
 )
+from penstock.server.protocol.worker_commands import Export
+from penstock.server.scheduler import expiry
 from tests.server.engine_house import a_pass, house
 from tests.server.test_sessions import create, soon
 
@@ -33,7 +33,7 @@ def test_no_more_sessions_are_open_than_may_be(tmp_path):
 
 
 def test_sessions_that_ended_are_not_known_for_ever(tmp_path, monkeypatch):
-    monkeypatch.setattr(retiring, "TOLD_SECONDS", 0.5)
+    monkeypatch.setattr(expiry, "TOLD_SECONDS", 0.5)
 
     def files():
         return len(list((tmp_path / "server" / "sessions").iterdir()))

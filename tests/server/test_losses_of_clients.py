@@ -8,10 +8,10 @@ import transformers
 
 from penstock.adapters.names import factor_of
 from penstock.losses.policy import Told, sequence_losses, token_losses
-from penstock.server.protocol.commands import Export
 from penstock.server.protocol.losses import PARAMS
-from penstock.server.protocol.values import Array
-from penstock.server.worker.refusals import RefusedError
+from penstock.server.protocol.types import Array
+from penstock.server.protocol.worker_commands import Export
+from penstock.server.worker.errors import RefusedError
 from tests.engine.runs import VOCAB
 from tests.ranks import on_ranks
 from tests.server.orders import (

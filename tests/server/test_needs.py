@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.core.errors import CapabilityError
-from penstock.server.needs import PACKAGES, require_packages
+from penstock.server.launch.prepare import PACKAGES, require_packages
 
 
 def test_packages_that_lack_are_named_with_what_installs_them(monkeypatch):

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 
-from penstock.server.api import tinker_pb2 as pb
+from penstock.server.api.wire import tinker_pb2 as pb
 from tests.server.engine_of_a_table import listening
 
 pytestmark = pytest.mark.slow

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.server.orchestrator import queue as queues
-from penstock.server.orchestrator.errands import Errand
-from penstock.server.orchestrator.lane import KEPT
-from penstock.server.orchestrator.queue import Queue
-from penstock.server.orchestrator.refusals import RefusedError
-from penstock.server.protocol.commands import Rows, Update
+from penstock.server.protocol.requests import DropGradients, Sample, Step
 from penstock.server.protocol.results import Done, Stepped
-from penstock.server.protocol.values import Adam, Array
-from penstock.server.protocol.works import DropGradients, Sample, Step
+from penstock.server.protocol.types import Adam, Array
+from penstock.server.protocol.worker_commands import Rows, Update
+from penstock.server.scheduler import queue as queues
+from penstock.server.scheduler.errors import RefusedError
+from penstock.server.scheduler.model_queue import KEPT
+from penstock.server.scheduler.queue import Queue
+from penstock.server.scheduler.task import Errand
 from tests.server.engine_house import a_pass, a_step, house, sampling
 
 

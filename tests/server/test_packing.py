@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.server.orchestrator.packing import check_lengths, pack
-from penstock.server.orchestrator.refusals import RefusedError
-from penstock.server.orchestrator.settings import EngineSettings
+from penstock.server.scheduler.errors import RefusedError
+from penstock.server.scheduler.pack_rows import check_lengths, pack
+from penstock.server.scheduler.settings import EngineSettings
 
 CAPACITY = 64
 STRATEGIES = ["sequential", "best_fit", "balanced_dp"]

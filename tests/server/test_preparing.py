@@ -2,10 +2,10 @@
 
 import pytest
 
-from penstock.config.server import ServerConfig
+from penstock.config.server.config import ServerConfig
 from penstock.core.errors import ConfigError
-from penstock.server.addresses import free_port
-from penstock.server.preparing import prepare
+from penstock.server.launch.addresses import free_port
+from penstock.server.launch.prepare import prepare
 
 
 def tiny(folder, **fields):

@@ -2,7 +2,8 @@
 
 import asyncio
 
-from penstock.server.protocol import asks, results, works
+from penstock.server.protocol import envelopes, results
+from penstock.server.protocol import requests as works
 from tests.server.engine_of_a_table import client, failure
 from tests.server.requests_of_clients import run
 
@@ -96,7 +97,7 @@ def test_nobody_lives_while_there_is_no_engine():
             assert await beat(http) == 200
             engine.app.state.service.link.status = None
             assert await beat(http) == 503
-            engine.app.state.service.link.status = asks.Status(workers="ready")
+            engine.app.state.service.link.status = envelopes.Status(workers="ready")
             assert await beat(http) == 200
 
     run(scenario())

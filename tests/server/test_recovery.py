@@ -6,21 +6,8 @@ import time
 
 import pytest
 
-from penstock.server.protocol.asks import Failure
-from penstock.server.protocol.commands import (
-    Close,
-    Export,
-    Forget,
-    Generate,
-    Load,
-    Open,
-    Push,
-    Rows,
-    Save,
-    Update,
-)
-from penstock.server.protocol.values import Array, Endpoint, Lora
-from penstock.server.protocol.works import (
+from penstock.server.protocol.envelopes import Failure
+from penstock.server.protocol.requests import (
     AddEndpoint,
     CreateModel,
     DropGradients,
@@ -32,6 +19,19 @@ from penstock.server.protocol.works import (
     SaveState,
     SyncWeights,
     UnloadModel,
+)
+from penstock.server.protocol.types import Array, Endpoint, Lora
+from penstock.server.protocol.worker_commands import (
+    Close,
+    Export,
+    Forget,
+    Generate,
+    Load,
+    Open,
+    Push,
+    Rows,
+    Save,
+    Update,
 )
 from tests.server.engine_house import a_pass, a_step, house, sampling
 from tests.server.test_sessions import soon

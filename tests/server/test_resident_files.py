@@ -16,15 +16,14 @@ import torch
 import transformers
 
 from penstock.core.errors import ArtifactError, ConfigError, StageError
-from penstock.engine.checkpoint_state import Trained
-from penstock.engine.hf_folder import save_tensors
-from penstock.engine.resident_files import SAMPLER
-from penstock.engine.resident_sizes import BESIDE, TOKENIZER
-from penstock.engine.residents import UnknownModelError
-from penstock.engine.substrate import Substrate
-from penstock.server.protocol.commands import Close, Export, Load, Open
-from penstock.server.protocol.values import Lora, Optimizer
-from penstock.server.worker.refusals import RefusedError
+from penstock.engine.checkpoint.train_state import Trained
+from penstock.engine.hf.save_model import save_tensors
+from penstock.engine.multi_lora.model_pool import UnknownModelError
+from penstock.engine.multi_lora.model_store import BESIDE, SAMPLER, TOKENIZER
+from penstock.engine.multi_lora.shared_base import Substrate
+from penstock.server.protocol.types import Lora, Optimizer
+from penstock.server.protocol.worker_commands import Close, Export, Load, Open
+from penstock.server.worker.errors import RefusedError
 from tests.damaging import flip_bit, overwrite_beginning, remove_digests
 from tests.ranks import on_ranks
 from tests.server.orders import (

@@ -16,15 +16,15 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from penstock.core.errors import ConfigError
-from penstock.engine.checkpoint_boxes import read_boxes, whole_box
-from penstock.engine.checkpoint_files import CheckpointFiles
-from penstock.engine.resident_steps import NotFiniteError
+from penstock.engine.checkpoint.dcp_io import read_boxes, whole_box
+from penstock.engine.checkpoint.safe_dcp_reader import CheckpointFiles
+from penstock.engine.multi_lora.optim_step import NotFiniteError
 from penstock.rows.collate import collate
-from penstock.server.protocol.commands import Close, Export, Forget, Open
 from penstock.server.protocol.results import Passed, Stepped
-from penstock.server.protocol.values import Optimizer
-from penstock.server.worker.dealing import _row
-from penstock.server.worker.samples import samples_of
+from penstock.server.protocol.types import Optimizer
+from penstock.server.protocol.worker_commands import Close, Export, Forget, Open
+from penstock.server.worker.batching import _row
+from penstock.server.worker.datums import samples_of
 from tests.ranks import on_ranks
 from tests.server.orders import (
     MIXTURE,

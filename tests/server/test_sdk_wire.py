@@ -7,8 +7,8 @@ import warnings
 import numpy as np
 import pytest
 
-from penstock.server.api import tinker_pb2
-from penstock.server.protocol import results, works
+from penstock.server.api.wire import tinker_pb2
+from penstock.server.protocol import requests, results
 from tests.server.engine_of_a_table import MODEL, failure, listening
 
 tinker = pytest.importorskip("tinker")
@@ -64,21 +64,21 @@ def test_the_service_tells_what_it_trains(service):
 def test_a_session_is_told_with_what_its_client_said_of_it(service, training):
     client, engine = service
     assert training.model_id == MODEL
-    (begun,) = engine.works(works.CreateSession)
+    (begun,) = engine.works(requests.CreateSession)
     said = {"why": "a test", "session.display_name": "mine"}
     told = results.SessionTold(session="s", models=(), samplers=(), user_metadata=said)
-    before = engine.table[works.SessionOf]
-    engine.table[works.SessionOf] = lambda _: told
+    before = engine.table[requests.SessionOf]
+    engine.table[requests.SessionOf] = lambda _: told
     try:
         answer = client.create_rest_client().get_session("s").result(20)
     finally:
-        engine.table[works.SessionOf] = before
+        engine.table[requests.SessionOf] = before
     assert (answer.user_metadata, answer.display_name) == ({"why": "a test"}, "mine")
     assert begun.user_metadata == {"why": "a test"} | {"session.display_name": "mine"}
 
 
 def test_a_model_is_made_as_it_was_asked_for(service, training):
-    (work,) = [work for work in service[1].works(works.CreateModel) if work.path is None]
+    (work,) = [work for work in service[1].works(requests.CreateModel) if work.path is None]
     assert (work.model, work.session, work.lora.rank) == (MODEL, "sess-1", 8)
     info = training.get_info()
     assert (info.model_id, info.lora_rank) == (MODEL, 8)
@@ -91,7 +91,7 @@ def test_a_pass_brings_the_log_probabilities_of_each_sample_in_order(service, tr
     got = [output["logprobs"].to_numpy() for output in result.loss_fn_outputs]
     np.testing.assert_allclose(got[0], [-1.005, -1.006, -1.007], rtol=1e-6)
     np.testing.assert_allclose(got[1], [-2.008, -2.009], rtol=1e-6)
-    work = service[1].works(works.Pass)[-1]
+    work = service[1].works(requests.Pass)[-1]
     assert (work.per, work.forward_only, work.loss) == ("sum", False, "cross_entropy")
     np.testing.assert_array_equal(work.data[0].inputs["target_tokens"].numpy(), [6, 7, 8])
     np.testing.assert_array_equal(work.data[0].inputs["weights"].numpy(), [1, 1, 0])
@@ -113,7 +113,7 @@ def test_several_targets_of_a_token_bring_as_many_log_probabilities(service, tra
     got = [output["logprobs"].to_numpy() for output in result.loss_fn_outputs]
     assert [array.shape for array in got] == [(3, 2), (2, 2), (2,), (1, 4)]
     np.testing.assert_allclose(got[1], [[-2.008] * 2, [-2.009] * 2], rtol=1e-6)
-    inputs = service[1].works(works.Pass)[-1].data[0].inputs
+    inputs = service[1].works(requests.Pass)[-1].data[0].inputs
     np.testing.assert_array_equal(inputs["target_tokens"].numpy(), [[0, 1], [2, 3], [4, 5]])
 
 
@@ -127,14 +127,14 @@ def test_targets_that_are_mostly_none_travel_sparse(service, training):
     )
     assert sample.loss_fn_inputs["weights"].sparse_crow_indices is not None
     training.forward_backward([sample], "cross_entropy").result(20)
-    inputs = service[1].works(works.Pass)[-1].data[0].inputs
+    inputs = service[1].works(requests.Pass)[-1].data[0].inputs
     np.testing.assert_array_equal(inputs["target_tokens"].numpy(), targets.numpy())
     np.testing.assert_array_equal(inputs["weights"].numpy(), weights.numpy())
 
 
 def test_a_pass_without_gradients_says_so(service, training):
     training.forward([datum([1, 2])], "cross_entropy").result(20)
-    assert service[1].works(works.Pass)[-1].forward_only
+    assert service[1].works(requests.Pass)[-1].forward_only
 
 
 def test_many_samples_travel_in_chunks_and_come_back_as_one(training):
@@ -153,7 +153,7 @@ def test_policy_losses_bring_their_numbers(service, training):
         },
     )
     training.forward_backward([sample], "ppo", {"clip_high_threshold": 1.3}).result(20)
-    work = service[1].works(works.Pass)[-1]
+    work = service[1].works(requests.Pass)[-1]
     assert (work.loss, work.params) == ("ppo", {"clip_high_threshold": 1.3})
     np.testing.assert_array_equal(work.data[0].inputs["advantages"].numpy(), [1, -1])
 
@@ -164,7 +164,7 @@ def test_a_loss_of_the_clients_own_is_its_gradient_as_weights(service, training)
 
     result = training.forward_backward_custom([datum([1, 2])], three_times).result(20)
     assert result.metrics["mine"] == 1.0
-    work = service[1].works(works.Pass)[-1]
+    work = service[1].works(requests.Pass)[-1]
     np.testing.assert_array_equal(work.data[0].inputs["weights"].numpy(), [-3, -3])
 
 
@@ -180,17 +180,17 @@ def test_a_step_brings_its_numbers_and_tells_its_metrics(service, training):
     metrics = training.optim_step(params).result(20).metrics
     # `step` is what their loggers call their own.
     assert metrics == {"grad_norm": 1.5, "learning_rate": 2e-4, "optimizer_step": 1.0}
-    adam = service[1].works(works.Step)[-1].adam
+    adam = service[1].works(requests.Step)[-1].adam
     assert (adam.beta2, adam.grad_clip_norm, adam.eps) == (0.99, 1.0, 1e-12)
 
 
 def test_what_is_saved_is_loaded_by_its_path(service, training):
     saved = training.save_state("ck1", user_metadata={"of": "a test"}).result(20)
     assert saved.path == f"tinker://{MODEL}/weights/ck1"
-    assert service[1].works(works.SaveState)[-1].user_metadata == {"of": "a test"}
+    assert service[1].works(requests.SaveState)[-1].user_metadata == {"of": "a test"}
     training.load_state(saved.path).result(20)
     training.load_state_with_optimizer(saved.path).result(20)
-    first, second = service[1].works(works.LoadState)[-2:]
+    first, second = service[1].works(requests.LoadState)[-2:]
     assert (first.path, first.optimizer) == (f"{MODEL}/weights/ck1", False)
     assert second.optimizer
 
@@ -199,7 +199,7 @@ def test_a_model_begins_at_a_checkpoint(service):
     client, engine = service
     path = f"tinker://{MODEL}/weights/ck1"
     training = client.create_training_client_from_state_with_optimizer(path).result(20)
-    work = engine.works(works.CreateModel)[-1]
+    work = engine.works(requests.CreateModel)[-1]
     assert (work.path, work.optimizer, work.lora) == (f"{MODEL}/weights/ck1", True, None)
     assert training.get_info().model_id == work.model != MODEL
 
@@ -216,9 +216,9 @@ def test_samples_are_drawn_from_what_was_saved(service, training):
     ).result(20)
     assert [list(one.tokens) for one in answer.sequences] == [[0, 1, 2, 3, 4]] * 2
     assert len({one.sequence_id for one in answer.sequences}) == 2
-    work = engine.works(works.Sample)[-1]
+    work = engine.works(requests.Sample)[-1]
     assert (work.sampling.stop_texts, work.sampling.temperature) == (("\n",), 0.5)
-    assert engine.works(works.CreateSampler)[-1].path == f"{MODEL}/sampler_weights/s1"
+    assert engine.works(requests.CreateSampler)[-1].path == f"{MODEL}/sampler_weights/s1"
 
 
 def test_a_prompt_is_scored_and_its_first_token_is_not(service):
@@ -243,7 +243,7 @@ def test_no_list_of_stops_leaves_the_end_of_a_text_and_an_empty_one_does_not(
     sampler = client.create_sampling_client(base_model="tiny/byte-llama").result(20)
     params = types.SamplingParams(max_tokens=2, stop=stop)
     sampler.sample(types.ModelInput.from_ints([1]), 1, params).result(20)
-    said = engine.works(works.Sample)[-1].sampling
+    said = engine.works(requests.Sample)[-1].sampling
     assert (said.stop_texts, said.stop_tokens, said.ignore_eos) == (texts, tokens, ignores)
 
 
@@ -274,7 +274,7 @@ def test_the_likeliest_tokens_are_told_wherever_something_foretells_them(service
 
 def test_the_weights_of_now_are_sampled_from_without_a_name(service, training):
     sampler = training.save_weights_and_get_sampling_client().result(20)
-    work = service[1].works(works.SaveSampler)[-1]
+    work = service[1].works(requests.SaveSampler)[-1]
     assert (work.session, work.keep, work.name) == ("sess-1", False, None)
     answer = sampler.sample(
         prompt=types.ModelInput.from_ints([1]),
@@ -282,7 +282,7 @@ def test_the_weights_of_now_are_sampled_from_without_a_name(service, training):
         sampling_params=types.SamplingParams(max_tokens=1),
     ).result(20)
     assert len(answer.sequences) == 1
-    assert service[1].works(works.Sample)[-1].sampler == f"sess-1:sample:{work.number}"
+    assert service[1].works(requests.Sample)[-1].sampler == f"sess-1:sample:{work.number}"
 
 
 def test_what_is_kept_is_listed_and_let_go(service):
@@ -302,9 +302,9 @@ def test_what_is_kept_is_listed_and_let_go(service):
     rest.unpublish_checkpoint_from_tinker_path(path).result(20)
     rest.set_checkpoint_ttl_from_tinker_path(path, 7200).result(20)
     rest.delete_checkpoint(MODEL, "weights/ck1").result(20)
-    kept = [(work.public, work.ttl_seconds) for work in engine.works(works.KeepCheckpoint)]
+    kept = [(work.public, work.ttl_seconds) for work in engine.works(requests.KeepCheckpoint)]
     assert kept == [(True, None), (False, None), (None, 7200)]
-    assert engine.works(works.DeleteCheckpoint)[-1].name == "weights/ck1"
+    assert engine.works(requests.DeleteCheckpoint)[-1].name == "weights/ck1"
     assert rest.get_session("sess-1").result(20).training_run_ids == [MODEL]
     assert rest.list_sessions().result(20).sessions == ["sess-1"]
     assert rest.get_sampler("sess-1:sample:0").result(20).model_path.endswith("sampler_weights/s1")
@@ -312,13 +312,13 @@ def test_what_is_kept_is_listed_and_let_go(service):
 
 def test_a_failure_reaches_the_caller_with_its_words_and_category(service, training):
     _, engine = service
-    before = engine.table[works.SaveState]
-    engine.table[works.SaveState] = lambda _: failure("weights/ck1 is there already", "exists")
+    before = engine.table[requests.SaveState]
+    engine.table[requests.SaveState] = lambda _: failure("weights/ck1 is there already", "exists")
     try:
         with pytest.raises(tinker.RequestFailedError, match="is there already") as caught:
             training.save_state("ck1").result(20)
     finally:
-        engine.table[works.SaveState] = before
+        engine.table[requests.SaveState] = before
     assert caught.value.category == types.RequestErrorCategory.User
 
 
@@ -337,8 +337,8 @@ def test_what_is_refused_at_once_does_not_hold_up_what_follows(service, training
 
 def test_a_future_that_waits_is_polled_until_it_is_done(service, training):
     _, engine = service
-    before = engine.table[works.Step]
-    engine.table[works.Step] = lambda _: None
+    before = engine.table[requests.Step]
+    engine.table[requests.Step] = lambda _: None
     asked = len(engine.asks)
     try:
         future = training.optim_step(types.AdamParams())
@@ -346,7 +346,7 @@ def test_a_future_that_waits_is_polled_until_it_is_done(service, training):
         with pytest.raises(TimeoutError):
             future.future().result(0.6)
     finally:
-        engine.table[works.Step] = before
+        engine.table[requests.Step] = before
     done = results.Stepped(metrics={"grad_norm": 7.0})
     (held,) = engine.asks[asked:]
     answering = engine.answer(held, done)

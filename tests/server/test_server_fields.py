@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config.dialects.server import SAME
-from penstock.config.server import ServerConfig
+from penstock.config.server.config import ServerConfig
+from penstock.config.server.run_fields import SAME
 from tests.register.serving import ASSEMBLED, OF_SERVER
 from tests.register.tests_there import exists
 from tests.test_fields import registered

@@ -6,12 +6,7 @@ import json
 import msgspec
 import pytest
 
-from penstock.server.orchestrator.records import LaneLeft, Left
-from penstock.server.orchestrator.registry import Registry, RegistryError
-from penstock.server.protocol.commands import Close, Generate, Push, Rows, Save
-from penstock.server.protocol.results import Gone
-from penstock.server.protocol.values import Array, Endpoint, Lora
-from penstock.server.protocol.works import (
+from penstock.server.protocol.requests import (
     AddEndpoint,
     Capabilities,
     CreateModel,
@@ -37,6 +32,10 @@ from penstock.server.protocol.works import (
     UnloadModel,
     WeightsOf,
 )
+from penstock.server.protocol.results import Gone
+from penstock.server.protocol.types import Array, Endpoint, Lora
+from penstock.server.protocol.worker_commands import Close, Generate, Push, Rows, Save
+from penstock.server.scheduler.state_store import LaneLeft, Left, Registry, RegistryError
 from tests.damaging import flip_bit
 from tests.server.engine_house import a_pass, a_step, house, sampling
 from tests.server.standing_in import SERVED, VOCABULARY

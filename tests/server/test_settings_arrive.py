@@ -16,22 +16,22 @@ import pytest
 import torch
 import uvicorn
 
-from penstock.config.dialects.server import SAME
-from penstock.config.server import ServerConfig, run_of
-from penstock.config.server_load import load_server
+from penstock.config.server.config import ServerConfig, run_of
+from penstock.config.server.load import load_server
+from penstock.config.server.run_fields import SAME
 from penstock.core.errors import ConfigError
-from penstock.engine.ranks import Ranks
-from penstock.server import child
-from penstock.server.addresses import free_port, workers_address, workers_bind
+from penstock.engine.distributed.ranks import Ranks
 from penstock.server.api import __main__ as api
-from penstock.server.api.codec_pool import CodecPool
-from penstock.server.job import ServerJob
-from penstock.server.launcher import children_of
-from penstock.server.orchestrator.__main__ import settings_of
-from penstock.server.preparing import Prepared, prepare
-from penstock.server.protocol.values import Endpoint
-from penstock.server.protocol.works import AddEndpoint, ListEndpoints
-from penstock.server.torchrun import torchrun_words
+from penstock.server.api.wire.codec_pool import CodecPool
+from penstock.server.launch import child_main
+from penstock.server.launch.addresses import free_port, workers_address, workers_bind
+from penstock.server.launch.job import ServerJob
+from penstock.server.launch.prepare import Prepared, prepare
+from penstock.server.launch.supervisor import children_of
+from penstock.server.launch.torchrun import torchrun_words
+from penstock.server.protocol.requests import AddEndpoint, ListEndpoints
+from penstock.server.protocol.types import Endpoint
+from penstock.server.scheduler.__main__ import settings_of
 from penstock.server.worker import main as worker
 from tests.server.engine_house import house
 
@@ -275,10 +275,10 @@ def test_processes_tell_of_themselves_as_much_as_is_written(tmp_path, monkeypatc
     assert beginning(log_level="DEBUG")["level"] == "DEBUG"
     seen = []
     monkeypatch.setattr(sys, "argv", [])
-    monkeypatch.setattr(child, "end_with_parent", lambda _: None)
+    monkeypatch.setattr(child_main, "end_with_parent", lambda _: None)
     monkeypatch.setattr(runpy, "run_module", lambda *_, **__: None)
     monkeypatch.setattr(logging, "basicConfig", lambda **how: seen.append(how["level"]))
-    child.main("1", "api", "none", str(job_of(tmp_path, log_level="ERROR").write()))
+    child_main.main("1", "api", "none", str(job_of(tmp_path, log_level="ERROR").write()))
     assert seen == ["ERROR"]
 
 

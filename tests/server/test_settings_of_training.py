@@ -6,13 +6,13 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from penstock.config.server import ServerConfig, run_of
-from penstock.server.protocol.commands import Open
-from penstock.server.protocol.values import Lora
-from penstock.server.protocol.works import CreateModel, CreateSession
-from penstock.server.worker.dealing import Dealing
+from penstock.config.server.config import ServerConfig, run_of
+from penstock.server.protocol.requests import CreateModel, CreateSession
+from penstock.server.protocol.types import Lora
+from penstock.server.protocol.worker_commands import Open
+from penstock.server.worker.batching import Dealing
+from penstock.server.worker.datums import samples_of
 from penstock.server.worker.main import served_by
-from penstock.server.worker.samples import samples_of
 from penstock_kernels.op import Op
 from tests.engine.runs import VOCAB
 from tests.server.engine_house import house

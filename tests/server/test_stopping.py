@@ -6,16 +6,16 @@ import time
 
 import pytest
 
-from penstock.server.orchestrator import stopping
-from penstock.server.protocol.commands import Load, Rows, Save, Update
-from penstock.server.protocol.values import Lora
-from penstock.server.protocol.works import (
+from penstock.server.protocol.requests import (
     CreateModel,
     CreateSession,
     ListCheckpoints,
     SaveState,
     SessionOf,
 )
+from penstock.server.protocol.types import Lora
+from penstock.server.protocol.worker_commands import Load, Rows, Save, Update
+from penstock.server.scheduler import shutdown
 from tests.server.engine_house import a_pass, a_step, house
 
 
@@ -287,7 +287,7 @@ def test_workers_leave_with_an_engine_that_is_their_own_alone(tmp_path, ours):
 
 
 def test_workers_stay_where_the_api_does(tmp_path, monkeypatch):
-    monkeypatch.setattr(stopping, "API_SECONDS", 0.2)
+    monkeypatch.setattr(shutdown, "API_SECONDS", 0.2)
 
     async def check():
         async with house(tmp_path, ends_workers=True) as here:

@@ -13,12 +13,12 @@ import pytest
 import tinker
 from tinker.lib.retryable_exception import RetryableException
 
-from penstock.config.server import ServerConfig
-from penstock.server.api.results import STEPS
-from penstock.server.children import Child
-from penstock.server.launcher import Launcher, children_of
-from penstock.server.machines import Other
-from penstock.server.preparing import prepare
+from penstock.config.server.config import ServerConfig
+from penstock.server.api.wire.encode_results import STEPS
+from penstock.server.launch.child_process import Child
+from penstock.server.launch.multi_node import Other
+from penstock.server.launch.prepare import prepare
+from penstock.server.launch.supervisor import Launcher, children_of
 from tests.server.serving import Server, soon, write_model
 from tests.server.test_kills import data, done
 

@@ -11,13 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.server.orchestrator.names import Spot, checkpoint_name, model_name, spot_in, spot_of
-from penstock.server.orchestrator.refusals import RefusedError, StorageLimitError
-from penstock.server.orchestrator.registry import Registry
-from penstock.server.orchestrator.storage import Storage, size_of
-from penstock.server.protocol.commands import Export, Load, Save
-from penstock.server.protocol.values import Array, Lora
-from penstock.server.protocol.works import (
+from penstock.server.protocol.requests import (
     CreateModel,
     CreateSession,
     DeleteCheckpoint,
@@ -28,6 +22,18 @@ from penstock.server.protocol.works import (
     SaveSampler,
     SaveState,
 )
+from penstock.server.protocol.types import Array, Lora
+from penstock.server.protocol.worker_commands import Export, Load, Save
+from penstock.server.scheduler.checkpoint_names import (
+    Spot,
+    checkpoint_name,
+    model_name,
+    spot_in,
+    spot_of,
+)
+from penstock.server.scheduler.errors import RefusedError, StorageLimitError
+from penstock.server.scheduler.state_store import Registry
+from penstock.server.scheduler.storage import Storage, size_of
 from tests.server.engine_house import a_pass, a_step, house, sampling
 from tests.server.standing_in import STATE_BYTES
 

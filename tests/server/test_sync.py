@@ -8,17 +8,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from penstock.engine.base_weights import Base
-from penstock.engine.hf_config import read_hf_config
-from penstock.engine.hf_export import write_folders
-from penstock.engine.origin import Form, quantising_of
+from penstock.engine.hf.base_model import Base
+from penstock.engine.hf.config import read_hf_config
+from penstock.engine.hf.export import write_folders
+from penstock.engine.model_source import Form, quantising_of
 from penstock.models.registry import family_of
 from penstock.origins import origin_of
-from penstock.server.protocol.commands import Push
-from penstock.server.protocol.values import Endpoint, Secret
-from penstock.server.sync.errors import SyncError
-from penstock.server.sync.inference_server import Limits
-from penstock.server.sync.push import Live, push
+from penstock.server.protocol.types import Endpoint, Secret
+from penstock.server.protocol.worker_commands import Push
+from penstock.server.weight_sync.errors import SyncError
+from penstock.server.weight_sync.sender import Live, push
+from penstock.server.weight_sync.sglang_client import Limits
 from tests.engine import runs
 from tests.engine.inputs import write_bases
 from tests.engine.loops import loop_of, save, step

@@ -4,12 +4,12 @@ memory is sent."""
 import pytest
 import torch
 
-from penstock.engine.live_weights import OfRank
-from penstock.server.protocol.values import Endpoint
-from penstock.server.sync.block_fp8 import tiles, wants_fp8
-from penstock.server.sync.errors import SyncError
-from penstock.server.sync.hosts import address_towards, require_allowed
-from penstock.server.sync.inference_server import Sizes
+from penstock.engine.hf.live_state_dict import OfRank
+from penstock.server.protocol.types import Endpoint
+from penstock.server.weight_sync.allowed_hosts import address_towards, require_allowed
+from penstock.server.weight_sync.block_fp8 import tiles, wants_fp8
+from penstock.server.weight_sync.errors import SyncError
+from penstock.server.weight_sync.sglang_client import Sizes
 
 
 @pytest.mark.parametrize(

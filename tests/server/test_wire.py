@@ -14,9 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.core.errors import StageError
-from penstock.server.protocol.channel import PeerLostError
-from penstock.server.protocol.codec import Codec, FrameError
-from penstock.server.protocol.commands import (
+from penstock.server.protocol.codec import Codec, FrameError, PeerLostError
+from penstock.server.protocol.in_process_channel import memory_pair
+from penstock.server.protocol.results import Done
+from penstock.server.protocol.secret import new_secret
+from penstock.server.protocol.threaded_channel import ThreadedEnd
+from penstock.server.protocol.worker_commands import (
     Beat,
     Close,
     Command,
@@ -26,11 +29,7 @@ from penstock.server.protocol.commands import (
     Reply,
     ToWorkers,
 )
-from penstock.server.protocol.memory import memory_pair
-from penstock.server.protocol.results import Done
-from penstock.server.protocol.secret import new_secret
-from penstock.server.protocol.threaded import ThreadedEnd
-from penstock.server.protocol.zmq import connecting, listening
+from penstock.server.protocol.zmq_channel import connecting, listening
 
 ANYWHERE = "tcp://127.0.0.1:*"
 LOSS_SECONDS = 1.0
@@ -92,8 +91,8 @@ def test_what_is_sent_before_the_peer_is_there_waits_for_it():
 
 SPEAKER = """
 import asyncio, sys
-from penstock.server.protocol.commands import FromWorkers, Greet, ToWorkers, Beat
-from penstock.server.protocol.zmq import connecting, listening
+from penstock.server.protocol.worker_commands import FromWorkers, Greet, ToWorkers, Beat
+from penstock.server.protocol.zmq_channel import connecting, listening
 
 async def main():
     kind, address = sys.argv[1:]

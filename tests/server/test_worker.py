@@ -8,11 +8,12 @@ from unittest.mock import patch
 import pytest
 
 from penstock.core.errors import ArtifactError, StageError
-from penstock.engine.announcing import Announcing
-from penstock.engine.ranks import join
-from penstock.server.protocol.channel import PeerLostError
-from penstock.server.protocol.codec import Codec
-from penstock.server.protocol.commands import (
+from penstock.engine.distributed.broadcast import Announcing
+from penstock.engine.distributed.ranks import join
+from penstock.server.protocol.codec import Codec, PeerLostError
+from penstock.server.protocol.results import Done, Passed, Served
+from penstock.server.protocol.types import Endpoint, Secret
+from penstock.server.protocol.worker_commands import (
     Close,
     Command,
     Export,
@@ -26,11 +27,9 @@ from penstock.server.protocol.commands import (
     Reply,
     ToWorkers,
 )
-from penstock.server.protocol.results import Done, Passed, Served
-from penstock.server.protocol.values import Endpoint, Secret
-from penstock.server.worker.sampling import Sampling as Drawing
+from penstock.server.worker.generate import Sampling as Drawing
+from penstock.server.worker.loop import BrokenError, serve
 from penstock.server.worker.self_test import self_test
-from penstock.server.worker.serving import BrokenError, serve
 from penstock_kernels.op import Op
 from tests.ranks import on_ranks
 from tests.server.orders import (

@@ -6,13 +6,13 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from penstock.core.cache.folder_digests import DIGESTS
 from penstock.core.errors import ArtifactError
-from penstock.core.folder_digests import DIGESTS
-from penstock.engine.ranks import join
-from penstock.engine.resident_files import SAMPLER
-from penstock.server.protocol.commands import Export, Generate, Generated, Open
-from penstock.server.protocol.values import Array, Sampling
-from penstock.server.worker import sampling
+from penstock.engine.distributed.ranks import join
+from penstock.engine.multi_lora.model_store import SAMPLER
+from penstock.server.protocol.types import Array, Sampling
+from penstock.server.protocol.worker_commands import Export, Generate, Generated, Open
+from penstock.server.worker import generate
 from tests.damaging import flip_bit
 from tests.ranks import on_ranks
 from tests.server.orders import (
@@ -165,7 +165,7 @@ def read_without_memory(model, out, folder):
     workers = operations(model, out, data_parallel_mode="fsdp2", data_parallel_shard_size=2)
     fault = torch.OutOfMemoryError("no memory is left")
     is_second = workers.residents.substrate.ranks.rank == 1
-    failing = patch.object(sampling.Sampling, "_read", side_effect=fault)
+    failing = patch.object(generate.Sampling, "_read", side_effect=fault)
     with failing if is_second else nullcontext(), pytest.raises(ArtifactError) as caught:
         workers.do(answering(str(folder)))
     return str(caught.value), workers.do(answering(str(folder)))

@@ -5,13 +5,14 @@ import threading
 
 import pytest
 
-from penstock.config.server import ServerConfig
+from penstock.config.server.config import ServerConfig
 from penstock.core.errors import CapabilityError
-from penstock.engine.ranks import join
-from penstock.engine.substrate import substrate_of
-from penstock.server.addresses import free_port
-from penstock.server.job import ServerJob
-from penstock.server.protocol.commands import (
+from penstock.engine.distributed.ranks import join
+from penstock.engine.multi_lora.shared_base import substrate_of
+from penstock.server.launch.addresses import free_port
+from penstock.server.launch.job import ServerJob
+from penstock.server.protocol.results import Passed, Stepped
+from penstock.server.protocol.worker_commands import (
     Beat,
     Command,
     Export,
@@ -22,8 +23,7 @@ from penstock.server.protocol.commands import (
     Ready,
     Reply,
 )
-from penstock.server.protocol.results import Passed, Stepped
-from penstock.server.protocol.zmq import connecting
+from penstock.server.protocol.zmq_channel import connecting
 from penstock.server.worker.main import run_rank
 from tests.engine import runs
 from tests.server.orders import data, opening, passing, stepping, write_model

@@ -5,7 +5,7 @@ import pytest
 import torch
 import transformers
 
-from penstock.server.protocol.commands import Export, Push
+from penstock.server.protocol.worker_commands import Export, Push
 from tests.ranks import on_ranks
 from tests.server.orders import data, done, opening, passing, stepping, write_model
 from tests.server.receiver import receiving

@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from penstock.server.orchestrator.refusals import RefusedError
-from penstock.server.orchestrator.settings import EngineSettings
-from penstock.server.orchestrator.workers import Workers
-from penstock.server.protocol.commands import Fault, Forget, FromWorkers, Ready, ToWorkers
-from penstock.server.protocol.memory import MemoryEnd
+from penstock.server.protocol.in_process_channel import MemoryEnd
+from penstock.server.protocol.worker_commands import Fault, Forget, FromWorkers, Ready, ToWorkers
+from penstock.server.scheduler.errors import RefusedError
+from penstock.server.scheduler.settings import EngineSettings
+from penstock.server.scheduler.worker_client import Workers
 from tests.server.standing_in import SERVED
 
 

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 from msgspec import structs
 
-from penstock.server.protocol import results, works
-from penstock.server.protocol.values import Endpoint, Optimizer, Run, Secret
+from penstock.server.protocol import requests, results
+from penstock.server.protocol.types import Endpoint, Optimizer, Run, Secret
 from tests.server.engine_of_a_table import checkpoint, client, failure, never, run_of, served
 from tests.server.requests_of_clients import retrieve, run
 
@@ -24,7 +24,7 @@ def test_numbers_of_steps_are_those_that_the_model_was_created_with():
             made.append(work)
             return results.ModelMade(model=work.model)
 
-        async with client({works.CreateModel: create, works.ModelOf: told}) as (http, engine):
+        async with client({requests.CreateModel: create, requests.ModelOf: told}) as (http, engine):
             await http.post(
                 "/api/v1/create_model",
                 json={
@@ -42,9 +42,9 @@ def test_numbers_of_steps_are_those_that_the_model_was_created_with():
             )
             assert (made[0].session, made[0].lora.rank, made[0].lora.alpha) == ("mine", 4, 8)
             assert made[0].optimizer_config == Optimizer(kind="muon", dtype="fp32")
-            assert engine.works(works.CreateSession)[0].session == "mine"
+            assert engine.works(requests.CreateSession)[0].session == "mine"
             await http.post("/api/v1/optim_step", json={"model_id": "mine", "gradient_clip": 1})
-            adam = engine.works(works.Step)[0].adam
+            adam = engine.works(requests.Step)[0].adam
             assert (adam.learning_rate, adam.beta1, adam.grad_clip_norm) == (3e-4, 0.8, 1.0)
             shown = await http.get("/api/v1/training_runs/mine")
             assert shown.json()["user_metadata"] == {"of": "mine"}
@@ -60,11 +60,11 @@ def test_a_model_that_is_killed_is_saved_and_says_where():
         async with client() as (http, engine):
             answer = await http.post("/api/v1/kill_session", json={"model_id": "mine"})
             assert answer.json()["checkpoint_path"] == "xorl://mine/weights/ck1"
-            assert engine.works(works.UnloadModel)[0].save
+            assert engine.works(requests.UnloadModel)[0].save
             # What is created anew begins with the base's weights, whether one asks for it or not.
             reset = {"model_id": "mine", "reset_weights": True, "save_checkpoint": False}
             assert (await http.post("/api/v1/kill_session", json=reset)).status_code == 200
-            assert not engine.works(works.UnloadModel)[1].save
+            assert not engine.works(requests.UnloadModel)[1].save
 
     run(scenario())
 
@@ -81,7 +81,7 @@ def test_inference_servers_are_named_and_sent_weights():
             assert said.json()["quantization"] == quantised
             synced = await http.post("/api/v1/sync_inference_weights", json={"pools": ["b"]})
             assert synced.json()["total_bytes"] == 64
-            (work,) = engine.works(works.SyncWeights)
+            (work,) = engine.works(requests.SyncWeights)
             assert (work.model, work.pools) == ("default", ("b",))
             assert work.quantization == {"quant_method": "fp8", "weight_block_size": (128, 128)}
 
@@ -97,13 +97,13 @@ def test_an_inference_server_says_its_size_itself_unless_a_client_does():
         return Endpoint(host="node-1", port=30000, **said)
 
     async def scenario():
-        async with client({works.AddEndpoint: add}) as (http, engine):
+        async with client({requests.AddEndpoint: add}) as (http, engine):
             for said, size in (({}, 8), ({"world_size": 2, "worker_port": 30000}, 2)):
                 body = {"host": "node-1", "port": 30000, "api_key": "secret"} | said
                 added = await http.post("/add_inference_endpoint", json=body)
                 assert added.json()["endpoint"]["world_size"] == size
                 assert "secret" not in added.text + repr(engine.asks)
-            assert engine.works(works.AddEndpoint)[0].api_key == Secret(text="secret")
+            assert engine.works(requests.AddEndpoint)[0].api_key == Secret(text="secret")
             elsewhere = {"host": "node-1", "port": 30000, "worker_port": 30001}
             refused = await http.post("/add_inference_endpoint", json=elsewhere)
             assert refused.status_code == 400
@@ -113,7 +113,7 @@ def test_an_inference_server_says_its_size_itself_unless_a_client_does():
 
 def test_a_server_that_could_not_be_sent_weights_is_known_all_the_same():
     async def scenario():
-        async with client({works.SyncWeights: lambda _: failure("no such model")}) as (http, _):
+        async with client({requests.SyncWeights: lambda _: failure("no such model")}) as (http, _):
             body = {"host": "node-1", "port": 30000, "sync_weights": True}
             told = (await http.post("/add_inference_endpoint", json=body)).json()
             assert (told["success"], told["weights_synced"]) == (True, False)
@@ -134,7 +134,7 @@ def test_what_is_sampled_from_has_a_path_or_a_name(said, path):
     async def scenario():
         async with client() as (http, engine):
             told = (await http.post("/api/v1/create_sampling_session", json=said)).json()
-            assert [work.path for work in engine.works(works.WeightsOf)] == [path]
+            assert [work.path for work in engine.works(requests.WeightsOf)] == [path]
             assert (told["model_path"], told["lora_name"]) == (f"xorl://{path}", path)
 
     run(scenario())
@@ -167,7 +167,7 @@ def test_checkpoints_are_deleted_by_their_names(written, name):
         async with client() as (http, engine):
             body = {"model_id": "mine", "checkpoint_id": written}
             answer = await http.post("/api/v1/delete_checkpoint", json=body)
-            deleted = [(work.model, work.name) for work in engine.works(works.DeleteCheckpoint)]
+            deleted = [(work.model, work.name) for work in engine.works(requests.DeleteCheckpoint)]
             if name is None:
                 assert (answer.status_code, deleted) == (400, [])
             else:
@@ -179,7 +179,7 @@ def test_checkpoints_are_deleted_by_their_names(written, name):
 
 def test_checkpoints_are_told_the_newest_first():
     kept = [checkpoint("mine", f"weights/{name}", time=time) for name, time in (("a", 1), ("b", 2))]
-    table = {works.ListCheckpoints: lambda _: results.CheckpointsTold(checkpoints=tuple(kept))}
+    table = {requests.ListCheckpoints: lambda _: results.CheckpointsTold(checkpoints=tuple(kept))}
 
     async def scenario():
         async with client(table) as (http, _):
@@ -206,8 +206,8 @@ def test_weights_tell_of_the_adapter():
 def test_of_models_the_loaded_ones_are_told_apart_whatever_they_are_of():
     models = [structs.replace(run_of(name), is_open=name == "new") for name in ("new", "old")]
     table = {
-        works.ListSessions: lambda _: results.Sessions(sessions=tuple(map(str, range(300)))),
-        works.ListRuns: lambda _: results.Runs(runs=tuple(models), total=2),
+        requests.ListSessions: lambda _: results.Sessions(sessions=tuple(map(str, range(300)))),
+        requests.ListRuns: lambda _: results.Runs(runs=tuple(models), total=2),
     }
 
     async def scenario():
@@ -234,18 +234,18 @@ def test_a_session_is_not_begun_for_an_adapter_that_cannot_be():
 
 def test_a_name_that_another_has_taken_is_told_at_once():
     async def scenario():
-        taken = {works.CreateSession: lambda _: failure("the name is taken", "exists")}
+        taken = {requests.CreateSession: lambda _: failure("the name is taken", "exists")}
         async with client(taken) as (http, engine):
             answer = await http.post("/api/v1/create_model", json={"model_id": "mine"})
             assert (answer.status_code, answer.json()["error"]) == (409, "the name is taken")
-            assert engine.works(works.CreateModel) == []
+            assert engine.works(requests.CreateModel) == []
 
     run(scenario())
 
 
 def test_what_takes_too_long_is_told_and_not_begun():
     async def scenario():
-        async with client({works.SyncWeights: never}, operation_timeout=0.1) as (http, engine):
+        async with client({requests.SyncWeights: never}, operation_timeout=0.1) as (http, engine):
             late = await http.post("/api/v1/sync_inference_weights", json={})
             assert late.status_code == 504
             await asyncio.sleep(0.05)
@@ -262,7 +262,7 @@ def test_a_step_asks_for_its_weights_to_be_sent_where_that_is_written(is_written
             await http.post("/api/v1/set_sync_quantization", json=said)
             body = {"model_id": "mine", "adam_params": {}}
             assert (await http.post("/api/v1/optim_step", json=body)).status_code == 200
-            [work] = engine.works(works.Step)
+            [work] = engine.works(requests.Step)
             if not is_written:
                 assert work.sync is None
                 return

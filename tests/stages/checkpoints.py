@@ -9,10 +9,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
+from penstock.core.cache.manifest import MANIFEST
+from penstock.core.cache.record import digest_of, write_record
+from penstock.core.cache.stage import Artifact
 from penstock.core.files import write_json
-from penstock.core.manifest import MANIFEST
-from penstock.core.record import digest_of, write_record
-from penstock.core.stage import Artifact
 
 STEP = 3
 FOLDER = f"checkpoints/global_step_{STEP}"

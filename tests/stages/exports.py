@@ -3,9 +3,9 @@
 import hashlib
 from pathlib import Path
 
-from penstock.core.manifest import MANIFEST
-from penstock.core.record import digest_of, write_record
-from penstock.core.stage import Artifact
+from penstock.core.cache.manifest import MANIFEST
+from penstock.core.cache.record import digest_of, write_record
+from penstock.core.cache.stage import Artifact
 
 
 def sealed_export(

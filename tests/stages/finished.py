@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from penstock.config.dataset import FormatName, Kind
-from penstock.core.record import digest_of
-from penstock.prepare.faults import Tally
+from penstock.config.schema.dataset import FormatName, Kind
+from penstock.core.cache.record import digest_of
+from penstock.prepare.bad_records import Tally
 from penstock.prepare.settings import DatasetSettings, PrepareSettings
 from penstock.prepare.slices import Finished, Role, Slice
 from penstock.rows.schema import PREPARED_OF, histogram

@@ -8,9 +8,9 @@ from typing import Any
 
 import pyarrow as pa
 
+from penstock.core.cache.stage import Artifact, Facts, key_of
 from penstock.core.files import regular_files
-from penstock.core.source import pin_data, pin_tokenizer
-from penstock.core.stage import Artifact, Facts, key_of
+from penstock.core.sources.pin import pin_data, pin_tokenizer
 from penstock.prepare.settings import DatasetSettings, PrepareSettings
 from penstock.prepare.stage import Prepare
 

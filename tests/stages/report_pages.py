@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from penstock.core.files import write_json
-from penstock.train.job import OUTCOME
+from penstock.train.launch.job import OUTCOME
 from penstock.train.report import write_report
 from tests.stages.told_runs import job_in, tell
 

@@ -7,15 +7,15 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from penstock.core.cache.stage import Artifact
 from penstock.core.errors import StageError
 from penstock.core.files import write_json
-from penstock.core.stage import Artifact
 from penstock.pack import spread
 from penstock.pack.compare import compare
 from penstock.pack.layout import form_of
 from penstock.pack.settings import PackSettings
 from penstock.pack.stage import Pack
-from penstock.rows.chosen import with_samples
+from penstock.rows.filter_rows import with_samples
 from penstock.rows.prepared import PLAN, PreparedSamples
 from penstock.rows.reader import PackedRows
 from penstock.rows.schema import IGNORED, PREPARED_OF

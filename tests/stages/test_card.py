@@ -16,12 +16,12 @@ from safetensors.torch import load_file
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
-from penstock.config.load import load
-from penstock.core.data_facts import DATA
-from penstock.core.manifest import MANIFEST
-from penstock.core.source import pin_model
-from penstock.core.stage import Artifact, identity, key_of
-from penstock.core.store import Step, realize
+from penstock.config.loading.load import load
+from penstock.core.cache.data_facts import DATA
+from penstock.core.cache.manifest import MANIFEST
+from penstock.core.cache.stage import Artifact, identity, key_of
+from penstock.core.cache.store import Step, realize
+from penstock.core.sources.pin import pin_model
 from penstock.export.licence import licence_in
 from penstock.export.stage import Export
 from penstock.plan import Plan, Wishes, bring_up, plan

@@ -10,23 +10,31 @@ import pyarrow as pa
 import pytest
 from tokenizers import Tokenizer, models
 
-from penstock.core.data_facts import DATA, LINEAGE, kept_data_facts, kept_lineage
+from penstock.core.cache.data_facts import DATA, LINEAGE, kept_data_facts, kept_lineage
+from penstock.core.cache.input_digests import attempt_record, read_attempt
+from penstock.core.cache.manifest import MANIFEST, read_manifest
+from penstock.core.cache.record import write_record
+from penstock.core.cache.stage import ATTEMPT
 from penstock.core.errors import PenstockError
 from penstock.core.files import write_json
-from penstock.core.input_digests import attempt_record, read_attempt
-from penstock.core.manifest import MANIFEST, read_manifest
-from penstock.core.record import write_record
-from penstock.core.remote_shelf import shelf_of
+from penstock.core.releases.remote import shelf_of
 from penstock.core.safetensors_header import INDEX, SINGLE
-from penstock.core.stage import ATTEMPT
-from penstock.engine.hf_config import read_hf_config
-from penstock.engine.peft_config import read_peft_config
-from penstock.engine.safetensors_folder import SafetensorsFolder
+from penstock.engine.hf.config import read_hf_config
+from penstock.engine.hf.safetensors_reader import SafetensorsFolder
+from penstock.engine.peft.adapter_config import read_peft_config
 from penstock.evaluate.folder import base_of
 from penstock.rows.prepared import PLAN, PreparedSamples
 from penstock.rows.reader import map_batches
 from penstock.rows.tokenizer import load_tokenizer
-from penstock.train.job import JOB, METRICS, OUTCOME, SAMPLES, SURROUNDINGS, Job, read_outcome
+from penstock.train.launch.job import (
+    JOB,
+    METRICS,
+    OUTCOME,
+    SAMPLES,
+    SURROUNDINGS,
+    Job,
+    read_outcome,
+)
 from penstock.train.report import write_report
 from tests.core.toy import Letters
 from tests.corruption import damages_of

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.core.source import pin_data
-from penstock.core.stage import Source
+from penstock.core.cache.stage import Source
+from penstock.core.sources.pin import pin_data
 from penstock.pack.settings import PackSettings
 from penstock.pack.stage import Pack
 from penstock.prepare import workers

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import ByteLevel
 
 from penstock.core.errors import CapabilityError
-from penstock.prepare.encode import backends, marks
+from penstock.prepare.encode import backends, loss_mask
 from penstock.prepare.encode.backends import TextEncoder
 from penstock.rows.tokenizer import byte_tokenizer
 from tests.stages.encoding import SPECIAL, words
@@ -75,9 +75,9 @@ class Wrong:
 @pytest.fixture
 def _wrong(monkeypatch):
     monkeypatch.setattr(backends, "_Fast", Wrong)
-    marks.marker.cache_clear()
+    loss_mask.marker.cache_clear()
     yield
-    marks.marker.cache_clear()
+    loss_mask.marker.cache_clear()
 
 
 @pytest.mark.usefixtures("_wrong")
@@ -109,11 +109,11 @@ def test_files_are_the_same_without_the_fast_library(tmp_path, monkeypatch):
     stage = prepare((path, {"type": "chat"}))
     tables = []
     for name in ("fast", "slow"):
-        marks.marker.cache_clear()
+        loss_mask.marker.cache_clear()
         run(stage, tmp_path / name / "x")
         tables.append(table_of(tmp_path / name / "x"))
         monkeypatch.setattr(backends, "find_spec", lambda _: None)
-    marks.marker.cache_clear()
+    loss_mask.marker.cache_clear()
     assert tables[0].equals(tables[1])
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.prepare.encode.encoder import Encoder
-from penstock.prepare.encode.room import kept
+from penstock.prepare.encode.truncation_lengths import kept
 from penstock.prepare.settings import DatasetSettings
 from penstock.rows.tokenizer import byte_tokenizer
 from tests.stages.conversations import said

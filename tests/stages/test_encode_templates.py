@@ -9,11 +9,11 @@ import pyarrow as pa
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from penstock.prepare.bad_records import BadRow
 from penstock.prepare.encode.encoder import Encoder
-from penstock.prepare.encode.render import Renderer
-from penstock.prepare.faults import BadRow
-from penstock.prepare.opened import SourceFile
-from penstock.prepare.read_columns import arrow_file
+from penstock.prepare.encode.render_chat import Renderer
+from penstock.prepare.readers.columnar import arrow_file
+from penstock.prepare.readers.decompress import SourceFile
 from penstock.prepare.settings import DatasetSettings
 from penstock.rows.tokenizer import byte_tokenizer
 from tests.stages.conversations import parse

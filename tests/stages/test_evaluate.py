@@ -8,9 +8,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from penstock.core.cache.stage import Artifact
 from penstock.core.errors import CapabilityError, StageError
 from penstock.core.files import read_json, write_json
-from penstock.core.stage import Artifact
 from penstock.evaluate.exact_match import exact_match, last_match
 from penstock.rows.schema import IGNORED, PREPARED
 from penstock.rows.tokenizer import byte_tokenizer

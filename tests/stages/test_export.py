@@ -19,12 +19,12 @@ from transformers import (
     Qwen3Config,
 )
 
+from penstock.core.cache.stage import Artifact
 from penstock.core.errors import ArtifactError, CapabilityError
 from penstock.core.files import regular_files, write_json
-from penstock.core.source import pin_model, pin_tokenizer
-from penstock.core.stage import Artifact
-from penstock.engine.checkpoint_reader import CheckpointReader
-from penstock.engine.origin import Adapting, Origin
+from penstock.core.sources.pin import pin_model, pin_tokenizer
+from penstock.engine.checkpoint.model_reader import CheckpointReader
+from penstock.engine.model_source import Adapting, Origin
 from penstock.export.stage import Export, ExportSettings
 from tests.stages.checkpoints import FOLDER, trained_artifact
 
@@ -252,8 +252,8 @@ def lora_run(request, tmp_path):
         model.save_pretrained(path)
     if request.param == "seed":
         # What the seed gives is taken from a full export of a run that has not moved.
-        from penstock.engine.hf_weights import in_source
-        from penstock.engine.quantised_folder import Drawn
+        from penstock.engine.hf.state_dict import in_source
+        from penstock.engine.quantization.quantized_reader import Drawn
         from penstock.models.registry import family_of
 
         hf_config = json.loads((path / "config.json").read_text())

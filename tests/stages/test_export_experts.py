@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from penstock.adapters.inject import LoraSpec, inject
 from penstock.adapters.names import factor_of, native_name
 from penstock.core.errors import ArtifactError
-from penstock.engine.origin import Adapting
+from penstock.engine.model_source import Adapting
 from tests.models.twins import documents, hf_model, ours_with, packed_logits, their_logits
 from tests.stages.checkpoints import trained_artifact
 from tests.stages.test_export import export_of, loaded, saved_config

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from transformers import GptOssConfig, MixtralConfig, Qwen3Config
 
 from penstock.core.errors import CapabilityError
-from penstock.engine.hf_folder import write_weights
-from penstock.engine.hf_quantised import quantiser_for
-from penstock.engine.hf_weights import HfWeights
+from penstock.engine.hf.save_model import write_weights
+from penstock.engine.hf.state_dict import HfWeights
+from penstock.engine.quantization.export import quantiser_for
 from penstock.models.registry import family_of
 from penstock_kernels.quant import FORMATS, dequantise, format_named, largest, quantise
 from tests.costs.measured import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, SMALL

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.prepare.bad_records import BadRow
 from penstock.prepare.encode.encoder import Encoder
-from penstock.prepare.faults import BadRow
 from penstock.prepare.formats.conversation import Judged, Pair
 from penstock.prepare.settings import DatasetSettings
 from penstock.rows.schema import IGNORED

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.prepare.faults import BadRow
+from penstock.prepare.bad_records import BadRow
 from penstock.prepare.formats.conversation import Conversation, Judged, Pair
 from penstock.prepare.formats.registry import FORMATS
-from penstock.prepare.opened import SourceFile
-from penstock.prepare.read_columns import parquet, without_nulls
-from penstock.prepare.read_document import csv_rows
+from penstock.prepare.readers.columnar import parquet, without_nulls
+from penstock.prepare.readers.decompress import SourceFile
+from penstock.prepare.readers.documents import csv_rows
 from tests.conftest import ROOT
 from tests.stages.conversations import ASKED, GOOD, LONG, expected, parse, said, told
 
@@ -222,7 +222,7 @@ def test_columns_of_objects_alone_lose_their_padding(tmp_path, monkeypatch):
     pq.write_table(pa.table(table), tmp_path / "a.parquet")
     walked: list[Any] = []
     monkeypatch.setattr(
-        "penstock.prepare.read_columns.without_nulls",
+        "penstock.prepare.readers.columnar.without_nulls",
         lambda value: walked.append(value) or without_nulls(value),
     )
     [chunk] = parquet(SourceFile("a.parquet", tmp_path / "a.parquet"), None)

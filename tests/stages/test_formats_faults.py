@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.prepare.faults import BadRow
+from penstock.prepare.bad_records import BadRow
 from tests.stages.conversations import parse
 
 ASKED = {"role": "user", "content": "1 + 1?"}

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from penstock.prepare.faults import BadRow
+from penstock.prepare.bad_records import BadRow
 from penstock.prepare.formats.conversation import Conversation, Pair
 from tests.stages.conversations import ASKED, BAD, GOOD, LONG, expected, parse, said
 

@@ -14,19 +14,19 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config.load import loads
+from penstock.config.loading.load import loads
 from penstock.core.errors import ConfigError, StageError
-from penstock.core.pulse import Pulse, beats
-from penstock.train.endings import Death, deaths_file, leave_failure, what_happened
-from penstock.train.job import LOGS, METRICS, Job
-from penstock.train.watch import WATCH_LOG, Watch, pulse_folder
+from penstock.core.process.rank_heartbeat import Pulse, beats
+from penstock.train.launch.hang_watchdog import WATCH_LOG, Watch, pulse_folder
+from penstock.train.launch.job import LOGS, METRICS, Job
+from penstock.train.launch.rank_failures import Death, deaths_file, leave_failure, what_happened
 from tests.config.values import smallest
 
 RANK = """
 import sys, time
 from pathlib import Path
-from penstock.core.pulse import Pulse
-from penstock.train.stacks import show_on_request
+from penstock.core.process.rank_heartbeat import Pulse
+from penstock.train.launch.rank_stacks import show_on_request
 
 logs, pulses, rank, what = Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
 show_on_request(logs, rank)
@@ -128,7 +128,7 @@ def test_a_rank_that_waited_in_vain_leads_to_the_stacks_of_the_others(tmp_path):
 
 
 def test_what_is_stopped_by_the_kernel_is_told_and_what_moves_is_left_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr("penstock.train.stacks.ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr("penstock.train.launch.rank_stacks.ANSWER_SECONDS", 1.0)
     watched = job(tmp_path, timeout=1.0)
     watch = Watch(watched)
     with ranks(watched, "hangs") as started:

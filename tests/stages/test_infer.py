@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from penstock.config.load import loads
+from penstock.config.loading.load import loads
+from penstock.core.cache.stage import key_of
 from penstock.core.errors import ConfigError
-from penstock.core.stage import key_of
 from penstock.plan import plan
-from penstock.prepare.infer import format_of
+from penstock.prepare.infer_type import format_of
 from penstock.prepare.stage import Prepare
 from tests.config.values import smallest
 

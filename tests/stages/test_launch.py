@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config.load import loads
-from penstock.config.run import RunConfig
-from penstock.core.deadline import Deadline
+from penstock.config.loading.load import loads
+from penstock.config.schema.run import RunConfig
 from penstock.core.errors import StageError
-from penstock.train.job import LOGS, Job
-from penstock.train.torchrun import Ended, start_ranks
+from penstock.core.process.timeout import Deadline
+from penstock.train.launch.job import LOGS, Job
+from penstock.train.launch.torchrun import Ended, start_ranks
 from tests.config.values import smallest
 
 NOTE = """

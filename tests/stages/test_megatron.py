@@ -9,15 +9,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.config.load import loads
+from penstock.config.loading.load import loads
+from penstock.core.cache.stage import key_of
 from penstock.core.errors import ConfigError, StageError
-from penstock.core.megatron_files import split_range
-from penstock.core.source import pin_data
-from penstock.core.stage import key_of
+from penstock.core.sources.megatron_files import split_range
+from penstock.core.sources.pin import pin_data
 from penstock.plan import plan
-from penstock.prepare import pieces
-from penstock.prepare.opened import SourceFile
-from penstock.prepare.read_megatron import documents
+from penstock.prepare.readers import file_splits
+from penstock.prepare.readers.decompress import SourceFile
+from penstock.prepare.readers.megatron import documents
 from penstock.prepare.stage import Prepare
 from tests.config.values import faults_of, smallest
 from tests.stages.megatron_files import write_cached, write_mapped
@@ -49,7 +49,7 @@ def test_documents_are_read_as_they_were_written(tmp_path_factory, documents, co
     documents = [*documents, [[LARGEST[code], 1]]]
     prefix = write(here / "corpus_text_document", documents, code)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "SLICE_BYTES", size)
+        patch.setattr(file_splits, "SLICE_BYTES", size)
         artifact, facts = run(prepare((prefix, {})), here / "out" / "x")
     # A document of one token has no target, and one of none has nothing at all.
     expected = [joined(one) for one in documents if len(joined(one)) > 1]
@@ -106,7 +106,7 @@ def test_splits_share_out_all_documents_in_order(shares, documents):
 
 
 def test_a_source_reads_the_documents_of_its_split_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(pieces, "SLICE_BYTES", 40)
+    monkeypatch.setattr(file_splits, "SLICE_BYTES", 40)
     documents = [[[n, n]] for n in range(50)]
     prefix = write_mapped(tmp_path / "corpus", documents)
 
@@ -269,7 +269,7 @@ def test_a_run_of_a_foreign_file_is_planned_on_the_documents_of_its_splits(tmp_p
 
 
 def test_pieces_follow_one_another_and_are_of_about_a_slice(tmp_path, monkeypatch):
-    monkeypatch.setattr(pieces, "SLICE_BYTES", 64)
+    monkeypatch.setattr(file_splits, "SLICE_BYTES", 64)
     prefix = write_mapped(tmp_path / "corpus", [[[1] * (1 + n % 20)] for n in range(60)])
     slices = prepare((prefix, {})).slices()
     spans = [item.pieces[0].span or (0, 0) for item in slices]

@@ -9,9 +9,9 @@ import datasets
 import numpy as np
 import pytest
 
+from penstock.core.cache.stage import key_of
+from penstock.core.cache.store import Step, realize
 from penstock.core.errors import StageError
-from penstock.core.stage import key_of
-from penstock.core.store import Step, realize
 from penstock.prepare.mix import mixing_of
 from penstock.prepare.settings import MixSettings
 from penstock.rows.prepared import PreparedSamples

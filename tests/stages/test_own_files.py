@@ -5,7 +5,7 @@ import json
 import pytest
 
 from penstock.core.errors import StageError
-from penstock.prepare.faults import OF_A_CAUSE, BadRow, Tally, listed
+from penstock.prepare.bad_records import OF_A_CAUSE, BadRow, Tally, listed
 from penstock.prepare.notices import prepared_notices
 from tests.stages.prepared import prepare, run, write_lines
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.config.load import loads
+from penstock.config.loading.load import loads
+from penstock.core.cache.stage import Artifact, key_of
 from penstock.core.errors import StageError
 from penstock.core.files import write_json
-from penstock.core.stage import Artifact, key_of
 from penstock.pack import shards, spread
 from penstock.pack.settings import PackSettings
 from penstock.pack.stage import Pack

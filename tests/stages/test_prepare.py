@@ -5,14 +5,15 @@ import datasets
 import pyarrow as pa
 import pytest
 
+from penstock.core.cache.manifest import MANIFEST
+from penstock.core.cache.record import digest_of
+from penstock.core.cache.stage import Source, key_of
+from penstock.core.cache.store import Step, realize
 from penstock.core.errors import StageError
-from penstock.core.manifest import MANIFEST
-from penstock.core.record import digest_of
-from penstock.core.source import BUILTIN_DATA
-from penstock.core.stage import Source, key_of
-from penstock.core.store import Step, realize
-from penstock.prepare import pieces, workers
+from penstock.core.sources.pin import BUILTIN_DATA
+from penstock.prepare import workers
 from penstock.prepare.builtin import GENERATORS
+from penstock.prepare.readers import file_splits
 from penstock.rows.tokenizer import byte_tokenizer
 from tests.stages.prepared import GSM8K, contents, prepare, run, said, table_of, texts, write_lines
 
@@ -95,7 +96,7 @@ def test_a_hub_data_set_is_read_at_its_commit_through_datasets(tmp_path, monkeyp
     repo = write_lines(tmp_path / "repo" / "train.jsonl", texts(2100)).parent
     pin = {"kind": "hub", "repo": str(repo), "commit": "0" * 40, "split": "train"}
     source = Source({**pin, "name": None, "data_files": None})
-    monkeypatch.setattr(pieces, "SLICE_BYTES", 1)  # as few rows in a slice as may be
+    monkeypatch.setattr(file_splits, "SLICE_BYTES", 1)  # as few rows in a slice as may be
     for how in ({}, {"streaming": True}):
         stage = replace(prepare(("dummy", {**TEXT, **how})), sources=(source,))
         run(stage, tmp_path / str(how))

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
 from penstock.core.errors import StageError
+from penstock.prepare.bad_records import BadRow
 from penstock.prepare.encode.encoder import Encoder
-from penstock.prepare.faults import BadRow
 from penstock.prepare.settings import DatasetSettings
 from penstock.rows.tokenizer import byte_tokenizer
 from tests.stages.encoding import encode, trained

@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock.core.errors import ConfigError, StageError
-from penstock.core.source import pin_data
-from penstock.prepare import read_document
-from penstock.prepare.opened import SourceFile
+from penstock.core.sources.pin import pin_data
+from penstock.prepare.readers import documents
+from penstock.prepare.readers.decompress import SourceFile
 from tests.stages.prepared import prepare, run, said, table_of, texts, write_lines
 
 TEXT = {"type": "text"}
@@ -75,10 +75,10 @@ def test_every_kind_of_file_gives_the_same_samples(tmp_path, name):
 
 @pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
 def test_a_json_document_is_read_alike_in_chunks_of_any_size(tmp_path, monkeypatch, chunk):
-    monkeypatch.setattr(read_document, "CHUNK", chunk)
+    monkeypatch.setattr(documents, "CHUNK", chunk)
     path = tmp_path / "a.json"
     path.write_text(json.dumps(RECORDS, indent=1))
-    [found] = read_document.json_document(SourceFile("a.json", path))
+    [found] = documents.json_document(SourceFile("a.json", path))
     assert found.values() == RECORDS
     assert found.places == [2, 5, 8, 11, 14]
 

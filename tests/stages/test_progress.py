@@ -3,7 +3,7 @@
 import io
 import re
 
-from penstock.train.progress import progress
+from penstock.train.metrics.progress import progress
 
 EVALUATED = {"step": 3, "eval_loss": 1.5}
 

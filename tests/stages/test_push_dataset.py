@@ -12,10 +12,10 @@ import pytest
 import yaml
 from huggingface_hub import constants
 
-from penstock.config.load import loads
+from penstock.config.loading.load import loads
+from penstock.core.cache.stage import short
+from penstock.core.cache.store import Step, realize
 from penstock.core.errors import ArtifactError, CapabilityError, StageError
-from penstock.core.stage import short
-from penstock.core.store import Step, realize
 from penstock.plan import Wishes, bring_up, plan
 from penstock.prepare.stage import Prepare
 from penstock.push.dataset import push_dataset

@@ -7,10 +7,10 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
+from penstock.core.cache.record import write_record
+from penstock.core.cache.stage import Artifact, key_of
 from penstock.core.errors import ArtifactError, CapabilityError, StageError
 from penstock.core.files import regular_files
-from penstock.core.record import write_record
-from penstock.core.stage import Artifact, key_of
 from penstock.push.stage import Push, PushSettings
 from tests.stages.exports import sealed_export
 from tests.stages.hub_stand_in import Hub, running

@@ -9,12 +9,12 @@ import pytest
 
 from penstock.core.errors import ConfigError
 from penstock.core.files import write_json
-from penstock.train import recorder
-from penstock.train.job import JOB, LOGS, OUTCOME, SAMPLES, SURROUNDINGS, Job
-from penstock.train.recorder import Recorder
+from penstock.train.launch.job import JOB, LOGS, OUTCOME, SAMPLES, SURROUNDINGS, Job
+from penstock.train.metrics import recorder
+from penstock.train.metrics.recorder import Recorder
 from penstock.train.report import write_comparison, write_report
 from penstock.train.report.chart import smoothed
-from penstock.train.report.heat import over_steps
+from penstock.train.report.heatmap import over_steps
 from tests.cli.command import penstock
 from tests.stages.report_pages import Page, chart_of, numbers_of, points, report_of, section_of
 from tests.stages.told_runs import falling, job_in, record, tell

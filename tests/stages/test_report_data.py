@@ -10,11 +10,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from penstock.core.data_facts import DATA, keep_data_facts
-from penstock.core.stage import Artifact
+from penstock.core.cache.data_facts import DATA, keep_data_facts
+from penstock.core.cache.stage import Artifact
 from penstock.rows.reader import PackedRows
-from penstock.train.job import SHOWN_DATA
-from penstock.train.shown_data import keep_shown_data
+from penstock.train.data_samples import keep_shown_data
+from penstock.train.launch.job import SHOWN_DATA
 from tests.cli.command import penstock, small_run
 from tests.stages.prepared import table_of, texts, write_lines
 from tests.stages.report_pages import Page, report_of, section_of

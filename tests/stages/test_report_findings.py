@@ -5,8 +5,8 @@ import re
 import pytest
 
 from penstock.core.files import read_json, write_json
-from penstock.train.eval_results import MOST_ANSWERS, keep_held_out, keep_task_scores
-from penstock.train.job import EVAL_RESULTS, SURROUNDINGS
+from penstock.train.eval.eval_results import MOST_ANSWERS, keep_held_out, keep_task_scores
+from penstock.train.launch.job import EVAL_RESULTS, SURROUNDINGS
 from penstock.train.report import write_report
 from penstock.train.report.warnings import warnings_of
 from tests.stages.report_pages import Page, chart_of, points, report_of, section_of

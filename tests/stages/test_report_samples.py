@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from penstock.rows.byte_vocabulary import byte_library_tokenizer
 from penstock.rows.decoding import Decoder
-from penstock.train.job import SHOWN_DATA
+from penstock.train.data_samples import MOST_TOKENS, keep_shown_data
+from penstock.train.launch.job import SHOWN_DATA
 from penstock.train.length_histogram import MOST_BARS, bar_names, length_histogram
 from penstock.train.masked_text import BLOT, masked, masked_pieces
 from penstock.train.report import write_report
-from penstock.train.shown_data import MOST_TOKENS, keep_shown_data
 from tests.stages.report_pages import Page, report_of
 from tests.stages.test_branched import packed, side, stored
 from tests.stages.told_runs import falling

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core.errors import StageError
-from penstock.prepare.near import SHINGLE
-from penstock.prepare.select import held_out, ranks_of, select
+from penstock.prepare.select.near_duplicates import SHINGLE
+from penstock.prepare.select.select import held_out, ranks_of, select
 from penstock.prepare.settings import MixSettings
 from penstock.prepare.slices import Finished
 from tests.stages.finished import finished, settings

@@ -18,13 +18,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.core.cache.store import Step, realize
 from penstock.core.errors import StageError
-from penstock.core.source import pin_data
-from penstock.core.store import Step, realize
-from penstock.prepare import pieces, workers
-from penstock.prepare.cache import prunable
-from penstock.prepare.faults import BadRow
-from penstock.prepare.read import records
+from penstock.core.sources.pin import pin_data
+from penstock.prepare import workers
+from penstock.prepare.bad_records import BadRow
+from penstock.prepare.readers import file_splits
+from penstock.prepare.readers.read_slice import records
+from penstock.prepare.slice_cache import prunable
 from penstock.prepare.slices import plan_slices, share_of
 from tests.stages.prepared import contents, prepare, run, said, table_of, texts, write_lines
 
@@ -91,7 +92,7 @@ def test_every_record_is_in_exactly_one_piece_however_pieces_are_combined(
     cut = {"preprocess_shards": runs} if runs else {"shards": shards}
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "SLICE_BYTES", slice_bytes)
+        patch.setattr(file_splits, "SLICE_BYTES", slice_bytes)
         for index, part in product(range(1 if runs else shards), range(parts)):
             its = {**TEXT, **cut, "dataset_shard_num": parts, "dataset_shard_idx": part}
             its |= {} if runs else {"shards_idx": index}
@@ -132,7 +133,7 @@ def test_a_data_set_is_prepared_in_as_many_slices_as_wanted_whatever_its_size(tm
 
 
 def test_what_is_appended_or_changed_is_all_that_is_new(tmp_path, monkeypatch):
-    monkeypatch.setattr(pieces, "SLICE_BYTES", 400)
+    monkeypatch.setattr(file_splits, "SLICE_BYTES", 400)
     for name in "abc":
         write_lines(tmp_path / "data" / f"{name}.jsonl", texts(60, name))
     stage = prepare((tmp_path / "data", TEXT))
@@ -155,7 +156,7 @@ def test_what_is_appended_or_changed_is_all_that_is_new(tmp_path, monkeypatch):
 
 
 def test_a_fault_is_told_with_its_line_in_the_file_whichever_slice_it_is_in(tmp_path, monkeypatch):
-    monkeypatch.setattr(pieces, "SLICE_BYTES", 300)
+    monkeypatch.setattr(file_splits, "SLICE_BYTES", 300)
     lines = [json.dumps(record) for record in texts(100)]
     lines[3], lines[50], lines[98] = "", "{", '{"txet": 1}'
     path = write_lines(tmp_path / "a.jsonl", lines)
@@ -236,7 +237,7 @@ def replaced(path, content):
 
 
 def test_shares_are_disjoint_even_and_all_there_is(tmp_path, monkeypatch):
-    monkeypatch.setattr(pieces, "SLICE_BYTES", 300)
+    monkeypatch.setattr(file_splits, "SLICE_BYTES", 300)
     counted = Counted(monkeypatch)
     write_lines(tmp_path / "a.jsonl", texts(200))
     stage = prepare((tmp_path / "a.jsonl", TEXT), slices=tmp_path / "slices")
@@ -315,8 +316,8 @@ def test_sealed_results_are_links_to_the_slices_and_not_read_again(tmp_path, mon
     realize(Step(stage, tmp_path / "root" / "prepare" / "one"))
     [cached] = (tmp_path / "root" / "slices").glob("*.arrow")
     read = []
-    digest = "penstock.core.digests.sha256_of"
-    real = sys.modules["penstock.core.digests"].sha256_of
+    digest = "penstock.core.cache.digests.sha256_of"
+    real = sys.modules["penstock.core.cache.digests"].sha256_of
     monkeypatch.setattr(digest, lambda path: read.append(path.name) or real(path))
     other = replace(stage, settings=stage.settings.model_copy(update={"seed": 7}))
     outcome = realize(Step(other, tmp_path / "root" / "prepare" / "two"))

@@ -86,8 +86,8 @@ BROKEN_OFF = """
 import json, sys
 from pathlib import Path
 from mlflow.tracking import MlflowClient
-from penstock.train.job import JOB, Job
-from penstock.train.trackers.card import Card, uri_of
+from penstock.train.launch.job import JOB, Job
+from penstock.train.trackers.run_info import Card, uri_of
 from penstock.train.trackers.mlflow import begin
 
 def lost(*_, **__):

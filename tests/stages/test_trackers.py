@@ -9,16 +9,16 @@ import time
 import pytest
 
 from penstock.core.errors import CapabilityError, ConfigError
-from penstock.train.job import METRICS
-from penstock.train.metrics import MetricsLog, read_metrics
-from penstock.train.recorder import Recorder
-from penstock.train.trackers import carrying, couriers, names
-from penstock.train.trackers.card import Card, uri_of
-from penstock.train.trackers.carrying import End, carry
-from penstock.train.trackers.couriers import Couriers
-from penstock.train.trackers.names import KNOWN, require_trackers, wanted
+from penstock.train.launch.job import METRICS
+from penstock.train.metrics.jsonl import MetricsLog, read_metrics
+from penstock.train.metrics.recorder import Recorder
+from penstock.train.trackers import registry, supervisor, uploader
+from penstock.train.trackers.registry import KNOWN, require_trackers, wanted
+from penstock.train.trackers.run_info import Card, uri_of
+from penstock.train.trackers.scalars import values_of
+from penstock.train.trackers.supervisor import Couriers
 from penstock.train.trackers.tracker import Ending
-from penstock.train.trackers.values import values_of
+from penstock.train.trackers.uploader import End, carry
 from tests.stages.told_runs import falling, job_in, record, tell
 
 EVALUATION = {"step": 4, "eval_loss": 1.5, "eval_loss/a": 1.25, "time": 1_700_000_004.5}
@@ -56,7 +56,7 @@ class Notebook:
 
 @pytest.fixture(autouse=True)
 def _in_a_hurry(monkeypatch):
-    monkeypatch.setattr(carrying, "PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(uploader, "PAUSES", (0.0, 0.0))
     for name in ("WANDB_API_KEY", "WANDB_MODE", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", "/nowhere")
@@ -184,7 +184,7 @@ def test_a_run_has_its_name_project_and_tags_there_and_no_secret(tmp_path):
 
 @pytest.fixture
 def nothing_installed(monkeypatch):
-    monkeypatch.setattr(names, "find_spec", lambda _: None)
+    monkeypatch.setattr(registry, "find_spec", lambda _: None)
 
 
 @pytest.mark.usefixtures("nothing_installed")
@@ -196,7 +196,7 @@ def test_a_tracker_whose_package_is_missing_is_refused_before_any_work(tmp_path,
 
 
 def test_weights_and_biases_is_used_where_there_is_a_login_unless_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(names, "find_spec", lambda module: module)
+    monkeypatch.setattr(registry, "find_spec", lambda module: module)
 
     def found(**train):
         return wanted(job_in(tmp_path, train=train).config.train)
@@ -209,7 +209,7 @@ def test_weights_and_biases_is_used_where_there_is_a_login_unless_written(tmp_pa
     assert found() == (["wandb"], [])
     assert found(use_wandb=False) == ([], [])
     assert found(use_wandb=True, use_mlflow=True) == (["wandb", "mlflow"], [])
-    monkeypatch.setattr(names, "find_spec", lambda _: None)
+    monkeypatch.setattr(registry, "find_spec", lambda _: None)
     none, [note] = found()
     assert none == []
     assert "penstock[wandb]" in note
@@ -225,7 +225,7 @@ TIMEIT = ("timeit", "-n", "1", "-r", "1")
 
 
 def test_processes_that_fail_or_hang_are_told_once_and_let_go(tmp_path, monkeypatch):
-    monkeypatch.setattr(couriers, "PARTING_SECONDS", 0.5)
+    monkeypatch.setattr(supervisor, "PARTING_SECONDS", 0.5)
     said: list[str] = []
     all_of_them = Couriers(said.append)
     all_of_them.start("one", [*TIMEIT, "raise OSError('no route to host')"], tmp_path / "1.log")

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from penstock.config.load import loads
-from penstock.train.job import METRICS, Job
-from penstock.train.metrics import MetricsLog
+from penstock.config.loading.load import loads
+from penstock.train.launch.job import METRICS, Job
+from penstock.train.metrics.jsonl import MetricsLog
 
 
 def record(step: int, loss: float, **more: Any) -> dict[str, Any]:

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from penstock_kernels.adamw.each import Stepped, adamw_each_
+from penstock_kernels.adamw.foreach import Stepped, adamw_each_
 from penstock_kernels.adamw.reference import adamw_ as _reference
 from penstock_kernels.adamw.settings import Settings
 from penstock_kernels.op import HAS_TRITON, Fast, Op, needs_cuda
-from penstock_kernels.runs import Run
+from penstock_kernels.rng_rows import Run
 
 __all__ = ["Run", "Settings", "Stepped", "adamw_", "adamw_each_"]
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from penstock_kernels.adamw.settings import Settings, require_step
-from penstock_kernels.runs import Run, blocks
+from penstock_kernels.rng_rows import Run, blocks
 from penstock_kernels.stochastic_rounding.reference import LOW, drawn_words, rounded
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock_kernels.runs import Run, require_rows
+from penstock_kernels.rng_rows import Run, require_rows
 
 DTYPES = (torch.float32, torch.bfloat16)
 

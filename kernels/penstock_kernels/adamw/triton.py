@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from penstock_kernels.adamw.settings import Settings, require_step
-from penstock_kernels.runs import Run, table
+from penstock_kernels.rng_rows import Run, table
 from penstock_kernels.stochastic_rounding.draws import (
     LOW,
     as_bfloat16,

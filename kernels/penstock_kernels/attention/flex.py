@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from penstock_kernels.attention.mask import depths
 from penstock_kernels.attention.segments import Segments
 from penstock_kernels.attention.sinks import with_sinks
-from penstock_kernels.attention.visible import depths
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

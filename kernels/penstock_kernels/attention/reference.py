@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import torch
 
+from penstock_kernels.attention.mask import hidden_keys
 from penstock_kernels.attention.segments import Segments
-from penstock_kernels.attention.visible import hidden_keys
 
 Drop = Callable[[torch.Tensor, int], torch.Tensor]
 """A document's weights [N, L, L], and the number of its first token, to what is left of them."""

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from penstock_kernels.attention.block import sdpa as block
+from penstock_kernels.attention.cpu_strips import serve, strips
+from penstock_kernels.attention.custom_op import traced
 from penstock_kernels.attention.one_block import Block, attend
 from penstock_kernels.attention.segments import Bucket, Layout, Segments
 from penstock_kernels.attention.sinks import refuses_sinks
-from penstock_kernels.attention.strips import serve, strips
-from penstock_kernels.attention.traced import traced
 
 _BLOCK = Block(block.block, block.block_backward)
 

@@ -7,9 +7,9 @@ from penstock_kernels.cross_entropy.linear import (
     linear_cross_entropy,
 )
 from penstock_kernels.cross_entropy.logits import linear_logits
+from penstock_kernels.cross_entropy.loss_terms import PLAIN, Divided, Tally, Terms
 from penstock_kernels.cross_entropy.passes import Passes, slope_, tally
 from penstock_kernels.cross_entropy.sides import Product
-from penstock_kernels.cross_entropy.terms import PLAIN, Divided, Tally, Terms
 
 __all__ = [
     "PLAIN",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from penstock_kernels.cross_entropy import reference
-from penstock_kernels.cross_entropy.terms import Slopes, Tally, Terms
+from penstock_kernels.cross_entropy.loss_terms import Slopes, Tally, Terms
 
 
 def tally(logits_CV: torch.Tensor, labels_C: torch.Tensor, terms: Terms) -> Tally:

@@ -19,6 +19,14 @@ import torch
 
 from penstock_kernels.cross_entropy import reference
 from penstock_kernels.cross_entropy.gradients import largest, scale_
+from penstock_kernels.cross_entropy.loss_terms import (
+    PLAIN,
+    Divided,
+    Tally,
+    Terms,
+    losses,
+    slopes,
+)
 from penstock_kernels.cross_entropy.passes import IMPLEMENTATIONS, Implementation, Passes
 from penstock_kernels.cross_entropy.several import slope_by_, tally_by
 from penstock_kernels.cross_entropy.sides import (
@@ -28,14 +36,6 @@ from penstock_kernels.cross_entropy.sides import (
     computed,
     precise,
     seen_by_autograd,
-)
-from penstock_kernels.cross_entropy.terms import (
-    PLAIN,
-    Divided,
-    Tally,
-    Terms,
-    losses,
-    slopes,
 )
 from penstock_kernels.logit_chunks import tokens_at_once
 

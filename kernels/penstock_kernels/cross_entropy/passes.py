@@ -5,8 +5,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from penstock_kernels.cross_entropy import compiled, reference, rows
-from penstock_kernels.cross_entropy.terms import Slopes, Tally, Terms, slopes
+from penstock_kernels.cross_entropy import compiled, cpu, reference
+from penstock_kernels.cross_entropy.loss_terms import Slopes, Tally, Terms, slopes
 from penstock_kernels.op import HAS_TRITON, Fast, Op, needs_cuda
 
 Passes = Literal["auto", "compiled"]
@@ -57,10 +57,10 @@ def _off_cpu(logits_CV: torch.Tensor, labels_C: torch.Tensor, *rest: object) -> 
 
 
 _TALLY: dict[str, Fast[[torch.Tensor, torch.Tensor, Terms], Tally]] = {
-    "rows": Fast(rows.tally, _off_cpu)
+    "rows": Fast(cpu.tally, _off_cpu)
 }
 _SLOPE: dict[str, Fast[[torch.Tensor, torch.Tensor, torch.Tensor, Slopes, Terms], None]] = {
-    "rows": Fast(rows.slope_, _off_cpu)
+    "rows": Fast(cpu.slope_, _off_cpu)
 }
 if HAS_TRITON:
     from penstock_kernels.cross_entropy import triton
@@ -84,7 +84,7 @@ def one_after_the_other(tally: TallyOf, slope_: SlopeOf) -> TurnOf:
     return turn_
 
 
-turn_ = Op("turn_", one_after_the_other(tally, slope_), {"rows": Fast(rows.turn_, _off_cpu)})
+turn_ = Op("turn_", one_after_the_other(tally, slope_), {"rows": Fast(cpu.turn_, _off_cpu)})
 
 
 class Implementation(NamedTuple):

@@ -5,7 +5,7 @@ C tokens of a chunk, V entries of the vocabulary; in fp32, or fp64 where the log
 
 import torch
 
-from penstock_kernels.cross_entropy.terms import Slopes, Tally, Terms
+from penstock_kernels.cross_entropy.loss_terms import Slopes, Tally, Terms
 
 
 def tally(logits_CV: torch.Tensor, labels_C: torch.Tensor, terms: Terms) -> Tally:

@@ -8,9 +8,9 @@ that are here.
 
 import torch
 
+from penstock_kernels.cross_entropy.loss_terms import Slopes, Tally, Terms
 from penstock_kernels.cross_entropy.passes import SlopeOf, TallyOf
 from penstock_kernels.cross_entropy.reference import capped
-from penstock_kernels.cross_entropy.terms import Slopes, Tally, Terms
 
 
 def tally_by(tally: TallyOf, logits_CV: torch.Tensor, labels: torch.Tensor, terms: Terms) -> Tally:

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock_kernels.cross_entropy.terms import Slopes, Tally, Terms
+from penstock_kernels.cross_entropy.loss_terms import Slopes, Tally, Terms
 from penstock_kernels.tuning import chosen
 
 BLOCK = 4096

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from penstock_kernels.operator import operator
+from penstock_kernels.custom_op import operator
 
 Drop = Callable[[torch.Tensor, torch.Tensor, float, int, int], torch.Tensor]
 """x [T, F], places [T], rate, key and first feature to what is left of x."""

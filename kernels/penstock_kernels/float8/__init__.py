@@ -1,11 +1,10 @@
 """Linear layers in float8: numbers, scales, products and a layer of them."""
 
-from penstock_kernels.float8.coded import BLOCK, Coded, Sharing, shape_of_scales
-from penstock_kernels.float8.largest import largest_of, largest_of_part
+from penstock_kernels.float8.amax import largest_of, largest_of_part
+from penstock_kernels.float8.float8_matrix import BLOCK, Coded, Sharing, shape_of_scales
+from penstock_kernels.float8.formats import Kind, scales_of
 from penstock_kernels.float8.linear import linear
-from penstock_kernels.float8.numbers import Kind, scales_of
-from penstock_kernels.float8.operations import multiply, quantise
-from penstock_kernels.float8.products import (
+from penstock_kernels.float8.matmuls import (
     ALONE,
     Agree,
     Agreement,
@@ -14,6 +13,7 @@ from penstock_kernels.float8.products import (
     Scheme,
     seen,
 )
+from penstock_kernels.float8.operations import multiply, quantise
 from penstock_kernels.float8.weight import CodedWeight
 
 __all__ = [

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from penstock_kernels.float8.coded import Coded
-from penstock_kernels.float8.products import ALONE, Agreement, Scheme, gradients, outputs
-from penstock_kernels.float8.program import linear_of
+from penstock_kernels.float8.custom_op import linear_of
+from penstock_kernels.float8.float8_matrix import Coded
+from penstock_kernels.float8.matmuls import ALONE, Agreement, Scheme, gradients, outputs
 from penstock_kernels.float8.weight import CodedWeight
 
 

@@ -5,9 +5,9 @@ R rows, C columns; M and N rows of two matrices, K columns that their product is
 
 import torch
 
-from penstock_kernels.float8.coded import Coded, Sharing, Sums, spread
-from penstock_kernels.float8.largest import largest_of
-from penstock_kernels.float8.numbers import Kind, codes_of, scales_of
+from penstock_kernels.float8.amax import largest_of
+from penstock_kernels.float8.float8_matrix import Coded, Sharing, Sums, spread
+from penstock_kernels.float8.formats import Kind, codes_of, scales_of
 
 
 def quantise(

@@ -15,10 +15,10 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock_kernels.float8.coded import BLOCK, Coded, Sums
-from penstock_kernels.float8.numbers import DTYPES, Kind
+from penstock_kernels.custom_op import operator
+from penstock_kernels.float8.float8_matrix import BLOCK, Coded, Sums
+from penstock_kernels.float8.formats import DTYPES, Kind
 from penstock_kernels.op import INTERPRETED, needs_cuda
-from penstock_kernels.operator import operator
 from penstock_kernels.quant.triton_numbers import from_e4m3, to_bf16_grid
 
 TILE = 128

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from penstock_kernels.float8.coded import Coded
+from penstock_kernels.float8.float8_matrix import Coded
 from penstock_kernels.float8.hadamard import factors, turn
 
 

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock_kernels.operator import operator
+from penstock_kernels.custom_op import operator
 from penstock_kernels.spans import Spans, spans_of
 
 BLOCK = 1024

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from penstock_kernels.operator import operator
+from penstock_kernels.custom_op import operator
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 

@@ -3,7 +3,7 @@
 import torch
 
 from penstock_kernels.newton_schulz.batched import newton_schulz as _batched
-from penstock_kernels.newton_schulz.each import each_by_shape
+from penstock_kernels.newton_schulz.foreach import each_by_shape
 from penstock_kernels.newton_schulz.reference import COEFFICIENTS, EPS, STEPS
 from penstock_kernels.newton_schulz.reference import newton_schulz as _reference
 from penstock_kernels.op import HAS_TRITON, Fast, Op, needs_cuda

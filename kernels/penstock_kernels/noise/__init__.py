@@ -11,7 +11,7 @@ import torch
 from penstock_kernels.noise.reference import add_noise_ as _reference
 from penstock_kernels.op import HAS_TRITON, Fast, Op, needs_cuda
 from penstock_kernels.quant import Quantised
-from penstock_kernels.runs import Run
+from penstock_kernels.rng_rows import Run
 
 __all__ = ["Run", "add_noise_"]
 

@@ -10,7 +10,7 @@ import torch
 
 from penstock_kernels.noise.runs import require_runs
 from penstock_kernels.quant import Quantised, step_size
-from penstock_kernels.runs import Run, blocks, side_by_side, words
+from penstock_kernels.rng_rows import Run, blocks, side_by_side, words
 
 PURPOSE = 1
 """The last word of counters: one key draws other words here than in `dropout`, where it is 0."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from penstock_kernels.quant import Quantised
-from penstock_kernels.runs import Run, require_rows
+from penstock_kernels.rng_rows import Run, require_rows
 
 
 def require_runs(

@@ -13,9 +13,9 @@ from penstock_kernels.noise import reference
 from penstock_kernels.noise.runs import require_runs
 from penstock_kernels.op import INTERPRETED
 from penstock_kernels.quant import Quantised, step_size
-from penstock_kernels.quant.triton_dequantise import tile
+from penstock_kernels.quant.triton_dequantize import tile
 from penstock_kernels.quant.triton_numbers import to_bf16_grid
-from penstock_kernels.runs import Run, table
+from penstock_kernels.rng_rows import Run, table
 
 PURPOSE = tl.constexpr(reference.PURPOSE)
 TURN = tl.constexpr(2 * math.pi)

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock_kernels.operator import operator
+from penstock_kernels.custom_op import operator
 from penstock_kernels.permute.order import Order
 
 WIDEST = 2048

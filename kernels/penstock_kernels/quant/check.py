@@ -2,7 +2,7 @@
 
 import torch
 
-from penstock_kernels.quant.quantised import Quantised
+from penstock_kernels.quant.quantized_matrix import Quantised
 
 
 def require_matrix(weight_NK: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ import torch
 from penstock_kernels.group_gemm import group_gemm
 from penstock_kernels.quant.formats import Format
 from penstock_kernels.quant.operations import dequantise, matmul
-from penstock_kernels.quant.quantised import Quantised
+from penstock_kernels.quant.quantized_matrix import Quantised
 
 __all__ = ["Change", "GroupGemm", "group_linear", "linear"]
 

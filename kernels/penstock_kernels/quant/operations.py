@@ -7,7 +7,7 @@ import torch
 from penstock_kernels.op import HAS_TRITON, Fast, Op, needs_cuda
 from penstock_kernels.quant import reference
 from penstock_kernels.quant.formats import Format
-from penstock_kernels.quant.quantised import Quantised
+from penstock_kernels.quant.quantized_matrix import Quantised
 
 __all__ = ["dequantise", "matmul", "quantise"]
 
@@ -40,7 +40,7 @@ _QUANTISE: Mapping[str, Fast[..., Quantised]] = {}
 _DEQUANTISE: Mapping[str, Fast[..., torch.Tensor]] = {}
 _MATMUL: Mapping[str, Fast[..., torch.Tensor]] = {}
 if HAS_TRITON:
-    from penstock_kernels.quant import triton_dequantise, triton_matmul, triton_quantise
+    from penstock_kernels.quant import triton_dequantize, triton_matmul, triton_quantize
 
     def _refuses_matmul(x_TK: torch.Tensor, quantised: Quantised) -> str | None:
         most, group = triton_matmul.MOST_ROWS, quantised.format.group
@@ -54,8 +54,8 @@ if HAS_TRITON:
             return f"x is {x_TK.dtype}"
         return needs_cuda(x_TK, *quantised.tensors.values())
 
-    _QUANTISE = {"triton": Fast(triton_quantise.quantise, _refuses_quantise, "triton")}
-    _DEQUANTISE = {"triton": Fast(triton_dequantise.dequantise, _refuses_dequantise, "triton")}
+    _QUANTISE = {"triton": Fast(triton_quantize.quantise, _refuses_quantise, "triton")}
+    _DEQUANTISE = {"triton": Fast(triton_dequantize.dequantise, _refuses_dequantise, "triton")}
     _MATMUL = {"triton": Fast(triton_matmul.matmul, _refuses_matmul, "triton")}
 
 quantise: Op[..., Quantised] = Op("quantise", reference.quantise, _QUANTISE)

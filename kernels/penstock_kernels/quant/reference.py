@@ -6,7 +6,7 @@ from penstock_kernels.quant import block_fp8, fp8, integers, nf4, nvfp4
 from penstock_kernels.quant.check import require_finite, require_matrix
 from penstock_kernels.quant.formats import Format
 from penstock_kernels.quant.packing import grouped, unpack
-from penstock_kernels.quant.quantised import Quantised
+from penstock_kernels.quant.quantized_matrix import Quantised
 from penstock_kernels.quant.scales import of_rows
 
 

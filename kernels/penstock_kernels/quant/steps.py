@@ -3,7 +3,7 @@
 import torch
 
 from penstock_kernels.quant.levels import NF4
-from penstock_kernels.quant.quantised import Quantised
+from penstock_kernels.quant.quantized_matrix import Quantised
 
 STEPS = {
     # From 0 to the smallest number.

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from penstock_kernels.op import INTERPRETED
-from penstock_kernels.quant.quantised import Quantised
-from penstock_kernels.quant.triton_dequantise import pointers, read
+from penstock_kernels.quant.quantized_matrix import Quantised
+from penstock_kernels.quant.triton_dequantize import pointers, read
 from penstock_kernels.quant.triton_numbers import to_bf16_grid
 from penstock_kernels.tuning import chosen
 

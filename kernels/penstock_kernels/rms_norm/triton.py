@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock_kernels.operator import operator
+from penstock_kernels.custom_op import operator
 from penstock_kernels.spans import spans_of
 
 MOST_PARTIALS = 512

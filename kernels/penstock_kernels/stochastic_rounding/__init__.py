@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from penstock_kernels.op import HAS_TRITON, Fast, Op, needs_cuda
-from penstock_kernels.runs import Run
+from penstock_kernels.rng_rows import Run
 from penstock_kernels.stochastic_rounding.reference import stochastic_round as _reference
 
 __all__ = ["Run", "stochastic_round"]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from penstock_kernels.runs import Run, blocks, require_rows, side_by_side, words
+from penstock_kernels.rng_rows import Run, blocks, require_rows, side_by_side, words
 
 PURPOSE = 2
 """The last word of counters: one key draws other words than in `dropout` (0) and `noise` (1)."""

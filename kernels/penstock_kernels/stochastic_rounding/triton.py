@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock_kernels.runs import Run, require_rows, table
+from penstock_kernels.rng_rows import Run, require_rows, table
 from penstock_kernels.stochastic_rounding.draws import LOW, as_bfloat16, at_random, drawn_for, tile
 from penstock_kernels.stochastic_rounding.reference import require_float32
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from penstock_kernels.op import INTERPRETED, cache_home
-from penstock_kernels.tuning.book import Book, Device, Question
+from penstock_kernels.tuning.autotune_cache import Book, Device, Question
 from penstock_kernels.tuning.tuner import Candidate, Tuner, class_of
 
 __all__ = ["chosen"]
@@ -58,7 +58,7 @@ def chosen(
 @cache
 def _tuner(device: torch.device) -> Tuner:
     # Known where Triton is.
-    from penstock_kernels.tuning.measuring import microseconds  # noqa: PLC0415
+    from penstock_kernels.tuning.benchmark import microseconds  # noqa: PLC0415
 
     name = torch.cuda.get_device_name(device)
     kind = Device(name, torch.cuda.get_device_capability(device))

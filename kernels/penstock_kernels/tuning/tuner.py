@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from penstock_kernels.tuning.book import Book, Choice, Question
+from penstock_kernels.tuning.autotune_cache import Book, Choice, Question
 
 Candidate = TypeVar("Candidate", bound=tuple[int, ...])
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from penstock.adapters.change import Product
+from penstock.adapters.weight_delta import Product
 
 Normed = Literal["plain", "dora"]
 """Whether adapted weights have magnitudes."""

@@ -7,19 +7,19 @@ import torch
 from torch import nn
 
 from penstock.adapters.dora import Normed
+from penstock.adapters.init import fill
 from penstock.adapters.lora import LoraLinear
 from penstock.adapters.lora_embedding import LoraEmbedding
 from penstock.adapters.lora_experts import Form, adapt_experts
 from penstock.adapters.peft_format import Bias
-from penstock.adapters.scale import Scaling, scale_of
-from penstock.adapters.start import fill
+from penstock.adapters.scaling import Scaling, scale_of
 from penstock.adapters.targets import chosen_layers, is_of_experts, layers_in, layers_of
 from penstock.core.errors import ConfigError
 from penstock.models.decoder import Decoder
 from penstock.models.family import LINEAR_PARTS
 from penstock.models.layers.dropout import Dropout
 from penstock.models.layers.experts import Matrix
-from penstock.models.layers.mixture import MixtureOfExperts
+from penstock.models.layers.moe import MixtureOfExperts
 
 FIELDS: Mapping[Form, str] = {"shared": "moe_shared_lora", "hybrid": "moe_hybrid_shared_lora"}
 """Where a run says that experts have factors in common."""

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from penstock.adapters.change import Product
 from penstock.adapters.dora import Normed, SumSquares, all_here, ratio, row_norms
+from penstock.adapters.weight_delta import Product
 from penstock.models.layers.dropout import Dropout
-from penstock.models.layers.products import ScaledProducts, SumOfProducts, WeightedRows
-from penstock.models.layers.quantised import affine, put_weight, rows_of, weight_of
+from penstock.models.layers.linear_terms import ScaledProducts, SumOfProducts, WeightedRows
+from penstock.models.layers.quantized_linear import affine, put_weight, rows_of, weight_of
 
 Affine = Callable[..., torch.Tensor]
 """`x W^T + b` of x, W and b, of which the last may be left out."""

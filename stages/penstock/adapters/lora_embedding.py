@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from penstock.adapters.change import Product
 from penstock.adapters.dora import Normed, SumSquares, all_here, column_norms, ratio
 from penstock.adapters.lora import unfilled
+from penstock.adapters.weight_delta import Product
 
 LookUp = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Token ids [T] and a table [V, F] to rows [T, F]."""

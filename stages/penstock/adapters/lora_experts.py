@@ -15,7 +15,7 @@ from torch import nn
 from penstock.adapters.names import ADAPTER, EACH, EXPERTS, Side
 from penstock.models.decoder import Decoder
 from penstock.models.layers.experts import Experts, Matrix
-from penstock.models.layers.mixture import MixtureOfExperts
+from penstock.models.layers.moe import MixtureOfExperts
 from penstock_kernels.group_gemm import group_gemm
 
 Form = Literal["each", "shared", "hybrid"]

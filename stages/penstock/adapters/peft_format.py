@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 
 from penstock.adapters.names import MAGNITUDE, factor_of
-from penstock.adapters.scale import Scaling, scale_of
+from penstock.adapters.scaling import Scaling, scale_of
 
 PREFIX = "base_model.model."
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from penstock.adapters.lora_experts import expert_layers
-from penstock.adapters.matching import chosen_names
+from penstock.adapters.match_targets import chosen_names
 from penstock.adapters.names import EACH
 from penstock.models.decoder import Decoder
 from penstock.models.layers.experts import Experts

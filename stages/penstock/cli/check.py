@@ -10,10 +10,10 @@ from typing import Any, Literal, TypeVar
 import yaml
 
 from penstock.cli.console import Console
-from penstock.config.dataset import DatasetConfig
-from penstock.config.faults import dotted
-from penstock.config.rules import broken
-from penstock.config.run import RunConfig, written
+from penstock.config.loading.fault import dotted
+from penstock.config.rules.run import broken
+from penstock.config.schema.dataset import DatasetConfig
+from penstock.config.schema.run import RunConfig, written
 from penstock.core import env
 from penstock.core.errors import (
     CapabilityError,
@@ -23,9 +23,9 @@ from penstock.core.errors import (
     StageError,
     UnreachableError,
 )
-from penstock.core.source import check_model as check_model_files
-from penstock.core.source import pin_tokenizer
-from penstock.core.urls import spoken
+from penstock.core.remote.urls import spoken
+from penstock.core.sources.pin import check_model as check_model_files
+from penstock.core.sources.pin import pin_tokenizer
 from penstock.machine import (
     check_machine,
     check_model,
@@ -149,7 +149,7 @@ def _checked_model(run: RunConfig) -> str:
 
 def _tokenizer(run: RunConfig) -> tuple[Any, str]:
     # Takes a second or two to import, which configs that do not load are spared.
-    from penstock.core.remote_source import folder_of
+    from penstock.core.sources.pin_remote import folder_of
     from penstock.rows.tokenizer import load_tokenizer
 
     source = run.model.tokenizer_source
@@ -183,7 +183,7 @@ def _dataset(
 ) -> tuple[DatasetConfig, str]:
     """The data set with its type, and what its first records hold."""
     from penstock.prepare.first_records import first_samples
-    from penstock.prepare.infer import read_first
+    from penstock.prepare.infer_type import read_first
 
     token, notes = run.data.hf_use_auth_token, list[str]()
     source = pin_dataset(dataset, token)

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.errors import PenstockError
-from penstock.core.os_faults import is_of_the_machine, reason_of
+from penstock.core.os_errors import is_of_the_machine, reason_of
 
 if TYPE_CHECKING:  # the store imports pydantic, which `--help` does without
-    from penstock.core.store import Outcome
+    from penstock.core.cache.store import Outcome
 
 
 @dataclass

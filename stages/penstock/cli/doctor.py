@@ -17,7 +17,7 @@ from penstock import __version__
 from penstock.cli.console import Console, table
 from penstock.core import env
 from penstock.core.errors import CapabilityError
-from penstock.costs.machines import remember, slow_bfloat16
+from penstock.costs.device_speed import remember, slow_bfloat16
 
 Standing = Literal["ok", "absent", "wrong"]
 
@@ -81,7 +81,7 @@ def examine(console: Console, more: Sequence[Finding] = ()) -> dict[str, Any]:
 def measured() -> list[Finding]:
     """How fast this machine is; kept for `penstock plan`."""
     done = subprocess.run(
-        [sys.executable, "-m", "penstock.costs.measuring"],
+        [sys.executable, "-m", "penstock.costs.measure_machine"],
         capture_output=True,
         text=True,
         check=False,

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cli.console import Console, table
-from penstock.config.load import load, loads
-from penstock.config.overrides import Override
-from penstock.config.run import RunConfig
-from penstock.core.depot import Depot
+from penstock.config.loading.cli_overrides import Override
+from penstock.config.loading.load import load, loads
+from penstock.config.schema.run import RunConfig
+from penstock.core.cache.store import Step, obtain
 from penstock.core.errors import ConfigError, PenstockError, StageError
-from penstock.core.os_faults import reason_of
-from penstock.core.store import Step, obtain
+from penstock.core.os_errors import reason_of
+from penstock.core.remote.artifact_sync import Depot
 from penstock.plan import Plan, plan
-from penstock.train.eval_results import keep_held_out, keep_task_scores
-from penstock.train.job import EVAL_RESULTS, JOB, REPORT, read_job
+from penstock.train.eval.eval_results import keep_held_out, keep_task_scores
+from penstock.train.launch.job import EVAL_RESULTS, JOB, REPORT, read_job
 
 SHOWN = 4
 """Sample answers that are printed."""

@@ -14,16 +14,16 @@ from typing import Annotated, Any
 import typer
 
 from penstock import __version__
-from penstock.cli.chatting import add_chat
+from penstock.cli.chat.options import add_chat
 from penstock.cli.console import Console, run
-from penstock.cli.flow import add_flow_commands
-from penstock.cli.looking import add_looking
-from penstock.cli.one_command import only
+from penstock.cli.flow.commands import add_flow_commands
+from penstock.cli.inspect_commands import add_looking
 from penstock.cli.options import AsJson, Config, Debug, end
-from penstock.cli.results import add_results
+from penstock.cli.result_commands import add_results
 from penstock.cli.serve import add_serving
-from penstock.cli.usage import refuse
-from penstock.config.overrides import Override, split_overrides
+from penstock.cli.single_command import only
+from penstock.cli.usage_errors import refuse
+from penstock.config.loading.cli_overrides import Override, split_overrides
 from penstock.core import env
 from penstock.core.errors import ConfigError
 
@@ -102,7 +102,7 @@ def _options(
 
 
 def _explain(request: Any, console: Console, name: Any = None) -> dict[str, Any]:
-    from penstock.cli.explain import explain
+    from penstock.cli.plan.stages import explain
     from penstock.plan import plan
 
     run = request.load()
@@ -206,8 +206,8 @@ def prepare(
     console = Console(as_json, debug)
 
     def command() -> dict[str, Any] | None:
+        from penstock.cli.prepare_shard import prepare_share
         from penstock.cli.run import Request, run_stage
-        from penstock.cli.shares import prepare_share
 
         request = Request(config, tuple(_overrides))
         wishes = _wishes(force, start)
@@ -244,7 +244,7 @@ def pack(
         request = Request(config, tuple(_overrides))
         wishes = _wishes(force, start)
         if dry_run:
-            from penstock.cli.packing import compare_packing
+            from penstock.cli.pack_dry_run import compare_packing
 
             compare_packing(request, wishes, console, upstream=not no_upstream)
         else:
@@ -312,8 +312,8 @@ def launch(
 
         request = Request(config, tuple(_overrides))
         if printing:
-            from penstock.cli.kubernetes import Cluster
-            from penstock.cli.launch import Elsewhere, print_launch
+            from penstock.cli.launch.command import Elsewhere, print_launch
+            from penstock.cli.launch.kubernetes import Cluster
 
             cluster = Cluster(image, claim, mount, secret) if image else None
             return print_launch(request, way, Elsewhere(gpus, cpus, cluster), console)
@@ -347,7 +347,7 @@ def init(
     console = Console(as_json)
 
     def command() -> dict[str, Any]:
-        from penstock.cli.recipes import copy_recipe, init_own, list_recipes, recipes
+        from penstock.cli.init import copy_recipe, init_own, list_recipes, recipes
 
         if name is None or listing:
             return list_recipes(console)
@@ -359,13 +359,13 @@ def init(
 
 
 def _artifacts() -> typer.Typer:
-    from penstock.cli.artifacts import commands
+    from penstock.cli.artifacts.commands import commands
 
     return commands
 
 
 def _data() -> typer.Typer:
-    from penstock.cli.data import data_commands
+    from penstock.cli.data.commands import data_commands
 
     return data_commands(_overrides)
 

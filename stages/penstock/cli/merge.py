@@ -5,9 +5,9 @@ from typing import Any
 
 from penstock.cli.console import Console
 from penstock.core.errors import ConfigError
-from penstock.core.hub import MODEL_FILES, local_folder
-from penstock.core.source import pin_model
-from penstock.core.urls import is_url
+from penstock.core.remote.urls import is_url
+from penstock.core.sources.hub import MODEL_FILES, local_folder
+from penstock.core.sources.pin import pin_model
 from penstock.export.licence import CARD, TEXTS
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from penstock.cli.console import Console
 from penstock.cli.run import Request, bring
-from penstock.core.store import Outcome
+from penstock.core.cache.store import Outcome
 from penstock.plan import Plan, Wishes
 from penstock.recurring import tick
 

@@ -8,12 +8,12 @@ import typer
 
 from penstock.cli.console import Console, table
 from penstock.cli.options import AsJson, end
-from penstock.config.overrides import Override
+from penstock.config.loading.cli_overrides import Override
 from penstock.core.errors import ArtifactError, ConfigError
-from penstock.core.urls import is_url
+from penstock.core.remote.urls import is_url
 
 if TYPE_CHECKING:  # imported where it is used: `--help` imports this module
-    from penstock.core.shelf import Shelf
+    from penstock.core.releases.local import Shelf
 
 Told = dict[str, Any]
 Command = Callable[["Shelf", Console], Told]
@@ -109,7 +109,7 @@ def _show(shelf: "Shelf", number: int | None, console: Console) -> Told:
 
 
 def _verify(shelf: "Shelf", console: Console) -> Told:
-    from penstock.cli.entries import LocalEntry
+    from penstock.cli.artifacts.entries import LocalEntry
 
     numbers = shelf.numbers()
     entries = [LocalEntry(shelf.manifest(n), shelf.folder(n)) for n in numbers]
@@ -123,7 +123,7 @@ def _verify(shelf: "Shelf", console: Console) -> Told:
 
 
 def _roll_back(shelf: "Shelf", to: int | None, console: Console) -> Told:
-    from penstock.core.shelf import called
+    from penstock.core.releases.local import called
     from penstock.recurring import Decision
     from penstock.releasing import roll_back
 
@@ -136,7 +136,7 @@ def _roll_back(shelf: "Shelf", to: int | None, console: Console) -> Told:
 
 
 def _prune(shelf: "Shelf", keep_last: int, console: Console, *, dry_run: bool) -> Told:
-    from penstock.core.shelf import called
+    from penstock.core.releases.local import called
     from penstock.releasing import prunable
 
     with shelf.writing(console.say):
@@ -150,18 +150,18 @@ def _prune(shelf: "Shelf", keep_last: int, console: Console, *, dry_run: bool) -
 
 
 def _shelf(where: str, overrides: Sequence[Override]) -> "Shelf":
-    from penstock.core.remote_shelf import shelf_of
+    from penstock.core.releases.remote import shelf_of
 
     if is_url(where) or Path(where).is_dir():
         return shelf_of(where)
-    from penstock.config.load import load
+    from penstock.config.loading.load import load
     from penstock.releasing import releases_of
 
     return releases_of(load(Path(where), overrides))
 
 
 def _row(manifest: dict[str, Any], latest: int | None, withdrawn: set[int]) -> tuple[str, ...]:
-    from penstock.core.shelf import called
+    from penstock.core.releases.local import called
 
     facts = manifest["facts"]
     number, started = facts["number"], facts["started_from"]

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.cli.console import Console, outcome_table
-from penstock.cli.summary import print_summary
-from penstock.config.load import load
-from penstock.config.overrides import Override
-from penstock.config.run import RunConfig
-from penstock.core.in_use import in_use
-from penstock.core.retry import after_pauses, pauses_of
-from penstock.core.store import Outcome, lookup
+from penstock.cli.run_summary import print_summary
+from penstock.config.loading.cli_overrides import Override
+from penstock.config.loading.load import load
+from penstock.config.schema.run import RunConfig
+from penstock.core.cache.in_use import in_use
+from penstock.core.cache.store import Outcome, lookup
+from penstock.core.process.retry import after_pauses, pauses_of
 from penstock.outputs import require_writable
 from penstock.plan import Plan, StageName, Wishes, bring_up, plan, require_upstream
 

@@ -8,7 +8,7 @@ import typer
 
 from penstock.cli.console import Console
 from penstock.cli.options import AsJson, Debug, end
-from penstock.config.overrides import Override
+from penstock.config.loading.cli_overrides import Override
 from penstock.core.errors import ConfigError
 
 MODES = ("auto", "connect", "workers")
@@ -43,10 +43,9 @@ def add_serving(app: typer.Typer, overrides: Sequence[Override]) -> None:
         console = Console(as_json, debug)
 
         def command() -> None:
-            from penstock.config.server_load import load_server
-            from penstock.server.launcher import serve as run
-            from penstock.server.needs import require_packages
-            from penstock.server.preparing import prepare
+            from penstock.config.server.load import load_server
+            from penstock.server.launch.prepare import prepare, require_packages
+            from penstock.server.launch.supervisor import serve as run
 
             if mode not in MODES:
                 raise ConfigError(f"--mode {mode} is none of {', '.join(MODES)}.")

@@ -11,14 +11,14 @@ import sys
 from pathlib import Path
 
 from penstock.cli.console import Console, outcome_table, run
-from penstock.config.load import load
-from penstock.config.overrides import split_overrides
+from penstock.config.loading.cli_overrides import split_overrides
+from penstock.config.loading.load import load
 from penstock.core import env
+from penstock.core.cache.store import lookup
 from penstock.core.errors import ConfigError
-from penstock.core.store import lookup
 from penstock.plan import Wishes, bring_up, plan
-from penstock.train.nodes import OnRanks
-from penstock.train.torchrun import written_environment
+from penstock.train.launch.multi_node import OnRanks
+from penstock.train.launch.torchrun import written_environment
 
 
 def main(argv: list[str]) -> int:
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
 def _leave() -> None:
     """Leave the process group, if anything has brought it up."""
     if "torch" in sys.modules:
-        from penstock.engine.ranks import leave
+        from penstock.engine.distributed.ranks import leave
 
         leave()
 

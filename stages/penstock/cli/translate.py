@@ -8,13 +8,13 @@ from typing import Any
 import yaml
 
 from penstock.cli.console import Console, table
-from penstock.config.dialects.draft import KINDS, Kind, Line, Translation, value_at
-from penstock.config.dialects.fit import Devices, devices_here
-from penstock.config.faults import shown
-from penstock.config.foreign import load_translation
+from penstock.config.loading.fault import shown
+from penstock.config.translate.fit_parallel_sizes import Devices, devices_here
+from penstock.config.translate.load_foreign import load_translation
+from penstock.config.translate.translation import KINDS, Kind, Line, Translation, value_at
 from penstock.core.errors import ConfigError, StageError
 from penstock.core.files import publishing, write_json
-from penstock.core.os_faults import reason_of
+from penstock.core.os_errors import reason_of
 
 REPORT = "translation_report.json"
 """Written beside the translated file."""

@@ -7,8 +7,8 @@ from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from penstock.core.allowed_env import Purpose, is_allowed, is_private, serves
 from penstock.core.errors import ConfigError
+from penstock.core.process.allowed_env import Purpose, is_allowed, is_private, serves
 
 
 def cache_home() -> Path:
@@ -222,7 +222,7 @@ def workers_secret() -> str | None:
 def child_environment(
     extra: Mapping[str, str], purposes: Collection[Purpose] = (), more: Collection[str] = ()
 ) -> dict[str, str]:
-    """What a child gets of this environment (`penstock.core.allowed_env`), and `extra`."""
+    """What a child gets of this environment (`penstock.core.process.allowed_env`), and `extra`."""
     kept = {name: value for name, value in os.environ.items() if is_allowed(name, purposes, more)}
     return {**kept, **extra}
 

@@ -6,8 +6,8 @@ rank. The list of what is kept follows the modules in `penstock.models.layers`, 
 
 from dataclasses import dataclass
 
-from penstock.costs.cut import Cut
-from penstock.models.shape import ExpertsConfig
+from penstock.costs.sharded_model import Cut
+from penstock.models.decoder_config import ExpertsConfig
 
 FP32 = 4
 

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, replace
 from math import ceil
 
-from penstock.costs.amounts import Data
-from penstock.costs.cut import WIDTHS, Cut
-from penstock.costs.holding import Tensor, held
-from penstock.costs.states import saved_bytes
+from penstock.costs.optimizer_states import saved_bytes
+from penstock.costs.param_sizes import Tensor, held
+from penstock.costs.sharded_model import WIDTHS, Cut
+from penstock.costs.token_counts import Data
 
 OF_TOKEN = 8
 """An id and a label."""

@@ -7,14 +7,14 @@ work on a machine shift it by a third either way.
 
 from dataclasses import dataclass, fields
 
-from penstock.config.parallel import INTERLEAVED, SPLIT_BACKWARD
+from penstock.config.schema.parallelism import INTERLEAVED, SPLIT_BACKWARD
 from penstock.costs.activations import layer_of
-from penstock.costs.cut import Cut
-from penstock.costs.holding import held, layers_here
-from penstock.costs.machines import NETWORK, Machine
-from penstock.costs.states import state_bytes
-from penstock.engine.parallel.split import virtual_stages
-from penstock.models.cost import Part, Work, core_attention_flops, forward_flops, step_flops
+from penstock.costs.device_speed import NETWORK, Machine
+from penstock.costs.optimizer_states import state_bytes
+from penstock.costs.param_sizes import held, layers_here
+from penstock.costs.sharded_model import Cut
+from penstock.engine.distributed.pipeline_stages import virtual_stages
+from penstock.models.flops import Part, Work, core_attention_flops, forward_flops, step_flops
 
 TOUCHED = 4
 """How often what a layer keeps passes through memory in a step: it is written and read forward, and

@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from penstock.core.cache.stage import Source
 from penstock.core.errors import PenstockError
-from penstock.core.local_files import compression_of, kind_of
-from penstock.core.megatron_files import DATA, INDEX
-from penstock.core.stage import Source
+from penstock.core.sources.local_files import compression_of, kind_of
+from penstock.core.sources.megatron_files import DATA, INDEX
 
 LOOKED_AT = 1 << 18
 """Bytes that are read of each source."""
@@ -87,8 +87,8 @@ def _document_tokens(source: Source) -> list[int]:
     """Tokens of each document of Megatron's files, as their indexes have them; of a damaged index
     none, which preparing tells better."""
     # Only such data needs NumPy here.
-    from penstock.prepare.opened import SourceFile  # noqa: PLC0415
-    from penstock.prepare.read_megatron import index_of  # noqa: PLC0415
+    from penstock.prepare.readers.decompress import SourceFile  # noqa: PLC0415
+    from penstock.prepare.readers.megatron import index_of  # noqa: PLC0415
 
     found: list[int] = []
     for path in source.paths or ():

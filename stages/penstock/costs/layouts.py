@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from penstock.config.rules import broken
-from penstock.config.run import RunConfig
-from penstock.costs.amounts import Data, work_of
-from penstock.costs.cut import Cut, Model
+from penstock.config.rules.run import broken
+from penstock.config.schema.run import RunConfig
+from penstock.costs.device_speed import Machine
 from penstock.costs.durations import step_of
-from penstock.costs.machines import Machine
+from penstock.costs.estimate import USED, Prediction, predict
 from penstock.costs.memory import at_rest, peak
-from penstock.costs.prediction import USED, Prediction, predict
-from penstock.engine.parallel.degrees import Degrees, lay_out
-from penstock.engine.parallel.fits import Counts, misfits
+from penstock.costs.sharded_model import Cut, Model
+from penstock.costs.token_counts import Data, work_of
+from penstock.engine.distributed.parallel_dims import Degrees, lay_out
+from penstock.engine.distributed.validate_layout import Counts, misfits
 
 Settings = Mapping[str, Any]
 """Of the section `train`."""

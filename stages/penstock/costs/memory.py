@@ -8,12 +8,12 @@ for the backward pass, gradients that are there already, and buffers; the highes
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 
-from penstock.config.parallel import INTERLEAVED, V_SHAPED
+from penstock.config.schema.parallelism import INTERLEAVED, V_SHAPED
 from penstock.costs.activations import FP32, Layer, layer_of
-from penstock.costs.cut import Cut
-from penstock.costs.holding import ROOT, Tensor, held, layers_here
-from penstock.costs.programs import program_bytes
-from penstock.costs.states import state_bytes
+from penstock.costs.onednn_buffers import program_bytes
+from penstock.costs.optimizer_states import state_bytes
+from penstock.costs.param_sizes import ROOT, Tensor, held, layers_here
+from penstock.costs.sharded_model import Cut
 from penstock_kernels.logit_chunks import tokens_at_once
 
 

@@ -11,15 +11,15 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from penstock.config.run import RunConfig
+from penstock.config.schema.run import RunConfig
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.core.files import read_json
-from penstock.engine.assemble import assemble
-from penstock.engine.drawing import Drawing
-from penstock.engine.generation import Generator
-from penstock.engine.hf_config import read_hf_config
-from penstock.engine.ranks import Ranks
-from penstock.engine.sequences import Prompt
+from penstock.engine.build import assemble
+from penstock.engine.distributed.ranks import Ranks
+from penstock.engine.generation.generator import Generator
+from penstock.engine.generation.sampling import Drawing
+from penstock.engine.generation.sequences import Prompt
+from penstock.engine.hf.config import read_hf_config
 from penstock.rows.tokenizer import load_tokenizer
 
 Message = Mapping[str, str]

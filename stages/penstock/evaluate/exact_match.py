@@ -14,8 +14,8 @@ import pyarrow as pa
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from penstock.core.cache.stage import Artifact
 from penstock.core.errors import StageError
-from penstock.core.stage import Artifact
 from penstock.evaluate.folder import base_of
 from penstock.rows.reader import map_batches
 from penstock.rows.schema import IGNORED, PREPARED

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from penstock.core.errors import PenstockError
-from penstock.core.hub import local_folder
-from penstock.core.urls import spoken
-from penstock.engine.origin import Origin
+from penstock.core.remote.urls import spoken
+from penstock.core.sources.hub import local_folder
+from penstock.engine.model_source import Origin
 from penstock.export.licence import CARD, TEXTS, Licence, licence_in
 
 _SNAPSHOT = re.compile(r"models--(?P<repo>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})$")

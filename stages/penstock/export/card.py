@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from penstock.config.memory import MemoryConfig
+from penstock.config.schema.memory import MemoryConfig
+from penstock.core.cache.stage import Artifact
 from penstock.core.files import publishing, read_json
-from penstock.core.stage import Artifact
-from penstock.engine.origin import Origin
-from penstock.engine.peft_config import CONFIG
+from penstock.engine.model_source import Origin
+from penstock.engine.peft.adapter_config import CONFIG
 from penstock.export.base_model import BaseModel, base_of
 from penstock.export.card_text import (
     adapter_told,

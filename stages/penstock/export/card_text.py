@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from penstock.core.urls import scrubbed
+from penstock.core.remote.urls import scrubbed
 
 MOST_NAMES = 16
 """Of layers, in one sentence."""

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.core.data_facts import kept_data_facts
-from penstock.core.stage import Artifact
+from penstock.core.cache.data_facts import kept_data_facts
+from penstock.core.cache.stage import Artifact
 
 Record = dict[str, Any]
 

@@ -7,13 +7,13 @@ leads to is not pruned, wherever that run's folder is.
 from collections.abc import Iterator
 from pathlib import Path
 
-from penstock.config.run import RunConfig
+from penstock.config.schema.run import RunConfig
+from penstock.core.cache.record import digest_of
+from penstock.core.cache.stage import short
+from penstock.core.cache.store import Outcome
 from penstock.core.errors import DamagedFileError, StageError
 from penstock.core.files import read_json, remove, write_json
-from penstock.core.mirror import home_of
-from penstock.core.record import digest_of
-from penstock.core.stage import short
-from penstock.core.store import Outcome
+from penstock.core.remote.local_mirror import home_of
 
 NAMES = ("hf", "adapter")
 

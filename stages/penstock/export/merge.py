@@ -11,11 +11,11 @@ from typing import Any
 
 from penstock.core.errors import CapabilityError, ConfigError, StageError
 from penstock.core.files import PART, fsync, read_json, remove, write_json
-from penstock.core.source import TOKENIZER_FILES
-from penstock.engine.hf_folder import INDEX
-from penstock.engine.peft_folder import PeftFolder
-from penstock.engine.peft_merging import Merging
-from penstock.engine.safetensors_folder import SafetensorsFolder
+from penstock.core.sources.pin import TOKENIZER_FILES
+from penstock.engine.hf.safetensors_reader import SafetensorsFolder
+from penstock.engine.hf.save_model import INDEX
+from penstock.engine.peft.merge_adapter import Merging
+from penstock.engine.peft.read_adapter import PeftFolder
 from penstock.export.licence import CARD
 from penstock.export.merge_file import shape_of, write_file
 from penstock.export.merged_card import write_merged_card

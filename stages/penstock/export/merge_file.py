@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 
-from penstock.adapters.change import Change
+from penstock.adapters.weight_delta import Change
 from penstock.core import env
 from penstock.core.errors import CapabilityError, StageError
-from penstock.engine.peft_merging import Merging
-from penstock.engine.safetensors_file import laid_out, put
-from penstock.engine.safetensors_folder import SafetensorsFolder, Stored
+from penstock.engine.hf.safetensors_reader import SafetensorsFolder, Stored
+from penstock.engine.hf.safetensors_writer import laid_out, put
+from penstock.engine.peft.merge_adapter import Merging
 
 STRETCH = 32 << 20
 """Bytes of the rows, in fp32, that are computed at once by one thread."""

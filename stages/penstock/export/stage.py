@@ -7,10 +7,10 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from penstock.config.base import Settings
+from penstock.config.schema.base import Settings
+from penstock.core.cache.stage import Artifact, Facts, Input, Stage, key_of
 from penstock.core.errors import ArtifactError
-from penstock.core.stage import Artifact, Facts, Input, Stage, key_of
-from penstock.engine.origin import DType, Form, Origin, SchemeName
+from penstock.engine.model_source import DType, Form, Origin, SchemeName
 
 
 class ExportSettings(Settings):
@@ -66,8 +66,8 @@ class Export(Stage):
 
         Raises ArtifactError when the checkpoint is not complete or not of this model.
         """
-        from penstock.engine.hf_export import write_folders
-        from penstock.engine.hf_folder import bytes_in
+        from penstock.engine.hf.export import write_folders
+        from penstock.engine.hf.save_model import bytes_in
         from penstock.export.card import write_cards
 
         settings = self.settings

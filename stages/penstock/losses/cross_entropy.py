@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.models.layers.autocast import as_autocast
 from penstock.models.layers.dropout import Noise, current_noise, drawing_from
-from penstock.models.layers.products import WeightedRows, products_of, scaled_products_of
+from penstock.models.layers.linear_terms import WeightedRows, products_of, scaled_products_of
 from penstock_kernels.cross_entropy import (
     PLAIN,
     Divided,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from penstock.config.preference import LossType, Normalisation, PreferenceConfig
+from penstock.config.schema.preference import LossType, Normalisation, PreferenceConfig
 
 SMALLEST_GAP = 1e-6
 """What is added to the gap of two scores, so that its logarithm is there."""

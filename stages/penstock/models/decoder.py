@@ -11,20 +11,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.models.decoder_config import DecoderConfig
 from penstock.models.layers.attention import Attend
 from penstock.models.layers.autocast import as_autocast
 from penstock.models.layers.block import Block
+from penstock.models.layers.call_hook import Run, direct
 from penstock.models.layers.dropout import NOTHING, Dropping
 from penstock.models.layers.experts import ExpertOperations, operations_of
-from penstock.models.layers.mixture import MixtureOfExperts
+from penstock.models.layers.layer_ops import BEST_OPERATIONS, Operations
+from penstock.models.layers.moe import MixtureOfExperts
 from penstock.models.layers.norm import norm_of
-from penstock.models.layers.operations import BEST_OPERATIONS, Operations
 from penstock.models.layers.positions import PositionTable
 from penstock.models.layers.rotary import Rotary
 from penstock.models.layers.router import Precision, Router
-from penstock.models.layers.run import Run, direct
 from penstock.models.names import EMBEDDING_WEIGHT, HEAD_WEIGHT
-from penstock.models.shape import DecoderConfig
 from penstock_kernels.attention import Segments, attention
 
 Reduce = Callable[[torch.Tensor, nn.Module], torch.Tensor]

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from penstock.models.decoder_config import DecoderConfig
 from penstock.models.hf_config import HfConfig
-from penstock.models.roles import Roles
-from penstock.models.shape import DecoderConfig
+from penstock.models.tp_roles import Roles
 from penstock.models.weights import WeightMap
 
 ATTENTION_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj")

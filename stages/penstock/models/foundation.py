@@ -13,9 +13,9 @@ from difflib import get_close_matches
 from typing import Any
 
 from penstock.core.errors import CapabilityError, ConfigError
+from penstock.models.decoder_config import DecoderConfig
 from penstock.models.hf_config import FULL, ROPE_KEYS, SLIDING, HfConfig
 from penstock.models.registry import FAMILIES, family_of
-from penstock.models.shape import DecoderConfig
 
 ROPE = "rope_parameters"
 BEFORE_ROPE_PARAMETERS = ("rope_theta", "partial_rotary_factor")

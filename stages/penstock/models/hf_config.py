@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from penstock.core.errors import CapabilityError, ConfigError
-from penstock.models.published import declared_in
-from penstock.models.shape import BY_DOCUMENT, Activation, DecoderConfig
+from penstock.models.decoder_config import BY_DOCUMENT, Activation, DecoderConfig
+from penstock.models.quantization_config import declared_in
 
 HfConfig = Mapping[str, Any]
 

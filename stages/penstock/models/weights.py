@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from penstock.models.decoder_config import DecoderConfig, ExpertsConfig
 from penstock.models.names import EMBEDDING_WEIGHT, HEAD_WEIGHT, POSITIONS_WEIGHT, SELECTION_BIAS
-from penstock.models.shape import DecoderConfig, ExpertsConfig
 
 FUSED = "qkv_proj"
 LAYERS = "model.layers."

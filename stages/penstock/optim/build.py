@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.config.optim import OptimConfig
+from penstock.config.schema.optimizer import OptimConfig
 from penstock.core.errors import ConfigError
 from penstock.optim.anyprecision import AnyPrecisionAdamW, Keeping
 from penstock.optim.groups import RATE, Grouping, parameter_groups
 from penstock.optim.muon import Alone, Directions, Muon, Turning
-from penstock.optim.named import named_optimizer
 from penstock.optim.novograd import BETAS, EPS, NovoGrad, Tensors
 from penstock.optim.novograd import Alone as TensorsAlone
+from penstock.optim.optimizer_by_name import named_optimizer
 
 ADAMW_BETAS = (0.9, 0.95)
 """Llama's and Qwen's choice; torch's own second one, 0.999, forgets too slowly for short runs."""

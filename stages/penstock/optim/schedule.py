@@ -8,8 +8,8 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from penstock.config.optim import OptimConfig
-from penstock.config.schedule import ENDING
+from penstock.config.schema.lr_schedule import ENDING
+from penstock.config.schema.optimizer import OptimConfig
 
 WITHOUT_WARMUP = 10_000
 """Steps in which `inverse_sqrt` falls to about 0.7 where nothing else says how fast."""

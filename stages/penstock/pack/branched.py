@@ -17,11 +17,11 @@ import pyarrow as pa
 
 from penstock.core.errors import StageError
 from penstock.pack.settings import PackSettings
-from penstock.rows.bins import Indices
-from penstock.rows.branching import PER_SAMPLE
+from penstock.rows.bin_plan import Indices
 from penstock.rows.prepared import PreparedSamples
 from penstock.rows.reader import Tokens
 from penstock.rows.schema import DIGEST_BYTES, IGNORED
+from penstock.rows.shared_prefix import PER_SAMPLE
 
 DIGEST = pa.binary(DIGEST_BYTES)
 

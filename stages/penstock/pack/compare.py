@@ -7,7 +7,7 @@ import numpy as np
 
 from penstock.pack.layout import METHODS, Form, Layout, Method, form_of, lay_out, method_of
 from penstock.pack.settings import PackSettings
-from penstock.rows.packing.bound import fewest_rows
+from penstock.rows.packing.lower_bound import fewest_rows
 from penstock.rows.prepared import PreparedSamples
 from penstock.rows.schema import SPLITS
 

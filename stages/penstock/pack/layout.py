@@ -9,12 +9,12 @@ from penstock.core.errors import StageError
 from penstock.pack.branched import Branched
 from penstock.pack.plain import Plain
 from penstock.pack.settings import PackSettings
-from penstock.rows.bins import Bins, Indices, alone, join, sequential
-from penstock.rows.order import rows_generator
+from penstock.rows.bin_plan import Bins, Indices, alone, join, sequential
 from penstock.rows.packing.greedy import greedy
 from penstock.rows.packing.multipack import multipack
 from penstock.rows.packing.wrapped import wrapped
 from penstock.rows.prepared import PreparedSamples
+from penstock.rows.sample_order import rows_generator
 
 Method = Literal["sequential", "multipack", "greedy", "wrapped", "unpacked"]
 METHODS: tuple[Method, ...] = ("sequential", "multipack", "greedy", "wrapped", "unpacked")

@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 import pyarrow as pa
 
-from penstock.rows.bins import Indices
+from penstock.rows.bin_plan import Indices
 from penstock.rows.prepared import PreparedSamples
 from penstock.rows.reader import Tokens
 from penstock.rows.schema import IGNORED

@@ -4,8 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from penstock.config.base import Settings
-from penstock.config.preference import KLPairing
+from penstock.config.schema.base import Settings
+from penstock.config.schema.preference import KLPairing
 from penstock.rows.row_length import SHORTEST, RowLength
 
 

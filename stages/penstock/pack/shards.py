@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from penstock.core.files import publishing
 from penstock.pack.layout import Form
-from penstock.rows.bins import Bins, Indices
+from penstock.rows.bin_plan import Bins, Indices
 from penstock.rows.reader import Tokens, flat, map_batches
 from penstock.rows.schema import IGNORED, packed_schema
 

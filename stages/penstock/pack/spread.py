@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 from penstock.core import env
 from penstock.core.errors import StageError
-from penstock.core.orphan import end_with_starter
+from penstock.core.process.die_with_parent import end_with_starter
 from penstock.pack.layout import Form, Layout, form_of
 from penstock.pack.settings import PackSettings
 from penstock.pack.shards import Written, read, write
-from penstock.rows.bins import Bins, Indices
+from penstock.rows.bin_plan import Bins, Indices
 from penstock.rows.prepared import PreparedSamples
 
 StartMethod = Literal["fork", "spawn", "forkserver"]

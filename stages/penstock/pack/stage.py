@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from penstock.core.cache.stage import Artifact, Facts, Stage
 from penstock.core.files import read_json
-from penstock.core.stage import Artifact, Facts, Stage
 from penstock.pack.settings import PackSettings
 
 

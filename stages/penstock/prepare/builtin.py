@@ -1,6 +1,6 @@
 """Data sets generated in code: no files, no network, the same records everywhere and always.
 
-What they generate is versioned in `penstock.core.source.BUILTIN_DATA`.
+What they generate is versioned in `penstock.core.sources.pin.BUILTIN_DATA`.
 """
 
 from collections.abc import Iterator

@@ -6,9 +6,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from penstock.core.errors import ConfigError
+from penstock.prepare.bad_records import DROPPED, BadRow
 from penstock.prepare.encode.encoder import Encoder
-from penstock.prepare.faults import DROPPED, BadRow
-from penstock.prepare.infer import format_of
+from penstock.prepare.infer_type import format_of
 from penstock.prepare.settings import DatasetSettings
 
 

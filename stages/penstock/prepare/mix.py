@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from penstock.core.errors import StageError
 from penstock.prepare.settings import MixSettings, PrepareSettings
-from penstock.rows.order import Mixing, expected_draws
+from penstock.rows.sample_order import Mixing, expected_draws
 
 MOST_DRAWN = 1 << 28
 """Samples of an epoch that `interleave_over` draws at most: their order must fit memory."""

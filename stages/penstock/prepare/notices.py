@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from penstock.prepare.unread import remedy_of
+from penstock.prepare.unread_columns import remedy_of
 
 SECTIONS = {"train": "datasets", "validation": "test_datasets"}
 

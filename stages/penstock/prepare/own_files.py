@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from penstock.config.dataset import DatasetConfig
+from penstock.config.schema.dataset import DatasetConfig
+from penstock.core.cache.stage import Source
 from penstock.core.errors import ConfigError
-from penstock.core.local_files import NOT_DATA
-from penstock.core.saved_folder import saved_in
-from penstock.core.stage import Source
-from penstock.core.urls import local_path
+from penstock.core.remote.urls import local_path
+from penstock.core.sources.datasets_folder import saved_in
+from penstock.core.sources.local_files import NOT_DATA
 
 _KINDS = ("json", "arrow")
 """What results consist of, as `ds_type` calls it."""

@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 
 from penstock.core.errors import PenstockError, StageError
-from penstock.prepare.faults import Tally, listed
-from penstock.prepare.features import LONGEST, TOKENS, TRAINED, Array, Features
-from penstock.prepare.infer import looks_like
+from penstock.prepare.bad_records import Tally, listed
+from penstock.prepare.infer_type import looks_like
 from penstock.prepare.mix import mixing_of
-from penstock.prepare.select import Selection
+from penstock.prepare.select.features import LONGEST, TOKENS, TRAINED, Array, Features
+from penstock.prepare.select.select import Selection
 from penstock.prepare.settings import PrepareSettings
 from penstock.prepare.slices import Finished, Slice
 from penstock.prepare.split import DataFile, Share, files_of, path_in
-from penstock.rows.order import Mixing, drawn
+from penstock.rows.sample_order import Mixing, drawn
 from penstock.rows.schema import SPLITS, histogram
 
 FORMAT = 2

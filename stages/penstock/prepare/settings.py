@@ -4,8 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
-from penstock.config.base import Settings
-from penstock.config.dataset import KIND_OF_FORMAT, SCORES, FileKind, FormatName, Kind
+from penstock.config.schema.base import Settings
+from penstock.config.schema.dataset import KIND_OF_FORMAT, SCORES, FileKind, FormatName, Kind
 
 MixStrategy = Literal["concat", "random", "interleave_under", "interleave_over"]
 

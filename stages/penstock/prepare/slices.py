@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from penstock.core.record import digest_of
-from penstock.core.stage import Source, short
-from penstock.prepare.chunks import records_in
-from penstock.prepare.faults import Tally
-from penstock.prepare.pieces import Piece, pieces_of
+from penstock.core.cache.record import digest_of
+from penstock.core.cache.stage import Source, short
+from penstock.prepare.bad_records import Tally
+from penstock.prepare.readers.file_splits import Piece, pieces_of
+from penstock.prepare.readers.registry import records_in
 from penstock.prepare.settings import DatasetSettings, PrepareSettings
 
 FORMAT = 4

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from penstock.core.digests import digests_of, links_made
+from penstock.core.cache.digests import digests_of, links_made
+from penstock.core.cache.manifest import MANIFEST, read_manifest
+from penstock.core.cache.record import digest_of
+from penstock.core.cache.stage import short
 from penstock.core.errors import ArtifactError
 from penstock.core.files import link, publishing, read_json
-from penstock.core.manifest import MANIFEST, read_manifest
-from penstock.core.record import digest_of
-from penstock.core.stage import short
-from penstock.prepare.choice import Mask
-from penstock.prepare.select import Selection
+from penstock.prepare.select.filter_state import Mask
+from penstock.prepare.select.select import Selection
 from penstock.prepare.settings import PrepareSettings
 from penstock.prepare.slices import Finished
 from penstock.rows.prepared import PLAN

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from penstock.core.cache.stage import Facts, Source, Stage
 from penstock.core.errors import StageError
 from penstock.core.files import read_json, write_json
-from penstock.core.shared_files import Shared
-from penstock.core.stage import Facts, Source, Stage
+from penstock.core.remote.shared_files import Shared
 from penstock.prepare.settings import PrepareSettings
 
 SLICES = "slices"
@@ -33,7 +33,7 @@ class ShareDone:
 class Prepare(Stage):
     """Sources in, samples out: `data/<split>/slice-<key>.arrow` and `plan.json`.
 
-    Version 2: slices in source order; the order of samples is a plan (`penstock.rows.order`).
+    Version 2: slices in source order; the order of samples is a plan (`penstock.rows.sample_order`).
     Version 3: nulls within tools are kept as they are written, and masks of templates that render
     an earlier answer differently are found turn by turn.
     """
@@ -86,7 +86,7 @@ class Prepare(Stage):
         unusable than the settings allow.
         """
         from penstock.prepare.plan import check_sources, facts_of, plan_of
-        from penstock.prepare.select import select
+        from penstock.prepare.select.select import select
         from penstock.prepare.split import publish_splits
         from penstock.prepare.workers import make_all
         from penstock.rows.prepared import PLAN
@@ -142,7 +142,7 @@ class Prepare(Stage):
         )
 
     def _planned(self, out: Path) -> "tuple[list[Slice], Recipe]":
-        from penstock.prepare.cache import SliceCache
+        from penstock.prepare.slice_cache import SliceCache
         from penstock.prepare.workers import Recipe
 
         folder = self.slices_path or out.parent.parent / SLICES

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from penstock.core.files import read_json
-from penstock.prepare.origins import Origins, origins_of
 from penstock.prepare.plan import SECTIONS, facts_of
-from penstock.rows.order import Indices
+from penstock.prepare.sample_sources import Origins, origins_of
 from penstock.rows.prepared import PLAN, PreparedSamples
 from penstock.rows.reader import map_batches
+from penstock.rows.sample_order import Indices
 from penstock.rows.schema import SPLITS
 
 PERCENTS = (5, 50, 95)

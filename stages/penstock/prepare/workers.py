@@ -13,17 +13,17 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from penstock.core import env
-from penstock.core.allowed_env import Purpose
 from penstock.core.errors import StageError
-from penstock.core.orphan import end_with_parent
-from penstock.prepare.cache import Made, SliceCache
+from penstock.core.process.allowed_env import Purpose
+from penstock.core.process.die_with_parent import end_with_parent
+from penstock.prepare.bad_records import Tally
 from penstock.prepare.encode.encoder import Encoder
-from penstock.prepare.faults import Tally
-from penstock.prepare.pieces import require_unchanged
-from penstock.prepare.read import records
+from penstock.prepare.readers.file_splits import require_unchanged
+from penstock.prepare.readers.read_slice import records
 from penstock.prepare.settings import DatasetSettings
+from penstock.prepare.slice_cache import Made, SliceCache
 from penstock.prepare.slices import Slice
-from penstock.prepare.tokenise import tokenise
+from penstock.prepare.tokenize_slice import tokenise
 from penstock.rows.tokenizer import load_tokenizer
 
 WORTH_A_PROCESS = 32 << 20

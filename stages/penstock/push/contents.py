@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from penstock.core.cache.stage import Artifact
+from penstock.core.cache.verify import NAMED, damaged_files
 from penstock.core.errors import ArtifactError
-from penstock.core.stage import Artifact
-from penstock.core.verify import NAMED, damaged_files
 
 ADAPTER_FOLDER = "adapter"
 """Where an adapter goes at the target when a whole model is sent with it."""

@@ -18,10 +18,10 @@ import fsspec
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from penstock.core.cache.record import parse_record, with_digest
 from penstock.core.errors import ArtifactError, CapabilityError, PenstockError, StageError
 from penstock.core.files import PART, fsync
-from penstock.core.os_faults import reason_of
-from penstock.core.record import parse_record, with_digest
+from penstock.core.os_errors import reason_of
 from penstock.push.contents import SentFile, superseded
 
 INDEX = "penstock-push.json"

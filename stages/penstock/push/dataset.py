@@ -14,10 +14,10 @@ from huggingface_hub import CommitOperationAdd, DatasetCard
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.hf_api import DatasetInfo
 
+from penstock.core.cache.stage import Artifact, short
 from penstock.core.errors import CapabilityError, StageError
-from penstock.core.local_files import kind_of
-from penstock.core.scratch import scratch_folder
-from penstock.core.stage import Artifact, short
+from penstock.core.process.scratch_dir import scratch_folder
+from penstock.core.sources.local_files import kind_of
 from penstock.push.hub_errors import HubRepo, status_of
 from penstock.push.parquet import FILE_BYTES, ParquetFile, parquet_files
 

@@ -14,7 +14,7 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabl
 
 from penstock.core import env
 from penstock.core.errors import CapabilityError, PenstockError, StageError
-from penstock.core.remote_faults import may_pass
+from penstock.core.remote.errors import may_pass
 
 _QUERY = re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]+")
 

@@ -8,10 +8,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from penstock.core.cache.stage import Artifact
+from penstock.core.cache.verify import NAMED, damaged_files
 from penstock.core.errors import ArtifactError
 from penstock.core.files import read_json
-from penstock.core.stage import Artifact
-from penstock.core.verify import NAMED, damaged_files
 from penstock.rows.prepared import PLAN
 from penstock.rows.reader import map_batches
 from penstock.rows.schema import SPLITS

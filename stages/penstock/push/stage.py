@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 
 from pydantic import ConfigDict, model_validator
 
-from penstock.config.base import Settings
-from penstock.core.record import fields_of, write_record
-from penstock.core.stage import Artifact, Facts, Stage, short
+from penstock.config.schema.base import Settings
+from penstock.core.cache.record import fields_of, write_record
+from penstock.core.cache.stage import Artifact, Facts, Stage, short
 from penstock.push.contents import SentFile, contents_of
 
 PLAN = "plan.json"

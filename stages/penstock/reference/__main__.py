@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
-from penstock.reference.ranks import reference
-from penstock.train.main import main
+from penstock.reference.rank import reference
+from penstock.train.rank import main
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), reference)

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from penstock.rows.chosen import each_once
+from penstock.rows.filter_rows import each_once
 from penstock.rows.reader import PackedRows, Row
 from penstock.rows.schema import SPLITS
 

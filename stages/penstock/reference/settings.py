@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from penstock.config.base import Settings
-from penstock.config.lora import LoraConfig
-from penstock.config.run import RunConfig
+from penstock.config.schema.base import Settings
+from penstock.config.schema.lora import LoraConfig
+from penstock.config.schema.run import RunConfig
 from penstock.identity import IDENTITY
 
 OF_NUMBERS = ("enable_fp8_training", "fp8")

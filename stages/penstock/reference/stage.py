@@ -8,17 +8,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from penstock.config.run import RunConfig
+from penstock.config.schema.run import RunConfig
+from penstock.core.cache.record import digest_of
+from penstock.core.cache.stage import Artifact, Facts, Input, Source, Stage, key_of
 from penstock.core.errors import ConfigError, Interrupted
-from penstock.core.hub import local_folder
-from penstock.core.record import digest_of
-from penstock.core.stage import Artifact, Facts, Input, Source, Stage, key_of
-from penstock.engine.origin import Origin
+from penstock.core.sources.hub import local_folder
+from penstock.engine.model_source import Origin
 from penstock.reference.settings import ReferenceSettings, reference_run
-from penstock.train.endings import what_happened
-from penstock.train.job import LOGS, Job
-from penstock.train.jobs import job_of
-from penstock.train.torchrun import Ended, outcome_of, start_ranks
+from penstock.train.launch.job import LOGS, Job, job_of
+from penstock.train.launch.rank_failures import what_happened
+from penstock.train.launch.torchrun import Ended, outcome_of, start_ranks
 
 SCORES = "scores"
 """The folder beside `reference` in which scores of all runs lie, one folder for each model."""
@@ -77,7 +76,7 @@ class Reference(Stage):
         Raises Interrupted when asked to stop: what has been computed is known then.
         """
         from penstock.reference.samples import samples_of
-        from penstock.rows.answer_scores import AnswerScores, drop_damaged, write_scores
+        from penstock.rows.ref_logprobs import AnswerScores, drop_damaged, write_scores
 
         for file in drop_damaged(self.known):
             sys.stderr.write(f"reference: {file} is damaged, and is computed again\n")
@@ -144,8 +143,8 @@ def no_reference(run: RunConfig) -> ConfigError:
 
 def _here(job: Job) -> Ended:
     """Be the leading rank ourselves; torchrun was started by hand and the others are with us."""
-    from penstock.reference.ranks import reference
-    from penstock.train.main import run_by_hand
+    from penstock.reference.rank import reference
+    from penstock.train.rank import run_by_hand
 
     run_by_hand(job, reference)
     return Ended(status=0)

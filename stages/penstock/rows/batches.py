@@ -22,7 +22,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from penstock.config.data import LastBatch
+from penstock.config.schema.data import LastBatch
 from penstock.rows.sizing import keeps_rest
 
 Integers = npt.NDArray[np.int64]

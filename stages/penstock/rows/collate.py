@@ -8,9 +8,9 @@ from typing import Literal
 import numpy as np
 import torch
 
-from penstock.rows.branching import Branching, Span
 from penstock.rows.reader import Row
 from penstock.rows.schema import IGNORED
+from penstock.rows.shared_prefix import Branching, Span
 
 PADDING = 1024
 """Tokens of a document of padding, at most."""

@@ -11,10 +11,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from penstock.core.cache.stage import Source
 from penstock.core.files import read_json
-from penstock.core.hub import local_folder
-from penstock.core.remote_source import folder_of
-from penstock.core.stage import Source
+from penstock.core.sources.hub import local_folder
+from penstock.core.sources.pin_remote import folder_of
 from penstock.rows.byte_vocabulary import byte_library_tokenizer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")

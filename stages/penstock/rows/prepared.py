@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from penstock.config.dataset import Kind
+from penstock.config.schema.dataset import Kind
 from penstock.core.errors import DamagedFileError
 from penstock.core.files import read_json
-from penstock.rows.order import Indices, Mixing, epochs_of
 from penstock.rows.reader import Tokens, flat, map_batches
+from penstock.rows.sample_order import Indices, Mixing, epochs_of
 from penstock.rows.schema import IGNORED
 
 PLAN = "plan.json"

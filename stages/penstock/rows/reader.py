@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from penstock.config.dataset import Kind
+from penstock.config.schema.dataset import Kind
 from penstock.core.errors import ArtifactError
-from penstock.rows.branching import Branching
 from penstock.rows.schema import PACKED, PACKED_OF
+from penstock.rows.shared_prefix import Branching
 
 Tokens = npt.NDArray[np.int32]
 

@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from penstock.config.dataset import Kind
+from penstock.config.schema.dataset import Kind
 
 IGNORED = -100
 """The label of a position that is not trained."""

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
 
-from penstock.config.data import LastBatch
-from penstock.config.run import RunConfig, written
+from penstock.config.schema.data import LastBatch
+from penstock.config.schema.run import RunConfig, written
 
 FEW_STEPS = 20
 """Optimizer steps below which a run learns little, whatever the data."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from penstock.core.files import read_json, write_json
-from penstock.rows.bins import Indices
+from penstock.rows.bin_plan import Indices
 
 FILE = "sources.json"
 

@@ -9,13 +9,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.config.overrides import Override, split_overrides
-from penstock.config.server_load import load_server
+from penstock.config.loading.cli_overrides import Override, split_overrides
+from penstock.config.server.load import load_server
 from penstock.core import env
 from penstock.core.errors import PenstockError
-from penstock.server.launcher import serve
-from penstock.server.needs import require_packages
-from penstock.server.preparing import prepare
+from penstock.server.launch.prepare import prepare, require_packages
+from penstock.server.launch.supervisor import serve
 
 FIELDS = {
     "api_host": "where the API listens",

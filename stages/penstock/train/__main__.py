@@ -7,7 +7,7 @@ need not import what trains.
 import sys
 from pathlib import Path
 
-from penstock.train.main import main
+from penstock.train.rank import main
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))

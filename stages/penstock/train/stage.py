@@ -9,19 +9,15 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from penstock.config.base import Settings
-from penstock.config.data import LastBatch
-from penstock.config.fp8 import Fp8Config
-from penstock.config.run import RunConfig
-from penstock.core.compare import differences
-from penstock.core.data_facts import DATA, keep_data_facts
-from penstock.core.errors import ArtifactError, ConfigError, PenstockError
-from penstock.core.files import regular_files, set_aside
-from penstock.core.hub import local_folder
-from penstock.core.input_digests import read_attempt
-from penstock.core.manifest import MANIFEST, read_manifest
-from penstock.core.os_faults import reason_of
-from penstock.core.stage import (
+from penstock.config.schema.base import Settings
+from penstock.config.schema.data import LastBatch
+from penstock.config.schema.fp8 import Fp8Config
+from penstock.config.schema.run import RunConfig
+from penstock.core.cache.data_facts import DATA, keep_data_facts
+from penstock.core.cache.diff_identity import differences
+from penstock.core.cache.input_digests import read_attempt
+from penstock.core.cache.manifest import MANIFEST, read_manifest
+from penstock.core.cache.stage import (
     Artifact,
     Facts,
     Input,
@@ -31,15 +27,18 @@ from penstock.core.stage import (
     key_of,
     short,
 )
-from penstock.core.store import Step
-from penstock.core.urls import is_url, spoken
-from penstock.engine.checkpoint_folders import naming_of, newest_checkpoint
-from penstock.engine.origin import Form, Origin
-from penstock.train.job import CHECKPOINTS, HF_WEIGHTS, LOGS, Job, read_outcome
-from penstock.train.jobs import job_of
-from penstock.train.keepsakes import keepsakes_of, wanted_of
-from penstock.train.stopping import STOP_FILE
-from penstock.train.torchrun import Ended, ending_of, start_ranks
+from penstock.core.cache.store import Step
+from penstock.core.errors import ArtifactError, ConfigError, PenstockError
+from penstock.core.files import regular_files, set_aside
+from penstock.core.os_errors import reason_of
+from penstock.core.remote.urls import is_url, spoken
+from penstock.core.sources.hub import local_folder
+from penstock.engine.checkpoint.folders import naming_of, newest_checkpoint
+from penstock.engine.model_source import Form, Origin
+from penstock.train.launch.job import CHECKPOINTS, HF_WEIGHTS, LOGS, Job, job_of, read_outcome
+from penstock.train.launch.stop_request import STOP_FILE
+from penstock.train.launch.torchrun import Ended, ending_of, start_ranks
+from penstock.train.launch.upload_selection import keepsakes_of, wanted_of
 
 
 class TrainSettings(Settings):
@@ -202,7 +201,7 @@ class Train(Stage):
 
     def _write_hf_weights(self, checkpoint: Path) -> None:
         """Put the model beside the last checkpoint, as transformers and peft load it."""
-        from penstock.engine.hf_export import write_folders
+        from penstock.engine.hf.export import write_folders
 
         form = Form(merged=not self.run_config.lora.save_lora_only)
         write_folders(checkpoint, self.origin, form, checkpoint / HF_WEIGHTS)
@@ -291,7 +290,7 @@ def _held(folder: Path) -> dict[str, Any] | None:
 
 def _here(job: Job) -> Ended:
     """Be the leading rank ourselves; torchrun was started by hand and the others are with us."""
-    from penstock.train.main import run_by_hand
+    from penstock.train.rank import run_by_hand
 
     run_by_hand(job)
     return Ended(status=0)
@@ -300,7 +299,7 @@ def _here(job: Job) -> Ended:
 def _keep_shown_data(out: Path, stage: Train) -> None:
     """Keep what the report shows of the data; a run does not fail for want of it."""
     from penstock.rows.decoding import decoder_of
-    from penstock.train.shown_data import keep_shown_data
+    from penstock.train.data_samples import keep_shown_data
 
     try:
         keep_shown_data(

@@ -8,7 +8,7 @@ FlashAttention give no gradients of a block; PyTorch's kernels of the same algor
 from penstock_kernels.attention.block import native as _native
 from penstock_kernels.attention.block import reference as _reference
 from penstock_kernels.attention.block import sdpa as _sdpa
-from penstock_kernels.attention.block.rectangle import Rectangle, Sees
+from penstock_kernels.attention.block.block_mask import Rectangle, Sees
 from penstock_kernels.flash_packages import PACKAGES
 from penstock_kernels.op import Fast, Op
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from penstock_kernels.attention.block.rectangle import Rectangle, Sees, refuses_sizes
+from penstock_kernels.attention.block.block_mask import Rectangle, Sees, refuses_sizes
 from penstock_kernels.attention.flash import refuses_tensors
 
 

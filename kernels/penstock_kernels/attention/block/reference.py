@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import torch
 
-from penstock_kernels.attention.block.rectangle import Rectangle, Sees
-from penstock_kernels.attention.visible import hidden_keys
+from penstock_kernels.attention.block.block_mask import Rectangle, Sees
+from penstock_kernels.attention.mask import hidden_keys
 
 
 def block(

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from penstock_kernels.attention.block import chunks
-from penstock_kernels.attention.block.rectangle import Rectangle, Sees, refuses_sizes
+from penstock_kernels.attention.block.block_mask import Rectangle, Sees, refuses_sizes
+from penstock_kernels.attention.mask import hidden_keys
 from penstock_kernels.attention.segments import Segments
-from penstock_kernels.attention.visible import hidden_keys
 
 Keys = Literal["all", "past"]
 """Which keys a query sees: all there are, or its own and those before it."""

@@ -1,9 +1,9 @@
 """Arcee: a Llama whose feed-forward networks have no gate; optional biases everywhere."""
 
+from penstock.models.decoder_config import DecoderConfig
 from penstock.models.family import UNGATED_PARTS, Family
 from penstock.models.hf_config import HfConfig, given, ungated_config
-from penstock.models.roles import DECODER_ROLES
-from penstock.models.shape import DecoderConfig
+from penstock.models.tp_roles import DECODER_ROLES
 
 ROLES = DECODER_ROLES
 

@@ -1,5 +1,6 @@
 """ERNIE 4.5, dense: neighbouring features are turned together."""
 
+from penstock.models.decoder_config import DecoderConfig
 from penstock.models.family import Family
 from penstock.models.hf_config import (
     HfConfig,
@@ -8,8 +9,7 @@ from penstock.models.hf_config import (
     of_whole_heads,
     rope_parameters,
 )
-from penstock.models.roles import DECODER_ROLES
-from penstock.models.shape import DecoderConfig
+from penstock.models.tp_roles import DECODER_ROLES
 
 ROLES = DECODER_ROLES
 THETA = 500_000.0

@@ -1,5 +1,6 @@
 """ERNIE 4.5 with experts: chosen by softmax plus a bias, beside shared ones; dense layers first."""
 
+from penstock.models.decoder_config import DecoderConfig, ExpertNames, ExpertsConfig
 from penstock.models.families.ernie4_5 import THETA
 from penstock.models.family import Family
 from penstock.models.hf_config import (
@@ -11,8 +12,7 @@ from penstock.models.hf_config import (
     required,
     rope_parameters,
 )
-from penstock.models.roles import DECODER_ROLES
-from penstock.models.shape import DecoderConfig, ExpertNames, ExpertsConfig
+from penstock.models.tp_roles import DECODER_ROLES
 
 ROLES = DECODER_ROLES
 NAMES = ExpertNames(selection_bias="moe_statics.e_score_correction_bias")

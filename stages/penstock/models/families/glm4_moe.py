@@ -1,10 +1,10 @@
 """GLM-4.5 and its kin: experts scored each by itself, in groups, with a bias for choosing; shared
 experts; half of each head is turned; dense layers first."""
 
+from penstock.models.decoder_config import DecoderConfig, ExpertsConfig
 from penstock.models.family import Family
 from penstock.models.hf_config import HfConfig, decoder_config, given, required, rope_parameters
-from penstock.models.roles import DECODER_ROLES
-from penstock.models.shape import DecoderConfig, ExpertsConfig
+from penstock.models.tp_roles import DECODER_ROLES
 
 ROLES = DECODER_ROLES
 

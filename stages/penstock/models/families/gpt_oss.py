@@ -4,6 +4,7 @@ in every layer, with biases and a clamped gate."""
 from collections.abc import Mapping
 from typing import Any
 
+from penstock.models.decoder_config import ClampedGate, DecoderConfig, ExpertNames, ExpertsConfig
 from penstock.models.family import ATTENTION_PARTS, Family
 from penstock.models.hf_config import (
     HfConfig,
@@ -15,8 +16,7 @@ from penstock.models.hf_config import (
     rope_parameters,
     sliding,
 )
-from penstock.models.roles import DECODER_ROLES
-from penstock.models.shape import ClampedGate, DecoderConfig, ExpertNames, ExpertsConfig
+from penstock.models.tp_roles import DECODER_ROLES
 
 ROLES = DECODER_ROLES
 NAMES = ExpertNames(router="router")

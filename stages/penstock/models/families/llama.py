@@ -1,9 +1,9 @@
 """Llama 2 and 3: optional biases everywhere, no q/k norms."""
 
+from penstock.models.decoder_config import DecoderConfig
 from penstock.models.family import Family
 from penstock.models.hf_config import HfConfig, decoder_config, given
-from penstock.models.roles import DECODER_ROLES
-from penstock.models.shape import DecoderConfig
+from penstock.models.tp_roles import DECODER_ROLES
 
 ROLES = DECODER_ROLES
 

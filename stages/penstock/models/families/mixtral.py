@@ -1,5 +1,6 @@
 """Mixtral: experts in every layer, the best few by softmax, under names of their own."""
 
+from penstock.models.decoder_config import DecoderConfig, ExpertNames, ExpertsConfig
 from penstock.models.family import Family
 from penstock.models.hf_config import (
     HfConfig,
@@ -11,8 +12,7 @@ from penstock.models.hf_config import (
     rope_parameters,
     sliding_everywhere,
 )
-from penstock.models.roles import DECODER_ROLES
-from penstock.models.shape import DecoderConfig, ExpertNames, ExpertsConfig
+from penstock.models.tp_roles import DECODER_ROLES
 
 ROLES = DECODER_ROLES
 NAMES = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")

@@ -1,10 +1,10 @@
 """Nemotron: LayerNorm that multiplies by 1 + its weight, a share of each head turned, feed-forward
 networks without a gate, optional biases."""
 
+from penstock.models.decoder_config import DecoderConfig
 from penstock.models.family import UNGATED_PARTS, Family
 from penstock.models.hf_config import HfConfig, given, rope_parameters, ungated_config
-from penstock.models.roles import DECODER_ROLES
-from penstock.models.shape import DecoderConfig
+from penstock.models.tp_roles import DECODER_ROLES
 
 ROLES = DECODER_ROLES
 

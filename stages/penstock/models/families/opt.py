@@ -6,10 +6,10 @@ Megatron's first models are the same with GELU; OPT's own have ReLU.
 
 from collections.abc import Iterator
 
+from penstock.models.decoder_config import DecoderConfig, LearnedPositions, TensorNames
 from penstock.models.family import Family
 from penstock.models.hf_config import HfConfig, decoder_config, given, required
-from penstock.models.roles import DECODER_ROLES
-from penstock.models.shape import DecoderConfig, LearnedPositions, TensorNames
+from penstock.models.tp_roles import DECODER_ROLES
 
 ROLES = DECODER_ROLES
 

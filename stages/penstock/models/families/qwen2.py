@@ -1,9 +1,9 @@
 """Qwen2 and Qwen2.5: biases on q, k and v alone."""
 
+from penstock.models.decoder_config import DecoderConfig
 from penstock.models.family import Family
 from penstock.models.hf_config import HfConfig, decoder_config, sliding_from_a_layer_on
-from penstock.models.roles import DECODER_ROLES
-from penstock.models.shape import DecoderConfig
+from penstock.models.tp_roles import DECODER_ROLES
 
 ROLES = DECODER_ROLES
 

@@ -1,9 +1,9 @@
 """Qwen3, dense: queries and keys are normalised head by head; the head width is its own field."""
 
+from penstock.models.decoder_config import DecoderConfig
 from penstock.models.family import Family
 from penstock.models.hf_config import HfConfig, decoder_config, given, sliding_from_a_layer_on
-from penstock.models.roles import DECODER_ROLES
-from penstock.models.shape import DecoderConfig
+from penstock.models.tp_roles import DECODER_ROLES
 
 ROLES = DECODER_ROLES
 

@@ -1,5 +1,6 @@
 """Qwen3 with experts: softmax over all of them, the best few; no shared ones."""
 
+from penstock.models.decoder_config import DecoderConfig, ExpertsConfig
 from penstock.models.family import Family
 from penstock.models.hf_config import (
     HfConfig,
@@ -10,8 +11,7 @@ from penstock.models.hf_config import (
     sliding_everywhere,
     window_if_used,
 )
-from penstock.models.roles import DECODER_ROLES
-from penstock.models.shape import DecoderConfig, ExpertsConfig
+from penstock.models.tp_roles import DECODER_ROLES
 
 ROLES = DECODER_ROLES
 

@@ -1,10 +1,10 @@
 """StableLM: LayerNorm, a share of each head turned, gated feed-forward networks; optional biases on
 q, k and v alone."""
 
+from penstock.models.decoder_config import DecoderConfig
 from penstock.models.family import Family
 from penstock.models.hf_config import HfConfig, decoder_config, given, required, rope_parameters
-from penstock.models.roles import DECODER_ROLES
-from penstock.models.shape import DecoderConfig
+from penstock.models.tp_roles import DECODER_ROLES
 
 ROLES = DECODER_ROLES
 

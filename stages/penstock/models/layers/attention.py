@@ -9,11 +9,11 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from penstock.models.decoder_config import DecoderConfig, RotaryPairs
+from penstock.models.layers.call_hook import direct
 from penstock.models.layers.dropout import WeightDropout
+from penstock.models.layers.layer_ops import BEST_OPERATIONS, Operations
 from penstock.models.layers.norm import RMSNorm
-from penstock.models.layers.operations import BEST_OPERATIONS, Operations
-from penstock.models.layers.run import direct
-from penstock.models.shape import DecoderConfig, RotaryPairs
 from penstock_kernels.attention import Segments
 from penstock_kernels.attention.reference import eager
 

@@ -3,16 +3,16 @@
 import torch
 from torch import nn
 
+from penstock.models.decoder_config import DecoderConfig
 from penstock.models.layers.attention import Attend, SelfAttention
+from penstock.models.layers.call_hook import Run, direct
 from penstock.models.layers.dropout import NOTHING, Dropout, Dropping
 from penstock.models.layers.experts import ExpertOperations
 from penstock.models.layers.feed_forward import FeedForward, PlainFeedForward
-from penstock.models.layers.mixture import MixtureOfExperts
+from penstock.models.layers.layer_ops import ACTIVATIONS, Operations
+from penstock.models.layers.moe import MixtureOfExperts
 from penstock.models.layers.norm import norm_of
-from penstock.models.layers.operations import ACTIVATIONS, Operations
 from penstock.models.layers.router import Precision
-from penstock.models.layers.run import Run, direct
-from penstock.models.shape import DecoderConfig
 from penstock_kernels.attention import Segments
 
 SOCKETS = {"self_attn": "run_attn", "mlp": "run_mlp"}

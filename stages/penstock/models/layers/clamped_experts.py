@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from penstock.models.decoder_config import ExpertsConfig
 from penstock.models.layers.experts import ExpertOperations, Experts, Matrix
-from penstock.models.shape import ExpertsConfig
 
 ONES = 8
 """Columns of a product that adds biases, of which one is ones and the others are zeros: as few as

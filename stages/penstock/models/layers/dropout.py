@@ -17,9 +17,9 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from penstock.models.layers.by_number import Numbered, numbered
+from penstock.models.layers.module_registry import Numbered, numbered
+from penstock_kernels.custom_op import operator
 from penstock_kernels.dropout import dropout, on_host
-from penstock_kernels.operator import operator
 
 R = TypeVar("R")
 

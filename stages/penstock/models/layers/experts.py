@@ -10,9 +10,9 @@ from typing import Literal, ParamSpec, Protocol, TypeVar
 import torch
 from torch import nn
 
-from penstock.models.layers.quantised import QuantisedMatrix
-from penstock.models.shape import ExpertsConfig
-from penstock_kernels.clamped_gate import clamped_gate
+from penstock.models.decoder_config import ExpertsConfig
+from penstock.models.layers.quantized_linear import QuantisedMatrix
+from penstock_kernels.clamped_swiglu import clamped_gate
 from penstock_kernels.glu import swiglu
 from penstock_kernels.group_gemm import group_gemm
 from penstock_kernels.op import Op

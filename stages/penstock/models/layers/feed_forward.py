@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from penstock.models.layers.dropout import Dropout
-from penstock.models.layers.operations import Gate
+from penstock.models.layers.layer_ops import Gate
 from penstock_kernels.glu import swiglu
 
 

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from penstock.models.layers.operations import BEST_OPERATIONS, Operations
-from penstock.models.shape import DecoderConfig
+from penstock.models.decoder_config import DecoderConfig
+from penstock.models.layers.layer_ops import BEST_OPERATIONS, Operations
 
 
 class RMSNorm(nn.Module):

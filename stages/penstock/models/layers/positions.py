@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from penstock.models.shape import LearnedPositions
+from penstock.models.decoder_config import LearnedPositions
 
 
 def _all_of_them(position_ids_T: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from penstock.models.shape import BY_DOCUMENT, RotaryPairs
+from penstock.models.decoder_config import BY_DOCUMENT, RotaryPairs
 from penstock_kernels.attention import Segments
 
 

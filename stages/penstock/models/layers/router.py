@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from penstock.models.layers.by_number import Numbered, numbered
-from penstock.models.layers.watch import Seen, Watch, current_watch
-from penstock.models.shape import ExpertsConfig
-from penstock_kernels.operator import operator
+from penstock.models.decoder_config import ExpertsConfig
+from penstock.models.layers.module_registry import Numbered, numbered
+from penstock.models.layers.router_observer import Seen, Watch, current_watch
+from penstock_kernels.custom_op import operator
 from penstock_kernels.route import route
 
 Precision = Literal["fp32", "model"]

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from penstock.core.errors import CapabilityError
-from penstock.prepare.encode.flat import Ids, Places, ends_of
+from penstock.prepare.encode.ragged import Ids, Places, ends_of
 
 log = logging.getLogger("penstock.prepare")
 

@@ -12,13 +12,13 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from penstock.core.errors import StageError
+from penstock.prepare.bad_records import BadRow, column
 from penstock.prepare.encode.backends import CHECKED_AT_FIRST, CHECKED_LATER, frame_of
 from penstock.prepare.encode.document import Document
-from penstock.prepare.encode.fitting import Cuts, Fitter
-from penstock.prepare.encode.flat import Flat, Labelled
-from penstock.prepare.encode.marks import marker
-from penstock.prepare.encode.render import Renderer
-from penstock.prepare.faults import BadRow, column
+from penstock.prepare.encode.loss_mask import marker
+from penstock.prepare.encode.ragged import Flat, Labelled
+from penstock.prepare.encode.render_chat import Renderer
+from penstock.prepare.encode.truncate import Cuts, Fitter
 from penstock.prepare.formats.conversation import Judged, Pair
 from penstock.prepare.formats.registry import FORMATS
 from penstock.prepare.formats.sample import Ids, Text

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.prepare.faults import BadRow, checked_text, kind_of, text
+from penstock.prepare.bad_records import BadRow, checked_text, kind_of, text
 from penstock.prepare.formats.conversation import Conversation
 from penstock.prepare.formats.instruction import BREAK
 from penstock.prepare.formats.messages import Turn, assembled, text_turn, usual_text

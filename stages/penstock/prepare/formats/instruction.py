@@ -1,6 +1,6 @@
 """`instruction`: a question and its answer, trained on the answer."""
 
-from penstock.prepare.faults import BadRow, optional_text, text
+from penstock.prepare.bad_records import BadRow, optional_text, text
 from penstock.prepare.formats.conversation import Conversation, Message
 from penstock.prepare.formats.sample import Record
 from penstock.prepare.settings import DatasetSettings

@@ -6,8 +6,8 @@ The prompt and the answer have columns of their own, or a conversation ends with
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.prepare.faults import BadRow, column, kind_of
-from penstock.prepare.formats.answers import (
+from penstock.prepare.bad_records import BadRow, column, kind_of
+from penstock.prepare.formats.completions import (
     Said,
     answered,
     conversation_of,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from penstock.prepare.faults import BadRow, sized
+from penstock.prepare.bad_records import BadRow, sized
 
 
 def labels_in(where: str, value: Any, count: int, why: str) -> list[bool]:

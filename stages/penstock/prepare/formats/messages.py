@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock.prepare.faults import BadRow, checked_text, column, kind_of, optional_text
-from penstock.prepare.formats.calls import call_of, calls_of, spoken_calls_of, tools_of
+from penstock.prepare.bad_records import BadRow, checked_text, column, kind_of, optional_text
 from penstock.prepare.formats.conversation import REASONING, Conversation, Message
+from penstock.prepare.formats.json_values import as_text, checked_json, unpacked
 from penstock.prepare.formats.labels import labels_in
-from penstock.prepare.formats.values import as_text, checked_json, unpacked
+from penstock.prepare.formats.tool_calls import call_of, calls_of, spoken_calls_of, tools_of
 from penstock.prepare.settings import DatasetSettings
 
 OTHER_MEDIA = ("images", "image", "audio", "audios", "video", "videos")

@@ -1,6 +1,6 @@
 """`text`: documents trained whole."""
 
-from penstock.prepare.faults import BadRow, checked_text, column, kind_of
+from penstock.prepare.bad_records import BadRow, checked_text, column, kind_of
 from penstock.prepare.formats.sample import Record, Text
 from penstock.prepare.settings import DatasetSettings
 

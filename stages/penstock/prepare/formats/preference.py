@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from penstock.config.dataset import SCORES
-from penstock.prepare.faults import BadRow, column, number
+from penstock.config.schema.dataset import SCORES
+from penstock.prepare.bad_records import BadRow, column, number
 from penstock.prepare.formats.alpaca import asked_in, system_in
-from penstock.prepare.formats.answers import (
+from penstock.prepare.formats.completions import (
     Said,
     answered,
     conversation_of,
@@ -25,7 +25,7 @@ from penstock.prepare.formats.answers import (
     says_the_same,
 )
 from penstock.prepare.formats.conversation import Pair
-from penstock.prepare.formats.dialogue import dialogue_in
+from penstock.prepare.formats.hh_rlhf import dialogue_in
 from penstock.prepare.formats.messages import Turn
 from penstock.prepare.settings import DatasetSettings
 

@@ -1,7 +1,8 @@
 """The one table of formats."""
 
-from penstock.config.dataset import FormatName
+from penstock.config.schema.dataset import FormatName
 from penstock.prepare.formats.alpaca import alpaca
+from penstock.prepare.formats.erniekit import preference_turns, sft_turns
 from penstock.prepare.formats.instruction import instruction
 from penstock.prepare.formats.kto import kto
 from penstock.prepare.formats.messages import conversation
@@ -10,7 +11,6 @@ from penstock.prepare.formats.preference import preference
 from penstock.prepare.formats.sample import Format
 from penstock.prepare.formats.sharegpt import sharegpt
 from penstock.prepare.formats.tokenized import tokenized
-from penstock.prepare.formats.turns import preference_turns, sft_turns
 
 FORMATS: dict[FormatName, Format] = {
     "tokenized": tokenized,

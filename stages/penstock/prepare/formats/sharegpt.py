@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from penstock.prepare.faults import BadRow, column
-from penstock.prepare.formats.calls import spoken_calls_of
+from penstock.prepare.bad_records import BadRow, column
 from penstock.prepare.formats.conversation import Conversation
 from penstock.prepare.formats.messages import (
     OPENAI,
@@ -22,6 +21,7 @@ from penstock.prepare.formats.messages import (
     usual_text,
     word_of,
 )
+from penstock.prepare.formats.tool_calls import spoken_calls_of
 from penstock.prepare.settings import DatasetSettings
 
 ROLES = {

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.prepare.faults import BadRow, column, kind_of
+from penstock.prepare.bad_records import BadRow, column, kind_of
 from penstock.prepare.formats.sample import Ids, Record, Tokens
 from penstock.prepare.settings import DatasetSettings
 

@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from penstock.rows.bins import Indices, Sizes, next_fit
+from penstock.rows.bin_plan import Indices, Sizes, next_fit
 
 STRETCH = 64
 """Rows that are filled one after another where all stretches are filled at the same time. The last

@@ -8,7 +8,7 @@ integer with a bit for each, so that all pairs of a given sum are found by one s
 from collections import Counter
 from collections.abc import Callable
 
-from penstock.rows.bins import Indices
+from penstock.rows.bin_plan import Indices
 from penstock.rows.packing.patterns import Patterns
 
 TRIES = 16

@@ -5,7 +5,7 @@ from heapq import heappush, heapreplace
 import numpy as np
 import numpy.typing as npt
 
-from penstock.rows.bins import Bins, join
+from penstock.rows.bin_plan import Bins, join
 
 
 def greedy(lengths: npt.ArrayLike, capacity: int, group_size: int) -> Bins:

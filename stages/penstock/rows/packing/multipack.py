@@ -6,14 +6,14 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from penstock.rows.bins import Bins, Sizes, alone, join
-from penstock.rows.packing.bound import fewest_rows
+from penstock.rows.bin_plan import Bins, Sizes, alone, join
+from penstock.rows.packing.best_of import quickly, tightest
 from penstock.rows.packing.exchange import exchange
+from penstock.rows.packing.lower_bound import fewest_rows
 from penstock.rows.packing.patterns import Patterns
+from penstock.rows.packing.random_start import random_starts, repack
 from penstock.rows.packing.rows import Rows, planned, starts_of
 from penstock.rows.packing.sorting import counts_of
-from penstock.rows.packing.start import random_starts, repack
-from penstock.rows.packing.tightest import quickly, tightest
 
 BLOCK = 1 << 20
 """Samples whose rows are looked for together. Of more, every block is a random part, which bounds

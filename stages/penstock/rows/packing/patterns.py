@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.rows.bins import Indices
+from penstock.rows.bin_plan import Indices
 
 Placement = tuple[int, int, int, int, int]
 """(length, first row, rows, each, held): so many consecutive rows hold `each` samples of that

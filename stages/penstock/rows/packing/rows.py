@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.rows.bins import Bins, Indices, Sizes
+from penstock.rows.bin_plan import Bins, Indices, Sizes
 from penstock.rows.packing.patterns import Patterns
 from penstock.rows.packing.sorting import order_of, ranges
 

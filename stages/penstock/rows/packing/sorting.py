@@ -6,7 +6,7 @@ fresh memory costs more than the work.
 
 import numpy as np
 
-from penstock.rows.bins import Indices, Sizes
+from penstock.rows.bin_plan import Indices, Sizes
 
 PART = 1 << 15
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from penstock.rows.bins import Bins, Indices
+from penstock.rows.bin_plan import Bins, Indices
 
 
 @dataclass(frozen=True)

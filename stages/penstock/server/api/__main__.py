@@ -11,18 +11,18 @@ from typing import Any, cast
 
 import uvicorn
 
-from penstock.config.server import ServerConfig
+from penstock.config.server.config import ServerConfig
 from penstock.core import env
 from penstock.core.errors import ConfigError
-from penstock.server.addresses import is_loopback
 from penstock.server.api.app import create_app
-from penstock.server.api.desk import Service
+from penstock.server.api.context import Service
 from penstock.server.api.http_protocol import Connection, room_for_connections
 from penstock.server.api.log_limit import LogLimit
 from penstock.server.api.settings import ApiSettings
-from penstock.server.job import ServerJob
-from penstock.server.protocol.asks import FromEngine
-from penstock.server.protocol.zmq import connecting
+from penstock.server.launch.addresses import is_loopback
+from penstock.server.launch.job import ServerJob
+from penstock.server.protocol.envelopes import FromEngine
+from penstock.server.protocol.zmq_channel import connecting
 
 LOG = logging.getLogger(__name__)
 

@@ -7,38 +7,31 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from penstock.server.api import (
-    routes_absent,
-    routes_futures,
-    routes_sampling,
-    routes_service,
-    routes_sync,
-    routes_training,
-    routes_weights,
-)
-from penstock.server.api.bodies import Bodies
-from penstock.server.api.codec_pool import CodecPool
 from penstock.server.api.connections import Connections
-from penstock.server.api.desk import Service
-from penstock.server.api.document import document
-from penstock.server.api.futures import Futures
-from penstock.server.api.keys import Keys
-from penstock.server.api.link import Link
-from penstock.server.api.metrics import Metrics
-from penstock.server.api.pulse import Pulse
-from penstock.server.api.rates import Rates
-from penstock.server.api.refusals import (
+from penstock.server.api.context import Service
+from penstock.server.api.errors import (
     Refusal,
     answer_crash,
     answer_faults,
     answer_http,
     answer_refusal,
 )
+from penstock.server.api.futures import Futures
+from penstock.server.api.metrics import Metrics
+from penstock.server.api.middleware.auth import Keys
+from penstock.server.api.middleware.body_limit import Bodies
+from penstock.server.api.middleware.concurrency_limit import InTurn, Turns
+from penstock.server.api.middleware.rate_limit import Rates
+from penstock.server.api.openapi import document
+from penstock.server.api.routes import checkpoints, sampling, training, unsupported, weight_sync
+from penstock.server.api.routes import futures as routes_futures
+from penstock.server.api.routes import service as routes_service
+from penstock.server.api.scheduler_client import Link
+from penstock.server.api.session_heartbeats import Pulse
 from penstock.server.api.settings import ApiSettings
-from penstock.server.api.turns import InTurn, Turns
-from penstock.server.protocol.asks import FromEngine, ToEngine
-from penstock.server.protocol.channel import Channel
-from penstock.server.protocol.codec import Encoded
+from penstock.server.api.wire.codec_pool import CodecPool
+from penstock.server.protocol.codec import Channel, Encoded
+from penstock.server.protocol.envelopes import FromEngine, ToEngine
 
 SHARED_BYTES = 128 << 20
 """Of bodies that are held at once beside the longest one: what one owner leaves to others."""
@@ -100,12 +93,12 @@ def create_app(channel: Channel[ToEngine | Encoded, FromEngine], settings: ApiSe
     for router in (
         routes_futures.router,
         routes_service.router,
-        routes_training.router,
-        routes_sampling.router,
-        routes_weights.router,
-        routes_sync.router,
+        training.router,
+        sampling.router,
+        checkpoints.router,
+        weight_sync.router,
         routes_service.everybody,
-        routes_absent.router,
+        unsupported.router,
     ):
         app.include_router(router)
     app.add_middleware(InTurn, turns=turns)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Literal, Protocol
 
-from penstock.server.api.refusals import Refusal
+from penstock.server.api.errors import Refusal
 
 Phase = Literal["header", "request", "drain", "idle"]
 """A request's header is awaited; it is served; the rest of a body that was refused comes yet; or

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from penstock.server.api.link import End, Link
-from penstock.server.api.refusals import Refusal
-from penstock.server.protocol.asks import Answer, Ask, Failure
+from penstock.server.api.errors import Refusal
+from penstock.server.api.scheduler_client import End, Link
 from penstock.server.protocol.codec import Encoded
+from penstock.server.protocol.envelopes import Answer, Ask, Failure
+from penstock.server.protocol.requests import Ordered, Pass, Sample
 from penstock.server.protocol.results import Passed, Sampled
-from penstock.server.protocol.values import Array
-from penstock.server.protocol.works import Ordered, Pass, Sample
+from penstock.server.protocol.types import Array
 
 Kind = Literal[
     "create_model",

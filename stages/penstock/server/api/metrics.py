@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from penstock.server.protocol.asks import Status
+from penstock.server.protocol.envelopes import Status
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -1,6 +1,6 @@
 """Messages to frames of bytes and back: msgpack, checked against the types. Never pickle."""
 
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar, dataclass_transform
 
 import msgspec
 
@@ -59,3 +59,59 @@ def _require_fits(frame: bytes | bytearray | memoryview) -> None:
             f"a message of {len(frame)} bytes is over the limit of {MAX_BYTES}.\n"
             "  Send fewer samples at once."
         )
+
+
+Sent_contra = TypeVar("Sent_contra", contravariant=True)
+Heard_co = TypeVar("Heard_co", covariant=True)
+
+
+class PeerLostError(ConnectionError):
+    """The process at the other end is gone. It may come again: the channel stays open."""
+
+
+class Channel(Protocol[Sent_contra, Heard_co]):
+    """One end. Messages arrive in order, or the loss of the peer is heard of between them."""
+
+    async def send(self, message: Sent_contra) -> None:
+        """Hand the message over; it is lost where the peer is."""
+        ...
+
+    async def receive(self) -> Heard_co:
+        """The next message. Raises PeerLostError once whenever the peer is gone."""
+        ...
+
+    def close(self) -> None:
+        """Nothing is sent or heard any more."""
+        ...
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """One that travels by itself, or within another: its name goes with it."""
+
+
+Category = Literal["user", "server", "unknown"]
+"""Who can do something about a failure."""
+
+Code = Literal[
+    "invalid",  # 400
+    "not_found",  # 404
+    "exists",  # 409
+    "gone",  # 410
+    "busy",  # 429
+    "storage_limit",  # 507
+    "not_finite",  # of numbers that were computed
+    "cancelled",
+    "lost",  # the processes that did it died
+    "unavailable",  # 503
+    "internal",  # 500
+]
+"""What kind of failure it is; with the HTTP status of calls that are answered at once."""
+
+OURS: frozenset[Code] = frozenset({"lost", "unavailable", "internal"})
+"""Kinds of failure that no client can do anything about."""
+
+
+def category_of(code: Code) -> Category:
+    """Who can do something about it."""
+    return "server" if code in OURS else "user"

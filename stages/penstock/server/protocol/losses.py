@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from penstock.server.protocol.values import Loss
+from penstock.server.protocol.types import Loss
 
 TARGETS = "target_tokens"
 """The input that every loss takes."""

@@ -4,8 +4,8 @@ from typing import Literal
 
 from msgspec import field
 
-from penstock.server.protocol.message import Message
-from penstock.server.protocol.values import Array, Checkpoint, Endpoint, Lora, Run, Sequence
+from penstock.server.protocol.codec import Message
+from penstock.server.protocol.types import Array, Checkpoint, Endpoint, Lora, Run, Sequence
 
 
 class Done(Message):

@@ -4,29 +4,88 @@ import faulthandler
 import logging
 import sys
 import uuid
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from penstock.config.server import ServerConfig, run_of
+from transformers import PreTrainedTokenizerBase
+
+from penstock.config.server.config import ServerConfig, run_of
 from penstock.core import env
-from penstock.core.orphan import end_with_parent, outlive_parent_by
-from penstock.core.source import pin_tokenizer
-from penstock.engine.announcing import Announcing
-from penstock.engine.hf_config import read_hf_config
-from penstock.engine.hf_tokenizer import TokenizerFiles
-from penstock.engine.ranks import Ranks, join, leave
-from penstock.engine.substrate import Substrate, substrate_of
+from penstock.core.files import read_json
+from penstock.core.process.die_with_parent import end_with_parent, outlive_parent_by
+from penstock.core.sources.pin import pin_tokenizer
+from penstock.engine.distributed.broadcast import Announcing
+from penstock.engine.distributed.ranks import Ranks, join, leave
+from penstock.engine.hf.config import read_hf_config
+from penstock.engine.hf.tokenizer_files import TokenizerFiles
+from penstock.engine.losses.client_loss import ClientLosses
+from penstock.engine.multi_lora.model_pool import Residents
+from penstock.engine.multi_lora.model_store import resting_on
+from penstock.engine.multi_lora.shared_base import Substrate, substrate_of
 from penstock.models.foundation import check_foundation, laid_over
-from penstock.server.job import ServerJob
-from penstock.server.protocol.channel import Channel
-from penstock.server.protocol.commands import Beat, FromWorkers, Ready, ToWorkers
+from penstock.rows.tokenizer import load_tokenizer
+from penstock.server.launch.job import ServerJob
+from penstock.server.protocol.codec import Channel
 from penstock.server.protocol.results import Served
-from penstock.server.protocol.threaded import ThreadedEnd
-from penstock.server.protocol.zmq import listening
-from penstock.server.sync.hosts import allowed_hosts
-from penstock.server.worker.assembling import operations_on
-from penstock.server.worker.operations import Operations
+from penstock.server.protocol.threaded_channel import ThreadedEnd
+from penstock.server.protocol.worker_commands import Beat, FromWorkers, Ready, ToWorkers
+from penstock.server.protocol.zmq_channel import listening
+from penstock.server.weight_sync.allowed_hosts import LOOPBACK, allowed_hosts
+from penstock.server.worker.batching import Dealing
+from penstock.server.worker.generate import Sampling
+from penstock.server.worker.handlers import Operations
+from penstock.server.worker.loop import Running, serve
 from penstock.server.worker.self_test import self_test
-from penstock.server.worker.serving import Running, serve
+
+
+def operations_on(
+    substrate: Substrate,
+    *,
+    base_model: str,
+    tokenizer: TokenizerFiles,
+    begin_from: Path | None = None,
+    allowed_hosts: Sequence[str] = LOOPBACK,
+) -> Operations:
+    """Every rank makes one at the same time. `base_model` is what the model is called,
+    `begin_from` a checkpoint whose weights every new model starts from, and `allowed_hosts` are
+    those that weights may be sent to."""
+    built, ranks = substrate.built, substrate.ranks
+    layout = built.engine.layout
+    residents = Residents(substrate)
+    reading = load_tokenizer(tokenizer.typed, tokenizer.source.pin.get("commit"))
+    return Operations(
+        residents,
+        resting_on(residents, base_model, tokenizer),
+        ClientLosses(layout, ranks, built.answers.log_probs, built.engine.routers),
+        Dealing(
+            substrate.run,
+            num_replicas=built.degrees.num_replicas,
+            replica=layout.mesh.index("replicate", "shard"),
+            pin_memory=ranks.device.type == "cuda",
+        ),
+        Sampling(residents, partial(_decoded, reading), ends_of(substrate, reading)),
+        begin_from,
+        tuple(allowed_hosts),
+    )
+
+
+def ends_of(substrate: Substrate, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The tokens that end a text of the model's: what its tokenizer says, its config.json, and its
+    generation_config.json, where it has one."""
+    file = substrate.weights / "generation_config.json" if substrate.weights else None
+    said = [substrate.hf_config, read_json(file) if file and file.is_file() else {}]
+    found: list[Any] = [tokenizer.eos_token_id]
+    for each in said:
+        ends = each.get("eos_token_id")
+        found += ends if isinstance(ends, list) else [ends]
+    return tuple(sorted({end for end in found if isinstance(end, int)}))
+
+
+def _decoded(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
+    return str(tokenizer.decode(list(tokens), skip_special_tokens=False))
+
 
 MARGIN_SECONDS = 30.0
 """Collective operations wait so much longer than the engine, which takes the workers for lost."""

@@ -5,10 +5,10 @@ import math
 import numpy as np
 
 from penstock.core.errors import StageError
-from penstock.server.protocol.commands import Close, Open, Opened, Rows, Update
 from penstock.server.protocol.results import Passed, Stepped
-from penstock.server.protocol.values import Adam, Array, Datum
-from penstock.server.worker.operations import Operations
+from penstock.server.protocol.types import Adam, Array, Datum
+from penstock.server.protocol.worker_commands import Close, Open, Opened, Rows, Update
+from penstock.server.worker.handlers import Operations
 
 NAME = "self-test"
 TOKENS = 64

@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 from penstock.core.errors import PenstockError
-from penstock.core.os_faults import reason_of
+from penstock.core.os_errors import reason_of
 from penstock.train.report.page import write_report
-from penstock.train.trackers.beside import work_beside
+from penstock.train.trackers.sidecar import work_beside
 
 NICENESS = 19
 SHARE = 0.05

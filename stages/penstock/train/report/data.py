@@ -4,11 +4,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.config.run import RunConfig
-from penstock.core.urls import scrubbed
+from penstock.config.schema.run import RunConfig
+from penstock.core.remote.urls import scrubbed
 from penstock.train.length_histogram import PERCENTILES, bar_names
 from penstock.train.report.chart import BarChart, bar_chart
-from penstock.train.report.words import amount
+from penstock.train.report.format import amount
 
 Row = tuple[str, ...]
 

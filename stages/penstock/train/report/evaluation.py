@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.train.report.record import RunRecord
-from penstock.train.report.words import number, share, when
+from penstock.train.report.format import number, share, when
+from penstock.train.report.read_run import RunRecord
 
 Row = tuple[str, ...]
 

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.core.stage import short
-from penstock.core.urls import scrubbed
-from penstock.train.report.record import RunRecord
-from penstock.train.report.words import duration, share, when
+from penstock.core.cache.stage import short
+from penstock.core.remote.urls import scrubbed
+from penstock.train.report.format import duration, share, when
+from penstock.train.report.read_run import RunRecord
 
 
 @dataclass(frozen=True)

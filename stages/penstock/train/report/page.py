@@ -9,10 +9,10 @@ from typing import Any, Literal
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from penstock import __version__
-from penstock.core.data_facts import DATA, LINEAGE
+from penstock.core.cache.data_facts import DATA, LINEAGE
 from penstock.core.errors import ConfigError, DamagedFileError
 from penstock.core.files import publishing
-from penstock.train.job import (
+from penstock.train.launch.job import (
     EVAL_RESULTS,
     METRICS,
     REPORT,
@@ -21,12 +21,12 @@ from penstock.train.job import (
     SURROUNDINGS,
 )
 from penstock.train.report.chart import MOST_POINTS, SIDE, Chart
-from penstock.train.report.curves import axes, columns, groups, heat_maps, letter, loss_chart
+from penstock.train.report.charts import axes, columns, groups, heat_maps, letter, loss_chart
 from penstock.train.report.data import data_section
 from penstock.train.report.evaluation import evaluation_section
-from penstock.train.report.heat import HeatMap
+from penstock.train.report.heatmap import HeatMap
 from penstock.train.report.lineage import lineage
-from penstock.train.report.record import (
+from penstock.train.report.read_run import (
     RunRecord,
     environment,
     key_figures,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from penstock.core.urls import scrubbed
+from penstock.core.remote.urls import scrubbed
 
 MOST_TOLD = 200
 """Warnings of either kind; of more, the newest."""

@@ -7,7 +7,7 @@ when that rank dies.
 import sys
 from pathlib import Path
 
-from penstock.train.trackers.carrying import main
+from penstock.train.trackers.uploader import main
 
 if __name__ == "__main__":
     main(sys.argv[1], Path(sys.argv[2]))

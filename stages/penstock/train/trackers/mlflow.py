@@ -8,8 +8,8 @@ from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from penstock.core.urls import spoken
-from penstock.train.trackers.card import Card, uri_of
+from penstock.core.remote.urls import spoken
+from penstock.train.trackers.run_info import Card, uri_of
 from penstock.train.trackers.tracker import Ending, Memory, Tracker
 
 MOST_AT_ONCE = 100

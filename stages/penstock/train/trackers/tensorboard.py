@@ -8,7 +8,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from penstock.train.trackers.card import Card
+from penstock.train.trackers.run_info import Card
 from penstock.train.trackers.tracker import Ending, Memory, Tracker
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
 
-from penstock.train.trackers.card import Card
+from penstock.train.trackers.run_info import Card
 
 Ending = Literal["finished", "stopped"]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import trackio
 
-from penstock.train.trackers.card import Card
+from penstock.train.trackers.run_info import Card
 from penstock.train.trackers.tracker import Ending, Memory, Tracker
 
 

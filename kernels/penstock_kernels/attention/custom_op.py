@@ -1,0 +1,136 @@
+"""attention on a CPU as one operator, for models that are compiled.
+
+The compiler makes a program for what it has seen, and another when that changes. The lengths of
+documents are others in each micro-batch: here they are numbers in a tensor, of which it knows
+nothing, and documents are laid into buckets when the program runs.
+
+T tokens, N query heads, K key and value heads, H head width.
+"""
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from penstock_kernels.attention.block import sdpa as block
+from penstock_kernels.attention.segments import Segments
+from penstock_kernels.attention.sinks import gradient_of_sinks, with_sinks
+from penstock_kernels.custom_op import operator
+
+
+@lru_cache(maxsize=8)
+def _documents(lengths: tuple[int, ...]) -> Segments:
+    """Found once for all layers."""
+    return Segments.of(lengths)
+
+
+def _segments(cu_seqlens: torch.Tensor, start_rows_T: torch.Tensor | None) -> Segments:
+    documents = _documents(tuple(cu_seqlens.diff().tolist()))
+    return replace(documents, start_rows=start_rows_T, kept={})
+
+
+def _forward(
+    q_TNH: torch.Tensor,
+    k_TKH: torch.Tensor,
+    v_TKH: torch.Tensor,
+    sinks_N: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
+    start_rows_T: torch.Tensor | None,
+    scale: float,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    segments = _segments(cu_seqlens, start_rows_T)
+    y_TNH, lse_TN = block.block(q_TNH, k_TKH, v_TKH, segments, scale, window)
+    if sinks_N is not None:
+        y_TNH, lse_TN = with_sinks(y_TNH, lse_TN, sinks_N)
+    return y_TNH.contiguous(), lse_TN.contiguous()
+
+
+def _fake(
+    q_TNH: torch.Tensor,
+    k_TKH: torch.Tensor,
+    v_TKH: torch.Tensor,
+    sinks_N: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
+    start_rows_T: torch.Tensor | None,
+    scale: float,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    del k_TKH, v_TKH, sinks_N, cu_seqlens, start_rows_T, scale, window
+    wide = torch.promote_types(q_TNH.dtype, torch.float32)
+    return q_TNH.new_empty(q_TNH.shape), q_TNH.new_empty(q_TNH.shape[:2], dtype=wide)
+
+
+def _backward(
+    dy_TNH: torch.Tensor,
+    q_TNH: torch.Tensor,
+    k_TKH: torch.Tensor,
+    v_TKH: torch.Tensor,
+    y_TNH: torch.Tensor,
+    lse_TN: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    start_rows_T: torch.Tensor | None,
+    scale: float,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    segments = _segments(cu_seqlens, start_rows_T)
+    dq, dk, dv = block.block_backward(
+        dy_TNH, q_TNH, k_TKH, v_TKH, y_TNH, lse_TN, segments, scale, window
+    )
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+
+
+def _fake_backward(
+    dy_TNH: torch.Tensor,
+    q_TNH: torch.Tensor,
+    k_TKH: torch.Tensor,
+    v_TKH: torch.Tensor,
+    y_TNH: torch.Tensor,
+    lse_TN: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    start_rows_T: torch.Tensor | None,
+    scale: float,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    del dy_TNH, y_TNH, lse_TN, cu_seqlens, start_rows_T, scale, window
+    dq, dk, dv = (part.new_empty(part.shape) for part in (q_TNH, k_TKH, v_TKH))
+    return dq, dk, dv
+
+
+_operator_backward = operator("packed_attention_backward", _backward, fake=_fake_backward)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q_TNH, k_TKH, v_TKH, sinks_N, cu_seqlens, start_rows_T, ctx.scale, ctx.window = inputs
+    ctx.save_for_backward(q_TNH, k_TKH, v_TKH, sinks_N, cu_seqlens, start_rows_T, *output)
+
+
+def _gradients(ctx: Any, dy_TNH: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+    q_TNH, k_TKH, v_TKH, sinks_N, cu_seqlens, start_rows_T, y_TNH, lse_TN = ctx.saved_tensors
+    dq_TNH, dk_TKH, dv_TKH = _operator_backward(
+        dy_TNH, q_TNH, k_TKH, v_TKH, y_TNH, lse_TN, cu_seqlens, start_rows_T, ctx.scale, ctx.window
+    )
+    dsinks_N = None
+    if sinks_N is not None and ctx.needs_input_grad[3]:
+        dsinks_N = gradient_of_sinks(dy_TNH, y_TNH, lse_TN, sinks_N)
+    return dq_TNH, dk_TKH, dv_TKH, dsinks_N, None, None, None, None
+
+
+_operator = operator("packed_attention", _forward, fake=_fake, keep=_keep, backward=_gradients)
+
+
+def traced(
+    q_TNH: torch.Tensor,
+    k_TKH: torch.Tensor,
+    v_TKH: torch.Tensor,
+    segments: Segments,
+    scale: float,
+    window: int | None,
+    sinks_N: torch.Tensor | None,
+) -> torch.Tensor:
+    """As sdpa's, [T, N, H]. Of the documents it reads their bounds and start rows."""
+    y_TNH, _ = _operator(
+        q_TNH, k_TKH, v_TKH, sinks_N, segments.cu_seqlens, segments.start_rows, scale, window
+    )
+    return y_TNH

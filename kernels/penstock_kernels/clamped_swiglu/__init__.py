@@ -1,0 +1,28 @@
+"""gpt-oss's gate: clamped, and one added to what it gates; on Triton in one pass each way."""
+
+from collections.abc import Mapping
+
+import torch
+
+from penstock_kernels.clamped_swiglu.reference import clamped_gate as _reference
+from penstock_kernels.op import HAS_TRITON, Fast, Op, needs_cuda, needs_floats
+
+__all__ = ["clamped_gate"]
+
+
+def _refuses(both_T2F: torch.Tensor, alpha: float, limit: float) -> str | None:
+    del alpha
+    if not both_T2F.ndim or both_T2F.shape[-1] % 2:
+        return f"its input is {tuple(both_T2F.shape)}, which is not gate and up by turns"
+    if limit < 0:
+        return f"the limit is {limit}, and nothing lies between it and its negative"
+    return needs_floats(both_T2F) or needs_cuda(both_T2F)
+
+
+_FAST: Mapping[str, Fast[[torch.Tensor, float, float], torch.Tensor]] = {}
+if HAS_TRITON:
+    from penstock_kernels.clamped_swiglu.triton import clamped_gate as _triton
+
+    _FAST = {"triton": Fast(_triton, _refuses, written_in="triton")}
+
+clamped_gate = Op("clamped_gate", _reference, _FAST)

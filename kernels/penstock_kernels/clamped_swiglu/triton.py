@@ -1,0 +1,102 @@
+"""clamped_gate on Triton: one pass forward, one pass backward, which keep the input alone."""
+
+# pyright: reportArgumentType=false
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock_kernels.custom_op import operator
+
+BLOCK = 1024
+
+
+@triton.jit
+def _read(both_ptr, n, BLOCK: tl.constexpr):
+    """Gates and what they gate, as they are. They lie by turns, and are read as they lie: whole
+    vectors, of which each thread parts its own."""
+    at = tl.program_id(0).to(tl.int64) * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
+    both = tl.load(both_ptr + at, mask=at < 2 * n, other=0).to(tl.float32)
+    return tl.split(both.reshape(BLOCK, 2))
+
+
+@triton.jit
+def _forward(both_ptr, y_ptr, alpha, limit, n, BLOCK: tl.constexpr):
+    gate, up = _read(both_ptr, n, BLOCK)
+    gate = tl.minimum(gate, limit)
+    up = tl.minimum(tl.maximum(up, -limit), limit)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + at, (up + 1) * gate * tl.sigmoid(alpha * gate), mask=at < n)
+
+
+@triton.jit
+def _backward(both_ptr, dy_ptr, dboth_ptr, alpha, limit, n, BLOCK: tl.constexpr):
+    gate, up = _read(both_ptr, n, BLOCK)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    dy = tl.load(dy_ptr + at, mask=at < n, other=0).to(tl.float32)
+    # At the limits themselves gradients pass, as torch.clamp has it.
+    gate_passes = gate <= limit
+    up_passes = (up >= -limit) & (up <= limit)
+    gate = tl.minimum(gate, limit)
+    up = tl.minimum(tl.maximum(up, -limit), limit)
+    sig = tl.sigmoid(alpha * gate)
+    # d (g * s(a g)) / dg = s + a * g * s * (1 - s)
+    dgate = dy * (up + 1) * sig * (1 + alpha * gate * (1 - sig))
+    dgate = tl.where(gate_passes, dgate, 0)
+    dup = tl.where(up_passes, dy * gate * sig, 0)
+    both_at = tl.program_id(0).to(tl.int64) * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
+    tl.store(dboth_ptr + both_at, tl.interleave(dgate, dup), mask=both_at < 2 * n)
+
+
+def _clamped_gate(both: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    y = _clamped_gate_fake(both, alpha, limit)
+    if n := y.numel():
+        _forward[(triton.cdiv(n, BLOCK),)](both.contiguous(), y, alpha, limit, n, BLOCK=BLOCK)
+    return y
+
+
+def _clamped_gate_fake(both: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    del alpha, limit
+    return both.new_empty((*both.shape[:-1], both.shape[-1] // 2))
+
+
+def _gradient(both: torch.Tensor, dy: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    dboth = both.new_empty(both.shape)
+    if n := dy.numel():
+        _backward[(triton.cdiv(n, BLOCK),)](
+            both.contiguous(), dy.contiguous(), dboth, alpha, limit, n, BLOCK=BLOCK
+        )
+    return dboth
+
+
+def _gradient_fake(
+    both: torch.Tensor, dy: torch.Tensor, alpha: float, limit: float
+) -> torch.Tensor:
+    del dy, alpha, limit
+    return both.new_empty(both.shape)
+
+
+_gradient_of = operator("clamped_gate_gradient", _gradient, fake=_gradient_fake)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    del output
+    both, ctx.alpha, ctx.limit = inputs
+    ctx.save_for_backward(both)
+
+
+def _back(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    (both,) = ctx.saved_tensors
+    return _gradient_of(both, dy, ctx.alpha, ctx.limit), None, None
+
+
+_clamped_gate_of = operator(
+    "clamped_gate", _clamped_gate, fake=_clamped_gate_fake, keep=_keep, backward=_back
+)
+
+
+def clamped_gate(both_T2F: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """As the reference's; rounded once, from fp32."""
+    return _clamped_gate_of(both_T2F, alpha, limit)

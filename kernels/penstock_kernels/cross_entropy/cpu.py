@@ -1,0 +1,116 @@
+"""The passes on a CPU: a few rows at a time, which stay in a core's caches from the first operation
+to the last. A pass over logits that do not would wait for memory each time.
+
+C tokens of a chunk, R of them at a time, V entries of the vocabulary.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from penstock_kernels.cross_entropy.loss_terms import Slopes, Tally, Terms, slopes
+
+EACH = 512 * 1024
+"""Numbers at a time for a core, where rows are shorter: 2 MiB in fp32. Of fewer, calls cost more
+than memory does."""
+
+
+def tally(logits_CV: torch.Tensor, labels_C: torch.Tensor, terms: Terms) -> Tally:
+    """As the reference."""
+    found = _unfilled(logits_CV, terms)
+    for rows, y_RV in _blocks(logits_CV):
+        _read(y_RV, logits_CV[rows], terms)
+        _to_shares(y_RV, labels_C[rows], found, rows)
+    return found
+
+
+def slope_(
+    logits_CV: torch.Tensor,
+    labels_C: torch.Tensor,
+    log_sum_C: torch.Tensor,
+    slopes: Slopes,
+    terms: Terms,
+) -> None:
+    """As the reference. It has no need of the sums, which a softmax finds again."""
+    del log_sum_C
+    for rows, y_RV in _blocks(logits_CV):
+        bend_RV = _read(y_RV, logits_CV[rows], terms)
+        torch.softmax(y_RV, 1, out=y_RV)
+        _to_slopes(y_RV, bend_RV, labels_C[rows], _of(slopes, rows))
+        logits_CV[rows].copy_(y_RV)
+
+
+def turn_(logits_CV: torch.Tensor, labels_C: torch.Tensor, entries: int, terms: Terms) -> Tally:
+    """Both at once, with one softmax for the two."""
+    found = _unfilled(logits_CV, terms)
+    for rows, y_RV in _blocks(logits_CV):
+        bend_RV = _read(y_RV, logits_CV[rows], terms)
+        _to_shares(y_RV, labels_C[rows], found, rows)
+        log_sum_R = found.log_sum[rows]
+        rises = slopes(log_sum_R, log_sum_R, entries, terms)
+        _to_slopes(y_RV, bend_RV, labels_C[rows], rises)
+        logits_CV[rows].copy_(y_RV)
+    return found
+
+
+def _read(y_RV: torch.Tensor, logits_RV: torch.Tensor, terms: Terms) -> torch.Tensor | None:
+    """Fill `y` with logits as the loss sees them; by how much a cap bends them, if there is one."""
+    y_RV.copy_(logits_RV)
+    if terms.soft_cap is None:
+        return None
+    y_RV.div_(terms.soft_cap).tanh_()
+    bend_RV = 1 - y_RV.square()
+    y_RV.mul_(terms.soft_cap)
+    return bend_RV
+
+
+def _to_shares(y_RV: torch.Tensor, label_R: torch.Tensor, found: Tally, rows: slice) -> None:
+    """Turn logits into their shares of the sum of exponentials, and fill in what is to be known."""
+    target_R = y_RV.gather(1, label_R.clamp(min=0)[:, None]).squeeze(1)
+    found.target[rows] = target_R.masked_fill_(label_R < 0, 0)
+    if found.total is not None:
+        torch.sum(y_RV, 1, out=found.total[rows])
+    largest_R = y_RV.amax(1)
+    # Torch has one fused pass for it, with exponentials twice as fast as those of `exp`; and the
+    # largest share, that of an exponential of 1, tells by what all were divided.
+    torch.softmax(y_RV, 1, out=y_RV)
+    torch.sub(largest_R, y_RV.amax(1).log_(), out=found.log_sum[rows])
+
+
+def _to_slopes(
+    y_RV: torch.Tensor, bend_RV: torch.Tensor | None, label_R: torch.Tensor, rises: Slopes
+) -> None:
+    """Turn shares into slopes."""
+    y_RV.mul_(rises.share[:, None])
+    if rises.floor is not None:
+        y_RV.sub_(rises.floor[:, None])
+    hit_R = rises.hit.masked_fill(label_R < 0, 0)
+    y_RV.scatter_add_(1, label_R.clamp(min=0)[:, None], -hit_R[:, None])
+    if bend_RV is not None:
+        y_RV.mul_(bend_RV)
+
+
+def _of(rises: Slopes, rows: slice) -> Slopes:
+    floor_C = rises.floor
+    return Slopes(rises.share[rows], rises.hit[rows], None if floor_C is None else floor_C[rows])
+
+
+def _unfilled(logits_CV: torch.Tensor, terms: Terms) -> Tally:
+    log_sum_C = _precise(logits_CV, len(logits_CV))
+    total_C = torch.empty_like(log_sum_C) if terms.smoothing else None
+    return Tally(log_sum_C, torch.empty_like(log_sum_C), total_C)
+
+
+def _blocks(logits_CV: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Which rows are next, and where to work on them; what is there is no longer needed."""
+    count, width = logits_CV.shape
+    # A softmax gives each core whole rows.
+    each = torch.get_num_threads() * max(1, EACH // max(1, width))
+    scratch_RV = _precise(logits_CV, min(each, count), width)
+    for start in range(0, count, each):
+        stop = min(start + each, count)
+        yield slice(start, stop), scratch_RV[: stop - start]
+
+
+def _precise(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    return like.new_empty(shape, dtype=torch.promote_types(like.dtype, torch.float32))

@@ -1,0 +1,50 @@
+"""The largest magnitudes among numbers that share a scale.
+
+Whoever holds some rows or columns of a matrix takes the maximum over all that share a scale before
+rounding its own; then its codes are those of the whole.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from penstock_kernels.float8.float8_matrix import BLOCK, Sharing, shape_of_scales
+
+
+def largest_of(x_RC: torch.Tensor, sharing: Sharing) -> torch.Tensor:
+    """Of [R, C], one for each scale, float32. No number counts as no number."""
+    if not x_RC.numel():
+        return x_RC.new_zeros(shape_of_scales(sharing, *x_RC.shape), dtype=torch.float32)
+    if sharing == "tensor":
+        return _largest(x_RC, (0, 1))
+    if sharing == "rows":
+        return _largest(x_RC, (1,))
+    of_groups = _of_groups(x_RC)
+    if sharing == "groups":
+        return of_groups
+    padded = F.pad(of_groups, (0, 0, 0, -len(of_groups) % BLOCK))
+    return padded.unflatten(0, (-1, BLOCK)).amax(1)
+
+
+def largest_of_part(
+    x_RC: torch.Tensor, sharing: Sharing, first_row: int, rows: int
+) -> torch.Tensor:
+    """Of rows from `first_row` on of a matrix of so many, one for each of the whole's scales: zero
+    for those that the part has nothing of."""
+    if sharing == "tensor":
+        return largest_of(x_RC, sharing)
+    above = first_row % BLOCK if sharing == "tiles" else 0
+    found = largest_of(F.pad(x_RC, (0, 0, above, 0)), sharing)
+    whole = found.new_zeros(shape_of_scales(sharing, rows, x_RC.shape[1]))
+    if len(x_RC):
+        first = first_row // BLOCK if sharing == "tiles" else first_row
+        whole[first : first + len(found)] = found
+    return whole
+
+
+def _of_groups(x_RC: torch.Tensor) -> torch.Tensor:
+    padded = F.pad(x_RC, (0, -x_RC.shape[1] % BLOCK))
+    return _largest(padded.unflatten(1, (-1, BLOCK)), (2,))[..., 0]
+
+
+def _largest(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+    return torch.linalg.vector_norm(x, float("inf"), dim=dims, keepdim=True).float()

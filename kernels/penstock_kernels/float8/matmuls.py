@@ -1,0 +1,189 @@
+"""The products of a linear layer and of its gradients, of float8 numbers.
+
+T rows of x, K columns in, N out. Three products: y of x and W, summed over K; the gradient of x of
+dy and W, over N; that of W of dy and x, over T. What is summed over shares a scale, or some of it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from penstock_kernels.float8.amax import largest_of
+from penstock_kernels.float8.float8_matrix import Coded, Sharing
+from penstock_kernels.float8.formats import Kind, scales_of
+from penstock_kernels.float8.hadamard import factors, turn
+from penstock_kernels.float8.operations import multiply, quantise
+from penstock_kernels.float8.weight import CodedWeight
+
+Recipe = Literal["tensorwise", "rowwise", "blockwise"]
+Product = Literal["quantised", "exact"]
+Agree = Callable[[torch.Tensor], torch.Tensor]
+"""The largest magnitudes here to those of all who hold parts of the same matrix."""
+
+SHARING: dict[Recipe, tuple[Sharing, Sharing]] = {
+    "tensorwise": ("tensor", "tensor"),
+    "rowwise": ("rows", "rows"),
+    "blockwise": ("groups", "tiles"),
+}
+"""Of activations and gradients, and of weights."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a layer's numbers are rounded."""
+
+    recipe: Recipe = "rowwise"
+    gradients: Kind = "e5m2"
+    """Of outputs; activations and weights are e4m3."""
+    input_gradient: Product = "quantised"
+    """`exact`: of the gradient of y as it is and the numbers that stand for W."""
+    weight_gradient: Product = "quantised"
+    """`exact`: of the gradient of y and x as they are."""
+    block: int | None = None
+    """Features that are turned together (`hadamard.py`) before x and W are rounded."""
+
+    @property
+    def of_rows(self) -> Sharing:
+        """What shares a scale in x and in gradients."""
+        return SHARING[self.recipe][0]
+
+    @property
+    def of_weights(self) -> Sharing:
+        """What shares a scale in W."""
+        return SHARING[self.recipe][1]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Who else holds parts of the layer's matrices: along each of their dimensions, if anybody."""
+
+    tokens: Agree | None = None
+    inputs: Agree | None = None
+    outputs: Agree | None = None
+
+
+ALONE = Agreement()
+
+
+def coded(
+    x_RC: torch.Tensor, kind: Kind, sharing: Sharing, rows: Agree | None, columns: Agree | None
+) -> Coded:
+    """A matrix rounded as the whole is of which others hold rows or columns.
+
+    Groups and tiles never reach into what others hold.
+    """
+    reaches = {"tensor": (rows, columns), "rows": (columns,)}.get(sharing, ())
+    asked = [agree for agree in reaches if agree]
+    if not asked:
+        return quantise(x_RC, kind, sharing)
+    largest = largest_of(x_RC, sharing)
+    for agree in asked:
+        largest = agree(largest)
+    return quantise(x_RC, kind, sharing, scales_of(largest, kind))
+
+
+def seen(weight_NK: torch.Tensor, block: int | None) -> torch.Tensor:
+    """The weight as it is rounded; and back, its gradient."""
+    return weight_NK if block is None else turn(weight_NK, block, factors(block)[1])
+
+
+def turned(x: torch.Tensor, block: int | None) -> torch.Tensor:
+    """Rows as they are rounded; and back, of what is a product with W as it is rounded."""
+    return x if block is None else turn(x, block, factors(block)[0])
+
+
+def outputs(
+    x_TK: torch.Tensor, weight_NK: torch.Tensor, scheme: Scheme, agreement: Agreement
+) -> tuple[torch.Tensor, Coded, Coded]:
+    """y [T, N] in x's dtype, and what it is the product of."""
+    x = coded(
+        turned(x_TK, scheme.block), "e4m3", scheme.of_rows, agreement.tokens, agreement.inputs
+    )
+    if isinstance(weight_NK, CodedWeight):
+        weight = weight_NK.coded
+    else:
+        whole = seen(weight_NK.to(x_TK.dtype), scheme.block)
+        weight = coded(whole, "e4m3", scheme.of_weights, agreement.outputs, agreement.inputs)
+    return multiply(x, weight, x_TK.dtype, "fast"), x, weight
+
+
+def gradients(
+    dy_TN: torch.Tensor,
+    x: torch.Tensor | Coded | None,
+    weight_NK: torch.Tensor,
+    weight_scales: torch.Tensor,
+    scheme: Scheme,
+    agreement: Agreement,
+    *,
+    wanted: tuple[bool, bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Those of x [T, K] and of W [N, K], or of one of them.
+
+    `x`: as it came, or its codes where they share one scale and W's gradient is of rounded numbers;
+    None if that is not wanted. `weight_scales`: of the forward pass.
+    """
+    dx = dweight = dy = None
+    rounds = (scheme.input_gradient == "quantised", scheme.weight_gradient == "quantised")
+    if scheme.of_rows == "tensor" and any(map(all, zip(wanted, rounds, strict=True))):
+        # Serves both.
+        dy = coded(dy_TN, scheme.gradients, "tensor", agreement.tokens, agreement.outputs)
+    if wanted[0]:
+        dx = _input_gradient(dy_TN, dy, weight_NK, weight_scales, scheme, agreement)
+    if wanted[1]:
+        assert x is not None
+        dweight = _weight_gradient(dy_TN, dy, x, scheme, agreement).to(weight_NK.dtype)
+    return dx, dweight
+
+
+def _input_gradient(
+    dy_TN: torch.Tensor,
+    dy: Coded | None,
+    weight_NK: torch.Tensor,
+    scales: torch.Tensor,
+    scheme: Scheme,
+    agreement: Agreement,
+) -> torch.Tensor:
+    dtype, sharing = dy_TN.dtype, scheme.of_weights
+    whole = None
+    if not isinstance(weight_NK, CodedWeight):
+        whole = seen(weight_NK.to(dtype), scheme.block)
+    is_quantised = scheme.input_gradient == "quantised"
+    if is_quantised and sharing == "rows":
+        # A gathered weight has been rounded by its other dimension, and would be rounded twice.
+        assert whole is not None, "rows of a gathered weight have no scales for their columns"
+        across = coded(whole.mT, "e4m3", sharing, agreement.inputs, agreement.outputs)
+    else:
+        weight = (
+            weight_NK.coded
+            if isinstance(weight_NK, CodedWeight)
+            else quantise(whole, "e4m3", sharing, scales)
+        )
+        if not is_quantised:
+            return turned(dy_TN @ weight.numbers(dtype), scheme.block)
+        across = weight.mT
+    dy = dy or coded(dy_TN, scheme.gradients, scheme.of_rows, agreement.tokens, agreement.outputs)
+    return turned(multiply(dy, across, dtype), scheme.block)
+
+
+def _weight_gradient(
+    dy_TN: torch.Tensor,
+    dy: Coded | None,
+    x: torch.Tensor | Coded,
+    scheme: Scheme,
+    agreement: Agreement,
+) -> torch.Tensor:
+    if scheme.weight_gradient == "exact":
+        assert isinstance(x, torch.Tensor)
+        return dy_TN.mT @ x
+    if dy is not None:
+        if isinstance(x, torch.Tensor):
+            whole = turned(x, scheme.block)
+            x = coded(whole, "e4m3", "tensor", agreement.tokens, agreement.inputs)
+        return seen(multiply(dy.mT, x.mT, dy_TN.dtype), scheme.block)
+    assert isinstance(x, torch.Tensor)
+    tokens, sharing = agreement.tokens, scheme.of_rows
+    down = coded(dy_TN.mT, scheme.gradients, sharing, agreement.outputs, tokens)
+    along = coded(turned(x, scheme.block).mT, "e4m3", sharing, agreement.inputs, tokens)
+    return seen(multiply(down, along, dy_TN.dtype), scheme.block)

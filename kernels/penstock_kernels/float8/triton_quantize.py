@@ -1,0 +1,144 @@
+"""Rounding to float8 numbers on Triton: one pass over the matrix, whichever way it lies, and one
+before it where scales reach further than a block.
+
+R rows, C columns.
+"""
+
+# pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false, reportCallIssue=false
+# pyright: reportAssignmentType=false
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock_kernels.custom_op import operator
+from penstock_kernels.float8.amax import largest_of
+from penstock_kernels.float8.float8_matrix import BLOCK, Coded, Sharing, shape_of_scales
+from penstock_kernels.float8.formats import DTYPES, Kind, scales_of
+from penstock_kernels.op import needs_cuda, needs_floats
+from penstock_kernels.quant.triton_numbers import E4M3_MOST, magnitude, to_e4m3, to_e5m2
+
+E5M2_MOST = tl.constexpr(57344.0)
+
+ROWS = 32
+"""Of a block of one group each; tiles have as many as columns."""
+
+
+@triton.jit
+def _scale_of(largest, EXPONENT: tl.constexpr):
+    """The smallest power of two that brings a magnitude into range; see numbers.py."""
+    bits = largest.to(tl.int32, bitcast=True)
+    exponent = (bits >> 23) - EXPONENT + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    scale = (tl.maximum(exponent, 1) << 23).to(tl.float32, bitcast=True)
+    return tl.where(bits < 0x7F800000, scale, float("nan"))
+
+
+@triton.jit
+def _quantise(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    R,
+    C,
+    row_stride,
+    column_stride,
+    SHARING: tl.constexpr,
+    KIND: tl.constexpr,
+    GIVEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = (row < R)[:, None] & (column < C)[None, :]
+    at = row[:, None] * row_stride + column[None, :] * column_stride
+    x = tl.load(x_ptr + at, mask=inside, other=0).to(tl.float32)
+    across = tl.num_programs(1)
+    exponent: tl.constexpr = 8 if KIND == "e4m3" else 15
+    if SHARING == "tensor":
+        scale = tl.load(scales_ptr)
+    elif SHARING == "rows":
+        scale = tl.load(scales_ptr + row, mask=row < R, other=1)[:, None]
+    elif SHARING == "groups":
+        places = scales_ptr + row * across + tl.program_id(1)
+        if GIVEN:
+            scale = tl.load(places, mask=row < R, other=1)[:, None]
+        else:
+            of_rows = _scale_of(tl.max(magnitude(x), axis=1), exponent)
+            tl.store(places, of_rows, mask=row < R)
+            scale = of_rows[:, None]
+    else:
+        place = scales_ptr + tl.program_id(0) * across + tl.program_id(1)
+        if GIVEN:
+            scale = tl.load(place)
+        else:
+            scale = _scale_of(tl.max(tl.max(magnitude(x), axis=1), axis=0), exponent)
+            tl.store(place, scale)
+    scaled = x / scale
+    if KIND == "e4m3":
+        code = to_e4m3(tl.minimum(tl.maximum(scaled, -E4M3_MOST), E4M3_MOST))
+    else:
+        code = to_e5m2(tl.minimum(tl.maximum(scaled, -E5M2_MOST), E5M2_MOST))
+    tl.store(codes_ptr + row[:, None] * C + column[None, :], code, mask=inside)
+
+
+def _run(
+    x: torch.Tensor, kind: str, sharing: str, scales: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    R, C = x.shape
+    given = scales is not None
+    found = x.new_empty(shape_of_scales(sharing, R, C), dtype=torch.float32)
+    if scales is not None:
+        found.copy_(scales)
+    elif sharing in ("tensor", "rows"):
+        found.copy_(scales_of(largest_of(x, sharing), kind))
+    codes = x.new_empty((R, C), dtype=torch.uint8)
+    if codes.numel():
+        rows = BLOCK if sharing == "tiles" else ROWS
+        _quantise[(triton.cdiv(R, rows), triton.cdiv(C, BLOCK))](
+            x,
+            codes,
+            found,
+            R,
+            C,
+            *x.stride(),
+            SHARING=sharing,
+            KIND=kind,
+            GIVEN=given,
+            ROWS=rows,
+            BLOCK=BLOCK,
+            num_warps=8 if sharing == "tiles" else 4,
+        )
+    return codes, found
+
+
+def _fake(
+    x: torch.Tensor, kind: str, sharing: str, scales: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    del kind, scales
+    shape = shape_of_scales(sharing, *x.shape)
+    return x.new_empty(x.shape, dtype=torch.uint8), x.new_empty(shape, dtype=torch.float32)
+
+
+_quantised = operator("float8_quantise", _run, fake=_fake)
+
+
+def quantise(
+    x_RC: torch.Tensor, kind: Kind, sharing: Sharing, scales: torch.Tensor | None = None
+) -> Coded:
+    """As the reference's, to the bit, of finite numbers; others leave the same scales."""
+    codes, found = _quantised(x_RC, kind, sharing, scales)
+    return Coded(codes.view(DTYPES[kind]), found, sharing)
+
+
+def refuses(
+    x_RC: torch.Tensor, kind: Kind, sharing: Sharing, scales: torch.Tensor | None = None
+) -> str | None:
+    """Why it cannot round it."""
+    del kind
+    if x_RC.dim() != 2:
+        return f"it rounds matrices, and this is {tuple(x_RC.shape)}"
+    wanted = shape_of_scales(sharing, *x_RC.shape)
+    if scales is not None and tuple(scales.shape) != wanted:
+        return f"scales of {sharing} are {wanted}, and these are {tuple(scales.shape)}"
+    return needs_floats(x_RC) or needs_cuda(x_RC)

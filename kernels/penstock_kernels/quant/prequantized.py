@@ -1,0 +1,98 @@
+"""Matrices that others quantised, in the tensors they are published with, used as they are.
+
+..., N rows and K columns; G groups of a row.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from penstock_kernels.quant.block_fp8 import TILE
+from penstock_kernels.quant.formats import FORMATS, format_named
+from penstock_kernels.quant.quantized_matrix import Quantised
+
+__all__ = [
+    "bitsandbytes_scales",
+    "nf4_of_bitsandbytes",
+    "nvfp4_of_modelopt",
+    "of_fp8_tiles",
+    "tile_scales",
+]
+
+
+def nf4_of_bitsandbytes(
+    packed: torch.Tensor, scales: torch.Tensor, shape: Sequence[int], group: int = 64
+) -> Quantised:
+    """bitsandbytes' NF4: `packed` (uint8) and one scale for each group, of the matrix flattened.
+
+    It has the column before in the high four bits of a byte, where ours is in the low ones; all
+    else is alike while groups end where rows do. Scales that were quantised again are made by
+    `bitsandbytes_scales`.
+
+    Raises:
+        ValueError: rows are not whole groups, or there are fewer numbers than the shape has.
+    """
+    *rows, columns = shape
+    if columns % group or packed.numel() * 2 != math.prod(shape):
+        raise ValueError(
+            f"{packed.numel()} bytes of two codes in groups of {group} are no rows of whole groups "
+            f"in {tuple(shape)}; dequantise with bitsandbytes and quantise the result"
+        )
+    codes = packed.reshape(*rows, columns // 2)
+    return Quantised(
+        format_named("nf4", group),
+        columns,
+        codes >> 4 | codes << 4,
+        scales.float().reshape(*rows, columns // group),
+    )
+
+
+def bitsandbytes_scales(
+    codes: torch.Tensor,
+    levels: torch.Tensor,
+    scales: torch.Tensor,
+    offset: float,
+    group: int = 256,
+) -> torch.Tensor:
+    """Scales that bitsandbytes quantised once more ("double quantisation"), flat, float32.
+
+    `codes` choose of 256 levels (`quant_map`), which `scales` (`nested_absmax`) multiply, one for
+    `group` codes; `offset` is their mean, which was taken away before.
+    """
+    each = levels[codes.flatten().int()]
+    return each * scales.repeat_interleave(group)[: len(each)] + offset
+
+
+def nvfp4_of_modelopt(
+    weight: torch.Tensor, weight_scale: torch.Tensor, weight_scale_2: torch.Tensor
+) -> Quantised:
+    """ModelOpt's NVFP4: codes uint8 [..., N, K/2], e4m3 scales [..., N, K/16], one of a matrix."""
+    *outer, rows, half = weight.shape
+    whole = weight_scale_2.float().reshape(*outer, 1, 1).expand(*outer, rows, 1)
+    return Quantised(FORMATS["nvfp4"], 2 * half, weight, weight_scale, whole.contiguous())
+
+
+def of_fp8_tiles(
+    weight: torch.Tensor, weight_scale_inv: torch.Tensor, first_row: int = 0
+) -> Quantised:
+    """FP8 in tiles of 128 x 128: e4m3 [..., N, K] and float32 [..., N/128, K/128], rounded up.
+
+    Of a run of a matrix's rows, `first_row` is the first's number, and the scales are those of the
+    tiles from that row's on.
+    """
+    within, rows = first_row % TILE, weight.shape[-2]
+    scales = weight_scale_inv.float().repeat_interleave(TILE, -2)
+    return Quantised(
+        FORMATS["block_fp8"],
+        weight.shape[-1],
+        weight.view(torch.uint8),
+        scales.narrow(-2, within, rows).contiguous(),
+    )
+
+
+def tile_scales(quantised: Quantised) -> torch.Tensor:
+    """`weight_scale_inv` of `block_fp8`, [..., N/128, G]: of a whole matrix, or one from a tile's
+    first row on.
+    """
+    return quantised.scales[..., ::TILE, :]

@@ -1,0 +1,140 @@
+"""dequantise on Triton: one pass, codes in, numbers out. R rows of all matrices, K columns."""
+
+# pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false, reportCallIssue=false
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock_kernels.op import INTERPRETED
+from penstock_kernels.quant.quantized_matrix import Quantised
+from penstock_kernels.quant.triton_numbers import from_e4m3, level_of, to_bf16_grid
+
+ELEMENTS = 4096
+"""Numbers in a tile."""
+
+
+@triton.jit
+def read(
+    codes_ptr,
+    scales_ptr,
+    global_ptr,
+    rows,
+    inside,
+    column,
+    row_bytes,
+    num_groups,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The numbers of some rows from a column on, float32 [ROWS, COLUMNS]; zeros outside.
+
+    GROUP 0 is a scale for each row, else COLUMNS and `column` are multiples of it.
+    """
+    wide = rows.to(tl.int64)[:, None]
+    if FORMAT == "int8" or FORMAT == "fp8" or FORMAT == "block_fp8":
+        at = column + tl.arange(0, COLUMNS)
+        mask = inside[:, None] & (at < row_bytes)[None, :]
+        code = tl.load(codes_ptr + wide * row_bytes + at[None, :], mask=mask, other=0)
+        if FORMAT == "int8":
+            values = code.to(tl.int8, bitcast=True).to(tl.float32)
+        else:
+            values = from_e4m3(code)
+    else:
+        at = column // 2 + tl.arange(0, COLUMNS // 2)
+        mask = inside[:, None] & (at < row_bytes)[None, :]
+        pair = tl.load(codes_ptr + wide * row_bytes + at[None, :], mask=mask, other=0).to(tl.int32)
+        values = tl.interleave(level_of(pair & 15, FORMAT), level_of(pair >> 4, FORMAT))
+    if GROUP == 0:
+        scale = tl.load(scales_ptr + wide, mask=inside[:, None], other=0)
+        return values * scale
+    else:
+        group = column // GROUP + tl.arange(0, COLUMNS // GROUP)
+        known = inside[:, None] & (group < num_groups)[None, :]
+        scale = tl.load(scales_ptr + wide * num_groups + group[None, :], mask=known, other=0)
+        if FORMAT == "nvfp4":
+            whole = tl.load(global_ptr + wide, mask=inside[:, None], other=0)
+            scale = from_e4m3(scale) * whole
+        grouped = values.reshape(ROWS, COLUMNS // GROUP, GROUP) * scale[:, :, None]
+        return grouped.reshape(ROWS, COLUMNS)
+
+
+@triton.jit(do_not_specialize=["R"])
+def _dequantise(
+    codes_ptr,
+    scales_ptr,
+    global_ptr,
+    y_ptr,
+    R,
+    K,
+    row_bytes,
+    num_groups,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROUND: tl.constexpr,
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS
+    inside = rows < R
+    y = read(
+        codes_ptr,
+        scales_ptr,
+        global_ptr,
+        rows,
+        inside,
+        column,
+        row_bytes,
+        num_groups,
+        FORMAT,
+        GROUP,
+        ROWS,
+        COLUMNS,
+    )
+    if ROUND:
+        y = to_bf16_grid(y)
+    at = column + tl.arange(0, COLUMNS)
+    y_at = y_ptr + rows.to(tl.int64)[:, None] * K + at[None, :]
+    tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=inside[:, None] & (at < K)[None, :])
+
+
+def tile(columns: int, group: int | None) -> tuple[int, int]:
+    """Rows and columns of a tile: whole groups, and no more columns than a row has."""
+    width = max(min(triton.next_power_of_2(columns), 512), group or 16)
+    return max(ELEMENTS // width, 1), width
+
+
+def pointers(quantised: Quantised) -> list[torch.Tensor | None]:
+    """Its tensors as kernels take them: rows side by side, scales of 8 bits as bytes."""
+    bytes_of = {name: tensor.contiguous() for name, tensor in quantised.tensors.items()}
+    if quantised.format.scales == "e4m3":
+        bytes_of["scales"] = bytes_of["scales"].view(torch.uint8)
+    return [bytes_of["codes"], bytes_of["scales"], bytes_of.get("global_scales")]
+
+
+def dequantise(quantised: Quantised, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """As the reference's, to the bit."""
+    format, shape = quantised.format, quantised.shape
+    K = quantised.columns
+    y = torch.empty(shape, dtype=dtype, device=quantised.codes.device)
+    if not y.numel():
+        return y
+    R = y.numel() // K
+    rows, columns = tile(K, format.group)
+    _dequantise[(triton.cdiv(R, rows), triton.cdiv(K, columns))](
+        *pointers(quantised),
+        y,
+        R,
+        K,
+        format.row_bytes(K),
+        format.num_groups(K),
+        FORMAT=format.name,
+        GROUP=format.group or 0,
+        ROWS=rows,
+        COLUMNS=columns,
+        ROUND=INTERPRETED and dtype == torch.bfloat16,
+    )
+    return y

@@ -1,0 +1,48 @@
+"""Where an adapter's tensors start."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from penstock.adapters.lora import LoraLinear
+from penstock.adapters.lora_embedding import LoraEmbedding
+from penstock.adapters.names import MAGNITUDE, SIDES, factor_of
+from penstock.models.initialize import generator_for
+
+
+def initial_lora(name: str, shape: Sequence[int], seed: int, *, merges: int = 0) -> torch.Tensor:
+    """The start of the factor with this native name, fp32 on the CPU.
+
+    A is uniform in ±1/sqrt(in) (kaiming_uniform with a = sqrt 5, as PEFT has it), B is zeros, so
+    that training starts at the base model. Of an embedding, as in PEFT, A is zeros and B normal.
+    The generator is seeded by the checkpoint's name of the layer: fused or not, a layer starts
+    alike. Those of experts [E, r, in] follow one another. After so many `merges` of what was learnt
+    into the weights it is another start.
+    """
+    factor = factor_of(name)
+    assert factor is not None, f"{name} is not the name of a low-rank factor"
+    assert factor.side in SIDES, f"{name} starts at norms of the base weight"
+    with torch.device("cpu"):
+        if factor.side == ("lora_A" if factor.of_embedding else "lora_B"):
+            return torch.zeros(*shape, dtype=torch.float32)
+        start = torch.empty(*shape, dtype=torch.float32)
+        after = f" after {merges}" if merges else ""
+        generator = generator_for(f"{factor.hf_module}.{factor.side}{after}", seed)
+        if factor.of_embedding:
+            return start.normal_(generator=generator)
+        nn.init.kaiming_uniform_(start.view(-1, shape[-1]), a=math.sqrt(5), generator=generator)
+        return start
+
+
+def fill(model: nn.Module, seed: int) -> None:
+    """Give every factor of the model, none of them on the meta device, its start, in place."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            factor = factor_of(name)
+            if factor and factor.side != MAGNITUDE:
+                parameter.copy_(initial_lora(name, parameter.shape, seed))
+        for module in model.modules():
+            if isinstance(module, (LoraLinear, LoraEmbedding)):
+                module.measure()

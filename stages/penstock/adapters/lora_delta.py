@@ -1,0 +1,85 @@
+"""Which products are added to which rows of a model's weights, for whoever merges them.
+
+E experts. Weights are as modules have them, those of experts as one matrix: the rows of each
+expert's, one expert after another.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from penstock.adapters.lora import LoraLinear
+from penstock.adapters.lora_embedding import PART, LoraEmbedding
+from penstock.adapters.lora_experts import ExpertAdapter
+from penstock.adapters.weight_delta import Product
+from penstock.models.layers.clamped_experts import ClampedExperts
+from penstock.models.layers.experts import Experts, Matrix
+from penstock.models.layers.quantized_linear import QuantisedMatrix
+
+Whole = Callable[[torch.Tensor], torch.Tensor]
+"""A factor, rows of which may lie elsewhere, to all of it. Called for every factor in one order,
+whoever has which."""
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A weight that bears factors, and what these come to now."""
+
+    weight: torch.Tensor | QuantisedMatrix
+    products: Sequence[tuple[int, Product]]
+    """Each with the first of the weight's rows that it is added to."""
+
+
+def adapted_in(model: nn.Module, whole: Whole) -> Iterator[Adapted]:
+    """The weights that bear factors, in the model's order. Norms that are trained beside factors
+    are not in what is given."""
+    for module in model.modules():
+        if isinstance(module, LoraLinear):
+            products = [
+                (
+                    module.first_row(part),
+                    Product(whole(module.lora_B[part]), whole(a), module.scale),
+                )
+                for part, a in module.lora_A.items()
+            ]
+            yield Adapted(module.weight, products)
+        elif isinstance(module, LoraEmbedding):
+            a, b = whole(module.lora_A[PART]), whole(module.lora_B[PART])
+            yield Adapted(module.weight, [(0, Product(a.T, b.T, module.scale))])
+        elif isinstance(module, Experts) and isinstance(module.adapter, ExpertAdapter):
+            for name in ("gate_up_proj", "down_proj"):
+                if products := _of_experts(module, module.adapter, name, whole):
+                    yield Adapted(getattr(module, name), products)
+
+
+def _of_experts(
+    experts: Experts,
+    adapter: ExpertAdapter,
+    name: Literal["gate_up_proj", "down_proj"],
+    whole: Whole,
+) -> list[tuple[int, Product]]:
+    """Those of one of the two tensors."""
+    is_turned = isinstance(experts, ClampedExperts)
+    within: list[Matrix] = [
+        matrix for matrix in experts.matrices if (matrix == "down_proj") is (name == "down_proj")
+    ]
+    heights = [experts.matrices[matrix][is_turned] for matrix in within]
+    found: list[tuple[int, Product]] = []
+    for number, matrix in enumerate(within):
+        a, b = adapter.factor("lora_A", matrix), adapter.factor("lora_B", matrix)
+        if a is None or b is None:
+            continue
+        a_ErK, b_ENr = (_of_each(whole(factor), experts.num_experts) for factor in (a, b))
+        for expert in range(experts.num_experts):
+            product = Product(b_ENr[expert], a_ErK[expert], adapter.scale)
+            start = expert * sum(heights) + sum(heights[:number])
+            found.append((start, product.turned() if is_turned else product))
+    return found
+
+
+def _of_each(factor: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """[E, …], of a factor that may be one for all."""
+    return factor.expand(num_experts, *factor.shape[-2:])

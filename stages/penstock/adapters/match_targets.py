@@ -1,0 +1,160 @@
+"""Which layers the names written for adapters mean, told from names and shapes. No torch: plans ask
+how much learns, too."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from penstock.adapters.names import EACH, EMBEDDING, EXPERTS
+from penstock.core.errors import CapabilityError, ConfigError
+from penstock.models.decoder_config import DecoderConfig, TensorNames
+from penstock.models.names import EMBEDDING_WEIGHT
+from penstock.models.weights import LAYERS, WeightMap
+
+ALL_LINEAR = "all-linear"
+"""Stands for every linear layer but the head, as in PEFT."""
+
+HEAD = "lm_head"
+ROUTER = "mlp.gate"
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear layer of a checkpoint, or that of every expert of a layer."""
+
+    name: str
+    """In the checkpoint; for experts with `*` for their number."""
+    native: str
+    """What the model calls it."""
+    outputs: int
+    inputs: int
+    experts: int = 0
+    """How many there are of it; 0: it is no expert's."""
+    of: str = ""
+    """The native parameter that it is rows of."""
+
+
+def means(target: str, layer: str) -> bool:
+    """Whether `target` is this layer's name, or an end of it that begins with a part; or a pattern
+    of such in which `*` stands for anything and `[0-3]` for a character; or ALL_LINEAR."""
+    if target == ALL_LINEAR:
+        return layer not in (HEAD, EMBEDDING)
+    if layer == target or layer.endswith(f".{target}"):
+        return True
+    # A layer of experts has a star in its own name, which a star in a pattern stands for as well.
+    is_pattern = any(sign in target for sign in "*?[")
+    return is_pattern and (fnmatchcase(layer, target) or fnmatchcase(layer, f"*.{target}"))
+
+
+def meant(targets: Iterable[str], layers: Iterable[Linear]) -> list[Linear]:
+    """The layers that any of the targets means, by either of their names."""
+    targets = tuple(targets)
+    return [
+        layer
+        for layer in layers
+        if any(means(target, layer.name) or means(target, layer.native) for target in targets)
+    ]
+
+
+def chosen_names(
+    targets: Iterable[str],
+    layers: Mapping[str, str],
+    routers: Sequence[str],
+    *,
+    is_tied: bool,
+) -> set[str]:
+    """The layers, by their names in a checkpoint, that any of the targets means. `layers` maps
+    these names to the model's own; `is_tied`: embedding and head are one weight.
+
+    Raises:
+        ConfigError: a target that names none, or a head or an embedding that are tied.
+    """
+    chosen: set[str] = set()
+    faults: list[str] = []
+    for target in targets:
+        named = {hf for hf, native in layers.items() if means(target, hf) or means(target, native)}
+        if not named:
+            faults.append(_fault(target, layers, routers))
+        chosen |= named
+    if faults or not chosen:
+        faults = faults or ["lora.lora_target_modules is empty, so nothing would be trained"]
+        last = sorted({hf.rpartition(".")[2] for hf in layers})
+        raise ConfigError("\n".join([*faults, f"  Layers here: {', '.join(last)}."]))
+    if is_tied and (tied := chosen & {HEAD, EMBEDDING}):
+        one = sorted(tied)[0].rpartition(".")[2]
+        raise ConfigError(
+            f"lora.lora_target_modules names {one}, and embedding and head are one weight in this "
+            "model (tie_word_embeddings): one of them adapted could not be merged.\n"
+            f"  Leave {one} out."
+        )
+    return chosen
+
+
+def require_layers(targets: Iterable[str], names: WeightMap) -> None:
+    """Raise ConfigError for targets that name no layer of the model with these tensors."""
+    layers = {layer.name: layer.native for layer in linear_layers(names)}
+    modules = {native.rpartition(".")[0] for native in names.native_names()}
+    routers = sorted(module for module in modules if module.endswith(ROUTER))
+    chosen_names(targets, layers, routers, is_tied=names.config.tie_word_embeddings)
+
+
+def require_adaptable(config: DecoderConfig) -> None:
+    """Raise CapabilityError for a model that bears no adapters."""
+    if config.names != TensorNames():
+        raise CapabilityError(
+            "lora.enable_lora is true, and adapters take their names from layers that this model's"
+            f" checkpoints call otherwise ({config.names.up_proj}, …).\n"
+            "  Write lora.enable_lora: false."
+        )
+
+
+def linear_layers(names: WeightMap) -> Iterator[Linear]:
+    """What may bear an adapter, in the model's order: all but routers."""
+    shapes = names.hf_shapes()
+    for native in names.native_names():
+        module, _, leaf = native.rpartition(".")
+        if f".mlp.{EXPERTS}." in native:
+            yield from _of_experts(names, native)
+        elif leaf == "weight" and not module.endswith(ROUTER):
+            for tensor in names.hf_names(native):
+                if len(shapes[tensor]) == 2:
+                    outputs, inputs = shapes[tensor]
+                    name = EMBEDDING if native == EMBEDDING_WEIGHT else tensor[: -len(".weight")]
+                    yield Linear(name, module, outputs, inputs, of=native)
+
+
+def _of_experts(names: WeightMap, native: str) -> Iterator[Linear]:
+    config = names.config
+    experts = config.experts
+    assert experts is not None
+    module, _, matrix = native.rpartition(".")
+    stored = f"{LAYERS}{module.split('.')[2]}.{experts.names.block}.{EACH}"
+    width, inner = config.hidden_size, experts.width
+    called = {"gate_proj": experts.names.gate, "up_proj": experts.names.up}
+    parts: dict[str, tuple[str, int, int]] = {}
+    if matrix == "down_proj":
+        last = matrix if experts.clamped else experts.names.down
+        parts[matrix] = (last, width, inner)
+    elif matrix == "gate_up_proj" and experts.clamped:
+        parts[matrix] = (matrix, 2 * inner, width)
+    elif matrix == "gate_up_proj":
+        parts = {part: (name, inner, width) for part, name in called.items()}
+    for part, (name, outputs, inputs) in parts.items():
+        yield Linear(
+            f"{stored}.{name}", f"{module}.{part}", outputs, inputs, experts.num_experts, native
+        )
+
+
+def _fault(target: str, layers: Iterable[str], routers: Sequence[str]) -> str:
+    said = f"lora.lora_target_modules: {target!r}"
+    if any(means(target, router) for router in routers):
+        return f"{said} is a router, and a router bears no adapter; leave it out"
+    every = re.sub(r"\bexperts\.\d+\.", f"{EACH}.", target)
+    if every != target and any(means(every, hf) for hf in layers):
+        return f"{said} names one expert, and all of a layer are adapted; write {every!r}"
+    ends = {hf.split(".", cut)[-1] for hf in layers for cut in range(hf.count(".") + 1)}
+    near = get_close_matches(target, sorted(ends), n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return f"{said} names no linear layer of this model{hint}"

@@ -1,0 +1,196 @@
+"""`penstock artifacts list|show|verify|prune`: what lies in the store, and whether it is whole."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock.cli.console import Console, table
+from penstock.cli.options import AsJson, end
+from penstock.core.errors import ArtifactError, ConfigError
+from penstock.core.remote.urls import is_url
+
+if TYPE_CHECKING:  # imported where it is used: `--help` imports this module
+    from penstock.cli.artifacts.entries import Entry
+
+commands = typer.Typer(
+    help="List, show, verify and prune what the stages left.", no_args_is_help=True
+)
+
+Roots = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--root",
+        help="A folder or a URL that holds results: a data.dataset_prepared_path, a "
+        "train.output_dir or a pipeline.artifacts_path. Repeatable. Default: every such folder "
+        "below this one.",
+    ),
+]
+Key = Annotated[str, typer.Argument(help="The first digits of a key, or a folder.")]
+
+SEARCH_DEPTH = 5
+"""How far below the working directory results are looked for."""
+
+
+@commands.command("list")
+def list_artifacts(root: Roots = None, as_json: AsJson = False) -> None:
+    """All results: stage, key, size, age, where."""
+    console = Console(as_json)
+
+    def command() -> dict[str, Any]:
+        entries = list(find_entries(root))
+        rows = [("stage", "key", "standing", "size", "created", "where")]
+        rows += [_row(entry) for entry in entries]
+        console.result(table(rows) if entries else "There are no results here.")
+        return {"artifacts": [_plain(entry) for entry in entries]}
+
+    end(console, command)
+
+
+@commands.command("show")
+def show_artifact(key: Key, root: Roots = None, as_json: AsJson = False) -> None:
+    """One result's manifest: identity, inputs, files and facts."""
+    console = Console(as_json)
+
+    def command() -> dict[str, Any]:
+        entry = _one(key, root)
+        if entry.manifest is None:
+            raise ArtifactError(f"{entry.where} is an unfinished attempt and has no manifest yet.")
+        console.result(_described(entry))
+        return {"manifest": entry.manifest}
+
+    end(console, command)
+
+
+@commands.command("verify")
+def verify_artifacts(
+    key: Annotated[str | None, typer.Argument(help="Only this one.")] = None,
+    root: Roots = None,
+    as_json: AsJson = False,
+) -> None:
+    """Read every file again; exit 1 if any differs from its record."""
+    console = Console(as_json)
+
+    def command() -> dict[str, Any]:
+        entries = [_one(key, root)] if key else [e for e in find_entries(root) if e.manifest]
+        faults = [fault for entry in entries for fault in entry.faults()]
+        if faults:
+            raise ArtifactError(
+                "\n".join(faults) + "\n  Restore these files, or build again with --force."
+            )
+        console.result(f"{len(entries)} results are whole.")
+        return {"verified": [entry.where for entry in entries]}
+
+    end(console, command)
+
+
+@commands.command("prune")
+def prune_artifacts(
+    root: Roots = None,
+    keep_last: Annotated[int, typer.Option(help="Keep this many newest of each stage.")] = 1,
+    older_than: Annotated[
+        str, typer.Option(metavar="AGE", help="Only what is older: 30d, 12h, 45m, 2w.")
+    ] = "0d",
+    unreferenced: Annotated[
+        bool,
+        typer.Option(
+            "--unreferenced",
+            help="Also what only results that go were made from: all that leads to no training "
+            "run, no release and nothing that is kept.",
+        ),
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Delete old results, but those of train, and unused slices.
+
+    Never what another result or a release was made from, nor what a run works with, never a
+    training run, and no slice of today. Behind a URL, slices are left alone: no one machine knows
+    who uses them.
+    """
+    console = Console(as_json)
+
+    def command() -> dict[str, Any]:
+        from penstock.cli.artifacts.prune import age_of, choose_prunable, prune, slice_caches
+
+        age = age_of(older_than)
+        entries = _with_releases(list(find_entries(root)))
+        doomed = choose_prunable(entries, keep_last, age, "chains" if unreferenced else "leaves")
+        folders = [Path(each) for each in root or ["."] if not is_url(each)]
+        caches = [cache for each in folders for cache in slice_caches(each, SEARCH_DEPTH)]
+        return prune(entries, doomed, sorted(caches), age, console, dry_run=dry_run)
+
+    end(console, command)
+
+
+def find_entries(roots: list[str] | None) -> "Iterator[Entry]":
+    """Every result below `roots`, or below the working directory, in order of path."""
+    from penstock.cli.artifacts.entries import local_entries, remote_entries
+
+    for missing in (r for r in roots or [] if not is_url(r) and not Path(r).is_dir()):
+        raise ConfigError(f"--root {missing} is not a folder.")
+    for root in roots or ["."]:
+        yield from remote_entries(root) if is_url(root) else local_entries(Path(root), SEARCH_DEPTH)
+
+
+def _with_releases(entries: "list[Entry]") -> "list[Entry]":
+    """The results, and releases beside them that lie too deep to have been found."""
+    from penstock.cli.artifacts.entries import LocalEntry
+    from penstock.core.cache.manifest import MANIFEST, read_manifest
+    from penstock.releasing import RELEASES
+
+    seen = {entry.where for entry in entries}
+    folders = {
+        found.parent
+        for entry in entries
+        if isinstance(entry, LocalEntry)
+        for found in entry.root.glob(f"{RELEASES}/*/*/{MANIFEST}")
+    }
+    more = [LocalEntry(read_manifest(folder), folder) for folder in sorted(folders)]
+    return [*entries, *(entry for entry in more if entry.where not in seen)]
+
+
+def _one(key: str, roots: list[str] | None) -> "Entry":
+    from penstock.cli.artifacts.entries import LocalEntry, is_result
+    from penstock.core.cache.manifest import read_manifest
+
+    if key and is_url(key):
+        roots, key = [key], ""
+    elif key and is_result(Path(key)):
+        return LocalEntry(read_manifest(Path(key)), Path(key))
+    found = [entry for entry in find_entries(roots) if entry.key.startswith(key)]
+    if not found:
+        raise ConfigError(f"no result's key starts with {key}.\n  See penstock artifacts list.")
+    if len(found) > 1:
+        which = ", ".join(entry.where for entry in found)
+        raise ConfigError(f"{len(found)} keys start with {key}: {which}.\n  Give more digits.")
+    return found[0]
+
+
+def _row(entry: "Entry") -> tuple[str, ...]:
+    manifest = entry.manifest
+    standing, created = ("sealed", manifest["created"]) if manifest else ("partial", "")
+    size = f"{entry.num_bytes / 1e6:.1f} MB"
+    return entry.stage, entry.key[:8], standing, size, created, entry.where
+
+
+def _plain(entry: "Entry") -> dict[str, Any]:
+    stage, _, standing, _, created, where = _row(entry)
+    return {
+        "stage": stage,
+        "key": entry.key,
+        "standing": standing,
+        "bytes": entry.num_bytes,
+        "created": created or None,
+        "path": where,
+    }
+
+
+def _described(entry: "Entry") -> str:
+    import yaml
+
+    assert entry.manifest
+    shown = {k: v for k, v in entry.manifest.items() if k != "files"}
+    shown["files"] = len(entry.manifest["files"])
+    return yaml.safe_dump(shown, sort_keys=False, allow_unicode=True).rstrip()

@@ -1,0 +1,240 @@
+"""One result of a stage as `penstock artifacts` sees it, in a folder or behind a URL."""
+
+import hashlib
+import posixpath
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.core.cache.input_digests import read_attempt
+from penstock.core.cache.manifest import MANIFEST, read_manifest
+from penstock.core.cache.stage import ATTEMPT
+from penstock.core.cache.store import REPLACED, lock_of
+from penstock.core.cache.verify import damaged_files
+from penstock.core.errors import StageError
+from penstock.core.files import regular_files, remove
+from penstock.core.remote.artifact_sync import Depot
+from penstock.core.remote.lease import LEASES
+from penstock.core.remote.local_mirror import home_of
+from penstock.core.remote.open import open_file
+from penstock.core.remote.path import Place, checked
+from penstock.core.remote.urls import split_parent
+
+CHUNK = 4 << 20
+
+
+@dataclass(frozen=True)
+class Entry(ABC):
+    """A result, sealed or not."""
+
+    manifest: dict[str, Any] | None
+
+    @property
+    @abstractmethod
+    def where(self) -> str:
+        """Its folder, or its URL."""
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Bytes of everything in it."""
+
+    @property
+    @abstractmethod
+    def root(self) -> Path:
+        """The folder on this machine where those who work with it leave their marks."""
+
+    @property
+    @abstractmethod
+    def folder(self) -> Path:
+        """Its folder on this machine: itself, or its mirror, which need not be there."""
+
+    @abstractmethod
+    def attempt(self) -> dict[str, Any]:
+        """What an unfinished one is an attempt of."""
+
+    @abstractmethod
+    def faults(self) -> list[str]:
+        """What disagrees with the manifest; empty when it is whole."""
+
+    @abstractmethod
+    def delete(self) -> None:
+        """Remove it."""
+
+    @property
+    def key(self) -> str:
+        """The whole key where it is known, else the folder's name."""
+        return self.manifest["key"] if self.manifest else posixpath.basename(self.where)
+
+    @property
+    def stage(self) -> str:
+        """The stage it is a result of."""
+        return str((self.manifest or self.attempt())["stage"])
+
+    @property
+    def input_keys(self) -> set[str]:
+        """Keys of what it was made from, or, unfinished, will be made from."""
+        if self.manifest:
+            return {source["key"] for source in self.manifest["inputs"].values()}
+        return set(self.attempt()["inputs"].values())
+
+
+@dataclass(frozen=True)
+class LocalEntry(Entry):
+    """A result in a folder of this machine."""
+
+    path: Path
+
+    @property
+    def where(self) -> str:
+        """Its folder."""
+        return str(self.path)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of everything in the folder."""
+        return sum(path.stat().st_size for path in regular_files(self.path))
+
+    @property
+    def root(self) -> Path:
+        """The folder of all stages."""
+        return self.path.parent.parent
+
+    @property
+    def folder(self) -> Path:
+        """Its folder."""
+        return self.path
+
+    def attempt(self) -> dict[str, Any]:
+        """What an unfinished one is an attempt of."""
+        attempt = read_attempt(self.path)
+        assert attempt, "a result has a manifest or this"
+        return attempt
+
+    def faults(self) -> list[str]:
+        """What in the folder disagrees with the manifest; empty when it is whole."""
+        if self.manifest is None:
+            return [f"{self.path}: no manifest"]
+        return damaged_files(self.path, self.manifest["files"], "always")
+
+    def delete(self) -> None:
+        """Remove the folder and its lock."""
+        remove(self.path)
+        remove(lock_of(self.path))
+
+
+@dataclass(frozen=True)
+class RemoteEntry(Entry):
+    """A result behind a URL. `sizes` are the bytes of its files by their names."""
+
+    place: Place
+    sizes: dict[str, int]
+
+    @property
+    def where(self) -> str:
+        """Its URL."""
+        return self.place.said
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of everything behind the URL."""
+        return sum(self.sizes.values())
+
+    @property
+    def is_leased(self) -> bool:
+        """Whether a machine is building it, or died while it did."""
+        return any(name.startswith(LEASES) for name in self.sizes)
+
+    @property
+    def root(self) -> Path:
+        """The mirror of the folder of all stages."""
+        parent, _ = split_parent(self.place.url)
+        return home_of(split_parent(parent)[0])
+
+    @property
+    def folder(self) -> Path:
+        """Its mirror."""
+        root, stage, key = self.place.url.rsplit("/", 2)
+        return home_of(root) / stage / key
+
+    def attempt(self) -> dict[str, Any]:
+        """What an unfinished one is an attempt of."""
+        attempt = Depot(self.place.url, home_of(self.place.url)).attempt()
+        assert attempt, "a result has a manifest or this"
+        return attempt
+
+    def faults(self) -> list[str]:
+        """What behind the URL disagrees with the manifest, every byte having been read."""
+        if self.manifest is None:
+            return [f"{self.where}: no manifest"]
+        faults: list[str] = []
+        for file in self.manifest["files"]:
+            name = checked(str(file["path"]))
+            called = f"{self.where}/{name}"
+            if name not in self.sizes:
+                faults.append(f"{called}: missing")
+            elif self.sizes[name] != file["bytes"]:
+                faults.append(_other_size(called, self.sizes[name], file))
+            elif _sha256_behind((self.place / name).url) != file["sha256"]:
+                faults.append(f"{called}: content differs from the manifest")
+        return faults
+
+    def delete(self) -> None:
+        """Remove it there and in this machine's mirror. Raises StageError while it is built."""
+        if self.is_leased:
+            raise StageError(
+                f"{self.where} is being built, or its builder died.\n"
+                "  Run its config again, and prune later."
+            )
+        mirror = self.folder
+        Depot(self.place.url, mirror).delete()
+        remove(mirror)
+        remove(lock_of(mirror))
+
+
+def local_entries(root: Path, depth: int) -> Iterator[Entry]:
+    """Every result below a folder, in order of path."""
+    for folder in sorted(_folders(root, depth)):
+        yield LocalEntry(read_manifest(folder), folder)
+
+
+def remote_entries(url: str) -> Iterator[Entry]:
+    """Every result below a URL, in order of name; one listing tells them all."""
+    root = Place.of(url)
+    sizes = {name: int(info["size"] or 0) for name, info in root.files().items()}
+    marked = {posixpath.dirname(n) for n in sizes if posixpath.basename(n) in (MANIFEST, ATTEMPT)}
+    for folder in sorted(marked):
+        below = f"{folder}/" if folder else ""
+        place = root / folder if folder else root
+        its = {name.removeprefix(below): n for name, n in sizes.items() if name.startswith(below)}
+        yield RemoteEntry(Depot(place.url, home_of(place.url)).manifest(), place, its)
+
+
+def is_result(folder: Path) -> bool:
+    """Whether the folder holds a result, sealed or not."""
+    return (folder / MANIFEST).is_file() or (folder / ATTEMPT).is_file()
+
+
+def _folders(root: Path, depth: int) -> Iterator[Path]:
+    if is_result(root):
+        yield root
+        return
+    if depth:
+        for child in root.iterdir():
+            hidden = child.name.startswith(".") or child.name.endswith(REPLACED)
+            if child.is_dir() and not child.is_symlink() and not hidden:
+                yield from _folders(child, depth - 1)
+
+
+def _other_size(called: str, have: int, file: dict[str, Any]) -> str:
+    return f"{called}: {have} bytes, {file['bytes']} in the manifest"
+
+
+def _sha256_behind(url: str) -> str:
+    digest = hashlib.sha256()
+    with open_file(url) as stream:
+        while block := stream.read(CHUNK):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,165 @@
+"""`penstock artifacts prune`: which results nobody needs any more, and deleting them.
+
+Needed is what another result was made from, what a release was made from, what a running process
+has marked (`penstock.core.cache.in_use`), the export that `hf` or `adapter` of a run's folder leads to,
+and every training run. Marks and links are looked at again, with the gate closed, before each
+deletion.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import nullcontext, suppress
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from penstock.cli.artifacts.entries import Entry, LocalEntry, is_result
+from penstock.cli.console import Console
+from penstock.core.cache.in_use import keys_in_use, unless_in_use
+from penstock.core.errors import ConfigError
+from penstock.core.files import read_json, remove
+from penstock.export.links import forget_links, links_to
+from penstock.prepare.stage import SLICES
+
+PRUNABLE = ("prepare", "pack", "reference", "export", "push")
+DAY = 86_400.0
+UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": DAY, "w": 7 * DAY, "": DAY}
+AGE = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw]?)")
+
+Reach = Literal["leaves", "chains"]
+"""leaves: results that nothing else here was made from. chains: also what only those that go were
+made from."""
+
+
+def age_of(text: str) -> float:
+    """Seconds in `30d`, `12h`, `45m`, `2w`, or in a number of days. Raises ConfigError."""
+    found = AGE.fullmatch(text.strip().lower())
+    if found is None:
+        raise ConfigError(
+            f"--older-than {text} is no age.\n  Write one such as 30d, 12h, 45m or 2w."
+        )
+    return float(found[1]) * UNITS[found[2]]
+
+
+def prune(
+    entries: list[Entry],
+    doomed: list[Entry],
+    caches: list[Path],
+    older_than: float,
+    console: Console,
+    *,
+    dry_run: bool,
+) -> dict[str, Any]:
+    """Delete what is doomed, but for what has come into use meanwhile, and then slices older than
+    so many seconds that nothing is left to use; with `dry_run` only say so.
+
+    `caches` are the folders of slices that are looked at.
+    """
+    verb = "would delete" if dry_run else "deleted"
+    gone: list[Entry] = []
+    freed = slices = 0
+    for entry in doomed:
+        size = entry.num_bytes
+        if dry_run or _deleted(entry):
+            gone.append(entry)
+            freed += size
+            console.result(f"{verb} {entry.where}")
+    kept = [entry for entry in entries if entry not in gone]
+    for cache in caches:
+        root = cache.parent
+        looking = nullcontext(partial(keys_in_use, root)) if dry_run else unless_in_use(root)
+        with looking as marked:
+            if marked():  # a run that has not sealed its data yet may be about to read them
+                console.say(f"{cache} is left alone: a run is at work there")
+                continue
+            for files in _loose_slices(cache, kept, gone if dry_run else [], older_than):
+                slices += 1
+                freed += sum(file.stat().st_size for file in files)
+                for file in () if dry_run else files:
+                    remove(file)
+    if slices:
+        console.result(f"{verb} {slices} cached slices")
+    console.result(f"{len(gone)} results, {slices} slices, {freed / 1e6:.1f} MB")
+    return {"pruned": [entry.where for entry in gone], "slices": slices, "bytes": freed}
+
+
+def choose_prunable(
+    entries: list[Entry], keep_last: int, older_than: float, reach: Reach = "leaves"
+) -> list[Entry]:
+    """Sealed results older than so many seconds, but for the newest of each stage, that nothing
+    needs, oldest last."""
+    now = datetime.now(UTC)
+    marked = {key for root in {entry.root for entry in entries} for key in keys_in_use(root)}
+    open_to_it: list[Entry] = []
+    for stage in PRUNABLE:
+        sealed = [e for e in entries if e.manifest and e.manifest["stage"] == stage]
+        sealed.sort(key=_created, reverse=True)
+        open_to_it += [
+            entry
+            for entry in sealed[keep_last:]
+            if entry.key not in marked
+            and not links_to(entry.folder)
+            and (now - datetime.fromisoformat(_created(entry))).total_seconds() >= older_than
+        ]
+    if reach == "leaves":
+        needed = {key for entry in entries for key in entry.input_keys}
+    else:
+        needed = _reached([entry for entry in entries if entry not in open_to_it], entries)
+    return [entry for entry in open_to_it if entry.key not in needed]
+
+
+def slice_caches(root: Path, depth: int) -> Iterator[Path]:
+    """Caches of slices: folders of that name beside results of prepare, or what is left of them."""
+    if root.name == SLICES and any(_CACHED.fullmatch(child.name) for child in root.iterdir()):
+        yield root
+        return
+    if depth and not is_result(root):
+        for child in root.iterdir():
+            if child.is_dir() and not child.is_symlink() and not child.name.startswith("."):
+                yield from slice_caches(child, depth - 1)
+
+
+_CACHED = re.compile(r"[0-9a-f]{16}\.(arrow|json|.+\.part)")
+
+
+def _reached(kept: list[Entry], entries: list[Entry]) -> set[str]:
+    """Keys of all that leads to what is kept."""
+    by_key = {entry.key: entry for entry in entries}
+    found: set[str] = set()
+    ahead = {key for entry in kept for key in entry.input_keys}
+    while ahead:
+        found |= ahead
+        there = [by_key[key] for key in ahead if key in by_key]
+        ahead = {key for entry in there for key in entry.input_keys} - found
+    return found
+
+
+def _created(entry: Entry) -> str:
+    return entry.manifest["created"] if entry.manifest else ""
+
+
+def _deleted(entry: Entry) -> bool:
+    """Delete it, unless a run has begun to work with it."""
+    with unless_in_use(entry.root) as marked:
+        if entry.key in marked() or links_to(entry.folder):
+            return False
+        entry.delete()
+        forget_links(entry.folder)
+        return True
+
+
+def _loose_slices(
+    cache: Path, kept: list[Entry], going: list[Entry], older_than: float
+) -> Iterator[list[Path]]:
+    """The files of each cached slice that only results use that go, if any do."""
+    from penstock.prepare.slice_cache import prunable
+    from penstock.rows.prepared import PLAN
+
+    used: set[str] = set()
+    for entry in kept:
+        if isinstance(entry, LocalEntry) and entry.stage == "prepare":
+            with suppress(FileNotFoundError, KeyError, TypeError):
+                used |= {item["key"] for item in read_json(entry.path / PLAN)["slices"]}
+    paths = [entry.path for entry in going if isinstance(entry, LocalEntry)]
+    yield from prunable(cache, used, older_than=older_than, going=paths)

@@ -1,0 +1,185 @@
+"""Which model `penstock chat` is about: what a config has trained, a folder, or a hub id."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.cli.evaluate import run_of
+from penstock.config.loading.cli_overrides import Override
+from penstock.config.loading.load import SUFFIXES, loads
+from penstock.config.schema.run import RunConfig
+from penstock.core.cache.store import lookup, obtain
+from penstock.core.errors import ConfigError, PenstockError, StageError
+from penstock.core.files import read_json
+from penstock.core.remote.urls import is_url
+from penstock.core.sources.hub import MODEL_FILES, local_folder
+from penstock.core.sources.pin import pin_model
+from penstock.export.stage import Export
+from penstock.origins import with_adapter
+from penstock.plan import Plan, plan
+from penstock.train.launch.job import JOB
+
+if TYPE_CHECKING:
+    from penstock.engine.distributed.ranks import Ranks
+    from penstock.evaluate.chat_model import ChatModel
+
+ADAPTER, MODEL = "adapter_config.json", "config.json"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model's folder, and an adapter's if one is laid over it."""
+
+    model: Path
+    adapter: Path | None
+    what: str
+    """Which model it is, for people."""
+
+
+def resolve_target(
+    typed: str,
+    overrides: Sequence[Override],
+    adapter: str | None,
+    scratch: Path,
+    say: Callable[[str], None],
+) -> Target:
+    """What `typed` names; an unfinished run's newest checkpoint is exported to `scratch`.
+
+    Raises ConfigError for what is no model, and StageError for a run without one yet.
+    """
+    path = Path(typed).expanduser()
+    is_run = path.suffix in SUFFIXES or (path / JOB).is_file()
+    if is_run and not (path / MODEL).is_file():
+        found = _trained(plan(run_of(path, overrides), ("export",)), scratch, say)
+    else:
+        found = _of_folder(_folder(typed))
+    if adapter is None:
+        return found
+    if found.adapter:
+        raise ConfigError(
+            f"{typed} is an adapter already ({found.adapter}), and one adapter is laid over a "
+            "model at a time.\n  Leave --adapter out, or name the base model."
+        )
+    laid = _folder(adapter)
+    return Target(found.model, laid, f"{found.what} with the adapter {laid}")
+
+
+def load_target(
+    target: Target, ranks: "Ranks", scratch: Path, say: Callable[[str], None]
+) -> "ChatModel":
+    """The model, ready to answer. An adapter of a kind that the engine does not compute beside its
+    base is merged into a copy of it in `scratch`."""
+    from penstock.evaluate.chat_model import load_chat_model, require_not_quantised
+
+    model, adapter = target.model, target.adapter
+    require_not_quantised(model)
+    tokenizer = adapter if adapter and (adapter / "tokenizer_config.json").is_file() else model
+    try:
+        run = _settings(model, adapter)
+    except PenstockError:
+        if adapter is None:
+            raise
+        from penstock.export.merge import merge_folders
+
+        say("chat: merging the adapter, which is of a kind that is not computed beside its base")
+        model, adapter = scratch / f"merged-{target.model.name}", None
+        merge_folders(target.model, target.adapter or model, model)
+        run = _settings(model, None)
+    return load_chat_model(run, model, ranks, tokenizer=tokenizer, adapter=adapter)
+
+
+def _settings(model: Path, adapter: Path | None) -> RunConfig:
+    """A run of this model that computes in the precision that its weights are stored in."""
+    said = read_json(model / MODEL)
+    stored = said.get("dtype") or said.get("torch_dtype") or "float32"
+    run = loads(
+        {
+            "model": {"model_path": str(model)},
+            # Data and a folder for results are required of a run, and used by nobody here.
+            "data": {"datasets": [{"path": "builtin:arithmetic", "type": "chat"}]},
+            "train": {
+                "output_dir": "outputs/chat",
+                "data_parallel_mode": "none",
+                "precision": "fp32" if stored == "float32" else "bf16",
+                "enable_gradient_checkpointing": False,
+            },
+            "lora": {"enable_lora": True, "init_adapter_path": str(adapter)} if adapter else {},
+        }
+    )
+    return with_adapter(run)
+
+
+def _trained(planned: Plan, scratch: Path, say: Callable[[str], None]) -> Target:
+    """What a run has exported, else its newest checkpoint."""
+    step = planned.step("export")
+    exported = obtain(step, planned.run.pipeline.verify)
+    if exported is not None:
+        folders = step.artifact.facts["folders"]
+        path = step.artifact.path
+        name = "hf" if "hf" in folders else "adapter"
+        found = _of_folder(path / folders[name])
+        return Target(found.model, found.adapter, f"the exported model, {path / folders[name]}")
+    assert isinstance(step.stage, Export)
+    checkpoint = _newest_checkpoint(planned)
+    say(f"chat: nothing is exported yet; answering with the checkpoint {checkpoint}")
+    from penstock.engine.hf.export import write_folders
+    from penstock.engine.model_source import Form
+
+    out = scratch / "exported"
+    facts = write_folders(checkpoint, step.stage.origin, Form(), out)
+    folder = out / ("hf" if "hf" in facts["folders"] else "adapter")
+    found = _of_folder(folder)
+    return Target(found.model, found.adapter, f"the checkpoint {checkpoint}")
+
+
+def _newest_checkpoint(planned: Plan) -> Path:
+    from penstock.engine.checkpoint.folders import complete_checkpoints, newest_checkpoint
+
+    step = planned.step("train")
+    if lookup(step) is not None:
+        return step.path / step.artifact.facts["checkpoint"]
+    root = step.path / "checkpoints"
+    from penstock.core.cache.stage import key_of
+
+    found = newest_checkpoint(root, key_of(step.stage))
+    if found:
+        return found
+    others = complete_checkpoints(root)
+    why = (
+        f"{others[-1]} is of a run with other settings"
+        if others
+        else f"{root} has no complete checkpoint"
+    )
+    raise StageError(
+        f"this config has trained nothing yet: {why}.\n"
+        "  Run penstock run first, or name a model's folder."
+    )
+
+
+def _of_folder(folder: Path) -> Target:
+    """A folder with a model, or with an adapter that names its base."""
+    if (folder / ADAPTER).is_file():
+        named = str(read_json(folder / ADAPTER).get("base_model_name_or_path") or "")
+        beside = folder / named
+        base = beside if named and beside.is_dir() else _folder(named)
+        return Target(base.resolve(), folder, f"the adapter {folder} on {base.resolve()}")
+    if not (folder / MODEL).is_file():
+        raise ConfigError(
+            f"{folder} holds neither a run nor a model: it has no {MODEL}, {ADAPTER} or {JOB}.\n"
+            "  Name a config, a train.output_dir, or a folder in Hugging Face's format."
+        )
+    return Target(folder, None, str(folder))
+
+
+def _folder(typed: str) -> Path:
+    """A folder here as it is; a hub id at the commit that it stands for now."""
+    folder = Path(typed).expanduser()
+    if folder.is_dir():
+        return folder
+    if is_url(typed) or not typed or folder.is_absolute() or typed.startswith("."):
+        raise ConfigError(
+            f"{typed or 'the base model'} is no folder here.\n"
+            "  Name a config, a folder in Hugging Face's format, or a hub id."
+        )
+    return local_folder(typed, pin_model(typed), MODEL_FILES)

@@ -1,0 +1,261 @@
+"""`penstock chat`: talk to a model in the terminal, or ask it prompts from a script."""
+
+import json
+import signal
+import sys
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from penstock.cli.chat.resolve_model import load_target, resolve_target
+from penstock.cli.console import Console
+from penstock.config.loading.cli_overrides import Override
+from penstock.core.errors import ConfigError, StageError
+from penstock.core.os_errors import reason_of
+from penstock.core.process.scratch_dir import scratch_folder
+
+if TYPE_CHECKING:
+    from penstock.engine.generation.sampling import Drawing
+    from penstock.evaluate.chat_model import ChatModel, Reply
+
+HELP = """\
+/reset         forget the conversation
+/system TEXT   set the system message and start over; without TEXT: remove it
+/save FILE     append the conversation to a .jsonl file that data of type chat reads
+/help          show this
+/quit          leave, as Ctrl-D does; Ctrl-C stops an answer"""
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """What the command line asks for."""
+
+    target: str
+    adapter: str | None = None
+    compare: str | None = None
+    system: str | None = None
+    prompts: tuple[str, ...] = ()
+    temperature: float = 0.7
+    top_p: float = 1.0
+    top_k: int | None = None
+    seed: int | None = None
+    max_new_tokens: int = 512
+
+    def sampling(self, ends: tuple[int, ...], turn: int) -> "Drawing":
+        """How the answer of this turn is sampled. Raises ConfigError for impossible numbers."""
+        from penstock.engine.generation.sampling import ALL, Drawing
+
+        if self.max_new_tokens < 1:
+            raise ConfigError(f"--max-new-tokens is {self.max_new_tokens}. Write 1 or more.")
+        return Drawing(
+            max_tokens=self.max_new_tokens,
+            temperature=self.temperature,
+            top_k=ALL if self.top_k is None else self.top_k,
+            top_p=self.top_p,
+            seed=None if self.seed is None else self.seed + turn,
+            stop_tokens=ends,
+        )
+
+
+@dataclass
+class Speaker:
+    """One model and its side of the conversation."""
+
+    label: str
+    what: str
+    model: "ChatModel"
+    messages: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
+
+
+@dataclass
+class Chat:
+    """A conversation with one model, or with two that hear the same."""
+
+    options: ChatOptions
+    console: Console
+    speakers: Sequence[Speaker]
+    system: str | None
+    turn: int = 0
+
+    def reset(self) -> None:
+        """Forget all but the system message."""
+        self.turn = 0
+        start = [{"role": "system", "content": self.system}] if self.system else []
+        for speaker in self.speakers:
+            speaker.messages = list(start)
+
+    def ask(self, text: str) -> "list[Reply]":
+        """Every model's answer, printed while it is sampled, and remembered."""
+        replies = [self._answer(speaker, text) for speaker in self.speakers]
+        self.turn += 1
+        return replies
+
+    def _answer(self, speaker: Speaker, text: str) -> "Reply":
+        question = {"role": "user", "content": text}
+        how = self.options.sampling(speaker.model.ends, self.turn)
+        prefix = f"{speaker.label}: " if len(self.speakers) > 1 else ""
+        with _stopping() as stop:
+            self._write(prefix)
+            reply = speaker.model.reply([*speaker.messages, question], how, self._write, stop.check)
+        self._write("\n")
+        if reply.ended == "length":
+            self.console.say(f"[stopped at --max-new-tokens {self.options.max_new_tokens}]")
+        elif reply.ended == "interrupted":
+            self.console.say("[interrupted]")
+        speaker.messages += [question, {"role": "assistant", "content": reply.text}]
+        return reply
+
+    def _write(self, text: str) -> None:
+        if not self.console.as_json:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    def save(self, typed: str) -> None:
+        """Append the first model's conversation to a file, as one chat sample."""
+        messages = self.speakers[0].messages
+        if not typed:
+            raise ConfigError("/save needs a file: /save my-chats.jsonl")
+        if not any(message["role"] == "assistant" for message in messages):
+            raise ConfigError("there is no answer to save yet.")
+        path = Path(typed).expanduser()
+        try:
+            with path.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
+        except OSError as error:
+            raise StageError(f"{path} cannot be written: {reason_of(error)}.") from error
+        self.console.say(f"saved {len(messages)} messages to {path}")
+
+    def command(self, line: str) -> bool:
+        """Carry out a line that begins with a slash; false: leave."""
+        name, _, rest = line.partition(" ")
+        rest = rest.strip()
+        if name in ("/quit", "/exit"):
+            return False
+        if name == "/reset":
+            self.reset()
+            self.console.say("the conversation is forgotten")
+        elif name == "/system":
+            self.system = rest or None
+            self.reset()
+            self.console.say("system message set; the conversation starts over")
+            self.warn_of_template()
+        elif name == "/save":
+            self.save(rest)
+        else:
+            if name != "/help":
+                self.console.say(f"{name} is no command")
+            self.console.say(HELP)
+        return True
+
+    def warn_of_template(self) -> None:
+        """Say which models only continue text, and so do not see a system message."""
+        for speaker in self.speakers:
+            if not speaker.model.has_template:
+                self.console.say(
+                    f"{speaker.label}: the tokenizer has no chat template: each line is completed "
+                    "as plain text, without the system message and earlier turns"
+                )
+
+
+def chat(options: ChatOptions, overrides: Sequence[Override], console: Console) -> dict[str, Any]:
+    """Chat until the person leaves, or answer the given prompts; returns what --json adds.
+
+    Raises ConfigError for models or numbers that cannot be, StageError where nothing is trained.
+    """
+    from penstock.engine.distributed.ranks import join, leave
+
+    options.sampling((), 0)
+    with scratch_folder("chat") as scratch:
+        ranks = join(600)
+        try:
+            typed = [("model", options.target, options.adapter)]
+            typed += [("base", options.compare, None)] if options.compare else []
+            speakers: list[Speaker] = []
+            for label, name, adapter in typed:
+                its = scratch / label
+                its.mkdir()
+                target = resolve_target(name, overrides, adapter, its, console.say)
+                console.say(f"{label}: {target.what}")
+                speakers.append(
+                    Speaker(label, target.what, load_target(target, ranks, its, console.say))
+                )
+            talk = Chat(options, console, speakers, options.system)
+            talk.reset()
+            talk.warn_of_template()
+            return _converse(talk)
+        finally:
+            leave()
+
+
+def _converse(talk: Chat) -> dict[str, Any]:
+    options = talk.options
+    if options.prompts or not sys.stdin.isatty() or talk.console.as_json:
+        asked = options.prompts or _lines_of_stdin()
+        answers = [(prompt, talk.ask(prompt)) for prompt in asked]
+        return {"answers": [_plain(talk, prompt, replies) for prompt, replies in answers]}
+    with suppress(ImportError):
+        import readline  # noqa: F401  # pyright: ignore[reportUnusedImport] - input() then edits
+    talk.console.say("type a message; /help lists commands")
+    while (line := _read_line()) is not None:
+        try:
+            if line.startswith("/"):
+                if not talk.command(line):
+                    break
+            elif line:
+                talk.ask(line)
+        except (ConfigError, StageError) as error:
+            talk.console.say(f"error: {error}")
+    return {}
+
+
+def _read_line() -> str | None:
+    """What the person types; None: they leave. Ctrl-C drops the line."""
+    while True:
+        try:
+            return input("> ").strip()
+        except EOFError:
+            sys.stdout.write("\n")
+            return None
+        except KeyboardInterrupt:
+            sys.stdout.write("\n")
+
+
+def _lines_of_stdin() -> Iterator[str]:
+    return (line.strip() for line in sys.stdin if line.strip())
+
+
+def _plain(talk: Chat, prompt: str, replies: "Sequence[Reply]") -> dict[str, Any]:
+    found: dict[str, Any] = {"prompt": prompt}
+    for speaker, reply in zip(talk.speakers, replies, strict=True):
+        found[speaker.label] = {**vars(reply), "from": speaker.what}
+    return found
+
+
+class _Stop:
+    """Whether Ctrl-C was pressed while an answer is sampled."""
+
+    pressed = False
+
+    def press(self, _signum: int, _frame: FrameType | None) -> None:
+        self.pressed = True
+
+    def check(self) -> None:
+        """Raise StoppedError if so."""
+        from penstock.evaluate.chat_model import StoppedError
+
+        if self.pressed:
+            raise StoppedError
+
+
+@contextmanager
+def _stopping() -> Generator[_Stop]:
+    """Meanwhile Ctrl-C ends the answer between two tokens, and not the process."""
+    stop = _Stop()
+    before = signal.signal(signal.SIGINT, stop.press)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,38 @@
+"""The prepared data of a run, for commands that only look at it."""
+
+from dataclasses import dataclass
+
+from penstock.cli.console import Console
+from penstock.cli.run import Request, say_notes
+from penstock.config.schema.run import RunConfig
+from penstock.core.cache.store import Step, realize
+from penstock.plan import plan, require_upstream
+from penstock.prepare.user_prepared import Given, take
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The prepared data of a run."""
+
+    run: RunConfig
+    step: Step
+
+
+def prepared_data(request: Request, console: Console, *, upstream: bool) -> Prepared:
+    """The run's prepared data, which is prepared first unless it is there.
+
+    To look at data sends it nowhere and builds nothing again, whatever the run says of that.
+    """
+    planned = plan(request.load(), ("prepare",))
+    say_notes(planned, console)
+    step = planned.step("prepare")
+    if isinstance(step.stage, Given):
+        outcome = take(step)
+    else:
+        if not upstream:
+            require_upstream(planned, "this command")
+        outcome = realize(step, verify=planned.run.pipeline.verify, notify=console.say)
+    console.outcomes.append(outcome)
+    if outcome.status not in ("cached", "skipped"):
+        console.say(f"prepare: {outcome.status} in {outcome.seconds:.1f}s -> {outcome.where}")
+    return Prepared(planned.run, step)

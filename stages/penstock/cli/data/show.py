@@ -1,0 +1,313 @@
+"""`penstock data show`: prepared samples as text, with what of them is trained."""
+
+import difflib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+from rich.console import Console as Terminal
+from rich.text import Text
+
+from penstock.cli.console import Console
+from penstock.cli.data.load_prepared import Prepared
+from penstock.config.schema.run import RunConfig
+from penstock.core.cache.store import Step
+from penstock.core.errors import ConfigError
+from penstock.core.files import read_json
+from penstock.core.sources.pin import pin_tokenizer
+from penstock.prepare.locate_record import Locate, locator_of
+from penstock.prepare.sample_sources import Origin, Origins, origins_of
+from penstock.rows.decoding import Decoder, decoder_of
+from penstock.rows.prepared import PLAN, PreparedSamples, Sample
+from penstock.rows.reader import Tokens
+from penstock.rows.sample_order import Indices
+from penstock.rows.schema import IGNORED
+
+STYLES = {
+    (True, False): "green",
+    (True, True): "bold green",
+    (False, False): "dim",
+    (False, True): "bold cyan",
+}
+"""How tokens look on a terminal, by whether they are (trained, special)."""
+
+LEGEND = {"green": "trained", "dim": "not trained", "bold": "special tokens stand out"}
+
+MARKS = ("[[", "]]")
+"""What stands around trained tokens where there are no colours."""
+
+_HIDDEN = {
+    **{code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"},
+    0x7F: chr(0x2421),
+    **{code: f"<U+{code:04X}>" for code in (*range(0x80, 0xA0), *range(0x202A, 0x202F))},
+    **{code: f"<U+{code:04X}>" for code in range(0x2066, 0x206A)},
+}
+"""Characters that would steer the terminal rather than be seen on it."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which samples are asked for."""
+
+    split: Literal["train", "validation"]
+    number: int
+    source: str | None
+    seed: int | None
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive tokens of one look."""
+
+    trained: bool
+    special: bool
+    text: str
+    input_ids: list[int]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A whole sample, or of a pair the prompt or an answer."""
+
+    name: str
+    tokens: int
+    trained_tokens: int
+    other_targets: int
+    """Trained positions whose label is another token than the one that stands there."""
+    spans: list[Span]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One sample, ready to be printed."""
+
+    index: int
+    source: str
+    section: str
+    """Where the user wrote the source."""
+    slice: str
+    record: int
+    """The record's place in its slice, from 0."""
+    file: str | None
+    line: int | None
+    """Its line, or row, in the file, from 1. Unknown where the source is out of reach."""
+    desirable: bool | None
+    score_gap: float | None
+    parts: list[Part]
+
+
+def show_samples(prepared: Prepared, wanted: Wanted, console: Console) -> dict[str, Any]:
+    """Print the samples; returns them as plain values. Raises ConfigError for those there are none
+    of."""
+    folder = prepared.step.path
+    samples = PreparedSamples(folder, wanted.split)
+    origins = origins_of(read_json(folder / PLAN), wanted.split)
+    seed = prepared.run.train.seed if wanted.seed is None else wanted.seed
+    chosen = _chosen(wanted, len(samples), origins, seed, prepared.run)
+    typed = prepared.run.model.tokenizer_source
+    decoder = decoder_of(typed, pin_tokenizer(typed))
+    locate = locator_of(prepared.step.stage)
+    shown = [
+        _shown(index, samples.sample(index), origins.sources[origins.of[index]], locate, decoder)
+        for index in chosen
+    ]
+    if not console.as_json:
+        _print(shown, wanted.split, len(samples), prepared.step)
+    return {
+        "split": wanted.split,
+        "kind": samples.kind,
+        "num_samples": len(samples),
+        "samples": [asdict(each) for each in shown],
+    }
+
+
+def _chosen(wanted: Wanted, total: int, origins: Origins, seed: int, run: RunConfig) -> list[int]:
+    """Numbers of the samples to show: those named, or a draw without repeats in rising order."""
+    if not total:
+        raise ConfigError(
+            f"the {wanted.split} split has no samples.\n"
+            "  Write data.val_set_size or data.test_datasets to have some held out."
+        )
+    candidates = _of_source(wanted, origins, run)
+    if not wanted.indices:
+        random = np.random.default_rng(seed)
+        size = min(wanted.number, len(candidates))
+        drawn = random.choice(len(candidates), size, replace=False, shuffle=False)
+        return sorted(candidates[drawn].tolist())
+    if wanted.seed is not None:
+        raise ConfigError("--index names samples and --seed draws them.\n  Leave one of them out.")
+    for index in wanted.indices:
+        if not 0 <= index < total:
+            raise ConfigError(
+                f"--index {index}: the {wanted.split} split has {total} samples, "
+                f"from 0 to {total - 1}."
+            )
+        if index not in candidates:
+            of = origins.sources[origins.of[index]]
+            raise ConfigError(
+                f"--index {index} is a sample of {of.label} ({of.section}), not of {wanted.source}."
+            )
+    return list(wanted.indices)
+
+
+def _of_source(wanted: Wanted, origins: Origins, run: RunConfig) -> Indices:
+    if wanted.source is None:
+        return np.arange(len(origins.of))
+    asked = wanted.source
+    places = [
+        place
+        for place, each in enumerate(origins.sources)
+        if asked in (each.label, each.section, _typed(each, run))
+    ]
+    if not places:
+        names = [each.label for each in origins.sources]
+        near = difflib.get_close_matches(asked, names, n=1, cutoff=0.4)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        listed = "\n".join(f"    {each.label} ({each.section})" for each in origins.sources)
+        raise ConfigError(
+            f"--source {asked} gave no sample to {wanted.split}.{hint} Those that did:\n{listed}"
+        )
+    return np.flatnonzero(np.isin(origins.of, places))
+
+
+def _typed(origin: Origin, run: RunConfig) -> str | None:
+    """The source as the user wrote it, unless the data was prepared from another config."""
+    written = {"train": run.data.datasets, "validation": run.data.test_datasets}[origin.role]
+    return written[origin.dataset].path if origin.dataset < len(written) else None
+
+
+def _shown(
+    index: int,
+    sample: Sample,
+    origin: Origin,
+    locate: Locate,
+    decoder: Decoder,
+) -> Shown:
+    place = locate(sample.slice, sample.row)
+    return Shown(
+        index=index,
+        source=origin.label,
+        section=origin.section,
+        slice=sample.slice,
+        record=sample.row,
+        file=place.file if place else None,
+        line=place.line if place else None,
+        desirable=sample.desirable,
+        score_gap=sample.score_gap,
+        parts=list(_parts(sample, decoder)),
+    )
+
+
+def _parts(sample: Sample, decoder: Decoder) -> Iterator[Part]:
+    """The sample whole; a pair as the prompt that both sides begin with, and the two answers."""
+    if "" in sample.sides:
+        yield _part("sample", sample.sides[""], 0, decoder)
+        return
+    ids, labels = sample.sides["chosen"]
+    others, their_labels = sample.sides["rejected"]
+    shared = _answer_at(labels)
+    if not np.array_equal(ids[:shared], others[: _answer_at(their_labels)]):
+        shared = 0
+    if shared:
+        yield _part("prompt", (ids[:shared], labels[:shared]), 0, decoder)
+    for name, side in sample.sides.items():
+        yield _part(name, side, shared, decoder)
+
+
+def _answer_at(labels: Tokens) -> int:
+    """Where the first trained token is."""
+    return int(np.argmax(labels != IGNORED))
+
+
+def _part(name: str, side: tuple[Tokens, Tokens], start: int, decoder: Decoder) -> Part:
+    """What follows the first `start` tokens of a side. Its very first token is never trained, for
+    none comes before it."""
+    ids, labels = side
+    trained = labels != IGNORED
+    trained[:1] = False
+    ids, labels, trained = ids[start:], labels[start:], trained[start:]
+    return Part(
+        name=name,
+        tokens=len(ids),
+        trained_tokens=int(trained.sum()),
+        other_targets=int((trained & (labels != ids)).sum()),
+        spans=list(_spans(ids.tolist(), trained, decoder)),
+    )
+
+
+def _spans(ids: list[int], trained: np.ndarray, decoder: Decoder) -> Iterator[Span]:
+    if not ids:
+        return
+    looks = list(zip(trained.tolist(), map(decoder.is_special, ids), strict=True))
+    ends = [at for at in range(1, len(ids)) if looks[at] != looks[at - 1]] + [len(ids)]
+    start = 0
+    for end, text in zip(ends, decoder.pieces(ids, ends), strict=True):
+        yield Span(*looks[start], text, ids[start:end])
+        start = end
+
+
+def _print(shown: Sequence[Shown], split: str, total: int, step: Step) -> None:
+    terminal = Terminal(file=sys.stdout, highlight=False)
+    coloured = terminal.is_terminal and bool(terminal.color_system) and not terminal.no_color
+    said = Text()
+    if coloured:
+        for style, name in LEGEND.items():
+            said.append(name, style).append("  ")
+    else:
+        said.append(f"Trained tokens stand in {MARKS[0]} {MARKS[1]}.")
+    said.append(f"\n{step.where}\n")
+    for each in shown:
+        said.append("\n")
+        said.append(f"{split} sample {each.index} of {total}: {_origin(each)}\n", "bold")
+        for part in each.parts:
+            said.append(f"{_counts(each, part)}\n", "italic")
+            said.append_text(_painted(part) if coloured else Text(_marked(part)))
+            said.append("\n")
+    if coloured:
+        terminal.print(said, soft_wrap=True, end="")
+    else:
+        sys.stdout.write(said.plain)
+
+
+def _origin(shown: Shown) -> str:
+    where = f"{shown.file}:{shown.line}"
+    if shown.line is None:
+        where = f"record {shown.record} of slice {shown.slice}"
+    return f"{shown.source} ({shown.section}), {where}"
+
+
+def _counts(shown: Shown, part: Part) -> str:
+    judged = {True: "desirable, ", False: "undesirable, ", None: ""}[shown.desirable]
+    name = "" if part.name == "sample" else f"{part.name}, "
+    if part.name == "chosen" and shown.score_gap is not None:
+        name += f"scored {shown.score_gap:g} higher, "
+    said = f"{name}{judged}{part.tokens} tokens, {part.trained_tokens} trained"
+    if part.other_targets:
+        said += f"; {part.other_targets} labels are other tokens than those shown"
+    return said
+
+
+def _painted(part: Part) -> Text:
+    text = Text()
+    for span in part.spans:
+        text.append(_visible(span.text), STYLES[span.trained, span.special])
+    return text
+
+
+def _marked(part: Part) -> str:
+    """Marks around whole stretches of trained tokens, special ones or not."""
+    said: list[str] = []
+    inside = False
+    for span in part.spans:
+        if span.trained != inside:
+            said.append(MARKS[0] if span.trained else MARKS[1])
+            inside = span.trained
+        said.append(_visible(span.text))
+    return "".join([*said, MARKS[1] if inside else ""])
+
+
+def _visible(text: str) -> str:
+    return text.translate(_HIDDEN)

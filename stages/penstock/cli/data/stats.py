@@ -1,0 +1,182 @@
+"""`penstock data stats`: what was prepared, in numbers and bars."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from penstock.cli.console import Console, table
+from penstock.cli.data.load_prepared import Prepared
+from penstock.core.errors import PenstockError
+from penstock.pack.compare import compare
+from penstock.pack.stage import Pack
+from penstock.plan import pack_step
+from penstock.prepare.bad_records import place_of
+from penstock.prepare.locate_record import Locate, locator_of
+from penstock.prepare.statistics import statistics
+
+BAR = 48
+"""Characters of the longest bar."""
+
+EIGHTHS = " ▏▎▍▌▋▊▉"
+LENGTHS = ("p5", "p50", "p95", "max")
+
+
+def show_statistics(prepared: Prepared, console: Console) -> dict[str, Any]:
+    """Print the statistics; returns them as plain values."""
+    found = statistics(prepared.step.path)
+    locate = locator_of(prepared.step.stage)
+    found["dropped_samples"] = [_placed(each, locate) for each in found["dropped_samples"]]
+    found["packing"] = _packing(prepared)
+    blocks = [
+        f"{found['kind']} data in {prepared.step.where}",
+        table([_HEADING, *_rows(found["splits"])]),
+        "\n".join(_verdicts(split, its) for split, its in found["splits"].items() if _judged(its)),
+        *(_lengths(split, its) for split, its in found["splits"].items() if its["samples"]),
+        _mix(found["mix"]),
+        _left_out(found),
+        _packed(found["packing"]),
+    ]
+    console.result("\n\n".join(block for block in blocks if block))
+    return found
+
+
+def _packing(prepared: Prepared) -> dict[str, Any]:
+    """Every way of packing with the run's settings, or why there is none."""
+    data = prepared.run.data
+    stage = pack_step(prepared.run, prepared.step.artifact).stage
+    assert isinstance(stage, Pack)
+    settings = stage.resolved()
+    methods, refused = [], None
+    try:
+        methods = compare(prepared.step.path, settings, data.pad_to_multiple_of)
+    except PenstockError as error:
+        refused = str(error)
+    return {
+        "row_tokens": settings.sample_packing_sequence_len,
+        "methods": [asdict(one) for one in methods],
+        "refused": refused,
+    }
+
+
+_HEADING = ("split", "source", "samples", "tokens", "trained", *LENGTHS, "mean")
+
+
+def _rows(splits: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for split, its in splits.items():
+        rows += [_row(split, source["label"], source) for source in its["sources"]]
+        if len(its["sources"]) > 1:
+            rows.append(_row(split, "all", its))
+    return rows
+
+
+def _row(split: str, name: str, its: Mapping[str, Any]) -> tuple[str, ...]:
+    lengths = its["lengths"]
+    counts = (f"{its['samples']:,}", f"{its['tokens']:,}", f"{its['trained_share']:.1%}")
+    return (split, name, *counts, *(f"{lengths[n]:,}" for n in LENGTHS), f"{lengths['mean']:,.0f}")
+
+
+def _judged(its: Mapping[str, Any]) -> bool:
+    return "desirable" in its and its["samples"] > 0
+
+
+def _verdicts(split: str, its: Mapping[str, Any]) -> str:
+    share = its["desirable"] / its["samples"]
+    return f"{its['desirable']:,} of {its['samples']:,} {split} answers are desirable ({share:.1%})"
+
+
+def _lengths(split: str, its: Mapping[str, Any]) -> str:
+    bars = its["histogram"]
+    most = max(bar["samples"] for bar in bars)
+    rows = [
+        (
+            _range(bar["above"] + 1, bar["to"]),
+            _bar(bar["samples"] / most),
+            f"{bar['samples']:,}",
+        )
+        for bar in bars
+    ]
+    return f"tokens of {split} samples\n{table(rows)}"
+
+
+def _range(first: int, last: int) -> str:
+    return f"{first:,}" if first == last else f"{first:,} - {last:,}"
+
+
+def _bar(share: float) -> str:
+    """A bar of that share of the longest; what is there at all is seen."""
+    eighths = max(round(share * BAR * 8), int(share > 0))
+    whole, rest = divmod(eighths, 8)
+    return ("█" * whole + EIGHTHS[rest].strip()).ljust(BAR)
+
+
+def _mix(mix: Mapping[str, Any]) -> str:
+    sources = mix["sources"]
+    if mix["strategy"] == "concat" and len(sources) < 2:
+        return ""
+    rows = [("source", "samples", "an epoch", "share", "repeats", "held out")]
+    rows += [
+        (
+            source["label"],
+            f"{source['samples']:,}",
+            f"{source['drawn']:,}",
+            f"{source['share']:.1%}",
+            f"{source['repeats']:.2f}x",
+            f"{source['held_out']:,}",
+        )
+        for source in sources
+    ]
+    epoch = f"{mix['samples_per_epoch']:,} samples an epoch"
+    planned = f", {mix['epochs']} epochs planned" if mix["strategy"] == "random" else ""
+    return f"mix_strategy: {mix['strategy']}, {epoch}{planned}\n{table(rows)}"
+
+
+def _left_out(found: Mapping[str, Any]) -> str:
+    """Why records or samples are not there, and what was cut from those that are."""
+    dropped: Mapping[str, int] = found["dropped"]
+    lines = [f"{found['records']:,} records read, {sum(dropped.values()):,} dropped"]
+    if found["truncated"]:
+        cut = f"{found['tokens_cut']:,} tokens"
+        turns = f", {found['turns_dropped']:,} whole turns" if found["turns_dropped"] else ""
+        lines[0] += f", {found['truncated']:,} truncated ({cut}{turns})"
+    for reason, count in sorted(dropped.items(), key=lambda each: -each[1]):
+        lines.append(f"  {reason}: {count:,}")
+        lines += [f"    {_example(each)}" for each in _of(found["dropped_samples"], reason)]
+    return "\n".join(lines)
+
+
+def _of(examples: Sequence[Mapping[str, Any]], reason: str) -> list[Mapping[str, Any]]:
+    return [each for each in examples if each["reason"] == reason]
+
+
+def _placed(example: Mapping[str, Any], locate: Locate) -> dict[str, Any]:
+    """With file and line, as far as they are known."""
+    place = locate(example["slice"], example["row"]) if "slice" in example else None
+    return {**example, **(asdict(place) if place else {})}
+
+
+def _example(each: Mapping[str, Any]) -> str:
+    if "file" in each:
+        return f"{place_of(each)}: {each['why']}"
+    return f"{each['source']}, record {each['row']} of slice {each['slice']}: {each['why']}"
+
+
+def _packed(packing: Mapping[str, Any]) -> str:
+    if packing["refused"]:
+        return f"cannot be packed: {packing['refused']}"
+    if not packing["methods"]:
+        return ""
+    rows = [("split", "method", "rows", "bound", "fill", "padding", "")]
+    rows += [
+        (
+            one["split"],
+            one["method"],
+            f"{one['rows']:,}",
+            f"{one['bound']:,}",
+            f"{one['fill']:.1%}",
+            f"{one['padding']:.1%}",
+            "as configured" if one["chosen"] else "",
+        )
+        for one in packing["methods"]
+    ]
+    return f"rows of {packing['row_tokens']:,} tokens\n{table(rows)}"

@@ -1,0 +1,108 @@
+"""`penstock flow` and `penstock deploy`: the Prefect scripts that the package brings.
+
+Prefect is never imported here: its scripts and its own command run as processes.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import penstock
+from penstock.cli.console import Console
+from penstock.config.loading.cli_overrides import Override
+from penstock.config.loading.load import load
+from penstock.core.errors import CapabilityError, StageError
+from penstock.core.files import publishing
+
+PREFECT_FILE = "prefect.yaml"
+
+
+def flows_folder() -> Path:
+    """The folder of the scripts: within an installed package, or beside its source root."""
+    package = Path(penstock.__file__).resolve().parent
+    inside = package / "flows"
+    return inside if inside.is_dir() else package.parents[1] / "flows"
+
+
+def run_flow(
+    config: Path, overrides: Sequence[Override], console: Console, *, recurring: bool
+) -> dict[str, object]:
+    """Become the process of the flow, whose exit status is the command's; with --json wait for it
+    instead. Raises ConfigError for a config that no flow could load.
+    """
+    _require_prefect()
+    load(config, overrides)
+    script = flows_folder() / ("recurring.py" if recurring else "finetune.py")
+    settings = [f"{one.option}={one.text}" for one in overrides]
+    words = [sys.executable, str(script), str(config), *settings]
+    sys.stdout.flush()
+    if not console.as_json:
+        os.execv(sys.executable, words)
+    done = subprocess.run(words, stdout=sys.stderr, check=False)
+    if done.returncode:
+        raise StageError(f"the flow failed with exit status {done.returncode}; see its log above.")
+    return {"flow": script.stem}
+
+
+def deploy(pool: str, console: Console, *, write_only: bool) -> dict[str, object]:
+    """Write `prefect.yaml` here unless it is there, create the pool and register deployments.
+
+    Raises CapabilityError without Prefect, StageError with Prefect's own words where it fails.
+    """
+    _require_prefect()
+    file = Path(PREFECT_FILE)
+    if file.exists():
+        console.say(f"{file} is there already and is used as it is")
+    else:
+        with publishing(file) as part:
+            part.write_text(prefect_yaml(Path.cwd(), pool), encoding="utf-8")
+        console.say(f"wrote {file}: edit schedules and parameters there")
+    if not write_only:
+        if _prefect("work-pool", "inspect", pool, check=False).returncode:
+            _prefect("work-pool", "create", pool, "--type", "process")
+            console.say(f"created the work pool {pool}")
+        _prefect("--no-prompt", "deploy", "--all", "--prefect-file", str(file))
+        console.say(
+            f"next: prefect worker start --pool {pool}, in a terminal of its own, and\n"
+            "  prefect deployment run finetune/finetune -p config=CONFIG"
+        )
+    console.result(str(file.resolve()))
+    return {"file": str(file.resolve()), "pool": pool}
+
+
+def prefect_yaml(folder: Path, pool: str) -> str:
+    """The deployments of this package, for workers that run in `folder`."""
+    scripts = flows_folder()
+    inside = scripts / PREFECT_FILE
+    text = (inside if inside.is_file() else scripts.parent / PREFECT_FILE).read_text("utf-8")
+    return (
+        text.replace("entrypoint: flows/", f"entrypoint: {scripts}/")
+        .replace('"{{ $PENSTOCK_HOME }}"', f'"{folder}"')
+        .replace("name: penstock\n      job_variables", f"name: {pool}\n      job_variables")
+    )
+
+
+def _require_prefect() -> None:
+    if find_spec("prefect") is None:
+        raise CapabilityError("Prefect is not installed.\n  Run pip install penstock again.")
+
+
+def _prefect(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "prefect", *words],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+    if check and done.returncode:
+        told = (done.stderr.strip() or done.stdout.strip()).splitlines()[-12:]
+        raise StageError(
+            f"prefect {' '.join(words)} failed:\n  "
+            + "\n  ".join(told)
+            + "\n  Is PREFECT_API_URL that of a running server (prefect server start)?"
+        )
+    return done

@@ -1,0 +1,132 @@
+"""`penstock init`: a shipped recipe, copied to where it will be changed, or a config for own data.
+
+The recipes are `configs/quickstart.yaml`, the files of `configs/examples`, which the package holds
+as its folder `recipes`, and those of `configs/server`, which it holds as `servers`.
+"""
+
+import json
+from importlib import resources
+from importlib.resources.abc import Traversable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from penstock.cli.console import Console, table
+from penstock.config.generate_docs import schema, server_schema
+from penstock.config.loading.load import load
+from penstock.core.errors import ConfigError, StageError
+from penstock.core.os_errors import reason_of
+from penstock.core.sources.local_files import kind_of, missing
+from penstock.prepare.builtin import arithmetic
+
+SCHEMA_FILE, SERVER_SCHEMA_FILE = "penstock.schema.json", "penstock-server.schema.json"
+"""Written beside a copied recipe, so that editors complete and check it."""
+OF_SERVERS = "server-"
+"""Begins the names of recipes for `penstock serve`."""
+MODELINE = "# yaml-language-server: $schema="
+SAMPLES = 300
+OWN = """\
+# Fine-tune on {data}. Every other setting has a default; `penstock check --all` prints them.
+model:
+  model_path: Qwen/Qwen3-0.6B          # a hub id, or a folder
+
+data:
+  datasets:
+    - path: {data}                     # its format is told from its first records
+  val_set_size: 0.05
+  dataset_prepared_path: outputs/data
+
+train:
+  output_dir: outputs/run
+"""
+
+
+def recipes() -> dict[str, Traversable]:
+    """The shipped recipes by name, the quickstart first, those of servers last."""
+    package = resources.files("penstock")
+    found = {
+        f"{prefix}{each.name.removesuffix('.yaml')}": each
+        for folder, prefix in (("recipes", ""), ("servers", OF_SERVERS))
+        for each in sorted((package / folder).iterdir(), key=lambda e: e.name)
+        if each.name.endswith(".yaml")
+    }
+    return {"quickstart": package / "quickstart.yaml", **found}
+
+
+def summary(recipe: Traversable) -> str:
+    """The recipe's first comment below the modeline: what it is for, in one line."""
+    return recipe.read_text(encoding="utf-8").splitlines()[1].removeprefix("# ")
+
+
+def list_recipes(console: Console) -> dict[str, Any]:
+    """Print every recipe with what it is for; returns the same."""
+    known = {name: summary(file) for name, file in recipes().items()}
+    console.result(table([("name", "what it is for"), *known.items()]))
+    return {"recipes": known}
+
+
+def copy_recipe(name: str, folder: Path, console: Console) -> dict[str, Any]:
+    """Write `<name>.yaml` in `folder`, and the schema beside it for editors; returns their paths.
+
+    Raises ConfigError for a name no recipe has or a file that is there, StageError if unwritable.
+    """
+    known = recipes()
+    if name not in known and kind_of(name):
+        raise missing(name)
+    name = name.removesuffix(".yaml")
+    if name not in known:
+        raise ConfigError(f"no recipe is called {name}.\n  Recipes are {', '.join(known)}.")
+    target = folder / f"{name}.yaml"
+    _, _, body = known[name].read_text(encoding="utf-8").partition("\n")
+    if name.startswith(OF_SERVERS):
+        return _written(target, body, SERVER_SCHEMA_FILE, console)
+    return _written(target, body, SCHEMA_FILE, console) | bring_samples(target, console)
+
+
+def _written(target: Path, body: str, schema_name: str, console: Console) -> dict[str, Any]:
+    """Write the config, and the schema beside it; returns their paths."""
+    serves = schema_name == SERVER_SCHEMA_FILE
+    editors = target.with_name(schema_name)
+    try:
+        with target.open("x", encoding="utf-8") as stream:
+            stream.write(f"{MODELINE}./{schema_name}\n{body}")
+        text = json.dumps(server_schema() if serves else schema(), indent=2)
+        editors.write_text(text + "\n", encoding="utf-8")
+    except FileExistsError:
+        raise ConfigError(
+            f"{target} is there already and stays as it is.\n  Move it, or go to another folder."
+        ) from None
+    except OSError as error:
+        raise StageError(f"{target} cannot be written: {reason_of(error)}.") from error
+    then = f"serve {target}" if serves else f"check {target} and penstock run {target}"
+    console.say(f"next: edit {target}, then penstock {then}")
+    console.result(str(target))
+    return {"file": str(target), "schema": str(editors)}
+
+
+def bring_samples(config: Path, console: Console) -> dict[str, Any]:
+    """Write sample conversations where a recipe names a local file of them that is not there.
+
+    Returns `data`, the file, if one was written.
+    """
+    run = load(config)
+    for dataset in run.data.datasets:
+        data = config.parent / str(dataset.path)
+        if data.suffix == ".jsonl" and dataset.type == "chat" and not data.exists():
+            data.parent.mkdir(parents=True, exist_ok=True)
+            rows = map(json.dumps, islice(arithmetic(), SAMPLES))
+            data.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
+            console.say(f"{data}: {SAMPLES} sample conversations, to be replaced by your own")
+            return {"data": str(data)}
+    return {}
+
+
+def init_own(data: Path, folder: Path, console: Console) -> dict[str, Any]:
+    """Write `run.yaml` in `folder`, which trains on this file or folder, and the schema beside it.
+
+    Raises ConfigError if `run.yaml` is there, or the file is a config itself.
+    """
+    if data.suffix in (".yaml", ".yml"):
+        raise ConfigError(f"{data} is a config already; penstock check {data} looks at it.")
+    body = OWN.format(data=json.dumps(str(data), ensure_ascii=False))
+    return _written(folder / "run.yaml", body, SCHEMA_FILE, console)

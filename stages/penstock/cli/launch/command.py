@@ -1,0 +1,96 @@
+"""`penstock launch`: train here, or print what starts the same training elsewhere."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from penstock.cli.console import Console
+from penstock.cli.launch.kubernetes import Cluster, kubernetes_job
+from penstock.cli.launch.slurm import slurm_script
+from penstock.cli.launch.torchrun import torchrun_lines
+from penstock.cli.run import Request
+from penstock.config.loading.cli_overrides import Override
+from penstock.config.schema.run import RunConfig
+from penstock.core import env
+from penstock.core.errors import ConfigError
+from penstock.core.process.rendezvous import PORT
+from penstock.machine import check_layout
+
+Way = Literal["torchrun", "slurm", "kubernetes"]
+Place = Literal["written", "unknown"]
+"""Whether the config says where machines meet."""
+WAYS: tuple[Way, ...] = get_args(Way)
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """What the command line says of the machines that will train."""
+
+    gpus: int | None = None
+    """GPUs of each machine; None: one for each process."""
+    cpus: int | None = None
+    """Processors of each machine; None: all it has."""
+    cluster: Cluster | None = None
+    """What Kubernetes must be told; None: nothing was said."""
+
+
+def print_launch(
+    request: Request, way: str | None, elsewhere: Elsewhere, console: Console
+) -> dict[str, Any]:
+    """Print what starts the run in that way, or in every way under titles; returns the texts.
+
+    Raises ConfigError for what cannot be laid out, or cannot be said without knowing more.
+    """
+    if way is not None and way not in WAYS:
+        raise ConfigError(f"{way} is no way to launch.\n  Write one of {', '.join(WAYS)}.")
+    run, place = _load(request)
+    check_layout(run)
+    texts: dict[str, str] = {}
+    for each in [way] if way else WAYS:
+        try:
+            texts[each] = _text(each, run, request, elsewhere, place)
+        except ConfigError as error:
+            if way:
+                raise
+            texts[each] = "".join(f"# {line.strip()}\n" for line in str(error).splitlines())
+    titled = [text if way else f"# ---- {each} ----\n{text}" for each, text in texts.items()]
+    console.result("\n".join(titled).rstrip("\n"))
+    return {"launch": texts}
+
+
+def _load(request: Request) -> tuple[RunConfig, Place]:
+    try:
+        return request.load(), "written"
+    except ConfigError:
+        # A scheduler names the machines itself: where they meet need not be written for it.
+        place = Override("launch.rdzv_endpoint", f"first:{PORT}")
+        return replace(request, overrides=(*request.overrides, place)).load(), "unknown"
+
+
+def _text(way: str, run: RunConfig, request: Request, elsewhere: Elsewhere, place: Place) -> str:
+    if way == "torchrun":
+        if place == "unknown":
+            request.load()  # raises what is missing
+        return torchrun_lines(run, request)
+    ranks = _ranks_there(run)
+    gpus = ranks if elsewhere.gpus is None else elsewhere.gpus
+    if way == "slurm":
+        return slurm_script(run, request, ranks=ranks, gpus=gpus, cpus=elsewhere.cpus)
+    if elsewhere.cluster is None:
+        raise ConfigError(
+            "A Kubernetes job needs the image that its containers are made of.\n"
+            "  Add --image REGISTRY/NAME:TAG, of an image in which Penstock is installed."
+        )
+    return kubernetes_job(run, elsewhere.cluster, ranks=ranks, gpus=gpus, cpus=elsewhere.cpus)
+
+
+def _ranks_there(run: RunConfig) -> int:
+    """Processes on each machine. Raises ConfigError where only the machines themselves know."""
+    asked = run.launch.nproc_per_node
+    if asked != "auto":
+        return asked
+    if here := env.num_gpus():
+        return here
+    raise ConfigError(
+        "launch.nproc_per_node is auto, this machine has no GPU to go by, and a scheduler must be "
+        "told how many to reserve.\n  Add --launch.nproc_per_node with the GPUs of one machine."
+    )

@@ -1,0 +1,232 @@
+"""A Kubernetes job for a run: an indexed job with one pod for each machine, and what it reads."""
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+import yaml
+
+from penstock.config.schema.run import RunConfig
+from penstock.core.errors import CapabilityError, ConfigError
+from penstock.core.process.rendezvous import PORT
+from penstock.core.remote.urls import is_url, spoken
+
+CONFIG_FOLDER = "/etc/penstock"
+CONFIG_FILE = "run.yaml"
+MARGIN_SECONDS = 30
+"""Beyond the time that ranks have to save, before the kubelet kills what is left."""
+
+DONE_WITH = [ConfigError.exit_code, CapabilityError.exit_code]
+"""Exit codes of faults that another pod would have, too."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What only the command line says."""
+
+    image: str
+    claim: str | None = None
+    """A PersistentVolumeClaim that every pod mounts, for data and results."""
+    mount: str = "/data"
+    """Where it is mounted; relative paths of the config lie below it."""
+    secret: str | None = None
+    """A Secret whose keys become environment variables, such as HF_TOKEN."""
+
+
+def kubernetes_job(
+    run: RunConfig, cluster: Cluster, *, ranks: int, gpus: int, cpus: int | None
+) -> str:
+    """YAML for `kubectl apply`: a ConfigMap with the run, a Service for pods to meet, and the Job.
+
+    `ranks` processes, `gpus` and `cpus` are those of one pod. Raises ConfigError if results would
+    be lost with a pod, or if the config holds what nobody else may read.
+    """
+    _check_storage(run, cluster)
+    name = _name(run)
+    config = _config(run, name, ranks)
+    parts: list[dict[str, Any]] = [_config_map(name, config)]
+    if run.launch.nnodes > 1:
+        parts.append(_service(name))
+    parts.append(_job(run, name, cluster, gpus=gpus, cpus=cpus))
+    return yaml.dump_all(parts, Dumper=_Readable, sort_keys=False, allow_unicode=True, width=100)
+
+
+class _Readable(yaml.SafeDumper):
+    """Writes text of several lines as such."""
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = "|" if "\n" in text else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Readable.add_representer(str, _text)
+
+
+def _name(run: RunConfig) -> str:
+    """A DNS label that leaves room for a pod's number."""
+    plain = re.sub(r"[^a-z0-9]+", "-", run.pipeline.name.lower()).strip("-")
+    return f"penstock-{plain}"[:50].rstrip("-") if plain else "penstock"
+
+
+def _config(run: RunConfig, name: str, ranks: int) -> dict[str, Any]:
+    """The run as it was written, with what pods are told alone in its place."""
+    values = run.model_dump(mode="json", exclude_unset=True)
+    launch = {**values.get("launch", {}), "nproc_per_node": ranks}
+    launch.pop("node_rank", None)
+    if run.launch.nnodes > 1:
+        launch["rdzv_endpoint"] = f"{name}-0.{name}:{PORT}"
+    else:
+        launch.pop("rdzv_endpoint", None)
+    return {**values, "launch": launch}
+
+
+def _config_map(name: str, config: dict[str, Any]) -> dict[str, Any]:
+    text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": _metadata(name),
+        "data": {CONFIG_FILE: text},
+    }
+
+
+def _service(name: str) -> dict[str, Any]:
+    """Gives pods names; they look for the first one while it is still starting."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _metadata(name),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {"job-name": name},
+        },
+    }
+
+
+def _job(
+    run: RunConfig, name: str, cluster: Cluster, *, gpus: int, cpus: int | None
+) -> dict[str, Any]:
+    nodes = run.launch.nnodes
+    pod: dict[str, Any] = {
+        "restartPolicy": "Never",
+        # Told to end, training finishes its step and saves.
+        "terminationGracePeriodSeconds": math.ceil(run.launch.stop_timeout) + MARGIN_SECONDS,
+        "containers": [_container(run, cluster, gpus=gpus, cpus=cpus)],
+        "volumes": _volumes(name, cluster),
+    }
+    if nodes > 1:
+        pod["subdomain"] = name
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": _metadata(name),
+        "spec": {
+            "completionMode": "Indexed",
+            "completions": nodes,
+            "parallelism": nodes,
+            # Pods that are started anew go on from the newest checkpoint.
+            "backoffLimit": run.launch.max_restarts * nodes,
+            "podFailurePolicy": {
+                "rules": [
+                    {
+                        "action": "Ignore",
+                        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+                    },
+                    {
+                        "action": "FailJob",
+                        "onExitCodes": {"operator": "In", "values": DONE_WITH},
+                    },
+                ]
+            },
+            "template": {"metadata": {"labels": _labels(name)}, "spec": pod},
+        },
+    }
+
+
+def _container(run: RunConfig, cluster: Cluster, *, gpus: int, cpus: int | None) -> dict[str, Any]:
+    command = ["penstock", "run", f"{CONFIG_FOLDER}/{CONFIG_FILE}"]
+    if run.launch.nnodes > 1:
+        command.append("--launch.node_rank=$(JOB_COMPLETION_INDEX)")
+    limits = {"nvidia.com/gpu": gpus} if gpus else {}
+    mounts = [
+        {"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True},
+        {"name": "shared-memory", "mountPath": "/dev/shm"},
+    ]
+    container: dict[str, Any] = {
+        "name": "train",
+        "image": cluster.image,
+        "command": command,
+        "resources": {
+            **({"requests": {"cpu": cpus}} if cpus else {}),
+            **({"limits": limits} if limits else {}),
+        },
+        "volumeMounts": mounts,
+    }
+    if cluster.claim:
+        mounts.append({"name": "data", "mountPath": cluster.mount})
+        container["workingDir"] = cluster.mount
+    if cluster.secret:
+        container["envFrom"] = [{"secretRef": {"name": cluster.secret}}]
+    return container
+
+
+def _volumes(name: str, cluster: Cluster) -> list[dict[str, Any]]:
+    volumes: list[dict[str, Any]] = [
+        {"name": "config", "configMap": {"name": name}},
+        # The default of 64 MB is too little for processes that share rows and gradients.
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+    ]
+    if cluster.claim:
+        volumes.append({"name": "data", "persistentVolumeClaim": {"claimName": cluster.claim}})
+    return volumes
+
+
+def _metadata(name: str) -> dict[str, Any]:
+    return {"name": name, "labels": _labels(name)}
+
+
+def _labels(name: str) -> dict[str, str]:
+    return {"app.kubernetes.io/name": "penstock", "app.kubernetes.io/instance": name}
+
+
+def _check_storage(run: RunConfig, cluster: Cluster) -> None:
+    """Results must outlive pods, and the config map must hold nothing secret."""
+    for where, value in _texts(run.model_dump(mode="json", exclude_unset=True)):
+        if spoken(value) != value:
+            raise ConfigError(
+                f"{where} is a URL with a password or a signature, which a ConfigMap would show to "
+                "whoever may read it.\n  Write the URL without them, and give the credentials to "
+                "the pods with --secret."
+            )
+    for where, value in {
+        "train.output_dir": run.train.output_dir,
+        "data.dataset_prepared_path": run.data.dataset_prepared_path,
+        "pipeline.artifacts_path": run.pipeline.artifacts_path,
+    }.items():
+        if is_url(value):
+            continue
+        if cluster.claim is None:
+            raise ConfigError(
+                f"{where} is the folder {value}, which is lost with its pod.\n"
+                "  Add --claim NAME of a PersistentVolumeClaim, or write a URL of an object store."
+            )
+        if not (PurePosixPath(cluster.mount) / value).is_relative_to(cluster.mount):
+            raise ConfigError(
+                f"{where} is {value}, which is not below {cluster.mount}, where the claim "
+                f"{cluster.claim} is mounted.\n"
+                f"  Write a relative path, or mount it elsewhere with --mount."
+            )
+
+
+def _texts(value: Any, at: str = "") -> list[tuple[str, str]]:
+    if isinstance(value, dict):
+        return [
+            text for key, each in value.items() for text in _texts(each, f"{at}.{key}".strip("."))
+        ]
+    if isinstance(value, list):
+        return [text for index, each in enumerate(value) for text in _texts(each, f"{at}[{index}]")]
+    return [(at, value)] if isinstance(value, str) else []

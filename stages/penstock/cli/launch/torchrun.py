@@ -1,0 +1,39 @@
+"""The torchrun command of every machine, to be typed there."""
+
+import shlex
+
+from penstock.cli.run import Request
+from penstock.config.schema.run import RunConfig
+from penstock.train.launch.torchrun import environment_of, torchrun_arguments_by_hand
+
+
+def torchrun_lines(run: RunConfig, request: Request) -> str:
+    """One command for each machine. Every one of them needs the config file and the same folders.
+
+    Raises ConfigError where several machines have no place to meet.
+    """
+    commands = [_command(run, request, number) for number in range(run.launch.nnodes)]
+    if len(commands) == 1:
+        return f"{commands[0]}\n"
+    titled = (f"# machine {number}\n{command}\n" for number, command in enumerate(commands))
+    return "".join(titled)
+
+
+def words_of(request: Request, *left_out: str) -> list[str]:
+    """The config and its overrides as they were typed, but for fields that are left out."""
+    overrides = [
+        f"{one.option}={one.text}" for one in request.overrides if one.name not in left_out
+    ]
+    return [str(request.file), *overrides]
+
+
+def _command(run: RunConfig, request: Request, number: int) -> str:
+    launch = run.launch.model_copy(update={"node_rank": number})
+    here = run.model_copy(update={"launch": launch})
+    variables = [f"{name}={value}" for name, value in environment_of(here).items()]
+    words = [
+        *("env", *variables),
+        *("torchrun", *torchrun_arguments_by_hand(here)),
+        *("-m", "penstock.cli.train", *words_of(request, "launch.node_rank")),
+    ]
+    return shlex.join(words)

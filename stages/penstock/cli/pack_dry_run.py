@@ -1,0 +1,63 @@
+"""`penstock pack CONFIG --dry-run`: what every way of packing would give."""
+
+import time
+from dataclasses import asdict
+
+from penstock.cli.console import Console, outcome_table, table
+from penstock.cli.run import Request, bring, say_notes
+from penstock.core.cache.stage import key_of
+from penstock.core.cache.store import Outcome
+from penstock.core.errors import ConfigError
+from penstock.pack.compare import Figures, compare
+from penstock.pack.stage import Pack
+from penstock.plan import Wishes, plan, require_upstream
+
+
+def compare_packing(request: Request, wishes: Wishes, console: Console, *, upstream: bool) -> None:
+    """Print rows, fill and padding of all methods on the prepared samples; write no row.
+
+    The samples are prepared first unless they are there.
+    """
+    if "pack" in wishes.force or wishes.start == "pack":
+        raise ConfigError(
+            "--dry-run builds no pack stage.\n  Leave out --force pack or --from pack."
+        )
+    planned = plan(request.load(), ("pack",))
+    say_notes(planned, console)
+    if upstream:
+        bring(planned, "prepare", wishes, console)
+    else:
+        require_upstream(planned, "pack")
+    step, started = planned.step("pack"), time.monotonic()
+    stage = step.stage
+    assert isinstance(stage, Pack)
+    figures = compare(stage.prepared.path, stage.resolved(), planned.run.data.pad_to_multiple_of)
+    console.outcomes.append(
+        Outcome(
+            stage="pack",
+            key=key_of(stage),
+            status="skipped",
+            path=step.path,
+            seconds=time.monotonic() - started,
+            facts={"methods": [asdict(one) for one in figures]},
+            remote=step.remote,
+        )
+    )
+    console.result(f"{outcome_table(console.outcomes)}\n\n{_table(figures)}")
+
+
+def _table(figures: list[Figures]) -> str:
+    rows = [("split", "method", "rows", "bound", "fill", "padding", "")]
+    rows += [
+        (
+            one.split,
+            one.method,
+            str(one.rows),
+            str(one.bound),
+            f"{one.fill:.2%}",
+            f"{one.padding:.2%}",
+            "as configured" if one.chosen else "",
+        )
+        for one in figures
+    ]
+    return table(rows)

@@ -1,0 +1,225 @@
+"""What `penstock plan` says of a run's costs: memory, time, tokens, disk, and faster layouts."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from penstock.cli.console import table
+from penstock.cli.plan.sizing import sizing_of
+from penstock.config.schema.run import RunConfig
+from penstock.core.cache.store import Step, lookup
+from penstock.core.errors import ConfigError
+from penstock.costs.device_speed import Machine, machine_called, machine_here
+from penstock.costs.estimate import Prediction, model_of, predict
+from penstock.costs.layouts import Proposal, Wanted, fastest
+from penstock.costs.token_counts import Made, data_of, with_row_length
+from penstock.engine.distributed.parallel_dims import Degrees, lay_out, rows_per_step
+from penstock.engine.distributed.validate_layout import Counts
+from penstock.machine import config_of, world_size
+from penstock.train.launch.torchrun import num_local_ranks
+
+NOT_MEASURED = "time not known; penstock doctor --measure finds out how fast this machine is"
+
+
+@dataclass(frozen=True)
+class Where:
+    """What the command line says of the machine."""
+
+    devices: int | None = None
+    """Look for the fastest layouts on so many."""
+    kind: str | None = None
+    """Their name; None: those that are here."""
+
+
+def costs(run: RunConfig, steps: Sequence[Step], where: Where) -> tuple[str, dict[str, Any]]:
+    """What a run costs, as text and as plain values; nothing of a run that does not train.
+
+    Raises ConfigError for devices that nobody knows.
+    """
+    if all(step.stage.name != "train" for step in steps):
+        if where.devices or where.kind:
+            raise ConfigError(
+                "--devices and --device-kind speak of training, and this run does not train.\n"
+                "  Add train to pipeline.stages, or leave them out."
+            )
+        return "", {}
+    degrees = lay_out(run.train, world_size(run))
+    if not isinstance(degrees, Degrees):
+        return "", {}
+    hf_config, made = config_of(run), Made.of(steps)
+    model = model_of(run, hf_config)
+    run = with_row_length(run, made, steps, model.config.vocab_size)
+    data = data_of(run, steps, model.config.vocab_size)
+    machine = machine_called(where.kind) if where.kind else machine_here(num_local_ranks(run))
+    found = predict(run, model, degrees, machine, data)
+    if any(step.stage.name == "reference" and lookup(step) for step in steps):
+        found = replace(found, reference_seconds=None)
+    sizes = sum(map(math.prod, model.shapes.values()))
+    sizing = sizing_of(run, made, data, found.length, found.rows_per_step)
+    text = f"{_told(found, sizes)}\n{sizing.text}"
+    plain: dict[str, Any] = {"costs": _plain(found, sizes), "sizing": sizing.as_json()}
+    if where.devices is None:
+        return text, plain
+    counts, rows = Counts.of(hf_config), rows_per_step(run.train, degrees.num_replicas)
+    wanted = Wanted(run, model, counts, machine, where.devices, rows, data)
+    layouts = fastest(wanted)
+    text += "\n" + _proposed(layouts, wanted)
+    return text, {**plain, "layouts": [_proposal(one) for one in layouts]}
+
+
+def _told(found: Prediction, sizes: int) -> str:
+    return "\n".join(
+        [
+            f"costs on {_ranks(found.degrees)} of {_named(found.machine)}",
+            f"    model   {_count(sizes)} parameters",
+            f"    run     {_length(found)}",
+            f"    step    {_step(found)}",
+            *([f"    before  {_reference(found)}"] if found.reference_seconds else []),
+            f"    memory  {_memory(found)}",
+            f"    disk    {_disk(found)}",
+        ]
+    )
+
+
+def _ranks(degrees: Degrees) -> str:
+    if degrees.world == 1:
+        return "1 process"
+    return f"{degrees.world} processes ({degrees})"
+
+
+def _named(machine: Machine) -> str:
+    return f"{machine.name} ({machine.known_by})" if machine.known_by else machine.name
+
+
+def _length(found: Prediction) -> str:
+    rows = f"{found.rows_per_step} row{'s' if found.rows_per_step > 1 else ''}"
+    if found.length is None:
+        return f"steps of {rows}; how many is known once data is prepared"
+    length = found.length
+    return (
+        f"{length.steps:,} steps of {rows}, {_count(length.tokens)} tokens"
+        f" ({length.certain}; {length.set_by})"
+    )
+
+
+def _step(found: Prediction) -> str:
+    if found.step is None:
+        return NOT_MEASURED
+    seconds = found.step.total
+    parts = ", ".join(
+        f"{name} {100 * value / seconds:.0f} %" for name, value in asdict(found.step).items()
+    )
+    speed = f"{found.tokens_per_step / seconds:,.0f} tokens/s"
+    whole = f"; all steps {_time(found.seconds)}" if found.seconds is not None else ""
+    return f"{_time(seconds)}, {speed}{whole} ({parts})"
+
+
+def _reference(found: Prediction) -> str:
+    return f"{_time(found.reference_seconds)} for what the reference makes of all answers, once"
+
+
+def _memory(found: Prediction) -> str:
+    parts = ", ".join(f"{name} {_bytes(value)}" for name, value in asdict(found.memory).items())
+    limit = found.machine.memory
+    of = "" if limit is None else f" of {_bytes(limit)}"
+    doubt = "; it does not fit" if found.fits is False else ""
+    return f"{_bytes(found.memory.total)}{of} for a process{doubt} ({parts})"
+
+
+def _disk(found: Prediction) -> str:
+    disk = found.disk
+    times = f"{disk.checkpoints} x " if disk.checkpoints else ""
+    parts = [f"checkpoints {times}{_bytes(disk.checkpoint)}", f"exported {_bytes(disk.exported)}"]
+    for name in ("prepared", "packed"):
+        size = getattr(disk, name)
+        parts += [f"{name} {_bytes(size)}"] if size is not None else []
+    return ", ".join(parts)
+
+
+def _proposed(layouts: Sequence[Proposal], wanted: Wanted) -> str:
+    head = f"fastest on {wanted.devices} x {wanted.machine.name}, {wanted.rows} rows a step:"
+    if not layouts:
+        return f"{head} none that fits was found; more devices or smaller rows are needed"
+    rows = [("step", "tokens/s", "memory", "settings of train")]
+    for one in layouts:
+        found = one.prediction
+        seconds = found.step.total if found.step else None
+        settings = ", ".join(f"{name}: {_yaml(value)}" for name, value in one.settings.items())
+        rows.append(
+            (
+                _time(seconds),
+                f"{found.tokens_per_step / seconds:,.0f}" if seconds else "n/a",
+                _bytes(found.memory.total),
+                settings,
+            )
+        )
+    return f"{head}\n" + "\n".join(f"    {line}" for line in table(rows).splitlines())
+
+
+def _yaml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _proposal(one: Proposal) -> dict[str, Any]:
+    found = one.prediction
+    return {
+        "settings": dict(one.settings),
+        "layout": asdict(found.degrees),
+        "memory": found.memory.total,
+        "seconds_per_step": found.step.total if found.step else None,
+        "tokens_per_second": _per_second(found),
+    }
+
+
+def _per_second(found: Prediction) -> float | None:
+    return found.tokens_per_step / found.step.total if found.step else None
+
+
+def _plain(found: Prediction, sizes: int) -> dict[str, Any]:
+    """Bytes, seconds and operations."""
+    length, machine = found.length, found.machine
+    return {
+        "machine": {
+            "name": machine.name,
+            "kind": machine.kind,
+            "known_by": machine.known_by,
+            "memory": machine.memory,
+        },
+        "layout": asdict(found.degrees),
+        "parameters": sizes,
+        "memory": {**asdict(found.memory), "total": found.memory.total},
+        "fits": found.fits,
+        "step": None if found.step is None else {**asdict(found.step), "total": found.step.total},
+        "flops_per_step": found.flops_per_step,
+        "rows_per_step": found.rows_per_step,
+        "tokens_per_step": found.tokens_per_step,
+        "tokens_per_second": _per_second(found),
+        "length": None if length is None else asdict(length),
+        "seconds": found.seconds,
+        "reference_seconds": found.reference_seconds,
+        "disk": {**asdict(found.disk), "total": found.disk.total},
+    }
+
+
+def _count(value: float) -> str:
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:.0f}"
+
+
+def _bytes(value: float) -> str:
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return "0" if not value else f"{value:.0f} B"
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "n/a"
+    for unit, size in (("days", 2 * 86400), ("h", 2 * 3600), ("min", 2 * 60)):
+        if seconds >= size:
+            return f"{seconds / (size / 2):.1f} {unit}"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"

@@ -1,0 +1,66 @@
+"""What `penstock plan` says of rows and steps: how long rows are, and what is likely not meant."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from penstock.config.schema.run import RunConfig, written
+from penstock.costs.token_counts import Data, Length, Made
+from penstock.rows.sizing import Finding, findings, row_length_line, run_size
+
+Known = Literal["counted", "estimated", "not yet"]
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """The judgement of a run's size."""
+
+    known: Known
+    """`counted` from packed rows, `estimated` from prepared samples, or `not yet` possible."""
+    row_length: int | None
+    """Tokens of a row; None where that depends on data that is not prepared."""
+    findings: tuple[Finding, ...]
+    text: str
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return {
+            "known": self.known,
+            "row_length": self.row_length,
+            "warnings": [each.as_json() for each in self.findings],
+        }
+
+
+def sizing_of(
+    run: RunConfig, made: Made, data: Data | None, length: Length | None, rows_per_step: int
+) -> Sizing:
+    """The judgement from what is prepared and packed. `run` has the length of rows that follows
+    from it."""
+    row = run.data.sample_packing_sequence_len
+    if not (made.prepared or made.packed) or data is None or length is None:
+        # Without results `run` has a guess.
+        known = row if written(run, "data.sample_packing_sequence_len") else None
+        what = "samples that are cut or left out, steps" + (", row length" if known is None else "")
+        return Sizing(
+            "not yet", known, (), f"    size    not known before data is prepared: {what}"
+        )
+    packed: Mapping[str, Any] = made.packed or {
+        "lengths": (made.prepared or {})["lengths"],
+        "epoch_rows": {"train": list(data.epoch_rows)},
+        "row_length": {"train": row},
+    }
+    found = findings(
+        run_size(
+            run,
+            packed=packed,
+            prepared=made.prepared,
+            steps=length.steps,
+            set_by=length.set_by,
+            rows_per_step=rows_per_step,
+        )
+    )
+    doubt = "" if made.packed else " (estimated: nothing is packed yet)"
+    lines = [f"    size    {line}" for line in [row_length_line(run, row)] if line]
+    lines += [f"    warning {each.text}{doubt}" for each in found]
+    text = "\n".join(lines or [f"    size    rows of {row:,} tokens; nothing to warn of"])
+    return Sizing("counted" if made.packed else "estimated", row, tuple(found), text)

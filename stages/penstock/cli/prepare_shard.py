@@ -1,0 +1,83 @@
+"""`penstock prepare CONFIG --shard 2/4`: a share of the slices, for a machine among several.
+
+Machines that share `data.dataset_prepared_path` each do a share, at once or one after another. None
+of them seals anything: `penstock prepare CONFIG` does, and finds all slices done.
+"""
+
+import re
+import time
+from dataclasses import asdict, dataclass
+
+from penstock.cli.console import Console, outcome_table
+from penstock.cli.run import Request
+from penstock.core.cache.stage import key_of, short
+from penstock.core.cache.store import Outcome, lookup
+from penstock.core.errors import ConfigError, StageError
+from penstock.core.os_errors import reason_of
+from penstock.plan import Wishes, plan
+from penstock.prepare.stage import Prepare
+
+
+@dataclass(frozen=True)
+class Share:
+    """Number `number` of `count`, from 1."""
+
+    number: int
+    count: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Share":
+        """Read `2/4`. Raises ConfigError for what is no share."""
+        if not re.fullmatch(r"\d{1,9}/[1-9]\d{0,8}", text, re.ASCII):
+            raise ConfigError(
+                f"--shard is {text!r}, which is no share.\n"
+                "  Write --shard 2/4 for the second of four."
+            )
+        number, count = (int(part) for part in text.split("/"))
+        if not 1 <= number <= count:
+            raise ConfigError(
+                f"--shard is {text}, and shares of {count} are counted from 1 to {count}.\n"
+                f"  Write --shard 1/{count} for the first of them."
+            )
+        return cls(number, count)
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+
+def prepare_share(request: Request, text: str, wishes: Wishes, console: Console) -> None:
+    """Tokenise those of the share's slices that are missing, and seal nothing."""
+    share = Share.parse(text)
+    if wishes != Wishes():
+        raise ConfigError(
+            "--shard does what is missing, so it goes with neither --force nor --from.\n"
+            "  Leave them out; to build again, give them to the penstock prepare that comes last."
+        )
+    step = plan(request.load(), ("prepare",)).step("prepare")
+    stage, started = step.stage, time.monotonic()
+    if not isinstance(stage, Prepare):
+        raise ConfigError(
+            "--shard has nothing to do with data.skip_prepare_dataset: true.\n"
+            "  Leave one of the two out."
+        )
+    if manifest := lookup(step):
+        status, counts = "cached", {"slices": 0, "done": 0, "rows": manifest["facts"]["rows"]}
+        told = f"all of it is sealed in {step.where}"
+    else:
+        try:
+            did = stage.prepare_share(step.path, share.number - 1, share.count)
+        except OSError as error:
+            raise StageError(
+                f"share {share} of prepare failed: {reason_of(error)}\n"
+                "  What is finished is kept; run the same command again to go on."
+            ) from error
+        status, counts = ("ran" if did.done else "cached"), asdict(did)
+        told = "once all shares have ended, penstock prepare without --shard seals the data"
+    facts = {"share": str(share), **counts}
+    seconds = time.monotonic() - started
+    console.outcomes.append(
+        Outcome("prepare", short(key_of(stage)), status, step.path, seconds, facts, step.remote)
+    )
+    console.say(f"prepare: share {share} did {counts['done']} of its {counts['slices']} slices")
+    console.say(f"  {told}")
+    console.result(outcome_table(console.outcomes))

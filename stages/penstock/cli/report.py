@@ -1,0 +1,35 @@
+"""`penstock report DIR`: the page of a training run, written again; of several, a comparison."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.cli.console import Console
+from penstock.core.errors import ConfigError, StageError
+from penstock.core.os_errors import reason_of
+from penstock.train.report import write_comparison, write_report
+
+COMPARISON = Path("comparison.html")
+
+
+def write_reports(folders: Sequence[Path], output: Path | None, console: Console) -> dict[str, Any]:
+    """Print the path of the page. Raises ConfigError for a folder that holds no run."""
+    if len(folders) == 1:
+        if output is not None:
+            raise ConfigError(
+                "--output names the page that compares several runs, and one run is named.\n"
+                "  Its page is report.html in its own folder; leave --output out."
+            )
+        path = _written(folders[0], lambda: write_report(folders[0]))
+    else:
+        target = output or COMPARISON
+        path = _written(target, lambda: write_comparison(folders, target))
+    console.result(str(path))
+    return {"reports": [str(path)]}
+
+
+def _written(about: Path, write: Callable[[], Path]) -> Path:
+    try:
+        return write()
+    except OSError as error:
+        raise StageError(f"no report of {about}: {reason_of(error)}.") from error

@@ -1,0 +1,190 @@
+"""The settings as pages for people and as JSON Schemas for editors: a run's and a server's.
+
+`python -m penstock.config.generate_docs [--check] [FOLDER]` rewrites all files in FOLDER
+(`configs`), or with `--check` only says whether they are stale (exit code 1).
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from penstock.config.loading.fault import shown
+from penstock.config.loading.schema_tree import branches, is_section, sections
+from penstock.config.schema.base import Section
+from penstock.config.schema.field_docs import describe_fields
+from penstock.config.schema.run import RunConfig
+from penstock.config.server.config import ServerConfig
+from penstock.config.server.model import ServerModel
+from penstock.config.server.serving import ServerServing
+from penstock.config.server.training import ServerTraining
+
+PAGE, SCHEMA = "REFERENCE.md", "schema.json"
+SERVER_PAGE, SERVER_SCHEMA = "SERVER.md", "server.schema.json"
+
+HEAD = """\
+# Settings
+
+Every setting of a run, by section of its YAML file; each can also be given on the command line as
+`--section.field value`. Paths are relative to the working directory. This page is generated from
+the code by `python -m penstock.config.generate_docs`, and so is `schema.json`, from which an editor
+completes and checks a file that begins with `# yaml-language-server: $schema=schema.json`.
+"""
+
+SERVER_HEAD = """\
+# Settings of a training server
+
+Every setting of `penstock serve`, all at the top of its YAML file; each can also be given on the
+command line as `--server.field value`. How a server is run is told in
+[docs/server.md](../docs/server.md). This page is generated from the code by
+`python -m penstock.config.generate_docs`, and so is `server.schema.json`, from which an editor
+completes and checks a file that begins with `# yaml-language-server: $schema=server.schema.json`.
+"""
+
+SERVER_PARTS: tuple[type[Section], ...] = (
+    ServerModel,
+    ServerTraining,
+    ServerServing,
+    ServerConfig,
+)
+
+describe_fields(RunConfig, *sections().values(), *SERVER_PARTS)
+
+
+def page() -> str:
+    """The page, in Markdown."""
+    parts = [HEAD]
+    for name, section in sections().items():
+        about = RunConfig.model_fields[name].description if "." not in name else section.__doc__
+        rows = [
+            _row(field_name, field)
+            for field_name, field in section.model_fields.items()
+            if not is_section(field.annotation)
+        ]
+        table = "\n".join(["| field | type | default | meaning |", "|---|---|---|---|", *rows])
+        parts.append(f"## {name}\n\n{_line(about)}\n\n{table}\n")
+    return "\n".join(parts)
+
+
+def schema() -> dict[str, Any]:
+    """The JSON Schema of a configuration file, draft 2020-12."""
+    found = RunConfig.model_json_schema()
+    classes = {section.__name__: section for section in sections().values()}
+    for name, definition in {**found["$defs"], RunConfig.__name__: found}.items():
+        definition.pop("title", None)
+        definition["description"] = _line(definition.get("description"))
+        fields = classes.get(name, RunConfig).model_fields
+        for field_name, entry in definition["properties"].items():
+            entry.pop("title", None)
+            field = fields[field_name]
+            entry["description"] = _line(field.description)
+            if not field.is_required() and not is_section(field.annotation):
+                entry["default"] = field.get_default(call_default_factory=True, validated_data={})
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Penstock run",
+        **found,
+    }
+
+
+def server_page() -> str:
+    """The page of a server's settings, in Markdown."""
+    parts = [SERVER_HEAD]
+    for part in SERVER_PARTS:
+        fields = part.model_fields.items()
+        if part is ServerConfig:
+            above = {name for other in SERVER_PARTS[:-1] for name in other.model_fields}
+            title, fields = "Checkpoints", [one for one in fields if one[0] not in above]
+        else:
+            title = _line(part.__doc__).rstrip(".")
+        table = ["| field | type | default | meaning |", "|---|---|---|---|"]
+        table += [_row(name, field) for name, field in fields]
+        parts.append(f"## {title}\n\n" + "\n".join(table) + "\n")
+    return "\n".join(parts)
+
+
+def server_schema() -> dict[str, Any]:
+    """The JSON Schema of a server's file, draft 2020-12."""
+    found = ServerConfig.model_json_schema()
+    for name, entry in found["properties"].items():
+        entry.pop("title", None)
+        entry["description"] = _line(ServerConfig.model_fields[name].description)
+    about = {"title": "Penstock training server", "description": _line(ServerConfig.__doc__)}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **found, **about}
+
+
+def texts() -> dict[str, str]:
+    """The content of each generated file, by its name."""
+    return {
+        PAGE: page(),
+        SCHEMA: _json(schema()),
+        SERVER_PAGE: server_page(),
+        SERVER_SCHEMA: _json(server_schema()),
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write the files, or check them. Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m penstock.config.generate_docs")
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("configs"))
+    parser.add_argument("--check", action="store_true", help="only say which files are stale")
+    asked = parser.parse_args(argv)
+    stale = [
+        asked.folder / name
+        for name, text in texts().items()
+        if not (asked.folder / name).is_file()
+        or (asked.folder / name).read_text(encoding="utf-8") != text
+    ]
+    if asked.check:
+        for path in stale:
+            sys.stderr.write(f"{path} is stale; run python -m penstock.config.generate_docs\n")
+        return 1 if stale else 0
+    for path in stale:
+        path.write_text(texts()[path.name], encoding="utf-8")
+    return 0
+
+
+def _json(value: dict[str, Any]) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
+def _row(name: str, field: FieldInfo) -> str:
+    default = "required" if field.is_required() else f"`{_default(field)}`"
+    kind = " or ".join(f"`{_kind(branch)}`" for branch in branches(field.annotation))
+    return f"| `{name}` | {kind} | {default} | {_cell(_line(field.description))} |"
+
+
+def _default(field: FieldInfo) -> str:
+    return shown(field.get_default(call_default_factory=True, validated_data={}))
+
+
+def _kind(branch: Any) -> str:
+    if branch is type(None):
+        return "null"
+    if get_origin(branch) is Literal:
+        return "` or `".join(shown(value) for value in get_args(branch))
+    if get_origin(branch) is list:
+        inner = get_args(branch)[0]
+        return f"list[{' or '.join(_kind(one).replace('`', '') for one in branches(inner))}]"
+    if get_origin(branch) is dict:
+        value = get_args(branch)[1]
+        kinds = " or ".join(_kind(one).replace("`", "") for one in branches(value))
+        return f"map[{'any' if value is Any else kinds}]"
+    if isinstance(branch, type) and issubclass(branch, Section):
+        return "map"
+    return str(branch.__name__)
+
+
+def _line(text: str | None) -> str:
+    return " ".join((text or "").split())
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

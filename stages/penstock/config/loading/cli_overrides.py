@@ -1,0 +1,143 @@
+"""Settings on the command line: `--section.field value`, parsed as YAML 1.2."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, cast
+
+from penstock.config.loading.fault import Fault, Steps
+from penstock.core.errors import ConfigError
+
+OPTION = re.compile(r"--(?P<name>[A-Za-z_]\w*(?:\.[\w-]+)+)(?:=(?P<value>.*))?", re.DOTALL)
+NUMBER = re.compile(r"-(\.?[0-9]|\.(inf|Inf|INF)$)")
+
+
+@dataclass(frozen=True)
+class Override:
+    """One setting as typed: its dotted name without dashes, and its value still as text."""
+
+    name: str
+    text: str
+
+    @property
+    def path(self) -> Steps:
+        """The steps of the name; those of digits alone count entries of a list."""
+        return tuple(int(step) if step.isdecimal() else step for step in self.name.split("."))
+
+    @property
+    def option(self) -> str:
+        """What the user typed before the value."""
+        return f"--{self.name}"
+
+
+def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[Override]]:
+    """Part command-line words into those for others and the overrides among them.
+
+    An override is a word `--a.b` with a dot in its name; its value follows after `=` or as the next
+    word, which may begin with a minus only if it is a number. Words after `--` are left alone.
+    Raises ConfigError naming every override without a value.
+    """
+    rest: list[str] = []
+    found: list[Override] = []
+    faults: list[str] = []
+    words = list(argv)
+    at = 0
+    while at < len(words):
+        word = words[at]
+        at += 1
+        if word == "--":
+            rest += words[at - 1 :]
+            break
+        option = OPTION.fullmatch(word)
+        if not option and OPTION.fullmatch(f"-{word}"):
+            faults.append(f"{word}: settings have two dashes; write -{word}")
+        elif not option:
+            rest.append(word)
+        elif option["value"] is not None:
+            found.append(Override(option["name"], option["value"]))
+        elif at < len(words) and _is_value(words[at]):
+            found.append(Override(option["name"], words[at]))
+            at += 1
+        else:
+            faults.append(_no_value(word, words[at] if at < len(words) else None))
+    if faults:
+        raise ConfigError("\n".join(faults))
+    return rest, found
+
+
+def _is_value(word: str) -> bool:
+    return not word.startswith("-") or bool(NUMBER.match(word))
+
+
+def _no_value(word: str, following: str | None) -> str:
+    if following is None or following.startswith("--"):
+        return f"{word}: the value is missing; write {word} VALUE or {word}=VALUE"
+    return f"{word}: {following} looks like an option; if it is the value, write {word}={following}"
+
+
+def apply(
+    settings: Mapping[str, Any], overrides: Iterable[Override]
+) -> tuple[dict[str, Any], list[tuple[Override, str]]]:
+    """A copy of `settings` with each override put in, the later ones last, and what went wrong.
+
+    Missing mappings on the way are made; an index one past the end of a list appends.
+    """
+    changed = deepcopy(dict(settings))
+    faults: list[tuple[Override, str]] = []
+    for override in overrides:
+        value, wrong = parse_value(override.text)
+        wrong = wrong or _put(changed, override.path, value)
+        if wrong:
+            faults.append((override, wrong))
+    return changed, faults
+
+
+def parse_value(text: str) -> tuple[Any, str | None]:
+    """The YAML value of `text`, or None and what is wrong with it."""
+    from penstock.config.loading import yaml12  # PyYAML costs `--help` a fifth of its time
+
+    try:
+        document = yaml12.parse(text)
+    except yaml12.YamlError as fault:
+        return None, f"{text!r} is no YAML value: {fault}; put text in quotes"
+    if document.faults:
+        return None, _first(document.faults)
+    return document.value, None
+
+
+def _first(faults: Sequence[Fault]) -> str:
+    return faults[0].text
+
+
+def _put(settings: dict[str, Any], path: Steps, value: Any) -> str | None:
+    """Set the value at `path`; the fault when there is no such place."""
+    at: Any = settings
+    for depth, step in enumerate(path):
+        above = ".".join(map(str, path[:depth]))
+        last = depth == len(path) - 1
+        empty: Any = value if last else _room_for(path[depth + 1])
+        if isinstance(at, list):
+            entries = cast("list[Any]", at)
+            if not isinstance(step, int):
+                return f"{above} is a list; name an entry by its number, as in {above}.0.{step}"
+            if step > len(entries):
+                return f"{above} has {len(entries)} entries, so the next is {above}.{len(entries)}"
+            if step == len(entries):
+                entries.append(empty)
+            elif last or entries[step] is None:
+                entries[step] = empty
+            at = entries[step]
+        elif isinstance(at, dict):
+            names = cast("dict[str, Any]", at)
+            key = str(step)
+            if last or names.get(key) is None:
+                names[key] = empty
+            at = names[key]
+        else:
+            return f"{above} is a single value and has no {step}"
+    return None
+
+
+def _room_for(step: str | int) -> dict[str, Any] | list[Any]:
+    return [] if isinstance(step, int) else {}

@@ -1,0 +1,112 @@
+"""`~`, `$NAME`, `${NAME}` and `${NAME:-default}` in settings that hold paths or URLs.
+
+Expanded once, when a file is read: keys, manifests and `penstock check` have what it expands to.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from penstock.config.loading.fault import Fault, Steps
+from penstock.core import env
+from penstock.core.process.allowed_env import is_secret
+
+PATH_FIELDS = frozenset(
+    {
+        *("model.model_path", "model.config_path", "model.tokenizer_path"),
+        *("lora.init_adapter_path", "data.dataset_prepared_path", "pipeline.artifacts_path"),
+        *("train.output_dir", "train.load_checkpoint_path", "train.init_checkpoint_path"),
+        *("train.log_dir", "train.profile_trace_dir", "train.mlflow_tracking_uri", "push.url"),
+    }
+)
+SERVER_PATH_FIELDS = frozenset(
+    {
+        *("model_path", "config_path", "tokenizer_path", "output_dir", "load_checkpoint_path"),
+        "api_keys_file",
+    }
+)
+DATASET_LISTS = ("datasets", "test_datasets", "decontaminate_datasets")
+DATASET_FIELDS = ("path", "data_files")
+VARIABLE = re.compile(
+    r"\$(?:(?P<dollar>\$)|(?P<bare>[A-Za-z_]\w*)|"
+    r"\{(?P<name>[A-Za-z_]\w*)(?::-(?P<default>[^{}]*))?\})"
+)
+"""As in a shell; `$$` is a plain `$`."""
+
+
+class ExpansionError(ValueError):
+    """A variable that is not set, or must not be written into a config."""
+
+
+def expand(text: str) -> str:
+    """The text with variables and a leading `~` replaced. A value is not expanded again.
+
+    Raises ExpansionError for a variable without value or default, or one that looks like a secret.
+    """
+
+    def value(match: re.Match[str]) -> str:
+        if match["dollar"]:
+            return "$"
+        name = match["bare"] or match["name"]
+        if is_secret(name):
+            raise ExpansionError(
+                f"${{{name}}} looks like a secret, and a run's configuration is kept beside its "
+                "results; leave it out: credentials are read from the environment"
+            )
+        # As in a shell, an empty variable counts as unset where there is a default.
+        found = env.variable(name) or match["default"]
+        if found is None:
+            found = env.variable(name)
+        if found is None:
+            raise ExpansionError(
+                f"${{{name}}} is not set in this environment; export {name}, or write "
+                f"${{{name}:-default}}"
+            )
+        return found
+
+    home = text == "~" or text.startswith("~/")
+    expanded = VARIABLE.sub(value, text[1:] if home else text)
+    return f"{Path.home()}{expanded}" if home else expanded
+
+
+def expand_paths(settings: Mapping[str, Any]) -> list[Fault]:
+    """Expand a run's path settings in place; what could not be expanded is a fault, and stays."""
+    return _expand(_places(settings))
+
+
+def expand_server_paths(settings: dict[str, Any]) -> list[Fault]:
+    """The same of a training server's settings, which have no sections."""
+    names = sorted(SERVER_PATH_FIELDS & settings.keys())
+    return _expand((settings, name, (name,)) for name in names)
+
+
+def _expand(places: Iterable[tuple[dict[str, Any], str, Steps]]) -> list[Fault]:
+    faults: list[Fault] = []
+    for holder, key, path in places:
+        try:
+            typed = holder[key]
+            if isinstance(typed, str):
+                holder[key] = expand(typed)
+            elif isinstance(typed, list):
+                entries = cast("list[Any]", typed)
+                holder[key] = [expand(one) if isinstance(one, str) else one for one in entries]
+        except ExpansionError as error:
+            faults.append(Fault(path, str(error)))
+    return faults
+
+
+def _places(settings: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str, Steps]]:
+    for name in sorted(PATH_FIELDS):
+        section, _, key = name.partition(".")
+        holder = settings.get(section)
+        if isinstance(holder, dict) and key in holder:
+            yield cast("dict[str, Any]", holder), key, (section, key)
+    data = settings.get("data")
+    for name in DATASET_LISTS if isinstance(data, dict) else ():
+        entries = cast("dict[str, Any]", data).get(name)
+        listed = cast("list[Any]", entries) if isinstance(entries, list) else []
+        for number, entry in enumerate(listed):
+            for key in DATASET_FIELDS if isinstance(entry, dict) else ():
+                if key in entry:
+                    yield cast("dict[str, Any]", entry), key, ("data", name, number, key)

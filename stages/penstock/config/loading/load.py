@@ -1,0 +1,138 @@
+"""From a configuration file and overrides to a run. The only file here that reads files.
+
+All faults are told at once, each with the line or the option it stands in.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from penstock.config.loading import yaml12
+from penstock.config.loading.cli_overrides import Override, apply
+from penstock.config.loading.expand_paths import expand_paths
+from penstock.config.loading.fault_locations import Teller, Told, as_meant, require_none
+from penstock.config.loading.schema_tree import sections
+from penstock.config.loading.validate import judge
+from penstock.config.schema.run import RunConfig
+from penstock.core.errors import ConfigError
+
+SUFFIXES = (".yaml", ".yml", ".json")
+DATA = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
+"""Endings of files that are no configurations."""
+
+
+def load(
+    path: Path,
+    overrides: Sequence[Override] = (),
+    notify: Callable[[str], None] = lambda _: None,
+) -> RunConfig:
+    """The run that a YAML file describes, with the overrides put in, the later ones last.
+
+    `notify` is told of a file in another tool's dialect, which is read as `translate` has it, and
+    of documented defaults that the run cannot use.
+    Raises ConfigError, whose text has one line for each fault.
+    """
+    document = document_of(path, may_be_empty=bool(overrides))
+    settings: dict[str, Any] = document.value or {}
+    if not is_native(settings):
+        from penstock.config.translate import load_foreign  # the tables of all dialects
+
+        if dialect := load_foreign.recognised(settings):
+            return load_foreign.load(path, document, dialect, overrides, notify)
+    return resolve(settings, overrides, Teller(document, overrides, path), notify=notify)
+
+
+def loads(settings: Mapping[str, Any], overrides: Sequence[Override] = ()) -> RunConfig:
+    """The run that plain values describe: nested mappings, as YAML would give them.
+
+    Raises ConfigError, whose text has one line for each fault.
+    """
+    return resolve(settings, overrides, Teller(yaml12.Document(), overrides), expands=False)
+
+
+def document_of(path: Path, *, may_be_empty: bool) -> yaml12.Document:
+    """The file with a mapping at its top; with nothing in it, where it may be empty.
+
+    Raises ConfigError where it is not there, no YAML, or something else.
+    """
+    if path.is_file() and path.suffix.lower() in DATA:
+        raise ConfigError(
+            f"{path} is data, and a config is YAML; penstock init {path} writes one for it"
+        )
+    try:
+        document = yaml12.parse(_text(path))
+    except yaml12.YamlError as error:
+        raise ConfigError(f"{path}:{error.line}: not valid YAML: {error}") from None
+    if document.value is None and not document.faults and not may_be_empty:
+        raise ConfigError(f"{path}: the file is empty; copy one from configs/ to begin with")
+    value: object = document.value
+    if not isinstance(value, dict | None):
+        line = document.places[()].line
+        raise ConfigError(
+            f"{path}:{line}: the top level is no mapping; write names with a colon, such as model:,"
+            " each on a line of its own"
+        )
+    document.value = document.value or {}
+    return document
+
+
+def is_native(settings: Mapping[str, Any]) -> bool:
+    """Whether every name of the first two levels is a field of ours: no dialect need be asked."""
+    fields = {name: one.model_fields for name, one in sections().items()}
+    return all(
+        name in fields and isinstance(section, dict) and section.keys() <= fields[name].keys()
+        for name, section in settings.items()
+    )
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except IsADirectoryError:
+        inside = sorted(entry.name for entry in path.iterdir() if entry.suffix in SUFFIXES)
+        there = f" and holds {', '.join(inside[:5])}" if inside else ""
+        raise ConfigError(f"{path} is a folder{there}; name a YAML file") from None
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist{_near_files(path)}") from None
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"{path}:{line}: byte 0x{error.object[error.start]:02x} is not UTF-8;"
+            " save the file as UTF-8"
+        ) from None
+    except OSError as error:
+        reason = (error.strerror or "it cannot be read").lower()
+        raise ConfigError(f"{path} cannot be read: {reason}; name a readable YAML file") from None
+
+
+def _near_files(path: Path) -> str:
+    try:
+        names = [entry.name for entry in path.parent.iterdir() if entry.suffix in SUFFIXES]
+    except OSError:
+        return f", and neither does the folder {path.parent}; name a YAML file"
+    near = get_close_matches(path.name, names, 1) or sorted(names)[:1]
+    return f"; did you mean {path.with_name(near[0])}?" if near else "; name a YAML file"
+
+
+def resolve(
+    settings: Mapping[str, Any],
+    overrides: Sequence[Override],
+    told: Teller,
+    more: Sequence[Told] = (),
+    notify: Callable[[str], None] = lambda _: None,
+    *,
+    expands: bool = True,
+) -> RunConfig:
+    """The run with the overrides put in. `more` are faults found before; `expands` says whether
+    `~` and variables in paths still are to be expanded.
+
+    Raises ConfigError with a line for each fault.
+    """
+    values, refused = apply(settings, [as_meant(override) for override in overrides])
+    unexpanded = expand_paths(values) if expands else []
+    judged = judge(values)
+    require_none([*more, *told.of([*unexpanded, *judged.faults], refused)])
+    for line in judged.notices:
+        notify(line)
+    return judged.run

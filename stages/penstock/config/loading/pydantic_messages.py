@@ -1,0 +1,210 @@
+"""What pydantic found, in the words of the people who write configurations."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, Literal, get_args, get_origin
+
+from penstock.config.loading import yaml12
+from penstock.config.loading.fault import Steps, shown
+from penstock.config.loading.schema_tree import (
+    annotation_at,
+    branches,
+    example,
+    field_at,
+    is_section,
+    sections,
+    suggestion,
+    wanted,
+)
+from penstock.config.schema.base import Section
+from penstock.config.schema.run import RunConfig
+
+Detail = Mapping[str, Any]
+
+LIMITS: Mapping[str, tuple[str, str]] = {
+    "greater_than": ("gt", "greater than"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "less than"),
+    "less_than_equal": ("le", "at most"),
+    "multiple_of": ("multiple_of", "a multiple of"),
+}
+SECRET = frozenset({"hf_use_auth_token"})
+"""Settings in whose place a person may have written a secret, which is not to be repeated."""
+
+OF_A_FORM: Mapping[str, str] = {
+    "optimizer": "the full name of another, such as torch.optim.RAdam",
+    "worker_bind_address": "tcp://host:port",
+}
+"""What settings take besides their choices."""
+
+MEANT: Mapping[str, str] = {
+    **dict.fromkeys(("fp16", "float16", "16-mixed"), "fp16_mixed"),
+    **dict.fromkeys(("bfloat16", "bf16-true"), "bf16"),
+    **dict.fromkeys(("amp", "bf16-mixed"), "bf16_mixed"),
+    **dict.fromkeys(("float32", "32", "32-true"), "fp32"),
+    **dict.fromkeys(("flash", "flash_attn", "flash_attention", "fa2"), "flash_attention_2"),
+    **dict.fromkeys(("dpo", "kto", "orpo", "simpo", "ipo", "cpo"), "preference"),
+    **dict.fromkeys(("pt", "cpt"), "pretrain"),
+    "cosine_with_restarts": "cosine",
+    "gpu": "auto",
+}
+"""What other tools call choices of ours."""
+
+STAGES_OF_OTHERS = ("sft", "dpo", "kto", "pt", "rm", "ppo")
+"""What other tools call stages, and is `train.objective` here."""
+
+YES_AND_NO = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where something was found, and what would be right there."""
+
+    path: Steps
+    annotation: Any
+    default: Any
+
+    @property
+    def name(self) -> str:
+        return str(self.path[-1])
+
+    @property
+    def kinds(self) -> tuple[Any, ...]:
+        return branches(self.annotation)
+
+    @property
+    def choices(self) -> list[Any]:
+        literals = [kind for kind in self.kinds if get_origin(kind) is Literal]
+        return [one for kind in literals for one in get_args(kind)]
+
+    @property
+    def wanted(self) -> str:
+        return wanted(self.annotation)
+
+    @property
+    def example(self) -> str:
+        return example(self.annotation, self.default, self.name)
+
+
+def sentence(path: Steps, details: Sequence[Detail], root: type[Section] = RunConfig) -> str:
+    """One sentence for all that was found at `path`, which leads from `root`."""
+    limits = [detail for detail in details if detail["type"] in LIMITS]
+    first = limits[0] if limits else details[0]
+    kind = first["type"]
+    if kind == "extra_forbidden":
+        return _unknown(path, first["input"], root)
+    if kind == "invalid_key":
+        return f"{first['input']!r} is no name of a setting; names are text"
+    place = _place(path, root)
+    if kind == "missing":
+        return f"required; for example {place.name}: {place.example}"
+    if kind == "value_error":
+        return str(first["ctx"]["error"])
+    if limits:
+        return _limit(place, first)
+    if kind in ("too_short", "string_too_short"):
+        return f"is empty; write at least one, for example {place.example}"
+    if kind == "finite_number":
+        return f"is {first['input']}; write a finite number"
+    if any(detail["type"] == "string_pattern_mismatch" for detail in details):
+        return _no_choice(place, str(first["input"]))
+    return _wrong_type(place, first["input"])
+
+
+def _place(path: Steps, root: type[Section]) -> _Place:
+    field = field_at(path, root)
+    default = None
+    if field and not field.is_required():
+        default = field.get_default(call_default_factory=True)
+    return _Place(path, annotation_at(path, root), default)
+
+
+def _no_choice(place: _Place, value: str) -> str:
+    """Of a setting that takes some names, and texts of a form."""
+    choices = place.choices or [place.default]
+    near = get_close_matches(value, choices, 1)
+    meant = f"did you mean {near[0]}? It takes" if near else "write"
+    return f"is {shown(value)}; {meant} {', '.join(choices)}, or {OF_A_FORM[place.name]}"
+
+
+def _unknown(path: Steps, value: Any, root: type[Section]) -> str:
+    sectioned = any(is_section(field.annotation) for field in root.model_fields.values())
+    top = sectioned and len(path) == 1
+    if top and path[0] == "server":
+        return "is a section of servers' files, which penstock serve takes; a run has none"
+    what = "unknown section" if top and isinstance(value, dict | None) else "unknown field"
+    near = suggestion(path, root)
+    if near:
+        section, _, name = near.rpartition(".")
+        below = f" It stands below {section}:" if top and section and name == path[-1] else ""
+        return f"{what}; did you mean {near}?{below}"
+    if top:
+        names = [name for name in sections() if "." not in name]
+        return f"{what}; the sections are {', '.join(names)}"
+    return f"{what}; configs/{'REFERENCE' if sectioned else 'SERVER'}.md lists those there are"
+
+
+def _limit(place: _Place, detail: Detail) -> str:
+    name, words = LIMITS[detail["type"]]
+    bound = detail["ctx"][name]
+    number = f"{bound:g}" if isinstance(bound, float) else str(bound)
+    if detail["type"] == "greater_than" and bound == 0 and int in place.kinds:
+        words, number = "at least", "1"
+    return f"is {shown(detail['input'])}; it must be {words} {number}"
+
+
+def _wrong_type(place: _Place, value: Any) -> str:
+    if place.path[-1] in SECRET and isinstance(value, str):
+        return f"is text; write {place.wanted} (a secret belongs in the environment)"
+    found = f"is {_noun(value)}{_shown(value)}"
+    if any(map(is_section, place.kinds)):
+        return f"{found}; wanted a mapping of settings, for example {place.example}"
+    if isinstance(value, str) and place.choices and str not in place.kinds:
+        meant = MEANT.get(value.lower())
+        near = [meant] if meant in place.choices else []
+        near = near or get_close_matches(value, map(str, place.choices), 1)
+        if value.lower() in STAGES_OF_OTHERS and "train" in place.choices:
+            return f"{found}; write train, and what it learns as train.objective"
+        if near:
+            return f"{found}; did you mean {near[0]}? It takes {place.wanted}"
+        return f"{found}; write {place.wanted}"
+    return f"{found}; wanted {place.wanted}: {_instead(place, value)}"
+
+
+def _instead(place: _Place, value: Any) -> str:
+    """What to write, made from what was written where that can be told."""
+    kinds = place.kinds
+    if isinstance(value, str):
+        if bool in kinds and value.lower() in YES_AND_NO:
+            return f"write {YES_AND_NO[value.lower()]}, since YAML 1.2 reads {value} as text"
+        if bool in kinds and value.lower() in ("true", "false"):
+            return f"write {value.lower()} without quotes"
+        number = yaml12.scalar(value)
+        is_number = isinstance(number, int | float) and not isinstance(number, bool)
+        if is_number and (float in kinds or (int in kinds and isinstance(number, int))):
+            return f"write {value} without quotes"
+        lists = [kind for kind in kinds if get_origin(kind) is list]
+        if lists and get_args(lists[0])[0] is str:
+            return f"write [{value}]"
+        if any(value in get_args(branch) for kind in lists for branch in get_args(kind)):
+            return f"write [{value}]"
+    if isinstance(value, float) and value.is_integer() and int in kinds:
+        return f"write {int(value)}"
+    if isinstance(value, bool | int | float) and str in kinds:
+        return f'write it in quotes, "{shown(value)}"'
+    return f"for example {place.example}"
+
+
+def _noun(value: Any) -> str:
+    if value is None:
+        return "empty"
+    if isinstance(value, list):
+        return "a list"
+    if isinstance(value, dict):
+        return "a mapping"
+    return "the text " if isinstance(value, str) else ""
+
+
+def _shown(value: Any) -> str:
+    return "" if value is None or isinstance(value, list | dict) else shown(value)

@@ -1,0 +1,196 @@
+"""The schema as a tree one can walk: which setting a path names, what it takes, what is near."""
+
+import types
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from functools import cache
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from penstock.config.loading.aliases import SYNONYMS
+from penstock.config.loading.fault import Steps, shown
+from penstock.config.schema.base import Section
+from penstock.config.schema.run import RunConfig
+
+NEAR_ENOUGH = 0.72
+VERY_NEAR = 0.85
+
+WORDS: Mapping[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    type(None): "null",
+}
+PLURALS: Mapping[Any, str] = {int: "whole numbers", float: "numbers", str: "texts"}
+EXAMPLES: Mapping[Any, Any] = {bool: True, int: 8, float: 0.5, str: "name"}
+REQUIRED_EXAMPLES: Mapping[str, str] = {
+    "datasets": "[{path: data/train.jsonl}]",
+    "model_path": "Qwen/Qwen3-8B",
+    "output_dir": "outputs/my-run",
+    "path": "data/train.jsonl",
+}
+
+
+def branches(annotation: Any) -> tuple[Any, ...]:
+    """The alternatives of a union; anything else alone. Annotations on them are dropped."""
+    if get_origin(annotation) is Annotated:
+        return branches(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        return tuple(inner for branch in get_args(annotation) for inner in branches(branch))
+    return (annotation,)
+
+
+def is_section(annotation: Any) -> bool:
+    """Whether the annotation is a class of settings."""
+    return isinstance(annotation, type) and issubclass(annotation, Section)
+
+
+def inside(annotation: Any, step: str | int) -> Any:
+    """The annotation of what `step` names within a value of this type; None when nothing."""
+    for branch in branches(annotation):
+        if is_section(branch) and step in branch.model_fields:
+            return branch.model_fields[str(step)].annotation
+        if get_origin(branch) is list and isinstance(step, int):
+            return get_args(branch)[0]
+        if get_origin(branch) is dict and isinstance(step, str):
+            return get_args(branch)[1]
+    return None
+
+
+def annotation_at(path: Steps, root: type[Section] = RunConfig) -> Any:
+    """The annotation of the setting at `path`; None when there is none."""
+    at: Any = root
+    for step in path:
+        at = inside(at, step)
+        if at is None:
+            return None
+    return at
+
+
+def field_at(path: Steps, root: type[Section] = RunConfig) -> FieldInfo | None:
+    """The field that `path` names in its section; None for entries of lists and mappings."""
+    section = annotation_at(path[:-1], root)
+    for branch in branches(section):
+        if path and is_section(branch):
+            return branch.model_fields.get(str(path[-1]))
+    return None
+
+
+def owner(path: Steps, root: type[Section] = RunConfig) -> Steps:
+    """The longest beginning of `path` that names a field of a section, or an entry of a list of
+    sections: what can be left out or replaced as a whole."""
+    for length in range(len(path), 0, -1):
+        part = path[:length]
+        if field_at(part, root) or any(map(is_section, branches(annotation_at(part, root)))):
+            return part
+    return ()
+
+
+def wanted(annotation: Any) -> str:
+    """What values of this type are, in words."""
+    words = list(dict.fromkeys(word for one in branches(annotation) for word in _words(one)))
+    *others, last = words
+    if not others:
+        return last
+    comma = "," if any(" or " in word for word in words) else ""
+    return f"{', '.join(others)}{comma} or {last}"
+
+
+def _words(branch: Any) -> tuple[str, ...]:
+    if branch is bool:
+        return ("true", "false")
+    if branch in WORDS:
+        return (WORDS[branch],)
+    if get_origin(branch) is Literal:
+        return tuple(shown(value) for value in get_args(branch))
+    if get_origin(branch) is list:
+        inner = get_args(branch)[0]
+        if is_section(inner):
+            return ("a list of mappings",)
+        return (f"a list of {PLURALS.get(inner) or wanted(inner)}",)
+    return ("a mapping",)
+
+
+def example(annotation: Any, default: Any = None, name: str = "") -> str:
+    """A value for the setting `name` of this type, as one would write it in YAML."""
+    if name in REQUIRED_EXAMPLES:
+        return REQUIRED_EXAMPLES[name]
+    if default not in (None, [], {}) and not isinstance(default, Section):
+        return shown(default)
+    return _example(branches(annotation)[0])
+
+
+def _example(branch: Any) -> str:
+    if branch in EXAMPLES:
+        return shown(EXAMPLES[branch])
+    if get_origin(branch) is Literal:
+        return shown(get_args(branch)[0])
+    if get_origin(branch) is list:
+        return f"[{_example(branches(get_args(branch)[0])[0])}]"
+    if is_section(branch):
+        required = [name for name, field in branch.model_fields.items() if field.is_required()]
+        name = (required or list(branch.model_fields))[0]
+        return f"{{{name}: {example(branch.model_fields[name].annotation, name=name)}}}"
+    return "{name: value}"
+
+
+@cache
+def sections() -> Mapping[str, type[Section]]:
+    """Every class of settings by the first place it has: `model`, `data`, `data.datasets[]`, ..."""
+    found: dict[str, type[Section]] = {}
+    for place, section in _sections(RunConfig, ""):
+        if section not in found.values():
+            found[place] = section
+    return found
+
+
+def _sections(section: type[Section], name: str) -> Iterator[tuple[str, type[Section]]]:
+    if name:
+        yield name, section
+    for field_name, field in section.model_fields.items():
+        here = f"{name}.{field_name}" if name else field_name
+        for branch in branches(field.annotation):
+            if is_section(branch):
+                yield from _sections(branch, here)
+            elif get_origin(branch) is list and is_section(get_args(branch)[0]):
+                yield from _sections(get_args(branch)[0], f"{here}[]")
+
+
+def suggestion(path: Steps, root: type[Section] = RunConfig) -> str | None:
+    """The setting someone meant who wrote the unknown `path`: a bare name of the same section, or,
+    in a run, the full name of one elsewhere."""
+    name = str(path[-1])
+    section = annotation_at(path[:-1], root)
+    here = list(section.model_fields) if is_section(section) else []
+    if near := get_close_matches(name, here, 1, VERY_NEAR):
+        return near[0]
+    if root is not RunConfig:
+        bare = SYNONYMS.get(name.lower(), "").rpartition(".")[2]
+        near = [bare] if bare in here else get_close_matches(name, here, 1, NEAR_ENOUGH)
+        return near[0] if near else None
+    if meant := SYNONYMS.get(name.lower()):
+        return _from(section, meant)
+    homes = [f"{place}.{name}" for place, one in sections().items() if name in one.model_fields]
+    if homes:
+        return homes[0]
+    if near := get_close_matches(name, here, 1, NEAR_ENOUGH) or _completed(name, here):
+        return near[0]
+    elsewhere = {field: place for place, one in sections().items() for field in one.model_fields}
+    if near := get_close_matches(name, elsewhere, 1, VERY_NEAR):
+        return f"{elsewhere[near[0]]}.{near[0]}"
+    if near := get_close_matches(name.lower(), SYNONYMS, 1, VERY_NEAR):
+        return _from(section, SYNONYMS[near[0]])
+    return None
+
+
+def _from(section: Any, setting: str) -> str:
+    """How a setting is called in `section`: by its bare name where it is of that section."""
+    place, _, bare = setting.rpartition(".")
+    return bare if sections().get(place) is section else setting
+
+
+def _completed(name: str, names: list[str]) -> list[str]:
+    """The only one of the names that begins with this one."""
+    found = [each for each in names if each.startswith(name)]
+    return found if len(found) == 1 else []

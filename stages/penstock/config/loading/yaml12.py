@@ -1,0 +1,251 @@
+"""Reading YAML as YAML 1.2 means it, and remembering where everything stood.
+
+PyYAML follows YAML 1.1, where `1e-5` is text and `no` is false. Only its parser is used here; plain
+scalars get their values from the core schema of YAML 1.2 (section 10.3.2 of the specification).
+Keys are always text: no setting is called by a number.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+from penstock.config.loading.fault import Fault, Steps
+
+PLAIN = "plain"
+"""Stands for the tag of a scalar that has neither quotes nor a tag."""
+
+PREFIX = "tag:yaml.org,2002:"
+MERGE = "<<"
+
+MOST_VALUES = 100_000
+"""A file of a few lines can expand to billions of values through anchors; none needs this many."""
+
+DEEPEST = 50
+"""Levels of nesting; far more than settings have, far fewer than Python's stack bears."""
+
+Mark = tuple[int, int]
+"""Line and column, counted from 1."""
+
+CORE: tuple[tuple[str, re.Pattern[str], Callable[[str], Any]], ...] = (
+    ("null", re.compile(r"null|Null|NULL|~|"), lambda text: None),  # noqa: ARG005
+    ("bool", re.compile(r"true|True|TRUE|false|False|FALSE"), lambda text: text[0] in "tT"),
+    ("int", re.compile(r"[-+]?[0-9]+"), int),
+    ("int", re.compile(r"0o[0-7]+"), lambda text: int(text[2:], 8)),
+    ("int", re.compile(r"0x[0-9a-fA-F]+"), lambda text: int(text[2:], 16)),
+    ("float", re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"), float),
+    ("float", re.compile(r"[-+]?\.(inf|Inf|INF)"), lambda text: float(text.replace(".", ""))),
+    ("float", re.compile(r"\.(nan|NaN|NAN)"), lambda text: float("nan")),  # noqa: ARG005
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a value stands, and its key when it is in a mapping."""
+
+    value: Mark
+    key: Mark | None = None
+
+    @property
+    def line(self) -> int:
+        """The line a person looks for: the key's, or a list entry's."""
+        return (self.key or self.value)[0]
+
+
+class YamlError(ValueError):
+    """The text is no YAML. `line` is 1 or more."""
+
+    def __init__(self, line: int, problem: str) -> None:
+        super().__init__(problem)
+        self.line = line
+
+
+@dataclass
+class Document:
+    """A value, the place of everything in it, and what was wrong although it could be read."""
+
+    value: Any = None
+    places: dict[Steps, Place] = field(default_factory=dict[Steps, Place])
+    faults: list[Fault] = field(default_factory=list[Fault])
+
+
+def parse(text: str) -> Document:
+    """The one YAML document in `text`. Raises YamlError."""
+    try:
+        root = _compose(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise YamlError(mark.line + 1 if mark else 1, _problem(error)) from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        what = (
+            f"the character U+{error.character:04X}"
+            if isinstance(error.character, int)
+            else "a byte"
+        )
+        raise YamlError(line, f"{what} is not allowed in YAML") from None
+    except RecursionError:
+        raise YamlError(1, "nested too deeply") from None
+    document = Document()
+    if root is not None:
+        builder = _Builder(document)
+        document.value = builder.build(root, ())
+    return document
+
+
+def scalar(text: str) -> Any:
+    """The value of a plain scalar: `text` itself when it is neither null, truth nor number."""
+    for _, pattern, convert in CORE:
+        if pattern.fullmatch(text):
+            try:
+                return convert(text)
+            except ValueError:
+                return text
+    return text
+
+
+def _problem(error: yaml.MarkedYAMLError) -> str:
+    problem = error.problem or "it cannot be read"
+    if "'\\t'" in problem:
+        return "a tab stands where only spaces may; indent with spaces"
+    if error.context and error.context_mark:
+        return f"{problem}, {error.context} that begins in line {error.context_mark.line + 1}"
+    return problem
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's parser, leaving the meaning of plain scalars open."""
+
+    def resolve(self, kind: type[Node], value: Any, implicit: Any) -> str:  # noqa: ARG002
+        if kind is ScalarNode:
+            return PLAIN if implicit[0] else f"{PREFIX}str"
+        return f"{PREFIX}map" if kind is MappingNode else f"{PREFIX}seq"
+
+
+def _compose(text: str) -> Node | None:
+    loader = _Loader(text)
+    try:
+        return loader.get_single_node()
+    finally:
+        loader.dispose()  # pyright: ignore[reportUnknownMemberType]
+
+
+class _Builder:
+    """Turns nodes into values, filling a document's places and faults."""
+
+    def __init__(self, document: Document) -> None:
+        self._document = document
+        self._open: set[int] = set()
+        self._count = 0
+
+    def build(self, node: Node, path: Steps, key: Node | None = None) -> Any:
+        """The value of `node`, which stands at `path`."""
+        self._count += 1
+        if self._count > MOST_VALUES:
+            raise YamlError(_mark(node)[0], f"it expands to more than {MOST_VALUES} values")
+        if len(path) > DEEPEST:
+            raise YamlError(_mark(node)[0], f"nested too deeply, more than {DEEPEST} levels")
+        self._document.places[path] = Place(_mark(node), _mark(key) if key else None)
+        if isinstance(node, ScalarNode):
+            return self._scalar(node, path)
+        if id(node) in self._open:
+            raise YamlError(_mark(node)[0], "an alias stands within what it names")
+        self._open.add(id(node))
+        try:
+            return self._collection(node, path)
+        finally:
+            self._open.remove(id(node))
+
+    def _collection(self, node: Node, path: Steps) -> Any:
+        if isinstance(node, MappingNode) and node.tag == f"{PREFIX}map":
+            return self._mapping(node, path)
+        if isinstance(node, SequenceNode) and node.tag == f"{PREFIX}seq":
+            return [self.build(entry, (*path, at)) for at, entry in enumerate(node.value)]
+        self._fault(path, f"the tag {_spelled(node.tag)} is not supported; leave it out")
+        return None
+
+    def _mapping(self, node: MappingNode, path: Steps) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        lines: dict[str, int] = {}
+        for key, value in node.value:
+            if not isinstance(key, ScalarNode):
+                self._fault(
+                    path, f"line {_mark(key)[0]} has a list or mapping as a key; keys are text"
+                )
+                continue
+            if _is_merge(key):
+                continue
+            name = str(key.value)
+            if name in found:
+                raise_at = (*path, name)
+                self._document.places[raise_at] = Place(_mark(value), _mark(key))
+                self._fault(
+                    raise_at, f"written twice, first in line {lines[name]}; keep one of them"
+                )
+                continue
+            lines[name] = _mark(key)[0]
+            found[name] = self.build(value, (*path, name), key)
+        for source, key in self._merged(node, path):
+            name = str(key.value)
+            if name not in found:
+                found[name] = self.build(source, (*path, name), key)
+        return found
+
+    def _merged(self, node: MappingNode, path: Steps) -> Iterator[tuple[Node, ScalarNode]]:
+        """The entries that merge keys bring in, the strongest first."""
+        for key, value in node.value:
+            if not (isinstance(key, ScalarNode) and _is_merge(key)):
+                continue
+            sources = value.value if isinstance(value, SequenceNode) else [value]
+            for source in sources:
+                if not isinstance(source, MappingNode):
+                    self._fault(path, f"line {_mark(key)[0]} merges something that is no mapping")
+                    continue
+                if id(source) in self._open:
+                    raise YamlError(_mark(key)[0], "an alias stands within what it names")
+                for inner, entry in source.value:
+                    if isinstance(inner, ScalarNode) and not _is_merge(inner):
+                        yield entry, inner
+                self._open.add(id(source))
+                try:
+                    yield from self._merged(source, path)
+                finally:
+                    self._open.remove(id(source))
+
+    def _scalar(self, node: ScalarNode, path: Steps) -> Any:
+        text = str(node.value)
+        wanted = node.tag.removeprefix(PREFIX)
+        if wanted == "str":
+            return text
+        for kind, pattern, convert in CORE:
+            if wanted in (PLAIN, kind) and pattern.fullmatch(text):
+                try:
+                    return convert(text)
+                except ValueError:  # Python limits the digits of an integer
+                    self._fault(path, f"a number of {len(text)} digits is too long")
+                    return None
+        if wanted == PLAIN:
+            return text
+        if wanted in {kind for kind, _, _ in CORE}:
+            self._fault(path, f"{text!r} is tagged {_spelled(node.tag)} and is none")
+        else:
+            self._fault(path, f"the tag {_spelled(node.tag)} is not supported; leave it out")
+        return None
+
+    def _fault(self, path: Steps, text: str) -> None:
+        self._document.faults.append(Fault(path, text))
+
+
+def _is_merge(key: ScalarNode) -> bool:
+    return key.tag == f"{PREFIX}merge" or (key.tag == PLAIN and key.value == MERGE)
+
+
+def _mark(node: Node) -> Mark:
+    return node.start_mark.line + 1, node.start_mark.column + 1
+
+
+def _spelled(tag: str) -> str:
+    return tag.replace(PREFIX, "!!")

@@ -1,0 +1,43 @@
+"""Columns that are named for a data set whose type does not read them."""
+
+from collections.abc import Mapping
+
+from penstock.config.loading.fault import Fault, dotted
+from penstock.config.rules.data import Faults
+from penstock.config.schema.dataset import FormatName
+from penstock.config.schema.run import RunConfig
+
+PAIRS = ("preference", "kto")
+QUESTIONS = ("instruction", "alpaca", "preference")
+
+READ_BY: Mapping[str, tuple[FormatName, ...]] = {
+    "field_messages": ("chat", "sharegpt", *PAIRS),
+    "field_tools": ("chat", "sharegpt", "alpaca", *PAIRS),
+    "field_instruction": QUESTIONS,
+    "field_input": QUESTIONS,
+    "field_output": ("instruction", "alpaca"),
+    "field_text": ("text",),
+    "field_prompt": PAIRS,
+    "field_chosen": ("preference",),
+    "field_rejected": ("preference",),
+    "field_completion": ("kto",),
+    "field_label": ("kto", "chat"),
+}
+"""The types that read each; `field_system` and the scores of pairs are judged elsewhere."""
+
+
+def columns_are_read(run: RunConfig) -> Faults:
+    """A column's name that changes nothing for the type beside it."""
+    for field in ("datasets", "test_datasets", "decontaminate_datasets"):
+        for index, entry in enumerate(getattr(run.data, field)):
+            if not entry.is_typed:
+                continue
+            for name, types in READ_BY.items():
+                if entry.asks_for(name) and entry.type not in types:
+                    at = ("data", field, index)
+                    yield Fault(
+                        (*at, name),
+                        f"type: {entry.type} does not read it; leave it out, or write type:"
+                        f" {' or '.join(types)}",
+                        (dotted((*at, "type")),),
+                    )

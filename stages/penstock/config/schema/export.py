@@ -1,0 +1,131 @@
+"""What a finished model becomes, and where it goes."""
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
+
+from penstock.config.schema.base import Section
+
+SHORT_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+PRECISIONS = ("auto", *SHORT_NAMES.values())
+UNITS = {
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+}  # fmt: skip
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]I?B)", re.IGNORECASE)
+
+
+def _full_name(value: Any) -> Any:
+    return SHORT_NAMES.get(value, value) if isinstance(value, str) else value
+
+
+def bytes_of(size: int | str) -> int:
+    """The bytes of `5GB` (decimal), `5GiB` (binary) or a plain number. Raises ValueError."""
+    found = SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
+    count = size if isinstance(size, int) else 0
+    if found:
+        count = int(float(found[1]) * UNITS[found[2].upper()])
+    if count <= 0:
+        raise ValueError(f"is {size}; write a size such as 5GB or 500MB, or a number of bytes")
+    return count
+
+
+def _size(value: int | str) -> int | str:
+    bytes_of(value)
+    return value
+
+
+def _no_credentials(value: str | None) -> str | None:
+    if value is None:
+        return None
+    scheme, separator, rest = value.partition("://")
+    if not separator or not scheme:
+        raise ValueError("is no URL; write one such as s3://bucket/folder or file:///folder")
+    if "@" in rest.split("/", 1)[0]:
+        raise ValueError(
+            f"bears credentials; write {scheme}:// without them and give them in the environment"
+        )
+    return value
+
+
+def _repository(value: str | None) -> str | None:
+    if value is None or re.fullmatch(r"[\w.-]+(/[\w.-]+)?", value):
+        return value
+    raise ValueError(f"{value!r} is no repository of the hub; write one such as your-name/my-model")
+
+
+ELSEWHERE = {
+    "gguf": "is made of the exported folder by llama.cpp: leave quantise out, and run its "
+    "convert_hf_to_gguf.py on hf/",
+    "nf4": "is no format of compressed-tensors; servers make it themselves of a model that is "
+    "loaded with bitsandbytes. Leave quantise out, or write int4 or nvfp4",
+}
+"""Formats that people ask for and others make."""
+
+
+def _made_here(value: Any) -> Any:
+    if isinstance(value, str) and value in ELSEWHERE:
+        raise ValueError(f"{value} {ELSEWHERE[value]}")
+    return value
+
+
+class ExportConfig(Section):
+    """The model as others read it."""
+
+    format: Literal["hf"] = "hf"
+    """Format: `hf`, a folder that `transformers` loads."""
+
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        BeforeValidator(_full_name),
+        WithJsonSchema({"enum": [*PRECISIONS, *SHORT_NAMES], "type": "string"}),
+    ] = "auto"
+    """Precision of the weights: `auto` keeps the base model's; `float32`, `bfloat16` and `float16`
+    may be written `fp32`, `bf16` and `fp16`."""
+
+    max_shard_size: Annotated[str | int, AfterValidator(_size)] = "5GB"
+    """Largest weight file, as `5GB`, `500MB`, `4GiB` or a number of bytes."""
+
+    merge_lora: bool = True
+    """Export the base model with the adapter merged into it, beside the adapter itself."""
+
+    model_card: bool = True
+    """Write a README.md into the exported folders, ready for the hub: where the model comes from,
+    its data, its training, its losses, how to load it. A push replaces a card that is there."""
+
+    quantise: Annotated[
+        Literal["fp8", "block_fp8", "int8", "int4", "nvfp4"] | None,
+        BeforeValidator(_made_here),
+    ] = None
+    """Round the linear layers of `hf/` and store them in the layout of compressed-tensors, which
+    vLLM, SGLang and `transformers` load: `fp8` (8 bits, a scale for each row), `block_fp8` (a scale
+    for each 128 x 128), `int8` (a scale for each row), `int4` (a scale for each 128, 64 or 32
+    columns), `nvfp4` (4 bits, a scale for each 16). Embeddings, head, norms and routers stay."""
+
+    @property
+    def max_shard_bytes(self) -> int:
+        """`max_shard_size` in bytes."""
+        return bytes_of(self.max_shard_size)
+
+
+class PushConfig(Section):
+    """Where the exported model is sent: a hub repository, or a folder behind a URL."""
+
+    repo_id: Annotated[str | None, AfterValidator(_repository)] = None
+    """Hugging Face hub repository, `org/name`. Not together with `url`."""
+
+    url: Annotated[str | None, AfterValidator(_no_credentials)] = None
+    """Folder to copy to, as a URL that fsspec knows. Not together with `repo_id`."""
+
+    private: bool = True
+    """Create the repository as a private one."""
+
+    revision: str | None = Field(default=None, min_length=1)
+    """Branch of the repository. Unset: its main branch."""
+
+    create_pr: bool = False
+    """Open a pull request instead of committing."""
+
+    dry_run: bool = False
+    """Only list what would be sent."""

@@ -1,0 +1,91 @@
+"""The whole of a run: what one configuration file says."""
+
+from typing import Any
+
+from pydantic import Field
+
+from penstock.config.schema.base import Section
+from penstock.config.schema.data import DataConfig
+from penstock.config.schema.export import ExportConfig, PushConfig
+from penstock.config.schema.lora import LoraConfig
+from penstock.config.schema.model import ModelConfig
+from penstock.config.schema.pipeline import STAGES, LaunchConfig, PipelineConfig, StageName
+from penstock.config.schema.preference import PreferenceConfig
+from penstock.config.schema.release import ReleaseConfig
+from penstock.config.schema.train import TrainConfig
+
+
+class RunConfig(Section):
+    """One fine-tuning run. `penstock.config.loading.load` makes it from a file and judges it as a whole."""
+
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    """The base model, its tokenizer and its implementation."""
+
+    data: DataConfig
+    """Sources, their preparation, packing and loading."""
+
+    train: TrainConfig
+    """Layout, optimizer, batches, memory, checkpoints and logging."""
+
+    lora: LoraConfig = Field(default_factory=LoraConfig)
+    """Low-rank adapters."""
+
+    preference: PreferenceConfig = Field(default_factory=PreferenceConfig)
+    """Learning from preferences."""
+
+    pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
+    """The chain of stages."""
+
+    launch: LaunchConfig = Field(default_factory=LaunchConfig)
+    """How torchrun starts the training processes."""
+
+    export: ExportConfig = Field(default_factory=ExportConfig)
+    """The model as others read it."""
+
+    push: PushConfig = Field(default_factory=PushConfig)
+    """Where the exported model is sent."""
+
+    release: ReleaseConfig = Field(default_factory=ReleaseConfig)
+    """Training again when data has come, and releasing what is better."""
+
+    @property
+    def stages(self) -> tuple[StageName, ...]:
+        """The stages to run, in order: those written, or the default ones and a wanted push.
+
+        Of machines that train together the first one alone goes on from there, and a run that only
+        evaluates has nothing to export.
+        """
+        chosen = set(self.pipeline.stages)
+        if "train" in chosen and needs_reference(self):
+            chosen.add("reference")
+        if has_target(self) and not written(self, "pipeline.stages"):
+            chosen.add("push")
+        if self.launch.node_rank or self.train.eval_only:
+            chosen -= {"export", "push"}
+        return tuple(stage for stage in STAGES if stage in chosen)
+
+
+def has_target(run: RunConfig) -> bool:
+    """Whether the run says where to push to."""
+    return run.push.repo_id is not None or run.push.url is not None
+
+
+def needs_reference(run: RunConfig) -> bool:
+    """Whether what is learnt is compared with what a reference model says."""
+    return run.train.objective == "preference" and run.preference.has_reference
+
+
+def written(run: RunConfig, name: str) -> bool:
+    """Whether `name` (`train.init_device`, `data.datasets.0.split`) stood in the file or in an
+    override, whatever its value. Raises KeyError when there is no such setting."""
+    at: Any = run
+    found = True
+    for step in name.split("."):
+        if isinstance(at, list):
+            at = at[int(step)]  # pyright: ignore[reportUnknownVariableType]
+        elif isinstance(at, Section) and step in type(at).model_fields:
+            found = found and step in at.model_fields_set
+            at = getattr(at, step)
+        else:
+            raise KeyError(name)
+    return found

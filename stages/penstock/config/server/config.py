@@ -1,0 +1,225 @@
+"""The settings of a training server: one flat file, in xorl's words, with some of our own.
+
+What concerns training is said as a run's settings for the workers (`run_of`); the rest is read by
+the server's processes.
+"""
+
+import math
+import re
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from penstock.config.loading.fault import Fault, dotted
+from penstock.config.loading.validate import Judged, judge, touches
+from penstock.config.rules.data import Faults
+from penstock.config.schema.run import RunConfig
+from penstock.config.server.model import ServerModel
+from penstock.config.server.run_fields import BUILT_IN, DEFAULTS, SAME, SERVER
+from penstock.config.server.serving import ServerServing
+from penstock.config.server.training import ServerTraining
+from penstock.config.translate.translation import put_at
+from penstock.core.errors import ConfigError
+from penstock.core.remote.urls import is_url, spoken
+
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
+SIZE = re.compile(r"(\d{1,400}(?:\.\d{1,400})?)\s*([KMGTP]?)(i?)B?", re.IGNORECASE | re.ASCII)
+
+AXES = (
+    *("data_parallel_shard_size", "data_parallel_replicate_size", "tensor_parallel_size"),
+    *("pipeline_parallel_size", "ulysses_parallel_size", "ringattn_parallel_size"),
+)
+"""Sizes that multiply to the number of ranks."""
+
+MUON = tuple(key for key in SAME if key.startswith("muon_"))
+"""Settings that count whatever the optimizer of the file is: a client may ask for Muon."""
+
+ALWAYS = ("data_parallel_shard_size", "data_parallel_replicate_size")
+"""Settings whose defaults are others than a run's, and count as written."""
+
+HERE = {
+    **{name: key for key, name in SAME.items()},
+    "model.model_path": "model_path",
+    "train.load_checkpoint_path": "load_checkpoint_path",
+    "train.log_grad_norm": "log_gradient_norms",
+    "launch.nproc_per_node": "nproc_per_node",
+    "launch.rdzv_endpoint": "master_addr",
+}
+"""Settings of a run, and what they are called here."""
+
+
+class ServerConfig(ServerServing, ServerTraining, ServerModel):
+    """A training server."""
+
+    output_dir: str = Field(default="outputs", min_length=1)
+    """Folder for checkpoints, what the server keeps of itself, and logs. On machines that train
+    together it must be on a file system they share."""
+
+    load_weights_mode: Literal["auto", "safetensors", "dcp"] = "auto"
+    """Format of the weights in `model_path`: Hugging Face's. `dcp` is refused."""
+
+    ckpt_manager: Literal["dcp", "torch"] = "dcp"
+    """Checkpoint format: `dcp`, PyTorch's distributed checkpoints. `torch` is refused."""
+
+    load_checkpoint_path: str = ""
+    """A checkpoint of training that every new model starts from. Empty: from the base model."""
+
+    storage_limit: str = "10TB"
+    """Most that `output_dir` may hold, such as `10GB` or `500MB` (powers of ten; `GiB` and `MiB`
+    are powers of two). A save that would go beyond is refused before anything is written."""
+
+    skip_initial_checkpoint: bool = False
+    """Do not save a new model before its first step (as `000000`)."""
+
+    @field_validator("output_dir")
+    @classmethod
+    def _is_a_folder(cls, value: str) -> str:
+        if is_url(value):
+            raise ValueError(
+                f"is {spoken(value)}; a server keeps its models in a folder of this machine, or of"
+                " a file system that is mounted here: write its path"
+            )
+        return value
+
+    @field_validator("storage_limit")
+    @classmethod
+    def _is_a_size(cls, value: str) -> str:
+        bytes_of(value)
+        return value
+
+    @field_validator("load_weights_mode")
+    @classmethod
+    def _is_read_here(cls, value: str) -> str:
+        if value == "dcp":
+            raise ValueError(
+                "is dcp; a DCP folder tells neither its model's architecture nor which tensors are"
+                " the base's and which an adapter's: write auto or safetensors, with a folder that"
+                " `penstock export` has written, or name the checkpoint in load_checkpoint_path"
+            )
+        return value
+
+    @field_validator("ckpt_manager")
+    @classmethod
+    def _is_written_here(cls, value: str) -> str:
+        if value == "torch":
+            raise ValueError(
+                "is torch; one file of torch.save needs all weights on one rank, is read by"
+                " unpickling, and fits no other layout: write dcp"
+            )
+        return value
+
+    @property
+    def storage_limit_bytes(self) -> int:
+        """`storage_limit` as a number."""
+        return bytes_of(self.storage_limit)
+
+    @property
+    def base_names(self) -> tuple[str, ...]:
+        """What clients may call the base model, the first one most."""
+        return tuple(dict.fromkeys((self.model_name or self.model_path, self.model_path)))
+
+    @property
+    def num_workers(self) -> int | Literal["auto"]:
+        """Workers on each machine; `auto`: one for each GPU."""
+        if self.nproc_per_node != "auto":
+            return self.nproc_per_node
+        sizes = [getattr(self, axis) for axis in AXES]
+        rest = self.data_parallel_mode == "ddp"
+        filled = [
+            1 if axis == "data_parallel_replicate_size" and size == -1 and not rest else size
+            for axis, size in zip(AXES, sizes, strict=True)
+        ]
+        if -1 in filled:
+            return "auto"
+        return max(1, math.prod(filled) // self.nnodes)
+
+
+def bytes_of(text: str) -> int:
+    """The number that `10GB` or `500 MiB` mean.
+
+    Raises ValueError for what is no size.
+    """
+    match = SIZE.fullmatch(text.strip())
+    if not match:
+        raise ValueError(f"is {text!r}; write a size such as 10GB, 500MB or 2TiB")
+    number, unit, binary = match.groups()
+    scale = UNITS[unit.upper()]
+    if binary:
+        scale = 1024 ** list(UNITS).index(unit.upper())
+    return int(Fraction(number) * scale)
+
+
+def judged(config: ServerConfig) -> Judged:
+    """The run whose settings the workers have, and what is said of it, under the names here."""
+    of_run = judge(_run_values(config))
+    muon = {key: getattr(config, key) for key in MUON if key in config.model_fields_set}
+    train = of_run.run.train.model_copy(update=muon)
+    found = list(_machines_can_meet(config))
+    found += [fault for fault in map(_here, of_run.faults) if not touches(fault, found)]
+    notices = [_notice_here(notice) for notice in of_run.notices]
+    return Judged(of_run.run.model_copy(update={"train": train}), found, notices)
+
+
+def run_of(config: ServerConfig) -> RunConfig:
+    """The run whose settings the workers have: model, layout, numerics, optimizer, adapters.
+
+    What it says of data and learning rates means nothing: those come from clients. Raises
+    ConfigError with a line for each fault.
+    """
+    found = judged(config)
+    if found.faults:
+        lines = (f"{dotted(fault.path)}: {fault.text}" for fault in found.faults)
+        raise ConfigError("\n".join(lines))
+    return found.run
+
+
+def _machines_can_meet(config: ServerConfig) -> Faults:
+    if config.nnodes > 1 and config.master_addr is None:
+        yield Fault(
+            ("master_addr",),
+            f"{config.nnodes} machines need a place to meet;"
+            " write the name or address of the first one",
+            ("nnodes",),
+        )
+
+
+def _here(fault: Fault) -> Fault:
+    """A run's fault as one of what stands in a server's file."""
+    steps = dotted(fault.path).split(".")
+    parts = (".".join(steps[:length]) for length in range(len(steps), 0, -1))
+    name = next((HERE[part] for part in parts if part in HERE), None)
+    reads = tuple(HERE.get(each, each) for each in fault.reads)
+    if name is None:
+        return replace(fault, reads=reads)
+    told = f" (of a run: {'.'.join(steps)})" if name != steps[-1] else ""
+    return Fault((name,), fault.text + told, reads)
+
+
+def _notice_here(notice: str) -> str:
+    name, colon, text = notice.partition(":")
+    return f"{HERE.get(name, name)}{colon}{text}"
+
+
+def _run_values(config: ServerConfig) -> dict[str, Any]:
+    """Only what was written, and defaults that mean other numbers than a run's: a default that this
+    machine cannot honour may be given up, and what is written may not."""
+    is_built_in = config.model_path.startswith(BUILT_IN)
+    values: dict[str, Any] = {}
+    put_at(values, f"model.{'config' if is_built_in else 'model'}_path", config.model_path)
+    given = {*config.model_fields_set, *DEFAULTS, *ALWAYS}
+    for key, name in SAME.items():
+        if key == "config_path" and config.config_path is None:
+            continue
+        if key in given and (key not in MUON or config.optimizer == "muon"):
+            put_at(values, name, getattr(config, key))
+    if config.load_checkpoint_path:
+        put_at(values, "train.load_checkpoint_path", config.load_checkpoint_path)
+    put_at(values, "train.log_grad_norm", "layers" if config.log_gradient_norms else True)
+    for name, value in SERVER.lacks.items():
+        put_at(values, name, value)
+    put_at(values, "launch.nproc_per_node", config.num_workers)
+    if config.master_addr:
+        put_at(values, "launch.rdzv_endpoint", f"{config.master_addr}:{config.master_port}")
+    return values

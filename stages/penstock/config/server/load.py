@@ -1,0 +1,80 @@
+"""From a training server's flat file and `--server.key value` to its settings.
+
+All faults are told at once, each with the line or the option it stands in: those of the file
+itself, and those that the workers would find.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.config.loading.cli_overrides import Override, apply
+from penstock.config.loading.expand_paths import expand_server_paths
+from penstock.config.loading.fault_locations import Teller, Told, as_meant, require_none
+from penstock.config.loading.load import document_of
+from penstock.config.loading.validate import touches, valid
+from penstock.config.server.config import ServerConfig, judged
+from penstock.config.server.run_fields import SERVER
+from penstock.config.translate.apply import recognised
+from penstock.core.errors import ConfigError
+
+PREFIX = "server."
+"""Of options that are for the server's file."""
+
+
+@dataclass(frozen=True)
+class _Option(Override):
+    """A setting as typed; its name is without the prefix."""
+
+    @property
+    def option(self) -> str:
+        return f"--{PREFIX}{self.name}"
+
+
+def load_server(
+    path: Path,
+    overrides: Sequence[Override] = (),
+    notify: Callable[[str], None] = lambda _: None,
+) -> ServerConfig:
+    """The settings in a server's file, with the overrides put in, the later ones last.
+
+    `notify` is told of documented defaults that the server cannot use.
+    Raises ConfigError, whose text has one line for each fault.
+    """
+    document = document_of(path, may_be_empty=bool(overrides))
+    _require_flat(path, document.value)
+    mine = [one for one in overrides if one.name.startswith(PREFIX)]
+    options = [_Option(one.name.removeprefix(PREFIX), one.text) for one in mine]
+    stray = [
+        _no_section(at, one) for at, one in enumerate(overrides, len(options)) if one not in mine
+    ]
+    given = [as_meant(option, ServerConfig) for option in options]
+    values, refused = apply(document.value, given)
+    unexpanded = expand_server_paths(values)
+    config, faults = valid(values, ServerConfig)
+    faults += unexpanded
+    found = judged(config)
+    faults += [fault for fault in found.faults if not touches(fault, faults)]
+    require_none([*Teller(document, options, path).of(faults, refused), *stray])
+    for line in found.notices:
+        notify(line)
+    return config
+
+
+def _require_flat(path: Path, settings: Mapping[str, Any]) -> None:
+    dialect = recognised(settings)
+    other = f"it is written for {dialect.title}" if dialect and dialect is not SERVER else ""
+    if sections := {"model", "train", "data"} & settings.keys():
+        other = f"it has the section {min(sections)}"
+    if other:
+        raise ConfigError(
+            f"{path} is no server's file: {other}.\n"
+            "  A server's settings stand at the top, such as model_path: Qwen/Qwen3-8B;"
+            " configs/SERVER.md lists them."
+        )
+
+
+def _no_section(at: int, stray: Override) -> Told:
+    text = f"a server's settings have no sections; write --{PREFIX}{stray.path[-1]}"
+    return (1, at), f"{stray.option}: {text}"

@@ -1,0 +1,163 @@
+"""From the values of a foreign file to settings of ours, by the tables of its dialect."""
+
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from typing import Any, cast
+
+from penstock.config.loading.fault import shown
+from penstock.config.loading.schema_tree import branches, is_section
+from penstock.config.schema.base import Section
+from penstock.config.schema.run import RunConfig
+from penstock.config.server.run_fields import SERVER
+from penstock.config.translate.axolotl.rules import AXOLOTL
+from penstock.config.translate.dialect import Dialect, Rule
+from penstock.config.translate.doubtful_values import doubt
+from penstock.config.translate.erniekit.rules import ERNIEKIT
+from penstock.config.translate.fit_parallel_sizes import Devices, fit
+from penstock.config.translate.hf.llama_factory import LLAMA_FACTORY
+from penstock.config.translate.hf.trl import TRL, TRL_DPO
+from penstock.config.translate.nxdt.rules import NXDT
+from penstock.config.translate.translation import Draft, Entry, Line, Translation
+from penstock.core.errors import ConfigError
+
+DIALECTS: tuple[Dialect, ...] = (
+    NXDT,
+    SERVER,
+    AXOLOTL,
+    LLAMA_FACTORY,
+    TRL_DPO,
+    TRL,
+    ERNIEKIT,
+)
+"""Asked in this order whether they recognise a file."""
+
+NATIVE = "native"
+"""What `--dialect` calls our own."""
+
+
+def recognised(values: Mapping[str, Any]) -> Dialect | None:
+    """The dialect that a file is written in, as read; None where it is our own, or nobody's."""
+    return next((dialect for dialect in DIALECTS if dialect.recognises(values)), None)
+
+
+def named(name: str) -> Dialect | None:
+    """The dialect of this name; None for our own. Raises ConfigError where there is none."""
+    if name == NATIVE:
+        return None
+    found = {dialect.name: dialect for dialect in DIALECTS}
+    if name not in found:
+        near = get_close_matches(name, found, 1)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(
+            f"{name} is no dialect{meant}\n  There are {', '.join([*found, NATIVE])}."
+        )
+    return found[name]
+
+
+def translate(values: Mapping[str, Any], dialect: Dialect, devices: Devices) -> Translation:
+    """What a file in `dialect` says, with parallel sizes that fit the devices.
+
+    Nothing is judged: values that no run can have are told when the translation is read.
+    """
+    flat = dict(_flat(dialect.prepare(values), dialect.keys))
+    written = {key: value for key, value in flat.items() if _says(dialect, key, value)}
+    defaults = {**dialect.defaults, **dialect.inferred(written)}
+    draft = Draft(written, defaults)
+    for key, value in flat.items():
+        draft.lines[key] = Line(key, value, "translated")
+        _translate(draft, dialect, key, is_null=key not in written)
+    for key, value in defaults.items():
+        if not written.keys() & {key, *dialect.beaten.get(key, ())}:
+            _assume(draft, dialect, key, value)
+    dialect.settle(draft)
+    ranks = fit(draft, devices)
+    doubt(draft)
+    settings = _in_order(draft.settings, RunConfig)
+    lacks = {name: value for name, value in dialect.lacks.items() if not draft.has(name)}
+    lines = tuple(draft.lines.values())
+    return Translation(dialect.name, dialect.title, settings, lines, ranks, lacks)
+
+
+def as_it_is(values: Mapping[str, Any], devices: Devices) -> Translation:
+    """A file of our own, which says all there is to say."""
+    lines = [Line(key, value, "maps", names=[key]) for key, value in _flat(values, set())]
+    return Translation(NATIVE, "Penstock", values, lines, devices.ranks)
+
+
+def _says(dialect: Dialect, key: str, value: Any) -> bool:
+    return value is not None or key in dialect.nulls
+
+
+def _flat(values: Mapping[str, Any], keys: set[str], above: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        key = f"{above}{name}"
+        if isinstance(value, dict) and value and key not in keys:
+            yield from _flat(cast("dict[str, Any]", value), keys, f"{key}.")
+        else:
+            yield key, value
+
+
+def _translate(draft: Draft, dialect: Dialect, key: str, *, is_null: bool) -> None:
+    line = draft.lines[key]
+    stronger = [other for other in dialect.beaten.get(key, ()) if other in draft.written]
+    if key not in dialect.keys:
+        near = get_close_matches(key, dialect.keys, 1)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        line.kind, line.why = "unknown", f"no key of {dialect.title} that is known here{meant}"
+    elif is_null:
+        line.kind, line.why = "no effect", "null: as if it were left out"
+    elif stronger:
+        line.kind, line.why = "no effect", f"{stronger[0]} is written, and decides it"
+    elif key in dialect.refused:
+        asks = line.value not in (False, 0, "", [], {})
+        line.kind = "refused" if asks else "no effect"
+        line.why = dialect.refused[key] if asks else "asks for nothing"
+    elif key in dialect.same:
+        line.kind = "maps"
+        Entry(draft, line).put(dialect.same[key], line.value)
+    else:
+        entry = Entry(draft, line)
+        _apply(dialect.computed[key], entry)
+        assert entry.is_said, f"{dialect.name}: {key} is read and nothing is said of it"
+        if line.kind == "translated" and not line.why and _is_taken_over(draft, line):
+            line.kind = "maps"
+
+
+def _apply(rule: Rule, entry: Entry) -> None:
+    """Rules take it for granted that a value is of its kind; one that is not is refused."""
+    try:
+        rule(entry)
+    except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError):
+        entry.refuse(f"{shown(entry.value)} is no value that it takes")
+
+
+def _is_taken_over(draft: Draft, line: Line) -> bool:
+    here = [draft.value(name) for name in line.names]
+    return len(here) == 1 and type(here[0]) is type(line.value) and here[0] == line.value
+
+
+def _assume(draft: Draft, dialect: Dialect, key: str, value: Any) -> None:
+    line = Line(key, value, "assumed")
+    entry = Entry(draft, line)
+    if key in dialect.same:
+        entry.put(dialect.same[key], value)
+    else:
+        _apply(dialect.computed[key], entry)
+    if line.names or line.kind == "refused":
+        draft.lines[key] = line
+
+
+def _in_order(settings: Mapping[str, Any], section: type[Section]) -> dict[str, Any]:
+    """The same settings as the schema lists them; what it does not know comes last."""
+    found: dict[str, Any] = {}
+    for name in [*section.model_fields, *settings]:
+        if name not in settings or name in found:
+            continue
+        value = settings[name]
+        field = section.model_fields.get(name)
+        found[name] = value
+        if isinstance(value, dict) and field:
+            inner = next(filter(is_section, branches(field.annotation)), None)
+            if inner:
+                found[name] = _in_order(cast("dict[str, Any]", value), inner)
+    return found

@@ -1,0 +1,54 @@
+"""Values of a translated run whose effect is likely not the one that was meant, in any dialect.
+
+Each is computed as its tool computes it; the report says what that is, so that a person can decide.
+"""
+
+from typing import Any, cast
+
+from penstock.config.translate.translation import Draft
+
+SOURCES = ("data.datasets", "data.test_datasets")
+
+
+def doubt(draft: Draft) -> None:
+    """Tell the keys of such values as doubtful. Called when all settings have been put."""
+    _warmup_ends(draft)
+    _texts_keep_their_ends(draft)
+    _experts_compute_in_fp8(draft)
+
+
+def _warmup_ends(draft: Draft) -> None:
+    warmup, steps = draft.value("train.lr_warmup_steps"), draft.value("train.max_steps")
+    if isinstance(warmup, int) and isinstance(steps, int) and 0 < steps < warmup:
+        draft.doubt(
+            "train.lr_warmup_steps",
+            f"the warmup of {warmup} steps is longer than the run of {steps}, so the learning rate"
+            " never reaches its peak",
+        )
+
+
+def _texts_keep_their_ends(draft: Draft) -> None:
+    if draft.value("data.truncation_mode", "keep_start") == "drop":
+        return
+    for name in SOURCES:
+        sources = cast("list[dict[str, Any]]", draft.value(name) or [])
+        limits = {source.get("max_seq_len") for source in sources if source.get("type") == "text"}
+        # The keys that name data sets are told once, however many they name.
+        for limit in sorted(limit for limit in limits if isinstance(limit, int)):
+            draft.doubt(
+                name,
+                f"a document of more than {limit} tokens loses what is beyond them; tools that"
+                " join documents and cut them into rows train on it too. Split long documents",
+            )
+
+
+def _experts_compute_in_fp8(draft: Draft) -> None:
+    is_mixture = draft.value("model.foundation.num_local_experts") or draft.value(
+        "model.foundation.num_experts"
+    )
+    if draft.value("train.enable_fp8_training"):
+        every = "experts" if is_mixture else "if the model has experts, they"
+        draft.doubt(
+            "train.enable_fp8_training",
+            f"{every} are computed in bfloat16 here: fp8 is for the other linear layers",
+        )

@@ -1,0 +1,206 @@
+"""ERNIEKit's run: how long it is, and when it is measured and saved."""
+
+from collections.abc import Mapping
+
+from penstock.config.translate.dialect import Rule
+from penstock.config.translate.fit_parallel_sizes import EVAL_ROWS
+from penstock.config.translate.translation import Entry
+
+
+def steps_of(entry: Entry) -> int | None:
+    """The steps of the run, where they are written."""
+    steps = entry.get("max_steps")
+    return steps if isinstance(steps, int) and steps > 0 else None
+
+
+def rows_at_once(entry: Entry) -> int:
+    """Rows that a rank trains on at once."""
+    return entry.get("batch_size") or entry.get("per_device_train_batch_size") or 1
+
+
+def _steps(entry: Entry) -> None:
+    entry.put("train.max_steps", entry.value if entry.value > 0 else None)
+    if entry.value <= 0:
+        entry.explain("as many steps as num_train_epochs has")
+
+
+def _by_steps_or_epochs(entry: Entry, name: str, chosen: str) -> None:
+    """Put `train.<name>_steps` and `train.<name>_epochs` as a strategy says."""
+    steps, epochs = 0, 0.0
+    total = steps_of(entry)
+    if chosen == "steps":
+        steps = _interval_of(entry, name)
+    elif chosen == "epoch" and total:
+        steps = max(1, int(total / entry.get("num_train_epochs", 1)))
+        entry.explain("with max_steps an epoch is that share of them")
+    elif chosen == "epoch":
+        epochs = 1.0
+    elif chosen != "no":
+        entry.refuse("it takes no, steps, epoch")
+        return
+    entry.put(f"train.{name}_steps", steps)
+    entry.put(f"train.{name}_epochs", epochs)
+
+
+def _interval_of(entry: Entry, name: str) -> int:
+    """As written; else what their program takes, where steps are asked for."""
+    if entry.is_assumed:
+        return entry.get(f"{name}_steps", 0)
+    usual = 500 if name == "save" else entry.get("logging_steps", 500)
+    return entry.get(f"{name}_steps", usual)
+
+
+def _save(entry: Entry) -> None:
+    chosen = entry.value
+    if entry.is_assumed and "save_steps" in entry.draft.written:
+        chosen = "steps"
+        entry.explain("save_steps is written, so steps")
+    _by_steps_or_epochs(entry, "save", chosen)
+
+
+def _evaluate(entry: Entry) -> None:
+    if not entry.get("do_eval"):
+        entry.no_effect("do_eval is false, so nothing is evaluated")
+    elif entry.get("do_train", True) is False:
+        entry.no_effect("do_train is false, so there is one evaluation")
+    else:
+        _by_steps_or_epochs(entry, "eval", entry.value)
+
+
+def _interval(name: str, strategy: str) -> Rule:
+    """The rule of the number of steps that a strategy asks for."""
+
+    def rule(entry: Entry) -> None:
+        chosen = entry.draft.written.get(strategy, "steps")
+        if name == "eval" and not entry.get("do_eval"):
+            entry.no_effect("do_eval is false, so nothing is evaluated")
+        elif chosen == "steps":
+            entry.decides(f"train.{name}_steps")
+        else:
+            entry.no_effect(f"{strategy} is {chosen}")
+
+    return rule
+
+
+def _do_eval(entry: Entry) -> None:
+    if entry.value:
+        entry.put("train.eval_at_end", True)
+    else:
+        entry.put("train.eval_at_end", False)
+        entry.explain("nothing is held out and nothing evaluated")
+
+
+def _do_train(entry: Entry) -> None:
+    if entry.value:
+        entry.put("train.eval_only", False)
+        if entry.is_assumed:
+            entry.explain("their program trains only where it is written")
+    elif entry.get("do_eval"):
+        entry.put("train.eval_only", True)
+    else:
+        entry.approximated("neither trains nor evaluates there; here it trains")
+
+
+def _eval_batches(entry: Entry) -> None:
+    if not entry.get("do_eval"):
+        entry.no_effect("do_eval is false, so nothing is evaluated")
+    elif entry.value > 0:
+        entry.put("train.eval_max_batches", entry.value)
+        # Of one replica here; the number of replicas is known when sizes are fitted.
+        entry.put(EVAL_ROWS, entry.get("per_device_eval_batch_size") or rows_at_once(entry))
+        entry.explain("a batch has per_device_eval_batch_size rows of each data-parallel rank")
+    else:
+        entry.put("train.eval_max_batches", None)
+
+
+def _eval_rows(entry: Entry) -> None:
+    if entry.get("do_eval"):
+        entry.put("train.eval_micro_batch_size", entry.value)
+    else:
+        entry.no_effect("do_eval is false, so nothing is evaluated")
+
+
+def _limit(entry: Entry) -> None:
+    entry.put("train.save_total_limit", entry.value if entry.value > 0 else None)
+
+
+def _resume(entry: Entry) -> None:
+    entry.put("train.load_checkpoint_path", None if entry.value else "auto")
+
+
+def _unified(entry: Entry) -> None:
+    entry.put("train.ckpt_manager", "dcp")
+    entry.explain("checkpoints can be read in any layout, and are saved in parts")
+
+
+ASYNC = {"async_save", "enable_all_options"}
+MASTER = {"skip_save_model_weight", "enable_all_options"}
+COMPUTE = {"remove_master_weight", "master_weight_compatible"}
+IN_PARTS = {"ignore_merge_optimizer"}
+
+
+def _unified_config(entry: Entry) -> None:
+    words = set(str(entry.value).replace(",", " ").split())
+    if words & ASYNC:
+        entry.put("train.save_async", True)
+    if words & (MASTER | COMPUTE):
+        entry.put("train.ckpt_weights", "master" if words & MASTER else "compute")
+    if others := sorted(words - ASYNC - MASTER - COMPUTE - IN_PARTS):
+        entry.approximated(f"{', '.join(others)} is nothing that checkpoints here can be told")
+    elif not entry.is_said:
+        entry.no_effect("every rank saves its own part of weights and states")
+
+
+def _load_states(entry: Entry) -> None:
+    if entry.value and entry.get("overwrite_output_dir"):
+        entry.no_effect("overwrite_output_dir is true, so the run starts anew")
+    else:
+        entry.put("train.load_optimizer", not entry.value)
+
+
+COMPRESSIONS = {"O1": "int8", "O2": "int4"}
+
+
+def _quantised_states(entry: Entry) -> None:
+    if entry.value:
+        entry.put("train.ckpt_quant", "none")
+    elif entry.get("ckpt_quant_stage", "O0") in COMPRESSIONS:
+        entry.decides("train.ckpt_quant")
+    else:
+        entry.no_effect("ckpt_quant_stage says in how many bits; without it none are lost")
+
+
+def _quantised_stage(entry: Entry) -> None:
+    if entry.get("disable_ckpt_quant"):
+        entry.no_effect("disable_ckpt_quant is true")
+    elif entry.get("ignore_save_lr_and_optim"):
+        entry.no_effect("ignore_save_lr_and_optim leaves states out")
+    elif entry.value in COMPRESSIONS:
+        entry.put("train.ckpt_quant", COMPRESSIONS[entry.value])
+        entry.explain("in our own form of so many bits")
+    elif entry.value == "O0":
+        entry.no_effect("states are saved as they are")
+    else:
+        entry.refuse("it takes O0, O1, O2")
+
+
+SAVING: Mapping[str, Rule] = {
+    "max_steps": _steps,
+    "save_strategy": _save,
+    "save_steps": _interval("save", "save_strategy"),
+    "evaluation_strategy": _evaluate,
+    "eval_steps": _interval("eval", "evaluation_strategy"),
+    "do_eval": _do_eval,
+    "do_train": _do_train,
+    "max_evaluate_steps": _eval_batches,
+    "per_device_eval_batch_size": _eval_rows,
+    "save_total_limit": _limit,
+    "overwrite_output_dir": _resume,
+    "resume_from_checkpoint": lambda entry: entry.put("train.load_checkpoint_path", entry.value),
+    "unified_checkpoint": _unified,
+    "unified_checkpoint_config": _unified_config,
+    "disable_ckpt_quant": _quantised_states,
+    "ckpt_quant_stage": _quantised_stage,
+    "ignore_save_lr_and_optim": lambda entry: entry.put("train.save_optimizer", not entry.value),
+    "ignore_load_lr_and_optim": _load_states,
+}

@@ -1,0 +1,215 @@
+"""ERNIEKit's data: which sources are read, how they are mixed and laid into rows."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.config.translate.dialect import Rule
+from penstock.config.translate.erniekit.checkpoint import steps_of
+from penstock.config.translate.translation import Draft, Entry
+
+TYPES: Mapping[str, Mapping[str, str]] = {
+    "SFT": {"erniekit": "sft_turns", "alpaca": "alpaca", "chatml": "chat"},
+    "DPO": {"erniekit": "preference_turns", "alpaca": "preference", "chatml": "preference"},
+    "PT": {"erniekit": "text"},
+}
+"""By stage, what their types of data are called here."""
+
+TRAIN, TEST = "data.datasets", "data.test_datasets"
+WEIGHTED = ("random", "interleave_under", "interleave_over")
+
+
+def _listed(value: Any) -> list[str]:
+    """Texts that a comma separates."""
+    parts = (part.strip() for part in str(value).split(","))
+    return [part for part in parts if part]
+
+
+def _numbers(value: Any) -> list[float]:
+    found: list[float] = []
+    for part in _listed(value):
+        try:
+            found.append(float(part))
+        except ValueError:
+            found.append(-1.0)
+    return found
+
+
+def _sources(entry: Entry, kind: str) -> list[dict[str, Any]]:
+    """The sources of `kind` (`train` or `eval`) as entries of ours, weighted."""
+    paths = _listed(entry.value)
+    types = _listed(entry.get(f"{kind}_dataset_type", "erniekit"))
+    shares = _numbers(entry.get(f"{kind}_dataset_prob", "1.0"))
+    of_stage = TYPES.get(str(entry.get("stage")), TYPES["SFT"])
+    length = entry.get("max_seq_len")
+    found: list[dict[str, Any]] = []
+    for index, path in enumerate(paths):
+        named = types[index] if index < len(types) else types[-1] if types else "erniekit"
+        source: dict[str, Any] = {"path": path, "type": of_stage.get(named, named)}
+        if source["type"] == "text":
+            source["field_text"] = "tgt"
+        if length is not None:
+            source["max_seq_len"] = length
+        if len(shares) == len(paths):
+            source["weight"] = shares[index]
+        found.append(source)
+    return found
+
+
+def _train_path(entry: Entry) -> None:
+    sources = _sources(entry, "train")
+    for source in sources:
+        weight = source.pop("weight", 1.0)
+        if len(sources) > 1 and (entry.get("mix_strategy") in WEIGHTED or weight == 0):
+            source["weight"] = weight
+    entry.put(TRAIN, sources)
+
+
+def _eval_path(entry: Entry) -> None:
+    if not entry.get("do_eval"):
+        entry.no_effect("do_eval is false, so nothing is evaluated")
+        return
+    kept = [source for source in _sources(entry, "eval") if source.pop("weight", 1.0) != 0]
+    entry.put(TEST, kept)
+
+
+def _part_of(kind: str, name: str) -> Rule:
+    """The rule of a key that says something of all sources of a kind."""
+
+    def rule(entry: Entry) -> None:
+        if kind == "eval" and not entry.get("do_eval"):
+            entry.no_effect("do_eval is false, so nothing is evaluated")
+            return
+        sources = len(_listed(entry.get(f"{kind}_dataset_path", "")))
+        entry.decides(f"{TRAIN if kind == 'train' else TEST}.0.{name}")
+        if name != "weight":
+            return
+        if len(_listed(entry.value)) != sources:
+            entry.refuse(f"{kind}_dataset_path names {sources} source(s); write a number for each")
+        elif min(_numbers(entry.value), default=0) < 0:
+            entry.refuse("write numbers of 0 or more, with commas between")
+        elif sources == 1:
+            entry.no_effect("there is one source, of which all is read")
+        elif kind == "eval":
+            entry.explain("every record is evaluated once; sources of share 0 are left out")
+        elif entry.get("mix_strategy") not in WEIGHTED:
+            entry.no_effect("mix_strategy takes every sample once, whatever its share")
+
+    return rule
+
+
+def _length(entry: Entry) -> None:
+    entry.put("data.sample_packing_sequence_len", entry.value)
+    if entry.get("stage") != "PT":
+        entry.put("data.truncation_mode", "drop_turns")
+    entry.decides(f"{TRAIN}.0.max_seq_len")
+
+
+def _mix(entry: Entry) -> None:
+    if len(_listed(entry.get("train_dataset_path", ""))) < 2:
+        entry.no_effect("one source is read whole, and again from the start in another order")
+    else:
+        entry.put("data.mix_strategy", entry.value)
+
+
+def _virtual_epoch(entry: Entry) -> None:
+    sources = len(_listed(entry.get("train_dataset_path", "")))
+    if sources < 2:
+        entry.no_effect("one source is read whole, and again from the start in another order")
+    elif entry.get("mix_strategy") != "random":
+        entry.no_effect("read by mix_strategy random alone")
+    elif steps_of(entry) is None:
+        entry.no_effect("without max_steps an epoch has as many samples as the sources")
+    else:
+        entry.put("data.samples_per_epoch", entry.value)
+
+
+def _shuffle(entry: Entry) -> None:
+    entry.put("data.shuffle_merged_datasets", bool(entry.value))
+    entry.put("data.shuffle_before_merging_datasets", bool(entry.value))
+
+
+METHOD, GROUP = "data.sample_packing_method", "data.sample_packing_group_size"
+
+
+def _packing(entry: Entry) -> None:
+    if entry.value:
+        entry.decides(METHOD)
+    else:
+        entry.put(METHOD, "multipack")
+        entry.put(GROUP, 1)
+        entry.explain("each sample has a row of its own")
+
+
+def _greedy(entry: Entry) -> None:
+    if not entry.get("packing"):
+        entry.no_effect("packing is false")
+    elif entry.value:
+        entry.put(METHOD, "greedy")
+        if not entry.draft.has(GROUP):
+            entry.put(GROUP, 500)
+    else:
+        entry.put(METHOD, "sequential")
+
+
+def _buffer(entry: Entry) -> None:
+    entry.put(GROUP, entry.value)
+
+
+def _prompt(entry: Entry) -> None:
+    if entry.get("stage") != "DPO":
+        entry.no_effect("read by stage DPO alone")
+        return
+    room = entry.get("max_seq_len")
+    most = room - 10 if isinstance(room, int) and room > 10 else entry.value
+    entry.put("data.max_prompt_len", min(entry.value, most))
+    entry.explain("their program checks it and never applies it; here it is applied")
+
+
+def _last_token(entry: Entry) -> None:
+    if entry.get("stage") == "DPO":
+        entry.put("data.mask_eos_in_loss", bool(entry.value))
+    else:
+        entry.no_effect("read by stage DPO alone")
+
+
+def _loader(entry: Entry) -> None:
+    entry.no_effect("every rank maps packed rows into memory, and reads its own alone")
+
+
+def data_is_there(draft: Draft) -> None:
+    """A run needs sources: what only evaluates names those it evaluates, and what only exports
+    takes what lies there."""
+    if draft.has(TRAIN):
+        return
+    if draft.has(TEST):
+        draft.put(TRAIN, [dict(source) for source in draft.value(TEST)])
+    elif not {"stage", "do_train", "learning_rate"} & draft.written.keys():
+        draft.put("pipeline.stages", ["export"])
+        draft.put("data.skip_prepare_dataset", True)
+        draft.put(TRAIN, [{"path": "dummy"}])
+        draft.drop("data.truncation_mode", "an export reads no data")
+        draft.say(
+            "output_dir",
+            "approximated",
+            "an export belongs to the file that trained: write export and push there",
+        )
+
+
+DATA: Mapping[str, Rule] = {
+    "train_dataset_path": _train_path,
+    "train_dataset_prob": _part_of("train", "weight"),
+    "train_dataset_type": _part_of("train", "type"),
+    "eval_dataset_path": _eval_path,
+    "eval_dataset_prob": _part_of("eval", "weight"),
+    "eval_dataset_type": _part_of("eval", "type"),
+    "max_seq_len": _length,
+    "mix_strategy": _mix,
+    "num_samples_each_epoch": _virtual_epoch,
+    "random_shuffle": _shuffle,
+    "packing": _packing,
+    "greedy_intokens": _greedy,
+    "buffer_size": _buffer,
+    "max_prompt_len": _prompt,
+    "mask_out_eos_token": _last_token,
+    "distributed_dataloader": _loader,
+}

@@ -1,0 +1,209 @@
+"""ERNIEKit's recipes: what is learnt, and by which weights."""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from penstock.config.schema.preference import REFERENCE_FREE, USED_BY, LossType
+from penstock.config.translate.dialect import Rule, Values
+from penstock.config.translate.translation import Draft, Entry
+
+OBJECTIVES = {"SFT": "sft", "DPO": "preference", "PT": "pretrain"}
+
+OF_DPO = (
+    *("beta", "simpo_gamma", "offset_alpha", "max_prompt_len", "loss_type", "pref_loss_ratio"),
+    *("sft_loss_ratio", "label_smoothing", "reference_free", "ref_model_update_steps"),
+    *("dpop_lambda", "normalize_logps", "mask_out_eos_token"),
+)
+"""Keys that only DPO reads."""
+
+
+def stage_of(values: Values) -> Values:
+    """The stage of a file that writes none: their documentation has no such key, and a file of DPO
+    is known by the keys of DPO."""
+    return {"stage": "DPO"} if any(key in values for key in OF_DPO) else {}
+
+
+def _stage(entry: Entry) -> None:
+    stage = str(entry.value)
+    if stage in OBJECTIVES:
+        entry.put("train.objective", OBJECTIVES[stage])
+        if entry.is_assumed and stage == "DPO":
+            written = next(key for key in OF_DPO if key in entry.draft.written)
+            entry.explain(f"{written} is written, which only DPO reads; for SFT write stage: SFT")
+    else:
+        entry.refuse(
+            f"recipes for {', '.join(OBJECTIVES)} are translated; models of pictures and speech"
+            " are not trained here"
+        )
+
+
+def _is_preference(entry: Entry) -> bool:
+    return entry.get("stage") == "DPO"
+
+
+def _loss(entry: Entry) -> None:
+    if not _is_preference(entry):
+        entry.no_effect("read by stage DPO alone")
+        return
+    entry.put("preference.loss_type", entry.value)
+    if entry.value == "dpop":
+        entry.put("preference.dpop_penalty", "outside")
+
+
+def _of_loss(name: str) -> Rule:
+    """The rule of a number that some losses read."""
+
+    def rule(entry: Entry) -> None:
+        loss = cast("LossType", entry.get("loss_type"))
+        if not _is_preference(entry):
+            entry.no_effect("read by stage DPO alone")
+        elif loss not in USED_BY.get(name, {loss}):
+            entry.no_effect(f"loss_type {loss} does not read it")
+        else:
+            entry.put(f"preference.{name}", entry.value)
+
+    return rule
+
+
+def _number(name: str) -> Rule:
+    put = _of_loss(name)
+
+    def rule(entry: Entry) -> None:
+        put(entry)
+        if entry.line.names:
+            entry.draft.put(f"preference.{name}", float(entry.value))
+
+    return rule
+
+
+def _offset(entry: Entry) -> None:
+    if _is_preference(entry) and entry.value:
+        entry.refuse(
+            "needs a score for each answer, and their data carry none; write 0, or translate the"
+            " file and write preference.offset_alpha with field_chosen_score and"
+            " field_rejected_score of the data"
+        )
+    else:
+        entry.no_effect("asks for nothing")
+
+
+def _sft_ratio(entry: Entry) -> None:
+    if _is_preference(entry) and entry.get("loss_type") == "orpo":
+        entry.no_effect("loss_type orpo has a ratio of 1")
+    else:
+        _number("sft_loss_ratio")(entry)
+
+
+def _normalised(entry: Entry) -> None:
+    loss = entry.get("loss_type")
+    if not _is_preference(entry):
+        entry.no_effect("read by stage DPO alone")
+    elif loss not in USED_BY["length_normalize"]:
+        entry.no_effect(f"loss_type {loss} is defined on means")
+    else:
+        entry.put("preference.length_normalize", "pair_mean" if entry.value else "none")
+
+
+def _without_reference(entry: Entry) -> None:
+    loss = entry.get("loss_type")
+    if not _is_preference(entry):
+        entry.no_effect("read by stage DPO alone")
+    elif loss in REFERENCE_FREE:
+        entry.no_effect(f"loss_type {loss} has no reference model")
+    elif entry.value and loss not in USED_BY["reference_free"]:
+        entry.refuse(f"loss_type {loss} needs a reference model")
+    elif loss in USED_BY["reference_free"]:
+        entry.put("preference.reference_free", bool(entry.value))
+    else:
+        entry.no_effect("asks for nothing")
+
+
+def _update_reference(entry: Entry) -> None:
+    if not _is_preference(entry) or entry.value <= 0:
+        entry.no_effect("the reference model stays what it is")
+    elif _is_lora(entry.draft):
+        entry.no_effect("with LoRA the reference is the base model, which stays what it is")
+    elif entry.get("loss_type") in REFERENCE_FREE or entry.get("reference_free"):
+        entry.no_effect("there is no reference model")
+    else:
+        entry.put("preference.ref_update_steps", entry.value)
+        entry.explain("in optimizer steps, as documented; their program counts micro-batches")
+
+
+def _is_lora(draft: Draft) -> bool:
+    written = draft.written
+    return written["fine_tuning"] == "LoRA" if "fine_tuning" in written else bool(draft.get("lora"))
+
+
+def _fine_tuning(entry: Entry) -> None:
+    if entry.value in ("LoRA", "Full"):
+        entry.put("lora.enable_lora", entry.value == "LoRA")
+    else:
+        entry.refuse("it takes LoRA, Full")
+
+
+def _lora(entry: Entry) -> None:
+    entry.put("lora.enable_lora", bool(entry.value))
+
+
+def _of_lora(name: str) -> Rule:
+    """The rule of what says how adapters are made."""
+
+    def rule(entry: Entry) -> None:
+        if not _is_lora(entry.draft):
+            entry.no_effect("no adapters are trained")
+        elif entry.get("rslora_plus") and name != "lora_rank":
+            entry.no_effect("rslora_plus decides it")
+        else:
+            entry.put(f"lora.{name}", entry.value)
+
+    return rule
+
+
+def _alpha(entry: Entry) -> None:
+    _of_lora("lora_alpha")(entry)
+    if entry.value == -1 and entry.line.names:
+        root = bool(entry.get("rslora"))
+        entry.put("lora.lora_alpha", 4 if root else 2 * entry.get("lora_rank"))
+        entry.explain("-1 is 4 with rslora" if root else "-1 is twice the rank")
+
+
+def _plus(entry: Entry) -> None:
+    if not (entry.value and _is_lora(entry.draft)):
+        entry.no_effect("asks for nothing" if not entry.value else "no adapters are trained")
+        return
+    entry.put("lora.use_rslora", True)
+    entry.put("lora.lora_plus_ratio", 4.0)
+    entry.put("lora.lora_alpha", 4)
+
+
+def adapters_are_whole(draft: Draft) -> None:
+    """What only adapters can be trained beside needs adapters."""
+    if draft.value("lora.enable_qlora") and not draft.value("lora.enable_lora"):
+        key = next(key for key in ("compute_type", "weight_quantize_algo") if key in draft.written)
+        value: Any = draft.get(key)
+        draft.say(key, "refused", f"{value} weights stay as they are; write fine_tuning: LoRA")
+
+
+OBJECTIVE: Mapping[str, Rule] = {
+    "stage": _stage,
+    "loss_type": _loss,
+    "beta": _number("beta"),
+    "simpo_gamma": _number("simpo_gamma"),
+    "label_smoothing": _number("label_smoothing"),
+    "offset_alpha": _offset,
+    "pref_loss_ratio": _number("pref_loss_ratio"),
+    "sft_loss_ratio": _sft_ratio,
+    "dpop_lambda": _number("dpop_lambda"),
+    "normalize_logps": _normalised,
+    "reference_free": _without_reference,
+    "ref_model_update_steps": _update_reference,
+    "fine_tuning": _fine_tuning,
+    "lora": _lora,
+    "lora_rank": _of_lora("lora_rank"),
+    "lora_alpha": _alpha,
+    "rslora": _of_lora("use_rslora"),
+    "lora_plus_scale": _of_lora("lora_plus_ratio"),
+    "rslora_plus": _plus,
+    "lora_path": _of_lora("init_adapter_path"),
+}

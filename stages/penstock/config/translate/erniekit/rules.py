@@ -1,0 +1,250 @@
+"""ERNIEKit: flat files, of which two vocabularies are in use.
+
+Its documentation has one (`lora`, `bf16`, `per_device_train_batch_size`); its program reads
+another (`fine_tuning`, `compute_type`, `batch_size`) and overwrites the first from it. A key of the
+program stands before one of the documentation, and that before the documented default.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.config.translate.dialect import Dialect, Rule, Values, is_flat, negated
+from penstock.config.translate.dialect import no_effect as idle
+from penstock.config.translate.erniekit.checkpoint import SAVING
+from penstock.config.translate.erniekit.data import DATA, data_is_there
+from penstock.config.translate.erniekit.objective import (
+    OBJECTIVE,
+    adapters_are_whole,
+    stage_of,
+)
+from penstock.config.translate.erniekit.parallelism import LAYOUT
+from penstock.config.translate.erniekit.training import TRAINING
+from penstock.config.translate.shared import track
+from penstock.config.translate.translation import Draft, Entry
+
+SIGNATURE = (
+    *("model_name_or_path", "train_dataset_path", "fine_tuning", "stage"),
+    *("tensor_parallel_degree", "per_device_train_batch_size"),
+)
+"""Keys of which its files have at least two."""
+
+
+def _recognises(values: Values) -> bool:
+    return is_flat(values) and sum(name in values for name in SIGNATURE) >= 2
+
+
+SAME: Mapping[str, str] = {
+    "output_dir": "train.output_dir",
+    "logging_steps": "train.log_interval",
+    "seed": "train.seed",
+    "num_train_epochs": "train.num_train_epochs",
+    "batch_size": "train.micro_batch_size",
+    "per_device_train_batch_size": "train.micro_batch_size",
+    "learning_rate": "train.lr",
+    "layerwise_lr_decay_bound": "train.layerwise_lr_decay_bound",
+    "dataloader_num_workers": "data.dataloader_num_workers",
+    "tensor_parallel_output": "train.tp_vocab_parallel_loss",
+    "recompute": "train.enable_gradient_checkpointing",
+    "recompute_use_reentrant": "train.enable_reentrant",
+    "moe_aux_loss_lambda": "train.moe_aux_loss_coef",
+}
+
+OVERLAP = "a way to overlap or lay out communication, which changes no result"
+OF_PICTURES = "read by multimodal stages alone, which are refused"
+
+IDLE: Mapping[str, str] = {
+    "release_grads": "gradients are always released after the step",
+    "fuse_linear": "bias and product are always one operation",
+    "optim_shard_num": "every rank saves its own part, tensor by tensor",
+    "sharding_parallel_config": OVERLAP,
+    "sharding_comm_buffer_size_MB": OVERLAP,
+    "use_sp_callback": "another place for the same sum of gradients",
+    "use_attn_mask_start_row_indices": "documents of a row are kept apart by their lengths",
+    "use_attn_mask_startend_row_indices": "documents of a row are kept apart by their lengths",
+    "use_sparse_flash_attn": "what is masked is skipped wherever the attention kernel can",
+    "use_flash_attn_with_mask": "what is masked is skipped wherever the attention kernel can",
+    "use_sparse_head_and_loss_fn": "tokens that are not trained never reach the head",
+    **dict.fromkeys(
+        (
+            *("use_moe", "use_recompute_loss_fn", "moe_use_aux_free_update_coef"),
+            *("moe_use_aux_free", "moe_use_hard_gate", "text_dataset_path", "text_dataset_prob"),
+            *("modality_ratio", "variable_resolution", "pad_to_max_seqlen", "render_timestamp"),
+            *("serialize_output", "one_sample_in_one_seq", "prefetch_factor", "add_sys_token"),
+            *("same_data", "freeze_config", "trigger_data_prob", "from_scratch", "gc_interval"),
+            *("drop_history_with_k", "moe_gate_lr_ratio", "visual_ld", "vit_lr_ratio"),
+            *("pp_need_data", "pp_need_data_degree", "disable_pipeline_warmup"),
+            *("save_sharding_stage1_model_include_freeze_params", "pre_alloc_memory"),
+        ),
+        OF_PICTURES,
+    ),
+}
+"""Keys that change nothing here."""
+
+REFUSED: Mapping[str, str] = {
+    "multimodal": "the families that are trained here read text alone; take a text model",
+    "num_nextn_predict_layers": "layers that predict several tokens are not trained here; write 0",
+}
+
+PADDLE, PUBLISHED = "-Paddle", "-PT"
+
+
+def _model(entry: Entry) -> None:
+    name = str(entry.value).rstrip("/")
+    source = name
+    if name.startswith("baidu/") and name.endswith(PADDLE):
+        source = name.removesuffix(PADDLE) + PUBLISHED
+    if entry.get("continue_training", True):
+        entry.put("model.model_path", source)
+    else:
+        entry.put("model.config_path", source)
+    if source != name:
+        entry.approximated(f"{PADDLE} weights are in Paddle's layout; {PUBLISHED} has the same")
+
+
+def _continue(entry: Entry) -> None:
+    entry.decides("model.model_path", "model.config_path")
+    entry.explain(
+        "pre-trained weights" if entry.value else "random weights of the model's configuration"
+    )
+
+
+def _hub(entry: Entry) -> None:
+    if entry.value == "huggingface":
+        entry.no_effect("models are taken from the Hugging Face hub")
+    else:
+        entry.approximated("models are taken from the Hugging Face hub, or from a folder")
+
+
+def _shard_size(entry: Entry) -> None:
+    entry.put("export.max_shard_size", f"{entry.value}GB")
+
+
+def _attention(entry: Entry) -> None:
+    plain = "eager" if entry.get("attention_probs_dropout_prob") else "sdpa"
+    entry.put("model.attn_implementation", None if entry.value else plain)
+    if entry.value:
+        entry.explain("the best that the machine has, FlashAttention 3 first")
+
+
+def _fused_rope(entry: Entry) -> None:
+    if entry.value:
+        entry.put("model.rope_native", False)
+    else:
+        entry.no_effect(
+            "the default; rotations are fused where a kernel serves, to the same result"
+        )
+
+
+def _progress(entry: Entry) -> None:
+    entry.put("train.log_format", "structured" if entry.value else "progress_bar")
+
+
+def _log_dir(entry: Entry) -> None:
+    track(entry, "tensorboard")
+    if entry.line.names:
+        entry.put("train.log_dir", entry.value)
+
+
+MORE: Mapping[str, Rule] = {
+    "model_name_or_path": _model,
+    "continue_training": _continue,
+    "download_hub": _hub,
+    "max_shard_size": _shard_size,
+    "hf_hub_id": lambda entry: entry.put("push.repo_id", entry.value),
+    "use_flash_attention": _attention,
+    "fuse_rope": _fused_rope,
+    "fuse_rms_norm": negated("model.rmsnorm_native"),
+    "fuse_swiglu": negated("model.activation_native"),
+    "disable_tqdm": _progress,
+    "logging_dir": _log_dir,
+}
+
+DEFAULTS: Mapping[str, Any] = {
+    "seed": 42,
+    "layerwise_lr_decay_bound": 1.0,
+    "lora": False,
+    "bf16": False,
+    "amp_master_grad": False,
+    "scale_loss": 2**15,
+    "lr_scheduler_type": "linear",
+    "warmup_steps": 0,
+    "min_lr": 0.0,
+    "lr_end": 1e-7,
+    "power": 1.0,
+    "num_cycles": 0.5,
+    "weight_decay": 0.0,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+    "adam_epsilon": 1e-8,
+    "max_grad_norm": 1.0,
+    "recompute": False,
+    "save_strategy": "no",
+    "evaluation_strategy": "steps",
+    "max_evaluate_steps": 1,
+    "do_train": True,
+    "do_eval": False,
+    "num_train_epochs": 1,
+    "max_steps": -1,
+    "max_seq_len": 4096,
+    "learning_rate": 5e-5,
+    "overwrite_output_dir": False,
+    "stage": "SFT",
+    "mix_strategy": "random",
+    "random_shuffle": True,
+    "packing": True,
+    "greedy_intokens": True,
+    "num_samples_each_epoch": 6_000_000,
+    "sequence_parallel": True,
+    "max_prompt_len": 2048,
+    "mask_out_eos_token": True,
+    "lora_rank": 8,
+    "lora_alpha": -1,
+    "loss_type": "sigmoid",
+    "beta": 0.1,
+    "simpo_gamma": 0.5,
+    "label_smoothing": 0.0,
+    "pref_loss_ratio": 1.0,
+    "sft_loss_ratio": 0.0,
+    "dpop_lambda": 50,
+    "normalize_logps": True,
+    "apply_hadamard": True,
+    "quant_input_grad": False,
+    "quant_weight_grad": False,
+    "fp8_format_type": "hybrid",
+}
+"""What is documented, and of keys that only the program has, what that does."""
+
+BEATEN: Mapping[str, tuple[str, ...]] = {
+    "per_device_train_batch_size": ("batch_size",),
+    "lora": ("fine_tuning",),
+    "bf16": ("compute_type",),
+    "weight_quantize_algo": ("compute_type",),
+    "overwrite_output_dir": ("resume_from_checkpoint",),
+}
+
+
+def _settle(draft: Draft) -> None:
+    data_is_there(draft)
+    adapters_are_whole(draft)
+
+
+ERNIEKIT = Dialect(
+    name="erniekit",
+    title="ERNIEKit",
+    recognises=_recognises,
+    same=SAME,
+    computed={
+        **{key: idle(why) for key, why in IDLE.items()},
+        **MORE,
+        **DATA,
+        **SAVING,
+        **LAYOUT,
+        **TRAINING,
+        **OBJECTIVE,
+    },
+    refused=REFUSED,
+    defaults=DEFAULTS,
+    inferred=stage_of,
+    beaten=BEATEN,
+    settle=_settle,
+)

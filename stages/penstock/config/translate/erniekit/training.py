@@ -1,0 +1,296 @@
+"""ERNIEKit's training: precision, optimizer, learning rate, dropout, memory."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.config.translate.dialect import Rule, where
+from penstock.config.translate.translation import Entry
+
+PRECISIONS = {"bf16": "bf16_mixed", "fp16": "fp16_mixed"}
+QUANTISED = {
+    "wint8": "int8",
+    "weight_only_int8": "int8",
+    "wint4/8": "int8_int4_experts",
+    "weight_only_mix": "int8_int4_experts",
+    "nf4": "nf4",
+}
+EIGHT_BITS = ("fp8", "fp8_linear", "fp8linear")
+
+
+def _compute(entry: Entry) -> None:
+    kind = str(entry.value)
+    if kind not in (*PRECISIONS, *QUANTISED, *EIGHT_BITS):
+        entry.refuse("it takes bf16, fp16, fp8, wint8, wint4/8, nf4")
+        return
+    if entry.key == "compute_type":
+        precise = entry.get("fp16_opt_level") != "O0"
+        entry.put("train.precision", PRECISIONS.get(kind, "bf16_mixed") if precise else "fp32")
+    if kind in EIGHT_BITS:
+        entry.put("train.enable_fp8_training", True)
+        entry.put("train.fp8.recipe", "tensorwise")
+    elif kind in QUANTISED:
+        entry.put("lora.enable_qlora", True)
+        entry.put("lora.quant_format", QUANTISED[kind])
+    elif entry.key != "compute_type":
+        entry.no_effect("says only what is computed in")
+
+
+def _is_fp8(entry: Entry) -> bool:
+    chosen = entry.get("compute_type", entry.get("weight_quantize_algo"))
+    return chosen in EIGHT_BITS
+
+
+def _bf16(entry: Entry) -> None:
+    entry.put("train.precision", "bf16_mixed" if entry.value else "fp32")
+
+
+def _opt_level(entry: Entry) -> None:
+    if entry.value == "O0":
+        entry.put("train.precision", "fp32")
+    else:
+        entry.no_effect("weights are kept in fp32 beside what is computed in fewer bits, as in O2")
+
+
+def _scale(entry: Entry) -> None:
+    if entry.get("compute_type") == "fp16":
+        entry.put("train.loss_scale_init", float(entry.value))
+    else:
+        entry.no_effect("losses are scaled in fp16 alone")
+
+
+def _master_gradients(entry: Entry) -> None:
+    if entry.draft.value("train.precision") == "fp32" or (
+        entry.get("compute_type") is None and not entry.get("bf16")
+    ):
+        entry.no_effect("all is computed in fp32")
+        return
+    kind = "fp32" if entry.value else "bf16"
+    entry.put("train.grad_accum_dtype", kind)
+    entry.put("train.fsdp_reduce_dtype", kind)
+
+
+IN_BF16 = (
+    *("lookup_table", "lookup_table_v2", "flash_attn", "flash_attn_v1", "matmul", "matmul_v2"),
+    "fused_gemm_epilogue",
+)
+IN_FP32 = (
+    *("reduce_sum", "softmax_with_cross_entropy", "c_softmax_with_cross_entropy"),
+    *("elementwise_div", "sin", "cos"),
+)
+
+
+def _operations(known: tuple[str, ...], where: str) -> Rule:
+    def rule(entry: Entry) -> None:
+        value: Any = entry.value
+        names = [str(name) for name in value] if isinstance(value, list) else str(value).split()  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        if others := [name for name in names if name not in known]:
+            entry.approximated(f"{', '.join(others)} is computed as everything around it")
+        else:
+            entry.no_effect(f"these are computed in {where} anyway")
+
+    return rule
+
+
+def _accumulation(entry: Entry) -> None:
+    if entry.value == -1:
+        entry.refuse("-1 chooses it by the size of the data; write a number")
+    else:
+        entry.put("train.gradient_accumulation_steps", entry.value)
+
+
+def _decay(entry: Entry) -> None:
+    entry.put("train.weight_decay", entry.value)
+    entry.put("train.no_decay_params", ["bias", "norm"])
+
+
+def _betas(entry: Entry) -> None:
+    betas = [entry.get("adam_beta1"), entry.get("adam_beta2")]
+    entry.put("train.optimizer_kwargs.betas", betas)
+
+
+def _optimizer(entry: Entry) -> None:
+    if not entry.draft.has("train.optimizer"):
+        entry.put("train.optimizer", "adamw")
+    entry.decides("train.optimizer")
+    if entry.value not in ("adamw", "adamw_custom"):
+        entry.approximated(f"{entry.value} is no optimizer here; AdamW takes its place")
+
+
+def _low_moments(entry: Entry) -> None:
+    if entry.value:
+        entry.put("train.optimizer", "anyprecision_adamw")
+        entry.put("train.optimizer_dtype", "bf16")
+    else:
+        entry.no_effect("states are kept in fp32")
+
+
+def _offload(entry: Entry) -> None:
+    if entry.value:
+        entry.put("train.optimizer_offload", "cpu")
+        if entry.key == "tensorwise_offload_optimizer":
+            entry.explain("states lie in host memory, where the CPU steps the optimizer")
+    else:
+        entry.no_effect("asks for nothing")
+
+
+STYLES = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "polynomial": "polynomial",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+}
+
+
+def _schedule(entry: Entry) -> None:
+    if entry.value not in STYLES:
+        entry.refuse(f"it takes {', '.join(STYLES)}")
+        return
+    entry.put("train.lr_decay_style", STYLES[entry.value])
+    if entry.value == "linear":
+        entry.put("train.lr_min", 0.0)
+    if entry.value == "constant":
+        entry.put("train.lr_warmup_steps", 0)
+
+
+def _warmup(entry: Entry) -> None:
+    if entry.get("lr_scheduler_type") == "constant":
+        entry.no_effect("lr_scheduler_type constant has no warmup")
+    elif entry.key == "warmup_ratio" and entry.get("warmup_steps"):
+        entry.no_effect("warmup_steps is written, and decides it")
+    elif entry.key == "warmup_ratio":
+        entry.put("train.lr_warmup_ratio", entry.value)
+    elif not entry.value and entry.get("warmup_ratio"):
+        entry.no_effect("0 steps leave it to warmup_ratio")
+    else:
+        entry.put("train.lr_warmup_steps", entry.value)
+
+
+def _decay_steps(entry: Entry) -> None:
+    total: Any = entry.get("max_steps")
+    if isinstance(total, int) and total > 0:
+        entry.put("train.lr_decay_ratio", min(1.0, entry.value / total))
+    else:
+        entry.refuse("needs max_steps, of which it is a share here; write max_steps")
+
+
+def _clip(entry: Entry) -> None:
+    entry.put("train.max_grad_norm", max(0.0, float(entry.value)))
+
+
+DROPPED = {"hidden_dropout_prob": "hidden", "attention_probs_dropout_prob": "attention"}
+
+
+def _dropout(entry: Entry) -> None:
+    if not entry.value:
+        entry.no_effect("nothing is dropped")
+        return
+    name = DROPPED[entry.key]
+    entry.put(f"train.dropout.{name}", entry.value)
+    entry.put("train.dropout.depth_scaling", True)
+    if name == "attention":
+        entry.explain("attention is plain then, in memory that grows with the square of a sample")
+
+
+def _dropout_warmup(entry: Entry) -> None:
+    if any(map(entry.get, DROPPED)):
+        entry.put("train.dropout.warmup_steps", entry.value)
+        entry.explain("rises over these steps and stays, as in their program; their text: it ends")
+    else:
+        entry.no_effect("nothing is dropped")
+
+
+def _head(entry: Entry) -> None:
+    if entry.value:
+        entry.put("train.ce_mode", "chunked")
+    else:
+        entry.no_effect("the head and the loss are computed in chunks all the same")
+
+
+def _granularity(entry: Entry) -> None:
+    parts = {"full": None, "full_attn": ["self_attn"], "core_attn": ["core_attn"]}
+    if not entry.get("recompute"):
+        entry.no_effect("recompute is false")
+    elif entry.value not in parts:
+        entry.refuse(f"it takes {', '.join(parts)}")
+    else:
+        entry.put("train.recompute_modules", parts[entry.value])
+
+
+def _recompute_experts(entry: Entry) -> None:
+    modules: Any = entry.get("recompute_granularity")
+    if entry.value and entry.get("recompute") and modules in ("full_attn", "core_attn"):
+        attention = "self_attn" if modules == "full_attn" else "core_attn"
+        entry.put("train.recompute_modules", [attention, "mlp"])
+    else:
+        entry.no_effect("whole layers are recomputed" if entry.value else "asks for nothing")
+
+
+def _of_fp8(name: str) -> Rule:
+    def rule(entry: Entry) -> None:
+        if _is_fp8(entry):
+            entry.put(name, entry.value)
+        else:
+            entry.no_effect("nothing is rounded to 8 bits")
+
+    return rule
+
+
+OLD_SCALES = {"apply_online_actscale_step": 200, "actscale_moving_rate": 0.01}
+"""Keys of activations' scales that are kept from earlier steps, and their defaults."""
+
+
+def _old_scales(entry: Entry) -> None:
+    default = OLD_SCALES[entry.key]
+    if not _is_fp8(entry):
+        entry.no_effect("nothing is rounded to 8 bits")
+    elif entry.value == default:
+        entry.no_effect("the default; scales are computed from the current numbers in every step")
+    else:
+        entry.refuse(
+            "scales are computed from the current numbers in every step, and never kept from"
+            f" earlier ones; leave it out, or write {default}, the default"
+        )
+
+
+TRAINING: Mapping[str, Rule] = {
+    "compute_type": _compute,
+    "weight_quantize_algo": _compute,
+    "bf16": _bf16,
+    "fp16_opt_level": _opt_level,
+    "scale_loss": _scale,
+    "amp_master_grad": _master_gradients,
+    "amp_custom_white_list": _operations(IN_BF16, "bf16"),
+    "amp_custom_black_list": _operations(IN_FP32, "fp32"),
+    "gradient_accumulation_steps": _accumulation,
+    "weight_decay": _decay,
+    "adam_beta1": _betas,
+    "adam_beta2": _betas,
+    "adam_epsilon": lambda entry: entry.put("train.optimizer_kwargs.eps", entry.value),
+    "optim": _optimizer,
+    "use_lowprecision_moment": _low_moments,
+    "offload_optim": _offload,
+    "tensorwise_offload_optimizer": _offload,
+    "lr_scheduler_type": _schedule,
+    "warmup_steps": _warmup,
+    "warmup_ratio": _warmup,
+    "min_lr": where("lr_scheduler_type", "cosine", name="train.lr_min"),
+    "num_cycles": where("lr_scheduler_type", "cosine", name="train.lr_schedule_kwargs.num_cycles"),
+    "lr_end": where("lr_scheduler_type", "polynomial", name="train.lr_min"),
+    "power": where("lr_scheduler_type", "polynomial", name="train.lr_schedule_kwargs.power"),
+    "decay_steps": _decay_steps,
+    "max_grad_norm": _clip,
+    "hidden_dropout_prob": _dropout,
+    "attention_probs_dropout_prob": _dropout,
+    "dropout_warmup_steps": _dropout_warmup,
+    "use_fused_head_and_loss_fn": _head,
+    "recompute_granularity": _granularity,
+    "use_recompute_moe": _recompute_experts,
+    "apply_hadamard": _of_fp8("train.fp8.hadamard"),
+    "hadamard_block_size": _of_fp8("train.fp8.hadamard_block_size"),
+    "quant_input_grad": _of_fp8("train.fp8.quantize_input_grad"),
+    "quant_weight_grad": _of_fp8("train.fp8.quantize_weight_grad"),
+    "fp8_format_type": _of_fp8("train.fp8.format"),
+    "apply_online_actscale_step": _old_scales,
+    "actscale_moving_rate": _old_scales,
+}

@@ -1,0 +1,167 @@
+"""Parallel sizes of a foreign file, made to fit the devices there are.
+
+Files of other tools are written for their clusters. The rows of a step, and with them the result,
+stay what they are; how a model is cut over ranks is decided anew where it does not fit.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.config.translate.translation import Draft
+from penstock.core import env
+
+TENSOR, PIPELINE = "train.tensor_parallel_size", "train.pipeline_parallel_size"
+RING, ULYSSES = "train.ringattn_parallel_size", "train.ulysses_parallel_size"
+EXPERT = "train.expert_parallel_size"
+SHARD, REPLICATE = "train.data_parallel_shard_size", "train.data_parallel_replicate_size"
+PER_NODE, NODES = "launch.nproc_per_node", "launch.nnodes"
+MEETING = ("launch.node_rank", "launch.rdzv_endpoint")
+"""How machines find one another."""
+EVAL_ROWS = "train.eval_rows_per_batch"
+"""Put for one replica, and multiplied by their number here."""
+GLOBAL, MICRO = "train.global_batch_size", "train.micro_batch_size"
+ACCUMULATION = "train.gradient_accumulation_steps"
+
+CUTS = (TENSOR, PIPELINE, RING, ULYSSES)
+"""What shares one copy of the model or a row, in the order in which ranks are given out."""
+
+SPLIT = "train.pipeline_parallel_split"
+OF_TENSOR = (
+    "train.sequence_parallel",
+    "train.tp_vocab_parallel_loss",
+    "train.tp_reduce_dtype",
+)
+OF_PIPELINE = (
+    "train.pipeline_parallel_schedule",
+    SPLIT,
+    "train.pipeline_parallel_output_weight",
+    "train.pipeline_parallel_virtual_stages",
+    "train.pp_variable_seq_lengths",
+)
+ON_GPUS_ALONE = ("train.optimizer_offload", "train.enable_activation_offload")
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What a run is to be fitted to."""
+
+    ranks: int
+    """Training processes, one for each GPU."""
+    has_gpus: bool = True
+
+
+def devices_here() -> Devices:
+    """Those of this machine, or of all machines where torchrun has started this process."""
+    gpus, started = env.num_gpus(), env.rank_variables()
+    return Devices(started[2] if started else max(1, gpus), gpus > 0)
+
+
+def fit(draft: Draft, devices: Devices) -> int:
+    """Lay the run out on the devices; returns the processes it will have."""
+    asked = {name: _size(draft, name) for name in CUTS}
+    cut, copies = math.prod(asked.values()), _size(draft, SHARD) * _size(draft, REPLICATE)
+    there = _processes_there(draft, devices.ranks)
+    replicas = max(1, (there or cut * copies) // cut)
+    rows = _rows_of_a_step(draft, replicas)
+    if draft.has(EVAL_ROWS):
+        draft.put(EVAL_ROWS, _size(draft, EVAL_ROWS) * replicas)
+    ranks = left = _processes_here(draft, there, devices.ranks)
+    for name in CUTS:
+        left = _divide(draft, name, left)
+    if ranks // left != cut or left % copies or draft.has(GLOBAL):
+        ranks, left = _keep_rows(draft, rows, ranks, left)
+    _divide(draft, SHARD, _divide(draft, REPLICATE, left))
+    _fill_up(draft, left)
+    experts = math.gcd(_size(draft, EXPERT), ranks // _size(draft, PIPELINE))
+    if experts != _size(draft, EXPERT):
+        draft.change(EXPERT, experts, f"fitted to {_processes(ranks)}")
+    _leave_out(draft, asked, devices)
+    return ranks
+
+
+def _size(draft: Draft, name: str) -> int:
+    value: Any = draft.value(name, 1)
+    return value if isinstance(value, int) and value > 0 else 1
+
+
+def _processes(number: int) -> str:
+    return "one process" if number == 1 else f"{number} processes"
+
+
+def _processes_there(draft: Draft, here: int) -> int | None:
+    """Processes that the file itself asks for."""
+    if not (draft.has(PER_NODE) or draft.has(NODES)):
+        return None
+    return (_size(draft, PER_NODE) if draft.has(PER_NODE) else here) * _size(draft, NODES)
+
+
+def _rows_of_a_step(draft: Draft, replicas: int) -> int:
+    if draft.has(GLOBAL):
+        return _size(draft, GLOBAL)
+    return _size(draft, MICRO) * _size(draft, ACCUMULATION) * max(1, replicas)
+
+
+def _processes_here(draft: Draft, there: int | None, here: int) -> int:
+    if there is not None and there <= here and _size(draft, NODES) == 1:
+        return there
+    if there is not None:
+        why = f"{_processes(there)} there, and {here} here: as many as there are devices"
+        for name in (PER_NODE, NODES, *MEETING):
+            draft.drop(name, why, "approximated")
+    return here
+
+
+def _divide(draft: Draft, name: str, left: int) -> int:
+    """Give an axis as many of the ranks that are left as it asks for and as divide them; returns
+    what each of them leaves to others."""
+    size = _size(draft, name)
+    fits = math.gcd(size, left)
+    if fits != size:
+        draft.change(name, fits, f"{size} there; fitted to the devices here")
+    return left // fits
+
+
+def _keep_rows(draft: Draft, rows: int, ranks: int, left: int) -> tuple[int, int]:
+    """Write the rows of a step, and take as many replicas as can share them evenly."""
+    micro = _size(draft, MICRO)
+    replicas = next((n for n in range(left, 0, -1) if rows % (micro * n) == 0), left)
+    if not draft.has(GLOBAL):
+        draft.put(GLOBAL, rows)
+        for name in (MICRO, ACCUMULATION):
+            for line in draft.lines_of(name):
+                line.names.append(GLOBAL)
+        draft.drop(ACCUMULATION, f"train.global_batch_size keeps the {rows} rows of a step")
+    if replicas != left:
+        ranks = ranks // left * replicas
+        draft.put(PER_NODE, ranks)
+        for line in draft.lines_of(GLOBAL):
+            line.names.append(PER_NODE)
+    return ranks, replicas
+
+
+def _fill_up(draft: Draft, left: int) -> None:
+    """Where a number of shards is written, so must be the number of copies beside it."""
+    shards = _size(draft, SHARD)
+    is_open = draft.value(SHARD, -1) == -1
+    if not is_open and _size(draft, REPLICATE) * shards < left:
+        draft.put(REPLICATE, left // shards)
+        for line in draft.lines_of(SHARD):
+            line.names.append(REPLICATE)
+
+
+def _leave_out(draft: Draft, asked: Mapping[str, int], devices: Devices) -> None:
+    """Drop what speaks of axes that have one rank, and of GPUs where there are none."""
+    stages = _size(draft, PIPELINE)
+    idle = {
+        **dict.fromkeys(OF_TENSOR if _size(draft, TENSOR) == 1 else (), "tensor_parallel_size"),
+        **dict.fromkeys(OF_PIPELINE if stages == 1 else (), "pipeline_parallel_size"),
+    }
+    for name, axis in idle.items():
+        draft.drop(name, f"{axis} is 1")
+    if stages not in (1, asked[PIPELINE]) and draft.value(SPLIT, "uniform") != "uniform":
+        draft.change(SPLIT, "uniform", f"lists the layers of {asked[PIPELINE]} stages")
+    if not devices.has_gpus:
+        for name in ON_GPUS_ALONE:
+            draft.drop(name, "there is no GPU to move it from", "approximated")

@@ -1,0 +1,404 @@
+"""LLaMA-Factory: the flat files of `llamafactory-cli train`."""
+
+from typing import Any
+
+from penstock.config.translate import shared
+from penstock.config.translate.dialect import (
+    Dialect,
+    Rule,
+    Values,
+    choice,
+    decides,
+    is_flat,
+    no_effect,
+    only,
+    where,
+)
+from penstock.config.translate.hf import schedule, training_arguments
+from penstock.config.translate.shared import (
+    LOSSES,
+    SOURCES,
+    TESTS,
+    lay_rows,
+    names_in,
+)
+from penstock.config.translate.translation import Draft, Entry
+
+SIGNATURE = (
+    *("finetuning_type", "template", "dataset", "dataset_dir", "cutoff_len", "lora_target"),
+    *("flash_attn", "pref_beta", "overwrite_cache", "preprocessing_num_workers"),
+)
+"""Keys of which its files have at least two."""
+
+ON, WITH_LORA = "finetuning_type", ("lora", "oft")
+TYPES = {"sft": "alpaca", "pt": "text", "dpo": "preference", "kto": "kto"}
+
+KNOWN_ELSEWHERE = (
+    "dataset_info.json says where these are and what they hold; files of these names in"
+    " dataset_dir are taken, in the form that the stage reads first (alpaca, text, preference, kto)"
+)
+
+
+def _recognises(values: Values) -> bool:
+    has_model = "model_name_or_path" in values
+    foreign = "fine_tuning" in values or "train_dataset_path" in values
+    return (
+        is_flat(values)
+        and has_model
+        and not foreign
+        and sum(name in values for name in SIGNATURE) >= 2
+    )
+
+
+def _stage(entry: Entry) -> None:
+    name = str(entry.value)
+    if name == "pt":
+        entry.put("train.objective", "pretrain")
+    elif name == "dpo":
+        entry.put("train.objective", "preference")
+    elif name == "kto":
+        entry.put("train.objective", "preference")
+        entry.put("preference.loss_type", "kto")
+        entry.put("preference.kl_pairing", "rotate")
+        entry.put("preference.kl_rotation_size", entry.get("preprocessing_batch_size", 1000))
+    elif name == "sft":
+        entry.put("train.objective", "sft")
+    else:
+        entry.refuse(f"it takes {', '.join(TYPES)}")
+
+
+def _sources(name: str) -> Rule:
+    def rule(entry: Entry) -> None:
+        folder = str(entry.get("dataset_dir", "data")).rstrip("/")
+        kind = TYPES.get(str(entry.get("stage", "sft")), "alpaca")
+        found = [{"path": f"{folder}/{one}.json", "type": kind} for one in names_in(entry.value)]
+        if name == SOURCES:
+            for source, weight in zip(found, _weights(entry), strict=False):
+                source["weight"] = weight
+        if count := entry.get("max_samples"):
+            found = [{**source, "max_samples": count} for source in found]
+        entry.put(name, found)
+        entry.approximated(KNOWN_ELSEWHERE)
+
+    return rule
+
+
+def _weights(entry: Entry) -> list[Any]:
+    shares = entry.get("interleave_probs")
+    return [] if shares is None else [float(share) for share in names_in(shares)]
+
+
+def _template(entry: Entry) -> None:
+    entry.approximated("the tokenizer's own chat template is taken")
+
+
+def _tuned(entry: Entry) -> None:
+    if entry.value == "lora":
+        entry.put("lora.enable_lora", True)
+    elif entry.value == "full":
+        entry.put("lora.enable_lora", False)
+    else:
+        entry.refuse("it takes lora and full")
+
+
+def _targets(entry: Entry) -> None:
+    if entry.get(ON) == "lora":
+        entry.put("lora.lora_target_modules", shared.targets(entry.value))
+    else:
+        entry.no_effect("read with finetuning_type: lora alone")
+
+
+def _bits(entry: Entry) -> None:
+    if entry.value in (4, 8):
+        entry.put("lora.enable_qlora", True)
+        entry.put("lora.quant_format", "nf4" if entry.value == 4 else "int8")
+    else:
+        entry.refuse("it takes 4 and 8")
+
+
+def _muon(entry: Entry) -> None:
+    if entry.value:
+        entry.put("train.muon_lr", entry.get("learning_rate", 5e-5))
+        entry.put("train.muon_adjust_lr_fn", "match_rms_adamw")
+        entry.decides("train.optimizer")
+    else:
+        entry.no_effect("optim says it")
+
+
+def _gathers_8_bits(entry: Entry) -> None:
+    if entry.value and entry.get("fp8"):
+        entry.put("train.enable_fp8_all_gather", True)
+        entry.put("train.fp8.recipe", "tensorwise")
+    else:
+        entry.no_effect("weights are gathered as they are kept")
+
+
+def _packing(entry: Entry) -> None:
+    entry.decides(shared.METHOD, shared.GROUP)
+    if entry.get("stage") == "pt":
+        if entry.value:
+            entry.explain("documents are one stream, cut every cutoff_len tokens")
+    elif entry.value and not entry.get("neat_packing"):
+        entry.approximated("samples do not see those before them in a row, as with neat_packing")
+
+
+def _turns(entry: Entry) -> None:
+    entry.put("data.train_on_turns", "last" if entry.value else "all")
+
+
+def _held_out(entry: Entry) -> None:
+    entry.put("data.val_set_size", entry.value or None)
+
+
+def _pure(entry: Entry) -> None:
+    if entry.value:
+        entry.decides("train.precision")
+    else:
+        entry.no_effect("bf16 and fp16 say it")
+
+
+def _recomputes(entry: Entry) -> None:
+    entry.put("train.enable_gradient_checkpointing", not entry.value)
+
+
+def _first_training(entry: Entry) -> None:
+    if entry.value or not entry.get("do_eval"):
+        entry.no_effect("a run trains")
+    else:
+        entry.put("train.eval_only", True)
+
+
+def _beta(entry: Entry) -> None:
+    loss = entry.get("pref_loss", "sigmoid")
+    if not _prefers(entry.draft):
+        entry.no_effect("read with stage: dpo or kto alone")
+    elif loss == "orpo" and entry.get("stage") == "dpo":
+        entry.put("preference.pref_loss_ratio", entry.value)
+    else:
+        entry.put("preference.beta", entry.value)
+
+
+def _prefers(draft: Draft) -> bool:
+    return draft.get("stage") in ("dpo", "kto")
+
+
+def _preparing(entry: Entry) -> None:
+    if entry.get("stage") == "kto":
+        entry.decides("preference.kl_rotation_size")
+    else:
+        entry.no_effect("how samples are prepared, which changes none")
+
+
+def _of_dpo(name: str, losses: tuple[str, ...] = ()) -> Rule:
+    def rule(entry: Entry) -> None:
+        loss = entry.get("pref_loss", "sigmoid")
+        if entry.get("stage") == "dpo" and (not losses or loss in losses):
+            entry.put(name, entry.value)
+        else:
+            entry.no_effect("this stage and loss do not read it")
+
+    return rule
+
+
+def _loss(entry: Entry) -> None:
+    if entry.get("stage") != "dpo":
+        entry.no_effect("read with stage: dpo alone")
+    elif entry.value in LOSSES:
+        entry.put("preference.loss_type", LOSSES[entry.value])
+        if entry.value == "orpo":
+            entry.approximated(
+                "cross-entropy is averaged over all tokens of answers; there each answer's own mean"
+                " counts the same"
+            )
+    else:
+        entry.refuse(f"it takes {', '.join(LOSSES)}")
+
+
+def _with_sft(entry: Entry) -> None:
+    if _prefers(entry.draft) and entry.get("pref_loss") != "orpo":
+        entry.put("preference.sft_loss_ratio", float(entry.value))
+        entry.approximated(
+            "cross-entropy is averaged over all tokens of answers; there each answer's own mean"
+            " counts the same"
+        )
+    else:
+        entry.no_effect("this stage and loss do not read it")
+
+
+def _settle(draft: Draft) -> None:
+    packs, is_pt = draft.get("packing"), draft.get("stage") == "pt"
+    if packs is None:
+        packs = draft.get("neat_packing") or is_pt
+    longest, method = draft.get("cutoff_len"), "wrapped" if is_pt else "multipack"
+    lay_rows(draft, longest, method if packs else None, pairs=_prefers(draft))
+    rank, is_told = draft.get("lora_rank"), draft.has("lora.lora_alpha")
+    if draft.value("lora.enable_lora") and not is_told and isinstance(rank, int):
+        draft.put("lora.lora_alpha", 2 * rank)
+        draft.say("lora_alpha", "assumed", "twice lora_rank")
+        draft.lines["lora_alpha"].names.append("lora.lora_alpha")
+    if draft.get("use_muon"):
+        draft.put("train.optimizer", "muon")
+    _settle_decay(draft)
+    if draft.get("pure_bf16"):
+        draft.put("train.precision", "bf16")
+    training_arguments.settle_evaluations(draft)
+
+
+def _settle_decay(draft: Draft) -> None:
+    """Without a length the decay takes two thirds of the steps after the warmup, rounded up."""
+    steps, decay = draft.value("train.max_steps"), f"{schedule.MORE}.decay_steps"
+    if draft.value("train.lr_decay_style") != "wsd" or draft.has(decay):
+        return
+    if isinstance(steps, int) and steps > 0:
+        left = steps - draft.value("train.lr_warmup_steps", 0)
+        draft.put(decay, left - left // 3)
+        draft.lines["lr_scheduler_type"].names.append(decay)
+    schedule.require_decay_steps(draft, "lr_scheduler_type")
+
+
+OF_PICTURES = "models here read text alone"
+OF_OTHER_STAGES = "read by stages that are not here"
+
+IDLE = {
+    "overwrite_cache": "what is prepared is found again by its content",
+    "tokenized_path": "what is prepared is found again by its content",
+    "plot_loss": "report.html has the curves",
+    "neat_packing": "samples of a row never see one another",
+    "enable_liger_kernel": "fused kernels are taken wherever they serve",
+    "use_unsloth": "fused kernels are taken wherever they serve",
+    "use_v1_kernels": "fused kernels are taken wherever they serve",
+    "fp8_backend": "products of 8 bits are computed in the one way there is",
+    "use_distributed_optimizer": "states are sharded",
+    "freeze_vision_tower": OF_PICTURES,
+    "freeze_multi_modal_projector": OF_PICTURES,
+    "use_unsloth_gc": "activations are recomputed in the one way there is",
+    "quantization_method": "base weights are quantised as they are read",
+    "double_quantization": "scales are kept as they are, a little larger",
+    "low_cpu_mem_usage": "weights are read shard by shard",
+    "dataset_dir": "dataset and eval_dataset are looked for in it",
+    "buffer_size": "sources are read piece by piece in any case",
+    "streaming": "sources are read piece by piece in any case",
+    "data_shared_file_system": "machines meet by what they share",
+    "media_dir": OF_PICTURES,
+    "image_max_pixels": OF_PICTURES,
+    "video_max_pixels": OF_PICTURES,
+    "ref_model_adapters": OF_OTHER_STAGES,
+    "ignore_pad_token_for_loss": "padding is never trained",
+    "use_fast_tokenizer": "the tokenizer is read by transformers, whatever this says",
+    "split_special_tokens": "special tokens are whole",
+    "include_num_input_tokens_seen": "tokens are always told",
+    "ray_run_name": "torchrun starts the processes",
+    "predict_with_generate": "read by do_predict alone",
+}
+
+REFUSED = {
+    **training_arguments.REFUSED,
+    "ref_model": "the reference is the model that training starts from",
+    "reward_model": "models are not trained by rewards",
+    "rope_scaling": "write it into the model's config.json, or model.foundation in a native file",
+    "shift_attn": "documents are attended to whole",
+    "mixture_of_depths": "every layer computes every token",
+    "use_galore": "optimizers that project gradients are not here",
+    "use_apollo": "optimizers that project gradients are not here",
+    "use_badam": "all layers are trained in every step",
+    "pissa_init": "adapters start at zero; name one to go on from as adapter_name_or_path",
+    "additional_target": "whole layers beside adapters are not trained",
+    "resize_vocab": "the vocabulary is that of the checkpoint",
+    "add_tokens": "the vocabulary is that of the checkpoint",
+    "create_new_adapter": "one adapter is trained",
+    "efficient_eos": "the tokenizer's own template says what ends an answer",
+    "tool_format": "the tokenizer's own template says how tools are written",
+    "use_llama_pro": "layers are not added",
+    "freeze_trainable_layers": "adapters, or all weights, are trained",
+    "use_dft_loss": "the loss is cross-entropy",
+    "use_eaft_loss": "the loss is cross-entropy",
+    "use_asft_loss": "the loss is cross-entropy",
+    "freeze_language_model": OF_PICTURES,
+    "use_kt": "weights are computed with where they lie",
+    "use_adam_mini": "write another optim",
+}
+
+LLAMA_FACTORY = Dialect(
+    name="llama-factory",
+    title="LLaMA-Factory",
+    recognises=_recognises,
+    same={
+        **training_arguments.SAME,
+        "model_name_or_path": "model.model_path",
+        "adapter_name_or_path": "lora.init_adapter_path",
+        "train_on_prompt": "data.train_on_prompt",
+        "preprocessing_num_workers": "data.dataset_num_proc",
+        "moe_aux_loss_coef": "train.moe_aux_loss_coef",
+        "tensor_model_parallel_size": "train.tensor_parallel_size",
+        "pipeline_model_parallel_size": "train.pipeline_parallel_size",
+        "expert_model_parallel_size": "train.expert_parallel_size",
+        "context_parallel_size": "train.ringattn_parallel_size",
+        "sequence_parallel": "train.sequence_parallel",
+        "fp8": "train.enable_fp8_training",
+    },
+    computed={
+        **training_arguments.COMPUTED,
+        "stage": _stage,
+        "dataset": _sources(SOURCES),
+        "eval_dataset": _sources(TESTS),
+        "interleave_probs": decides(f"{SOURCES}.0.weight"),
+        "max_samples": decides(f"{SOURCES}.0.max_samples"),
+        "mix_strategy": choice(
+            "data.mix_strategy",
+            {name: name for name in ("concat", "interleave_under", "interleave_over")},
+        ),
+        "template": _template,
+        "cutoff_len": decides(shared.ROW, f"{SOURCES}.0.max_seq_len"),
+        "packing": _packing,
+        "mask_history": _turns,
+        "val_size": _held_out,
+        "flash_attn": shared.attention,
+        "model_revision": only("main"),
+        ON: _tuned,
+        "lora_rank": where(ON, *WITH_LORA, name="lora.lora_rank"),
+        "lora_alpha": where(ON, *WITH_LORA, name="lora.lora_alpha"),
+        "lora_dropout": where(ON, *WITH_LORA, name="lora.lora_dropout"),
+        "lora_target": _targets,
+        "loraplus_lr_ratio": where(ON, *WITH_LORA, name="lora.lora_plus_ratio"),
+        "use_rslora": where(ON, *WITH_LORA, name="lora.use_rslora"),
+        "use_dora": where(ON, *WITH_LORA, name="lora.use_dora"),
+        "quantization_bit": _bits,
+        "use_muon": _muon,
+        "fp8_enable_fsdp_float8_all_gather": _gathers_8_bits,
+        "quantization_type": only("nf4"),
+        "pure_bf16": _pure,
+        "disable_gradient_checkpointing": _recomputes,
+        "do_train": _first_training,
+        "do_eval": lambda entry: entry.no_effect("eval_strategy says when"),
+        "preprocessing_batch_size": _preparing,
+        "pref_beta": _beta,
+        "pref_loss": _loss,
+        "pref_ftx": _with_sft,
+        "simpo_gamma": _of_dpo("preference.simpo_gamma", ("simpo",)),
+        "dpo_label_smoothing": _of_dpo("preference.label_smoothing", ("sigmoid", "simpo")),
+        "kto_chosen_weight": lambda entry: entry.put("preference.desirable_weight", entry.value),
+        "kto_rejected_weight": lambda entry: entry.put(
+            "preference.undesirable_weight", entry.value
+        ),
+        **{name: no_effect(why) for name, why in IDLE.items()},
+    },
+    refused=REFUSED,
+    defaults={
+        **training_arguments.DEFAULTS,
+        "stage": "sft",
+        ON: "lora",
+        "lora_rank": 8,
+        "lora_dropout": 0.0,
+        "lora_target": "all",
+        "cutoff_len": 2048,
+        "bf16": True,
+        "gradient_checkpointing": True,
+        "pref_beta": 0.1,
+        "pref_loss": "sigmoid",
+    },
+    beaten={
+        "gradient_checkpointing": ("disable_gradient_checkpointing",),
+    },
+    settle=_settle,
+)
+"""Files with `model_name_or_path` and at least two of its own keys."""

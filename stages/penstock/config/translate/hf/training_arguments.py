@@ -1,0 +1,379 @@
+"""The arguments of Hugging Face's trainer, which several tools pass on under the same names."""
+
+import re
+from collections.abc import Mapping
+from typing import Any, cast
+
+from penstock.config.translate.dialect import Rule, choice, listed, negated, no_effect
+from penstock.config.translate.hf import schedule
+from penstock.config.translate.shared import events_folder, reports
+from penstock.config.translate.translation import Draft, Entry
+
+EVALUATING = (
+    *("eval_steps", "eval_epochs", "eval_at_start", "eval_sanity_batches", "eval_max_batches"),
+    *("eval_micro_batch_size", "early_stopping", "save_best"),
+)
+
+STRATEGIES = ("no", "steps", "epoch")
+
+STAGE_IN_NAME = re.compile(r"(?:zero|z)[-_]?([0-3])")
+
+
+def epochs(entry: Entry) -> None:
+    """`num_train_epochs`, which `max_steps` stands before."""
+    steps = entry.get("max_steps")
+    if isinstance(steps, int) and steps > 0:
+        entry.no_effect("max_steps is written, and ends the run")
+    else:
+        entry.put("train.num_train_epochs", entry.value)
+
+
+def steps(entry: Entry) -> None:
+    """`max_steps`, of which -1 is none."""
+    if entry.value == -1:
+        entry.no_effect("-1: epochs end the run")
+    else:
+        entry.put("train.max_steps", entry.value)
+
+
+def decay(entry: Entry) -> None:
+    """`weight_decay`, which leaves norms and biases alone there."""
+    entry.put("train.weight_decay", entry.value)
+    if entry.value:
+        entry.put("train.no_decay_params", ["bias", "norm"])
+
+
+def log_steps(entry: Entry) -> None:
+    """`logging_steps`: a number, or below 1 a share of all steps."""
+    if isinstance(entry.value, float) and entry.value < 1:
+        entry.approximated("every step is told; metrics.jsonl has them all in any case")
+    else:
+        entry.put("train.log_interval", int(entry.value))
+
+
+def _every(entry: Entry, strategy: str, kind: str, count: Any) -> None:
+    """Put how often something happens; `kind` is `eval` or `save`."""
+    total = entry.get("max_steps")
+    if strategy == "epoch":
+        entry.put(f"train.{kind}_epochs", 1.0)
+    elif isinstance(count, float) and count < 1:
+        if isinstance(total, int) and total > 0:
+            entry.put(f"train.{kind}_steps", max(1, int(count * total)))
+        else:
+            entry.put(f"train.{kind}_epochs", count * entry.get("num_train_epochs", 3))
+    else:
+        entry.put(f"train.{kind}_steps", int(count))
+
+
+def evaluations(entry: Entry) -> None:
+    """`eval_strategy`."""
+    name = str(entry.value)
+    if name == "no":
+        entry.put("train.eval_steps", 0)
+    elif name in STRATEGIES:
+        _every(entry, name, "eval", entry.get("eval_steps") or entry.get("logging_steps", 500))
+    else:
+        entry.refuse(f"it takes {', '.join(STRATEGIES)}")
+
+
+def eval_steps(entry: Entry) -> None:
+    """`eval_steps`, which counts with `eval_strategy: steps`."""
+    strategy = entry.get("eval_strategy") or entry.get("evaluation_strategy")
+    if strategy == "steps":
+        entry.decides("train.eval_steps", "train.eval_epochs")
+    else:
+        entry.no_effect("read with eval_strategy: steps alone")
+
+
+def savings(entry: Entry) -> None:
+    """`save_strategy`; ours saves by epochs unless that is 0."""
+    name = str(entry.value)
+    entry.put("train.save_epochs", 0.0)
+    if name == "no":
+        entry.put("train.save_steps", 0)
+    elif name == "best":
+        entry.put("train.save_best.metric", "eval_loss")
+    elif name in STRATEGIES:
+        _every(entry, name, "save", entry.get("save_steps", 500))
+    else:
+        entry.refuse(f"it takes {', '.join((*STRATEGIES, 'best'))}")
+
+
+def save_steps(entry: Entry) -> None:
+    """`save_steps`, which counts with `save_strategy: steps`."""
+    if entry.get("save_strategy", "steps") == "steps":
+        entry.decides("train.save_steps", "train.save_epochs")
+    else:
+        entry.no_effect("read with save_strategy: steps alone")
+
+
+def best(entry: Entry) -> None:
+    """`load_best_model_at_end`: the best checkpoint is the run's result."""
+    if not entry.value:
+        entry.no_effect("the last checkpoint is the result")
+        return
+    metric = str(entry.get("metric_for_best_model") or "eval_loss")
+    entry.put("train.save_best.metric", metric if metric.startswith("eval_") else f"eval_{metric}")
+    greater = entry.get("greater_is_better")
+    if greater is not None:
+        entry.put("train.save_best.mode", "max" if greater else "min")
+
+
+def of_best(entry: Entry) -> None:
+    """`metric_for_best_model` and `greater_is_better`."""
+    if entry.get("load_best_model_at_end"):
+        entry.decides("train.save_best")
+    else:
+        entry.no_effect("read with load_best_model_at_end alone")
+
+
+def resuming(entry: Entry) -> None:
+    """`resume_from_checkpoint`: a truth or a folder."""
+    if entry.value is True:
+        entry.put("train.load_checkpoint_path", "auto")
+    elif not entry.value:
+        entry.no_effect("nothing is resumed")
+    else:
+        entry.put("train.load_checkpoint_path", entry.value)
+        entry.approximated("a trainer's checkpoint is not read; name one of a run made here")
+
+
+def recomputing_arguments(entry: Entry) -> None:
+    """`gradient_checkpointing_kwargs`."""
+    given = cast("dict[str, Any]", entry.value if isinstance(entry.value, dict) else {})
+    if "use_reentrant" in given:
+        entry.put("train.enable_reentrant", bool(given["use_reentrant"]))
+    else:
+        entry.no_effect("only use_reentrant is read")
+
+
+def in_bits(entry: Entry) -> None:
+    """`bf16` and `fp16` over weights in float32."""
+    if entry.get("fp16") is True:
+        entry.put("train.precision", "fp16_mixed")
+    elif entry.get("bf16") in (True, "auto"):
+        entry.put("train.precision", "bf16_mixed")
+    else:
+        entry.put("train.precision", "fp32")
+
+
+def pushing(entry: Entry) -> None:
+    """`push_to_hub`, to `hub_model_id`."""
+    if not entry.value:
+        entry.no_effect("nothing is pushed")
+    elif entry.get("hub_model_id"):
+        entry.decides("push.repo_id")
+    else:
+        entry.approximated("write push.repo_id: a push names its repository here")
+
+
+def repository(entry: Entry) -> None:
+    """`hub_model_id`, where `push_to_hub` asks for it."""
+    if entry.get("push_to_hub"):
+        entry.put("push.repo_id", entry.value)
+    else:
+        entry.no_effect("read with push_to_hub alone")
+
+
+def deepspeed(entry: Entry) -> None:
+    """`deepspeed`: a file of DeepSpeed's, or what stands in it."""
+    value = entry.value
+    if isinstance(value, dict):
+        zero: Any = cast("dict[str, Any]", value).get("zero_optimization") or {}
+        stage = int(zero.get("stage", 0))
+        if any("offload" in name for name in zero):
+            entry.put("train.enable_fsdp_offload", True)
+    else:
+        found = STAGE_IN_NAME.search(str(value))
+        stage = int(found[1]) if found else 3
+    _shard(entry, stage)
+    entry.approximated("of its file the stage of ZeRO is taken, told from the name or the mapping")
+
+
+def _shard(entry: Entry, stage: int) -> None:
+    if stage:
+        entry.put("train.zero_stage", stage)
+    else:
+        entry.put("train.data_parallel_mode", "ddp")
+
+
+def fsdp(entry: Entry) -> None:
+    """`fsdp`: words, or a truth."""
+    words = " ".join(map(str, listed(entry.value)))
+    if words in ("", "False"):
+        entry.no_effect("asks for nothing")
+        return
+    entry.put("train.data_parallel_mode", "fsdp2")
+    entry.put("train.zero_stage", 2 if "shard_grad_op" in words else 3)
+    if "offload" in words:
+        entry.put("train.enable_fsdp_offload", True)
+
+
+def order(entry: Entry) -> None:
+    """`train_sampling_strategy`."""
+    if entry.value == "sequential":
+        entry.put("data.shuffle_merged_datasets", False)
+        entry.put("data.shuffle_before_merging_datasets", False)
+    elif entry.value == "random":
+        entry.no_effect("samples are shuffled")
+    else:
+        entry.approximated("samples are shuffled, and stand beside others of any length")
+
+
+def data_seed(entry: Entry) -> None:
+    """`data_seed`, beside `seed`."""
+    if entry.value == entry.get("seed", 42):
+        entry.no_effect("seed is the same")
+    else:
+        entry.approximated("train.seed decides the order of samples too")
+
+
+def delay(entry: Entry) -> None:
+    """`eval_delay`."""
+    if entry.value:
+        entry.approximated("evaluations begin with the first one that is due")
+    else:
+        entry.no_effect("evaluations begin with the first one that is due")
+
+
+def determinism(entry: Entry) -> None:
+    """`full_determinism`, which makes kernels wait there too."""
+    entry.put("train.enable_full_determinism", bool(entry.value))
+    if entry.value:
+        entry.put("train.allow_cuda_launch_blocking", True)
+
+
+def settle_evaluations(draft: Draft) -> None:
+    """Without data to evaluate on, all that speaks of evaluations is left out."""
+    if not draft.value("data.test_datasets") and not draft.value("data.val_set_size"):
+        for name in EVALUATING:
+            draft.drop(f"train.{name}", "there is nothing to evaluate on")
+    by_epochs = draft.value("train.eval_epochs", 0)
+    if draft.has("train.save_best") and not draft.value("train.eval_steps", 0) and not by_epochs:
+        draft.put("train.eval_epochs", 1.0)
+
+
+OF_PYTHON = "how the program does its work, which changes no result"
+OF_MEMORY = "memory is freed as it is needed"
+
+IDLE: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            *("overwrite_output_dir", "disable_tqdm", "log_level", "log_level_replica"),
+            *("logging_first_step", "logging_strategy"),
+            *("logging_nan_inf_filter", "include_num_input_tokens_seen", "prediction_loss_only"),
+            *("include_tokens_per_second", "include_for_metrics", "batch_eval_metrics"),
+            *("remove_unused_columns", "label_names", "save_safetensors", "save_on_each_node"),
+            *("dataloader_persistent_workers", "dataloader_in_order", "skip_memory_metrics"),
+            *("use_cache", "debug", "local_rank", "ignore_data_skip", "do_predict"),
+            *("ddp_timeout", "ddp_backend", "ddp_bucket_cap_mb", "ddp_find_unused_parameters"),
+            *("ddp_broadcast_buffers", "ddp_static_graph", "eval_do_concat_batches"),
+            *("dataloader_multiprocessing_context", "enable_jit_checkpoint", "length_column_name"),
+            *("eval_use_gather_object", "restore_callback_states_from_checkpoint", "no_cuda"),
+            *("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "use_cpu"),
+            *("bf16_full_eval", "fp16_full_eval", "hub_strategy", "hub_always_push", "project"),
+        ),
+        OF_PYTHON,
+    ),
+    "torch_empty_cache_steps": OF_MEMORY,
+    "eval_accumulation_steps": OF_MEMORY,
+    "use_liger_kernel": "fused kernels are taken wherever they serve",
+    "torch_compile_backend": "torch.compile's own is taken",
+    "torch_compile_mode": "torch.compile's own is taken",
+    "tf32": "products of float32 are exact here",
+    "average_tokens_across_devices": "the loss is a mean over all tokens of a step, on all ranks",
+    "fsdp_config": "every decoder layer is a unit of FSDP, and checkpoints are whole",
+    "trust_remote_code": "no code of a model is run",
+    "liger_kernel_config": "fused kernels are taken wherever they serve",
+    "group_by_length": "rows are padded to whole 128 tokens, whatever stands beside them",
+    "do_train": "a run trains; train.eval_only evaluates alone",
+    "do_eval": "eval_strategy says when",
+}  # fmt: skip
+
+REFUSED: Mapping[str, str] = {
+    "neftune_noise_alpha": "no noise is added to embeddings",
+    "auto_find_batch_size": "a step has the rows that are written; penstock plan says what fits",
+    "optim_args": "write train.optimizer_kwargs in a native file",
+    "optim_target_modules": "optimizers that project gradients are not here",
+    "accelerator_config": "write settings of train in a native file",
+    "parallelism_config": "write settings of train in a native file",
+    "hub_token": "a secret belongs in the environment: set HF_TOKEN",
+}
+
+SAME: Mapping[str, str] = {
+    "output_dir": "train.output_dir",
+    "per_device_train_batch_size": "train.micro_batch_size",
+    "per_device_eval_batch_size": "train.eval_micro_batch_size",
+    "gradient_accumulation_steps": "train.gradient_accumulation_steps",
+    "learning_rate": "train.lr",
+    "max_grad_norm": "train.max_grad_norm",
+    "label_smoothing_factor": "train.label_smoothing",
+    "seed": "train.seed",
+    "eval_on_start": "train.eval_at_start",
+    "save_total_limit": "train.save_total_limit",
+    "dataloader_num_workers": "data.dataloader_num_workers",
+    "dataloader_pin_memory": "data.dataloader_pin_memory",
+    "dataloader_prefetch_factor": "data.dataloader_prefetch_factor",
+    "dataloader_drop_last": "data.dataloader_drop_last",
+    "gradient_checkpointing": "train.enable_gradient_checkpointing",
+    "activation_checkpointing": "train.enable_gradient_checkpointing",
+    "torch_compile": "train.enable_compile",
+    "run_name": "train.wandb_name",
+    "hub_private_repo": "push.private",
+    "hub_revision": "push.revision",
+}
+
+COMPUTED: Mapping[str, Rule] = {
+    "num_train_epochs": epochs,
+    "max_steps": steps,
+    "weight_decay": decay,
+    "optim": schedule.optimizer,
+    **{name: schedule.of_adam("optim") for name in (*schedule.BETAS, "adam_epsilon")},
+    "lr_scheduler_type": schedule.schedule,
+    "lr_scheduler_kwargs": schedule.schedule_arguments("lr_scheduler_type", "learning_rate"),
+    "warmup_steps": schedule.warmup_steps,
+    "warmup_ratio": schedule.warmup_ratio,
+    "bf16": in_bits,
+    "fp16": in_bits,
+    "logging_steps": log_steps,
+    "log_on_each_node": choice("train.log_ranks", {True: "local0", False: "global0"}),
+    "eval_strategy": evaluations,
+    "evaluation_strategy": evaluations,
+    "eval_steps": eval_steps,
+    "save_strategy": savings,
+    "save_steps": save_steps,
+    "save_only_model": negated("train.save_optimizer"),
+    "load_best_model_at_end": best,
+    "metric_for_best_model": of_best,
+    "greater_is_better": of_best,
+    "report_to": reports,
+    "logging_dir": events_folder,
+    "resume_from_checkpoint": resuming,
+    "gradient_checkpointing_kwargs": recomputing_arguments,
+    "activation_checkpointing_kwargs": recomputing_arguments,
+    "train_sampling_strategy": order,
+    "data_seed": data_seed,
+    "eval_delay": delay,
+    "push_to_hub": pushing,
+    "hub_model_id": repository,
+    "deepspeed": deepspeed,
+    "fsdp": fsdp,
+    "full_determinism": determinism,
+    **{name: no_effect(why) for name, why in IDLE.items()},
+}
+
+DEFAULTS: Mapping[str, Any] = {
+    "per_device_train_batch_size": 8,
+    "num_train_epochs": 3,
+    "learning_rate": 5e-5,
+    "lr_scheduler_type": "linear",
+    "optim": "adamw_torch_fused",
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "dataloader_drop_last": False,
+    "save_strategy": "steps",
+    "logging_steps": 500,
+}
+"""Those of transformers; tools with other ones of their own write them over these."""

@@ -1,0 +1,336 @@
+"""TRL: the flat files of `trl sft --config` and `trl dpo --config`."""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from penstock.config.translate import shared
+from penstock.config.translate.dialect import (
+    Dialect,
+    Rule,
+    Values,
+    decides,
+    is_flat,
+    no_effect,
+    only,
+    where,
+)
+from penstock.config.translate.hf import schedule, training_arguments
+from penstock.config.translate.shared import (
+    LOSSES,
+    SOURCES,
+    TESTS,
+    in_few_bits,
+    lay_rows,
+    names_in,
+    precomputed,
+    settle_precision,
+)
+from penstock.config.translate.translation import Draft, Entry
+
+OF_PAIRS = (
+    *("beta", "loss_weights", "label_smoothing", "precompute_ref_log_probs", "max_prompt_length"),
+    *("sync_ref_model", "f_divergence_type", "use_weighting", "rpo_alpha", "reference_free"),
+    *("precompute_ref_batch_size", "max_completion_length", "disable_dropout"),
+)
+"""Keys that `trl dpo` alone has."""
+
+OF_OTHERS = ("stage", "finetuning_type", "template", "base_model", "train_dataset_path")
+"""Keys by which other flat files are told apart."""
+
+ON = "use_peft"
+
+
+def _is_trl(values: Values) -> bool:
+    names_data = isinstance(values.get("datasets"), list) or any(
+        name in values for name in ("dataset_name", "dataset_mixture")
+    )
+    foreign = any(name in values for name in OF_OTHERS)
+    return is_flat(values) and "model_name_or_path" in values and names_data and not foreign
+
+
+def _is_of_pairs(values: Values) -> bool:
+    losses = names_in(values.get("loss_type") or [])
+    return any(name in values for name in OF_PAIRS) or any(name in LOSSES for name in losses)
+
+
+def _data(entry: Entry, kind: str) -> dict[str, Any]:
+    if kind == "preference":
+        return {"type": kind}
+    if entry.get("completion_only_loss"):
+        named = {"field_instruction": "prompt", "field_output": "completion"}
+        return {"type": "instruction", **named}
+    if "dataset_text_field" in entry.draft.written:
+        return {"type": "text", "field_text": entry.get("dataset_text_field")}
+    return {"type": "chat"}
+
+
+def _source(kind: str) -> Rule:
+    def rule(entry: Entry) -> None:
+        columns = _data(entry, kind)
+        config = entry.get("dataset_config")
+        place = {"path": entry.value, **({"name": config} if config else {}), **columns}
+        split = entry.get("dataset_train_split", "train")
+        entry.put(SOURCES, [{**place, **({"split": split} if split != "train" else {})}])
+        if entry.get("eval_strategy", "no") != "no":
+            entry.put(TESTS, [{**place, "split": entry.get("dataset_test_split", "test")}])
+        if columns == {"type": "chat"}:
+            entry.approximated(
+                "TRL tells from the columns what rows hold, and a column messages is taken for"
+                " granted here; if they hold text, write dataset_text_field"
+            )
+
+    return rule
+
+
+OF_PARTS = {
+    **{name: name for name in ("path", "name", "split", "data_files")},
+    **{"id": "path", "config": "name"},
+}
+"""What a data set of several says, and our name for it."""
+
+ANYWAY = ("columns",)
+"""What it says besides, and is so anyway."""
+
+
+def _mixture(kind: str) -> Rule:
+    """The rule of `datasets`, and of `dataset_mixture`, which says more beside them."""
+
+    def rule(entry: Entry) -> None:
+        whole: Any = entry.value
+        mixture = cast("dict[str, Any]", whole if isinstance(whole, dict) else {"datasets": whole})
+        parts = cast("list[dict[str, Any]]", mixture["datasets"])
+        columns = _data(entry, kind)
+        sources = [{OF_PARTS[k]: v for k, v in part.items() if k in OF_PARTS} for part in parts]
+        entry.put(SOURCES, [{**source, **columns} for source in sources])
+        if size := mixture.get("test_split_size"):
+            entry.put("data.val_set_size", size)
+        said = {name for part in parts for name in part if (name, part[name]) != ("weight", 1.0)}
+        if ignored := sorted(said - {*OF_PARTS, *ANYWAY}):
+            entry.approximated(f"{', '.join(ignored)} of data sets are left out")
+
+    return rule
+
+
+def _whole_loss(entry: Entry) -> None:
+    if _data(entry, "sft")["type"] == "chat":
+        entry.put("data.train_on_prompt", not entry.value)
+    else:
+        entry.no_effect("read of conversations alone")
+
+
+def _answers_alone(entry: Entry) -> None:
+    if entry.value:
+        entry.decides(SOURCES)
+    else:
+        entry.put("data.train_on_prompt", True)
+
+
+def _dtype(entry: Entry) -> None:
+    entry.decides("train.precision")
+    if entry.value == "auto":
+        entry.approximated("bfloat16 is taken for what the checkpoint is stored in")
+
+
+def _template(entry: Entry) -> None:
+    entry.approximated("the tokenizer's own chat template is taken; put this one into its files")
+
+
+def _padding(entry: Entry) -> None:
+    if isinstance(entry.value, int):
+        entry.put("data.pad_to_multiple_of", entry.value)
+    else:
+        entry.no_effect("rows are padded to whole 128 tokens")
+
+
+def _packing_strategy(entry: Entry) -> None:
+    if not entry.get("packing"):
+        entry.no_effect("packing is false")
+        return
+    entry.decides(shared.METHOD, "data.isolate_samples")
+    if entry.value == "wrapped":
+        entry.explain("samples are one stream, cut where a row is full")
+
+
+def _tuned(entry: Entry) -> None:
+    entry.put("lora.enable_lora", bool(entry.value))
+
+
+def _targets(entry: Entry) -> None:
+    if entry.get(ON):
+        entry.put("lora.lora_target_modules", shared.targets(entry.value))
+    else:
+        entry.no_effect(f"read with {ON}: true alone")
+
+
+def _losses(entry: Entry) -> None:
+    """One loss, or several with weights, of which cross-entropy may be one."""
+    names = names_in(entry.value)
+    given: Any = entry.get("loss_weights") or [1.0] * len(names)
+    weights = dict(zip(names, cast("list[float]", given), strict=False))
+    chosen = [name for name in names if name != "sft"]
+    if len(chosen) != 1 or chosen[0] not in LOSSES or len(weights) != len(names):
+        entry.refuse(f"one of {', '.join(LOSSES)} is taken, with sft beside it if it is wanted")
+        return
+    entry.put("preference.loss_type", LOSSES[chosen[0]])
+    if "sft" in weights:
+        entry.put("preference.sft_loss_ratio", float(weights["sft"]))
+    if weights[chosen[0]] != 1.0:
+        entry.put("preference.pref_loss_ratio", float(weights[chosen[0]]))
+
+
+def _settle(draft: Draft) -> None:
+    pairs = draft.value("train.objective") == "preference"
+    packs = bool(draft.get("packing"))
+    is_wrapped = draft.get("packing_strategy") == "wrapped"
+    packing = ("wrapped" if is_wrapped and not pairs else "multipack") if packs else None
+    longest = draft.get("max_seq_length") or draft.get("max_length")
+    lay_rows(draft, longest, packing, pairs=pairs)
+    weights = draft.get("dtype") or draft.get("torch_dtype")
+    settle_precision(draft, "bfloat16" if weights == "auto" else weights)
+    schedule.require_decay_steps(draft, "lr_scheduler_type")
+    training_arguments.settle_evaluations(draft)
+
+
+def _objective(draft: Draft) -> None:
+    draft.put("train.objective", "preference")
+    _settle(draft)
+
+
+IDLE = {
+    "padding_free": "rows have no padding between samples",
+    "ignore_bias_buffers": "there are no such buffers",
+    "use_bnb_nested_quant": "scales are kept as they are, a little larger",
+    "bnb_4bit_quant_storage": "how bits lie in memory, which changes no result",
+    "lora_task_type": "language models are all that is trained",
+    "shuffle_dataset": "samples are shuffled in any case, there by the trainer",
+    "pad_token": "padding is never trained, whatever token it is",
+    "disable_dropout": "nothing is dropped unless train.dropout says so",
+    "precompute_ref_batch_size": "micro_batch_size is taken",
+    "dataset_test_split": "read where evaluations are asked for",
+    "dataset_streaming": "sources are read piece by piece in any case",
+}
+
+REFUSED = {
+    **training_arguments.REFUSED,
+    "chat_template_path": "put the template into the tokenizer, and name it in a native file",
+    "eos_token": "put it into the tokenizer, and name that as model.tokenizer_path",
+    "model_init_kwargs": "write what it says as settings of model in a native file",
+    "dataset_kwargs": "samples are prepared in the one way that the data's type says",
+    "lora_modules_to_save": "whole layers beside adapters are not trained",
+    "lora_target_parameters": "name layers in lora_target_modules",
+    "sync_ref_model": "the reference stays what it was at the start",
+    "use_weighting": "all pairs weigh the same",
+    "ld_alpha": "all tokens of an answer count the same",
+    "max_completion_length": "write max_length, of which the prompt is a part",
+}
+
+SAME: Mapping[str, str] = {
+    **training_arguments.SAME,
+    "model_name_or_path": "model.model_path",
+    "dataset_num_proc": "data.dataset_num_proc",
+    "hub_model_revision": "push.revision",
+    "truncation_mode": "data.truncation_mode",
+    "eval_packing": "data.eval_sample_packing",
+    "router_aux_loss_coef": "train.moe_aux_loss_coef",
+    "activation_offloading": "train.enable_activation_offload",
+}
+
+COMPUTED: Mapping[str, Rule] = {
+    **training_arguments.COMPUTED,
+    "dataset_config": decides(f"{SOURCES}.0.name"),
+    "dataset_train_split": decides(f"{SOURCES}.0.split"),
+    "dtype": _dtype,
+    "torch_dtype": _dtype,
+    "attn_implementation": shared.attention,
+    "model_revision": only("main"),
+    **dict.fromkeys(
+        ("max_length", "max_seq_length"), decides(shared.ROW, f"{SOURCES}.0.max_seq_len")
+    ),
+    "chat_template": _template,
+    "pad_to_multiple_of": _padding,
+    ON: _tuned,
+    "lora_r": where(ON, True, name="lora.lora_rank"),
+    "lora_alpha": where(ON, True, name="lora.lora_alpha"),
+    "lora_dropout": where(ON, True, name="lora.lora_dropout"),
+    "use_rslora": where(ON, True, name="lora.use_rslora"),
+    "use_dora": where(ON, True, name="lora.use_dora"),
+    "lora_target_modules": _targets,
+    "load_in_4bit": in_few_bits("nf4"),
+    "load_in_8bit": in_few_bits("int8"),
+    "bnb_4bit_quant_type": only("nf4"),
+    **{name: no_effect(why) for name, why in IDLE.items()},
+}
+
+DEFAULTS: Mapping[str, Any] = {
+    **training_arguments.DEFAULTS,
+    "logging_steps": 10,
+    "bf16": True,
+    "gradient_checkpointing": True,
+    "dtype": "float32",
+    "max_length": 1024,
+    "truncation_mode": "keep_start",
+    "lora_r": 16,
+    "lora_alpha": 32,
+    "lora_dropout": 0.05,
+    "lora_target_modules": ["q_proj", "v_proj"],
+}
+"""Those of version 1; targets of adapters are peft's for Llama and Qwen."""
+
+BEATEN = {"dtype": ("torch_dtype",), "max_length": ("max_seq_length",)}
+
+TRL = Dialect(
+    name="trl",
+    title="TRL",
+    recognises=_is_trl,
+    same=SAME,
+    computed={
+        **COMPUTED,
+        "dataset_name": _source("sft"),
+        "datasets": _mixture("sft"),
+        "dataset_mixture": _mixture("sft"),
+        "dataset_text_field": decides(f"{SOURCES}.0.field_text"),
+        "packing": decides(shared.METHOD, shared.GROUP),
+        "packing_strategy": _packing_strategy,
+        "assistant_only_loss": _whole_loss,
+        "completion_only_loss": _answers_alone,
+        "loss_type": only("nll", "chunked_nll"),
+    },
+    refused=REFUSED,
+    defaults={**DEFAULTS, "learning_rate": 2e-5, "assistant_only_loss": False},
+    beaten={**BEATEN, "assistant_only_loss": ("completion_only_loss",)},
+    settle=_settle,
+)
+"""`trl sft`."""
+
+TRL_DPO = Dialect(
+    name="trl-dpo",
+    title="TRL's DPO",
+    recognises=lambda values: _is_trl(values) and _is_of_pairs(values),
+    same={
+        **SAME,
+        "beta": "preference.beta",
+        "label_smoothing": "preference.label_smoothing",
+        "reference_free": "preference.reference_free",
+        "rpo_alpha": "preference.sft_loss_ratio",
+        "max_prompt_length": "data.max_prompt_len",
+    },
+    computed={
+        **COMPUTED,
+        "dataset_name": _source("preference"),
+        "datasets": _mixture("preference"),
+        "dataset_mixture": _mixture("preference"),
+        "loss_type": _losses,
+        "loss_weights": decides("preference.pref_loss_ratio", "preference.sft_loss_ratio"),
+        "precompute_ref_log_probs": precomputed,
+        "f_divergence_type": only("reverse_kl"),
+        "f_alpha_divergence_coef": no_effect("read of other divergences alone"),
+        "discopop_tau": no_effect("read of the loss discopop alone"),
+        "ref_model_mixup_alpha": no_effect("read with sync_ref_model alone"),
+        "ref_model_sync_steps": no_effect("read with sync_ref_model alone"),
+    },
+    refused=REFUSED,
+    defaults={**DEFAULTS, "learning_rate": 1e-6, "loss_type": ["sigmoid"], "beta": 0.1},
+    beaten=BEATEN,
+    settle=_objective,
+)
+"""`trl dpo`: a file with keys that it alone has."""

@@ -1,0 +1,92 @@
+"""References within a file, as OmegaConf writes them: `${a.b}`, `${.x}`, `${multiply:a,b}`."""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from penstock.config.loading import yaml12
+from penstock.config.loading.fault import Steps, dotted
+from penstock.core.errors import ConfigError
+
+INNERMOST = re.compile(r"\$\{([^${}]*)\}")
+
+FUNCTIONS: Mapping[str, Callable[[Any, Any], Any]] = {"multiply": lambda one, other: one * other}
+"""Those that NeMo brings."""
+
+MOST_REFERENCES = 10_000
+LONGEST_TEXT = 10_000
+"""A file of a few lines can refer to itself until nothing has room for it; none needs this much."""
+
+
+def resolved(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The values with every reference replaced by what it refers to.
+
+    A text that is one reference becomes the value with its type; within a longer text it becomes
+    text. `.x` is beside the value itself, `..x` beside what it stands in.
+
+    Raises ConfigError for references to nothing, to themselves, or by functions other than
+    `multiply`.
+    """
+    return cast("Mapping[str, Any]", _References(values).resolve(values, ()))
+
+
+class _References:
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+        self._open: list[Steps] = []
+        self._followed = 0
+
+    def resolve(self, value: Any, at: Steps) -> Any:
+        if isinstance(value, dict):
+            entries = cast("dict[str, Any]", value).items()
+            return {name: self.resolve(inner, (*at, name)) for name, inner in entries}
+        if isinstance(value, list):
+            inners = enumerate(cast("list[Any]", value))
+            return [self.resolve(inner, (*at, index)) for index, inner in inners]
+        if not isinstance(value, str) or "${" not in value:
+            return value
+        if at in self._open:
+            raise ConfigError(f"{dotted(at)}: {value} refers to itself; write a value")
+        self._open.append(at)
+        found = self._text(value, at)
+        self._open.pop()
+        return found
+
+    def _text(self, text: str, at: Steps) -> Any:
+        while found := INNERMOST.search(text):
+            self._followed += 1
+            if self._followed > MOST_REFERENCES or len(text) > LONGEST_TEXT:
+                raise ConfigError(f"{dotted(at)}: its references come to too much; write a value")
+            value = self._meant(found[1], at)
+            if found[0] == text:
+                return value
+            text = f"{text[: found.start()]}{value}{text[found.end() :]}"
+        return text
+
+    def _meant(self, inside: str, at: Steps) -> Any:
+        function, colon, arguments = inside.partition(":")
+        if not colon:
+            return self._value_at(inside, at)
+        given = [yaml12.scalar(one.strip()) for one in arguments.split(",")]
+        are_numbers = all(isinstance(one, int | float) for one in given)
+        if function not in FUNCTIONS or len(given) != 2 or not are_numbers:
+            raise ConfigError(
+                f"{dotted(at)}: ${{{inside}}} is not computed here, only"
+                f" {', '.join(FUNCTIONS)} of two numbers; write its value"
+            )
+        return FUNCTIONS[function](*given)
+
+    def _value_at(self, name: str, at: Steps) -> Any:
+        rest = name.lstrip(".")
+        ups = len(name) - len(rest)
+        steps: Steps = (*(at[:-ups] if ups else ()), *rest.split("."))
+        value: Any = self._values
+        for step in steps:
+            try:
+                value = value[step if isinstance(value, dict) else int(step)]
+            except (KeyError, IndexError, TypeError, ValueError):
+                raise ConfigError(
+                    f"{dotted(at)}: ${{{name}}} refers to {dotted(steps)}, which is not there;"
+                    " write a value"
+                ) from None
+        return self.resolve(value, steps)

@@ -1,0 +1,120 @@
+"""NxDT: learning from preferences, and adapters."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.config.translate.dialect import Rule, listed, no_effect
+from penstock.config.translate.nxdt.data import DPO, ORPO, PEFT
+from penstock.config.translate.shared import precomputed
+from penstock.config.translate.translation import Draft, Entry
+
+START = "exp_manager.resume_from_checkpoint"
+
+TARGETS = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+"""Fused layers, and what checkpoints call their parts."""
+
+
+def _loss(entry: Entry) -> None:
+    entry.put("preference.loss_type", "sigmoid")
+    if entry.value != "sigmoid":
+        entry.approximated("the loss is sigmoid whatever this says, there too")
+
+
+def _prefer(name: str, loss: str) -> Rule:
+    """The rule of the one key of a strategy that weighs its loss; it chooses the strategy too."""
+
+    def rule(entry: Entry) -> None:
+        strategy = entry.key.rpartition(".")[0]
+        if entry.is_assumed and not _has(entry.draft, strategy):
+            return
+        entry.put("train.objective", "preference")
+        entry.put("preference.loss_type", loss)
+        entry.put(name, entry.value)
+        if loss == "orpo":
+            entry.approximated("chosen answers are learnt as a mean over tokens, not over answers")
+
+    return rule
+
+
+def _has(draft: Draft, strategy: str) -> bool:
+    return any(key.startswith(f"{strategy}.") for key in draft.written)
+
+
+def _adapters(name: str) -> Rule:
+    def rule(entry: Entry) -> None:
+        if entry.is_assumed and not _has(entry.draft, PEFT):
+            return
+        entry.put("lora.enable_lora", True)
+        entry.put(name, entry.value)
+
+    return rule
+
+
+def _targets(entry: Entry) -> None:
+    if entry.is_assumed and not _has(entry.draft, PEFT):
+        return
+    names = [str(name) for name in listed(entry.value)]
+    parts = [part for name in names for part in TARGETS.get(name, (name,))]
+    entry.put("lora.lora_target_modules", parts)
+    if fused := [name for name in names if name in TARGETS]:
+        entry.approximated(
+            f"{', '.join(fused)}: each part has a pair A, B of its own, where fused layers share"
+            " their A; start values and counts of trained parameters differ"
+        )
+
+
+def _base_is_saved(entry: Entry) -> None:
+    if entry.value:
+        entry.no_effect("an export holds the model and the adapter")
+    else:
+        entry.put("lora.save_lora_only", True)
+
+
+def _merged(entry: Entry) -> None:
+    if entry.get(f"{PEFT}.save_lora_base") is False:
+        entry.no_effect("save_lora_base: false keeps the adapter alone")
+    else:
+        entry.put("export.merge_lora", bool(entry.value))
+
+
+def _adapter_to_go_on_from(entry: Entry) -> None:
+    path = entry.get(START)
+    if entry.value and path:
+        entry.put("lora.init_adapter_path", path)
+        entry.approximated("name a folder with adapter_config.json, as peft writes it")
+    else:
+        entry.no_effect("adapters start anew")
+
+
+OF_ADAPTER_FILES = "how adapters lie in NxD's own files; here they lie as peft writes them"
+
+COMPUTED: Mapping[str, Rule] = {
+    f"{DPO}.kl_beta": _prefer("preference.beta", "sigmoid"),
+    f"{DPO}.loss_type": _loss,
+    f"{DPO}.precompute_ref_log_probs": precomputed,
+    f"{ORPO}.beta": _prefer("preference.pref_loss_ratio", "orpo"),
+    f"{PEFT}.lora_rank": _adapters("lora.lora_rank"),
+    f"{PEFT}.lora_alpha": _adapters("lora.lora_alpha"),
+    f"{PEFT}.lora_dropout": _adapters("lora.lora_dropout"),
+    f"{PEFT}.lora_bias": _adapters("lora.lora_bias"),
+    f"{PEFT}.target_modules": _targets,
+    f"{PEFT}.save_lora_base": _base_is_saved,
+    f"{PEFT}.merge_lora": _merged,
+    f"{PEFT}.load_lora_from_ckpt": _adapter_to_go_on_from,
+    f"{PEFT}.lora_verbose": no_effect(OF_ADAPTER_FILES),
+    f"{PEFT}.save_lora_config_adapter": no_effect(OF_ADAPTER_FILES),
+    f"{PEFT}.merge_sharded_lora": no_effect(OF_ADAPTER_FILES),
+}
+
+DEFAULTS: Mapping[str, Any] = {
+    f"{DPO}.kl_beta": 0.01,
+    f"{ORPO}.beta": 0.01,
+    f"{PEFT}.lora_rank": 16,
+    f"{PEFT}.lora_alpha": 32,
+    f"{PEFT}.lora_dropout": 0.05,
+    f"{PEFT}.target_modules": ["qkv_proj"],
+}
+"""Assumed where such a strategy is written."""

@@ -1,0 +1,315 @@
+"""NxDT: three kinds of data modules, and how samples of each become rows."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from penstock.config.translate.dialect import Rule, decides, no_effect
+from penstock.config.translate.translation import Draft, Entry
+from penstock.core.sources.megatron_files import shares_of
+
+ALIGNMENT = "model_alignment_strategy"
+DPO, ORPO, SFT, PEFT = (f"{ALIGNMENT}.{name}" for name in ("dpo", "orpo", "sft", "peft"))
+
+SOURCES, TESTS = "data.datasets", "data.test_datasets"
+ROW, GROUP = "data.sample_packing_sequence_len", "data.sample_packing_group_size"
+
+OF_SFT = {"type": "instruction", "field_instruction": "input", "field_output": "output"}
+OF_PAIRS = {"type": "preference"}
+OF_TOKENS = {"type": "tokenized", "data_files": "*.arrow", "ds_type": "arrow"}
+"""A folder that `datasets` saved; its rows hold input_ids and labels."""
+
+LINES = (".jsonl", ".json", ".arrow")
+
+INDEXED = {"type": "tokenized", "ds_type": "megatron"}
+"""Documents in Megatron's .bin and .idx, of which data_prefix is what both names begin with."""
+
+PREFIX, SPLITS = "data.data_prefix", "data.splits_string"
+
+
+def prefers(draft: Draft) -> bool:
+    """Whether a run learns from preferences."""
+    return any(key.startswith((f"{DPO}.", f"{ORPO}.")) for key in draft.written)
+
+
+def _columns(draft: Draft, path: str) -> dict[str, Any]:
+    if prefers(draft):
+        return OF_PAIRS
+    return OF_SFT if path.rstrip("/").endswith(LINES) else OF_TOKENS
+
+
+def _source(name: str) -> Rule:
+    def rule(entry: Entry) -> None:
+        path = str(entry.value)
+        columns = _columns(entry.draft, path)
+        entry.put(name, [{"path": path, **columns}])
+        if columns is OF_SFT:
+            entry.explain(
+                "where the tokenizer has a chat template, question and answer are put through it"
+            )
+
+    return rule
+
+
+def _prefix(entry: Entry) -> None:
+    value: Any = entry.value
+    if isinstance(value, dict):
+        parts = cast("dict[str, Any]", value)
+        if not parts.get("train"):
+            entry.refuse("it needs train: a prefix, or weights and prefixes in turn")
+            return
+        entry.put(SOURCES, _weighed(parts["train"]))
+        if held := parts.get("validation"):
+            entry.put(TESTS, _unweighed(_weighed(held)))
+    else:
+        entry.put(SOURCES, _weighed(value))
+    weights = [source.get("weight", 0.0) for source in entry.draft.value(SOURCES)]
+    if not any(weights):
+        for source in entry.draft.value(SOURCES):
+            source.pop("weight", None)
+    elif len(weights) == 1:
+        entry.draft.put(SOURCES, _unweighed(entry.draft.value(SOURCES)))
+    else:
+        entry.put("data.mix_strategy", "random")
+        entry.put("data.weight_unit", "tokens")
+    entry.explain("documents that are shuffled, joined, and cut every seq_length tokens, as there")
+
+
+def _weighed(value: Any) -> list[dict[str, Any]]:
+    """The sources of `[weight, path, weight, path]`, of several paths or of one."""
+    if not isinstance(value, list):
+        return [{"path": str(value), **INDEXED}]
+    parts = cast("list[Any]", value)
+    numbers, paths = parts[::2], parts[1::2]
+    if len(numbers) != len(paths) or not all(map(_is_number, numbers)):
+        if any(map(_is_number, parts)):
+            raise ValueError("weights and prefixes do not take turns")
+        return [{"path": str(path), **INDEXED} for path in parts]
+    weights = zip(numbers, paths, strict=True)
+    return [{"path": str(path), **INDEXED, "weight": float(w)} for w, path in weights]
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, str):
+        return value.replace(".", "", 1).isdecimal()
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _unweighed(sources: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same sources, read whole; those of weight 0 left out."""
+    kept = [dict(source) for source in sources if source.get("weight", 1.0)]
+    return [{k: v for k, v in source.items() if k != "weight"} for source in kept]
+
+
+def _splits(entry: Entry) -> None:
+    prefix: Any = entry.get(PREFIX)
+    if prefix is None or isinstance(prefix, dict):
+        entry.no_effect("read with one data_prefix for all alone")
+        return
+    _, validation, test = shares_of(str(entry.value))
+    entry.decides(f"{SOURCES}.0.splits_string")
+    if validation:
+        entry.decides(TESTS)
+    if test:
+        entry.explain("the test documents are read by nothing, there either")
+
+
+def _share_out(draft: Draft) -> None:
+    """The documents of each split, where one data_prefix serves all."""
+    line, prefix = draft.lines.get(SPLITS), draft.get(PREFIX)
+    if prefix is None or isinstance(prefix, dict) or (line and line.kind == "refused"):
+        return
+    shares = str(draft.get(SPLITS))
+    sources = cast("list[dict[str, Any]]", draft.value(SOURCES) or [])
+    for source in sources:
+        source["splits_string"] = shares
+    if shares_of(shares)[1]:
+        held = [{**source, "split": "validation"} for source in _unweighed(sources)]
+        draft.put(TESTS, held)
+
+
+def _order(entry: Entry) -> None:
+    if entry.get(PREFIX) is not None:
+        entry.no_effect("documents of data_prefix are shuffled, whichever way batches are drawn")
+        return
+    is_mixed = entry.value == "cyclic"
+    entry.put("data.shuffle_merged_datasets", is_mixed)
+    entry.put("data.shuffle_before_merging_datasets", is_mixed)
+
+
+def _tokenizer(entry: Entry) -> None:
+    if entry.get("data.tokenizer.library") == "megatron":
+        entry.no_effect("the name of a class; vocab_file says where the tokenizer is")
+    else:
+        entry.put("model.tokenizer_path", entry.value)
+
+
+def _vocabulary(entry: Entry) -> None:
+    folder, _, _ = str(entry.value).rpartition("/")
+    entry.put("model.tokenizer_path", folder or ".")
+    entry.explain("the folder of both files, which transformers reads as vocab.json and merges.txt")
+
+
+def _prompt_length(entry: Entry) -> None:
+    strategy = entry.key.rpartition(".")[0]
+    others = [key for key in entry.draft.written if key.startswith(f"{strategy}.")]
+    if entry.is_assumed and (not others or f"{DPO}.max_dpo_prompt_length" in others):
+        return
+    entry.put("data.max_prompt_len", entry.value)
+
+
+def _truncation(entry: Entry) -> None:
+    entry.put("data.truncation_mode", entry.value)
+    if entry.value == "keep_end":
+        entry.approximated("what is too long still loses its start here, and its end there")
+
+
+def settle_data(draft: Draft) -> None:
+    """How long a sample may be, and how many share a row."""
+    records_share = bool(draft.get(f"{SFT}.packing", draft.get("data.packing")))
+    is_indexed = PREFIX in draft.written
+    if is_indexed:
+        _share_out(draft)
+    model, own = draft.get("model.encoder_seq_length"), draft.get("data.seq_length")
+    longest = own or model
+    sources = cast("list[dict[str, Any]]", draft.value(SOURCES) or [])
+    tests = cast("list[dict[str, Any]]", draft.value(TESTS) or [])
+    for source in (*sources, *tests):
+        if longest and source["type"] != "tokenized":
+            source["max_seq_len"] = longest
+        if number := draft.get("data.dev_choose_samples"):
+            source["max_samples"] = number
+    if draft.get("data.dev_choose_samples"):
+        draft.say(
+            "data.dev_choose_samples",
+            "doubtful",
+            "every data set, training and validation, keeps so many of its first samples; write"
+            " max_samples of a data set in a native file to limit one alone",
+        )
+    if longest:
+        draft.put(ROW, 2 * longest if prefers(draft) and isinstance(longest, int) else longest)
+    if own and model and own != model:
+        draft.say(
+            "model.encoder_seq_length",
+            "approximated",
+            f"samples and rows have data.seq_length ({own}) tokens; upstream wants both alike",
+        )
+    if is_indexed:
+        _wrap(draft)
+    elif records_share:
+        draft.put("data.sample_packing_method", "sequential")
+        _join(draft, sources)
+    else:
+        draft.put("data.sample_packing_method", "multipack")
+        draft.put(GROUP, 1)
+    if not is_indexed and any(source["type"] == "tokenized" for source in sources):
+        _in_file_order(draft)
+
+
+def _wrap(draft: Draft) -> None:
+    """Documents are shuffled, laid end to end and cut; they see what is before them in a row."""
+    draft.put("data.sample_packing_method", "wrapped")
+    if not draft.has("data.isolate_samples"):
+        draft.put("data.isolate_samples", False)
+    for name in ("shuffle_merged_datasets", "shuffle_before_merging_datasets"):
+        draft.put(f"data.{name}", True)
+
+
+def _join(draft: Draft, sources: Sequence[dict[str, Any]]) -> None:
+    """Records of a packed row see those before them, and what does not fit one is left out."""
+    if not draft.has("data.isolate_samples"):
+        draft.put("data.isolate_samples", False)
+    if any("max_seq_len" in source for source in sources):
+        draft.put("data.truncation_mode", "drop")
+    key = f"{SFT}.packing" if f"{SFT}.packing" in draft.lines else "data.packing"
+    draft.say(
+        key,
+        "approximated",
+        "prompts are not trained, as documented; upstream trains them in packed rows",
+    )
+    draft.lines[key].names.append("data.isolate_samples")
+
+
+def _in_file_order(draft: Draft) -> None:
+    for name in ("shuffle_merged_datasets", "shuffle_before_merging_datasets"):
+        if not draft.has(f"data.{name}"):
+            draft.put(f"data.{name}", False)
+
+
+def _attends_within(entry: Entry) -> None:
+    entry.put("data.isolate_samples", bool(entry.value))
+
+
+def _counts_within(entry: Entry) -> None:
+    if bool(entry.value) == bool(entry.get("data.reset_attention_mask", entry.value)):
+        entry.no_effect("positions begin anew where attention does; reset_attention_mask says it")
+    else:
+        entry.approximated(
+            "positions begin anew where attention does, as reset_attention_mask says"
+        )
+
+
+def _boundaries(entry: Entry) -> None:
+    """Megatron masks the position whose input is the end of a document, so what it foretells is the
+    next document's first token."""
+    if entry.get(PREFIX) is None:
+        entry.no_effect("read with data_prefix alone")
+    elif entry.value:
+        entry.no_effect("the first token of a document is never foretold from another document")
+    else:
+        entry.approximated(
+            "the first token of a document is not foretold from the one before, as with true"
+        )
+
+
+LENGTH = decides(ROW, f"{SOURCES}.0.max_seq_len")
+PACKING = decides("data.sample_packing_method", GROUP)
+OF_TOKENIZERS = no_effect("the tokenizer is read by transformers, whatever this says")
+OF_MAPPED_FILES = "how Megatron reads its files, which changes no sample"
+
+SAME: Mapping[str, str] = {
+    "data.micro_batch_size": "train.micro_batch_size",
+    "data.global_batch_size": "train.global_batch_size",
+    "data.num_workers": "data.dataloader_num_workers",
+    "data.index_mapping_dir": "data.dataset_prepared_path",
+}
+
+COMPUTED: Mapping[str, Rule] = {
+    "data.train_dir": _source(SOURCES),
+    "data.val_dir": _source(TESTS),
+    "data.data_prefix": _prefix,
+    "data.dev_choose_samples": decides(f"{SOURCES}.0.max_samples", f"{TESTS}.0.max_samples"),
+    "data.seq_length": LENGTH,
+    "model.encoder_seq_length": LENGTH,
+    "data.splits_string": _splits,
+    "data.dataloader_type": _order,
+    "data.tokenizer.type": _tokenizer,
+    "data.tokenizer.vocab_file": _vocabulary,
+    "data.packing": PACKING,
+    f"{SFT}.packing": PACKING,
+    **{f"{way}.max_prompt_length": _prompt_length for way in (DPO, ORPO)},
+    f"{DPO}.max_dpo_prompt_length": _prompt_length,
+    **{f"{way}.truncation_mode": _truncation for way in (DPO, ORPO)},
+    "data.tokenizer.merge_file": no_effect("read beside vocab_file"),
+    **{
+        f"data.tokenizer.{name}": OF_TOKENIZERS
+        for name in ("library", "model", "delimiter", "sentencepiece_legacy", "use_fast")
+    },
+    "data.reset_position_ids": _counts_within,
+    "data.reset_attention_mask": _attends_within,
+    "data.eod_mask_loss": _boundaries,
+    "data.data_impl": no_effect(OF_MAPPED_FILES),
+    "data.skip_warmup": no_effect(OF_MAPPED_FILES),
+    "data.no_seqlen_plus_one_input_tokens": no_effect("labels are shifted when rows are packed"),
+    "data.validation_drop_last": no_effect("an evaluation takes every row, however many there are"),
+    "data.pad_samples_to_global_batch_size": no_effect(
+        "an evaluation takes every row; of training, data.dataloader_drop_last says it"
+    ),
+    "data.use_sft_style_data_module": no_effect("train_dir says what it holds"),
+}
+
+DEFAULTS: Mapping[str, Any] = {
+    f"{DPO}.max_prompt_length": 2048,
+    f"{ORPO}.max_prompt_length": 2048,
+    SPLITS: "980,10,10",
+}
+"""Assumed where such a strategy, or a data_prefix for all splits, is written."""

@@ -1,0 +1,291 @@
+"""NxDT: models by a config.json with changes (`hf`), or built of numbers (`megatron`).
+
+The latter are of the architecture of Hugging Face's that computes the same
+(`nxdt_architecture.py`).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.config.translate.dialect import Rule, no_effect, only
+from penstock.config.translate.nxdt import architecture
+from penstock.config.translate.nxdt.architecture import (
+    ARCHITECTURES,
+    FOUNDATION,
+    POSITIONS,
+    put_architecture,
+)
+from penstock.config.translate.translation import Draft, Entry
+
+LLAMA = "builtin:tiny-llama"
+"""A Llama's config.json; every number of it is written over."""
+
+VOCABULARIES = {"GPT2BPETokenizer": 50_257}
+LLAMAS_VOCABULARY = 32_000
+
+EPSILONS = sorted({one.epsilon for one in ARCHITECTURES.values()} - {""})
+
+NONE = (None, "None", "none", "")
+
+
+def is_megatron(draft: Draft) -> bool:
+    """Whether the model is built of the numbers in the file."""
+    return draft.get("model_source") == "megatron"
+
+
+def _number(name: str) -> Rule:
+    """The rule of an entry of config.json."""
+
+    def rule(entry: Entry) -> None:
+        if entry.value in (-1, *NONE):
+            entry.no_effect("what config.json says stays")
+        else:
+            entry.put(f"{FOUNDATION}.{name}", entry.value)
+
+    return rule
+
+
+def _source(entry: Entry) -> None:
+    if entry.value == "megatron":
+        entry.put("model.config_path", LLAMA)
+        entry.explain("a model of the numbers in this file")
+    elif entry.value == "hf":
+        entry.no_effect("model.model_config says where config.json is")
+    else:
+        entry.refuse("it takes hf and megatron")
+
+
+def _config(entry: Entry) -> None:
+    if is_megatron(entry.draft):
+        entry.no_effect("model_source: megatron builds the model of the numbers in this file")
+    else:
+        # Theirs is the file itself, ours the folder that holds it.
+        is_file = isinstance(entry.value, str) and entry.value.endswith("/config.json")
+        entry.put(
+            "model.config_path", entry.value[: -len("/config.json")] if is_file else entry.value
+        )
+
+
+def _turning(entry: Entry) -> None:
+    if is_megatron(entry.draft):
+        entry.put(f"{FOUNDATION}.rope_parameters.rope_theta", entry.value)
+    else:
+        entry.put(f"{FOUNDATION}.rope_theta", entry.value)
+
+
+def _of_megatron(entry: Entry) -> bool:
+    """Whether the key counts; models of Hugging Face's have it in config.json."""
+    if not is_megatron(entry.draft):
+        entry.no_effect("config.json says it where model_source is hf")
+    return is_megatron(entry.draft)
+
+
+def _one_of(*values: str) -> Rule:
+    """The rule of a part of the architecture, which is settled of all parts together."""
+
+    def rule(entry: Entry) -> None:
+        if not _of_megatron(entry):
+            return
+        if str(entry.value).lower() in values:
+            entry.decides(f"{FOUNDATION}.model_type")
+        else:
+            entry.refuse(f"it takes {' and '.join(values)}")
+
+    return rule
+
+
+def _epsilon(entry: Entry) -> None:
+    if is_megatron(entry.draft):
+        entry.decides(*(f"{FOUNDATION}.{name}" for name in EPSILONS))
+    elif not entry.is_assumed:
+        entry.put(f"{FOUNDATION}.rms_norm_eps", entry.value)
+
+
+def _positions(entry: Entry) -> None:
+    if not _of_megatron(entry):
+        return
+    if entry.value == "rope":
+        entry.decides(f"{FOUNDATION}.model_type")
+    elif entry.value == "learned_absolute":
+        entry.decides(f"{FOUNDATION}.model_type", f"{FOUNDATION}.max_position_embeddings")
+    else:
+        entry.refuse("it takes learned_absolute and rope")
+
+
+def _share_of_heads(entry: Entry) -> None:
+    if not _of_megatron(entry):
+        return
+    if entry.get(POSITIONS) == "learned_absolute":
+        entry.no_effect("positions are learned, and nothing is turned")
+    elif not 0 < float(entry.value) <= 1:
+        entry.refuse("it is a share of each head, above 0 and at most 1")
+    elif float(entry.value) == 1.0:
+        entry.no_effect("whole heads are turned")
+    else:
+        entry.decides(f"{FOUNDATION}.model_type", f"{FOUNDATION}.rope_parameters")
+
+
+def _biases(entry: Entry) -> None:
+    if _of_megatron(entry):
+        entry.decides(f"{FOUNDATION}.attention_bias", f"{FOUNDATION}.mlp_bias")
+
+
+def _scaled(entry: Entry) -> None:
+    if entry.value:
+        entry.approximated(
+            "all matrices start as wide as init_method_std says; there those that lead out of a"
+            " layer start narrower by sqrt(2 x num_layers)"
+        )
+    else:
+        entry.no_effect("all matrices start alike here")
+
+
+def _vocabulary_multiple(entry: Entry) -> None:
+    if is_megatron(entry.draft):
+        entry.decides(f"{FOUNDATION}.vocab_size")
+    else:
+        entry.no_effect("the vocabulary of config.json is split over any number of ranks as it is")
+
+
+def _attention(entry: Entry) -> None:
+    if entry.value:
+        entry.no_effect("the best attention there is here is taken, a flash kernel where there are")
+    else:
+        entry.put("model.attn_implementation", "sdpa")
+
+
+def _start(entry: Entry) -> None:
+    if entry.value and entry.get("distributed_strategy.zero1") is False:
+        entry.put("train.init_device", "cpu")
+    else:
+        entry.no_effect("weights are made shard by shard where they will lie")
+
+
+def _dropout(name: str) -> Rule:
+    def rule(entry: Entry) -> None:
+        if entry.is_assumed and not is_megatron(entry.draft):
+            return
+        entry.put(f"train.dropout.{name}", float(entry.value))
+
+    return rule
+
+
+def _as_in_mixtral(is_so: str, *allowed: Any) -> Rule:
+    """The rule of what Mixtral does in one way: weights that are read were trained so, and others
+    may as well be."""
+
+    def rule(entry: Entry) -> None:
+        if entry.value in (*allowed, *NONE):
+            entry.no_effect(is_so)
+        elif is_megatron(entry.draft):
+            entry.approximated(is_so)
+        else:
+            entry.refuse(f"{is_so}: it takes {', '.join(map(str, allowed))}")
+
+    return rule
+
+
+def _dropless(entry: Entry) -> None:
+    if entry.value in (True, *NONE):
+        entry.no_effect("no token is dropped")
+    else:
+        entry.approximated("no token is dropped, however full an expert is")
+
+
+def _capacity(entry: Entry) -> None:
+    if entry.get("model.moe.dropless") or entry.value in NONE:
+        entry.no_effect("no token is dropped")
+    else:
+        entry.approximated("experts have room for every token that chooses them")
+
+
+def _balance(entry: Entry) -> None:
+    if entry.value in NONE:
+        entry.no_effect("asks for nothing")
+    else:
+        entry.put("train.moe_aux_loss_coef", float(entry.value))
+
+
+def settle_model(draft: Draft) -> None:
+    """What weights start with counts where none are loaded; what is dropped in attention decides
+    its kernel; and a model built of numbers needs the size of its vocabulary, which the file does
+    not say."""
+    if draft.value("train.init_checkpoint_path"):
+        draft.drop(f"{FOUNDATION}.initializer_range", "all weights are loaded")
+    if draft.value("train.dropout.attention"):
+        draft.drop("model.attn_implementation", "what attention drops is written out, plainly")
+    if not is_megatron(draft):
+        return
+    size = VOCABULARIES.get(str(draft.get("data.tokenizer.type")), LLAMAS_VOCABULARY)
+    multiple = draft.get("model.make_vocab_size_divisible_by", 128)
+    unit = multiple * (draft.get("distributed_strategy.tensor_model_parallel_size") or 1)
+    draft.put(f"{FOUNDATION}.vocab_size", -(-size // unit) * unit)
+    put_architecture(draft)
+    key = "model.make_vocab_size_divisible_by"
+    why = f"a vocabulary of {size}, which is the tokenizer's to say, in whole {unit}"
+    draft.say(key, "approximated" if key in draft.written else "assumed", why)
+    draft.lines[key].names = [f"{FOUNDATION}.vocab_size"]
+
+
+IDLE = {
+    "model.qkv_linear": "any number of heads may share keys and values",
+    "model.fusions.softmax": "the attention kernel decides how it computes its softmax",
+    "model.apply_query_key_layer_scaling": "guards a softmax in few bits; here it has 32",
+    "model.persist_layer_norm": "a choice of kernels on GPUs, which is made by itself",
+    "model.transpose_nki_inputs": "a layout of Trainium's kernels",
+    "model.save_logits": "logits are never kept",
+}
+
+SAME: Mapping[str, str] = {"model.fuse_qkv": "model.merge_qkv"}
+
+COMPUTED: Mapping[str, Rule] = {
+    "model_source": _source,
+    "model.model_config": _config,
+    **{
+        f"model.{theirs}": _number(ours)
+        for theirs, ours in {
+            "max_position_embeddings": "max_position_embeddings",
+            "num_layers": "num_hidden_layers",
+            "hidden_size": "hidden_size",
+            "ffn_hidden_size": "intermediate_size",
+            "num_attention_heads": "num_attention_heads",
+            "num_kv_heads": "num_key_value_heads",
+            "kv_channels": "head_dim",
+            "init_method_std": "initializer_range",
+            "share_embeddings_and_output_weights": "tie_word_embeddings",
+            "sliding_window": "sliding_window",
+            "sliding_window_size": "sliding_window",
+            "moe.num_experts": "num_local_experts",
+            "moe.top_k": "num_experts_per_tok",
+            "moe.output_router_logits": "output_router_logits",
+        }.items()
+    },
+    "model.rope_theta": _turning,
+    "model.layernorm_epsilon": _epsilon,
+    "model.normalization": _one_of("rmsnorm", "layernorm"),
+    "model.activation": _one_of("swiglu", "gelu"),
+    "model.position_embedding_type": _positions,
+    "model.rotary_percentage": _share_of_heads,
+    "model.has_bias": _biases,
+    "model.use_scaled_init_method": _scaled,
+    "model.transformer_block_type": only("pre_ln"),
+    "model.make_vocab_size_divisible_by": _vocabulary_multiple,
+    "model.fusions.flash_attention": _attention,
+    "model.use_cpu_initialization": _start,
+    "model.hidden_dropout": _dropout("hidden"),
+    "model.ffn_dropout": _dropout("ffn"),
+    "model.attention_dropout": _dropout("attention"),
+    "model.moe.frequency": _as_in_mixtral("every layer has experts", 1),
+    "model.moe.routing_algorithm": _as_in_mixtral("tokens choose experts", "top_k", "topk"),
+    "model.moe.router_activation": _as_in_mixtral("experts are weighed by softmax", "softmax"),
+    "model.moe.normalize_top_k_affinities": _as_in_mixtral("weights of experts add up to 1", True),
+    "model.moe.sinkhorn_iterations": no_effect("read by sinkhorn routing alone, which is refused"),
+    "model.moe.sinkhorn_tol": no_effect("read by sinkhorn routing alone, which is refused"),
+    "model.moe.dropout": only(0, *NONE),
+    "model.moe.dropless": _dropless,
+    "model.moe.capacity_factor": _capacity,
+    "model.moe.router_aux_loss_coef": _balance,
+    **{name: no_effect(why) for name, why in IDLE.items()},
+}
+
+DEFAULTS: Mapping[str, Any] = {"model.hidden_dropout": 0.1, **architecture.DEFAULTS}

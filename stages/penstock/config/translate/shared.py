@@ -1,0 +1,160 @@
+"""Models, adapters and rows by the names that tools around Hugging Face's libraries share."""
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any, cast
+
+from penstock.config.translate.dialect import Rule, listed
+from penstock.config.translate.translation import Draft, Entry
+
+SOURCES, TESTS = "data.datasets", "data.test_datasets"
+ROW, GROUP = "data.sample_packing_sequence_len", "data.sample_packing_group_size"
+METHOD = "data.sample_packing_method"
+
+FLASH = (
+    "flash_attention_2",
+    "flash_attention_3",
+    "fa2",
+    "fa3",
+    "auto",
+    "xformers",
+    "flex_attention",
+)
+PLAIN = {"sdpa": "sdpa", "eager": "eager", "disabled": "eager"}
+
+BEST_HERE = "the best attention there is here is taken, a flash kernel where there are"
+
+
+def attention(entry: Entry) -> None:
+    """A name of transformers', or a kernel of the hub."""
+    name = str(entry.value)
+    if name in PLAIN:
+        entry.put("model.attn_implementation", PLAIN[name])
+    elif name in FLASH or "flash" in name:
+        entry.no_effect(BEST_HERE)
+    else:
+        entry.refuse(f"it takes {', '.join((*PLAIN, *FLASH))}, and flash kernels of the hub")
+
+
+def names_in(value: Any) -> list[str]:
+    """A list of names, or names between commas."""
+    return [name.strip() for one in listed(value) for name in str(one).split(",") if name.strip()]
+
+
+def targets(value: Any) -> list[str] | str:
+    """Layers that bear an adapter; `all` and `all-linear` are all linear ones but the head."""
+    return "all-linear" if value in ("all", "all-linear") else names_in(value)
+
+
+def in_few_bits(kind: str) -> Rule:
+    """The rule of a truth that asks for base weights of few bits."""
+
+    def rule(entry: Entry) -> None:
+        if entry.value:
+            entry.put("lora.enable_qlora", True)
+            entry.put("lora.quant_format", kind)
+        else:
+            entry.no_effect("base weights keep their precision")
+
+    return rule
+
+
+def lay_rows(draft: Draft, longest: Any, packing: str | None, *, pairs: bool) -> None:
+    """Cut samples to `longest` tokens, and lay them into rows by `packing`; None: one to a row.
+
+    A pair is a row with its prompt and both answers, each of which may be as long. Texts that are
+    `wrapped` are one stream, of which a row is as much as fits: none is cut to a length of its own,
+    and a row's tokens see all that is before them.
+    """
+    if packing == "wrapped":
+        draft.put("data.isolate_samples", False)
+    for name in (SOURCES, TESTS) if packing != "wrapped" else ():
+        for source in cast("list[dict[str, Any]]", draft.value(name) or []):
+            if isinstance(longest, int):
+                source.setdefault("max_seq_len", longest)
+    if isinstance(longest, int):
+        draft.put(ROW, 2 * longest if pairs else longest)
+    draft.put(METHOD, packing or "multipack")
+    if packing is None:
+        draft.put(GROUP, 1)
+
+
+def settle_precision(draft: Draft, weights: Any) -> None:
+    """Weights in bfloat16 are so while they are trained; adapters beside them are in float32."""
+    is_whole = not draft.value("lora.enable_lora")
+    is_mixed = draft.value("train.precision") == "bf16_mixed"
+    if weights in ("bfloat16", "bf16") and is_whole and is_mixed:
+        draft.put("train.precision", "bf16")
+
+
+LOSSES: Mapping[str, str] = {
+    "sigmoid": "sigmoid",
+    "hinge": "hinge",
+    "ipo": "ipo",
+    "kto_pair": "kto_pair",
+    "nca_pair": "nca_pair",
+    "sppo_hard": "sppo_hard",
+    "orpo": "orpo",
+    "simpo": "simpo",
+}
+"""Their names to ours, which are the same."""
+
+
+def precomputed(entry: Entry) -> None:
+    """A truth that asks for reference log-probabilities before training."""
+    if entry.value:
+        entry.put("preference.precompute_ref_logps", True)
+    else:
+        entry.no_effect("they are always computed before training, and kept for other runs")
+
+
+TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio")
+EVENTS = "train.use_tensorboard"
+
+
+def track(entry: Entry, tracker: str) -> None:
+    """Ask for `wandb`, `tensorboard`, `mlflow` or `trackio`, or say that its package is missing.
+
+    Other tools go on without a tracker, and a run here must not end for one either.
+    """
+    if find_spec(tracker) is not None:
+        entry.put(f"train.use_{tracker}", True)
+    else:
+        entry.approximated(
+            f"{tracker} is not installed here: pip install 'penstock[{tracker}]', and translate"
+            " again; metrics.jsonl and report.html are written anyway"
+        )
+
+
+def tracks(tracker: str) -> Rule:
+    """The rule of a truth that asks for a tracker."""
+
+    def rule(entry: Entry) -> None:
+        if entry.value:
+            track(entry, tracker)
+        else:
+            entry.put(f"train.use_{tracker}", False)
+
+    return rule
+
+
+def reports(entry: Entry) -> None:
+    """`report_to`: one tracker, several, `all` or `none`."""
+    wanted = [str(name) for name in listed(entry.value) if name != "none"]
+    if not wanted:
+        entry.put("train.use_wandb", False)
+    for name in wanted:
+        if name in TRACKERS:
+            track(entry, name)
+            if name == "tensorboard" and entry.get("logging_dir") and entry.draft.value(EVENTS):
+                entry.put("train.log_dir", entry.get("logging_dir"))
+        else:
+            entry.approximated(f"{name} is not told; there are {', '.join(TRACKERS)}")
+
+
+def events_folder(entry: Entry) -> None:
+    """`logging_dir`, where TensorBoard's events are."""
+    if "tensorboard" in listed(entry.get("report_to")):
+        entry.decides("train.log_dir")
+    else:
+        entry.no_effect("read with report_to: tensorboard alone")

@@ -1,0 +1,98 @@
+"""JSON records that carry their own SHA-256, so that damage is found when they are read.
+
+`digest` is the SHA-256 of the canonical JSON of all other fields. Records written before there were
+digests stay readable as long as they hold no field that those did not have.
+"""
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from penstock import __version__
+from penstock.core.errors import ArtifactError
+from penstock.core.files import write_json
+from penstock.core.os_errors import reason_of
+
+DIGEST = "digest"
+
+FORMAT = 1
+"""The newest format of a record that this version reads."""
+
+Record = dict[str, Any]
+
+
+def digest_of(value: Any) -> str:
+    """SHA-256 of the canonical JSON of `value`, as 64 hex digits."""
+    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def with_digest(record: Mapping[str, Any]) -> Record:
+    """The record with the digest of its other fields."""
+    rest = {name: value for name, value in record.items() if name != DIGEST}
+    return {**rest, DIGEST: digest_of(rest)}
+
+
+def write_record(path: Path, record: Mapping[str, Any]) -> None:
+    """Publish the record with its digest."""
+    write_json(path, with_digest(record))
+
+
+def read_record(path: Path, undigested: Collection[str], remedy: str) -> Record:
+    """The record in `path`; see `parse_record`.
+
+    Raises FileNotFoundError or NotADirectoryError where there is none.
+    """
+    try:
+        content = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as error:
+        raise ArtifactError(f"{path} cannot be read: {reason_of(error)}.\n  {remedy}") from error
+    return parse_record(content, str(path), undigested, remedy)
+
+
+def fields_of(path: Path, undigested: Collection[str], remedy: str) -> Record:
+    """The record in `path` without its digest; see `read_record`."""
+    record = read_record(path, undigested, remedy)
+    return {name: value for name, value in record.items() if name != DIGEST}
+
+
+def parse_record(content: bytes, where: str, undigested: Collection[str], remedy: str) -> Record:
+    """The record in `content`, which lies at `where`.
+
+    `undigested` are the fields that a record without a digest may have. Raises ArtifactError, with
+    `remedy` as the next step, for what is no JSON object, does not match its digest, or has a
+    format that this version does not know.
+    """
+    try:
+        value = json.loads(content)
+    except ValueError as error:
+        raise ArtifactError(f"{where} cannot be read: it is not JSON.\n  {remedy}") from error
+    if not isinstance(value, dict):
+        raise ArtifactError(f"{where} is damaged: it is not a JSON object.\n  {remedy}")
+    record = cast(Record, value)
+    if "format" in record and record["format"] != FORMAT:
+        raise ArtifactError(_unknown_format(record, where, remedy))
+    if DIGEST in record:
+        is_whole = record[DIGEST] == with_digest(record)[DIGEST]
+    else:
+        is_whole = record.keys() <= set(undigested)
+    if not is_whole:
+        raise ArtifactError(
+            f"{where} is damaged: it has changed since it was sealed, for its fields do not match "
+            f"its own digest.\n  {remedy}"
+        )
+    return record
+
+
+def _unknown_format(record: Record, where: str, remedy: str) -> str:
+    code = record.get("code")
+    writer = cast(Record, code).get("penstock") if isinstance(code, dict) else None
+    return (
+        f"{where} has format {record['format']!r}, and penstock {__version__} reads format "
+        f"{FORMAT}: it was written by {f'penstock {writer}' if writer else 'another version'}, or "
+        f"is damaged.\n  Install the version that wrote it, or: {remedy[0].lower()}{remedy[1:]}"
+    )

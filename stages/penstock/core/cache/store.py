@@ -1,0 +1,470 @@
+"""The artifact store: a stage's folder is sealed by a manifest written last.
+
+A folder without a manifest is an *attempt*: never read by another stage, handed back to the same
+stage on the next run, so that it resumes instead of starting over. One writer per folder: a second
+comer waits at the lock, finds the seal, and reuses. The kernel frees the lock when its holder dies.
+"""
+
+import platform
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from filelock import FileLock, Timeout
+
+from penstock import __version__
+from penstock.core.cache import provenance
+from penstock.core.cache.digests import digests_of
+from penstock.core.cache.input_digests import (
+    attempt_record,
+    changed_inputs,
+    digests_of_inputs,
+    read_attempt,
+)
+from penstock.core.cache.manifest import MANIFEST, read_manifest, remedy_for
+from penstock.core.cache.record import FORMAT, write_record
+from penstock.core.cache.stage import (
+    ATTEMPT,
+    ERROR_LOG,
+    Artifact,
+    Facts,
+    Input,
+    Source,
+    Stage,
+    identity,
+    key_of,
+    short,
+)
+from penstock.core.cache.verify import Verify, require_content, require_sizes
+from penstock.core.errors import ArtifactError, Interrupted, PenstockError, StageError
+from penstock.core.files import PART, fsync, regular_files, remove, set_aside
+from penstock.core.os_errors import reason_of
+from penstock.core.remote.artifact_sync import Depot
+from penstock.core.remote.reconcile import holds_a_record, reconcile
+from penstock.core.remote.upload_while_running import Follower
+from penstock.core.remote.urls import scrubbed, spoken
+
+AT_ONCE = 16
+"""Files that are flushed at once."""
+
+REPLACED = ".replaced"
+"""Suffix of a sealed folder while it is built again; gone once the new one is sealed."""
+
+Status = Literal["ran", "cached", "resumed", "skipped"]
+Cache = Literal["reuse", "refresh", "off"]
+"""reuse: take what is sealed, resume what is not. refresh: build again, but resume an attempt of
+this very build. off: build again from nothing."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A stage and the folder its result lies in, or will."""
+
+    stage: Stage
+    path: Path
+    remote: str | None = None
+    """The URL the result is kept behind; `path` is its mirror on this machine then."""
+
+    @property
+    def where(self) -> str:
+        """Where people look for the result."""
+        return spoken(self.remote) if self.remote else str(self.path)
+
+    @property
+    def artifact(self) -> Artifact:
+        """The result by name, whether or not it exists yet."""
+        return Artifact(self.stage.name, key_of(self.stage), self.path, self.remote)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a step."""
+
+    stage: str
+    key: str
+    status: Status
+    path: Path
+    seconds: float
+    facts: Facts
+    remote: str | None = None
+
+    @property
+    def where(self) -> str:
+        """Where people look for the result."""
+        return spoken(self.remote) if self.remote else str(self.path)
+
+
+def find(step: Step) -> dict[str, Any] | None:
+    """The sealed manifest of the step, or None while there is none of this key.
+
+    Raises ArtifactError when the seal is there but its files are not, or are of other sizes, and
+    for the seal of another folder.
+    """
+    manifest, key = read_manifest(step.path), key_of(step.stage)
+    if manifest is None:
+        return None
+    if manifest["key"] != key:
+        if step.path.name == short(key):
+            raise ArtifactError(
+                f"{step.path / MANIFEST} is damaged: it is that of {manifest.get('stage')} "
+                f"{short(manifest['key'])}.\n  {remedy_for(step.path)}"
+            )
+        return None
+    require_sizes(step.path, manifest)
+    return manifest
+
+
+def realize(
+    step: Step,
+    *,
+    cache: Cache = "reuse",
+    verify: Verify = "changed",
+    claim: Callable[[Step], None] | None = None,
+    notify: Callable[[str], None] = lambda _: None,
+) -> Outcome:
+    """Return the step's result, doing the work only if it is not there yet, or is stale.
+
+    A result that is there is verified as `verify` says. `claim` is called under the lock before any
+    work; it may raise to refuse the folder or move what lies there aside. `notify` receives one
+    line for people when this call has to wait, or builds again what was there.
+
+    Raises ArtifactError for a result that is damaged.
+    """
+    started = time.monotonic()
+    request = _Request(cache, verify, claim, notify)
+    if step.remote:
+        try:
+            return _realize_there(step, Depot(step.remote, step.path), request)
+        except OSError as error:
+            raise StageError(f"{step.path}, for {step.where}: {reason_of(error)}.") from error
+    if cache == "reuse" and (manifest := _current(step)):
+        require_content(step.path, manifest, verify)
+        return _outcome(step, "cached", started, manifest["facts"])
+    with _locked(step.path, notify):
+        if cache == "reuse" and (manifest := _current(step, notify)):
+            require_content(step.path, manifest, verify)
+            return _outcome(step, "cached", started, manifest["facts"])
+        if claim:
+            claim(step)
+        return _built(step, started, request)
+
+
+def lookup(step: Step) -> dict[str, Any] | None:
+    """The sealed manifest of the step wherever it is kept, or None; nothing is fetched.
+
+    None for a stale one as well, as far as inputs on this machine tell.
+    """
+    manifest = sealed(step)
+    if manifest and changed_inputs(step.stage, manifest, digests_of_inputs(step.stage, "local")):
+        return None
+    return manifest
+
+
+def sealed(step: Step) -> dict[str, Any] | None:
+    """The sealed manifest of the step wherever it is kept, stale or not, or None."""
+    if step.remote is None:
+        return find(step)
+    there = Depot(step.remote, step.path).manifest()
+    return there if there and there["key"] == key_of(step.stage) else None
+
+
+def obtain(
+    step: Step, verify: Verify = "changed", notify: Callable[[str], None] = lambda _: None
+) -> dict[str, Any] | None:
+    """The sealed manifest, its files verified, after fetching what is sealed behind a URL and not
+    on this machine. None while there is none, or a stale one."""
+    if step.remote is None:
+        manifest = _current(step)
+        if manifest:
+            require_content(step.path, manifest, verify)
+        return manifest
+    with _locked(step.path, notify):
+        return _obtained(step, Depot(step.remote, step.path), verify, notify)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What a caller of `realize` wishes."""
+
+    cache: Cache
+    verify: Verify
+    claim: Callable[[Step], None] | None
+    notify: Callable[[str], None]
+
+
+def _current(step: Step, notify: Callable[[str], None] = lambda _: None) -> dict[str, Any] | None:
+    """The sealed manifest unless an input has other content than it was made from."""
+    manifest = find(step)
+    return manifest if manifest and _is_current(step, manifest, notify) else None
+
+
+def _is_current(
+    step: Step, manifest: dict[str, Any], notify: Callable[[str], None] = lambda _: None
+) -> bool:
+    changed = changed_inputs(step.stage, manifest, digests_of_inputs(step.stage))
+    if changed:
+        notify(f"{step.stage.name} is stale and is built again: {'; '.join(map(str, changed))}")
+    return not changed
+
+
+def _built(step: Step, started: float, request: _Request) -> Outcome:
+    """Build, resuming what is unfinished; what is sealed there makes way once the new one is."""
+    if request.cache != "reuse" or (step.path / MANIFEST).is_file():
+        return _rebuild(step, started, request)
+    return _build(step, started, request.notify)
+
+
+def _realize_there(step: Step, depot: Depot, request: _Request) -> Outcome:
+    """Realize a step that is kept behind a URL: one machine builds, and the others fetch."""
+    started = time.monotonic()
+    notify = request.notify
+
+    def there() -> dict[str, Any] | None:
+        if request.cache != "reuse":
+            return None
+        return _obtained(step, depot, request.verify, notify)
+
+    def is_done() -> bool:
+        manifest = depot.manifest() if request.cache == "reuse" else None
+        return bool(manifest and _is_of(step, manifest) and _is_current(step, manifest))
+
+    with _locked(step.path, notify):
+        if manifest := there():
+            return _outcome(step, "cached", started, manifest["facts"])
+        lease = depot.lease()
+        if not lease.take(is_done, notify):
+            manifest = there()
+            assert manifest, "sealed a moment ago"
+            return _outcome(step, "cached", started, manifest["facts"])
+        with lease:
+            if manifest := there():
+                lease.clear()
+                return _outcome(step, "cached", started, manifest["facts"])
+            outcome = _build_for(step, depot, request)
+            manifest = read_manifest(step.path)
+            assert manifest, "sealed here"
+            depot.publish(manifest, lease)
+            if not step.stage.keepsakes(step.path):
+                depot.tidy(manifest)
+            return outcome
+
+
+def _build_for(step: Step, depot: Depot, request: _Request) -> Outcome:
+    """Build in the mirror, unless an earlier run did and only could not send it."""
+    started = time.monotonic()
+    if request.cache == "reuse" and (manifest := _whole(step, request.verify, request.notify)):
+        return _outcome(step, "cached", started, manifest["facts"])
+    held = reconcile(depot, step.stage)
+    if request.claim:
+        request.claim(step)
+    if held not in (None, key_of(step.stage)) and not holds_a_record(depot):
+        depot.set_aside()
+    with Follower(depot, step.stage, request.notify):
+        return _built(step, started, request)
+
+
+def _obtained(
+    step: Step, depot: Depot, verify: Verify, notify: Callable[[str], None]
+) -> dict[str, Any] | None:
+    """The manifest, if the result is sealed behind the URL and is current; its files are here
+    then, and whole."""
+    there = depot.manifest()
+    if there is None or not _is_of(step, there) or not _is_current(step, there, notify):
+        return None
+    here = _whole(step, verify, notify)
+    if here is None or here["files"] != there["files"]:
+        depot.fetch(there)
+        if not step.stage.keepsakes(step.path):
+            listed = {step.path / file["path"] for file in there["files"]} | {step.path / MANIFEST}
+            for path in regular_files(step.path):
+                if path not in listed:
+                    path.unlink()
+    return there
+
+
+def _is_of(step: Step, manifest: dict[str, Any]) -> bool:
+    return manifest["key"] == key_of(step.stage)
+
+
+def _whole(step: Step, verify: Verify, notify: Callable[[str], None]) -> dict[str, Any] | None:
+    """The manifest of a mirror whose files are as they were sealed. Damage here is no fault, for
+    what lies behind the URL can be had again; it is told."""
+    try:
+        manifest = _current(step)
+        if manifest:
+            require_content(step.path, manifest, verify)
+    except ArtifactError as error:
+        first = str(error).split("\n", 1)[0].rstrip(":.")
+        notify(f"{first}; it is a copy of {step.where}, and is fetched or built again")
+        return None
+    return manifest
+
+
+def lock_of(folder: Path) -> Path:
+    """The lock file of an artifact's folder: beside it, hidden."""
+    return folder.with_name(f".{folder.name}.lock")
+
+
+class _locked:  # noqa: N801 - used as a function
+    """One writer per folder; says so once when another holds it."""
+
+    def __init__(self, folder: Path, notify: Callable[[str], None]) -> None:
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StageError(f"{folder.parent} cannot be created: {reason_of(error)}.") from error
+        self._lock = FileLock(lock_of(folder))
+        self._folder = folder
+        self._notify = notify
+
+    def __enter__(self) -> None:
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            self._notify(f"{self._folder} is being built by another run; waiting for it")
+            self._lock.acquire()
+        except OSError as error:
+            raise StageError(f"{self._folder} cannot be locked: {reason_of(error)}.") from error
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def _rebuild(step: Step, started: float, request: _Request) -> Outcome:
+    """Build although a result may be there; that result survives until the new one is whole.
+
+    It is given back where building fails, unless it is stale. What was interrupted is gone on from.
+    """
+    had = (step.path / MANIFEST).exists()
+    from_nothing = request.cache == "off"
+    aside = step.path.with_name(f"{step.path.name}{REPLACED}")
+    if had:
+        remove(aside)
+    if had or (from_nothing and step.path.exists() and not aside.exists()):
+        step.path.rename(aside)
+    elif from_nothing:
+        remove(step.path)
+    gives_back = request.cache != "reuse" and (aside / MANIFEST).is_file()
+    try:
+        return _build(step, started, request.notify, gives_back=gives_back)
+    except Interrupted:
+        raise
+    except Exception:
+        if gives_back:
+            remove(step.path)
+            aside.rename(step.path)
+        raise
+
+
+def _build(
+    step: Step, started: float, notify: Callable[[str], None], *, gives_back: bool = False
+) -> Outcome:
+    stage, out = step.stage, step.path
+    began = time.monotonic()
+    try:
+        digests = digests_of_inputs(stage)
+        resumed = _resumes(step, digests, notify)
+        out.mkdir(parents=True, exist_ok=True)
+        write_record(out / ATTEMPT, attempt_record(stage, digests))
+        facts = dict(stage.run(out))
+        manifest = _seal(step, facts, digests, time.monotonic() - began)
+        remove(out.with_name(f"{out.name}{REPLACED}"))
+    except Interrupted:
+        raise
+    except Exception as error:
+        seconds = time.monotonic() - began
+        raise _failure(step, error, seconds, gives_back=gives_back) from error
+    return _outcome(step, "resumed" if resumed else "ran", started, manifest["facts"])
+
+
+def _resumes(step: Step, digests: dict[str, str], notify: Callable[[str], None]) -> bool:
+    """Whether an attempt is there to go on from; one that read other inputs is moved aside."""
+    attempt = read_attempt(step.path)
+    if attempt is None:
+        return False
+    if attempt["key"] != key_of(step.stage):  # whoever claimed the folder allowed it
+        return True
+    if changed := changed_inputs(step.stage, attempt, digests):
+        aside = set_aside(step.path)
+        notify(
+            f"{step.stage.name}: the unfinished result began with other input "
+            f"({'; '.join(map(str, changed))}); it is now {aside}"
+        )
+        return False
+    return True
+
+
+def _seal(
+    step: Step, facts: dict[str, Any], digests: dict[str, str], seconds: float
+) -> dict[str, Any]:
+    """Sweep what is unfinished, digest what is owned, and write the manifest last.
+
+    `digests` are those of the inputs' content, from before the stage read it.
+    """
+    stage, out = step.stage, step.path
+    for leftover in regular_files(out):
+        if leftover.suffix == PART:
+            leftover.unlink()
+    owned = sorted(stage.owned_files(out))
+    with ThreadPoolExecutor(AT_ONCE) as pool:  # together they cost little more than one
+        list(pool.map(fsync, owned))
+    # A file that is a link of one known already is not read again.
+    files = [
+        {"path": path.relative_to(out).as_posix(), "bytes": path.stat().st_size, "sha256": digest}
+        for path, digest in zip(owned, digests_of(owned), strict=True)
+    ]
+    manifest = {
+        "format": FORMAT,
+        "stage": stage.name,
+        "key": key_of(stage),
+        "version": stage.version,
+        "settings": identity(stage)["settings"],
+        "inputs": {
+            name: _input_record(source, digests.get(name)) for name, source in stage.inputs.items()
+        },
+        "files": files,
+        "facts": facts,
+        "seconds": round(seconds, 3),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "code": {"penstock": __version__, **provenance.versions()},
+        "host": platform.node(),
+    }
+    write_record(out / MANIFEST, manifest)
+    for mark in (ATTEMPT, ERROR_LOG):
+        (out / mark).unlink(missing_ok=True)
+    return manifest
+
+
+def _input_record(source: Input, digest: str | None) -> dict[str, Any]:
+    """What a manifest says of an input: its key, and what it is pinned to or its content."""
+    if isinstance(source, Source):
+        return {"key": source.key, "source": dict(source.pin)}
+    return {"key": source.key, "digest": digest} if digest else {"key": source.key}
+
+
+def _failure(step: Step, error: Exception, seconds: float, *, gives_back: bool) -> PenstockError:
+    """The error a user sees; the traceback goes to the attempt's log."""
+    log = step.path / ERROR_LOG
+    with suppress(OSError):
+        log.write_text(scrubbed("".join(traceback.format_exception(error))))
+    mirror = f", for {step.where}" if step.remote else ""
+    kept = f"What it wrote is kept in {step.path}{mirror}; run it again to resume."
+    if gives_back:
+        kept = f"The result that was there before is in {step.path}{mirror} again."
+    text = str(error) if isinstance(error, PenstockError) else reason_of(error, step.path)
+    failure = StageError(f"{step.stage.name} failed after {seconds:.0f}s: {text}\n  {kept}")
+    if isinstance(error, PenstockError):
+        failure.exit_code = error.exit_code if error.exit_code != 2 else 1
+    return failure
+
+
+def _outcome(step: Step, status: Status, started: float, facts: Facts) -> Outcome:
+    seconds = time.monotonic() - started
+    key = short(key_of(step.stage))
+    return Outcome(step.stage.name, key, status, step.path, seconds, facts, step.remote)

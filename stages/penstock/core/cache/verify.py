@@ -1,0 +1,79 @@
+"""Whether the files of a sealed result are what its manifest lists, byte for byte.
+
+The first time every file is read; after that a file is read again only when something about it has
+changed (see `penstock.core.cache.digests`), so that a result that was verified costs one stat per file.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from penstock.core.cache.digests import digests_of
+from penstock.core.errors import ArtifactError
+from penstock.core.os_errors import reason_of
+
+Verify = Literal["always", "changed", "off"]
+"""always: read every file. changed: read files that are not known to be as they were when they
+were last read. off: only look at their sizes."""
+
+NAMED = 5
+"""Damaged files that an error names."""
+
+
+def require_sizes(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Raise ArtifactError unless every listed file is there with its length in bytes."""
+    _require(folder, manifest, _wrong_sizes(folder, manifest["files"]))
+
+
+def require_content(folder: Path, manifest: Mapping[str, Any], verify: Verify) -> None:
+    """Raise ArtifactError unless every listed file has the bytes that were sealed."""
+    if verify != "off":
+        _require(folder, manifest, damaged_files(folder, manifest["files"], verify))
+
+
+def damaged_files(
+    folder: Path, files: Sequence[Mapping[str, Any]], verify: Literal["always", "changed"]
+) -> list[str]:
+    """A line for each of the listed files that is not what it was; empty when all are."""
+    if wrong := _wrong_sizes(folder, files):
+        return wrong
+    paths = [folder / file["path"] for file in files]
+    try:
+        digests = digests_of(paths, "nothing" if verify == "always" else "ctime")
+    except OSError as error:
+        return [f"{error.filename or folder}: cannot be read, {reason_of(error)}"]
+    return [
+        f"{path}: content differs from the manifest (SHA-256 {digest[:12]}… here, "
+        f"{file['sha256'][:12]}… there)"
+        for path, file, digest in zip(paths, files, digests, strict=True)
+        if digest != file["sha256"]
+    ]
+
+
+def _wrong_sizes(folder: Path, files: Sequence[Mapping[str, Any]]) -> list[str]:
+    wrong: list[str] = []
+    for file in files:
+        path = folder / file["path"]
+        try:
+            size = path.stat().st_size if path.is_file() else None
+        except OSError as error:
+            wrong.append(f"{path}: cannot be read, {reason_of(error)}")
+            continue
+        if size is None:
+            wrong.append(f"{path}: missing")
+        elif size != file["bytes"]:
+            wrong.append(f"{path}: {size} bytes, {file['bytes']} in the manifest")
+    return wrong
+
+
+def _require(folder: Path, manifest: Mapping[str, Any], damaged: Sequence[str]) -> None:
+    if not damaged:
+        return
+    stage = manifest["stage"]
+    more = f"\n  and {len(damaged) - NAMED} more files" if len(damaged) > NAMED else ""
+    raise ArtifactError(
+        f"the {stage} result in {folder} is damaged:\n  "
+        + "\n  ".join(damaged[:NAMED])
+        + more
+        + f"\n  Restore what is named from a copy, or build it again with --force {stage}."
+    )

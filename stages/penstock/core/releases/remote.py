@@ -1,0 +1,172 @@
+"""A shelf behind a URL, where there are neither locks nor links nor appending.
+
+Who writes holds a lease. A number's manifest is created, never written over, after all its files;
+the pointer is one small object, and every decision an object of its own.
+"""
+
+import json
+import uuid
+from collections.abc import Callable, Collection, Generator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+from penstock.core.cache.manifest import MANIFEST, parse_manifest, read_manifest
+from penstock.core.cache.record import parse_record, with_digest
+from penstock.core.cache.verify import damaged_files
+from penstock.core.errors import ArtifactError, StageError
+from penstock.core.releases.local import (
+    DECISIONS,
+    LATEST,
+    NUMBER,
+    WITHDRAWN,
+    WITHDRAWN_NUMBERS,
+    LocalShelf,
+    Notify,
+    Record,
+    Shelf,
+    absent,
+    called,
+    parse_withdrawn,
+)
+from penstock.core.remote.artifact_sync import Depot
+from penstock.core.remote.lease import Lease
+from penstock.core.remote.local_mirror import holder_of, home_of
+from penstock.core.remote.path import Place
+from penstock.core.remote.urls import is_url
+
+POINTER = f"{LATEST}.json"
+
+
+def shelf_of(location: str) -> Shelf:
+    """The shelf in a folder or behind a URL, whether or not something stands there."""
+    return RemoteShelf(location) if is_url(location) else LocalShelf(home_of(location))
+
+
+class RemoteShelf(Shelf):
+    """A shelf in an object store. What is asked for is fetched into a mirror of it here."""
+
+    def __init__(self, url: str) -> None:
+        self._root = Place.of(url)
+        self._mirror = home_of(url)
+        self._lease: Lease | None = None
+
+    @property
+    def where(self) -> str:
+        """Its URL."""
+        return self._root.said
+
+    @contextmanager
+    def writing(self, notify: Notify) -> Generator[None]:
+        """Hold its lease."""
+        lease = Lease(self._root, f"{holder_of()}-{uuid.uuid4().hex}")
+        lease.take(lambda: False, notify)
+        with lease:
+            self._lease = lease
+            try:
+                yield
+            finally:
+                self._lease = None
+
+    def numbers(self) -> list[int]:
+        """Those whose manifest is there."""
+        return sorted(
+            int(name)
+            for name in self._root.names()
+            if NUMBER.fullmatch(name) and (self._root / name / MANIFEST).info()
+        )
+
+    def manifest(self, number: int) -> Record:
+        """What a number is."""
+        name = f"{called(number)}/{MANIFEST}"
+        content = (self._root / name).read()
+        if content is None:
+            raise absent(self.where, number)
+        return parse_manifest(content, f"{self.where}/{name}", _REMEDY)
+
+    def folder(self, number: int) -> Path:
+        """A copy here, every byte of it checked when it was fetched."""
+        manifest, folder = self.manifest(number), self._mirror / called(number)
+        with suppress(ArtifactError):
+            is_here = read_manifest(folder) == manifest
+            if is_here and not damaged_files(folder, manifest["files"], "changed"):
+                return folder
+        Depot((self._root / called(number)).url, folder).fetch(manifest)
+        return folder
+
+    def latest(self) -> int | None:
+        """The number in the pointer."""
+        content = (self._root / POINTER).read()
+        if content is None:
+            return None
+        found = parse_record(content, f"{self.where}/{POINTER}", ("number",), _REMEDY)
+        number = found.get("number")
+        if not isinstance(number, int) or not (self._root / called(number) / MANIFEST).info():
+            raise ArtifactError(
+                f"{self.where}/{POINTER} names no release that is there.\n"
+                "  Point it to one with penstock releases rollback --to NUMBER."
+            )
+        return number
+
+    def add(
+        self, manifest_of: Callable[[int], Record], files: Mapping[str, Path], stored: str | None
+    ) -> int:
+        """Have the store copy the files, or send them, and create the manifest."""
+        number = max(self.numbers(), default=0) + 1
+        folder = self._root / called(number)
+        for name in folder.files():  # of one who died before it had its manifest
+            (folder / name).delete()
+        there = Place.of(stored).files() if stored else {}
+        for name, source in files.items():
+            if stored and name in there:
+                (Place.of(stored) / name).copy(folder / name)
+            else:
+                (folder / name).put(source)
+        self._check()
+        content = _dumped(manifest_of(number))
+        if not (folder / MANIFEST).create(content):
+            raise StageError(
+                f"{folder.said} was written by another machine in the same moment.\n"
+                "  Run it again: what stands there is looked at first."
+            )
+        return number
+
+    def point(self, number: int, withdrawn: Collection[int]) -> None:
+        """Write the pointer over the old one."""
+        self._check()
+        (self._root / WITHDRAWN).write(_dumped({WITHDRAWN_NUMBERS: sorted(withdrawn)}))
+        (self._root / POINTER).write(_dumped({"number": number}))
+
+    def drop(self, number: int) -> None:
+        """Remove it there, its manifest first, and here."""
+        Depot((self._root / called(number)).url, self._mirror / called(number)).delete()
+
+    def tell(self, decision: Record) -> None:
+        """Write an object whose name sorts by time."""
+        now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")
+        name = f"{DECISIONS}/{now}-{uuid.uuid4().hex[:8]}.json"
+        (self._root / name).write(json.dumps(decision, sort_keys=True).encode())
+
+    def decisions(self) -> list[Record]:
+        """Every record, one object after another."""
+        folder = self._root / DECISIONS
+        contents = ((folder / name).read() for name in folder.files())
+        found: list[Record] = []
+        for content in contents:
+            with suppress(ValueError):  # as of a shelf in a folder, one that is damaged is left out
+                found.append(json.loads(content or b""))
+        return found
+
+    def _withdrawn(self) -> list[int]:
+        return parse_withdrawn((self._root / WITHDRAWN).read(), f"{self.where}/{WITHDRAWN}")
+
+    def _check(self) -> None:
+        if self._lease:
+            self._lease.check()
+
+
+_REMEDY = "Restore it, or delete it and point to a release with penstock releases rollback."
+
+
+def _dumped(record: Record) -> bytes:
+    return json.dumps(with_digest(record), indent=2, sort_keys=True).encode()

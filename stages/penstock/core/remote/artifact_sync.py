@@ -1,0 +1,198 @@
+"""The remote half of an artifact: sent file by file with the manifest last, fetched and checked.
+
+What was sent is noted beside the mirror's folder with the version the store gave it, so that an
+upload that broke off goes on where it stopped and nothing is sent twice.
+"""
+
+import hashlib
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from penstock.core.cache.input_digests import UNDIGESTED_ATTEMPT
+from penstock.core.cache.manifest import MANIFEST, parse_manifest
+from penstock.core.cache.record import parse_record
+from penstock.core.cache.stage import ATTEMPT, ERROR_LOG
+from penstock.core.errors import ArtifactError
+from penstock.core.files import publishing, read_json, remove, write_json
+from penstock.core.remote.lease import LEASES, Lease
+from penstock.core.remote.local_mirror import holder_of
+from penstock.core.remote.open import open_file
+from penstock.core.remote.path import Info, Place, checked
+from penstock.core.remote.urls import split_parent
+from penstock.core.remote.version import version_of
+
+AT_ONCE = 8
+"""Files sent or fetched side by side."""
+
+CHUNK = 4 << 20
+
+
+class Depot:
+    """A folder behind a URL, and the folder on this machine that mirrors it."""
+
+    def __init__(self, url: str, folder: Path) -> None:
+        self.place = Place.of(url)
+        self.folder = folder
+        self._notes = folder.with_name(f".{folder.name}.sent.json")
+        self._sent: dict[str, dict[str, Any]] = _read_notes(self._notes)
+        self._sent_now: dict[str, dict[str, Any]] = {}
+        self._writing = threading.Lock()
+
+    def lease(self) -> Lease:
+        """The right to write there, for this machine."""
+        return Lease(self.place, holder_of())
+
+    def manifest(self) -> dict[str, Any] | None:
+        """The manifest there, or None. Raises ArtifactError for one that is damaged."""
+        return self._record(MANIFEST)
+
+    def attempt(self) -> dict[str, Any] | None:
+        """What an unfinished build there is of, or None."""
+        return self._record(ATTEMPT)
+
+    def publish(self, manifest: dict[str, Any], lease: Lease) -> None:
+        """Send every file the manifest lists, then the manifest, in one step.
+
+        A manifest that is there already goes first: at no time does one stand before its files.
+        """
+        (self.place / MANIFEST).delete()
+        self._sent_now = {}
+        self.send([str(file["path"]) for file in manifest["files"]])
+        lease.check()
+        (self.place / MANIFEST).write((self.folder / MANIFEST).read_bytes())
+        (self.place / ATTEMPT).delete()
+        lease.clear()
+
+    def tidy(self, manifest: dict[str, Any]) -> None:
+        """Remove what earlier attempts left there."""
+        listed = {str(file["path"]) for file in manifest["files"]} | {MANIFEST}
+        for name in self.place.files():
+            if name not in listed and not name.startswith(LEASES):
+                (self.place / name).delete()
+
+    def send(self, names: Sequence[str]) -> int:
+        """Send those files of the mirror that are not there as they are here; say how many."""
+        due = [name for name in names if self._sent_now.get(name) != _stamp(self.folder / name)]
+        if not due:
+            return 0
+        there = self.place.files()
+        due = [name for name in due if not self._is_there(name, there.get(name))]
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            for job in [pool.submit(self._send, name) for name in due]:
+                job.result()
+        return len(due)
+
+    def drop(self, name: str) -> None:
+        """Remove a file there."""
+        (self.place / name).delete()
+        self._sent.pop(name, None)
+        self._sent_now.pop(name, None)
+
+    def fetch(self, manifest: dict[str, Any]) -> None:
+        """Bring a sealed result here, every byte checked against its manifest, which comes last."""
+        self._fetch_all(manifest["files"])
+        for mark in (ATTEMPT, ERROR_LOG):
+            (self.folder / mark).unlink(missing_ok=True)
+        write_json(self.folder / MANIFEST, manifest)
+
+    def fetch_names(self, names: Iterable[str]) -> None:
+        """Bring single files of an unfinished build here, in that order."""
+        for name in names:
+            self._fetch({"path": name})
+
+    def copy_record(self, name: str, record: dict[str, Any]) -> None:
+        """Put down here what the manifest or attempt there says."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_json(self.folder / name, record)
+
+    def set_aside(self) -> None:
+        """Move all that is there to the first free `<name>.old-<n>` beside it."""
+        parent, name = split_parent(self.place.url)
+        number, taken = 1, Place.of(parent).names()
+        while f"{name}.old-{number}" in taken:
+            number += 1
+        aside = Place.of(parent) / f"{name}.old-{number}"
+        files = [file for file in self.place.files() if not file.startswith(LEASES)]
+        marks = [file for file in (MANIFEST, ATTEMPT) if file in files]
+        for file in (*marks, *(file for file in files if file not in marks)):
+            (self.place / file).move(aside / file)
+        self._sent, self._sent_now = {}, {}
+
+    def delete(self) -> None:
+        """Remove the artifact there, its manifest first."""
+        (self.place / MANIFEST).delete()
+        for name in self.place.files():
+            (self.place / name).delete()
+        remove(self._notes)
+
+    def _record(self, name: str) -> dict[str, Any] | None:
+        content = (self.place / name).read()
+        if content is None:
+            return None
+        where, remedy = f"{self.place.said}/{name}", "Delete it there to have it built again."
+        if name == MANIFEST:
+            return parse_manifest(content, where, remedy)
+        return parse_record(content, where, UNDIGESTED_ATTEMPT, remedy)
+
+    def _is_there(self, name: str, info: Info | None) -> bool:
+        noted = self._sent.get(name)
+        if info is None or noted is None or noted.get("version") is None:
+            return False
+        return noted == {**_stamp(self.folder / name), "version": version_of(info)}
+
+    def _send(self, name: str) -> None:
+        path, place = self.folder / name, self.place / name
+        stamp = _stamp(path)
+        place.put(path)
+        info = place.info()
+        with self._writing:
+            self._sent_now[name] = stamp
+            self._sent[name] = {**stamp, "version": version_of(info) if info else None}
+            write_json(self._notes, self._sent)
+
+    def _fetch_all(self, files: Sequence[dict[str, Any]]) -> None:
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            for job in [pool.submit(self._fetch, file) for file in files]:
+                job.result()
+
+    def _fetch(self, file: dict[str, Any]) -> None:
+        """One file; `file` may say its `bytes` and `sha256`, and then it is held to them."""
+        name = checked(str(file["path"]))
+        target, wanted = self.folder / name, file.get("sha256")
+        if wanted and target.is_file() and target.stat().st_size == file["bytes"]:
+            with target.open("rb") as stream:
+                if hashlib.file_digest(stream, "sha256").hexdigest() == wanted:
+                    return
+        place = self.place / name
+        if wanted and place.info() is None:
+            raise ArtifactError(
+                f"{self.place.said} is sealed, but {name} is missing.\n"
+                "  Restore it, or build again with --force."
+            )
+        digest = hashlib.sha256()
+        with publishing(target) as part, open_file(place.url) as source, part.open("wb") as stream:
+            while block := source.read(CHUNK):
+                digest.update(block)
+                stream.write(block)
+            if wanted and digest.hexdigest() != wanted:
+                raise ArtifactError(
+                    f"{place.said} is not what its manifest says: its SHA-256 differs.\n"
+                    "  Restore it, or build again with --force."
+                )
+
+
+def _stamp(path: Path) -> dict[str, Any]:
+    stat = path.stat()
+    return {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+
+
+def _read_notes(notes: Path) -> dict[str, dict[str, Any]]:
+    """What was sent, as far as it can be read: what is not known is sent again."""
+    try:
+        found = read_json(notes)
+        return {name: dict(noted) for name, noted in found.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}

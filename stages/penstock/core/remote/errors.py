@@ -1,0 +1,249 @@
+"""What went wrong behind a URL, in words: refused, absent, or cut off.
+
+Every store's library raises types of its own, so errors are judged by the status they carry. Their
+texts may hold signed URLs: they are never chained to ours, only said after scrubbing.
+"""
+
+import errno
+from typing import Any, Literal
+
+from penstock.core import env
+from penstock.core.errors import (
+    ArtifactError,
+    CapabilityError,
+    ConfigError,
+    Interrupted,
+    PenstockError,
+    StageError,
+)
+from penstock.core.os_errors import is_of_the_machine, reason_of
+from penstock.core.remote.connection_errors import causes, connection_fault
+from penstock.core.remote.urls import PACKAGE_OF, WEB, scheme_of, scrubbed, spoken
+
+Fault = Literal["denied", "absent", "exists", "cut", "local", "other"]
+"""Refused, not there, there already, a lost connection, this machine's disk, and all else."""
+
+Doing = Literal["read", "written", "deleted", "copied"]
+
+_DENIED = {
+    "ClientAuthenticationError",
+    "CredentialRetrievalError",
+    "DefaultCredentialsError",
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "ProfileNotFound",
+    "RefreshError",
+    "SSOTokenLoadError",
+    "TokenRetrievalError",
+    "UnauthorizedSSOTokenError",
+}
+"""Types that say there are no credentials, or broken ones, without a status."""
+
+_BROKEN_OFF = {
+    "ClientPayloadError",
+    "IncompleteReadError",
+    "ResponseStreamingError",
+    "ServerDisconnectedError",
+}
+"""Types that say an answer broke off, whatever status a parser gave that."""
+
+_NETWORKS = (
+    "aiohttp",
+    "azure",
+    "botocore",
+    "gcsfs",
+    "google",
+    "httpx",
+    "httpx2",
+    "requests",
+    "urllib3",
+)
+"""Libraries whose errors, when they carry no status, are lost connections."""
+
+_BROKEN = {
+    errno.EBUSY,
+    errno.ECONNABORTED,
+    errno.ECONNREFUSED,
+    errno.ECONNRESET,
+    errno.EHOSTUNREACH,
+    errno.EIO,
+    errno.ENETUNREACH,
+    errno.EPIPE,
+    errno.EREMOTEIO,
+    errno.ETIMEDOUT,
+}
+
+
+class StoreFault(Exception):  # noqa: N818 - never shown: it is told in words first
+    """What a store's library raised, judged."""
+
+    def __init__(self, kind: Fault, error: BaseException) -> None:
+        super().__init__(kind)
+        self.kind: Fault = kind
+        self.error = error
+
+
+def fault_of(error: BaseException) -> Fault:
+    """What kind of fault it is, by the status it or its cause carries, else by its type."""
+    for each in causes(error):
+        if type(each).__name__ in _DENIED:
+            return "denied"
+        if type(each).__name__ in _BROKEN_OFF:
+            return "cut"
+        status = status_of(each)
+        if status is not None:
+            return _of_status(status)
+    # fsspec tells of a web server that it cannot reach as of a file that is not there.
+    for each in causes(error.__cause__):
+        if isinstance(error, FileNotFoundError) and _by_type(each) == "cut":
+            return "cut"
+    return _by_type(error)
+
+
+def _by_type(error: BaseException) -> Fault:
+    match error:
+        case PermissionError():
+            return "denied"
+        case FileNotFoundError() | NotADirectoryError() | IsADirectoryError():
+            return "absent"
+        case FileExistsError():
+            return "exists"
+        case ConnectionError() | TimeoutError():
+            return "cut"
+        case OSError() if type(error).__module__ == "builtins":
+            return "cut" if error.errno in _BROKEN or connection_fault(error) else "local"
+        case _:
+            came_from = type(error).__module__.split(".")[0]
+            return "cut" if came_from in _NETWORKS else "other"
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether what failed may go well when it is tried again, with nothing changed."""
+    for each in causes(error):
+        if isinstance(each, PenstockError):
+            if each.may_pass:
+                return True
+            if isinstance(each, ConfigError | ArtifactError | Interrupted):
+                return False
+        elif type(each).__name__ == "OfflineModeIsEnabled":
+            return False
+        elif isinstance(each, Exception) and (kind := fault_of(each)) != "absent":
+            return kind == "cut"
+    return False
+
+
+def status_of(error: BaseException) -> int | None:
+    """The HTTP status the error carries, under the name its library gives it."""
+    response: Any = getattr(error, "response", None)
+    if isinstance(response, dict):
+        found: Any = response.get("ResponseMetadata", {}).get("HTTPStatusCode")  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        return found if isinstance(found, int) else None
+    if isinstance(answered := getattr(response, "status_code", None), int):
+        return answered
+    for name in ("status", "status_code", "code"):
+        value: Any = getattr(error, name, None)
+        if isinstance(value, int) and 100 <= value < 600:
+            return value
+        if isinstance(value, str) and value.isdigit() and len(value) == 3:
+            return int(value)
+    return None
+
+
+def said(error: BaseException) -> str:
+    """Why the connection failed, or the error's type and first words, without anything secret."""
+    if is_of_the_machine(error):
+        return reason_of(error)
+    if reason := connection_fault(error):
+        return reason
+    text = scrubbed(str(error.args[-1]) if error.args else "").strip().split("\n")[0][:160]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def while_planning(fault: StoreFault, url: str) -> PenstockError:
+    """The error for a user, before any work has started."""
+    if fault.kind == "denied":
+        return denied(url, fault.error, "read")
+    if fault.kind == "absent":
+        return ConfigError(f"{spoken(url)} does not exist.\n  Check its spelling.")
+    return CapabilityError(
+        f"{spoken(url)} cannot be reached ({said(fault.error)}).\n"
+        f"  Check the network{_endpoint(url)}, then run it again."
+    )
+
+
+def while_working(fault: StoreFault, url: str, doing: Doing) -> PenstockError:
+    """The error for a user whose run was under way; it resumes."""
+    kind = fault.kind
+    if kind == "denied":
+        return denied(url, fault.error, doing)
+    if kind == "absent":
+        return StageError(
+            f"{spoken(url)} is gone: it was there when this run was planned.\n"
+            "  Restore it, or run again to plan without it."
+        )
+    if kind == "exists":
+        return StageError(
+            f"{spoken(url)} was changed while it was being {doing}.\n"
+            "  Run it again; what has not changed is reused."
+        )
+    failure = StageError(
+        f"{spoken(url)} could not be {doing}: {said(fault.error)}.\n"
+        "  Run it again when the connection holds; what is done is kept."
+    )
+    failure.may_pass = kind == "cut"
+    return failure
+
+
+def denied(url: str, error: BaseException, doing: Doing) -> CapabilityError:
+    """The error for a store that refuses: which credentials were used, and what to set."""
+    scheme = scheme_of(url)
+    found = env.credentials_for(_family(scheme))
+    status = next((s for s in map(status_of, causes(error)) if s), None)
+    reason = f"{status}" if status else type(error).__name__
+    if scheme in WEB:
+        return CapabilityError(
+            f"{spoken(url)} may not be {doing} (the server answers {reason}).\n"
+            "  Use a URL that is open to you, for example a signed one that has not expired."
+        )
+    used = f"the credentials of {found} were used" if found else "no credentials were found"
+    return CapabilityError(
+        f"{spoken(url)} may not be {doing} ({reason}); {used}.\n  {_CREDENTIALS[_family(scheme)]}"
+    )
+
+
+def package_missing(url: str) -> CapabilityError:
+    """The error for a scheme whose package is not installed."""
+    extra = PACKAGE_OF[scheme_of(url)]
+    wanted = f"'penstock[{extra}]'" if extra else "aiohttp"
+    return CapabilityError(
+        f"{spoken(url)} needs a package that is not installed here.\n  Run: pip install {wanted}."
+    )
+
+
+_CREDENTIALS = {
+    "s3": "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, of an account with the "
+    "right to do so (and AWS_ENDPOINT_URL for a store that is not Amazon's).",
+    "gcs": "Set GOOGLE_APPLICATION_CREDENTIALS to a key file, or run: gcloud auth "
+    "application-default login.",
+    "azure": "Set AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT_NAME and "
+    "AZURE_STORAGE_ACCOUNT_KEY, or run: az login.",
+}
+
+
+def _family(scheme: str) -> str:
+    return PACKAGE_OF[scheme] or "s3"
+
+
+def _endpoint(url: str) -> str:
+    at = env.s3_endpoint() if PACKAGE_OF[scheme_of(url)] == "s3" else None
+    return f" and AWS_ENDPOINT_URL ({spoken(at)})" if at else ""
+
+
+def _of_status(status: int) -> Fault:
+    if status in (401, 403, 407):
+        return "denied"
+    if status in (404, 410):
+        return "absent"
+    if status in (408, 409, 425, 429) or status >= 500:
+        return "cut"
+    return "exists" if status == 412 else "other"

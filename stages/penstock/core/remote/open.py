@@ -1,0 +1,93 @@
+"""Files wherever they lie: on this machine or behind a URL."""
+
+import io
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from penstock.core.errors import StageError
+from penstock.core.process.retry import persistently
+from penstock.core.remote.errors import StoreFault, while_working
+from penstock.core.remote.path import Info, Place
+from penstock.core.remote.stream import RemoteStream
+from penstock.core.remote.urls import is_url, local_path
+from penstock.core.remote.version import version_of
+
+BUFFER = 256 << 10
+"""Bytes that readers of lines are served from."""
+
+CHUNK = 1 << 20
+
+
+def open_file(location: Path | str, pinned: Mapping[str, Any] | None = None) -> BinaryIO:
+    """A seekable binary stream of a local path or a URL, read only.
+
+    `pinned` is the file's entry in its source's pin; the stream is refused when the content behind
+    the URL is no longer that. Dropped connections are taken up again where they broke off. Raises
+    StageError for what cannot be read, CapabilityError for what may not.
+    """
+    if isinstance(location, Path) or not is_url(location):
+        return Path(local_path(str(location))).open("rb")
+    place = Place.of(location)
+    info = place.info()
+    if info is None:
+        raise StageError(
+            f"{place.said} is gone: it was there when this run was planned.\n"
+            "  Restore it, or run again to plan without it."
+        )
+    if pinned is not None:
+        _compare(place, info, pinned)
+    size = info["size"]
+    if size is None or (place.is_web and not _serves_ranges(place, size)):
+        return _spooled(place)
+    return cast(BinaryIO, io.BufferedReader(RemoteStream(place, size), BUFFER))
+
+
+def _serves_ranges(place: Place, size: int) -> bool:
+    """Whether a web server sends a part of a file when it is asked for one."""
+    if size < 2:
+        return True
+
+    def last_byte() -> bool:
+        with place.system.open(place.path, "rb", block_size=1, cache_type="none") as stream:
+            stream.seek(size - 1)
+            return len(stream.read(1)) == 1
+
+    try:
+        return persistently(last_byte)
+    except StoreFault as fault:
+        if isinstance(fault.error, ValueError):
+            return False
+        raise while_working(fault, place.url, "read") from None
+
+
+def _compare(place: Place, info: Info, pinned: Mapping[str, Any]) -> None:
+    now = version_of(info) or {}
+    known = {name: pinned[name] for name in now if name in pinned}
+    same_size = info["size"] is None or info["size"] == pinned["bytes"]
+    if not same_size or any(now[name] != known[name] for name in known):
+        raise StageError(
+            f"{place.said} has changed since this run was planned: it had {pinned['bytes']} bytes "
+            f"and has {info['size']}.\n  Run again; what has not changed is reused."
+        )
+
+
+def _spooled(place: Place) -> BinaryIO:
+    """The whole file in a temporary one, for servers that send no parts of it."""
+    spool = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
+
+    def fetch() -> None:
+        spool.seek(0)
+        spool.truncate()
+        with place.system.open(place.path, "rb", block_size=0) as stream:
+            shutil.copyfileobj(stream, spool, CHUNK)
+
+    try:
+        persistently(fetch)
+    except StoreFault as fault:
+        spool.close()
+        raise while_working(fault, place.url, "read") from None
+    spool.seek(0)
+    return cast(BinaryIO, spool)

@@ -1,0 +1,133 @@
+"""A remote file as a seekable stream: ranges of it, read ahead, each asked for until it is whole.
+
+Whoever reads on from where the last read ended is served ever larger blocks, the next one being
+fetched meanwhile; whoever jumps about (a reader of Parquet) gets little more than what was asked
+for. At most three blocks are held.
+"""
+
+import io
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from penstock.core.process.retry import persistently
+from penstock.core.remote.errors import StoreFault, while_working
+from penstock.core.remote.path import Place
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+SMALLEST_BLOCK, FIRST_BLOCK, LARGEST_BLOCK = 64 << 10, 256 << 10, 8 << 20
+"""Bytes of a block on a connection that keeps breaking, after a jump, and of any block."""
+
+GROWTH = 4
+
+
+class RemoteStream(io.RawIOBase):
+    """The bytes of a file behind a URL. Raises StageError when they cannot be had."""
+
+    def __init__(self, place: Place, size: int) -> None:
+        super().__init__()
+        self._place = place
+        self._size = size
+        self._file: Any = persistently(self._open)
+        self._at = 0
+        self._block = b""
+        self._block_start = 0
+        self._length = FIRST_BLOCK
+        self._ahead: tuple[int, Future[bytes]] | None = None
+        self._fetcher: ThreadPoolExecutor | None = None
+
+    def readable(self) -> bool:
+        """It is for reading only."""
+        return True
+
+    def seekable(self) -> bool:
+        """Any offset may be read next."""
+        return True
+
+    def tell(self) -> int:
+        """The offset of the next byte that is read."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move to an offset; nothing is fetched until it is read."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        if base + offset < 0:
+            raise ValueError(f"{base + offset} is before the start of the file")
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, buffer: "WriteableBuffer", /) -> int:
+        """Fill `buffer` with what is at hand, at least a byte unless the file has ended."""
+        view = memoryview(buffer).cast("B")
+        if self._at >= self._size or not len(view):
+            return 0
+        if not self._block_start <= self._at < self._block_start + len(self._block):
+            self._turn_to(self._at, len(view))
+        start = self._at - self._block_start
+        given = memoryview(self._block)[start : start + len(view)]
+        view[: len(given)] = given
+        self._at += len(given)
+        return len(given)
+
+    def close(self) -> None:
+        """Let go of the connection and of what was read ahead."""
+        if not self.closed:
+            if self._fetcher:
+                self._fetcher.shutdown(wait=True, cancel_futures=True)
+            self._block, self._ahead = b"", None
+            self._file.close()
+        super().close()
+
+    def _turn_to(self, start: int, wanted: int) -> None:
+        """Make the block that holds offset `start` the one at hand."""
+        goes_on = start == self._block_start + len(self._block)
+        ahead = self._ahead
+        if ahead and ahead[0] == start:
+            self._block = ahead[1].result()
+        else:
+            if not goes_on:
+                self._length = FIRST_BLOCK
+            self._block = self._in_turn(start, max(wanted, self._length))
+        self._block_start, self._ahead = start, None
+        self._length = min(max(len(self._block) * GROWTH, FIRST_BLOCK), LARGEST_BLOCK)
+        after = start + len(self._block)
+        if goes_on and after < self._size:
+            self._ahead = after, self._fetching().submit(self._fetch, after, self._length)
+
+    def _in_turn(self, start: int, length: int) -> bytes:
+        # One file object serves all reads, so they go through one thread once there is one.
+        if self._fetcher is None:
+            return self._fetch(start, length)
+        return self._fetching().submit(self._fetch, start, length).result()
+
+    def _fetching(self) -> ThreadPoolExecutor:
+        self._fetcher = self._fetcher or ThreadPoolExecutor(1, "penstock-read-ahead")
+        return self._fetcher
+
+    def _fetch(self, start: int, length: int) -> bytes:
+        """The bytes from `start`: `length` of them, or to the end, or fewer where a connection
+        breaks so often that only less comes through.
+        """
+        lengths = (max(min(length, SMALLEST_BLOCK), length // GROWTH**n) for n in count())
+
+        def read() -> bytes:
+            stop = min(start + next(lengths), self._size)
+            self._file.seek(start)
+            block: bytes = self._file.read(stop - start)
+            if len(block) != stop - start:
+                # The stream may be in any state now; a fresh one starts from the same offset.
+                self._file = self._open()
+                raise ConnectionError(f"{len(block)} of {stop - start} bytes arrived")
+            return block
+
+        try:
+            return persistently(read)
+        except StoreFault as fault:
+            raise while_working(fault, self._place.url, "read") from None
+
+    def _open(self) -> Any:
+        return self._place.system.open(
+            self._place.path, "rb", block_size=LARGEST_BLOCK, cache_type="none"
+        )

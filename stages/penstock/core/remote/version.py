@@ -1,0 +1,50 @@
+"""Which content lies behind a URL, from what its store says, without reading it."""
+
+import re
+from typing import Any
+
+from penstock.core.remote.path import Info
+
+
+def version_of(info: Info) -> dict[str, str] | None:
+    """A word for this very content, or None from a server that says nothing.
+
+    A digest of the content where the store keeps one; else its entity tag, which changes whenever
+    the object is written; else, with the size that a pin holds anyway, when it was last modified.
+    """
+    for name, found in (
+        ("md5", _text(info.get("md5Hash"))),
+        ("md5", _text(_inner(info.get("content_settings"), "content_md5"))),
+        ("md5", _text(info.get("Content-MD5"))),
+        ("etag", _tag(info.get("ETag")) or _tag(info.get("etag"))),
+        ("generation", _text(info.get("generation"))),
+        ("modified", _text(info.get("LastModified")) or _text(info.get("Last-Modified"))),
+    ):
+        if found:
+            return {name: found}
+    return None
+
+
+def is_digest(version: dict[str, str]) -> bool:
+    """Whether the word is one that no other content has on any store: an MD5, or made of some."""
+    return "md5" in version or bool(_DIGEST.fullmatch(version.get("etag", "")))
+
+
+_DIGEST = re.compile(r"[0-9a-f]{32}(-\d+)?")
+
+
+def _tag(value: Any) -> str | None:
+    """An entity tag without its quotes; a weak one keeps its mark."""
+    return _text(value.replace('"', "")) if isinstance(value, str) else None
+
+
+def _text(value: Any) -> str | None:
+    if value is None or value == "":
+        return None
+    if isinstance(value, bytes | bytearray):
+        return value.hex()
+    return value.isoformat() if hasattr(value, "isoformat") else str(value)
+
+
+def _inner(value: Any, name: str) -> Any:
+    return value.get(name) if isinstance(value, dict) else getattr(value, name, None)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]

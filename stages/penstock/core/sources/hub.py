@@ -1,0 +1,41 @@
+"""Bringing what was pinned elsewhere, on the hub or behind a URL, onto this machine."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from penstock.core import env
+from penstock.core.cache.stage import Source
+from penstock.core.errors import CapabilityError
+from penstock.core.remote.urls import is_url
+from penstock.core.sources.pin_remote import fetched
+
+MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken")
+
+
+def local_folder(typed: str, source: Source, patterns: Sequence[str] = MODEL_FILES) -> Path:
+    """The folder that holds what `source` pins: `typed` itself, or what was fetched from its URL or
+    at the hub's commit.
+
+    Raises CapabilityError when it cannot be fetched and is not in the cache either.
+    """
+    if source.pin["kind"] != "hub":
+        return fetched(source) if is_url(typed) else Path(typed).expanduser()
+    from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        folder = snapshot_download(
+            source.pin["repo"],
+            revision=source.pin["commit"],
+            allow_patterns=list(patterns),
+            # A star also stands for folders, in which copies of the weights lie in other formats.
+            ignore_patterns=None if any("/" in pattern for pattern in patterns) else ["*/*"],
+            token=env.hub_token(),
+        )
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise CapabilityError(
+            f"{source.pin['repo']} at {source.pin['commit'][:12]} could not be "
+            f"fetched from the hub ({type(error).__name__}).\n"
+            "  Check the network and `hf auth login`, or name a folder."
+        ) from error
+    return Path(folder)

@@ -1,0 +1,333 @@
+"""Which files on this machine a path the user typed stands for.
+
+Nothing here reads records. Every fault is a ConfigError that repeats the path as it was typed.
+"""
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+
+from penstock.core.errors import ConfigError, ElsewhereError
+from penstock.core.sources import megatron_files
+from penstock.core.sources.datasets_folder import SavedFolder, saved_in
+
+KINDS: dict[str, tuple[str, ...]] = {
+    "json": (".json", ".jsonl", ".ndjson"),
+    "csv": (".csv", ".tsv"),
+    "parquet": (".parquet",),
+    "arrow": (".arrow",),
+    "text": (".txt",),
+    megatron_files.KIND: (megatron_files.INDEX,),
+}
+"""What `ds_type` may say, and the file names that say it by themselves."""
+
+COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
+"""How a file is compressed, by the last part of its name."""
+
+COMPRESSES_ITSELF = ("parquet", "arrow", megatron_files.KIND)
+"""Kinds that are read in parts, which a compressed file cannot be."""
+
+NOT_READ = {
+    ".xlsx": "a spreadsheet, which is not read.\n  Save the table as CSV.",
+    ".xls": "a spreadsheet, which is not read.\n  Save the table as CSV.",
+    ".zip": "an archive, which is not read.\n  Unpack it, and name its folder.",
+    ".tar": "an archive, which is not read.\n  Unpack it, and name its folder.",
+    ".tgz": "an archive, which is not read.\n  Unpack it, and name its folder.",
+    ".pdf": "a document, which is not read.\n  Save its text as .txt or as lines of JSON.",
+    ".docx": "a document, which is not read.\n  Save its text as .txt or as lines of JSON.",
+    ".pkl": "pickled, which is not read: that can run code.\n  Save the records as lines of JSON.",
+    ".pt": "pickled, which is not read: that can run code.\n  Save the records as lines of JSON.",
+}
+"""Endings of files that hold data in forms that are not read, and what to do."""
+
+NOT_DATA = re.compile(
+    r"[._].*|readme.*|licen[cs]e.*|state\.json|dataset_(info|infos|dict)\.json", re.IGNORECASE
+)
+"""What lies in data folders without being data: hidden files, notices, notes of `datasets`."""
+
+SUFFIXES = tuple(
+    suffix + compression
+    for kind, suffixes in KINDS.items()
+    for suffix in suffixes
+    for compression in ("", *(() if kind in COMPRESSES_ITSELF else COMPRESSED))
+)
+"""Every ending of a name that says what a file holds."""
+
+SPLIT_WORDS = {"train", "test", "validation", "valid", "val", "dev", "eval"}
+GLOB = re.compile(r"[*?\[]")
+
+
+@dataclass(frozen=True)
+class Found:
+    """Files in reading order, named relative to `root`; `label` is what people call the data."""
+
+    label: str
+    root: Path
+    paths: tuple[Path, ...]
+
+    def name_of(self, path: Path) -> str:
+        """How a pin names the file: below the root where it lies there, else its last part."""
+        if path.is_relative_to(self.root):
+            return path.relative_to(self.root).as_posix()
+        return path.name
+
+
+def compression_of(name: str) -> str | None:
+    """How the file called `name` is compressed, if it is."""
+    return COMPRESSED.get(Path(name).suffix.lower())
+
+
+def kind_of(name: str) -> str | None:
+    """The kind that a file's name tells, compression aside; None when it tells none."""
+    if not name.lower().endswith(SUFFIXES):
+        return None
+    stem = name[: -len(Path(name).suffix)] if compression_of(name) else name
+    suffix = Path(stem).suffix.lower()
+    return next((kind for kind, suffixes in KINDS.items() if suffix in suffixes), None)
+
+
+def looks_local(path: str) -> bool:
+    """Whether an absent path was meant as a file: its form or its surroundings say so."""
+    return (
+        path.startswith((".", "/", "~"))
+        or path.lower().endswith(SUFFIXES)
+        or bool(GLOB.search(path))
+        or path.count("/") > 1
+        or ("/" in path and Path(path).parent.exists())
+    )
+
+
+def is_near_a_file(name: str) -> bool:
+    """Whether an absent bare name is nearly one of this folder's: more likely that, mistyped, than
+    a repository of the hub."""
+    return bool(difflib.get_close_matches(name, names_in(Path()), n=1, cutoff=0.8))
+
+
+def find_data(
+    path: str, *, split: str | None, data_files: Sequence[str] | None, ds_type: str | None
+) -> Found:
+    """The data files `path` names: a file, a glob, or a folder (all of it, or its `data_files`).
+
+    A folder whose files bear the names of splits gives those of `split`, or of `train`. Raises
+    ConfigError when there is nothing, or nothing of the asked kind.
+    """
+    check_split(path, split)
+    target = Path(path).expanduser()
+    index = megatron_files.index_of(target) if ds_type in (None, megatron_files.KIND) else None
+    if target.is_dir() and not data_files and (saved := saved_in(target)):
+        return _saved(path, target, saved, split, ds_type)
+    if index:
+        refuse_data_files(path, data_files)
+        found = Found(index.stem, index.parent, (index,))
+    elif GLOB.search(path) and not target.exists():
+        found = _glob(path, target)
+    elif target.is_dir():
+        found = _folder(path, target, split, data_files, ds_type)
+    elif target.exists():
+        refuse_data_files(path, data_files)
+        found = Found(target.name, target.parent, (target,))
+    else:
+        raise missing(path)
+    for file in found.paths:
+        if file.is_dir():
+            raise ConfigError(f"{file} is a folder where a file is meant.\n  Name its files.")
+        check_kind(found.name_of(file), ds_type, path)
+    refuse_other_split(path, [found.name_of(file) for file in found.paths], split)
+    return replace(found, paths=megatron_files.with_data(found.paths))
+
+
+def check_split(path: str, split: str | None) -> None:
+    """Files have splits by their names alone."""
+    if split and not re.fullmatch(r"\w+", split):
+        raise ConfigError(
+            f"split is {split!r}, but parts of a split cannot be taken from files.\n"
+            f"  Give {path} as files that hold what you want, and leave split out."
+        )
+
+
+def check_kind(name: str, ds_type: str | None, path: str) -> None:
+    """Refuse a file of `path` whose kind nothing tells, or that is compressed and must not be."""
+    kind = ds_type or kind_of(name)
+    called = name if name == path else f"{name} (of {path})"
+    if kind is None:
+        what = NOT_READ.get(Path(name).suffix.lower())
+        raise ConfigError(
+            f"{called} is {what}"
+            if what
+            else f"{called} does not say what kind of file it is.\n"
+            f"  Write ds_type: one of {', '.join(KINDS)}."
+        )
+    if kind in COMPRESSES_ITSELF and compression_of(name):
+        raise ConfigError(
+            f"{called} is {kind} compressed once more, and could not be read in parts.\n"
+            f"  Decompress it; {kind} files are compressed inside."
+        )
+
+
+def missing(path: str) -> ConfigError:
+    """The error for a local path that is not there, with the names that are near it."""
+    target = Path(path).expanduser()
+    parent = target.parent
+    if not parent.is_dir():
+        return ElsewhereError(
+            f"{path} does not exist, and neither does the folder {Path(path).parent}.\n"
+            f"  Paths are relative to the folder the command runs in ({Path.cwd().name}/)."
+        )
+    near = difflib.get_close_matches(target.name, names_in(parent), n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"it holds {some(names_in(parent))}."
+    return ConfigError(f"{path} does not exist.\n  In {Path(path).parent}: {hint}")
+
+
+def names_in(folder: Path) -> list[str]:
+    """The names in a folder, sorted. Raises ConfigError where it cannot be listed."""
+    try:
+        return sorted(entry.name for entry in folder.iterdir())
+    except PermissionError as error:
+        raise unreadable(folder) from error
+
+
+def unreadable(path: Path) -> ConfigError:
+    """The error for a file or folder this user may not read."""
+    return ConfigError(
+        f"{path} cannot be read: permission denied.\n  Change its mode or its owner."
+    )
+
+
+def _glob(path: str, target: Path) -> Found:
+    parts = target.parts
+    first = next(i for i, part in enumerate(parts) if GLOB.search(part))
+    root = Path(*parts[:first]) if first else Path()
+    if not root.is_dir():
+        raise missing(path)
+    files = _matches(root, str(Path(*parts[first:])))
+    if not files:
+        raise ConfigError(f"{path} matches no file.\n  {root} holds {some(names_in(root))}.")
+    return Found(root.resolve().name, root, tuple(files))
+
+
+def _folder(
+    path: str,
+    folder: Path,
+    split: str | None,
+    data_files: Sequence[str] | None,
+    ds_type: str | None,
+) -> Found:
+    label = folder.resolve().name
+    if data_files:
+        named = [file for name in data_files for file in _data_file(path, folder, name)]
+        return Found(label, folder, tuple(named))
+    names_in(folder)
+    below = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
+    names = choose(path, below, split=split, ds_type=ds_type)
+    return Found(label, folder, tuple(folder / name for name in names))
+
+
+def choose(path: str, names: Sequence[str], *, split: str | None, ds_type: str | None) -> list[str]:
+    """Of the files below a folder that the user typed as `path`, those that are its data, sorted.
+
+    Files that bear the names of splits are told apart: those of `split`, or of `train`, or of the
+    only one there is. Raises ConfigError when none is left.
+    """
+    data = [
+        name
+        for name in sorted(names, key=lambda name: PurePosixPath(name).parts)
+        if (kind := kind_of(name))
+        # Others call their files .idx too, so that alone makes no folder data of Megatron's.
+        and ds_type in ((kind,) if kind == megatron_files.KIND else (None, kind))
+        and not any(NOT_DATA.fullmatch(part) for part in PurePosixPath(name).parts)
+    ]
+    if not data:
+        raise ConfigError(
+            f"{path} holds no file that ends in {', '.join(_endings(ds_type))}.\n"
+            f"  It holds {some(top(names))}; name files with data_files and ds_type."
+        )
+    splits = {frozenset(_splits_in(Path(name))) for name in data}
+    if splits == {frozenset()} or (split is None and len(splits) == 1):
+        return data
+    wanted = split or "train"
+    of_split = [name for name in data if wanted in _words(Path(name))]
+    if not of_split:
+        raise ConfigError(
+            f"{path} has no file for the split {wanted!r}; it has {some(data)}.\n"
+            "  Set split, or name the files with data_files."
+        )
+    return of_split
+
+
+def _endings(ds_type: str | None) -> list[str]:
+    """How files of this kind may end, compression aside; of any kind without one."""
+    return [each for kind, them in KINDS.items() if ds_type in (None, kind) for each in them]
+
+
+def top(names: Sequence[str]) -> list[str]:
+    """The names directly in the folder below which `names` lie, sorted."""
+    return sorted({PurePosixPath(name).parts[0] for name in names})
+
+
+def _saved(
+    path: str, folder: Path, saved: SavedFolder, split: str | None, ds_type: str | None
+) -> Found:
+    """A folder that `datasets` wrote (save_to_disk): the files its own notes list, in order."""
+    if ds_type not in (None, "arrow"):
+        raise ConfigError(
+            f"{path} was written by save_to_disk, which writes arrow, and ds_type is {ds_type}.\n"
+            "  Leave ds_type out."
+        )
+    return Found(folder.resolve().name, folder, saved.of_split(path, split).files(path))
+
+
+def _data_file(path: str, folder: Path, name: str) -> list[Path]:
+    """One entry of data_files: relative to the folder, or else to where the command runs."""
+    for target in (folder / name, Path(name).expanduser()):
+        if target.is_file():
+            return [target]
+        if target.is_dir():
+            raise ConfigError(f"data_files: {name} is a folder.\n  Name its files.")
+        if GLOB.search(name) and (files := _matches(folder, name)):
+            return files
+    near = difflib.get_close_matches(name, names_in(folder), n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"it has {some(names_in(folder))}."
+    raise ConfigError(f"data_files: {name} is not in {path}.\n  There: {hint}")
+
+
+def _matches(root: Path, pattern: str) -> list[Path]:
+    """Files that match, sorted; as in a shell, hidden ones are not meant."""
+    return sorted(
+        file for file in root.glob(pattern) if file.is_file() and not file.name.startswith(".")
+    )
+
+
+def refuse_data_files(path: str, data_files: Sequence[str] | None) -> None:
+    """`data_files` are names in a folder; beside a file they mean nothing."""
+    if data_files:
+        raise ConfigError(
+            f"{path} is a file, so data_files ({', '.join(data_files)}) has no folder to look in.\n"
+            "  Write the folder as path, or leave data_files out."
+        )
+
+
+def refuse_other_split(path: str, names: Sequence[str], split: str | None) -> None:
+    """Files are one split, called train, unless their names call them otherwise."""
+    if split in (None, "train"):
+        return
+    if not all(split in _words(Path(name)) for name in names):
+        raise ConfigError(
+            f"split is {split!r}, but {path} is files that do not bear that name.\n"
+            "  Name the files of the split, and leave split out."
+        )
+
+
+def _words(path: Path) -> set[str]:
+    return {word for word in re.split(r"[^a-z]+", path.with_suffix("").as_posix().lower()) if word}
+
+
+def _splits_in(path: Path) -> set[str]:
+    return _words(path) & SPLIT_WORDS
+
+
+def some(names: Sequence[str]) -> str:
+    """The first few of the names, and how many more there are."""
+    shown = ", ".join(names[:8]) or "nothing"
+    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"

@@ -1,0 +1,77 @@
+"""Megatron-LM's indexed datasets by name: `<prefix>.idx` beside `<prefix>.bin`.
+
+What people call such data is the prefix; the files are found here and read in
+`penstock.prepare.readers.megatron`.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from penstock.core.errors import ConfigError
+
+KIND = "megatron"
+INDEX, DATA = ".idx", ".bin"
+
+
+def index_of(path: Path) -> Path | None:
+    """The index that `path` stands for: a prefix, or either of the two files; None: neither."""
+    if path.suffix in (INDEX, DATA):
+        path = path.with_suffix("")
+    elif path.exists():
+        return None
+    found = path.with_name(path.name + INDEX)
+    return found if found.is_file() else None
+
+
+def with_data(files: Sequence[Path]) -> tuple[Path, ...]:
+    """The files, with its data after each index. Raises ConfigError where an index has none."""
+    found: list[Path] = []
+    for file in files:
+        found.append(file)
+        if file.suffix != INDEX:
+            continue
+        data = file.with_suffix(DATA)
+        if not data.is_file():
+            raise ConfigError(
+                f"{file} is an index without its data: {data.name} is not beside it.\n"
+                f"  Put both files into {file.parent}, or leave this one out."
+            )
+        found.append(data)
+    return tuple(found)
+
+
+def split_range(documents: int, splits: str, part: str) -> range:
+    """The documents of a split, as Megatron-LM shares out all of them in order.
+
+    `splits` are the shares of train, validation and test, such as `980,10,10`; `part` is one of
+    these names.
+    """
+    shares = shares_of(splits)
+    bounds = [0]
+    for share in shares:
+        bounds.append(bounds[-1] + round(share / sum(shares) * documents))
+    # What rounding has too much or too little is the first split's.
+    excess = bounds[-1] - documents
+    bounds = [0, *(bound - excess for bound in bounds[1:])]
+    place = PARTS.index(part)
+    return range(max(0, bounds[place]), max(0, bounds[place + 1]))
+
+
+PARTS = ("train", "validation", "test")
+
+
+def shares_of(splits: str) -> tuple[float, float, float]:
+    """The three numbers of a text such as `980,10,10`; those left out at its end are 0.
+
+    Raises ValueError for anything else.
+    """
+    try:
+        shares = [float(share) for share in splits.replace("/", ",").split(",")]
+    except ValueError:
+        shares = []
+    if not 1 <= len(shares) <= len(PARTS) or min(shares) < 0 or not 0 < sum(shares) < float("inf"):
+        raise ValueError(
+            f"is {splits!r}; write the shares of train, validation and test, such as 980,10,10"
+        )
+    train, validation, test = (*shares, 0.0, 0.0)[: len(PARTS)]
+    return train, validation, test

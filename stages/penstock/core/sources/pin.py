@@ -1,0 +1,386 @@
+"""Data, tokenizers and models from outside, pinned to their content.
+
+A pin is the root of every key: it changes when the content changes and at no other time, wherever
+the content lies. Local files are pinned by digest, hub repositories by commit, built-in data by
+name and version, what lies behind a URL by what its store says of its content.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from penstock.core import env
+from penstock.core.cache.digests import digests_of
+from penstock.core.cache.stage import Source
+from penstock.core.errors import CapabilityError, ConfigError, UnreachableError
+from penstock.core.files import read_json, regular_files
+from penstock.core.process.retry import QUICK
+from penstock.core.remote.path import Place
+from penstock.core.remote.urls import is_url, local_path, spoken
+from penstock.core.sources import local_files, megatron_files
+from penstock.core.sources.local_files import Found
+from penstock.core.sources.pin_remote import fetched, pin_remote_data, pin_remote_files
+
+BUILTIN_DATA = {"builtin:arithmetic": 1, "dummy": 1}
+"""Generated data sets and the version of what they generate; raised when that changes."""
+
+BUILTIN_TOKENIZER_VERSION = 1
+"""Raised when the byte-level tokenizer or its chat template changes."""
+
+BUILTIN_MODELS = {
+    "builtin:tiny-llama": 1,
+    "builtin:tiny-qwen2": 1,
+    "builtin:tiny-qwen3": 1,
+    "builtin:tiny-qwen3-moe": 1,
+    "builtin:tiny-gpt-oss": 1,
+}
+"""Tiny randomly initialised models; each brings the byte-level tokenizer with it."""
+
+TOKENIZER_FILES = (
+    "added_tokens.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.*",
+    "additional_chat_templates/*",
+    "vocab.*",
+    "*.model",
+    "*.tiktoken",
+)
+TOKENIZER_AND_CONFIG = (*TOKENIZER_FILES, "config.json")
+MODEL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors.index.json",
+    "*.safetensors",
+)
+
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+COMMIT = re.compile(r"[0-9a-f]{40}")
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+HUB_TIMEOUT = 15.0
+"""Seconds the hub is given to name a commit."""
+
+
+def pin_data(
+    path: str,
+    *,
+    name: str | None = None,
+    split: str | None = None,
+    revision: str | None = None,
+    data_files: str | Sequence[str] | None = None,
+    ds_type: str | None = None,
+    token: bool | None = None,
+) -> Source:
+    """Pin a data set: a file, folder or glob here or behind a URL, a hub id, or something built in.
+
+    `data_files` keep the user's order; all else is sorted. `token` says whether the hub's login is
+    used (true), not used (false), or used if there is one. Raises ConfigError for what does not
+    exist and CapabilityError when the hub is needed and cannot be reached.
+    """
+    files = [data_files] if isinstance(data_files, str) else list(data_files or [])
+    if path in BUILTIN_DATA or path.startswith("builtin:"):
+        return _builtin(path, BUILTIN_DATA)
+    if is_url(path):
+        _refuse_for_files(path, name=name, revision=revision)
+        if ds_type == megatron_files.KIND or path.endswith(megatron_files.INDEX):
+            raise ConfigError(
+                f"{spoken(path)} is data of Megatron's, which is mapped into memory.\n"
+                "  Copy its .bin and .idx to a folder of this machine, and name their prefix."
+            )
+        return pin_remote_data(path, split=split, data_files=files or None, ds_type=ds_type)
+    path = local_path(path)
+    if _is_on_hub(path):
+        commit = _commit_of(path, revision, "dataset", token)
+        return Source(
+            {
+                "kind": "hub",
+                "repo": path,
+                "commit": commit,
+                "name": name,
+                "split": split,
+                "data_files": files or None,
+            }
+        )
+    _refuse_for_files(path, name=name, revision=revision)
+    found = local_files.find_data(path, split=split, data_files=files or None, ds_type=ds_type)
+    return Source({"kind": "files", "label": found.label, "files": _digested(found)}, found.paths)
+
+
+def pin_tokenizer(path: str, revision: str | None = None) -> Source:
+    """Pin a tokenizer: only the files that decide what it does, so that weights may change.
+
+    Raises ConfigError for a folder without a tokenizer, CapabilityError for an unreachable hub.
+    """
+    if path.startswith("builtin:"):
+        _builtin(path, {"builtin:bytes": BUILTIN_TOKENIZER_VERSION, **BUILTIN_MODELS})
+        return Source({"kind": "builtin", "name": "bytes", "version": BUILTIN_TOKENIZER_VERSION})
+    if not is_url(path) and _is_on_hub(path):
+        return Source({"kind": "hub", "repo": path, "commit": _commit_of(path, revision, "model")})
+    _refuse_for_files(path, revision=revision)
+    folder = _fetched(path, TOKENIZER_AND_CONFIG) if is_url(path) else _folder_of(path)
+    files = _matching(folder, TOKENIZER_FILES)
+    if all("template" in file.name for file in files):
+        raise ConfigError(
+            f"{spoken(path)} holds no tokenizer (tokenizer.json, tokenizer_config.json, *.model).\n"
+            "  Set model.tokenizer_path to a folder that does, to a hub id, or to builtin:bytes."
+        )
+    if not _names_its_class(folder) and (folder / "config.json").is_file():
+        files.append(folder / "config.json")
+    found = Found(folder.name, folder, tuple(sorted(files)))
+    return Source({"kind": "files", "files": _digested(found)}, found.paths)
+
+
+def pin_model(path: str, revision: str | None = None) -> Source:
+    """Pin a model: its config and safetensors weights, or a config alone.
+
+    Raises ConfigError for a folder without either, CapabilityError for an unreachable hub.
+    """
+    if path.startswith("builtin:"):
+        return _builtin(path, BUILTIN_MODELS)
+    if is_url(path):
+        _refuse_for_files(path, revision=revision)
+        return pin_remote_files(path, MODEL_FILES, "holds neither config.json nor *.safetensors")
+    if _is_on_hub(path):
+        return Source({"kind": "hub", "repo": path, "commit": _commit_of(path, revision, "model")})
+    _refuse_for_files(path, revision=revision)
+    found = _find_model(path)
+    return Source({"kind": "files", "files": _digested(found)}, found.paths)
+
+
+def check_model(path: str) -> None:
+    """Raise what `pin_model` raises for a local path, without reading a weight; nothing is asked
+    of the hub or of a store."""
+    if path.startswith("builtin:"):
+        _builtin(path, BUILTIN_MODELS)
+    elif not is_url(path) and not _is_on_hub(path):
+        _find_model(path)
+
+
+def pin_adapter(path: str) -> Source:
+    """Pin an adapter in PEFT's form.
+
+    Raises ConfigError for a folder without one, CapabilityError for an unreachable hub.
+    """
+    if is_url(path):
+        return pin_remote_files(path, ADAPTER_FILES, f"has none of {', '.join(ADAPTER_FILES)}")
+    if _is_on_hub(path):
+        return Source({"kind": "hub", "repo": path, "commit": _commit_of(path, None, "model")})
+    folder = _folder_of(path)
+    files = _matching(folder, ADAPTER_FILES)
+    if lacking := set(ADAPTER_FILES) - {file.name for file in files}:
+        raise ConfigError(
+            f"lora.init_adapter_path {path} has no {sorted(lacking)[0]}.\n"
+            "  Name a folder that PEFT or an export of ours wrote; pickled weights (.bin) are not "
+            "read, since reading them can run code."
+        )
+    found = Found(folder.name, folder, tuple(files))
+    return Source({"kind": "files", "files": _digested(found)}, found.paths)
+
+
+def pin_config(path: str) -> Source:
+    """Pin a model's config.json alone, so that weights lying beside it do not matter.
+
+    Raises ConfigError where there is none, CapabilityError for an unreachable hub.
+    """
+    if path.startswith("builtin:") or (not is_url(path) and _is_on_hub(path)):
+        return pin_model(path)
+    target = _fetched(path, ("config.json",)) if is_url(path) else Path(path).expanduser()
+    file = target / "config.json" if target.is_dir() else target
+    if not file.is_file():
+        raise ConfigError(
+            f"{spoken(path)} holds no config.json.\n"
+            "  Set model.config_path to a folder that does, to a hub id, or to builtin:tiny-qwen3."
+        )
+    found = Found(file.name, file.parent, (file,))
+    return Source({"kind": "files", "files": _digested(found)}, found.paths)
+
+
+def is_checkpoint(path: str) -> bool:
+    """Whether `path` is the folder of a training checkpoint, by the files that it has."""
+    if is_url(path):
+        return (Place.of(path) / "COMPLETE").info(tries=QUICK) is not None
+    folder = Path(path).expanduser()
+    return any((folder / name).is_file() for name in ("COMPLETE", "state.json", ".metadata"))
+
+
+def pin_checkpoint(path: str, field: str = "train.load_checkpoint_path") -> Source:
+    """Pin a training checkpoint, which `field` names: every file of its folder.
+
+    Raises ConfigError for what is no folder or was not saved to the end.
+    """
+    if is_url(path):
+        source = pin_remote_files(path, ("*", "*/*", "*/*/*"), "is empty")
+    else:
+        folder = Path(path).expanduser()
+        found = Found(folder.name, folder, tuple(regular_files(folder)))
+        source = Source({"kind": "files", "files": _digested(found)}, found.paths)
+    if not any(file["name"] == "COMPLETE" for file in source.pin["files"]):
+        raise incomplete_checkpoint(path, field)
+    return source
+
+
+def incomplete_checkpoint(path: str, field: str) -> ConfigError:
+    """The error for a `path` in `field` that no checkpoint was saved to, to its end."""
+    return ConfigError(
+        f"{field} {spoken(path)} is not a complete checkpoint.\n"
+        "  Name a folder in a run's checkpoints/ whose save ended."
+    )
+
+
+def _builtin(path: str, known: dict[str, int]) -> Source:
+    if path not in known:
+        raise ConfigError(f"{path} is not built in.\n  These are: {', '.join(sorted(known))}.")
+    name = path.removeprefix("builtin:")
+    return Source({"kind": "builtin", "name": name, "version": known[path]})
+
+
+def _is_on_hub(path: str) -> bool:
+    """Whether `path` names a hub repository; raises ConfigError for an absent local path."""
+    if not path:
+        raise ConfigError("a path is empty.\n  Give a file, a folder, or a hub id.")
+    target = Path(path).expanduser()
+    if target.exists() or megatron_files.index_of(target):
+        return False
+    if local_files.looks_local(path):
+        if local_files.GLOB.search(path):
+            return False
+        raise local_files.missing(path)
+    if not HUB_ID.fullmatch(path):
+        raise ConfigError(f"{path} is neither a path that exists nor a hub id (org/name).")
+    if "/" not in path and local_files.is_near_a_file(path):
+        raise local_files.missing(path)
+    return True
+
+
+def _find_model(path: str) -> Found:
+    """The files of a local model: its folder's, or a config.json alone."""
+    target = Path(path).expanduser()
+    if target.is_file() and target.suffix == ".json":
+        return Found(target.name, target.parent, (target,))
+    folder = _folder_of(path)
+    files = _matching(folder, MODEL_FILES)
+    if not any(file.name == "config.json" or file.suffix == ".safetensors" for file in files):
+        raise ConfigError(
+            f"{path} holds neither config.json nor *.safetensors.\n"
+            "  Weights in other formats (.bin, .pt) are not read; save the model as safetensors."
+        )
+    return Found(folder.name, folder, tuple(files))
+
+
+def _refuse_for_files(path: str, **given: str | None) -> None:
+    for field, value in given.items():
+        if value is not None:
+            raise ConfigError(
+                f"{field} is {value!r}, but {spoken(path)} is files, which know of none.\n"
+                f"  Leave {field} out."
+            )
+
+
+def _fetched(url: str, patterns: Sequence[str]) -> Path:
+    """A folder here with those files of the URL: few and small, and needed before any stage."""
+    return fetched(pin_remote_files(url, patterns, f"has none of {', '.join(patterns)}"))
+
+
+def _folder_of(path: str) -> Path:
+    target = Path(path).expanduser()
+    if not target.is_dir():
+        raise ConfigError(f"{path} is a file where a folder is meant.\n  Give its folder.")
+    local_files.names_in(target)
+    return target
+
+
+def _matching(folder: Path, patterns: Sequence[str]) -> list[Path]:
+    return sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()})
+
+
+def _names_its_class(folder: Path) -> bool:
+    try:
+        return bool(read_json(folder / "tokenizer_config.json").get("tokenizer_class"))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _digested(found: Found) -> list[dict[str, Any]]:
+    try:
+        digests = digests_of(found.paths)
+        return [
+            {"name": found.name_of(path), "bytes": path.stat().st_size, "sha256": digest}
+            for path, digest in zip(found.paths, digests, strict=True)
+        ]
+    except PermissionError as error:
+        raise local_files.unreadable(Path(str(error.filename))) from error
+
+
+def _commit_of(
+    repo: str,
+    revision: str | None,
+    kind: Literal["dataset", "model"],
+    token: bool | None = None,
+) -> str:
+    """The 40 hex digits `revision` (default: main) stands for now, or stood for when last seen."""
+    if revision and COMMIT.fullmatch(revision):
+        return revision
+    commit = None if env.hub_is_offline() else _ask_hub(repo, revision, kind, token)
+    commit = commit or _remembered_commit(repo, revision or "main", kind)
+    if commit:
+        return commit
+    raise UnreachableError(
+        f"{repo} is neither a path here nor in the local hub cache, and the Hugging Face hub "
+        f"cannot be reached{' (HF_HUB_OFFLINE is set)' if env.hub_is_offline() else ''}.\n"
+        f"  Go online, or download it where there is a network (hf download {repo}"
+        f"{' --repo-type dataset' if kind == 'dataset' else ''}), or give a local path."
+    )
+
+
+def _ask_hub(
+    repo: str, revision: str | None, kind: Literal["dataset", "model"], token: bool | None
+) -> str | None:
+    """The commit the hub names, or None when it cannot be reached."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        HTTPError,  # pyright: ignore[reportPrivateImportUsage] - of the client that it uses
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    api = HfApi()
+    ask = api.dataset_info if kind == "dataset" else api.model_info
+    try:
+        return ask(repo, revision=revision, timeout=HUB_TIMEOUT, token=token).sha
+    except GatedRepoError as error:
+        raise CapabilityError(
+            f"{repo} is gated, and this account has no access to it.\n"
+            "  Accept its terms on the hub, then log in (hf auth login) or set HF_TOKEN."
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ConfigError(
+            f"{repo} is neither a path here nor a {kind} on the Hugging Face hub.\n"
+            "  Check the spelling; for a private one, log in (hf auth login) or set HF_TOKEN."
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ConfigError(
+            f"{repo} has no revision {revision!r} on the hub.\n"
+            "  Give a branch, a tag or a commit that it has."
+        ) from error
+    except HFValidationError as error:
+        raise ConfigError(f"{repo} is neither a path here nor a valid hub id: {error}") from error
+    except (HTTPError, OSError):
+        return None
+
+
+def _remembered_commit(repo: str, revision: str, kind: Literal["dataset", "model"]) -> str | None:
+    """The commit in the refs of the hub's cache on this machine, if it was ever fetched."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    folder = Path(HF_HUB_CACHE) / f"{kind}s--{repo.replace('/', '--')}" / "refs"
+    ref = folder / revision
+    if not ref.resolve().is_relative_to(folder.resolve()) or not ref.is_file():
+        return None
+    commit = ref.read_text().strip()
+    return commit if COMMIT.fullmatch(commit) else None

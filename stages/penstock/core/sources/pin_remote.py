@@ -1,0 +1,177 @@
+"""Pins of what lies behind URLs: by what stores say of the content, and by reading it if they do
+not say.
+
+A pin names files without their bucket or server, so data that moves keeps its key; and without user
+or query, so a URL that is signed anew does too.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from filelock import FileLock
+
+from penstock.core import env
+from penstock.core.cache.digests import sha256_of
+from penstock.core.cache.record import digest_of
+from penstock.core.cache.stage import Source, short
+from penstock.core.errors import ConfigError, StageError
+from penstock.core.files import fsync, remove
+from penstock.core.process.retry import QUICK
+from penstock.core.remote.open import open_file
+from penstock.core.remote.path import Place, checked
+from penstock.core.remote.urls import is_url, split_parent, spoken
+from penstock.core.remote.version import is_digest, version_of
+from penstock.core.sources.local_files import some, top
+from penstock.core.sources.remote_files import (
+    RemoteFile,
+    RemoteFound,
+    find_remote_data,
+    missing,
+)
+
+FETCHED = "fetched"
+"""Folder of the user's cache for content that came from URLs, named by that content."""
+
+AT_ONCE = 8
+"""Files that are fetched side by side."""
+
+CHUNK = 4 << 20
+
+
+def pin_remote_data(
+    url: str, *, split: str | None, data_files: Sequence[str] | None, ds_type: str | None
+) -> Source:
+    """Pin the data files a URL names. Raises ConfigError and CapabilityError, as for local ones."""
+    found = find_remote_data(url, split=split, data_files=data_files, ds_type=ds_type)
+    return _pinned(found, {"label": found.label})
+
+
+def pin_remote_files(url: str, patterns: Sequence[str], lacking: str) -> Source:
+    """Pin those files of a folder that match `patterns`, or a single file.
+
+    Raises ConfigError that says `lacking` when there are none.
+    """
+    place = Place.of(url)
+    info = place.info(tries=QUICK)
+    name = split_parent(spoken(url))[1]
+    if info and any(_matches(name, pattern) for pattern in patterns):
+        return _pinned(RemoteFound(name, (RemoteFile(name, place, info),)), {})
+    if info:
+        raise ConfigError(f"{place.said} {lacking}.\n  Name its folder, or another file.")
+    if place.is_web:
+        raise ConfigError(
+            f"{place.said} is no file, and a folder on a web server cannot be listed.\n"
+            "  Copy it to a folder here or to an object store, and name that."
+        )
+    files = place.files(tries=QUICK)
+    if not files:
+        raise missing(url)
+    chosen = [name for name in files if any(_matches(name, pattern) for pattern in patterns)]
+    if not chosen:
+        raise ConfigError(f"{place.said} {lacking}; it has {some(top(list(files)))}.")
+    found = tuple(RemoteFile(name, place / name, files[name]) for name in chosen)
+    return _pinned(RemoteFound(split_parent(spoken(url))[1], found), {})
+
+
+def folder_of(typed: str, source: Source) -> str:
+    """Where what the user `typed` can be read: itself, or the folder it was fetched to."""
+    return str(_folder_around(source)) if is_url(typed) else typed
+
+
+def fetched(source: Source) -> Path:
+    """The folder on this machine that holds what `source` pins, fetched if it is not there yet.
+
+    Raises StageError when what lies behind the URLs has changed, or the connection breaks.
+    """
+    folder = env.cache_home() / FETCHED / short(source.key)
+    if not source.urls:
+        return _folder_around(source)
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_name(f".{folder.name}.lock")):
+        if not folder.is_dir():
+            part = folder.with_name(f"{folder.name}.part")
+            remove(part)
+            part.mkdir()
+            with ThreadPoolExecutor(AT_ONCE) as pool:
+                jobs = [
+                    pool.submit(_fetch, url, pinned, part / checked(str(pinned["name"])))
+                    for url, pinned in zip(source.urls, source.pin["files"], strict=True)
+                ]
+                for job in jobs:
+                    job.result()
+            part.rename(folder)
+    return folder
+
+
+def _folder_around(source: Source) -> Path:
+    """The folder below which the pin names its files."""
+    depth = len(PurePosixPath(str(source.pin["files"][0]["name"])).parts)
+    return source.paths[0].parents[depth - 1]
+
+
+def _fetch(url: str, pinned: dict[str, Any], target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with open_file(url, pinned) as source, target.open("wb") as stream:
+        shutil.copyfileobj(source, stream, CHUNK)
+    if target.stat().st_size != pinned["bytes"]:
+        raise StageError(
+            f"{spoken(url)} has changed since this run was planned: {target.stat().st_size} bytes "
+            f"came, {pinned['bytes']} were announced.\n  Run again."
+        )
+    fsync(target)
+
+
+def _pinned(found: RemoteFound, more: dict[str, Any]) -> Source:
+    files: list[dict[str, Any]] = []
+    for file in found.files:
+        version = version_of(file.info)
+        if version is None or file.info["size"] is None:
+            return _read(found, more)
+        if not is_digest(version):
+            # Such words are told apart by their server alone.
+            version = {**version, "url": file.place.said}
+        files.append({"name": file.name, "bytes": int(file.info["size"]), **version})
+    urls = tuple(file.place.url for file in found.files)
+    return Source({"kind": "files", **more, "files": files}, urls=urls)
+
+
+def _read(found: RemoteFound, more: dict[str, Any]) -> Source:
+    """Files whose server tells no version apart: they are read now, and used as they were read.
+
+    A file that could change unnoticed between two runs is read in each of them.
+    """
+    home = env.cache_home() / FETCHED
+    home.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".reading-", dir=home) as folder:
+        names = [checked(file.name) for file in found.files]
+        for file, name in zip(found.files, names, strict=True):
+            target = Path(folder) / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with open_file(file.place.url) as source, target.open("wb") as stream:
+                shutil.copyfileobj(source, stream, CHUNK)
+        digests = _digested(names, [Path(folder) / name for name in names])
+        kept = home / short(digest_of(digests))
+        for name in names:
+            if not (kept / name).is_file():
+                (kept / name).parent.mkdir(parents=True, exist_ok=True)
+                (Path(folder) / name).replace(kept / name)
+    paths = tuple(kept / name for name in names)
+    return Source({"kind": "files", **more, "files": digests}, paths)
+
+
+def _digested(names: Sequence[str], paths: Sequence[Path]) -> list[dict[str, Any]]:
+    return [
+        {"name": name, "bytes": path.stat().st_size, "sha256": sha256_of(path)}
+        for name, path in zip(names, paths, strict=True)
+    ]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    same_depth = name.count("/") == pattern.count("/")
+    return same_depth and PurePosixPath(name).match(pattern)

@@ -1,0 +1,186 @@
+"""Which files behind a URL the user meant: a file, a folder (prefix), a glob, as for local paths.
+
+Asks stores for listings and never for content, so that what is absent or refused is known before
+any work starts.
+"""
+
+import difflib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, cast
+
+from penstock.core.errors import ConfigError
+from penstock.core.process.retry import QUICK, persistently
+from penstock.core.remote.errors import StoreFault, while_planning
+from penstock.core.remote.path import Info, Place
+from penstock.core.remote.urls import joined, split_parent, spoken
+from penstock.core.sources import local_files
+from penstock.core.sources.datasets_folder import SPLITS, STATE, SavedFolder
+from penstock.core.sources.local_files import GLOB, some, top
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file by the name a pin gives it, where it lies, and what its store says of it."""
+
+    name: str
+    place: Place
+    info: Info
+
+
+@dataclass(frozen=True)
+class RemoteFound:
+    """Files in reading order; `label` is what people call the data."""
+
+    label: str
+    files: tuple[RemoteFile, ...]
+
+
+def find_remote_data(
+    url: str, *, split: str | None, data_files: Sequence[str] | None, ds_type: str | None
+) -> RemoteFound:
+    """The data files the URL names, or those `data_files` name in the folder that it is.
+
+    Raises ConfigError when there is nothing, CapabilityError when the store refuses.
+    """
+    local_files.check_split(spoken(url), split)
+    found = _find(url, split, data_files, ds_type)
+    for file in found.files:
+        local_files.check_kind(file.name, ds_type, spoken(url))
+    local_files.refuse_other_split(spoken(url), [file.name for file in found.files], split)
+    return found
+
+
+def _find(
+    url: str, split: str | None, data_files: Sequence[str] | None, ds_type: str | None
+) -> RemoteFound:
+    place = Place.of(url)
+    if not place.is_web and GLOB.search(url):
+        return _glob(place)
+    info = None if data_files else place.info(tries=QUICK)
+    if info:
+        name = split_parent(spoken(url))[1]
+        return RemoteFound(name, (RemoteFile(name, place, info),))
+    if place.is_web:
+        if not data_files:
+            raise ConfigError(
+                f"{place.said} does not exist: the server does not know it.\n"
+                "  Check its spelling. A folder on a web server cannot be listed: name its files "
+                "with data_files."
+            )
+        return RemoteFound(_label(place), tuple(_named(place, name) for name in data_files))
+    files = place.files(tries=QUICK)
+    if not files:
+        raise missing(url)
+    if data_files:
+        chosen = [each for name in data_files for each in _data_file(place, files, name)]
+    else:
+        notes = _saved(place, files, split)
+        chosen = notes or local_files.choose(place.said, list(files), split=split, ds_type=ds_type)
+    return RemoteFound(
+        _label(place), tuple(RemoteFile(name, place / name, files[name]) for name in chosen)
+    )
+
+
+def missing(url: str) -> ConfigError:
+    """The error for a URL where nothing is, with the names that are near it."""
+    parent, name = split_parent(spoken(url))
+    names = sorted(Place.of(parent).names()) if name else []
+    if not names:
+        return ConfigError(f"{spoken(url)} does not exist.\n  There is nothing in {parent} either.")
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"it holds {some(names)}."
+    return ConfigError(f"{spoken(url)} does not exist.\n  In {parent}: {hint}")
+
+
+def _label(place: Place) -> str:
+    return PurePosixPath(place.said.split("://", 1)[1]).name
+
+
+def _glob(place: Place) -> RemoteFound:
+    """What the store says matches. Files are named below the last folder without a pattern."""
+    try:
+        place.system.invalidate_cache()
+        found: Any = persistently(lambda: place.system.glob(place.path, detail=True), tries=QUICK)
+    except StoreFault as fault:
+        if fault.kind != "absent":
+            raise while_planning(fault, place.url) from None
+        found = {}
+    infos = {
+        path: info
+        for path, info in sorted(found.items())
+        if info.get("type") == "file" and not PurePosixPath(path).name.startswith(".")
+    }
+    plain = place.path[: (GLOB.search(place.path) or _never()).start()]
+    root = plain.rpartition("/")[0]
+    url = place.url[: (GLOB.search(place.url) or _never()).start()].rpartition("/")[0]
+    if not infos:
+        names = Place.of(url).names()
+        raise ConfigError(f"{place.said} matches no file.\n  {url} holds {some(sorted(names))}.")
+    folder = Place(url, place.system, root)
+    names = {path: path.removeprefix(root + "/") for path in infos}
+    return RemoteFound(
+        _label(folder),
+        tuple(RemoteFile(names[path], folder / names[path], infos[path]) for path in infos),
+    )
+
+
+def _never() -> Any:
+    raise AssertionError("there is a pattern: that was asked before")
+
+
+def _named(place: Place, name: str) -> RemoteFile:
+    """One of data_files on a web server: asked for by itself."""
+    file = Place.of(joined(place.url, name))
+    info = file.info(tries=QUICK)
+    if info is None:
+        raise ConfigError(
+            f"data_files: {name} is not in {place.said}: the server does not know it.\n"
+            "  Check its spelling."
+        )
+    return RemoteFile(name, file, info)
+
+
+def _data_file(place: Place, files: dict[str, Info], name: str) -> list[str]:
+    if name in files:
+        return [name]
+    if GLOB.search(name):
+        matching = [each for each in files if PurePosixPath(each).match(name)]
+        same_depth = [each for each in matching if each.count("/") == name.count("/")]
+        if same_depth:
+            return same_depth
+    near = difflib.get_close_matches(name, list(files), n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"it has {some(top(list(files)))}."
+    raise ConfigError(f"data_files: {name} is not in {place.said}.\n  There: {hint}")
+
+
+def _saved(place: Place, files: dict[str, Info], split: str | None) -> list[str] | None:
+    """The files that the notes of save_to_disk list, in order; None where there are no notes."""
+    if SPLITS in files:
+        folder = SavedFolder(Path(), tuple(_notes(place / SPLITS).get("splits") or ()))
+    elif STATE in files:
+        folder = SavedFolder(Path(), None)
+    else:
+        return None
+    at = folder.of_split(place.said, split).folder
+    state = _notes(place / (at / STATE).as_posix())
+    names = [(at / entry["filename"]).as_posix() for entry in state.get("_data_files") or ()]
+    absent = [name for name in names if name not in files]
+    if state.get("_indices_data_files") or absent or not names:
+        raise ConfigError(
+            f"{place.said} is not whole, or was saved as a selection by an old release of datasets"
+            f"{f': {absent[0]} is not there' if absent else ''}.\n"
+            "  Save it again: flatten_indices().save_to_disk(…)."
+        )
+    return names
+
+
+def _notes(place: Place) -> dict[str, Any]:
+    try:
+        return cast("dict[str, Any]", json.loads(place.read() or b""))
+    except ValueError as error:
+        raise ConfigError(
+            f"{place.said} cannot be read as JSON.\n  Save the data set again."
+        ) from error

@@ -1,0 +1,90 @@
+"""What a run will cost, before it runs: memory of a rank, seconds of a step, tokens, steps, disk.
+
+No torch.
+"""
+
+from dataclasses import dataclass
+
+from penstock.config.schema.run import RunConfig
+from penstock.costs.device_speed import Machine
+from penstock.costs.disk import Disk, disk_of
+from penstock.costs.durations import Step, pass_of, step_of
+from penstock.costs.memory import Memory, peak
+from penstock.costs.sharded_model import Cut, Model
+from penstock.costs.token_counts import Data, Length, length_of, work_of
+from penstock.engine.distributed.parallel_dims import Degrees, rows_per_step
+from penstock.models.flops import step_flops
+from penstock.models.hf_config import HfConfig
+from penstock.models.quantization_config import declared_in
+from penstock.models.registry import family_of
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one run on one layout."""
+
+    degrees: Degrees
+    machine: Machine
+    memory: Memory
+    """Of the rank that takes the most, at its highest."""
+    step: Step | None
+    """None where nobody knows how fast the machine is."""
+    rows_per_step: int
+    tokens_per_step: int
+    flops_per_step: float
+    length: Length | None
+    disk: Disk
+    reference_seconds: float | None = None
+    """Of the reference stage: one pass over all training rows. None where nothing is compared with
+    a reference, or nobody knows."""
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether a rank has the memory; None where nobody knows how much it has."""
+        limit = self.machine.memory
+        return None if limit is None else self.memory.total <= USED * limit
+
+    @property
+    def seconds(self) -> float | None:
+        """Of all steps; what `max_hours` or `early_stopping` may save is not known."""
+        if self.step is None or self.length is None:
+            return None
+        return self.step.total * self.length.steps
+
+
+USED = 0.92
+"""The share of a device's memory that tensors may take: libraries, and gaps between tensors, take
+the rest."""
+
+
+def model_of(run: RunConfig, hf_config: HfConfig) -> Model:
+    """What there is to cut. Raises CapabilityError for a model that is not trained here."""
+    family = family_of(hf_config)
+    published = declared_in(hf_config) if run.model.model_path else None
+    return Model.of(run, family, family.read(hf_config), published)
+
+
+def predict(
+    run: RunConfig, model: Model, degrees: Degrees, machine: Machine, data: Data | None
+) -> Prediction:
+    """What the run costs, laid out over so many ranks of that machine."""
+    cut = Cut(run, model, degrees, machine.kind)
+    rows = rows_per_step(run.train, degrees.num_replicas)
+    length = length_of(run, data, rows)
+    work = work_of(model.config, run, data, rows)
+    epochs = float(run.train.num_train_epochs)
+    if length and data and length.set_by != "num_train_epochs":
+        epochs = length.tokens * len(data.epoch_rows) / max(1, data.tokens)
+    looking = pass_of(cut, machine, work) if "reference" in run.stages and data else None
+    return Prediction(
+        degrees=degrees,
+        machine=machine,
+        memory=peak(cut),
+        step=step_of(cut, machine, work),
+        rows_per_step=rows,
+        tokens_per_step=work.tokens,
+        flops_per_step=step_flops(model.config, work, learning=model.learning),
+        length=length,
+        disk=disk_of(cut, data, length.steps if length else None, epochs),
+        reference_seconds=looking.total * data.rows / rows if looking and data else None,
+    )

@@ -1,0 +1,46 @@
+"""How fast this machine multiplies and copies: `python -m penstock.costs.measure_machine`, which ends
+with one JSON object. A process of its own, for it needs torch and all processors."""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+SIZES = {"cpu": 1024, "cuda": 8192}
+COPIED = {"cpu": 64 << 20, "cuda": 2 << 30}
+ROUNDS = 5
+
+
+def measure() -> dict[str, float | str | None]:
+    """Operations a second of square products, and bytes a second read and written: the medians."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    size = SIZES[device.type]
+    found: dict[str, float | str | None] = {"name": None, "torch": torch.__version__}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found |= {"name": properties.name, "memory": float(properties.total_memory)}
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        a = torch.randn(size, size, device=device).to(dtype)
+        found[name] = 2.0 * size**3 / _seconds(lambda a=a: a @ a, device)
+    numbers = torch.zeros(COPIED[device.type], dtype=torch.uint8, device=device)
+    target = torch.empty_like(numbers)
+    found["bandwidth"] = 2.0 * len(numbers) / _seconds(lambda: target.copy_(numbers), device)
+    return found
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    taken: list[float] = []
+    for _ in range(ROUNDS + 1):
+        started = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - started)
+    # The first one prepares.
+    return sorted(taken[1:])[ROUNDS // 2]
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(measure()) + "\n")

@@ -1,0 +1,55 @@
+"""What optimizers remember, in bytes. No torch."""
+
+from penstock.config.schema.train import TrainConfig
+from penstock.costs.param_sizes import Tensor
+
+WIDTHS = {"fp32": 4, "bf16": 2}
+
+EIGHT_BITS, FOUR_BITS = 1 + 4 / 256, 0.5 + 4 / 128
+"""Of a number, with its share of a scale for each block."""
+
+COMPRESSED = {"int8": 1 + 8 / 128, "int4": 0.5 + 8 / 128}
+"""Of a moment in a checkpoint, with its share of its block's two scales."""
+
+
+def saved_bytes(train: TrainConfig, tensor: Tensor) -> float:
+    """Of what a checkpoint has of one tensor's."""
+    kept = state_bytes(train, tensor)
+    if train.ckpt_quant == "none":
+        return kept
+    moments = 2 * WIDTHS["fp32" if train.optimizer == "adamw" else train.optimizer_dtype]
+    return kept + tensor.mine * (2 * COMPRESSED[train.ckpt_quant] - moments)
+
+
+def state_bytes(train: TrainConfig, tensor: Tensor) -> float:
+    """Of one tensor's share on this rank."""
+    return tensor.mine * _per_number(train, tensor)
+
+
+def _per_number(train: TrainConfig, tensor: Tensor) -> float:
+    told = WIDTHS[train.optimizer_dtype]
+    arguments = train.optimizer_kwargs
+    optimizer = train.optimizer
+    if optimizer == "adamw":
+        return 2 * WIDTHS["fp32"]
+    if optimizer == "anyprecision_adamw":
+        # What rounding takes from weights is kept beside those that are rounded.
+        lost = tensor.width if arguments.get("use_kahan_summation") and tensor.width < 4 else 0
+        return 2 * told + lost
+    if optimizer == "muon":
+        return told if tensor.hidden else 2 * told
+    if optimizer == "novograd":
+        return told
+    own = tensor.width
+    name = optimizer.rpartition(".")[2]
+    if name in ("sgd", "SGD"):
+        return own if arguments.get("momentum") else 0.0
+    if "8bit" in name:
+        return 2 * EIGHT_BITS
+    if "4bit" in name:
+        return 2 * FOUR_BITS
+    if name in ("RMSprop", "Adagrad"):
+        return own
+    if name == "Adafactor":
+        return own * (tensor.rows + tensor.columns) / tensor.numbers
+    return 2 * own

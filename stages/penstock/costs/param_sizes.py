@@ -1,0 +1,234 @@
+"""What one rank holds of a model: every tensor by its layer, at rest and gathered. No torch."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from penstock.adapters.match_targets import Linear
+from penstock.adapters.names import EMBEDDING, EXPERTS
+from penstock.config.schema.quantization import PAIRS, is_among
+from penstock.config.schema.run import written
+from penstock.costs.sharded_model import Cut
+from penstock.engine.distributed.pipeline_stages import layers_of_stages, stages_of_rank
+from penstock.models.names import EMBEDDING_WEIGHT, HEAD_WEIGHT, POSITIONS_WEIGHT
+from penstock.models.tp_roles import Role
+from penstock.models.weights import LAYERS
+
+ROOT = -1
+"""In place of a layer's number: the embedding, the last norm, and the head."""
+
+CODES: Mapping[str, tuple[float, int | None, int, int]] = {
+    "nf4": (0.5, 64, 4, 0),
+    "nvfp4": (0.5, 16, 1, 4),
+    "int4": (0.5, 128, 4, 0),
+    "int8": (1, None, 4, 0),
+    "fp8": (1, None, 4, 0),
+    "block_fp8": (1, 128, 4, 0),
+}
+"""Of a quantised row: bytes of a number, numbers that share a scale, bytes of that, bytes of the
+whole row's."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One parameter of a rank, before fsdp2 shards it."""
+
+    layer: int
+    """The number of its layer, or ROOT."""
+    rows: int
+    """By which it is sharded."""
+    columns: int
+    """Numbers in a row."""
+    learns: bool
+    width: float
+    """Bytes of a number at rest."""
+    gathered_width: float
+    """Bytes of a number once it is gathered to be computed with."""
+    shards: int
+    hidden: bool = False
+    """Whether it is a matrix of a layer's own weights: what Muon steps."""
+
+    @property
+    def numbers(self) -> int:
+        """Before it is sharded."""
+        return self.rows * self.columns
+
+    @property
+    def mine(self) -> int:
+        """Numbers that this rank keeps."""
+        return -(-self.rows // self.shards) * self.columns
+
+    @property
+    def at_rest(self) -> float:
+        """Bytes that this rank keeps."""
+        return self.mine * self.width
+
+    @property
+    def gathered(self) -> float:
+        """Bytes of all of it."""
+        return self.numbers * self.gathered_width
+
+
+def held(cut: Cut, pipeline: int = 0) -> list[Tensor]:
+    """The parameters of the rank numbered `pipeline` in its pipeline; the largest where ranks that
+    share its stage differ."""
+    layers, begins, ends = _part(cut, pipeline)
+    return [*_base(cut, layers, begins=begins, ends=ends), *_adapters(cut, layers, ends)]
+
+
+def layers_here(cut: Cut, pipeline: int) -> list[int]:
+    """The numbers of that rank's layers."""
+    return _part(cut, pipeline)[0]
+
+
+def _part(cut: Cut, pipeline: int) -> tuple[list[int], bool, bool]:
+    train, count = cut.run.train, cut.config.num_hidden_layers
+    if cut.degrees.pipeline == 1:
+        return list(range(count)), True, True
+    stages = layers_of_stages(train, count)
+    mine = stages_of_rank(train, pipeline)
+    return (
+        [layer for stage in mine for layer in stages[stage]],
+        0 in mine,
+        len(stages) - 1 in mine,
+    )
+
+
+def _base(cut: Cut, layers: list[int], *, begins: bool, ends: bool) -> Iterator[Tensor]:
+    shapes = cut.model.shapes
+    for name, shape in shapes.items():
+        if _is_here(name, layers, begins=begins, ends=ends):
+            yield _tensor(cut, name, shape)
+    if ends and not begins and cut.config.tie_word_embeddings:
+        # The two ends of a pipeline hold a copy each.
+        yield _tensor(cut, HEAD_WEIGHT, shapes[EMBEDDING_WEIGHT])
+
+
+def _is_here(name: str, layers: list[int], *, begins: bool, ends: bool) -> bool:
+    layer = layer_of(name)
+    if layer != ROOT:
+        return layer in layers
+    return begins if name in (EMBEDDING_WEIGHT, POSITIONS_WEIGHT) else ends
+
+
+def layer_of(name: str) -> int:
+    """The number of the layer that a parameter is in, or ROOT."""
+    return int(name.split(".")[2]) if name.startswith(LAYERS) else ROOT
+
+
+def _tensor(cut: Cut, name: str, shape: tuple[int, ...]) -> Tensor:
+    module, _, leaf = name.rpartition(".")
+    layer, of_experts = layer_of(name), f".mlp.{EXPERTS}." in name
+    rows, columns = _cut(cut, name, shape)
+    learns = not cut.run.lora.enable_lora and not (
+        cut.run.model.freeze_router and module.endswith("mlp.gate")
+    )
+    # Of a bias only the vector is left, and experts' are stacks of vectors.
+    is_matrix = len(shape) > 1 + of_experts
+    width = float(cut.keeps)
+    gathered = float(cut.computes)
+    if not learns and is_matrix and cut.keeps_only_adapters:
+        width = min(cut.keeps, cut.computes)
+    format = _format(cut, name, is_matrix) if layer != ROOT else None
+    if format:
+        width = gathered = _width(format, shape[-1], _group(cut))
+    shards = cut.expert_shards if of_experts else cut.shards
+    hidden = is_matrix and layer != ROOT and leaf != "sinks"
+    return Tensor(layer, rows, columns, learns, width, gathered, shards, hidden)
+
+
+def _cut(cut: Cut, name: str, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and numbers in a row of a rank's share of a tensor, by the tensor and expert axes."""
+    size, config = cut.degrees.tensor, cut.config
+    rows, columns = shape[0], 1
+    for count in shape[1:]:
+        columns *= count
+    module = name.rpartition(".")[0]
+    if f".mlp.{EXPERTS}." in name:
+        return -(-rows // cut.degrees.expert), columns
+    role = cut.model.roles.get(module)
+    layer = layer_of(name)
+    if size == 1 or role in (None, Role.ROUTER, Role.EXPERTS):
+        return rows, columns
+    if layer != ROOT and ".mlp." in name and config.experts_of(layer):
+        return rows, columns
+    if role is Role.NARROW:
+        return (rows, -(-columns // size)) if len(shape) > 1 else (rows, columns)
+    if ".self_attn." in name and role is not Role.PER_HEAD:
+        keys = config.num_key_value_heads * config.head_dim
+        parts = {"qkv_proj": (rows - 2 * keys, 2 * keys), "q_proj": (rows, 0)}
+        queries, others = parts.get(module.rpartition(".")[2], (0, rows))
+        each = min(size, config.num_key_value_heads)
+        return -(-queries // size) + -(-others // each), columns
+    return -(-rows // size), columns
+
+
+def _format(cut: Cut, name: str, is_matrix: bool) -> str | None:
+    """How a matrix of a layer is quantised; None: it is not."""
+    lora = cut.run.lora
+    module = name.rpartition(".")[0]
+    role = cut.model.roles.get(module)
+    if not lora.enable_qlora or not is_matrix or role in (None, Role.ROUTER, Role.PER_HEAD):
+        return None
+    published = cut.model.published
+    untouched = published.untouched if published else ()
+    if is_among(lora.exclude_modules or untouched, module):
+        return None
+    chosen = published.format if published else lora.quant_format
+    linear, experts = PAIRS.get(chosen, (chosen, chosen))
+    return experts if role is Role.EXPERTS else linear
+
+
+def _group(cut: Cut) -> int | None:
+    """Numbers that share a scale, where that is written."""
+    if written(cut.run, "lora.quant_group_size"):
+        return cut.run.lora.quant_group_size
+    return cut.model.published.group if cut.model.published else None
+
+
+def _width(format: str, columns: int, told: int | None) -> float:
+    """Bytes of a number of a row with its scales."""
+    each, group, scale, whole = CODES[format]
+    if group is None:
+        return each + scale / columns
+    size = (told if format in ("nf4", "int4") else None) or group
+    groups = -(-columns // size)
+    codes = groups * size * each if each < 1 else columns
+    return (codes + groups * scale + whole) / columns
+
+
+def _adapters(cut: Cut, layers: list[int], ends: bool) -> Iterator[Tensor]:
+    rank = cut.run.lora.lora_rank
+    for one in cut.model.adapters:
+        layer = layer_of(one.of)
+        if layer == ROOT and one.name != EMBEDDING and not ends:
+            continue
+        if layer == ROOT or layer in layers:
+            for rows, columns in _factors(cut, one, rank):
+                shards = cut.expert_shards if one.experts else cut.shards
+                yield Tensor(layer, rows, columns, True, 4, cut.computes, shards)
+
+
+def _factors(cut: Cut, one: Linear, rank: int) -> Iterator[tuple[int, int]]:
+    """Rows and numbers in a row of a layer's two factors, and of its magnitudes."""
+    size = cut.degrees.tensor
+    role = cut.model.roles[one.native]
+    outputs, inputs = one.outputs, one.inputs
+    if one.experts:
+        count = -(-one.experts // cut.degrees.expert)
+        lora = cut.run.lora
+        first, second = count, count
+        if lora.moe_shared_lora:
+            first = second = 1
+        elif lora.moe_hybrid_shared_lora:
+            first, second = (count, 1) if one.native.endswith("down_proj") else (1, count)
+        yield (first, rank * inputs) if first > 1 else (rank, inputs)
+        yield (second, outputs * rank) if second > 1 else (outputs, rank)
+        return
+    if role is Role.NARROW:
+        inputs = -(-inputs // size)
+    elif role is not None:
+        outputs = -(-outputs // size)
+    yield rank, inputs
+    yield outputs, rank
+    if cut.run.lora.use_dora:
+        yield outputs, 1

@@ -1,0 +1,181 @@
+"""How many tokens and steps a run has: counted where its data is there, else estimated.
+
+No torch.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Literal
+
+from penstock.config.schema.run import RunConfig, written
+from penstock.core.cache.store import Step, lookup
+from penstock.costs.file_sizes import estimate_samples
+from penstock.models.decoder_config import DecoderConfig
+from penstock.models.flops import Work
+from penstock.prepare.stage import Prepare
+from penstock.rows.row_length import SampleSizes, fitted_row_length
+from penstock.rows.sizing import keeps_rest
+
+FILL = 0.97
+"""The share of packed rows that holds tokens, where nothing is packed yet."""
+
+Certainty = Literal["counted", "estimated"]
+
+
+@dataclass(frozen=True)
+class Data:
+    """The training split."""
+
+    epoch_rows: tuple[int, ...]
+    """Packed rows of each epoch, over and over."""
+    tokens: int
+    """Of all these rows, padding left out."""
+    documents: int
+    trained: int
+    """Tokens with a label."""
+    certain: Certainty
+
+    @property
+    def rows(self) -> int:
+        """Of all epochs that are laid out."""
+        return sum(self.epoch_rows)
+
+    @property
+    def tokens_per_row(self) -> float:
+        """On average."""
+        return self.tokens / max(1, self.rows)
+
+
+@dataclass(frozen=True)
+class Length:
+    """How long the run is."""
+
+    steps: int
+    tokens: int
+    set_by: str
+    """The setting that says so."""
+    certain: Certainty
+
+
+@dataclass(frozen=True)
+class Made:
+    """The facts of the stages before training, as far as their results are there."""
+
+    prepared: Mapping[str, Any] | None
+    packed: Mapping[str, Any] | None
+
+    @classmethod
+    def of(cls, steps: Sequence[Step]) -> "Made":
+        """Those of the steps of a run."""
+        found = {step.stage.name: step for step in steps}
+        manifests = [lookup(found[n]) if n in found else None for n in ("prepare", "pack")]
+        return cls(*(manifest["facts"] if manifest else None for manifest in manifests))
+
+
+def with_row_length(
+    run: RunConfig, made: Made, steps: Sequence[Step], vocab_size: int
+) -> RunConfig:
+    """The run with the length of rows that the data gives it, where that is not written. As long as
+    nothing is prepared it is estimated from the files."""
+    if written(run, "data.sample_packing_sequence_len"):
+        return run
+    most, multiple = run.data.sample_packing_sequence_len, run.data.pad_to_multiple_of
+    if made.packed:
+        length = made.packed.get("row_length", {}).get("train", most)
+    elif made.prepared:
+        length = fitted_row_length(SampleSizes.of_facts(made.prepared), most, multiple)
+    else:
+        prepare = next(step.stage for step in steps if step.stage.name == "prepare")
+        sources = prepare.sources if isinstance(prepare, Prepare) else ()
+        sizes = estimate_samples(sources, vocab_size)
+        if sizes is None:
+            return run
+        length = fitted_row_length(SampleSizes(sizes.longest, sizes.tokens), most, multiple)
+    return run.model_copy(update={"data": run.data.with_row_length(length)})
+
+
+def data_of(run: RunConfig, steps: Sequence[Step], vocab_size: int) -> Data | None:
+    """What is known of the data: from packed rows, from prepared samples, or from the files; None
+    where there is none of it."""
+    by_stage = {step.stage.name: step for step in steps}
+    made = Made.of(steps)
+    if made.packed:
+        facts = {name: of.get("train") for name, of in made.packed.items()}
+        rows = facts["epoch_rows"] or [facts["rows"]]
+        return Data(
+            tuple(rows), facts["tokens"], facts["documents"], facts["trained_tokens"], "counted"
+        )
+    prepare = by_stage["prepare"]
+    row = run.data.sample_packing_sequence_len
+    if made.prepared:
+        facts = {name: made.prepared[name]["train"] for name in COUNTED}
+        rows = max(1, math.ceil(facts["tokens"] / (row * FILL)))
+        return Data((rows,), facts["tokens"], facts["rows"], facts["trained_tokens"], "estimated")
+    sources = prepare.stage.sources if isinstance(prepare.stage, Prepare) else ()
+    sizes = estimate_samples(sources, vocab_size)
+    if sizes is None:
+        return None
+    rows = max(1, math.ceil(sizes.tokens / (row * FILL)))
+    return Data((rows,), sizes.tokens, sizes.samples, sizes.tokens, "estimated")
+
+
+COUNTED = ("rows", "tokens", "trained_tokens")
+
+
+def length_of(run: RunConfig, data: Data | None, rows_per_step: int) -> Length | None:
+    """The steps of a run from its beginning; None where the data decides, and nobody knows it."""
+    train = run.train
+    row = run.data.sample_packing_sequence_len
+    per_step = rows_per_step * (data.tokens_per_row if data else row * FILL)
+    certain: Certainty = data.certain if data else "estimated"
+    if train.eval_only:
+        return Length(0, 0, "eval_only", "counted")
+    ends: dict[str, tuple[int, Certainty]] = {}
+    if train.max_steps is not None:
+        ends["max_steps"] = train.max_steps, "counted"
+    if train.max_tokens is not None:
+        ends["max_tokens"] = max(1, math.ceil(train.max_tokens / per_step)), "estimated"
+    if not ends:
+        if data is None:
+            return None
+        epochs = Fraction(str(train.num_train_epochs))
+        ends["num_train_epochs"] = _steps(run, data, rows_per_step, epochs), certain
+    first = min(ends, key=lambda name: ends[name][0])
+    steps, sure = ends[first]
+    return Length(steps, round(steps * per_step), first, sure)
+
+
+def _steps(run: RunConfig, data: Data, rows_per_step: int, epochs: Fraction) -> int:
+    """Every epoch ends with a step of what is left of it, or drops that unless it is all there
+    is."""
+    whole = math.floor(epochs)
+
+    def used(epoch: int) -> int:
+        rows = data.epoch_rows[epoch % len(data.epoch_rows)]
+        keeps = rows < rows_per_step or keeps_rest(rows, rows_per_step, run.data.last_batch)
+        return rows if keeps else rows - rows % rows_per_step
+
+    steps = sum(math.ceil(used(epoch) / rows_per_step) for epoch in range(whole))
+    return steps + math.ceil((epochs - whole) * used(whole) / rows_per_step)
+
+
+def work_of(config: DecoderConfig, run: RunConfig, data: Data | None, rows: int) -> Work:
+    """What so many rows hold: as many tokens as rows do on average, in documents of equal length,
+    or full rows of one document where nothing is known."""
+    row = run.data.sample_packing_sequence_len
+    if data is None or not data.documents:
+        return Work.of(config, [row] * rows)
+    tokens = data.tokens_per_row * rows
+    seen = data.documents if run.data.isolate_samples else data.rows
+    length = max(1, round(data.tokens / seen))
+    documents = max(1, round(tokens / length))
+    one = Work.of(config, [length])
+    trained = data.trained / max(1, data.tokens)
+    return Work(
+        tokens=length * documents,
+        pairs=one.pairs * documents,
+        window_pairs=one.window_pairs * documents,
+        logits=round(length * documents * trained),
+    )

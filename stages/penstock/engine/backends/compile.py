@@ -1,0 +1,103 @@
+"""Layers that are compiled (`train.enable_compile`): one program for all layers of a kind.
+
+What is compiled is a layer's own computation, within whatever recomputes it, shards its weights or
+is plugged into it. The number of tokens is left open, the lengths of documents and the rows of
+experts are data, and what is drawn or told is asked for when a program runs; so other rows, other
+steps and other layers need no other program.
+"""
+
+import shutil
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from penstock.core.errors import CapabilityError
+from penstock.models.decoder import Decoder
+from penstock.models.layers.block import Block
+from penstock.models.layers.call_hook import direct
+from penstock.models.layers.experts import in_turn
+from penstock.models.layers.module_registry import Numbered
+from penstock.models.layers.moe import MixtureOfExperts, at_hand, dispatch_here
+from penstock_kernels.group_gemm import group_gemm
+from penstock_kernels.op import HAS_TRITON
+
+COMPILERS = ("g++", "clang++")
+
+
+def require_compiler(device: torch.device, wish: str, instead: str) -> None:
+    """Refuse a `wish` where nothing compiles for the device; `instead` says what to write.
+
+    Raises:
+        CapabilityError: so.
+    """
+    if device.type == "cpu":
+        if any(map(shutil.which, COMPILERS)):
+            return
+        missing = f"none of {', '.join(COMPILERS)} is in the PATH"
+    elif HAS_TRITON:
+        return
+    else:
+        missing = "Triton is not installed"
+    raise CapabilityError(
+        f"{wish}, and nothing compiles for {device.type} here: {missing}.\n  {instead}"
+    )
+
+
+def compile_layers(model: Decoder, device: torch.device) -> None:
+    """Compile what the layers of a model, or of a part of one, compute; in place.
+
+    A block is one program if nothing is plugged between its parts, and none of them is sharded by
+    itself. Otherwise attention and a feed-forward network are one each; and so is a mixture of
+    experts, or, where tokens travel, its router, its experts and those that all tokens share. To be
+    called when all else is plugged in, and weights are sharded.
+
+    Raises:
+        CapabilityError: nothing compiles for the device here.
+    """
+    require_compiler(device, "train.enable_compile is true", "Leave enable_compile out.")
+    for layer in model.model.layers.values():
+        assert isinstance(layer, Block)
+        for module in layer.modules():
+            if isinstance(module, Numbered):
+                module.give_number()
+        for module in _programs(layer):
+            # Not the module's call, which runs the hooks of whoever shards it.
+            module.forward = torch.compile(module.forward, dynamic=True)
+
+
+def _programs(block: Block) -> Iterator[nn.Module]:
+    """What is a program each."""
+    is_alone = block.run_attn is direct and block.run_mlp is direct
+    networks = list(_of_network(block.mlp))
+    if is_alone and networks == [block.mlp] and _is_one_unit(block):
+        yield block
+    else:
+        yield block.self_attn
+        yield from networks
+
+
+def _of_network(network: nn.Module) -> Iterator[nn.Module]:
+    """The same of what feeds forward in a block."""
+    if not isinstance(network, MixtureOfExperts):
+        yield network
+        return
+    experts = network.experts
+    # The plain product asks how many rows each expert has, and recomputation of gates watches what
+    # is kept: neither can be compiled.
+    whole = experts.run is in_turn and experts.operations.group_gemm is not group_gemm.reference
+    stays = network.dispatch is dispatch_here and network.arrive is at_hand
+    if whole and stays and network.run_shared is direct and _is_one_unit(network):
+        yield network
+        return
+    yield network.gate
+    if whole:
+        yield experts
+    if network.shared_experts is not None:
+        yield network.shared_experts
+
+
+def _is_one_unit(module: nn.Module) -> bool:
+    """Whether no part of it is sharded by itself, with hooks that gather its weights."""
+    return not any(isinstance(part, FSDPModule) for part in module.modules() if part is not module)

@@ -1,0 +1,99 @@
+"""What a model's attention is computed with: what was written, or the best that serves here."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, replace
+from itertools import groupby
+
+import torch
+
+from penstock.config.schema.run import RunConfig
+from penstock.core.errors import CapabilityError
+from penstock.models.decoder_config import DecoderConfig
+from penstock_kernels.attention import Segments, attention
+from penstock_kernels.attention.block import block
+from penstock_kernels.flash_packages import PACKAGES
+
+WANTED = ("flash_attention_3", "native", "sdpa", "eager")
+"""What is taken unasked, the best first."""
+
+
+def choose_attention(
+    run: RunConfig, config: DecoderConfig, device: torch.device, notify: Callable[[str], None]
+) -> str:
+    """The backend of `attention` that `model.attn_implementation` names; unset, the first of WANTED
+    that takes the model's heads on this device. `notify` is told which, and why.
+
+    Raises CapabilityError for one that does not take them, with its reason.
+    """
+    written = run.model.attn_implementation
+    branches, over_ring = run.data.shares_prompts, run.train.ringattn_parallel_size > 1
+    casts = run.model.attention_cast_bf16
+    dtype: torch.dtype = torch.bfloat16 if casts else getattr(torch, run.train.computes_in)
+    drops = run.train.dropout.attention > 0
+    asked = _Asked(config, device, dtype, branches=branches, over_ring=over_ring, drops=drops)
+    refusals = {name: asked.refusal(name) for name in ("eager", *attention.fast)}
+    if written and (reason := refusals[written]):
+        serving = [name for name in WANTED if refusals[name] is None]
+        raise CapabilityError(
+            f"model.attn_implementation is {written}, which cannot compute this model's attention "
+            f"here: {reason}.\n"
+            f"  Write {' or '.join(serving)}, or leave it out to get the best there is."
+        )
+    chosen = written or next(name for name in WANTED if refusals[name] is None)
+    reason = "as is written" if written else _why(chosen, refusals)
+    if chosen in PACKAGES and over_ring:
+        reason = f"{reason}; native for what comes over the ring"
+    notify(f"attention: {chosen} ({reason})" if reason else f"attention: {chosen}")
+    return chosen
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What attention is wanted for."""
+
+    config: DecoderConfig
+    device: torch.device
+    dtype: torch.dtype
+    _: KW_ONLY
+    branches: bool
+    """Whether parts of a document do not see each other."""
+    over_ring: bool
+    drops: bool
+    """Whether some of its weights are dropped."""
+
+    def refusal(self, name: str) -> str | None:
+        """Why this backend does not take it; None if it does."""
+        if name == "eager":
+            return None
+        if self.drops:
+            return "it drops no weights (train.dropout.attention)"
+        backend, config = attention.fast[name], self.config
+        q_1NH, k_1KH, sinks_N = (
+            torch.empty(size, dtype=self.dtype, device=self.device)
+            for size in (
+                (1, config.num_attention_heads, config.head_dim),
+                (1, config.num_key_value_heads, config.head_dim),
+                (config.num_attention_heads,),
+            )
+        )
+        segments = Segments.of([1], self.device)
+        if self.branches:
+            start_rows_1 = torch.empty(1, dtype=torch.int32, device=self.device)
+            segments = replace(segments, start_rows=start_rows_1)
+        given = (q_1NH, k_1KH, k_1KH, segments, config.head_dim**-0.5)
+        reason = backend.refuses(
+            *given,
+            config.sliding_window if config.sliding_layers else None,
+            sinks_N if config.attention_sinks else None,
+        )
+        if reason is None and self.branches and self.over_ring:
+            reason = block.fast[name].refuses(*given)
+        # What could not be used is not asked for.
+        return reason or backend.missing
+
+
+def _why(chosen: str, refusals: Mapping[str, str | None]) -> str:
+    """Why nothing better was chosen; those with one reason share it."""
+    better = WANTED[: WANTED.index(chosen)]
+    grouped = groupby(better, key=refusals.__getitem__)
+    return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in grouped)

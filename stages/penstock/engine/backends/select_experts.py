@@ -1,0 +1,76 @@
+"""What a model's experts are computed with: what was written, or the best that serves here."""
+
+from collections.abc import Callable
+
+import torch
+
+from penstock.config.schema.run import RunConfig
+from penstock.core.errors import CapabilityError
+from penstock.models.decoder_config import DecoderConfig
+from penstock.models.layers.experts import ExpertOperations, Implementation, operations_of
+from penstock_kernels.group_gemm import group_gemm
+
+NAMES: tuple[Implementation, ...] = ("eager", "native", "triton", "quack")
+
+
+def choose_experts(
+    run: RunConfig, config: DecoderConfig, device: torch.device, notify: Callable[[str], None]
+) -> ExpertOperations:
+    """The operations that `model.moe_implementation` names; unset, the first that takes the model's
+    experts on this device, which `notify` is told.
+
+    Raises CapabilityError for one that does not take them, with its reason.
+    """
+    written = run.model.moe_implementation
+    if config.experts is None:
+        if written:
+            notify(f"experts: the model has none, so moe_implementation {written} changes nothing")
+        if run.train.moe_checkpoint_method:
+            notify("experts: the model has none, so moe_checkpoint_method moe_act changes nothing")
+        return operations_of("eager")
+    dtype: torch.dtype = getattr(torch, run.train.computes_in)
+    refusals: dict[Implementation, str | None] = {
+        name: refusal(name, config, device, dtype) for name in NAMES if name in group_gemm.fast
+    }
+    serving: list[Implementation] = [name for name, reason in refusals.items() if reason is None]
+    if written is None:
+        picked: list[Implementation] = [
+            name for name in serving if group_gemm.fast[name].may_be_picked
+        ]
+        chosen = picked[0] if picked else "eager"
+        notify(f"experts: {chosen}")
+        return operations_of(chosen)
+    if written in refusals and refusals[written] is not None:
+        raise CapabilityError(
+            f"model.moe_implementation is {written}, which cannot compute this model's experts "
+            f"here: {refusals[written]}.\n"
+            f"  Write {' or '.join([*serving, 'eager'])}, or leave it out to get the best there is."
+        )
+    if written not in ("eager", *refusals):
+        raise CapabilityError(
+            f"model.moe_implementation is {written}, and this machine has no such kernels: triton "
+            "is published for Linux alone.\n  Write native or eager, or leave it out."
+        )
+    return operations_of(written)
+
+
+def refusal(
+    name: str, config: DecoderConfig, device: torch.device, dtype: torch.dtype
+) -> str | None:
+    """Why this backend of grouped products does not take the experts; None if it does."""
+    experts = config.experts
+    assert experts is not None
+    if missing := group_gemm.fast[name].missing:
+        return missing
+    refuses = group_gemm.fast[name].refuses
+    counts_E = torch.zeros(experts.num_experts, dtype=torch.int64, device=device)
+    for inputs, outputs in (
+        (config.hidden_size, 2 * experts.width),
+        (experts.width, config.hidden_size),
+    ):
+        x_RK = torch.empty((0, inputs), dtype=dtype, device=device)
+        # One expert's memory stands for all.
+        one_NK = torch.empty((outputs, inputs), dtype=dtype, device=device)
+        if reason := refuses(x_RK, one_NK.expand(experts.num_experts, -1, -1), counts_E):
+            return reason
+    return None

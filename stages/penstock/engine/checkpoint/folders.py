@@ -1,0 +1,197 @@
+"""Where a run's checkpoints lie, what they are called, and whether their files are what was saved.
+No torch."""
+
+import json
+import sys
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from penstock.config.schema.checkpoint import GLOBAL_STEP, step_in
+from penstock.config.schema.train import TrainConfig
+from penstock.core.cache.folder_digests import DIGESTS, DamagedError, FolderDigests
+from penstock.core.errors import ArtifactError
+from penstock.core.files import PART, remove
+
+COMPLETE = "COMPLETE"
+"""The file that is written last into a checkpoint, so only whole ones have it."""
+STATE = "state.json"
+BEST = "best"
+"""The file that holds the name of the best checkpoint."""
+BEST_MARK = "BEST"
+"""A file in it, and in those that were it before: the newest one is. By it the best is found where
+there are only names of files."""
+DAMAGED = "damaged"
+"""The folder beside checkpoints that holds those that were found damaged."""
+SHOWN = 3
+"""Faults of a checkpoint that a message names; of the others it tells how many there are."""
+
+
+@dataclass(frozen=True)
+class Naming:
+    """What a run calls its checkpoints."""
+
+    template: str = GLOBAL_STEP
+
+    def name(self, step: int, state: Mapping[str, Any]) -> str:
+        """Of the checkpoint of this step, whose `state.json` that is."""
+        return self.template.format(step=step, consumed_samples=state.get("rows", 0))
+
+    def step_of(self, name: str) -> int | None:
+        """The step of the checkpoint that is called so; None if no checkpoint is. One that was
+        saved before `train.ckpt_name` was written is called as by default."""
+        steps = (step_in(template, name) for template in (self.template, GLOBAL_STEP))
+        return next((step for step in steps if step is not None), None)
+
+
+def naming_of(train: TrainConfig) -> Naming:
+    """What a run calls them."""
+    return Naming(train.ckpt_name) if train.ckpt_name else Naming()
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The `state.json` of a complete checkpoint. Raises ArtifactError if it is not complete, or
+    that file is damaged."""
+    if not (folder / COMPLETE).is_file():
+        raise ArtifactError(
+            f"{folder} is not a complete checkpoint: it has no {COMPLETE}.\n"
+            "  Name a folder in checkpoints/ whose save ended."
+        )
+    try:
+        return _verified_state(folder)[0]
+    except DamagedError as error:
+        raise damaged_error(folder, [str(error)]) from error
+
+
+def read_file(folder: Path, name: str) -> bytes:
+    """All of a small file of a checkpoint. Raises DamagedError where it is not what was saved."""
+    if digests := FolderDigests.read(folder):
+        return digests.content(folder, name)
+    try:
+        return (folder / name).read_bytes()
+    except FileNotFoundError as error:
+        raise DamagedError(f"{name} is missing") from error
+    except OSError as error:
+        raise DamagedError(f"{name} cannot be read ({error.strerror})") from error
+
+
+def checkpoint_faults(
+    folder: Path, *, share: int = 0, of: int = 1, progress: Callable[[], None] = lambda: None
+) -> list[str]:
+    """What is wrong with the files of a checkpoint, by their digests; empty: nothing.
+
+    Of `of` readers each verifies one `share`. Of a checkpoint that was saved without digests only
+    `state.json` is looked at.
+    """
+    if not (folder / COMPLETE).is_file():
+        return [f"{COMPLETE} is missing"]
+    try:
+        _, digests = _verified_state(folder)
+    except DamagedError as error:
+        return [str(error)]
+    return digests.faults(folder, share=share, of=of, progress=progress) if digests else []
+
+
+def damaged_error(folder: Path, faults: Sequence[str]) -> ArtifactError:
+    """What is raised for a checkpoint with these faults."""
+    return ArtifactError(
+        f"The checkpoint {folder} is damaged: {in_brief(faults)}.\n"
+        "  Take another checkpoint of the run, or restore these files from a copy."
+    )
+
+
+def in_brief(faults: Sequence[str]) -> str:
+    """The first faults, and how many more there are."""
+    more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
+    return "; ".join(faults[:SHOWN]) + more
+
+
+@contextmanager
+def understanding(folder: Path) -> Generator[None]:
+    """Around the use of what `state.json` says: raises ArtifactError where it says it otherwise, as
+    a damaged one may that was saved without digests."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise damaged_error(folder, [f"{STATE} cannot be understood ({error!r})"]) from error
+
+
+def set_damaged_aside(folder: Path) -> Path:
+    """Move a damaged checkpoint to `damaged/` beside it, where none is looked for; where it is now.
+
+    Raises OSError where it cannot be moved.
+    """
+    target, number = folder.parent / DAMAGED / folder.name, 1
+    while target.exists():
+        number += 1
+        target = target.with_name(f"{folder.name}.{number}")
+    target.parent.mkdir(exist_ok=True)
+    return folder.rename(target)
+
+
+def complete_checkpoints(root: Path) -> list[Path]:
+    """All complete checkpoints under `root`, whatever they are called, oldest first."""
+    found = [
+        (step_of(path), path)
+        for path in (root.iterdir() if root.is_dir() else ())
+        if not path.name.endswith(PART) and (path / COMPLETE).is_file()
+    ]
+    return [path for _, path in sorted(found)]
+
+
+def step_of(folder: Path) -> int:
+    """The step of a complete checkpoint: by its name where that tells, for states are long where
+    ranks are many. One that does not tell counts as the newest, so that it is looked at first."""
+    step = step_in(GLOBAL_STEP, folder.name)
+    if step is not None:
+        return step
+    try:
+        return int(read_state(folder)["step"])
+    except (ArtifactError, KeyError):
+        return sys.maxsize
+
+
+def checkpoint_of(step: int, root: Path) -> Path | None:
+    """The complete checkpoint of `step` under `root`; None if there is none."""
+    return next((one for one in complete_checkpoints(root) if step_of(one) == step), None)
+
+
+def newest_checkpoint(root: Path, key: str) -> Path | None:
+    """The newest complete checkpoint under `root` of the run with this key. One that is too
+    damaged to tell may be it."""
+    found = reversed(complete_checkpoints(root))
+    return next((folder for folder in found if may_be_of(key, folder)), None)
+
+
+def may_be_of(key: str, folder: Path) -> bool:
+    """Whether a complete checkpoint is of the run with this key, or too damaged to tell."""
+    try:
+        return read_state(folder).get("key") == key
+    except ArtifactError:
+        return True
+
+
+def sweep(root: Path) -> None:
+    """Delete what interrupted saves left."""
+    for path in root.glob(f"*{PART}") if root.is_dir() else ():
+        remove(path)
+
+
+def _verified_state(folder: Path) -> tuple[dict[str, Any], FolderDigests | None]:
+    """`state.json`, and the digests of all files unless it was saved without. Raises
+    DamagedError."""
+    digests = FolderDigests.read(folder)
+    try:
+        state = json.loads(read_file(folder, STATE))
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"{STATE} is not JSON ({error})") from error
+    if not isinstance(state, dict):
+        raise DamagedError(f"{STATE} is not the state of a checkpoint")
+    state = cast("dict[str, Any]", state)
+    if digests is None and not isinstance(state.get("step"), int):
+        raise DamagedError(f"{STATE} does not say the step")
+    if digests is None and state.get("digests") is not None:
+        raise DamagedError(f"{DIGESTS} is missing")
+    return state, digests

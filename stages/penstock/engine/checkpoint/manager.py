@@ -1,0 +1,324 @@
+"""Checkpoints: written aside, marked complete, renamed. What is being written is never found.
+
+Its folder in `<output_dir>/checkpoints/` holds DCP files, `state.json`, `digests.json` with the
+digests of all of these and, last, `COMPLETE`.
+"""
+
+import shutil
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from penstock.adapters.names import factor_of
+from penstock.core.cache.folder_digests import ALGORITHM, FileDigest, FolderDigests, digest_of_file
+from penstock.core.errors import ArtifactError, StageError
+from penstock.core.files import PART, fsync, publishing, regular_files, remove, write_json
+from penstock.core.os_errors import is_full_disk, reason_of
+from penstock.engine.checkpoint.async_staging import BoxCopies
+from penstock.engine.checkpoint.dcp_io import Boxes, cause_of, write_boxes
+from penstock.engine.checkpoint.folders import (
+    BEST,
+    BEST_MARK,
+    COMPLETE,
+    STATE,
+    Naming,
+    checkpoint_of,
+    complete_checkpoints,
+    read_state,
+    understanding,
+)
+from penstock.engine.checkpoint.safe_dcp_reader import CheckpointFiles
+from penstock.engine.checkpoint.train_state import States, Trained
+from penstock.engine.distributed.ranks import Ranks
+
+ADAPTERS, MERGED, MODEL = "adapters alone", "a model with adapters merged into it", "all of a model"
+"""What a checkpoint may hold."""
+
+DEFAULT = Naming()
+
+
+class Checkpoints:
+    """The checkpoints of one run under `root`. Every rank makes one and makes the same calls."""
+
+    def __init__(
+        self,
+        root: Path,
+        trained: Trained,
+        ranks: Ranks,
+        *,
+        writes: Literal["at_once", "behind"] = "at_once",
+        limit: int | None = None,
+        naming: Naming = DEFAULT,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """`behind` writes while training goes on; `limit` keeps so many of the newest; `group` is
+        one of all ranks, on gloo, over which nothing else is said. None: a new one.
+        """
+        self.root, self._trained, self._ranks = root, trained, ranks
+        self._limit, self._naming = limit, naming
+        self._started_from: Path | None = None
+        self._best: Path | None = None
+        # Of its own: a thread must not speak among the collectives of training.
+        its = group or dist.new_group(backend="gloo")
+        assert isinstance(its, dist.ProcessGroup)
+        self._group = its
+        self._copies = BoxCopies() if writes == "behind" else None
+        if self._copies:
+            trained.changes.wait_for(self._copies.wait)
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def load(self, folder: Path, *, states: States = "read") -> dict[str, Any]:
+        """Restore what is trained from a complete checkpoint, which is then kept; its state.json.
+
+        Raises ArtifactError as `require_loadable`, and when it is damaged or of another model;
+        then some of it may have been restored.
+        """
+        state = self.require_loadable(folder, states=states)
+        self._trained.restore(CheckpointFiles(folder), states=states)
+        self._started_from = folder.resolve()
+        return state
+
+    def require_loadable(self, folder: Path, *, states: States = "read") -> dict[str, Any]:
+        """The state.json of a checkpoint; nothing is restored.
+
+        Raises ArtifactError when it is not complete, or of a run that trained something else of the
+        model, or with another optimizer whose states are to be read.
+        """
+        state, mine = read_state(folder), _name_of(self._trained.optimizer)
+        with understanding(folder):
+            its = str(state["optimizer"])
+            kind = _kind_of(state, CheckpointFiles(folder))
+        if states == "read" and its != mine:
+            raise ArtifactError(
+                f"{folder} was trained with {its}, and this run's optimizer is "
+                f"{mine}.\n"
+                "  Write the same train.optimizer, or take its weights alone with "
+                "train.load_optimizer: false."
+            )
+        self._require_same_kind(folder, kind)
+        return state
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Save the checkpoint of `step`, after the one before it is complete.
+
+        `state` is plain JSON, written by the leading rank as `state.json`. Raises StageError when
+        this write or the one before failed, on any rank.
+        """
+        self.finish()
+        state = {
+            **state,
+            "optimizer": _name_of(self._trained.optimizer),
+            "adapter_only": self._trained.only_trained,
+            "lacks_optimizer": self._lacks_optimizer(),
+            "rounds_weights": self._trained.rounded_to is not None,
+            "compresses_states": self._trained.compresses_states,
+            "digests": ALGORITHM,
+        }
+        boxes = self._trained.boxes()
+        if self._copies is None:
+            self._write(step, boxes, state)
+            return
+        self._copies.begin()
+        self._thread = threading.Thread(
+            target=self._behind,
+            args=(step, boxes, state, self._copies),
+            name="penstock-checkpoint",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def name_best(self, step: int) -> None:
+        """Let `best` name the checkpoint of `step`, which is saved, and keep that.
+
+        Raises StageError when it could not be saved, or this cannot be written.
+        """
+        self.finish()
+        folder = self.folder_of(step)
+        assert folder is not None, f"there is no checkpoint of step {step}"
+        try:
+            self._lead(lambda: _name(folder, self.root / BEST))
+        except OSError as error:
+            raise StageError(
+                f"{self.root / BEST} cannot be written: {_why_unwritten(error, self.root)}.\n"
+                "  Make room in train.output_dir."
+            ) from error
+        self.keep_best(step)
+
+    def keep_best(self, step: int) -> None:
+        """Keep the checkpoint of `step`, if it is there, until another one is the best."""
+        folder = self.folder_of(step)
+        self._best = folder and folder.resolve()
+
+    def finish(self) -> None:
+        """Wait until what was saved is complete. Raises StageError when it failed, on any rank."""
+        self.close()
+        if failure := self._failure:
+            self._failure = None
+            raise failure
+
+    def close(self) -> None:
+        """Wait for the write under way, whatever comes of it: for an end that is an error already.
+
+        The threads of all ranks end it among themselves, also when training has failed on one.
+        """
+        if self._thread:
+            self._thread.join()
+            self._thread = None
+
+    def folder_of(self, step: int) -> Path | None:
+        """The complete checkpoint of `step`; None if there is none."""
+        return checkpoint_of(step, self.root)
+
+    def _require_same_kind(self, folder: Path, there: str) -> None:
+        """Refuse a checkpoint of which a part would be missing, or left out without a word."""
+        mine = ADAPTERS
+        if not self._trained.only_trained:
+            bears = any(factor_of(held.name) for held in self._trained.held)
+            # A stage of a pipeline may have none.
+            mine = MERGED if self._ranks.anywhere(bears) else MODEL
+        if there != mine:
+            raise ArtifactError(
+                f"{folder} holds {there}, and this run trains {mine}.\n"
+                "  Write the lora section as it was, or export that run and start from its weights "
+                "as model.model_path."
+            )
+
+    def _lacks_optimizer(self) -> bool:
+        """Whether anything that an optimizer keeps is left out; the same on all ranks."""
+        trained = self._trained
+        return trained.states == "left out" and self._ranks.anywhere(trained.has_states)
+
+    def _behind(self, step: int, boxes: Boxes, state: dict[str, Any], copies: BoxCopies) -> None:
+        try:
+            self._write(step, self._copied(step, boxes, copies), state)
+        except BaseException as error:  # noqa: BLE001 - raised where training meets it
+            self._failure = error
+
+    def _copied(self, step: int, boxes: Boxes, copies: BoxCopies) -> Boxes:
+        """Copies of them. Raises StageError on all ranks if one has no room for them."""
+        copied, fault = boxes, None
+        try:
+            copied = copies.of(boxes)
+        except (RuntimeError, MemoryError) as error:
+            fault = str(error)
+        faults: list[str | None] = [None] * self._ranks.world
+        dist.all_gather_object(faults, fault, group=self._group)
+        if found := [fault for fault in faults if fault is not None]:
+            raise StageError(
+                f"the checkpoint of step {step} could not be copied to the host's memory: "
+                f"{found[0]}.\n"
+                "  The ones before it are intact; without train.save_async no copy is made."
+            )
+        return copied
+
+    def _write(self, step: int, boxes: Boxes, state: dict[str, Any]) -> None:
+        final = self.root / self._naming.name(step, state)
+        aside = self.root / f"{final.name}{PART}"
+        try:
+            self._lead(lambda: _make_anew(aside))
+            digests = self._gathered(write_boxes(boxes, aside, self._group))
+            self._lead(lambda: _publish(aside, final, state, digests))
+            self._lead(lambda: self._forget_old(final))
+        except (OSError, CheckpointException) as error:
+            # The leading rank's, which sees how much room there was before it makes some.
+            why = [_why_unwritten(error, self.root)]
+            dist.broadcast_object_list(why, src=0, group=self._group)
+            # What there is of it would take the room that the next one needs.
+            with suppress(OSError):
+                self._lead(lambda: remove(aside))
+            raise StageError(
+                f"the checkpoint of step {step} could not be written: {why[0]}.\n"
+                "  The ones before it are intact; make room in train.output_dir and run again."
+            ) from error
+
+    def _gathered(self, written: dict[str, FileDigest]) -> dict[str, FileDigest]:
+        """The digests of the files of all ranks."""
+        found: list[dict[str, FileDigest]] = [written] * self._ranks.world
+        dist.all_gather_object(found, written, group=self._group)
+        return {name: digest for each in found for name, digest in each.items()}
+
+    def _lead(self, act: Callable[[], None]) -> None:
+        """Let the leading rank act while the others wait. All raise OSError if it could not."""
+        outcome: list[OSError | None] = [None]
+        if self._ranks.leads:
+            try:
+                act()
+            except OSError as error:
+                outcome = [error]
+        dist.broadcast_object_list(outcome, src=0, group=self._group)
+        if outcome[0] is not None:
+            raise outcome[0]
+
+    def _forget_old(self, newest: Path) -> None:
+        if self._limit is None:
+            return
+        kept = {self._started_from, self._best, newest.resolve()}
+        # What bears another name, such as a copy that somebody made, is not the run's to delete.
+        mine = [
+            folder
+            for folder in complete_checkpoints(self.root)
+            if self._naming.step_of(folder.name) is not None
+        ]
+        for folder in mine[: -self._limit]:
+            if folder.resolve() not in kept:
+                # In one step, so that what is left of a deletion that broke off is swept.
+                aside = folder.with_name(f"{folder.name}{PART}")
+                remove(aside)
+                remove(folder.rename(aside))
+
+
+def _kind_of(state: dict[str, Any], files: CheckpointFiles) -> str:
+    if state["adapter_only"]:
+        return ADAPTERS
+    return MERGED if any(map(factor_of, files.read_metadata().state_dict_metadata)) else MODEL
+
+
+def _name_of(optimizer: torch.optim.Optimizer) -> str:
+    return type(optimizer).__name__.lower()
+
+
+def _make_anew(folder: Path) -> None:
+    remove(folder)
+    folder.mkdir(parents=True)
+
+
+def _publish(
+    aside: Path, final: Path, state: dict[str, Any], written: dict[str, FileDigest]
+) -> None:
+    write_json(aside / STATE, state)
+    FolderDigests({**written, STATE: digest_of_file(aside / STATE)}).write(aside)
+    (aside / COMPLETE).touch()
+    for path in (*regular_files(aside), aside):
+        fsync(path)
+    # In one step, so that no deletion that broke off is taken for a checkpoint.
+    replaced = final.with_name(f"{final.name}.replaced{PART}")
+    remove(replaced)
+    if final.exists():
+        final.rename(replaced)
+    aside.rename(final)
+    fsync(final.parent)
+    remove(replaced)
+
+
+def _why_unwritten(error: BaseException, folder: Path) -> str:
+    """In one sentence, with the free space where that is what is missing."""
+    cause = cause_of(error)
+    if is_full_disk(cause):
+        with suppress(OSError):
+            free = shutil.disk_usage(folder).free
+            return f"the disk of {folder} is full ({free / 1e6:.1f} MB are left there)"
+    return reason_of(cause) if isinstance(cause, OSError) else str(cause)
+
+
+def _name(folder: Path, file: Path) -> None:
+    (folder / BEST_MARK).touch()
+    fsync(folder)
+    with publishing(file) as part:
+        part.write_text(f"{folder.name}\n")

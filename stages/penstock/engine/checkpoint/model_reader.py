@@ -1,0 +1,67 @@
+"""Reading a checkpoint's model tensors in one process, whatever layout wrote them.
+
+The optimizer's state is never read.
+"""
+
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from penstock.core.errors import ArtifactError
+from penstock.engine.checkpoint.dcp_io import read_boxes, whole_box
+from penstock.engine.checkpoint.folders import read_state
+from penstock.engine.checkpoint.safe_dcp_reader import CheckpointFiles
+from penstock.engine.checkpoint.train_state import MODEL
+
+
+class CheckpointReader:
+    """The parameters in a complete checkpoint folder, by their names in it, on the CPU.
+
+    Raises ArtifactError for a folder whose save did not end, or whose metadata is damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.state: dict[str, Any] = read_state(folder)
+        self._files = CheckpointFiles(folder)
+
+    @cached_property
+    def _found(self) -> Mapping[str, TensorStorageMetadata]:
+        metadata = self._files.read_metadata()
+        return {
+            name.removeprefix(MODEL): entry
+            for name, entry in metadata.state_dict_metadata.items()
+            if name.startswith(MODEL) and isinstance(entry, TensorStorageMetadata)
+        }
+
+    def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Name -> (shape, dtype) of every parameter, in the order of the names; reads no tensor."""
+        return {
+            name: (tuple(entry.size), entry.properties.dtype)
+            for name, entry in sorted(self._found.items())
+        }
+
+    def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Exactly these parameters, whole, in the dtype they were saved in.
+
+        Raises ArtifactError when the checkpoint lacks one of them.
+        """
+        wanted = list(names)
+        if missing := [name for name in wanted if name not in self._found]:
+            raise ArtifactError(
+                f"The checkpoint {self.folder} lacks {len(missing)} of {len(wanted)} parameters, "
+                f"first {missing[0]}.\n"
+                "  It belongs to another model.model_path or model.config_path."
+            )
+        found = {
+            name: torch.empty(self._found[name].size, dtype=self._found[name].properties.dtype)
+            for name in wanted
+        }
+        if found:
+            boxes = {MODEL + name: [whole_box(tensor)] for name, tensor in found.items()}
+            read_boxes(boxes, self._files)
+        return found

@@ -1,0 +1,143 @@
+"""Which checkpoint to resume from: the newest whole one, on which all ranks agree."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.core.errors import ArtifactError
+from penstock.engine.checkpoint.folders import (
+    COMPLETE,
+    DAMAGED,
+    STATE,
+    checkpoint_faults,
+    checkpoint_of,
+    complete_checkpoints,
+    damaged_error,
+    in_brief,
+    may_be_of,
+    read_state,
+    set_damaged_aside,
+    step_of,
+    sweep,
+)
+from penstock.engine.checkpoint.safe_dcp_reader import CheckpointFiles
+from penstock.engine.distributed.ranks import Ranks
+
+VERIFYING = "verifying the checkpoint"
+
+Needs = Callable[[Mapping[str, Any]], Sequence[int]]
+"""The steps of the other checkpoints without which the one with this `state.json` is of no use."""
+
+
+def require_whole(folder: Path, ranks: Ranks) -> None:
+    """Raise ArtifactError on all ranks unless every file of a checkpoint is what was saved.
+
+    Every rank calls it, and verifies a share of the bytes. Of a checkpoint without digests only the
+    metadata is read, and no file may be missing or too short.
+    """
+    if not ranks.gather((folder / COMPLETE).is_file())[0]:
+        read_state(folder)
+    if faults := faults_of(folder, ranks):
+        raise damaged_error(folder, faults)
+
+
+def faults_of(folder: Path, ranks: Ranks) -> list[str]:
+    """What is wrong with a checkpoint; the same on all ranks, which all call it."""
+    ranks.pulse.begins(VERIFYING)
+    faults = checkpoint_faults(
+        folder, share=ranks.rank, of=ranks.world, progress=lambda: ranks.pulse.begins(VERIFYING)
+    )
+    if not faults and ranks.leads:
+        faults = _faults_without_digests(folder)
+    return sorted({fault for each in ranks.gather(faults) for fault in each})
+
+
+def newest_whole_checkpoint(
+    root: Path,
+    key: str,
+    ranks: Ranks,
+    warn: Callable[[str], None],
+    *,
+    needs: Needs = lambda _: (),
+) -> Path | None:
+    """The newest checkpoint under `root` of the run with this key whose files, and those of the
+    checkpoints that it needs, are what was saved; None where there is no complete one.
+
+    Every rank calls it. What interrupted saves left is deleted; damaged checkpoints that are newer
+    are moved aside, and `warn` is told of each. Raises ArtifactError where all are damaged.
+    """
+    names = [path.name for path in reversed(complete_checkpoints(root))] if ranks.leads else []
+    damaged: dict[str, list[str]] = {}
+    useless: dict[str, list[str]] = {}
+    chosen: Path | None = None
+    for name in ranks.gather(names)[0]:
+        folder = root / name
+        if not ranks.gather(ranks.leads and may_be_of(key, folder))[0]:
+            continue
+        if faults := faults_of(folder, ranks):
+            damaged[name] = faults
+        elif faults := _faults_of_needed(folder, ranks, needs):
+            useless[name] = faults
+        else:
+            chosen = folder
+            break
+    if chosen is None and (damaged or useless):
+        raise _none_whole(root, damaged | useless)
+    if ranks.leads:
+        sweep(root)
+        for line in _passed_over(root, chosen, damaged, useless):
+            warn(line)
+    ranks.wait()
+    return chosen
+
+
+def _faults_without_digests(folder: Path) -> list[str]:
+    try:
+        return CheckpointFiles(folder).file_faults()
+    except ArtifactError as error:
+        return [str(error.__cause__ or error)]
+
+
+def _faults_of_needed(folder: Path, ranks: Ranks, needs: Needs) -> list[str]:
+    found: list[str] = []
+    for step in needs(read_state(folder)):
+        there = checkpoint_of(step, folder.parent)
+        name = there.name if there else f"of step {step}"
+        faults = faults_of(there, ranks) if there else ["it is missing"]
+        if faults:
+            found.append(f"the best checkpoint until then, {name}, is damaged: {in_brief(faults)}")
+    return found
+
+
+def _passed_over(
+    root: Path,
+    chosen: Path | None,
+    damaged: Mapping[str, Sequence[str]],
+    useless: Mapping[str, Sequence[str]],
+) -> list[str]:
+    """A line for each checkpoint that is newer than the chosen one; damaged ones are moved."""
+    end = f"resuming from {chosen.name}" if chosen else "there is none to resume from"
+    lines = [
+        f"checkpoint {name} is passed over: {in_brief(faults)}; {end}"
+        for name, faults in useless.items()
+    ]
+    for name, faults in damaged.items():
+        try:
+            moved = f"it is now {set_damaged_aside(root / name).relative_to(root.parent)}"
+        except OSError as error:
+            moved = f"it cannot be moved aside ({error.strerror})"
+        lines.append(f"checkpoint {name} is damaged: {in_brief(faults)}; {moved}; {end}")
+    newest = step_of(chosen) if chosen else -1
+    for folder in sorted(root.iterdir()) if root.is_dir() else ():
+        is_incomplete = (folder / STATE).is_file() and not (folder / COMPLETE).is_file()
+        if is_incomplete and folder.name != DAMAGED and step_of(folder) > newest:
+            lines.append(f"checkpoint {folder.name} has no {COMPLETE} and is passed over; {end}")
+    return lines
+
+
+def _none_whole(root: Path, faults: Mapping[str, Sequence[str]]) -> ArtifactError:
+    told = "".join(f"\n    {name}: {in_brief(each)}" for name, each in faults.items())
+    return ArtifactError(
+        f"no checkpoint in {root} is whole:{told}\n"
+        "  Restore these files from a copy, or start anew with --fresh."
+    )

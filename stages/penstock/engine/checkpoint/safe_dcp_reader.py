@@ -1,0 +1,188 @@
+"""Reading DCP's files without trusting them.
+
+A checkpoint may come from elsewhere. Its metadata is a pickle, so it is read with an unpickler
+that knows only the few names such metadata is made of, and held to what such metadata says; tensors
+are read with `weights_only`.
+"""
+
+import io
+import pickle
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path, PurePosixPath
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from penstock.core.cache.folder_digests import DIGESTS, DamagedError
+from penstock.core.errors import ArtifactError
+from penstock.engine.checkpoint.folders import damaged_error, read_file
+
+METADATA = ".metadata"
+
+_KNOWN = {
+    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+}
+
+
+class CheckpointFiles(FileSystemReader):
+    """DCP's file reader, with metadata that can neither run code nor lead out of the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.folder = folder
+        self._contents: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The checkpoint's table of contents. Raises ArtifactError when it is not one."""
+        del args, kwargs
+        if self._contents is None:
+            try:
+                self._contents = self._read()
+            except DamagedError as error:
+                raise damaged_error(self.folder, [str(error)]) from error
+        self._contents.storage_meta = self._contents.storage_meta or StorageMeta()
+        self._contents.storage_meta.load_id = self.load_id
+        return self._contents
+
+    def file_faults(self) -> list[str]:
+        """Which files are missing, or shorter than the table of contents says; without digests
+        nothing more can be told of them. Raises ArtifactError as `read_metadata`."""
+        ends: dict[str, int] = defaultdict(int)
+        for info in self.read_metadata().storage_data.values():
+            ends[info.relative_path] = max(ends[info.relative_path], info.offset + info.length)
+        found: list[str] = []
+        for name, end in ends.items():
+            file = self.folder / name
+            if not file.is_file():
+                found.append(f"{name} is missing")
+            elif (size := file.stat().st_size) < end:
+                found.append(f"{name} has {size} bytes, and tensors up to byte {end}")
+        return found
+
+    def _read(self) -> Metadata:
+        content = read_file(self.folder, METADATA)
+        is_verified = (self.folder / DIGESTS).is_file()
+        unpickler = _Unpickler if is_verified else _CarefulUnpickler
+        try:
+            metadata = unpickler(io.BytesIO(content)).load()
+            _require_inside(metadata)
+            if not is_verified:
+                _require_sound(metadata)
+        except ArtifactError:
+            raise
+        # A pickle of other bytes may raise anything.
+        except Exception as error:
+            raise DamagedError(f"{METADATA} cannot be read: {error!r}") from error
+        return metadata
+
+
+def _require_inside(metadata: object) -> None:
+    """Raise DamagedError for what is no metadata, or names files outside of the folder."""
+    if not isinstance(metadata, Metadata):
+        raise _unsound(f"it holds a {type(metadata).__name__}")
+    for info in metadata.storage_data.values():
+        path = info.relative_path
+        if not isinstance(path, str) or PurePosixPath(path).name != path or "\0" in path:
+            raise _unsound(f"it names the file {path}")
+
+
+def _require_sound(metadata: Metadata) -> None:
+    """Raise DamagedError unless it says of every tensor which bytes of which file it is made of."""
+    stored = cast("dict[Any, Any]", metadata.storage_data)
+    for info in stored.values():
+        if not _are_counts([info.offset, info.length]) or info.transform_descriptors:
+            raise _unsound(f"it does not say where in {info.relative_path} tensors lie")
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(name, str):
+            raise _unsound(f"it names a tensor {name!r}")
+        if isinstance(entry, BytesStorageMetadata):
+            continue
+        if not isinstance(entry, TensorStorageMetadata):
+            raise _unsound(f"of {name} it holds a {type(entry).__name__}")
+        _require_tensor(name, entry, stored)
+
+
+def _require_tensor(name: str, entry: TensorStorageMetadata, stored: dict[Any, Any]) -> None:
+    properties, size = entry.properties, entry.size
+    if not isinstance(properties, TensorProperties) or not isinstance(
+        properties.dtype, torch.dtype
+    ):
+        raise _unsound(f"it does not say the dtype of {name}")
+    if not isinstance(size, torch.Size):
+        raise _unsound(f"it does not say the shape of {name}")
+    found = 0
+    for chunk in entry.chunks:
+        if not isinstance(chunk, ChunkStorageMetadata) or not _is_within(chunk, size):
+            raise _unsound(f"a part of {name} lies outside of it")
+        info = stored.get(MetadataIndex(name, chunk.offsets))
+        count = prod(chunk.sizes)
+        if info is None or info.length < count * properties.dtype.itemsize:
+            raise _unsound(f"it does not say where all of {name} lies")
+        found += count
+    if found < prod(size):
+        raise _unsound(f"it holds {found} of {prod(size)} numbers of {name}")
+
+
+def _is_within(chunk: ChunkStorageMetadata, size: torch.Size) -> bool:
+    offsets, sizes = chunk.offsets, chunk.sizes
+    if not isinstance(offsets, torch.Size) or not isinstance(sizes, torch.Size):
+        return False
+    if not len(offsets) == len(sizes) == len(size) or not _are_counts([*offsets, *sizes]):
+        return False
+    ends = (offset + length for offset, length in zip(offsets, sizes, strict=True))
+    return all(end <= whole for end, whole in zip(ends, size, strict=True))
+
+
+def _are_counts(values: Sequence[Any]) -> bool:
+    return all(type(value) is int and value >= 0 for value in values)
+
+
+def _unsound(reason: str) -> DamagedError:
+    return DamagedError(f"{METADATA} is not that of a checkpoint: {reason}")
+
+
+class _KnownNames:
+    """Of an unpickler: all that a pickle may name."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What is called so in that module. Raises UnpicklingError for what is not known."""
+        if name in _KNOWN.get(module, ()):
+            return getattr(sys.modules[module], name)
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+class _Unpickler(_KnownNames, pickle.Unpickler):
+    """Of bytes that are what was saved."""
+
+
+# A flipped bit makes the one in C allocate room for four billion objects.
+class _CarefulUnpickler(_KnownNames, pickle._Unpickler):  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUntypedBaseClass]
+    """Of bytes that may be anything."""

@@ -1,0 +1,303 @@
+"""What the settings say of one model over a mesh, in the words of the files beside this one."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from penstock.config.schema.train import TrainConfig
+from penstock.core.errors import CapabilityError
+from penstock.engine.distributed.bucketed_all_reduce import BUCKET_MB, GradientSums
+from penstock.engine.distributed.device_mesh import ROWS, Mesh
+from penstock.engine.distributed.expert_parallel import mixtures
+from penstock.engine.distributed.param_shards import Held, Piece, hold
+from penstock.models.decoder import Decoder, Part
+from penstock.models.decoder_config import DecoderConfig
+from penstock.models.names import EMBEDDING_WEIGHT, HEAD_WEIGHT
+
+Kept = Literal["step", "backward", "nothing"]
+"""The end of what gathered weights live to see: stages 1, 2 and 3."""
+
+STAGES: dict[int, Kept] = {1: "step", 2: "backward", 3: "nothing"}
+
+
+def kept(train: TrainConfig) -> Kept:
+    """What the settings come to under fsdp2."""
+    if train.zero_stage is not None:
+        return STAGES[train.zero_stage]
+    if train.reshard_after_forward is not None:
+        return "nothing" if train.reshard_after_forward else "backward"
+    # A pipeline runs forward passes of several micro-batches before it runs a backward pass:
+    # freed weights would be gathered once for each.
+    if not train.enable_full_shard or train.pipeline_parallel_size > 1:
+        return "backward"
+    return "nothing"
+
+
+class GradientSync(Protocol):
+    """What happens to gradients as a step goes on."""
+
+    def before(self, *, last: bool) -> None:
+        """A forward and backward pass begins; `last`: of the step."""
+        ...
+
+    def finish(self) -> None:
+        """The step's last backward pass has ended; return when all gradients are sums."""
+        ...
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How weights are sharded."""
+
+    kept: Kept
+    compute: torch.dtype | None
+    """Of gathered weights and activations; None: the weights' own."""
+    reduce: torch.dtype | None
+    """Of gradients on their way; None: the dtype of compute."""
+    offload: bool
+    """Whether sharded weights, gradients and optimizer states lie in host memory."""
+    prefetch: bool
+    """Whether the next unit's weights are gathered during the forward pass of this one."""
+
+
+def shard(
+    model: nn.Module,
+    units: list[nn.Module],
+    mesh: DeviceMesh,
+    how: Sharding,
+    *,
+    exact: Sequence[nn.Module] = (),
+    elsewhere: Sequence[tuple[nn.Module, DeviceMesh]] = (),
+) -> None:
+    """Shard parameters with FSDP2, unit by unit, in place.
+
+    `mesh` has copies along `replicate` and parts along `shard`. `exact` are modules whose weights
+    are never cast: units of their own, where others are. `elsewhere` are modules with a mesh of
+    their own.
+    """
+    mixed = MixedPrecisionPolicy(param_dtype=how.compute, reduce_dtype=how.reduce)
+    uncast = MixedPrecisionPolicy(reduce_dtype=how.reduce)
+    apart = [module for module in exact if how.compute is not None and module not in units]
+    # Without copies the one-dimensional mesh saves a collective per unit.
+    mesh = mesh if mesh["replicate"].size() > 1 else mesh["shard"]
+    pinned = torch.cuda.is_available()
+    offload = CPUOffloadPolicy(pin_memory=pinned) if how.offload else OffloadPolicy()
+    frees = how.kept == "nothing"
+    for unit, its_mesh in elsewhere:
+        fully_shard(
+            unit,
+            mesh=its_mesh["shard"],
+            mp_policy=mixed,
+            reshard_after_forward=frees,
+            offload_policy=offload,
+        )
+    for unit in [*apart, *units]:
+        fully_shard(
+            unit,
+            mesh=mesh,
+            mp_policy=uncast if unit in exact else mixed,
+            reshard_after_forward=frees,
+            offload_policy=offload,
+        )
+    # The root is needed again first thing in backward; resharding it would only gather it twice.
+    fully_shard(
+        model, mesh=mesh, mp_policy=mixed, reshard_after_forward=False, offload_policy=offload
+    )
+    for module in _sharded_modules(model):
+        # A factor of 1 with a forced sum is exact on NCCL and gloo alike, also on one rank.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    if how.prefetch:
+        # Modules are listed in the order they run in, which units written by name need not be.
+        in_order = [module for module in _sharded_modules(model) if module is not model]
+        for unit, following in pairwise(in_order):
+            unit.set_modules_to_forward_prefetch([following])
+
+
+class Sharded:
+    """FSDP2 sums gradients by itself; it has to be told which backward pass is the last."""
+
+    def __init__(self, parts: Sequence[nn.Module], kept: Kept) -> None:
+        self._parts = [part for part in parts if isinstance(part, FSDPModule)]
+        self._kept = kept
+
+    def before(self, *, last: bool) -> None:
+        """Gradients stay where they are, and unreduced, until the last pass."""
+        for part in self._parts:
+            part.set_requires_gradient_sync(last)
+            part.set_is_last_backward(last)
+            part.set_reshard_after_backward(last or self._kept != "step")
+
+    def finish(self) -> None:
+        """They were summed during the last pass."""
+
+
+class Whole:
+    """Every rank holds whole weights, and gradients are summed over those that share them."""
+
+    def __init__(self, sums: Sequence[GradientSums]) -> None:
+        """Those of weights with which other ranks compute too."""
+        self._sums = sums
+
+    def before(self, *, last: bool) -> None:
+        """Gradients stay local until the last pass."""
+        for sums in self._sums if last else ():
+            sums.start()
+
+    def finish(self) -> None:
+        """Wait for the sums."""
+        for sums in self._sums:
+            sums.finish()
+
+
+def _sharded_modules(model: nn.Module) -> Iterable[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def shard_parts(
+    parts: Iterable[Decoder], mesh: Mesh, train: TrainConfig, basic_modules: list[str]
+) -> None:
+    """Shard each part under `fsdp2`; under the other modes do nothing.
+
+    Raises CapabilityError for a name in `basic_modules` that is no module's.
+    """
+    if train.data_parallel_mode != "fsdp2":
+        return
+    for part in parts:
+        units = shard_units(part, basic_modules)
+        exact = [router for router in part.routers().values() if router.is_exact]
+        shard(
+            part,
+            units,
+            mesh.weights(train.cp_fsdp_mode),
+            sharding(train),
+            exact=exact,
+            elsewhere=[(experts, mesh.experts()) for experts in experts_apart(part, mesh)],
+        )
+
+
+def experts_apart(part: Decoder, mesh: Mesh) -> list[nn.Module]:
+    """The experts of a part's layers, where they lie otherwise than other weights."""
+    if not mesh.parts_experts:
+        return []
+    return [mixture.experts for mixture in mixtures(part)]
+
+
+def sharding(train: TrainConfig) -> Sharding:
+    """What the settings say of weights that are sharded."""
+    computes_in: torch.dtype = getattr(torch, train.computes_in)
+    return Sharding(
+        kept=kept(train),
+        compute=None if computes_in == torch.float32 else computes_in,
+        reduce=torch.bfloat16 if train.fsdp_reduce_dtype == "bf16" else torch.float32,
+        offload=train.enable_fsdp_offload,
+        prefetch=train.enable_forward_prefetch,
+    )
+
+
+def gradient_sync(
+    train: TrainConfig, mesh: Mesh, parts: Sequence[Decoder], held: Sequence[Held]
+) -> GradientSync:
+    """Who sums gradients over the ranks that compute other tokens."""
+    if train.data_parallel_mode == "fsdp2":
+        return Sharded(parts, kept(train))
+    # The reentrant kind of recomputation is a backward pass within the backward pass.
+    overlaps = not train.enable_reentrant and mesh.size("pipeline") == 1
+    bucket_mb = train.comm_bucket_mb or BUCKET_MB
+    by_copies: dict[int, list[Held]] = {}
+    for one in held:
+        by_copies.setdefault(id(one.copying), []).append(one)
+    return Whole(
+        [
+            GradientSums(
+                [one.parameter for one in some],
+                some[0].copying,
+                overlaps=overlaps,
+                bucket_mb=bucket_mb,
+            )
+            for some in by_copies.values()
+            if some[0].copying is not None
+        ]
+    )
+
+
+def shard_units(model: Decoder, basic_modules: list[str]) -> list[nn.Module]:
+    """The modules that are gathered one at a time: what the user named inside layers, then layers.
+
+    A name is a module's last name (`mlp`) or its class (`FeedForward`). Raises CapabilityError for
+    one that is nowhere, also in other parts of the model.
+    """
+    units: list[nn.Module] = []
+    for wanted in basic_modules:
+        found = _called(wanted, model)
+        if not found and not _called(wanted, _outline(model.config)):
+            raise CapabilityError(
+                f"model.basic_modules names {wanted}, and no module is called so."
+            )
+        units += found
+    return [*units, *(layer for layer in model.model.layers.values() if layer not in units)]
+
+
+def _called(wanted: str, model: Decoder) -> list[nn.Module]:
+    return [
+        module
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] == wanted or type(module).__name__ == wanted
+    ]
+
+
+def _outline(config: DecoderConfig) -> Decoder:
+    """A model with a layer of each kind: what every part of it may be called."""
+    sparse = config.experts.layers[:1] if config.experts else ()
+    with torch.device("meta"):
+        return Decoder(config, part=Part([0, *sparse]))
+
+
+def held_in(
+    parts: Sequence[Decoder],
+    pieces: Sequence[Mapping[str, tuple[Piece, ...]]],
+    mesh: Mesh,
+    train: TrainConfig,
+) -> list[Held]:
+    """Every parameter of the parts as it lies now, and which pieces of which tensors it is."""
+    copying, of_experts = _copying(mesh, train), _copying_experts(mesh, train)
+    found: list[Held] = []
+    for part, pieces_here in zip(parts, pieces, strict=True):
+        apart = {id(p) for experts in experts_apart(part, mesh) for p in experts.parameters()}
+        for name, parameter in part.named_parameters():
+            its = pieces_here[name]
+            # A head that is a copy of the embedding is treated like it, also by its name.
+            is_copy = name == HEAD_WEIGHT and its[0].tensor == part.config.names.embedding
+            called = EMBEDDING_WEIGHT if is_copy else name
+            group = of_experts if id(parameter) in apart else copying
+            found.append(hold(called, parameter, its, copying=group))
+    return found
+
+
+def _copying(mesh: Mesh, train: TrainConfig) -> dist.ProcessGroup | None:
+    """The ranks that hold the very same of most weights as this one; None where it alone does."""
+    if train.data_parallel_mode != "fsdp2":
+        return mesh.group(*ROWS)
+    replicate = mesh.weights(train.cp_fsdp_mode)["replicate"]
+    return replicate.get_group() if replicate.size() > 1 else None
+
+
+def _copying_experts(mesh: Mesh, train: TrainConfig) -> dist.ProcessGroup | None:
+    """The same of experts."""
+    if train.data_parallel_mode == "fsdp2" or not mesh.parts_experts:
+        return None
+    alike = mesh.experts()["shard"]
+    return alike.get_group() if alike.size() > 1 else None

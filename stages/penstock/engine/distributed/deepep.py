@@ -1,0 +1,246 @@
+"""Expert parallelism through DeepEP: tokens travel over NVLink, each once to every rank that has
+some of its experts (https://github.com/deepseek-ai/DeepEP, its `Buffer`; an optional package).
+
+Weights travel with the tokens, so each rank weighs and adds up what its own experts make of a
+token, and what comes back are the sums of ranks. In bf16 these are rounded once more than the rows
+that `expert.Dispatch` gets back.
+
+T tokens of this rank, S tokens that arrive, D model width, K experts per token.
+"""
+
+# pyright: reportMissingImports=false, reportIncompatibleMethodOverride=false
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+
+from penstock.core.errors import ConfigError
+from penstock.models.layers.experts import Experts
+from penstock.models.layers.moe import MixtureOfExperts
+from penstock_kernels.permute import order_of
+
+BYTES = 2
+"""Of a number that travels: it takes bfloat16 alone."""
+
+ALIGNMENT = 128
+"""Bytes that a buffer's size is a multiple of."""
+
+Combining = Literal["at_once", "meanwhile"]
+"""Whether what experts made is waited for where it is sent, or where it is used."""
+
+
+class Event(Protocol):
+    """The end of what a buffer was asked for."""
+
+    def current_stream_wait(self) -> None:
+        """Let what is computed from here on wait for it."""
+        ...
+
+
+class Buffer(Protocol):
+    """What is used of `deep_ep.Buffer`."""
+
+    def get_dispatch_layout(
+        self, topk_idx: torch.Tensor, num_experts: int
+    ) -> tuple[Any, Any, Any, Any, Event]: ...
+
+    def dispatch(
+        self, x: torch.Tensor, **how: Any
+    ) -> tuple[Any, Any, Any, Sequence[int], Any, Event]: ...
+
+    def combine(
+        self, x: torch.Tensor, handle: Any, **how: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Event]: ...
+
+
+def open_buffer(group: dist.ProcessGroup, *, width: int, gigabytes: float, num_sms: int) -> Buffer:
+    """Memory of this rank that the others of the group write into; called by all of them.
+
+    `width` is the model's. Raises ConfigError if DeepEP's kernels need more memory than that.
+    """
+    # Loads kernels for the GPU: not before this process has chosen one.
+    from deep_ep import Buffer  # noqa: PLC0415
+
+    Buffer.set_num_sms(num_sms)
+    size = int(gigabytes * 1e9) // ALIGNMENT * ALIGNMENT
+    ranks = group.size()
+    needed = max(
+        config.get_nvl_buffer_size_hint(width * BYTES, ranks)
+        for config in (Buffer.get_dispatch_config(ranks), Buffer.get_combine_config(ranks))
+    )
+    if size < needed:
+        raise ConfigError(
+            f"model.deepep_buffer_size_gb is {gigabytes:g}, and {ranks} ranks with a hidden size "
+            f"of {width} and model.deepep_num_sms: {num_sms} need {needed / 1e9:.3f}.\n"
+            f"  Write model.deepep_buffer_size_gb: {-(-needed // 10**7) / 100:g}, or a smaller "
+            "model.deepep_num_sms."
+        )
+    return Buffer(group, size)
+
+
+class DeepEP:
+    """The sockets `dispatch` and `arrive` of one mixture whose experts are on several ranks."""
+
+    def __init__(self, buffer: Buffer, num_experts: int, *, combining: Combining) -> None:
+        """`num_experts` are those of all ranks; each has equally many, in the order of ranks."""
+        self._buffer, self._num_experts, self._combining = buffer, num_experts, combining
+        self._on_its_way: _Return | None = None
+
+    def plug(self, mixture: MixtureOfExperts) -> None:
+        """Into a mixture that has this rank's experts."""
+        mixture.dispatch = self
+        if self._combining == "meanwhile":
+            mixture.arrive = self.arrive
+
+    def __call__(
+        self,
+        x_TD: torch.Tensor,
+        choice_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        experts: Experts,
+        /,
+    ) -> torch.Tensor:
+        """Send each token to the ranks of its experts, and add up what comes back, [T, D]. Unless
+        waited for at once, this is not there before `arrive`."""
+        trip = _Trip(self._buffer, self._num_experts)
+        x_SD, choice_SK, weights_SK = _Send.apply(x_TD, choice_TK, weights_TK, trip)
+        # Of most tokens some experts are elsewhere: their copies come last, and are left out.
+        order = order_of(choice_SK, experts.num_experts)
+        order = replace(order, copy_of_row=order.copy_of_row[: trip.num_rows])
+        operations = experts.operations
+        y_RD = experts(operations.permute(x_SD, order), order.counts)
+        made_SD = operations.unpermute(y_RD, weights_SK, order)
+        if self._combining == "at_once":
+            return _Combine.apply(made_SD, trip)
+        self._on_its_way = _Return(trip)
+        return _CombineMeanwhile.apply(made_SD, self._on_its_way)
+
+    def arrive(self, y_TD: torch.Tensor) -> torch.Tensor:
+        """What was dispatched last, once it is there."""
+        returned, self._on_its_way = self._on_its_way, None
+        assert returned, "what arrives has been dispatched"
+        return _Arrive.apply(y_TD, returned)
+
+
+class _Trip:
+    """Of tokens that were sent: how to send others the same way, and back."""
+
+    def __init__(self, buffer: Buffer, num_experts: int) -> None:
+        self.buffer, self.num_experts = buffer, num_experts
+        self.handle: Any = None
+        self.num_rows = 0
+        """Copies of arrived tokens that have an expert here."""
+
+
+class _Return:
+    """What is on its way back: outputs in the forward pass, their gradients in a backward one."""
+
+    def __init__(self, trip: _Trip) -> None:
+        self.trip = trip
+        self.event: Event | None = None
+        self.grad_SD: torch.Tensor | None = None
+
+    def wait(self) -> None:
+        """Let what is computed from here on wait for it."""
+        assert self.event, "nothing is on its way"
+        self.event.current_stream_wait()
+        self.event = None
+
+
+class _Send(torch.autograd.Function):
+    """Tokens to the ranks of their experts; the gradient is added up on its way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: torch.Tensor,
+        choice_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        trip: _Trip,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ctx.trip = trip
+        choice_TK = choice_TK.contiguous()
+        to_ranks, to_nodes, to_experts, is_sent, _ = trip.buffer.get_dispatch_layout(
+            choice_TK, trip.num_experts
+        )
+        x_SD, choice_SK, weights_SK, counts, trip.handle, _ = trip.buffer.dispatch(
+            x_TD.contiguous(),
+            topk_idx=choice_TK,
+            topk_weights=weights_TK.contiguous(),
+            num_tokens_per_rank=to_ranks,
+            num_tokens_per_rdma_rank=to_nodes,
+            num_tokens_per_expert=to_experts,
+            is_token_in_rank=is_sent,
+        )
+        trip.num_rows = sum(counts)
+        ctx.mark_non_differentiable(choice_SK)
+        return x_SD, choice_SK, weights_SK
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        dx_SD, _, dweights_SK = grads
+        trip: _Trip = ctx.trip
+        dx_TD, dweights_TK, _ = trip.buffer.combine(
+            dx_SD.contiguous(), trip.handle, topk_weights=dweights_SK.contiguous()
+        )
+        return dx_TD, None, dweights_TK, None
+
+
+class _Combine(torch.autograd.Function):
+    """Each token's sums from all ranks, added up; the gradient goes to the ranks of its experts."""
+
+    @staticmethod
+    def forward(ctx: Any, made_SD: torch.Tensor, trip: _Trip) -> torch.Tensor:
+        ctx.trip = trip
+        return trip.buffer.combine(made_SD.contiguous(), trip.handle)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _sent_again(grads[0], ctx.trip)[0], None
+
+
+class _CombineMeanwhile(torch.autograd.Function):
+    """The same, without waiting."""
+
+    @staticmethod
+    def forward(ctx: Any, made_SD: torch.Tensor, returned: _Return) -> torch.Tensor:
+        ctx.returned = returned
+        y_TD, _, returned.event = returned.trip.buffer.combine(
+            made_SD.contiguous(), returned.trip.handle, async_finish=True
+        )
+        return y_TD
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        del grads
+        returned: _Return = ctx.returned
+        returned.wait()
+        grad_SD, returned.grad_SD = returned.grad_SD, None
+        assert grad_SD is not None
+        return grad_SD, None
+
+
+class _Arrive(torch.autograd.Function):
+    """The same tokens, once they are there. Their gradient is sent without waiting: autograd goes
+    on with what was computed between, before it comes to the experts."""
+
+    @staticmethod
+    def forward(ctx: Any, y_TD: torch.Tensor, returned: _Return) -> torch.Tensor:
+        ctx.returned = returned
+        returned.wait()
+        return y_TD.view_as(y_TD)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        returned: _Return = ctx.returned
+        returned.grad_SD, returned.event = _sent_again(grads[0], returned.trip, async_finish=True)
+        return grads[0], None
+
+
+def _sent_again(dy_TD: torch.Tensor, trip: _Trip, **how: Any) -> tuple[torch.Tensor, Event]:
+    """Other numbers of the same tokens, to where those were sent."""
+    dy_SD, *_, event = trip.buffer.dispatch(dy_TD.contiguous(), handle=trip.handle, **how)
+    return dy_SD, event

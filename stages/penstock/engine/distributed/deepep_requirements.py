@@ -1,0 +1,80 @@
+"""Whether this machine can send tokens over NVLink with DeepEP: judged before ranks start.
+
+No torch here. What cannot be known without it, the ranks judge themselves.
+"""
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+from penstock.config.schema.run import RunConfig
+from penstock.config.schema.train import TrainConfig
+from penstock.core.errors import CapabilityError
+from penstock.core.machine.gpus import Gpus
+
+PACKAGE = "deep_ep"
+OLDEST = (9, 0)
+"""The CUDA capability from which its kernels are used here."""
+
+
+def require_nvlink(run: RunConfig, gpus: Gpus) -> None:
+    """Refuse `model.ep_dispatch: deepep` without its package, or without GPUs that are new enough
+    and joined by NVLink. Raises CapabilityError."""
+    if run.model.ep_dispatch == "deepep":
+        _refuse(_lacking(gpus))
+
+
+def require_one_machine(run: RunConfig, world: int, ranks_per_machine: int) -> None:
+    """Refuse `model.ep_dispatch: deepep` where experts are shared by ranks of several machines.
+
+    `world` processes fit the layout. Raises CapabilityError.
+    """
+    if run.model.ep_dispatch == "deepep":
+        _refuse(_apart(run, world, ranks_per_machine))
+
+
+def _refuse(reason: str | None) -> None:
+    if reason:
+        raise CapabilityError(
+            f"model.ep_dispatch is deepep, {reason}.\n"
+            "  Write model.ep_dispatch: alltoall, or leave it out."
+        )
+
+
+def _lacking(gpus: Gpus) -> str | None:
+    if not gpus.count:
+        return "which needs CUDA devices, and there is none"
+    if find_spec(PACKAGE) is None:
+        return (
+            f"and the package {PACKAGE} is not installed; it is built from "
+            "https://github.com/deepseek-ai/DeepEP"
+        )
+    if gpus.capability and gpus.capability < OLDEST:
+        needs, has = (".".join(map(str, version)) for version in (OLDEST, gpus.capability))
+        return f"which needs GPUs of capability {needs} or later, and these have {has}"
+    if gpus.linked is False:
+        return "which goes over NVLink, and NVLink joins no two of these GPUs"
+    return None
+
+
+def _apart(run: RunConfig, world: int, ranks_per_machine: int) -> str | None:
+    for sharing in _ranks_that_share(run.train, world):
+        machines = {rank // ranks_per_machine for rank in sharing}
+        if len(machines) > 1:
+            return (
+                f"which goes over NVLink, and train.expert_parallel_size: {len(sharing)} has "
+                f"experts shared by ranks {', '.join(map(str, sharing))}, which are on "
+                f"{len(machines)} machines of {ranks_per_machine} processes"
+            )
+    return None
+
+
+def _ranks_that_share(train: TrainConfig, world: int) -> Iterator[range]:
+    """The groups that `mesh.Mesh.experts` makes of the ranks of each pipeline stage."""
+    stage, count = world // train.pipeline_parallel_size, train.expert_parallel_size
+    groups = stage // count
+    for first in range(0, world, stage):
+        for number in range(groups):
+            if train.ep_outside:
+                yield range(first + number, first + stage, groups)
+            else:
+                yield range(first + number * count, first + (number + 1) * count)

@@ -1,0 +1,142 @@
+"""The ranks of a run as a grid, and the groups of those that differ in some of its axes only.
+
+The one file that says which rank stands where. Ranks of the last axis are neighbours, which talk
+the most; those of the first talk the least.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from penstock.engine.distributed.parallel_dims import Degrees
+
+Axis = Literal["pipeline", "replicate", "shard", "ring", "ulysses", "tensor"]
+AXES: tuple[Axis, ...] = get_args(Axis)
+"""Outermost first."""
+
+Folding = Literal["all", "ulysses_only", "ring_only", "none"]
+"""Which of the axes that split rows also hold parts of the weights (`train.cp_fsdp_mode`)."""
+
+FOLDED: dict[Folding, tuple[Axis, ...]] = {
+    "all": ("ring", "ulysses"),
+    "ulysses_only": ("ulysses",),
+    "ring_only": ("ring",),
+    "none": (),
+}
+
+Placement = Literal["neighbours", "strangers"]
+"""Which ranks share a layer's experts (`train.ep_outside`)."""
+
+ROWS: tuple[Axis, ...] = ("replicate", "shard", "ring", "ulysses")
+"""Axes whose ranks compute other tokens with the same weights: over these gradients are summed."""
+
+
+class Mesh:
+    """The grid as one rank sees it. Every rank must ask for the same groups in the same order."""
+
+    def __init__(
+        self, degrees: Degrees, rank: int, device_type: str, *, experts: Placement = "neighbours"
+    ) -> None:
+        """The world must have as many ranks as the degrees multiply to.
+
+        Experts are shared by `neighbours`, or by `strangers`: ranks as far apart as can be.
+        """
+        self._placement: Placement = experts
+        self.degrees, self.rank = degrees, rank
+        self.device_type = device_type
+        self._grid = torch.arange(degrees.world).reshape([self.size(axis) for axis in AXES])
+        place = (self._grid == rank).nonzero()[0].tolist()
+        self._place: dict[Axis, int] = dict(zip(AXES, place, strict=True))
+        self._views: dict[object, DeviceMesh] = {}
+
+    def size(self, *axes: Axis) -> int:
+        """Ranks along these axes."""
+        return math.prod(getattr(self.degrees, axis) for axis in axes)
+
+    def index(self, *axes: Axis) -> int:
+        """This rank's number among those that differ from it in these axes only."""
+        found = 0
+        for axis in axes:
+            found = found * self.size(axis) + self._place[axis]
+        return found
+
+    def ranks(self, *axes: Axis) -> list[int]:
+        """The ranks that differ from this one in these axes only, in the order of `index`."""
+        return self._laid([axes])[self._others([axes])].tolist()
+
+    def group(self, *axes: Axis) -> dist.ProcessGroup | None:
+        """The group of those ranks; None where this one is alone."""
+        return self._view([axes]).get_group("0") if self.size(*axes) > 1 else None
+
+    def neighbours(self, count: int) -> dist.ProcessGroup | None:
+        """The group of `count` ranks in a row along `tensor` that this one is of; None for one.
+
+        `count` must divide the size of the axis.
+        """
+        if count == 1:
+            return None
+        assert self.size("tensor") % count == 0, f"{count} of {self.size('tensor')} ranks"
+        key = "neighbours", count
+        if key not in self._views:
+            self._views[key] = DeviceMesh(
+                self.device_type, self._grid.reshape(-1, count), mesh_dim_names=("rest", "near")
+            )
+        return self._views[key].get_group("near")
+
+    def weights(self, folding: Folding) -> DeviceMesh:
+        """How weights lie: copies along `replicate`, parts along `shard`."""
+        shard: tuple[Axis, ...] = ("shard", *FOLDED[folding])
+        replicate: tuple[Axis, ...] = tuple(axis for axis in ROWS if axis not in shard)
+        return self._view([replicate, shard], names=("replicate", "shard"))["replicate", "shard"]
+
+    def experts(self) -> DeviceMesh:
+        """The ranks of this pipeline stage as experts see them: `expert` are those that share a
+        layer's experts, `shard` those that hold the same ones and part their weights."""
+        if "experts" not in self._views:
+            stages = self._grid.reshape(self.size("pipeline"), -1)
+            count = self.degrees.expert
+            if self._placement == "neighbours":
+                laid = stages.reshape(len(stages), 1, -1, count)
+            else:
+                laid = stages.reshape(len(stages), 1, count, -1).transpose(2, 3)
+            self._views["experts"] = DeviceMesh(
+                self.device_type,
+                laid.contiguous(),
+                mesh_dim_names=("rest", "replicate", "shard", "expert"),
+            )
+        return self._views["experts"]
+
+    @property
+    def parts_experts(self) -> bool:
+        """Whether experts lie otherwise than the other weights."""
+        return self.degrees.expert > 1 or self.degrees.tensor > 1
+
+    def _view(
+        self, parts: Sequence[tuple[Axis, ...]], names: tuple[str, ...] | None = None
+    ) -> DeviceMesh:
+        """The grid with other axes: one of each part, after one of all that is in none."""
+        key = tuple(parts), names
+        if key not in self._views:
+            self._views[key] = DeviceMesh(
+                self.device_type,
+                self._laid(parts),
+                mesh_dim_names=("rest", *(names or map(str, range(len(parts))))),
+            )
+        return self._views[key]
+
+    def _laid(self, parts: Sequence[tuple[Axis, ...]]) -> torch.Tensor:
+        """Rank numbers, shape [all others, *sizes of the parts]."""
+        rest: tuple[Axis, ...] = tuple(
+            axis for axis in AXES if not any(axis in part for part in parts)
+        )
+        order = [*rest, *(axis for part in parts for axis in part)]
+        sizes = [self.size(*part) for part in (rest, *parts)]
+        return self._grid.permute([AXES.index(axis) for axis in order]).reshape(sizes)
+
+    def _others(self, parts: Sequence[tuple[Axis, ...]]) -> int:
+        rest: list[Axis] = [axis for axis in AXES if not any(axis in part for part in parts)]
+        return self.index(*rest)

@@ -1,0 +1,235 @@
+"""From settings and a world size to the degree of each axis. The only place where they multiply.
+
+No torch here: plans and keys need the global batch before anything heavy is imported.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from penstock.config.schema.train import TrainConfig
+from penstock.core.errors import ConfigError
+from penstock.engine.distributed.suggest_layout import Candidate, Values, nearest, spelled
+
+SIZES: Mapping[str, str] = {
+    "pipeline": "pipeline_parallel_size",
+    "replicate": "data_parallel_replicate_size",
+    "shard": "data_parallel_shard_size",
+    "ring": "ringattn_parallel_size",
+    "ulysses": "ulysses_parallel_size",
+    "tensor": "tensor_parallel_size",
+}
+"""The setting of each axis, outermost axis first."""
+
+EXPERTS = "expert_parallel_size"
+
+DATA = ("replicate", "shard")
+"""Axes that may be left to be filled in."""
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """How many ranks each axis takes; the product is the world."""
+
+    pipeline: int = 1
+    replicate: int = 1
+    shard: int = 1
+    ring: int = 1
+    ulysses: int = 1
+    tensor: int = 1
+    expert: int = 1
+    """Ranks that share a layer's experts: another view of the ranks of a pipeline stage, and no
+    factor of the world."""
+
+    @property
+    def num_replicas(self) -> int:
+        """Groups of ranks that each compute rows of their own."""
+        return self.replicate * self.shard
+
+    @property
+    def context(self) -> int:
+        """Ranks that a row is cut over."""
+        return self.ring * self.ulysses
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return self.pipeline * self.num_replicas * self.context * self.tensor
+
+    def __str__(self) -> str:
+        """The axes that take more than one rank, by the names of their settings."""
+        names = {**SIZES, "expert": EXPERTS}
+        sizes = {names[axis]: size for axis, size in asdict(self).items() if size > 1}
+        return " x ".join(f"{name} {size}" for name, size in sizes.items()) or "1 process"
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """Why a layout cannot be, and the settings that are most likely to be wrong."""
+
+    reason: str
+    blamed: tuple[str, ...]
+    """Names such as `train.tensor_parallel_size`."""
+
+
+def degrees_of(train: TrainConfig, world: int) -> Degrees:
+    """The layout that `train` asks for on `world` ranks.
+
+    Raises ConfigError if there is none, with the nearest one. What the model or a row's length
+    allows is judged elsewhere (`fits.py`).
+    """
+    found = lay_out(train, world)
+    if isinstance(found, Degrees):
+        return found
+
+    def accepted(values: Values) -> bool:
+        changed = train.model_copy(update={n.removeprefix("train."): v for n, v in values.items()})
+        return isinstance(lay_out(changed, world), Degrees)
+
+    change = nearest(sizes_near(train, world), accepted, found.blamed, undone(train))
+    raise ConfigError(f"{found.reason}.{spelled(change)}")
+
+
+def lay_out(train: TrainConfig, world: int) -> Degrees | Misfit:
+    """The degrees that multiply to `world`, or why there are none."""
+    sizes = {axis: getattr(train, field) for axis, field in SIZES.items()}
+    fixed = math.prod(size for axis, size in sizes.items() if axis not in DATA)
+    left, rest = divmod(world, fixed)
+    if rest or not left:
+        taken = [axis for axis, size in sizes.items() if axis not in DATA and size > 1]
+        product = " x ".join(f"{SIZES[axis]} {sizes[axis]}" for axis in taken)
+        several = f" (= {fixed})" if len(taken) > 1 else ""
+        largest_first = sorted(taken, key=lambda axis: -sizes[axis])
+        return Misfit(
+            f"{_processes(world)} cannot be laid out as train.{product}{several}: "
+            f"{world} is no multiple of {fixed}",
+            tuple(f"train.{SIZES[axis]}" for axis in largest_first),
+        )
+    replicate, shard = sizes["replicate"], sizes["shard"]
+    if misfit := _of_mode(train, world, left):
+        return misfit
+    if train.data_parallel_mode == "fsdp2":
+        replicate = 1 if replicate == -1 else replicate
+        shard = left // replicate if shard == -1 else shard
+    else:
+        replicate, shard = (left if replicate == -1 else replicate), 1
+    if replicate * shard != left:
+        written = [axis for axis in DATA if sizes[axis] != -1]
+        said = " and ".join(f"train.{SIZES[axis]} is {sizes[axis]}" for axis in written)
+        return Misfit(
+            f"{said}, and {_left(world, left)} to be shared out",
+            # The other one is best filled in where it was left out.
+            tuple(f"train.{SIZES[axis]}" for axis in DATA if train.data_parallel_mode == "fsdp2"),
+        )
+    experts, in_stage = train.expert_parallel_size, world // train.pipeline_parallel_size
+    if in_stage % experts:
+        stage = "a pipeline stage has" if train.pipeline_parallel_size > 1 else "there are"
+        return Misfit(
+            f"train.{EXPERTS} is {experts}, and {stage} {in_stage} processes, which experts cannot "
+            "be shared out over evenly",
+            (f"train.{EXPERTS}",),
+        )
+    return Degrees(**{**sizes, "replicate": replicate, "shard": shard, "expert": experts})
+
+
+def _of_mode(train: TrainConfig, world: int, left: int) -> Misfit | None:
+    """What the mode of data parallelism itself rules out."""
+    mode, shard = train.data_parallel_mode, train.data_parallel_shard_size
+    replicate = train.data_parallel_replicate_size
+    if mode != "fsdp2" and shard not in (-1, 1):
+        return Misfit(
+            f"train.data_parallel_shard_size is {shard}, and train.data_parallel_mode {mode} "
+            "shards nothing",
+            ("train.data_parallel_mode", "train.data_parallel_shard_size"),
+        )
+    if mode == "none" and replicate not in (-1, 1):
+        return Misfit(
+            f"train.data_parallel_replicate_size is {replicate}, and train.data_parallel_mode none "
+            "trains on one copy of the weights",
+            ("train.data_parallel_mode", "train.data_parallel_replicate_size"),
+        )
+    if mode == "none" and left > 1:
+        return Misfit(
+            "train.data_parallel_mode is none, which trains on one copy of the weights, and "
+            f"{_left(world, left)} to be shared out",
+            ("train.data_parallel_mode",),
+        )
+    return None
+
+
+def sizes_near(train: TrainConfig, world: int) -> list[Candidate]:
+    """Other sizes for each axis on `world` ranks, and other modes."""
+    found: list[Candidate] = []
+    for axis, field in SIZES.items():
+        now = getattr(train, field)
+        if now == -1 and axis == "shard":
+            continue  # it is whatever the others leave
+        for size in (size for size in range(1, world + 1) if world % size == 0 and size != now):
+            # A smaller size before a larger one that is as near.
+            distance = abs(math.log2(size / max(1, now))) + (0.01 if size > now else 0)
+            found.append(
+                Candidate(f"train.{field}", size, distance, field in train.model_fields_set)
+            )
+    now = train.expert_parallel_size
+    for size in range(1, world + 1) if now > 1 else ():
+        if world % size == 0 and size != now:
+            written = EXPERTS in train.model_fields_set
+            distance = abs(math.log2(size / now)) + (0.01 if size > now else 0)
+            found.append(Candidate(f"train.{EXPERTS}", size, distance, written))
+    for distance, mode in enumerate(("fsdp2", "ddp", "none"), 1):
+        if mode != train.data_parallel_mode:
+            name = "data_parallel_mode"
+            found.append(Candidate(f"train.{name}", mode, distance, name in train.model_fields_set))
+    return found
+
+
+def undone(train: TrainConfig) -> dict[str, Any]:
+    """What to write for a layout of nothing but data parallelism."""
+    plain = {field: -1 if axis in DATA else 1 for axis, field in SIZES.items()} | {EXPERTS: 1}
+    plain = {name: size for name, size in plain.items() if getattr(train, name) not in (size, 1)}
+    mode = {"data_parallel_mode": "fsdp2"} if train.data_parallel_mode == "none" else {}
+    return {f"train.{name}": value for name, value in {**mode, **plain}.items()}
+
+
+def rows_per_step(train: TrainConfig, num_replicas: int) -> int:
+    """Packed rows in one optimizer step over all replicas: the global batch."""
+    if train.global_batch_size is not None:
+        return train.global_batch_size
+    return train.micro_batch_size * train.gradient_accumulation_steps * num_replicas
+
+
+def accumulation_steps(train: TrainConfig, num_replicas: int) -> int:
+    """Micro-batches each replica runs per optimizer step.
+
+    Raises ConfigError when the global batch cannot be cut that way.
+    """
+    if train.global_batch_size is None:
+        return train.gradient_accumulation_steps
+    at_once = train.micro_batch_size * num_replicas
+    steps, rest = divmod(train.global_batch_size, at_once)
+    if rest or not steps:
+        nearest_size = max(1, steps) * at_once
+        raise ConfigError(
+            f"train.global_batch_size is {train.global_batch_size}, which {num_replicas} replicas "
+            f"of train.micro_batch_size {train.micro_batch_size} cannot share evenly.\n"
+            f"  Write a multiple of {at_once}, for example {nearest_size}, or change the other two."
+        )
+    written = "gradient_accumulation_steps" in train.model_fields_set
+    if written and train.gradient_accumulation_steps != steps:
+        raise ConfigError(
+            f"train.global_batch_size {train.global_batch_size} on {num_replicas} replicas with "
+            f"train.micro_batch_size {train.micro_batch_size} takes {steps} accumulation steps, "
+            f"and train.gradient_accumulation_steps is {train.gradient_accumulation_steps}.\n"
+            f"  Write {steps}, or leave one of the two out."
+        )
+    return steps
+
+
+def _left(world: int, left: int) -> str:
+    others = f" ({world}, divided by {world // left} for the other axes)" if left != world else ""
+    return f"{_processes(left)}{others} {'is' if left == 1 else 'are'}"
+
+
+def _processes(world: int) -> str:
+    return "1 process" if world == 1 else f"{world} processes"

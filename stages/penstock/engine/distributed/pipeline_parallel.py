@@ -1,0 +1,276 @@
+"""Pipeline parallelism: each rank runs some stages, and only hidden states pass between ranks.
+
+All ranks of a pipeline load the same rows, so everything else that a stage needs of a micro-batch
+it has already. T tokens of a micro-batch on this rank, D model width.
+"""
+
+import logging
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    get_schedule_class,
+)
+
+from penstock.config.schema.train import TrainConfig
+from penstock.core.process.rank_heartbeat import Pulse
+from penstock.engine.distributed.device_mesh import Mesh
+from penstock.engine.distributed.parallel_model import Call, Casting
+from penstock.engine.distributed.param_shards import local
+from penstock.engine.distributed.pipeline_stages import stages_of_rank, virtual_stages
+from penstock.models.decoder import Decoder
+from penstock.models.layers.dropout import drawing_from
+from penstock.models.layers.router_observer import watched_by
+
+# Of an error it prints the whole schedule, a hundred lines, above the error itself.
+logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
+
+BETWEEN_PASSES = "waiting for other stages"
+
+
+class Pipeline:
+    """The stages of one rank, and how a step's micro-batches pass through them."""
+
+    def __init__(
+        self,
+        parts: Sequence[Decoder],
+        mesh: Mesh,
+        train: TrainConfig,
+        *,
+        device: torch.device,
+        residual: Literal["whole", "split"] = "whole",
+        casting: Casting = nullcontext,
+        pulse: Pulse | None = None,
+    ) -> None:
+        """`parts` are those of `parts_of`, in that order, sharded or not.
+
+        With a `residual` split over the tensor axis, each rank passes its own part of the hidden
+        states on. `casting` is entered around each forward pass, and never around a backward one.
+        `pulse` hears of each pass where gradients are computed, and of what lies between them.
+        """
+        self._parts, self._train, self._device = parts, train, device
+        self._width = parts[0].config.hidden_size
+        self._share = mesh.size("tensor") if residual == "split" else 1
+        self._dtype: torch.dtype = getattr(torch, train.computes_in)
+        self._casting, self._pulse = casting, pulse or Pulse()
+        self._numbers = stages_of_rank(train, mesh.index("pipeline"))
+        self._num_stages = mesh.size("pipeline") * virtual_stages(train)
+        ranks = mesh.ranks("pipeline")
+        self._rank_of = {
+            stage: rank for at, rank in enumerate(ranks) for stage in stages_of_rank(train, at)
+        }
+        # Of its own: messages between pairs would come between the collectives of a shared one,
+        # at other places on each rank.
+        group = dist.new_group(ranks, use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        self._group = group
+        self._running: _Running | None = None
+
+    def forward_backward(self, calls: Sequence[Call]) -> torch.Tensor:
+        """Compute the gradients of all micro-batches, added to those that are there already.
+
+        All calls must have the same number of tokens. Returns the sum of what the last stage's
+        `reduce` gave, detached; 0 on ranks that do not hold the last stage. Gradients of a model
+        sharded by FSDP are reduced at the end, once.
+        """
+        key = (len(calls), len(calls[0].position_ids_T))
+        if self._running is None or self._running.key != key:
+            # Only the newest: each owns a buffer for every micro-batch, in and out.
+            self._running = None
+            self._running = self._prepare(*key)
+        return self._running.step(calls)
+
+    @torch.no_grad()
+    def forward(self, calls: Sequence[Call]) -> torch.Tensor:
+        """The same sum without gradients, under any schedule: stage after stage."""
+        total = torch.zeros((), device=self._device)
+        sending: list[Any] = []
+        # One call after another, so that the two ranks of a pair name their messages in the same
+        # order whichever way these go.
+        for call in calls:
+            hidden_TD: torch.Tensor | None = None
+            for number, part in zip(self._numbers, self._parts, strict=True):
+                inputs = call.input_ids_T
+                if number:
+                    inputs = self._received(number - 1, hidden_TD, len(call.position_ids_T))
+                with self._casting(), drawing_from(call.noise), watched_by(call.watch):
+                    given = part(inputs, call.position_ids_T, call.segments, call.reduce)
+                if number == self._num_stages - 1:
+                    total += given
+                elif number + 1 in self._numbers:
+                    hidden_TD = given
+                else:
+                    to = self._rank_of[number + 1]
+                    given = given.contiguous()
+                    # Kept with its message: memory that is being read must not be given away.
+                    sending.append((dist.isend(given, to, group=self._group), given))
+        for message, _ in sending:
+            message.wait()
+        return total
+
+    def sum_tied(self) -> None:
+        """Give both copies of a tied embedding, the first stage's and the last one's, the sum of
+        their gradients; then the same optimizer keeps them the same. Nothing for a model whose head
+        is its own. Called by all ranks, before or after gradients are summed over rows.
+        """
+        if not self._parts[0].config.tie_word_embeddings:
+            return
+        copies = [
+            module.weight
+            for part in self._parts
+            for module in (part.model.embed_tokens, part.lm_head)
+            if module is not None
+        ]
+        gradients = [local(copy.grad) for copy in copies if copy.grad is not None]
+        if len(gradients) == 2:
+            # Both ends of a V are on one rank.
+            gradients[0].add_(gradients[1])
+            gradients[1].copy_(gradients[0])
+        elif gradients:
+            # Of two summands the order does not matter: both ranks get the same bits. Gradients of
+            # offloaded weights are in host memory, from which no GPU sends.
+            mine = gradients[0].to(self._device)
+            gradients[0].add_(self._exchanged(mine).to(gradients[0].device))
+
+    def _exchanged(self, mine: torch.Tensor) -> torch.Tensor:
+        """The other end's tensor for this one's."""
+        last = self._num_stages - 1
+        other = self._rank_of[last if 0 in self._numbers else 0]
+        theirs = torch.empty_like(mine)
+        messages = [
+            dist.P2POp(dist.isend, mine, other, self._group),
+            dist.P2POp(dist.irecv, theirs, other, self._group),
+        ]
+        for message in dist.batch_isend_irecv(messages):
+            message.wait()
+        return theirs
+
+    def _received(self, stage: int, here: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
+        """What `stage` gave, on this rank or another."""
+        if stage in self._numbers:
+            assert here is not None
+            return here
+        hidden_TD = torch.empty(self._shape(num_tokens), dtype=self._dtype, device=self._device)
+        dist.recv(hidden_TD, self._rank_of[stage], group=self._group)
+        return hidden_TD
+
+    def _shape(self, num_tokens: int) -> tuple[int, int]:
+        return num_tokens // self._share, self._width
+
+    def _prepare(self, num_calls: int, num_tokens: int) -> "_Running":
+        # Shapes that are given are not found out by a run of the model on garbage.
+        ids_T = torch.empty(num_tokens, dtype=torch.int64, device="meta")
+        hidden_TD = torch.empty(
+            self._shape(num_tokens), dtype=self._dtype, device="meta", requires_grad=True
+        )
+        loss = torch.empty((), device="meta", requires_grad=True)
+        last = self._num_stages - 1
+        stages = [
+            _Stage(
+                part,
+                number,
+                self._num_stages,
+                self._device,
+                input_args=hidden_TD if number else ids_T,
+                output_args=loss if number == last else hidden_TD,
+                group=self._group,
+            )
+            for number, part in zip(self._numbers, self._parts, strict=True)
+        ]
+        for stage in stages:
+            stage.casting, stage.pulse = self._casting, self._pulse
+        return _Running((num_calls, num_tokens), stages, self._train)
+
+
+class _Stage(PipelineStage):
+    """A stage that takes from its own calls what torch's would be sent or cut out of tensors."""
+
+    calls: Sequence[Call] = ()
+    casting: Casting = nullcontext
+    pulse: Pulse
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        save_forward_output: bool = True,
+    ) -> Any:
+        del args, kwargs
+        call = self.calls[fwd_chunk_id]
+        with self._telling("forward"), drawing_from(call.noise), watched_by(call.watch):
+            return super().forward_one_chunk(
+                fwd_chunk_id,
+                (call.input_ids_T,),
+                {
+                    "position_ids_T": call.position_ids_T,
+                    "segments": call.segments,
+                    "reduce": call.reduce,
+                },
+                save_forward_output,
+            )
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self._telling("backward"):
+            return super().backward_one_chunk(*args, **kwargs)
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self._telling("backward"):
+            return super().backward_weight_one_chunk(*args, **kwargs)
+
+    @contextmanager
+    def _telling(self, phase: str) -> Generator[None]:
+        self.pulse.begins(phase)
+        yield
+        self.pulse.begins(BETWEEN_PASSES)
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        with self.casting():
+            given = super().forward_maybe_with_nosync(*args, **kwargs)
+        # A stage where nothing is trained passes on what needs no gradient, and the next one sends
+        # one back all the same.
+        return given if given.requires_grad else given.requires_grad_()
+
+
+class _Running:
+    """A schedule for so many micro-batches of so many tokens."""
+
+    def __init__(self, key: tuple[int, int], stages: list[_Stage], train: TrainConfig) -> None:
+        self.key = key
+        self._stages = stages
+        kind = get_schedule_class(train.pipeline_parallel_schedule)
+        # Losses are sums already divided by the tokens of the whole step: nothing to average.
+        settings: dict[str, Any] = {
+            "n_microbatches": key[0],
+            "loss_fn": _as_it_is,
+            "scale_grads": False,
+        }
+        self._schedule: PipelineScheduleSingle | PipelineScheduleMulti
+        if issubclass(kind, PipelineScheduleSingle):
+            self._schedule = kind(stages[0], **settings)
+        else:
+            self._schedule = kind(stages, **settings)
+
+    def step(self, calls: Sequence[Call]) -> torch.Tensor:
+        losses: list[torch.Tensor] = []
+        for stage in self._stages:
+            stage.calls = calls
+        self._stages[0].pulse.begins(BETWEEN_PASSES)
+        # Torch wants a target for each micro-batch; `reduce` has its own.
+        targets = torch.empty(len(calls), device="meta")
+        self._schedule.step(target=targets, losses=losses, return_outputs=False)
+        for stage in self._stages:
+            stage.calls = ()
+        if not losses:
+            return torch.zeros((), device=self._stages[0].device)
+        return torch.stack([loss.detach().float() for loss in losses]).sum()
+
+
+def _as_it_is(loss: torch.Tensor, _target: torch.Tensor) -> torch.Tensor:
+    return loss

@@ -1,0 +1,162 @@
+"""Which layers each stage of a pipeline holds, and which stages each rank: arithmetic alone.
+
+A stage is a run of layers; the first also holds the embedding, the last the final norm and the
+head. No torch here: whether a layout fits a model is judged before anything heavy is imported.
+"""
+
+from itertools import pairwise
+
+from penstock.config.schema.parallelism import INTERLEAVED, V_SHAPED, PipelineSchedule
+from penstock.config.schema.train import TrainConfig
+from penstock.core.errors import ConfigError
+
+
+def virtual_stages(train: TrainConfig) -> int:
+    """Stages of each rank: what is written, else as few as the schedule can do with.
+
+    Raises ConfigError for a written number that the schedule cannot run.
+    """
+    schedule, written = train.pipeline_parallel_schedule, train.pipeline_parallel_virtual_stages
+    if schedule not in INTERLEAVED + V_SHAPED:
+        if written != 1:
+            raise ConfigError(
+                f"train.pipeline_parallel_virtual_stages is {written}, and train."
+                f"pipeline_parallel_schedule {schedule} runs one stage on each rank.\n"
+                "  Write 1, or pipeline_parallel_schedule: Interleaved1F1B."
+            )
+        return 1
+    if "pipeline_parallel_virtual_stages" not in train.model_fields_set:
+        return 2
+    if schedule in V_SHAPED and written != 2:
+        raise ConfigError(
+            f"train.pipeline_parallel_virtual_stages is {written}, and train."
+            f"pipeline_parallel_schedule {schedule} goes down the ranks and up again: two stages"
+            " on each.\n  Write 2, or leave it out."
+        )
+    if written < 2:
+        raise ConfigError(
+            f"train.pipeline_parallel_virtual_stages is {written}, and train."
+            f"pipeline_parallel_schedule {schedule} has nothing to interleave with one stage on"
+            " each rank.\n  Write 2 or more, leave it out, or write"
+            " pipeline_parallel_schedule: 1F1B."
+        )
+    return written
+
+
+def stages_of(schedule: PipelineSchedule, num_ranks: int, virtual: int, index: int) -> list[int]:
+    """The stages of the rank numbered `index` in its pipeline, in order: every so many in a loop,
+    or one on the way down a V and one on the way up."""
+    if schedule in V_SHAPED:
+        return [index, 2 * num_ranks - 1 - index]
+    return [index + num_ranks * turn for turn in range(virtual)]
+
+
+def layers_of_stages(train: TrainConfig, num_layers: int) -> list[range]:
+    """The layers of every stage.
+
+    Raises ConfigError for a list that is no split of these layers, and for a stage between the
+    first and the last that would have nothing to do.
+    """
+    num_stages = train.pipeline_parallel_size * virtual_stages(train)
+    split = train.pipeline_parallel_split
+    weights = {"pipeline_parallel_input_weight", "pipeline_parallel_output_weight"}
+    if split == "uniform":
+        counts = _even(
+            num_layers,
+            num_stages,
+            train.pipeline_parallel_input_weight,
+            train.pipeline_parallel_output_weight,
+        )
+        firsts = [sum(counts[:stage]) for stage in range(num_stages)]
+        idle = "there are"
+    elif weights & train.model_fields_set:
+        raise ConfigError(
+            f"train.pipeline_parallel_split {split} says which layers each stage holds, and train."
+            f"{min(weights & train.model_fields_set)} would change nothing.\n"
+            "  Write pipeline_parallel_split: uniform, or leave the weights out."
+        )
+    else:
+        firsts = _listed(split, num_layers, num_stages)
+        idle = f"train.pipeline_parallel_split {split} of"
+    layers = [range(*both) for both in pairwise([*firsts, num_layers])]
+    empty = [stage for stage, its in enumerate(layers[:-1]) if stage and not its]
+    if empty:
+        raise ConfigError(
+            f"stage {empty[0]} of {num_stages} would hold no layer: {idle} {num_layers}"
+            f" layers for train.pipeline_parallel_size {train.pipeline_parallel_size} x"
+            f" {virtual_stages(train)} stages on each rank.\n"
+            "  Write fewer ranks or stages, or a pipeline_parallel_split that gives each a layer."
+        )
+    return layers
+
+
+def _even(layers: int, stages: int, before: int, after: int) -> list[int]:
+    """Layers of each stage, with the embedding worth `before` layers and norm and head `after`.
+
+    What does not divide goes to the earliest stages. An end that weighs more than a stage's share
+    has a stage to itself, and the others share the layers.
+    """
+    if stages == 1:
+        return [layers]
+    base, rest = divmod(layers + before + after, stages)
+    shares = [base + (stage < rest) for stage in range(stages)]
+    if shares[0] < before:
+        return [0, *_even(layers, stages - 1, 0, after)]
+    if shares[-1] < after:
+        return [*_even(layers, stages - 1, before, 0), 0]
+    return [shares[0] - before, *shares[1:-1], shares[-1] - after]
+
+
+def _listed(firsts: list[int], num_layers: int, num_stages: int) -> list[int]:
+    if len(firsts) != num_stages or firsts[-1] > num_layers:
+        even = _even(num_layers, num_stages, 1, 1)
+        example = [sum(even[:stage]) for stage in range(num_stages)]
+        raise ConfigError(
+            f"train.pipeline_parallel_split {firsts} does not name the first layer of each of"
+            f" {num_stages} stages in a model of {num_layers} layers.\n"
+            f"  Write {num_stages} numbers of at most {num_layers}, for example {example}, or"
+            " uniform."
+        )
+    return firsts
+
+
+def takes(schedule: PipelineSchedule, num_ranks: int, micro_batches: int) -> bool:
+    """Whether the schedule can run a step of so many micro-batches.
+
+    1F1B fills the pipeline before its first backward pass; DualPipeV fills it from both ends. The
+    interleaved ones go in rounds of equal size, about one micro-batch for each rank.
+    """
+    if schedule == "1F1B":
+        return micro_batches >= num_ranks
+    if schedule == "DualPipeV":
+        return micro_batches >= 2 * num_ranks
+    if schedule in INTERLEAVED:
+        return micro_batches % max(1, micro_batches // num_ranks) == 0
+    return True
+
+
+def described(train: TrainConfig, num_layers: int) -> str:
+    """The pipeline in a line, with what was filled in."""
+    virtual = virtual_stages(train)
+    layers = " | ".join(_span(its) for its in layers_of_stages(train, num_layers))
+    chosen = "" if virtual == train.pipeline_parallel_virtual_stages else " (the schedule's least)"
+    return (
+        f"pipeline: {train.pipeline_parallel_schedule} on {train.pipeline_parallel_size} ranks x "
+        f"{virtual} stages{chosen}, layers {layers}"
+    )
+
+
+def _span(layers: range) -> str:
+    if not layers:
+        return "none"
+    return f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])
+
+
+def stages_of_rank(train: TrainConfig, index: int) -> list[int]:
+    """The stages of the rank numbered `index` in its pipeline, as the settings have it."""
+    return stages_of(
+        train.pipeline_parallel_schedule,
+        train.pipeline_parallel_size,
+        virtual_stages(train),
+        index,
+    )

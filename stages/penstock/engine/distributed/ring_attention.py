@@ -1,0 +1,358 @@
+"""Ring attention: each rank attends from its own tokens, and keys and values come to it.
+
+A rank first attends to what it holds itself, which is ordinary causal attention; then, step by
+step, to what a rank one further away holds. What is merged is exact: each part's output is weighed
+by its share of the whole sum of exponentials (Liu et al. 2023, "Ring Attention"). Only what some
+query sees is sent, so rows of short documents, and layers with short windows, send next to nothing.
+
+T tokens of this rank, S of another that come here; N query heads, K key and value heads, H head
+width.
+"""
+
+# pyright: reportIncompatibleMethodOverride=false
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from penstock.engine.distributed.zigzag import Holding, Need, needs, own_lengths, own_start_rows
+from penstock.models.layers.attention import Attend
+from penstock.rows.shared_prefix import Span
+from penstock_kernels.attention import Segments, attention
+from penstock_kernels.attention.block import Rectangle, block, block_backward
+from penstock_kernels.attention.sinks import gradient_of_sinks, with_sinks
+
+
+@dataclass(frozen=True)
+class Part:
+    """Attention of some of this rank's tokens to some keys, of others or its own."""
+
+    queries: range
+    """This rank's numbers of its tokens."""
+    keys: range
+    """Numbers among the keys that came, or this rank's own."""
+    sees: Rectangle
+
+
+@dataclass(frozen=True)
+class Step:
+    """What goes to the rank `distance` further on, and comes from the one as far back."""
+
+    distance: int
+    gives: range
+    """This rank's tokens whose keys and values go; none where empty."""
+    takes: int
+    """How many tokens' keys and values come."""
+    parts: tuple[Part, ...]
+    """Who sees what came; none where nothing does."""
+
+
+@dataclass(frozen=True, eq=False)
+class Spread(Segments):
+    """The documents of this rank's tokens, as if there were no others, and what others hold."""
+
+    steps: tuple[Step, ...]
+    """The same distances on every rank, or two would not agree on the order of the messages
+    between them; those at which no rank gives anything are left out."""
+    own: tuple[Part, ...]
+    """What this rank's tokens see of each other beyond their documents here, which are then cut
+    where tokens of others lie between."""
+    row: tuple[int, ...]
+    """The lengths of the row's documents."""
+    size: int
+    """Of the ring."""
+    index: int
+    """Of this rank in it."""
+    spans: tuple[Span, ...] | None
+    """How long the row's tokens are seen, where its documents branch."""
+    _under_windows: dict[int, "Spread"] = field(default_factory=dict, repr=False)
+
+    def within(self, window: int | None) -> "Spread":
+        """The same for queries that see the last `window` tokens up to their own; made once."""
+        if window is None or window >= max(self.row):
+            return self
+        if window not in self._under_windows:
+            where = self.size, self.index, self.cu_seqlens.device
+            made = spread(self.row, *where, window=window, spans=self.spans)
+            self._under_windows[window] = made
+        return self._under_windows[window]
+
+
+def spread(
+    lengths: Sequence[int],
+    size: int,
+    index: int,
+    device: torch.device | str = "cpu",
+    *,
+    window: int | None = None,
+    spans: Sequence[Span] | None = None,
+) -> Spread:
+    """What rank `index` of a ring of `size` attends to, in a row of documents of these lengths.
+
+    The lengths sum to a multiple of twice the ring's size. `window` and `spans` as in
+    `zigzag.needs`.
+    """
+    bounds = (0, *accumulate(lengths))
+    holdings = [Holding(rank, size, bounds[-1] // (2 * size)) for rank in range(size)]
+    me = holdings[index]
+
+    def asked(asker: Holding, giver: Holding) -> list[Need]:
+        return needs(bounds, asker, giver, window, spans)
+
+    found: list[tuple[int, range, list[Need]]] = [(0, range(0), asked(me, me))]
+    for distance in range(1, size):
+        if any(asked(one, holdings[one.index - distance]) for one in holdings):
+            gives = _all_keys(asked(holdings[(index + distance) % size], me))
+            found.append((distance, gives, asked(me, holdings[index - distance])))
+    every = [need for *_, some in found for need in some]
+    sizes = [(len(need.queries), len(need.keys)) for need in every]
+    reaches = [need.reach for need in every]
+    rectangles = iter(Rectangle.several(sizes, device, reaches=reaches))
+
+    def parts(some: Sequence[Need], first_key: int) -> tuple[Part, ...]:
+        return tuple(
+            Part(need.queries, _shifted(need.keys, by=first_key), next(rectangles)) for need in some
+        )
+
+    # Own keys are numbered as they lie, others' as they come.
+    [(*_, within), *others] = found
+    own = parts(within, 0)
+    steps = [
+        Step(distance, gives, len(came := _all_keys(some)), parts(some, came.start))
+        for distance, gives, some in others
+    ]
+    start_rows = None if spans is None else own_start_rows(spans, me)
+    return Spread(
+        **vars(Segments.of(own_lengths(bounds, me, window), device, start_rows=start_rows)),
+        steps=tuple(steps),
+        own=own,
+        row=tuple(lengths),
+        size=size,
+        index=index,
+        spans=None if spans is None else tuple(spans),
+    )
+
+
+def _all_keys(some: Sequence[Need]) -> range:
+    """Those of all needs, and what lies between them."""
+    if not some:
+        return range(0)
+    return range(min(need.keys.start for need in some), max(need.keys.stop for need in some))
+
+
+def _shifted(numbers: range, *, by: int) -> range:
+    return range(numbers.start - by, numbers.stop - by)
+
+
+class Ring:
+    """One rank of a ring."""
+
+    def __init__(self, group: dist.ProcessGroup, size: int, index: int) -> None:
+        """Every rank of the group must make one at the same time."""
+        self.size, self.index = size, index
+        # Ranks pass different numbers of messages. Torch's checks of collectives count those, and
+        # would find ranks out of step at the next collective of a group that does both; a mesh's
+        # axis that is the whole world has the world's group.
+        own = dist.new_group() if size == dist.get_world_size() else group
+        assert isinstance(own, dist.ProcessGroup)
+        self.group = own
+        # Messages between a few ranks of a group may not be the first that it ever passes.
+        dist.barrier(self.group)
+
+    def mine(self, x_T: torch.Tensor) -> torch.Tensor:
+        """This rank's tokens of a whole row's."""
+        chunks = x_T.chunk(2 * self.size)
+        return torch.cat((chunks[self.index], chunks[-1 - self.index]))
+
+    def attend(self, backend: str) -> Attend:
+        """Attention of this rank's tokens to the whole row's, on `backend`."""
+        alone = attention.backend(backend)
+
+        def over_ring(
+            q_TNH: torch.Tensor,
+            k_TKH: torch.Tensor,
+            v_TKH: torch.Tensor,
+            segments: Segments,
+            scale: float,
+            window: int | None = None,
+            sinks_N: torch.Tensor | None = None,
+        ) -> torch.Tensor:
+            assert isinstance(segments, Spread), "ring attention needs what `spread` returns"
+            here = segments.within(window)
+            if not here.steps and not here.own:
+                return alone(q_TNH, k_TKH, v_TKH, here, scale, window, sinks_N)
+            # Autocast would turn what is computed in fp32 on purpose back.
+            with torch.autocast(q_TNH.device.type, enabled=False):
+                return _RingAttention.apply(
+                    q_TNH, k_TKH, v_TKH, sinks_N, here, scale, window, self, backend
+                )
+
+        return over_ring
+
+    def send(self, x: torch.Tensor | None, by: int, like: torch.Tensor, takes: int) -> "Transfer":
+        """Start to pass `x` on to the rank `by` further on, and to take `takes` rows shaped as
+        those of `like` from the rank as far back."""
+        operations: list[dist.P2POp] = []
+        taken = None
+        if x is not None:
+            to = (self.index + by) % self.size
+            operations.append(dist.P2POp(dist.isend, x, group=self.group, group_peer=to))
+        if takes:
+            taken = like.new_empty((takes, *like.shape[1:]))
+            source = (self.index - by) % self.size
+            operations.append(dist.P2POp(dist.irecv, taken, group=self.group, group_peer=source))
+        works = dist.batch_isend_irecv(operations) if operations else []
+        return Transfer(works, x, taken)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Tensors under way."""
+
+    works: list[dist.Work]
+    sent: torch.Tensor | None
+    """Kept until it is through."""
+    taken: torch.Tensor | None
+
+    def wait(self) -> torch.Tensor | None:
+        """What came, once it is here."""
+        for work in self.works:
+            work.wait()
+        return self.taken
+
+
+class _KeysAndValues:
+    """Those of other ranks, step by step; the next are under way while these are used."""
+
+    def __init__(self, ring: Ring, steps: Sequence[Step], kv_T2KH: torch.Tensor) -> None:
+        self.ring, self.steps, self.kv_T2KH = ring, steps, kv_T2KH
+        self._under_way = [self._start(step) for step in steps[:1]]
+
+    def __iter__(self) -> Iterator[tuple[Step, torch.Tensor | None]]:
+        for step, following in zip(self.steps, (*self.steps[1:], None), strict=True):
+            here = self._under_way.pop()
+            if following:
+                self._under_way.append(self._start(following))
+            yield step, here.wait()
+
+    def _start(self, step: Step) -> Transfer:
+        gives = self.kv_T2KH[_rows(step.gives)] if step.gives else None
+        return self.ring.send(gives, step.distance, self.kv_T2KH, step.takes)
+
+
+class _RingAttention(torch.autograd.Function):
+    """Others' keys and values are asked for again in the backward pass, not kept: kept, every rank
+    would hold the whole row's. Their transfer hides behind the backward pass, which computes two
+    and a half times as much as the forward one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_TNH: torch.Tensor,
+        k_TKH: torch.Tensor,
+        v_TKH: torch.Tensor,
+        sinks_N: torch.Tensor | None,
+        spread: Spread,
+        scale: float,
+        window: int | None,
+        ring: Ring,
+        backend: str,
+    ) -> torch.Tensor:
+        attend = block.backend(backend)
+        kv_T2KH = torch.stack((k_TKH, v_TKH), dim=1)
+        incoming = _KeysAndValues(ring, spread.steps, kv_T2KH)
+        y_TNH, lse_TN = attend(q_TNH, k_TKH, v_TKH, spread, scale, window)
+        y_TNH, lse_TN = y_TNH.to(_wide(q_TNH)), lse_TN.contiguous()
+
+        def see(parts: Sequence[Part], kv_S2KH: torch.Tensor) -> None:
+            for part in parts:
+                rows = _rows(part.queries)
+                k_SKH, v_SKH = kv_S2KH[_rows(part.keys)].unbind(1)
+                merged = attend(q_TNH[rows], k_SKH, v_SKH, part.sees, scale)
+                _merge(y_TNH[rows], lse_TN[rows], *merged)
+
+        see(spread.own, kv_T2KH)
+        for step, taken in incoming:
+            if taken is not None:
+                see(step.parts, taken)
+        if sinks_N is not None:
+            # Once, now that every key is in.
+            y_TNH, lse_TN = with_sinks(y_TNH, lse_TN, sinks_N)
+        y_TNH = y_TNH.to(q_TNH.dtype)
+        ctx.save_for_backward(q_TNH, kv_T2KH, y_TNH, lse_TN, sinks_N)
+        ctx.spread, ctx.scale, ctx.window = spread, scale, window
+        ctx.ring, ctx.backend = ring, backend
+        return y_TNH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_TNH: torch.Tensor) -> tuple[Any, ...]:
+        q_TNH, kv_T2KH, y_TNH, lse_TN, sinks_N = ctx.saved_tensors
+        spread, scale, ring = ctx.spread, ctx.scale, ctx.ring
+        gradients = block_backward.backend(ctx.backend)
+        incoming = _KeysAndValues(ring, spread.steps, kv_T2KH)
+        k_TKH, v_TKH = kv_T2KH.unbind(1)
+        own = (q_TNH, k_TKH, v_TKH, y_TNH, lse_TN, spread, scale, ctx.window)
+        dq, dk, dv = gradients(dy_TNH, *own)
+        wide = _wide(q_TNH)
+        dq_TNH, dkv_T2KH = dq.to(wide), torch.stack((dk, dv), dim=1).to(wide)
+
+        def see(parts: Sequence[Part], kv_S2KH: torch.Tensor, dkv_S2KH: torch.Tensor) -> None:
+            for part in parts:
+                rows, keys = _rows(part.queries), _rows(part.keys)
+                dy, q, y, lse = (x[rows] for x in (dy_TNH, q_TNH, y_TNH, lse_TN))
+                k_SKH, v_SKH = kv_S2KH[keys].unbind(1)
+                dq, dk, dv = gradients(dy, q, k_SKH, v_SKH, y, lse, part.sees, scale)
+                dq_TNH[rows] += dq
+                dkv_S2KH[keys] += torch.stack((dk, dv), dim=1)
+
+        see(spread.own, kv_T2KH, dkv_T2KH)
+        returns: list[tuple[Step, Transfer]] = []
+        for step, taken in incoming:
+            given_back = None
+            if taken is not None:
+                dkv_S2KH = torch.zeros_like(taken, dtype=wide)
+                see(step.parts, taken, dkv_S2KH)
+                given_back = dkv_S2KH.to(kv_T2KH.dtype)
+            under_way = ring.send(given_back, -step.distance, kv_T2KH, len(step.gives))
+            returns.append((step, under_way))
+            if len(returns) > 1:
+                _add(dkv_T2KH, *returns.pop(0))
+        for step, under_way in returns:
+            _add(dkv_T2KH, step, under_way)
+        dk_TKH, dv_TKH = dkv_T2KH.to(kv_T2KH.dtype).unbind(1)
+        dsinks_N = None
+        if sinks_N is not None and ctx.needs_input_grad[3]:
+            dsinks_N = gradient_of_sinks(dy_TNH, y_TNH, lse_TN, sinks_N)
+        return (dq_TNH.to(q_TNH.dtype), dk_TKH, dv_TKH, dsinks_N, *[None] * 5)
+
+
+def _merge(
+    y_TNH: torch.Tensor, lse_TN: torch.Tensor, part_TNH: torch.Tensor, part_lse_TN: torch.Tensor
+) -> None:
+    """Make attention to some keys one to those of another part as well, in place."""
+    joint_TN = torch.logaddexp(lse_TN, part_lse_TN)
+    y_TNH *= (lse_TN - joint_TN).exp().unsqueeze(-1)
+    y_TNH += part_TNH * (part_lse_TN - joint_TN).exp().unsqueeze(-1)
+    lse_TN.copy_(joint_TN)
+
+
+def _add(dkv_T2KH: torch.Tensor, step: Step, under_way: Transfer) -> None:
+    """What another rank's queries add to the gradients of the tokens it was given."""
+    taken = under_way.wait()
+    if taken is not None:
+        dkv_T2KH[_rows(step.gives)] += taken
+
+
+def _rows(numbers: range) -> slice:
+    return slice(numbers.start, numbers.stop)
+
+
+def _wide(x: torch.Tensor) -> torch.dtype:
+    """What is summed over steps is summed in this."""
+    return torch.promote_types(x.dtype, torch.float32)

@@ -1,0 +1,206 @@
+"""Tensor parallelism: each rank computes attention, the feed-forward network and the head with some
+of their features (Shoeybi et al. 2019, "Megatron-LM").
+
+A model's parameters become smaller parameters like any other. Ranks speak to each other only where
+such a region begins and ends, so nothing inside one knows that it is a part.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from penstock.adapters.lora import LoraLinear
+from penstock.adapters.lora_embedding import LoraEmbedding
+from penstock.engine.distributed.collectives import (
+    Residual,
+    SumsIn,
+    enter,
+    gather_shares,
+    keep_share,
+    leave,
+    share_of,
+)
+from penstock.engine.distributed.device_mesh import Mesh
+from penstock.engine.distributed.param_shards import Held, local
+from penstock.engine.distributed.tensor_sharding import Cuts, cuts_of
+from penstock.engine.distributed.vocab_parallel import DividedEmbedding, rows_here
+from penstock.models.decoder import Decoder
+from penstock.models.layers.block import SOCKETS, Block
+from penstock.models.layers.call_hook import Run
+from penstock.models.layers.dropout import Dropout, WeightDropout
+from penstock.models.layers.feed_forward import FeedForward, PlainFeedForward
+from penstock.models.layers.moe import MixtureOfExperts
+from penstock.models.layers.positions import PositionTable
+from penstock.models.layers.quantized_linear import QuantisedMatrix
+from penstock.models.layers.router import Router
+from penstock.models.tp_roles import Roles
+from penstock.models.weights import WeightMap
+
+SUMS: Mapping[str | None, SumsIn] = {None: None, "bf16": torch.bfloat16, "fp32": torch.float32}
+"""In what ranks add up, by `train.tp_reduce_dtype`."""
+
+
+def divide(
+    model: Decoder, mesh: Mesh, roles: Roles, *, residual: Residual, sums: SumsIn = None
+) -> None:
+    """Keep of the model, or of a part of it, what this rank of the tensor axis computes, in place.
+
+    To be called on every rank, with adapters in place, and before anything is sharded; the model
+    may have memory or be on the meta device. From then on it gives hidden states [T, D], with
+    `split` the rank's share of the tokens, and wants `Vocabulary.sum_of_losses` as its `reduce`:
+    its head gives some of the logits.
+    """
+    group = mesh.group("tensor")
+    if group is None:
+        return
+    names = WeightMap(model.config, model.merge_qkv)
+    cuts = cuts_of(model, names, mesh, roles=roles, residual=residual)
+    # Made now, because groups have to be made by all ranks, and a part may have no keys.
+    mesh.neighbours(cuts.span("k_proj").copies)
+    for name, parameter in list(model.named_parameters()):
+        if not cuts.is_in_mixture(name):
+            _keep(model, name, cuts.narrowed(name, parameter.detach()), parameter.requires_grad)
+    if model.is_tied:
+        model.tie()
+    for name, module in model.named_modules():
+        _tell(module, name, cuts, group)
+    if (table := model.model.embed_tokens) is not None:
+        first = cuts.span("embed_tokens").first
+        model.model.embed_tokens = _divided(table, first, group, residual)
+    for layer in model.model.layers.values():
+        assert isinstance(layer, Block)
+        layer.self_attn.parts = [cuts.span(part).count for part in model.config.qkv_parts]
+        for part, socket in SOCKETS.items():
+            mixture = isinstance(getattr(layer, part), MixtureOfExperts)
+            region = _mixture_region if mixture else _region
+            run = partial(region, getattr(layer, socket), group=group, residual=residual)
+            if not mixture:
+                run = partial(run, sums=sums)
+            setattr(layer, socket, run)
+
+
+@torch.no_grad()
+def sum_partial(held: Sequence[Held], mesh: Mesh) -> None:
+    """Complete the gradients of which the ranks of the tensor axis have one term each, in place.
+
+    Called when gradients are otherwise final, on all ranks of the axis with the same parameters.
+    """
+    terms: dict[tuple[int | None, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+    for one in held:
+        if one.parameter.grad is None:
+            continue
+        gradient = local(one.parameter.grad)
+        for piece in one.pieces:
+            if piece.summed is not None:
+                among = piece.copies if piece.summed == "kv" else None
+                terms[among, gradient.dtype].append(piece.of(gradient))
+    for (among, _), views in terms.items():
+        # Offloaded gradients lie where no group can reach them.
+        flat = torch.cat([view.reshape(-1) for view in views]).to(mesh.device_type)
+        group = mesh.group("tensor") if among is None else mesh.neighbours(among)
+        dist.all_reduce(flat, group=group)
+        sums = flat.split([view.numel() for view in views])
+        torch._foreach_copy_(
+            views, [part.view_as(view) for part, view in zip(sums, views, strict=True)]
+        )
+
+
+def _keep(model: nn.Module, name: str, kept: torch.Tensor | None, wants_gradient: bool) -> None:
+    parent, _, leaf = name.rpartition(".")
+    parameter = None if kept is None else nn.Parameter(kept, requires_grad=wants_gradient)
+    setattr(model.get_submodule(parent), leaf, parameter)
+
+
+def _divided(
+    table: nn.Embedding, first: int, group: dist.ProcessGroup, residual: Residual
+) -> nn.Embedding:
+    """The embedding of a table whose rows from `first` on are here."""
+    if not isinstance(table, LoraEmbedding):
+        return DividedEmbedding(table.get_parameter("weight"), first, group, residual)
+    table.look_up = partial(rows_here, first=first)
+    table.leave = partial(leave, group=group, residual=residual)
+    table.sum_squares = partial(_summed, group=group)
+    return table
+
+
+def _resize(module: nn.Linear, weight: str, cuts: Cuts, group: dist.ProcessGroup) -> None:
+    """Tell the layer how many features it has left."""
+    rows, columns = module.out_features, module.in_features
+    if isinstance(module.weight, QuantisedMatrix):
+        [piece, *_] = cuts.pieces(weight, tuple(module.weight.shape))
+        module.weight.columns = piece.sizes[1]
+    module.out_features, module.in_features = module.weight.shape
+    if not isinstance(module, LoraLinear):
+        return
+    if module.out_features != rows:
+        layers = [tensor.split(".")[-2] for tensor in cuts.names.hf_names(weight)]
+        module.parts = {layer: cuts.span(layer, rows).count for layer in layers}
+    if module.in_features != columns:
+        for layer, dropout in module.lora_dropout.items():
+            assert isinstance(dropout, Dropout)
+            dropout.first_feature = cuts.span(layer, columns).first
+        module.sum_squares = partial(_summed, group=group)
+
+
+def _tell(module: nn.Module, name: str, cuts: Cuts, group: dist.ProcessGroup) -> None:
+    """Tell a module what it has left, and what arrives at it."""
+    if isinstance(module, nn.Linear) and not cuts.is_in_mixture(name):
+        _resize(module, f"{name}.weight", cuts, group)
+    if isinstance(module, Dropout) and _sees_share(name, cuts):
+        module.places_here = partial(share_of, group=group)
+    if isinstance(module, FeedForward | PlainFeedForward) and module.drop:
+        inner = cuts.names.config.intermediate_size
+        module.drop.first_feature = cuts.span("down_proj", inner).first
+    if isinstance(module, PositionTable) and cuts.residual == "split":
+        module.positions_here = partial(share_of, group=group)
+    if isinstance(module, WeightDropout):
+        module.first_feature = cuts.span("q_proj").first // cuts.names.config.head_dim
+    if isinstance(module, Router):
+        module.rows_here = partial(share_of, group=group)
+
+
+def _summed(squares: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    dist.all_reduce(squares, group=group)
+    return squares
+
+
+def _sees_share(name: str, cuts: Cuts) -> bool:
+    """Whether what arrives at a module are only some of the tokens that come to a layer."""
+    parts = name.split(".")
+    in_stream = parts[:2] == ["model", "layers"] and not SOCKETS.keys() & parts
+    return cuts.residual == "split" if in_stream else cuts.is_in_mixture(name)
+
+
+def _region(
+    run: Run,
+    module: nn.Module,
+    x_TD: torch.Tensor,
+    *rest: Any,
+    group: dist.ProcessGroup,
+    residual: Residual,
+    sums: SumsIn,
+) -> torch.Tensor:
+    """A divided module's contribution to the residual stream, from all ranks."""
+    y_TD = run(module, enter(x_TD, group, residual, sums), *rest)
+    return leave(y_TD, group, residual, sums)
+
+
+def _mixture_region(
+    run: Run,
+    module: nn.Module,
+    x_TD: torch.Tensor,
+    *rest: Any,
+    group: dist.ProcessGroup,
+    residual: Residual,
+) -> torch.Tensor:
+    """A whole module's contribution to the residual stream, of which each rank computes that of
+    its share of the tokens."""
+    if residual == "split":
+        return run(module, x_TD, *rest)
+    y_TD = run(module, keep_share(x_TD, group), *rest)
+    return gather_shares(y_TD, group, x_TD.shape[0])

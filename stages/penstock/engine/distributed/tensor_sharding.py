@@ -1,0 +1,312 @@
+"""Which pieces of a checkpoint's tensors the ranks of a tensor axis hold, before FSDP shards them.
+
+A family's tables say what modules are and what their features come in; this file says what that
+means for one rank. Rows of what widens are cut, columns of what narrows, entries of the vocabulary.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+
+from penstock.adapters.names import Factor, factor_of, native_name
+from penstock.core.errors import CapabilityError
+from penstock.engine.distributed.collectives import Residual
+from penstock.engine.distributed.device_mesh import Mesh
+from penstock.engine.distributed.param_shards import Piece, Shared, whole_piece
+from penstock.models.decoder import Decoder
+from penstock.models.layers.block import SOCKETS
+from penstock.models.layers.quantized_linear import QuantisedMatrix
+from penstock.models.names import EMBEDDING_WEIGHT, HEAD_WEIGHT
+from penstock.models.tp_roles import DECODER_GRAINS, DECODER_ROLES, Grain, Role, Roles, role_of
+from penstock.models.weights import WeightMap
+from penstock_kernels.quant import Format
+
+
+def share(count: int, size: int, index: int) -> range:
+    """Which of `count` things number `index` of `size` has; shares differ by one at most."""
+    return range(index * count // size, (index + 1) * count // size)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Features of a layer that one rank computes."""
+
+    first: int
+    count: int
+    copies: int = 1
+    """Ranks of the tensor axis that have the very same."""
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """How one rank holds a model, or a part of one."""
+
+    names: WeightMap
+    roles: Roles
+    size: int
+    """Of the tensor axis."""
+    index: int
+    """Along the tensor axis."""
+    residual: Residual
+    expert_size: int = 1
+    """Ranks that share a layer's experts."""
+    expert_index: int = 0
+    """Of this rank among them."""
+    formats: Mapping[str, Format] = field(default_factory=dict[str, Format])
+    """Of parameters that are quantised, by their names as plain ones."""
+    lends_table: bool = False
+    """Whether the tied embedding and head are in different parts, each with a Parameter of its
+    own."""
+
+    def pieces(self, name: str, shape: tuple[int, ...]) -> tuple[Piece, ...]:
+        """Those of the parameter `name`; none where a rank has no such parameter.
+
+        `shape` is read only for what no division changes of low-rank factors: all of one that
+        experts share, and else their rank.
+        """
+        if factor := factor_of(name):
+            of = self._of_experts_factor if factor.of_experts else self._of_factor
+            return (of(factor, shape),)
+        module, _, leaf = name.rpartition(".")
+        if module in self.formats:
+            return tuple(
+                _of_bytes(piece, leaf, self.formats[module]) for piece in self.pieces(module, shape)
+            )
+        role = role_of(module, self.roles)
+        if self.lends_table and name in (EMBEDDING_WEIGHT, HEAD_WEIGHT):
+            table = self._cut(self.names.config.names.embedding, 0, self.span("embed_tokens"))
+            return (replace(table, copies=2),)
+        if role is None:
+            [tensor] = self.names.hf_names(name)
+            return (self._uncut(tensor, self._how_norms_sum(module)),)
+        if role is Role.PER_HEAD:
+            heads = _span(self.names.config.num_attention_heads, self.size, self.index)
+            return (self._cut(name, 0, heads),)
+        if role is Role.EXPERTS:
+            return tuple(self._experts(name))
+        if self.is_in_mixture(module):
+            return tuple(self._whole(name))
+        found: list[Piece] = []
+        start = 0
+        for tensor in self.names.hf_names(name):
+            stored = tensor.rpartition(".")[0]
+            features = self._shapes[f"{stored}.weight"][role is Role.NARROW]
+            span = self.span(stored.rpartition(".")[2], features)
+            if role is not Role.NARROW:
+                piece = replace(self._cut(tensor, 0, span), start=start)
+            elif leaf == "weight":
+                piece = self._cut(tensor, 1, span)
+            elif self.index == 0:
+                # It is added to a sum over all ranks, and must be in it once.
+                piece = whole_piece(tensor, self._shapes[tensor])
+            else:
+                continue
+            found.append(piece)
+            start += piece.rows
+        return tuple(found)
+
+    def span(self, layer: str, features: int = 0) -> Span:
+        """The features of a checkpoint's layer (the last part of its name) that are this rank's.
+
+        `features` are all those of a feed-forward network, and read for nothing else.
+        """
+        config, grain = self.names.config, DECODER_GRAINS[layer]
+        if grain is Grain.TOKEN:
+            return _span(config.vocab_size, self.size, self.index)
+        if grain is Grain.FEATURE:
+            return _span(features, self.size, self.index)
+        heads, keys = config.num_attention_heads, config.num_key_value_heads
+        assert heads % self.size == 0, f"{heads} heads over {self.size} ranks"
+        if grain is Grain.QUERY_HEAD:
+            return _span(heads, self.size, self.index, config.head_dim)
+        assert keys % self.size == 0 or self.size % keys == 0, f"{keys} over {self.size} ranks"
+        if self.size <= keys:
+            return _span(keys, self.size, self.index, config.head_dim)
+        copies = self.size // keys
+        return replace(_span(keys, keys, self.index // copies, config.head_dim), copies=copies)
+
+    def narrowed(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        """What this rank keeps of a whole native tensor; None if nothing."""
+        boxes: list[torch.Tensor] = []
+        start = 0
+        for piece in self.pieces(name, tuple(tensor.shape)):
+            box = tensor.narrow(0, start + piece.offsets[0], piece.rows)
+            for dim in range(1, tensor.ndim):
+                box = box.narrow(dim, piece.offsets[dim], piece.sizes[dim])
+            boxes.append(box)
+            # Native tensors are a checkpoint's, one after the other.
+            start += piece.whole[0]
+        return torch.cat(boxes) if boxes else None
+
+    def is_in_mixture(self, module: str) -> bool:
+        """Whether it is part of a mixture of experts. These are not divided: each rank computes
+        them for its own share of the tokens."""
+        experts, parts = self.names.config.experts, module.split(".")
+        if experts is None or parts[:2] != ["model", "layers"] or parts[3:4] != ["mlp"]:
+            return False
+        return int(parts[2]) in experts.layers
+
+    def _experts(self, name: str) -> Iterator[Piece]:
+        """The tensors of this rank's experts, one after another, or their part of one for all."""
+        tensors = self.names.hf_names(name)
+        if len(tensors) == 1:
+            [tensor] = tensors
+            first = self._shapes[tensor][0]
+            yield self._cut(tensor, 0, _span(first, self.expert_size, self.expert_index))
+            return
+        mine = share(len(tensors), self.expert_size, self.expert_index)
+        yield from _after_one_another(
+            whole_piece(tensors[number], self._shapes[tensors[number]]) for number in mine
+        )
+
+    def _whole(self, name: str) -> Iterator[Piece]:
+        """Whole tensors of a checkpoint, one after another."""
+        return _after_one_another(
+            self._uncut(tensor, "tensor") for tensor in self.names.hf_names(name)
+        )
+
+    @cached_property
+    def _shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self.names.hf_shapes()
+
+    def _of_factor(self, factor: Factor, shape: tuple[int, ...]) -> Piece:
+        """An adapter's tensor under its name in a model in which nothing is fused.
+
+        The narrow dimension between A and B is never cut. What is on the far side from the cut is
+        whole on each rank, which has a part of the sum that is its gradient.
+        """
+        name = native_name(factor.hf_module, factor.side)
+        rows, columns = self._shapes[f"{factor.hf_module}.weight"]
+        if factor.of_embedding:
+            # A has columns for tokens, and B rows for features.
+            rows, columns = columns, rows
+        is_a = factor.side == "lora_A"
+        whole = (shape[0], columns) if is_a else (rows, *shape[1:])
+        if self.is_in_mixture(factor.module):
+            return self._uncut(name, "tensor", whole)
+        narrows = role_of(factor.module, self.roles) in (Role.NARROW, Role.VOCAB)
+        if is_a is not narrows:
+            return self._uncut(name, "tensor", whole)
+        span = self.span(factor.part, columns if narrows else rows)
+        return self._cut(name, int(is_a), span, whole)
+
+    def _of_experts_factor(self, factor: Factor, shape: tuple[int, ...]) -> Piece:
+        """Each expert's own is where the expert is. One that they share is on all ranks, and its
+        gradient a sum over those that compute other tokens, or other experts of the same."""
+        name = native_name(factor.hf_module, factor.side)
+        if len(shape) == 2:
+            return self._uncut(name, "tensor", shape)
+        experts = self.names.config.experts
+        assert experts is not None
+        mine = share(experts.num_experts, self.expert_size, self.expert_index)
+        return Piece(
+            name,
+            whole=(experts.num_experts, *shape[1:]),
+            offsets=(mine.start, 0, 0),
+            sizes=(len(mine), *shape[1:]),
+        )
+
+    def _how_norms_sum(self, module: str) -> Shared | None:
+        within = any(part in SOCKETS for part in module.split("."))
+        return "tensor" if within or self.residual == "split" else None
+
+    def _cut(
+        self, tensor: str, dim: int, span: Span, whole: tuple[int, ...] | None = None
+    ) -> Piece:
+        whole = whole or self._shapes[tensor]
+        sizes = [span.count if at == dim else size for at, size in enumerate(whole)]
+        return Piece(
+            tensor,
+            whole,
+            offsets=tuple(span.first if at == dim else 0 for at in range(len(whole))),
+            sizes=tuple(sizes),
+            copies=span.copies,
+            summed="kv" if span.copies > 1 else None,
+        )
+
+    def _uncut(
+        self, tensor: str, summed: Shared | None, whole: tuple[int, ...] | None = None
+    ) -> Piece:
+        piece = whole_piece(tensor, whole or self._shapes[tensor])
+        return replace(piece, copies=self.size, summed=summed if self.size > 1 else None)
+
+
+def cuts_of(
+    model: Decoder, names: WeightMap, mesh: Mesh, *, roles: Roles, residual: Residual
+) -> Cuts:
+    """How this rank of the mesh holds the model, which may be a part of the whole."""
+    apart = (model.model.embed_tokens is None) is not (model.lm_head is None)
+    return Cuts(
+        names=names,
+        roles=roles,
+        size=mesh.size("tensor"),
+        index=mesh.index("tensor"),
+        residual=residual,
+        expert_size=mesh.degrees.expert,
+        expert_index=mesh.experts()["expert"].get_local_rank() if mesh.degrees.expert > 1 else 0,
+        formats={
+            name: module.format
+            for name, module in model.named_modules()
+            if isinstance(module, QuantisedMatrix)
+        },
+        lends_table=model.config.tie_word_embeddings and apart,
+    )
+
+
+def pieces_of(
+    model: Decoder,
+    names: WeightMap,
+    mesh: Mesh,
+    *,
+    roles: Roles = DECODER_ROLES,
+    residual: Residual = "whole",
+) -> Mapping[str, tuple[Piece, ...]]:
+    """The pieces of every parameter, by its name in the model, as `tensor.divide` left it."""
+    cuts = cuts_of(model, names, mesh, roles=roles, residual=residual)
+    return {
+        name: cuts.pieces(name, tuple(parameter.shape))
+        for name, parameter in model.named_parameters()
+    }
+
+
+def _of_bytes(piece: Piece, leaf: str, format: Format) -> Piece:
+    """The same box of one of the tensors that a quantised matrix is.
+
+    Columns are cut between groups; where a row has one scale, anywhere, and all who have a part of
+    the row have the scale. Raises CapabilityError for a cut within a group.
+    """
+    rows, columns = piece.whole
+    first, count = piece.offsets[1], piece.sizes[1]
+    group = format.group or 1
+    if first % group or ((first + count) % group and first + count != columns):
+        raise CapabilityError(
+            f"train.tensor_parallel_size cuts the {columns} columns of {piece.tensor} at {first} "
+            f"and {first + count}, within groups of {group} that share a scale "
+            f"({format.name}).\n"
+            "  Write a smaller tensor_parallel_size, or another lora.quant_format."
+        )
+    width = format.widths(columns)[leaf]
+    before, mine = format.widths(first)[leaf] if first else 0, format.widths(count)[leaf]
+    if mine == width:
+        before = 0
+    return replace(
+        piece,
+        tensor=f"{piece.tensor}.{leaf}",
+        whole=(rows, width),
+        offsets=(piece.offsets[0], before),
+        sizes=(piece.sizes[0], mine),
+    )
+
+
+def _after_one_another(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    start = 0
+    for piece in pieces:
+        yield replace(piece, start=start)
+        start += piece.rows
+
+
+def _span(count: int, size: int, index: int, width: int = 1) -> Span:
+    mine = share(count, size, index)
+    return Span(mine.start * width, len(mine) * width)

@@ -1,0 +1,377 @@
+"""Whether a layout fits the model, the rows and the schedule; and if not, what to write instead.
+
+Judged before any process starts, from the numbers in the model's config.json. No torch here.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from penstock.config.rules.run import broken
+from penstock.config.schema.data import DataConfig
+from penstock.config.schema.parallelism import INTERLEAVED, V_SHAPED, PipelineSchedule
+from penstock.config.schema.quantization import cut_at
+from penstock.config.schema.run import RunConfig, written
+from penstock.config.schema.train import TrainConfig
+from penstock.core.errors import ConfigError
+from penstock.engine.distributed.parallel_dims import (
+    Degrees,
+    Misfit,
+    accumulation_steps,
+    lay_out,
+    sizes_near,
+    undone,
+)
+from penstock.engine.distributed.pipeline_stages import layers_of_stages, takes, virtual_stages
+from penstock.engine.distributed.suggest_layout import Candidate, Values, nearest, spelled
+from penstock.models.hf_config import HfConfig, given, required
+from penstock.models.quantization_config import Declared, declared_in
+
+SCHEDULES: tuple[PipelineSchedule, ...] = ("1F1B", "GPipe", *INTERLEAVED, *V_SHAPED)
+
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""What families call their number of experts in config.json."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What there is of a model to share out. Names are those of config.json."""
+
+    num_attention_heads: int
+    num_key_value_heads: int
+    num_hidden_layers: int
+    intermediate_size: int
+    vocab_size: int
+    num_experts: int = 0
+    head_dim: int = 0
+    published: Declared | None = None
+    """How its weights are quantised already."""
+
+    @classmethod
+    def of(cls, hf: HfConfig) -> "Counts":
+        """Read them.
+
+        Raises:
+            ConfigError: one is missing.
+            CapabilityError: weights are quantised in a way that is not read.
+        """
+        heads = required(hf, "num_attention_heads")
+        return cls(
+            heads,
+            given(hf, "num_key_value_heads", heads),
+            required(hf, "num_hidden_layers"),
+            required(hf, "intermediate_size"),
+            required(hf, "vocab_size"),
+            next((hf[name] for name in EXPERTS if hf.get(name)), 0),
+            given(hf, "head_dim", required(hf, "hidden_size") // heads),
+            declared_in(hf),
+        )
+
+
+def splits_model(train: TrainConfig) -> bool:
+    """Whether the layout cuts the model itself, so that its numbers matter."""
+    cuts = train.tensor_parallel_size, train.ulysses_parallel_size, train.pipeline_parallel_size
+    return max(*cuts, train.expert_parallel_size) > 1
+
+
+def tokens_multiple(train: TrainConfig) -> int:
+    """What the tokens of a micro-batch, with padding, must be a multiple of.
+
+    Ring attention cuts a row into two pieces per rank, an early one and a late one, so that every
+    rank has as much to do; Ulysses and sequence parallelism cut these again.
+    """
+    ring = train.ringattn_parallel_size
+    split = train.tensor_parallel_size if train.sequence_parallel else 1
+    return (2 * ring if ring > 1 else 1) * train.ulysses_parallel_size * split
+
+
+def padding_of(data: DataConfig, train: TrainConfig) -> int:
+    """What micro-batches are padded to a multiple of: `data.pad_to_multiple_of`, rounded up to what
+    the layout needs."""
+    return math.lcm(data.pad_to_multiple_of, tokens_multiple(train))
+
+
+def require_fit(
+    run: RunConfig,
+    world_of: Callable[[RunConfig], int],
+    counts: Counts | None,
+    launches: Iterable[Candidate],
+) -> Degrees:
+    """The layout of a run, which fits.
+
+    `world_of` tells how many processes a run would start, `counts` may be None where the layout
+    leaves the model whole, and `launches` are other numbers of processes that may be proposed.
+
+    Raises ConfigError with everything that does not fit and the nearest layout that would.
+    """
+    world = world_of(run)
+    faults = misfits(run, world, counts)
+    if not faults:
+        degrees = lay_out(run.train, world)
+        assert isinstance(degrees, Degrees)
+        return degrees
+
+    def accepted(values: Values) -> bool:
+        changed = _with(run, values)
+        if counts is None and splits_model(changed.train):
+            return False
+        return not misfits(changed, world_of(changed), counts) and not any(broken(changed))
+
+    blamed = [name for fault in faults for name in fault.blamed]
+    change = nearest(_settings_near(run, world), accepted, blamed, _undone(run.train))
+    other = nearest(launches, accepted, blamed)
+    reasons = "\n".join(f"{fault.reason}." for fault in faults)
+    proposal = spelled(change) + spelled(other, "\n  Or write " if change else "\n  Write ")
+    raise ConfigError(f"{reasons}{proposal}")
+
+
+def misfits(run: RunConfig, world: int, counts: Counts | None) -> list[Misfit]:
+    """Everything that keeps a run from being laid out on `world` ranks."""
+    train = run.train
+    found: list[Misfit] = []
+    degrees = lay_out(train, world)
+    if isinstance(degrees, Misfit):
+        found.append(degrees)
+    else:
+        found += _of_batch(train, degrees)
+    if counts:
+        found += [*_of_heads(train, counts), *_of_features(train, counts)]
+        found += [*_of_experts(train, counts), *_of_stages(train, counts)]
+        found += _of_groups(run, counts)
+    return [*found, *_of_rows(run)]
+
+
+def _of_heads(train: TrainConfig, counts: Counts) -> Iterable[Misfit]:
+    heads, keys = counts.num_attention_heads, counts.num_key_value_heads
+    tensor, ulysses = train.tensor_parallel_size, train.ulysses_parallel_size
+    if heads % tensor:
+        yield Misfit(
+            f"train.tensor_parallel_size is {tensor}, and the model's num_attention_heads is "
+            f"{heads}: every rank must get equally many whole heads",
+            ("train.tensor_parallel_size",),
+        )
+    elif keys % tensor and tensor % keys:
+        yield Misfit(
+            f"train.tensor_parallel_size is {tensor}, and the model's num_key_value_heads is "
+            f"{keys}: neither do ranks get equally many of them, nor does each lie on equally many "
+            "ranks",
+            ("train.tensor_parallel_size",),
+        )
+    elif heads // tensor % ulysses:
+        here = f"a rank has {heads // tensor} of the" if tensor > 1 else "there are"
+        owned = f" (tensor_parallel_size {tensor})" if tensor > 1 else ""
+        yield Misfit(
+            f"train.ulysses_parallel_size is {ulysses}, and {here} {heads} num_attention_heads"
+            f"{owned}: they are shared out whole, equally many to each rank",
+            ("train.ulysses_parallel_size",),
+        )
+
+
+def _of_features(train: TrainConfig, counts: Counts) -> Iterable[Misfit]:
+    tensor = train.tensor_parallel_size
+    for name in ("intermediate_size", "vocab_size"):
+        size = getattr(counts, name)
+        if size < tensor:
+            yield Misfit(
+                f"train.tensor_parallel_size is {tensor}, and the model's {name} is {size}: some "
+                "rank would get nothing of it",
+                ("train.tensor_parallel_size",),
+            )
+
+
+def _of_groups(run: RunConfig, counts: Counts) -> Iterable[Misfit]:
+    """Quantised columns that share a scale stay together."""
+    lora, tensor = run.lora, run.train.tensor_parallel_size
+    if not lora.enable_qlora or tensor == 1:
+        return
+    kept, unit = _kept_of(run, counts)
+    columns = {"o_proj": counts.num_attention_heads * counts.head_dim}
+    if not counts.num_experts:
+        columns["down_proj"] = counts.intermediate_size
+    for layer, count in columns.items():
+        cuts = [index * count // tensor for index in range(tensor)]
+        if any(cut % unit for cut in cuts) and layer not in (lora.exclude_modules or ()):
+            yield Misfit(
+                f"train.tensor_parallel_size is {tensor}, and cuts the {count} columns of {layer} "
+                f"within groups of {unit} that share a scale ({kept})",
+                ("train.tensor_parallel_size",),
+            )
+
+
+def _kept_of(run: RunConfig, counts: Counts) -> tuple[str, int]:
+    """How base weights are quantised, and what their columns are cut at multiples of."""
+    lora, published = run.lora, counts.published
+    if published and run.model.model_path:
+        # bitsandbytes says with each matrix how wide groups are; hardly ever they are wider.
+        usual = cut_at("nf4", None) if published.publisher == "bitsandbytes" else 1
+        return f"as published, {published.format}", published.group or usual
+    group = lora.quant_group_size if written(run, "lora.quant_group_size") else None
+    return f"lora.quant_format {lora.quant_format}", cut_at(lora.quant_format, group)
+
+
+def _of_experts(train: TrainConfig, counts: Counts) -> Iterable[Misfit]:
+    size, experts = train.expert_parallel_size, counts.num_experts
+    if size > 1 and not experts:
+        yield Misfit(
+            f"train.expert_parallel_size is {size}, and the model has no experts to share out",
+            ("train.expert_parallel_size",),
+        )
+    elif experts % size:
+        yield Misfit(
+            f"train.expert_parallel_size is {size}, and a layer has {experts} experts: every rank "
+            "must get equally many",
+            ("train.expert_parallel_size",),
+        )
+
+
+def _of_stages(train: TrainConfig, counts: Counts) -> Iterable[Misfit]:
+    if train.pipeline_parallel_size == 1:
+        return
+    try:
+        virtual_stages(train)
+    except ConfigError as error:
+        yield Misfit(
+            _fault(error),
+            ("train.pipeline_parallel_virtual_stages", "train.pipeline_parallel_schedule"),
+        )
+        return
+    try:
+        layers_of_stages(train, counts.num_hidden_layers)
+    except ConfigError as error:
+        is_listed = train.pipeline_parallel_split != "uniform"
+        blamed = "split" if is_listed else "size"
+        yield Misfit(_fault(error), (f"train.pipeline_parallel_{blamed}",))
+
+
+def _of_batch(train: TrainConfig, degrees: Degrees) -> Iterable[Misfit]:
+    try:
+        micro_batches = accumulation_steps(train, degrees.num_replicas)
+    except ConfigError as error:
+        written = "gradient_accumulation_steps" in train.model_fields_set
+        blamed = "gradient_accumulation_steps" if written else "global_batch_size"
+        yield Misfit(_fault(error), (f"train.{blamed}",))
+        return
+    schedule, ranks = train.pipeline_parallel_schedule, train.pipeline_parallel_size
+    if ranks > 1 and not takes(schedule, ranks, micro_batches):
+        made_of = "gradient_accumulation_steps"
+        if train.global_batch_size is not None:
+            made_of = f"global_batch_size {train.global_batch_size}"
+        yield Misfit(
+            f"train.pipeline_parallel_schedule is {schedule}, and a step has {micro_batches} "
+            f"micro-batch{'es' if micro_batches > 1 else ''} ({made_of}), which it cannot run on "
+            f"pipeline_parallel_size {ranks}",
+            ("train.gradient_accumulation_steps", "train.micro_batch_size"),
+        )
+
+
+def _of_rows(run: RunConfig) -> Iterable[Misfit]:
+    data, train = run.data, run.train
+    multiple = tokens_multiple(train)
+    if "pad_to_multiple_of" in data.model_fields_set and data.pad_to_multiple_of % multiple:
+        ring = train.ringattn_parallel_size
+        factors = [
+            (ring > 1, f"2 x ringattn_parallel_size {ring}"),
+            (
+                train.ulysses_parallel_size > 1,
+                f"ulysses_parallel_size {train.ulysses_parallel_size}",
+            ),
+            (train.sequence_parallel, f"tensor_parallel_size {train.tensor_parallel_size}"),
+        ]
+        product = " x ".join(words for applies, words in factors if applies)
+        yield Misfit(
+            f"data.pad_to_multiple_of is {data.pad_to_multiple_of}, and rows are cut into "
+            f"{multiple} equal pieces ({product}); left out, it is rounded up as needed",
+            ("data.pad_to_multiple_of",),
+        )
+
+
+def _settings_near(run: RunConfig, world: int) -> list[Candidate]:
+    """Other values of every setting that a layout depends on, but for the number of processes."""
+    train = run.train
+
+    def word(name: str, distance: float, value: object) -> Candidate:
+        return Candidate(f"train.{name}", value, distance, name in train.model_fields_set)
+
+    found = sizes_near(train, world)
+    if train.sequence_parallel:
+        found.append(word("sequence_parallel", 1, False))
+    if train.pipeline_parallel_size > 1:
+        found += [
+            # Another schedule is the last resort: it waits, or keeps in memory, what this does not.
+            word("pipeline_parallel_schedule", 8 + distance, schedule)
+            for distance, schedule in enumerate(SCHEDULES)
+            if schedule != train.pipeline_parallel_schedule
+        ]
+        now = train.pipeline_parallel_virtual_stages
+        found += [
+            word("pipeline_parallel_virtual_stages", abs(math.log2(stages / now)), stages)
+            for stages in (1, 2, 3, 4)
+            if stages != now
+        ]
+        if train.pipeline_parallel_split != "uniform":
+            found.append(word("pipeline_parallel_split", 1, "uniform"))
+    for name, sizes in _batches_near(train, world).items():
+        now = getattr(train, name)
+        # Another number of rows is another result, which nothing else that is proposed changes.
+        costs = 0 if name == "micro_batch_size" and train.global_batch_size else 1
+        found += [
+            word(name, costs + abs(math.log2(size / now)), size)
+            for size in sorted(sizes - {0, now})
+        ]
+    data, needed = run.data, tokens_multiple(train)
+    if "pad_to_multiple_of" in data.model_fields_set:
+        now, row = data.pad_to_multiple_of, data.sample_packing_sequence_len
+        found += [
+            Candidate("data.pad_to_multiple_of", size, abs(math.log2(size / now)), True)
+            for size in range(needed, 2 * max(now, needed) + 1, needed)
+            if row % size == 0
+        ]
+    return found
+
+
+def _undone(train: TrainConfig) -> Values:
+    return {
+        **undone(train),
+        **({"train.sequence_parallel": False} if train.sequence_parallel else {}),
+    }
+
+
+def _batches_near(train: TrainConfig, world: int) -> dict[str, set[int]]:
+    """Other sizes of batches on any part of `world` ranks."""
+    micro, several = train.micro_batch_size, train.gradient_accumulation_steps
+    at_once = {micro * ranks for ranks in range(1, world + 1) if world % ranks == 0}
+    near = {
+        "micro_batch_size": {size for size in range(1, micro) if micro % size == 0},
+        "gradient_accumulation_steps": {
+            *range(1, 9),
+            *(times * train.pipeline_parallel_size for times in (1, 2, 3, 4)),
+        },
+    }
+    if rows := train.global_batch_size:
+        near["gradient_accumulation_steps"] |= {rows // size for size in at_once}
+        units = at_once
+        if "gradient_accumulation_steps" in train.model_fields_set:
+            units = {size * several for size in at_once}
+        near["global_batch_size"] = {
+            rows // unit * unit + more for unit in units for more in (0, unit)
+        }
+    return near
+
+
+def _with(run: RunConfig, values: Values) -> RunConfig:
+    """The run with other values, as if they had been written."""
+    sections: dict[str, dict[str, object]] = {}
+    for name, value in values.items():
+        section, _, field = name.partition(".")
+        sections.setdefault(section, {})[field] = value
+    changed = {
+        section: getattr(run, section).model_copy(update=fields)
+        for section, fields in sections.items()
+    }
+    return run.model_copy(update=changed)
+
+
+def _fault(error: ConfigError) -> str:
+    """What an error says is wrong, without what it proposes."""
+    return str(error).partition("\n")[0].rstrip(".")

@@ -1,0 +1,218 @@
+"""Embedding, head and loss where each rank of a group holds some entries of the vocabulary.
+
+T tokens, S those that are trained, C those of a chunk, D model width, V vocabulary, W the entries
+that are here.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from penstock.engine.distributed.collectives import (
+    Residual,
+    SumsIn,
+    enter,
+    gather_columns,
+    gathered,
+    leave,
+)
+from penstock.engine.distributed.device_mesh import Mesh
+from penstock.engine.distributed.tensor_sharding import share
+from penstock.losses.cross_entropy import (
+    CROSS_ENTROPY,
+    Head,
+    Loss,
+    logits_of,
+    sum_cross_entropy,
+    token_log_probs,
+)
+from penstock.losses.token_metrics import Scores, chunked_logits, token_scores
+from penstock_kernels.cross_entropy import Divided, Tally
+
+Logits = Literal["divided", "gathered"]
+"""Whether the loss is computed from each rank's own logits, or from those of all ranks on each."""
+
+
+class SumOfLosses(Protocol):
+    """Final hidden states, the head and labels [T] to `scale` times the summed cross-entropy, the
+    same on all ranks of the group. Hidden states are [T, D], or where the residual stream is split
+    a share of them."""
+
+    def __call__(
+        self, hidden: torch.Tensor, head: nn.Module, labels_T: torch.Tensor, /, *, scale: float = 1
+    ) -> torch.Tensor: ...
+
+
+LogProbsOf = Callable[[torch.Tensor, nn.Module, torch.Tensor], torch.Tensor]
+"""Final hidden states, the head and labels [T] to the labels' log-probabilities [T], the same on
+all ranks of the group, with gradients; of labels [T, K] those of each, [T, K]."""
+
+ScoresOf = Callable[[torch.Tensor, nn.Module, torch.Tensor], Scores]
+"""Final hidden states, the head and labels [T] to what they tell of each trained token, the same on
+all ranks of the group."""
+
+LogitsOf = Callable[
+    [torch.Tensor, nn.Module, torch.Tensor], Iterator[tuple[torch.Tensor, torch.Tensor]]
+]
+"""Final hidden states, the head and places [S] among their tokens to some of the places and their
+logits [C, V] of the whole vocabulary, one chunk after another, the same on all ranks of the
+group."""
+
+
+class DividedEmbedding(nn.Embedding):
+    """An embedding table of which other rows are on other ranks."""
+
+    def __init__(
+        self, rows_WD: nn.Parameter, first: int, group: dist.ProcessGroup, residual: Residual
+    ) -> None:
+        """`rows_WD` are the table's rows from `first` on."""
+        super().__init__(rows_WD.shape[0], rows_WD.shape[1], device="meta")
+        self.weight = rows_WD
+        self.first, self.group = first, group
+        self.residual: Residual = residual
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Embeddings of token ids [T]: of all of them, or with a split residual of a share."""
+        return leave(rows_here(input, self.weight, self.first), self.group, self.residual)
+
+
+def rows_here(ids_T: torch.Tensor, rows_WF: torch.Tensor, first: int) -> torch.Tensor:
+    """Of a table of which the rows from `first` on are here, those of token ids, else zeros."""
+    at_T, here_T = _within(ids_T, first, rows_WF.shape[0])
+    return F.embedding(at_T, rows_WF).masked_fill(~here_T[:, None], 0)
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """How a model divided over the mesh's tensor axis comes from hidden states to logits.
+
+    With `divided` logits a rank holds [C, W] of them, and two numbers per token travel, or three
+    where labels are smoothed; with `gathered` ones each rank holds [C, V].
+    """
+
+    mesh: Mesh
+    size: int
+    residual: Residual = "whole"
+    logits: Logits = "divided"
+    sums: SumsIn = None
+
+    def sum_of_losses(self, loss: Loss = CROSS_ENTROPY) -> SumOfLosses:
+        """`losses.cross_entropy.sum_cross_entropy` for such a model."""
+
+        def summed(
+            hidden: torch.Tensor, head: nn.Module, labels_T: torch.Tensor, /, *, scale: float = 1
+        ) -> torch.Tensor:
+            seen = self._seen(hidden, head, loss)
+            return sum_cross_entropy(*seen, labels_T, self._loss(loss), scale=scale)
+
+        return summed if self._group else partial(sum_cross_entropy, loss=loss)
+
+    def log_probs(self, loss: Loss = CROSS_ENTROPY) -> LogProbsOf:
+        """`losses.cross_entropy.token_log_probs` for such a model."""
+
+        def found(hidden: torch.Tensor, head: nn.Module, labels_T: torch.Tensor) -> torch.Tensor:
+            return token_log_probs(*self._seen(hidden, head, loss), labels_T, self._loss(loss))
+
+        return found if self._group else partial(token_log_probs, loss=loss)
+
+    def scores(self, loss: Loss = CROSS_ENTROPY) -> ScoresOf:
+        """`losses.scores.token_scores` for such a model."""
+
+        def scored(hidden: torch.Tensor, head: nn.Module, labels_T: torch.Tensor) -> Scores:
+            return token_scores(
+                *self._seen(hidden, head, loss),
+                labels_T,
+                width=self._widest,
+                loss=self._loss(loss),
+                highest=self._highest if self._is_divided else None,
+            )
+
+        return scored
+
+    def whole_logits(self, loss: Loss = CROSS_ENTROPY) -> LogitsOf:
+        """`losses.scores.chunked_logits` for such a model, whose ranks tell each other theirs."""
+        whole = replace(self, logits="gathered")
+
+        def found(
+            hidden: torch.Tensor, head: nn.Module, places_S: torch.Tensor
+        ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            seen = whole._seen(hidden, head, loss)
+            yield from chunked_logits(*seen, places_S, loss, self.size)
+
+        return found
+
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        return self.mesh.group("tensor")
+
+    @property
+    def _is_divided(self) -> bool:
+        return self._group is not None and self.logits == "divided"
+
+    @property
+    def _shares(self) -> list[range]:
+        size = self.mesh.size("tensor")
+        return [share(self.size, size, index) for index in range(size)]
+
+    @property
+    def _widest(self) -> int:
+        """Entries of which a rank has logits, at most."""
+        return max(map(len, self._shares)) if self._is_divided else self.size
+
+    def _seen(self, hidden: torch.Tensor, head: nn.Module, loss: Loss) -> tuple[torch.Tensor, Head]:
+        """All tokens' hidden states, and what makes of them the logits that are here."""
+        group = self._group
+        if group is None:
+            return hidden, head
+        hidden_TD = enter(hidden, group, self.residual, self.sums)
+        if self.logits == "divided":
+            return hidden_TD, head
+        widths = [len(each) for each in self._shares]
+        return hidden_TD, lambda hidden_CD: gather_columns(
+            logits_of(hidden_CD, head, loss.precision), group, widths
+        )
+
+    def _loss(self, loss: Loss) -> Loss:
+        if not self._is_divided:
+            return loss
+        assert self._group is not None
+        divided = Divided(
+            first=self._shares[self.mesh.index("tensor")].start,
+            size=self.size,
+            widest=self._widest,
+            merge=partial(_merged, group=self._group),
+        )
+        return replace(loss, divided=divided)
+
+    def _highest(self, numbers: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, self._group)
+        return numbers
+
+
+def _merged(own: Tally, group: dist.ProcessGroup) -> Tally:
+    """The tally of logits that lie side by side on the ranks of a group, from each rank's own.
+
+    The log of a sum of exponentials is that of the ranks' own.
+    """
+    has_several = own.target.dim() > 1
+    target_KC = own.target.t() if has_several else own.target[None]
+    totals = [] if own.total is None else [own.total[None]]
+    mine = torch.cat([own.log_sum[None], target_KC, *totals])
+    log_sums, *others = gathered(mine, group).unflatten(0, (-1, len(mine))).unbind(1)
+    # One rank knows a label's own logit, and the others say 0: no rounding.
+    sums = [each.sum(0) for each in others]
+    target = torch.stack(sums[: len(target_KC)], 1) if has_several else sums[0]
+    return Tally(log_sums.logsumexp(0), target, sums[-1] if totals else None)
+
+
+def _within(ids: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which row of those from `first` on an id is, or 0; and whether it is one."""
+    at = ids - first
+    here = (at >= 0) & (at < count)
+    return at.masked_fill(~here, 0), here

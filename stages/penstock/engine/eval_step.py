@@ -1,0 +1,68 @@
+"""What a laid-out model says of rows it does not learn from: counts of tokens.
+
+Every rank takes part, whatever it holds of the model and of the rows. Nothing is dropped, nothing
+random is drawn, and no router is watched, so training does not notice.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from penstock.engine.distributed.parallel_model import Call, Layout
+from penstock.engine.distributed.ranks import Ranks
+from penstock.engine.distributed.vocab_parallel import ScoresOf
+from penstock.models.decoder import Reduce
+from penstock.rows.collate import MicroBatch
+
+
+@dataclass(frozen=True)
+class Onlooker:
+    """Passes micro-batches forward and looks at what comes out."""
+
+    layout: Layout
+    ranks: Ranks
+    scores: ScoresOf
+
+    @torch.no_grad()
+    def counts(
+        self, batches: Sequence[MicroBatch], kinds: Sequence[torch.Tensor], num_kinds: int
+    ) -> torch.Tensor:
+        """This rank's share, fp64 [num_kinds, 3]: the sum over all ranks is what the batches give.
+
+        For every kind of token the summed cross-entropy, the trained tokens, and those of them
+        whose label is the likeliest. `kinds` say of each batch's tokens [T], padding included,
+        which kind they are.
+        """
+        found = torch.zeros(num_kinds, 3, dtype=torch.float64, device=self.ranks.device)
+        self.layout.forward(
+            [
+                self._call(batch, partial(self._count, found, self._here(kinds_T), batch))
+                for batch, kinds_T in zip(batches, kinds, strict=True)
+            ]
+        )
+        return found
+
+    def _count(
+        self,
+        found: torch.Tensor,
+        kinds_T: torch.Tensor,
+        batch: MicroBatch,
+        hidden: torch.Tensor,
+        head: nn.Module,
+    ) -> torch.Tensor:
+        scores = self.scores(hidden, head, self._here(batch.labels_T))
+        # Ranks along the tensor axis come to the same; one of them tells it.
+        if self.layout.mesh.index("tensor") == 0:
+            told = [scores.losses, torch.ones_like(scores.losses), scores.right.float()]
+            found.index_add_(0, kinds_T[scores.places], torch.stack(told, dim=1).double())
+        return hidden.new_zeros((), dtype=torch.float32)
+
+    def _here(self, values_T: torch.Tensor) -> torch.Tensor:
+        """This rank's part of what there is for each token."""
+        return self.layout.context.part(values_T).to(self.ranks.device, non_blocking=True)
+
+    def _call(self, batch: MicroBatch, reduce: Reduce) -> Call:
+        return self.layout.call(batch, reduce, self.ranks.device)

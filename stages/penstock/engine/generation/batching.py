@@ -1,0 +1,198 @@
+"""Which tokens pass through the model next while it answers, where keys and values of earlier
+passes are kept, and where they are not.
+
+T tokens of a pass, padding included.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from penstock.engine.generation.kv_cache import KeyCache, begun, continued
+from penstock.engine.generation.sequences import Growing
+from penstock.rows.collate import MicroBatch, collate
+from penstock.rows.reader import Row
+from penstock.rows.schema import IGNORED
+from penstock_kernels.attention import Segments
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much is done at once on a replica."""
+
+    kept_tokens: int
+    """Tokens whose keys and values there is room for; one sequence is always let in."""
+    passed_tokens: int
+    """Tokens of prompts in one pass; one prompt is always."""
+    multiple: int
+    """What a pass's tokens are padded to a multiple of."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward pass. The tensors are on the host, and of the whole replica."""
+
+    batch: MicroBatch
+    after: list[list[Growing]]
+    """Whose next tokens are drawn after a document; of documents in order, padding left out."""
+    segments: Callable[[Segments], Segments]
+    """From the pass's documents to what attention is to know of them."""
+
+    def slots_T(self) -> torch.Tensor:  # noqa: N802 - T names the dimension
+        """At the last token of each document its number, if anything is drawn there; else -1."""
+        slots_T = torch.full((sum(self.batch.lengths),), -1, dtype=torch.int64)
+        ends = list(accumulate(self.batch.lengths))
+        for number, some in enumerate(self.after):
+            if some:
+                slots_T[ends[number] - 1] = number
+        return slots_T
+
+    def read(self) -> list[tuple[int, Growing]]:
+        """The documents that are prompts of which something is told: where each begins, and its
+        first answer."""
+        starts = (0, *accumulate(self.batch.lengths))
+        return [
+            (starts[number], some[0])
+            for number, some in enumerate(self.after)
+            if some and some[0].sample == 0 and some[0].prompt.is_read and not some[0].tokens
+        ]
+
+
+class Passes(Protocol):
+    """Answers that a replica computes."""
+
+    def following(self) -> Pass | None:
+        """The next pass; None where there is nothing to do."""
+        ...
+
+    def sift(self) -> None:
+        """To be called when tokens were added to answers."""
+        ...
+
+
+class Kept:
+    """Each token passes once. Prompts come in where there is room, those with several answers once
+    for all that come in with them; the others go on by a token."""
+
+    def __init__(self, growing: Sequence[Growing], limits: Limits, device: torch.device) -> None:
+        self._waiting, self._limits, self._device = deque(growing), limits, device
+        self._active: list[Growing] = []
+        """Those in the cache, row by row."""
+        self._cache = KeyCache(limits.kept_tokens)
+
+    def following(self) -> Pass | None:
+        """Prompts, if any can be let in, or the newest token of each answer."""
+        groups = self._let_in()
+        if groups:
+            self._active += [one for group in groups for one in group if one.is_kept]
+            self._cache.longest = max((one.longest for one in self._active), default=0)
+            rows = [sum(one.is_kept for one in group) for group in groups]
+            return Pass(
+                _batch([group[0].prompt.tokens for group in groups], self._limits.multiple),
+                groups,
+                lambda plain: begun(plain, self._cache, rows, self._device),
+            )
+        if not self._active:
+            return None
+        return Pass(
+            _newest(self._active, self._limits.multiple),
+            [[one] for one in self._active],
+            lambda plain: continued(plain, self._cache),
+        )
+
+    def sift(self) -> None:
+        """Make room where answers have ended."""
+        for row in reversed(range(len(self._active))):
+            if self._active[row].ended:
+                self._cache.drop(row)
+                self._active[row] = self._active[-1]
+                self._active.pop()
+
+    def _let_in(self) -> list[list[Growing]]:
+        """Those that wait longest, by their prompts, as many as there is room for."""
+        groups: list[list[Growing]] = []
+        rows = len(self._active)
+        longest = max((one.longest for one in self._active), default=0)
+        tokens = 0
+        while self._waiting:
+            one = self._waiting[0]
+            is_same = bool(groups) and groups[-1][0].prompt_number == one.prompt_number
+            tokens += 0 if is_same else len(one.prompt.tokens)
+            if one.is_kept:
+                rows, longest = rows + 1, max(longest, one.longest)
+            has_room = rows <= 1 or rows * longest <= self._limits.kept_tokens
+            if not has_room or (groups and tokens > self._limits.passed_tokens):
+                break
+            self._waiting.popleft()
+            if is_same:
+                groups[-1].append(one)
+            else:
+                groups.append([one])
+        return groups
+
+
+class Recomputed:
+    """Every token passes again for each that comes after it: for layouts and positions for which
+    nothing can be kept."""
+
+    def __init__(self, growing: Sequence[Growing], limits: Limits) -> None:
+        self._growing, self._limits = list(growing), limits
+
+    def following(self) -> Pass | None:
+        """Prompts and what there is of their answers, as many as fit."""
+        going: list[Growing] = []
+        tokens = 0
+        for one in self._growing:
+            tokens += len(one.prompt.tokens) + len(one.tokens)
+            if going and tokens > self._limits.passed_tokens:
+                break
+            going.append(one)
+        if not going:
+            return None
+        batch = _batch([[*one.prompt.tokens, *one.tokens] for one in going], self._limits.multiple)
+        return Pass(batch, [[one] for one in going], _as_they_are)
+
+    def sift(self) -> None:
+        """Leave those that have ended."""
+        self._growing = [one for one in self._growing if not one.ended]
+
+
+def idle(multiple: int) -> Pass:
+    """Nothing but padding: what a replica without anything to do computes, for others wait for it
+    in every pass."""
+    return Pass(_batch([], multiple), [], _as_they_are)
+
+
+def _as_they_are(plain: Segments) -> Segments:
+    return plain
+
+
+def _newest(growing: Sequence[Growing], multiple: int) -> MicroBatch:
+    """A document of the newest token of each, in its place; and one of padding. Made at once, for
+    it is made for every token."""
+    count = len(growing)
+    padding = -count % multiple
+    ids = [*(one.tokens[-1] for one in growing), *[0] * padding]
+    places = [len(one.prompt.tokens) + len(one.tokens) - 1 for one in growing]
+    return MicroBatch(
+        torch.tensor(ids),
+        torch.full((len(ids),), IGNORED),
+        torch.tensor([*places, *range(padding)]),
+        lengths=(1,) * count + (padding,) * (padding > 0),
+        num_tokens=count,
+        num_trained=0,
+        rows=((0, count),),
+    )
+
+
+def _batch(documents: Sequence[Sequence[int]], multiple: int) -> MicroBatch:
+    ids = np.fromiter((token for document in documents for token in document), dtype=np.int32)
+    lengths = np.array([len(document) for document in documents], dtype=np.int32)
+    rows = [Row(ids, np.full_like(ids, IGNORED), lengths, 0)] if documents else []
+    [batch] = collate([rows], pad_to_multiple_of=multiple).micro_batches()
+    return batch

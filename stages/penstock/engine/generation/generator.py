@@ -1,0 +1,308 @@
+"""What a laid-out model writes after prompts: many answers at once, from the weights as they are.
+
+Every rank takes part in every pass, under any layout, and every rank gets all answers. Answers are
+dealt out to replicas; nothing of what is drawn depends on that, but by rounding. Attention over a
+ring keeps nothing between passes, nor do answers so long that positions go by their length: there
+each token costs a pass over all that comes before it.
+
+T tokens of a pass, S places in which a token is drawn or told, C those of a chunk, V vocabulary.
+"""
+
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from penstock.config.schema.train import TrainConfig
+from penstock.core.errors import ConfigError, PenstockError
+from penstock.engine.distributed.parallel_model import Layout
+from penstock.engine.distributed.ranks import Ranks
+from penstock.engine.distributed.tensor_sharding import share
+from penstock.engine.distributed.validate_layout import tokens_multiple
+from penstock.engine.distributed.vocab_parallel import LogitsOf
+from penstock.engine.generation.batching import Kept, Limits, Pass, Passes, Recomputed, idle
+from penstock.engine.generation.logprobs import DrawnScores, PromptScores
+from penstock.engine.generation.sampling import draw
+from penstock.engine.generation.sequences import Answer, Answered, Decode, Growing, Prompt
+from penstock.models.decoder_config import DecoderConfig
+
+KEPT_TOKENS = 1 << 17
+PASSED_TOKENS = 1 << 13
+
+
+class NotFiniteError(PenstockError):
+    """The model gives what are no numbers."""
+
+
+Between = Callable[[], None]
+"""Called on every rank before each pass. What it raises, on all ranks alike, ends the writing."""
+
+
+def _nothing() -> None:
+    """Nothing is to be done between passes."""
+
+
+OnToken = Callable[[int, int], None]
+"""Called on every rank with the prompt's number and each token that is sampled after it, as soon as
+it is known: for streaming."""
+
+
+def _no_stream(_prompt: int, _token: int) -> None:
+    """Nobody waits for single tokens."""
+
+
+class Found(NamedTuple):
+    """What passes find, on the rank that computes it."""
+
+    drawn: torch.Tensor
+    """Of each answer the next token, its log-probability, and whether what they come from is not
+    finite: fp64 [3, answers]; -inf where this pass, or this rank, draws none."""
+    of_prompts: PromptScores
+    of_answers: DrawnScores
+
+
+@dataclass(frozen=True)
+class Generator:
+    """Writes with a model that is trained beside it."""
+
+    layout: Layout
+    ranks: Ranks
+    logits: LogitsOf
+    multiple: int
+    """What the tokens of a pass must be a multiple of under this layout."""
+    keeps_up_to: float
+    """Tokens of a prompt and its answer for which keys and values are kept between passes; longer
+    ones are computed anew each time."""
+    kept_bytes: int
+    """What is kept of a token on this rank."""
+    eagerly: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Entered while it writes, so that nothing is compiled for passes of changing shapes."""
+    kept_tokens: int = KEPT_TOKENS
+    """Tokens of prompts and answers for which a replica has room at once, if half of a GPU's free
+    memory has; others wait."""
+    passed_tokens: int = PASSED_TOKENS
+    """Tokens of prompts in a pass."""
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        decode: Decode | None = None,
+        *,
+        between: Between = _nothing,
+        on_token: OnToken = _no_stream,
+    ) -> list[Answered]:
+        """The answers to each prompt, on every rank; every rank must ask for the same.
+
+        An answer depends on its prompt, on what is asked of it, on the seed and on its number among
+        those to the prompt, and not on what else is asked for. `decode` is wanted for stop texts.
+
+        Raises:
+            ConfigError: for a prompt that is empty, leaves no room in the model's context, or has
+                tokens that the model does not know; for stop texts without `decode`.
+            NotFiniteError: the model's logits are no numbers.
+        """
+        for number, prompt in enumerate(prompts):
+            self.require_possible(f"prompt {number}", prompt, decode)
+        growing = self._growing(prompts)
+        of_prompts, of_answers = PromptScores(prompts, self.ranks.device), DrawnScores()
+        passes = self._passes(growing)
+        with self.eagerly(), self.layout.at_rest():
+            while not all(one.ended for one in growing):
+                between()
+                self.ranks.pulse.begins("answering prompts")
+                found = Found(self._nothing_drawn(len(growing)), of_prompts, of_answers)
+                self._pass(self._following(passes), found)
+                self._add(growing, found.drawn, decode, on_token)
+                for each in passes:
+                    each.sift()
+        of_prompts.share(self.ranks)
+        likeliest = of_answers.shared(growing, self.ranks)
+        answers: list[list[Answer]] = [[] for _ in prompts]
+        for one in growing:
+            answers[one.prompt_number].append(one.answer(likeliest.get(one.number)))
+        return [Answered(its, *of_prompts.of(number)) for number, its in enumerate(answers)]
+
+    def require_possible(self, name: str, prompt: Prompt, decode: Decode | None = None) -> None:
+        """Raise ConfigError for a prompt that cannot be answered, by what it is called."""
+        length, limit = len(prompt.tokens), self._config.max_position_embeddings
+        if not length:
+            raise ConfigError(f"{name} has no token. Give it one at least.")
+        if length > limit or (length == limit and prompt.how.max_tokens != 0):
+            raise ConfigError(
+                f"{name} has {length} tokens, and the model's context ends at {limit}.\n"
+                "  Shorten it, so that there is room for an answer."
+            )
+        size = self._config.vocab_size
+        if strangers := [token for token in prompt.tokens if not 0 <= token < size]:
+            raise ConfigError(
+                f"{name} has token {strangers[0]}, and the model's vocabulary ends at {size - 1}."
+            )
+        if prompt.count < 1:
+            raise ConfigError(f"{prompt.count} answers are asked to {name}. Ask for 1.")
+        for asked in (prompt.likeliest, prompt.likeliest_drawn):
+            if not 0 <= asked <= size:
+                raise ConfigError(
+                    f"the {asked} likeliest tokens are asked of {name}, and the model's vocabulary "
+                    f"has {size}."
+                )
+        if prompt.how.stop_texts and decode is None:
+            raise ConfigError(
+                f"the answers to {name} end with a text, and there is no tokenizer to tell it by.\n"
+                "  Give stop tokens."
+            )
+
+    @property
+    def _config(self) -> DecoderConfig:
+        return self.layout.parts[0].config
+
+    def _passes(self, growing: Sequence[Growing]) -> list[Passes]:
+        """This replica's share. Neighbours, so that answers to one prompt are together."""
+        mesh = self.layout.mesh
+        mine = share(len(growing), mesh.degrees.num_replicas, mesh.index("replicate", "shard"))
+        here = [growing[number] for number in mine]
+        limits = Limits(self._room(), self.passed_tokens, self.multiple)
+        kept = [one for one in here if one.longest <= self.keeps_up_to]
+        others = [one for one in here if one.longest > self.keeps_up_to]
+        return [Kept(kept, limits, self.ranks.device), Recomputed(others, limits)]
+
+    def _following(self, passes: Sequence[Passes]) -> Pass:
+        """The first that there is."""
+        found = (each.following() for each in passes)
+        return next((one for one in found if one), None) or idle(self.multiple)
+
+    def _room(self) -> int:
+        """Tokens that may be kept at once; of a GPU's memory there may be less than is wanted."""
+        if self.ranks.device.type != "cuda":
+            return self.kept_tokens
+        free, _ = torch.cuda.mem_get_info(self.ranks.device)
+        held = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        # A stage of a pipeline may have no layer, and keeps nothing.
+        fits = (free + held) // 2 // max(1, self.kept_bytes)
+        # Ranks of a replica must let in the same.
+        return min(self.kept_tokens, -self.ranks.most(-fits)[0])
+
+    def _growing(self, prompts: Sequence[Prompt]) -> list[Growing]:
+        [seeds, *_] = self.ranks.gather([secrets.randbits(63) for _ in prompts])
+        limit = self._config.max_position_embeddings
+        found: list[Growing] = []
+        for number, (prompt, fresh) in enumerate(zip(prompts, seeds, strict=True)):
+            room, most = limit - len(prompt.tokens), prompt.how.max_tokens
+            most = room if most is None else min(room, most)
+            seed = fresh if prompt.how.seed is None else prompt.how.seed
+            for sample in range(prompt.count):
+                found.append(Growing(len(found), number, prompt, sample, most, seed))
+        return found
+
+    def _nothing_drawn(self, count: int) -> torch.Tensor:
+        return torch.full((3, count), -torch.inf, dtype=torch.float64, device=self.ranks.device)
+
+    def _add(
+        self,
+        growing: Sequence[Growing],
+        drawn: torch.Tensor,
+        decode: Decode | None,
+        on_token: OnToken,
+    ) -> None:
+        """Let answers go on by what any rank has drawn for them."""
+        if self.ranks.world > 1:
+            # From each replica its own, and the same from all ranks of one.
+            drawn = self.ranks.highest(drawn)
+        tokens, log_probs, flaws = drawn.tolist()
+        if max(flaws) > 0:
+            raise NotFiniteError("the model's logits are not finite: its weights have diverged.")
+        for one, token, log_prob in zip(growing, tokens, log_probs, strict=True):
+            if token >= 0:
+                one.add(int(token), log_prob, decode)
+                on_token(one.prompt_number, int(token))
+
+    def _pass(self, one: Pass, found: Found) -> None:
+        """Let it pass through the model, for what is drawn and told on the way."""
+        # Here on the host, so that no GPU has to be asked which places they are.
+        slots_T = self.layout.context.part(one.slots_T())
+        places_S = (slots_T >= 0).nonzero().squeeze(1)
+        after = [one.after[slot] for slot in slots_T[places_S].tolist()]
+        reduce = partial(self._take, one, self._there(places_S), after, found)
+        call = self.layout.call(one.batch, reduce, self.ranks.device)
+        self.layout.look(replace(call, segments=one.segments(call.segments)))
+
+    def _take(
+        self,
+        one: Pass,
+        places_S: torch.Tensor,
+        after_S: Sequence[Sequence[Growing]],
+        found: Found,
+        hidden: torch.Tensor,
+        head: nn.Module,
+    ) -> torch.Tensor:
+        """Draw what follows on this rank's tokens, and tell what was asked of prompts."""
+        start = 0
+        for some, logits_CV in self.logits(hidden, head, places_S):
+            groups = after_S[start : start + len(some)]
+            start += len(some)
+            after = [growing for group in groups for growing in group]
+            wide_CV = logits_CV.float()
+            if len(after) != len(groups):
+                wide_CV = wide_CV[[row for row, group in enumerate(groups) for _ in group]]
+            uniforms = [growing.uniform() for growing in after]
+            tokens_S, log_probs_S = draw(wide_CV, [one.prompt.how for one in after], uniforms)
+            told = torch.stack((tokens_S.double(), log_probs_S, ~log_probs_S.isfinite()))
+            found.drawn[:, [growing.number for growing in after]] = told
+            found.of_answers.take(after, wide_CV)
+        if read := one.read():
+            self._tell(one, read, found, hidden, head)
+        return hidden.new_zeros((), dtype=torch.float32)
+
+    def _tell(
+        self,
+        one: Pass,
+        read: Sequence[tuple[int, Growing]],
+        found: Found,
+        hidden: torch.Tensor,
+        head: nn.Module,
+    ) -> None:
+        """What foretells each token of these prompts but the first."""
+        into_T = torch.full((sum(one.batch.lengths),), -1, dtype=torch.int64)
+        for start, growing in read:
+            places = found.of_prompts.places(growing.prompt_number)
+            into_T[start : start + len(places)] = torch.arange(places.start, places.stop)
+        part = self.layout.context.part
+        into_T, next_T = part(into_T), part(one.batch.input_ids_T.roll(-1))
+        places_S = (into_T >= 0).nonzero().squeeze(1)
+        into_S, next_S = (self._there(x_T[places_S]) for x_T in (into_T, next_T))
+        start = 0
+        for some, logits_CV in self.logits(hidden, head, self._there(places_S)):
+            here = slice(start, start + len(some))
+            start += len(some)
+            log_probs_CV = logits_CV.float().log_softmax(-1)
+            if log_probs_CV.isnan().any():
+                found.drawn[2, read[0][1].number] = 1
+                continue
+            found.of_prompts.take(into_S[here], next_S[here], log_probs_CV)
+
+    def _there(self, values: torch.Tensor) -> torch.Tensor:
+        return values.to(self.ranks.device, non_blocking=True)
+
+
+def generator_of(train: TrainConfig, layout: Layout, ranks: Ranks, logits: LogitsOf) -> Generator:
+    """One for the model that the settings lay out so."""
+    config, degrees = layout.parts[0].config, layout.mesh.degrees
+    heads = -(-config.num_key_value_heads // (degrees.tensor * degrees.ulysses))
+    layers = sum(len(part.model.layers) for part in layout.parts)
+    numbers = 2 * layers * heads * config.head_dim
+    generator = Generator(
+        layout,
+        ranks,
+        logits,
+        tokens_multiple(train),
+        keeps_up_to=config.turned_alike_up_to if layout.context.keeps else 0,
+        kept_bytes=numbers * getattr(torch, train.computes_in).itemsize,
+    )
+    if not train.enable_compile:
+        return generator
+    return replace(generator, eagerly=partial(torch.compiler.set_stance, "force_eager"))

@@ -1,0 +1,244 @@
+"""Keys and values of sequences that grow token by token, so that each token passes through the
+model once: a cache, the passes that fill and read it, and attention that knows them.
+
+T tokens of a pass, B sequences, C tokens that there is room for, K key and value heads, N query
+heads, H head width.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, count
+
+import torch
+
+from penstock.models.layers.attention import Attend
+from penstock.models.layers.autocast import as_autocast
+from penstock_kernels.attention import Segments
+from penstock_kernels.attention.decode import newest
+
+STEP = 64
+"""Room is made for a multiple of so many tokens."""
+
+
+class KeyCache:
+    """What is kept of each sequence: row by row, the rows in use first.
+
+    Layers are known by the order in which their attention is computed, the same in every pass.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        """`capacity`: tokens of all rows together, beyond which room is made for what is there
+        alone."""
+        self._capacity = capacity
+        self.lengths: list[int] = []
+        """Tokens of each row."""
+        self.longest = 0
+        """Tokens that any of the rows will have at most."""
+        self._rows = self._room = 0
+        """What there is room for in every layer: rows, and tokens in each of them."""
+        self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def drop(self, row: int) -> None:
+        """Forget a row. The last one takes its place."""
+        last = len(self.lengths) - 1
+        if row != last:
+            length = self.lengths[last]
+            for kept in self._layers:
+                for x_BKCH in kept:
+                    x_BKCH[row, :, :length] = x_BKCH[last, :, :length]
+        self.lengths[row] = self.lengths[last]
+        self.lengths.pop()
+
+    def make_room(self) -> None:
+        """In every layer, for as much as `lengths` say."""
+        rows, longest = len(self.lengths), max(self.lengths)
+        if rows <= self._rows and longest <= self._room:
+            return
+        # What was wide for long rows is not to stay so for many, nor the other way round.
+        fits = longest <= self._room <= _rounded(self.longest)
+        room = self._room if fits else self._ahead(longest)
+        # By half more each time, so that all copies together cost no more than a few.
+        spare = self._rows if rows <= self._rows else rows * 3 // 2 if self._rows else rows
+        self._rows, self._room = max(rows, min(spare, self._capacity // room)), room
+        for layer, (k_BKCH, v_BKCH) in enumerate(self._layers):
+            self._layers[layer] = self._moved(k_BKCH), self._moved(v_BKCH)
+
+    def of(self, layer: int, like_TKH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [B, K, C, H] of a layer: numbers of a device and dtype as they come."""
+        if layer == len(self._layers):
+            like_TKH = as_autocast(like_TKH)
+            shape = (self._rows, like_TKH.shape[1], self._room, like_TKH.shape[2])
+            # Zeros: what is hidden is multiplied by nothing, and must be a number.
+            self._layers.append((like_TKH.new_zeros(shape), like_TKH.new_zeros(shape)))
+        return self._layers[layer]
+
+    def _ahead(self, length: int) -> int:
+        """Room for rows that are as long as this, and go on."""
+        return _rounded(max(length, min(length * 3 // 2 + STEP, self.longest)))
+
+    def _moved(self, x_BKCH: torch.Tensor) -> torch.Tensor:
+        """To where there is as much room as there is to be."""
+        moved = x_BKCH.new_zeros((self._rows, x_BKCH.shape[1], self._room, x_BKCH.shape[3]))
+        rows, room = min(self._rows, x_BKCH.shape[0]), min(self._room, x_BKCH.shape[2])
+        moved[:rows, :, :room] = x_BKCH[:rows, :, :room]
+        return moved
+
+
+@dataclass(frozen=True, eq=False)
+class Begun(Segments):
+    """Documents of which some are kept: their first tokens, all that there are so far."""
+
+    cache: KeyCache
+    tokens: torch.Tensor
+    """int64 [E]: which of the pass's tokens are kept, once for each row that they go to."""
+    rows: torch.Tensor
+    """int64 [E]: where each of them goes."""
+    places: torch.Tensor
+    """int64 [E]: and as which token of the row."""
+    calls: "count[int]" = field(default_factory=count)
+
+    def keep(self, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
+        """Keys and values of the layer whose turn it is."""
+        kept = self.cache.of(next(self.calls), k_TKH)
+        for x_BKCH, x_TKH in zip(kept, (k_TKH, v_TKH), strict=True):
+            x_BKCH[self.rows, :, self.places] = x_TKH[self.tokens].to(x_BKCH.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Continued(Segments):
+    """One more token of each row, in order, and padding behind them."""
+
+    cache: KeyCache
+    rows: int
+    shortest: int
+    longest: int
+    """Tokens of rows with the one more."""
+    calls: "count[int]" = field(default_factory=count)
+
+    def attend(
+        self,
+        q_TNH: torch.Tensor,
+        k_TKH: torch.Tensor,
+        v_TKH: torch.Tensor,
+        scale: float,
+        window: int | None,
+        sinks_N: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Keep the tokens' own keys and values, and attend to all of their rows'. [T, N, H]; of
+        padding zeros."""
+        rows = self.rows
+        # What no row sees is not read.
+        first = 0 if window is None else max(0, self.shortest - window)
+        kept = self.cache.of(next(self.calls), k_TKH)
+        k_BKCH, v_BKCH = (
+            self._with(x_BKCH.narrow(0, 0, rows), x_TKH).narrow(2, first, self.longest - first)
+            for x_BKCH, x_TKH in zip(kept, (k_TKH, v_TKH), strict=True)
+        )
+        sees_BC = self._sees(window, first, q_TNH.device)
+        y_BNH = newest(q_TNH[:rows].to(k_BKCH.dtype), k_BKCH, v_BKCH, sees_BC, scale, sinks_N)
+        if rows == len(q_TNH):
+            return y_BNH
+        return torch.cat((y_BNH, torch.zeros_like(q_TNH[rows:], dtype=y_BNH.dtype)))
+
+    def _with(self, x_BKCH: torch.Tensor, x_TKH: torch.Tensor) -> torch.Tensor:
+        """The rows, their new tokens written to them."""
+        x_BKH = x_TKH[: self.rows]
+        if self.shortest == self.longest:
+            x_BKCH.select(2, self.longest - 1).copy_(x_BKH)
+        else:
+            rows_B = self._tensor("rows", range(self.rows), x_BKH.device)
+            x_BKCH[rows_B, :, self._last_B(x_BKH.device)] = x_BKH.to(x_BKCH.dtype)
+        return x_BKCH
+
+    def _sees(self, window: int | None, first: int, device: torch.device) -> torch.Tensor | None:
+        """Which of the keys from `first` on each row's token sees; None: all. bool [B, C]."""
+        is_narrow = window is not None and window < self.longest - first
+        if self.shortest == self.longest and not is_narrow:
+            return None
+        key = "seen by newest", window
+        if key not in self.kept:
+            places_C = torch.arange(first, self.longest, device=device)
+            last_B = self._last_B(device)
+            sees_BC = places_C <= last_B[:, None]
+            if window is not None:
+                sees_BC &= places_C > last_B[:, None] - window
+            self.kept[key] = sees_BC
+        return self.kept[key]
+
+    def _last_B(self, device: torch.device) -> torch.Tensor:  # noqa: N802 - B names the dimension
+        """The place of each row's newest token."""
+        return self._tensor("last", [length - 1 for length in self.cache.lengths], device)
+
+    def _tensor(self, name: str, values: Sequence[int], device: torch.device) -> torch.Tensor:
+        if name not in self.kept:
+            self.kept[name] = torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
+        return self.kept[name]
+
+
+def begun(
+    segments: Segments, cache: KeyCache, rows: Sequence[int], device: torch.device
+) -> Segments:
+    """The documents of a pass, of which the first len(rows) are kept: number i by rows[i] new rows
+    behind those in use, perhaps none."""
+    if not any(rows):
+        return segments
+    starts = (0, *accumulate(segments.lengths))
+    tokens: list[torch.Tensor] = []
+    into: list[torch.Tensor] = []
+    places: list[torch.Tensor] = []
+    for document, copies in enumerate(rows):
+        length = segments.lengths[document]
+        for _ in range(copies):
+            within = torch.arange(length)
+            tokens.append(within + starts[document])
+            places.append(within)
+            into.append(torch.full((length,), len(cache.lengths)))
+            cache.lengths.append(length)
+    cache.make_room()
+    return Begun(
+        **vars(segments),
+        cache=cache,
+        tokens=torch.cat(tokens).to(device, non_blocking=True),
+        rows=torch.cat(into).to(device, non_blocking=True),
+        places=torch.cat(places).to(device, non_blocking=True),
+    )
+
+
+def continued(segments: Segments, cache: KeyCache) -> Continued:
+    """One more token of each row of the cache, which takes note of it."""
+    lengths = cache.lengths
+    lengths[:] = [length + 1 for length in lengths]
+    cache.make_room()
+    return Continued(
+        **vars(segments),
+        cache=cache,
+        rows=len(lengths),
+        shortest=min(lengths),
+        longest=max(lengths),
+    )
+
+
+def keeping(attend: Attend) -> Attend:
+    """`attend`, which in passes that fill or read a cache does so."""
+
+    def attend_and_keep(
+        q_TNH: torch.Tensor,
+        k_TKH: torch.Tensor,
+        v_TKH: torch.Tensor,
+        segments: Segments,
+        scale: float,
+        window: int | None = None,
+        sinks_N: torch.Tensor | None = None,
+        /,
+    ) -> torch.Tensor:
+        if isinstance(segments, Continued):
+            return segments.attend(q_TNH, k_TKH, v_TKH, scale, window, sinks_N)
+        if isinstance(segments, Begun):
+            segments.keep(k_TKH, v_TKH)
+        return attend(q_TNH, k_TKH, v_TKH, segments, scale, window, sinks_N)
+
+    return attend_and_keep
+
+
+def _rounded(length: int) -> int:
+    return -(-length // STEP) * STEP

@@ -1,0 +1,167 @@
+"""A checkpoint as folders that transformers and peft load: which there are, and what is in each.
+
+Without adapters there is `hf/`. With them there is `adapter/`, and `hf/` with the merged model if
+that is wanted. A base model that started at random exists nowhere else, so it comes as `base/`.
+Where adapters were merged while training, what was learnt is not theirs alone: there is only `hf/`.
+"""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.core.files import read_json
+from penstock.core.sources.hub import local_folder
+from penstock.engine.checkpoint.model_reader import CheckpointReader
+from penstock.engine.hf.base_model import Base
+from penstock.engine.hf.config import read_hf_config
+from penstock.engine.hf.safetensors_reader import SafetensorsFolder
+from penstock.engine.hf.save_adapter import Adapters, adapters_in, write_adapter_folder
+from penstock.engine.hf.save_model import (
+    DTYPES,
+    Extras,
+    declared_dtype,
+    name_of,
+    write_hf_folder,
+)
+from penstock.engine.hf.state_dict import HfWeights, in_checkpoint, in_source
+from penstock.engine.hf.tokenizer_files import TokenizerFiles
+from penstock.engine.model_source import Form, Origin
+from penstock.engine.quantization.export import Quantiser, quantiser_for
+from penstock.engine.quantization.quantized_reader import Drawn
+from penstock.models.registry import family_of
+
+GENERATION_CONFIG = "generation_config.json"
+
+BASE_BESIDE = "../base"
+"""What an adapter calls its base model when that lies beside it: relative to the adapter, so that
+the two may be moved together."""
+
+
+def write_folders(checkpoint: Path, origin: Origin, form: Form, out: Path) -> dict[str, Any]:
+    """Write all folders, keeping the files that an earlier attempt finished, and return facts.
+
+    Raises ArtifactError when the checkpoint is not complete or not of this model.
+    """
+    reader = CheckpointReader(checkpoint)
+    hf_config = read_hf_config(_config_path(origin), origin.foundation)
+    family = family_of(hf_config)
+    names = family.weight_map(family.read(hf_config))
+    folder = _folder(origin) if origin.quantising else None
+    weights = Base(names, origin.quantising, hf_config, family.roles, folder)
+    adapters = adapters_in(reader, names, origin.adapting)
+    quantiser = quantiser_for(form.quantise, family, names) if form.quantise else None
+    extras = Extras(
+        hf_config,
+        TokenizerFiles(origin.tokenizer_path, origin.tokenizer),
+        _generation_config(origin),
+    )
+    with ExitStack() as opened:
+        base = _base(origin, reader, weights, opened)
+        if adapters and reader.state["adapter_only"]:
+            found = _with_adapters(form, origin, base, adapters, out, extras, quantiser)
+        else:
+            whole = adapters.merged_into(base) if adapters else base
+            found = {"hf": _model(form, origin, whole, out / "hf", extras, quantiser)}
+    return {
+        "format": "hf",
+        "folders": {name: name for name in found},
+        "step": reader.state["step"],
+        "model_type": family.model_type,
+        "dtype": name_of(_dtype(form, origin, hf_config)),
+        "parameters": found.get("hf", found.get("adapter", {}))["parameters"],
+        "shards": found.get("hf", {}).get("shards", 0),
+        **({"quantised": form.quantise} if form.quantise else {}),
+        **({"adapter": found["adapter"]} if "adapter" in found else {}),
+    }
+
+
+def _with_adapters(
+    form: Form,
+    origin: Origin,
+    base: HfWeights,
+    adapters: Adapters,
+    out: Path,
+    extras: Extras,
+    quantiser: Quantiser | None,
+) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if form.merged:
+        merged = adapters.merged_into(base)
+        found["hf"] = _model(form, origin, merged, out / "hf", extras, quantiser)
+    else:
+        # Nothing else of the export carries the tokenizer and its chat template.
+        extras.tokenizer.write(out / "adapter")
+    found["adapter"] = write_adapter_folder(
+        adapters,
+        out / "adapter",
+        base_model=origin.model_path or BASE_BESIDE,
+        revision=origin.weights.pin.get("commit") if origin.weights else None,
+        dtype=None if form.dtype == "auto" else DTYPES[form.dtype],
+    )
+    if origin.model_path is None:
+        found["base"] = _model(form, origin, base, out / "base", extras)
+    return found
+
+
+def _model(
+    form: Form,
+    origin: Origin,
+    weights: HfWeights,
+    out: Path,
+    extras: Extras,
+    quantiser: Quantiser | None = None,
+) -> dict[str, Any]:
+    return write_hf_folder(
+        weights,
+        out,
+        extras,
+        dtype=_dtype(form, origin, extras.hf_config),
+        max_shard_size=form.max_shard_bytes,
+        quantiser=quantiser,
+    )
+
+
+def _dtype(form: Form, origin: Origin, hf_config: Any) -> torch.dtype:
+    if form.dtype != "auto":
+        return DTYPES[form.dtype]
+    return declared_dtype(hf_config) if origin.model_path else torch.float32
+
+
+def _base(origin: Origin, reader: CheckpointReader, base: Base, opened: ExitStack) -> HfWeights:
+    """The model without its adapters, which a checkpoint of adapters alone does not hold.
+
+    Matrices that were quantised are what adapters were trained beside: not what was read.
+    """
+    if not reader.state["adapter_only"]:
+        return in_checkpoint(reader, base.names, base.formats)
+    if (found := _folder(origin)) is None:
+        return in_source(base.seen(Drawn(base.names, origin.seed)), base.names)
+    folder = opened.enter_context(SafetensorsFolder(found))
+    return in_source(base.seen(folder), base.names)
+
+
+def _folder(origin: Origin) -> Path | None:
+    """Of the base model's weights; None if they are drawn."""
+    if origin.model_path is None or origin.weights is None:
+        return None
+    return local_folder(origin.model_path, origin.weights)
+
+
+def _config_path(origin: Origin) -> str:
+    if origin.config.pin["kind"] == "builtin":
+        return origin.config_path
+    return str(local_folder(origin.config_path, origin.config, ("config.json",)))
+
+
+def _generation_config(origin: Origin) -> dict[str, Any] | None:
+    """What the base model says of generating, if a pinned file of it says anything."""
+    source, typed = origin.config, origin.config_path
+    if origin.weights and origin.model_path:
+        source, typed = origin.weights, origin.model_path
+    if source.pin["kind"] == "hub":
+        file = local_folder(typed, source, (GENERATION_CONFIG,)) / GENERATION_CONFIG
+        return read_json(file) if file.is_file() else None
+    pinned = [path for path in source.paths if path.name == GENERATION_CONFIG]
+    return read_json(pinned[0]) if pinned else None

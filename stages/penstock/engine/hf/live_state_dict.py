@@ -1,0 +1,69 @@
+"""A model in training under Hugging Face's names, as an export has it, and no checkpoint."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from penstock.adapters.names import MAGNITUDE, Factor, factor_of
+from penstock.engine.hf.save_adapter import adapters_in
+from penstock.engine.hf.state_dict import HfWeights, Tensors, in_checkpoint
+from penstock.engine.model_source import Adapting
+from penstock.engine.multi_lora.rank_padding import rank_dim
+from penstock.engine.quantization.select_layers import Formats
+from penstock.models.weights import WeightMap
+
+
+@dataclass(frozen=True)
+class OfRank:
+    """The same tensors, with adapters of a lower rank than the memory that they lie in."""
+
+    tensors: Tensors
+    rank: int
+
+    @property
+    def folder(self) -> object:
+        """Where they are, for errors."""
+        return self.tensors.folder
+
+    def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Name -> (shape, dtype) of every parameter."""
+        found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for name, (shape, dtype) in self.tensors.shapes().items():
+            if factor := _ranked(name):
+                dim = rank_dim(factor, len(shape))
+                shape = (*shape[:dim], self.rank, *shape[dim + 1 :])
+            found[name] = shape, dtype
+        return found
+
+    def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Exactly these parameters, whole."""
+        read = self.tensors.read(names)
+        return {name: self._narrowed(name, tensor) for name, tensor in read.items()}
+
+    def _narrowed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        factor = _ranked(name)
+        if factor is None:
+            return tensor
+        # In memory of its own, so that products are the very ones of an adapter that was exported.
+        return tensor.narrow(rank_dim(factor, tensor.dim()), 0, self.rank).contiguous()
+
+
+def live_weights(
+    tensors: Tensors,
+    names: WeightMap,
+    *,
+    adapting: Adapting | None = None,
+    formats: Formats | None = None,
+) -> HfWeights:
+    """All tensors of the model, with its adapters merged where it has such; what `formats` names is
+    what its codes stand for."""
+    base = in_checkpoint(tensors, names, formats)
+    adapters = adapters_in(tensors, names, adapting)
+    return adapters.merged_into(base) if adapters else base
+
+
+def _ranked(name: str) -> Factor | None:
+    """A factor that has the adapter's rank for a dimension; of a magnitude none has."""
+    factor = factor_of(name)
+    return None if factor is None or factor.side == MAGNITUDE else factor

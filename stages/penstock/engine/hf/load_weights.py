@@ -1,0 +1,289 @@
+"""Filling an empty, laid-out model from safetensors or a seed, a block of rows at a time.
+
+What a rank holds beyond its own parameters is a few blocks, never a whole tensor.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from penstock.adapters.names import factor_of
+from penstock.core.errors import CapabilityError
+from penstock.engine.distributed.param_shards import Held, Piece, local
+from penstock.engine.distributed.ranks import Ranks
+from penstock.engine.hf.safetensors_reader import SafetensorsFolder
+from penstock.engine.hf.weight_files import require_shape
+from penstock.engine.quantization.quantized_reader import QuantisedFolder, Source
+
+Start = Callable[[str, tuple[int, ...]], torch.Tensor]
+"""A checkpoint tensor's name and whole shape to its random start, on the CPU."""
+
+Seen = Callable[[SafetensorsFolder], Source]
+"""A folder to what a model sees of it, such as quantised matrices."""
+
+Readers = Literal["first_rank", "all_ranks"]
+
+
+def as_it_is(folder: SafetensorsFolder) -> Source:
+    """For a model that holds what is stored."""
+    return folder
+
+
+BLOCK_BYTES = 4 << 20
+"""Of a tensor's file, read and sent at once."""
+
+
+@dataclass(frozen=True)
+class _Box:
+    """A box of a checkpoint's tensor, and the local tensor it goes into."""
+
+    piece: Piece
+    into: torch.Tensor
+
+
+@torch.no_grad()
+def fill(
+    held: Sequence[Held],
+    weights: Path | None,
+    start: Start,
+    *,
+    readers: Readers,
+    ranks: Ranks,
+    seen: Seen = as_it_is,
+) -> None:
+    """Give every parameter its value. Every rank calls it, with memory for its own part.
+
+    Tensors come from `weights`, a folder of safetensors that is looked at as `seen` says; adapters,
+    and without a folder all of them, come from `start` on every rank. With `all_ranks` a rank
+    reads the bytes of its own part. With `first_rank` rank 0 alone reads, every byte once, and
+    sends the others theirs: of each group of ranks that hold the same (`Held.copying`) to the
+    first, which sends it on.
+
+    Raises CapabilityError, on every rank, for tensors that are missing or of another shape.
+    """
+    drawn = [one for one in held if weights is None or _is_adapter(one)]
+    stored = [one for one in held if weights is not None and not _is_adapter(one)]
+    for one in drawn:
+        for piece in one.pieces:
+            cut_into(start(piece.tensor, piece.whole), piece, piece.of(local(one.parameter)))
+    if weights is None:
+        return
+    if readers == "all_ranks" or ranks.world == 1:
+        with SafetensorsFolder(weights) as folder:
+            _read(_boxes(stored), seen(folder), ranks)
+        return
+    receiving = [one for one in stored if _is_first(one.copying)]
+    # What one rank says to another must not be counted among what all say together.
+    group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)
+    with SafetensorsFolder(weights) as folder:
+        _receive(_boxes(receiving), seen(folder) if ranks.leads else None, ranks, group)
+    dist.destroy_process_group(group)
+    for one in stored:
+        if one.copying is not None:
+            _copy(local(one.parameter), one.copying, ranks.device)
+
+
+def _is_first(copying: dist.ProcessGroup | None) -> bool:
+    return copying is None or dist.get_rank(copying) == 0
+
+
+def _is_adapter(held: Held) -> bool:
+    return any(factor_of(piece.tensor) for piece in held.pieces)
+
+
+def _boxes(held: Sequence[Held]) -> list[_Box]:
+    return [
+        _Box(piece, piece.of(local(one.parameter).detach())) for one in held for piece in one.pieces
+    ]
+
+
+def cut_into(whole: torch.Tensor, piece: Piece, into: torch.Tensor) -> None:
+    """Copy the box of a whole tensor to where it lies."""
+    for dim, (offset, size) in enumerate(zip(piece.offsets, piece.sizes, strict=True)):
+        whole = whole.narrow(dim, offset, size)
+    into.copy_(whole)
+
+
+def _read(boxes: Sequence[_Box], folder: Source, ranks: Ranks) -> None:
+    """Read this rank's own bytes."""
+    wanted = {box.piece.tensor: box.piece.whole for box in boxes}
+    _check(folder, wanted)
+    if isinstance(folder, QuantisedFolder):
+        folder.measure(wanted, ranks)
+    for box in sorted(boxes, key=lambda box: (folder.order(box.piece.tensor), box.piece.offsets)):
+        piece = box.piece
+        for first, end in row_blocks(piece.sizes, folder.stored(piece.tensor).dtype):
+            offsets = (piece.offsets[0] + first, *piece.offsets[1:])
+            rows = folder.box(piece.tensor, offsets, (end - first, *piece.sizes[1:]))
+            box.into[first:end].copy_(rows)
+
+
+def _check(folder: Source, wanted: dict[str, tuple[int, ...]]) -> None:
+    folder.require(wanted)
+    for name, shape in wanted.items():
+        require_shape(name, folder.stored(name).shape, shape)
+
+
+def row_blocks(shape: Sequence[int], dtype: torch.dtype) -> Iterator[tuple[int, int]]:
+    """First and end row of each block of a tensor or box."""
+    row = dtype.itemsize
+    for size in shape[1:]:
+        row *= size
+    step = max(1, BLOCK_BYTES // max(1, row))
+    for first in range(0, shape[0], step):
+        yield first, min(first + step, shape[0])
+
+
+def _receive(
+    boxes: Sequence[_Box],
+    folder: Source | None,
+    ranks: Ranks,
+    group: dist.ProcessGroup,
+) -> None:
+    """Rank 0, which has the `folder`, reads each tensor once and sends each rank its boxes."""
+    wishes = _gathered([box.piece for box in boxes], ranks, group)
+    order = _agreed(folder, wishes, group)
+    mine: dict[str, list[_Box]] = {}
+    for box in boxes:
+        mine.setdefault(box.piece.tensor, []).append(box)
+    sender = _Sender(folder, wishes, ranks.device, group) if folder else None
+    for name, (shape, dtype) in order.items():
+        for first, end in row_blocks(shape, dtype):
+            if sender:
+                sender.block(name, first, end, mine.get(name, ()))
+            else:
+                for box in mine.get(name, ()):
+                    _receive_rows(box, first, end, dtype, ranks.device, group)
+    if sender:
+        sender.finish()
+
+
+def _gathered(pieces: list[Piece], ranks: Ranks, group: dist.ProcessGroup) -> list[list[Piece]]:
+    """Every rank's pieces, on rank 0."""
+    found: list[list[Piece]] = [[] for _ in range(ranks.world)]
+    dist.gather_object(pieces, found if ranks.leads else None, dst=0, group=group)
+    return found
+
+
+def _agreed(
+    folder: Source | None,
+    wishes: Sequence[Sequence[Piece]],
+    group: dist.ProcessGroup,
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and stored dtype of every tensor that is wanted, in the order they will come."""
+    answer: list[object] = [None]
+    if folder:
+        wanted = {piece.tensor: piece.whole for pieces in wishes for piece in pieces}
+        try:
+            _check(folder, wanted)
+            names = sorted(wanted, key=folder.order)
+            answer = [{name: (wanted[name], folder.stored(name).dtype) for name in names}]
+        except CapabilityError as error:
+            answer = [error]
+    dist.broadcast_object_list(answer, src=0, group=group)
+    if isinstance(answer[0], CapabilityError):
+        raise answer[0]
+    assert isinstance(answer[0], dict)
+    return answer[0]
+
+
+class _Sender:
+    """Rank 0's side: one block is read while the one before is still on its way."""
+
+    def __init__(
+        self,
+        folder: Source,
+        wishes: Sequence[Sequence[Piece]],
+        device: torch.device,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._folder, self._device, self._group = folder, device, group
+        self._wishes: dict[str, list[tuple[int, Piece]]] = {}
+        for rank, pieces in enumerate(wishes):
+            for piece in pieces if rank else ():
+                self._wishes.setdefault(piece.tensor, []).append((rank, piece))
+        self._under_way: list[dist.Work] = []
+        self._sends: list[dist.P2POp] = []
+
+    def block(self, name: str, first: int, end: int, own: Sequence[_Box]) -> None:
+        """Read rows `first` to `end` and send each rank what it wants of them."""
+        shape = self._folder.stored(name).shape
+        rest = (0,) * (len(shape) - 1)
+        rows = self._folder.box(name, (first, *rest), (end - first, *shape[1:]))
+        for box in own:
+            if part := _overlap(box.piece, first, end):
+                low, high = part
+                box.into[low:high].copy_(_columns(rows, box.piece, low, high, first))
+        sends = [
+            dist.P2POp(
+                dist.isend,
+                # Bytes: not every dtype of a file can be sent.
+                _bytes(_columns(rows, piece, *part, first).contiguous()).to(self._device),
+                rank,
+                self._group,
+            )
+            for rank, piece in self._wishes.get(name, ())
+            if (part := _overlap(piece, first, end))
+        ]
+        self.finish()
+        # Kept until they have arrived, for the memory is theirs until then.
+        self._sends = sends
+        self._under_way = dist.batch_isend_irecv(sends) if sends else []
+
+    def finish(self) -> None:
+        """Wait until all that was sent has arrived."""
+        for work in self._under_way:
+            work.wait()
+        self._under_way, self._sends = [], []
+
+
+def _overlap(piece: Piece, first: int, end: int) -> tuple[int, int] | None:
+    """Which rows of a box lie in rows `first` to `end` of its tensor; None if none do."""
+    low, high = max(first - piece.offsets[0], 0), min(end - piece.offsets[0], piece.rows)
+    return (low, high) if low < high else None
+
+
+def _columns(rows: torch.Tensor, piece: Piece, low: int, high: int, first: int) -> torch.Tensor:
+    """Rows `low` to `high` of a box, of `rows`, whose first is row `first` of the tensor."""
+    part = rows.narrow(0, piece.offsets[0] + low - first, high - low)
+    for dim in range(1, len(piece.sizes)):
+        part = part.narrow(dim, piece.offsets[dim], piece.sizes[dim])
+    return part
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _receive_rows(
+    box: _Box,
+    first: int,
+    end: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: dist.ProcessGroup,
+) -> None:
+    part = _overlap(box.piece, first, end)
+    if not part:
+        return
+    into = box.into[slice(*part)]
+    raw = torch.empty(into.numel() * dtype.itemsize, dtype=torch.uint8, device=device)
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, raw, 0, group)]):
+        work.wait()
+    into.copy_(raw.view(dtype).view(into.shape))
+
+
+def _copy(tensor: torch.Tensor, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Make the tensor that of the group's first rank."""
+    if not tensor.numel():
+        return
+    # Only what is sent has to be on the device that ranks talk through.
+    there = tensor.detach().to(device)
+    dist.broadcast(there, group=group, group_src=0)
+    if there.data_ptr() != tensor.data_ptr():
+        tensor.copy_(there)

@@ -1,0 +1,154 @@
+"""The tensors of a Hugging Face folder, read by the byte ranges that are wanted and no more.
+
+Files are read, never mapped: pages of a mapped file count as this process's memory. The format is
+described in `penstock.core.safetensors_header`.
+"""
+
+import itertools
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from penstock.core.safetensors_header import SINGLE, files_by_tensor, read_header, unreadable
+from penstock.engine.hf.weight_files import require_tensors
+
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    """Its first byte in the file."""
+
+
+class SafetensorsFolder:
+    """The tensors of a folder, by name.
+
+    Every question may raise CapabilityError, for a folder that holds none or bad ones; making one
+    asks none.
+    """
+
+    def __init__(self, folder: Path, single: str = SINGLE) -> None:
+        """`single` is what the file is called where there is no index of several."""
+        self._folder, self._single = folder, single
+        self._open: dict[Path, int] = {}
+        self._headers = cache(_header)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self._open.values():
+            os.close(descriptor)
+        self._open.clear()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """The whole tensor, on the CPU, as it is stored."""
+        shape = self.stored(name).shape
+        return self.box(name, (0,) * len(shape), shape)
+
+    def names(self) -> list[str]:
+        """The names of all tensors."""
+        return list(self._files)
+
+    def by_file(self) -> dict[Path, list[str]]:
+        """The names of the tensors in each file, in the order in which they lie there."""
+        found: dict[Path, list[str]] = {}
+        for name in sorted(self._files, key=self.order):
+            found.setdefault(self._files[name], []).append(name)
+        return found
+
+    def require(self, names: Iterable[str]) -> None:
+        """Raise CapabilityError unless every name is there."""
+        require_tensors(names, self._files)
+
+    def stored(self, name: str) -> Stored:
+        """Shape, dtype and place of a tensor; reads the header of its file alone."""
+        file = self._files[name]
+        header = self._headers(file)
+        if name not in header:
+            raise unreadable(file, f"it lacks {name}, which the index places there")
+        return header[name]
+
+    def order(self, name: str) -> tuple[str, int]:
+        """A key by which tensors sort as they lie in the files."""
+        return self._files[name].name, self.stored(name).start
+
+    def box(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        """A box of a tensor, on the CPU, as it is stored."""
+        found = self.stored(name)
+        width = found.dtype.itemsize
+        raw = torch.empty(math.prod(sizes) * width, dtype=torch.uint8)
+        into = raw.numpy().data
+        descriptor, done = self._descriptor(self._files[name]), 0
+        for first, count in _runs(found.shape, offsets, sizes):
+            end = done + count * width
+            self._fill(descriptor, into[done:end], found.start + first * width, name)
+            done = end
+        return raw.view(found.dtype).view(tuple(sizes))
+
+    @cached_property
+    def _files(self) -> dict[str, Path]:
+        return files_by_tensor(self._folder, self._single)
+
+    def _descriptor(self, file: Path) -> int:
+        if file not in self._open:
+            self._open[file] = os.open(file, os.O_RDONLY)
+        return self._open[file]
+
+    def _fill(self, descriptor: int, into: memoryview, place: int, name: str) -> None:
+        done = 0
+        while done < len(into):
+            count = os.preadv(descriptor, [into[done:]], place + done)
+            if not count:
+                raise unreadable(self._files[name], f"it ends within {name}")
+            done += count
+
+
+def _runs(
+    shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
+) -> Iterator[tuple[int, int]]:
+    """(first number, count) of the stretches of a tensor that make a box of it, in order."""
+    if not math.prod(sizes):
+        return
+    cut = [at for at, (size, whole) in enumerate(zip(sizes, shape, strict=True)) if size < whole]
+    depth = cut[-1] if cut else 0
+    strides = [math.prod(shape[at + 1 :]) for at in range(len(shape))]
+    count = math.prod(sizes[depth:])
+    origin = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+    for place in itertools.product(*(range(size) for size in sizes[:depth])):
+        yield origin + sum(i * stride for i, stride in zip(place, strides, strict=False)), count
+
+
+def _header(file: Path) -> Mapping[str, Stored]:
+    """What the file holds, with torch's dtypes."""
+    return {
+        name: Stored(entry.shape, DTYPES[entry.dtype], entry.start)
+        for name, entry in read_header(file).items()
+    }

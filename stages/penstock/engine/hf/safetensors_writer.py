@@ -1,0 +1,75 @@
+"""A safetensors file that is laid out first and written a stretch at a time.
+
+Where each tensor comes to lie follows from shapes and dtypes alone, so that no more of them is in
+memory than the one that is being made. The format is described in
+`penstock.core.safetensors_header`.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from penstock.engine.hf.safetensors_reader import DTYPES, Stored
+
+FORMAT_OF = {dtype: name for name, dtype in DTYPES.items()}
+
+Kind = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where everything lies in a file."""
+
+    header: bytes
+    tensors: Mapping[str, Stored]
+    size: int
+    """Bytes of the whole file."""
+
+
+def laid_out(kinds: Mapping[str, Kind]) -> Layout:
+    """The layout of a file with these tensors, in the order given."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    starts: dict[str, int] = {}
+    place = 0
+    for name, kind in kinds.items():
+        starts[name] = place
+        end = place + bytes_of(kind)
+        entries[name] = {
+            "dtype": FORMAT_OF[kind[1]],
+            "shape": list(kind[0]),
+            "data_offsets": [place, end],
+        }
+        place = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    tensors = {
+        name: Stored(shape, dtype, len(header) + starts[name])
+        for name, (shape, dtype) in kinds.items()
+    }
+    return Layout(header, tensors, len(header) + place)
+
+
+def aligned(kinds: Mapping[str, Kind]) -> dict[str, Kind]:
+    """The tensors in an order in which each begins at a multiple of its numbers' size."""
+    return dict(sorted(kinds.items(), key=lambda item: (-item[1][1].itemsize, item[0])))
+
+
+def bytes_of(kind: Kind) -> int:
+    """What such a tensor takes."""
+    shape, dtype = kind
+    return math.prod(shape) * dtype.itemsize
+
+
+def put(file: int, tensor: torch.Tensor, place: int) -> None:
+    """Write a tensor's numbers to an open file, from the byte `place` on."""
+    raw = tensor.contiguous().flatten().view(torch.uint8).numpy().data
+    while raw:
+        count = os.pwrite(file, raw, place)
+        raw, place = raw[count:], place + count

@@ -1,0 +1,299 @@
+"""The low-rank adapters of a checkpoint: merged into a model, or in a folder that peft loads."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.adapters.names import EACH, EMBEDDING, MAGNITUDE, SIDES, Side, factor_of, native_name
+from penstock.adapters.peft_format import (
+    AdaptedExperts,
+    Bias,
+    Strength,
+    adapter_config,
+    fused_factors,
+    peft_bias,
+    peft_name,
+)
+from penstock.adapters.weight_delta import Change, Product
+from penstock.core.errors import ArtifactError
+from penstock.core.files import write_json
+from penstock.engine.hf.save_model import save_tensors
+from penstock.engine.hf.state_dict import HfWeights, Tensors
+from penstock.engine.model_source import Adapting
+from penstock.models.weights import WeightMap
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Where in a training checkpoint the adapter of one layer is."""
+
+    lora_A: str  # noqa: N815 - as everyone calls it
+    lora_B: str  # noqa: N815 - as everyone calls it
+    """The tensors' names."""
+    magnitude: str | None = None
+    expert: int | None = None
+    """Which of a layer's experts, whose factors are in one tensor unless they share them."""
+
+    @property
+    def tensors(self) -> list[str]:
+        """The names of all."""
+        return [self.lora_A, self.lora_B, *([self.magnitude] if self.magnitude else [])]
+
+    def read_from(self, tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """A [r, in] and B [out, r], of all the checkpoint's factors."""
+        return self._own(tensors[self.lora_A]), self._own(tensors[self.lora_B])
+
+    def change(self, tensors: Mapping[str, torch.Tensor], scale: float, layer: str) -> Change:
+        """What becomes of the weight of this layer, [out, in], or the embedding's, [in, out]."""
+        a, b = (factor.float() for factor in self.read_from(tensors))
+        magnitude = tensors[self.magnitude].float() if self.magnitude else None
+        if layer == EMBEDDING:
+            return Change(Product(a.T, b.T, scale), magnitude, of_columns=True)
+        return Change(Product(b, a, scale), magnitude)
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.expert is None:
+            return tensor
+        # In memory of its own: a file takes what experts share once for each as nothing else.
+        return (tensor if tensor.dim() == 2 else tensor[self.expert]).clone()
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """All adapters of one checkpoint; they share rank and alpha."""
+
+    reader: Tensors
+    pairs: dict[str, Pair]
+    """By the layer in a Hugging Face checkpoint."""
+    fused: dict[str, Pair]
+    """By the tensor that a matrix of all of a layer's experts is there, [experts, in, out]."""
+    biases: list[str]
+    """Tensors of the base model that were trained as well."""
+    strength: Strength
+    weights: WeightMap
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all tensors, sorted."""
+        return sorted([*_tensors([*self.pairs.values(), *self.fused.values()]), *self.biases])
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in all tensors."""
+        shapes = self.reader.shapes()
+        return sum(torch.Size(shapes[name][0]).numel() for name in self.names)
+
+    def merged_into(self, base: HfWeights) -> HfWeights:
+        """The base model's tensors with every adapter made part of them, in fp32 where one was."""
+        layers = {f"{layer}.weight": layer for layer in self.pairs}
+        if stray := sorted({*layers, *self.fused, *self.biases} - set(base.shapes)):
+            raise ArtifactError(
+                f"{self.reader.folder} adapts {stray[0]}, which the base model does not have.\n"
+                "  model.config_path is not what the run was trained with."
+            )
+        scale = self.strength.scale
+
+        def read(wanted: Sequence[str]) -> dict[str, torch.Tensor]:
+            tensors = base.read([name for name in wanted if name not in self.biases])
+            trained = [name for name in wanted if name in self.biases]
+            pairs = [self.pairs[layers[name]] for name in wanted if name in layers]
+            pairs += [self.fused[name] for name in wanted if name in self.fused]
+            there = self.reader.read([*_tensors(pairs), *trained])
+            for name in wanted:
+                if name in layers:
+                    change = self.pairs[layers[name]].change(there, scale, layers[name])
+                    tensors[name] = change.made_of(tensors[name].float())
+                elif name in self.fused:
+                    tensors[name] = _merged_experts(tensors[name], self.fused[name], there, scale)
+                elif name in self.biases:
+                    tensors[name] = there[name].float()
+            return {name: tensors[name] for name in wanted}
+
+        return replace(base, read=read)
+
+
+def _merged_experts(
+    weight: torch.Tensor, pair: Pair, tensors: Mapping[str, torch.Tensor], scale: float
+) -> torch.Tensor:
+    """[experts, in, out], fp32: these are kept the other way round than matrices are."""
+    made = weight.float()
+    for number, matrix in enumerate(made):
+        change = replace(pair, expert=number).change(tensors, scale, "")
+        matrix.copy_(change.made_of(matrix.T.contiguous()).T)
+    return made
+
+
+def adapters_in(reader: Tensors, weights: WeightMap, adapting: Adapting | None) -> Adapters | None:
+    """The adapters of the checkpoint, or None where it has none; `adapting` is what the run was
+    given, `weights` what the base model is.
+
+    Raises ArtifactError when only one of the two says that there are adapters, a factor lacks its
+    other half, or there are not as many as experts.
+    """
+    sides: dict[str, dict[Side, str]] = {}
+    for name in reader.shapes():
+        if factor := factor_of(name):
+            sides.setdefault(factor.hf_module, {})[factor.side] = name
+    if (adapting is not None) != bool(sides):
+        raise ArtifactError(
+            f"{reader.folder} holds {len(sides)} adapters, and lora.enable_lora says "
+            f"{'true' if adapting is not None else 'false'}.\n"
+            "  Export with the config that the run was trained with."
+        )
+    if adapting is None:
+        return None
+    if lone := sorted(layer for layer, pair in sides.items() if not set(SIDES) <= set(pair)):
+        raise ArtifactError(
+            f"{reader.folder} holds only half of the adapter of {lone[0]}.\n"
+            "  Take another checkpoint of the run."
+        )
+    pairs: dict[str, Pair] = {}
+    fused: dict[str, Pair] = {}
+    for layer, pair in sorted(sides.items()):
+        mixture, is_of_experts, matrix = layer.partition(f".{EACH}.")
+        if not is_of_experts:
+            pairs[layer] = _pair(pair)
+            continue
+        _check_count(pair.values(), reader, weights)
+        if layers := weights.expert_layers(matrix, mixture.removesuffix(".mlp")):
+            pairs |= {name: _pair(pair, number) for number, name in enumerate(layers)}
+        else:
+            fused[f"{mixture}.experts.{matrix}"] = _pair(pair)
+    strength = Strength(
+        rank=_rank(reader, next(iter(sides.values()))["lora_A"]),
+        alpha=adapting.alpha,
+        scaling=adapting.scaling,
+        dropout=adapting.dropout,
+        bias=adapting.bias,
+        normed="dora" if any(MAGNITUDE in pair for pair in sides.values()) else "plain",
+    )
+    return Adapters(reader, pairs, fused, _biases(reader, adapting.bias, pairs), strength, weights)
+
+
+def _rank(reader: Tensors, lora_A: str) -> int:
+    return reader.shapes()[lora_A][0][-2]
+
+
+def _biases(reader: Tensors, bias: Bias, adapted: Collection[str]) -> list[str]:
+    """Those that were trained, be it in a checkpoint that holds all of the model."""
+    names = [name for name in reader.shapes() if name.endswith(".bias") and bias != "none"]
+    if bias == "all":
+        return names
+    return [name for name in names if name.removesuffix(".bias") in adapted]
+
+
+def _pair(sides: Mapping[Side, str], expert: int | None = None) -> Pair:
+    return Pair(sides["lora_A"], sides["lora_B"], sides.get(MAGNITUDE), expert)
+
+
+def _check_count(factors: Iterable[str], reader: Tensors, weights: WeightMap) -> None:
+    experts = weights.config.experts
+    there = experts.num_experts if experts else 0
+    for name in factors:
+        shape = reader.shapes()[name][0]
+        if not experts or (len(shape) == 3 and shape[0] != there):
+            raise ArtifactError(
+                f"{name} in {reader.folder} is for {shape[0]} experts, and the config has {there} "
+                "in a layer.\n"
+                "  model.config_path is not what the run was trained with."
+            )
+
+
+def _tensors(pairs: Iterable[Pair]) -> list[str]:
+    """The names of the checkpoint's tensors, each once, sorted."""
+    return sorted({name for pair in pairs for name in pair.tensors})
+
+
+def write_adapter_folder(
+    adapters: Adapters,
+    out: Path,
+    *,
+    base_model: str,
+    revision: str | None = None,
+    dtype: torch.dtype | None = None,
+) -> dict[str, Any]:
+    """Write what peft loads, and return facts of it. `dtype` None keeps the trained precision.
+
+    `base_model` is where peft finds the model, a hub id or a path. Each expert has
+    its pair, also of factors that all share, and a pair of zeros for each of its matrices that
+    bears none: peft knows no others.
+    """
+    weights = adapters.weights
+    experts = _expert_layers(weights)
+    bearing = [name for name in experts if not adapters.pairs.keys().isdisjoint(experts[name])]
+    tensors = _peft_tensors(adapters, [layer for name in bearing for layer in experts[name]])
+    save_tensors(
+        {name: tensors[name].to(dtype or tensors[name].dtype) for name in sorted(tensors)},
+        out / WEIGHTS,
+    )
+    each = {layer for layers in experts.values() for layer in layers}
+    config = adapter_config(
+        adapters.strength,
+        adapted=[layer for layer in adapters.pairs if layer not in each],
+        linear_layers=[
+            layer
+            for name, shape in weights.hf_shapes().items()
+            if len(shape) == 2
+            and not name.endswith("embed_tokens.weight")
+            and (layer := name.removesuffix(".weight")) not in each
+        ],
+        base_model=base_model,
+        revision=revision,
+        experts=AdaptedExperts(
+            parts={layer.rpartition(".")[2] for layer in each},
+            modules=bearing,
+            untouched=[name for name in experts if name not in bearing],
+            fused=list(adapters.fused),
+        ),
+    )
+    write_json(out / "adapter_config.json", config)
+    return {
+        "rank": adapters.strength.rank,
+        "alpha": adapters.strength.alpha,
+        "target_modules": config["target_modules"],
+        "parameters": adapters.num_parameters,
+    }
+
+
+def _peft_tensors(adapters: Adapters, of_experts: Iterable[str]) -> dict[str, torch.Tensor]:
+    """All factors by peft's names. `of_experts` are linear layers that have a pair in any case."""
+    read = adapters.reader.read(adapters.names)
+    factors = {layer: pair.read_from(read) for layer, pair in adapters.pairs.items()}
+    shapes, rank = adapters.weights.hf_shapes(), adapters.strength.rank
+    for layer in of_experts:
+        if layer not in factors:
+            rows, columns = shapes[f"{layer}.weight"]
+            factors[layer] = torch.zeros(rank, columns), torch.zeros(rows, rank)
+    tensors = {
+        peft_name(native_name(layer, side)): factor
+        for layer, pair in factors.items()
+        for side, factor in zip(SIDES, pair, strict=True)
+    }
+    for layer, pair in adapters.pairs.items():
+        if pair.magnitude:
+            tensors[peft_name(native_name(layer, MAGNITUDE))] = read[pair.magnitude]
+    tensors |= {peft_bias(name, adapters.pairs.keys()): read[name] for name in adapters.biases}
+    if config := adapters.weights.config.experts:
+        pairs = {name: pair.read_from(read) for name, pair in adapters.fused.items()}
+        tensors |= fused_factors(pairs, config.num_experts)
+    return tensors
+
+
+def _expert_layers(weights: WeightMap) -> dict[str, list[str]]:
+    """The linear layers that a layer's experts are in a Hugging Face checkpoint, by the name that
+    they have together in transformers' model."""
+    experts = weights.config.experts
+    found: dict[str, list[str]] = {}
+    for number in experts.layers if experts and not experts.clamped else ():
+        at = f"model.layers.{number}"
+        found[f"{at}.mlp.experts"] = [
+            layer
+            for matrix in ("gate_proj", "up_proj", "down_proj")
+            for layer in weights.expert_layers(matrix, at)
+        ]
+    return found

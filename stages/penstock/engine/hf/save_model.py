@@ -1,0 +1,200 @@
+"""Writing a folder that `transformers` loads: weights, configs, tokenizer.
+
+Weights are written tensor by tensor, so that about one tensor is in memory. Each file appears whole
+or not at all, a shard that is there is not written again, and equal weights make equal bytes.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from penstock.core.files import PART, publishing, regular_files, write_json
+from penstock.engine.hf.safetensors_writer import Kind, aligned, bytes_of, laid_out, put
+from penstock.engine.hf.state_dict import HfWeights
+from penstock.engine.hf.tokenizer_files import TokenizerFiles
+from penstock.engine.quantization.export import Quantiser
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+STRETCH = 32 << 20
+"""Bytes of the rows, as they are written, that are made at once."""
+
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What a model folder holds besides weights."""
+
+    hf_config: Mapping[str, Any]
+    """The whole config.json; its dtype is set here."""
+    tokenizer: TokenizerFiles
+    generation_config: Mapping[str, Any] | None = None
+    """None: the end, start and padding tokens of the tokenizer."""
+
+
+def write_hf_folder(
+    weights: HfWeights,
+    out: Path,
+    extras: Extras,
+    *,
+    dtype: torch.dtype,
+    max_shard_size: int | str = "5GB",
+    quantiser: Quantiser | None = None,
+) -> dict[str, Any]:
+    """Fill `out`, which may hold an unfinished earlier attempt, and return facts of it.
+
+    `max_shard_size` is in bytes, or as `5GB` (decimal). `dtype` is that of what `quantiser` leaves
+    as it is, or of all. Facts: dtype, number of parameters, of weight files and of bytes in all
+    files.
+    """
+    num_shards = write_weights(
+        weights, out, dtype=dtype, max_shard_size=max_shard_size, quantiser=quantiser
+    )
+    # What is written is not quantised as the base model was.
+    replaced = {"torch_dtype", "quantization_config"}
+    config = {key: value for key, value in extras.hf_config.items() if key not in replaced}
+    if quantiser:
+        config["quantization_config"] = quantiser.config
+    write_json(out / "config.json", {**config, "dtype": name_of(dtype)})
+    extras.tokenizer.write(out)
+    write_json(
+        out / "generation_config.json",
+        extras.tokenizer.generation_defaults()
+        if extras.generation_config is None
+        else extras.generation_config,
+    )
+    return {
+        "dtype": name_of(dtype),
+        "parameters": weights.num_parameters,
+        "shards": num_shards,
+        "bytes": bytes_in(out),
+    }
+
+
+def write_weights(
+    weights: HfWeights,
+    out: Path,
+    *,
+    dtype: torch.dtype,
+    max_shard_size: int | str,
+    quantiser: Quantiser | None = None,
+) -> int:
+    """Write the safetensors files, and their index where there are several; returns how many."""
+    kinds = {name: _kinds(name, weights, dtype, quantiser) for name in weights.shapes}
+    # All that is stored of one weight stays together.
+    sizes = {name: sum(map(bytes_of, stored.values())) for name, stored in kinds.items()}
+    planned = {
+        name: torch.empty(size, dtype=torch.uint8, device="meta") for name, size in sizes.items()
+    }
+    split = split_torch_state_dict_into_shards(
+        planned, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+    )
+    for file, names in split.filename_to_tensors.items():
+        if not (out / file).is_file():
+            _write_file(weights, out / file, {name: kinds[name] for name in names}, quantiser)
+    if split.is_sharded:
+        files = split.tensor_to_filename
+        weight_map = {leaf: files[name] for name in kinds for leaf in kinds[name]}
+        write_json(out / INDEX, {"metadata": split.metadata, "weight_map": weight_map})
+    return len(split.filename_to_tensors)
+
+
+def _kinds(
+    name: str, weights: HfWeights, dtype: torch.dtype, quantiser: Quantiser | None
+) -> dict[str, Kind]:
+    """The tensors that a weight is stored as."""
+    if quantiser and name in quantiser.shapes:
+        return quantiser.kinds(name)
+    return {name: (weights.shapes[name], torch.float32 if name in weights.exact else dtype)}
+
+
+def _write_file(
+    weights: HfWeights,
+    target: Path,
+    kinds: Mapping[str, Mapping[str, Kind]],
+    quantiser: Quantiser | None,
+) -> None:
+    layout = laid_out(aligned({leaf: kind for own in kinds.values() for leaf, kind in own.items()}))
+    with publishing(target) as part, part.open("wb") as file:
+        os.pwrite(file.fileno(), layout.header, 0)
+        for name, tensor in _each(weights, kinds):
+            if quantiser and name in quantiser.shapes:
+                pieces = quantiser.pieces(name, tensor, weights)
+            else:
+                pieces = _pieces(name, tensor, kinds[name][name][1])
+            for leaf, row, made in pieces:
+                stored = layout.tensors[leaf]
+                row_bytes = bytes_of((stored.shape[1:], stored.dtype))
+                put(file.fileno(), made, stored.start + row * row_bytes)
+        file.truncate(layout.size)
+
+
+def _each(weights: HfWeights, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors one after another; small ones are read together, for each reading costs time."""
+    batches: list[list[str]] = []
+    left = 0
+    for name in names:
+        size = bytes_of((weights.shapes[name], torch.float32))
+        if size > left:
+            batches.append([])
+            left = STRETCH
+        batches[-1].append(name)
+        left -= size
+    for batch in batches:
+        tensors = weights.read(batch)
+        for name in batch:
+            yield name, tensors.pop(name)
+
+
+def _pieces(
+    name: str, tensor: torch.Tensor, dtype: torch.dtype
+) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """A tensor's name, the first of some rows, and those in the dtype wanted."""
+    row_bytes = bytes_of((tuple(tensor.shape[1:]), dtype))
+    rows = max(STRETCH // max(row_bytes, 1), 1)
+    for first in range(0, len(tensor), rows):
+        yield name, first, tensor[first : first + rows].to(dtype)
+
+
+def save_tensors(tensors: Mapping[str, torch.Tensor], target: Path) -> None:
+    """Publish one safetensors file. Raises OSError where it cannot be written."""
+    with publishing(target) as part:
+        own = {name: _own_memory(tensor) for name, tensor in tensors.items()}
+        try:
+            save_file(own, part, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{target.name}: {error}") from error
+
+
+def _own_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy of it where it is a view of a larger one, which the format refuses."""
+    is_whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if is_whole else tensor.contiguous().clone()
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """`float32` and the like."""
+    return str(dtype).removeprefix("torch.")
+
+
+def declared_dtype(hf_config: Mapping[str, Any]) -> torch.dtype:
+    """The dtype a config.json declares, float32 where it declares none that weights are kept in."""
+    declared = hf_config.get("dtype") or hf_config.get("torch_dtype")
+    return DTYPES.get(str(declared).removeprefix("torch."), torch.float32)
+
+
+def bytes_in(folder: Path) -> int:
+    """The size of all finished files below `folder`."""
+    return sum(p.stat().st_size for p in regular_files(folder) if p.suffix != PART)

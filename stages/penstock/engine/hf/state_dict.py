@@ -1,0 +1,93 @@
+"""A model's tensors under Hugging Face's names, wherever they come from, read a few at a time."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from penstock.core.errors import ArtifactError
+from penstock.engine.quantization.quantized_reader import Source
+from penstock.engine.quantization.select_layers import Formats
+from penstock.models.weights import WeightMap
+from penstock_kernels.quant import Quantised, dequantise
+
+
+class Tensors(Protocol):
+    """A model's parameters by the names they have in a training checkpoint."""
+
+    @property
+    def folder(self) -> object:
+        """Where they are, for errors."""
+        ...
+
+    def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Name -> (shape, dtype) of every parameter; reads no tensor."""
+        ...
+
+    def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Exactly these parameters, whole."""
+        ...
+
+
+@dataclass(frozen=True)
+class HfWeights:
+    """All tensors a Hugging Face checkpoint of the model holds, in the model's order."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    read: Callable[[Sequence[str]], dict[str, torch.Tensor]]
+    """Names to tensors on the CPU, in the dtype they are kept in."""
+    exact: Collection[str] = ()
+    """Names of tensors that a checkpoint keeps in fp32, whatever the others are in."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in all tensors; a tied head counts once."""
+        return sum(torch.Size(shape).numel() for shape in self.shapes.values())
+
+
+def in_checkpoint(reader: Tensors, names: WeightMap, formats: Formats | None = None) -> HfWeights:
+    """The tensors of a training checkpoint; matrices that it holds in `formats` are what these
+    stand for, fp32. Raises ArtifactError when it is of another model."""
+    found, shapes, kept = reader.shapes(), names.hf_shapes(), formats or {}
+    for name, shape in shapes.items():
+        there = found.get(f"{name}.codes" if name in kept else name, (None,))[0]
+        wanted = (shape[0], kept[name].row_bytes(shape[1])) if name in kept else shape
+        if there != wanted:
+            raise ArtifactError(
+                f"{name} is {there or 'absent'} in {reader.folder}, and the config makes it "
+                f"{wanted}.\n"
+                "  model.config_path or model.foundation is not what the run was trained with."
+            )
+
+    def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
+        plain = reader.read(name for name in names if name not in kept)
+        for name in names:
+            if name in kept:
+                leaves = kept[name].widths(shapes[name][1])
+                stored = reader.read(f"{name}.{leaf}" for leaf in leaves)
+                of_leaf = {leaf: stored[f"{name}.{leaf}"] for leaf in leaves}
+                value = Quantised.of_bytes(kept[name], shapes[name][1], of_leaf)
+                plain[name] = dequantise(value, torch.float32)
+        return {name: plain[name] for name in names}
+
+    return HfWeights(shapes, read, _exact(names, shapes))
+
+
+def in_source(source: Source, names: WeightMap) -> HfWeights:
+    """The tensors of a folder, or of what is seen of it.
+
+    Raises:
+        CapabilityError: one is missing.
+    """
+    shapes = names.hf_shapes()
+    source.require(shapes)
+
+    def read(wanted: Sequence[str]) -> dict[str, torch.Tensor]:
+        return {name: source.box(name, (0,) * len(shapes[name]), shapes[name]) for name in wanted}
+
+    return HfWeights(shapes, read, _exact(names, shapes))
+
+
+def _exact(names: WeightMap, shapes: Collection[str]) -> Collection[str]:
+    return frozenset(name for name in shapes if names.is_exact(name))

@@ -1,0 +1,66 @@
+"""Whether a folder holds the weights that its config.json implies, told from headers alone.
+
+No torch: it is asked before any work, and once more by those who read the weights.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+
+from penstock.core.errors import CapabilityError
+from penstock.core.safetensors_header import files_by_tensor, read_header, unreadable
+from penstock.models.quantization_config import MXFP4
+from penstock.models.weights import Shape
+
+TOGETHER = "Check that model.model_path and model.config_path belong together."
+
+
+def require_weights(folder: Path, shapes: Mapping[str, Shape] | None, num_layers: int) -> None:
+    """Raise CapabilityError unless every file that the folder's index names is whole, and its
+    tensors are those of a model with these `shapes` and so many layers. Without shapes, which
+    quantised models have others of, the files alone are looked at.
+    """
+    files = files_by_tensor(folder)
+    headers = {file: read_header(file) for file in sorted(set(files.values()))}
+    if shapes is None:
+        return
+    require_tensors(shapes, files)
+    for name, shape in shapes.items():
+        file = files[name]
+        if name not in headers[file]:
+            raise unreadable(file, f"it lacks {name}, which the index places there")
+        require_shape(name, headers[file][name].shape, shape)
+    _require_no_more_layers(files, num_layers)
+
+
+def require_tensors(names: Iterable[str], there: Collection[str]) -> None:
+    """Raise CapabilityError unless every name is there."""
+    missing = [name for name in names if name not in there]
+    if missing and f"{missing[0]}_blocks" in there:
+        raise CapabilityError(f"{missing[0]} of the checkpoint is quantised: {MXFP4}.")
+    if missing:
+        raise CapabilityError(
+            f"the checkpoint lacks {len(missing)} tensors that its config.json implies, first "
+            f"{missing[0]}.\n  {TOGETHER}"
+        )
+
+
+def require_shape(name: str, found: Shape, implied: Shape) -> None:
+    """Raise CapabilityError unless the tensor is as large as the config makes it."""
+    if found != implied:
+        raise CapabilityError(
+            f"{name} is {found} in the checkpoint, and the config makes it {implied}.\n"
+            "  Check that the weights belong to this config.json."
+        )
+
+
+def _require_no_more_layers(names: Iterable[str], num_layers: int) -> None:
+    """Refuse layers that would be left out without a word."""
+    found = (re.match(r"model\.(?:decoder\.)?layers\.(\d+)\.", name) for name in names)
+    layers = {int(match[1]) for match in found if match}
+    if more := sorted(layer for layer in layers if layer >= num_layers):
+        raise CapabilityError(
+            f"the checkpoint has {max(layers) + 1} layers, and its config.json says "
+            f"num_hidden_layers {num_layers}: layer {more[0]} and those after it would be left "
+            f"out.\n  {TOGETHER}"
+        )

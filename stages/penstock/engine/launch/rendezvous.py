@@ -1,0 +1,196 @@
+"""How the agents of a run's machines agree on a start of the ranks. Reads no pickle.
+
+Torch's own `c10d` rendezvous keeps its state as a pickle in a store that listens on every
+interface, and reads back whatever anybody has put there. Here the machines and their numbers are
+known beforehand, so that all there is to agree on is which round of starts it is. One machine needs
+nobody, and no socket; several meet at a store of the first one, in keys and integers.
+"""
+
+import datetime
+import sys
+import time
+from pathlib import Path
+
+from torch.distributed import HashStore, PrefixStore, TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+
+from penstock.core import env
+from penstock.core.process.rendezvous import listening_address, parts_of, reachable
+from penstock.engine.launch.stores import listening_store, store_name
+from penstock.engine.launch.torchrun import RDZV_BACKEND
+
+JOIN_SECONDS = 900.0
+"""How long machines wait for each other: an image may still be pulled."""
+LOOK_SECONDS = 0.1
+COMPLETED, CLOSED = "completed", "closed"
+
+
+class OneMachine(RendezvousHandler):
+    """Nobody to wait for. Ranks meet in files of `folder`, which must be private."""
+
+    def __init__(self, folder: Path, run_id: str) -> None:
+        self._folder, self._run_id, self._round = folder, run_id, 0
+
+    def get_backend(self) -> str:
+        """What the agent calls this kind of rendezvous."""
+        return RDZV_BACKEND
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Begin another round, with a file of its own."""
+        self._round += 1
+        env.set_ranks_store(store_name(self._folder, self._round))
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
+
+    def is_closed(self) -> bool:
+        """Never."""
+        return False
+
+    def set_closed(self) -> None:
+        """Nobody else needs to know."""
+
+    def num_nodes_waiting(self) -> int:
+        """There are no others."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """As torchrun was told."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """Nothing to end."""
+        return True
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Ranks use the store that `env.set_ranks_store` names."""
+        return False
+
+
+class Machines(RendezvousHandler):
+    """The machine of this number among `count`; the first holds the store at `host`:`port`.
+
+    A round begins once all machines have asked for it. A machine that asks for the next one calls
+    the others there: their agents end their ranks and come.
+    """
+
+    def __init__(self, host: str, port: int, number: int, count: int, run_id: str) -> None:
+        self._host, self._port, self._number, self._count = host, port, number, count
+        self._run_id, self._round = run_id, 0
+        self._connected: TCPStore | None = None
+
+    def get_backend(self) -> str:
+        """What the agent calls this kind of rendezvous."""
+        return RDZV_BACKEND
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait until all machines have come to the next round.
+
+        Raises RendezvousTimeoutError if they do not come, and RendezvousClosedError once one of
+        them has given up.
+        """
+        store = self._store()
+        completed = int(store.get(COMPLETED)) if store.check([COMPLETED]) else 0
+        # One that is started in another's place finds the others further.
+        self._round = max(self._round, completed) + 1
+        store.set(self._key(self._round, "called"), "1")
+        store.set(self._key(self._round, self._number), "1")
+        wanted = [self._key(self._round, number) for number in range(self._count)]
+        deadline = time.monotonic() + JOIN_SECONDS
+        while not store.check(wanted):
+            if store.check([CLOSED]):
+                raise RendezvousClosedError("another machine has ended this run")
+            if time.monotonic() > deadline:
+                raise RendezvousTimeoutError(
+                    f"not all {self._count} machines have come in {JOIN_SECONDS:.0f} s"
+                )
+            # In Python, so that a signal is heard.
+            time.sleep(LOOK_SECONDS)
+        if self._number == 0:
+            store.set(COMPLETED, str(self._round))
+        env.set_ranks_store(store_name((self._host, self._port), self._round))
+        return RendezvousInfo(
+            PrefixStore(f"agents/{self._round}", store),
+            self._number,
+            self._count,
+            RendezvousStoreInfo(self._host, self._port),
+        )
+
+    def is_closed(self) -> bool:
+        """Whether a machine has ended the run."""
+        return self._store().check([CLOSED])
+
+    def set_closed(self) -> None:
+        """Say that this machine has."""
+        self._store().set(CLOSED, "1")
+
+    def num_nodes_waiting(self) -> int:
+        """Whether a machine has asked for the next round: 0 or 1."""
+        return int(self._store().check([self._key(self._round + 1, "called")]))
+
+    def get_run_id(self) -> str:
+        """As torchrun was told."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """End the run for those who wait for this machine."""
+        try:
+            self.set_closed()
+        except (RuntimeError, OSError):
+            return False  # The first machine is gone.
+        return True
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Ranks use the store that `env.set_ranks_store` names."""
+        return False
+
+    @staticmethod
+    def _key(round_number: int, what: int | str) -> str:
+        return f"round/{round_number}/{what}"
+
+    def _store(self) -> TCPStore:
+        if self._connected is None:
+            timeout = datetime.timedelta(seconds=JOIN_SECONDS)
+            if self._number == 0:
+                self._connected = self._listening(timeout)
+            else:
+                _wait_for(self._host, self._port)
+                self._connected = TCPStore(
+                    self._host, self._port, timeout=timeout, wait_for_workers=False
+                )
+        return self._connected
+
+    def _listening(self, timeout: datetime.timedelta) -> TCPStore:
+        address = listening_address(self._host)
+        store, _ = listening_store(address, self._port, timeout=timeout)
+        where = address or f"every address of this machine ({self._host} is none of its own)"
+        sys.stderr.write(
+            f"launch: {self._count} machines meet at {where}, port {self._port}. Nobody is asked "
+            "who they are: keep that network private\n"
+        )
+        return store
+
+
+def _wait_for(host: str, port: int) -> None:
+    """Raises RendezvousTimeoutError unless the first machine listens in time."""
+    deadline = time.monotonic() + JOIN_SECONDS
+    while not reachable(host, port):
+        if time.monotonic() > deadline:
+            raise RendezvousTimeoutError(f"{host}:{port} did not answer in {JOIN_SECONDS:.0f} s")
+        time.sleep(LOOK_SECONDS)
+
+
+def create_handler(parameters: RendezvousParameters, folder: Path) -> RendezvousHandler:
+    """What torchrun's `--rdzv-backend` creates: `--rdzv-conf rank=N` is this machine's number."""
+    if parameters.max_nodes == 1:
+        return OneMachine(folder, parameters.run_id)
+    host, port = parts_of(parameters.endpoint)
+    number = int(parameters.get("rank", 0))
+    return Machines(host, port, number, parameters.max_nodes, parameters.run_id)

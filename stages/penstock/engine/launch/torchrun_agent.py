@@ -1,0 +1,109 @@
+"""Torchrun, told to end when the process that started it ends.
+
+`python -m penstock.engine.launch.torchrun_agent PARENT_PID DEATHS.json PATIENCE TORCHRUN_ARGUMENTS...`
+
+A request to end is passed on to the ranks, and the agent stays with them until they have saved, for
+PATIENCE seconds, so that agents of other machines see it leave with the rest. Torch's own handler
+leaves at once: the others would wait minutes for it, and a second request, which is usual where a
+scheduler signals every process of a job, would leave the ranks in the middle of their save.
+"""
+
+import json
+import logging
+import os
+import platform
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+from torch.distributed.elastic.multiprocessing import api
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+from torch.distributed.run import main
+
+from penstock.core.process.die_with_parent import end_with_parent
+from penstock.core.process.scratch_dir import scratch_folder
+from penstock.engine.launch.rendezvous import create_handler
+from penstock.engine.launch.torchrun import RDZV_BACKEND
+
+
+def _pass_on(signum: int, _frame: FrameType | None) -> None:
+    """Ask the ranks to end; without any there is nothing to wait for."""
+    asked = 0
+    for pid in _children():
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+            asked += 1
+    if not asked:
+        number = signal.Signals(signum)
+        raise api.SignalException(f"asked to end by {number.name}", sigval=number)
+    if not signal.getitimer(signal.ITIMER_REAL)[0]:
+        signal.signal(signal.SIGALRM, _give_up)
+        signal.setitimer(signal.ITIMER_REAL, float(sys.argv[3]))
+
+
+def _give_up(_signum: int, _frame: FrameType | None) -> None:
+    raise api.SignalException("the ranks did not end in time", sigval=signal.SIGKILL)
+
+
+def _children() -> Iterator[int]:
+    """Processes that this one has started."""
+    mine = str(os.getpid())
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            # The name, in parentheses, may hold anything; state and parent follow it.
+            state, parent = status.read_text().rpartition(")")[2].split()[:2]
+            if parent == mine and state != "Z":
+                yield int(status.parent.name)
+
+
+def _tell_deaths(file: Path, failed: ChildFailedError) -> None:
+    """Which ranks of this node a signal has ended."""
+    deaths = [
+        {
+            "rank": rank,
+            "host": platform.node(),
+            "pid": failure.pid,
+            "signal": -failure.exitcode,
+            "time": failure.timestamp,
+        }
+        for rank, failure in failed.failures.items()
+        if failure.exitcode < 0
+    ]
+    file.write_text(json.dumps(deaths))
+
+
+def _register_rendezvous(folder: Path) -> None:
+    """Have torchrun know our rendezvous by its name; ranks of one machine meet in the folder."""
+    store = folder / "store"
+    store.mkdir()
+    rendezvous_handler_registry.register(RDZV_BACKEND, partial(create_handler, folder=store))
+
+
+def _quiet_torch() -> None:
+    """Drop torch's warnings of options that our rendezvous reads, and its account of failed ranks,
+    which the launcher gives from what they left."""
+    logging.getLogger("torch.distributed.run").setLevel(logging.ERROR)
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+
+
+if __name__ == "__main__":
+    end_with_parent(int(sys.argv[1]))
+    _quiet_torch()
+    # Torch looks its handler up when it starts ranks.
+    api._terminate_process_handler = _pass_on
+    with scratch_folder("ranks") as scratch:
+        _register_rendezvous(scratch)
+        try:
+            # Torch would leave a folder of its own behind.
+            main(["--log-dir", str(scratch / "logs"), *sys.argv[4:]])
+        except api.SignalException as stopped:
+            # Its stack says nothing to anyone.
+            sys.exit(128 + stopped.sigval)
+        except ChildFailedError as failed:
+            _tell_deaths(Path(sys.argv[2]), failed)
+            sys.exit(1)

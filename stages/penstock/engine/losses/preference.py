@@ -1,0 +1,236 @@
+"""The loss of a step that learns from preferences, in place of that of tokens.
+
+It is the mean over the samples of the whole step, on all replicas, so it does not depend on how the
+step was cut. D samples of a micro-batch, A answers of each.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from penstock.config.schema.preference import PreferenceConfig
+from penstock.engine.losses.sequence_logprobs import AnswerSums, num_prompt_tokens, num_tokens
+from penstock.losses.preference import Answers, baseline, normalised, preference_losses
+from penstock.losses.preference_metrics import NAMES, OF_PREFERENCES, OF_TOKENS, measures, told
+from penstock.models.decoder import Reduce
+from penstock.rows.collate import MicroBatch
+from penstock.rows.shared_prefix import PER_SAMPLE
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What is known of a micro-batch's answers before the model sees them; fp64."""
+
+    reference_DA: torch.Tensor  # noqa: N815 - DA names the dimensions
+    """What the reference model makes of them; zeros where there is none."""
+    tokens_DA: torch.Tensor  # noqa: N815
+    prompt_tokens_D: torch.Tensor  # noqa: N815
+    """Of prompts that cross-entropy learns; zeros where it learns answers alone."""
+    desirable_D: torch.Tensor | None  # noqa: N815
+    """Whether the first answer is good; None for pairs."""
+    score_gap_D: torch.Tensor | None = None  # noqa: N815
+    """By how much the first answer is scored higher; None where no loss asks."""
+
+    def ratios(self, policy_DA: torch.Tensor, how: PreferenceConfig) -> torch.Tensor:
+        """As the loss takes them, [D, A]."""
+        ratios_DA = policy_DA[:, :PER_SAMPLE] - self.reference_DA
+        return normalised(ratios_DA, self.tokens_DA, how.normalisation)
+
+    def answers(self, ratios_DA: torch.Tensor, baseline_A: torch.Tensor | None) -> Answers:
+        """What a loss looks at."""
+        return Answers(ratios_DA, baseline_A, self.desirable_D, self.score_gap_D)
+
+    @property
+    def sft_tokens_D(self) -> torch.Tensor:  # noqa: N802
+        """The tokens of each sample that cross-entropy learns, [D]."""
+        return (self.tokens_DA[:, 0] + self.prompt_tokens_D) * self.learnt_D
+
+    def sft_log_probs(self, policy_DA: torch.Tensor) -> torch.Tensor:
+        """Their summed log-probability, [D]."""
+        return (policy_DA[:, 0] + policy_DA[:, PER_SAMPLE:].sum(1)) * self.learnt_D
+
+    @property
+    def learnt_D(self) -> torch.Tensor:  # noqa: N802 - D names the dimension
+        """1 where cross-entropy learns the first answer, else 0."""
+        if self.desirable_D is None:
+            return torch.ones_like(self.tokens_DA[:, 0])
+        return self.desirable_D.to(self.tokens_DA.dtype)
+
+
+@dataclass(frozen=True)
+class Preferences:
+    """How a laid-out model learns which answers are better."""
+
+    how: PreferenceConfig
+    sums: AnswerSums
+
+    def begin(
+        self,
+        batches: Sequence[MicroBatch],
+        references: Sequence[torch.Tensor],
+        scale: float = 1.0,
+    ) -> "PreferenceStep":
+        """The loss of a step's micro-batches. `references` are log-probabilities of their answers,
+        [D, A] each; none where the loss does without. Called by all ranks.
+
+        With a baseline all answers are passed through the model once more, before.
+        """
+        judged = self._judged(batches, references)
+        counts = torch.zeros(2, dtype=torch.float64, device=self.sums.ranks.device)
+        for each in judged:
+            learnt = each.sft_tokens_D.sum()
+            counts += torch.stack([counts.new_tensor(len(each.tokens_DA)), learnt])
+        self.sums.ranks.total(counts)
+        samples, tokens = (counts / self.sums.layout.ranks_per_replica).tolist()
+        seen = self._seen(batches, judged) if self.how.needs_baseline else []
+        return PreferenceStep(
+            self,
+            judged,
+            max(1.0, samples),
+            max(1.0, tokens),
+            self._baseline(seen),
+            scale,
+            self._nothing_measured(),
+        )
+
+    def look(
+        self, batches: Sequence[MicroBatch], references: Sequence[torch.Tensor]
+    ) -> "list[Seen]":
+        """What the model makes of answers that it does not learn from, on the ranks that tell it;
+        nothing on others. Called by all ranks."""
+        return self._seen(batches, self._judged(batches, references))
+
+    def _seen(self, batches: Sequence[MicroBatch], judged: Sequence[Judged]) -> "list[Seen]":
+        seen = [
+            Seen(policy_DA, each)
+            for policy_DA, each in zip(self.sums.told(batches), judged, strict=True)
+        ]
+        return seen if self.sums.tells else []
+
+    @torch.no_grad()
+    def conclude(self, seen: "Sequence[Seen]") -> tuple[float, Mapping[str, float]]:
+        """The loss of all answers that any rank has seen, and what else there is to tell of them,
+        by name. Called by all ranks."""
+        how, measured, baseline_A = self.how, self._nothing_measured(), self._baseline(seen)
+        for policy_DA, judged in seen:
+            ratios_DA = judged.ratios(policy_DA, how)
+            losses_D = preference_losses(judged.answers(ratios_DA, baseline_A), how)
+            measured += measures(
+                policy_DA[:, :PER_SAMPLE],
+                ratios_DA,
+                losses_D,
+                (judged.sft_log_probs(policy_DA), judged.sft_tokens_D),
+                judged.desirable_D,
+                how,
+            )
+        found = told(self.sums.ranks.total(measured).tolist())
+        loss = how.pref_loss_ratio * found.get(OF_PREFERENCES, 0.0)
+        return loss + how.sft_weight * found.get(OF_TOKENS, 0.0), found
+
+    def _judged(
+        self, batches: Sequence[MicroBatch], references: Sequence[torch.Tensor]
+    ) -> list[Judged]:
+        device = self.sums.ranks.device
+        found: list[Judged] = []
+        for index, batch in enumerate(batches):
+            tokens_DA = num_tokens(batch).to(device).double()
+            reference_DA = torch.zeros_like(tokens_DA)
+            if references:
+                reference_DA = references[index].to(device, torch.float64)
+            desirable = batch.branching.desirable if batch.branching else ()
+            desirable_D = torch.tensor(desirable, dtype=torch.bool, device=device)
+            is_judged = self.how.loss_type == "kto"
+            gap_D = None
+            if self.how.offset_alpha:
+                gaps = batch.branching.score_gaps if batch.branching else ()
+                gap_D = torch.tensor(gaps, dtype=torch.float64, device=device)
+            prompt_tokens_D = torch.zeros_like(tokens_DA[:, 0])
+            if self.how.learns_prompts:
+                prompt_tokens_D = num_prompt_tokens(batch).to(prompt_tokens_D)
+            found.append(
+                Judged(
+                    reference_DA,
+                    tokens_DA,
+                    prompt_tokens_D,
+                    desirable_D if is_judged else None,
+                    gap_D,
+                )
+            )
+        return found
+
+    def _baseline(self, seen: "Sequence[Seen]") -> torch.Tensor | None:
+        """That of all answers that any rank has seen, [A], the same on all; None where no loss
+        compares with it."""
+        if not self.how.needs_baseline:
+            return None
+        sums = torch.zeros(PER_SAMPLE + 1, dtype=torch.float64, device=self.sums.ranks.device)
+        for policy_DA, judged in seen:
+            sums[:-1] += judged.ratios(policy_DA, self.how).sum(0)
+            sums[-1] += len(policy_DA)
+        *_, count = self.sums.ranks.total(sums)
+        return baseline(sums[:-1], count)
+
+    def _nothing_measured(self) -> torch.Tensor:
+        return torch.zeros(len(NAMES), 2, dtype=torch.float64, device=self.sums.ranks.device)
+
+
+class Seen(NamedTuple):
+    """What a model makes of the answers of a micro-batch."""
+
+    policy_DA: torch.Tensor  # noqa: N815
+    """Their log-probabilities, summed over tokens, fp64; with prompts a last column has theirs."""
+    judged: Judged
+
+
+@dataclass(frozen=True)
+class PreferenceStep:
+    """One step of `Preferences`."""
+
+    of: Preferences
+    judged: Sequence[Judged]
+    num_samples: float
+    """In the whole step."""
+    num_learnt: float
+    """Tokens of all answers that cross-entropy learns."""
+    baseline_A: torch.Tensor | None  # noqa: N815 - A names the dimension
+    scale: float
+    measured: torch.Tensor = field(repr=False)
+    """What this rank tells of its answers, [M, 2], filled as they pass."""
+
+    def reduce(self, batch: MicroBatch, index: int) -> Reduce:
+        """Hidden states and head to this rank's part of the step's loss, of the micro-batch with
+        this number. A scalar in fp32; its gradient is that of the whole."""
+        how, judged, sums = self.of.how, self.judged[index], self.of.sums.of(batch)
+
+        def reduced(hidden: torch.Tensor, head: nn.Module) -> torch.Tensor:
+            policy_DA = sums(hidden, head)
+            ratios_DA = judged.ratios(policy_DA, how)
+            losses_D = preference_losses(judged.answers(ratios_DA, self.baseline_A), how)
+            loss = how.pref_loss_ratio * losses_D.sum() / self.num_samples
+            if how.sft_weight:
+                learnt = -judged.sft_log_probs(policy_DA).sum() / self.num_learnt
+                loss = loss + how.sft_weight * learnt
+            if self.of.sums.layout.tells:
+                self.measured.add_(
+                    measures(
+                        policy_DA[:, :PER_SAMPLE],
+                        ratios_DA,
+                        losses_D,
+                        (judged.sft_log_probs(policy_DA), judged.sft_tokens_D),
+                        judged.desirable_D,
+                        how,
+                    )
+                )
+            else:
+                # Ranks that share rows come to the same; one of them tells it.
+                loss = loss - loss.detach()
+            return (loss * self.scale).float()
+
+        return reduced
+
+    def told(self) -> Mapping[str, float]:
+        """What there is to tell of the step, by name. Called by all ranks, once."""
+        return told(self.of.sums.ranks.total(self.measured).tolist())

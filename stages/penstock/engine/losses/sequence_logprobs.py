@@ -1,0 +1,111 @@
+"""The log-probabilities of whole answers, wherever their tokens lie.
+
+D samples of a micro-batch, A answers of each, T tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from penstock.engine.distributed.parallel_model import Layout
+from penstock.engine.distributed.ranks import Ranks
+from penstock.engine.distributed.vocab_parallel import LogProbsOf
+from penstock.rows.collate import MicroBatch
+from penstock.rows.schema import IGNORED
+from penstock.rows.shared_prefix import PER_SAMPLE
+
+SumsOf = Callable[[torch.Tensor, nn.Module], torch.Tensor]
+"""Final hidden states and the head to the log-probability of each answer, fp64 [D, A]: the sum over
+its tokens, on all ranks that share them. With prompts [D, A + 1]: a last column has theirs."""
+
+
+@dataclass(frozen=True)
+class AnswerSums:
+    """What a laid-out model makes of answers."""
+
+    layout: Layout
+    ranks: Ranks
+    log_probs: LogProbsOf
+    with_prompts: bool = False
+    """Whether the tokens of prompts are summed too."""
+
+    @property
+    def tells(self) -> bool:
+        """Whether this rank is the one of its replica that tells what is found."""
+        ends = any(part.lm_head is not None for part in self.layout.parts)
+        return ends and self.layout.tells
+
+    def of(self, batch: MicroBatch) -> SumsOf:
+        """What to reduce a micro-batch to. Ranks that share its rows meet there."""
+        context, device = self.layout.context, self.ranks.device
+        count, samples = num_answers(batch), num_answers(batch) // PER_SAMPLE
+        labels_T, into_T = batch.labels_T, batch.branch_T()
+        # What is shared, and padding, have no labels; theirs is a sum that nobody reads.
+        into_T = into_T.masked_fill(into_T < 0, count + samples)
+        if self.with_prompts:
+            prompt_T, sample_T = batch.prompt_targets()
+            labels_T = torch.where(sample_T >= 0, prompt_T, labels_T)
+            into_T = torch.where(sample_T >= 0, count + sample_T, into_T)
+        labels_T = context.part(labels_T).to(device, non_blocking=True)
+        into_T = context.part(into_T).to(device, non_blocking=True)
+
+        def sums(hidden: torch.Tensor, head: nn.Module) -> torch.Tensor:
+            # In fp64, so that it does not matter how many ranks share an answer.
+            log_probs_T = self.log_probs(hidden, head, labels_T).double()
+            own = log_probs_T.new_zeros(count + samples + 1).index_add(0, into_T, log_probs_T)
+            whole = context.total(own[:-1])
+            answers_DA = whole[:count].view(-1, PER_SAMPLE)
+            if not self.with_prompts:
+                return answers_DA
+            return torch.cat([answers_DA, whole[count:, None]], dim=1)
+
+        return sums
+
+    @torch.no_grad()
+    def told(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        """The log-probabilities of each micro-batch's answers, shaped as by `SumsOf`, on the one
+        rank of a replica that tells them, and zeros on the others: the sum over all ranks has them
+        all."""
+        found = [self._zeros(batch) for batch in batches]
+        self.layout.forward(
+            [
+                self.layout.call(
+                    batch, partial(self._keep, into, self.of(batch)), self.ranks.device
+                )
+                for batch, into in zip(batches, found, strict=True)
+            ]
+        )
+        return found
+
+    def _zeros(self, batch: MicroBatch) -> torch.Tensor:
+        shape = num_answers(batch) // PER_SAMPLE, PER_SAMPLE + self.with_prompts
+        return torch.zeros(shape, dtype=torch.float64, device=self.ranks.device)
+
+    def _keep(
+        self, into_DA: torch.Tensor, sums: SumsOf, hidden: torch.Tensor, head: nn.Module
+    ) -> torch.Tensor:
+        found_DA = sums(hidden, head)
+        if self.layout.tells:
+            into_DA.copy_(found_DA)
+        return hidden.new_zeros((), dtype=torch.float32)
+
+
+def num_answers(batch: MicroBatch) -> int:
+    """How many answers a micro-batch of preferences holds; one of nothing but padding has none."""
+    return len(batch.branching.branches) if batch.branching else 0
+
+
+def num_tokens(batch: MicroBatch) -> torch.Tensor:
+    """Trained tokens of each answer, int64 [D, A]."""
+    branch_T = batch.branch_T()
+    trained_S = branch_T[(batch.labels_T != IGNORED) & (branch_T >= 0)]
+    return torch.bincount(trained_S, minlength=num_answers(batch)).view(-1, PER_SAMPLE)
+
+
+def num_prompt_tokens(batch: MicroBatch) -> torch.Tensor:
+    """Tokens of each sample's prompt that another one precedes, int64 [D]."""
+    _, sample_T = batch.prompt_targets()
+    return torch.bincount(sample_T[sample_T >= 0], minlength=num_answers(batch) // PER_SAMPLE)

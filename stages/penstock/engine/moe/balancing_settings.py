@@ -1,0 +1,106 @@
+"""What the settings say of routers: losses, biases, logs. No torch here: judged before a start."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock.config.loading.fault import shown
+from penstock.config.schema.run import RunConfig
+from penstock.config.schema.train import TrainConfig
+from penstock.core.errors import ConfigError
+from penstock.engine.distributed.validate_layout import EXPERTS
+from penstock.models.decoder_config import ExpertsConfig
+from penstock.models.hf_config import HfConfig, balance_of
+
+BIASED = ("ernie4_5_moe", "glm4_moe")
+"""Families that choose experts by a bias that no gradient reaches."""
+
+SPARSE = (*BIASED, "gpt_oss", "mixtral", "qwen3_moe")
+"""Families that have experts also where config.json does not say how many."""
+
+ASKING = (
+    "moe_aux_loss_coef",
+    "moe_z_loss_coef",
+    "moe_bias_update_rate",
+    "moe_global_load_balancing",
+)
+"""Settings that ask something of routers, where they are neither left out nor 0 or false."""
+
+
+@dataclass(frozen=True)
+class Balance:
+    """What a step does for the balance of experts."""
+
+    load: float
+    """What the load-balancing loss is multiplied by."""
+    z: float
+    """What the z-loss is multiplied by."""
+    over: Literal["row", "step"]
+    """Among which tokens experts are to be used alike: those of each row, or of the whole step."""
+    bias_rate: float
+    """By how much a step moves the biases that experts are chosen by."""
+    tells: bool
+    """Whether a step tells what routers saw."""
+
+    @classmethod
+    def of(cls, train: TrainConfig, experts: ExpertsConfig | None) -> "Balance | None":
+        """None where a step has nothing to do with routers. Raises ConfigError where it is to have
+        and there are none."""
+        if experts is None:
+            if asks_of_routers(train):
+                raise _without_experts(train)
+            return None
+        written = train.moe_aux_loss_coef
+        made = cls(
+            load=experts.balance if written is None else written,
+            z=train.moe_z_loss_coef,
+            over="step" if train.moe_global_load_balancing else "row",
+            bias_rate=train.moe_bias_update_rate,
+            tells=train.log_router_stats,
+        )
+        return made if made.penalises or made.bias_rate or made.tells else None
+
+    @property
+    def penalises(self) -> bool:
+        """Whether anything is added to the loss."""
+        return bool(self.load or self.z)
+
+
+def asks_of_routers(train: TrainConfig) -> bool:
+    """Whether a model's config has to be looked at for `require_routers`."""
+    return any(getattr(train, name) for name in ASKING)
+
+
+def has_experts(hf: HfConfig) -> bool:
+    """Whether some layers of the model whose config.json this is have experts."""
+    return hf.get("model_type") in SPARSE or any(hf.get(name) for name in EXPERTS)
+
+
+def require_routers(run: RunConfig, hf: HfConfig) -> None:
+    """Raise ConfigError for what is asked of routers that the model does not have."""
+    family = hf.get("model_type")
+    if asks_of_routers(run.train) and not has_experts(hf):
+        raise _without_experts(run.train)
+    written = run.train.moe_aux_loss_coef
+    load = balance_of(hf) if written is None else written
+    if run.train.moe_global_load_balancing and not load:
+        raise ConfigError(
+            "train.moe_global_load_balancing is true, and there is no load-balancing loss: "
+            f"moe_aux_loss_coef is {'unset' if written is None else 0}.\n"
+            "  Write train.moe_aux_loss_coef: 1e-3 for a mixture of experts, or leave "
+            "moe_global_load_balancing out."
+        )
+    rate = run.train.moe_bias_update_rate
+    if rate and family not in BIASED:
+        raise ConfigError(
+            f"train.moe_bias_update_rate is {rate:g}, and the experts of a {family} are not chosen "
+            f"by a bias; those of {' and '.join(BIASED)} are.\n"
+            "  Write train.moe_aux_loss_coef instead, or leave moe_bias_update_rate out."
+        )
+
+
+def _without_experts(train: TrainConfig) -> ConfigError:
+    asked = next(name for name in ASKING if getattr(train, name))
+    return ConfigError(
+        f"train.{asked} is {shown(getattr(train, asked))}, and the model has no experts to balance."
+        f"\n  Leave {asked} out, or train a mixture of experts."
+    )

@@ -1,0 +1,75 @@
+"""How tokens travel between ranks that hold different experts: what was written, made ready."""
+
+import socket
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import torch
+import torch.distributed as dist
+
+from penstock.config.schema.run import RunConfig
+from penstock.core.errors import CapabilityError
+from penstock.engine.distributed.deepep import DeepEP, open_buffer
+from penstock.engine.distributed.deepep_requirements import OLDEST, PACKAGE
+from penstock.engine.distributed.device_mesh import Mesh
+from penstock.engine.distributed.expert_parallel import Plug, plug_all_to_all
+from penstock.models.decoder_config import DecoderConfig
+
+
+def choose_exchange(
+    run: RunConfig,
+    config: DecoderConfig,
+    mesh: Mesh,
+    device: torch.device,
+    notify: Callable[[str], None],
+) -> Plug:
+    """What `model.ep_dispatch` names; called by all ranks.
+
+    Raises CapabilityError where this rank cannot do it, and ConfigError for too small a buffer.
+    """
+    model = run.model
+    if model.ep_dispatch == "alltoall":
+        return plug_all_to_all
+    if config.experts is None:
+        notify("experts: the model has none, so ep_dispatch deepep changes nothing")
+        return plug_all_to_all
+    if model.deepep_async_combine and not config.experts.shared_width:
+        notify(
+            "experts: the model has no shared ones, which alone could be computed while outputs "
+            "return, so deepep_async_combine changes nothing"
+        )
+    group = mesh.experts()["expert"].get_group()
+    _require(group, device)
+    buffer = open_buffer(
+        group,
+        width=config.hidden_size,
+        gigabytes=model.deepep_buffer_size_gb,
+        num_sms=model.deepep_num_sms,
+    )
+    waits = config.experts.shared_width and model.deepep_async_combine
+    combining = "meanwhile" if waits else "at_once"
+    return lambda mixture, _, total: DeepEP(buffer, total, combining=combining).plug(mixture)
+
+
+def _require(group: dist.ProcessGroup, device: torch.device) -> None:
+    """What is judged before ranks start is judged of the machine they are started from."""
+    mend = "  Write model.ep_dispatch: alltoall, or leave it out."
+    if find_spec(PACKAGE) is None:
+        raise CapabilityError(
+            f"model.ep_dispatch is deepep, and the package {PACKAGE} is not installed here.\n{mend}"
+        )
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST:
+        major, minor = torch.cuda.get_device_capability(device)
+        raise CapabilityError(
+            f"model.ep_dispatch is deepep, which needs a GPU of capability "
+            f"{'.'.join(map(str, OLDEST))} or later, and this one has {major}.{minor}.\n{mend}"
+        )
+    hosts: list[str] = [""] * group.size()
+    dist.all_gather_object(hosts, socket.gethostname(), group=group)
+    if len(set(hosts)) > 1:
+        raise CapabilityError(
+            f"model.ep_dispatch is deepep, which goes over NVLink, and experts are shared by ranks "
+            f"on {', '.join(sorted(set(hosts)))}.\n"
+            f"  Write train.ep_outside: false, a smaller train.expert_parallel_size, or "
+            "model.ep_dispatch: alltoall."
+        )

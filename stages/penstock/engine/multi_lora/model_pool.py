@@ -1,0 +1,350 @@
+"""The models that are trained on one base, of which one at a time is in it.
+
+Those that share the base have an adapter each: its tensors, the gradients that its passes gathered
+and its own optimizer lie here while another one is computed with. A model that has all of the base
+is alone.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+
+from penstock.adapters.lora import LoraLinear
+from penstock.adapters.lora_embedding import LoraEmbedding
+from penstock.adapters.lora_experts import ExpertAdapter
+from penstock.adapters.match_targets import HEAD
+from penstock.adapters.names import factor_of
+from penstock.adapters.scaling import scale_of
+from penstock.config.schema.run import RunConfig
+from penstock.core.errors import CapabilityError, ConfigError
+from penstock.engine.distributed.param_shards import Held, local
+from penstock.engine.hf.load_weights import cut_into
+from penstock.engine.multi_lora.client_optimizer import optimizer_for, run_with
+from penstock.engine.multi_lora.rank_padding import padded_start
+from penstock.engine.multi_lora.shared_base import Substrate
+from penstock.engine.optim.norm_metrics import Norms, norms_by_type
+
+Kind = Literal["attn", "mlp", "unembed"]
+KINDS: tuple[Kind, ...] = ("attn", "mlp", "unembed")
+"""Of layers, as clients choose which of them learn."""
+
+Per = Literal["sum", "token"]
+"""What gathered gradients are of: the sum of losses, or that and to be divided by the number of
+tokens."""
+
+
+class UnknownModelError(ConfigError):
+    """No model of this name is open."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What tells one model's adapter from another's."""
+
+    rank: int
+    alpha: float
+    seed: int
+    """What it starts from."""
+    kinds: frozenset[Kind]
+    """Those that learn. What belongs to none of them, such as an embedding, learns always."""
+
+    def learns(self, layer: str) -> bool:
+        """Whether the adapter of a layer does, by its name in the model or in a checkpoint."""
+        return (found := kind_of(layer)) is None or found in self.kinds
+
+    def trains(self, held: Held) -> bool:
+        """Whether this factor learns."""
+        factor = factor_of(held.name)
+        assert factor is not None, f"{held.name} is no part of an adapter"
+        return self.learns(factor.module)
+
+
+@dataclass
+class Resident:
+    """One model."""
+
+    name: str
+    adapter: Adapter | None
+    """None: all weights are trained."""
+    run: RunConfig
+    """With the optimizer that it asked for."""
+    trained: Sequence[Held]
+    """What its optimizer steps, on this rank."""
+    optimizer: torch.optim.Optimizer
+    norms: Norms | None = None
+    """Of its gradients; None where the file asks for none."""
+    weights: Sequence[torch.Tensor] | None = None
+    """This rank's parts of its tensors while it is not in the base; None while it is."""
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    """Since the last step, by the names of parameters, as the layout left them."""
+    per: Per | None = None
+    """What they are of; None: there are none."""
+    tokens: int = 0
+    """Trained ones of the passes that gathered them."""
+    step: int = 0
+    """Steps that were taken."""
+
+    def drop_gradients(self) -> None:
+        """Forget what was gathered."""
+        self.gradients, self.per, self.tokens = {}, None, 0
+
+
+class Residents:
+    """All that are open. Every rank makes the same calls."""
+
+    def __init__(self, substrate: Substrate) -> None:
+        self.substrate = substrate
+        self._all: dict[str, Resident] = {}
+        self._here: Resident | None = None
+        self.guest: object = None
+        """What whoever put it there knows the weights by that are in the base and no model's; None:
+        not known."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of those that are open."""
+        return tuple(self._all)
+
+    @property
+    def kinds(self) -> frozenset[Kind]:
+        """Of the layers that bear adapters."""
+        return frozenset(kind for kind in map(kind_of, self.substrate.adapted) if kind)
+
+    def get(self, name: str) -> Resident:
+        """Raises UnknownModelError if none is called so."""
+        if name not in self._all:
+            raise UnknownModelError(f"the workers have no model {name}.\n  Create it, or load it.")
+        return self._all[name]
+
+    def open(
+        self,
+        name: str,
+        adapter: Adapter | None,
+        optimizer: Mapping[str, Any],
+    ) -> Resident:
+        """A model as it starts, in the base. `optimizer` are settings of the train section.
+
+        Raises:
+            ConfigError: for one that is open, an adapter that there cannot be, settings that no
+                optimizer has, or where another model has all of the base.
+        """
+        self._require_room(name)
+        run = run_with(self.substrate.run, optimizer)
+        trainable = self.substrate.trainable
+        if adapter is None:
+            trained = trainable
+        else:
+            self._require_possible(adapter)
+            trained = [one for one in trainable if adapter.trains(one)]
+        made = Resident(
+            name,
+            adapter,
+            run,
+            trained,
+            optimizer_for(run, trained, self.substrate),
+            norms_by_type(run.train, trained, self.substrate.ranks),
+        )
+        self.vacate()
+        if self.substrate.sharing == "alone":
+            self.begin_anew(made)
+        elif adapter:
+            made.weights = self._start(adapter)
+        self._all[name] = made
+        return self.enter(name)
+
+    def close(self, name: str) -> None:
+        """Forget a model. Raises UnknownModelError if none is called so."""
+        resident = self.get(name)
+        del self._all[name]
+        if self._here is resident:
+            self._here = None
+
+    def enter(self, name: str) -> Resident:
+        """Let the base compute as this model. Raises UnknownModelError if none is called so."""
+        resident = self.get(name)
+        if self._here is resident:
+            return resident
+        self.vacate()
+        if resident.weights is not None:
+            self.substrate.put(self._own, resident.weights)
+            resident.weights = None
+        if resident.adapter:
+            self._put_scale(resident.adapter)
+        self._here = resident
+        return resident
+
+    def vacate(self) -> None:
+        """Put aside the model that is in the base, in which anything may be then."""
+        if self._here:
+            # All of a base is only to come back: there may be no room for another one beside it.
+            at = None if self.substrate.sharing == "adapters" else torch.device("cpu")
+            self._here.weights = self.substrate.copied(self._own, at)
+        self._here = self.guest = None
+
+    def gather(self, resident: Resident, tokens: int, per: Per) -> None:
+        """Take the gradients that a pass left in the parameters. `tokens` are its trained ones."""
+        for one in self.substrate.trainable:
+            gradient, one.parameter.grad = one.parameter.grad, None
+            if gradient is None or (resident.adapter and not resident.adapter.trains(one)):
+                continue
+            if one.name in resident.gradients:
+                local(resident.gradients[one.name]).add_(local(gradient))
+            else:
+                resident.gradients[one.name] = gradient
+        resident.tokens += tokens
+        resident.per = per
+
+    def told(self, resident: Resident) -> dict[str, float]:
+        """Norms of the gradients that were gathered, by types of layers and divided as a step now
+        would divide them, where the file asks for them. Every rank calls it."""
+        if resident.norms is None:
+            return {}
+        norm = resident.norms.of(lambda one: resident.gradients.get(one.name))
+        over = max(1, resident.tokens) if resident.per == "token" else 1
+        by_type = resident.norms.by_name(norm)
+        return {f"grad_norm/{kind}:max": value / over for kind, value in by_type.items()}
+
+    def forget_gradients(self) -> None:
+        """Leave none in the parameters, whatever a pass that failed left there."""
+        for one in self.substrate.trainable:
+            one.parameter.grad = None
+
+    def with_alpha(self, adapter: Adapter, alpha: float) -> Adapter:
+        """One that counts as strongly as this says. Raises CapabilityError where programs are
+        compiled for another strength."""
+        found = replace(adapter, alpha=alpha)
+        self._require_compiled(found)
+        return found
+
+    def give(self, resident: Resident, adapter: Adapter) -> None:
+        """Let the model that is in the base have this adapter, of the same tensors."""
+        resident.adapter = adapter
+        self._put_scale(adapter)
+
+    def begin_anew(self, resident: Resident) -> None:
+        """Let the model that has all of the base be what it was before it learnt anything."""
+        self.substrate.refill()
+        if resident.adapter:
+            self.substrate.put(self.substrate.trainable, self._start(resident.adapter))
+        resident.drop_gradients()
+        resident.step = 0
+        self.renew_optimizer(resident)
+
+    def renew_optimizer(self, resident: Resident) -> None:
+        """Let the optimizer know nothing of steps that were taken."""
+        resident.optimizer = optimizer_for(resident.run, resident.trained, self.substrate)
+
+    def put_no_adapter(self) -> None:
+        """Let the base compute as itself, with nothing in it."""
+        self.vacate()
+        factors = self.substrate.factors
+        zeros = [torch.zeros_like(local(one.parameter.detach())) for one in factors]
+        self.substrate.put(factors, zeros)
+
+    def put_adapter(self, weights: Sequence[torch.Tensor], scale: float) -> None:
+        """Let the base compute with these tensors of an adapter, which belongs to no model."""
+        self.vacate()
+        self.substrate.put(self.substrate.trainable, weights)
+        self._scale(scale)
+
+    @property
+    def _own(self) -> Sequence[Held]:
+        """What of the base is different for every model."""
+        shared = self.substrate.sharing == "adapters"
+        return self.substrate.trainable if shared else self.substrate.built.engine.layout.held
+
+    def _start(self, adapter: Adapter) -> list[torch.Tensor]:
+        """This rank's parts of a new adapter's tensors."""
+        found: list[torch.Tensor] = []
+        for one in self.substrate.trainable:
+            here = torch.zeros_like(local(one.parameter.detach()))
+            for piece in one.pieces:
+                start = padded_start(piece.tensor, piece.whole, adapter.rank, adapter.seed)
+                cut_into(start, piece, piece.of(here))
+            found.append(here)
+        return found
+
+    def _put_scale(self, adapter: Adapter) -> None:
+        self._scale(scale_of(adapter.rank, adapter.alpha, "rank"))
+
+    def _scale(self, scale: float) -> None:
+        for part in self.substrate.built.engine.layout.parts:
+            for module in part.modules():
+                if isinstance(module, (LoraLinear, LoraEmbedding, ExpertAdapter)):
+                    module.scale = scale
+
+    def _require_room(self, name: str) -> None:
+        if name in self._all:
+            raise ConfigError(f"model {name} is open already.\n  Give the new one another name.")
+        if self._all and self.substrate.sharing == "alone":
+            [other] = self._all
+            why = (
+                "lora.merge_lora_interval merges adapters into the base"
+                if self.substrate.run.lora.enable_lora
+                else "enable_lora is false, so all weights are trained"
+            )
+            raise ConfigError(
+                f"{other} has all of the base: {why}, and one model at a time is trained then.\n"
+                f"  Unload {other} first, or serve with enable_lora and no merge_lora_interval."
+            )
+
+    def _require_possible(self, adapter: Adapter) -> None:
+        lora, adapted = self.substrate.run.lora, self.substrate.adapted
+        greatest = lora.lora_rank
+        if not 1 <= adapter.rank <= greatest:
+            raise ConfigError(
+                f"the rank is {adapter.rank}, and this server has room for 1 to {greatest} "
+                "(lora_rank).\n  Ask for another rank, or serve with a greater lora_rank."
+            )
+        if self.substrate.sharing == "alone" and adapter.rank != greatest:
+            raise ConfigError(
+                f"the rank is {adapter.rank}, and where adapters are merged while they are trained "
+                f"(merge_lora_interval) it is lora_rank, {greatest}.\n  Ask for rank {greatest}."
+            )
+        there = self.kinds
+        for kind in KINDS:
+            if kind in adapter.kinds and kind not in there:
+                raise ConfigError(
+                    f"train_{kind} is true, and {_WHAT[kind]} bears no adapter here: "
+                    "lora_target_modules is "
+                    f"{', '.join(map(str, lora.lora_target_modules or ()))}.\n"
+                    f"  Ask with train_{kind}=False."
+                )
+        if not any(map(adapter.learns, adapted)):
+            raise ConfigError("nothing is to learn.\n  Leave one of train_* true.")
+        mine = any(map(adapter.trains, self.substrate.trainable))
+        if self.substrate.ranks.anywhere(not mine):
+            raise CapabilityError(
+                "a stage of the pipeline would have nothing to train.\n"
+                "  Train layers of all kinds, or serve without pipeline_parallel_size."
+            )
+        self._require_compiled(adapter)
+
+    def _require_compiled(self, adapter: Adapter) -> None:
+        lora = self.substrate.run.lora
+        fixed = scale_of(lora.lora_rank, lora.lora_alpha, "rank")
+        scale = scale_of(adapter.rank, adapter.alpha, "rank")
+        if self.substrate.run.train.enable_compile and scale != fixed:
+            raise CapabilityError(
+                f"alpha / rank is {scale:g}, and the server's programs are compiled for {fixed:g} "
+                f"(lora_alpha / lora_rank).\n  Ask for alpha {fixed * adapter.rank:g}, or serve "
+                "without enable_compile."
+            )
+
+
+_WHAT: Mapping[Kind, str] = {
+    "attn": "no layer of attention",
+    "mlp": "no feed-forward layer",
+    "unembed": "the unembedding",
+}
+
+
+def kind_of(layer: str) -> Kind | None:
+    """The kind of a layer, by its name in the model or in a checkpoint."""
+    if layer == HEAD:
+        return "unembed"
+    if ".self_attn." in layer:
+        return "attn"
+    return "mlp" if ".mlp" in layer or ".block_sparse_moe" in layer else None

@@ -1,0 +1,422 @@
+"""Models of clients on disk: what training goes on from, and what others sample from.
+
+A folder appears complete or not at all. Adapters are written with the rank that they have, however
+wide the base's tensors are.
+"""
+
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from penstock.adapters.names import factor_of
+from penstock.core.cache.folder_digests import ALGORITHM, DIGESTS, FolderDigests, digest_of_file
+from penstock.core.errors import ArtifactError, PenstockError, StageError
+from penstock.core.files import PART, fsync, regular_files, remove, write_json
+from penstock.engine.checkpoint.folders import Naming, in_brief, read_file, read_state
+from penstock.engine.checkpoint.manager import Checkpoints
+from penstock.engine.checkpoint.model_reader import CheckpointReader
+from penstock.engine.checkpoint.resume import require_whole
+from penstock.engine.checkpoint.train_state import States, Trained
+from penstock.engine.distributed.ranks import Ranks
+from penstock.engine.hf.save_adapter import adapters_in, write_adapter_folder
+from penstock.engine.hf.save_model import DTYPES, Extras, write_hf_folder
+from penstock.engine.hf.state_dict import in_checkpoint
+from penstock.engine.hf.tokenizer_files import TokenizerFiles
+from penstock.engine.model_source import Adapting
+from penstock.engine.multi_lora.model_pool import Resident, Residents
+from penstock.engine.multi_lora.rank_padding import cut_to, rank_dim
+
+BESIDE = 1 << 20
+"""Bytes of all files beside the numbers, at most: tables of contents, configs."""
+TOKENIZER = 64 << 20
+"""Of a tokenizer's files, at most."""
+STATES = {"adamw": 8, "anyprecisionadamw": 10, "muon": 8, "sgd": 4}
+"""Bytes that an optimizer keeps for each number, at most: two moments in fp32, and in bfloat16 what
+rounding takes from weights."""
+
+
+class Sizes(NamedTuple):
+    """In bytes."""
+
+    state: int
+    """Weights and what the optimizer keeps once it has stepped."""
+    export: int
+    """Weights alone, in fp32; and as they are kept, which lie beside these while it is written."""
+
+
+def sizes_of(trained: Trained, ranks: Ranks, exported: int | None = None) -> Sizes:
+    """Of what `trained` saves of weights, whose `exported` numbers are in an export; None: as many
+    as are saved. Called by all ranks."""
+    parts = [
+        (name, math.prod(boxes[0].whole) * boxes[0].data.element_size(), math.prod(boxes[0].whole))
+        for name, boxes in trained.boxes().items()
+    ]
+    # Several ranks hold some of a tensor: each counts once.
+    everywhere = {
+        name: (size, numbers) for here in ranks.gather(parts) for name, size, numbers in here
+    }
+    weights = sum(size for size, _ in everywhere.values())
+    numbers = sum(count for _, count in everywhere.values())
+    states = STATES[type(trained.optimizer).__name__.lower()] * numbers
+    beside = weights + BESIDE + TOKENIZER
+    return Sizes(
+        weights + states + BESIDE, 4 * (numbers if exported is None else exported) + beside
+    )
+
+
+LOG = logging.getLogger(__name__)
+
+OF_MODEL = "model"
+"""In `state.json`: what the model was."""
+
+SAMPLER = "sampler.json"
+"""In a folder to sample from: what its adapter is."""
+
+
+@dataclass(frozen=True)
+class Resting:
+    """Where models of clients are written to and read from. Every rank makes one and makes the
+    same calls."""
+
+    residents: Residents
+    base_model: str
+    """What the base model is called."""
+    tokenizer: TokenizerFiles
+    group: dist.ProcessGroup
+    """Of all ranks, on gloo, over which nothing else is said."""
+
+    def sizes(self, name: str) -> Sizes:
+        """What the model will take on disk."""
+        resident, substrate = self.residents.get(name), self.residents.substrate
+        exported = None
+        if substrate.sharing == "alone":
+            # Of the base, which may be kept in fewer bits: there a number is some of a byte.
+            exported = sum(map(math.prod, substrate.names.hf_shapes().values()))
+        return sizes_of(self._trained(resident, states="left out"), self._ranks, exported)
+
+    def save(self, name: str, folder: Path, facts: Mapping[str, Any]) -> None:
+        """Save what training goes on from, without gradients that were gathered. Raises StageError
+        where it cannot be written."""
+        resident = self.residents.enter(name)
+        state = {
+            "step": resident.step,
+            "key": "",
+            "facts": dict(facts),
+            OF_MODEL: self._described(resident),
+        }
+        self._checkpoints(resident, folder).save(resident.step, state)
+
+    def load(self, name: str, folder: Path, *, optimizer: bool) -> None:
+        """Go on from there, with the optimizer's states if `optimizer`, else with a new one. What
+        gradients were gathered is forgotten. An adapter counts as strongly as it did there.
+
+        Raises ArtifactError for what is no complete checkpoint, or one of something else: nothing
+        has changed then. Where its files are damaged, or StageError is raised as one of the ranks
+        met another fault, nothing has changed of a model that shares the base, and one that has all
+        of it begins anew.
+        """
+        resident = self.residents.get(name)
+        state = self._read(resident, folder, "read" if optimizer else "passed over")
+        resident.drop_gradients()
+        resident.step = int(state["step"]) if optimizer else 0
+
+    def begin_from(self, name: str, folder: Path) -> None:
+        """Start a new model from the weights of a checkpoint, be it one of a run; where that tells
+        how strongly its adapter counts, this one does as much. Raises ArtifactError as `load`."""
+        self._read(self.residents.get(name), folder, "passed over")
+
+    def export(self, name: str, folder: Path, dtype: str | None) -> None:
+        """Write what others sample from: a folder of PEFT's, or where one model has all of the base
+        a whole model of Hugging Face's. `dtype` None: an adapter as it is trained, a model in
+        bfloat16. Raises StageError where it cannot be written."""
+        resident = self.residents.enter(name)
+        room = folder.with_name(f"{folder.name}.export{PART}")
+        weights = self._trained(resident, states="left out")
+        aside = Checkpoints(room, weights, self._ranks, naming=Naming("weights"), group=self.group)
+        self._lead(lambda: remove(room))
+        try:
+            aside.save(resident.step, {"step": resident.step, "key": ""})
+            kept_in = DTYPES[dtype] if dtype else None
+            self._lead(partial(self._write_export, resident, room, folder, kept_in))
+        except StageError:
+            # What there is of it would take the room that the next one needs.
+            with suppress(StageError):
+                self._lead(lambda: remove(room))
+            raise
+
+    @property
+    def _ranks(self) -> Any:
+        return self.residents.substrate.ranks
+
+    def _read(self, resident: Resident, folder: Path, states: States) -> dict[str, Any]:
+        """Let the model have what is there, on all ranks or on none; its `state.json`."""
+        try:
+            require_whole(folder, self._ranks)
+            return self._read_verified(resident, folder, states)
+        except (ArtifactError, StageError) as error:
+            # Where the server keeps it is no concern of clients.
+            raise type(error)(str(error).replace(str(folder), folder.name)) from error
+
+    def _read_verified(self, resident: Resident, folder: Path, states: States) -> dict[str, Any]:
+        with self._in_agreement(folder):
+            state = read_state(folder)
+            self._require_alike(resident, folder, state)
+            if states == "read":
+                _require_optimizer(resident, folder, state)
+        residents, substrate = self.residents, self.residents.substrate
+        strong = resident.adapter
+        if strong and (alpha := state.get(OF_MODEL, {}).get("alpha")) is not None:
+            strong = residents.with_alpha(strong, alpha)
+        self._checkpoints(resident, folder).require_loadable(folder, states=states)
+        residents.enter(resident.name)
+        # Of a whole model there may be no room for another one beside it.
+        is_small = substrate.sharing == "adapters"
+        with self._in_agreement(folder):
+            before = (substrate.copied(resident.trained), resident.optimizer) if is_small else None
+        try:
+            with self._in_agreement(folder):
+                residents.renew_optimizer(resident)
+                self._checkpoints(resident, folder).load(folder, states=states)
+        except (ArtifactError, StageError):
+            substrate.settle()
+            if before:
+                weights, resident.optimizer = before
+                substrate.put(resident.trained, weights)
+            else:
+                residents.begin_anew(resident)
+            raise
+        substrate.settle()
+        if strong:
+            residents.give(resident, strong)
+        return state
+
+    @contextmanager
+    def _in_agreement(self, folder: Path) -> Generator[None]:
+        """Around what each rank does by itself of reading a checkpoint: where it fails on one, be
+        it for want of memory, all raise what the first of those met, an ArtifactError or
+        StageError."""
+        fault = None
+        try:
+            yield
+        except ArtifactError as error:
+            fault = (True, str(error))
+        except Exception as error:
+            LOG.exception("%s cannot be loaded on rank %d", folder, self._ranks.rank)
+            fault = (False, f"{type(error).__name__}: {error}")
+        found = self._ranks.gather(fault)
+        faults = [(rank, *each) for rank, each in enumerate(found) if each is not None]
+        if not faults:
+            return
+        rank, is_of_files, why = faults[0]
+        if is_of_files:
+            raise ArtifactError(why)
+        raise StageError(
+            f"{folder.name} cannot be loaded, as rank {rank} met {why}\n"
+            "  Load it again; the log of the workers tells more."
+        )
+
+    def _checkpoints(self, resident: Resident, folder: Path) -> Checkpoints:
+        trained = self._trained(resident, states="saved")
+        # Its own name, whatever the step.
+        naming = Naming(folder.name)
+        return Checkpoints(folder.parent, trained, self._ranks, naming=naming, group=self.group)
+
+    def _trained(self, resident: Resident, *, states: Any) -> Trained:
+        substrate = self.residents.substrate
+        trained = replace(
+            substrate.built.trained,
+            optimizer=resident.optimizer,
+            states=states,
+            compressed_to=None,
+        )
+        if resident.adapter is None or substrate.sharing == "alone":
+            return trained
+        cut = partial(cut_to, resident.adapter.rank)
+        return replace(trained, held=resident.trained, cut=cut)
+
+    def _described(self, resident: Resident) -> dict[str, Any]:
+        adapter = resident.adapter
+        described: dict[str, Any] = {
+            "base_model": self.base_model,
+            "config": _digest(self.residents.substrate.hf_config),
+            "rank": adapter and adapter.rank,
+        }
+        if adapter:
+            kinds = sorted(adapter.kinds)
+            described |= {"alpha": adapter.alpha, "seed": adapter.seed, "learns": kinds}
+        return described
+
+    def _require_alike(self, resident: Resident, folder: Path, state: Mapping[str, Any]) -> None:
+        there = state.get(OF_MODEL, {})
+        mine = self._described(resident)
+        if "config" in there and there["config"] != mine["config"]:
+            raise ArtifactError(
+                f"{folder.name} was trained on {there['base_model']}, and this server serves "
+                f"{self.base_model}, whose config.json is another.\n"
+                f"  Serve {there['base_model']}, or load a checkpoint of {self.base_model}."
+            )
+        rank = there["rank"] if "rank" in there else _rank_in(folder)
+        if rank != mine["rank"]:
+            raise ArtifactError(
+                f"{folder.name} holds {_told(rank)}, and {resident.name} is {_told(mine['rank'])}."
+                f"\n  Create a model with {_wanted(rank)}, and load it there."
+            )
+        if resident.adapter is None:
+            return
+        substrate, learns = self.residents.substrate, resident.adapter.learns
+        wanted = {layer for layer in substrate.adapted if learns(layer)}
+        if apart := sorted(wanted ^ _layers_in(folder)):
+            raise ArtifactError(
+                f"{folder.name} and {resident.name} do not train the same layers: {apart[0]} is "
+                "only in one of them.\n"
+                "  Create a model with the train_attn, train_mlp and train_unembed that it was "
+                "saved with, on a server with the same lora_target_modules."
+            )
+
+    def _write_export(
+        self, resident: Resident, room: Path, folder: Path, dtype: torch.dtype | None
+    ) -> None:
+        substrate, out = self.residents.substrate, room / "out"
+        reader = CheckpointReader(room / "weights")
+        run, names = substrate.run, substrate.names
+        alpha = resident.adapter.alpha if resident.adapter else 0.0
+        adapters = adapters_in(reader, names, Adapting(alpha) if resident.adapter else None)
+        if adapters and substrate.sharing == "adapters":
+            out.mkdir()
+            base = run.model.model_path or self.base_model
+            write_adapter_folder(adapters, out, base_model=base, dtype=dtype)
+            assert resident.adapter is not None
+            write_json(out / SAMPLER, self._sampler(resident))
+        else:
+            whole = in_checkpoint(reader, names, substrate.formats)
+            whole = adapters.merged_into(whole) if adapters else whole
+            out.mkdir()
+            write_hf_folder(
+                whole,
+                out,
+                Extras(substrate.hf_config, self.tokenizer),
+                dtype=dtype or torch.bfloat16,
+            )
+            write_json(out / SAMPLER, {"rank": None, "digests": ALGORITHM})
+        written = regular_files(out)
+        digests = {path.relative_to(out).as_posix(): digest_of_file(path) for path in written}
+        FolderDigests(digests).write(out)
+        for path in (*written, out):
+            fsync(path)
+        remove(folder)
+        out.rename(folder)
+        fsync(folder.parent)
+        remove(room)
+
+    def _sampler(self, resident: Resident) -> dict[str, Any]:
+        adapter = resident.adapter
+        assert adapter is not None
+        layers = [layer for layer in self.residents.substrate.adapted if adapter.learns(layer)]
+        return {
+            "rank": adapter.rank,
+            "alpha": adapter.alpha,
+            "layers": layers,
+            "digests": ALGORITHM,
+        }
+
+    def _lead(self, act: Callable[[], None]) -> None:
+        """Let the leading rank act while the others wait. All raise StageError if it could not."""
+        fault: str | None = "it failed"
+        try:
+            if self._ranks.leads:
+                act()
+            fault = None
+        except OSError as error:
+            fault = f"{error}.\n  Make room on the disk."
+        except PenstockError as error:
+            fault = str(error)
+        finally:
+            # Also where something else is raised: the others must not wait for ever.
+            [fault, *_] = self._ranks.gather(fault)
+        if fault is not None:
+            raise StageError(f"the model could not be written: {fault}")
+
+
+def resting_on(residents: Residents, base_model: str, tokenizer: TokenizerFiles) -> Resting:
+    """With a group of its own. Every rank calls it at the same time."""
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    return Resting(residents, base_model, tokenizer, group)
+
+
+def sampler_in(folder: Path) -> Mapping[str, Any]:
+    """What the adapter in a folder to sample from is. Raises ArtifactError where there is none, or
+    the file that says so is damaged."""
+    if not (folder / SAMPLER).is_file():
+        raise ArtifactError(f"{folder.name} is nothing to sample from.\n  Save it again.")
+    try:
+        said = json.loads(read_file(folder, SAMPLER))
+    except (ArtifactError, ValueError) as error:
+        raise _damaged(folder, [str(error)]) from error
+    if "digests" in said and not (folder / DIGESTS).is_file():
+        raise _damaged(folder, [f"{DIGESTS} is missing"])
+    return said
+
+
+def require_whole_sampler(folder: Path, *, share: int, of: int) -> None:
+    """Raise ArtifactError unless the files in a folder to sample from are what was saved. Of `of`
+    readers each verifies one `share` of the bytes; of one without digests there is nothing to
+    verify."""
+    try:
+        digests = FolderDigests.read(folder)
+    except ArtifactError as error:
+        raise _damaged(folder, [str(error)]) from error
+    if digests and (faults := digests.faults(folder, share=share, of=of)):
+        raise _damaged(folder, faults)
+
+
+def _damaged(folder: Path, faults: Sequence[str]) -> ArtifactError:
+    return ArtifactError(f"{folder.name} is damaged: {in_brief(faults)}.\n  Save it again.")
+
+
+def _require_optimizer(resident: Resident, folder: Path, state: Mapping[str, Any]) -> None:
+    """Raise ArtifactError where the checkpoint's states are another optimizer's."""
+    mine = type(resident.optimizer).__name__.lower()
+    if state["optimizer"] != mine:
+        raise ArtifactError(
+            f"{folder.name} was trained with {state['optimizer']}, and {resident.name} is trained "
+            f"with {mine}.\n  Load its weights without the optimizer, or create a model with "
+            f"{state['optimizer']}, and load it there."
+        )
+
+
+def _rank_in(folder: Path) -> int | None:
+    """The rank of the adapters in a checkpoint; None where all of a model is."""
+    for name, (shape, _) in CheckpointReader(folder).shapes().items():
+        factor = factor_of(name)
+        if factor and factor.side == "lora_A":
+            return shape[rank_dim(factor, len(shape))]
+    return None
+
+
+def _layers_in(folder: Path) -> set[str]:
+    """Those that adapters in a checkpoint are of."""
+    factors = map(factor_of, CheckpointReader(folder).shapes())
+    return {factor.hf_module for factor in factors if factor}
+
+
+def _digest(hf_config: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(hf_config, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _told(rank: int | None) -> str:
+    return "all weights of a model" if rank is None else f"an adapter of rank {rank}"
+
+
+def _wanted(rank: int | None) -> str:
+    return "all weights trained (enable_lora: false)" if rank is None else f"rank {rank}"

@@ -1,0 +1,72 @@
+"""Adapters of a smaller rank within tensors of a greater one.
+
+The first factor has its rank as its last dimension but one, the second as its last. What a smaller
+adapter leaves of either is zeros: the product is the same, and gradients of these numbers, being
+products with the other factor's zeros, are zeros too, so that no optimizer moves them. In files
+there is the smaller adapter alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from penstock.adapters.init import initial_lora
+from penstock.adapters.names import Factor, factor_of
+from penstock.engine.checkpoint.dcp_io import Box, Boxes
+from penstock.engine.checkpoint.train_state import MODEL, OPTIMIZER
+
+
+def padded_start(name: str, whole: Sequence[int], rank: int, seed: int) -> torch.Tensor:
+    """Where the factor with this name starts as one of `rank`, in a tensor of this shape; fp32 on
+    the CPU."""
+    factor = factor_of(name)
+    assert factor is not None, f"{name} is no part of an adapter"
+    shape, dim = list(whole), rank_dim(factor, len(whole))
+    shape[dim] = rank
+    found = torch.zeros(*whole, dtype=torch.float32)
+    found.narrow(dim, 0, rank).copy_(initial_lora(name, shape, seed))
+    return found
+
+
+def padded(name: str, tensor: torch.Tensor, whole: Sequence[int]) -> torch.Tensor:
+    """A factor of a smaller rank, in a tensor of this shape."""
+    factor = factor_of(name)
+    assert factor is not None, f"{name} is no part of an adapter"
+    dim = rank_dim(factor, len(whole))
+    found = torch.zeros(*whole, dtype=tensor.dtype)
+    found.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
+    return found
+
+
+def rank_dim(factor: Factor, dims: int) -> int:
+    """Which dimension of a factor's tensor is the rank."""
+    return dims - 2 if factor.side == "lora_A" else dims - 1
+
+
+def cut_to(rank: int, boxes: Boxes) -> Boxes:
+    """The boxes of a checkpoint, of which those of factors, and of what an optimizer keeps for
+    each number of them, are those of a smaller adapter. They are views."""
+    found: dict[str, list[Box]] = {}
+    for name, parts in boxes.items():
+        factor = _factor_in(name)
+        # Numbers for all of a tensor at once are no part of it.
+        cut = [_cut(box, factor, rank) if factor and len(box.whole) > 1 else box for box in parts]
+        if kept := [box for box in cut if box is not None]:
+            found[name] = kept
+    return found
+
+
+def _factor_in(name: str) -> Factor | None:
+    if name.startswith(OPTIMIZER):
+        return factor_of(name.removeprefix(OPTIMIZER).rpartition(".")[0])
+    return factor_of(name.removeprefix(MODEL))
+
+
+def _cut(box: Box, factor: Factor, rank: int) -> Box | None:
+    dim = rank_dim(factor, len(box.whole))
+    size = min(rank - box.offsets[dim], box.data.shape[dim])
+    if size <= 0:
+        return None
+    whole = (*box.whole[:dim], rank, *box.whole[dim + 1 :])
+    return replace(box, whole=whole, data=box.data.narrow(dim, 0, size))

@@ -1,0 +1,107 @@
+"""Where a number that is not finite came from: said once the run cannot go on with it.
+
+The weights are still those of the last good step, so what each micro-batch gives can be asked
+again.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from penstock.engine.distributed.param_shards import Held, local
+from penstock.engine.distributed.ranks import Ranks
+from penstock.rows.collate import MicroBatch
+
+MOST_NAMED = 12
+"""Rows that a sentence names; the rest are counted."""
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """What one rank found of its own."""
+
+    rows: tuple[int, ...]
+    """Packed rows of the micro-batches whose own loss is not finite."""
+    loss: float
+    """The sum of those losses."""
+    parameter: str | None
+    """The first parameter whose gradient here is not finite."""
+    all_rows: tuple[int, ...]
+    """Packed rows of the whole step on this rank."""
+
+
+def find_fault(
+    batches: Sequence[MicroBatch],
+    loss_of: Callable[[MicroBatch], float],
+    trained: Sequence[Held],
+    ranks: Ranks,
+) -> str:
+    """Which ranks, rows and parameters, in one sentence or two. On every rank at the same time.
+
+    `loss_of` computes one micro-batch's loss again, without gradients.
+    """
+    losses = [loss_of(batch) for batch in batches]
+    bad = [not _is_finite(loss) for loss in losses]
+    mine = Suspect(
+        rows=tuple(
+            row
+            for batch, is_bad in zip(batches, bad, strict=True)
+            if is_bad
+            for row in rows_of([batch])
+        ),
+        loss=sum(loss for loss, is_bad in zip(losses, bad, strict=True) if is_bad),
+        parameter=first_not_finite(trained),
+        all_rows=rows_of(batches),
+    )
+    return told(ranks.gather(mine))
+
+
+def told(found: Sequence[Suspect]) -> str:
+    """The sentence, from what every rank found, in their order."""
+    guilty = {rank: each for rank, each in enumerate(found) if each.rows}
+    lines: list[str] = []
+    if guilty:
+        for rank, each in list(guilty.items())[:MOST_NAMED]:
+            lines.append(
+                f"On rank {rank} the loss of packed row(s) {named(each.rows)} is {each.loss:g}."
+            )
+    else:
+        rows = sorted({row for each in found for row in each.all_rows})
+        lines.append(
+            "Every micro-batch's loss is finite, so it overflowed on the way back; the step's "
+            f"packed row(s) are {named(rows)}."
+        )
+    for rank, each in enumerate(found):
+        if each.parameter:
+            lines.append(
+                f"The first parameter with such a gradient is {each.parameter} (rank {rank})."
+            )
+            break
+    return "\n  ".join(lines)
+
+
+def rows_of(batches: Sequence[MicroBatch]) -> tuple[int, ...]:
+    """Numbers of the packed rows in them."""
+    return tuple(number for batch in batches for number, _ in batch.rows)
+
+
+def named(rows: Sequence[int]) -> str:
+    """Row numbers, the first of them by name."""
+    first = ", ".join(str(row) for row in rows[:MOST_NAMED])
+    more = len(rows) - MOST_NAMED
+    return f"{first} and {more} more" if more > 0 else first or "none"
+
+
+@torch.no_grad()
+def first_not_finite(trained: Sequence[Held]) -> str | None:
+    """The name of the first parameter here whose gradient has a number that is not finite."""
+    for one in trained:
+        gradient = one.parameter.grad
+        if gradient is not None and not bool(torch.isfinite(local(gradient)).all()):
+            return one.name
+    return None
+
+
+def _is_finite(loss: float) -> bool:
+    return loss - loss == 0

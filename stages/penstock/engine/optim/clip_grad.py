@@ -1,0 +1,45 @@
+"""One gradient norm over everything that is trained, each number counted once."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from penstock.engine.distributed.param_shards import Held, local
+from penstock.engine.distributed.ranks import Ranks
+
+
+@torch.no_grad()
+def gradient_norm(held: Iterable[Held], ranks: Ranks) -> torch.Tensor:
+    """The L2 norm of all gradients, fp32 scalar, the same on every rank.
+
+    What several ranks hold counts for each of them as its share, so one sum over all ranks is
+    right for every layout.
+    """
+    by_copies: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for one in held:
+        if one.parameter.grad is None:
+            continue
+        gradient = local(one.parameter.grad)
+        if one.copies is not None:
+            by_copies[one.copies].append(gradient)
+            continue
+        for piece in one.pieces:
+            by_copies[one.replicas * piece.copies].append(piece.of(gradient))
+    total = torch.zeros((), dtype=torch.float64, device=ranks.device)
+    for copies, gradients in by_copies.items():
+        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+        squares = torch.stack(list(norms)).double().square().sum()
+        total += squares.to(ranks.device) / copies
+    return ranks.total(total).sqrt().float()
+
+
+@torch.no_grad()
+def scale_gradients(held: Sequence[Held], norm: torch.Tensor, max_norm: float) -> None:
+    """Shrink all gradients so that their norm is at most `max_norm`; 0 or less leaves them."""
+    if max_norm <= 0:
+        return
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    gradients = [local(one.parameter.grad) for one in held if one.parameter.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device))

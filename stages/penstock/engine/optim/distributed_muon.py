@@ -1,0 +1,269 @@
+"""Muon's matrices over ranks: each is brought together on one of them, turned there, and sent back.
+
+A matrix is one of a checkpoint's: neither how ranks cut it, nor what it is fused with, nor that it
+lies in a stack with others changes the direction it moves in. Ranks that hold a part of it share
+the work: each owns some matrices. What travels is in bfloat16, in which the iteration begins and
+ends, so that nothing is lost on the way.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from penstock.adapters.names import factor_of
+from penstock.engine.distributed.param_shards import Held, Piece
+from penstock.engine.distributed.ranks import Ranks
+from penstock.models.tp_roles import Role, Roles, role_of
+from penstock.optim.muon import MomentumOf, Turning
+
+AT_ONCE = 1 << 26
+"""Numbers that a rank brings together at a time, at most but for one parameter."""
+
+TURNED = (Role.WIDEN, Role.NARROW, Role.EXPERTS)
+"""What bears the matrices of hidden layers."""
+
+
+def is_matrix(held: Held, roles: Roles) -> bool:
+    """Whether Muon steps it: a matrix of a hidden layer, or a stack of experts' matrices.
+
+    Embedding, head, routers, norms, biases and adapters are AdamW's: an adapter's factor is half of
+    a matrix, and its first is zero or random when the other has not moved yet.
+    """
+    module, _, leaf = held.name.rpartition(".")
+    role = role_of(module, roles)
+    if role not in TURNED or factor_of(held.name) or not held.parameter.is_floating_point():
+        return False
+    return held.parameter.ndim == 3 if role is Role.EXPERTS else leaf == "weight"
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part of one matrix: the same on every rank that has it."""
+
+    matrix: tuple[str, int]
+    """The tensor in a checkpoint, and which matrix of its stack."""
+    shape: tuple[int, int]
+    """Of the whole matrix."""
+    offsets: tuple[int, int]
+    sizes: tuple[int, int]
+
+    @property
+    def numel(self) -> int:
+        """Numbers in it."""
+        return self.sizes[0] * self.sizes[1]
+
+    def within(self, whole_NK: torch.Tensor) -> torch.Tensor:
+        """The view of it in all of the matrix."""
+        rows, columns = self.offsets
+        return whole_NK[rows : rows + self.sizes[0], columns : columns + self.sizes[1]]
+
+
+@dataclass(frozen=True)
+class Message:
+    """A box that is sent to the owner of its matrix and comes back turned."""
+
+    wave: int
+    box: Box
+    source: int
+    """The rank that sends it."""
+    owner: int
+    holders: tuple[int, ...]
+    """All ranks that get it back."""
+
+
+def boxes_of(pieces: Sequence[Piece]) -> list[list[Box]]:
+    """Of each piece its boxes: one, or one for each matrix of a stack."""
+    found: list[list[Box]] = []
+    for piece in pieces:
+        shape, offsets, sizes = piece.whole[-2:], piece.offsets[-2:], piece.sizes[-2:]
+        numbers = range(1)
+        if len(piece.whole) == 3:
+            numbers = range(piece.offsets[0], piece.offsets[0] + piece.sizes[0])
+        found.append(
+            [
+                Box((piece.tensor, number), _two(shape), _two(offsets), _two(sizes))
+                for number in numbers
+            ]
+        )
+    return found
+
+
+def _two(numbers: tuple[int, ...]) -> tuple[int, int]:
+    first, second = numbers
+    return first, second
+
+
+def planned(have: Sequence[Sequence[tuple[str, list[Box]]]], at_once: int) -> list[Message]:
+    """Who sends what to whom, of what each rank has: its parameters by name, with their boxes.
+
+    The same on every rank. A parameter's matrices are turned in one wave, and waves are about as
+    large as `at_once` on each rank; parameters that come at the same place on several ranks come
+    together. The dearest matrices are given away first, each to the holder with the least to do.
+    """
+    places: dict[str, int] = {}
+    for mine in have:
+        for place, (name, _) in enumerate(mine):
+            places[name] = min(place, places.get(name, place))
+    of_name: dict[str, dict[Box, list[int]]] = {name: {} for name in places}
+    for rank, mine in enumerate(have):
+        for name, boxes in mine:
+            for box in boxes:
+                of_name[name].setdefault(box, []).append(rank)
+    messages: list[Message] = []
+    load = [0] * len(have)
+    wave, room = -1, 0
+    for name in sorted(places, key=lambda name: (places[name], name)):
+        held = of_name[name]
+        size = sum(box.numel for box in held)
+        if size > room:
+            wave, room = wave + 1, at_once * len(have)
+        room -= size
+        messages += _given_away(wave, held, load)
+    return messages
+
+
+def _given_away(wave: int, held: Mapping[Box, Sequence[int]], load: list[int]) -> Iterator[Message]:
+    """The messages of one parameter's boxes. Adds to the `load` of owners."""
+    matrices: dict[tuple[str, int], list[Box]] = {}
+    for box in held:
+        matrices.setdefault(box.matrix, []).append(box)
+    for matrix in sorted(matrices, key=lambda one: (-_cost(matrices[one][0]), one)):
+        boxes = sorted(matrices[matrix], key=lambda box: box.offsets)
+        candidates = sorted({rank for box in boxes for rank in held[box]})
+        owner = min(candidates, key=lambda rank: (load[rank], rank))
+        load[owner] += _cost(boxes[0])
+        for box in boxes:
+            holders = held[box]
+            source = owner if owner in holders else holders[owner % len(holders)]
+            yield Message(wave, box, source, owner, tuple(holders))
+
+
+def _cost(box: Box) -> int:
+    rows, columns = box.shape
+    return rows * columns * min(rows, columns)
+
+
+class WholeMatrices:
+    """The directions of matrices that lie over ranks. Every rank makes one and calls it at the same
+    time, with all its parameters of `held`."""
+
+    def __init__(
+        self, held: Sequence[Held], turning: Turning, ranks: Ranks, at_once: int = AT_ONCE
+    ) -> None:
+        self._turning, self._ranks = turning, ranks
+        self._held = {one.parameter: one for one in held}
+        have = [
+            (one.name, [box for boxes in boxes_of(one.pieces) for box in boxes]) for one in held
+        ]
+        messages = planned(ranks.gather(have), at_once)
+        self._waves = [list(some) for _, some in groupby(messages, attrgetter("wave"))]
+        self._ready_in = self._last_waves()
+
+    def __call__(
+        self, parameters: Sequence[nn.Parameter], momentum_of: MomentumOf
+    ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """A wave after another: those whose matrices it turned."""
+        assert {*parameters} == {*self._held}, "not those that were planned for"
+        for wave, messages in enumerate(self._waves):
+            mine = [one for one in parameters if self._ready_in[one] == wave]
+            momenta = {one: momentum_of(one) for one in mine}
+            turned = self._turned(messages, self._views(momenta))
+            for parameter, momentum in momenta.items():
+                yield parameter, self._direction(self._held[parameter], momentum, turned)
+        for parameter in parameters:
+            if self._ready_in[parameter] < 0:
+                # It has no part here. Its momentum is asked for all the same: it counts steps.
+                yield parameter, momentum_of(parameter).float()
+
+    def _last_waves(self) -> dict[nn.Parameter, int]:
+        """The wave of each parameter; -1 where none of it is here."""
+        wave_of = {
+            message.box: number
+            for number, messages in enumerate(self._waves)
+            for message in messages
+        }
+        return {
+            parameter: max(
+                (wave_of[box] for boxes in boxes_of(one.pieces) for box in boxes), default=-1
+            )
+            for parameter, one in self._held.items()
+        }
+
+    def _views(self, momenta: Mapping[nn.Parameter, torch.Tensor]) -> dict[Box, torch.Tensor]:
+        """Every box here, as a part of its parameter's momentum."""
+        found: dict[Box, torch.Tensor] = {}
+        for parameter, momentum in momenta.items():
+            pieces = self._held[parameter].pieces
+            for piece, boxes in zip(pieces, boxes_of(pieces), strict=True):
+                stack = piece.of(momentum).view(len(boxes), *boxes[0].sizes)
+                found.update(zip(boxes, stack, strict=True))
+        return found
+
+    def _turned(
+        self, messages: Sequence[Message], here: Mapping[Box, torch.Tensor]
+    ) -> dict[Box, torch.Tensor]:
+        """What comes of every box here, in bfloat16."""
+        me = self._ranks.rank
+        owned = [message for message in messages if message.owner == me]
+        arrived = self._sent(
+            [(one.owner, here[one.box]) for one in messages if one.source == me != one.owner],
+            [(one.source, one.box) for one in owned if one.source != me],
+            travels=any(one.source != one.owner for one in messages),
+        )
+        boxes = {one.box: here[one.box] for one in owned if one.source == me} | arrived
+        wholes: dict[tuple[str, int], torch.Tensor] = {}
+        for one in owned:
+            whole = wholes.get(one.box.matrix)
+            if whole is None:
+                whole = torch.empty(one.box.shape, dtype=torch.bfloat16, device=self._ranks.device)
+                wholes[one.box.matrix] = whole
+            one.box.within(whole).copy_(boxes[one.box])
+        turned = dict(zip(wholes, self._turning(list(wholes.values())), strict=True))
+        made = {one.box: one.box.within(turned[one.box.matrix]) for one in owned}
+        back = self._sent(
+            [(rank, made[one.box]) for one in owned for rank in one.holders if rank != me],
+            [(one.owner, one.box) for one in messages if me in one.holders and one.owner != me],
+            travels=any({*one.holders} != {one.owner} for one in messages),
+        )
+        return made | back
+
+    def _sent(
+        self,
+        leaving: Sequence[tuple[int, torch.Tensor]],
+        arriving: Sequence[tuple[int, Box]],
+        *,
+        travels: bool,
+    ) -> dict[Box, torch.Tensor]:
+        """Send boxes to ranks, in the order of both ends' plans, and get those that arrive."""
+        if not travels:
+            return {}
+        world, device = self._ranks.world, self._ranks.device
+        out = [[part for to, part in leaving if to == rank] for rank in range(world)]
+        came = [[box for source, box in arriving if source == rank] for rank in range(world)]
+        parts = [part.reshape(-1).to(device) for some in out for part in some]
+        empty = torch.empty(0, dtype=torch.bfloat16, device=device)
+        # As bytes, which every backend sends.
+        sending = torch.cat([empty, *parts]).view(torch.uint8)
+        sends = [2 * sum(part.numel() for part in some) for some in out]
+        receives = [2 * sum(box.numel for box in some) for some in came]
+        received = torch.empty(sum(receives), dtype=torch.uint8, device=device)
+        dist.all_to_all_single(received, sending, receives, sends)
+        boxes = [box for some in came for box in some]
+        cut = received.view(torch.bfloat16).split([box.numel for box in boxes])
+        return {box: part.view(box.sizes) for box, part in zip(boxes, cut, strict=True)}
+
+    def _direction(
+        self, held: Held, momentum: torch.Tensor, turned: Mapping[Box, torch.Tensor]
+    ) -> torch.Tensor:
+        """What the parameter's part here moves along, in float32."""
+        direction = torch.empty_like(momentum, dtype=torch.float32)
+        for piece, boxes in zip(held.pieces, boxes_of(held.pieces), strict=True):
+            stack = piece.of(direction).view(len(boxes), *boxes[0].sizes)
+            for box, into in zip(boxes, stack, strict=True):
+                into.copy_(turned[box]).mul_(self._turning.size(box.shape))
+        return direction

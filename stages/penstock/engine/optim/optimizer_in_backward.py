@@ -1,0 +1,56 @@
+"""The optimizer's step within the backward pass: a gradient is used and gone once it is there.
+
+So gradients of the whole model are never there at once (Lv et al. 2024, "LOMO"). What needs all of
+them before the first weight moves, as clipping does, is refused when the settings are read.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from penstock.engine.checkpoint.async_staging import Changes
+from penstock.engine.distributed.param_shards import Held, local
+from penstock.engine.distributed.ranks import Ranks
+
+
+class FusedStep:
+    """Steps each parameter when its gradient is complete. Its norm is told afterwards."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        held: Sequence[Held],
+        ranks: Ranks,
+        changes: Changes,
+    ) -> None:
+        """`held` are trained, and every rank holds as many copies of one as the others do."""
+        self._optimizer, self._ranks, self._changes = optimizer, ranks, changes
+        self._squares: list[torch.Tensor] = []
+        for one in held:
+            one.parameter.register_post_accumulate_grad_hook(self._arrived(one))
+
+    def norm(self) -> torch.Tensor:
+        """That of all gradients of the pass that has ended, fp32 scalar; to be asked once a pass,
+        on every rank."""
+        total = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
+        for square in self._squares:
+            total += square.to(total.device)
+        self._squares = []
+        return self._ranks.total(total).sqrt().float()
+
+    def _arrived(self, held: Held) -> Callable[[torch.Tensor], None]:
+        copies = held.copies
+        assert copies is not None, f"{held.name} lies otherwise from piece to piece"
+
+        @torch.no_grad()
+        def hook(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            gradient = local(parameter.grad)
+            norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+            self._squares.append(norm.double().square() / copies)
+            self._changes.begin()
+            # Of no other parameter is there a gradient now.
+            self._optimizer.step()
+            parameter.grad = None
+
+        return hook

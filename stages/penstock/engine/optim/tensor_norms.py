@@ -1,0 +1,70 @@
+"""Norms of a checkpoint's tensors, however ranks cut, fuse and stack them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from penstock.engine.distributed.param_shards import Held, Piece
+from penstock.engine.distributed.ranks import Ranks
+from penstock.optim.novograd import Tensors, squared
+
+
+def numbers_of(piece: Piece) -> range:
+    """Which tensors of a stack a piece has parts of; 0 alone where there is no stack."""
+    is_stack = len(piece.whole) == 3
+    first, count = (piece.offsets[0], piece.sizes[0]) if is_stack else (0, 1)
+    return range(first, first + count)
+
+
+class TensorNorms(Tensors):
+    """Those of `held`, of each matrix of a stack by itself. Every rank makes one at the same time,
+    and calls it at the same time; one sum over all ranks gives all norms."""
+
+    def __init__(self, held: Sequence[Held], ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._pieces = {one.parameter: one.pieces for one in held}
+        here = {(piece.tensor, piece.whole) for one in held for piece in one.pieces}
+        everywhere = sorted({one for found in ranks.gather(sorted(here)) for one in found})
+        firsts: dict[str, int] = {}
+        self._count = 0
+        for tensor, whole in everywhere:
+            firsts[tensor] = self._count
+            self._count += whole[0] if len(whole) == 3 else 1
+        self._places: dict[nn.Parameter, torch.Tensor] = {}
+        self._shares: dict[nn.Parameter, torch.Tensor] = {}
+        for one in held:
+            own = [(piece, number) for piece in one.pieces for number in numbers_of(piece)]
+            places = [firsts[piece.tensor] + number for piece, number in own]
+            # Each number is added up by as many ranks as hold it.
+            shares = [1 / (one.replicas * piece.copies) for piece, _ in own]
+            self._places[one.parameter] = torch.tensor(
+                places, dtype=torch.int64, device=ranks.device
+            )
+            self._shares[one.parameter] = torch.tensor(
+                shares, dtype=torch.float64, device=ranks.device
+            )
+
+    def parts(self, parameter: nn.Parameter, here: torch.Tensor) -> list[torch.Tensor]:
+        """One for each piece."""
+        return list(self._parts(parameter, here))
+
+    def _parts(self, parameter: nn.Parameter, here: torch.Tensor) -> Iterator[torch.Tensor]:
+        for piece in self._pieces[parameter]:
+            yield piece.of(here).view(len(numbers_of(piece)), -1)
+
+    def square_norms(
+        self, gradients: Mapping[nn.Parameter, torch.Tensor]
+    ) -> Mapping[nn.Parameter, torch.Tensor]:
+        """Of all that any rank has of each tensor."""
+        device = self._ranks.device
+        sums = torch.zeros(self._count, dtype=torch.float64, device=device)
+        for parameter, gradient in gradients.items():
+            if parts := self.parts(parameter, gradient):
+                own = squared(parts).to(device) * self._shares[parameter]
+                sums.index_add_(0, self._places[parameter], own)
+        sums = self._ranks.total(sums)
+        return {
+            parameter: sums[self._places[parameter]].float().to(gradient.device)
+            for parameter, gradient in gradients.items()
+        }

@@ -1,0 +1,68 @@
+"""Norms of a base model's weights, which magnitudes of adapters (DoRA) start at."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+
+from penstock.adapters.names import EMBEDDING, MAGNITUDE, factor_of
+from penstock.engine.distributed.param_shards import Held
+from penstock.engine.distributed.ranks import Ranks
+from penstock.engine.hf.load_weights import Readers, Seen, row_blocks
+from penstock.engine.hf.safetensors_reader import SafetensorsFolder
+from penstock.engine.quantization.quantized_reader import Source
+
+
+def norms_for(
+    held: Sequence[Held],
+    weights: Path | None,
+    drawn: Source,
+    *,
+    readers: Readers,
+    ranks: Ranks,
+    seen: Seen,
+) -> dict[str, torch.Tensor]:
+    """The norm of each row, for an embedding of each column, of every weight whose adapter has
+    magnitudes on any rank; by the layer's name. Every rank calls it and gets all.
+
+    Weights are those of the folder `weights`, looked at as `seen` says, or without one those
+    that are `drawn`. They are
+    computed from whole rows in one order, so that the layout does not show: by rank 0 alone, or of
+    `all_ranks` by each a share.
+    """
+    mine = {
+        factor.hf_module
+        for one in held
+        for piece in one.pieces
+        if (factor := factor_of(piece.tensor)) and factor.side == MAGNITUDE
+    }
+    wanted = sorted(set[str]().union(*ranks.gather(mine)))
+    if not wanted:
+        return {}
+    if readers == "all_ranks":
+        here = wanted[ranks.rank :: ranks.world]
+    else:
+        here = wanted if ranks.leads else []
+    found: dict[str, torch.Tensor] = {}
+    with SafetensorsFolder(weights) if weights else nullcontext() as opened:
+        source = seen(opened) if opened else drawn
+        if here:
+            source.require(f"{layer}.weight" for layer in here)
+        for layer in here:
+            found[layer] = _norms(layer, _rows(source, f"{layer}.weight"))
+    return {layer: norms for some in ranks.gather(found) for layer, norms in some.items()}
+
+
+def _norms(layer: str, stretches: Iterable[torch.Tensor]) -> torch.Tensor:
+    """fp32, of sums in fp64."""
+    dim = 0 if layer == EMBEDDING else 1
+    squares = [rows.double().square_().sum(dim) for rows in stretches]
+    total = torch.stack(squares).sum(0) if dim == 0 else torch.cat(squares)
+    return total.sqrt_().float()
+
+
+def _rows(source: Source, name: str) -> Iterator[torch.Tensor]:
+    stored = source.stored(name)
+    for first, end in row_blocks(stored.shape, stored.dtype):
+        yield source.box(name, (first, 0), (end - first, stored.shape[1]))

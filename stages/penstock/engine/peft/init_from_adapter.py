@@ -1,0 +1,143 @@
+"""An adapter to go on from, as PEFT wrote it, in the names and shapes that a run's own has."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from penstock.adapters.names import EACH, MAGNITUDE, Factor, factor_of
+from penstock.adapters.peft_format import (
+    EMBEDDED,
+    FUSED_EXPERTS,
+    LINEAR,
+    NORMS,
+    separate_factors,
+)
+from penstock.core.errors import CapabilityError, ConfigError
+from penstock.engine.distributed.param_shards import Held, local
+from penstock.engine.hf.load_weights import cut_into
+from penstock.engine.peft.read_adapter import PeftFolder
+from penstock.models.weights import WeightMap
+
+
+class AdapterStart:
+    """The tensors of an adapter's folder, by the names that they have in training checkpoints."""
+
+    def __init__(self, folder: Path, chosen: Sequence[str], names: WeightMap) -> None:
+        """`chosen` are the layers that the run adapts, by their names in a checkpoint.
+
+        Raises ConfigError where they are not those of the folder, and CapabilityError for a folder
+        that holds what is not trained here.
+        """
+        self._folder, self._names = PeftFolder(folder), names
+        self._check(chosen)
+
+    def __call__(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The whole tensor of this name, fp32. Raises ConfigError for one of another shape."""
+        factor = factor_of(name)
+        assert factor is not None, f"{name} is no part of an adapter"
+        found = self._of_experts(factor, shape) if factor.of_experts else self._of_layer(factor)
+        if found is None or tuple(found.shape) != shape:
+            there = "absent" if found is None else tuple(found.shape)
+            raise ConfigError(
+                f"lora.init_adapter_path: {self._folder.folder} has {factor.side} of "
+                f"{factor.hf_module} as {there}, and the run makes it {shape}.\n"
+                "  Name the base model that it was trained on, and write the lora section as then."
+            )
+        return found
+
+    def lay_over(self, held: Sequence[Held]) -> None:
+        """Give biases that were trained beside the adapter the values they have in the folder."""
+        with torch.no_grad():
+            for one in held:
+                for piece in one.pieces:
+                    is_bias = piece.tensor.endswith(".bias")
+                    if is_bias and self._folder.replacement(piece.tensor):
+                        whole = self._folder.replacing(piece.tensor)
+                        cut_into(whole, piece, piece.of(local(one.parameter)))
+
+    def _of_layer(self, factor: Factor) -> torch.Tensor | None:
+        if factor.side == MAGNITUDE:
+            found = self._folder.part(factor.hf_module, NORMS)
+            return None if found is None else found.flatten()
+        ends = EMBEDDED if factor.of_embedding else LINEAR
+        return self._folder.part(factor.hf_module, ends[factor.side == "lora_B"])
+
+    def _of_experts(self, factor: Factor, shape: tuple[int, ...]) -> torch.Tensor | None:
+        """Factors of all experts, or the one that they share; None if one lacks its own."""
+        mixture = factor.hf_module.partition(f".{EACH}.")[0]
+        end = LINEAR[factor.side == "lora_B"]
+        layers = self._names.expert_layers(factor.part, mixture.removesuffix(".mlp"))
+        each = [self._folder.part(layer, end) for layer in layers]
+        if not layers:
+            each = self._of_fused_experts(mixture, factor)
+        found = [tensor for tensor in each if tensor is not None]
+        if len(found) < len(each) or not found:
+            return None
+        if len(shape) > 2:
+            return torch.stack(found)
+        if any(not torch.equal(found[0], other) for other in found):
+            raise ConfigError(
+                f"lora.init_adapter_path: experts in {self._folder.folder} have each their own "
+                f"{factor.side} of {factor.hf_module}, which the run lets them share.\n"
+                "  Leave lora.moe_shared_lora and lora.moe_hybrid_shared_lora out."
+            )
+        return found[0]
+
+    def _of_fused_experts(self, mixture: str, factor: Factor) -> list[torch.Tensor | None]:
+        """What PEFT has of a tensor of all experts, of which it wraps the second outermost."""
+        outer = f"{mixture}.experts"
+        inner = f"{outer}.base_layer"
+        both = inner in self._folder.modules()
+        module = inner if both and factor.part == FUSED_EXPERTS[0] else outer
+        pair = [self._folder.part(module, end) for end in LINEAR]
+        experts = self._names.config.experts
+        if pair[0] is None or pair[1] is None or experts is None:
+            return []
+        return list(
+            separate_factors(pair[0], pair[1], experts.num_experts)[factor.side == "lora_B"]
+        )
+
+    def _check(self, chosen: Sequence[str]) -> None:
+        folder = self._folder
+        for target in folder.targets():
+            if folder.replacement(target) and not target.endswith((".bias", "embed_tokens.weight")):
+                raise CapabilityError(
+                    f"lora.init_adapter_path: {folder.folder} brings {target} of its own "
+                    "(modules_to_save), which is not trained on.\n"
+                    "  Merge it with penstock merge, and start from the merged model."
+                )
+        there, wanted = set(folder.modules()), set(self._modules(chosen))
+        if lacking := sorted(wanted - there):
+            raise ConfigError(
+                f"lora.init_adapter_path: {folder.folder} does not adapt {lacking[0]}, which "
+                "lora.lora_target_modules names.\n"
+                "  Leave lora_target_modules out to train what it adapts."
+            )
+        # What all experts bear though only some of their matrices were trained.
+        more = sorted(module for module in there - wanted if self._changes(module))
+        if more:
+            raise ConfigError(
+                f"lora.init_adapter_path: {folder.folder} adapts {more[0]} as well, which "
+                "lora.lora_target_modules does not name, or this model does not have.\n"
+                "  Leave lora_target_modules out to train what it adapts."
+            )
+
+    def _changes(self, module: str) -> bool:
+        second = self._folder.part(module, LINEAR[1])
+        return second is None or bool(second.any())
+
+    def _modules(self, chosen: Sequence[str]) -> Iterator[str]:
+        """What the folder calls these layers."""
+        experts = self._names.config.experts
+        for layer in chosen:
+            before, is_of_experts, matrix = layer.partition(f".{EACH}.")
+            if not is_of_experts or experts is None:
+                yield layer
+            elif experts.clamped:
+                others = [f"{before}.{EACH}.{name}" for name in FUSED_EXPERTS]
+                inner = matrix == FUSED_EXPERTS[0] and others[1] in chosen
+                yield f"{before}.experts{'.base_layer' * inner}"
+            else:
+                for number in range(experts.num_experts):
+                    yield f"{before}.experts.{number}.{matrix}"

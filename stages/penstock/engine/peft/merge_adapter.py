@@ -1,0 +1,150 @@
+"""What a PEFT adapter makes of the tensors of one base model, wherever that keeps them.
+
+For most layers that is the folder's own account. The experts of a layer are one tensor for PEFT
+(`target_parameters`), whose factors have the rows of A by expert and rank and the columns of B by
+rank and expert; a base model's files may have that tensor too, turned or not, or each expert's own.
+"""
+
+import re
+from collections.abc import Callable
+from difflib import get_close_matches
+from functools import lru_cache, partial
+
+import torch
+
+from penstock.adapters.weight_delta import Change, Product, Stacked
+from penstock.core.errors import CapabilityError
+from penstock.engine.hf.safetensors_reader import SafetensorsFolder, Stored
+from penstock.engine.peft.read_adapter import PeftFolder
+
+WRAPPED = ".base_layer"
+"""PEFT wraps a module once more for each further parameter of it that it adapts."""
+
+MATRICES = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up"}
+"""The halves of what PEFT has in one, by the names that families give an expert's matrices."""
+DOWN = ("down_proj", "w2")
+
+KEPT = 4
+"""Parameters of experts whose factors are kept: two layers, in which all threads are busy."""
+
+
+class Merging:
+    """The changes of one adapter to one base model, by the names of the base model's tensors."""
+
+    def __init__(
+        self, folder: PeftFolder, base: SafetensorsFolder, hidden_size: int | None
+    ) -> None:
+        """`hidden_size` tells which way square matrices of experts lie.
+
+        Raises CapabilityError for what the base model does not have.
+        """
+        self.folder, self._base, self._hidden_size = folder, base, hidden_size
+        # A layer's factors are read once for all of its experts, whose tensors are neighbours.
+        self._products = lru_cache(maxsize=KEPT)(folder.products)
+        self._of_experts: dict[str, Callable[[], Change]] = {}
+        self._plain: list[str] = []
+        missing: list[str] = []
+        for target in folder.targets():
+            if target in base:
+                self._plain.append(target)
+            elif not self._spread(target.removesuffix(".weight")):
+                missing.append(target)
+        if missing:
+            raise self._without(missing)
+
+    def targets(self) -> list[str]:
+        """The tensors that are changed."""
+        return [*self._plain, *self._of_experts]
+
+    def replacement(self, target: str) -> Stored | None:
+        """What is said of the tensor that takes the place of the base model's, if one does."""
+        return self.folder.replacement(target)
+
+    def replacing(self, target: str) -> torch.Tensor:
+        """That tensor, as it is stored."""
+        return self.folder.replacing(target)
+
+    def change_of(self, target: str) -> Change | None:
+        """What is then added, if anything is."""
+        made = self._of_experts.get(target)
+        return made() if made else self.folder.change_of(target)
+
+    def _spread(self, module: str) -> bool:
+        """Find the tensors that the experts of a layer are in; whether there are any."""
+        layer = module
+        while layer.endswith(WRAPPED):
+            layer = layer.removesuffix(WRAPPED)
+        together = [
+            name
+            for name in self._base.names()
+            if name.rpartition(".")[0] == layer and len(self._base.stored(name).shape) == 3
+        ]
+        if together:
+            return self._together(module, together)
+        return self._apart(module, layer)
+
+    def _together(self, module: str, names: list[str]) -> bool:
+        """One tensor [experts, out, in], or turned [experts, in, out], of the fitting size."""
+        is_turned = any(self._is_turned(name) for name in names)
+        for name in names:
+            num_experts, *sides = self._base.stored(name).shape
+            out, width = self.folder.outline(module)
+            if [out, width][:: -1 if is_turned else 1] == sides:
+                self._of_experts[name] = partial(self._stacked, module, num_experts, is_turned)
+                return True
+        return False
+
+    def _is_turned(self, name: str) -> bool:
+        """Told by gate and up together, which are twice as many as another size, or by the side
+        that is the model's width."""
+        _, rows, columns = self._base.stored(name).shape
+        return rows == self._hidden_size != columns and name.endswith("gate_up_proj")
+
+    def _apart(self, module: str, layer: str) -> bool:
+        """Each expert's own matrices, of which gate and up are rows of one."""
+        found = self._matrices(layer)
+        if not found:
+            return False
+        num_experts = 1 + max(expert for expert, _ in found)
+        out, width = self.folder.outline(module)
+        for (expert, kind), name in found.items():
+            rows, columns = self._base.stored(name).shape
+            start = rows if kind == "up" else 0
+            if columns == width and out == (rows if kind == "down" else 2 * rows):
+                self._of_experts[name] = partial(
+                    self._one, module, num_experts, expert, slice(start, start + rows)
+                )
+        return any(name in self._of_experts for name in found.values())
+
+    def _matrices(self, layer: str) -> dict[tuple[int, str], str]:
+        """An expert's matrices by its number and their kind."""
+        # Mixtral's files call the mixture so, and transformers' model calls it mlp.
+        old = layer.replace(".mlp.", ".block_sparse_moe.")
+        pattern = re.compile(rf"({re.escape(layer)}|{re.escape(old)})\.(\d+)\.(\w+)\.weight")
+        found: dict[tuple[int, str], str] = {}
+        for name in self._base.names():
+            if match := pattern.fullmatch(name):
+                last = match[3]
+                kind = "down" if last in DOWN else MATRICES.get(last)
+                if kind:
+                    found[int(match[2]), kind] = name
+        return found
+
+    def _stacked(self, module: str, num_experts: int, is_turned: bool) -> Change:
+        products = self._products(module, num_experts)
+        if is_turned:
+            products = [product.turned() for product in products]
+        return Change(Stacked(tuple(products)))
+
+    def _one(self, module: str, num_experts: int, expert: int, rows: slice) -> Change:
+        product = self._products(module, num_experts)[expert]
+        return Change(Product(product.left[rows], product.right, product.scale))
+
+    def _without(self, missing: list[str]) -> CapabilityError:
+        near = get_close_matches(missing[0], self._base.names(), n=1)
+        return CapabilityError(
+            f"{self.folder.folder} adapts {len(missing)} tensors that the base model does not have,"
+            f" first {missing[0]}{f' (it has {near[0]})' if near else ''}.\n"
+            "  Name the base model that it was trained on; a head that is the embedding itself "
+            "(tie_word_embeddings) cannot be merged apart from it."
+        )

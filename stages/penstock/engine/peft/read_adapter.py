@@ -1,0 +1,160 @@
+"""An adapter as the PEFT library writes it: what it makes of each tensor of its base model.
+
+Everything that such a folder can ask for is either computed or refused by name; nothing in it is
+passed over. The formulas are those of PEFT's own layers.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from penstock.adapters.peft_format import EMBEDDED, LINEAR, NORMS, PREFIX, separate_factors
+from penstock.adapters.scaling import scale_of
+from penstock.adapters.weight_delta import Change, Product
+from penstock.core.errors import CapabilityError
+from penstock.engine.hf.safetensors_reader import SafetensorsFolder, Stored
+from penstock.engine.peft.adapter_config import read_peft_config
+
+WEIGHTS = "adapter_model.safetensors"
+
+BIAS = "lora_B.bias"
+PARTS = (*LINEAR, *EMBEDDED, NORMS, f"{NORMS}.weight", BIAS)
+
+
+class PeftFolder:
+    """A folder with `adapter_config.json` and `adapter_model.safetensors`."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises CapabilityError for what is no such folder, or asks for what is not computed."""
+        self.config = read_peft_config(folder)
+        if not (folder / WEIGHTS).is_file():
+            raise CapabilityError(
+                f"{folder} has no {WEIGHTS}. Pickled weights (.bin) are not read, since reading "
+                "them can run code.\n  Save the adapter again with safetensors."
+            )
+        self.folder = folder
+        self._tensors = SafetensorsFolder(folder, single=WEIGHTS)
+        self._layers: dict[str, dict[str, str]] = {}
+        self._replaced: dict[str, str] = {}
+        for name in self._tensors.names():
+            self._sort(name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._tensors.__exit__()
+
+    def modules(self) -> list[str]:
+        """The layers that bear an adapter."""
+        return list(self._layers)
+
+    def part(self, module: str, end: str) -> torch.Tensor | None:
+        """What a layer's adapter has by this name (one of PARTS), fp32; None if it has none."""
+        ends = self._layers.get(module, {})
+        name = ends.get(end) or ends.get(f"{end}.weight")
+        return self._read(name) if name else None
+
+    def targets(self) -> list[str]:
+        """The tensors of the base model that are changed."""
+        matrices = [f"{module}.weight" for module in self._layers]
+        biases = [f"{module}.bias" for module, ends in self._layers.items() if BIAS in ends]
+        return list(dict.fromkeys([*self._replaced, *matrices, *biases]))
+
+    def replacement(self, target: str) -> Stored | None:
+        """What is said of the tensor that takes the place of the base model's, if one does."""
+        name = self._replaced.get(target)
+        return self._tensors.stored(name) if name else None
+
+    def replacing(self, target: str) -> torch.Tensor:
+        """That tensor, as it is stored."""
+        return self._tensors[self._replaced[target]]
+
+    def change_of(self, target: str) -> Change | None:
+        """What is then added to the base model's tensor, if anything is. Reads what it takes.
+
+        A bias [n] counts as a matrix [n, 1].
+        """
+        module, _, kind = target.rpartition(".")
+        ends = self._layers.get(module)
+        if ends is None or (kind == "bias" and BIAS not in ends):
+            return None
+        if kind == "bias":
+            return Change(self._bias(module, ends))
+        return Change(
+            self._product(module, ends),
+            self._magnitude(module),
+            of_columns=EMBEDDED[0] in ends or bool(self.config.get("fan_in_fan_out")),
+        )
+
+    def outline(self, module: str) -> tuple[int, int]:
+        """Output and input features of what bears an adapter."""
+        ends = self._layers[module]
+        (_, width), (out, _) = (self._tensors.stored(ends[side]).shape for side in LINEAR)
+        return out, width
+
+    def products(self, module: str, num_experts: int) -> list[Product]:
+        """What is added to each expert's matrix [out, in] of such a parameter."""
+        ends = self._layers[module]
+        lora_A, lora_B = (self._read(ends[side]) for side in LINEAR)
+        a_ERI, b_EOR = separate_factors(lora_A, lora_B, num_experts)
+        scale = self._scale(module, rank=a_ERI.shape[1])
+        return [Product(b, a, scale) for a, b in zip(a_ERI, b_EOR, strict=True)]
+
+    def _sort(self, name: str) -> None:
+        inner = name.removeprefix(PREFIX)
+        end = next((end for end in PARTS if inner.endswith(f".{end}")), None)
+        if end:
+            self._layers.setdefault(inner.removesuffix(f".{end}"), {})[end] = name
+        elif inner == name or ".lora_" in inner or "token_adapter" in inner:
+            raise CapabilityError(
+                f"{self.folder} holds {name}, which is no part of a low-rank adapter that can be "
+                "merged.\n  Merge it with the library that wrote it."
+            )
+        else:
+            # The base weight of an adapted embedding is saved beside its factors.
+            self._replaced[inner.replace(".base_layer.", ".")] = name
+
+    def _product(self, module: str, ends: Mapping[str, str]) -> Product:
+        is_embedding = EMBEDDED[0] in ends
+        sides = EMBEDDED if is_embedding else LINEAR
+        if missing := [side for side in sides if side not in ends]:
+            raise CapabilityError(
+                f"{self.folder} lacks {module}.{missing[0]}, one half of an adapter.\n"
+                "  Save it again."
+            )
+        lora_A, lora_B = (self._read(ends[side]) for side in sides)
+        if lora_A.ndim != 2 or lora_B.ndim != 2:
+            raise CapabilityError(
+                f"{self.folder} adapts {module}, a convolution; only linear layers and "
+                "embeddings are merged."
+            )
+        scale = self._scale(module, rank=lora_A.shape[0])
+        if is_embedding or self.config.get("fan_in_fan_out"):
+            # Stored the other way round: [in, out].
+            return Product(lora_A.T.contiguous(), lora_B.T.contiguous(), scale)
+        return Product(lora_B, lora_A, scale)
+
+    def _bias(self, module: str, ends: Mapping[str, str]) -> Product:
+        """The bias as a column [out, 1], which the bias of the base model is seen as too."""
+        scale = self._scale(module, rank=self._tensors.stored(ends[LINEAR[0]]).shape[0])
+        bias = self._read(ends[BIAS])
+        return Product(bias.unsqueeze(1), torch.ones(1, 1), scale)
+
+    def _magnitude(self, module: str) -> torch.Tensor | None:
+        found = self.part(module, NORMS)
+        return None if found is None else found.flatten()
+
+    def _scale(self, module: str, rank: int) -> float:
+        alpha = self.config.get("lora_alpha") or 8
+        for pattern, value in (self.config.get("alpha_pattern") or {}).items():
+            if re.fullmatch(rf"(.*\.)?({pattern})", module):
+                alpha = value
+                break
+        return scale_of(rank, alpha, "root" if self.config.get("use_rslora") else "rank")
+
+    def _read(self, name: str) -> torch.Tensor:
+        return self._tensors[name].float()

@@ -1,0 +1,137 @@
+"""Merging while training: every so many steps what adapters have learnt becomes part of the weights
+beside them, and they start anew (Lialin et al. 2023, "ReLoRA").
+
+A sum of many products of low rank is a change of high rank. Weights become W + s B A, computed in
+fp32 and rounded once. No weight is gathered: every rank has all of the factors beside one for a
+moment, and computes the rows that it holds. Matrices in fewer bits are merged into in
+`requantising.py`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from penstock.adapters.init import initial_lora
+from penstock.adapters.lora_delta import adapted_in
+from penstock.adapters.names import factor_of
+from penstock.adapters.weight_delta import Product
+from penstock.config.schema.run import RunConfig
+from penstock.engine.distributed.device_mesh import ROWS, Mesh
+from penstock.engine.distributed.param_shards import Held, local, rows_here
+from penstock.engine.distributed.ranks import Ranks
+from penstock.engine.hf.load_weights import cut_into
+from penstock.engine.quantization.requantize import Requantiser
+from penstock.models.weights import WeightMap
+
+STRETCH = 32 << 20
+"""Bytes of a weight's rows, in fp32, that are computed at once."""
+
+
+@dataclass(frozen=True)
+class Merging:
+    """When adapters are merged, and what happens then."""
+
+    parts: Sequence[nn.Module]
+    held: Sequence[Held]
+    """Every parameter of the parts."""
+    optimizer: torch.optim.Optimizer
+    ranks: Ranks
+    requantiser: Requantiser | None
+    """None where no weight is quantised."""
+    interval: int
+    """Steps from one merge to the next."""
+    seed: int
+    """What adapters' starts are drawn from."""
+    states: Literal["kept", "forgotten"]
+    """What becomes of all that the optimizer knows of the adapters."""
+
+    def is_due(self, steps: int) -> bool:
+        """Whether adapters are merged once so many steps are done."""
+        return steps % self.interval == 0
+
+    @torch.no_grad()
+    def merge(self, steps: int) -> None:
+        """Merge all adapters, with `steps` done, and let them start anew, in a way that depends on
+        how many merges there were. Every rank calls it.
+
+        Raises:
+            StageError: numbers come out that are not finite and cannot be quantised.
+        """
+        for part in self.parts:
+            for adapted in adapted_in(part, self._whole):
+                if isinstance(adapted.weight, torch.Tensor):
+                    _add(adapted.weight, adapted.products)
+                else:
+                    assert self.requantiser is not None
+                    self.requantiser.add(adapted.weight, adapted.products)
+        if self.requantiser:
+            self.requantiser.require_finite(steps)
+        for one in self._factors():
+            for piece in one.pieces:
+                start = initial_lora(
+                    piece.tensor, piece.whole, self.seed, merges=steps // self.interval
+                )
+                cut_into(start, piece, piece.of(local(one.parameter)))
+            if self.states == "forgotten":
+                self.optimizer.state.pop(one.parameter, None)
+
+    def _factors(self) -> list[Held]:
+        return [one for one in self.held if factor_of(one.name)]
+
+    def _whole(self, factor: torch.Tensor) -> torch.Tensor:
+        """All of it that this rank computes with, fp32, beside the rank's own part."""
+        if not isinstance(factor, DTensor):
+            return factor.float()
+        # An offloaded part lies where no group can reach it.
+        reachable = DTensor.from_local(
+            factor.to_local().to(self.ranks.device),
+            factor.device_mesh,
+            factor.placements,
+            shape=factor.shape,
+            stride=factor.stride(),
+        )
+        return reachable.full_tensor().to(factor.to_local().device).float()
+
+
+def merging_of(
+    run: RunConfig,
+    parts: Sequence[nn.Module],
+    held: Sequence[Held],
+    optimizer: torch.optim.Optimizer,
+    names: WeightMap,
+    mesh: Mesh,
+    ranks: Ranks,
+) -> Merging | None:
+    """What the `lora` section says of merging; None if adapters stay apart."""
+    if not run.lora.merge_lora_interval:
+        return None
+    requantiser = None
+    if run.lora.enable_qlora:
+        requantiser = Requantiser(held, names, ranks, mesh.group(*ROWS, "tensor"))
+    return Merging(
+        parts,
+        held,
+        optimizer,
+        ranks,
+        requantiser,
+        interval=run.lora.merge_lora_interval,
+        seed=run.train.seed,
+        states="forgotten" if run.lora.reset_optimizer_on_merge else "kept",
+    )
+
+
+def _add(weight: torch.Tensor, products: Sequence[tuple[int, Product]]) -> None:
+    """Make products part of the rows that are here, a stretch at a time."""
+    columns = weight.shape[-1]
+    first, end = rows_here(weight, 2)
+    here = local(weight).view(end - first, columns)
+    at_once = max(1, STRETCH // (4 * columns))
+    for start, product in products:
+        low, high = max(first, start), min(end, start + product.shape[0])
+        for row in range(low, high, at_once):
+            rows = here[row - first : min(row + at_once, high) - first]
+            rows.copy_(product.added_to(rows, row - start))

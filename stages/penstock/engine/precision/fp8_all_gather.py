@@ -1,0 +1,157 @@
+"""Weights that travel in 8 bits (`train.enable_fp8_all_gather`).
+
+Before FSDP gathers a weight each rank rounds the rows that it holds, by the scales of the whole
+weight, as the layer would do with all of them: scales are powers of two, so what was rounded is
+what the layer computes with anyway. Gathered are codes; the layer is given these, and no weight.
+
+N rows, K columns.
+"""
+
+# pyright: reportIncompatibleMethodOverride=false
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from penstock.config.schema.train import TrainConfig
+from penstock.engine.precision.fp8_convert import largest_over, products_in
+from penstock.models.decoder import Decoder
+from penstock.models.layers.float8 import Float8Product
+from penstock_kernels.float8 import (
+    BLOCK,
+    Agreement,
+    Coded,
+    CodedWeight,
+    Scheme,
+    Sharing,
+    largest_of_part,
+    quantise,
+    scales_of,
+    seen,
+)
+
+Scaled = tuple[Sharing, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which rows of which weight a rank holds, and how they are rounded."""
+
+    first: int
+    whole: int
+    group: dist.ProcessGroup
+    """Those that hold the others."""
+    product: Float8Product
+
+    @property
+    def scheme(self) -> Scheme:
+        """That of the layer."""
+        return self.product.scheme
+
+    def coded(self, shard_NK: torch.Tensor) -> Coded:
+        """The rows rounded, with the scales of the whole weight."""
+        sharing = self.scheme.of_weights
+        here = seen(shard_NK, self.scheme.block)
+        largest = largest_of_part(here, sharing, self.first, self.whole)
+        largest = largest_over(self.group, largest)
+        for agree in _reaching(self.product.agreement, sharing):
+            largest = agree(largest)
+        scales = scales_of(largest, "e4m3")
+        codes = quantise(here, "e4m3", *_of_rows(sharing, scales, self.first, len(here))).codes
+        return Coded(codes, scales, sharing)
+
+
+class RowsOfWeight(torch.Tensor):
+    """A rank's rows of a weight, which FSDP asks what to gather. Otherwise a tensor like any."""
+
+    rows: Rows
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+
+    @staticmethod
+    def of(shard_NK: torch.Tensor, rows: Rows) -> "RowsOfWeight":
+        """The same memory."""
+        made = torch.Tensor._make_subclass(RowsOfWeight, shard_NK)
+        made.rows = rows
+        return made
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: MixedPrecisionPolicy,
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """What travels, and what every rank knows already."""
+        del mesh, outer_size, outer_stride, module
+        coded = self.rows.coded(self.detach().to(mp_policy.param_dtype or self.dtype))
+        # Collectives know no float8.
+        return (coded.codes.view(torch.uint8),), coded.scales
+
+    def fsdp_post_all_gather(
+        self,
+        outputs: tuple[torch.Tensor, ...],
+        scales: torch.Tensor,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        """The weight of what came; `out`: of which the codes have come again."""
+        scheme, [codes] = self.rows.scheme, outputs
+        coded = Coded(codes.view(torch.float8_e4m3fn), scales, scheme.of_weights)
+        if out is None:
+            return CodedWeight(coded, scheme.block, param_dtype), ()
+        assert isinstance(out, CodedWeight)
+        out.coded = coded
+        return None
+
+
+def gather_in_8_bits(
+    parts: Sequence[Decoder], train: TrainConfig, notify: Callable[[str], None]
+) -> None:
+    """Let weights of the layers that compute in float8 travel so if the settings want it; in place.
+    To be called when FSDP has sharded them and they have their memory.
+
+    Those whose rows FSDP does not share out evenly travel as before, which is told.
+    """
+    if not train.enable_fp8_all_gather:
+        return
+    uneven: list[str] = []
+    for part in parts:
+        for name, product in products_in(part).items():
+            weight = cast(DTensor, part.get_submodule(name).get_parameter("weight"))
+            mesh = weight.device_mesh
+            shards = mesh if mesh.ndim == 1 else mesh["shard"]
+            if weight.shape[0] % shards.size():
+                uneven.append(name)
+                continue
+            _, offset = compute_local_shape_and_global_offset(weight.shape, mesh, weight.placements)
+            rows = Rows(offset[0], weight.shape[0], shards.get_group(), product)
+            weight._local_tensor = RowsOfWeight.of(weight._local_tensor, rows)
+    if uneven:
+        notify(
+            f"train.enable_fp8_all_gather: {len(uneven)} weights are gathered unrounded, whose rows"
+            f" are no multiple of the shards ({uneven[0]} is the first)"
+        )
+
+
+def _reaching(agreement: Agreement, sharing: str) -> list[Any]:
+    """Who holds other features of what shares a scale in a weight."""
+    asked = {"tensor": (agreement.outputs, agreement.inputs), "rows": (agreement.inputs,)}
+    return [agree for agree in asked.get(sharing, ()) if agree]
+
+
+def _of_rows(sharing: Sharing, scales: torch.Tensor, first: int, count: int) -> Scaled:
+    """How rows share, with their scales; a tile may begin or end at other ranks'."""
+    if sharing == "tensor":
+        return sharing, scales
+    rows = torch.arange(first, first + count, device=scales.device)
+    return ("groups", scales[rows // BLOCK]) if sharing == "tiles" else ("rows", scales[rows])

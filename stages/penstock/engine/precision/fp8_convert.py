@@ -1,0 +1,108 @@
+"""Products in float8, put into a model and told what other ranks hold of the same matrices.
+
+Scales are of whole matrices, so that a layout does not change them: of all tokens of a micro-batch,
+whichever ranks share them out, and of all features. Where a scale is shared by numbers of several
+ranks, they take the largest of all before they round.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from penstock.adapters.lora import LoraLinear
+from penstock.config.schema.fp8 import Fp8Config
+from penstock.config.schema.train import TrainConfig
+from penstock.engine.distributed.device_mesh import Axis, Mesh
+from penstock.engine.precision.fp8_layers import Float8Layers, float8_layers, is_shared
+from penstock.models.decoder import Decoder
+from penstock.models.layers.float8 import Float8Linear, Float8Product
+from penstock.models.tp_roles import Role, Roles
+from penstock.models.weights import WeightMap
+from penstock_kernels.float8 import Agree, Agreement, Scheme
+
+OF_TOKENS: tuple[Axis, ...] = ("ring", "ulysses")
+"""Axes whose ranks share out the tokens of a row."""
+
+
+def scheme_of(fp8: Fp8Config) -> Scheme:
+    """What the settings say, in the layer's words."""
+    return Scheme(
+        recipe=fp8.recipe,
+        gradients=fp8.of_gradients,
+        input_gradient="quantised" if fp8.quantize_input_grad else "exact",
+        weight_gradient="quantised" if fp8.quantize_weight_grad else "exact",
+        block=fp8.hadamard_block_size if fp8.hadamard else None,
+    )
+
+
+def put_float8(
+    parts: Sequence[Decoder],
+    train: TrainConfig,
+    names: WeightMap,
+    roles: Roles,
+    notify: Callable[[str], None],
+) -> Float8Layers:
+    """Let a model's parts compute in float8 what the settings say, in place; which is told.
+
+    To be called with adapters in place: what they multiply keeps its precision.
+    Raises ConfigError and CapabilityError as `float8_layers`.
+    """
+    if not train.enable_fp8_training:
+        return Float8Layers()
+    layers = float8_layers(train, names, roles)
+    notify(layers.told(train.fp8))
+    for part in parts:
+        _put(part, layers, scheme_of(train.fp8))
+    return layers
+
+
+def _put(model: Decoder, layers: Float8Layers, scheme: Scheme) -> None:
+    here = dict(model.named_modules())
+    for native in layers.chosen:
+        module = here.get(native)
+        if isinstance(module, LoraLinear):
+            module.affine = Float8Product(scheme)
+        elif isinstance(module, nn.Linear):
+            model.set_submodule(native, Float8Linear(module, Float8Product(scheme)))
+
+
+def products_in(model: Decoder) -> Mapping[str, Float8Product]:
+    """Those of its layers, by the names of modules."""
+    return {
+        name: module.affine
+        for name, module in model.named_modules()
+        if isinstance(module, Float8Linear | LoraLinear)
+        and isinstance(module.affine, Float8Product)
+    }
+
+
+def agree_on_scales(parts: Sequence[Decoder], layers: Float8Layers, mesh: Mesh) -> None:
+    """Tell the layers that `put_float8` has changed who holds the rest of their matrices; in place.
+    To be called on every rank."""
+    if not layers.chosen:
+        return
+    tokens, features = _largest(mesh, *OF_TOKENS), _largest(mesh, "tensor")
+    shared = _largest(mesh, *OF_TOKENS, "tensor")
+    for name, product in (each for part in parts for each in products_in(part).items()):
+        if is_shared(name):
+            product.agreement = Agreement(tokens=shared)
+        elif layers.chosen[name] is Role.WIDEN:
+            product.agreement = Agreement(tokens=tokens, outputs=features)
+        else:
+            product.agreement = Agreement(tokens=tokens, inputs=features)
+
+
+def _largest(mesh: Mesh, *axes: Axis) -> Agree | None:
+    group = mesh.group(*axes)
+    return group and partial(largest_over, group)
+
+
+def largest_over(group: dist.ProcessGroup, largest: torch.Tensor) -> torch.Tensor:
+    """The maximum of each number over a group's ranks. What is no number stays none."""
+    # Maxima of some backends lose what is no number, and none loses infinity.
+    known = torch.where(largest.isnan(), torch.inf, largest)
+    dist.all_reduce(known, dist.ReduceOp.MAX, group)
+    return known

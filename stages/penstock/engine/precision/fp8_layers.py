@@ -1,0 +1,147 @@
+"""Which layers are computed in float8 (`train.enable_fp8_training`), and which cannot be.
+
+Linear layers within blocks are: attention's and those of networks that see every token. The
+embedding, the head, routers and experts are not. A layer is or is not, whatever the layout. Judged
+before any process starts: no torch here.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from penstock.config.schema.fp8 import Fp8Config
+from penstock.config.schema.quantization import is_among
+from penstock.config.schema.train import TrainConfig
+from penstock.core.errors import CapabilityError
+from penstock.engine.quantization.exclude_modules import fused, require_known
+from penstock.models.tp_roles import Role, Roles, role_of
+from penstock.models.weights import WeightMap
+
+MULTIPLE = 16
+"""What tensor cores take of rows and columns."""
+
+TILE = 128
+
+CAPABILITY = (8, 9)
+"""Of the first GPUs that have such numbers."""
+
+FIELD = "train.fp8.exclude_modules"
+
+
+@dataclass(frozen=True)
+class Float8Layers:
+    """By the names of native modules."""
+
+    chosen: dict[str, Role] = field(default_factory=dict[str, Role])
+    uneven: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
+    """Those whose sizes do not serve."""
+    excluded: tuple[str, ...] = ()
+    num_experts: int = 0
+    """Experts in each layer that has any; they are computed in the model's own precision."""
+
+    def told(self, fp8: Fp8Config) -> str:
+        """The choice, in one line."""
+        line = f"train.enable_fp8_training: {len(self.chosen)} linear layers in float8"
+        line += f" ({fp8.recipe}, gradients {fp8.of_gradients}"
+        line += ", turned)" if fp8.hadamard else ")"
+        if self.num_experts:
+            line += f"; the {self.num_experts} experts of each layer are not"
+        if self.excluded:
+            line += f"; {len(self.excluded)} excluded"
+        if self.uneven:
+            first, (rows, columns) = next(iter(self.uneven.items()))
+            line += f"; {len(self.uneven)} not, whose sizes are no multiples of {_unit(fp8)}"
+            line += f" ({first} is {rows} x {columns})"
+        return line
+
+
+def float8_layers(train: TrainConfig, names: WeightMap, roles: Roles) -> Float8Layers:
+    """The layers of a model.
+
+    Raises:
+        ConfigError: an entry of `exclude_modules` that names nothing.
+        CapabilityError: no layer would be computed so, or only a part of one.
+    """
+    fp8 = train.fp8
+    require_known(FIELD, fp8.exclude_modules, names)
+    found, excluded = Float8Layers(), list[str]()
+    for native, role in _linear_layers(names, roles):
+        parts = [name.removesuffix(".weight") for name in names.hf_names(f"{native}.weight")]
+        left = [part for part in parts if is_among(fp8.exclude_modules, part)]
+        rows, columns = names.native_shape(f"{native}.weight")
+        if left and len(left) < len(parts):
+            raise CapabilityError(fused(FIELD, left[0]))
+        if left:
+            excluded.append(native)
+        elif rows % MULTIPLE or columns % _unit(fp8):
+            found.uneven[native] = rows, columns
+        else:
+            found.chosen[native] = role
+    if not found.chosen:
+        why = f"{FIELD} leaves out the rest" if excluded else "they are too uneven"
+        raise CapabilityError(
+            f"train.enable_fp8_training: no linear layer has rows in multiples of {MULTIPLE} and "
+            f"columns in multiples of {_unit(fp8)}, or {why}.\n"
+            "  Leave enable_fp8_training out."
+        )
+    _require_whole_parts(train, names, found)
+    experts = names.config.experts
+    num_experts = experts.num_experts if experts else 0
+    return Float8Layers(found.chosen, found.uneven, tuple(excluded), num_experts)
+
+
+def require_float8(capability: tuple[int, int] | None) -> None:
+    """Raise CapabilityError for a GPU without such numbers. None: nobody knows, or there is none.
+
+    A CPU computes the same, slowly.
+    """
+    if capability is not None and capability < CAPABILITY:
+        has, wants = (".".join(map(str, each)) for each in (capability, CAPABILITY))
+        raise CapabilityError(
+            "train.enable_fp8_training is true, and this machine's GPUs have no numbers of 8 bits: "
+            f"their compute capability is {has}, and {wants} (Ada, Hopper) is the first with them."
+            "\n  Leave enable_fp8_training out."
+        )
+
+
+def is_shared(native: str) -> bool:
+    """Whether a layer is of shared experts, which ranks of the tensor axis compute whole, for some
+    of the tokens."""
+    return ".mlp.shared_experts." in native
+
+
+def _unit(fp8: Fp8Config) -> int:
+    return fp8.hadamard_block_size if fp8.hadamard else MULTIPLE
+
+
+def _linear_layers(names: WeightMap, roles: Roles) -> Iterator[tuple[str, Role]]:
+    for name in names.native_names():
+        native, _, leaf = name.rpartition(".")
+        role = role_of(native, roles)
+        if leaf == "weight" and role in (Role.WIDEN, Role.NARROW):
+            yield native, role
+
+
+def _require_whole_parts(train: TrainConfig, names: WeightMap, layers: Float8Layers) -> None:
+    """Refuse to cut what shares a scale or is turned together."""
+    size, fp8 = train.tensor_parallel_size, train.fp8
+    if size == 1:
+        return
+    for native, role in layers.chosen.items():
+        if is_shared(native):
+            continue
+        whole = _unit(fp8) if role is Role.NARROW else MULTIPLE
+        if fp8.recipe == "blockwise":
+            whole = TILE
+        for part in names.hf_names(f"{native}.weight"):
+            features = names.hf_shapes()[part][role is Role.NARROW]
+            layer = part.removesuffix(".weight").rpartition(".")[2]
+            grain = names.config.head_dim if layer in ("k_proj", "v_proj") else 1
+            # Heads of keys are copied where they are fewer than ranks.
+            here = max(features / size, grain)
+            if here % whole:
+                raise CapabilityError(
+                    f"train.tensor_parallel_size {size} leaves {here:g} of {features} features of "
+                    f"{part.removesuffix('.weight')} on a rank, and train.fp8 needs multiples of "
+                    f"{whole}.\n"
+                    f"  Write a smaller tensor_parallel_size, or add {layer} to {FIELD}."
+                )

@@ -1,0 +1,176 @@
+"""Quantised matrices under the names and in the layout of compressed-tensors.
+
+vLLM, SGLang and transformers read it. The format is that of the library `compressed-tensors`:
+what a layer's tensors are called, what they hold, and what config.json says of them. N rows and K
+columns of a layer's weight.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from penstock.core.errors import CapabilityError
+from penstock.engine.hf.safetensors_writer import Kind
+from penstock.engine.model_source import SchemeName
+from penstock_kernels.quant import FORMATS, Format, Quantised, format_named
+from penstock_kernels.quant.prequantized import tile_scales
+
+INT4_GROUPS = (128, 64, 32)
+"""Columns that share a scale, the first that divides all rows: servers have kernels for these."""
+
+_TILE = 128
+_PER_TOKEN = {"strategy": "token", "dynamic": True, "symmetric": True}
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """What one format is called in config.json."""
+
+    format: str
+    weights: Mapping[str, Any]
+    inputs: Mapping[str, Any] | None = None
+    """How activations are quantised while serving; None leaves them as they are."""
+
+
+SCHEMES: Mapping[str, Scheme] = {
+    "fp8": Scheme(
+        "float-quantized",
+        {"num_bits": 8, "type": "float", "strategy": "channel"},
+        {"num_bits": 8, "type": "float", **_PER_TOKEN},
+    ),
+    "block_fp8": Scheme(
+        "float-quantized",
+        {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [_TILE, _TILE]},
+        {
+            "num_bits": 8,
+            "type": "float",
+            "strategy": "group",
+            "group_size": _TILE,
+            "dynamic": True,
+            "symmetric": True,
+        },
+    ),
+    "int8": Scheme(
+        "int-quantized",
+        {"num_bits": 8, "type": "int", "strategy": "channel"},
+        {"num_bits": 8, "type": "int", **_PER_TOKEN},
+    ),
+    "int4": Scheme("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group"}),
+    "nvfp4": Scheme(
+        "nvfp4-pack-quantized",
+        {
+            "num_bits": 4,
+            "type": "float",
+            "strategy": "tensor_group",
+            "scale_dtype": "torch.float8_e4m3fn",
+        },
+    ),
+}
+
+
+def format_for(scheme: SchemeName, shapes: Mapping[str, tuple[int, ...]]) -> Format:
+    """The format that holds matrices of all these shapes, so that servers can use them.
+
+    Raises:
+        CapabilityError: there is none.
+    """
+    if scheme == "int4":
+        for group in INT4_GROUPS:
+            if not any(shape[-1] % group for shape in shapes.values()):
+                return format_named("int4", group)
+        _refuse(scheme, shapes, (1, INT4_GROUPS[-1]))
+    kept = FORMATS[scheme]
+    if kept.group is not None:
+        _refuse(scheme, shapes, (kept.tile_rows, kept.group))
+    return kept
+
+
+def _refuse(
+    scheme: SchemeName, shapes: Mapping[str, tuple[int, ...]], multiple: tuple[int, int]
+) -> None:
+    for name, (rows, columns) in shapes.items():
+        if rows % multiple[0] or columns % multiple[1]:
+            what = f"multiples of {multiple[0]} x {multiple[1]}" if multiple[0] > 1 else ""
+            raise CapabilityError(
+                f"export.quantise: {name} is {rows} x {columns}, and {scheme} needs "
+                f"{what or f'columns in multiples of {multiple[1]}'}.\n"
+                "  Write fp8 or int8, which take every shape, or leave export.quantise out."
+            )
+
+
+def stored_kinds(layer: str, shape: tuple[int, ...], kept: Format) -> dict[str, Kind]:
+    """The tensors that a layer's weight of this shape is stored as."""
+    rows, columns = shape
+    scales: Kind = ((rows, kept.num_groups(columns)), kept.scales_dtype)
+    match kept.name:
+        case "fp8" | "int8":
+            dtype = torch.int8 if kept.name == "int8" else torch.float8_e4m3fn
+            found: dict[str, Kind] = {"weight": (shape, dtype), "weight_scale": scales}
+        case "block_fp8":
+            tiles: Kind = ((-(-rows // _TILE), scales[0][1]), torch.float32)
+            found = {"weight": (shape, torch.float8_e4m3fn), "weight_scale": tiles}
+        case "int4":
+            found = {
+                "weight_packed": ((rows, columns // 8), torch.int32),
+                "weight_scale": scales,
+                "weight_shape": ((2,), torch.int64),
+            }
+        case "nvfp4":
+            found = {
+                "weight_packed": ((rows, columns // 2), torch.uint8),
+                "weight_scale": scales,
+                "weight_global_scale": ((1,), torch.float32),
+            }
+        case name:
+            raise AssertionError(name)
+    return {f"{layer}.{leaf}": kind for leaf, kind in found.items()}
+
+
+def of_rows(layer: str, made: Quantised) -> dict[str, torch.Tensor]:
+    """What a run of a matrix's rows, from a tile's first row on, is of those tensors."""
+    match made.format.name:
+        case "fp8" | "block_fp8":
+            found = {"weight": made.codes.view(torch.float8_e4m3fn)}
+        case "int8":
+            found = {"weight": made.codes.view(torch.int8)}
+        case "int4":
+            found = {"weight_packed": made.codes.view(torch.int32)}
+        case _:
+            found = {"weight_packed": made.codes}
+    is_tiled = made.format.tile_rows > 1
+    found["weight_scale"] = tile_scales(made) if is_tiled else made.scales
+    return {f"{layer}.{leaf}": tensor for leaf, tensor in found.items()}
+
+
+def of_whole(layer: str, shape: tuple[int, ...], made: Quantised) -> dict[str, torch.Tensor]:
+    """What is stored once for a matrix of this shape; `made` are any of its rows."""
+    if made.format.name == "int4":
+        return {f"{layer}.weight_shape": torch.tensor(shape)}
+    if made.global_scales is not None:
+        # By which scales are divided there, not multiplied.
+        return {f"{layer}.weight_global_scale": made.global_scales[0].reciprocal()}
+    return {}
+
+
+def quantization_config(
+    scheme: SchemeName, kept: Format, untouched: Iterable[str]
+) -> dict[str, Any]:
+    """What config.json says: every linear layer is so, but those `untouched`."""
+    what = SCHEMES[scheme]
+    group = {} if kept.group is None or kept.tile_rows > 1 else {"group_size": kept.group}
+    return {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": what.format,
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {**what.weights, **group, "symmetric": True, "dynamic": False},
+                "input_activations": dict(what.inputs) if what.inputs else None,
+                "output_activations": None,
+            }
+        },
+        "ignore": sorted(untouched),
+    }

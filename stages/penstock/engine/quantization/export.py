@@ -1,0 +1,135 @@
+"""Which tensors of a checkpoint are quantised when it is written, and how one passes through.
+
+Linear layers within blocks are: attention's, feed-forward networks' and experts'. Embeddings, the
+head, norms and routers stay as they are.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from penstock.core.errors import CapabilityError
+from penstock.engine.hf.safetensors_writer import Kind
+from penstock.engine.hf.state_dict import HfWeights
+from penstock.engine.model_source import SchemeName
+from penstock.engine.quantization import compressed_tensors
+from penstock.engine.quantization.select_layers import matrices
+from penstock.models.family import Family
+from penstock.models.names import HEAD_WEIGHT
+from penstock.models.weights import WeightMap
+from penstock_kernels.quant import Format, largest, quantise
+
+STRETCH = 4 << 20
+"""Bytes of the rows, in fp32, that are quantised at once; that takes up to 14 times as many."""
+
+ONE_MATRIX = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv"),
+    **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), "into"),
+}
+"""Layers side by side that servers make one matrix of, which has one global scale."""
+
+
+@dataclass(frozen=True)
+class Quantiser:
+    """How one model's tensors are stored."""
+
+    scheme: SchemeName
+    kept: Format
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of the weights that are quantised."""
+    untouched: tuple[str, ...]
+    """Linear layers that are not."""
+    _largest: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What config.json says of it, as `quantization_config`."""
+        return compressed_tensors.quantization_config(self.scheme, self.kept, self.untouched)
+
+    def kinds(self, name: str) -> dict[str, Kind]:
+        """The tensors that a quantised weight is stored as."""
+        return compressed_tensors.stored_kinds(_layer(name), self.shapes[name], self.kept)
+
+    def pieces(
+        self, name: str, weight: torch.Tensor, weights: HfWeights
+    ) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """What is stored of a weight, piece by piece: a tensor's name, its first row, rows.
+
+        Scales that reach over several matrices are found by reading these from `weights`.
+        Raises CapabilityError for numbers that are not finite.
+        """
+        shape, layer, tall = self.shapes[name], _layer(name), self.kept.tile_rows
+        shared = self._of_one_matrix(name, weight, weights) if self.kept.scales == "e4m3" else None
+        rows = max(STRETCH // (4 * shape[1]) // tall, 1) * tall
+        for first in range(0, shape[0], rows):
+            try:
+                made = quantise(weight[first : first + rows], self.kept, shared)
+            except ValueError as error:
+                raise CapabilityError(
+                    f"export.quantise: {name}: {error}.\n"
+                    "  The run has diverged; export an earlier checkpoint."
+                ) from error
+            for leaf, rows_of_it in compressed_tensors.of_rows(layer, made).items():
+                yield leaf, first // tall if leaf.endswith("_scale") else first, rows_of_it
+            if not first:
+                for leaf, whole in compressed_tensors.of_whole(layer, shape, made).items():
+                    yield leaf, 0, whole
+
+    @cached_property
+    def _parts(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for name in self.shapes:
+            found.setdefault(_part(name), []).append(name)
+        return found
+
+    def _of_one_matrix(self, name: str, weight: torch.Tensor, weights: HfWeights) -> torch.Tensor:
+        """The largest magnitude in the matrix that a server makes of this one and its like."""
+        part = _part(name)
+        if part not in self._largest:
+            found = [
+                largest(weight if like == name else weights.read([like])[like], self.kept)
+                for like in self._parts[part]
+            ]
+            self._largest[part] = torch.stack([each for each in found if each is not None]).amax(0)
+        return self._largest[part]
+
+
+def quantiser_for(scheme: SchemeName, family: Family, names: WeightMap) -> Quantiser:
+    """How the family's model is stored.
+
+    Raises:
+        CapabilityError: the format does not hold it.
+    """
+    if names.config.experts and names.config.experts.clamped:
+        raise CapabilityError(
+            f"export.quantise: {family.model_type} keeps all experts of a layer in one tensor, "
+            "which the format does not know.\n"
+            "  Leave export.quantise out; servers quantise such a model on loading."
+        )
+    hf_shapes = names.hf_shapes()
+    chosen = {
+        name: hf_shapes[name]
+        for native, _ in matrices(names, family.roles)
+        for name in names.hf_names(native)
+    }
+    stored = names.config.names
+    untouched = {
+        _layer(name)
+        for name, shape in hf_shapes.items()
+        if len(shape) == 2 and name not in {*chosen, stored.embedding, stored.positions}
+    }
+    kept = compressed_tensors.format_for(scheme, chosen)
+    # A tied head has no tensor, and yet is a linear layer.
+    return Quantiser(scheme, kept, chosen, tuple(sorted({*untouched, _layer(HEAD_WEIGHT)})))
+
+
+def _layer(name: str) -> str:
+    return name.removesuffix(".weight")
+
+
+def _part(name: str) -> str:
+    above, _, last = _layer(name).rpartition(".")
+    return f"{above}.{ONE_MATRIX.get(last, last)}"

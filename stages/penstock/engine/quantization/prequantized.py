@@ -1,0 +1,241 @@
+"""The layouts of quantised matrices that have a row of a tensor for each of their rows.
+
+Those of FP8 in tiles (`fp8`), ModelOpt and compressed-tensors. They differ in what tensors are
+called and in whether a scale of the matrix is multiplied or divided by. N rows and K columns of a
+matrix, G groups of a row.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from penstock.core.errors import CapabilityError
+from penstock.core.files import read_json
+from penstock.engine.hf.safetensors_reader import SafetensorsFolder
+from penstock.engine.quantization.bitsandbytes_nf4 import Nf4, group_in
+from penstock.models.quantization_config import (
+    INSTEAD,
+    TILE,
+    Declared,
+    Publisher,
+    declared_in,
+    malformed,
+)
+from penstock_kernels.quant import Format, Quantised, format_named
+from penstock_kernels.quant.prequantized import nvfp4_of_modelopt, of_fp8_tiles
+
+CODES = {
+    "block_fp8": torch.float8_e4m3fn,
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+    "int4": torch.int32,
+    "nvfp4": torch.uint8,
+}
+"""What codes are stored as, two of four bits to a byte."""
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Names:
+    """What scales are called: what follows the name of their weight."""
+
+    scales: str
+    whole: str
+    """One number for the matrix."""
+    whole_is: Literal["multiplied", "divided by"] = "multiplied"
+
+
+NAMES: Mapping[Publisher, Names] = {
+    "fp8": Names("_scale_inv", ""),
+    "modelopt": Names("_scale", "_scale_2"),
+    "compressed-tensors": Names("_scale", "_global_scale", "divided by"),
+}
+
+PACKED = "_packed"
+"""Follows the name of a weight of which compressed-tensors stores several numbers in one."""
+
+
+@dataclass(frozen=True)
+class InRows:
+    """Reads one format of one publisher."""
+
+    format: Format
+    publisher: Publisher
+
+    def is_quantised(self, folder: SafetensorsFolder, name: str) -> bool:
+        """Whether this weight is stored quantised."""
+        codes = self.codes_of(name)
+        return codes in folder and folder.stored(codes).dtype not in FLOATS
+
+    def codes_of(self, name: str) -> str:
+        """The tensor that holds a weight's codes."""
+        is_packed = self.publisher == "compressed-tensors" and self.format.codes == "levels"
+        return f"{name}{PACKED}" if is_packed else name
+
+    def shape(self, folder: SafetensorsFolder, name: str) -> tuple[int, int]:
+        """(N, K) of a weight. Raises CapabilityError if its codes are none of the format."""
+        codes, kept = self.codes_of(name), self.format
+        if codes not in folder:
+            raise malformed(codes, "it is not there")
+        stored = folder.stored(codes)
+        if stored.dtype != CODES[kept.name] or len(stored.shape) != 2:
+            raise malformed(
+                codes,
+                f"it is {stored.dtype} {stored.shape}, and {kept.name} is {CODES[kept.name]} of "
+                "rows and columns",
+            )
+        rows, width = stored.shape
+        if kept.codes != "levels":
+            return rows, width
+        columns = 2 * width * stored.dtype.itemsize
+        assert kept.group is not None
+        if columns % kept.group:
+            raise malformed(codes, f"rows of {columns} columns are not groups of {kept.group}")
+        return rows, columns
+
+    def rows(self, folder: SafetensorsFolder, name: str, first: int, end: int) -> Quantised:
+        """Rows `first` to `end` of a weight, on the CPU.
+
+        Raises:
+            CapabilityError: a tensor is missing, or is not of the format.
+        """
+        whole, wanted = self.shape(folder, name), range(first, end)
+        self._require_no_more(folder, name)
+        codes_name, names, kept = self.codes_of(name), NAMES[self.publisher], self.format
+        width = folder.stored(codes_name).shape[1]
+        codes = folder.box(codes_name, (first, 0), (len(wanted), width)).view(torch.uint8)
+        if kept.tile_rows > 1:
+            tall, wide = TILE
+            tiles = range(first // tall, -(-end // tall))
+            grid = (-(-whole[0] // tall), -(-whole[1] // wide))
+            return of_fp8_tiles(codes, _rows(folder, name + names.scales, grid, tiles), first)
+        grid = (whole[0], kept.num_groups(whole[1]))
+        if kept.scales == "e4m3":
+            dtypes = (torch.float8_e4m3fn,)
+            scales = _rows(folder, name + names.scales, grid, wanted, dtypes)
+            of_all = _one(folder, name + names.whole)
+            if names.whole_is == "divided by":
+                of_all = of_all.reciprocal()
+            return nvfp4_of_modelopt(codes, scales, of_all)
+        if kept.group is None and _is_one(folder, name + names.scales):
+            scales = _one(folder, name + names.scales).expand(len(wanted), 1).contiguous()
+        else:
+            scales = _rows(folder, name + names.scales, grid, wanted).float()
+        return Quantised(kept, whole[1], codes, scales)
+
+    def _require_no_more(self, folder: SafetensorsFolder, name: str) -> None:
+        """Refuse a weight that is more than codes and scales."""
+        if self.publisher != "compressed-tensors":
+            return
+        if (order := f"{name}_g_idx") in folder:
+            raise malformed(order, "columns are in another order, and those in their own are read")
+        zero = f"{name}_zero_point"
+        if zero in folder and folder[zero].flatten().view(torch.uint8).any():
+            raise malformed(zero, "it is not zero, and weights without zero points are read")
+
+
+def _rows(
+    folder: SafetensorsFolder,
+    name: str,
+    shape: tuple[int, int],
+    rows: range,
+    dtypes: tuple[torch.dtype, ...] = FLOATS,
+) -> torch.Tensor:
+    """Rows of scales, all of which are to have this shape."""
+    if name not in folder:
+        raise malformed(name, "it is not there")
+    stored = folder.stored(name)
+    if stored.shape != shape or stored.dtype not in dtypes:
+        wanted = " or ".join(map(str, dtypes))
+        raise malformed(name, f"it is {stored.dtype} {stored.shape}, and would be {wanted} {shape}")
+    return folder.box(name, (rows.start, 0), (len(rows), shape[1]))
+
+
+def _is_one(folder: SafetensorsFolder, name: str) -> bool:
+    return name in folder and folder.stored(name).shape in ((), (1,), (1, 1))
+
+
+def _one(folder: SafetensorsFolder, name: str) -> torch.Tensor:
+    """The one number of a tensor, float32 [1]."""
+    if not _is_one(folder, name):
+        raise malformed(name, "it is not there" if name not in folder else "it is not one number")
+    return folder[name].reshape(1).float()
+
+
+MODELOPT = "hf_quant_config.json"
+
+
+@dataclass(frozen=True)
+class Published:
+    """How a checkpoint's matrices are quantised already."""
+
+    declared: Declared
+    format: Format
+
+    @property
+    def publisher(self) -> Publisher:
+        """Whose layout its tensors have."""
+        return self.declared.publisher
+
+    @property
+    def untouched(self) -> tuple[str, ...]:
+        """Modules left in floats, as published."""
+        return self.declared.untouched
+
+    def is_quantised(self, folder: SafetensorsFolder, name: str) -> bool:
+        """Whether this weight is stored quantised, whatever the configuration says of it."""
+        return self._reader.is_quantised(folder, name)
+
+    def codes_of(self, name: str) -> str:
+        """The tensor that holds the codes of a quantised weight."""
+        return self._reader.codes_of(name)
+
+    def shape(self, folder: SafetensorsFolder, name: str) -> tuple[int, int]:
+        """Rows and columns of a quantised weight.
+
+        Raises:
+            CapabilityError: its codes are missing, or not of the format.
+        """
+        return self._reader.shape(folder, name)
+
+    def rows(self, folder: SafetensorsFolder, name: str, first: int, end: int) -> Quantised:
+        """Rows `first` to `end` of a quantised weight, on the CPU; reads their bytes alone.
+
+        Raises:
+            CapabilityError: a tensor is missing, or not of the format.
+        """
+        return self._reader.rows(folder, name, first, end)
+
+    @cached_property
+    def _reader(self) -> InRows | Nf4:
+        if self.publisher == "bitsandbytes":
+            return Nf4(self.format)
+        return InRows(self.format, self.publisher)
+
+
+def published_in(hf_config: Mapping[str, Any], folder: Path | None = None) -> Published | None:
+    """How a model's matrices are published; None if they are plain floats.
+
+    `folder`, which holds the weights, tells what config.json leaves out: ModelOpt's own file beside
+    it, and how many columns share a scale in bitsandbytes' NF4 (64 without a folder).
+
+    Raises:
+        CapabilityError: they are quantised in a way that is not read.
+    """
+    beside = folder / MODELOPT if folder else None
+    declared = declared_in(hf_config, read_json(beside) if beside and beside.is_file() else None)
+    if declared is None:
+        return None
+    if folder and declared.publisher == "bitsandbytes":
+        with SafetensorsFolder(folder) as tensors:
+            declared = replace(declared, group=group_in(tensors))
+    try:
+        format = format_named(declared.format, declared.group)
+    except ValueError as error:
+        raise CapabilityError(f"quantization_config: {error}.\n  {INSTEAD}.") from error
+    return Published(replace(declared, group=format.group), format)

@@ -1,0 +1,244 @@
+"""A folder of weights, seen as a model that keeps matrices in fewer bits holds them.
+
+A matrix `q_proj.weight` that is quantised is there as `q_proj.weight.codes`, `.scales` and maybe
+`.global_scales`: bytes that are made of its rows as they are read, a few at a time, or lie there
+already in what others published. Under its own name it is what these bytes stand for. Nobody who
+reads knows which tensors are made.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from penstock.core.errors import CapabilityError
+from penstock.engine.distributed.ranks import Ranks
+from penstock.engine.hf.safetensors_reader import SafetensorsFolder, Stored
+from penstock.engine.quantization.prequantized import Published
+from penstock.engine.quantization.select_layers import Formats
+from penstock.models.initialize import initialise
+from penstock.models.layers.quantized_linear import LEAVES
+from penstock.models.weights import WeightMap
+from penstock_kernels.quant import Format, Quantised, dequantise, largest, quantise
+
+STRETCH = 1 << 20
+"""Bytes of a matrix's rows, in fp32, that are quantised at once; that takes up to 14 times as many.
+"""
+
+
+class Source(Protocol):
+    """Tensors by name, read by the box."""
+
+    def stored(self, name: str) -> Stored:
+        """Shape and dtype."""
+        ...
+
+    def box(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        """A box of a tensor, as it is stored."""
+        ...
+
+    def order(self, name: str) -> tuple[str, int]:
+        """A key by which tensors sort as they are best read."""
+        ...
+
+    def require(self, names: Iterable[str]) -> None:
+        """Raise CapabilityError unless every name is there."""
+        ...
+
+
+class Drawn:
+    """The tensors of a model that was given no weights; one at a time is kept."""
+
+    def __init__(self, names: WeightMap, seed: int) -> None:
+        self._names, self._seed = names, seed
+        self._shapes = names.hf_shapes()
+        self._last: tuple[str, torch.Tensor] | None = None
+
+    def stored(self, name: str) -> Stored:
+        """Shape and dtype."""
+        return Stored(self._shapes[name], torch.float32, 0)
+
+    def box(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        """A box of a tensor."""
+        found = self._whole(name)
+        for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+            found = found.narrow(dim, offset, size)
+        return found
+
+    def order(self, name: str) -> tuple[str, int]:
+        """By name."""
+        return name, 0
+
+    def require(self, names: Iterable[str]) -> None:
+        """All that the model has are there."""
+        assert set(names) <= set(self._shapes)
+
+    def _whole(self, name: str) -> torch.Tensor:
+        if self._last is None or self._last[0] != name:
+            drawn = initialise(name, self._shapes[name], self._seed, self._names.config)
+            self._last = name, drawn
+        return self._last[1]
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Of a quantised matrix's tensor the matrix, and which of its tensors; of others "" for that.
+
+    So that names of both kinds can be treated alike.
+    """
+    base, _, leaf = name.rpartition(".")
+    return (base, leaf) if leaf in LEAVES else (name, "")
+
+
+@dataclass
+class _Kept:
+    """What a matrix's codes were made with, block by block of its rows, until it is asked for."""
+
+    name: str
+    blocks: dict[int, dict[str, torch.Tensor]]
+
+
+class QuantisedFolder:
+    """`inner` with the matrices that `formats` name in these formats.
+
+    `published` says what of it others quantised. Rows are quantised on `device`.
+    """
+
+    def __init__(
+        self,
+        inner: SafetensorsFolder | Drawn,
+        formats: Formats,
+        published: Published | None,
+        device: torch.device,
+    ) -> None:
+        self._inner, self._formats, self._published = inner, formats, published
+        self._device = device
+        self._largest: dict[str, torch.Tensor] = {}
+        self._kept = _Kept("", {})
+
+    def stored(self, name: str) -> Stored:
+        """Shape and dtype: bytes of a quantised matrix's tensors, fp32 of what they stand for."""
+        base, leaf = split_name(name)
+        if leaf:
+            rows, columns = self._shape(base)
+            return Stored((rows, self._formats[base].widths(columns)[leaf]), torch.uint8, 0)
+        if self._is_quantised(base):
+            return Stored(self._shape(base), torch.float32, 0)
+        return self._inner.stored(name)
+
+    def box(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        """A box of a tensor. Raises CapabilityError for a matrix that cannot be quantised."""
+        base, leaf = split_name(name)
+        if not leaf and not self._is_quantised(base):
+            return self._inner.box(name, offsets, sizes)
+        (first, left), (count, width) = offsets, sizes
+        found: list[torch.Tensor] = []
+        for block in self._blocks(base, first, first + count):
+            rows = self._tensor(base, leaf, block)
+            low, high = max(first, block.start), min(first + count, block.stop)
+            found.append(rows[low - block.start : high - block.start, left : left + width])
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def order(self, name: str) -> tuple[str, int]:
+        """As the tensors lie that they are made of."""
+        base, _ = split_name(name)
+        at = self._of_others()[0].codes_of(base) if self._is_published(base) else base
+        return self._inner.order(at)
+
+    def require(self, names: Iterable[str]) -> None:
+        """Raise CapabilityError unless every name, or what it is made of, is there."""
+        bases = [split_name(name)[0] for name in names]
+        self._inner.require(base for base in bases if not self._is_published(base))
+
+    def measure(self, names: Iterable[str], ranks: Ranks) -> None:
+        """Find out what has to be known of whole matrices before a row of them is quantised, each
+        rank of some; called on all ranks with the names that each will read."""
+        mine = {
+            base
+            for base, leaf in map(split_name, names)
+            if leaf and self._formats[base].scales == "e4m3" and not self._is_published(base)
+        }
+        every = sorted(set[str]().union(*ranks.gather(mine)))
+        here = {name: self._largest_of(name) for name in every[ranks.rank :: ranks.world]}
+        for some in ranks.gather(here):
+            self._largest |= some
+
+    def _is_published(self, name: str) -> bool:
+        published, inner = self._published, self._inner
+        return (
+            published is not None
+            and isinstance(inner, SafetensorsFolder)
+            and published.is_quantised(inner, name)
+        )
+
+    def _of_others(self) -> tuple[Published, SafetensorsFolder]:
+        assert self._published is not None
+        assert isinstance(self._inner, SafetensorsFolder)
+        return self._published, self._inner
+
+    def _is_quantised(self, name: str) -> bool:
+        return name in self._formats or self._is_published(name)
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        if self._is_published(name):
+            published, inner = self._of_others()
+            return published.shape(inner, name)
+        return self._inner.stored(name).shape
+
+    def _format(self, name: str) -> Format:
+        return self._of_others()[0].format if self._is_published(name) else self._formats[name]
+
+    def _blocks(self, name: str, first: int, end: int) -> list[range]:
+        """The runs of rows that rows `first` to `end` lie in; the same whoever asks."""
+        rows, columns = self._shape(name)
+        tall = self._format(name).tile_rows
+        step = max(STRETCH // (4 * columns) // tall, 1) * tall
+        return [
+            range(start, min(start + step, rows))
+            for start in range(first // step * step, max(end, 1), step)
+        ]
+
+    def _tensor(self, name: str, leaf: str, block: range) -> torch.Tensor:
+        """Rows of one of a matrix's tensors; without `leaf`, of what they stand for, fp32."""
+        if self._kept.name != name:
+            self._kept = _Kept(name, {})
+        if leaf and (found := self._kept.blocks.get(block.start, {}).pop(leaf, None)) is not None:
+            return found
+        made = self._quantised(name, block)
+        if not leaf:
+            return dequantise(made, torch.float32).cpu()
+        tensors = made.as_bytes()
+        found = tensors.pop(leaf)
+        # Codes are asked for first. They are what is large, and are not kept.
+        self._kept.blocks[block.start] = tensors if leaf == LEAVES[0] else {}
+        return found
+
+    def _quantised(self, name: str, block: range) -> Quantised:
+        if self._is_published(name):
+            published, inner = self._of_others()
+            return published.rows(inner, name, block.start, block.stop)
+        return self._made(name, self._rows(name, block))
+
+    def _made(self, name: str, rows: torch.Tensor) -> Quantised:
+        format = self._formats[name]
+        most = self._largest_of(name) if format.scales == "e4m3" else None
+        try:
+            return quantise(rows, format, None if most is None else most.to(rows.device))
+        except ValueError as error:
+            raise CapabilityError(
+                f"lora.enable_qlora: {name}: {error}.\n  Check the checkpoint's weights."
+            ) from error
+
+    def _largest_of(self, name: str) -> torch.Tensor:
+        """The largest magnitude of a whole matrix, [1, 1]."""
+        if name not in self._largest:
+            every = self._blocks(name, 0, self._shape(name)[0])
+            found = [largest(self._rows(name, block), self._formats[name]) for block in every]
+            each = torch.stack([one for one in found if one is not None])
+            self._largest[name] = each.amax(0).cpu()
+        return self._largest[name]
+
+    def _rows(self, name: str, block: range) -> torch.Tensor:
+        columns = self._shape(name)[1]
+        rows = self._inner.box(name, (block.start, 0), (len(block), columns))
+        return rows.to(self._device)

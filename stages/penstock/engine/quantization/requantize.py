@@ -1,0 +1,212 @@
+"""Products that are added to quantised matrices: rows are dequantised, added to, quantised anew.
+
+A scale may be made of more than the rows and columns that a rank has. So the ranks first agree on
+how large the largest numbers of every matrix are, and then each writes its own codes: the very ones
+that one process would write.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from penstock.adapters.weight_delta import Product
+from penstock.core.errors import StageError
+from penstock.engine.distributed.param_shards import Held, Piece, local, rows_here
+from penstock.engine.distributed.ranks import Ranks
+from penstock.models.layers.quantized_linear import LEAVES, QuantisedMatrix
+from penstock.models.weights import WeightMap
+from penstock_kernels.quant import Quantised, dequantise, largest, quantise
+
+STRETCH = 4 << 20
+"""Bytes of a matrix's rows, in fp32, that are computed at once; that takes several times as many.
+"""
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of one of a checkpoint's matrices that are here, and what is added to them."""
+
+    matrix: str
+    first: int
+    """Of the matrix's rows."""
+    columns: slice
+    """Entries of the matrix's table that are for columns that are here."""
+    value: Quantised
+    """Views of what is here."""
+    product: Product
+    start: int
+    """The row of the product that is for the first."""
+
+    def stretches(self) -> Iterator["_Rows"]:
+        """The same, a stretch at a time."""
+        rows, columns = self.value.shape
+        step = max(1, STRETCH // (4 * columns))
+        for low in range(0, rows, step):
+            count = min(step, rows - low)
+            value = self.value.narrow(-2, low, count)
+            yield replace(self, first=self.first + low, value=value, start=self.start + low)
+
+    def merged(self, device: torch.device) -> torch.Tensor:
+        """What they become, fp32."""
+        tensors = {name: tensor.to(device) for name, tensor in self.value.tensors.items()}
+        value = Quantised(self.value.format, self.value.columns, **tensors)
+        product = self.product
+        there = replace(product, left=product.left.to(device), right=product.right.to(device))
+        return there.added_alike(dequantise(value, torch.float32), self.start)
+
+
+@dataclass(frozen=True)
+class _Table:
+    """The largest magnitudes that the scales of one matrix are made of, [entries, groups]."""
+
+    most: torch.Tensor
+    tall: int
+    """Rows that have an entry in common."""
+
+    def raise_by(self, rows: _Rows, merged: torch.Tensor) -> None:
+        """Make entries as large as what is in a stretch of rows."""
+        found = largest(merged, rows.value.format, rows.first)
+        assert found is not None
+        entries = self._entries(rows)
+        kept = range(int(entries[0]), int(entries[-1]) + 1)
+        firsts = [max(entry * self.tall - rows.first, 0) for entry in kept]
+        mine = self.most[kept.start : kept.stop, rows.columns]
+        mine.copy_(torch.maximum(mine, found.expand(len(merged), -1)[firsts]))
+
+    def of(self, rows: _Rows) -> torch.Tensor:
+        """What `quantise` takes for a stretch of rows."""
+        return self.most[self._entries(rows).to(self.most.device)][:, rows.columns]
+
+    def _entries(self, rows: _Rows) -> torch.Tensor:
+        return torch.arange(rows.first, rows.first + rows.value.shape[0]) // self.tall
+
+
+class Requantiser:
+    """Adds products to the quantised matrices of a model that is laid out over ranks."""
+
+    def __init__(
+        self,
+        held: Sequence[Held],
+        names: WeightMap,
+        ranks: Ranks,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        """`held`: every parameter of this rank's parts; `group`: the ranks of its pipeline stage,
+        None for one. Rows are computed on the device of `ranks`.
+        """
+        self._held = {id(one.parameter): one for one in held}
+        self._names, self._shapes = names, names.hf_shapes()
+        self._ranks, self._group = ranks, group
+        self._broken: set[str] = set()
+
+    def add(self, weight: QuantisedMatrix, products: Sequence[tuple[int, Product]]) -> None:
+        """Make products, each with the first of the weight's rows that it is for, part of the rows
+        that are here. Called on all ranks of the stage, with weights in one order."""
+        here = list(self._rows(weight, products))
+        tables = self._tables(weight, here)
+        for rows in here:
+            if rows.matrix in self._broken:
+                continue
+            table = tables.get(rows.matrix)
+            for some in rows.stretches():
+                merged = some.merged(self._ranks.device)
+                try:
+                    made = quantise(merged, weight.format, table.of(some) if table else None)
+                except ValueError:
+                    self._broken.add(rows.matrix)
+                    break
+                some.value.copy_(made)
+
+    def require_finite(self, steps: int) -> None:
+        """Called on all ranks, once all is added.
+
+        Raises:
+            StageError: on all of them, if a number on any is not finite.
+        """
+        broken = sorted(set[str]().union(*self._ranks.gather(self._broken)))
+        if broken:
+            more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
+            raise StageError(
+                f"merging adapters after step {steps} makes numbers of {broken[0]}{more} that are "
+                "not finite, which cannot be quantised.\n"
+                "  Lower train.lr, or lora.merge_lora_interval; the last checkpoint is intact."
+            )
+
+    def _rows(
+        self, weight: QuantisedMatrix, products: Sequence[tuple[int, Product]]
+    ) -> Iterator[_Rows]:
+        """Those of matrices that bear products, matrix by matrix."""
+        parameters = dict(weight.named_parameters())
+        begin, end = rows_here(parameters["codes"], 2)
+        if begin == end:
+            return
+        flat = {leaf: local(raw.detach()).flatten(0, -2) for leaf, raw in parameters.items()}
+        value = Quantised.of_bytes(weight.format, weight.columns, flat)
+        codes, scales = (self._held[id(parameters[leaf])].pieces for leaf in LEAVES[:2])
+        in_order = sorted(products, key=lambda one: one[0])
+        starts = [start for start, _ in in_order]
+        for piece, of_scales in zip(codes, scales, strict=True):
+            row = begin + piece.start
+            number = bisect_right(starts, row) - 1
+            if number < 0 or row >= starts[number] + in_order[number][1].shape[0]:
+                continue
+            yield _Rows(
+                matrix=piece.tensor.removesuffix(f".{LEAVES[0]}"),
+                first=piece.offsets[0],
+                columns=_entries_of_columns(weight, of_scales),
+                value=value.narrow(-2, piece.start, piece.rows),
+                product=in_order[number][1],
+                start=row - starts[number],
+            )
+
+    def _tables(self, weight: QuantisedMatrix, here: Sequence[_Rows]) -> Mapping[str, _Table]:
+        """Those of all matrices of the checkpoint that a weight is, as all ranks together fill
+        them; none where a rank's own rows are all that scales are made of."""
+        native = self._held[id(weight.get_parameter(LEAVES[0]))].name.removesuffix(f".{LEAVES[0]}")
+        shapes = {matrix: self._shapes[matrix] for matrix in self._names.hf_names(native)}
+        sizes: dict[str, tuple[int, int]] = {}
+        for matrix, (rows, columns) in shapes.items():
+            if tall := _tall(weight, rows, columns):
+                wide = weight.format.num_groups(columns) if weight.format.tile_rows > 1 else 1
+                sizes[matrix] = -(-rows // tall), wide
+        if not sizes:
+            return {}
+        flat = torch.zeros(sum(map(math.prod, sizes.values())), device=self._ranks.device)
+        parts = flat.split([math.prod(size) for size in sizes.values()])
+        tables = {
+            matrix: _Table(part.view(size), _tall(weight, *shapes[matrix]))
+            for (matrix, size), part in zip(sizes.items(), parts, strict=True)
+        }
+        for rows in here:
+            for some in rows.stretches():
+                tables[rows.matrix].raise_by(some, some.merged(self._ranks.device))
+        if self._group is not None:
+            with self._ranks.pulse.waiting():
+                dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=self._group)
+        if not bool(flat.isfinite().all()):
+            self._broken |= {
+                matrix for matrix, one in tables.items() if not bool(one.most.isfinite().all())
+            }
+        return tables
+
+
+def _tall(weight: QuantisedMatrix, rows: int, columns: int) -> int:
+    """How many rows of a matrix, of which a rank may have some, have a scale's largest number in
+    common; 0 if nothing is in common with what other ranks have."""
+    if weight.format.scales == "e4m3":
+        return rows
+    if weight.format.group is None:
+        return int(weight.columns < columns)
+    return weight.format.tile_rows if weight.format.tile_rows > 1 else 0
+
+
+def _entries_of_columns(weight: QuantisedMatrix, scales: Piece) -> slice:
+    """Which entries of each row of a table are for the columns that are here."""
+    if weight.format.tile_rows == 1:
+        return slice(0, 1)
+    first = scales.offsets[1] // weight.format.scales_dtype.itemsize
+    return slice(first, first + weight.format.num_groups(weight.columns))

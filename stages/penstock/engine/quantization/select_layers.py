@@ -1,0 +1,105 @@
+"""Which matrices of a base model are kept in fewer bits under adapters (QLoRA), and in what format.
+
+Linear layers within blocks are: attention's, feed-forward networks' and experts', whether or not
+they bear adapters. Embeddings, the head, norms and routers are not.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from penstock.config.schema.quantization import DEFAULT, PAIRS, is_among
+from penstock.core.errors import CapabilityError, ConfigError
+from penstock.engine.model_source import Quantising
+from penstock.engine.quantization.exclude_modules import fused, require_known
+from penstock.engine.quantization.prequantized import Published
+from penstock.engine.quantization.validate_prequantized import require_agreement
+from penstock.models.tp_roles import Role, Roles, role_of
+from penstock.models.weights import WeightMap
+from penstock_kernels.quant import Format, format_named
+
+Formats = Mapping[str, Format]
+"""By the name of a matrix in a checkpoint."""
+
+FIELD = "lora.exclude_modules"
+
+QUANTISED = (Role.WIDEN, Role.NARROW, Role.EXPERTS)
+
+
+def formats_of(
+    quantising: Quantising | None, published: Published | None, names: WeightMap, roles: Roles
+) -> Formats:
+    """The format of every matrix that is quantised; none without `quantising`.
+
+    A checkpoint that is published quantised decides what was not written.
+
+    Raises:
+        ConfigError: a format, a group or a module that cannot be, or not for this checkpoint.
+        CapabilityError: a tensor of the model would be quantised in part.
+    """
+    if published:
+        require_agreement(quantising, published.declared)
+    if quantising is None:
+        return {}
+    if published:
+        linear = of_experts = published.format
+    else:
+        linear, of_experts = _pair(quantising.format or DEFAULT, quantising.group)
+    excluded = quantising.excluded
+    if excluded is None:
+        excluded = published.untouched if published else ()
+    else:
+        require_known(FIELD, excluded, names)
+    found: dict[str, Format] = {}
+    for native, role in matrices(names, roles):
+        parts = names.hf_names(native)
+        kept = [part for part in parts if not is_among(excluded, part.removesuffix(".weight"))]
+        if not kept:
+            continue
+        if len(kept) < len(parts):
+            raise CapabilityError(_in_part(native, next(p for p in parts if p not in kept)))
+        if role is Role.EXPERTS and names.config.experts and names.config.experts.clamped:
+            raise CapabilityError(
+                f"lora.enable_qlora: {parts[0]} holds all experts of a layer, columns before rows, "
+                "which no format here takes.\n"
+                "  Write exclude_modules: [experts] to quantise the rest."
+            )
+        found |= dict.fromkeys(kept, of_experts if role is Role.EXPERTS else linear)
+    return found
+
+
+def native_formats(formats: Formats, names: WeightMap) -> dict[str, Format]:
+    """The same by the names of the model's parameters."""
+    firsts = {native: names.hf_names(native)[0] for native in names.native_names()}
+    return {native: formats[first] for native, first in firsts.items() if first in formats}
+
+
+def _pair(name: str, group: int | None) -> tuple[Format, Format]:
+    """Of linear layers and of experts."""
+    try:
+        if name not in PAIRS:
+            both = format_named(name, group)
+            return both, both
+        # The group is that of the one of the two that has any.
+        linear, of_experts = PAIRS[name]
+        return format_named(linear), format_named(of_experts, group)
+    except ValueError as error:
+        raise ConfigError(f"lora.quant_group_size: {error}.\n  Leave it out.") from error
+
+
+def matrices(names: WeightMap, roles: Roles) -> Iterator[tuple[str, Role]]:
+    """The model's parameters that may be quantised, and what for they are."""
+    for native in names.native_names():
+        module, _, leaf = native.rpartition(".")
+        role = role_of(module, roles)
+        is_matrix = leaf == "weight" or (role is Role.EXPERTS and not leaf.endswith("_bias"))
+        if role in QUANTISED and is_matrix:
+            yield native, role
+
+
+def _in_part(native: str, apart: str) -> str:
+    layer = apart.removesuffix(".weight")
+    if native.endswith("qkv_proj.weight"):
+        return fused(FIELD, layer)
+    return (
+        f"{FIELD} leaves out {layer}, and the experts of a layer are kept alike.\n"
+        "  Leave all of them out (experts), or none."
+    )

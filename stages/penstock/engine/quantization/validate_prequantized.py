@@ -1,0 +1,40 @@
+"""What a checkpoint that is published quantised asks of a run's settings. No torch here.
+
+Its codes are used bit for bit: rounding them to other levels would lose twice.
+"""
+
+from penstock.core.errors import ConfigError
+from penstock.engine.model_source import Quantising
+from penstock.models.quantization_config import Declared
+
+
+def require_agreement(quantising: Quantising | None, declared: Declared) -> None:
+    """Raise ConfigError for settings that such a checkpoint's weights cannot be used with.
+
+    `quantising` is None for a run that asks for weights as they are stored.
+    """
+    kind = f"{declared.format} ({declared.publisher})"
+    if quantising is None:
+        raise ConfigError(
+            f"the model is published quantised, in {kind}, and only adapters beside such weights "
+            "are trained.\n"
+            "  Write lora.enable_lora: true and lora.enable_qlora: true, or name the model that it "
+            "was quantised from as model.model_path."
+        )
+    instead = (
+        "as it is.\n  Leave {} out, or name the model that it was quantised from as "
+        "model.model_path."
+    )
+    if quantising.format not in (None, declared.format):
+        raise ConfigError(
+            f"lora.quant_format is {quantising.format}, and the model is published in {kind}, "
+            f"which is used {instead.format('quant_format')}"
+        )
+    # bitsandbytes says with each matrix how wide its groups are.
+    is_said = declared.group is not None or declared.publisher != "bitsandbytes"
+    if is_said and quantising.group not in (None, declared.group):
+        has = f"groups of {declared.group}" if declared.group else "a scale for each row"
+        raise ConfigError(
+            f"lora.quant_group_size is {quantising.group}, and the model is published in {kind} "
+            f"with {has}, which is used {instead.format('quant_group_size')}"
+        )

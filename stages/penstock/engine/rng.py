@@ -1,0 +1,44 @@
+"""Random state of a rank, as text that a checkpoint can carry."""
+
+import base64
+
+import torch
+
+
+def use_only_deterministic_kernels() -> None:
+    """Let this process compute with kernels alone that give the same bits each time.
+
+    What has no such kernel raises RuntimeError when it is called. On a GPU, CUBLAS_WORKSPACE_CONFIG
+    must have been set before the first product.
+    """
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+
+
+def start(seed: int, rank: int) -> None:
+    """Seed every generator of this rank, each rank differently."""
+    torch.manual_seed(seed * 1_000_003 + rank)
+
+
+def capture() -> dict[str, str]:
+    """The state of every generator that this rank draws from."""
+    state = {"cpu": _text(torch.get_rng_state())}
+    if torch.cuda.is_available():
+        state["cuda"] = _text(torch.cuda.get_rng_state())
+    return state
+
+
+def restore(state: dict[str, str]) -> None:
+    """Continue every generator from a captured state."""
+    torch.set_rng_state(_tensor(state["cpu"]))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_tensor(state["cuda"]))
+
+
+def _text(state: torch.Tensor) -> str:
+    return base64.b64encode(bytes(state.tolist())).decode()
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8)

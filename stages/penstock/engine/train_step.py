@@ -1,0 +1,216 @@
+"""One optimizer step over micro-batches, and the losses it reports.
+
+The loss is the sum of the losses of all trained tokens of the step, over every rank and
+micro-batch, divided by their number; where preferences are learnt, that of all samples divided by
+theirs. It does not depend on how the step was cut. What routers add to it is told beside it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.core.errors import StageError
+from penstock.engine.checkpoint.async_staging import Changes
+from penstock.engine.distributed.parallel_model import Layout
+from penstock.engine.distributed.param_shards import Held
+from penstock.engine.distributed.ranks import Ranks
+from penstock.engine.distributed.vocab_parallel import SumOfLosses
+from penstock.engine.losses.preference import Preferences
+from penstock.engine.moe.load_balancing import Routers
+from penstock.engine.non_finite import find_fault
+from penstock.engine.optim.clip_grad import gradient_norm, scale_gradients
+from penstock.engine.optim.cpu_offload import HostCopies
+from penstock.engine.optim.grad_scaler import LossScale
+from penstock.engine.optim.norm_metrics import Norms
+from penstock.engine.optim.optimizer_in_backward import FusedStep
+from penstock.engine.peft.relora import Merging
+from penstock.models.decoder import Reduce
+from penstock.models.layers.dropout import Noise
+from penstock.optim.groups import set_rates
+from penstock.rows.collate import MicroBatch
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step reports; the same on every rank."""
+
+    loss: float
+    grad_norm: float
+    tokens: int
+    trained_tokens: int
+    of_routers: Mapping[str, Any]
+    """What there is to tell of them, by name: losses beside `loss`, and how they chose."""
+    of_norms: Mapping[str, Any]
+    """What there is to tell of norms besides `grad_norm`, by name."""
+    of_scaling: Mapping[str, Any]
+    """What there is to tell of the loss's scale, by name."""
+    of_preferences: Mapping[str, Any]
+    """What there is to tell of answers, by name."""
+    share: torch.Tensor
+    """This rank's part of `loss`; the only thing that differs between ranks. A scalar."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A model laid out over ranks, and its optimizer: everything a step needs."""
+
+    layout: Layout
+    optimizer: torch.optim.Optimizer
+    ranks: Ranks
+    sum_of_losses: SumOfLosses
+    told_losses: SumOfLosses
+    """What validation tells."""
+    max_grad_norm: float
+    noise_seed: int | None = None
+    """What dropout is drawn from; None where nothing is dropped."""
+    preferences: Preferences | None = None
+    """None where tokens are learnt, each by itself."""
+    routers: Routers | None = None
+    """None where a step has nothing to do with them."""
+    merging: Merging | None = None
+    """None where adapters stay apart from the weights."""
+    norms: Norms | None = None
+    """None where nothing is told of norms but that of all gradients."""
+    scaling: LossScale | None = None
+    """None where the loss is as it is."""
+    fused: FusedStep | None = None
+    """What steps the optimizer within the backward pass; None where it steps after that."""
+    copies: HostCopies | None = None
+    """What the optimizer steps in place of the parameters; None where it steps these."""
+    changes: Changes = field(default_factory=Changes)
+    """Where it says that weights, or what the optimizer keeps, are about to change."""
+
+    def step(
+        self,
+        batches: Sequence[MicroBatch],
+        lr: float,
+        number: int,
+        references: Sequence[torch.Tensor] = (),
+    ) -> StepResult:
+        """Forward, backward and update, of the step with this number, from 0, which decides what
+        is dropped and whether adapters are merged. `references` say what a reference model makes
+        of each micro-batch's answers, [D, A], where preferences are learnt with one. Raises
+        StageError if the gradients are not finite; if a smaller scale of the loss may help, the
+        update is left out instead.
+        """
+        tokens, trained = self._count(batches)
+        scale = self.scaling.scale if self.scaling else 1.0
+        preferred = None
+        if self.preferences:
+            preferred = self.preferences.begin(batches, references, scale)
+            reduces = [preferred.reduce(batch, index) for index, batch in enumerate(batches)]
+        else:
+            divisor = max(1, trained) / scale
+            reduces = [self._summed(batch, self.sum_of_losses, divisor) for batch in batches]
+        calls = [
+            self.layout.call(batch, reduce, self.ranks.device, self._noise(batch, number))
+            for batch, reduce in zip(batches, reduces, strict=True)
+        ]
+        self.ranks.pulse.begins("forward")
+        if self.routers:
+            layout = self.layout
+            calls = self.routers.watching(
+                calls, batches, tokens, layout.context, layout.observe, scale=scale
+            )
+        set_rates(self.optimizer, lr)
+        mine = self.layout.forward_backward(calls) / scale
+        self.ranks.pulse.begins("update")
+        trainable = self.layout.trainable
+        if self.scaling:
+            self.scaling.unscale(trainable)
+        norms = self.norms.of_gradients() if self.norms and not self.fused else None
+        norm = norms.total if norms else self._norm(trainable)
+        is_finite = bool(torch.isfinite(norm))
+        if not is_finite and not (self.scaling and self.scaling.can_give_way()):
+            raise self._not_finite(batches, norm, number)
+        # Also where no update follows: merging and routers' biases are changes too.
+        self.changes.begin()
+        if is_finite and not self.fused:
+            self._update(trainable, norm)
+        for held in trainable:
+            held.parameter.grad = None
+        if self.merging and self.merging.is_due(number + 1):
+            self.ranks.pulse.begins("merging adapters")
+            self.merging.merge(number + 1)
+        told = self.routers.conclude(tokens) if self.routers else {}
+        of_norms = self.norms.told(norms) if self.norms and norms else {}
+        of_scaling = {"loss_scale": scale, "skipped": not is_finite} if self.scaling else {}
+        loss = self.ranks.total(mine.clone()).item()
+        return StepResult(
+            loss,
+            # No number is that of gradients that overflowed.
+            norm.item() if is_finite else 0.0,
+            tokens,
+            trained,
+            told,
+            of_norms if is_finite else {},
+            of_scaling,
+            preferred.told() if preferred else {},
+            mine,
+        )
+
+    def _norm(self, trainable: Sequence[Held]) -> torch.Tensor:
+        return self.fused.norm() if self.fused else gradient_norm(trainable, self.ranks)
+
+    def _update(self, trainable: Sequence[Held], norm: torch.Tensor) -> None:
+        """One step of the optimizer."""
+        scale_gradients(trainable, norm, self.max_grad_norm)
+        if self.copies:
+            self.copies.bring()
+        self.optimizer.step()
+        if self.copies:
+            self.copies.take_back()
+        if self.scaling:
+            self.scaling.went_well()
+
+    def _not_finite(
+        self, batches: Sequence[MicroBatch], norm: torch.Tensor, number: int
+    ) -> StageError:
+        """The end of a run whose gradients are not finite in the step with this number, from 0."""
+        if self.fused:
+            return StageError(
+                f"the gradient norm of step {number + 1} is {norm.item()}, and with "
+                "train.fuse_optimizer_step weights have moved along it already.\n"
+                "  Lower train.lr and go on from the last checkpoint, which is intact; without "
+                "fuse_optimizer_step the rows that do it are found."
+            )
+        self.ranks.pulse.begins("finding what is not finite")
+
+        def loss_of(batch: MicroBatch) -> float:
+            reduce = self._summed(batch, self.told_losses, 1)
+            return self.layout.forward([self.layout.call(batch, reduce, self.ranks.device)]).item()
+
+        with torch.no_grad():
+            found = find_fault(batches, loss_of, self.layout.trainable, self.ranks)
+        return StageError(
+            f"the gradient norm of step {number + 1} is {norm.item()}; the weights were left as "
+            f"they were.\n  {found}\n"
+            "  Look at those rows in the packed data, or lower train.lr; the last checkpoint is "
+            "intact."
+        )
+
+    def _noise(self, batch: MicroBatch, step: int) -> Noise | None:
+        if self.noise_seed is None:
+            return None
+        places_T = self.layout.context.part(batch.places())
+        return Noise(self.noise_seed, step, places_T.to(self.ranks.device, non_blocking=True))
+
+    def _summed(self, batch: MicroBatch, losses: SumOfLosses, divisor: float) -> Reduce:
+        """Hidden states and head to the sum of the losses of this rank's tokens, divided."""
+        labels_T = self.layout.context.part(batch.labels_T)
+        labels_T = labels_T.to(self.ranks.device, non_blocking=True)
+
+        def reduce(hidden_TD: torch.Tensor, head: nn.Module) -> torch.Tensor:
+            return losses(hidden_TD, head, labels_T, scale=1 / divisor)
+
+        return reduce
+
+    def _count(self, batches: Sequence[MicroBatch]) -> tuple[int, int]:
+        """Tokens and trained tokens of all replicas; each rank that shares one counts it."""
+        mine = [sum(b.num_tokens for b in batches), sum(b.num_trained for b in batches)]
+        counted = self.ranks.total(torch.tensor(mine, device=self.ranks.device))
+        tokens, trained = (counted // self.layout.ranks_per_replica).tolist()
+        return tokens, trained

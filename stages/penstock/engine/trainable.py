@@ -1,0 +1,32 @@
+"""What of a model a run will train, from its settings alone. No torch."""
+
+from penstock.adapters.match_targets import HEAD, Linear, linear_layers, meant
+from penstock.adapters.names import EMBEDDING
+from penstock.config.schema.run import RunConfig
+from penstock.models.decoder_config import DecoderConfig
+from penstock.models.family import Family
+from penstock.models.flops import EVERYTHING, Learning
+
+
+def learning(run: RunConfig, family: Family, config: DecoderConfig) -> Learning:
+    """What learns, and what only passes gradients on."""
+    if not run.lora.enable_lora:
+        return EVERYTHING
+    experts = config.experts
+    active = experts.experts_per_token if experts else 0
+    factors = head = 0
+    for layer in adapted(run, family, config):
+        if layer.name == EMBEDDING:
+            continue
+        its = run.lora.lora_rank * (layer.inputs + layer.outputs)
+        factors += its * (active if layer.experts else 1)
+        head += its if layer.name == HEAD else 0
+    return Learning("frozen", factors, head)
+
+
+def adapted(run: RunConfig, family: Family, config: DecoderConfig) -> list[Linear]:
+    """The layers that bear adapters in the run."""
+    written = run.lora.lora_target_modules
+    targets = (written,) if isinstance(written, str) else written
+    names = family.weight_map(config, merge_qkv=run.model.merge_qkv)
+    return meant(targets or family.lora_targets, linear_layers(names))

@@ -1,0 +1,89 @@
+"""What documents a model's positions allow, and who may share the tokens of one if how they turn
+follows from all of it.
+
+No torch here: it is judged before any process starts.
+"""
+
+from penstock.config.schema.data import DataConfig
+from penstock.config.schema.run import RunConfig, written
+from penstock.config.schema.train import TrainConfig
+from penstock.core.errors import CapabilityError, ConfigError
+from penstock.engine.moe.balancing_settings import has_experts, require_routers
+from penstock.models.decoder_config import BY_DOCUMENT, DecoderConfig
+from penstock.models.hf_config import HfConfig, rope_parameters
+
+
+def shares_tokens(train: TrainConfig) -> bool:
+    """Whether ranks have parts of each row."""
+    return max(train.ringattn_parallel_size, train.ulysses_parallel_size) > 1
+
+
+def require_whole_documents(train: TrainConfig, hf: HfConfig) -> None:
+    """Raise CapabilityError where tokens are shared out and the rotary embedding of the model whose
+    config.json this is goes by the lengths of documents."""
+    kind = rope_parameters(hf)["rope_type"]
+    if kind not in BY_DOCUMENT or not shares_tokens(train):
+        return
+    names = [
+        f"train.{name}"
+        for name in ("ringattn_parallel_size", "ulysses_parallel_size")
+        if getattr(train, name) > 1
+    ]
+    raise CapabilityError(
+        f"{' and '.join(names)} share the tokens of a document out, and the model's rotary "
+        f"embedding is of the kind {kind!r} (rope_parameters in config.json), which goes by the "
+        "lengths of whole documents.\n"
+        "  Write 1, or tensor_parallel_size with sequence_parallel to save memory."
+    )
+
+
+def require_prompts_apart(data: DataConfig, hf: HfConfig) -> None:
+    """Raise CapabilityError where answers share their prompt, and the rotary embedding of the model
+    whose config.json this is goes by the lengths of documents."""
+    kind = rope_parameters(hf)["rope_type"]
+    if kind in BY_DOCUMENT and data.shares_prompts:
+        raise CapabilityError(
+            "data.share_prompts lays both answers to a prompt into one document, and the model's "
+            f"rotary embedding is of the kind {kind!r} (rope_parameters in config.json), which "
+            "goes by the lengths of documents.\n  Write data.share_prompts: false."
+        )
+
+
+def require_rows_within_positions(run: RunConfig, config: DecoderConfig) -> None:
+    """Raise ConfigError where documents may have more tokens than a learned table has positions.
+
+    Rows whose length follows from the data are looked at when their tokens come to the model.
+    """
+    data, limit = run.data, config.max_position_embeddings
+    if config.learned_positions is None or not written(run, "data.sample_packing_sequence_len"):
+        return
+    row = data.sample_packing_sequence_len
+    joins = data.sample_packing_method == "wrapped" or not data.isolate_samples
+    longest = (
+        row if joins else max([source.max_seq_len or row for source in data.datasets] or [row])
+    )
+    if longest > limit:
+        raise ConfigError(
+            f"data.sample_packing_sequence_len is {row}, and the model learns {limit} positions "
+            "(max_position_embeddings): later tokens of a document would have none.\n"
+            f"  Write {limit} or less"
+            + ("." if joins else f", or max_seq_len: {limit} in each source.")
+        )
+
+
+def require_possible(run: RunConfig, hf: HfConfig) -> None:
+    """Raise ConfigError or CapabilityError for the first such thing."""
+    require_routers(run, hf)
+    require_dense_networks(run.train, hf)
+    require_whole_documents(run.train, hf)
+    require_prompts_apart(run.data, hf)
+
+
+def require_dense_networks(train: TrainConfig, hf: HfConfig) -> None:
+    """Raise ConfigError where networks are to drop something within and the model has experts."""
+    if train.dropout.ffn and has_experts(hf):
+        raise ConfigError(
+            f"train.dropout.ffn is {train.dropout.ffn:g}, and this {hf.get('model_type')} has "
+            "experts, within which nothing is dropped.\n"
+            "  Write train.dropout.hidden instead: it drops from what experts make of a token too."
+        )

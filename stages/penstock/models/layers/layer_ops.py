@@ -1,0 +1,73 @@
+"""What layers are computed with beside matrix products and attention: chosen once, when a model is
+built."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, ParamSpec, TypeVar
+
+import torch
+import torch.nn.functional as F
+
+from penstock.models.decoder_config import Activation
+from penstock_kernels.glu import geglu, geglu_tanh, swiglu
+from penstock_kernels.op import Op
+from penstock_kernels.rms_norm import add_rms_norm, rms_norm
+from penstock_kernels.rope import rope
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Choice = Literal["best", "plain"]
+"""The best implementation that serves the inputs; or PyTorch's plain operations, with the roundings
+of Hugging Face's models."""
+
+Gate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+GATES: Mapping[Activation, Op[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "silu": swiglu,
+    "gelu": geglu,
+    "gelu_tanh": geglu_tanh,
+}
+
+
+ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}
+"""Those of networks without a gate."""
+
+
+@dataclass(frozen=True)
+class Operations:
+    """The operations of one model."""
+
+    rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+    add_rms_norm: Callable[
+        [torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]
+    ]
+    gates: Mapping[Activation, Gate]
+    """The elementwise half of a gated network, by its activation."""
+    rope: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+def layer_operations(
+    *, norms: Choice = "best", gates: Choice = "best", turns: Choice = "best"
+) -> Operations:
+    """The operations with these implementations of norms, gates and rotary embedding."""
+    return Operations(
+        rms_norm=_chosen(rms_norm, norms),
+        add_rms_norm=_chosen(add_rms_norm, norms),
+        gates={name: _chosen(gate, gates) for name, gate in GATES.items()},
+        rope=_chosen(rope, turns),
+    )
+
+
+def _chosen(op: Op[P, R], choice: Choice) -> Callable[P, R]:
+    return op.reference if choice == "plain" else op
+
+
+BEST_OPERATIONS = layer_operations()

@@ -1,0 +1,93 @@
+"""A feed-forward network made of experts, of which each token uses a few.
+
+T tokens, D model width, K experts per token.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from penstock.models.decoder_config import DecoderConfig, ExpertsConfig
+from penstock.models.layers.call_hook import Run, direct
+from penstock.models.layers.clamped_experts import ClampedExperts
+from penstock.models.layers.experts import ExpertOperations, Experts
+from penstock.models.layers.feed_forward import FeedForward
+from penstock.models.layers.layer_ops import Gate
+from penstock.models.layers.router import Precision, Router
+from penstock_kernels.glu import swiglu
+from penstock_kernels.permute import order_of
+
+
+class Dispatch(Protocol):
+    """Take each token to its experts, and back: the sum of what they make of it, weighted, [T, D].
+
+    `choice_TK` are experts' numbers and `weights_TK` their weights, in fp32.
+    """
+
+    def __call__(
+        self,
+        x_TD: torch.Tensor,
+        choice_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        experts: Experts,
+        /,
+    ) -> torch.Tensor: ...
+
+
+def dispatch_here(
+    x_TD: torch.Tensor, choice_TK: torch.Tensor, weights_TK: torch.Tensor, experts: Experts, /
+) -> torch.Tensor:
+    """All experts are here: sort the tokens by expert, run them, and sort back."""
+    operations = experts.operations
+    order = order_of(choice_TK, experts.num_experts)
+    y_RD = experts(operations.permute(x_TD, order), order.counts)
+    return operations.unpermute(y_RD, weights_TK, order)
+
+
+def at_hand(y_TD: torch.Tensor) -> torch.Tensor:
+    """Nothing is on its way."""
+    return y_TD
+
+
+class MixtureOfExperts(nn.Module):
+    """Choose, dispatch, combine, and add what the shared experts say of every token.
+
+    `dispatch`, `arrive` and `run_shared` are sockets: whoever assembles the model may wrap or
+    replace them. What `dispatch` gives may still be on its way; `arrive` waits for it, and is
+    called once nothing is left to do meanwhile.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        experts: ExpertsConfig,
+        *,
+        operations: ExpertOperations,
+        router: Precision,
+        gate: Gate = swiglu,
+    ) -> None:
+        """`gate`: that of the shared experts."""
+        super().__init__()
+        width = config.hidden_size
+        self.gate = Router(experts, width, precision=router)
+        form = ClampedExperts if experts.clamped else Experts
+        self.experts = form(experts, width, operations=operations)
+        self.shared_experts = (
+            FeedForward(width, experts.shared_width, bias=config.mlp_bias, gate=gate)
+            if experts.shared_width
+            else None
+        )
+        self.dispatch: Dispatch = dispatch_here
+        self.arrive: Callable[[torch.Tensor], torch.Tensor] = at_hand
+        self.run_shared: Run = direct
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """The network's contribution to the residual stream, [T, D]."""
+        choice_TK, weights_TK = self.gate(x_TD)
+        y_TD = self.dispatch(x_TD, choice_TK, weights_TK, self.experts)
+        if self.shared_experts is None:
+            return self.arrive(y_TD)
+        shared_TD = self.run_shared(self.shared_experts, x_TD)
+        return self.arrive(y_TD) + shared_TD

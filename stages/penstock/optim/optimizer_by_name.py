@@ -1,0 +1,103 @@
+"""Optimizers of PyTorch and torchao by their full names, told what they take and nothing else."""
+
+import importlib
+import inspect
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.config.schema.optimizer import OptimConfig
+from penstock.core.errors import CapabilityError, ConfigError
+
+OURS = {"Muon": "muon"}
+"""Those that are ours here, laid out over ranks."""
+UNFIT = {
+    "LBFGS": "computes the loss several times in a step",
+    "SparseAdam": "takes sparse gradients alone",
+}
+"""Those that cannot step a model here, with the reason."""
+ELSEWHERE = {
+    "lr": "That is decided by train.lr.",
+    "weight_decay": "That is decided by train.weight_decay.",
+    "params": "Those are the model's.",
+    "differentiable": "No gradient goes through a step here.",
+}
+"""Arguments that are not to be told, with the reason."""
+
+TRIED = 1e-3
+"""A rate to try arguments with."""
+
+
+def named_optimizer(optim: OptimConfig) -> Callable[..., torch.optim.Optimizer]:
+    """The optimizer with this full name as a function of parameters and rate, told what is written
+    besides.
+
+    Raises:
+        ConfigError: there is none of this name, it cannot serve, or does not take what it is told.
+        CapabilityError: its package is not installed.
+    """
+    name, told = optim.optimizer, optim.optimizer_kwargs
+    kind = _class_of(name)
+    taken = inspect.signature(kind).parameters
+    if optim.weight_decay and "weight_decay" not in taken:
+        raise ConfigError(
+            f"train.weight_decay is {optim.weight_decay:g}, and {name} knows no decay.\n"
+            "  Leave weight_decay out, or write another optimizer."
+        )
+    for argument, value in told.items():
+        if argument in ELSEWHERE or argument not in taken:
+            own = [one for one in taken if one not in ELSEWHERE]
+            near = get_close_matches(argument, own, 1)
+            hint = f"Did you mean {near[0]}?" if near else f"It takes {', '.join(own)}."
+            raise ConfigError(
+                f"train.optimizer_kwargs.{argument} is {value}, and {name} takes no such thing."
+                f"\n  {ELSEWHERE.get(argument, hint)}"
+            )
+    arguments = {
+        argument: tuple(value) if isinstance(value, list) else value
+        for argument, value in told.items()
+    }
+
+    def build(params: Any, lr: float) -> torch.optim.Optimizer:
+        return kind(params, lr=lr, **arguments)
+
+    try:
+        build([nn.Parameter(torch.zeros(2, 2))], TRIED)
+    except (TypeError, ValueError, RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            f"{name} does not take train.optimizer_kwargs {dict(told)}: {error}.\n"
+            "  Leave out what it does not take; its own defaults then hold."
+        ) from None
+    return build
+
+
+def _class_of(name: str) -> Callable[..., torch.optim.Optimizer]:
+    package, _, leaf = name.rpartition(".")
+    try:
+        module = importlib.import_module(package)
+    except ImportError:
+        raise CapabilityError(
+            f"train.optimizer is {name}, and {package.partition('.')[0]} is not installed.\n"
+            f"  pip install {package.partition('.')[0]}, or write adamw."
+        ) from None
+    if leaf in OURS and package == "torch.optim":
+        raise ConfigError(f"train.optimizer is {name}; write {OURS[leaf]}, which can be sharded.")
+    if leaf in UNFIT:
+        raise ConfigError(
+            f"train.optimizer is {name}, which {UNFIT[leaf]}.\n  Write another, such as adamw."
+        )
+    found: Any = getattr(module, leaf, None)
+    is_one = isinstance(found, type) and issubclass(found, torch.optim.Optimizer)
+    if not is_one or found is torch.optim.Optimizer:
+        there = [
+            other
+            for other, kind in vars(module).items()
+            if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+        ]
+        near = get_close_matches(leaf, there, 1)
+        hint = f"Did you mean {package}.{near[0]}?" if near else f"It has {', '.join(there)}."
+        raise ConfigError(f"train.optimizer is {name}, and {package} has no such one.\n  {hint}")
+    return found

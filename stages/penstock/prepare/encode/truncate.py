@@ -1,0 +1,110 @@
+"""Samples brought down to the length that they may have, and what that costs counted.
+
+Whole turns are dropped by rendering the conversation again without them, so that what is left is a
+conversation as the template makes it. The fewest that help are dropped.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.prepare.bad_records import BadRow
+from penstock.prepare.encode.document import Document
+from penstock.prepare.encode.ragged import Flat, Labelled
+from penstock.prepare.encode.truncation_lengths import kept
+from penstock.prepare.settings import DatasetSettings
+
+Encode = Callable[[Sequence[Document]], tuple[Flat, dict[int, BadRow]]]
+
+
+@dataclass(slots=True)
+class Cuts:
+    """What samples lost to their limit."""
+
+    samples: int = 0
+    tokens: int = 0
+    turns: int = 0
+
+
+class Fitter:
+    """Shortens samples that are too long, given how documents are encoded."""
+
+    def __init__(self, its: DatasetSettings, encode: Encode) -> None:
+        self._its = its
+        self._encode = encode
+
+    def __call__(
+        self, sides: Sequence[Labelled], documents: Sequence[Document], cuts: Cuts
+    ) -> list[Labelled]:
+        """The sides of one sample, none longer than `max_seq_len`. Raises BadRow for one left out.
+
+        `documents` are what the sides were encoded from; there are none for given tokens.
+        """
+        lengths = [len(ids) for ids, _ in sides]
+        found, turns = list(sides), 0
+        if self._its.truncation_mode == "drop_turns" and documents:
+            found, turns = self._without_turns(found, documents)
+        found = self._cut(found)
+        if not all(_is_trained(labels) for _, labels in found):
+            limit = self._its.max_seq_len
+            why = f"nothing to train in what is left of {max(lengths)} tokens (max_seq_len {limit})"
+            raise BadRow("no_trained_tokens", why)
+        cuts.samples += 1
+        cuts.tokens += sum(lengths) - sum(len(ids) for ids, _ in found)
+        cuts.turns += turns
+        return found
+
+    def _without_turns(
+        self, sides: list[Labelled], documents: Sequence[Document]
+    ) -> tuple[list[Labelled], int]:
+        """Without the fewest of the oldest turns, but the last one stays however long it is."""
+        fewest, most = 0, min(document.turns for document in documents)
+        if not most:
+            return sides, 0
+        shortest = self._shortened(documents, most)
+        if not self._fits(shortest):
+            return shortest, most
+        while most - fewest > 1:
+            turns = (fewest + most) // 2
+            shorter = self._shortened(documents, turns)
+            if self._fits(shorter):
+                most, shortest = turns, shorter
+            else:
+                fewest = turns
+        return shortest, most
+
+    def _shortened(self, documents: Sequence[Document], turns: int) -> list[Labelled]:
+        shorter = [d.without(turns) for d in documents if d.without]
+        flat, faults = self._encode(shorter)
+        for fault in faults.values():
+            raise fault
+        return [flat[index] for index in range(len(flat))]
+
+    def _fits(self, sides: Sequence[Labelled]) -> bool:
+        limit = self._its.max_seq_len
+        return limit is None or max(len(ids) for ids, _ in sides) <= limit
+
+    def _cut(self, sides: list[Labelled]) -> list[Labelled]:
+        """As `room.kept` says. The sides begin with the same prompt."""
+        prompt = int(Flat.of_all(sides).prompts()[0])
+        stays = kept(prompt, [len(ids) - prompt for ids, _ in sides], self._its)
+        if stays is None:
+            limit = self._its.max_seq_len
+            why = f"{max(len(ids) for ids, _ in sides)} tokens where max_seq_len is {limit}"
+            raise BadRow("too_long", why)
+        first = slice(*stays.prompt)
+        found: list[Labelled] = []
+        for (ids, labels), (start, stop) in zip(sides, stays.answers, strict=True):
+            rest = slice(prompt + start, prompt + stop)
+            found.append(
+                (
+                    np.concatenate([ids[first], ids[rest]]),
+                    np.concatenate([labels[first], labels[rest]]),
+                )
+            )
+        return found
+
+
+def _is_trained(labels: np.ndarray) -> bool:
+    return bool(Flat.of_all([(labels, labels)]).trained()[0])

@@ -1,0 +1,100 @@
+"""Tools in records: those a model may call, and the calls it makes, in OpenAI's form."""
+
+from typing import Any
+
+from penstock.prepare.bad_records import BadRow, checked_text, kind_of
+from penstock.prepare.formats.json_values import Object, checked_json, checked_object, unpacked
+
+
+def tools_of(where: str, value: Any) -> list[Object] | None:
+    """The tools in `value`: a list of them, or that list as JSON text; None where there is none.
+
+    A bare `{"name", "description", "parameters"}` becomes the `function` of a tool. All else stays
+    as it is, nulls too: templates write tools as JSON, so a null is read by the model.
+    """
+    if value is None or value == "":
+        return None
+    found = unpacked(where, value)
+    if not isinstance(found, list):
+        raise BadRow("wrong_type", f"{where} is {kind_of(found)} where a list of tools is meant")
+    return [_tool(f"{where}[{index}]", entry) for index, entry in enumerate(found)] or None
+
+
+def calls_of(where: str, value: Any) -> list[Object]:
+    """The calls in `value`: a list of them, or that list as JSON text."""
+    found = unpacked(where, value)
+    if not isinstance(found, list):
+        raise BadRow("wrong_type", f"{where} is {kind_of(found)} where a list of calls is meant")
+    return [_call(f"{where}[{index}]", entry) for index, entry in enumerate(found)]
+
+
+def spoken_calls_of(where: str, value: Any) -> list[Object]:
+    """The calls that a turn consists of: one or a list of them, usually as JSON text."""
+    found = unpacked(where, value)
+    if isinstance(found, list) and found:
+        return calls_of(where, found)
+    return [_call(where, found)]
+
+
+def call_of(where: str, value: Any) -> Object:
+    """A function's name and arguments as a call."""
+    return {"type": "function", "function": _function(where, value)}
+
+
+def _call(where: str, value: Any) -> Object:
+    entry = checked_object(where, value)
+    if entry.get("function") is None:
+        return call_of(where, entry)
+    _is_of_function(where, entry)
+    kept = {name: part for name, part in entry.items() if part is not None}
+    kept["type"] = "function"
+    kept["function"] = _function(f"{where}.function", entry["function"])
+    return kept
+
+
+def _function(where: str, value: Any) -> Object:
+    entry = checked_object(where, value)
+    kept = {name: part for name, part in entry.items() if part is not None}
+    kept["name"] = _name(where, entry)
+    kept["arguments"] = _arguments(f"{where}.arguments", entry.get("arguments"))
+    return kept
+
+
+def _arguments(where: str, value: Any) -> Object:
+    if value is None or value == "":
+        return {}
+    return checked_object(where, unpacked(where, value))
+
+
+def _tool(where: str, value: Any) -> Object:
+    entry = checked_object(where, unpacked(where, value))
+    if entry.get("function") is None:
+        bare = {name: part for name, part in entry.items() if name != "function"}
+        return {"type": "function", "function": _described(where, bare)}
+    _is_of_function(where, entry)
+    function = _described(f"{where}.function", entry["function"])
+    return {**entry, "type": "function", "function": function}
+
+
+def _described(where: str, value: Any) -> Object:
+    entry = checked_object(where, value)
+    kept = dict(entry)
+    kept["name"] = _name(where, entry)
+    if isinstance(kept.get("parameters"), str):
+        at = f"{where}.parameters"
+        kept["parameters"] = checked_object(at, unpacked(at, kept["parameters"]))
+    return kept
+
+
+def _is_of_function(where: str, entry: Object) -> None:
+    said = entry.get("type")
+    if said not in (None, "function"):
+        raise BadRow(
+            "bad_value", f"{where}.type is {checked_json(where, said)!r}; only 'function' is known"
+        )
+
+
+def _name(where: str, entry: Object) -> str:
+    if entry.get("name") is None:
+        raise BadRow("missing_column", f"{where} has no name; it has {', '.join(entry)}")
+    return checked_text(f"{where}.name", entry["name"])

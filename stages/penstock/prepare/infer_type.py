@@ -1,0 +1,303 @@
+"""Which format a data set has, where the configuration does not say it: told from first records.
+
+`format_of` is a pure function of the records and of the columns that the configuration names. What
+it finds is used as if it had been written, so it is part of what identifies prepared data.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, cast
+
+from penstock.config.schema.dataset import DatasetConfig, FormatName
+from penstock.core.cache.digests import derived
+from penstock.core.cache.record import digest_of
+from penstock.core.cache.stage import Source
+from penstock.core.errors import CapabilityError, ConfigError, StageError
+from penstock.prepare.bad_records import BadRow
+from penstock.prepare.formats.json_values import unpacked
+from penstock.prepare.formats.kto import verdict_of
+from penstock.prepare.readers.file_splits import FORMAT, Piece, pieces_of
+from penstock.prepare.readers.records import Value
+from penstock.prepare.readers.registry import chunks
+
+LISTS_OF_MESSAGES = ("messages", "conversations")
+"""Columns that hold conversations."""
+
+LOOKED_AT = 20
+"""Records that are looked at: a column may be null in the first."""
+
+VERSION = 3
+"""Raised when the same records must be told to be of another format."""
+
+FIRST: Mapping[str, set[FormatName]] = {
+    "preference": {"preference", "preference_turns", "kto"},
+    "pretrain": {"text"},
+}
+"""What an objective learns from, where it does not learn from everything."""
+
+QUESTIONS = ("instruction", "prompt", "question", "query", "input", "problem")
+CONTEXTS = ("context", "input")
+ANSWERS = ("completion", "response", "answer", "output", "solution")
+TEXTS = ("text", "content", "document", "body")
+"""Names of columns that are proposed; only those of usual formats are taken by themselves."""
+
+
+@dataclass(frozen=True)
+class Inferred:
+    """A format, and the columns to be read where they have other names than usual."""
+
+    type: FormatName
+    fields: Mapping[str, str] = field(default_factory=dict[str, str])
+    seen: str = ""
+    """The columns that told."""
+
+    def values(self) -> dict[str, Any]:
+        """The settings of a data set that say it."""
+        return {"type": self.type, **self.fields}
+
+    def __str__(self) -> str:
+        more = "".join(f", {name}: {value}" for name, value in self.fields.items())
+        return f"type: {self.type}{more} (its records have {self.seen})"
+
+
+def inferred(
+    dataset: DatasetConfig, source: Source, *, where: str, objective: str, token: bool | None
+) -> Inferred | None:
+    """The format of a source by its first records, remembered by its content; None where there is
+    no record to look at, or the hub cannot be reached, which preparing tells better.
+
+    `where` is the data set's place in the configuration. Raises ConfigError that shows the columns
+    where several formats or none fit.
+    """
+    asked = digest_of(
+        [FORMAT, VERSION, source.key, dataset.ds_type, _named(dataset), objective, LOOKED_AT]
+    )
+
+    def look() -> Any:
+        records = read_first(source, dataset.ds_type, token)
+        if not records:
+            raise StageError("it has no records")
+        found = format_of(records, _named(dataset), objective=objective, where=where)
+        return [found.type, dict(found.fields), found.seen]
+
+    try:
+        return Inferred(*derived(asked, look))
+    except (StageError, CapabilityError, FileNotFoundError):
+        return None
+
+
+def read_first(source: Source, ds_type: str | None, token: bool | None) -> list[dict[str, Any]]:
+    """Up to `LOOKED_AT` records from the beginning of a source.
+
+    Raises what reading raises, and StageError where faults are all that is there.
+    """
+    values = list(islice(_values(source, ds_type, token), LOOKED_AT))
+    records = [value for value in values if not isinstance(value, BadRow)]
+    if values and not records:
+        first = next(value for value in values if isinstance(value, BadRow))
+        raise StageError(f"none of the first {len(values)} records can be read: {first.why}")
+    return records
+
+
+def looks_like(pieces: Sequence[Piece]) -> Inferred | None:
+    """The format that the first records of some pieces have; None where none or several fit."""
+    found = islice((value for piece in pieces[:1] for value in _of_piece(piece, None)), LOOKED_AT)
+    records = [value for value in found if not isinstance(value, BadRow)]
+    try:
+        return format_of(records, {}, objective="", where="")
+    except ConfigError:
+        return None
+
+
+def format_of(
+    records: Sequence[Mapping[str, Any]],
+    named: Mapping[str, str],
+    *,
+    objective: str,
+    where: str,
+) -> Inferred:
+    """The one format that fits the records. `named` are the `field_` settings that are written;
+    of several formats, those come first that `objective` (`train.objective`) can learn from.
+
+    Raises ConfigError where none fits, or several do.
+    """
+    columns = _columns(records)
+    found = list(_candidates(columns, named))
+    formats = {one.type for one in found}
+    if "tokenized" in formats:
+        found = [one for one in found if one.type == "tokenized"]
+    elif first := formats & FIRST.get(objective, set()):
+        found = [one for one in found if one.type in first]
+    if len(found) == 1:
+        return found[0]
+    have = ", ".join(columns) or "no columns"
+    if found:
+        ways = ", or ".join(f"type: {one.type}" for one in found)
+        raise ConfigError(
+            f"{where}.type is not written, and its records fit {len(found)} types; they have "
+            f"{have}.\n  Write {ways}."
+        )
+    raise ConfigError(
+        f"{where}.type is not written, and no type fits its records; they have {have}.\n"
+        f"  {proposal_of(columns)}"
+    )
+
+
+def proposal_of(columns: Mapping[str, Any]) -> str:
+    """What to write for records with these columns of unusual names."""
+    lists = [name for name, value in columns.items() if _spelling(name, value)]
+    question, answer = (
+        next((name for name in lists if name in usual), None) for usual in (QUESTIONS, ANSWERS)
+    )
+    if question and answer:
+        return (
+            f"Join the messages of {question} and {answer} in one column, messages, and write "
+            "type: chat."
+        )
+    if lists:
+        return f"Write type: {_spelling(lists[0], columns[lists[0]])}, field_messages: {lists[0]}."
+    question = next((name for name in QUESTIONS if _is_text(columns.get(name))), None)
+    answer = next((n for n in ANSWERS if _is_text(columns.get(n)) and n != question), None)
+    if question and answer:
+        used = (question, answer)
+        context = next((n for n in CONTEXTS if _is_text(columns.get(n)) and n not in used), None)
+        more = f", field_input: {context}" if context else ""
+        return (
+            f"Write type: instruction, field_instruction: {question}{more}, field_output: {answer}."
+        )
+    if any(_is_text(columns.get(name)) for name in LISTS_OF_MESSAGES):
+        return (
+            'A conversation is a list of messages, such as [{"role": "user", "content": "…"}, …]; '
+            "write it so, or name the column of plain text (type: text, field_text: …)."
+        )
+    texts = [name for name, value in columns.items() if _is_text(value)]
+    usual = next((name for name in TEXTS if name in texts), None)
+    if usual or len(texts) == 1:
+        return f"Write type: text, field_text: {usual or texts[0]}."
+    return (
+        "Write type: chat, sharegpt, alpaca, instruction, text, preference, kto or tokenized, and "
+        "with field_… which columns to read (docs/own-data.md). The first line of a CSV file names "
+        "its columns."
+    )
+
+
+def _candidates(columns: Mapping[str, Any], named: Mapping[str, str]) -> Iterator[Inferred]:
+    def has(*names: str) -> bool:
+        return all(name in columns for name in names)
+
+    if has("input_ids"):
+        yield Inferred("tokenized", seen="input_ids")
+    chosen, rejected = (named.get(f"field_{n}", n) for n in ("chosen", "rejected"))
+    if has(chosen, rejected):
+        yield Inferred("preference", seen=f"{chosen} and {rejected}")
+    elif has("rejected_response"):
+        yield Inferred("preference", seen="rejected_response")
+    prompt = named.get("field_prompt", "prompt")
+    completion, label = (
+        named.get("field_completion", "completion"),
+        named.get("field_label", "label"),
+    )
+    verdict = columns.get(label)
+    is_judged = has(prompt, completion) and verdict_of(verdict) is not None
+    if is_judged:
+        yield Inferred("kto", seen=f"{prompt}, {completion} and {label}")
+    if has("src", "tgt"):
+        kind: FormatName = "preference_turns" if has("response") else "sft_turns"
+        yield Inferred(kind, seen="src and tgt")
+    yield from _conversations(columns, named)
+    question, answer = (named.get(f"field_{n}", n) for n in ("instruction", "output"))
+    if has(question, answer):
+        yield Inferred("alpaca", seen=f"{question} and {answer}")
+    elif has("prompt", "completion") and not is_judged and not has("messages"):
+        texts = all(_is_text(columns[name]) for name in ("prompt", "completion"))
+        if texts and not {"field_instruction", "field_output"} & named.keys():
+            fields = {"field_instruction": "prompt", "field_output": "completion"}
+            yield Inferred("instruction", fields, "prompt and completion")
+    text = named.get("field_text", "text")
+    if has(text):
+        yield Inferred("text", seen=text)
+
+
+def _conversations(columns: Mapping[str, Any], named: Mapping[str, str]) -> Iterator[Inferred]:
+    own = named.get("field_messages")
+    for name in [own] if own else LISTS_OF_MESSAGES:
+        spelling = _spelling(name, columns.get(name)) if name in columns else None
+        if spelling is None:
+            continue
+        usual = "messages" if spelling == "chat" else "conversations"
+        fields = {} if own or name == usual else {"field_messages": name}
+        words = "role and content" if spelling == "chat" else "from and value"
+        yield Inferred(spelling, fields, f"{name} with {words}")
+        return
+
+
+def _spelling(where: str, value: Any) -> FormatName | None:
+    """How the messages in a list are written; None for what is no list of messages."""
+    try:
+        found = unpacked(where, value) if _looks_like_list(value) else value
+    except BadRow:
+        return None
+    if not isinstance(found, list) or not found or not isinstance(found[0], Mapping):
+        return None
+    first: Mapping[str, Any] = found[0]
+    if "from" in first and "value" in first:
+        return "sharegpt"
+    return "chat" if "role" in first else None
+
+
+def _columns(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Every column that a record has, with the first value that is neither null nor empty."""
+    found: dict[str, Any] = {}
+    for record in records:
+        for name, value in record.items():
+            if _is_empty(found.get(name)):
+                found[name] = value
+    return found
+
+
+def _is_empty(value: Any) -> bool:
+    # An array of token ids has no truth value.
+    return value is None or (isinstance(value, str | list) and not value)
+
+
+def _looks_like_list(value: Any) -> bool:
+    return isinstance(value, str) and value.lstrip().startswith("[")
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _named(dataset: DatasetConfig) -> dict[str, str]:
+    """The `field_` settings that are written."""
+    return {
+        name: value
+        for name in sorted(dataset.model_fields_set)
+        if name.startswith("field_") and (value := getattr(dataset, name)) is not None
+    }
+
+
+def _values(source: Source, ds_type: str | None, token: bool | None) -> Iterator[Value]:
+    if source.pin["kind"] == "hub":
+        yield from _of_hub(source, token)
+        return
+    for piece in pieces_of(source, ds_type=ds_type, streaming=False, token=token):
+        yield from _of_piece(piece, token)
+
+
+def _of_piece(piece: Piece, token: bool | None) -> Iterator[Value]:
+    for chunk in chunks(piece, token):
+        yield from chunk.part(0, LOOKED_AT).values()
+
+
+def _of_hub(source: Source, token: bool | None) -> Iterator[dict[str, Any]]:
+    """Rows as they come, without a copy of the data set; from the copy where there is one only."""
+    # The library takes a second to import, which all other sources are spared.
+    from penstock.prepare.readers.hub import open_hub, open_stream  # noqa: PLC0415
+
+    try:
+        yield from islice(open_stream(source.pin, token), LOOKED_AT)
+    except CapabilityError:
+        rows = cast("Iterator[dict[str, Any]]", iter(open_hub(source.pin, token)))
+        yield from islice(rows, LOOKED_AT)

@@ -1,0 +1,74 @@
+"""From a prepared sample back to the record it was made of: the file, and the line or row in it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.core.cache.stage import Stage
+from penstock.core.errors import PenstockError
+from penstock.prepare.readers.file_splits import Piece
+from penstock.prepare.readers.read_slice import before_of
+from penstock.prepare.readers.registry import chunks
+from penstock.prepare.slices import Slice
+from penstock.prepare.stage import Prepare
+
+WITH_LINES = ("json_lines", "csv", "json_document")
+"""Readers of files in which the number of a record does not tell its line."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where people find a record."""
+
+    file: str
+    """A file, or the hub or built-in data set."""
+    line: int
+    """Its line, or its row where there are no lines, from 1."""
+
+
+Locate = Callable[[str, int], Place | None]
+"""From a slice's key and a record's place in it, from 0, to where that record is found."""
+
+
+def locator_of(stage: Stage) -> Locate:
+    """The places of all records that went into a result of the prepare stage; unknown where its
+    sources are out of reach, or are not its own."""
+    if not isinstance(stage, Prepare):
+        return lambda *_: None
+    token = stage.hub_token
+    try:
+        slices = {item.key: item for item in stage.slices()}
+    except PenstockError:
+        return lambda *_: None
+
+    def locate(key: str, row: int) -> Place | None:
+        return place_of(slices[key], row, token) if key in slices else None
+
+    return locate
+
+
+def place_of(item: Slice, row: int, token: bool | None = None) -> Place | None:
+    """The place of record `row` of the slice, from 0. None where only fetching would tell.
+
+    Local lines are counted, and nothing is parsed. Raises StageError when a file has changed or
+    gone.
+    """
+    at = item.first + item.step * row
+    for piece in item.pieces:
+        if piece.stop is None or at < piece.stop - piece.start:
+            line = _line(piece, piece.start + at, token)
+            return None if line is None else Place(piece.name, line)
+        at -= piece.stop - piece.start
+    raise IndexError(f"record {row} of slice {item.key}")
+
+
+def _line(piece: Piece, number: int, token: bool | None) -> int | None:
+    if piece.reader not in WITH_LINES and piece.before is not None:
+        return piece.before + number + 1
+    if piece.file is None or not isinstance(piece.file.location, Path):
+        return None
+    for chunk in chunks(piece, token):
+        if number < len(chunk):
+            return before_of(piece, token) + chunk.places[number]
+        number -= len(chunk)
+    raise IndexError(f"record {number} beyond the end of {piece.name}")

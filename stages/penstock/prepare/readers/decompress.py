@@ -1,0 +1,93 @@
+"""A source's files as streams, decompressed where their name says they are compressed."""
+
+import bz2
+import gzip
+import io
+import lzma
+import zlib
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import pyarrow as pa
+
+from penstock.core.errors import StageError
+from penstock.core.remote.open import open_file
+from penstock.core.sources.local_files import compression_of
+
+BROKEN = (EOFError, zlib.error, lzma.LZMAError, pa.ArrowException, OSError)
+"""What a damaged compressed file raises, by the libraries that read it."""
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file of a source: what people call it, where it lies, and how it is pinned."""
+
+    name: str
+    location: Path | str = field(compare=False)
+    pinned: Mapping[str, Any] = field(default_factory=dict)
+    beside: "SourceFile | None" = None
+    """The file with the data, where this one is its index."""
+
+    @property
+    def compression(self) -> str | None:
+        """How it is compressed, told from its name."""
+        return compression_of(self.name)
+
+    @contextmanager
+    def opened(self) -> Generator[BinaryIO]:
+        """Its bytes, decompressed and buffered. Raises StageError when compressed data breaks
+        off."""
+        with open_file(self.location, self.pinned) as raw:
+            if self.compression is None:
+                yield _buffered(raw)
+                return
+            try:
+                with _decompressed(raw, self.compression) as stream:
+                    yield _buffered(stream)
+            except BROKEN as error:
+                raise StageError(
+                    f"{self.name} cannot be decompressed as {self.compression}: {error}\n"
+                    "  It may be cut short or of another kind: write it again, or rename it."
+                ) from error
+
+    def for_arrow(self) -> Any:
+        """It for pyarrow: read, not mapped, for mapped pages would count as memory."""
+        if isinstance(self.location, Path):
+            return pa.OSFile(str(self.location))
+        return pa.PythonFile(open_file(self.location, self.pinned), mode="r")
+
+
+def _decompressed(raw: BinaryIO, compression: str) -> Any:
+    if compression == "gzip":
+        return gzip.GzipFile(fileobj=raw, mode="rb")
+    if compression == "bz2":
+        return bz2.BZ2File(raw)
+    if compression == "xz":
+        return lzma.LZMAFile(raw)
+    return pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), compression)
+
+
+def _buffered(stream: Any) -> BinaryIO:
+    if isinstance(stream, io.BufferedReader):
+        return stream
+    if isinstance(stream, pa.NativeFile):
+        stream = _Raw(stream)
+    return cast("BinaryIO", io.BufferedReader(stream, buffer_size=1 << 18))
+
+
+class _Raw(io.RawIOBase):
+    """An Arrow stream as one of Python's."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        got = self._stream.read(len(buffer))
+        buffer[: len(got)] = got
+        return len(got)

@@ -1,0 +1,177 @@
+"""Files that are read from their beginning only: JSON documents and CSV."""
+
+import csv
+import io
+import json
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+from penstock.core.errors import StageError
+from penstock.prepare.bad_records import BadRow
+from penstock.prepare.readers.decompress import SourceFile
+from penstock.prepare.readers.records import BATCH, BATCH_BYTES, Chunk, Value, as_object
+
+DELIMITERS = (";", "\t", "|")
+"""Of CSV files whose header has no comma."""
+
+CHUNK = 1 << 20
+"""Characters read from a JSON document at once."""
+
+
+def json_document(file: SourceFile) -> Iterator[Chunk]:
+    """An array of objects, or objects one after another, never whole in memory.
+
+    Raises StageError where the document breaks off or is not JSON.
+    """
+    with file.opened() as raw:
+        stream = io.TextIOWrapper(raw, encoding="utf-8-sig")
+        reader = _JsonReader(stream, file.name)
+        is_array = reader.peek() == "["
+        if is_array:
+            reader.skip()
+        yield from _runs(_values(reader, is_array), _objects)
+        if is_array and not reader.peek():
+            raise StageError(
+                f"{file.name} breaks off at line {reader.line}: its array is never closed.\n"
+                "  Write the file again, whole."
+            )
+
+
+def csv_rows(file: SourceFile) -> Iterator[Chunk]:
+    """The rows of a CSV file with a header, as objects of strings.
+
+    Raises StageError where it is not CSV.
+    """
+    csv.field_size_limit(2**31 - 1)  # the default of 128 KiB is less than one long document
+    with file.opened() as raw:
+        stream = io.TextIOWrapper(raw, encoding="utf-8-sig", newline="")
+        reader = csv.reader(stream, strict=True, delimiter=delimiter_of(file))
+        try:
+            header = next(reader, None)
+            if header is None:
+                return
+            if twice := next(
+                (name for name in filter(None, header) if header.count(name) > 1), None
+            ):
+                raise StageError(
+                    f"{file.name} has two columns called {twice!r}.\n"
+                    "  Rename one of them in its first line."
+                )
+            rows = ((reader.line_num, row, sum(map(len, row))) for row in reader if row)
+            yield from _runs(rows, lambda rows: [_row(header, row) for row in rows])
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise StageError(
+                f"{file.name}:{reader.line_num}: not CSV: {error}.\n  Correct it there, in UTF-8."
+            ) from error
+
+
+def delimiter_of(file: SourceFile) -> str:
+    """What parts the columns of a CSV file: a comma, unless its header has none and parts into
+    several names at another of the usual characters."""
+    with file.opened() as raw:
+        head = raw.readline(CHUNK).decode("utf-8-sig", errors="replace")
+    if "," in head:
+        return ","
+    return max(DELIMITERS, key=head.count) if any(each in head for each in DELIMITERS) else ","
+
+
+def _runs(found: Iterator[tuple[int, Any, int]], parse: Any) -> Iterator[Chunk]:
+    """(place, item, size) as chunks of at most `BATCH` items and about `BATCH_BYTES`."""
+    items: list[Any] = []
+    places: list[int] = []
+    size = 0
+    for place, item, its_size in found:
+        items.append(item)
+        places.append(place)
+        size += its_size
+        if len(items) == BATCH or size >= BATCH_BYTES:
+            yield Chunk(items, places, parse)
+            items, places, size = [], [], 0
+    if items:
+        yield Chunk(items, places, parse)
+
+
+def _row(header: list[str], fields: list[str]) -> Value:
+    if len(fields) == len(header):
+        return dict(zip(header, fields, strict=True))
+    return BadRow("wrong_type", f"{len(fields)} fields where the header has {len(header)}")
+
+
+def _objects(values: list[Any]) -> list[Value]:
+    return [as_object(value) for value in values]
+
+
+def _values(reader: "_JsonReader", is_array: bool) -> Iterator[tuple[int, Any, int]]:
+    while (character := reader.peek()) and not (is_array and character == "]"):
+        if character == ",":
+            reader.skip()
+            continue
+        line, start = reader.line, reader.read
+        value = reader.value()
+        yield line, value, reader.read - start
+
+
+class _JsonReader:
+    """JSON values from a text stream, read a chunk at a time."""
+
+    def __init__(self, stream: TextIO, name: str) -> None:
+        self._stream = stream
+        self._name = name
+        self._decoder = json.JSONDecoder()
+        self._text = ""
+        self._at = 0
+        self.line = 1
+        self.read = 0
+        """Characters of the values given so far."""
+
+    def peek(self) -> str:
+        """The next character that is not blank; empty at the end."""
+        while True:
+            while self._at < len(self._text):
+                character = self._text[self._at]
+                if not character.isspace():
+                    return character
+                self.skip()
+            if not self._refill():
+                return ""
+
+    def skip(self) -> None:
+        """Pass over one character."""
+        self.line += self._text[self._at] == "\n"
+        self._at += 1
+
+    def value(self) -> Any:
+        """The next value. Raises StageError where the text is not JSON."""
+        while True:
+            try:
+                value, end = self._decoder.raw_decode(self._text, self._at)
+            except (ValueError, RecursionError) as error:
+                if self._refill():
+                    continue
+                line, why = self.line, "nested too deeply"
+                if isinstance(error, json.JSONDecodeError):
+                    line += self._text.count("\n", self._at, error.pos)
+                    why = error.msg
+                elif isinstance(error, ValueError):
+                    why = str(error)
+                raise StageError(
+                    f"{self._name}:{line}: not JSON: {why}.\n"
+                    "  Correct it there, or write the records as lines of JSON (.jsonl), where "
+                    "one fault spoils one record."
+                ) from error
+            self.line += self._text.count("\n", self._at, end)
+            self.read += end - self._at
+            self._at = end
+            return value
+
+    def _refill(self) -> bool:
+        kept = self._text[self._at :]
+        try:
+            more = self._stream.read(max(CHUNK, len(kept)))
+        except UnicodeDecodeError as error:
+            raise StageError(
+                f"{self._name} is not UTF-8 after line {self.line}: {error.reason}.\n"
+                "  Write the file in UTF-8."
+            ) from error
+        self._text, self._at = kept + more, 0
+        return bool(more)

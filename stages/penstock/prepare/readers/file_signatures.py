@@ -1,0 +1,72 @@
+"""Files that are not what their names say, told from their first bytes before a record is read."""
+
+import codecs
+from pathlib import Path
+from typing import Literal
+
+from penstock.core.errors import StageError
+from penstock.prepare.readers.decompress import SourceFile
+
+SNIFFED = 4096
+"""Bytes at the beginning of a file that tell what it is."""
+
+BINARY = {
+    b"PAR1": "parquet.\n  Write ds_type: parquet, or rename it to .parquet.",
+    b"ARROW1": "an Arrow file.\n  Write ds_type: arrow, or rename it to .arrow.",
+    b"\x1f\x8b": "compressed by gzip.\n  Rename it to {name}.gz.",
+    b"BZh": "compressed by bzip2.\n  Rename it to {name}.bz2.",
+    b"\xfd7zXZ": "compressed by xz.\n  Rename it to {name}.xz.",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd.\n  Rename it to {name}.zst.",
+    b"PK\x03\x04": "a zip archive, as spreadsheets are.\n  Unpack it, or save the table as CSV.",
+    b"%PDF": "a PDF.\n  Save its text as .txt or as lines of JSON.",
+}
+"""What cannot be read as text, by how it begins."""
+
+PAGE = ("<!doctype", "<html", "<?xml")
+
+Kind = Literal["json", "csv", "text"]
+
+
+def require_text(file: SourceFile, kind: Kind) -> None:
+    """Raise StageError for a file that cannot be read as text of this kind."""
+    with file.opened() as stream:
+        head = stream.read(SNIFFED)
+    for beginning, what in BINARY.items():
+        if head.startswith(beginning):
+            raise StageError(f"{file.name} is {what.format(name=file.name)}")
+    _require_utf8(file.name, head)
+    if kind != "text":
+        _require_records(file.name, kind, head.removeprefix(codecs.BOM_UTF8).lstrip())
+
+
+def _require_utf8(name: str, head: bytes) -> None:
+    is_utf16 = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    if is_utf16 or head[:2].count(0) or head.count(0) > len(head) // 4:
+        raise StageError(
+            f"{name} is {'UTF-16' if is_utf16 else 'UTF-16 or UTF-32 text, or no text'}, and "
+            "text is read as UTF-8.\n"
+            f"  Save it as UTF-8, for example: iconv -f UTF-16 -t UTF-8 {name} > utf8_"
+            f"{Path(name).name}"
+        )
+
+
+def _require_records(name: str, kind: Kind, head: bytes) -> None:
+    """Refuse text that is no table and no JSON, whatever its name says."""
+    if head.startswith(b"version https://git-lfs"):
+        raise StageError(f"{name} is a pointer of Git LFS.\n  git lfs pull fetches the file.")
+    if head[:9].decode(errors="replace").lower().startswith(PAGE):
+        raise StageError(
+            f"{name} is a web page, not data.\n  Download the file itself (its raw address)."
+        )
+    if kind == "csv" and head.startswith((b'{"', b'[{"')):
+        raise StageError(
+            f"{name} holds JSON, and is read as CSV.\n"
+            "  Write ds_type: json, or rename it to .jsonl."
+        )
+    if kind == "json" and head[:1].isalpha() and not any(each in head for each in b"{["):
+        first = head.partition(b"\n")[0][:40].decode(errors="replace").strip()
+        raise StageError(
+            f"{name} holds no JSON: it begins with {first!r}.\n"
+            "  Write ds_type: csv or text, or rename it to .csv or .txt; a record in JSON is an "
+            'object such as {"text": "…"}.'
+        )

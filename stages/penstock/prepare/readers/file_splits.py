@@ -1,0 +1,397 @@
+"""Where a source is cut: pieces that can be read by themselves, each known by what it holds.
+
+Files of lines are cut into ranges of bytes, Parquet into runs of row groups, Arrow files into runs
+of record batches, hub data sets into runs of rows or, streamed, into their shards; all else is
+read whole. A local range of lines is known by the digest of exactly its lines, so that what is
+appended to a file, or changed in another, leaves it as it was.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from penstock.core.cache.digests import derived, digests_of
+from penstock.core.cache.record import digest_of
+from penstock.core.cache.stage import Source
+from penstock.core.errors import StageError
+from penstock.core.sources.local_files import kind_of
+from penstock.core.sources.megatron_files import DATA, INDEX, split_range
+from penstock.prepare.readers.columnar import ARROW_FILE, whole
+from penstock.prepare.readers.decompress import SourceFile
+from penstock.prepare.readers.documents import delimiter_of
+from penstock.prepare.readers.file_signatures import require_text
+from penstock.prepare.readers.lines import BOM, line_start, parsed
+from penstock.prepare.readers.megatron import index_of
+
+SLICE_BYTES = 16 << 20
+"""About as many bytes of a source make a slice: seconds of work for one process."""
+
+ROWS = 1000
+"""Rows of a hub data set are cut at multiples of this."""
+
+FORMAT = 2
+"""Raised when the same file must be cut otherwise."""
+
+BLOCK = 1 << 20
+THREADS = 8
+"""Ranges of a file that are digested at once; digesting leaves the interpreter free."""
+
+Reader = Literal[
+    "json_lines",
+    "text_lines",
+    "json_document",
+    "csv",
+    "parquet",
+    "arrow_file",
+    "arrow_stream",
+    "megatron",
+    "hub",
+    "stream",
+    "builtin",
+]
+Cut = dict[str, Any]
+"""One part of a file as plain JSON: reader, span, before, num_bytes, and lines_sha256 if known."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One part of a file, of a hub data set, or a built-in set whole."""
+
+    reader: Reader
+    name: str
+    content: Mapping[str, Any]
+    """What it holds, by digest or pin: of the part itself, or of the whole that `span` is of."""
+    file: SourceFile | None = None
+    span: tuple[int, int] | None = None
+    """Bytes, row groups, record batches, documents or rows, the second excluded; a shard and their
+    number."""
+    before: int | None = 0
+    """Lines or rows ahead of it; None where only reading tells."""
+    num_bytes: int = 0
+    """How much work it is, about."""
+    start: int = 0
+    """Its first so many records are another's."""
+    stop: int | None = None
+    """So are those from this one on."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Identity: where it lies is left out."""
+        return {
+            "reader": self.reader,
+            "name": self.name,
+            "content": dict(self.content),
+            "span": None if "lines_sha256" in self.content else self.span,
+            "records": [self.start, self.stop],
+        }
+
+
+def pieces_of(
+    source: Source,
+    *,
+    ds_type: str | None,
+    streaming: bool,
+    token: bool | None,
+    split: tuple[str, str] | None = None,
+) -> list[Piece]:
+    """The pieces of a source, in the order of its records.
+
+    `split` is for Megatron's files: the shares of their splits, and which of them is meant.
+
+    Raises StageError for a file that is empty or not of its kind, CapabilityError for a hub data
+    set that cannot be fetched.
+    """
+    pin = dict(source.pin)
+    if pin["kind"] == "builtin":
+        return [Piece("builtin", str(pin["name"]), pin)]
+    if pin["kind"] == "hub":
+        return _of_hub(pin, streaming, token)
+    entries = zip(pin["files"], source.paths or source.urls, strict=True)
+    files = [SourceFile(str(entry["name"]), location, entry) for entry, location in entries]
+    pieces = [piece for file in _indexed(files) for piece in _of_file(file, ds_type)]
+    return _of_split(pieces, source, split) if split else pieces
+
+
+def _indexed(files: Sequence[SourceFile]) -> list[SourceFile]:
+    """The files, with the data of each index of Megatron's beside it."""
+    found: list[SourceFile] = []
+    for file in files:
+        if found and found[-1].name.endswith(INDEX) and file.name.endswith(DATA):
+            found[-1] = replace(found[-1], beside=file)
+        else:
+            found.append(file)
+    return found
+
+
+def _of_split(pieces: Sequence[Piece], source: Source, split: tuple[str, str]) -> list[Piece]:
+    """What one split has of the pieces: each file is split by itself. Raises StageError where that
+    is nothing."""
+    found: list[Piece] = []
+    last = {piece.name: piece.span[1] for piece in pieces if piece.span}
+    for piece in pieces:
+        if piece.reader != "megatron" or not piece.span:
+            raise StageError(
+                f"{source.pin['label']} is no data of Megatron's, so splits_string"
+                f" ({split[0]}) has no documents to share out.\n  Leave splits_string out."
+            )
+        its = split_range(last[piece.name], *split)
+        first, end = max(piece.span[0], its.start), min(piece.span[1], its.stop)
+        if first < end:
+            share = (end - first) / (piece.span[1] - piece.span[0])
+            size = int(piece.num_bytes * share)
+            found.append(replace(piece, span=(first, end), before=first, num_bytes=size))
+    if not found:
+        raise StageError(
+            f"{source.pin['label']} has {sum(last.values()):,} documents, of which splits_string"
+            f" ({split[0]}) gives none to {split[1]}.\n"
+            "  Write shares that give it some, or leave the data set out."
+        )
+    return found
+
+
+def require_unchanged(files: Iterable[SourceFile | None]) -> None:
+    """Raise StageError if a local file is no longer what it was when it was pinned."""
+    for file in {file.name: file for file in files if file}.values():
+        digest = file.pinned.get("sha256")
+        if isinstance(file.location, Path) and digest and digests_of([file.location]) != [digest]:
+            raise StageError(
+                f"{file.name} has changed since this run began.\n"
+                "  Run again when nobody writes to it."
+            )
+
+
+def _of_file(file: SourceFile, ds_type: str | None) -> list[Piece]:
+    if file.pinned.get("bytes") == 0:
+        raise StageError(f"{file.name} is empty.\n  Remove it from data.datasets, or fill it.")
+    content = {key: value for key, value in file.pinned.items() if key != "name"}
+    if file.beside:
+        content["data"] = {k: v for k, v in file.beside.pinned.items() if k != "name"}
+    kind = ds_type or kind_of(file.name) or ""
+    asked = digest_of([FORMAT, SLICE_BYTES, kind, file.name, content])
+
+    def cuts() -> list[Cut]:
+        found = list(_CUTS[kind](file))
+        require_unchanged([file, file.beside])
+        return found
+
+    whole_file = Piece("csv", file.name, content, file)
+    return [_piece(whole_file, cut) for cut in derived(asked, cuts)]
+
+
+def _piece(whole_file: Piece, cut: Cut) -> Piece:
+    content = whole_file.content
+    if digest := cut.get("lines_sha256"):
+        # Faults are told with their lines, so where the lines begin is part of what is made.
+        content = {"lines_sha256": digest, "line": cut["before"]}
+    if delimiter := cut.get("delimiter"):
+        content = {**content, "delimiter": delimiter}
+    return replace(
+        whole_file,
+        reader=cut["reader"],
+        content=content,
+        span=tuple(cut["span"]) if cut["span"] else None,
+        before=cut["before"],
+        num_bytes=cut["num_bytes"],
+    )
+
+
+def _whole(reader: Reader, file: SourceFile) -> Cut:
+    size = file.pinned.get("bytes") or SLICE_BYTES
+    return {"reader": reader, "span": None, "before": 0, "num_bytes": size}
+
+
+def _lines(reader: Reader) -> Callable[[SourceFile], Iterator[Cut]]:
+    def cuts(file: SourceFile) -> Iterator[Cut]:
+        size = file.pinned.get("bytes")
+        if file.compression or size is None:
+            yield _whole(reader, file)
+        elif isinstance(file.location, Path):
+            yield from _ranges_of_lines(reader, file.location, size)
+        else:
+            for start in range(0, size, SLICE_BYTES):
+                stop = min(start + SLICE_BYTES, size)
+                yield {
+                    "reader": reader,
+                    "span": [start, stop],
+                    "before": None if start else 0,
+                    "num_bytes": stop - start,
+                }
+
+    return cuts
+
+
+def _ranges_of_lines(reader: Reader, path: Path, size: int) -> Iterator[Cut]:
+    with path.open("rb") as stream:
+        bounds = [*(line_start(stream, at) for at in range(0, size, SLICE_BYTES)), size]
+    spans = [(start, stop) for start, stop in pairwise(bounds) if start < stop]
+    with ThreadPoolExecutor(min(THREADS, len(spans))) as pool:
+        read = list(pool.map(lambda span: _digest_and_lines(path, *span), spans))
+    lines_before = accumulate((lines for _, lines in read), initial=0)
+    for span, (digest, _), before in zip(spans, read, lines_before, strict=False):
+        yield {
+            "reader": reader,
+            "span": list(span),
+            "before": before,
+            "num_bytes": span[1] - span[0],
+            "lines_sha256": digest,
+        }
+
+
+def _digest_and_lines(path: Path, start: int, stop: int) -> tuple[str, int]:
+    digest, lines = hashlib.sha256(), 0
+    with path.open("rb") as stream:
+        stream.seek(start)
+        while start < stop and (block := stream.read(min(BLOCK, stop - start))):
+            digest.update(block)
+            lines += block.count(b"\n")
+            start += len(block)
+    return digest.hexdigest(), lines
+
+
+def _json(file: SourceFile) -> Iterator[Cut]:
+    require_text(file, "json")
+    if _is_lines(file):
+        yield from _lines("json_lines")(file)
+    else:
+        yield _whole("json_document", file)
+
+
+def _is_lines(file: SourceFile) -> bool:
+    """Whether a JSON file is lines of JSON. What is in it decides; its name does where the first
+    line is neither an object nor the beginning of a longer value."""
+    stem = Path(file.name).stem if file.compression else file.name
+    with file.opened() as stream:
+        first = next((line for line in stream if line.strip()), b"").removeprefix(BOM).strip()
+        if first.startswith(b"{") and isinstance(parsed(first), dict):
+            return True
+        if not stem.lower().endswith((".jsonl", ".ndjson")):
+            return False
+        return not _is_document(first, stream.read(BLOCK))
+
+
+def _is_document(first: bytes, more: bytes) -> bool:
+    """Whether a file that is named as lines is an array of objects, or objects over several lines,
+    or with commas between them. `first` is its first line, `more` what follows."""
+    decoder = json.JSONDecoder()
+    try:
+        head = f"{first.decode()}\n{more.decode(errors='replace')}"
+        if head.startswith("["):
+            inner = head[1:].lstrip()
+            return inner.startswith("{") and isinstance(decoder.raw_decode(inner)[0], dict)
+        value, end = decoder.raw_decode(head)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(value, dict) and (end > len(first.decode()) or head[end] == ",")
+
+
+def _text(file: SourceFile) -> Iterator[Cut]:
+    require_text(file, "text")
+    return _lines("text_lines")(file)
+
+
+def _csv(file: SourceFile) -> Iterator[Cut]:
+    require_text(file, "csv")
+    delimiter = delimiter_of(file)
+    # Files that were read before delimiters were looked for keep their slices.
+    told = {} if delimiter == "," else {"delimiter": delimiter}
+    yield {**_whole("csv", file), **told}
+
+
+def _parquet(file: SourceFile) -> Iterator[Cut]:
+    with whole(file, "parquet"), file.for_arrow() as stream, pq.ParquetFile(stream) as opened:
+        footer = opened.metadata
+        groups = [footer.row_group(index) for index in range(footer.num_row_groups)]
+    start, rows, num_bytes, before = 0, 0, 0, 0
+    for index, group in enumerate(groups, start=1):
+        rows += group.num_rows
+        num_bytes += group.total_byte_size
+        if num_bytes >= SLICE_BYTES or index == len(groups):
+            span = [start, index]
+            yield {"reader": "parquet", "span": span, "before": before, "num_bytes": num_bytes}
+            start, before, rows, num_bytes = index, before + rows, 0, 0
+
+
+def _arrow(file: SourceFile) -> Iterator[Cut]:
+    with file.opened() as stream:
+        is_stream = stream.read(len(ARROW_FILE)) != ARROW_FILE
+    if is_stream:
+        yield _whole("arrow_stream", file)
+        return
+    with whole(file, "arrow"), file.for_arrow() as source:
+        batches = pa.ipc.open_file(source).num_record_batches
+    size = file.pinned.get("bytes") or 0
+    count = max(1, min(batches, -(-size // SLICE_BYTES)))
+    for number in range(count):
+        span = [batches * number // count, batches * (number + 1) // count]
+        yield {
+            "reader": "arrow_file",
+            "span": span,
+            "before": None if number else 0,
+            "num_bytes": size // count,
+        }
+
+
+def _megatron(file: SourceFile) -> Iterator[Cut]:
+    sizes = index_of(file).document_bytes()
+    numbers = (np.cumsum(sizes) - sizes) // SLICE_BYTES
+    cuts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(sizes)]
+    for first, last in pairwise(cuts):
+        if first < last:
+            yield {
+                "reader": "megatron",
+                "span": [first, last],
+                "before": first,
+                "num_bytes": int(sizes[first:last].sum()),
+            }
+
+
+_CUTS: dict[str, Callable[[SourceFile], Iterator[Cut]]] = {
+    "json": _json,
+    "text": _text,
+    "csv": _csv,
+    "parquet": _parquet,
+    "arrow": _arrow,
+    "megatron": _megatron,
+}
+
+
+def _of_hub(pin: dict[str, Any], streaming: bool, token: bool | None) -> list[Piece]:
+    repo = str(pin["repo"])
+    if streaming:
+        shards = derived(digest_of([FORMAT, "shards", pin]), lambda: _num_shards(pin, token))
+        return [
+            Piece("stream", repo, pin, span=(index, shards), num_bytes=SLICE_BYTES)
+            for index in range(shards)
+        ]
+    asked = digest_of([FORMAT, SLICE_BYTES, "rows", pin])
+    return [
+        Piece("hub", repo, pin, span=(start, stop), before=start, num_bytes=num_bytes)
+        for start, stop, num_bytes in derived(asked, lambda: _runs_of_rows(pin, token))
+    ]
+
+
+def _num_shards(pin: dict[str, Any], token: bool | None) -> int:
+    # The library takes a second to import, which all other sources are spared.
+    from penstock.prepare.readers.hub import open_stream  # noqa: PLC0415
+
+    return open_stream(pin, token).num_shards
+
+
+def _runs_of_rows(pin: dict[str, Any], token: bool | None) -> list[list[int]]:
+    from penstock.prepare.readers.hub import open_hub  # noqa: PLC0415 - as above
+
+    data = open_hub(pin, token)
+    rows, num_bytes = len(data), data.data.nbytes
+    each = max(ROWS, SLICE_BYTES * rows // max(1, num_bytes) // ROWS * ROWS)
+    return [
+        [start, min(start + each, rows), num_bytes * min(each, rows - start) // rows]
+        for start in range(0, rows, each)
+    ]

@@ -1,0 +1,144 @@
+"""Data sets of the Hugging Face hub at a commit: rows of those that are downloaded, shards of those
+that are streamed.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, cast
+
+from datasets import (
+    Dataset,
+    DownloadMode,
+    IterableDataset,
+    Json,
+    get_dataset_split_names,
+    load_dataset,
+)
+from datasets.exceptions import DatasetsError
+
+from penstock.core.errors import CapabilityError, StageError
+from penstock.prepare.readers.columnar import without_nulls
+from penstock.prepare.readers.records import BATCH, Chunk, Value
+
+Pin = Mapping[str, Any]
+"""repo, commit, name, split, data_files, as `penstock.core.sources.pin` pins them."""
+
+
+def open_hub(pin: Pin, token: bool | None) -> Dataset:
+    """The data set, downloaded once and mapped from the cache.
+
+    Raises StageError for a part that it does not have, CapabilityError when it cannot be fetched.
+    """
+    return cast("Dataset", _loaded(*_names(pin), token, streaming=False))
+
+
+def open_stream(pin: Pin, token: bool | None) -> IterableDataset:
+    """The data set, downloaded as it is read and not kept. Raises as `open_hub`."""
+    return cast("IterableDataset", _loaded(*_names(pin), token, streaming=True))
+
+
+def hub_rows(pin: Pin, span: tuple[int, int], token: bool | None) -> Iterator[Chunk]:
+    """Rows `span` of a downloaded data set."""
+    data = open_hub(pin, token)
+    padded = _padded(data.features)
+    for start in range(*span, BATCH):
+        columns = data[start : min(start + BATCH, span[1])]
+        rows = [
+            _unpadded(dict(zip(columns, values, strict=True)), padded)
+            for values in zip(*columns.values(), strict=True)
+        ]
+        first = start - span[0] + 1
+        yield Chunk(rows, range(first, first + len(rows)), _as_they_are)
+
+
+def streamed_rows(pin: Pin, span: tuple[int, int], token: bool | None) -> Iterator[Chunk]:
+    """The rows of the shards `span[0]` of `span[1]`. Raises as `open_hub` where it breaks off."""
+    shard = open_stream(pin, token).shard(num_shards=span[1], index=span[0])
+    padded = _padded(shard.features)
+    rows: list[Value] = []
+    first = 1
+    with _Fetching(pin):
+        for row in shard:
+            rows.append(_unpadded(row, padded))
+            if len(rows) == BATCH:
+                yield Chunk(rows, range(first, first + BATCH), _as_they_are)
+                first += BATCH
+                rows = []
+    if rows:
+        yield Chunk(rows, range(first, first + len(rows)), _as_they_are)
+
+
+def _as_they_are(rows: list[Value]) -> list[Value]:
+    return rows
+
+
+def _padded(features: Mapping[str, Any] | None) -> list[str]:
+    """Columns whose values have the names of all others, with nulls: those of structs."""
+    return [name for name, feature in (features or {}).items() if _is_padded(feature)]
+
+
+def _is_padded(feature: Any) -> bool:
+    """JSON keeps its own nulls, also inside of a struct."""
+    if isinstance(feature, dict):
+        return not any(isinstance(part, Json) for part in cast("dict[str, Any]", feature).values())
+    inner = getattr(feature, "feature", None)
+    return inner is not None and _is_padded(inner)
+
+
+def _unpadded(row: dict[str, Any], padded: Sequence[str]) -> dict[str, Any]:
+    return {**row, **{name: without_nulls(row[name]) for name in padded}}
+
+
+def _names(pin: Pin) -> tuple[Any, ...]:
+    files = pin["data_files"]
+    return pin["repo"], pin["commit"], pin["name"], pin["split"], tuple(files) if files else None
+
+
+@lru_cache(maxsize=8)
+def _loaded(
+    repo: str,
+    commit: str,
+    name: str | None,
+    split: str | None,
+    data_files: tuple[str, ...] | None,
+    token: bool | None,
+    *,
+    streaming: bool,
+) -> Any:
+    """Opened once in each process, for all its slices. No split means `train`, or the only one."""
+    part: dict[str, Any] = {
+        "revision": commit,
+        "data_files": list(data_files) if data_files else None,
+        "download_mode": DownloadMode.REUSE_DATASET_IF_EXISTS,
+        "token": token,
+    }
+    with _Fetching({"repo": repo, "commit": commit}):
+        try:
+            return load_dataset(repo, name, split=split or "train", streaming=streaming, **part)
+        except ValueError:
+            splits = [] if split else get_dataset_split_names(repo, name, **part)
+            if len(splits) != 1 or splits == ["train"]:
+                raise
+            return load_dataset(repo, name, split=splits[0], streaming=streaming, **part)
+
+
+class _Fetching:
+    """Turns what the hub's libraries raise into our errors."""
+
+    def __init__(self, pin: Pin) -> None:
+        self._what = f"{pin['repo']} at {pin['commit'][:12]}"
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, ValueError):
+            raise StageError(
+                f"{self._what} cannot be loaded: {error}\n"
+                "  Set name, split and data_files of the data set to what it has."
+            ) from error
+        if isinstance(error, OSError | RuntimeError | DatasetsError):
+            raise CapabilityError(
+                f"{self._what} cannot be fetched from the hub: {error}\n"
+                "  Go online or log in (hf auth login), or give a local path."
+            ) from error

@@ -1,0 +1,135 @@
+"""Files of lines: JSON objects one to a line, or plain text.
+
+A part of a file is a range of bytes; it owns the lines that start in it.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from penstock.prepare.bad_records import BadRow
+from penstock.prepare.readers.decompress import SourceFile
+from penstock.prepare.readers.records import BATCH, BATCH_BYTES, Chunk, Value, as_object
+
+BOM = b"\xef\xbb\xbf"
+BLOCK = 1 << 20
+Span = tuple[int, int]
+"""First byte, and the one after the last."""
+
+
+def json_lines(file: SourceFile, span: Span | None) -> Iterator[Chunk]:
+    """The objects of a file of JSON lines; blank lines are none."""
+    with file.opened() as stream:
+        number = 1
+        for lines in _runs_of_lines(stream, span):
+            places = range(number, number + len(lines))
+            number += len(lines)
+            if any(map(bytes.isspace, lines)):
+                kept = [i for i, line in enumerate(lines) if not line.isspace()]
+                yield Chunk([lines[i] for i in kept], [places[i] for i in kept], _objects)
+            else:
+                yield Chunk(lines, places, _objects)
+
+
+def text_lines(file: SourceFile, span: Span | None) -> Iterator[Chunk]:
+    """The lines of a text file, each as `{"text": …}`."""
+    with file.opened() as stream:
+        number = 1
+        for lines in _runs_of_lines(stream, span):
+            if number == 1 and not (span and span[0]):
+                lines[0] = lines[0].removeprefix(BOM)
+            yield Chunk(lines, range(number, number + len(lines)), _texts)
+            number += len(lines)
+
+
+def parsed(line: bytes) -> Value:
+    """One line of JSON."""
+    try:
+        value = json.loads(line)
+    except RecursionError:
+        return BadRow("invalid_json", "not JSON: nested too deeply")
+    except UnicodeDecodeError as error:
+        return BadRow("invalid_json", not_utf8(error))
+    except json.JSONDecodeError as error:
+        return BadRow("invalid_json", _not_json(line, error))
+    except ValueError as error:  # a number of thousands of digits
+        return BadRow("invalid_json", f"not JSON: {error}")
+    return as_object(value)
+
+
+def lines_before(file: SourceFile, at: int) -> int:
+    """Lines of the file ahead of the first that starts at byte `at` or after it."""
+    with file.opened() as stream:
+        left, found = line_start(stream, at), 0
+        stream.seek(0)
+        while left and (block := stream.read(min(BLOCK, left))):
+            found += block.count(b"\n")
+            left -= len(block)
+        return found
+
+
+def line_start(stream: BinaryIO, at: int) -> int:
+    """The first byte at or after `at` where a line starts, or the end of the file."""
+    if not at:
+        return 0
+    stream.seek(at - 1)
+    while block := stream.readline(BLOCK):
+        at += len(block)
+        if block.endswith(b"\n"):
+            break
+    return at - 1
+
+
+def _runs_of_lines(stream: BinaryIO, span: Span | None) -> Iterator[list[bytes]]:
+    """Lines with their ends, at most `BATCH` at once. How they are cut follows from content."""
+    at, stop = (line_start(stream, span[0]), span[1]) if span else (0, None)
+    if at:
+        stream.seek(at)
+    while stop is None or at < stop:
+        wanted = BATCH_BYTES if stop is None else min(BATCH_BYTES, stop - at)
+        # readlines ends with the line that exceeds its hint; a hint of 0 is none.
+        lines = stream.readlines(wanted - 1) if wanted > 1 else [stream.readline()]
+        read = sum(map(len, lines))
+        if not read:
+            return
+        at += read
+        yield from (lines[first : first + BATCH] for first in range(0, len(lines), BATCH))
+
+
+def _objects(lines: list[bytes]) -> list[Value]:
+    return [parsed(line) for line in lines]
+
+
+def _texts(lines: list[bytes]) -> list[Value]:
+    return [_text(line) for line in lines]
+
+
+def _text(line: bytes) -> Value:
+    try:
+        return {"text": line.rstrip(b"\r\n").decode()}
+    except UnicodeDecodeError as error:
+        return BadRow("bad_value", not_utf8(error))
+
+
+def not_utf8(error: UnicodeDecodeError) -> str:
+    """Why a line cannot be decoded, and what to do about it."""
+    return f"not UTF-8: {error.reason} at byte {error.start + 1}; save the file as UTF-8"
+
+
+def _not_json(line: bytes, error: json.JSONDecodeError) -> str:
+    """Why a line is not JSON, with the usual slips by name."""
+    text = line.decode(errors="replace").strip()
+    rest = text[error.pos :].lstrip() if error.msg == "Extra data" else None
+    where = f"at column {error.colno}"
+    if rest == ",":
+        return f"not JSON: a comma {where}, after the record; lines of JSON have none between them"
+    if rest is not None and rest.startswith("{"):
+        return f"not JSON: a second record {where}; write one to a line"
+    before = text[: error.pos].rstrip()
+    if before.endswith(",") and text[error.pos : error.pos + 1] in ("}", "]"):
+        return f"not JSON: a comma before {text[error.pos]} {where}; take it out"
+    if "'" in text[error.pos : error.pos + 1]:
+        return f"not JSON: single quotes {where}; JSON has double ones"
+    if error.msg.startswith("Invalid control character"):
+        return f"not JSON: a line break or tab {where}; within quotes write \\n or \\t"
+    return f"not JSON: {error.msg.removesuffix(' at')} {where}"

@@ -1,0 +1,255 @@
+"""Documents of Megatron-LM's indexed datasets: token ids in `<prefix>.bin`, and `<prefix>.idx`.
+
+The index of `MMIDIDX` files (all that Megatron-LM writes now), little-endian throughout:
+
+    9 bytes  magic, MMIDIDX and two zeros    uint64  version, 1      uint8  code of the token type
+    uint64   sequences S                     uint64  entries D of the document index
+    int32[S] tokens of each sequence         int64[S] its first byte in the .bin
+    int64[D] the first sequence of each document, and at the end S
+    int8[S]  modes, in multimodal data alone
+
+That of the older `TNTIDX` files (implementations `lazy` and `cached`):
+
+    8 bytes  magic, TNTIDX and two zeros     uint64  version, 1      uint64 code of the token type
+    uint64   its bytes                       uint64  sequences S     uint64 sizes N
+    uint64   entries D of the document index
+    int64[S+1] the first size of each sequence    int64[S+1] its first token in the .bin
+    int64[N] sizes                                int64[D] as above
+"""
+
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.core.errors import StageError
+from penstock.prepare.readers.decompress import SourceFile
+from penstock.prepare.readers.records import BATCH, BATCH_BYTES, Chunk, Value
+
+MAPPED, CACHED = b"MMIDIDX\x00\x00", b"TNTIDX\x00\x00"
+VERSION = 1
+
+TYPES: Mapping[int, str] = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+"""Token types by their codes."""
+
+FLOATS = (6, 7)
+"""Codes of types that hold no token ids."""
+
+FARTHEST = 1 << 56
+"""Tokens that no file holds; as bytes they still are numbers of 64 bits."""
+
+Numbers = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, eq=False)
+class Index:
+    """What an index says. Document d is the sequences `starts[d]` up to `starts[d + 1]`."""
+
+    dtype: np.dtype[np.integer]
+    lengths: Numbers
+    """Tokens of each sequence."""
+    pointers: Numbers
+    """First byte of each sequence in the .bin."""
+    starts: Numbers
+
+    @property
+    def num_documents(self) -> int:
+        """How many documents there are."""
+        return len(self.starts) - 1
+
+    def document_bytes(self) -> Numbers:
+        """Bytes of every document."""
+        ends = np.concatenate([[0], np.cumsum(self.lengths)])
+        return np.diff(ends[self.starts]) * self.dtype.itemsize
+
+    def end_beyond(self, available: int) -> int | None:
+        """Where the last of the sequences ends, in bytes, that do not lie within so many; None if
+        all do. Numbers of a damaged index may be so large that their sum would overflow."""
+        size = self.dtype.itemsize
+        is_placed = (self.pointers >= 0) & (self.pointers <= available)
+        room = (available - np.where(is_placed, self.pointers, available)) // size
+        outside = np.flatnonzero(~is_placed | (self.lengths > room))
+        ends = (int(self.pointers[at]) + int(self.lengths[at]) * size for at in outside.tolist())
+        return max(ends, default=None)
+
+
+def documents(file: SourceFile, span: tuple[int, int] | None) -> Iterator[Chunk]:
+    """The documents `span` (all: None) as records with `input_ids` and, the same, `labels`.
+
+    Raises StageError where the two files do not belong together, or one is cut short.
+    """
+    index = index_of(file)
+    first, last = span or (0, index.num_documents)
+    assert file.beside
+    assert isinstance(file.beside.location, Path)
+    data = _bytes_of(file.beside.location)
+    sizes = index.document_bytes()[first:last]
+    batches = np.cumsum(sizes) // BATCH_BYTES + np.arange(len(sizes)) // BATCH
+
+    def parse(numbers: list[int]) -> list[Value]:
+        return [_record(index, data, number) for number in numbers]
+
+    row = 1
+    for batch in np.split(np.arange(first, last), np.flatnonzero(np.diff(batches)) + 1):
+        if len(batch):
+            yield Chunk(batch.tolist(), range(row, row + len(batch)), parse)
+            row += len(batch)
+
+
+def index_of(file: SourceFile) -> Index:
+    """The index in a file, checked against itself and against the size of its data.
+
+    Raises StageError where it is none, is cut short, or tells of more than the data holds.
+    """
+    assert file.beside
+    assert isinstance(file.location, Path)
+    assert isinstance(file.beside.location, Path)
+    status = file.location.stat()
+    try:
+        index = _read(file.location, (status.st_mtime_ns, status.st_size))
+    except ValueError as error:
+        raise StageError(
+            f"{file.name} is no index of Megatron's: {error}.\n"
+            "  Write both files again, or name the prefix of others."
+        ) from None
+    available = file.beside.location.stat().st_size
+    if (end := index.end_beyond(available)) is not None:
+        raise StageError(
+            f"{file.beside.name} has {available} bytes, and {file.name} tells of"
+            f" {end}: it is cut short, or belongs to another index.\n"
+            "  Write both files again."
+        )
+    return index
+
+
+@lru_cache(maxsize=2)
+def _read(path: Path, stamp: tuple[int, int]) -> Index:
+    """The index in a file; `stamp` differs when the file has been written again."""
+    del stamp
+    return _parsed(_bytes_of(path))
+
+
+def _bytes_of(path: Path) -> Bytes:
+    """A file mapped into memory."""
+    empty = not path.stat().st_size
+    return np.empty(0, np.uint8) if empty else np.memmap(path, dtype=np.uint8, mode="r")
+
+
+def _record(index: Index, data: Bytes, number: int) -> Value:
+    first, last = int(index.starts[number]), int(index.starts[number + 1])
+    parts = [
+        np.frombuffer(data, index.dtype, int(length), int(pointer))
+        for pointer, length in zip(
+            index.pointers[first:last], index.lengths[first:last], strict=True
+        )
+        if length
+    ]
+    tokens = np.concatenate(parts) if parts else np.empty(0, index.dtype)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def _parsed(raw: Bytes) -> Index:
+    magic = raw[: len(MAPPED)].tobytes()
+    if magic == MAPPED:
+        index, modes = _mapped(raw)
+    elif magic.startswith(CACHED):
+        index, modes = _cached(raw)
+    else:
+        raise ValueError(f"it begins with {magic!r}, and not with {MAPPED!r} or {CACHED!r}")
+    if np.any(modes):
+        raise ValueError("its sequences have modes, as those of pictures have; text alone is read")
+    if len(index.lengths) and index.lengths.min() < 0:
+        raise ValueError("a sequence has a negative length")
+    starts = index.starts
+    ordered = len(starts) and starts[0] == 0 and starts[-1] == len(index.lengths)
+    if not (ordered and np.all(np.diff(starts) >= 0)):
+        raise ValueError("its documents are not its sequences, in order")
+    return index
+
+
+def _mapped(raw: Bytes) -> tuple[Index, npt.NDArray[np.int8]]:
+    reader = _Reader(raw, len(MAPPED))
+    reader.version()
+    dtype = _dtype(reader.number("B"))
+    sequences, documents = reader.number("Q"), reader.number("Q")
+    lengths = reader.array("<i4", sequences)
+    pointers = reader.array("<i8", sequences)
+    starts = reader.array("<i8", documents)
+    modes = reader.array("i1", sequences) if reader.left else np.empty(0, np.int8)
+    reader.end()
+    return Index(dtype, lengths, pointers, starts), modes.astype(np.int8)
+
+
+def _cached(raw: Bytes) -> tuple[Index, npt.NDArray[np.int8]]:
+    reader = _Reader(raw, len(CACHED))
+    reader.version()
+    dtype, size = _dtype(reader.number("Q")), reader.number("Q")
+    if size != dtype.itemsize:
+        raise ValueError(f"its tokens have {size} bytes where {dtype} has {dtype.itemsize}")
+    sequences, num_sizes, documents = (reader.number("Q") for _ in range(3))
+    dimensions = reader.array("<i8", sequences + 1)
+    offsets = reader.array("<i8", sequences + 1)
+    sizes = reader.array("<i8", num_sizes)
+    starts = reader.array("<i8", documents)
+    reader.end()
+    if offsets.min() < 0 or offsets.max() > FARTHEST:
+        raise ValueError("a sequence begins where no file reaches")
+    if num_sizes != sequences or not np.array_equal(dimensions, np.arange(sequences + 1)):
+        raise ValueError("its sequences are no lists of tokens")
+    return Index(dtype, sizes, offsets[:-1] * size, starts), np.empty(0, np.int8)
+
+
+def _dtype(code: int) -> np.dtype[np.integer]:
+    if code in FLOATS:
+        raise ValueError("it holds floating-point numbers, which are no token ids")
+    if code not in TYPES:
+        raise ValueError(f"{code} is the code of no type of tokens")
+    return np.dtype(TYPES[code])
+
+
+class _Reader:
+    """Numbers of a file one after another. Raises ValueError beyond its end."""
+
+    def __init__(self, raw: Bytes, at: int) -> None:
+        self._raw, self._at = raw, at
+
+    @property
+    def left(self) -> int:
+        """Bytes that have not been read."""
+        return len(self._raw) - self._at
+
+    def number(self, form: str) -> int:
+        """The next whole number, of struct's format `form`."""
+        size = struct.calcsize(f"<{form}")
+        self._require(size)
+        raw = self._raw[self._at : self._at + size].tobytes()
+        [value] = struct.unpack(f"<{form}", raw)
+        self._at += size
+        return value
+
+    def array(self, dtype: str, count: int) -> Numbers:
+        """The next `count` numbers."""
+        self._require(count * np.dtype(dtype).itemsize)
+        found = np.frombuffer(self._raw, dtype, count, self._at)
+        self._at += found.nbytes
+        return found.astype(np.int64)
+
+    def version(self) -> None:
+        """The next number, which must be the one version there is."""
+        version = self.number("Q")
+        if version != VERSION:
+            raise ValueError(f"it is of version {version}, and version {VERSION} is read")
+
+    def end(self) -> None:
+        """Raise ValueError unless all has been read."""
+        if self.left:
+            raise ValueError(f"{self.left} bytes follow its last entry")
+
+    def _require(self, size: int) -> None:
+        if size > self.left:
+            raise ValueError(f"it is cut short: {self.left} bytes are left where {size} are meant")

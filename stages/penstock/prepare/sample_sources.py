@@ -1,0 +1,56 @@
+"""Which source every stored sample is of, as plan.json tells it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock.prepare.plan import SECTIONS
+from penstock.rows.sample_order import Indices
+
+
+@dataclass(frozen=True)
+class Origin:
+    """One source of the configuration."""
+
+    role: str
+    dataset: int
+    """Its place among those of its role, from 0."""
+    label: str
+    """What people call it."""
+
+    @property
+    def section(self) -> str:
+        """Where the user wrote it."""
+        return f"data.{SECTIONS[self.role]}.{self.dataset}"
+
+
+@dataclass(frozen=True)
+class Origins:
+    """The sources that gave samples to one split."""
+
+    sources: tuple[Origin, ...]
+    """In the order of their first samples."""
+    of: Indices
+    """For every sample of the split, the place of its source in `sources`."""
+    counts: tuple[Mapping[str, int], ...]
+    """`rows`, `tokens` and `trained_tokens` of every source in the split."""
+
+
+def origins_of(plan: Mapping[str, Any], split: str) -> Origins:
+    """The sources of a split. Samples held out for validation are of their training source."""
+    of_slice = {
+        item["key"]: Origin(item["role"], item["dataset"], item["label"]) for item in plan["slices"]
+    }
+    counts: dict[Origin, dict[str, int]] = {}
+    runs: list[tuple[Origin, int]] = []
+    for part in (part for entry in plan["splits"][split] for part in entry["parts"]):
+        origin = of_slice[part["slice"]]
+        held = counts.setdefault(origin, {"rows": 0, "tokens": 0, "trained_tokens": 0})
+        for name in held:
+            held[name] += part[name]
+        runs.append((origin, part["rows"]))
+    places = {origin: place for place, origin in enumerate(counts)}
+    of = np.array([places[origin] for origin, _ in runs], dtype=np.int64)
+    return Origins(tuple(counts), np.repeat(of, [rows for _, rows in runs]), tuple(counts.values()))

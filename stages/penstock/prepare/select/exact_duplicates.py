@@ -1,0 +1,45 @@
+"""Exact duplicates: samples of the same tokens."""
+
+from collections.abc import Iterable, Iterator
+from hashlib import blake2b
+
+import numpy as np
+import pyarrow as pa
+
+from penstock.prepare.select.ngrams import Hashes
+from penstock.rows.reader import flat
+from penstock.rows.sample_order import Indices
+
+
+def digests_of_tokens(batches: Iterable[pa.RecordBatch]) -> Hashes:
+    """128 bits of every sample, shape [2, samples], that two samples share when their tokens (and
+    what is said of them) are the same. Labels are not looked at."""
+    found = b"".join(digest for batch in batches for digest in _digests(batch))
+    return np.ascontiguousarray(np.frombuffer(found, dtype="<u8").reshape(-1, 2).T)
+
+
+def exact_duplicates(digests: Hashes) -> Indices:
+    """For every sample the first one with its digest, or -1 where it is the first itself."""
+    order = np.lexsort((digests[1], digests[0]))
+    again = np.zeros(len(order), dtype=bool)
+    again[1:] = (digests[:, order[1:]] == digests[:, order[:-1]]).all(axis=0)
+    firsts = order[np.maximum.accumulate(np.where(again, 0, np.arange(len(order))))]
+    found = np.full(len(order), -1, dtype=np.int64)
+    found[order[again]] = firsts[again]
+    return found
+
+
+def _digests(batch: pa.RecordBatch) -> Iterator[bytes]:
+    columns = [
+        flat(batch.column(name)) for name in batch.schema.names if name.endswith("input_ids")
+    ]
+    raw = [np.ascontiguousarray(values).view(np.uint8).data for values, _ in columns]
+    bounds = [(offsets.astype(np.int64) * values.itemsize).tolist() for values, offsets in columns]
+    judged = batch.column("desirable").to_pylist() if "desirable" in batch.schema.names else None
+    for row in range(batch.num_rows):
+        digest = blake2b(digest_size=16, person=b"good" if judged and judged[row] else b"")
+        for values, ends in zip(raw, bounds, strict=True):
+            start, end = ends[row], ends[row + 1]
+            digest.update((end - start).to_bytes(8, "little"))
+            digest.update(values[start:end])
+        yield digest.digest()

@@ -1,0 +1,165 @@
+"""What selecting and measuring need to know of every sample, computed once for each slice.
+
+A feature lies beside the slice in the cache, `<key16>.<feature>-<digest>.npy`: the key tells the
+samples, the digest how the feature is computed. A new slice costs its own features only.
+"""
+
+import hashlib
+import mmap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from uuid import uuid4
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from penstock.core.cache.digests import sha256_of
+from penstock.core.cache.record import digest_of
+from penstock.core.files import PART, fsync
+from penstock.prepare.select.decontaminate import Avoided, common_runs, short_runs, telling_runs
+from penstock.prepare.select.exact_duplicates import digests_of_tokens
+from penstock.prepare.select.near_duplicates import SHINGLE, bands_of, rows_per_band
+from penstock.prepare.slices import Finished
+from penstock.rows.prepared import trained_tokens
+from penstock.rows.reader import flat
+
+Array = npt.NDArray[Any]
+
+DIGEST_BYTES = 32
+"""SHA-256 of what lies before, at the end of a feature's file."""
+
+VERSION = 1
+"""Raised when a feature of the same name and parameters must have other values."""
+
+TOKENS, TRAINED, LONGEST = 0, 1, 2
+"""The rows of `counts`: tokens, trained tokens, and the length of the longest list."""
+
+
+@dataclass(frozen=True)
+class Features:
+    """The features of slices, each beside its slice. `workers` threads compute missing ones."""
+
+    workers: int = 1
+
+    def counts(self, entries: Sequence[Finished]) -> list[Array]:
+        """Of each slice: tokens, trained tokens and length of its samples, shape [3, samples]."""
+        return self._of_all(entries, "counts", None, _counts)
+
+    def digests(self, entries: Sequence[Finished]) -> list[Array]:
+        """Of each slice: what equal samples share, shape [2, samples]."""
+        return self._of_all(entries, "tokens", None, digests_of_tokens)
+
+    def bands(self, entries: Sequence[Finished], threshold: float) -> list[Array]:
+        """Of each slice: what near samples probably share, shape [bands, samples]."""
+        rows = rows_per_band(threshold)
+        return self._of_all(
+            entries, "near", [SHINGLE, rows], lambda batches: bands_of(batches, rows)
+        )
+
+    def contaminated(
+        self, entries: Sequence[Finished], avoid: Sequence[Finished], length: int
+    ) -> list[Array]:
+        """Of each slice: the data set of `avoid` that a sample shares a run with, or CLEAN; shape
+        [samples]."""
+        halves = self._of_all(
+            avoid, "halves", length, lambda batches: short_runs(batches, length), "run"
+        )
+        common = common_runs(halves, sum(tally.rows for _, _, tally in avoid))
+        parameters = [length, common.tolist()]
+        runs = self._of_all(
+            avoid,
+            "runs",
+            parameters,
+            lambda batches: telling_runs(batches, length, common),
+            "run",
+        )
+        datasets = [item.dataset for item, _, _ in avoid]
+        avoided = Avoided(list(zip(datasets, runs, strict=True)))
+        parameters = [*parameters, [(item.dataset, item.content) for item, _, _ in avoid]]
+        return self._of_all(
+            entries, "clean", parameters, lambda batches: avoided.found_in(batches, length)
+        )
+
+    def _of_all(
+        self,
+        entries: Sequence[Finished],
+        name: str,
+        parameters: Any,
+        compute: Callable[[Iterable[pa.RecordBatch]], Array],
+        per: Literal["sample", "run"] = "sample",
+    ) -> list[Array]:
+        digest = digest_of([VERSION, parameters])[:8]
+        num_samples = {path: tally.rows for _, path, tally in entries}
+
+        def of_one(path: Path) -> Array:
+            target = path.with_name(f"{path.stem}.{name}-{digest}.npy")
+            known = _read(target)
+            if known is None or (per == "sample" and known.shape[-1] != num_samples[path]):
+                known = compute(_streamed(path))
+                _publish(known, target)
+            return known
+
+        # A source that is listed twice has its slices once.
+        with ThreadPoolExecutor(self.workers) as pool:
+            known = dict(zip(num_samples, pool.map(of_one, num_samples), strict=True))
+        return [known[path] for _, path, _ in entries]
+
+
+def _publish(values: Array, target: Path) -> None:
+    """Write the feature, whoever else may be writing it."""
+    part = target.with_name(f"{target.name}.{uuid4().hex}{PART}")
+    try:
+        with part.open("wb") as sink:
+            np.save(sink, values)
+        digest = sha256_of(part)
+        with part.open("ab") as sink:
+            sink.write(bytes.fromhex(digest))
+        fsync(part)
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> Array | None:
+    """A feature as it was written, mapped; None where there is none, or a damaged one.
+
+    NumPy ignores the digest behind the values; files without one are written again.
+    """
+    try:
+        with path.open("rb") as stream:
+            content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        with content, memoryview(content) as view, view[:-DIGEST_BYTES] as values:
+            if hashlib.sha256(values).digest() != bytes(view[-DIGEST_BYTES:]):
+                return None
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        return None
+
+
+def _streamed(path: Path) -> Iterator[pa.RecordBatch]:
+    """The batches of a slice, one at a time in memory."""
+    with pa.OSFile(str(path)) as source:
+        reader = pa.ipc.open_file(source)
+        for index in range(reader.num_record_batches):
+            yield reader.get_batch(index)
+
+
+def _counts(batches: Iterable[pa.RecordBatch]) -> Array:
+    parts = [np.empty((3, 0), dtype=np.int32), *(_counts_of(batch) for batch in batches)]
+    return np.concatenate(parts, axis=1)
+
+
+def _counts_of(batch: pa.RecordBatch) -> Array:
+    found = np.zeros((3, batch.num_rows), dtype=np.int32)
+    for name in batch.schema.names:
+        if name.endswith("labels"):
+            labels, offsets = flat(batch.column(name))
+            sizes = np.diff(offsets)
+            found[TOKENS] += sizes
+            found[TRAINED] += trained_tokens(labels, offsets)
+            found[LONGEST] = np.maximum(found[LONGEST], sizes)
+    return found

@@ -1,0 +1,126 @@
+"""The choice of samples while it is being made: what is still in, what was left out, and why."""
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from penstock.prepare.select.features import Array
+from penstock.prepare.select.near_duplicates import shingles_of
+from penstock.prepare.select.ngrams import Hashes, samples_of
+from penstock.prepare.slices import Finished
+from penstock.rows.reader import map_batches
+from penstock.rows.sample_order import Indices
+
+Mask = npt.NDArray[np.bool_]
+Dropped = Literal["max_samples", "contaminated", "exact_duplicate", "near_duplicate"]
+
+EXAMPLES = 3
+"""Samples told of for each reason."""
+
+SETS_KEPT = 4096
+"""Samples whose runs stay in memory while near duplicates are judged."""
+
+
+class Choice:
+    """Finished slices, told by their place among them, and which of their samples are still in."""
+
+    def __init__(self, finished: Sequence[Finished]) -> None:
+        """At first every sample is in."""
+        self.finished = finished
+        self.kept: list[Mask] = [np.ones(tally.rows, dtype=bool) for _, _, tally in finished]
+        self.dropped: list[Counter[str]] = [Counter() for _ in finished]
+        self.examples: list[dict[str, Any]] = []
+        self._told: Counter[str] = Counter()
+
+    def places(self, role: str) -> list[int]:
+        """The slices of a role, in order."""
+        return [place for place, (item, *_) in enumerate(self.finished) if item.role == role]
+
+    def entries(self, places: Sequence[int]) -> list[Finished]:
+        """The slices at these places."""
+        return [self.finished[place] for place in places]
+
+    def drop(self, place: int, rows: Indices, reason: Dropped) -> list[int]:
+        """Leave samples of a slice out. Returns those whose fate is to be told as an example."""
+        self.kept[place][rows] = False
+        if len(rows):
+            self.dropped[place][reason] += len(rows)
+        told = rows[: EXAMPLES - self._told[reason]].tolist()
+        self._told[reason] += len(told)
+        return told
+
+    def tell(self, place: int, row: int, reason: Dropped, why: str) -> None:
+        """Keep one sample that was left out as an example, with the reason in a sentence."""
+        item, path, _ = self.finished[place]
+        where = {"source": item.label, "slice": item.key, "row": record_of(path, row)}
+        self.examples.append({**where, "reason": reason, "why": why})
+
+
+class Pool:
+    """Samples that are still in, numbered through several slices."""
+
+    def __init__(self, choice: Choice, places: Sequence[int]) -> None:
+        """The pool as it is now; samples that are left out later stay numbered."""
+        self._choice, self._places = choice, places
+        self._rows = [np.flatnonzero(choice.kept[place]) for place in places]
+        self._starts = np.cumsum([0, *map(len, self._rows)], dtype=np.int64)
+        self._open = lru_cache(64)(_batches)
+        self.shingles = lru_cache(SETS_KEPT)(self._shingles)
+
+    def num_first(self, places: int) -> int:
+        """Samples of the first so many slices."""
+        return int(self._starts[places])
+
+    def gathered(self, arrays: Sequence[Array]) -> Array:
+        """What arrays of the slices (samples last) say of the pool's samples."""
+        parts = [its[..., rows] for its, rows in zip(arrays, self._rows, strict=True)]
+        return np.concatenate(parts, axis=-1)
+
+    def drop(self, samples: Indices, reason: Dropped) -> list[int]:
+        """Leave samples (in order) out. Returns those that are to be told as examples."""
+        bounds = np.searchsorted(samples, self._starts)
+        told: list[int] = []
+        for number, place in enumerate(self._places):
+            its = samples[bounds[number] : bounds[number + 1]] - self._starts[number]
+            rows = self._choice.drop(place, self._rows[number][its], reason)
+            told += (self._starts[number] + np.searchsorted(self._rows[number], rows)).tolist()
+        return told
+
+    def tell(self, sample: int, reason: Dropped, why: str) -> None:
+        """Keep a sample that was left out as an example."""
+        self._choice.tell(*self._at(sample), reason, why)
+
+    def name(self, sample: int) -> str:
+        """What people call a sample."""
+        place, row = self._at(sample)
+        item, path, _ = self._choice.finished[place]
+        return f"row {record_of(path, row)} of slice {item.key} ({item.label})"
+
+    def _at(self, sample: int) -> tuple[int, int]:
+        number = int(np.searchsorted(self._starts, sample, side="right")) - 1
+        return self._places[number], int(self._rows[number][sample - self._starts[number]])
+
+    def _shingles(self, sample: int) -> Hashes:
+        place, row = self._at(sample)
+        batches, starts = self._open(self._choice.finished[place][1])
+        number = int(np.searchsorted(starts, row, side="right")) - 1
+        [found] = samples_of(batches[number].slice(row - int(starts[number]), 1))
+        return shingles_of(found)
+
+
+def record_of(path: Path, row: int) -> int:
+    """Which record of its slice a sample is; records that gave no sample are counted too."""
+    batches, starts = _batches(path)
+    number = int(np.searchsorted(starts, row, side="right")) - 1
+    return batches[number].column("row")[row - int(starts[number])].as_py()
+
+
+def _batches(path: Path) -> tuple[list[pa.RecordBatch], Indices]:
+    batches = map_batches(path)
+    return batches, np.cumsum([0, *(batch.num_rows for batch in batches)], dtype=np.int64)

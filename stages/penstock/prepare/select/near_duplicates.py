@@ -1,0 +1,167 @@
+"""Near duplicates: candidates by MinHash, each judged by the exact overlap of its runs of tokens.
+
+A sample is the set of its runs of SHINGLE tokens, and two samples are near when the Jaccard
+similarity of their sets (common runs by all runs) reaches the threshold. The smallest hash of a set
+under each of PERMUTATIONS permutations is its signature (Broder, On the resemblance and containment
+of documents, 1997). Bands of a signature that agree make two samples candidates; whether they are
+near is then computed, so that no sample is left out wrongly.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from penstock.prepare.select.ngrams import Hashes, Samples, mixed, runs_of, samples_of
+from penstock.rows.sample_order import Indices
+
+SHINGLE = 5
+"""Tokens in a run."""
+
+PERMUTATIONS = 128
+RECALL = 0.999
+"""The least chance that a pair at the threshold becomes a candidate."""
+
+MOST_IN_BUCKET = 1000
+"""Samples of one bucket that later ones are compared with: what many samples share (a long system
+prompt) must not make the work quadratic."""
+
+MOST_COMPARED = 32
+"""Candidates of one sample that are judged, those that share most bands with it first."""
+
+Bands = npt.NDArray[np.uint32]
+
+
+def rows_per_band(threshold: float) -> int:
+    """Hashes in one band: as many as leave a pair at the threshold found with a chance of RECALL.
+
+    Of b = PERMUTATIONS // r bands of r, one at least agrees with a chance of 1 - (1 - t**r)**b.
+    """
+    fitting = [
+        r
+        for r in range(1, PERMUTATIONS + 1)
+        if 1 - (1 - threshold**r) ** (PERMUTATIONS // r) >= RECALL
+    ]
+    return max(fitting, default=1)
+
+
+def bands_of(batches: Iterable[pa.RecordBatch], rows: int) -> Bands:
+    """One number for each band and sample, shape [PERMUTATIONS // rows, samples]."""
+    parts = [
+        _banded(_signatures(samples), rows) for batch in batches for samples in samples_of(batch)
+    ]
+    return np.concatenate([np.empty((PERMUTATIONS // rows, 0), dtype=np.uint32), *parts], axis=1)
+
+
+def shingles_of(samples: Samples) -> Hashes:
+    """The set of runs of one sample, sorted; a text shorter than a run is a run of its own."""
+    return np.unique(runs_of(samples, SHINGLE, shorter="whole").hashes)
+
+
+def jaccard(one: Hashes, other: Hashes) -> float:
+    """Common elements by all elements of two sorted sets."""
+    both = np.concatenate([one, other])
+    both.sort(kind="stable")  # two runs that are in order already: they are merged
+    common = int(np.count_nonzero(both[1:] == both[:-1]))
+    return common / (len(one) + len(other) - common)
+
+
+def near_duplicates(
+    bands: Iterable[Bands],
+    shingles: Callable[[int], Hashes],
+    threshold: float,
+    num_fixed: int = 0,
+) -> dict[int, int]:
+    """Which samples repeat an earlier one that is kept: {sample: that one}.
+
+    Samples are numbered in the order in which they are considered; `bands` gives one row of numbers
+    after another, and `shingles` a sample's set. The first `num_fixed` are kept in any case. A
+    sample that is left out takes no other with it.
+    """
+    members, buckets = _shared_buckets(bands)
+    bounds = np.flatnonzero(np.diff(members, prepend=-1, append=-1))
+    kept_in: dict[int, list[int]] = {}
+    repeated: dict[int, int] = {}
+    for low, high in pairwise(bounds):
+        sample, its = int(members[low]), buckets[low:high].tolist()
+        if sample >= num_fixed:
+            found = _near(sample, _candidates(its, kept_in), shingles, threshold)
+            if found is not None:
+                repeated[sample] = found
+                continue
+        for bucket in its:
+            kept = kept_in.setdefault(bucket, [])
+            if len(kept) < MOST_IN_BUCKET:
+                kept.append(sample)
+    return repeated
+
+
+def _candidates(buckets: Sequence[int], kept_in: dict[int, list[int]]) -> list[int]:
+    shared: Counter[int] = Counter()
+    for bucket in buckets:
+        shared.update(kept_in.get(bucket, ()))
+    return [sample for sample, _ in shared.most_common(MOST_COMPARED)]
+
+
+def _near(
+    sample: int, candidates: list[int], shingles: Callable[[int], Hashes], threshold: float
+) -> int | None:
+    if not candidates:
+        return None
+    mine = shingles(sample)
+    return next((c for c in candidates if jaccard(mine, shingles(c)) >= threshold), None)
+
+
+def _shared_buckets(bands: Iterable[Bands]) -> tuple[Indices, Indices]:
+    """(sample, bucket) for all buckets of two samples or more, in the order of the samples."""
+    members = [np.empty(0, dtype=np.int64)]
+    buckets = [np.empty(0, dtype=np.int64)]
+    count = 0
+    for band in bands:
+        order = np.argsort(band, kind="stable")
+        same = np.diff(band[order], prepend=np.uint32(0)) == 0
+        same[:1] = False
+        shared = same | np.append(same[1:], [False])[: len(same)]
+        starts = shared & ~same
+        members.append(order[shared])
+        buckets.append(count + np.cumsum(starts)[shared])
+        count += int(starts.sum()) + 1
+    sample, bucket = np.concatenate(members), np.concatenate(buckets)
+    order = np.argsort(sample, kind="stable")
+    return sample[order], bucket[order]
+
+
+def _signatures(samples: Samples) -> npt.NDArray[np.uint32]:
+    """The smallest hash of each sample under every permutation, shape [PERMUTATIONS, samples]."""
+    found = np.empty((PERMUTATIONS, len(samples)), dtype=np.uint32)
+    hashes, of, _ = runs_of(samples, SHINGLE, shorter="whole")
+    first = np.flatnonzero(np.diff(of, prepend=-1))
+    values = (hashes >> np.uint64(32)).astype(np.uint32)
+    permuted = np.empty_like(values)
+    for number, (factor, term) in enumerate(_PERMUTED):
+        np.multiply(values, factor, out=permuted)
+        np.add(permuted, term, out=permuted)
+        np.minimum.reduceat(permuted, first, out=found[number])
+    return found
+
+
+def _banded(signatures: npt.NDArray[np.uint32], rows: int) -> Bands:
+    count = PERMUTATIONS // rows
+    total = np.zeros((count, signatures.shape[1]), dtype=np.uint64)
+    for row in range(rows):
+        total = mixed(total + signatures[row * count : (row + 1) * count])
+    return (total >> np.uint64(32)).astype(np.uint32)
+
+
+def _permutations() -> npt.NDArray[np.uint32]:
+    """Factor and term of maps of 32-bit numbers one to one; the factors are odd."""
+    drawn = mixed(np.arange(1, 2 * PERMUTATIONS + 1, dtype=np.uint64)).astype(np.uint32)
+    pairs = drawn.reshape(PERMUTATIONS, 2)
+    pairs[:, 0] |= 1
+    return pairs
+
+
+_PERMUTED = _permutations()

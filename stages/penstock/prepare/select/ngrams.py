@@ -1,0 +1,115 @@
+"""Hashes of runs of consecutive tokens, of whole samples at once.
+
+Samples are near to one another when they share most of their runs, and contaminated when they hold
+one of a set of runs. A run is told by 64 bits: the polynomial of its tokens' mixed values, by which
+two different runs are taken for one with a chance of about 2**-64.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from penstock.rows.reader import Tokens, flat
+from penstock.rows.sample_order import Indices
+
+Hashes = npt.NDArray[np.uint64]
+
+CHUNK_TOKENS = 1 << 17
+CHUNK_SAMPLES = 1 << 12
+"""Tokens, and samples, that are hashed at once, about: what a processor's cache holds."""
+
+_BASE = 0x9E3779B97F4A7C15
+_BASE_INVERSE = pow(_BASE, -1, 1 << 64)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Tokens of consecutive samples; list k, `values[offsets[k]:offsets[k + 1]]`, belongs to sample
+    `k // lists_per_sample`, counted from `first`."""
+
+    first: int
+    values: Tokens
+    offsets: Tokens
+    lists_per_sample: int
+
+    def __len__(self) -> int:
+        return (len(self.offsets) - 1) // self.lists_per_sample
+
+
+def samples_of(batch: pa.RecordBatch, first: int = 0) -> Iterator[Samples]:
+    """The samples of a prepared batch, of whatever kind, in pieces."""
+    names = [name for name in batch.schema.names if name.endswith("input_ids")]
+    sizes = sum(np.diff(flat(batch.column(name))[1]).astype(np.int64) for name in names)
+    pieces = np.cumsum(sizes) // CHUNK_TOKENS + np.arange(batch.num_rows) // CHUNK_SAMPLES
+    cuts = np.flatnonzero(np.diff(pieces)) + 1
+    for low, high in pairwise([0, *cuts.tolist(), batch.num_rows]):
+        if low < high:
+            columns = [batch.column(name).slice(low, high - low) for name in names]
+            values, offsets = _side_by_side(columns)
+            yield Samples(first + low, values, offsets, len(columns))
+
+
+class Runs(NamedTuple):
+    """Runs of consecutive tokens, in order."""
+
+    hashes: Hashes
+    samples: Indices
+    """The number of each run's sample, from 0."""
+    starts: Indices
+    """Where it begins in the samples' values."""
+
+
+def runs_of(samples: Samples, length: int, shorter: Literal["none", "whole"] = "none") -> Runs:
+    """Every run of `length` tokens.
+
+    A list of fewer tokens gives no run, or with `shorter="whole"` a single one of all its tokens.
+    """
+    offsets = samples.offsets.astype(np.int64)
+    sizes = np.diff(offsets)
+    counts = np.maximum(sizes - length + 1, 0)
+    if shorter == "whole":
+        counts = np.maximum(counts, np.minimum(sizes, 1))
+    of_list = np.repeat(np.arange(len(sizes)), counts)
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    starts = offsets[of_list] + within
+    ends = np.minimum(starts + length, offsets[of_list + 1])
+    values = samples.values
+    sums = np.zeros(len(values) + 1, dtype=np.uint64)
+    tokens = mixed(values.astype(np.uint64) + np.uint64(1))
+    np.cumsum(tokens * _powers(_BASE, len(values)), out=sums[1:])
+    hashes = (sums[ends] - sums[starts]) * _powers(_BASE_INVERSE, len(values))[starts]
+    hashes = mixed(hashes + (ends - starts).astype(np.uint64))
+    return Runs(hashes, of_list // samples.lists_per_sample, starts)
+
+
+def mixed(values: Hashes) -> Hashes:
+    """A bijection of 64-bit numbers after which near ones are far apart (splitmix64's finaliser:
+    Steele, Lea and Flood, Fast splittable pseudorandom number generators, 2014)."""
+    z = values
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def _powers(base: int, count: int) -> Hashes:
+    """base**0, base**1, … modulo 2**64."""
+    factors = np.full(max(count, 1), base, dtype=np.uint64)
+    factors[0] = 1
+    return np.cumprod(factors, dtype=np.uint64)
+
+
+def _side_by_side(columns: list[pa.ListArray]) -> tuple[Tokens, Tokens]:
+    """Several list columns as one, the lists of a sample beside one another."""
+    if len(columns) == 1:
+        lists = columns[0]
+    else:
+        count = len(columns[0])
+        order = np.arange(len(columns) * count).reshape(len(columns), count).T.ravel()
+        lists = pa.concat_arrays(columns).take(pa.array(order))
+    values, offsets = flat(lists)
+    return values[offsets[0] : offsets[-1]], offsets - offsets[0]

@@ -1,0 +1,65 @@
+"""Which samples a model has been trained on, so that those which have come since can be counted.
+
+A sample is known by 64 bits of a digest of its tokens. It stays known when its file is moved,
+grows, or is cut otherwise. What is said twice is one sample.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.core.files import read_json
+from penstock.prepare.select.exact_duplicates import digests_of_tokens
+from penstock.prepare.select.ngrams import Hashes
+from penstock.rows.prepared import PLAN
+from penstock.rows.reader import map_batches
+
+SAMPLES = "samples.npy"
+
+
+def _nothing() -> Hashes:
+    return np.empty(0, dtype=np.uint64)
+
+
+@dataclass(frozen=True)
+class Known:
+    """Samples of training data."""
+
+    digests: Hashes = field(default_factory=_nothing)
+    """Sorted, each once."""
+    files: frozenset[str] = frozenset()
+    """Files of prepared data that hold nothing else, by what their plan says of their content."""
+
+    @classmethod
+    def read(cls, folder: Path, files: Collection[str]) -> "Known":
+        """What `write` left in the folder."""
+        return cls(np.load(folder / SAMPLES, allow_pickle=False), frozenset(files))
+
+    def write(self, folder: Path) -> Path:
+        """Put the digests down in the folder."""
+        target = folder / SAMPLES
+        with target.open("wb") as stream:
+            np.save(stream, self.digests)
+        return target
+
+    def without(self, others: "Known") -> int:
+        """How many samples are not among the others."""
+        return int((~np.isin(self.digests, others.digests, assume_unique=True)).sum())
+
+    def __or__(self, others: "Known") -> "Known":
+        return Known(np.union1d(self.digests, others.digests), self.files | others.files)
+
+
+def known_in(prepared: Path, but: Collection[str] = ()) -> Known:
+    """The training samples of prepared data, but for those in files whose content is among `but`.
+
+    Only the others are read.
+    """
+    plan: dict[str, Any] = read_json(prepared / PLAN)
+    entries = [entry for entry in plan["splits"]["train"] if entry["content"] not in but]
+    found = [digests_of_tokens(map_batches(prepared / entry["file"]))[0] for entry in entries]
+    digests = np.unique(np.concatenate([_nothing(), *found]))
+    return Known(digests, frozenset(entry["content"] for entry in entries))

@@ -1,0 +1,208 @@
+"""Tokenised slices that all runs share: `<dataset_prepared_path>/slices/<key16>.arrow`.
+
+Beside each lies `<key16>.json`, written last: what became of its records, and what the file must
+look like. Whoever makes a slice holds its lock, which the kernel frees when the holder dies. What
+was computed from a slice lies beside it too, as `<key16>.<name>`.
+"""
+
+import errno
+import os
+import platform
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from uuid import uuid4
+
+from filelock import FileLock, Timeout
+
+from penstock.core.cache.digests import digests_of, remember, sha256_of
+from penstock.core.cache.record import FORMAT, fields_of, write_record
+from penstock.core.errors import ArtifactError, StageError
+from penstock.core.files import PART, remove
+from penstock.core.remote.shared_files import Files, Shared
+from penstock.prepare.bad_records import Tally
+from penstock.prepare.slices import Finished, Slice
+
+UNDIGESTED = frozenset({"format", "file", "tally"})
+"""Fields of notes that were written before records had a digest."""
+
+Note = dict[str, Any]
+
+DAY = 86_400.0
+
+WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
+"""What a file system without locks says. There, two runs at once may make a slice twice; both
+publish the same bytes in one step."""
+
+Made = Literal["made", "found", "busy"]
+"""What became of a wish for a slice: made here, there already, or being made by another run."""
+
+
+@dataclass(frozen=True)
+class SliceCache:
+    """The folder of all slices."""
+
+    folder: Path
+    shared: Shared | None = None
+    """The same folder behind a URL, where all machines find what one of them made."""
+
+    def path_of(self, item: Slice) -> Path:
+        """Where the slice lies, or will."""
+        return self.folder / f"{item.content}.arrow"
+
+    def finished(self, slices: Sequence[Slice]) -> list[Finished | None]:
+        """Each slice with its file and tally; None for one that is missing or damaged."""
+        paths = [self.path_of(item) for item in slices]
+        notes = _whole({path: note for path in paths if (note := _note_of(path))})
+        return [
+            (item, path, Tally.of_json(notes[path]["tally"])) if path in notes else None
+            for item, path in zip(slices, paths, strict=True)
+        ]
+
+    def exchange(self, slices: Sequence[Slice]) -> None:
+        """Fetch slices that other machines have made, and send those that they lack."""
+        if self.shared:
+            self.shared.exchange({_files_of(item) for item in slices})
+
+    def make(
+        self, item: Slice, tokenise: Callable[[Path], Tally], when_busy: Literal["wait", "skip"]
+    ) -> Made:
+        """Have `tokenise` write the slice, durably, to the path it is given, unless it is there.
+
+        While another run makes it, either waits for that or says so at once.
+        """
+        target = self.path_of(item)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with _locked(target, when_busy) as is_mine:
+            if not is_mine:
+                return "busy"
+            note = _note_of(target)
+            made: Made = "found" if note and _whole({target: note}) else "made"
+            if made == "made":
+                if note:
+                    sys.stderr.write(f"prepare: {target} is damaged, and is tokenised again\n")
+                _publish(target, tokenise)
+                if self.shared:
+                    self.shared.send(_files_of(item))
+            # Whoever has waited at this lock finds the slice made, so the file is needless now.
+            remove(_lock_of(target))
+        return made
+
+
+def prunable(
+    folder: Path,
+    used: Collection[str],
+    *,
+    older_than: float = DAY,
+    going: Collection[Path] = (),
+) -> Iterator[list[Path]]:
+    """The files of each cached slice that nothing links to and no key of `used` names.
+
+    What is younger than a day (or `older_than` seconds), or locked, is left alone: a run may be
+    about to use it. Unfinished files of runs that died are among them. Links in the folders `going`
+    do not count.
+    """
+    loose = Counter(_inode(path) for gone in going for path in gone.rglob("*.arrow"))
+    by_key: dict[str, list[Path]] = {}
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.is_file() and not path.name.startswith("."):
+            by_key.setdefault(path.name.split(".", 1)[0], []).append(path)
+    latest = time.time() - max(older_than, DAY)
+    for key, paths in sorted(by_key.items()):
+        is_linked = any(
+            path.stat().st_nlink > 1 + loose[_inode(path)] for path in paths if _is_slice(path)
+        )
+        if key in used or is_linked or any(path.stat().st_mtime > latest for path in paths):
+            continue
+        with _locked(folder / f"{key}.arrow", "skip") as is_mine:
+            if is_mine:
+                yield sorted(paths)
+
+
+def _inode(path: Path) -> tuple[int, int]:
+    stat = path.stat()
+    return stat.st_dev, stat.st_ino
+
+
+def _files_of(item: Slice) -> Files:
+    return f"{item.content}.arrow", f"{item.content}.json"
+
+
+def _is_slice(path: Path) -> bool:
+    return path.suffix == ".arrow"
+
+
+def _note_of(path: Path) -> Note | None:
+    """What was written down when the slice was finished; None where its file is not of that size,
+    or the note is damaged."""
+    try:
+        note = fields_of(path.with_suffix(".json"), UNDIGESTED, "It is written again.")
+        return note if path.stat().st_size == note["file"]["bytes"] else None
+    except (OSError, ArtifactError, KeyError, TypeError):
+        return None
+
+
+def _whole(notes: Mapping[Path, Note]) -> dict[Path, Note]:
+    """Those whose files have the bytes that were written, each read once and again when it has
+    changed."""
+    try:
+        digests = digests_of(notes, "ctime")
+    except OSError:  # one was deleted meanwhile
+        return {path: note for path, note in notes.items() if path.is_file()}
+    return {
+        path: note
+        for (path, note), digest in zip(notes.items(), digests, strict=True)
+        if digest == note["file"]["sha256"]
+    }
+
+
+def _publish(target: Path, tokenise: Callable[[Path], Tally]) -> None:
+    # A name of its own, and those of others left alone while they may be at work: on a file system
+    # without locks several may write the same slice.
+    for leftover in target.parent.glob(f"{target.name}.*{PART}"):
+        with suppress(FileNotFoundError):
+            if leftover.stat().st_mtime < time.time() - DAY:
+                leftover.unlink()
+    part = target.with_name(f"{target.name}.{platform.node()}-{os.getpid()}-{uuid4().hex}{PART}")
+    try:
+        tally = tokenise(part)
+        digest, stat = sha256_of(part), part.stat()
+        part.replace(target)
+        remember([(target, digest)])
+    finally:
+        part.unlink(missing_ok=True)
+    file = {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256": digest}
+    note = {"format": FORMAT, "file": file, "tally": tally.as_json()}
+    write_record(target.with_suffix(".json"), note)
+
+
+def _lock_of(target: Path) -> Path:
+    return target.with_name(f".{target.stem}.lock")
+
+
+@contextmanager
+def _locked(target: Path, when_busy: Literal["wait", "skip"]) -> Iterator[bool]:
+    """Hold the slice's lock while the block runs, and say whether it is held."""
+    lock = FileLock(_lock_of(target))
+    try:
+        lock.acquire(timeout=-1 if when_busy == "wait" else 0)
+    except Timeout:
+        yield False
+        return
+    except OSError as error:
+        if error.errno not in WITHOUT_LOCKS:
+            raise StageError(
+                f"{target} cannot be locked: {error.strerror or error}.\n"
+                "  data.dataset_prepared_path must be a folder that this user may write to."
+            ) from error
+        yield True
+        return
+    try:
+        yield True
+    finally:
+        lock.release()

@@ -1,0 +1,85 @@
+"""One slice: records in, samples out, as an Arrow file beside a tally of what became of them."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from penstock.core.files import publishing
+from penstock.prepare.bad_records import Tally
+from penstock.prepare.encode.backends import Disagreement
+from penstock.prepare.encode.encoder import Encoder, Samples
+from penstock.prepare.encode.ragged import Flat
+from penstock.prepare.readers.records import Batch
+from penstock.prepare.slices import Slice
+from penstock.prepare.unread_columns import unread, watched_columns
+from penstock.rows.schema import histogram, prepared_schema
+
+Read = Callable[[], Iterable[Batch]]
+"""Reads the records of a slice, from the first one each time it is called."""
+
+
+def tokenise(item: Slice, encode: Encoder, target: Path, read: Read) -> Tally:
+    """Write the slice to `target`, and return what became of its records.
+
+    All records are written in the order of the source, but for those that are left out. `row` is
+    the place of the record in the slice, left-out records counted. Raises StageError when a file
+    breaks off.
+    """
+    with publishing(target) as part:
+        try:
+            tally = _written(item, encode, part, read)
+        except Disagreement:
+            # The library that was found out is not used again, nor is what it gave.
+            tally = _written(item, encode, part, read)
+    return tally
+
+
+def _written(item: Slice, encode: Encoder, part: Path, read: Read) -> Tally:
+    tally, watched = Tally(), watched_columns(item.settings, item.columns)
+    schema = prepared_schema(item.settings.kind, is_scored=item.settings.is_scored)
+    with pa.OSFile(str(part), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+        for batch in read():
+            samples = encode(batch.values)
+            first = tally.records
+            tally.records += len(batch.values)
+            for place, fault in sorted(samples.faults.items()):
+                tally.leave_out(batch.file, batch.line(place), fault, batch.record(place))
+            _count(samples, tally)
+            tally.unread += unread(batch.values, watched)
+            writer.write_batch(_columns(samples, first, item.label, schema))
+    return tally
+
+
+def _count(samples: Samples, tally: Tally) -> None:
+    lengths = [side.lengths for side in samples.sides]
+    tally.rows += len(samples.records)
+    tally.tokens += int(sum(each.sum() for each in lengths))
+    tally.trained_tokens += int(sum(side.trained().sum() for side in samples.sides))
+    tally.lengths += Counter(histogram(np.max(lengths, axis=0)))
+    tally.truncated += samples.cuts.samples
+    tally.tokens_cut += samples.cuts.tokens
+    tally.turns_dropped += samples.cuts.turns
+    tally.blank_answers += samples.blank_answers
+
+
+def _columns(samples: Samples, first: int, label: str, schema: pa.Schema) -> pa.RecordBatch:
+    columns: list[pa.Array] = [column for side in samples.sides for column in _lists(side)]
+    if "desirable" in schema.names:
+        columns.append(pa.array(samples.desirable, pa.bool_()))
+    if "score_gap" in schema.names:
+        columns.append(pa.array(samples.score_gaps, pa.float32()))
+    columns.append(
+        pa.DictionaryArray.from_arrays(
+            pa.array(np.zeros(len(samples.records), dtype=np.int32)), pa.array([label], pa.string())
+        )
+    )
+    columns.append(pa.array(first + np.array(samples.records, dtype=np.int64)))
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _lists(side: Flat) -> Sequence[pa.Array]:
+    offsets = pa.array(side.offsets.astype(np.int32))
+    return [pa.ListArray.from_arrays(offsets, pa.array(v)) for v in (side.ids, side.labels)]

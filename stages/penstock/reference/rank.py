@@ -1,0 +1,65 @@
+"""What the ranks of the reference stage do: pass answers through the model, and keep their scores.
+
+Scores are added to those that are known every now and then, so that a run that ends early has not
+computed them in vain.
+"""
+
+import time
+from typing import Any
+
+import numpy as np
+
+from penstock.engine.distributed.ranks import Ranks
+from penstock.reference.samples import rows_of, samples_of
+from penstock.rows.ref_logprobs import AnswerScores, keep_scores
+from penstock.train.checkpointing import Saves
+from penstock.train.eval.reference_logprobs import Scored, Scoring
+from penstock.train.launch.job import Job
+from penstock.train.launch.stop_request import StopRequest
+from penstock.train.rank import Notify, assembled
+
+KEEP_SECONDS = 30.0
+"""How long scores are held before they are written."""
+
+
+def reference(
+    job: Job, ranks: Ranks, stop: StopRequest, notify: Notify
+) -> tuple[dict[str, Any] | None, int]:
+    """Compute what is not known of the job's answers; None when asked to stop before the end."""
+    wanted = _wanted(job, ranks)
+    if not wanted:
+        return {"computed": 0}, 0
+    notify(f"{len(wanted)} samples are new to this model")
+    built = assembled(job, ranks, notify)
+    if job.initial:
+        Saves(job, built, ranks, notify).take_weights(job.initial)
+    held: list[Scored] = []
+    count, written = 0, time.monotonic()
+    for scored in Scoring(job.config, built, ranks).chunks(rows_of(job.packed, wanted)):
+        held.append(scored)
+        count += len(scored.samples)
+        is_stopped = ranks.anywhere(bool(stop)) and count < len(wanted)
+        if is_stopped or time.monotonic() - written > KEEP_SECONDS:
+            _keep(job, held, ranks)
+            held, written = [], time.monotonic()
+        if is_stopped:
+            return None, count
+    _keep(job, held, ranks)
+    return {"computed": count}, count
+
+
+def _wanted(job: Job, ranks: Ranks) -> list[bytes]:
+    """The samples that the leading rank knows no scores of."""
+    assert job.scores is not None
+    mine: list[bytes] = []
+    if ranks.leads:
+        mine = AnswerScores(job.scores).missing(samples_of(job.packed))
+    return ranks.gather(mine)[0]
+
+
+def _keep(job: Job, held: list[Scored], ranks: Ranks) -> None:
+    """Write what has been found since the last time."""
+    if held and ranks.leads:
+        assert job.scores is not None
+        samples = [sample for scored in held for sample in scored.samples]
+        keep_scores(job.scores, samples, np.concatenate([scored.scores for scored in held]))

@@ -1,0 +1,52 @@
+"""Rows with some of their samples alone."""
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from penstock.rows.reader import Row
+from penstock.rows.shared_prefix import PER_SAMPLE, Branching
+
+
+def each_once(rows: Iterable[Row], known: Collection[bytes]) -> Iterator[Row]:
+    """The rows with those of their preferences that are not known, and stand in no row before."""
+    seen = set(known)
+    for row in rows:
+        assert row.branching is not None
+        new = set(row.branching.samples) - seen
+        if part := with_samples(row, new):
+            yield part
+        seen |= new
+
+
+def with_samples(row: Row, wanted: Collection[bytes]) -> Row | None:
+    """The row with those of its preferences that are wanted; None where there is none."""
+    whole = row.branching
+    assert whole is not None
+    chosen = [place for place, sample in enumerate(whole.samples) if sample in wanted]
+    if len(chosen) == len(whole.samples):
+        return row
+    if not chosen:
+        return None
+    each = len(whole.prompts) // len(whole.samples)
+    documents = [place * each + at for place in chosen for at in range(each)]
+    branches = [place * PER_SAMPLE + at for place in chosen for at in range(PER_SAMPLE)]
+    ends = np.cumsum(row.lengths)
+    tokens = np.concatenate(
+        [np.arange(ends[number] - row.lengths[number], ends[number]) for number in documents]
+    )
+    branching = Branching(
+        prompts=tuple(whole.prompts[number] for number in documents),
+        branches=tuple(whole.branches[number] for number in branches),
+        samples=tuple(whole.samples[place] for place in chosen),
+        desirable=tuple(whole.desirable[place] for place in chosen) if whole.desirable else (),
+        score_gaps=tuple(whole.score_gaps[place] for place in chosen) if whole.score_gaps else (),
+    )
+    return replace(
+        row,
+        input_ids=row.input_ids[tokens],
+        labels=row.labels[tokens],
+        lengths=row.lengths[documents],
+        branching=branching,
+    )

@@ -1,0 +1,138 @@
+"""What a model makes of answers, by the content of their samples: files that any run can read.
+
+D samples, A answers of each.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from penstock.core.errors import ArtifactError
+from penstock.core.files import publishing
+from penstock.rows.reader import map_batches
+from penstock.rows.schema import DIGEST_BYTES
+from penstock.rows.shared_prefix import PER_SAMPLE
+
+Scores = npt.NDArray[np.float64]
+
+FILES = "scores-*.arrow"
+
+SCHEMA = pa.schema(
+    [
+        pa.field("sample", pa.binary(DIGEST_BYTES), nullable=False),
+        pa.field("log_probs", pa.list_(pa.float64(), PER_SAMPLE), nullable=False),
+    ]
+)
+"""One sample a row: its digest, and the summed log-probability of each of its answers."""
+
+
+class AnswerScores:
+    """The scores in all files of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read them. A folder that is not there holds none. Raises ArtifactError for a file that
+        cannot be read, or is damaged."""
+        self._at: dict[bytes, int] = {}
+        parts: list[Scores] = [np.empty((0, PER_SAMPLE))]
+        count = 0
+        for file in sorted(folder.glob(FILES)):
+            samples, scores = read_scores(file)
+            self._at |= {sample: count + place for place, sample in enumerate(samples)}
+            parts.append(scores)
+            count += len(samples)
+        self._scores: Scores = np.concatenate(parts)
+        self._folder = folder
+
+    def missing(self, samples: Iterable[bytes]) -> list[bytes]:
+        """Those without scores, each once, in the order in which they come."""
+        return [sample for sample in dict.fromkeys(samples) if sample not in self._at]
+
+    def of(self, samples: Sequence[bytes]) -> Scores:
+        """Their scores, [D, A]. Raises ArtifactError for a sample that has none."""
+        try:
+            places = [self._at[sample] for sample in samples]
+        except KeyError as error:
+            raise ArtifactError(
+                f"{self._folder} does not say what the reference model makes of sample "
+                f"{error.args[0].hex()}.\n  Build it again with --force reference."
+            ) from None
+        return self._scores[places]
+
+
+def read_scores(file: Path) -> tuple[list[bytes], Scores]:
+    """The samples in a file and their scores [D, A]. Raises ArtifactError for one that cannot be
+    read, or whose bytes are not those that its name says."""
+    _, _, digest = file.stem.removeprefix("scores-").partition("-")
+    if digest and digest != _short_digest(file.read_bytes()):
+        raise ArtifactError(
+            f"{file} is damaged: it holds other bytes than were written.\n"
+            "  Restore it from a copy, or delete it."
+        )
+    batches = map_batches(file)
+    samples = [sample for batch in batches for sample in batch.column("sample").to_pylist()]
+    parts = [_viewed(batch.column("log_probs")) for batch in batches]
+    return samples, np.concatenate([np.empty((0, PER_SAMPLE)), *parts])
+
+
+def write_scores(folder: Path, samples: Sequence[bytes], scores: Scores) -> None:
+    """Add a file of these samples' scores [D, A] to the folder, whole or not at all. Its name says
+    which samples they are, so that whoever finds the same writes the same file."""
+    with publishing(folder / f"scores-{_of_samples(samples)}.arrow") as part:
+        part.write_bytes(_content(samples, scores))
+
+
+def keep_scores(folder: Path, samples: Sequence[bytes], scores: Scores) -> None:
+    """The same for a folder that no manifest vouches for: the name says what bytes there are, too,
+    so that damage is found when they are read."""
+    content = _content(samples, scores)
+    name = f"scores-{_of_samples(samples)}-{_short_digest(content)}.arrow"
+    with publishing(folder / name) as part:
+        part.write_bytes(content)
+
+
+def drop_damaged(folder: Path) -> list[Path]:
+    """Delete the files of scores that are damaged, which can be computed again, and name them."""
+    dropped: list[Path] = []
+    for file in sorted(folder.glob(FILES)):
+        try:
+            read_scores(file)
+        except ArtifactError:
+            file.unlink(missing_ok=True)
+            dropped.append(file)
+    return dropped
+
+
+def _content(samples: Sequence[bytes], scores: Scores) -> pa.Buffer:
+    """A file, as bytes."""
+    flat = pa.array(np.ascontiguousarray(scores, dtype=np.float64).ravel())
+    columns = [
+        pa.array(samples, type=SCHEMA.field("sample").type),
+        pa.FixedSizeListArray.from_arrays(flat, PER_SAMPLE),
+    ]
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, SCHEMA) as writer:
+        writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=SCHEMA))
+    return sink.getvalue()
+
+
+def _of_samples(samples: Sequence[bytes]) -> str:
+    return _short_digest(b"".join(samples))
+
+
+def _short_digest(content: bytes | pa.Buffer) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _viewed(scores: pa.Array) -> Scores:
+    """[D, A]. Arrow's own `to_numpy` imports pandas."""
+    assert isinstance(scores, pa.FixedSizeListArray)
+    flat = scores.flatten()
+    _, buffer = flat.buffers()
+    if buffer is None:
+        return np.empty((0, PER_SAMPLE))
+    found = np.frombuffer(buffer, np.float64, count=len(flat), offset=8 * flat.offset)
+    return found.reshape(-1, PER_SAMPLE)

@@ -1,0 +1,64 @@
+"""Who asks: the owner that a key stands for. Keys themselves are neither logged nor passed on."""
+
+import hashlib
+import hmac
+from collections.abc import Mapping, Sequence
+
+from penstock.server.api.errors import Refusal
+
+NOBODY = "local"
+"""The owner of everything where no keys are asked for."""
+
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
+"""Names under which this machine is reached from itself."""
+
+
+def owner_of_key(key: str) -> str:
+    """The first 16 hex digits of the key's SHA-256."""
+    return hashlib.sha256(key.encode()).hexdigest()[:16]
+
+
+class Keys:
+    """Those that are let in."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._digests = {hashlib.sha256(key.encode()).digest(): owner_of_key(key) for key in keys}
+
+    def owner(self, headers: Mapping[str, str]) -> str:
+        """Whose request this is, by `X-API-Key` or `Authorization: Bearer`.
+
+        Raises Refusal (401) where the key is none of ours; and, where no keys are asked for, 421
+        for a name of another machine: a page in a browser that was led here by its own name.
+        """
+        if not self._digests:
+            self._stands_here(headers.get("host", ""))
+            return NOBODY
+        given = headers.get("x-api-key") or _bearer(headers.get("authorization", ""))
+        digest = hashlib.sha256(given.encode()).digest()
+        found = ""
+        # All are compared, in constant time, so that time tells nothing of which one was near.
+        for known, owner in self._digests.items():
+            if hmac.compare_digest(known, digest):
+                found = owner
+        if not found:
+            raise Refusal(
+                "the key is missing or unknown: send one of the server's keys as X-API-Key, or as"
+                " Authorization: Bearer",
+                status=401,
+            )
+        return found
+
+    @staticmethod
+    def _stands_here(host: str) -> None:
+        name = host if host.endswith("]") else host.rsplit(":", 1)[0]
+        if name.lower() not in LOOPBACK:
+            raise Refusal(
+                "this server asks for no keys and is reached as localhost alone; give it keys to"
+                " reach it under another name",
+                status=421,
+            )
+
+
+def _bearer(header: str) -> str:
+    scheme, _, rest = header.partition(" ")
+    return rest.strip() if scheme.lower() == "bearer" else ""

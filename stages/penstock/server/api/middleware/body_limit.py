@@ -1,0 +1,270 @@
+"""Bodies of requests: read within bounds of bytes and time, and decoded within bounds of memory.
+
+Bodies of most routes are small and are decoded here. Those with samples may be large: they are
+handed over as they were sent, to be decoded elsewhere (`sample_bodies`).
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import zstandard
+from fastapi import Request
+from pydantic_core import from_json
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope
+
+from penstock.server.api.errors import Refusal
+
+JSON = "application/json"
+PROTOBUF = "application/x-protobuf"
+
+MAX_SMALL_BYTES = 1 << 20
+"""Of a body without samples, as it is sent and decompressed."""
+MAX_SMALL_VALUES = 20_000
+"""Commas, colons and brackets of a small JSON body: some milliseconds of decoding."""
+MAX_KEYS = 64
+"""Of one object, but for the inputs of a sample: what is not known is told key by key, which takes
+more time and memory than the key."""
+SMALL_WINDOW = 1 << 23
+"""Memory, in bytes, that decompressing a small body may take."""
+
+UNCOUNTED_BYTES = 1 << 16
+"""At the beginning of each body, that any client may always send: heartbeats get through when
+there is no memory for large bodies."""
+
+BODY_SECONDS = 20.0
+"""In which a body arrives, and longer by its length at MIN_RATE."""
+MIN_RATE = 64 << 10
+"""Bytes in a second that a large body arrives with, on average."""
+
+
+@dataclass(eq=False)
+class Held:
+    """The memory that one body takes."""
+
+    owner: str
+    count: int = 0
+    """Bytes that are counted."""
+    deadline: asyncio.Timeout | None = None
+    """While the body is still arriving."""
+    is_evicted: bool = False
+
+
+@dataclass
+class Bodies:
+    """The memory of all bodies at once, shared fairly between owners.
+
+    When it is full, whoever holds most of it gives up a body that is still arriving.
+    """
+
+    max_bytes: int
+    max_owner_bytes: int
+    _by_owner: Counter[str] = field(default_factory=Counter[str])
+    _held: dict[Held, None] = field(default_factory=dict[Held, None])
+
+    @property
+    def held_bytes(self) -> int:
+        """All that are held."""
+        return self._by_owner.total()
+
+    def take(self, held: Held, count: int) -> None:
+        """Count so many more bytes of a body. Raises Refusal (429) where there is no room."""
+        if self._by_owner[held.owner] + count > self.max_owner_bytes:
+            raise _no_memory()
+        while self.held_bytes + count > self.max_bytes:
+            victim = self._to_evict(held.owner, count)
+            if victim is None or victim.deadline is None:
+                raise _no_memory()
+            victim.is_evicted = True
+            victim.deadline.reschedule(0.0)
+            self.release(victim)
+        self._held[held] = None
+        held.count += count
+        self._by_owner[held.owner] += count
+
+    def release(self, held: Held) -> None:
+        """A body is held no more."""
+        self._held.pop(held, None)
+        self._by_owner[held.owner] -= held.count
+        if not self._by_owner[held.owner]:
+            del self._by_owner[held.owner]
+        held.count = 0
+
+    def _to_evict(self, owner: str, count: int) -> Held | None:
+        """The youngest body that still arrives of the owner who holds most, if that is another
+        who will hold no less than this one then."""
+        [(largest, most)] = self._by_owner.most_common(1) or [(owner, 0)]
+        if largest == owner or most < self._by_owner[owner] + count:
+            return None
+        for held in reversed(self._held):
+            if held.owner == largest and held.deadline and not held.deadline.expired():
+                return held
+        return None
+
+
+class BoundedRequest(Request):
+    """A request whose body is bounded by `max_bytes`, by the memory of all, and in time."""
+
+    def __init__(self, scope: Scope, receive: Receive, max_bytes: int, bodies: Bodies) -> None:
+        super().__init__(scope, receive)
+        self.max_bytes = max_bytes
+        """Of a body with samples, as it is sent and decompressed."""
+        self._bodies = bodies
+        self._memory: Held | None = None
+        self._read: bytes | None = None
+        self.parsed: Any = None
+        """What the body says, once it has been decoded; routes with samples set it."""
+
+    @property
+    def kind(self) -> str:
+        """Of what the body is, parameters apart."""
+        return self.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+    @property
+    def encoding(self) -> str:
+        """How the body is compressed: `zstd`, or `identity`. Raises Refusal (415) for another."""
+        encoding = self.headers.get("content-encoding", "identity").strip().lower() or "identity"
+        if encoding not in ("identity", "zstd"):
+            raise Refusal(
+                f"a body packed as {encoding[:100]!r}: send it as it is, or as zstd", status=415
+            )
+        return encoding
+
+    async def body(self) -> bytes:
+        """A small body, decompressed.
+
+        Raises Refusal: 408 for one that is too slow, 413 for one that is too long, 415 for one
+        that is compressed or written in another way than is read here, 429 where there is no memory
+        for it, 400 for one that cannot be decompressed.
+        """
+        if self._read is None:
+            limit = min(self.max_bytes, MAX_SMALL_BYTES)
+            packed = b"".join(await self.parts(limit))
+            self._read = decompressed(packed, self.encoding, limit, SMALL_WINDOW)
+        return self._read
+
+    async def json(self) -> Any:
+        """A small body as JSON. Raises Refusal as `body`, `parsed_json` and `require_few_keys`."""
+        self.parsed = parsed_json(await self.body(), MAX_SMALL_VALUES, MAX_SMALL_VALUES)
+        left: list[Any] = [self.parsed]
+        while left:
+            value = left.pop()
+            if isinstance(value, dict):
+                found = cast("dict[str, Any]", value)
+                require_few_keys(found)
+                left += found.values()
+            elif isinstance(value, list):
+                left += cast("list[Any]", value)
+        return self.parsed
+
+    async def parts(self, limit: int) -> Sequence[bytes]:
+        """A body as it is sent, of `limit` bytes at most, in pieces. Raises Refusal as `body`."""
+        said = self.headers.get("content-length", "")
+        if said.isdecimal() and (len(said) > 18 or int(said) > limit):
+            raise too_long(limit)
+        parts: list[bytes] = []
+        length = 0
+        async with self._arriving() as (memory, deadline):
+            began = asyncio.get_running_loop().time()
+            async for part in self.stream():
+                length += len(part)
+                if memory.is_evicted:
+                    raise _no_memory()
+                if length > limit:
+                    raise too_long(limit)
+                counted = length - max(length - len(part), UNCOUNTED_BYTES)
+                if counted > 0:
+                    self._bodies.take(memory, counted)
+                parts.append(part)
+                deadline.reschedule(began + BODY_SECONDS + length / MIN_RATE)
+        if length and self.kind not in (JSON, PROTOBUF):
+            raise Refusal(
+                f"a body of type {self.kind[:100] or 'unsaid'!r}: send {JSON}", status=415
+            )
+        return parts
+
+    def release(self) -> None:
+        """The body is held no more."""
+        if self._memory is not None:
+            self._bodies.release(self._memory)
+            self._memory = None
+
+    @asynccontextmanager
+    async def _arriving(self) -> AsyncGenerator[tuple[Held, asyncio.Timeout]]:
+        memory = self._memory = Held(getattr(self.state, "owner", ""))
+        try:
+            async with asyncio.timeout(BODY_SECONDS) as deadline:
+                memory.deadline = deadline
+                yield memory, deadline
+        except TimeoutError:
+            if memory.is_evicted:
+                raise _no_memory() from None
+            raise Refusal(
+                f"the body did not arrive in {BODY_SECONDS:g} s and at {MIN_RATE} bytes/s;"
+                " send it again",
+                status=408,
+            ) from None
+        except ClientDisconnect:
+            raise Refusal("the client closed the connection within the body") from None
+        finally:
+            memory.deadline = None
+
+
+def decompressed(packed: bytes, encoding: str, limit: int, window: int) -> bytes:
+    """A body, decompressed within `limit` bytes, with `window` bytes of memory at most.
+
+    Raises Refusal: 413 for one that is longer, 400 for one that is no zstd.
+    """
+    if encoding == "identity":
+        return packed
+    try:
+        unpacker = zstandard.ZstdDecompressor(max_window_size=window)
+        with unpacker.stream_reader(packed, read_across_frames=True) as reader:
+            body = reader.read(limit + 1)
+    except zstandard.ZstdError as error:
+        raise Refusal(f"the body is no zstd: {error}") from error
+    if len(body) > limit:
+        raise too_long(limit)
+    return body
+
+
+def parsed_json(body: bytes, max_values: int, max_containers: int) -> Any:
+    """A body as JSON says it: no NaN, no half of a surrogate pair, no bottomless nesting.
+
+    Commas, colons and brackets are counted before anything is decoded, also those within texts:
+    what comes of few bytes may take a hundred times their memory. Raises Refusal (413) over these
+    bounds, 400 for what is no JSON.
+    """
+    containers = body.count(b"[") + body.count(b"{")
+    values = body.count(b",") + body.count(b":") + containers
+    if containers > max_containers or values > max_values:
+        raise Refusal(
+            f"the body has {values} commas, colons and brackets, {containers} of which open arrays"
+            f" or objects; {max_values} and {max_containers} may be. Send less at once",
+            status=413,
+        )
+    try:
+        return from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise Refusal(f"the body is no JSON: {error}") from error
+
+
+def require_few_keys(found: Mapping[str, Any]) -> None:
+    """Raise Refusal for an object of JSON with more than MAX_KEYS keys."""
+    if len(found) > MAX_KEYS:
+        raise Refusal(f"an object of the body has {len(found)} keys; {MAX_KEYS} may be")
+
+
+def too_long(limit: int) -> Refusal:
+    """Of a body of more than `limit` bytes."""
+    return Refusal(f"the body is over {limit} bytes; send fewer samples at once", status=413)
+
+
+def _no_memory() -> Refusal:
+    return Refusal(
+        "the server holds as many large bodies as it may; come again", code="busy", retry_after=1.0
+    )

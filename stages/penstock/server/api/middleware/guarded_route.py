@@ -1,0 +1,112 @@
+"""What stands before every route: the key, the rate, the bound of the body, and the count.
+
+It is done here and not by the framework's own dependencies, which it asks after it has read and
+parsed the body of whoever sends one.
+"""
+
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.dependencies.models import Dependant
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import TypeAdapter, ValidationError
+from starlette.exceptions import HTTPException
+
+from penstock.server.api.checkpoint_uris import ModelName
+from penstock.server.api.context import Service
+from penstock.server.api.errors import Refusal
+from penstock.server.api.http_protocol import connection_of
+from penstock.server.api.middleware.body_limit import BoundedRequest
+from penstock.server.api.schemas.requests import Seq
+
+UNCOUNTED = ("/api/v1/session_heartbeat", "/api/v1/retrieve_future")
+"""Routes that clients ask again and again because they wait: no rate holds them back."""
+
+_MODEL: TypeAdapter[str] = TypeAdapter(ModelName)
+_SEQ: TypeAdapter[int] = TypeAdapter(Seq)
+
+
+class OpenRoute(APIRoute):
+    """A route for everybody."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The framework's, behind what stands before it."""
+        serve = super().get_route_handler()
+
+        async def guarded(request: Request) -> Response:
+            service: Service = request.app.state.service
+            bounded = BoundedRequest(
+                request.scope,
+                request.receive,
+                service.settings.max_request_bytes,
+                service.bodies,
+            )
+            began, status = time.perf_counter(), 500
+            try:
+                self.let_in(service, bounded)
+                response = await serve(bounded)
+            except HTTPException as error:
+                status = error.status_code
+                if status in (400, 413):
+                    await _pass_over(service, bounded)
+                raise
+            except RequestValidationError:
+                status = 422
+                await _pass_over(service, bounded)
+                raise
+            else:
+                status = response.status_code
+                return response
+            finally:
+                bounded.release()
+                seconds = time.perf_counter() - began
+                service.metrics.observe(self.path, request.method, status, seconds)
+
+        return guarded
+
+    def let_in(self, service: Service, request: BoundedRequest) -> None:
+        """Raises Refusal where the request is not to be served."""
+
+
+class GuardedRoute(OpenRoute):
+    """A route for those who have a key, no more often than they may."""
+
+    def let_in(self, service: Service, request: BoundedRequest) -> None:
+        """Raises Refusal: 401, 421 or 429; 400 for what is asked in the address and not known."""
+        request.state.owner = owner = service.keys.owner(request.headers)
+        if (connection := connection_of(request)) is not None:
+            service.connections.identify(connection, owner)
+        if request.scope["query_string"]:
+            strange = sorted(set(request.query_params) - set(_asked(self.dependant)))
+            if strange:
+                raise Refusal(f"the address asks for {strange[0][:100]!r}, which is not known here")
+        if self.path not in UNCOUNTED:
+            service.rates.take(owner)
+
+
+def guarded_router(tag: str) -> APIRouter:
+    """A router of guarded routes."""
+    return APIRouter(route_class=GuardedRoute, tags=[tag])
+
+
+def _asked(dependant: Dependant) -> Iterator[str]:
+    """What a route and what it depends on take from the address after its question mark."""
+    yield from (field.alias for field in dependant.query_params)
+    for other in dependant.dependencies:
+        yield from _asked(other)
+
+
+async def _pass_over(service: Service, request: BoundedRequest) -> None:
+    """A work that was no work takes its number along, where it tells which."""
+    body = request.parsed
+    if not isinstance(body, dict) or "seq_id" not in body or "sampling_session_id" in body:
+        return
+    try:
+        model = _MODEL.validate_python(body.get("model_id", "default"))
+        seq = _SEQ.validate_python(body["seq_id"])
+    except ValidationError:
+        return
+    await service.futures.pass_over(request.state.owner, model, seq)

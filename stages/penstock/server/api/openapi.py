@@ -1,0 +1,81 @@
+"""The OpenAPI document: the framework's, with what it cannot see.
+
+Those are keys, which are looked at before the framework reads a body; the errors, which have one
+shape on all routes; and bodies with samples, which are decoded by hand.
+"""
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+
+from penstock.server.api.middleware.body_limit import JSON
+from penstock.server.api.schemas.requests import DrawBody, ForwardBackwardBody, ForwardBody
+from penstock.server.api.schemas.responses import ErrorTold
+
+SCHEMAS = "#/components/schemas/"
+
+ERRORS = {
+    400: "The request cannot be honoured",
+    401: "No such key",
+    404: "There is no such thing, or it is another's",
+    408: "The body did not arrive in time",
+    409: "It exists already, or was cancelled",
+    410: "It is gone",
+    413: "The body is too large",
+    415: "The body is of another type",
+    421: "A name of another machine, where no keys are asked for",
+    422: "The body does not fit its schema, or numbers are not finite",
+    429: "Too much at once; Retry-After says when to come again",
+    503: "The engine or the workers are not there",
+    504: "It took too long",
+    507: "No room for what would be saved",
+}
+"""That every route may answer with."""
+
+
+KEYS = {
+    "key": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
+    "bearer": {"type": "http", "scheme": "bearer"},
+}
+"""The two ways to send one."""
+
+
+def body_of(schema: str, *others: str) -> dict[str, Any]:
+    """What the document says of a body that a route decodes by hand: JSON of this schema, or bytes
+    of `others`."""
+    binary = {"schema": {"type": "string", "format": "binary"}}
+    content = {JSON: {"schema": {"$ref": SCHEMAS + schema}}} | dict.fromkeys(others, binary)
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def document(app: FastAPI) -> dict[str, Any]:
+    """The document, made once."""
+    if app.openapi_schema is None:
+        told = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        schemas = told["components"]["schemas"]
+        for model in (ErrorTold, ForwardBackwardBody, ForwardBody, DrawBody):
+            _add(schemas, model)
+        told["components"]["securitySchemes"] = KEYS
+        told["security"] = [{name: []} for name in KEYS]
+        body = {"schema": {"$ref": f"{SCHEMAS}{ErrorTold.__name__}"}}
+        for methods in told["paths"].values():
+            for operation in methods.values():
+                answers = operation["responses"]
+                if "health" in operation["tags"]:
+                    operation["security"] = []
+                # What the framework says of bodies that do not fit is not what is answered here.
+                answers.pop("422", None)
+                for status, what in ERRORS.items():
+                    error = {"description": what, "content": {JSON: body}}
+                    answers.setdefault(str(status), error)
+        app.openapi_schema = told
+    return app.openapi_schema
+
+
+def _add(schemas: dict[str, Any], model: type[BaseModel]) -> None:
+    schema = model.model_json_schema(ref_template=SCHEMAS + "{model}")
+    for name, part in schema.pop("$defs", {}).items():
+        schemas.setdefault(name, part)
+    schemas[model.__name__] = schema

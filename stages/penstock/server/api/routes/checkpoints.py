@@ -1,0 +1,196 @@
+"""Routes of what is saved: checkpoints of training and of sampling, and the models they are of."""
+
+from collections.abc import Sequence
+
+from penstock.server.api.checkpoint_uris import (
+    TRAINED,
+    ModelName,
+    read_checkpoint,
+    read_path,
+    session_of,
+    write_path,
+)
+from penstock.server.api.context import AtDesk, Desk
+from penstock.server.api.errors import Refusal
+from penstock.server.api.middleware.guarded_route import guarded_router
+from penstock.server.api.schemas.requests import (
+    CheckpointsBody,
+    DeleteCheckpointBody,
+    Limit,
+    Offset,
+    SaveBody,
+    SaveSamplerBody,
+    Scope,
+    TtlBody,
+    WeightsInfoBody,
+)
+from penstock.server.api.schemas.responses import (
+    CheckpointsTold,
+    CheckpointTold,
+    CursorTold,
+    DeletedTold,
+    FutureTold,
+    LoraTold,
+    RunsTold,
+    RunTold,
+    WeightsTold,
+)
+from penstock.server.api.wire.encode_results import checkpoint_of, run_of
+from penstock.server.protocol import requests, results
+from penstock.server.protocol.types import Checkpoint
+
+router = guarded_router("weights")
+
+OF_RUN = "/api/v1/training_runs/{model_id}/checkpoints"
+ONE = OF_RUN + "/{checkpoint:path}"
+
+
+@router.post("/api/v1/save_weights")
+async def save_weights(body: SaveBody, desk: AtDesk) -> FutureTold:
+    """Save what training goes on from."""
+    work = requests.SaveState(
+        model=body.model_id,
+        name=body.path,
+        overwrite=body.overwrite,
+        ttl_seconds=body.ttl_seconds,
+        user_metadata=body.user_metadata or {},
+    )
+    return FutureTold(**await desk.submit("save_weights", work, seq=body.seq_id))
+
+
+@router.post("/api/v1/save_weights_for_sampler")
+async def save_weights_for_sampler(body: SaveSamplerBody, desk: AtDesk) -> FutureTold:
+    """Save what is sampled from: by a name, or as a sampler of the model's session."""
+    name = body.path if body.path is not None else body.name
+    if None not in (body.path, body.name):
+        raise Refusal("send path (SDK) or name (xorl), one of them")
+    number = body.sampling_session_seq_id
+    if number is not None and TRAINED not in body.model_id:
+        raise Refusal(f"{body.model_id} is of no session of the SDK's; give its weights a name")
+    work = requests.SaveSampler(
+        model=body.model_id,
+        name=name,
+        session=None if number is None else session_of(body.model_id),
+        number=number,
+        ttl_seconds=body.ttl_seconds,
+        user_metadata=body.user_metadata or {},
+        keep=name is not None or number is None,
+    )
+    return FutureTold(**await desk.submit("save_weights_for_sampler", work, seq=body.seq_id))
+
+
+@router.post("/api/v1/weights_info")
+async def weights_info(body: WeightsInfoBody, desk: AtDesk) -> WeightsTold:
+    """What a checkpoint is of."""
+    written = body.tinker_path if body.tinker_path is not None else body.xorl_path
+    if written is None or None not in (body.tinker_path, body.xorl_path):
+        raise Refusal("send tinker_path or xorl_path, one of them")
+    told = await desk.call(requests.WeightsOf(path=read_path(written)), results.WeightsTold)
+    lora = told.lora
+    if lora is None:
+        return WeightsTold(base_model=told.base_model, is_lora=False)
+    alpha = lora.alpha
+    return WeightsTold(
+        base_model=told.base_model,
+        is_lora=True,
+        lora_rank=lora.rank,
+        lora_config=None if alpha is None else LoraTold(lora_rank=lora.rank, lora_alpha=alpha),
+        train_attn=lora.train_attn,
+        train_mlp=lora.train_mlp,
+        train_unembed=lora.train_unembed,
+    )
+
+
+@router.get("/api/v1/training_runs")
+async def training_runs(
+    desk: AtDesk, limit: Limit = 20, offset: Offset = 0, _scope: Scope = "owned"
+) -> RunsTold:
+    """The owner's models, the newest first."""
+    told = await desk.call(requests.ListRuns(limit=limit, offset=offset), results.Runs)
+    return RunsTold(
+        training_runs=[RunTold(**run_of(run, desk.owner)) for run in told.runs],
+        cursor=CursorTold(offset=offset, limit=limit, total_count=told.total),
+    )
+
+
+@router.get("/api/v1/training_runs/{model_id}")
+async def training_run(model_id: ModelName, desk: AtDesk, _scope: Scope = "owned") -> RunTold:
+    """One model."""
+    told = await desk.call(requests.ModelOf(model=model_id), results.ModelTold)
+    return RunTold(**run_of(told.run, desk.owner))
+
+
+@router.get("/api/v1/checkpoints")
+async def checkpoints(desk: AtDesk, limit: Limit = 100, offset: Offset = 0) -> CheckpointsTold:
+    """A page of all that the owner has, the newest first."""
+    told = (await desk.call(requests.ListCheckpoints(), results.CheckpointsTold)).checkpoints
+    cursor = CursorTold(offset=offset, limit=limit, total_count=len(told))
+    return CheckpointsTold(checkpoints=_told(told)[offset : offset + limit], cursor=cursor)
+
+
+@router.post("/api/v1/list_checkpoints")
+async def list_checkpoints(body: CheckpointsBody, desk: AtDesk) -> CheckpointsTold:
+    """All of one model, the newest first (xorl)."""
+    return await _of_model(desk, body.model_id)
+
+
+@router.post("/api/v1/delete_checkpoint")
+async def delete_checkpoint(body: DeleteCheckpointBody, desk: AtDesk) -> DeletedTold:
+    """Delete one of a model (xorl)."""
+    name = read_checkpoint(body.checkpoint_id, body.model_id)
+    await desk.call(requests.DeleteCheckpoint(model=body.model_id, name=name), results.Done)
+    return DeletedTold(success=True, deleted_path=write_path(body.model_id, name))
+
+
+@router.get(OF_RUN)
+async def run_checkpoints(model_id: ModelName, desk: AtDesk) -> CheckpointsTold:
+    """All of one model, the newest first."""
+    return await _of_model(desk, model_id)
+
+
+@router.post(ONE + "/publish", status_code=204)
+async def publish(model_id: ModelName, checkpoint: str, desk: AtDesk) -> None:
+    """Let others read it."""
+    await _keep(desk, model_id, checkpoint, public=True)
+
+
+@router.delete(ONE + "/publish", status_code=204)
+async def unpublish(model_id: ModelName, checkpoint: str, desk: AtDesk) -> None:
+    """Let others read it no more."""
+    await _keep(desk, model_id, checkpoint, public=False)
+
+
+@router.put(ONE + "/ttl", status_code=204)
+async def ttl(model_id: ModelName, checkpoint: str, body: TtlBody, desk: AtDesk) -> None:
+    """Change until when it is kept."""
+    await _keep(desk, model_id, checkpoint, ttl_seconds=body.ttl_seconds)
+
+
+@router.delete(ONE, status_code=204)
+async def delete(model_id: ModelName, checkpoint: str, desk: AtDesk) -> None:
+    """Delete it."""
+    name = read_checkpoint(checkpoint, model_id)
+    await desk.call(requests.DeleteCheckpoint(model=model_id, name=name), results.Done)
+
+
+async def _of_model(desk: Desk, model: str) -> CheckpointsTold:
+    told = await desk.call(requests.ListCheckpoints(model=model), results.CheckpointsTold)
+    return CheckpointsTold(checkpoints=_told(told.checkpoints))
+
+
+async def _keep(
+    desk: Desk,
+    model: str,
+    checkpoint: str,
+    *,
+    ttl_seconds: float | None = None,
+    public: bool | None = None,
+) -> None:
+    name = read_checkpoint(checkpoint, model)
+    work = requests.KeepCheckpoint(model=model, name=name, ttl_seconds=ttl_seconds, public=public)
+    await desk.call(work, results.Done)
+
+
+def _told(checkpoints: Sequence[Checkpoint]) -> list[CheckpointTold]:
+    newest = sorted(checkpoints, key=lambda checkpoint: checkpoint.time, reverse=True)
+    return [CheckpointTold(**checkpoint_of(checkpoint)) for checkpoint in newest]

@@ -1,0 +1,133 @@
+"""Routes of inference servers that weights are sent to: xorl's dialect."""
+
+from penstock.server.api.context import AtDesk, Desk
+from penstock.server.api.errors import Refusal
+from penstock.server.api.middleware.guarded_route import guarded_router
+from penstock.server.api.schemas import responses
+from penstock.server.api.schemas.sync_requests import (
+    EndpointBody,
+    QuantizationBody,
+    RemoveEndpointBody,
+    SyncBody,
+    quantization_of,
+)
+from penstock.server.protocol import requests, results, types
+
+router = guarded_router("inference servers")
+
+
+@router.post("/add_inference_endpoint")
+async def add_inference_endpoint(body: EndpointBody, desk: AtDesk) -> responses.EndpointTold:
+    """Name an inference server that weights are sent to."""
+    if body.worker_port not in (None, body.port):
+        raise Refusal(f"worker_port is {body.worker_port}, and weights are announced at port alone")
+    endpoint = types.Endpoint(
+        host=body.host, port=body.port, world_size=body.world_size, pool=body.pool
+    )
+    work = requests.AddEndpoint(
+        endpoint=endpoint,
+        is_sized="world_size" in body.model_fields_set,
+        api_key=None if body.api_key is None else types.Secret(text=body.api_key),
+    )
+    known = (await desk.call(work, results.Endpoints)).endpoints
+    added = next(each for each in known if (each.host, each.port) == (body.host, body.port))
+    is_synced, message = False, None
+    if body.sync_weights:
+        sync = SyncBody(
+            master_address=body.master_address or "",
+            master_port=body.master_port,
+            group_name=body.group_name,
+            buffer_size_mb=body.buffer_size_mb,
+            pools=[body.pool],
+        )
+        try:
+            message = (await _sync(desk, sync)).message
+            is_synced = True
+        except Refusal as refusal:
+            # The server stays among those that are known, as the answer says.
+            message = refusal.error
+    return responses.EndpointTold(
+        success=True,
+        message=f"{body.host}:{body.port} is sent weights from now on",
+        endpoint=_told(added),
+        weights_synced=is_synced,
+        sync_message=message,
+    )
+
+
+@router.post("/remove_inference_endpoint")
+async def remove_inference_endpoint(
+    body: RemoveEndpointBody, desk: AtDesk
+) -> responses.RemovedTold:
+    """Send an inference server no more weights."""
+    await desk.call(requests.RemoveEndpoint(host=body.host, port=body.port), results.Endpoints)
+    return responses.RemovedTold(success=True, message=f"{body.host}:{body.port} is removed")
+
+
+@router.get("/list_inference_endpoints")
+async def list_inference_endpoints(desk: AtDesk) -> responses.EndpointsTold:
+    """Those that weights are sent to."""
+    told = await desk.call(requests.ListEndpoints(), results.Endpoints)
+    endpoints = [_told(endpoint) for endpoint in told.endpoints]
+    return responses.EndpointsTold(endpoints=endpoints, count=len(endpoints))
+
+
+@router.post("/sync_inference_weights", include_in_schema=False)
+@router.post("/api/v1/sync_inference_weights")
+async def sync_inference_weights(body: SyncBody, desk: AtDesk) -> responses.SyncedTold:
+    """Send a model's weights to inference servers, and wait for it."""
+    return await _sync(desk, body)
+
+
+@router.post("/api/v1/set_sync_quantization")
+async def set_sync_quantization(body: QuantizationBody, desk: AtDesk) -> responses.QuantizationTold:
+    """How weights are sent where a request to send them does not say, until this process ends."""
+    desk.service.quantization[desk.owner] = quantization_of(body.quantization)
+    return responses.QuantizationTold(
+        quantization=body.quantization, message="it holds until the server is started again"
+    )
+
+
+async def _sync(desk: Desk, body: SyncBody) -> responses.SyncedTold:
+    if body.cache_invalidation_mode == "none" and body.flush_cache:
+        raise Refusal("flush_cache is true, and cache_invalidation_mode is none: send one of them")
+    flush = body.flush_cache or body.cache_invalidation_mode == "flush"
+    quantization = quantization_of(body.quantization)
+    if quantization is None:
+        quantization = desk.service.quantization.get(desk.owner)
+    work = requests.SyncWeights(
+        model=body.model_id or "default",
+        master_address=body.master_address,
+        master_port=body.master_port,
+        group_name=body.group_name,
+        buffer_size_mb=body.buffer_size_mb,
+        flush_cache=flush,
+        pause_mode=body.pause_mode,
+        weight_version=body.weight_version,
+        quantization=quantization,
+        pools=tuple(body.pools or ()),
+    )
+    done = await desk.call(work, results.Synced, by_workers=True)
+    return responses.SyncedTold(
+        success=True,
+        message=f"{done.num_parameters} parameters are sent to {len(done.endpoints)} servers",
+        transfer_time=done.seconds,
+        total_bytes=done.total_bytes,
+        num_parameters=done.num_parameters,
+        num_buckets=done.num_buckets,
+        cache_invalidation_mode=body.cache_invalidation_mode,
+        flush_cache=flush,
+        endpoints_synced=[
+            responses.EndpointSynced(host=endpoint.host, port=endpoint.port)
+            for endpoint in done.endpoints
+        ],
+    )
+
+
+def _told(endpoint: types.Endpoint) -> responses.Endpoint:
+    return responses.Endpoint(
+        host=endpoint.host,
+        port=endpoint.port,
+        world_size=endpoint.world_size,
+        pool=endpoint.pool,
+    )

@@ -1,0 +1,162 @@
+"""The API's end of the channel to the engine: what is asked, what is answered, and its loss."""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+
+from penstock.server.api.errors import Refusal, refusal_of
+from penstock.server.protocol.codec import Channel, Encoded, FrameError, PeerLostError
+from penstock.server.protocol.envelopes import (
+    Answer,
+    Ask,
+    Cancel,
+    Failure,
+    FromEngine,
+    Hello,
+    Status,
+    ToEngine,
+)
+from penstock.server.protocol.requests import Work
+from penstock.server.protocol.results import Result
+
+LOG = logging.getLogger(__name__)
+
+HELLO_SECONDS = 1.0
+"""Between greetings, until the engine is heard of."""
+
+LOST = "the engine died while this was under way; what it had done is unknown. Ask again."
+
+End = Answer | Failure
+
+
+class Link:
+    """Asks of this process that are under way."""
+
+    def __init__(self, channel: Channel[ToEngine | Encoded, FromEngine]) -> None:
+        self._channel = channel
+        self._waiting: dict[str, asyncio.Future[End]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._instance = secrets.token_hex(8)
+        self._greeted = ""
+        self.status: Status | None = None
+        """None until the engine is heard of, and from its loss on."""
+
+    def start(self) -> None:
+        """Greet the engine and listen, until `stop`."""
+        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._greet())]
+
+    async def stop(self) -> None:
+        """Listen no more; what is under way fails."""
+        for task in self._tasks:
+            task.cancel()
+        for task in self._tasks:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        self._fail_all("the server ends; ask again once it is back")
+        self._channel.close()
+
+    async def ask(self, ask: Ask) -> asyncio.Future[End]:
+        """Hand a work over; its end is heard of later. Raises Refusal as `expect` and `send`."""
+        end = self.expect(ask.id)
+        await self.send(ask, ask.id)
+        return end
+
+    def expect(self, name: str) -> asyncio.Future[End]:
+        """The end of an ask that is about to be sent. Raises Refusal (503) while there is no
+        engine."""
+        if self.status is None or self._greeted != self._instance:
+            raise Refusal(
+                "the engine is not there; it is started again",
+                code="unavailable",
+                category="server",
+                retry_after=1.0,
+            )
+        end: asyncio.Future[End] = asyncio.get_running_loop().create_future()
+        self._waiting[name] = end
+        end.add_done_callback(lambda _: self._waiting.pop(name, None))
+        return end
+
+    async def send(self, ask: Ask | Encoded, name: str) -> None:
+        """Hand over a work whose end is expected; where that does not go, its end is cancelled.
+
+        Raises Refusal (413) for what is too large for the channel.
+        """
+        end = self._waiting[name]
+        try:
+            await self._channel.send(ask)
+        except BaseException as error:
+            end.cancel()
+            if isinstance(error, FrameError):
+                raise Refusal(str(error), status=413) from error
+            raise
+
+    async def call(self, owner: str, work: Work, seconds: float) -> Result:
+        """The result of a work that is waited for.
+
+        Raises Refusal: the engine's, or 504 after `seconds`, when the work is told not to begin.
+        """
+        ask = Ask(id=secrets.token_hex(16), owner=owner, work=work)
+        end = await self.ask(ask)
+        try:
+            found = await asyncio.wait_for(end, seconds)
+        except TimeoutError:
+            await self.cancel(ask.id)
+            raise Refusal(
+                f"the server has not done it within {seconds:g} s; ask again later",
+                status=504,
+                code="unavailable",
+                category="server",
+            ) from None
+        if isinstance(found, Failure):
+            raise refusal_of(found)
+        return found.result
+
+    async def cancel(self, name: str) -> None:
+        """Ask that the work of this ask is not begun."""
+        await self._channel.send(Cancel(id=name))
+
+    async def _listen(self) -> None:
+        while True:
+            try:
+                message = await self._channel.receive()
+            except PeerLostError:
+                self._lose()
+                continue
+            match message:
+                case Status():
+                    self._hear(message)
+                case Answer() | Failure():
+                    end = self._waiting.get(message.id)
+                    if end and not end.done():
+                        end.set_result(message)
+
+    def _hear(self, status: Status) -> None:
+        if self.status is None or self.status.workers != status.workers:
+            LOG.info("engine: its workers are %s %s", status.workers, status.reason)
+        self.status = status
+
+    def _lose(self) -> None:
+        if self.status is not None:
+            LOG.warning("engine: lost, with %d asks under way", len(self._waiting))
+        self.status = None
+        # Another name than before: what this process counted as done may be unknown to the next.
+        self._instance = secrets.token_hex(8)
+        self._fail_all(LOST)
+
+    def _fail_all(self, why: str) -> None:
+        for name, end in list(self._waiting.items()):
+            if not end.done():
+                end.set_result(Failure(id=name, error=why, category="server", code="lost"))
+
+    async def _greet(self) -> None:
+        """Until the engine answers with its status: it may not be there yet."""
+        at = 0.0
+        while True:
+            waits = self.status is None and time.monotonic() - at >= HELLO_SECONDS
+            if waits or self._greeted != self._instance:
+                at, name = time.monotonic(), self._instance
+                await self._channel.send(Hello(instance=name))
+                self._greeted = name
+            await asyncio.sleep(HELLO_SECONDS / 20)

@@ -1,0 +1,382 @@
+"""Bodies of requests, of both dialects at once: the SDK's of Tinker, and xorl's clients'.
+
+A field that is not known is a fault: nothing that a client asks for is passed over in silence.
+Samples and tensors are looked into by `data` and `tensors`, which tell their faults better.
+"""
+
+from typing import Annotated, Any, Literal
+
+from fastapi import Query
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, StringConstraints, WithJsonSchema
+
+from penstock.server.api.checkpoint_uris import CheckpointName, ModelName, SessionName, WrittenPath
+
+Limit = Annotated[int, Query(ge=1, le=1000)]
+Offset = Annotated[int, Query(ge=0, le=2**31 - 1)]
+Scope = Annotated[Literal["owned", "accessible"], Query(alias="access_scope")]
+"""Either is what the key owns: what others made public is read by its path, and is not listed."""
+
+
+Seq = Annotated[int, Field(ge=1, le=2**31 - 1)]
+"""A work's number among those of its model."""
+Number = Annotated[int, Field(ge=0, le=2**53)]
+"""Of a model or sampler within its session."""
+Integer = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+Text = Annotated[str, StringConstraints(max_length=1000)]
+Host = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._:\[\]-]{1,255}$")]
+Metadata = Annotated[dict[Text, Any], Field(max_length=64)]
+Texts = Annotated[dict[Text, str], Field(max_length=64)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Rate = Annotated[float, Field(ge=0, le=1e6)]
+Ttl = Annotated[float, Field(gt=0, le=3.2e8)]
+"""Seconds until a checkpoint may be deleted; at most ten years."""
+
+_NUMBERS = {"type": "array", "items": {"type": "number"}}
+_TENSOR = {
+    "anyOf": [
+        _NUMBERS,
+        {"type": "array", "items": _NUMBERS},
+        {
+            "type": "object",
+            "required": ["data"],
+            "properties": {
+                "data": _NUMBERS,
+                "dtype": {"type": "string"},
+                "shape": {"type": "array", "items": {"type": "integer"}},
+                "sparse_crow_indices": {"type": "array", "items": {"type": "integer"}},
+                "sparse_col_indices": {"type": "array", "items": {"type": "integer"}},
+            },
+        },
+    ]
+}
+_CHUNKS = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {
+            "type": {"const": "encoded_text"},
+            "tokens": {"type": "array", "items": {"type": "integer"}},
+        },
+    },
+}
+Tensors = Annotated[
+    dict[str, Any],
+    WithJsonSchema({"type": "object", "additionalProperties": _TENSOR}),
+]
+Input = Annotated[
+    dict[str, Any],
+    WithJsonSchema(
+        {
+            "type": "object",
+            "properties": {"input_ids": _TENSOR, "chunks": _CHUNKS},
+            "additionalProperties": _TENSOR,
+        }
+    ),
+]
+Chunks = Annotated[
+    list[dict[str, Any]], Field(max_length=100_000, fail_fast=True), WithJsonSchema(_CHUNKS)
+]
+
+
+class Body(BaseModel):
+    """What every body keeps to."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
+    )
+
+
+class ClientConfigBody(Body):
+    """What a client is."""
+
+    sdk_version: Text = ""
+
+
+class LoraBody(Body):
+    """An adapter: `rank` is the SDK's word, `lora_rank` and `lora_alpha` are xorl's."""
+
+    rank: Annotated[int, Field(ge=1, le=65536)] | None = None
+    lora_rank: Annotated[int, Field(ge=1, le=65536)] | None = None
+    lora_alpha: Annotated[
+        Annotated[float, Field(gt=0, le=1e6)] | None,
+        Field(validation_alias=AliasChoices("lora_alpha", "alpha")),
+    ] = None
+    seed: Integer | None = None
+    train_unembed: bool | None = None
+    train_mlp: bool | None = None
+    train_attn: bool | None = None
+
+
+class OptimizerBody(Body):
+    """What steps a model. Its numbers are those of steps that bring none themselves."""
+
+    type: Literal["adamw", "anyprecision_adamw", "sgd", "muon"] | None = None
+    learning_rate: Rate | None = None
+    weight_decay: Rate | None = None
+    optimizer_dtype: Literal["fp32", "bf16"] | None = None
+    betas: tuple[Beta, Beta] | None = None
+    eps: Rate | None = None
+    optimizer_kwargs: Annotated[dict[Text, bool | float | Text], Field(max_length=64)] | None = None
+
+
+class CreateSessionBody(Body):
+    """A session; with `base_model` or `lora_config` (xorl) also a model of its name."""
+
+    tags: Annotated[list[Text], Field(max_length=64)] = []
+    user_metadata: Metadata | None = None
+    sdk_version: Text = ""
+    display_name: Text | None = None
+    session_id: SessionName | None = None
+    base_model: Text | None = None
+    lora_config: LoraBody | None = None
+    type: Literal["create_session"] = "create_session"
+
+
+class HeartbeatBody(Body):
+    """The client lives."""
+
+    session_id: SessionName
+    type: Literal["session_heartbeat"] = "session_heartbeat"
+
+
+class FinishBody(Body):
+    """Why a session ends."""
+
+    reason: dict[str, Any] | None = None
+    detail: Text | None = None
+
+
+class CreateModelBody(Body):
+    """A model: of a session and a number (SDK), or by a name (xorl)."""
+
+    session_id: SessionName | None = None
+    model_seq_id: Number | None = None
+    model_id: ModelName | None = None
+    base_model: Text | None = None
+    user_metadata: Metadata | None = None
+    lora_config: LoraBody | None = None
+    optimizer_config: OptimizerBody | None = None
+    type: Literal["create_model"] = "create_model"
+
+
+class ModelBody(Body):
+    """One model."""
+
+    model_id: ModelName
+    type: Literal["get_info", "unload_model"] | None = None
+
+
+class KillSessionBody(Body):
+    """A model to unload (xorl)."""
+
+    model_id: ModelName
+    save_checkpoint: bool = True
+    reset_weights: bool = False
+    """Either way: a model that is created anew begins with the base's weights."""
+
+
+class SampleBody(Body):
+    """One sample: `chunks` (SDK) or `input_ids` (xorl), and what the loss takes of each token."""
+
+    model_input: Input
+    loss_fn_inputs: Tensors
+    type: Literal["datum"] | None = None
+
+
+class SamplesBody(Body):
+    """Samples and their loss."""
+
+    data: Annotated[list[SampleBody], Field(min_length=1, max_length=65536, fail_fast=True)]
+    """Of samples that do not fit, the first is told."""
+    loss_fn: Text = "causallm_loss"
+    loss_fn_params: Annotated[
+        dict[Text, Any] | None,
+        Field(validation_alias=AliasChoices("loss_fn_params", "loss_fn_config")),
+    ] = None
+    routed_experts: None = None
+    routed_expert_logits: None = None
+
+
+class ForwardBody(Body):
+    """A pass without gradients."""
+
+    model_id: ModelName = "default"
+    seq_id: Seq | None = None
+    forward_input: SamplesBody
+    type: Literal["forward"] = "forward"
+
+
+class ForwardBackwardBody(Body):
+    """A pass with gradients."""
+
+    model_id: ModelName = "default"
+    seq_id: Seq | None = None
+    forward_backward_input: SamplesBody
+    type: Literal["forward_backward"] = "forward_backward"
+
+
+class AdamBody(Body):
+    """The numbers of a step."""
+
+    learning_rate: Rate = 1e-4
+    beta1: Beta = 0.9
+    beta2: Beta = 0.95
+    eps: Rate = 1e-12
+    weight_decay: Rate = 0.0
+    grad_clip_norm: Annotated[float, Field(ge=0, le=1e30)] = 0.0
+
+
+class StepBody(Body):
+    """A step of the optimizer; what is not given is as the model was created with (xorl)."""
+
+    model_id: ModelName = "default"
+    seq_id: Seq | None = None
+    adam_params: AdamBody | None = None
+    learning_rate: Rate | None = None
+    gradient_clip: Annotated[float, Field(ge=0, le=1e30)] | None = None
+    type: Literal["optim_step"] = "optim_step"
+
+
+class DropBody(Body):
+    """Gradients to drop."""
+
+    model_id: ModelName = "default"
+    seq_id: Seq | None = None
+
+
+class SaveBody(Body):
+    """A checkpoint to go on from."""
+
+    model_id: ModelName = "default"
+    path: CheckpointName | None = None
+    """Its name."""
+    seq_id: Seq | None = None
+    ttl_seconds: Ttl | None = None
+    user_metadata: Texts | None = None
+    overwrite: bool = False
+    type: Literal["save_weights"] = "save_weights"
+
+
+class LoadBody(Body):
+    """A checkpoint to go on from: into a model, or as a new one of a session (SDK)."""
+
+    model_id: ModelName | None = None
+    seq_id: Seq | None = None
+    session_id: SessionName | None = None
+    model_seq_id: Number | None = None
+    base_model: Text | None = None
+    user_metadata: Metadata | None = None
+    path: WrittenPath
+    optimizer: bool = True
+    optimizer_config: OptimizerBody | None = None
+    type: Literal["load_weights"] = "load_weights"
+
+
+class SaveSamplerBody(Body):
+    """Weights to sample from: by a name, or as a sampler of a session (SDK)."""
+
+    model_id: ModelName = "default"
+    path: CheckpointName | None = None
+    name: CheckpointName | None = None
+    sampling_session_seq_id: Number | None = None
+    kind: Literal["snapshot"] = "snapshot"
+    seq_id: Seq | None = None
+    ttl_seconds: Ttl | None = None
+    user_metadata: Texts | None = None
+    type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
+
+
+class CreateSamplerBody(Body):
+    """What to sample from: a sampler of a session (SDK), or a path alone (xorl)."""
+
+    session_id: SessionName | None = None
+    sampling_session_seq_id: Number | None = None
+    base_model: Text | None = None
+    model_path: WrittenPath | None = None
+    model_id: ModelName | None = None
+    type: Literal["create_sampling_session"] = "create_sampling_session"
+
+
+class PromptBody(Body):
+    """A prompt."""
+
+    chunks: Chunks
+    type: Literal["model_input"] | None = None
+
+
+class SamplingBody(Body):
+    """How to draw."""
+
+    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    seed: Integer | None = None
+    stop: (
+        Text
+        | Annotated[list[Text], Field(max_length=64)]
+        | Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=64)]
+        | None
+    ) = None
+    temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] = -1
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+
+class DrawBody(Body):
+    """Draws after a prompt."""
+
+    num_samples: Annotated[int, Field(ge=1, le=1024)] = 1
+    prompt: PromptBody
+    sampling_params: SamplingBody
+    base_model: Text | None = None
+    model_path: WrittenPath | None = None
+    sampling_session_id: ModelName | None = None
+    seq_id: Number | None = None
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: Annotated[int, Field(ge=0, le=1000)] = 0
+    topk_sample_logprobs: Annotated[int, Field(ge=0, le=1000)] = 0
+    prompt_alt_tokens_k: Literal[0] = 0
+    prompt_logprobs_last_n: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    record_stability_info: Literal[False] | None = None
+    type: Literal["sample"] = "sample"
+
+
+class RetrieveBody(Body):
+    """A future to wait for. With `allow_metadata_only` (SDK) one that waits is told as HTTP 408."""
+
+    request_id: Text
+    allow_metadata_only: bool | None = None
+
+
+class CancelBody(Body):
+    """A future that nobody waits for."""
+
+    request_id: Text
+
+
+class CheckpointsBody(Body):
+    """Whose checkpoints (xorl)."""
+
+    model_id: ModelName = "default"
+
+
+class DeleteCheckpointBody(Body):
+    """A checkpoint to delete (xorl)."""
+
+    model_id: ModelName = "default"
+    checkpoint_id: Text
+
+
+class WeightsInfoBody(Body):
+    """A checkpoint to tell of."""
+
+    tinker_path: WrittenPath | None = None
+    xorl_path: WrittenPath | None = None
+
+
+class TtlBody(Body):
+    """Until when a checkpoint is kept; null: for ever."""
+
+    ttl_seconds: Ttl | None

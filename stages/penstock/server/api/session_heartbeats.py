@@ -1,0 +1,105 @@
+"""Heartbeats of sessions: answered here, and told to the engine together.
+
+A heartbeat must not wait for what the engine is at. The engine is asked whether a session is there
+when it is heard of first, and says of those it is told of which of them have ended.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable
+
+from penstock.server.api.errors import Refusal
+from penstock.server.api.scheduler_client import Link
+from penstock.server.protocol.requests import Heartbeat
+from penstock.server.protocol.results import Gone
+
+LOG = logging.getLogger(__name__)
+
+LONGEST_INTERVAL = 1.0
+"""Seconds between two words to the engine."""
+
+KEPT_SECONDS = 60.0
+"""A session that is silent for so long is asked for again."""
+
+
+class Pulse:
+    """Sessions whose clients live."""
+
+    def __init__(
+        self,
+        link: Link,
+        *,
+        idle_timeout: float,
+        answer_timeout: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`idle_timeout`: seconds without a word after which a session ends; `answer_timeout`:
+        seconds that the engine has to answer."""
+        self._link = link
+        self._interval = min(LONGEST_INTERVAL, idle_timeout / 4)
+        self._answer_timeout = answer_timeout
+        self._clock = clock
+        self._heard: dict[tuple[str, str], float] = {}
+        """When each session that is there was heard of last, by owner and name."""
+        self._untold: defaultdict[str, set[str]] = defaultdict(set)
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Tell the engine who lives, until `stop`."""
+        self._task = asyncio.create_task(self._tell())
+
+    async def stop(self) -> None:
+        """Tell nothing more."""
+        if self._task:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    async def beat(self, owner: str, session: str) -> None:
+        """The client of a session lives.
+
+        Raises Refusal: 410 where the owner has no such session, 503 while there is no engine.
+        """
+        if (owner, session) in self._heard and self._link.status is not None:
+            self._untold[owner].add(session)
+        elif await self._gone(owner, (session,)):
+            # The SDK stops beating at 410.
+            raise Refusal(f"session {session[:200]!r} is not there, or has ended", code="gone")
+        self.begin(owner, session)
+
+    def begin(self, owner: str, session: str) -> None:
+        """The engine has told that it is there."""
+        self._heard[owner, session] = self._clock()
+
+    def forget(self, owner: str, session: str) -> None:
+        """It is being ended: what becomes of it the engine says."""
+        self._heard.pop((owner, session), None)
+
+    async def _gone(self, owner: str, sessions: tuple[str, ...]) -> tuple[str, ...]:
+        """Which of them are not there."""
+        told = await self._link.call(owner, Heartbeat(sessions=sessions), self._answer_timeout)
+        assert isinstance(told, Gone)
+        return told.sessions
+
+    async def _tell(self) -> None:
+        while True:
+            await asyncio.sleep(self._interval)
+            untold, self._untold = self._untold, defaultdict(set)
+            for owner, sessions in untold.items():
+                await self._tell_of(owner, sessions)
+            oldest = self._clock() - KEPT_SECONDS
+            self._heard = {name: at for name, at in self._heard.items() if at > oldest}
+
+    async def _tell_of(self, owner: str, sessions: set[str]) -> None:
+        try:
+            gone = await self._gone(owner, tuple(sessions))
+        except Exception as error:  # noqa: BLE001 - sessions must not end for a word that failed
+            # An engine that is not there, or slow, is told the next time.
+            LOG.warning("heartbeats could not be told: %s", error)
+            self._untold[owner] |= sessions
+            return
+        for session in gone:
+            self.forget(owner, session)

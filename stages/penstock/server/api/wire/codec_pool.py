@@ -1,0 +1,237 @@
+"""Processes that decode large bodies and encode large results, so that the event loop stays free.
+
+A body of few bytes may stand for much work. Each process has a limit of memory and of time; one
+that goes beyond is ended, and its request refused. One body or result of an owner is worked on at a
+time, and owners take turns.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+from collections import OrderedDict, deque
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+
+import msgspec
+import numpy as np
+
+from penstock.core import env
+from penstock.server.api.errors import Refusal
+from penstock.server.api.wire.request_bodies import BodyJob, Decoded, Refused, error_of
+from penstock.server.api.wire.response_bodies import ResultJob
+from penstock.server.protocol.results import Result
+
+LOG = logging.getLogger(__name__)
+
+PROCESSES = 2
+JOB_SECONDS = 60.0
+"""In which one body is decoded; those within the limits of `sample_bodies` take a few."""
+BASE_MEMORY = 1 << 30
+"""Bytes of data that a process may have, beside twice the longest body."""
+PIECE = 1 << 16
+"""Bytes that are read from a process at a time: of 128 MB half a millisecond each, in which nothing
+else is served, where pieces of a megabyte take seven."""
+NICENESS = 10
+"""How far the processes stand behind this one, from their start on: those that wait for heartbeats
+come first."""
+MOST_NICENESS = 19
+LENGTH = 8
+"""Bytes of the length before each part of what is told."""
+
+
+Job = BodyJob | ResultJob
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process has done. What it has made follows: an ask in msgpack, or a result."""
+
+    decoded: Decoded | None = None
+    """Of a body."""
+    refused: Refused | None = None
+
+
+class CodecPool:
+    """All processes. They are started when they are needed first."""
+
+    def __init__(self, max_request_bytes: int) -> None:
+        self._memory = BASE_MEMORY + 2 * max_request_bytes
+        self._idle: list[_Codec] = []
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        self._busy: set[str] = set()
+        """Owners whose bodies are decoded now."""
+        self.jobs = 0
+        """That were handed over."""
+
+    async def start(self) -> None:
+        """Have a process ready for the first large body."""
+        async with self._process():
+            pass
+
+    async def stop(self) -> None:
+        """End all processes."""
+        for process in self._idle:
+            await process.end()
+        self._idle.clear()
+
+    @asynccontextmanager
+    async def decoding(
+        self, owner: str, job: BodyJob, parts: Sequence[bytes]
+    ) -> AsyncGenerator[tuple[Reply, memoryview]]:
+        """What a body says, or why it is refused; and the ask for its work, encoded. No other body
+        of the owner is decoded until that is handed over.
+
+        Raises Refusal (413) where it takes more memory or time than a body may.
+        """
+        async with self._turn(owner):
+            yield await self._ask(job, parts)
+
+    async def write(self, owner: str, job: ResultJob, result: Result) -> bytes:
+        """A result as it is sent. Raises Refusal (413) as above."""
+        async with self._turn(owner):
+            # Not before: who asks for many results at once waits with a copy of none of them.
+            encoded = msgspec.msgpack.encode(result)
+            reply, written = await self._ask(job, (encoded,))
+        if reply.refused is not None:
+            raise error_of(reply.refused)
+        return bytes(written)
+
+    async def _ask(self, job: Job, parts: Sequence[bytes]) -> tuple[Reply, memoryview]:
+        async with self._process() as process:
+            self.jobs += 1
+            return await process.ask(job, parts)
+
+    @asynccontextmanager
+    async def _turn(self, owner: str) -> AsyncGenerator[None]:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(owner, deque()).append(turn)
+        self._next()
+        try:
+            await asyncio.shield(turn)
+        except asyncio.CancelledError:
+            self._forget(owner, turn)
+            raise
+        try:
+            yield
+        finally:
+            self._end_turn(owner)
+
+    def _end_turn(self, owner: str) -> None:
+        self._busy.discard(owner)
+        self._next()
+
+    def _forget(self, owner: str, turn: "asyncio.Future[None]") -> None:
+        if turn.done():
+            self._end_turn(owner)
+            return
+        self._waiting[owner].remove(turn)
+        if not self._waiting[owner]:
+            del self._waiting[owner]
+
+    def _next(self) -> None:
+        """Turns for owners that have none, while there are processes."""
+        for owner in list(self._waiting):
+            if len(self._busy) >= PROCESSES:
+                return
+            if owner in self._busy:
+                continue
+            turn = self._waiting[owner].popleft()
+            if self._waiting[owner]:
+                self._waiting.move_to_end(owner)
+            else:
+                del self._waiting[owner]
+            self._busy.add(owner)
+            turn.set_result(None)
+
+    @asynccontextmanager
+    async def _process(self) -> AsyncGenerator["_Codec"]:
+        """One that does nothing else meanwhile. It is ended where it was not done."""
+        process = self._idle.pop() if self._idle else await _Codec.start(self._memory)
+        is_done = False
+        try:
+            yield process
+            is_done = True
+        finally:
+            if is_done and process.is_alive:
+                self._idle.append(process)
+            else:
+                await process.end()
+
+
+class _Codec:
+    """One process (`codec_process`)."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def start(cls, memory: int) -> "_Codec":
+        words = ["-m", "penstock.server.api.wire.codec_process", str(os.getpid()), str(memory)]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *words,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=PIECE,
+            env=env.child_environment({"PYTHONSAFEPATH": "1", "OPENBLAS_NUM_THREADS": "1"}),
+        )
+        niceness = os.getpriority(os.PRIO_PROCESS, 0) + NICENESS
+        with contextlib.suppress(ProcessLookupError):
+            os.setpriority(os.PRIO_PROCESS, process.pid, min(niceness, MOST_NICENESS))
+        return cls(process)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.returncode is None
+
+    async def ask(self, job: Job, parts: Sequence[bytes]) -> tuple[Reply, memoryview]:
+        """Its answer. Raises Refusal (413) where it went beyond its limits."""
+        try:
+            async with asyncio.timeout(JOB_SECONDS):
+                await self._write(job, parts)
+                reply = msgspec.msgpack.decode(await self._part(), type=Reply)
+                return reply, await self._part()
+        except TimeoutError:
+            raise _beyond(f"{JOB_SECONDS:g} s") from None
+        except (asyncio.IncompleteReadError, BrokenPipeError, ConnectionResetError):
+            LOG.warning("a process that decoded a body, or encoded a result, has died")
+            raise _beyond("the memory that there is for one") from None
+
+    async def end(self) -> None:
+        """Have it end at once."""
+        if self.is_alive:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+        await self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+    async def _write(self, job: Job, parts: Sequence[bytes]) -> None:
+        stdin = self._process.stdin
+        assert stdin is not None
+        said = msgspec.msgpack.encode(job)
+        stdin.write(len(said).to_bytes(LENGTH, "little") + said)
+        stdin.write(sum(map(len, parts)).to_bytes(LENGTH, "little"))
+        for part in parts:
+            stdin.write(part)
+            await stdin.drain()
+
+    async def _part(self) -> memoryview:
+        stdout = self._process.stdout
+        assert stdout is not None
+        length = int.from_bytes(await stdout.readexactly(LENGTH), "little")
+        # Pages are taken as they are filled, and not all of them at once.
+        found = np.empty(length, np.uint8).data
+        at = 0
+        while at < length:
+            piece = await stdout.read(min(PIECE, length - at))
+            if not piece:
+                raise asyncio.IncompleteReadError(b"", length)
+            found[at : at + len(piece)] = piece
+            at += len(piece)
+        return found
+
+
+def _beyond(what: str) -> Refusal:
+    return Refusal(f"the samples take more than {what} to decode; send less at once", status=413)

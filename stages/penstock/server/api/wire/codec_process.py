@@ -1,0 +1,86 @@
+"""One process that decodes bodies and encodes results.
+
+`python -m penstock.server.api.wire.codec_process PARENT MEMORY` is started by `codec_pool`.
+
+It reads jobs, each with its bytes, from its standard input and writes what comes of them to its
+standard output, each part after its length. No secret is in its environment.
+"""
+
+import gc
+import os
+import resource
+import sys
+from typing import BinaryIO
+
+import msgspec
+from fastapi.exceptions import RequestValidationError
+
+from penstock.core.process.die_with_parent import end_with_parent
+from penstock.server.api.errors import Refusal
+from penstock.server.api.wire.codec_pool import LENGTH, Job, Reply
+from penstock.server.api.wire.request_bodies import BodyJob, Refused, SampleBody, refused_by
+from penstock.server.api.wire.response_bodies import ResultJob, write
+from penstock.server.protocol.envelopes import Ask
+from penstock.server.protocol.results import Result
+
+
+def main(parent: int, memory: int) -> None:
+    """Decode until the input ends. `memory`: bytes of data that this process may have."""
+    end_with_parent(parent)
+    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    jobs = os.fdopen(os.dup(sys.stdin.fileno()), "rb", buffering=1 << 20)
+    replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    # Millions of objects are alive within one job: to look for garbage among them takes seconds.
+    gc.freeze()
+    gc.disable()
+    while (said := _part(jobs)) is not None:
+        job = msgspec.msgpack.decode(said, type=Job)
+        given = _part(jobs)
+        if given is None:
+            return
+        reply, made = decoded(job, given) if isinstance(job, BodyJob) else encoded(job, given)
+        del given
+        for part in (msgspec.msgpack.encode(reply), made):
+            replies.write(len(part).to_bytes(LENGTH, "little"))
+            replies.write(part)
+        replies.flush()
+        del reply, made, part
+        gc.collect()
+
+
+def encoded(job: ResultJob, given: bytes) -> tuple[Reply, bytes]:
+    """A result as it is sent; or why it is refused."""
+    try:
+        result = msgspec.msgpack.decode(given, type=Result)
+        return Reply(), write(result, job.shape, job.form, len(given))
+    except MemoryError:
+        error = "the result takes more memory to write than there is for one"
+        return Reply(refused=Refused(error=error, status=413)), b""
+
+
+def decoded(job: BodyJob, packed: bytes) -> tuple[Reply, bytes]:
+    """What a body says, and the ask for its work in msgpack; or why it is refused."""
+    body = SampleBody(job, is_inline=False)
+    try:
+        said, work = body.decode(packed)
+        ask = Ask(id=job.ask, owner=job.owner, work=work, seq=said.seq)
+        return Reply(decoded=said), msgspec.msgpack.encode(ask)
+    except (Refusal, RequestValidationError) as error:
+        return Reply(refused=refused_by(error, body.known)), b""
+    except MemoryError:
+        error = "the samples take more memory to decode than there is; send less at once"
+        return Reply(refused=Refused(error=error, status=413, known=body.known)), b""
+
+
+def _part(source: BinaryIO) -> bytes | None:
+    said = source.read(LENGTH)
+    if len(said) < LENGTH:
+        return None
+    length = int.from_bytes(said, "little")
+    found = source.read(length)
+    return found if len(found) == length else None
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,263 @@
+"""Samples as clients send them, to tokens and what the loss takes of each of them.
+
+In protobuf, and in JSON: of chunks of tokens, or of `input_ids`. Targets are shifted already; in
+JSON there may be `labels` in their place (Hugging Face's: the label of position t is the token at
+t), which are shifted here, once. What of them is -100 is not trained on.
+"""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.server.api.errors import Refusal
+from penstock.server.api.wire import tinker_pb2 as pb
+from penstock.server.api.wire.tensors import (
+    MAX_NUMBERS,
+    Numbers,
+    claimed_by_json,
+    claimed_by_proto,
+    for_targets,
+    for_tokens,
+    from_json,
+    from_list,
+    from_proto,
+    token_array,
+    tokens_of_bytes,
+    whole,
+)
+from penstock.server.protocol.losses import (
+    FACTORS,
+    MAX_TARGETS,
+    OPTIONAL,
+    REQUIRED,
+    SEVERAL_TARGETS,
+    TARGETS,
+)
+from penstock.server.protocol.types import Array, Datum, Loss
+
+IGNORED = -100
+"""The label of what is not trained on."""
+
+RATIO_MASK = "sequence_ratio_mask"
+"""The SDK's input of `gspo` that says over which tokens a sequence's ratio is taken."""
+
+Tokens = npt.NDArray[np.int64]
+Given = dict[str, Numbers]
+
+
+def data_of_proto(data: Sequence[pb.Datum], loss: Loss) -> tuple[Datum, ...]:
+    """The SDK's samples. Raises Refusal naming the sample and the input that is wrong."""
+    return tuple(_of_proto(datum, loss, f"sample {index}") for index, datum in enumerate(data))
+
+
+def data_of_json(
+    data: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], loss: Loss
+) -> tuple[Datum, ...]:
+    """Samples of either form in JSON: `model_input` and `loss_fn_inputs` of each. Raises Refusal as
+    above."""
+    return tuple(
+        _of_json(written, inputs, loss, f"sample {index}")
+        for index, (written, inputs) in enumerate(data)
+    )
+
+
+def numbers_of_proto(data: Sequence[pb.Datum], loss: Loss) -> int:
+    """How many numbers the SDK's samples hold once sparse tensors are dense, from shapes and
+    lengths alone: nothing is read or filled.
+
+    Raises Refusal: 413 over MAX_NUMBERS, 400 for more than MAX_TARGETS targets of a token, and for
+    inputs that the loss does not take.
+    """
+    total = 0
+    for index, datum in enumerate(data):
+        what = f"sample {index}"
+        _check_names(datum.loss_fn_inputs, loss, what)
+        total += sum(len(chunk.encoded_text.tokens) // 4 for chunk in datum.model_input)
+        shapes = {
+            name: claimed_by_proto(tensor, f"{name} of {what}")
+            for name, tensor in datum.loss_fn_inputs.items()
+        }
+        total = _counted(total, shapes, loss, what)
+    return total
+
+
+def numbers_of_json(data: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], loss: Loss) -> int:
+    """The same of samples in JSON. Raises Refusal as above, but for inputs that are not taken."""
+    total = 0
+    for index, (written, inputs) in enumerate(data):
+        what = f"sample {index}"
+        shapes = {
+            name: claimed_by_json(tensor, f"{name} of {what}")
+            for name, tensor in (*written.items(), *inputs.items())
+            if name not in ("chunks", "type")
+        }
+        chunks = written.get("chunks")
+        for chunk in chunks if isinstance(chunks, list) else ():
+            tokens = chunk.get("tokens") if isinstance(chunk, Mapping) else None
+            total += len(tokens) if isinstance(tokens, list) else 0
+        total = _counted(total, shapes, loss, what)
+    return total
+
+
+def _counted(total: int, shapes: Mapping[str, tuple[int, ...]], loss: Loss, what: str) -> int:
+    """With the numbers of one more sample."""
+    targets = shapes.get(TARGETS, ())
+    if (
+        loss in SEVERAL_TARGETS
+        and len(targets) == 2
+        and targets[0] > 1
+        and targets[1] > MAX_TARGETS
+    ):
+        raise Refusal(f"{what} has {targets[1]} targets of each token; {MAX_TARGETS} may be")
+    total += sum(math.prod(shape) for shape in shapes.values())
+    if total > MAX_NUMBERS:
+        raise Refusal(
+            f"the samples have over {MAX_NUMBERS} numbers; send fewer at once", status=413
+        )
+    return total
+
+
+def tokens_of_chunks(chunks: Any, what: str) -> Tokens:
+    """The tokens of a prompt of the SDK's, in JSON. Raises Refusal for images and sounds."""
+    parts: list[Tokens] = []
+    if not isinstance(chunks, list) or not all(isinstance(chunk, dict) for chunk in chunks):
+        raise Refusal(f"the chunks of {what} are no list of chunks")
+    for chunk in chunks:
+        kind = chunk.get("type", "encoded_text")
+        if kind != "encoded_text" or not isinstance(chunk.get("tokens"), list):
+            raise _no_text(str(kind), what)
+        parts.append(_flat(whole(from_list(chunk["tokens"], what), what), what))
+    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+
+def _of_proto(datum: pb.Datum, loss: Loss, what: str) -> Datum:
+    _check_names(datum.loss_fn_inputs, loss, what)
+    parts: list[Tokens] = []
+    for chunk in datum.model_input:
+        if chunk.WhichOneof("chunk") != "encoded_text":
+            raise _no_text(str(chunk.WhichOneof("chunk")), what)
+        parts.append(tokens_of_bytes(chunk.encoded_text.tokens, f"model_input of {what}"))
+    tokens = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+    given = {
+        name: from_proto(tensor, f"{name} of {what}")
+        for name, tensor in datum.loss_fn_inputs.items()
+    }
+    return _datum(tokens, given, loss, what)
+
+
+def _of_json(written: Mapping[str, Any], inputs: Mapping[str, Any], loss: Loss, what: str) -> Datum:
+    if "labels" in inputs:
+        if len(inputs) > 1:
+            others = ", ".join(sorted(name[:100] for name in inputs if name != "labels")[:5])
+            raise Refusal(
+                f"{what} has labels and {others}: of labels alone is it plain where they belong;"
+                " send target_tokens beside them, one for each token"
+            )
+        _check_names((TARGETS,), loss, what)
+        tokens, name = _tokens_of_json(written, what), f"labels of {what}"
+        labels = whole(for_tokens(_numbers(inputs["labels"], name), len(tokens), name), name)
+        # After the last token there is none.
+        return _datum(tokens, {TARGETS: np.append(labels[1:], IGNORED)}, loss, what)
+    _check_names(inputs, loss, what)
+    given = {name: _numbers(value, f"{name} of {what}") for name, value in inputs.items()}
+    return _datum(_tokens_of_json(written, what), given, loss, what)
+
+
+def _tokens_of_json(written: Mapping[str, Any], what: str) -> Tokens:
+    if "chunks" in written:
+        if set(written) - {"chunks", "type"}:
+            raise Refusal(f"the model_input of {what} has chunks and other things; send chunks")
+        return tokens_of_chunks(written["chunks"], f"model_input of {what}")
+    if "input_ids" not in written:
+        raise Refusal(f"the model_input of {what} has neither input_ids nor chunks")
+    name = f"input_ids of {what}"
+    tokens = _flat(whole(_numbers(written["input_ids"], name), name), name)
+    _check_plain(written, len(tokens), what)
+    return tokens
+
+
+def _numbers(value: Any, what: str) -> Numbers:
+    if isinstance(value, list):
+        return from_list(value, what)
+    if isinstance(value, Mapping):
+        return from_json(value, what)
+    raise Refusal(f"{what} is no tensor and no list of numbers")
+
+
+def _check_plain(written: Mapping[str, Any], length: int, what: str) -> None:
+    """What else a model may be given is taken where it changes nothing."""
+    plain = {"attention_mask": np.ones(length), "position_ids": np.arange(length)}
+    for name in written.keys() - {"input_ids"}:
+        if name not in plain:
+            raise Refusal(f"the model_input of {what} has {name[:100]}, which is not read here")
+        numbers = _numbers(written[name], f"{name} of {what}")
+        if not np.array_equal(for_tokens(numbers, length, f"{name} of {what}"), plain[name]):
+            raise Refusal(
+                f"{name} of {what} is not that of one text without padding; send each text as a"
+                " sample of its own"
+            )
+
+
+def _check_names(given: Collection[str], loss: Loss, what: str) -> None:
+    """Asked before anything is unpacked, so that what is not taken costs nothing."""
+    required = (TARGETS, *REQUIRED[loss])
+    missing = [name for name in required if name not in given]
+    if missing:
+        raise Refusal(f"{what} has no {', '.join(missing)}, which {loss} takes")
+    known = {*required, *OPTIONAL[loss], *((RATIO_MASK,) if loss == "gspo" else ())}
+    strange = sorted(name for name in given if name not in known)
+    if strange:
+        raise Refusal(
+            f"{what} has {', '.join(name[:100] for name in strange[:5])}, which {loss} does not"
+            f" take; it takes {', '.join(sorted(known))}"
+        )
+
+
+def _datum(tokens: Tokens, given: Given, loss: Loss, what: str) -> Datum:
+    if not len(tokens):
+        raise Refusal(f"{what} has no tokens")
+    targets = _targets(given[TARGETS], len(tokens), loss, f"{TARGETS} of {what}")
+    others = {
+        name: for_targets(numbers, targets.shape, f"{name} of {what}")
+        for name, numbers in given.items()
+        if name != TARGETS
+    }
+    if np.any(is_ignored := targets == IGNORED):
+        others["weights"] = np.where(is_ignored, 0, others.get("weights", 1))
+        targets = np.where(is_ignored, 0, targets)
+    if RATIO_MASK in others:
+        _mark_ratio(others, what)
+    inputs = {name: Array.of(numbers, "float32") for name, numbers in others.items()}
+    inputs[TARGETS] = token_array(targets, f"{TARGETS} of {what}", "int64")
+    return Datum(tokens=token_array(tokens, f"model_input of {what}"), inputs=inputs)
+
+
+def _mark_ratio(others: Given, what: str) -> None:
+    """The tokens that a sequence's ratio is of become those that count.
+
+    Raises Refusal where others are to gain or lose by it, too, or some of these do not count.
+    """
+    is_of_ratio = others.pop(RATIO_MASK) != 0
+    if any(np.any(others[name][is_of_ratio] == 0) for name in FACTORS if name in others):
+        raise Refusal(f"{what} has no target, or weights or mask of 0, where its {RATIO_MASK} is 1")
+    if np.any(others["advantages"][~is_of_ratio] != 0):
+        raise Refusal(f"{what} has advantages where its {RATIO_MASK} is 0; send 0 there")
+    others["mask"] = is_of_ratio * others.get("mask", 1)
+
+
+def _targets(numbers: Numbers, length: int, loss: Loss, what: str) -> Tokens:
+    """int64 [T], or [T, K] where a loss takes several of each token."""
+    several = loss in SEVERAL_TARGETS and numbers.ndim == 2 and len(numbers) == length
+    return whole(numbers if several and numbers.size else for_tokens(numbers, length, what), what)
+
+
+def _flat(numbers: Tokens, what: str) -> Tokens:
+    """[T], also of [1, T]."""
+    return for_tokens(numbers, numbers.size, what) if numbers.size else numbers.reshape(0)
+
+
+def _no_text(kind: str, what: str) -> Refusal:
+    return Refusal(f"{what} has a chunk of {kind[:50]!r}: text alone is trained on here")

@@ -1,0 +1,112 @@
+"""What clients wish of models, adapters, optimizers and draws, as the engine is told of it."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.server.api.errors import Refusal
+from penstock.server.api.schemas.requests import (
+    AdamBody,
+    LoraBody,
+    OptimizerBody,
+    SamplingBody,
+    StepBody,
+)
+from penstock.server.protocol.types import Adam, Lora, Optimizer, Sampling
+
+STEP = "optimizer."
+"""Before the names of a model's metadata that keep the numbers of its steps."""
+DISPLAY_NAME = "session.display_name"
+"""The name of a session's metadata that keeps what it is called."""
+
+
+def lora_of(body: LoraBody | None) -> Lora | None:
+    """The adapter; None where nothing is said of it. Raises Refusal where no rank is."""
+    if body is None or not body.model_fields_set:
+        return None
+    rank = body.rank if body.rank is not None else body.lora_rank
+    if rank is None or None not in (body.rank, body.lora_rank):
+        raise Refusal("lora_config needs a rank: rank or lora_rank, one of them")
+    return Lora(
+        rank=rank,
+        alpha=body.lora_alpha,
+        seed=body.seed,
+        train_attn=body.train_attn,
+        train_mlp=body.train_mlp,
+        train_unembed=body.train_unembed,
+    )
+
+
+def optimizer_of(body: OptimizerBody | None) -> Optimizer:
+    """What steps the weights, but for the numbers of each step."""
+    if body is None:
+        return Optimizer()
+    return Optimizer(
+        kind=body.type, dtype=body.optimizer_dtype, kwargs=dict(body.optimizer_kwargs or {})
+    )
+
+
+def metadata_of(given: Mapping[str, Any] | None, optimizer: OptimizerBody | None) -> dict[str, str]:
+    """What is kept with a model: what its client says, what is no text written as JSON; and the
+    numbers of steps that bring none."""
+    told = {
+        name: value if isinstance(value, str) else json.dumps(value)
+        for name, value in (given or {}).items()
+    }
+    if len(clients_own(told)) < len(told):
+        raise Refusal(
+            f"no name in user_metadata may begin with {STEP!r} or be {DISPLAY_NAME!r}: what"
+            " optimizer_config and display_name say is kept there"
+        )
+    numbers: dict[str, float | None] = {}
+    if optimizer is not None:
+        betas = optimizer.betas or (None, None)
+        numbers = {
+            "learning_rate": optimizer.learning_rate,
+            "beta1": betas[0],
+            "beta2": betas[1],
+            "eps": optimizer.eps,
+            "weight_decay": optimizer.weight_decay,
+        }
+    kept = {STEP + name: repr(number) for name, number in numbers.items() if number is not None}
+    return told | kept
+
+
+def clients_own(metadata: Mapping[str, str]) -> dict[str, str]:
+    """What a client said of a model or session, without what is kept beside it."""
+    return {
+        name: text
+        for name, text in metadata.items()
+        if not name.startswith(STEP) and name != DISPLAY_NAME
+    }
+
+
+def adam_of(step: StepBody, metadata: Mapping[str, str]) -> Adam:
+    """The numbers of a step: its own, then those that the model was created with, then Adam's."""
+    kept = {
+        name: float(text)
+        for name in AdamBody.model_fields
+        if (text := metadata.get(STEP + name)) is not None
+    }
+    given = step.adam_params.model_dump() if step.adam_params else kept
+    if step.learning_rate is not None:
+        given["learning_rate"] = step.learning_rate
+    if step.gradient_clip is not None:
+        given["grad_clip_norm"] = step.gradient_clip
+    return Adam(**given)
+
+
+def sampling_of(body: SamplingBody) -> Sampling:
+    """How tokens are drawn. An empty list of what stops them says that nothing does, not even the
+    end of a text, which otherwise stops them, too."""
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    return Sampling(
+        max_tokens=body.max_tokens,
+        temperature=body.temperature,
+        top_k=-1 if body.top_k == 0 else body.top_k,
+        top_p=body.top_p,
+        seed=body.seed,
+        stop_tokens=tuple(part for part in stop if isinstance(part, int)),
+        stop_texts=tuple(part for part in stop if isinstance(part, str)),
+        ignore_eos=body.stop == [],
+    )

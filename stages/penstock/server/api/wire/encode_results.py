@@ -1,0 +1,176 @@
+"""Results of futures as JSON: those of works that are not passes and samples for all clients, and
+those two for clients that read no protobuf.
+
+A number that is not finite has no place in JSON. Such a result is told as a failure, never with
+another number in its place.
+"""
+
+import json
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.server.api.checkpoint_uris import scheme_of, write_path
+from penstock.server.api.futures import Shape
+from penstock.server.api.wire.decode_params import clients_own
+from penstock.server.protocol.envelopes import Failure
+from penstock.server.protocol.results import (
+    Loaded,
+    ModelMade,
+    Passed,
+    Result,
+    Sampled,
+    Saved,
+    Stepped,
+)
+from penstock.server.protocol.types import Array, Checkpoint, Run, Sequence
+
+NOT_FINITE = (
+    "the result holds numbers that are not finite: the computation diverged, or what it was given"
+    " was out of range"
+)
+
+STEPS = "optimizer_step"
+"""What clients of the SDK are told as, where `step` is told to others: steps that were taken."""
+
+_WRITTEN = {"float32": "float32", "int64": "int64", "int32": "int64"}
+
+
+def json_of_result(result: Result, shape: Shape) -> dict[str, Any]:
+    """What a client is told of the end of a work that was done."""
+    told: dict[str, Any] = {"type": shape.kind}
+    match result:
+        case Passed():
+            return told | {
+                "loss_fn_output_type": "ArrayRecord",
+                "loss_fn_outputs": [
+                    {name: tensor_of(array) for name, array in output.items()}
+                    for output in result.outputs
+                ],
+                "metrics": result.metrics,
+                "info": {},
+            }
+        case Sampled():
+            return told | _sampled(result, shape)
+        case Stepped():
+            return told | {"metrics": _of_step(result, shape)}
+        case ModelMade() | Loaded():
+            path = {} if shape.path is None else {"path": shape.path}
+            return told | {"model_id": result.model} | path
+        case Saved():
+            told["path"] = write_path(result.model, result.name)
+            return (
+                told if result.sampler is None else told | {"sampling_session_id": result.sampler}
+            )
+        case _:
+            return told if shape.model is None else told | {"model_id": shape.model}
+
+
+def json_of_failure(failure: Failure) -> dict[str, Any]:
+    """What a client is told of the other end of a work."""
+    return {"error": failure.error, "category": failure.category, "code": failure.code}
+
+
+def encode(told: Mapping[str, Any]) -> bytes:
+    """JSON, or a failure where a number is not finite."""
+    try:
+        return json.dumps(told, allow_nan=False, separators=(",", ":")).encode()
+    except ValueError:
+        failure = Failure(id="", error=NOT_FINITE, category="unknown", code="not_finite")
+        return json.dumps(json_of_failure(failure)).encode()
+
+
+def tensor_of(array: Array) -> dict[str, Any]:
+    """An array as `data`, `dtype` and `shape`."""
+    numbers = array.numpy()
+    return {
+        "data": numbers.reshape(-1).tolist(),
+        "dtype": _WRITTEN[array.dtype],
+        "shape": list(array.shape),
+    }
+
+
+def checkpoint_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """One that is kept, by the names of all clients."""
+    return {
+        "checkpoint_id": checkpoint.name,
+        "checkpoint_type": checkpoint.kind,
+        "time": written_time(checkpoint.time),
+        "path": write_path(checkpoint.model, checkpoint.name),
+        "tinker_path": f"tinker://{checkpoint.model}/{checkpoint.name}",
+        "size_bytes": checkpoint.size,
+        "public": checkpoint.public,
+        "expires_at": None if checkpoint.expires is None else written_time(checkpoint.expires),
+        "user_metadata": checkpoint.user_metadata,
+    }
+
+
+def run_of(run: Run, owner: str) -> dict[str, Any]:
+    """A model that is trained, or was."""
+    last, sampler = run.last_checkpoint, run.last_sampler_checkpoint
+    return {
+        "training_run_id": run.model,
+        "base_model": run.base_model,
+        "model_owner": owner,
+        "is_lora": run.rank is not None,
+        "corrupted": run.corrupted,
+        "lora_rank": run.rank,
+        "last_request_time": written_time(run.last_request),
+        "last_checkpoint": last and checkpoint_of(last),
+        "last_sampler_checkpoint": sampler and checkpoint_of(sampler),
+        "user_metadata": clients_own(run.user_metadata),
+    }
+
+
+def written_time(seconds: float) -> str:
+    """ISO 8601 of seconds since the epoch, in UTC."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def last_of(logprobs: Array, shape: Shape) -> npt.NDArray[np.float32]:
+    """Log-probabilities of a prompt's tokens, [T] or [T, k]; NaN where none were asked for."""
+    numbers = logprobs.numpy().astype(np.float32)
+    if shape.last_prompt_logprobs is not None:
+        numbers[: max(0, len(numbers) - shape.last_prompt_logprobs)] = np.nan
+    return numbers
+
+
+def _of_step(result: Stepped, shape: Shape) -> dict[str, float]:
+    """Clients of the SDK add what a step tells to what they log, where `step` is their own."""
+    if shape.model is None or scheme_of(shape.model) != "tinker":
+        return result.metrics
+    return {STEPS if name == "step" else name: value for name, value in result.metrics.items()}
+
+
+def _sampled(result: Sampled, shape: Shape) -> dict[str, Any]:
+    """Samples; of a token of the prompt that has no log-probability there is null."""
+    told: dict[str, Any] = {"sequences": [_sequence(one) for one in result.sequences]}
+    if result.prompt_logprobs is not None:
+        numbers = last_of(result.prompt_logprobs, shape).tolist()
+        told["prompt_logprobs"] = [None if n != n else n for n in numbers]
+    tokens, logprobs = result.topk_prompt_tokens, result.topk_prompt_logprobs
+    if tokens is not None and logprobs is not None:
+        told["topk_prompt_logprobs"] = _topk(tokens, last_of(logprobs, shape))
+    return told
+
+
+def _sequence(one: Sequence) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        "stop_reason": one.stop_reason,
+        "tokens": one.tokens.numpy().tolist(),
+        "logprobs": one.logprobs.numpy().tolist(),
+    }
+    if one.topk_tokens is not None and one.topk_logprobs is not None:
+        told["topk_logprobs"] = _topk(one.topk_tokens, one.topk_logprobs.numpy())
+    return told
+
+
+def _topk(tokens: Array, logprobs: npt.NDArray[Any]) -> list[list[list[Any]] | None]:
+    """Of [T, k] tokens and their log-probabilities; null where these are NaN."""
+    return [
+        None if np.isnan(values).any() else list(map(list, zip(ids, values, strict=True)))
+        for ids, values in zip(tokens.numpy().tolist(), logprobs.tolist(), strict=True)
+    ]

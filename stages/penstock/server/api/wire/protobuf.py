@@ -1,0 +1,134 @@
+"""Requests and results in protobuf, as the SDK of Tinker sends and reads them."""
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import numpy as np
+import numpy.typing as npt
+from google.protobuf.message import DecodeError
+
+from penstock.server.api.errors import Refusal
+from penstock.server.api.futures import Shape
+from penstock.server.api.wire import tinker_pb2 as pb
+from penstock.server.api.wire.datums import data_of_proto
+from penstock.server.api.wire.encode_results import last_of
+from penstock.server.api.wire.loss_names import Chosen, choose
+from penstock.server.protocol.requests import Pass
+from penstock.server.protocol.results import Passed, Result, Sampled
+from penstock.server.protocol.types import Array
+
+DTYPES = {
+    "float32": pb.DTYPE_FLOAT32,
+    "int64": pb.DTYPE_INT64,
+    "int32": pb.DTYPE_INT32,
+}
+
+NO_LOGPROB = -99999.0
+"""By which the SDK knows that a place has no likeliest tokens."""
+
+
+def read_pass(body: bytes) -> pb.ForwardBackwardRequest:
+    """The message. Raises Refusal for bytes that are none."""
+    try:
+        return pb.ForwardBackwardRequest.FromString(body)
+    except DecodeError as error:
+        raise Refusal("the body is no ForwardBackwardRequest") from error
+
+
+def chosen_of(request: pb.ForwardBackwardRequest) -> Chosen:
+    """The loss that it asks for, and its numbers. Raises Refusal for what is not known."""
+    params: dict[str, float | str] = {}
+    if request.loss_fn_config_v2:
+        for name, value in request.loss_fn_config_v2.items():
+            params[name] = value.text if value.WhichOneof("value") == "text" else value.number
+    else:
+        params.update(request.loss_fn_config)
+    if not request.data:
+        raise Refusal("there are no samples in the request")
+    return choose(request.loss_fn, params)
+
+
+def pass_of(request: pb.ForwardBackwardRequest, chosen: Chosen) -> Pass:
+    """The work that it asks for. Raises Refusal naming what is wrong."""
+    return Pass(
+        model=request.model_id,
+        data=data_of_proto(request.data, chosen.loss),
+        loss=chosen.loss,
+        params=chosen.params,
+        forward_only=request.forward_only,
+        per="sum",
+    )
+
+
+def write_result(result: Result, shape: Shape) -> bytes | None:
+    """Passes and samples; None for other results, which have no message."""
+    match result:
+        case Passed():
+            return _passed(result).SerializeToString()
+        case Sampled():
+            return _sampled(result, shape).SerializeToString()
+        case _:
+            return None
+
+
+def _passed(result: Passed) -> pb.ForwardBackwardOutput:
+    told = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
+    for name, value in result.metrics.items():
+        # The SDK joins those of several requests by what stands after the colon.
+        told.metrics[name if ":" in name else f"{name}:mean"] = value
+    # A record has one trailing shape: samples may have another number of targets a token each.
+    for _, alike in groupby(result.outputs, key=_trailing_shapes):
+        _add_record(told, list(alike))
+    return told
+
+
+def _trailing_shapes(output: dict[str, Array]) -> dict[str, tuple[int, ...]]:
+    return {name: array.shape[1:] for name, array in output.items()}
+
+
+def _add_record(told: pb.ForwardBackwardOutput, outputs: Sequence[dict[str, Array]]) -> None:
+    record = told.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(outputs))
+    for name, first in outputs[0].items():
+        arrays = [output[name] for output in outputs]
+        tensor = record.fields[name]
+        tensor.data = b"".join(array.data for array in arrays)
+        ends = np.cumsum([0, *(len(array.data) for array in arrays)])
+        tensor.offsets = ends.astype("<i8").tobytes()
+        tensor.dtype = DTYPES[first.dtype]
+        tensor.trailing_shape.extend(first.shape[1:])
+
+
+def _sampled(result: Sampled, shape: Shape) -> pb.SampleResponse:
+    told = pb.SampleResponse()
+    for one in result.sequences:
+        drawn = told.sequences.add(
+            stop_reason=(
+                pb.STOP_REASON_STOP if one.stop_reason == "stop" else pb.STOP_REASON_LENGTH
+            ),
+            tokens=_bytes(one.tokens, "<i4"),
+            logprobs=_bytes(one.logprobs, "<f4"),
+        )
+        if one.topk_tokens is not None and one.topk_logprobs is not None:
+            numbers = one.topk_logprobs.numpy().astype(np.float32)
+            drawn.topk_sampled_logprobs.CopyFrom(_topk(one.topk_tokens.numpy(), numbers))
+    if result.prompt_logprobs is not None:
+        told.prompt_logprobs = last_of(result.prompt_logprobs, shape).astype("<f4").tobytes()
+    tokens, logprobs = result.topk_prompt_tokens, result.topk_prompt_logprobs
+    if tokens is not None and logprobs is not None:
+        told.topk_prompt_logprobs.CopyFrom(_topk(tokens.numpy(), last_of(logprobs, shape)))
+    return told
+
+
+def _topk(tokens: npt.NDArray[np.generic], logprobs: npt.NDArray[np.float32]) -> pb.TopkLogprobs:
+    """Of [T, k] tokens and their log-probabilities, NaN where there are none."""
+    is_none = np.isnan(logprobs)
+    return pb.TopkLogprobs(
+        token_ids=np.where(is_none, 0, tokens).astype("<i4").tobytes(),
+        logprobs=np.where(is_none, NO_LOGPROB, logprobs).astype("<f4").tobytes(),
+        length=tokens.shape[0],
+        k=tokens.shape[1],
+    )
+
+
+def _bytes(array: Array, kind: str) -> bytes:
+    return array.numpy().astype(kind).tobytes()

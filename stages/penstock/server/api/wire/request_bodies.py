@@ -1,0 +1,287 @@
+"""Bodies with samples, decoded to the works that they ask for: passes and draws.
+
+Only functions of bytes: small bodies are decoded in the event loop, and others in a process of
+their own (`codec_pool`), for decoding holds the interpreter, and its memory, until it is done.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+import msgspec
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ValidationError
+
+from penstock.server.api.checkpoint_uris import read_path, scheme_of
+from penstock.server.api.errors import MAX_FAULTS, Refusal
+from penstock.server.api.middleware.body_limit import (
+    JSON,
+    PROTOBUF,
+    SMALL_WINDOW,
+    decompressed,
+    parsed_json,
+    require_few_keys,
+)
+from penstock.server.api.schemas.requests import (
+    DrawBody,
+    ForwardBackwardBody,
+    ForwardBody,
+    SamplesBody,
+)
+from penstock.server.api.wire.datums import (
+    data_of_json,
+    numbers_of_json,
+    numbers_of_proto,
+    tokens_of_chunks,
+)
+from penstock.server.api.wire.decode_params import sampling_of
+from penstock.server.api.wire.loss_names import choose, choose_foreign
+from penstock.server.api.wire.protobuf import chosen_of, pass_of, read_pass
+from penstock.server.api.wire.tensors import token_array
+from penstock.server.protocol import requests
+from penstock.server.protocol.codec import Category, Code
+
+B = TypeVar("B", bound=BaseModel)
+Call = Literal["forward", "forward_backward", "asample"]
+
+WINDOW = 1 << 27
+"""The most memory, in bytes, that decompressing may take for its window."""
+MAX_VALUES = 1 << 25
+"""Commas, colons and brackets of JSON."""
+MAX_CONTAINERS = 1 << 21
+"""Arrays and objects of JSON."""
+MAX_SAMPLES = 65536
+
+INLINE_BYTES = 1 << 16
+"""A body of more, once decompressed, is not decoded in the event loop."""
+INLINE_SAMPLES = 64
+INLINE_NUMBERS = 1 << 16
+"""The same of more samples, or of more numbers once sparse tensors are dense."""
+
+
+class BodyJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """How a body is to be decoded."""
+
+    call: Call
+    kind: str
+    """Its content type."""
+    encoding: str
+    """`identity` or `zstd`."""
+    max_bytes: int
+    """Once it is decompressed."""
+    ask: str = ""
+    owner: str = ""
+    """The id of the ask for its work, and whose it is."""
+
+
+class Decoded(msgspec.Struct, frozen=True, kw_only=True):
+    """What a body says besides its work."""
+
+    seq: int | None = None
+    forward_only: bool = False
+    base_model: str | None = None
+    """That is sampled from, where no sampler or path is."""
+    again: str = ""
+    """Names the work where the client's names make it the same when it is sent twice."""
+    last_prompt_logprobs: int | None = None
+    count: int = 1
+    """Sequences that are drawn."""
+    model: str | None = None
+
+
+class Refused(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a body is refused, told between processes."""
+
+    error: str
+    status: int
+    category: Category = "user"
+    code: Code = "invalid"
+    faults: list[dict[str, Any]] | None = None
+    """Where it does not fit its schema."""
+    known: dict[str, Any] | None = None
+    """The model and number of a work that is none."""
+
+
+class NotInlineError(Exception):
+    """The body is too large to be decoded in the event loop."""
+
+
+class SampleBody:
+    """One body that is decoded; `known` tells of whose work it is, as soon as that is known."""
+
+    def __init__(self, job: BodyJob, *, is_inline: bool) -> None:
+        """`is_inline`: raise NotInlineError for a body that takes more than some milliseconds."""
+        self._job, self._is_inline = job, is_inline
+        self.known: dict[str, Any] | None = None
+
+    def decode(self, packed: bytes) -> tuple[Decoded, requests.Pass | requests.Sample]:
+        """What it says. Raises Refusal and RequestValidationError for what is wrong."""
+        job = self._job
+        body = self._decompressed(packed)
+        if job.kind == PROTOBUF and job.call == "forward_backward":
+            return self._proto_pass(body)
+        if job.kind not in (JSON, ""):
+            raise RequestValidationError([_NO_OBJECT])
+        parsed = parsed_json(body, MAX_VALUES, MAX_CONTAINERS)
+        self.known = _known(parsed)
+        match job.call:
+            case "forward_backward":
+                said = _validated(ForwardBackwardBody, parsed)
+                return self._json_pass(said, said.forward_backward_input, forward_only=False)
+            case "forward":
+                said = _validated(ForwardBody, parsed)
+                return self._json_pass(said, said.forward_input, forward_only=True)
+            case "asample":
+                return _draw(_validated(DrawBody, parsed))
+
+    def _decompressed(self, packed: bytes) -> bytes:
+        job = self._job
+        if not self._is_inline:
+            return decompressed(packed, job.encoding, job.max_bytes, WINDOW)
+        try:
+            limit = min(job.max_bytes, INLINE_BYTES)
+            return decompressed(packed, job.encoding, limit, SMALL_WINDOW)
+        except Refusal as refusal:
+            raise NotInlineError from refusal
+
+    def _proto_pass(self, body: bytes) -> tuple[Decoded, requests.Pass]:
+        message = read_pass(body)
+        self.known = {"model_id": message.model_id, "seq_id": message.seq_id}
+        if message.seq_id < 1:
+            raise Refusal(f"seq_id is {message.seq_id}, and the first is 1")
+        self._require_samples(len(message.data))
+        chosen = chosen_of(message)
+        self._require_numbers(numbers_of_proto(message.data, chosen.loss))
+        decoded = Decoded(
+            seq=message.seq_id, forward_only=message.forward_only, model=message.model_id
+        )
+        return decoded, pass_of(message, chosen)
+
+    def _json_pass(
+        self, said: ForwardBackwardBody | ForwardBody, body: SamplesBody, *, forward_only: bool
+    ) -> tuple[Decoded, requests.Pass]:
+        """A pass of JSON. xorl's clients know their models by names of their own, their losses by
+        theirs, and gather gradients of the sum that a step divides by the number of tokens."""
+        ours = scheme_of(said.model_id) == "tinker"
+        params = body.loss_fn_params or {}
+        chosen = choose(body.loss_fn, params) if ours else choose_foreign(body.loss_fn, params)
+        self._require_samples(len(body.data))
+        data = [(sample.model_input, sample.loss_fn_inputs) for sample in body.data]
+        self._require_numbers(numbers_of_json(data, chosen.loss))
+        work = requests.Pass(
+            model=said.model_id,
+            data=data_of_json(data, chosen.loss),
+            loss=chosen.loss,
+            params=chosen.params,
+            forward_only=forward_only,
+            per="sum" if ours else "token",
+        )
+        decoded = Decoded(seq=said.seq_id, forward_only=forward_only, model=said.model_id)
+        return decoded, work
+
+    def _require_samples(self, count: int) -> None:
+        if count > MAX_SAMPLES:
+            raise Refusal(f"there are {count} samples; {MAX_SAMPLES} may be", status=413)
+        if self._is_inline and count > INLINE_SAMPLES:
+            raise NotInlineError
+
+    def _require_numbers(self, count: int) -> None:
+        if self._is_inline and count > INLINE_NUMBERS:
+            raise NotInlineError
+
+
+def refused_by(error: Refusal | RequestValidationError, known: dict[str, Any] | None) -> Refused:
+    """The error, as it is told to another process."""
+    if isinstance(error, RequestValidationError):
+        return Refused(error="", status=422, faults=list(error.errors()), known=known)
+    return Refused(
+        error=error.error,
+        status=error.status_code,
+        category=error.category,
+        code=error.code,
+        known=known,
+    )
+
+
+def error_of(refused: Refused) -> Refusal | RequestValidationError:
+    """The error that another process has told."""
+    if refused.faults is not None:
+        return RequestValidationError(refused.faults)
+    return Refusal(
+        refused.error, status=refused.status, category=refused.category, code=refused.code
+    )
+
+
+_NO_OBJECT = {
+    "type": "model_attributes_type",
+    "loc": ("body",),
+    "msg": "Input should be a valid dictionary or object to extract fields from",
+}
+
+
+def _known(parsed: Any) -> dict[str, Any] | None:
+    """Of whose model the work is, and its number; a number of a sampler is none of a model's."""
+    if not isinstance(parsed, dict) or "sampling_session_id" in parsed:
+        return None
+    model, seq = parsed.get("model_id", "default"), parsed.get("seq_id")
+    if not isinstance(model, str) or not isinstance(seq, int) or not 0 < seq < 2**31:
+        return None
+    return {"model_id": model[:200], "seq_id": seq}
+
+
+def _validated(kind: type[B], parsed: Any) -> B:
+    _require_few_keys(parsed)
+    try:
+        return kind.model_validate(parsed)
+    except ValidationError as error:
+        faults = error.errors(include_url=False, include_context=False, include_input=False)
+        raise RequestValidationError(
+            [{**fault, "loc": ("body", *fault["loc"])} for fault in faults[:MAX_FAULTS]]
+        ) from error
+
+
+def _require_few_keys(parsed: Any) -> None:
+    """Each key that is not known becomes a fault that takes more memory than the key."""
+    if not isinstance(parsed, dict):
+        return
+    inner = (value for value in parsed.values() if isinstance(value, dict))
+    outer: list[Mapping[str, Any]] = [parsed, *inner]
+    samples = (value.get("data") for value in outer)
+    lists = (found for found in samples if isinstance(found, list))
+    outer += [sample for found in lists for sample in found if isinstance(sample, dict)]
+    for found in outer:
+        require_few_keys(found)
+
+
+def _draw(body: DrawBody) -> tuple[Decoded, requests.Sample]:
+    given = (body.sampling_session_id, body.model_path, body.base_model)
+    if sum(source is not None for source in given) != 1:
+        raise Refusal("send sampling_session_id, model_path or base_model, one of them")
+    tokens = tokens_of_chunks(body.prompt.chunks, "the prompt")
+    if not len(tokens):
+        raise Refusal("the prompt has no tokens")
+    last = body.prompt_logprobs_last_n
+    if last is not None and not (body.prompt_logprobs and last < len(tokens)):
+        raise Refusal(
+            f"prompt_logprobs_last_n is {last} for a prompt of {len(tokens)} tokens: it is less,"
+            " and prompt_logprobs is true"
+        )
+    work = requests.Sample(
+        prompt=token_array(tokens, "the prompt"),
+        sampling=sampling_of(body.sampling_params),
+        count=body.num_samples,
+        sampler=body.sampling_session_id,
+        path=None if body.model_path is None else read_path(body.model_path),
+        prompt_logprobs=bool(body.prompt_logprobs),
+        topk_prompt_logprobs=body.topk_prompt_logprobs,
+        topk_sample_logprobs=body.topk_sample_logprobs,
+    )
+    again = ""
+    if body.sampling_session_id is not None and body.seq_id is not None:
+        again = f"draw {body.sampling_session_id} {body.seq_id}"
+    decoded = Decoded(
+        base_model=body.base_model,
+        again=again,
+        last_prompt_logprobs=last,
+        count=body.num_samples,
+    )
+    return decoded, work

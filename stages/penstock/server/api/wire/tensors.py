@@ -1,0 +1,228 @@
+"""Tensors as clients write them, in JSON and in protobuf, to arrays of numbers.
+
+Sparse ones are filled up with zeros, within a bound: a few bytes can claim any shape. Numbers that
+are not finite have no place in JSON; in protobuf they are passed on, for the engine knows of which
+tokens they do not count.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.server.api.errors import Refusal
+from penstock.server.api.wire import tinker_pb2 as pb
+from penstock.server.protocol.types import Array, DType
+
+MAX_NUMBERS = 1 << 24
+"""Of all tensors of one request once sparse ones are dense: 16 million."""
+
+FLOATS = ("float32", "float64", "float16", "bfloat16")
+INTEGERS = ("int64", "int32", "int16", "int8", "uint8", "bool")
+
+_PROTO = {
+    pb.DTYPE_FLOAT32: np.dtype("<f4"),
+    pb.DTYPE_INT64: np.dtype("<i8"),
+    pb.DTYPE_INT32: np.dtype("<i4"),
+    pb.DTYPE_BFLOAT16: np.dtype("<u2"),
+}
+
+Numbers = npt.NDArray[np.int64 | np.float32]
+
+
+def from_list(data: Sequence[Any], what: str) -> Numbers:
+    """Nested lists of numbers, as they are: int64 where all are whole, else float32.
+
+    `what` names them in the Refusal that is raised where they are no numbers, are ragged, or are
+    too large.
+    """
+    # As objects at first: one long text among numbers would make each of them as long.
+    try:
+        found = np.asarray(data, dtype=object)
+    except ValueError as error:
+        raise Refusal(f"{what} is no array of numbers, all rows of one length") from error
+    kinds = set(map(type, found.reshape(-1).tolist()))
+    if not kinds:
+        return np.zeros(found.shape, np.float32)
+    if list in kinds:
+        raise Refusal(f"{what} is no array of numbers, all rows of one length")
+    try:
+        if kinds <= {int, bool}:
+            return found.astype(np.int64)
+        if kinds <= {int, bool, float}:
+            return _finite(found.astype(np.float64), what)
+    except OverflowError:
+        pass
+    raise Refusal(f"{what} holds what is no number of 64 bits")
+
+
+def from_json(tensor: Mapping[str, Any], what: str) -> Numbers:
+    """A tensor of `data`, `dtype`, `shape`, and for a sparse one `sparse_crow_indices` and
+    `sparse_col_indices`. Raises Refusal for what does not fit together."""
+    data, dtype = tensor.get("data"), tensor.get("dtype", "float32")
+    if not isinstance(data, list):
+        raise Refusal(f"{what} has no data")
+    if dtype not in (*FLOATS, *INTEGERS):
+        raise Refusal(f"{what} is of type {str(dtype)[:50]!r}: send float32 or int64")
+    values = from_list(data, what)
+    if dtype in FLOATS:
+        values = values.astype(np.float32)
+    shape = _shape(tensor.get("shape"), what)
+    rows, columns = tensor.get("sparse_crow_indices"), tensor.get("sparse_col_indices")
+    if rows is None and columns is None:
+        return _shaped(values, shape, what)
+    if not isinstance(rows, list) or not isinstance(columns, list):
+        raise Refusal(f"{what} needs sparse_crow_indices and sparse_col_indices, or neither")
+    indices = [whole(from_list(given, what), what) for given in (rows, columns)]
+    return _dense(values, indices[0], indices[1], shape, what)
+
+
+def from_proto(tensor: pb.Tensor, what: str) -> Numbers:
+    """A tensor of the SDK. Raises Refusal for what does not fit together."""
+    if tensor.dtype not in _PROTO:
+        raise Refusal(f"{what} is of type {tensor.dtype}, which is none that is known")
+    shape = _shape(list(tensor.shape), what) if tensor.shape else None
+    if tensor.WhichOneof("encoding") != "sparse_csr":
+        return _shaped(_read(tensor.dense, tensor.dtype, what), shape, what)
+    sparse = tensor.sparse_csr
+    rows, columns = (
+        whole(_read(given, pb.DTYPE_INT64, what), what)
+        for given in (sparse.crow_indices, sparse.col_indices)
+    )
+    return _dense(_read(sparse.values, tensor.dtype, what), rows, columns, shape, what)
+
+
+def claimed_by_json(tensor: Any, what: str) -> tuple[int, ...]:
+    """The dense shape of a tensor in JSON, as far as it can be told without reading numbers: rows
+    of a nested list count as long as the first. Raises Refusal for a shape over the limit."""
+    if isinstance(tensor, list):
+        first = tensor[0] if tensor else None
+        return (len(tensor), len(first)) if isinstance(first, list) else (len(tensor),)
+    if not isinstance(tensor, Mapping):
+        return ()
+    shape = _shape(tensor.get("shape"), what)
+    data = tensor.get("data")
+    return shape if shape is not None else (len(data) if isinstance(data, list) else 0,)
+
+
+def claimed_by_proto(tensor: pb.Tensor, what: str) -> tuple[int, ...]:
+    """The dense shape of a tensor of the SDK. Raises Refusal for one over the limit."""
+    shape = _shape(list(tensor.shape), what) if tensor.shape else None
+    kind = _PROTO.get(tensor.dtype)
+    return shape if shape is not None else (len(tensor.dense) // (kind.itemsize if kind else 1),)
+
+
+def tokens_of_bytes(data: bytes, what: str) -> npt.NDArray[np.int64]:
+    """Tokens as the SDK packs them: int32, little-endian."""
+    return whole(_read(data, pb.DTYPE_INT32, what), what)
+
+
+def for_tokens(numbers: Numbers, length: int, what: str) -> npt.NDArray[Any]:
+    """One number for each of `length` tokens, [T]; of [1, T] and [T, 1], too. Raises Refusal."""
+    if numbers.size != length or max(numbers.shape, default=0) != length:
+        raise Refusal(
+            f"{what} is {list(numbers.shape)} for {length} tokens: send one number for each"
+        )
+    return numbers.reshape(length)
+
+
+def for_targets(numbers: Numbers, shape: tuple[int, ...], what: str) -> npt.NDArray[Any]:
+    """One number for each target of shape [T] or [T, K]; one for a token is that of all of its
+    targets. Raises Refusal."""
+    if numbers.shape == shape:
+        return numbers
+    each = for_tokens(numbers, shape[0], what)
+    return each if len(shape) == 1 else np.broadcast_to(each[:, None], shape)
+
+
+def whole(numbers: Numbers, what: str) -> npt.NDArray[np.int64]:
+    """Numbers that name something, such as tokens. Raises Refusal where one is a fraction."""
+    if numbers.dtype.kind == "f":
+        if numbers.size and (np.any(numbers != np.floor(numbers)) or np.abs(numbers).max() > 2**24):
+            raise Refusal(f"{what} holds fractions, and is to hold whole numbers")
+        return numbers.astype(np.int64)
+    return numbers.astype(np.int64, copy=False)
+
+
+def token_array(tokens: npt.NDArray[np.int64], what: str, dtype: DType = "int32") -> Array:
+    """Tokens of any shape. Raises Refusal for what no vocabulary holds."""
+    if tokens.size and (tokens.min() < 0 or tokens.max() > np.iinfo(np.int32).max):
+        raise Refusal(f"{what} holds {tokens.min()} to {tokens.max()}, which are no tokens")
+    return Array.of(tokens, dtype)
+
+
+def _read(data: bytes, dtype: Any, what: str) -> Numbers:
+    kind = _PROTO[dtype]
+    if len(data) % kind.itemsize:
+        raise Refusal(f"{what} has {len(data)} bytes, and each number takes {kind.itemsize}")
+    numbers = np.frombuffer(data, kind)
+    if dtype == pb.DTYPE_BFLOAT16:
+        # A bfloat16 is the upper half of a float32.
+        numbers = (numbers.astype(np.uint32) << 16).view(np.float32)
+    return numbers.astype(np.float32 if numbers.dtype.kind == "f" else np.int64)
+
+
+def _finite(numbers: npt.NDArray[Any], what: str) -> npt.NDArray[np.float32]:
+    with np.errstate(over="ignore", invalid="ignore"):
+        cast = numbers.astype(np.float32)
+    wrong = np.flatnonzero(~np.isfinite(cast.reshape(-1)))
+    if wrong.size:
+        raise Refusal(
+            f"{what} is {numbers.reshape(-1)[wrong[0]]} at {wrong[0]}, which is no float32 that is"
+            " finite; nothing was computed of it"
+        )
+    return cast
+
+
+def _shape(shape: Any, what: str) -> tuple[int, ...] | None:
+    if shape is None:
+        return None
+    counts = shape if isinstance(shape, list) else []
+    wrong = any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in counts)
+    if not isinstance(shape, list) or wrong or len(counts) > 4:
+        raise Refusal(f"{what} has no shape of up to four counts")
+    # As if none were 0: what has no numbers may not have 2^60 rows of them.
+    if math.prod(max(n, 1) for n in counts) > MAX_NUMBERS:
+        raise Refusal(f"{what} has over {MAX_NUMBERS} numbers; send less at once")
+    return tuple(counts)
+
+
+def _shaped(numbers: Numbers, shape: tuple[int, ...] | None, what: str) -> Numbers:
+    if shape is None:
+        return numbers
+    if numbers.size != math.prod(shape):
+        raise Refusal(f"{what} has {numbers.size} numbers for a shape of {list(shape)}")
+    return numbers.reshape(shape)
+
+
+def _dense(
+    values: Numbers,
+    rows: npt.NDArray[np.int64],
+    columns: npt.NDArray[np.int64],
+    shape: tuple[int, ...] | None,
+    what: str,
+) -> Numbers:
+    """Compressed sparse rows: those of row r are at rows[r]..rows[r + 1]. The rest is 0."""
+    if shape is None or len(shape) != 2:
+        raise Refusal(f"{what} is sparse, and needs a shape of rows and columns")
+    fits = (
+        rows.shape == (shape[0] + 1,)
+        and columns.shape == values.shape
+        and values.ndim == 1
+        and rows[0] == 0
+        and rows[-1] == len(values)
+        # Differences of what lies within these bounds do not overflow.
+        and bool(np.all((rows >= 0) & (rows <= len(values))))
+        and bool(np.all(np.diff(rows) >= 0))
+        and bool(np.all((columns >= 0) & (columns < shape[1])))
+    )
+    if fits:
+        places = np.repeat(np.arange(shape[0]), np.diff(rows)) * shape[1] + columns
+        # A place that is given twice would hold one number or the other.
+        if bool(np.all(np.diff(places) > 0)):
+            full = np.zeros(shape, values.dtype)
+            full.reshape(-1)[places] = values
+            return full
+    raise Refusal(f"{what} has indices of no compressed sparse rows of {list(shape)}")

@@ -1,0 +1,88 @@
+"""Where the server's processes listen, and how they are reached."""
+
+import ipaddress
+import socket
+
+from penstock.config.server.config import ServerConfig
+from penstock.core.errors import ConfigError
+
+LOOPBACK = "127.0.0.1"
+EVERYWHERE = {"0.0.0.0": LOOPBACK, "::": "::1", "*": LOOPBACK}
+"""Hosts that mean every address of a machine, and how one reaches them from itself."""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens there."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def near(host: str) -> str:
+    """The host as this machine itself reaches it."""
+    return EVERYWHERE.get(host, host)
+
+
+def tcp(host: str, port: int) -> str:
+    """`tcp://host:port`, with the brackets that an IPv6 address needs."""
+    return f"tcp://{in_url(host)}:{port}"
+
+
+def in_url(host: str) -> str:
+    """The host with the brackets that an IPv6 address needs."""
+    return f"[{host}]" if ":" in host else host
+
+
+def host_of(address: str) -> str:
+    """The host of `tcp://host:port`."""
+    return address.removeprefix("tcp://").rpartition(":")[0].removeprefix("[").removesuffix("]")
+
+
+def port_of(address: str) -> int:
+    """The port of `tcp://host:port`."""
+    return int(address.rpartition(":")[2])
+
+
+def free_port(host: str, port: int, field: str) -> int:
+    """That port of the host, or one that is free for 0.
+
+    Raises ConfigError where nothing can listen there; `field` is the setting that says so.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("" if host == "*" else host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"nothing can listen at {in_url(host)}:{port} ({field}):"
+                f" {(error.strerror or str(error)).lower()}.\n"
+                f"  Another server may be there; write another {field}, or 0 for a free port."
+            ) from error
+        return int(listener.getsockname()[1])
+
+
+def workers_bind(config: ServerConfig, *, alone: bool) -> str:
+    """Where rank 0 is to listen: as written, or at a free port unless it is `alone`, where others
+    must know the port."""
+    if config.worker_bind_address != "auto":
+        written = config.worker_bind_address
+        if port_of(written):
+            return written
+        host = host_of(written)
+        return tcp(host, free_port(host, 0, "worker_bind_address"))
+    host = config.worker_bind_host
+    if config.node_rank:
+        # Rank 0 listens on another machine.
+        return tcp(host, config.worker_bind_port)
+    is_written = alone or "worker_bind_port" in config.model_fields_set
+    port = config.worker_bind_port if is_written else 0
+    return tcp(host, free_port(host, port, "worker_bind_port"))
+
+
+def workers_address(config: ServerConfig, bind: str) -> str:
+    """How the engine reaches what listens at `bind`."""
+    return tcp(config.engine_connect_host or near(host_of(bind)), port_of(bind))

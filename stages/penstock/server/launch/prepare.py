@@ -1,0 +1,254 @@
+"""What must be settled before any process of the server starts: its job, and its secrets."""
+
+import re
+import socket
+import time
+import uuid
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from penstock.config.server.config import ServerConfig, run_of
+from penstock.core import env
+from penstock.core.errors import CapabilityError, ConfigError
+from penstock.core.remote.urls import is_url
+from penstock.core.sources.hub import local_folder
+from penstock.core.sources.pin import pin_config, pin_model, pin_tokenizer
+from penstock.server.launch.addresses import (
+    EVERYWHERE,
+    LOOPBACK,
+    free_port,
+    host_of,
+    is_loopback,
+    port_of,
+    tcp,
+    workers_address,
+    workers_bind,
+)
+from penstock.server.launch.job import FOLDER, Mode, ServerJob
+from penstock.server.protocol.secret import (
+    new_secret,
+    read_secret,
+    require_private,
+    write_secret,
+)
+
+PACKAGES = {
+    "fastapi": "fastapi",
+    "google.protobuf": "protobuf",
+    "msgspec": "msgspec",
+    "prometheus_client": "prometheus_client",
+    "uvicorn": "uvicorn",
+    "zmq": "pyzmq",
+    "zstandard": "zstandard",
+}
+"""Modules, and the packages that bring them."""
+
+
+def require_packages() -> None:
+    """Raises CapabilityError naming every package that is not installed."""
+    lacking = [package for module, package in PACKAGES.items() if not _is_there(module)]
+    if lacking:
+        raise CapabilityError(
+            f"a training server needs {', '.join(lacking)}, which"
+            f" {'is' if len(lacking) == 1 else 'are'} not installed.\n"
+            "  Run pip install 'penstock[server]'."
+        )
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+WORKERS_SECRET = "workers.secret"
+WORKERS_ADDRESS = "workers.address"
+"""Files of workers that were started by themselves, for the engine that connects to them."""
+ADDRESS = re.compile(r"tcp://.+:\d{1,5}")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What the launcher starts its processes with."""
+
+    job: ServerJob
+    keys: tuple[str, ...]
+    engine_secret: str
+    workers_secret: str
+
+    @property
+    def serves(self) -> bool:
+        """Whether clients come to this machine."""
+        return _serves(self.job.config, self.job.mode)
+
+    @property
+    def file(self) -> Path:
+        """Where the job is published."""
+        return self.job.folder / f"job-{self._name}.json"
+
+    @property
+    def lock(self) -> Path:
+        """The file that one launcher at a time holds."""
+        return self.job.folder / f".{self._name}.lock"
+
+    def publish(self) -> None:
+        """Write the job, and where workers that are started by themselves can be reached."""
+        self.job.write(self.file.name)
+        if self.job.mode == "workers" and self.job.config.node_rank == 0:
+            address = _from_elsewhere(self.job)
+            write_secret(self.job.folder / WORKERS_SECRET, self.workers_secret)
+            write_secret(self.job.folder / WORKERS_ADDRESS, address)
+
+    @property
+    def _name(self) -> str:
+        """Two servers must not have one folder; workers beside a server, and others' may."""
+        return "serving" if self.serves else f"workers-{self.job.config.node_rank}"
+
+    @property
+    def secrets(self) -> dict[str, dict[str, str]]:
+        """What each process has in its environment; none knows more than it needs."""
+        engine = {env.ENGINE_SECRET: self.engine_secret}
+        workers = {env.WORKERS_SECRET: self.workers_secret}
+        keys = {env.SERVER_KEYS: ",".join(self.keys)} if self.keys else {}
+        return {"api": {**engine, **keys}, "engine": {**engine, **workers}, "workers": workers}
+
+
+def prepare(config: ServerConfig, mode: Mode, worker_address: str | None = None) -> Prepared:
+    """Find the model, free ports and secrets. Nothing that another server reads is written.
+
+    `worker_address`: where workers are that were started by themselves. Raises ConfigError for what
+    cannot be, and CapabilityError for a model that cannot be fetched.
+    """
+    run_of(config)
+    env.require_variables(config.pass_env, "pass_env")
+    if worker_address is not None:
+        _require_address(worker_address, mode)
+    if mode == "connect" and config.node_rank:
+        raise ConfigError(
+            f"node_rank is {config.node_rank}, and clients come to the first machine.\n"
+            "  Write --mode connect there alone, and --mode workers here."
+        )
+    serves = _serves(config, mode)
+    keys = keys_of(config) if serves else ()
+    output_dir = Path(config.output_dir).expanduser().resolve()
+    folder = output_dir / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    if mode == "connect":
+        bind = address = worker_address or _written(folder / WORKERS_ADDRESS, config)
+        _written(folder / WORKERS_SECRET, config)
+        secret = read_secret(folder / WORKERS_SECRET)
+    else:
+        bind = workers_bind(config, alone=mode == "workers")
+        address = workers_address(config, bind)
+        secret = _kept_secret(folder) if mode == "workers" else new_secret()
+    port = free_port(config.api_host, config.api_port, "api_port") if serves else config.api_port
+    job = ServerJob(
+        config=config,
+        mode=mode,
+        output_dir=output_dir,
+        config_path=_config(config.config_path or config.model_path),
+        weights=_weights(config.model_path),
+        tokenizer=_tokenizer(config.tokenizer_path or config.config_path or config.model_path),
+        api_host=config.api_host,
+        api_port=port,
+        engine_address=tcp(LOOPBACK, free_port(LOOPBACK, 0, "the engine's port")),
+        workers_bind=bind,
+        workers_address=address,
+        launch=uuid.uuid4().hex,
+        # Workers that are started by themselves know no keys, and yet whether there are some.
+        requires_keys=bool(keys or config.api_keys_file),
+    )
+    return Prepared(job, keys, new_secret(), secret)
+
+
+def keys_of(config: ServerConfig) -> tuple[str, ...]:
+    """The API's keys. Raises ConfigError where there must be some and are none."""
+    keys = env.server_keys()
+    if config.api_keys_file is not None:
+        path = Path(config.api_keys_file).expanduser()
+        require_private(path)
+        lines = map(str.strip, path.read_text(encoding="utf-8").splitlines())
+        keys = tuple(line for line in lines if line and not line.startswith("#"))
+        if any("," in key for key in keys):
+            raise ConfigError(f"{path} has a key with a comma.\n  Write one key on each line.")
+        if not keys:
+            raise ConfigError(f"{path} has no keys.\n  Write one on each line.")
+    if not keys and not is_loopback(config.api_host):
+        raise ConfigError(
+            f"api_host is {config.api_host}, which other machines reach, and there are no keys.\n"
+            f"  Write api_keys_file, or set {env.SERVER_KEYS}; or leave api_host at {LOOPBACK}."
+        )
+    return keys
+
+
+def _serves(config: ServerConfig, mode: Mode) -> bool:
+    return mode != "workers" and config.node_rank == 0
+
+
+def _require_address(address: str, mode: Mode) -> None:
+    """Raises ConfigError for one that nothing can be reached at, or that nobody asks for."""
+    if mode != "connect":
+        raise ConfigError(
+            f"--worker-address is where workers are that were started by themselves, and --mode is"
+            f" {mode}.\n  Leave it out, or write --mode connect."
+        )
+    if not ADDRESS.fullmatch(address):
+        raise ConfigError(
+            f"--worker-address {address} is no address.\n  Write one such as tcp://node0:5556."
+        )
+
+
+def _kept_secret(folder: Path) -> str:
+    """That of workers which were here before, where there were: an engine that is connected knows
+    it, and no other."""
+    path = folder / WORKERS_SECRET
+    return read_secret(path) if path.is_file() else new_secret()
+
+
+def _written(path: Path, config: ServerConfig) -> str:
+    """The line in a file that another process is about to write."""
+    seconds = config.worker_connection_timeout
+    deadline = time.monotonic() + seconds
+    while not path.is_file():
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"no workers have told where they are: {path} is not there after {seconds:.0f} s.\n"
+                "  Start them with --mode workers and the same output_dir, or say --worker-address."
+            )
+        time.sleep(0.2)
+    return path.read_text(encoding="ascii").strip()
+
+
+def _from_elsewhere(job: ServerJob) -> str:
+    """The workers' address as other machines may reach it."""
+    is_everywhere = host_of(job.workers_bind) in EVERYWHERE
+    if is_everywhere and job.config.engine_connect_host is None:
+        return tcp(socket.getfqdn(), port_of(job.workers_bind))
+    return job.workers_address
+
+
+def _config(typed: str) -> str:
+    source = pin_config(typed)
+    return typed if source.pin["kind"] == "builtin" else str(local_folder(typed, source).resolve())
+
+
+def _tokenizer(typed: str) -> str:
+    source = pin_tokenizer(typed)
+    return typed if source.pin["kind"] == "builtin" else str(local_folder(typed, source).resolve())
+
+
+def _weights(typed: str) -> Path | None:
+    if typed.startswith("builtin:"):
+        return None
+    here = Path(typed).expanduser()
+    if is_url(typed) or not here.exists():
+        return local_folder(typed, pin_model(typed)).resolve()
+    # Their content is nobody's key, so that it need not be read before the workers read it.
+    if not any(here.glob("*.safetensors")):
+        raise ConfigError(
+            f"model_path {typed} holds no *.safetensors.\n"
+            "  Weights in other formats (.bin, .pt) are not read; save the model as safetensors."
+        )
+    return here.resolve()

@@ -1,0 +1,220 @@
+"""The parent of a training server's processes: it starts them, and starts again what dies.
+
+It knows nothing of what they say to one another; that the server answers is all it looks at, and
+that it starts workers no more is all it tells.
+"""
+
+import http.client
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from filelock import FileLock, Timeout
+
+from penstock.core.errors import ConfigError, StageError
+from penstock.server.launch.addresses import in_url, near
+from penstock.server.launch.child_process import Child
+from penstock.server.launch.job import GIVEN_UP
+from penstock.server.launch.multi_node import Alone, First, Other, Together
+from penstock.server.launch.prepare import Prepared
+from penstock.server.launch.torchrun import torchrun_words, workers_environment
+
+LOOK_SECONDS = 0.1
+HEALTH_SECONDS = 0.5
+"""Between two looks at whether the server answers."""
+MARGIN_SECONDS = 4.0
+"""How much longer the agent may take than the ranks, which it kills, before it is killed itself."""
+ENGINE_MARGIN_SECONDS = 15.0
+"""How much longer the engine may take than it has for saving: it waits for others to end."""
+LEAVING_SECONDS = 10.0
+"""That workers have to end by themselves after an engine that told them to."""
+MACHINES = "machines"
+"""In the server's folder: what machines tell one another of starts."""
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+
+
+def children_of(prepared: Prepared, say: Callable[[str], None]) -> list[Child]:
+    """The processes that this launcher starts, in the order in which they are asked to end."""
+    job, config, secrets = prepared.job, prepared.job.config, prepared.secrets
+    found: list[Child] = []
+    if prepared.serves:
+        for name, package in (("api", "api"), ("engine", "orchestrator")):
+            module = f"penstock.server.{package}"
+            words = [str(os.getpid()), name, module, str(prepared.file)]
+            command = [sys.executable, "-m", "penstock.server.launch.child_main", *words]
+            environment = {"PYTHONSAFEPATH": "1", **secrets[name]}
+            made = Child(name, command, environment, say)
+            if name == "engine":
+                made.stop_seconds = config.stop_timeout + ENGINE_MARGIN_SECONDS
+            found.append(made)
+    if job.mode != "connect":
+        words = [*torchrun_words(config, job.folder), "-m", "penstock.server.worker"]
+        found.append(
+            Child(
+                "workers",
+                [sys.executable, "-m", *words, str(prepared.file)],
+                {**workers_environment(config), **secrets["workers"]},
+                say,
+                most_deaths=config.max_restarts,
+                stop_seconds=config.stop_timeout + MARGIN_SECONDS,
+                pass_env=config.pass_env,
+                together=_together(prepared),
+            )
+        )
+    return found
+
+
+def _together(prepared: Prepared) -> Together:
+    config, folder = prepared.job.config, prepared.job.folder / MACHINES
+    if config.nnodes == 1:
+        return Alone()
+    return Other(folder) if config.node_rank else First(folder)
+
+
+def serve(prepared: Prepared, say: Callable[[str], None]) -> None:
+    """Run the server until it is asked to stop.
+
+    `say` is told one line of each event. Raises StageError where the workers never come up, and
+    ConfigError where another server has the same folder.
+    """
+    job = prepared.job
+    api = (job.api_host, job.api_port) if prepared.serves else None
+    with _alone(prepared):
+        prepared.publish()
+        given_up = job.folder / GIVEN_UP
+        given_up.unlink(missing_ok=True)
+        Launcher(children_of(prepared, say), say, api, given_up).run()
+
+
+@contextmanager
+def _alone(prepared: Prepared) -> Generator[None]:
+    """Two servers that kept their models in one folder would overwrite what each other knows."""
+    lock = FileLock(prepared.lock)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise ConfigError(
+            f"another server has output_dir {prepared.job.output_dir}.\n"
+            "  Stop it, or write another output_dir."
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@dataclass
+class Launcher:
+    """Looks after processes until it is asked to stop."""
+
+    children: Sequence[Child]
+    say: Callable[[str], None]
+    api: tuple[str, int] | None
+    """Where the API listens, if it is one of them."""
+    given_up: Path | None = None
+    """A file that tells the engine that no workers come any more."""
+    is_ready: bool = False
+    _asked: list[int] = field(default_factory=list[int])
+    _looked: float = 0.0
+
+    def run(self) -> None:
+        """Start all, look after them, and end them when SIGINT or SIGTERM comes; a second one kills
+        them."""
+        with self._hearing():
+            try:
+                while not self._asked:
+                    for child in self.children:
+                        child.look()
+                    self._require_some()
+                    self._look_at_health()
+                    time.sleep(LOOK_SECONDS)
+                # Workers that came just now are told to leave as others are.
+                self._looked = 0.0
+                self._look_at_health()
+                self.say(f"stopping ({signal.Signals(self._asked[0]).name})")
+            finally:
+                self._end()
+
+    def _end(self) -> None:
+        """The API first, so that nothing new comes; workers last, for the engine saves yet."""
+        serving = [child for child in self.children if child.name != "workers"]
+        workers = [child for child in self.children if child.name == "workers"]
+        self._end_together(serving)
+        self._let_leave(serving, workers)
+        self._end_together(workers)
+
+    def _end_together(self, group: Sequence[Child]) -> None:
+        for child in group:
+            child.ask_to_end()
+        for child in group:
+            child.end(at_once=lambda: len(self._asked) > 1)
+
+    def _let_leave(self, serving: Sequence[Child], workers: Sequence[Child]) -> None:
+        """An engine that ended well has told them to end, and torchrun takes a signal for a
+        fault. One on another machine may still save what they hold."""
+        seconds = 0.0
+        if self.is_ready and any(each.name == "engine" and each.ended_well for each in serving):
+            seconds = LEAVING_SECONDS
+        elif any(isinstance(child.together, Other) for child in workers):
+            seconds = max(child.stop_seconds for child in workers)
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and len(self._asked) < 2:
+            if not any(child.is_alive for child in workers):
+                return
+            time.sleep(LOOK_SECONDS)
+
+    def _require_some(self) -> None:
+        """Workers that die before they ever served have a fault that will not pass by itself."""
+        for child in self.children:
+            if child.is_given_up and self.is_ready and self.api is not None:
+                if self.given_up is not None and not self.given_up.exists():
+                    self.given_up.touch()
+            elif child.is_given_up:
+                when = "in a row" if self.api is None else "before they could serve"
+                raise StageError(
+                    f"the {child.name} ended {child.deaths} times {when}.\n"
+                    "  What they said of it stands above."
+                )
+
+    def _look_at_health(self) -> None:
+        now = time.monotonic()
+        if self.api is None or self.is_ready or now - self._looked < HEALTH_SECONDS:
+            return
+        self._looked = now
+        host, port = self.api
+        if answers(near(host), port):
+            self.is_ready = True
+            self.say(f"serving at http://{in_url(near(host))}:{port}")
+
+    @contextmanager
+    def _hearing(self) -> Generator[None]:
+        def note(signum: int, _frame: FrameType | None) -> None:
+            self._asked.append(signum)
+
+        before = [(number, signal.signal(number, note)) for number in STOPPING]
+        try:
+            yield
+        finally:
+            for number, handler in before:
+                signal.signal(number, handler)
+
+
+def answers(host: str, port: int) -> bool:
+    """Whether the server can do works: it is there, and so are its workers."""
+    connection = http.client.HTTPConnection(host, port, timeout=1.0)
+    try:
+        connection.request("GET", "/health")
+        response = connection.getresponse()
+        told = json.loads(response.read()) if response.status == 200 else None
+    except (OSError, http.client.HTTPException, ValueError):
+        return False
+    finally:
+        connection.close()
+    return isinstance(told, dict) and told.get("workers", "ready") == "ready"

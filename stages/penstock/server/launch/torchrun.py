@@ -1,0 +1,57 @@
+"""How torchrun starts the workers of this machine."""
+
+import math
+import os
+from pathlib import Path
+
+from penstock.config.server.config import ServerConfig
+from penstock.core import env
+from penstock.core.process.rendezvous import interface_towards
+from penstock.engine.launch.torchrun import RDZV_BACKEND
+from penstock.server.launch.addresses import in_url
+
+FAILING_SECONDS = 10.0
+"""How long ranks have to end when one of them has died; what they computed is lost anyhow."""
+DEATHS = "deaths.json"
+
+
+def num_local_workers(config: ServerConfig) -> int:
+    """Workers of this machine."""
+    count = config.num_workers
+    return max(1, env.num_gpus()) if count == "auto" else count
+
+
+def torchrun_words(config: ServerConfig, folder: Path) -> list[str]:
+    """What follows `python -m`: the agent, which ends with this process, and torchrun's arguments.
+
+    `folder`: where the agent lists ranks that a signal has ended.
+    """
+    count = num_local_workers(config)
+    failing = math.ceil(min(FAILING_SECONDS, config.stop_timeout))
+    common = ["--nproc-per-node", str(count), "--shutdown-timeout", str(failing)]
+    where = ["--nnodes", str(config.nnodes), "--rdzv-backend", RDZV_BACKEND]
+    if config.nnodes > 1:
+        # Ranks are numbered by machine, so that rank 0 is beside the engine.
+        where += [
+            *("--node-rank", str(config.node_rank)),
+            *("--rdzv-endpoint", f"{in_url(str(config.master_addr))}:{config.master_port}"),
+            *("--rdzv-conf", f"rank={config.node_rank}"),
+        ]
+    agent = ["penstock.engine.launch.torchrun_agent", str(os.getpid()), str(folder / DEATHS)]
+    return [*agent, str(config.stop_timeout), *where, *common]
+
+
+def workers_environment(config: ServerConfig) -> dict[str, str]:
+    """What is set for torchrun and the workers beside what is there."""
+    threads = max(1, env.num_processors() // num_local_workers(config))
+    wished = {"OMP_NUM_THREADS": str(threads), **env.openmp_waiting()}
+    if config.nnodes > 1 and (interface := interface_towards(str(config.master_addr))):
+        # Gloo by itself listens at the interface of the host's name.
+        wished["GLOO_SOCKET_IFNAME"] = interface
+    return {
+        **env.unless_set(wished),
+        # Never let a rank import our folders by their bare names.
+        "PYTHONSAFEPATH": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "TOKENIZERS_PARALLELISM": "false",
+    }

@@ -1,0 +1,81 @@
+"""The engine process: `python -m penstock.server.orchestrator JOB`. Between the API and workers."""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+from penstock.core import env
+from penstock.server.launch.job import GIVEN_UP, ServerJob
+from penstock.server.protocol.envelopes import ToEngine
+from penstock.server.protocol.worker_commands import FromWorkers
+from penstock.server.protocol.zmq_channel import connecting, listening
+from penstock.server.scheduler.scheduler import Engine
+from penstock.server.scheduler.settings import EngineSettings
+
+
+def main(job_path: Path) -> None:
+    """Serve until a signal says to stop; then what is unsaved is saved first."""
+    asyncio.run(serve(ServerJob.read(job_path)))
+
+
+async def serve(job: ServerJob) -> None:
+    """Serve this job. Raises StageError where its address is taken, and RegistryError where what
+    an earlier process knew cannot be read."""
+    api = listening(ToEngine, job.engine_address, env.engine_secret())
+    workers = connecting(FromWorkers, job.workers_address, env.workers_secret())
+    try:
+        engine = Engine(settings_of(job), api, workers)
+        _hear_signals(engine)
+        await engine.run()
+    finally:
+        api.close()
+        workers.close()
+
+
+def _hear_signals(engine: Engine) -> None:
+    """Have the engine stop when it is asked to. Without its launcher it ends at once: another
+    may have been started in its place."""
+    launcher, loop = os.getppid(), asyncio.get_running_loop()
+
+    def ask_to_stop() -> None:
+        if os.getppid() != launcher:
+            os._exit(1)
+        engine.stop()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ask_to_stop)
+
+
+def settings_of(job: ServerJob) -> EngineSettings:
+    """What of the server's settings is read here."""
+    config = job.config
+    return EngineSettings(
+        output_dir=job.output_dir,
+        base_names=config.base_names,
+        storage_limit=config.storage_limit_bytes,
+        skip_initial_checkpoint=config.skip_initial_checkpoint,
+        idle_session_timeout=config.idle_session_timeout,
+        sequence_gap_timeout=config.sequence_gap_timeout,
+        sample_packing_sequence_len=config.sample_packing_sequence_len,
+        enable_packing=config.enable_packing,
+        sample_packing_strategy=config.sample_packing_strategy,
+        max_models=config.max_models,
+        max_owner_models=config.max_owner_models,
+        max_sessions=config.max_sessions,
+        max_owner_sessions=config.max_owner_sessions,
+        stop_timeout=config.stop_timeout,
+        ends_workers=job.mode == "auto",
+        worker_connection_timeout=config.worker_connection_timeout,
+        worker_max_retries=config.worker_max_retries,
+        worker_max_restarts=config.max_restarts,
+        operation_timeout=config.operation_timeout,
+        given_up=job.folder / GIVEN_UP,
+        sync_allowed_hosts=config.sync_allowed_hosts,
+        requires_keys=job.requires_keys,
+    )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,179 @@
+"""Whether a work is let into the queue: it is its owner's to ask for, and can be done."""
+
+import math
+from collections.abc import Callable
+
+from penstock.server.protocol.envelopes import Ask
+from penstock.server.protocol.requests import CreateModel, Ordered, Pass, Sample
+from penstock.server.protocol.results import ModelMade, Served
+from penstock.server.scheduler.checkpoint_names import model_name
+from penstock.server.scheduler.errors import RefusedError
+from penstock.server.scheduler.models import Models
+from penstock.server.scheduler.pack_rows import check_lengths
+from penstock.server.scheduler.queue import Queue
+from penstock.server.scheduler.sessions import Sessions, check_metadata, check_number
+from penstock.server.scheduler.settings import EngineSettings
+from penstock.server.scheduler.task import Errand, Outcome
+from penstock.server.scheduler.validate_request import check, check_base
+
+
+class Admission:
+    """The door of the queue."""
+
+    def __init__(
+        self,
+        queue: Queue,
+        sessions: Sessions,
+        models: Models,
+        served: Callable[[], Served | None],
+        base_names: Callable[[], list[str]],
+        settings: EngineSettings,
+    ) -> None:
+        """`served`: what is known of the workers; None while that is nothing."""
+        self._queue = queue
+        self._sessions = sessions
+        self._models = models
+        self._served = served
+        self._base_names = base_names
+        self._settings = settings
+        self._coming: dict[str, Errand] = {}
+        """Models that are to be made."""
+        self.untouched: dict[str, CreateModel] = {}
+        """Models that were made as this says, and not asked of since."""
+
+    def put(self, ask: Ask, work: Ordered | Sample) -> Outcome | None:
+        """Let an ask in; how its work ended, if it has before. Raises RefusedError."""
+        if isinstance(work, Sample):
+            errand = Errand(work, ask.owner, None, asks=[ask.id])
+            self.check(errand)
+            self._touch_sampler(work, ask.owner)
+            self._queue.put(errand)
+            return None
+        if isinstance(work, CreateModel):
+            return self._create(ask, work)
+        session = self._session_of(work.model, ask.owner)
+        self._sessions.touch(session)
+        self.untouched.pop(work.model, None)
+        return self._in_order(ask, work)
+
+    def check(self, errand: Errand) -> None:
+        """Whether it can be done, unless that was found before. What the workers are is not known
+        before they were there; then it is looked at again. Raises RefusedError."""
+        work = errand.work
+        if errand.is_checked:
+            return
+        if isinstance(work, Pass):
+            # Whether shapes are what they should be is looked at next.
+            lengths = (math.prod(datum.tokens.shape) for datum in work.data)
+            check_lengths(lengths, self._settings.sample_packing_sequence_len)
+        served = self._served()
+        if served is None:
+            return
+        check(work, served)
+        if isinstance(work, CreateModel):
+            check_base(work.base_model, self._base_names())
+        errand.is_checked = True
+
+    def ended(self, errand: Errand) -> None:
+        """It is not waiting, nor under way, any more, however it ended."""
+        work = errand.work
+        if isinstance(work, CreateModel):
+            self._coming.pop(work.model, None)
+            if self._models.is_open(work.model) and not self._queue.pending(work.model):
+                self.untouched[work.model] = work
+        if errand.model is None:
+            return
+        record = self._models.known(errand.model)
+        if record is None or not record.is_open:
+            self.untouched.pop(errand.model, None)
+            self._queue.forget(errand.model)
+        elif not errand.is_ours:
+            # A long work is no reason to take its client for gone.
+            self._sessions.touch(record.session)
+
+    def _in_order(self, ask: Ask, work: Ordered) -> Outcome | None:
+        errand = Errand(work, ask.owner, work.model, ask.seq, [ask.id])
+        if ask.seq is None:
+            self.check(errand)
+            self._queue.put(errand)
+            return None
+        # By its number it may be known, and have ended; else the number is used up, whatever the
+        # work is.
+        found = self._queue.put(errand)
+        if not isinstance(found, Errand):
+            return found
+        if found is errand:
+            try:
+                self.check(errand)
+            except RefusedError as error:
+                self._queue.refuse(errand, error)
+                return error
+        return None
+
+    def _create(self, ask: Ask, work: CreateModel) -> Outcome | None:
+        model_name(work.model)
+        coming = self._coming.get(work.model)
+        if coming is not None and coming.owner == ask.owner and coming.work == work:
+            coming.asks.append(ask.id)
+            return None
+        self._sessions.find(work.session, ask.owner)
+        self._sessions.touch(work.session)
+        if self._is_there(work, ask.owner):
+            return ModelMade(model=work.model)
+        errand = Errand(work, ask.owner, work.model, None, [ask.id])
+        self.check(errand)
+        check_metadata((), work.user_metadata)
+        self._check_room(work, ask.owner)
+        if self._queue.pending(work.model):
+            raise RefusedError(
+                "busy", f"works of the model that was called {work.model} are still to end"
+            )
+        self._queue.begin_anew(work.model)
+        self._queue.put(errand)
+        self._coming[work.model] = errand
+        return None
+
+    def _is_there(self, work: CreateModel, owner: str) -> bool:
+        """Whether this very model was made, and nothing was done with it. Raises RefusedError
+        where the name is another's."""
+        record = self._models.known(work.model)
+        taken = record is not None and (record.owner != owner or record.is_open)
+        if not taken and work.model not in self._coming:
+            return False
+        is_same = self.untouched.get(work.model) == work
+        if record is not None and record.owner == owner and record.is_open and is_same:
+            return True
+        raise RefusedError(
+            "exists",
+            f"there is a model {work.model}.\n  Unload it, or choose another name.",
+        )
+
+    def _check_room(self, work: CreateModel, owner: str) -> None:
+        """Raises RefusedError where no further model may be: of all weights, one is trained."""
+        coming = {model: errand.owner for model, errand in self._coming.items()}
+        owners = list((coming | {each.model: each.owner for each in self._models.open()}).values())
+        served, settings = self._served(), self._settings
+        if owners and served is not None and served.trains == "all weights":
+            raise RefusedError(
+                "busy",
+                f"all weights are trained here, of one model at a time, and there is one.\n"
+                f"  Have it unloaded before {work.model} is created.",
+            )
+        check_number("max_models", settings.max_models, len(owners), "models are open")
+        check_number(
+            "max_owner_models",
+            settings.max_owner_models,
+            owners.count(owner),
+            "models of yours are open",
+        )
+
+    def _session_of(self, model: str, owner: str) -> str:
+        coming = self._coming.get(model)
+        if coming is not None and coming.owner == owner and isinstance(coming.work, CreateModel):
+            return coming.work.session
+        return self._models.find_open(model, owner).session
+
+    def _touch_sampler(self, work: Sample, owner: str) -> None:
+        if work.sampler is not None:
+            self._sessions.sampler(work.sampler, owner)
+            self._sessions.touch_sampler(work.sampler)

@@ -1,0 +1,111 @@
+"""What goes with time: sessions whose clients are gone, and checkpoints that are kept no longer.
+
+Models of a session are saved before they are unloaded; one that cannot be saved stays.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from penstock.server.protocol.requests import UnloadModel
+from penstock.server.scheduler.checkpoint_catalog import Checkpoints
+from penstock.server.scheduler.models import Models
+from penstock.server.scheduler.queue import Queue
+from penstock.server.scheduler.sessions import Sessions
+from penstock.server.scheduler.settings import EngineSettings
+from penstock.server.scheduler.state_store import ModelRecord, SessionRecord
+from penstock.server.scheduler.task import Errand
+
+LONGEST_INTERVAL = 30.0
+"""Seconds between two looks, at most."""
+TOLD_SECONDS = 24 * 3600.0
+"""For which a client is told that its session has ended, and why; then it is not known."""
+RETRY_SECONDS = 60.0
+"""Before a model that could not be unloaded is tried again."""
+
+
+class Retiring:
+    """Looks for what is over."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        queue: Queue,
+        sessions: Sessions,
+        models: Models,
+        checkpoints: Checkpoints,
+        discard: Callable[[list[Path]], None],
+    ) -> None:
+        """`discard` deletes folders by and by."""
+        self._timeout = settings.idle_session_timeout
+        self._queue = queue
+        self._sessions = sessions
+        self._models = models
+        self._checkpoints = checkpoints
+        self._discard = discard
+        self._tried: dict[str, float] = {}
+        self.interval = min(LONGEST_INTERVAL, self._timeout / 10)
+        """Seconds between two looks."""
+
+    def look(self) -> None:
+        """Have unloaded what is over, and end the sessions of which nothing is left."""
+        for session in self._sessions.open():
+            if self._is_idle(session) and not self._open_models(session):
+                self.end(session, f"nothing was heard of its client for {self._timeout:g} s")
+        self._unload_unwanted()
+        now = time.time()
+        self._sessions.forget(now - TOLD_SECONDS)
+        self._discard(self._checkpoints.expire(now))
+        # A session may have ended while a sampler of it was saved.
+        self._discard(self._checkpoints.drop_samplers(self._sessions.has_sampler))
+
+    def end(self, session: SessionRecord, why: str) -> None:
+        """It is over; what it has open is unloaded by and by, and what was kept for its samplers
+        alone goes with them."""
+        self._sessions.end(session, why)
+        self._discard(self._checkpoints.drop_samplers(self._sessions.has_sampler))
+        self._unload_unwanted()
+
+    def is_to_go(self, model: str) -> bool:
+        """Whether an open model is to be unloaded, as its session is over."""
+        record = self._models.known(model)
+        if record is None or not record.is_open:
+            return False
+        session = self._sessions.known(record.session)
+        return session is None or session.has_ended or self._is_idle(session)
+
+    def why(self, model: str) -> str:
+        """Why it is unloaded."""
+        record = self._models.known(model)
+        session = self._sessions.known(record.session) if record else None
+        if session is not None and session.has_ended:
+            return f"its session has ended: {session.ending}"
+        return f"nothing was heard of its client for {self._timeout:g} s"
+
+    def _is_idle(self, session: SessionRecord) -> bool:
+        return self._sessions.idle_for(session.session) >= self._timeout and not any(
+            self._queue.pending_of_clients(record.model)
+            for record in self._sessions.models(session.session)
+        )
+
+    def _open_models(self, session: SessionRecord) -> list[ModelRecord]:
+        return [each for each in self._sessions.models(session.session) if each.is_open]
+
+    def _unload_unwanted(self) -> None:
+        unwanted = [record for record in self._models.open() if self.is_to_go(record.model)]
+        names = {record.model for record in unwanted}
+        self._tried = {name: when for name, when in self._tried.items() if name in names}
+        for record in unwanted:
+            if not self._is_leaving(record.model):
+                self._unload(record)
+
+    def _is_leaving(self, model: str) -> bool:
+        return self._queue.pending(model) > self._queue.pending_of_clients(model)
+
+    def _unload(self, record: ModelRecord) -> None:
+        now = time.monotonic()
+        if now - self._tried.get(record.model, -RETRY_SECONDS) < RETRY_SECONDS:
+            return
+        self._tried[record.model] = now
+        work = UnloadModel(model=record.model)
+        self._queue.put(Errand(work, record.owner, record.model, is_ours=True))

@@ -1,0 +1,175 @@
+"""Inference servers that weights are sent to: who they are, and the keys that they ask for."""
+
+import asyncio
+import logging
+import re
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import Future
+from functools import partial
+
+from penstock.server.protocol.requests import AddEndpoint, ListEndpoints, RemoveEndpoint
+from penstock.server.protocol.results import Endpoints
+from penstock.server.protocol.types import Endpoint, Secret
+from penstock.server.scheduler.errors import RefusedError, fault_of_ours, not_found
+from penstock.server.scheduler.state_store import DestinationRecord, Registry
+from penstock.server.scheduler.task import Outcome
+from penstock.server.weight_sync.allowed_hosts import why_not_allowed
+from penstock.server.weight_sync.errors import SyncError, named
+from penstock.server.weight_sync.sender import beside
+from penstock.server.weight_sync.sglang_client import (
+    InferenceServer,
+    Limits,
+    Sizes,
+    words_to_go_on,
+)
+
+LOG = logging.getLogger(__name__)
+
+HEADER = re.compile(r"[!-~]+")
+"""Characters that a key may have."""
+MAX_OWNER_ENDPOINTS = 64
+"""Of one owner, those that are being added included."""
+ASK_SECONDS = 3.0
+"""In which a server that is added says how it is laid out; it may not be there yet."""
+
+
+class Destinations:
+    """Each is its owner's, with the key that came along."""
+
+    def __init__(self, registry: Registry, allowed_hosts: Collection[str]) -> None:
+        """`allowed_hosts`: where they may be."""
+        self._registry = registry
+        self._allowed_hosts = allowed_hosts
+        self._adding: dict[asyncio.Task[None], str] = {}
+        """Owners by what is being added."""
+
+    def add(self, work: AddEndpoint, owner: str, end: Callable[[Outcome], None]) -> None:
+        """Know one more, in place of one at the same address; `end` is told how that went, for the
+        server is asked first whether weights can be sent there. Raises RefusedError where the owner
+        has as many as may be."""
+        self._require_room(work.endpoint, owner)
+        task = asyncio.create_task(self._add(work, owner, end))
+        self._adding[task] = owner
+        task.add_done_callback(self._adding.pop)
+
+    def _require_room(self, new: Endpoint, owner: str) -> None:
+        others = sum(each.owner == owner for each in self._others(owner, new.host, new.port))
+        others += sum(each == owner for each in self._adding.values())
+        if others >= MAX_OWNER_ENDPOINTS:
+            raise RefusedError(
+                "busy",
+                f"{others} inference endpoints of yours are known, and {MAX_OWNER_ENDPOINTS} may"
+                " be.\n  Remove one that is not needed.",
+            )
+
+    async def _add(self, work: AddEndpoint, owner: str, end: Callable[[Outcome], None]) -> None:
+        try:
+            end(await self._added(work, owner))
+        except RefusedError as error:
+            end(error)
+        except Exception as error:  # noqa: BLE001 - one ask is no reason to end all others
+            end(fault_of_ours(error))
+
+    async def _added(self, work: AddEndpoint, owner: str) -> Endpoints:
+        new = work.endpoint
+        if not 0 < new.port < 65536 or new.world_size < 1 or not new.host:
+            raise RefusedError(
+                "invalid",
+                f"{new.host[:200]}:{new.port} of {new.world_size} ranks is no inference server",
+            )
+        if work.api_key and not HEADER.fullmatch(work.api_key.text):
+            raise RefusedError("invalid", "the api_key holds what no header of HTTP may")
+        fault = why_not_allowed(new, self._allowed_hosts)
+        if fault is not None:
+            raise RefusedError("invalid", fault)
+        sizes = await _sizes(InferenceServer(new, work.api_key))
+        world_size = new.world_size if work.is_sized or sizes is None else sizes.tensor
+        fault = sizes.fault(world_size) if sizes else None
+        if fault is not None:
+            raise RefusedError("invalid", f"{named(new)}: {fault}")
+        record = DestinationRecord(
+            owner=owner,
+            host=new.host,
+            port=new.port,
+            world_size=world_size,
+            pool=new.pool,
+            api_key=work.api_key.text if work.api_key else None,
+        )
+        self._registry.keep_destinations((*self._others(owner, new.host, new.port), record))
+        return self._all(owner)
+
+    def do(self, work: RemoveEndpoint | ListEndpoints, owner: str) -> Endpoints:
+        """Those that are left, or that there are. Raises RefusedError for one that is not known."""
+        if isinstance(work, RemoveEndpoint):
+            others = self._others(owner, work.host, work.port)
+            if len(others) == len(self._registry.destinations):
+                raise not_found(f"inference endpoint {work.host[:200]}:{work.port}")
+            self._registry.keep_destinations(others)
+        return self._all(owner)
+
+    def _all(self, owner: str) -> Endpoints:
+        own = (each for each in self._registry.destinations if each.owner == owner)
+        return Endpoints(endpoints=tuple(map(_endpoint, own)))
+
+    def _others(self, owner: str, host: str, port: int) -> tuple[DestinationRecord, ...]:
+        one, known = (owner, host, port), self._registry.destinations
+        return tuple(each for each in known if (each.owner, each.host, each.port) != one)
+
+
+def destinations_of(
+    registry: Registry, owner: str, pools: Collection[str]
+) -> tuple[tuple[Endpoint, Secret | None], ...]:
+    """Those of the owner in these pools, or all of them, each with what it asks of its clients."""
+    return tuple(
+        (_endpoint(record), Secret(text=record.api_key) if record.api_key else None)
+        for record in registry.destinations
+        if record.owner == owner and (not pools or record.pool in pools)
+    )
+
+
+def sent_to(
+    registry: Registry, owner: str, pools: Collection[str], allowed_hosts: Collection[str]
+) -> tuple[tuple[Endpoint, Secret | None], ...]:
+    """The same. Raises RefusedError where there are none, and for one that is not allowed any
+    more."""
+    found = destinations_of(registry, owner, pools)
+    if not found:
+        where = f" in {', '.join(pools)[:200]}" if pools else ""
+        raise RefusedError("invalid", f"there are no inference endpoints{where}; add one first")
+    for endpoint, _ in found:
+        if (fault := why_not_allowed(endpoint, allowed_hosts)) is not None:
+            raise RefusedError("invalid", fault)
+    return found
+
+
+def let_go_on(sent: Iterable[tuple[Endpoint, Secret | None]], group_name: str) -> None:
+    """Have servers generate again which workers that are gone may have left paused. Nobody waits
+    for it."""
+    for endpoint, key in sent:
+        beside(partial(_let_go_on, InferenceServer(endpoint, key), group_name))
+
+
+def _let_go_on(server: InferenceServer, group_name: str) -> None:
+    for step, path, body in words_to_go_on(group_name):
+        try:
+            server.post(path, body, step=step, seconds=Limits.late)
+        except SyncError as error:
+            LOG.warning("after a sync that was lost: %s", error)
+
+
+def _endpoint(record: DestinationRecord) -> Endpoint:
+    return Endpoint(
+        host=record.host, port=record.port, world_size=record.world_size, pool=record.pool
+    )
+
+
+async def _sizes(server: InferenceServer) -> Sizes | None:
+    """What it says within ASK_SECONDS."""
+    asked: Future[Sizes | None] = beside(lambda: server.sizes(ASK_SECONDS))
+    try:
+        async with asyncio.timeout(ASK_SECONDS):
+            return await asyncio.wrap_future(asked)
+    except TimeoutError:
+        return None
+    except SyncError as error:
+        raise RefusedError("invalid", f"{named(server.endpoint)}: {error.fault}") from error

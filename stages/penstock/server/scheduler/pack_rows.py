@@ -1,0 +1,89 @@
+"""Samples of a pass to rows of bounded length. Which tokens they hold does not matter here.
+
+`sequential` keeps their order; `best_fit` needs few rows; `balanced_dp` makes as many for every
+replica, and all about as long.
+"""
+
+import heapq
+from collections.abc import Iterable
+
+import numpy as np
+
+from penstock.rows.bin_plan import Indices, alone, sequential
+from penstock.rows.packing.best_of import tightest
+from penstock.rows.packing.lower_bound import fewest_rows
+from penstock.rows.packing.rows import planned
+from penstock.rows.packing.sorting import counts_of
+from penstock.server.scheduler.errors import RefusedError
+from penstock.server.scheduler.settings import EngineSettings
+
+Rows = tuple[tuple[int, ...], ...]
+
+
+def pack(lengths: list[int], settings: EngineSettings, replicas: int) -> Rows:
+    """Which samples lie in which row, by their indices. Every sample lies in one.
+
+    Lengths are of samples that fit (see `check_lengths`).
+    """
+    capacity = settings.sample_packing_sequence_len
+    if not settings.enable_packing:
+        return _rows(alone(len(lengths)).tolist())
+    return _PACKED[settings.sample_packing_strategy](
+        np.array(lengths, np.int64), capacity, replicas
+    )
+
+
+def check_lengths(lengths: Iterable[int], capacity: int) -> None:
+    """Raises RefusedError for a sample that no row can hold."""
+    for index, length in enumerate(lengths):
+        if length > capacity:
+            raise RefusedError(
+                "invalid",
+                f"sample {index} has {length} tokens, and a row holds {capacity}"
+                " (sample_packing_sequence_len).\n"
+                "  Send it in parts, or raise the field in the server's file.",
+            )
+
+
+def _sequential(lengths: Indices, capacity: int, replicas: int) -> Rows:
+    del replicas
+    return _rows(sequential(lengths, capacity).tolist())
+
+
+def _best_fit(lengths: Indices, capacity: int, replicas: int) -> Rows:
+    del replicas
+    counts = counts_of(lengths, capacity)
+    plan = tightest(counts, capacity, fewest_rows(counts, capacity))
+    rows = planned(lengths, np.arange(len(lengths)), plan, capacity)
+    held = [rows.held(np.array([row])).tolist() for row in range(rows.num_rows)]
+    return _rows(sorted(sorted(row) for row in held))
+
+
+def _balanced(lengths: Indices, capacity: int, replicas: int) -> Rows:
+    """The longest sample first, to the row that holds least (Graham 1969); more rows, as many for
+    every replica, until all fit."""
+    fewest = fewest_rows(counts_of(lengths, capacity), capacity)
+    order = np.argsort(-lengths, kind="stable").tolist()
+    num_rows = -(-fewest // replicas) * replicas
+    while True:
+        rows: list[list[int]] = [[] for _ in range(num_rows)]
+        # Where the row that holds least has no room, no other has.
+        held = [(0, row) for row in range(num_rows)]
+        for sample in order:
+            total, row = held[0]
+            if total + int(lengths[sample]) > capacity:
+                break
+            rows[row].append(sample)
+            heapq.heapreplace(held, (total + int(lengths[sample]), row))
+        else:
+            # Rows are dealt to replicas in turn: the longest of each turn together.
+            filled = [sorted(row) for row in rows if row]
+            return _rows(sorted(filled, key=lambda row: -int(lengths[row].sum())))
+        num_rows += replicas
+
+
+_PACKED = {"sequential": _sequential, "best_fit": _best_fit, "balanced_dp": _balanced}
+
+
+def _rows(rows: list[list[int]]) -> Rows:
+    return tuple(tuple(row) for row in rows)

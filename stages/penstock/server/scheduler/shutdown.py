@@ -1,0 +1,147 @@
+"""The orderly end: what is under way ends, what is unsaved is saved, and workers of ours leave.
+
+Gradients are in no checkpoint, so that passes whose step waits already are seen through to it.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from penstock.server.protocol.requests import Step
+from penstock.server.scheduler.errors import RefusedError, WorkersLostError
+from penstock.server.scheduler.models import Models
+from penstock.server.scheduler.queue import Queue
+from penstock.server.scheduler.settings import EngineSettings
+from penstock.server.scheduler.state_store import ModelRecord
+from penstock.server.scheduler.task import Errand
+from penstock.server.scheduler.training import Training
+from penstock.server.scheduler.worker_client import Workers
+
+LOG = logging.getLogger(__name__)
+
+API_SECONDS = 8.0
+"""That the API may take to end after it was asked to; one that stays after that is not to end."""
+
+COMING_SECONDS = 0.5
+"""That a step may take to come which belongs to passes that were done when it was asked to end."""
+
+
+class Stopping:
+    """Whether it is to end, and how it does."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        queue: Queue,
+        workers: Workers,
+        models: Models,
+        training: Training,
+    ) -> None:
+        self._seconds = settings.stop_timeout
+        self._ends_workers = settings.ends_workers
+        self._queue = queue
+        self._workers = workers
+        self._models = models
+        self._training = training
+        self._asked = asyncio.Event()
+        self._asked_at = 0.0
+        self._alone = asyncio.Event()
+        """Set while there is no API."""
+        self._alone.set()
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether it is to end."""
+        return self._asked.is_set()
+
+    @property
+    def is_time(self) -> bool:
+        """Whether nothing more is waited for that would go before the end."""
+        late = time.monotonic() - self._asked_at > COMING_SECONDS
+        return self._asked.is_set() and (late or not any(map(self._gathers, self._models.open())))
+
+    def ask(self) -> None:
+        """It is to end."""
+        if not self._asked.is_set():
+            LOG.info("asked to stop: work under way is ended, and all that is unsaved is saved")
+            self._asked_at = time.monotonic()
+            self._asked.set()
+
+    def find_api(self) -> None:
+        """There is one."""
+        self._alone.clear()
+
+    def lose_api(self) -> None:
+        """It is gone."""
+        self._alone.set()
+        if not self._asked.is_set():
+            LOG.warning("the API process is gone; what it asked for and is under way goes on")
+
+    def next(self) -> Errand | None:
+        """The work that is to begin now; once it is to end, what goes before that alone.
+
+        The rest is not refused: its clients ask the next process, and a failure would end them.
+        """
+        is_asked = self._asked.is_set()
+        return self._queue.take(self._goes_before) if is_asked else self._queue.take()
+
+    def _goes_before(self, errand: Errand) -> bool:
+        record = self._models.known(errand.model) if errand.model else None
+        return (
+            record is not None
+            and record.is_open
+            and self._gathers(record)
+            and self._queue.awaits(record.model, Step)
+        )
+
+    def _gathers(self, record: ModelRecord) -> bool:
+        return self._models.live(record).has_gradients
+
+    async def end(self, working: "asyncio.Task[None]", leave: Callable[[], None]) -> None:
+        """Wait until it is asked to end, and end all. `working` ends when nothing may begin;
+        `leave` writes what the next process is to know."""
+        await self._asked.wait()
+        loop = asyncio.get_running_loop()
+        api_ends_by = loop.time() + API_SECONDS
+        ended: dict[str, str] = {}
+        why = f"there was no time for it; stop_timeout is {self._seconds:g} s"
+        try:
+            async with asyncio.timeout(self._seconds):
+                await working
+                await self._save(ended)
+        except TimeoutError:
+            pass
+        except WorkersLostError as error:
+            why = str(error)
+        for record in self._training.unsaved():
+            if fault := ended.get(record.model, why):
+                told = " ".join(fault.split())
+                LOG.warning(
+                    "model %s is not saved since step %d: %s", record.model, record.step, told
+                )
+        leave()
+        try:
+            async with asyncio.timeout_at(api_ends_by):
+                await self._alone.wait()
+        except TimeoutError:
+            return
+        if self._ends_workers:
+            await self._workers.dismiss()
+
+    async def _save(self, ended: dict[str, str]) -> None:
+        """All that is unsaved; `ended` takes why each could not be, and nothing where it was.
+
+        Raises WorkersLostError.
+        """
+        for record in self._training.unsaved():
+            try:
+                spot = await self._training.save(record)
+            except WorkersLostError:
+                raise
+            except (RefusedError, OSError) as error:
+                ended[record.model] = str(error)
+            else:
+                ended[record.model] = ""
+                lost = "; gradients since then are not" if record.is_unsaved else ""
+                LOG.info("model %s is saved at step %d: %s%s", spot.model, record.step, spot, lost)

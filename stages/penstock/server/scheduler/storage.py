@@ -1,0 +1,165 @@
+"""Folders below `output_dir`: where they are, how much they take, and that they stay within it.
+
+A folder of ours that is on its way in or out begins with a dot, which no name of a client does.
+"""
+
+import asyncio
+import os
+import shutil
+import stat
+import uuid
+from pathlib import Path
+
+from penstock.core.files import fsync
+from penstock.server.scheduler.checkpoint_names import CHECKPOINT, MODEL, Room, Spot
+from penstock.server.scheduler.errors import RefusedError, StorageLimitError
+
+ROOMS: tuple[Room, ...] = ("weights", "sampler_weights")
+
+
+class Storage:
+    """What is saved."""
+
+    def __init__(self, output_dir: Path, limit: int) -> None:
+        """`limit`: bytes that all of `output_dir` may take."""
+        output_dir.mkdir(parents=True, exist_ok=True)
+        self.root = output_dir.resolve()
+        self.limit = limit
+
+    def folder(self, spot: Spot) -> Path:
+        """Where it is, or would be. Raises RefusedError where a link leads elsewhere."""
+        folder = self.root / spot.room / spot.model / spot.name
+        for part in (folder, folder.parent, folder.parent.parent):
+            if part.is_symlink():
+                raise RefusedError(
+                    "invalid",
+                    f"{part.relative_to(self.root)} in output_dir is a link, which is not followed."
+                    "\n  Put the folder itself there.",
+                )
+        return folder
+
+    def holds(self, spot: Spot) -> bool:
+        """Whether it is there."""
+        return self.folder(spot).is_dir()
+
+    def size(self, spot: Spot) -> int:
+        """Bytes of its files."""
+        return size_of(self.folder(spot))
+
+    def check_room(self, needed: int, what: str) -> None:
+        """Raises StorageLimitError if `needed` bytes more were over the limit, or fill the disk."""
+        used = size_of(self.root)
+        if used + needed > self.limit:
+            raise StorageLimitError(
+                f"{what} takes about {amount(needed)}, and output_dir holds {amount(used)}:"
+                f" together more than storage_limit ({amount(self.limit)}).\n"
+                "  Delete checkpoints, or raise storage_limit."
+            )
+        free = shutil.disk_usage(self.root).free
+        if needed > free:
+            raise StorageLimitError(
+                f"{what} takes about {amount(needed)}, and the disk of output_dir has"
+                f" {amount(free)} left.\n  Delete checkpoints, or make room on the disk."
+            )
+
+    def aside(self, spot: Spot) -> Path:
+        """A folder beside it for what is to replace it; not there yet."""
+        folder = self.folder(spot)
+        return folder.with_name(f".{folder.name}.new")
+
+    def publish(self, spot: Spot) -> None:
+        """Have what was written aside in its place, and what was there before deleted."""
+        folder, new = self.folder(spot), self.aside(spot)
+        old = folder.with_name(f".{folder.name}.old")
+        discard(old)
+        if folder.exists():
+            folder.rename(old)
+        new.rename(folder)
+        fsync(folder.parent)
+        discard(old)
+
+    def take_out(self, spot: Spot) -> Path | None:
+        """Nobody finds it any more. Where it is now, to be discarded; None if it was not there."""
+        folder = self.folder(spot)
+        if not folder.exists():
+            return None
+        gone = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.gone")
+        folder.rename(gone)
+        return gone
+
+    def tidy(self) -> None:
+        """Bring to an end what an earlier process had begun."""
+        for room in ROOMS:
+            for dotted in (self.root / room).glob("*/.*"):
+                if dotted.is_symlink() or not dotted.is_dir():
+                    continue
+                folder = dotted.with_name(dotted.name[1:].removesuffix(".old"))
+                if dotted.suffix == ".old" and not folder.exists():
+                    dotted.rename(folder)
+                else:
+                    discard(dotted)
+
+    def spots(self) -> list[Spot]:
+        """All checkpoints that are there, by name."""
+        found = [
+            Spot(folder.parent.name, room, folder.name)
+            for room in ROOMS
+            if not (self.root / room).is_symlink()
+            for folder in (self.root / room).glob("*/*")
+            if CHECKPOINT.fullmatch(folder.name) and MODEL.fullmatch(folder.parent.name)
+            if not folder.is_symlink() and not folder.parent.is_symlink() and folder.is_dir()
+        ]
+        return sorted(found)
+
+
+class Discarding:
+    """Deletes folders by and by."""
+
+    def __init__(self) -> None:
+        self._under_way: set[asyncio.Task[None]] = set()
+
+    def discard(self, folders: list[Path]) -> None:
+        """Have them deleted; nobody waits for it."""
+        for folder in folders:
+            task = asyncio.create_task(asyncio.to_thread(discard, folder))
+            self._under_way.add(task)
+            task.add_done_callback(self._under_way.discard)
+
+    async def done(self) -> None:
+        """Wait until those that were handed over are gone."""
+        if self._under_way:
+            await asyncio.wait(self._under_way)
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of all files below a folder; links are not followed, and what goes meanwhile is not
+    counted."""
+    total = 0
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                try:
+                    found = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    continue
+                if stat.S_ISDIR(found.st_mode):
+                    total += size_of(Path(entry.path))
+                elif stat.S_ISREG(found.st_mode):
+                    total += found.st_size
+    except (FileNotFoundError, NotADirectoryError):
+        return total
+    return total
+
+
+def discard(folder: Path) -> None:
+    """Delete a folder, if it is there."""
+    if folder.is_dir() and not folder.is_symlink():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def amount(count: int) -> str:
+    """Bytes, as people write them."""
+    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} bytes"

@@ -1,0 +1,240 @@
+"""The workers as the engine sees them: one command at a time, and whether they live.
+
+Whoever waits for a reply hears at once when they die. They come again by themselves, or somebody
+has started them; here it is only counted how often in a row that was needed.
+"""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Literal
+
+from penstock.server.protocol.codec import Channel, FrameError, PeerLostError
+from penstock.server.protocol.worker_commands import (
+    Beat,
+    Command,
+    Fault,
+    FromWorkers,
+    Greet,
+    Leave,
+    Order,
+    Ready,
+    Reply,
+    ToWorkers,
+)
+from penstock.server.scheduler.errors import (
+    OperationTimeoutError,
+    RefusedError,
+    WorkersLostError,
+)
+from penstock.server.scheduler.settings import EngineSettings
+
+LOG = logging.getLogger(__name__)
+
+LEAVING_SECONDS = 5.0
+"""That workers have to be gone after they were told to leave in peace."""
+
+State = Literal["starting", "ready", "down", "failed"]
+
+
+class Workers:
+    """All ranks, through the first of them."""
+
+    def __init__(
+        self,
+        channel: Channel[ToWorkers, FromWorkers],
+        settings: EngineSettings,
+        changed: Callable[[], None],
+    ) -> None:
+        """`changed` is called whenever `state` or `ready` may have."""
+        self._channel = channel
+        self._settings = settings
+        self._changed = changed
+        self._name = uuid.uuid4().hex[:12]
+        self._numbers = 0
+        self._outbox: asyncio.Queue[ToWorkers] = asyncio.Queue()
+        self._waiting: tuple[str, asyncio.Future[Reply]] | None = None
+        self._heard = time.monotonic()
+        self._gone = asyncio.Event()
+        self._leaving = ""
+        """The instance that ends, as is known, whose loss was counted already."""
+        self.ready: Ready | None = None
+        """What they are, while they are there."""
+        self.last: Ready | None = None
+        """What they were when they were there last."""
+        self.state: State = "starting"
+        self.reason = ""
+        self.losses = 0
+        """How often they were lost since a work was done."""
+
+    async def hear(self) -> None:
+        """Listen for ever."""
+        while True:
+            try:
+                message = await self._channel.receive()
+            except PeerLostError:
+                self._gone.set()
+                if self._leaving:
+                    self._forget_unsent()
+                else:
+                    self.lose("their first process ended")
+                self._leaving = ""
+                continue
+            self._heard = time.monotonic()
+            match message:
+                case Ready():
+                    self._greeted(message)
+                case Reply() | Fault():
+                    self._replied(message)
+                case Beat():
+                    if self.ready is not None and message.instance != self.ready.instance:
+                        self.lose("others took their place")
+
+    async def speak(self) -> None:
+        """Send what is to be sent, for ever; sending may wait for a peer, and nobody else does."""
+        while True:
+            message = await self._outbox.get()
+            try:
+                await self._channel.send(message)
+            except FrameError as error:
+                if isinstance(message, Command):
+                    self._fail(message.id, RefusedError("invalid", str(error)))
+
+    async def greet(self) -> None:
+        """Greet those that have not answered, and look whether those that have still live, for
+        ever."""
+        while True:
+            is_silent = time.monotonic() - self._heard > self._timeout
+            silence = f"nothing was heard of them for {self._timeout:g} s"
+            if self.ready is not None:
+                if is_silent:
+                    self._give_up(silence)
+            else:
+                self._look_whether_any_come()
+                if self._outbox.empty():
+                    self._outbox.put_nowait(Greet(engine=self._name))
+                if is_silent and self.state == "starting" and not self.reason:
+                    self.reason = silence
+                    self._changed()
+            await asyncio.sleep(self._settings.status_interval)
+
+    async def command(self, order: Order) -> Any:
+        """Have it done; what was replied. Raises RefusedError, or WorkersLostError where they died.
+
+        One at a time.
+        """
+        assert self._waiting is None
+        if self.ready is None:
+            raise WorkersLostError(self.reason or "the workers are not there")
+        self._numbers += 1
+        name = f"{self._name}-{self._numbers}"
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._waiting = (name, future)
+        self._outbox.put_nowait(Command(id=name, order=order))
+        limit = self._settings.operation_timeout
+        try:
+            async with asyncio.timeout(limit):
+                return (await future).result
+        except TimeoutError:
+            what = type(order).__name__
+            self._give_up(f"{what} took more than operation_timeout ({limit:g} s)")
+            raise OperationTimeoutError(self.reason) from None
+        finally:
+            self._waiting = None
+
+    async def dismiss(self) -> None:
+        """Have them end in peace, and wait for that a while."""
+        if self.ready is None:
+            return
+        self._leaving, self.ready = self.ready.instance, None
+        self._gone.clear()
+        self._outbox.put_nowait(Leave())
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LEAVING_SECONDS):
+                await self._gone.wait()
+
+    def lose(self, why: str) -> None:
+        """They are gone, and with them all that they held."""
+        if self.state == "failed":
+            return
+        self.ready = None
+        self.losses += 1
+        LOG.warning("the workers are lost (%s), %d in a row", why, self.losses)
+        limit = self._settings.worker_max_restarts
+        if self.losses > limit:
+            self.state = "failed"
+            self.reason = (
+                f"the workers were lost {self.losses} times in a row, the last time as {why};"
+                f" worker_max_restarts is {limit}"
+            )
+        else:
+            self.state = "down"
+            self.reason = f"the workers were lost: {why}"
+        self._forget_unsent()
+        if self._waiting is not None:
+            self._fail(self._waiting[0], WorkersLostError(self.reason))
+        self._changed()
+
+    def _forget_unsent(self) -> None:
+        """It was for those that are gone."""
+        while not self._outbox.empty():
+            self._outbox.get_nowait()
+
+    def serve(self) -> None:
+        """All is as it is to be: works may be done again."""
+        if self.ready is not None:
+            self.state, self.reason = "ready", ""
+            self._changed()
+
+    @property
+    def _timeout(self) -> float:
+        return self._settings.worker_connection_timeout
+
+    def _look_whether_any_come(self) -> None:
+        file = self._settings.given_up
+        if self.state != "failed" and file is not None and file.exists():
+            self.state = "failed"
+            self.reason = f"{self.reason or 'the workers ended'}; they are not started any more"
+            self._changed()
+
+    def _give_up(self, why: str) -> None:
+        """They may live, and yet do nothing: they are told to end, should they hear it."""
+        if self.ready is not None:
+            self._leaving = self.ready.instance
+            self.lose(why)
+            self._outbox.put_nowait(Leave())
+
+    def _greeted(self, ready: Ready) -> None:
+        if self.ready is not None and self.ready.instance == ready.instance:
+            return
+        if ready.instance == self._leaving:
+            self._outbox.put_nowait(Leave())
+            return
+        self._leaving = ""
+        if self.ready is not None:
+            self.lose("others took their place")
+        LOG.info("the workers are there: %s", ready.instance)
+        if self.state == "failed":
+            # Somebody has started them once more; they have that one chance.
+            self.state = "down"
+            self.losses = self._settings.worker_max_restarts
+        self.ready = self.last = ready
+        self._changed()
+
+    def _replied(self, message: Reply | Fault) -> None:
+        if self._waiting is None or self._waiting[0] != message.id:
+            LOG.info("a reply to %s, for which nobody waits", message.id)
+            return
+        if isinstance(message, Fault):
+            self._fail(message.id, RefusedError(message.code, message.error, message.category))
+            if message.ends:
+                self._give_up(message.error)
+        elif not self._waiting[1].done():
+            self._waiting[1].set_result(message)
+
+    def _fail(self, name: str, error: RefusedError) -> None:
+        if self._waiting is not None and self._waiting[0] == name and not self._waiting[1].done():
+            self._waiting[1].set_exception(error)

@@ -1,0 +1,97 @@
+"""Matrices in FP8 as inference servers load them: tiles of 128 x 128 share a scale (DeepSeek-V3).
+
+A weight becomes its codes, under its own name, and `<name>_scale_inv`, what each tile's codes are
+multiplied by. N rows and K columns.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from penstock.engine.quantization.select_layers import matrices
+from penstock.models.tp_roles import Roles
+from penstock.models.weights import WeightMap
+from penstock.server.protocol.types import Quantization
+from penstock.server.weight_sync.errors import SyncError, refused
+from penstock_kernels.quant import FORMATS, quantise
+from penstock_kernels.quant.prequantized import tile_scales
+
+SCALES = "_scale_inv"
+
+STRETCH = 4 << 20
+"""Bytes of the rows, in fp32, that are quantised at once; that takes several times as many."""
+
+HONOURED: Mapping[str, tuple[str | int | tuple[int, int], ...]] = {
+    "quant_method": ("fp8", "block_fp8"),
+    "fmt": ("e4m3",),
+    "weight_block_size": ((128, 128), 128, "128", "128x128", "[128, 128]", "128,128"),
+    "activation_scheme": ("dynamic",),
+}
+"""What `quantization` may say."""
+
+
+def wants_fp8(quantization: Quantization | None) -> bool:
+    """Whether matrices are sent in it. Raises SyncError for what is asked and cannot be."""
+    if not quantization:
+        return False
+    for name, value in quantization.items():
+        if name not in HONOURED:
+            raise refused(
+                f"quantization.{name} is not known; there are {', '.join(HONOURED)}.\n"
+                "  Leave it out."
+            )
+        if value not in HONOURED[name] or isinstance(value, bool):
+            ways = " or ".join(map(repr, HONOURED[name]))
+            raise refused(f"quantization.{name} is {value!r}, and weights are sent as {ways}.")
+    if "quant_method" not in quantization:
+        raise refused("quantization says no quant_method; 'fp8' is sent.")
+    return True
+
+
+def quantised_shapes(names: WeightMap, roles: Roles) -> dict[str, tuple[int, ...]]:
+    """The weights that are sent in FP8: linear layers within blocks, and no embedding, head, norm
+    or router. Raises SyncError for a model of which the format does not hold all."""
+    experts = names.config.experts
+    if experts and experts.clamped:
+        raise refused(
+            "the model keeps all experts of a layer in one tensor, columns before rows, which no "
+            "server loads in FP8.\n  Leave quantization out."
+        )
+    shapes = names.hf_shapes()
+    return {
+        name: shapes[name]
+        for native, _ in matrices(names, roles)
+        for name in names.hf_names(native)
+    }
+
+
+def scales_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Of `<name>_scale_inv` for a weight [N, K]."""
+    rows, columns = shape
+    tall = FORMATS["block_fp8"].tile_rows
+    return -(-rows // tall), FORMATS["block_fp8"].num_groups(columns)
+
+
+def tiles(name: str, weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [N, K], e4m3, and fp32 scales for each tile. Raises SyncError for numbers that are not
+    finite."""
+    kept = FORMATS["block_fp8"]
+    rows, columns = weight_NK.shape
+    codes = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=weight_NK.device)
+    scales = torch.empty(scales_shape((rows, columns)), device=weight_NK.device)
+    step = max(STRETCH // (4 * columns) // kept.tile_rows, 1) * kept.tile_rows
+    for first in range(0, rows, step):
+        try:
+            made = quantise(weight_NK[first : first + step], kept)
+        except ValueError as error:
+            raise SyncError(
+                f"{name}: {error}.\n  The model has diverged; load an earlier checkpoint.",
+                step="update",
+                category="user",
+                code="not_finite",
+            ) from error
+        codes[first : first + step] = made.codes.view(torch.float8_e4m3fn)
+        of_tiles = tile_scales(made)
+        at = first // kept.tile_rows
+        scales[at : at + len(of_tiles)] = of_tiles
+    return codes, scales

@@ -1,0 +1,92 @@
+"""What goes out, in which order, and how much of it at once.
+
+Tensors bear Hugging Face's names, and a bucket is sent by one request. A bucket is made of tensors
+that are read a few at a time, so that little more than the bucket itself is in memory.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from penstock.engine.hf.state_dict import HfWeights
+from penstock.server.weight_sync.block_fp8 import SCALES, scales_shape, tiles
+
+STRETCH = 64 << 20
+"""Bytes of tensors, in fp32, that are read at once."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A tensor as it goes out."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that go out."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """How a model goes out."""
+
+    weights: HfWeights
+    dtype: torch.dtype
+    """Of all that is not kept exact, nor quantised."""
+    quantised: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    """Shapes of the weights that go out in FP8."""
+
+    def sent(self, name: str) -> list[Sent]:
+        """What a weight goes out as."""
+        shape = self.weights.shapes[name]
+        if name in self.quantised:
+            return [
+                Sent(name, shape, torch.float8_e4m3fn),
+                Sent(f"{name}{SCALES}", scales_shape(shape), torch.float32),
+            ]
+        exact = name in self.weights.exact
+        return [Sent(name, shape, torch.float32 if exact else self.dtype)]
+
+    def buckets(self, most: int) -> list[list[str]]:
+        """All weights in the model's order, in buckets of at most so many bytes, or of one weight
+        that is larger."""
+        found: list[list[str]] = []
+        left = 0
+        for name in self.weights.shapes:
+            size = sum(one.nbytes for one in self.sent(name))
+            if not found or size > left:
+                found.append([])
+                left = most
+            found[-1].append(name)
+            left -= size
+        return found
+
+    def tensors(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """What `sent` says of these, one after another."""
+        return [made for batch in self._batches(names) for made in self._made(batch)]
+
+    def _batches(self, names: Collection[str]) -> Iterator[list[str]]:
+        batch: list[str] = []
+        left = STRETCH
+        for name in names:
+            size = 4 * torch.Size(self.weights.shapes[name]).numel()
+            if batch and size > left:
+                yield batch
+                batch, left = [], STRETCH
+            batch.append(name)
+            left -= size
+        if batch:
+            yield batch
+
+    def _made(self, names: Sequence[str]) -> Iterator[torch.Tensor]:
+        read = self.weights.read(names)
+        for name in names:
+            tensor = read.pop(name)
+            if name in self.quantised:
+                yield from tiles(name, tensor)
+            else:
+                yield tensor.to(self.sent(name)[0].dtype)

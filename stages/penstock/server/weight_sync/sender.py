@@ -1,0 +1,387 @@
+"""Weights from training to inference servers, as SGLang takes them: the order of it all.
+
+    health -> group -> pause -> flush -> bucket after bucket -> destroy -> continue
+
+Servers are asked all at once, and a fault at one of them ends it for all: what was paused generates
+again, the group is gone, and training goes on. A server that had part of an update then has
+weights of two steps, until the next sync.
+"""
+
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass
+from http.client import HTTPException
+from typing import Any, TypeVar
+
+import torch
+
+from penstock.engine.distributed.external_group import OutsideGroup
+from penstock.engine.distributed.full_tensors import WholeTensors
+from penstock.engine.distributed.param_shards import Held
+from penstock.engine.distributed.ranks import Ranks
+from penstock.engine.hf.live_state_dict import OfRank, live_weights
+from penstock.engine.hf.state_dict import Tensors
+from penstock.engine.model_source import Adapting
+from penstock.engine.quantization.select_layers import Formats
+from penstock.models.tp_roles import Roles
+from penstock.models.weights import WeightMap
+from penstock.server.protocol.results import Synced
+from penstock.server.protocol.worker_commands import Push
+from penstock.server.weight_sync.allowed_hosts import LOOPBACK, address_towards, require_allowed
+from penstock.server.weight_sync.block_fp8 import quantised_shapes, wants_fp8
+from penstock.server.weight_sync.buckets import Parcel
+from penstock.server.weight_sync.errors import Step, SyncError, named, refused
+from penstock.server.weight_sync.sglang_client import (
+    InferenceServer,
+    Limits,
+    is_absent,
+    words_to_go_on,
+)
+
+T = TypeVar("T")
+
+
+def beside(act: Callable[[], T]) -> Future[T]:
+    """Do it in a thread that no end of the process waits for."""
+    future: Future[T] = Future()
+    # Who waits no more does not cancel it: it is done all the same.
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(act())
+        except BaseException as error:  # noqa: BLE001 - raised where its result is asked for
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="penstock-sync", daemon=True).start()
+    return future
+
+
+LOG = logging.getLogger(__name__)
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Live:
+    """A model as one rank holds it."""
+
+    held: Sequence[Held]
+    """Every parameter, also frozen ones."""
+    names: WeightMap
+    roles: Roles
+    dtype: torch.dtype = torch.bfloat16
+    """What is sent in; what a checkpoint keeps exact is not rounded."""
+    adapting: Adapting | None = None
+    """None where there are no adapters."""
+    rank: int | None = None
+    """Of the adapter, where the memory that it lies in is wider."""
+    formats: Formats | None = None
+    """Of matrices that the base model has in fewer bits."""
+
+
+def push(
+    order: Push,
+    live: Live,
+    ranks: Ranks,
+    *,
+    allowed: Collection[str] = LOOPBACK,
+    limits: Limits | None = None,
+) -> Synced | None:
+    """Send the model, adapters merged, to all endpoints of the order. Every rank calls it; the
+    leading one gets what there is to tell, of which `num_parameters` counts tensors.
+
+    Only hosts that are `allowed` are asked anything. Raises SyncError, on the leading rank alone.
+    """
+    tensors = WholeTensors(live.held, ranks)
+    if not ranks.leads:
+        tensors.give()
+        return None
+    try:
+        with torch.no_grad():
+            return _Push(order, live, tensors, ranks.device, allowed, limits or Limits()).done()
+    finally:
+        tensors.let_go()
+
+
+class _Push:
+    """One sync, on the leading rank."""
+
+    def __init__(
+        self,
+        order: Push,
+        live: Live,
+        tensors: Tensors,
+        device: torch.device,
+        allowed: Collection[str],
+        limits: Limits,
+    ) -> None:
+        _require_possible(order, allowed)
+        self._order, self._device, self._limits = order, device, limits
+        quantised = (
+            quantised_shapes(live.names, live.roles) if wants_fp8(order.quantization) else {}
+        )
+        weights = live_weights(
+            tensors if live.rank is None else OfRank(tensors, live.rank),
+            live.names,
+            adapting=live.adapting,
+            formats=live.formats,
+        )
+        self._parcel = Parcel(weights, live.dtype, quantised)
+        keys = order.api_keys or [None] * len(order.endpoints)
+        self._servers = list(map(InferenceServer, order.endpoints, keys))
+        self._address = order.master_address or address_towards(order.endpoints)
+        self._size = 1 + sum(endpoint.world_size for endpoint in order.endpoints)
+
+    def done(self) -> Synced:
+        """All of it. Raises SyncError."""
+        started = time.monotonic()
+        limits = self._limits
+        self._all(self._look_at, step="health", seconds=limits.health * 6)
+        group = self._listening()
+        try:
+            self._join(group)
+            self._all_post(
+                "/pause_generation",
+                {"mode": self._order.pause_mode},
+                step="pause",
+                seconds=limits.pause,
+                tries=limits.pauses,
+            )
+            flushed = not self._order.flush_cache or self._flushed()
+            buckets = self._parcel.buckets(self._order.buffer_size_mb * MIB)
+            for number, names in enumerate(buckets):
+                last = number == len(buckets) - 1
+                self._update(group, names, flush=last and not flushed, ends=last)
+            self._leave(group)
+            self._all_post("/continue_generation", {}, step="continue", seconds=limits.pause)
+        except BaseException:
+            self._recover(group)
+            raise
+        sent = [one for names in buckets for name in names for one in self._parcel.sent(name)]
+        return Synced(
+            num_parameters=len(sent),
+            total_bytes=sum(one.nbytes for one in sent),
+            num_buckets=len(buckets),
+            seconds=time.monotonic() - started,
+            endpoints=self._order.endpoints,
+        )
+
+    def _look_at(self, server: InferenceServer) -> None:
+        server.require_alive(self._limits.health)
+        server.require_size(self._limits.health)
+
+    def _flushed(self) -> bool:
+        """Have the servers forget what they computed with other weights; False where one has no
+        such route, and is to do it with the last bucket.
+
+        By itself, for a server that cannot do it beside an update ends. Nothing is computed until
+        they go on, so that it may be done first, when a fault has changed nothing yet.
+        """
+        try:
+            self._all_post(
+                "/flush_cache",
+                {},
+                step="flush",
+                seconds=self._limits.pause,
+                tries=self._limits.flushes,
+            )
+        except SyncError as error:
+            if is_absent(error.__cause__):
+                return False
+            raise SyncError(
+                f"{error.fault}\n  Some servers cannot while requests wait; pause_mode abort ends"
+                " those.",
+                step="flush",
+                endpoint=error.endpoint,
+            ) from error
+        return True
+
+    def _listening(self) -> OutsideGroup:
+        order = self._order
+        try:
+            return OutsideGroup(
+                name=order.group_name,
+                address=self._address,
+                port=order.master_port,
+                size=self._size,
+                device=self._device,
+                # Ours run out first, and say where.
+                seconds=2 * max(self._limits.group, self._limits.update),
+                tensor_seconds=self._limits.tensor,
+            )
+        except (OSError, RuntimeError) as error:
+            raise refused(
+                f"this machine cannot listen at {self._address}:{order.master_port}: {error}.\n"
+                "  Leave master_address and master_port out, or name an address of the training "
+                "server's and a free port."
+            ) from error
+
+    def _join(self, group: OutsideGroup) -> None:
+        calls: list[Future[None]] = []
+        first = 1
+        for server in self._servers:
+            body = {
+                "master_address": self._address,
+                "master_port": group.port,
+                "rank_offset": first,
+                "world_size": self._size,
+                "group_name": self._order.group_name,
+                "backend": group.kind,
+            }
+            calls.append(
+                self._posted(
+                    server, "/init_weights_update_group", body, "group", self._limits.group
+                )
+            )
+            first += server.endpoint.world_size
+        self._await(calls, beside(group.join), step="group", seconds=self._limits.group)
+
+    def _update(
+        self, group: OutsideGroup, names: Sequence[str], *, flush: bool, ends: bool
+    ) -> None:
+        order = self._order
+        tensors = self._parcel.tensors(names)
+        sent = [one for name in names for one in self._parcel.sent(name)]
+        body: dict[str, Any] = {
+            "names": [one.name for one in sent],
+            "dtypes": [str(one.dtype).removeprefix("torch.") for one in sent],
+            "shapes": [list(one.shape) for one in sent],
+            "group_name": order.group_name,
+            "flush_cache": flush,
+        }
+        if ends and order.weight_version is not None:
+            # Whoever has had a part of them has not that version yet.
+            body["weight_version"] = order.weight_version
+        calls = [
+            self._posted(
+                server, "/update_weights_from_distributed", body, "update", self._limits.update
+            )
+            for server in self._servers
+        ]
+        going = beside(lambda: group.broadcast(tensors))
+        self._await(calls, going, step="update", seconds=self._limits.update)
+
+    def _leave(self, group: OutsideGroup) -> None:
+        body = {"group_name": self._order.group_name}
+        calls = [
+            self._posted(
+                server, "/destroy_weights_update_group", body, "destroy", self._limits.pause
+            )
+            for server in self._servers
+        ]
+        self._await(calls, beside(group.close), step="destroy", seconds=self._limits.pause)
+
+    def _recover(self, group: OutsideGroup) -> None:
+        """Leave the group, and let every server that can still be told leave it and generate again;
+        in the background those that do not answer soon."""
+        group.abandon()
+        calls = [
+            self._posted(server, path, body, step, self._limits.late)
+            for server in self._servers
+            for step, path, body in words_to_go_on(self._order.group_name)
+        ]
+        wait(calls, timeout=self._limits.word)
+        group.close_store()
+        wait(calls, timeout=self._limits.recovery)
+        for call in calls:
+            if not call.done() or call.exception():
+                LOG.warning("after a failed sync: %s", _told(call))
+
+    def _all_post(
+        self, path: str, body: dict[str, Any], *, step: Step, seconds: float, tries: int = 1
+    ) -> None:
+        self._all(
+            lambda server: server.post(path, body, step=step, seconds=seconds, tries=tries),
+            step=step,
+            seconds=seconds * tries,
+        )
+
+    def _all(self, ask: Callable[[InferenceServer], None], *, step: Step, seconds: float) -> None:
+        calls = [beside(functools.partial(ask, server)) for server in self._servers]
+        self._await(calls, None, step=step, seconds=seconds)
+
+    def _posted(
+        self, server: InferenceServer, path: str, body: dict[str, Any], step: Step, seconds: float
+    ) -> Future[None]:
+        return beside(lambda: server.post(path, body, step=step, seconds=seconds))
+
+    def _await(
+        self,
+        calls: Sequence[Future[None]],
+        ours: Future[None] | None,
+        *,
+        step: Step,
+        seconds: float,
+    ) -> None:
+        """Wait for the servers, in order, and for our own part beside them, until one of them
+        fails. A server's own word goes before what broke here or at others of it."""
+        everything = [*calls, *([ours] if ours else [])]
+        done, _ = wait(everything, timeout=seconds + self._limits.word, return_when=FIRST_EXCEPTION)
+        broke = ours.exception() if ours in done and ours else None
+        if broke or _faults(calls):
+            wait(calls, timeout=self._limits.word)
+        faults = _faults(calls)
+        early = _faults([call for call in calls if call in done])
+        timed_out = any(map(_is_late, faults))
+        # One that is gone, then one that spoke before the others had reason to.
+        blamed = [*filter(_is_of_gone, faults), *(one for one in early if not _is_late(one))]
+        if blamed or (faults and not timed_out):
+            raise (blamed or faults)[0]
+        if broke and not timed_out:
+            raise SyncError(f"the group broke: {broke}", step=step) from broke
+        late = [
+            server.endpoint
+            for server, call in zip(self._servers, calls, strict=True)
+            if not call.done() or _is_late(call.exception())
+        ]
+        if late or (ours and not ours.done()):
+            # Those that wait for one that is silent are silent, too.
+            whose = f" from {', '.join(map(named, late))}" if late else ""
+            raise SyncError(
+                f"no end within {seconds:g} s{whose}",
+                step=step,
+                endpoint=late[0] if len(late) == 1 else None,
+            )
+
+
+def _require_possible(order: Push, allowed: Collection[str]) -> None:
+    """Raises SyncError for an order that no server need be asked about."""
+    if not order.endpoints:
+        raise refused("there is no endpoint; add one first")
+    places = [(endpoint.host, endpoint.port) for endpoint in order.endpoints]
+    for endpoint in order.endpoints:
+        require_allowed(endpoint, allowed)
+        if endpoint.world_size < 1:
+            raise refused(f"its world_size is {endpoint.world_size}", endpoint)
+        if places.count((endpoint.host, endpoint.port)) > 1:
+            raise refused("it is there twice", endpoint)
+    if order.flush_cache and order.pause_mode == "in_place":
+        raise refused(
+            "pause_mode in_place keeps what requests have cached, and flush_cache drops it.\n"
+            "  Leave flush_cache out, or pause by retract or abort."
+        )
+    if order.buffer_size_mb < 1:
+        raise refused(f"buffer_size_mb is {order.buffer_size_mb}, and at least 1 is needed")
+
+
+def _faults(calls: Sequence[Future[None]]) -> list[BaseException]:
+    return [fault for call in calls if call.done() and (fault := call.exception())]
+
+
+def _is_of_gone(fault: BaseException) -> bool:
+    """Whether a server cannot be spoken to."""
+    return isinstance(fault.__cause__, OSError | HTTPException) and not _is_late(fault)
+
+
+def _is_late(fault: BaseException | None) -> bool:
+    """Whether a server did not answer in time."""
+    return fault is not None and isinstance(fault.__cause__, TimeoutError)
+
+
+def _told(call: Future[None]) -> str:
+    return str(call.exception()) if call.done() else "a server has not answered yet"

@@ -1,0 +1,178 @@
+"""Samples of clients, as losses are computed of them, and what is answered of each.
+
+T tokens of a sample; K targets of each, where they have several.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from penstock.engine.losses.client_loss import ClientLoss
+from penstock.losses.policy import Told
+from penstock.rows.schema import IGNORED
+from penstock.server.protocol.losses import (
+    CLIPS,
+    FACTORS,
+    OPTIONAL,
+    PARAMS,
+    REQUIRED,
+    SEVERAL_TARGETS,
+    TARGETS,
+)
+from penstock.server.protocol.types import Array, Datum
+from penstock.server.protocol.worker_commands import Rows
+from penstock.server.worker.errors import RefusedError
+
+Numbers = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One of a client's, checked."""
+
+    tokens: npt.NDArray[np.int32]
+    """[T]."""
+    targets: npt.NDArray[np.int32]
+    """[T] or [T, K]; IGNORED where there is none."""
+    told: Mapping[str, Numbers]
+    """By the fields of Told, of the targets' shape."""
+
+    @property
+    def num_targets(self) -> int:
+        """Of each token: K, or 1."""
+        return self.targets.shape[1] if self.targets.ndim > 1 else 1
+
+    @property
+    def num_trained(self) -> int:
+        """Tokens that count, be it by one of their targets."""
+        counts = self.told["factors_T"] != 0
+        return int(np.count_nonzero(counts.any(axis=1) if counts.ndim > 1 else counts))
+
+
+def loss_of(order: Rows) -> ClientLoss:
+    """What is computed, with the numbers that were not given. Raises RefusedError for a number
+    that it does not take, or that makes no sense."""
+    known = PARAMS[order.loss]
+    if strange := sorted(order.params.keys() - known.keys()):
+        raise RefusedError(
+            "invalid",
+            f"{order.loss} takes no {strange[0]}; it takes {', '.join(known) or 'no numbers'}.\n"
+            "  Leave it out.",
+        )
+    params = {**known, **order.params}
+    low, high = (params.get(name, 0.0) for name in CLIPS)
+    if low > high:
+        raise RefusedError(
+            "invalid",
+            f"{CLIPS[0]} is {low:g}, and {CLIPS[1]} {high:g}.\n  Give the lower of them first.",
+        )
+    bound = params.get("eps_clip_c", 0.0)
+    if bound and bound <= 1:
+        raise RefusedError(
+            "invalid", f"eps_clip_c is {bound:g}.\n  Give one above 1, or 0 for no bound."
+        )
+    return ClientLoss(order.loss, params)
+
+
+def samples_of(order: Rows, vocab_size: int) -> list[Sample]:
+    """Those of a pass. Raises RefusedError for what no loss can be computed of."""
+    loss = loss_of(order)
+    return [_sample(number, datum, loss, vocab_size) for number, datum in enumerate(order.data)]
+
+
+def _sample(number: int, datum: Datum, loss: ClientLoss, vocab_size: int) -> Sample:
+    tokens = datum.tokens.numpy()
+    count = len(tokens)
+    given = dict(datum.inputs)
+    takes = (TARGETS, *REQUIRED[loss.name], *OPTIONAL[loss.name])
+    for name in (TARGETS, *REQUIRED[loss.name]):
+        if name not in given:
+            raise _refused(number, f"has no {name}, which {loss.name} is computed from")
+    shape = _shape(number, given[TARGETS], count, loss)
+    for name, array in given.items():
+        if name not in takes:
+            raise _refused(number, f"has {name}, and {loss.name} takes {', '.join(takes)}")
+        if array.shape != shape:
+            raise _refused(
+                number, f"has {TARGETS} of shape {shape}, and {name} of shape {array.shape}"
+            )
+    targets = given.pop(TARGETS).numpy()
+    for name, ids in (("tokens", tokens), (TARGETS, targets[targets != IGNORED])):
+        if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
+            wrong = int(ids.min() if ids.min() < 0 else ids.max())
+            raise _refused(number, f"has {wrong} in {name}, and the vocabulary is {vocab_size}")
+    targets = targets.astype(np.int32)
+    numbers = {name: array.numpy().astype(np.float32) for name, array in given.items()}
+    factors = np.ones(shape, np.float32)
+    for name in FACTORS:
+        factors = factors * numbers.get(name, np.float32(1))
+    factors = np.where(targets == IGNORED, np.float32(0), factors)
+    nothing = np.zeros(shape, np.float32)
+    told = {
+        "factors_T": factors,
+        "logprobs_T": numbers.get("logprobs", nothing),
+        "advantages_T": numbers.get("advantages", nothing),
+        "reference_T": numbers.get("ref_logprobs", numbers.get("logprobs", nothing)),
+    }
+    for field, name in zip(("low_T", "high_T"), CLIPS, strict=True):
+        fixed = np.full(shape, loss.params.get(name, 0.0), np.float32)
+        told[field] = numbers.get(name, fixed)
+    return Sample(tokens.astype(np.int32), targets, told)
+
+
+def _shape(number: int, targets: Array, count: int, loss: ClientLoss) -> tuple[int, ...]:
+    """That of all inputs, which the targets have."""
+    if targets.shape == (count,):
+        return targets.shape
+    is_several = len(targets.shape) == 2 and targets.shape[0] == count and targets.shape[1] > 0
+    if is_several and loss.name in SEVERAL_TARGETS:
+        return targets.shape
+    raise _refused(number, f"has {count} tokens, and {TARGETS} of shape {targets.shape}")
+
+
+def _refused(number: int, fault: str) -> RefusedError:
+    return RefusedError("invalid", f"sample {number} {fault}.\n  Send it as the loss takes it.")
+
+
+def outputs_of(
+    samples: Sequence[Sample], loss: ClientLoss, logp: torch.Tensor
+) -> tuple[list[dict[str, Numbers]], float]:
+    """For each sample its tokens' log-probabilities, and where tokens have losses by themselves
+    these, of its targets' shape; and the sum of all losses. `logp` are those of all tokens, one
+    sample after another, [T of all] or, in a pass of several targets, [T of all, K]; fp32 on the
+    CPU."""
+    found: list[dict[str, Numbers]] = []
+    total = 0.0
+    at = 0
+    for sample in samples:
+        mine_T = logp[at : at + len(sample.tokens)]
+        at += len(sample.tokens)
+        if logp.dim() > 1:
+            # Other samples of the pass may have more targets.
+            mine_T = mine_T[:, : sample.num_targets]
+        mine_T = mine_T.reshape(sample.targets.shape)
+        told = Told(**{name: torch.from_numpy(its) for name, its in sample.told.items()})
+        outputs: dict[str, Numbers] = {"logprobs": mine_T.numpy()}
+        losses_T = loss.of_tokens(mine_T, told)
+        if losses_T is None:
+            total += loss.of_sample(mine_T, told).item() if len(mine_T) else 0.0
+        else:
+            outputs["elementwise_loss"] = losses_T.numpy()
+            total += losses_T.double().sum().item()
+        found.append(outputs)
+    return found, total
+
+
+def told_numbers(metrics: Mapping[str, object]) -> dict[str, float]:
+    """What routers tell, one number by each name."""
+    routers = metrics.get("routers")
+    found: dict[str, float] = {}
+    if isinstance(routers, Mapping):
+        layers = routers["layers"]
+        for name in ("entropy", "imbalance", "most", "least"):
+            for layer, value in zip(layers, routers[name], strict=True):
+                found[f"routers/{layer}/{name}:mean"] = float(value)
+    return found

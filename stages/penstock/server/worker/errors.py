@@ -1,0 +1,44 @@
+"""What the workers refuse, and whose fault a failure is."""
+
+from penstock.core.errors import (
+    ArtifactError,
+    CapabilityError,
+    ConfigError,
+    PenstockError,
+    StageError,
+)
+from penstock.engine.generation import generator
+from penstock.engine.multi_lora.model_pool import UnknownModelError
+from penstock.engine.multi_lora.optim_step import NotFiniteError
+from penstock.server.protocol.codec import Code
+from penstock.server.weight_sync.errors import SyncError
+
+
+class RefusedError(PenstockError):
+    """An order that is not carried out, and why."""
+
+    def __init__(self, code: Code, error: str) -> None:
+        super().__init__(error)
+        self.code: Code = code
+
+
+CODES: tuple[tuple[type[PenstockError], Code], ...] = (
+    (UnknownModelError, "not_found"),
+    (NotFiniteError, "not_finite"),
+    (generator.NotFiniteError, "not_finite"),
+    (ConfigError, "invalid"),
+    (CapabilityError, "invalid"),
+    (ArtifactError, "invalid"),
+    (StageError, "internal"),
+)
+"""The first that fits."""
+
+
+def code_of(error: PenstockError) -> Code:
+    """What kind of failure it is."""
+    if isinstance(error, RefusedError | SyncError):
+        return error.code
+    for kind, code in CODES:
+        if isinstance(error, kind):
+            return code
+    return "internal"

@@ -1,0 +1,223 @@
+"""Answers to prompts: from the base model, or from what a client's model once was.
+
+What is drawn from takes the place of the model that is in the base, which comes back when it is
+computed with again. Adapters that were drawn from lately are kept.
+"""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.adapters.names import factor_of
+from penstock.adapters.scaling import scale_of
+from penstock.core.errors import ArtifactError
+from penstock.engine.distributed.param_shards import local
+from penstock.engine.generation.sampling import Drawing
+from penstock.engine.generation.sequences import Answer, Answered, Decode, Likeliest, Prompt
+from penstock.engine.hf.load_weights import cut_into
+from penstock.engine.multi_lora.model_pool import Residents
+from penstock.engine.multi_lora.model_store import require_whole_sampler, sampler_in
+from penstock.engine.multi_lora.rank_padding import padded, rank_dim
+from penstock.engine.peft.init_from_adapter import AdapterStart
+from penstock.server.protocol.results import Sampled
+from penstock.server.protocol.types import Array
+from penstock.server.protocol.types import Sequence as Drawn
+from penstock.server.protocol.worker_commands import Generate, Generated
+
+LOG = logging.getLogger(__name__)
+
+KEPT = 4
+"""Adapters."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """An adapter to draw from."""
+
+    weights: Sequence[torch.Tensor]
+    """This rank's parts of the base's trainable tensors."""
+    scale: float
+
+
+@dataclass
+class Sampling:
+    """What these ranks draw from. Every rank makes the same calls."""
+
+    residents: Residents
+    decode: Decode
+    ends: tuple[int, ...] = ()
+    """Tokens that end a text of the model's."""
+    kept: OrderedDict[tuple[str, int], Loaded] = field(
+        default_factory=OrderedDict[tuple[str, int], Loaded]
+    )
+    """By folder and the time of its writing, the last one drawn from at the end."""
+
+    def generate(self, order: Generate) -> Generated:
+        """The answers to all prompts of an order.
+
+        Raises ArtifactError for a folder with nothing to sample from, ConfigError for a prompt that
+        cannot be answered.
+        """
+        prompts = [self._prompt(order, number) for number in range(len(order.prompts))]
+        self._fill(Path(order.adapter) if order.adapter else None)
+        found = self.residents.substrate.built.generator.generate(prompts, self.decode)
+        return Generated(sampled=tuple(map(_sampled, found)))
+
+    def _prompt(self, order: Generate, number: int) -> Prompt:
+        said = order.settings[number]
+        ends = () if said.ignore_eos else self.ends
+        return Prompt(
+            order.prompts[number].numpy().tolist(),
+            Drawing(
+                max_tokens=said.max_tokens,
+                temperature=said.temperature,
+                top_k=said.top_k,
+                top_p=said.top_p,
+                seed=said.seed,
+                stop_tokens=(*said.stop_tokens, *ends),
+                stop_texts=said.stop_texts,
+            ),
+            count=order.counts[number],
+            scored=order.prompt_logprobs[number] if order.prompt_logprobs else False,
+            likeliest=order.topk[number] if order.topk else 0,
+            likeliest_drawn=order.topk_drawn[number] if order.topk_drawn else 0,
+        )
+
+    def _fill(self, folder: Path | None) -> None:
+        """Let the base compute as what is in a folder; None: as itself."""
+        residents = self.residents
+        time, loaded = self._found(folder) if folder else (0, None)
+        if residents.substrate.sharing == "alone":
+            # Much to read, and often the same again.
+            if residents.guest != (folder, time):
+                residents.vacate()
+                residents.substrate.refill(folder)
+                residents.guest = folder, time
+        elif loaded is None:
+            residents.put_no_adapter()
+        else:
+            residents.put_adapter(loaded.weights, loaded.scale)
+
+    def _found(self, folder: Path) -> tuple[int, Loaded | None]:
+        """When the folder was written, and the adapter that it holds; None: a whole model.
+
+        Raises ArtifactError on all ranks alike: somebody may be deleting it, which some ranks see
+        and others do not.
+        """
+        substrate, loaded, time, fault = self.residents.substrate, None, 0, ""
+        try:
+            said, time = sampler_in(folder), folder.stat().st_mtime_ns
+            is_known = (str(folder), time) in self.kept
+            if not is_known:
+                self._require_alike(folder.name, said)
+            if not is_known and self.residents.guest != (folder, time):
+                ranks = substrate.ranks
+                require_whole_sampler(folder, share=ranks.rank, of=ranks.world)
+            if substrate.sharing == "adapters":
+                loaded = self._loaded(folder, time)
+        except OSError as error:
+            fault = f"{folder.name} cannot be read: {error.strerror}.\n  Save it again."
+        except ArtifactError as error:
+            fault = str(error)
+        except Exception as error:
+            # Such as no memory: no reason for the others to wait, nor for all models to begin anew.
+            LOG.exception("%s cannot be sampled from on rank %d", folder, substrate.ranks.rank)
+            fault = (
+                f"{folder.name} cannot be sampled from, as rank {substrate.ranks.rank} met "
+                f"{type(error).__name__}: {error}\n  Ask again; the log of the workers tells more."
+            )
+        told = substrate.ranks.gather((time, fault))
+        for _, fault in told:
+            if fault:
+                raise ArtifactError(fault)
+        return told[0][0], loaded
+
+    def _require_alike(self, name: str, said: Mapping[str, Any]) -> None:
+        """Raise ArtifactError for what was saved by a server that trains something else."""
+        substrate = self.residents.substrate
+        room = substrate.run.lora.lora_rank if substrate.sharing == "adapters" else None
+        rank = said["rank"]
+        if (rank is None) != (room is None):
+            kinds = (
+                ("a whole model", "adapters") if rank is None else ("an adapter", "whole models")
+            )
+            raise ArtifactError(
+                f"{name} is {kinds[0]}, and this server samples from {kinds[1]}.\n"
+                "  Serve with the enable_lora and merge_lora_interval that it was saved with."
+            )
+        if rank is None or room is None:
+            return
+        if rank > room:
+            raise ArtifactError(
+                f"{name} is an adapter of rank {rank}, and this server has room for {room}."
+                f"\n  Serve with lora_rank {rank} or more."
+            )
+        if strange := sorted({*said["layers"]} - {*substrate.adapted}):
+            raise ArtifactError(
+                f"{name} has an adapter on {strange[0]}, which bears none here.\n"
+                "  Serve with the lora_target_modules that it was saved with."
+            )
+
+    def _loaded(self, folder: Path, time: int) -> Loaded:
+        key = str(folder), time
+        if key not in self.kept:
+            self.kept[key] = self._read(folder)
+        self.kept.move_to_end(key)
+        while len(self.kept) > KEPT:
+            self.kept.popitem(last=False)
+        return self.kept[key]
+
+    @torch.no_grad()
+    def _read(self, folder: Path) -> Loaded:
+        said, substrate = sampler_in(folder), self.residents.substrate
+        rank, layers = int(said["rank"]), list(said["layers"])
+        begun = AdapterStart(folder, layers, substrate.names)
+        weights: list[torch.Tensor] = []
+        for one in substrate.trainable:
+            here = torch.zeros_like(local(one.parameter.detach()))
+            for piece in one.pieces:
+                factor = factor_of(piece.tensor)
+                assert factor is not None, f"{piece.tensor} is no part of an adapter"
+                if factor.hf_module not in layers:
+                    continue
+                shape = list(piece.whole)
+                shape[rank_dim(factor, len(shape))] = rank
+                whole = padded(piece.tensor, begun(piece.tensor, tuple(shape)), piece.whole)
+                cut_into(whole, piece, piece.of(here))
+            weights.append(here)
+        return Loaded(weights, scale_of(rank, said["alpha"], "rank"))
+
+
+def _sampled(found: Answered) -> Sampled:
+    """As it is sent."""
+    log_probs_T = found.log_probs_T
+    tokens, log_probs = _ranked(found.likeliest)
+    return Sampled(
+        sequences=tuple(map(_drawn, found.answers)),
+        prompt_logprobs=None if log_probs_T is None else Array.of(log_probs_T.numpy(), "float32"),
+        topk_prompt_tokens=tokens,
+        topk_prompt_logprobs=log_probs,
+    )
+
+
+def _drawn(answer: Answer) -> Drawn:
+    tokens, log_probs = _ranked(answer.likeliest)
+    return Drawn(
+        stop_reason=answer.ended,
+        tokens=Array.of(answer.tokens, "int32"),
+        logprobs=Array.of(answer.log_probs, "float32"),
+        topk_tokens=tokens,
+        topk_logprobs=log_probs,
+    )
+
+
+def _ranked(likeliest: Likeliest | None) -> tuple[Array | None, Array | None]:
+    if likeliest is None:
+        return None, None
+    tokens_TK, log_probs_TK = likeliest
+    return Array.of(tokens_TK.numpy(), "int32"), Array.of(log_probs_TK.numpy(), "float32")

@@ -1,0 +1,208 @@
+"""What each order does, on every rank alike. Only rank 0's results are sent."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.engine.losses.client_loss import ClientLosses
+from penstock.engine.model_source import Adapting
+from penstock.engine.multi_lora.model_pool import KINDS, Adapter, Residents
+from penstock.engine.multi_lora.model_store import Resting
+from penstock.engine.multi_lora.optim_step import StepNumbers, step
+from penstock.server.protocol.results import Done, Passed, Stepped, Synced
+from penstock.server.protocol.types import Array, Lora
+from penstock.server.protocol.worker_commands import (
+    Close,
+    Export,
+    Forget,
+    Generate,
+    Generated,
+    Load,
+    Open,
+    Opened,
+    Order,
+    Push,
+    Rows,
+    Save,
+    Update,
+)
+from penstock.server.weight_sync.allowed_hosts import LOOPBACK
+from penstock.server.weight_sync.sender import Live, push
+from penstock.server.worker.batching import Dealing
+from penstock.server.worker.datums import loss_of, outputs_of, samples_of, told_numbers
+from penstock.server.worker.errors import RefusedError
+from penstock.server.worker.generate import Sampling
+
+Result = Done | Opened | Passed | Stepped | Generated | Synced
+
+
+@dataclass(frozen=True)
+class Operations:
+    """The models of clients on these ranks."""
+
+    residents: Residents
+    resting: Resting
+    losses: ClientLosses
+    dealing: Dealing
+    sampling: Sampling
+    begin_from: Path | None = None
+    """A checkpoint whose weights every new model starts from."""
+
+    allowed_hosts: tuple[str, ...] = LOOPBACK
+    """Those that weights may be sent to."""
+
+    def do(self, order: Order) -> Result:
+        """Carry out an order. Every rank calls it with the same.
+
+        Raises PenstockError where it cannot be carried out; then nothing has changed, but for what
+        the error says.
+        """
+        act: Callable[[Any], Result] = {
+            Open: self._open,
+            Close: self._close,
+            Rows: self._rows,
+            Update: self._update,
+            Forget: self._forget,
+            Save: self._save,
+            Load: self._load,
+            Export: self._export,
+            Generate: self.sampling.generate,
+            Push: self._push,
+        }[type(order)]
+        try:
+            return act(order)
+        finally:
+            self.residents.forget_gradients()
+
+    def _open(self, order: Open) -> Opened:
+        asked, optimizer = order.optimizer_config, dict[str, Any]()
+        if asked.kind is not None:
+            optimizer["optimizer"] = asked.kind
+        if asked.dtype is not None:
+            optimizer["optimizer_dtype"] = asked.dtype
+        if asked.kind is not None or asked.kwargs:
+            optimizer["optimizer_kwargs"] = dict(asked.kwargs)
+        self.residents.open(order.model, self._adapter(order.lora), optimizer)
+        try:
+            if self.begin_from:
+                self.resting.begin_from(order.model, self.begin_from)
+            sizes = self.resting.sizes(order.model)
+        except BaseException:
+            self.residents.close(order.model)
+            raise
+        return Opened(state_bytes=sizes.state, export_bytes=sizes.export)
+
+    def _adapter(self, lora: Lora | None) -> Adapter | None:
+        """What is asked for, with what the server's file says of the rest."""
+        substrate = self.residents.substrate
+        said = substrate.run.lora
+        if not said.enable_lora:
+            if lora is not None:
+                raise RefusedError(
+                    "invalid",
+                    f"an adapter of rank {lora.rank} is asked for, and this server trains all "
+                    "weights.\n  Create the model without lora_config, or serve with enable_lora.",
+                )
+            return None
+        lora = lora or Lora(rank=said.lora_rank)
+        there = self.residents.kinds
+        asked = {kind: getattr(lora, f"train_{kind}") for kind in KINDS}
+        if asked["unembed"] and substrate.has_tied_head:
+            # The SDK asks for it unless told otherwise; Served.notice says what becomes of it.
+            asked["unembed"] = None
+        return Adapter(
+            rank=lora.rank,
+            alpha=said.lora_alpha if lora.alpha is None else lora.alpha,
+            seed=substrate.run.train.seed if lora.seed is None else lora.seed,
+            kinds=frozenset(
+                kind for kind in KINDS if (kind in there if asked[kind] is None else asked[kind])
+            ),
+        )
+
+    def _close(self, order: Close) -> Done:
+        self.residents.close(order.model)
+        return Done()
+
+    def _rows(self, order: Rows) -> Passed:
+        resident, loss = self.residents.get(order.model), loss_of(order)
+        substrate = self.residents.substrate
+        samples = samples_of(order, substrate.built.vocab_size)
+        if not order.forward_only and resident.per not in (None, order.per):
+            raise RefusedError(
+                "invalid",
+                f"gradients that were gathered are of losses per {resident.per}, and those of this "
+                f"pass would be per {order.per}.\n  Step before, or drop what was gathered.",
+            )
+        began = time.monotonic()
+        batches = self.dealing.deal(samples, order.rows)
+        num_tokens = sum(len(sample.tokens) for sample in samples)
+        num_trained = sum(sample.num_trained for sample in samples)
+        self.residents.enter(order.model)
+        more: dict[str, float] = {}
+        if order.forward_only:
+            logp = self.losses.forward(batches, num_tokens)
+        else:
+            logp, told = self.losses.forward_backward(batches, loss, num_tokens)
+            self.residents.gather(resident, num_trained, order.per)
+            more = told_numbers(told) | self.residents.told(resident)
+        outputs, total = outputs_of(samples, loss, logp.cpu())
+        return Passed(
+            outputs=tuple(
+                {name: Array.of(its, "float32") for name, its in each.items()} for each in outputs
+            ),
+            metrics={
+                "loss:sum": total,
+                "loss:mean": total / max(1, num_trained),
+                "valid_tokens:sum": float(num_trained),
+                "tokens:sum": float(num_tokens),
+                "execution_time:sum": time.monotonic() - began,
+                **more,
+            },
+        )
+
+    def _update(self, order: Update) -> Stepped:
+        adam = order.adam
+        numbers = StepNumbers(
+            learning_rate=adam.learning_rate,
+            beta1=adam.beta1,
+            beta2=adam.beta2,
+            eps=adam.eps,
+            weight_decay=adam.weight_decay,
+            grad_clip_norm=adam.grad_clip_norm,
+        )
+        return Stepped(metrics=step(self.residents, order.model, numbers))
+
+    def _forget(self, order: Forget) -> Done:
+        self.residents.get(order.model).drop_gradients()
+        return Done()
+
+    def _save(self, order: Save) -> Done:
+        self.resting.save(order.model, Path(order.folder), order.facts)
+        return Done()
+
+    def _load(self, order: Load) -> Done:
+        folder = Path(order.folder)
+        if not folder.is_dir():
+            raise RefusedError("not_found", f"there is no checkpoint {folder.name}.\n  Save first.")
+        self.resting.load(order.model, folder, optimizer=order.optimizer)
+        return Done()
+
+    def _export(self, order: Export) -> Done:
+        self.resting.export(order.model, Path(order.folder), order.dtype)
+        return Done()
+
+    def _push(self, order: Push) -> Synced | Done:
+        """On ranks that do not lead there is nothing to tell."""
+        resident = self.residents.enter(order.model)
+        substrate, adapter = self.residents.substrate, resident.adapter
+        live = Live(
+            held=substrate.built.engine.layout.held,
+            names=substrate.names,
+            roles=substrate.family.roles,
+            adapting=Adapting(adapter.alpha) if adapter else None,
+            rank=adapter.rank if adapter else None,
+            formats=substrate.formats,
+        )
+        return push(order, live, substrate.ranks, allowed=self.allowed_hosts) or Done()

@@ -1,0 +1,214 @@
+"""The checkpoints of one run: when it can be done without one, and what it says besides tensors."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.core.errors import StageError
+from penstock.engine import rng
+from penstock.engine.build import Assembled
+from penstock.engine.checkpoint.folders import naming_of, read_state, understanding
+from penstock.engine.checkpoint.manager import Checkpoints
+from penstock.engine.checkpoint.resume import newest_whole_checkpoint, require_whole
+from penstock.engine.checkpoint.train_state import States
+from penstock.engine.distributed.ranks import Ranks
+from penstock.rows.batches import Cursor
+from penstock.train.eval.early_stopping import needed_by
+from penstock.train.launch.job import CHECKPOINTS, Job
+
+
+@dataclass
+class Position:
+    """Everything of it that can be told in a few numbers."""
+
+    cursor: Cursor
+    """Where in the data the next step begins."""
+    step: int = 0
+    tokens: int = 0
+    trained_tokens: int = 0
+    loss: float | None = None
+    rows: int = 0
+    """Packed rows that were trained on."""
+
+    def as_json(self) -> dict[str, Any]:
+        """As `state.json` of a checkpoint has it."""
+        return {
+            "step": self.step,
+            "epoch": self.cursor.epoch,
+            "samples_consumed": self.cursor.samples,
+            "order_seed": self.cursor.seed,
+            "group": self.cursor.group,
+            "tokens": self.tokens,
+            "trained_tokens": self.trained_tokens,
+            "loss": self.loss,
+            "rows": self.rows,
+        }
+
+    @classmethod
+    def of_json(cls, state: Mapping[str, Any]) -> "Position":
+        """What `as_json` made."""
+        names = ("epoch", "samples_consumed", "order_seed", "group")
+        rest = {name: state[name] for name in ("step", "tokens", "trained_tokens", "loss")}
+        cursor = Cursor(*(state[name] for name in names))
+        return cls(cursor, **rest, rows=state.get("rows", 0))
+
+
+FORMAT = 3
+
+
+class Saves:
+    """Every rank makes one and makes the same calls."""
+
+    def __init__(
+        self, job: Job, built: Assembled, ranks: Ranks, warn: Callable[[str], None]
+    ) -> None:
+        """`warn` is told of saves that fail and that a run can do without, and of what a checkpoint
+        lacks."""
+        train = job.config.train
+        self._job, self._built, self._ranks, self._warn = job, built, ranks, warn
+        self.root = job.output_dir / CHECKPOINTS
+        self._checkpoints = Checkpoints(
+            self.root,
+            built.trained,
+            ranks,
+            writes="behind" if train.save_async else "at_once",
+            limit=train.save_total_limit,
+            naming=naming_of(train),
+        )
+        self._step: int | None = 0
+        self._verified: Path | None = None
+        """A checkpoint of which every byte has been verified."""
+        self._learns = not train.eval_only
+
+    def is_needless(self, step: int) -> bool:
+        """Whether the checkpoint of that step is there, or holds nothing that is learnt here."""
+        return self._step == step or not self._learns
+
+    def newest(self) -> Path | None:
+        """The newest whole checkpoint of this run; `warn` is told of damaged ones, which are moved
+        aside. Raises ArtifactError where all are damaged."""
+        self._verified = newest_whole_checkpoint(
+            self.root, self._job.key, self._ranks, self._warn, needs=needed_by
+        )
+        return self._verified
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Be as a complete checkpoint was; its state.json. Raises ArtifactError if it cannot."""
+        self._verify(folder)
+        self._ranks.pulse.begins("reading the checkpoint")
+        states = self._states_of(folder)
+        state = self._checkpoints.load(folder, states=states)
+        for loss in _lost(state, states):
+            self._warn(
+                f"{folder} {loss}: from here on the numbers are not those of a run that was never "
+                "interrupted"
+            )
+        with understanding(folder):
+            # RNG belongs to a rank of a layout; on another layout there is none to continue.
+            mine = state["rng"].get(str(self._ranks.rank))
+            if mine and state["layout"] == self._built.layout:
+                rng.restore(mine)
+            if (scaling := self._built.engine.scaling) and "loss_scale" in state:
+                scaling.restore(state["loss_scale"])
+        self._step = state["step"] if folder.parent == self.root else None
+        return state
+
+    def take_weights(self, folder: Path) -> None:
+        """Start from the weights of a complete checkpoint alone. Raises ArtifactError."""
+        self._verify(folder)
+        self._checkpoints.load(folder, states="passed over")
+
+    def must(self, at: Position, more: Mapping[str, Any]) -> None:
+        """Save unless that is needless; `more` goes into state.json. Raises StageError when this
+        one, or the one before, cannot be written."""
+        if not self.is_needless(at.step):
+            self._checkpoints.finish()
+            self._write(at, more)
+
+    def may(self, at: Position, more: Mapping[str, Any]) -> bool:
+        """The same, but if a checkpoint cannot be written it is told, and the run goes on. Whether
+        this one was begun."""
+        if self.is_needless(at.step):
+            return True
+        for act in (self._checkpoints.finish, lambda: self._write(at, more)):
+            try:
+                act()
+            except StageError as error:
+                self._warn(str(error))
+        return self.is_needless(at.step)
+
+    def best(self, at: Position, more: Mapping[str, Any]) -> bool:
+        """Save as `may` does, and name this checkpoint the best. Whether that is done."""
+        if not self.may(at, more):
+            return False
+        try:
+            self._checkpoints.name_best(at.step)
+        except StageError as error:
+            self._warn(str(error))
+            return False
+        return True
+
+    def place_of(self, step: int) -> str:
+        """Where the checkpoint of `step`, which is saved, lies in the output folder."""
+        folder = self._checkpoints.folder_of(step)
+        assert folder is not None, f"there is no checkpoint of step {step}"
+        return f"{CHECKPOINTS}/{folder.name}"
+
+    def keep_best(self, step: int) -> None:
+        """Keep the checkpoint of `step`, which was named the best, until another one is."""
+        self._checkpoints.keep_best(step)
+
+    def finish(self) -> None:
+        """Wait until what was saved is complete. Raises StageError when it failed, on any rank."""
+        self._checkpoints.finish()
+
+    def close(self) -> None:
+        """Wait for a save under way, whatever comes of it."""
+        self._checkpoints.close()
+
+    def _verify(self, folder: Path) -> None:
+        if folder != self._verified:
+            require_whole(folder, self._ranks)
+        if "digests" not in read_state(folder):
+            self._warn(
+                f"{folder} was saved without digests of its files, so it cannot be verified that "
+                "they are what was saved"
+            )
+
+    def _states_of(self, folder: Path) -> States:
+        """From a run's own checkpoints they are read, unless it is these that are meant."""
+        train = self._job.config.train
+        is_meant = folder.parent != self.root or train.load_checkpoint_path == "auto"
+        return "passed over" if is_meant and not train.load_optimizer else "read"
+
+    def _write(self, at: Position, more: Mapping[str, Any]) -> None:
+        self._ranks.pulse.begins("saving", step=at.step)
+        states, scaling = self._ranks.gather(rng.capture()), self._built.engine.scaling
+        state = {
+            "format": FORMAT,
+            "key": self._job.key,
+            "packed_key": self._job.packed_key,
+            **at.as_json(),
+            **more,
+            **({"loss_scale": scaling.as_json()} if scaling else {}),
+            "layout": self._built.layout,
+            "rng": {str(rank): state for rank, state in enumerate(states)},
+        }
+        self._checkpoints.save(at.step, state)
+        self._step = at.step
+
+
+def _lost(state: Mapping[str, Any], states: States) -> Iterator[str]:
+    """What is missing in a run that goes on from this `state.json`."""
+    if state["lacks_optimizer"]:
+        yield (
+            "was saved without the optimizer's states (train.save_optimizer: false), so the "
+            "optimizer starts anew"
+        )
+    elif states == "passed over":
+        yield "gives its weights alone (train.load_optimizer: false), so the optimizer starts anew"
+    elif state.get("compresses_states"):
+        yield "holds the optimizer's states in few bits (train.ckpt_quant)"
+    if state.get("rounds_weights"):
+        yield "holds what layers compute with (train.ckpt_weights: compute), rounded"

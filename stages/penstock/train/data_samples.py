@@ -1,0 +1,164 @@
+"""What the report shows of the data: some samples with what of them is trained, and all lengths.
+
+Both are of the packed rows, which are what is trained on. They are kept in the run's own folder
+when it begins, for rows may be pruned, and are no part of its result.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.core.files import read_json, write_json
+from penstock.rows.decoding import Decoder
+from penstock.rows.reader import SHARDS, PackedRows, Row, Tokens
+from penstock.rows.schema import IGNORED, SPLITS
+from penstock.rows.shared_prefix import PER_SAMPLE, Branching
+from penstock.train.launch.job import SHOWN_DATA
+from penstock.train.length_histogram import length_histogram
+from penstock.train.masked_text import masked_pieces
+
+MOST_TOKENS = 400
+"""Tokens that are shown of a text."""
+BEGINNING = 100
+"""Of which so many are its first ones, where what is trained comes later than the others reach."""
+BEFORE_TRAINED = 50
+"""Tokens that are shown before the first trained one then."""
+
+Mask = npt.NDArray[np.bool_]
+
+Part = dict[str, Any]
+"""`name`, `tokens`, `trained_tokens` and `spans`: lists of "trained", "untrained" or "left out" and
+a text, which of what is left out says how many tokens that are."""
+
+
+def keep_shown_data(
+    out: Path, packed: Path, epoch_rows: Sequence[int], number: int, decoder: Callable[[], Decoder]
+) -> None:
+    """Write both into a run's folder: `number` samples, spread evenly over the first epoch.
+
+    `packed` holds the packed artifact, of whose training rows the first epoch has `epoch_rows[0]`,
+    or all. A decoder is only asked for where samples are. Raises what reading rows and decoding do.
+    """
+    lengths: dict[str, Any] = {}
+    samples: list[list[Part]] = []
+    for split in SPLITS:
+        folder = packed / "data" / split
+        if not any(folder.glob(SHARDS)):
+            continue
+        rows = PackedRows(folder)
+        first_epoch = epoch_rows[0] if split == "train" and epoch_rows else len(rows)
+        ends = rows.documents()[:first_epoch].cumsum()
+        if not len(ends):
+            continue
+        lengths[split] = length_histogram(rows.document_lengths()[: ends[-1]])
+        if split == "train" and number:
+            decode = decoder()
+            samples = [
+                list(_parts(rows.row(row), document, decode))
+                for row, document in _spread(ends, number)
+            ]
+    write_json(out / SHOWN_DATA, {"lengths": lengths, "samples": samples})
+
+
+def kept_shown_data(out: Path) -> dict[str, Any]:
+    """What was kept: `lengths` by split and `samples`, both empty for a run that kept nothing."""
+    path = out / SHOWN_DATA
+    return read_json(path) if path.is_file() else {"lengths": {}, "samples": []}
+
+
+def _spread(ends: npt.NDArray[np.int64], number: int) -> Iterator[tuple[int, int]]:
+    """(row, document in it) of documents that are equally far apart. `ends` counts up to the end of
+    each row."""
+    total = int(ends[-1])
+    for document in sorted({(2 * at + 1) * total // (2 * number) for at in range(number)}):
+        row = int(np.searchsorted(ends, document, side="right"))
+        yield row, document - (int(ends[row - 1]) if row else 0)
+
+
+def _parts(row: Row, document: int, decoder: Decoder) -> Iterator[Part]:
+    """A plain document whole; of one with answers the prompt and what is learnt from."""
+    if row.branching is None:
+        start = int(row.lengths[:document].sum())
+        end = start + int(row.lengths[document])
+        ids, labels = row.input_ids[start:end], row.labels[start:end]
+        # Labels of packed rows are those of the next token, and the last of a document has none.
+        yield _part("", ids, _shifted(labels)[:-1], decoder)
+        return
+    sequences = [_sequence(row, row.branching, at) for at in _branches(row.branching, document)]
+    begins = [int(np.argmax(mask)) for _, mask in sequences]
+    ids, mask = sequences[0]
+    yield _part("prompt", ids[: begins[0]], mask[: begins[0]], decoder)
+    names = ("chosen answer", "rejected answer")
+    if row.branching.desirable:
+        sample = _branches(row.branching, document)[0] // PER_SAMPLE
+        names = ("desirable answer" if row.branching.desirable[sample] else "undesirable answer",)
+    for name, (ids, mask), begin in zip(names, sequences, begins, strict=False):
+        yield _part(name, ids[begin:], mask[begin:], decoder)
+
+
+def _branches(branching: Branching, document: int) -> list[int]:
+    """The numbers of the two branches of the sample that a document is of, or begins with."""
+    of_document = len(branching.branches) // len(branching.prompts)
+    first = document * of_document // PER_SAMPLE * PER_SAMPLE
+    return [first, first + 1]
+
+
+def _sequence(row: Row, branching: Branching, branch: int) -> tuple[Tokens, Mask]:
+    """The tokens of a prompt and one answer, and which of them are trained."""
+    of_document = len(branching.branches) // len(branching.prompts)
+    document = branch // of_document
+    begin = sum(branching.documents()[:document])
+    shared = branching.prompts[document]
+    start = begin + shared + sum(branching.branches[document * of_document : branch])
+    here = slice(start, start + branching.branches[branch])
+    labels = row.labels[here]
+    prompt = row.input_ids[begin : begin + shared]
+    # The last token of an answer is the label of the one before it alone.
+    ids = np.concatenate([prompt, row.input_ids[here], labels[-1:][labels[-1:] != IGNORED]])
+    mask = np.concatenate([np.zeros(shared, np.bool_), _shifted(labels)])
+    return ids, mask[: len(ids)]
+
+
+def _shifted(labels: Tokens) -> Mask:
+    """Which tokens are trained, one more than labels: each label is of the token behind its own."""
+    return np.concatenate([[False], labels != IGNORED])
+
+
+def _part(name: str, ids: Tokens, mask: Mask, decoder: Decoder) -> Part:
+    spans = list(_spans(ids, mask, decoder))
+    texts = iter(masked_pieces([text for kind, text in spans if kind != "left out"]))
+    return {
+        "name": name,
+        "tokens": len(ids),
+        "trained_tokens": int(mask.sum()),
+        "spans": [[kind, text if kind == "left out" else next(texts)] for kind, text in spans],
+    }
+
+
+def _spans(ids: Tokens, mask: Mask, decoder: Decoder) -> Iterator[tuple[str, str]]:
+    told = 0
+    for start, end in _windows(mask):
+        if start > told:
+            yield "left out", f"{start - told:,}"
+        looks = mask[start:end]
+        ends = [*(np.flatnonzero(looks[1:] != looks[:-1]) + 1).tolist(), len(looks)]
+        for at, text in zip(ends, decoder.pieces(ids[start:end].tolist(), ends), strict=True):
+            yield "trained" if looks[at - 1] else "untrained", text
+        told = end
+    if told < len(ids):
+        yield "left out", f"{len(ids) - told:,}"
+
+
+def _windows(mask: Mask) -> list[tuple[int, int]]:
+    """The stretches that are shown: the beginning, and what is trained first."""
+    size = len(mask)
+    if not size:
+        return []
+    first = int(np.argmax(mask)) if mask.any() else 0
+    if size <= MOST_TOKENS or first < MOST_TOKENS - BEFORE_TRAINED:
+        return [(0, min(size, MOST_TOKENS))]
+    start = first - BEFORE_TRAINED
+    return [(0, BEGINNING), (start, min(size, start + MOST_TOKENS - BEGINNING))]

@@ -1,0 +1,82 @@
+"""What the model, as it is now, makes of the answers in rows."""
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import NamedTuple
+
+import torch
+
+from penstock.config.schema.run import RunConfig
+from penstock.engine.build import Assembled
+from penstock.engine.distributed.ranks import Ranks
+from penstock.rows.batches import deal
+from penstock.rows.collate import collate
+from penstock.rows.reader import Row
+from penstock.rows.ref_logprobs import Scores
+from penstock.rows.shared_prefix import PER_SAMPLE
+from penstock.train.dataloader import Reading
+
+ROUNDS = 8
+"""Micro-batches of each replica that are passed forward together."""
+
+
+class Scored(NamedTuple):
+    """Samples and their scores, the same on all ranks."""
+
+    samples: list[bytes]
+    scores: Scores
+    """Summed log-probabilities of their answers, [D, A]."""
+
+
+class Scoring:
+    """Rows in, scores out, whatever the layout."""
+
+    def __init__(self, run: RunConfig, built: Assembled, ranks: Ranks) -> None:
+        self._built, self._ranks = built, ranks
+        self._multiple = Reading.of(run, ranks.device).pad_to_multiple_of
+        self._size = run.train.micro_batch_size
+        self._replicas = built.degrees.num_replicas
+
+    def chunks(self, rows: Iterable[Row]) -> Iterator[Scored]:
+        """The scores of some rows after another. Called by all ranks, with the same rows."""
+        left = iter(rows)
+        while chunk := list(islice(left, self._size * self._replicas * ROUNDS)):
+            yield self._score(chunk)
+
+    def _score(self, rows: list[Row]) -> Scored:
+        self._ranks.pulse.begins("scoring")
+        # A sample that data hold twice is scored twice, each time in a place of its own: replicas
+        # add their tables up.
+        samples: list[bytes] = []
+        starts: dict[int, int] = {}  # by identity: rows of two splits bear the same numbers
+        for row in rows:
+            starts[id(row)] = len(samples)
+            samples += _samples(row)
+        shape = (len(samples), PER_SAMPLE)
+        table = torch.zeros(shape, dtype=torch.float64, device=self._ranks.device)
+        groups = self._mine(rows)
+        laid = collate(groups, pad_to_multiple_of=self._multiple)
+        found = self._built.answers.told(laid.micro_batches())
+        for group, scores_DA in zip(groups, found, strict=True):
+            its = [starts[id(row)] + index for row in group for index in range(len(_samples(row)))]
+            table[its] = scores_DA
+        place = {sample: index for index, sample in enumerate(samples)}
+        scores = self._ranks.total(table).cpu().numpy()
+        return Scored(list(place), scores[list(place.values())])
+
+    def _mine(self, rows: list[Row]) -> list[list[Row]]:
+        """The micro-batches of this rank's replica."""
+        dealt = deal(
+            range(len(rows)),
+            [len(row.input_ids) for row in rows],
+            num_replicas=self._replicas,
+            size=self._size,
+            count=-(-len(rows) // (self._size * self._replicas)),
+        )
+        mine = dealt[self._built.engine.layout.mesh.index("replicate", "shard")]
+        return [[rows[number] for number in group] for group in mine]
+
+
+def _samples(row: Row) -> tuple[bytes, ...]:
+    assert row.branching is not None
+    return row.branching.samples

@@ -1,0 +1,121 @@
+"""A reference model that follows the one that is trained: every so many steps it becomes that one.
+
+There is no second model. When the reference moves, the model of that moment says what it makes of
+the answers of all steps until the next move, and that is kept beside the checkpoints, for runs that
+are interrupted meanwhile.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from penstock.core.errors import ArtifactError
+from penstock.core.files import remove
+from penstock.engine.build import Assembled
+from penstock.engine.distributed.ranks import Ranks
+from penstock.rows.batches import Batches, Cursor
+from penstock.rows.collate import MicroBatch
+from penstock.rows.filter_rows import each_once
+from penstock.rows.reader import PackedRows, Row
+from penstock.rows.ref_logprobs import FILES, AnswerScores, keep_scores
+from penstock.train.eval.reference_logprobs import Scoring
+from penstock.train.launch.job import Job
+
+
+class References:
+    """Those of the model that training starts from, as the stage `reference` has left them."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read them. Raises ArtifactError for a file that cannot be read."""
+        self._scores = AnswerScores(folder)
+
+    def begin(self, step: int, cursor: Cursor) -> None:
+        """The step with this number, from 0, whose rows begin at `cursor`, is next. Called by all
+        ranks."""
+        del step, cursor
+
+    def of(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        """Log-probabilities of each micro-batch's answers, fp64 [D, A]. Raises ArtifactError for
+        a sample that there is none of."""
+        return [
+            torch.from_numpy(self._scores.of(batch.branching.samples if batch.branching else ()))
+            for batch in batches
+        ]
+
+
+FOLDER = "references"
+
+KEPT = 2
+"""Moves of which scores are kept: a checkpoint may be older than the last one."""
+
+
+class MovingReferences(References):
+    """Until the first move, those of the model that training starts from."""
+
+    def __init__(
+        self,
+        job: Job,
+        built: Assembled,
+        ranks: Ranks,
+        rows: PackedRows,
+        batches: Batches,
+    ) -> None:
+        assert job.scores is not None
+        super().__init__(job.scores)
+        self._every = job.config.preference.ref_update_steps
+        self._scoring, self._ranks = Scoring(job.config, built, ranks), ranks
+        self._rows, self._batches = rows, batches
+        self._root = job.output_dir / FOLDER
+        self._moved = 0
+        """The step of the last move."""
+
+    def begin(self, step: int, cursor: Cursor) -> None:
+        """Move if it is time, or take up the last move of a run that was interrupted.
+
+        Raises ArtifactError if nothing is left of that.
+        """
+        last = step - step % self._every
+        if last == self._moved:
+            return
+        folder = self._root / f"step_{last}"
+        if last == step:
+            self._move(folder, cursor)
+        elif self._ranks.anywhere(not any(folder.glob(FILES))):
+            raise ArtifactError(
+                f"{folder} does not say what the model of step {last} made of answers, which this "
+                f"run compares with (preference.ref_update_steps: {self._every}).\n"
+                "  Start from the weights alone, with train.init_checkpoint_path."
+            )
+        self._scores, self._moved = AnswerScores(folder), last
+
+    def _move(self, folder: Path, cursor: Cursor) -> None:
+        found = list(self._scoring.chunks(self._ahead(cursor)))
+        if self._ranks.leads:
+            remove(folder)
+            samples = [sample for scored in found for sample in scored.samples]
+            keep_scores(folder, samples, np.concatenate([scored.scores for scored in found]))
+            moves = sorted(self._root.glob("step_*"), key=lambda each: int(each.name[5:]))
+            for old in moves[:-KEPT]:
+                remove(old)
+        self._ranks.wait()
+
+    def _ahead(self, cursor: Cursor) -> Iterator[Row]:
+        """Rows with the samples of all steps until the next move, each of them once."""
+        numbers: set[int] = set()
+        for _ in range(self._every):
+            numbers.update(self._batches.rows(cursor).tolist())
+            cursor = self._batches.after(cursor)
+        return each_once((self._rows.row(number) for number in sorted(numbers)), ())
+
+
+def references_of(
+    job: Job, built: Assembled, ranks: Ranks, rows: PackedRows, batches: Batches
+) -> References | None:
+    """What answers are compared with while training; None where it is nothing."""
+    if job.scores is None:
+        return None
+    if job.config.preference.ref_update_steps > 0:
+        return MovingReferences(job, built, ranks, rows, batches)
+    return References(job.scores)

@@ -1,0 +1,114 @@
+"""What a model answers to the same prompts while it is trained, with its weights as they are."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from transformers import PreTrainedTokenizerBase
+
+from penstock.engine.build import Assembled
+from penstock.engine.distributed.ranks import Ranks
+from penstock.engine.generation.sampling import Drawing
+from penstock.engine.generation.sequences import Prompt
+from penstock.rows.tokenizer import load_tokenizer
+from penstock.train.launch.job import Job
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts and the tokenizer that they are read and answers are told with."""
+
+    texts: tuple[str, ...]
+    tokens: tuple[tuple[int, ...], ...]
+    end: int | None
+    """The token that ends an answer."""
+    tokenizer: PreTrainedTokenizerBase
+
+    @classmethod
+    def of(cls, texts: Sequence[str], tokenizer: str, revision: str | None) -> "Prompts":
+        """Texts as a user's messages where the tokenizer has a chat template, else as they are."""
+        loaded = load_tokenizer(tokenizer, revision)
+        if loaded.chat_template:
+            asked = [[{"role": "user", "content": text}] for text in texts]
+            rendered = [
+                loaded.apply_chat_template(one, tokenize=False, add_generation_prompt=True)
+                for one in asked
+            ]
+            # A template writes special tokens itself.
+            found = [loaded.encode(str(text), add_special_tokens=False) for text in rendered]
+        else:
+            found = [loaded.encode(text) for text in texts]
+        end = loaded.eos_token_id
+        return cls(
+            tuple(texts), tuple(map(tuple, found)), end if isinstance(end, int) else None, loaded
+        )
+
+    def told(self, answers: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+        """Each prompt beside its answer, without the token that ends it."""
+        found: list[dict[str, Any]] = []
+        for text, answer in zip(self.texts, answers, strict=True):
+            ended = bool(answer) and answer[-1] == self.end
+            said = self.tokenizer.decode(list(answer[:-1] if ended else answer))
+            found.append({"prompt": text, "answer": said, "tokens": len(answer), "ended": ended})
+        return found
+
+
+if TYPE_CHECKING:
+    from penstock.train.eval.sample_prompts import Prompts
+
+
+class _StoppedError(Exception):
+    """Some rank was asked to stop."""
+
+
+class Sampler:
+    """Answers prompts with the likeliest tokens. Every rank makes one and makes the same calls."""
+
+    def __init__(
+        self, prompts: "Prompts | None", built: Assembled, ranks: Ranks, *, max_new_tokens: int
+    ) -> None:
+        """`prompts` are the leading rank's to give.
+
+        Raises ConfigError for a prompt that the model cannot answer, before it is trained for long.
+        """
+        self._prompts, self._generator, self._ranks = prompts, built.generator, ranks
+        told = ranks.gather((prompts.tokens, prompts.end) if prompts else None)[0]
+        assert told is not None
+        tokens, end = told
+        ends = () if end is None else (end,)
+        how = Drawing(max_tokens=max_new_tokens, temperature=0, stop_tokens=ends)
+        self._asked = [Prompt(ids, how) for ids in tokens]
+        for number, prompt in enumerate(self._asked):
+            self._generator.require_possible(f"train.sample_prompts.{number}", prompt)
+
+    def answer(self, is_asked_to_stop: Callable[[], object]) -> list[dict[str, Any]] | None:
+        """Each prompt and its answer, told on the leading rank alone.
+
+        None when any rank is asked to stop before the end. Raises NotFiniteError for a model that
+        has diverged.
+        """
+
+        def go_on() -> None:
+            if self._ranks.anywhere(bool(is_asked_to_stop())):
+                raise _StoppedError
+
+        try:
+            found = self._generator.generate(self._asked, between=go_on)
+        except _StoppedError:
+            return None
+        answers = [one.answers[0].tokens for one in found]
+        return self._prompts.told(answers) if self._prompts else []
+
+
+def sampler_of(job: Job, built: Assembled, ranks: Ranks) -> Sampler | None:
+    """What the settings ask for; None: no prompts."""
+    train, prompts = job.config.train, None
+    if not train.sample_prompts:
+        return None
+    if ranks.leads:
+        # Tokenizers come with a library that takes seconds, and that no other rank needs.
+        from penstock.train.eval.sample_prompts import Prompts  # noqa: PLC0415
+
+        assert job.tokenizer is not None
+        prompts = Prompts.of(train.sample_prompts, job.tokenizer, job.tokenizer_revision)
+    return Sampler(prompts, built, ranks, max_new_tokens=train.sample_max_new_tokens)

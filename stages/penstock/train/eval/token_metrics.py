@@ -1,0 +1,75 @@
+"""What an evaluation tells of tokens: how well they are foretold."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from penstock.engine.build import Assembled
+from penstock.engine.distributed.ranks import Ranks
+from penstock.rows.collate import MicroBatch
+from penstock.rows.reader import PackedRows
+from penstock.rows.sources import Sources
+
+LOSS, PERPLEXITY, ACCURACY = "eval_loss", "eval_perplexity", "eval_token_accuracy"
+
+
+class TokensTold:
+    """Mean cross-entropy over the trained tokens, its exponential, the share of tokens that the
+    model foretells, and the mean of each data set where there are several."""
+
+    def __init__(self, rows: PackedRows, built: Assembled, ranks: Ranks) -> None:
+        self._rows, self._built, self._ranks = rows, built, ranks
+        self._sources = Sources.read(rows.folder)
+        self._first_documents = np.cumsum(rows.documents()) - rows.documents()
+        self.begin()
+
+    @property
+    def names(self) -> list[str]:
+        """What `record` tells."""
+        labels = self._sources.labels if self._sources else ()
+        return [LOSS, PERPLEXITY, ACCURACY, *(f"{LOSS}/{label}" for label in labels)]
+
+    def begin(self) -> None:
+        """Forget what has been seen."""
+        self._num_kinds = len(self._sources.labels) if self._sources else 1
+        self._found = torch.zeros(
+            self._num_kinds, 3, dtype=torch.float64, device=self._ranks.device
+        )
+
+    def see(self, batches: Sequence[MicroBatch]) -> None:
+        """Look at this rank's micro-batches."""
+        kinds = [*map(self._kinds, batches)]
+        self._found += self._built.onlooker.counts(batches, kinds, self._num_kinds)
+
+    def record(self) -> dict[str, float]:
+        """What there is to tell of all that all ranks have seen."""
+        counts: list[list[float]] = self._ranks.total(self._found).tolist()
+        loss, tokens, right = (sum(column) for column in zip(*counts, strict=True))
+        mean = loss / max(1, tokens)
+        record = {LOSS: mean, PERPLEXITY: perplexity(mean), ACCURACY: right / max(1, tokens)}
+        if self._sources:
+            of_each = zip(self._sources.labels, counts, strict=True)
+            record |= {f"{LOSS}/{label}": its[0] / its[1] for label, its in of_each if its[1]}
+        return record
+
+    def _kinds(self, batch: MicroBatch) -> torch.Tensor:
+        """Number of the data set of each token [T]; padding has labels of none."""
+        kinds = np.zeros(sum(batch.lengths), dtype=np.int64)
+        start = 0
+        for number, size in batch.rows if self._sources else ():
+            lengths = self._rows.row(number).lengths
+            first = self._first_documents[number]
+            its = self._sources.of_documents[first : first + len(lengths)] if self._sources else 0
+            kinds[start : start + size] = np.repeat(its, lengths)
+            start += size
+        return torch.from_numpy(kinds)
+
+
+def perplexity(loss: float) -> float:
+    """The exponential of a mean loss, infinite where no number is that large."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf

@@ -1,0 +1,205 @@
+"""What one training run is told, as a file that every rank reads."""
+
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from penstock.config.schema.run import RunConfig, written
+from penstock.core.cache.record import Record, fields_of, write_record
+from penstock.core.cache.stage import Artifact
+from penstock.core.files import publishing
+from penstock.core.remote.urls import spoken
+from penstock.core.sources.hub import local_folder
+from penstock.core.sources.pin_remote import folder_of
+from penstock.engine.model_source import Origin
+
+JOB = "job.json"
+RESOLVED = "config.yaml"
+OUTCOME = "outcome.json"
+RANKS_LOCK = ".ranks.lock"
+CHECKPOINTS = "checkpoints"
+LOGS = "logs"
+METRICS = "metrics.jsonl"
+REPORT = "report.html"
+SAMPLES = "samples.jsonl"
+SHOWN_DATA = "shown_data.json"
+EVAL_RESULTS = "eval_results.json"
+SURROUNDINGS = "surroundings.json"
+HF_WEIGHTS = "hf_ckpt"
+"""Folder in the last checkpoint, named as users of xorl expect it."""
+
+
+PROMPTS = "sample_prompts"
+"""The setting whose texts a model is asked, word by word."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Where to read, where to write, and everything the user wrote."""
+
+    key: str
+    config: RunConfig
+    packed: Path
+    packed_key: str
+    """The key of the packed rows: a position in other rows means nothing in these."""
+    epoch_rows: tuple[int, ...]
+    """Rows of each epoch that was laid out, one after another; empty: all rows are one."""
+    max_token_id: int
+    """The largest token id in the packed rows."""
+    config_path: str
+    """A folder with a config.json on this machine, or `builtin:<name>`."""
+    weights: Path | None
+    """A folder of safetensors on this machine; None starts from the seed."""
+    output_dir: Path
+    launch: str
+    """Names this start of the ranks: what an earlier one leaves late is not taken for its own."""
+    adapter: Path | None = None
+    """A folder on this machine with the adapter to go on from."""
+    tokenizer: str | None = None
+    """Where the tokenizer lies: a folder, a hub id or `builtin:<name>`. Only prompts need it."""
+    tokenizer_revision: str | None = None
+    initial: Path | None = None
+    """A checkpoint on this machine, of whose weights alone the run starts."""
+    scores: Path | None = None
+    """Where it lies what a reference model makes of answers, or is to be put."""
+    row_length: int | None = None
+    """Tokens of a packed row at most, where that was chosen from the samples."""
+
+    def write(self) -> Path:
+        """Publish the job in the output folder, the config in full beside it; return its file."""
+        path = self.output_dir / JOB
+        self.save(path)
+        with publishing(self.output_dir / RESOLVED) as part:
+            values = without_secrets(self.config.model_dump(mode="json"))
+            part.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+        return path
+
+    def save(self, path: Path) -> None:
+        """Write the job alone, for the ranks to read."""
+        record: dict[str, Any] = {
+            "key": self.key,
+            # Only what was written: a rank must be able to tell a wish from a default.
+            "config": without_secrets(self.config.model_dump(mode="json", exclude_unset=True)),
+            "packed": str(self.packed),
+            "packed_key": self.packed_key,
+            "epoch_rows": list(self.epoch_rows),
+            "max_token_id": self.max_token_id,
+            "config_path": self.config_path,
+            "weights": str(self.weights) if self.weights else None,
+            "output_dir": str(self.output_dir),
+            "launch": self.launch,
+            "adapter": str(self.adapter) if self.adapter else None,
+            "tokenizer": self.tokenizer,
+            "tokenizer_revision": self.tokenizer_revision,
+            "initial": str(self.initial) if self.initial else None,
+            "scores": str(self.scores) if self.scores else None,
+            "row_length": self.row_length,
+        }
+        write_record(path, record)
+
+    @classmethod
+    def read(cls, path: Path) -> "Job":
+        """The job in `path`."""
+        record = read_job(path)
+        config, row_length = RunConfig.model_validate(record["config"]), record.get("row_length")
+        if row_length is not None:
+            data = config.data.with_row_length(row_length)
+            config = config.model_copy(update={"data": data})
+        return cls(
+            record["key"],
+            config,
+            Path(record["packed"]),
+            record["packed_key"],
+            tuple(record["epoch_rows"]),
+            record["max_token_id"],
+            record["config_path"],
+            Path(record["weights"]) if record["weights"] else None,
+            Path(record["output_dir"]),
+            record["launch"],
+            Path(record["adapter"]) if record["adapter"] else None,
+            record["tokenizer"],
+            record["tokenizer_revision"],
+            Path(record["initial"]) if record["initial"] else None,
+            Path(record["scores"]) if record["scores"] else None,
+            row_length,
+        )
+
+
+UNDIGESTED_JOB = frozenset(
+    {
+        *("key", "config", "packed", "packed_key", "epoch_rows", "max_token_id", "config_path"),
+        *("weights", "output_dir", "launch", "adapter", "tokenizer", "tokenizer_revision"),
+        *("initial", "scores"),
+    }
+)
+"""Fields of jobs that were written before records had a digest."""
+
+UNDIGESTED_OUTCOME = frozenset({"facts", "step", "signal", "launches"})
+
+
+def read_job(path: Path) -> Record:
+    """What a run was told, as plain values. Raises ArtifactError for a damaged file."""
+    return fields_of(path, UNDIGESTED_JOB, "Run the same command again, which writes it again.")
+
+
+def read_outcome(output_dir: Path) -> Record | None:
+    """How the ranks ended; None while they have not. Raises ArtifactError for a damaged file."""
+    remedy = "Delete it and run the same command again; training goes on from its checkpoint."
+    try:
+        return fields_of(output_dir / OUTCOME, UNDIGESTED_OUTCOME, remedy)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def without_secrets(value: Any) -> Any:
+    """A config's values with signed URLs and passwords in URLs taken out of them.
+
+    Ranks need none: what lies behind URLs is on this machine before they start. Prompts are left as
+    they are, for a URL in one is part of what is asked.
+    """
+    if isinstance(value, dict):
+        return {
+            name: each if name == PROMPTS else without_secrets(each) for name, each in value.items()
+        }
+    if isinstance(value, list):
+        return [without_secrets(each) for each in value]
+    return spoken(value) if isinstance(value, str) else value
+
+
+def job_of(key: str, config: RunConfig, packed: Artifact, origin: Origin, output_dir: Path) -> Job:
+    """The job of a new start of ranks, which read `packed` and begin with the model of `origin`."""
+    config_path = origin.config_path
+    if origin.config.pin["kind"] != "builtin":
+        config_path = str(local_folder(config_path, origin.config).resolve())
+    weights = None
+    if origin.model_path and origin.weights:
+        weights = local_folder(origin.model_path, origin.weights).resolve()
+    adapter = None
+    if origin.adapter_path and origin.adapter:
+        adapter = local_folder(origin.adapter_path, origin.adapter).resolve()
+    facts = packed.facts
+    row_length = None
+    if not written(config, "data.sample_packing_sequence_len"):
+        # Absent from what was packed before lengths were chosen: then it is the default.
+        row_length = facts.get("row_length", {}).get("train")
+    if row_length is not None:
+        config = config.model_copy(update={"data": config.data.with_row_length(row_length)})
+    return Job(
+        key=key,
+        config=config,
+        packed=packed.path.resolve(),
+        packed_key=packed.key,
+        epoch_rows=tuple(facts.get("epoch_rows", {}).get("train", ())),
+        max_token_id=facts["max_token_id"]["train"],
+        config_path=config_path,
+        weights=weights,
+        adapter=adapter,
+        output_dir=output_dir,
+        launch=uuid.uuid4().hex,
+        tokenizer=folder_of(origin.tokenizer_path, origin.tokenizer),
+        tokenizer_revision=origin.tokenizer.pin.get("commit"),
+        row_length=row_length,
+    )

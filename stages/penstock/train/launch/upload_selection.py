@@ -1,0 +1,93 @@
+"""What of an unfinished run is worth keeping elsewhere, and what of it to go on from."""
+
+import re
+from collections.abc import Collection
+from pathlib import Path, PurePosixPath
+
+from penstock.core.cache.data_facts import DATA, LINEAGE
+from penstock.core.errors import ArtifactError
+from penstock.core.files import regular_files
+from penstock.engine.checkpoint.folders import (
+    BEST,
+    BEST_MARK,
+    COMPLETE,
+    Naming,
+    checkpoint_faults,
+    complete_checkpoints,
+    step_of,
+)
+from penstock.train.launch.job import (
+    CHECKPOINTS,
+    LOGS,
+    METRICS,
+    REPORT,
+    RESOLVED,
+    SAMPLES,
+    SHOWN_DATA,
+    SURROUNDINGS,
+)
+
+_MARK = re.compile(rf"{CHECKPOINTS}/([^/]+)/{COMPLETE}")
+
+_BEST_NAMED = f"{CHECKPOINTS}/{BEST}"
+
+
+def keepsakes_of(out: Path) -> list[list[Path]]:
+    """Each complete checkpoint, its mark after all its files; last, the run's record of itself."""
+    groups: list[list[Path]] = []
+    for folder in complete_checkpoints(out / CHECKPOINTS):
+        mark = folder / COMPLETE
+        groups += [[path for path in regular_files(folder) if path != mark], [mark]]
+    logs = sorted((out / LOGS).glob("*.log"))
+    told = (
+        METRICS,
+        SAMPLES,
+        _BEST_NAMED,
+        RESOLVED,
+        DATA,
+        LINEAGE,
+        SHOWN_DATA,
+        SURROUNDINGS,
+        REPORT,
+    )
+    return [*groups, [*(out / name for name in told), *logs]]
+
+
+def wanted_of(names: Collection[str], out: Path, naming: Naming) -> list[str]:
+    """The files of the newest complete checkpoint among `names` and of the best one, the newest's
+    mark last, and what was told on the way to it; none when `out` holds a whole one as new.
+
+    Raises ArtifactError for one that is called otherwise than a run of this `naming` calls any.
+    """
+    there = _marks(names, naming)
+    if not there or _newest_whole_step(out) >= there[-1][0]:
+        return []
+    folders = [PurePosixPath(mark).parent.as_posix() for _, mark in there]
+    newest, mark = folders[-1], there[-1][1]
+    best = [folder for folder in folders if f"{folder}/{BEST_MARK}" in names][-1:]
+    beginnings = tuple(f"{folder}/" for folder in {newest, *best})
+    files = [name for name in names if name.startswith(beginnings) and name != mark]
+    told = (METRICS, SAMPLES, _BEST_NAMED)
+    return [*files, *(name for name in names if name in told), mark]
+
+
+def _newest_whole_step(out: Path) -> int:
+    """-1 where no checkpoint is whole."""
+    newest_first = reversed(complete_checkpoints(out / CHECKPOINTS))
+    return next((step_of(folder) for folder in newest_first if not checkpoint_faults(folder)), -1)
+
+
+def _marks(names: Collection[str], naming: Naming) -> list[tuple[int, str]]:
+    """(step, name) of the marks of complete checkpoints, oldest first."""
+    found: list[tuple[int, str]] = []
+    for name, match in ((name, _MARK.fullmatch(name)) for name in names):
+        if not match:
+            continue
+        step = naming.step_of(match[1])
+        if step is None:
+            raise ArtifactError(
+                f"the run has a checkpoint {match[1]}, and train.ckpt_name calls none so, so its "
+                "step is not known.\n  Write ckpt_name as it was when the run began."
+            )
+        found.append((step, name))
+    return sorted(found)

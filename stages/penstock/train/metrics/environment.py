@@ -1,0 +1,60 @@
+"""What a run was made with and on, for its report: written once it is known how it is laid out."""
+
+import platform
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock import __version__
+from penstock.core import env
+from penstock.core.cache import provenance
+from penstock.core.files import write_json
+from penstock.engine.build import Assembled
+from penstock.engine.distributed.ranks import Ranks
+from penstock.rows.sizing import Finding
+from penstock.train.launch.job import SURROUNDINGS, Job
+
+
+def keep_surroundings(
+    job: Job, built: Assembled, ranks: Ranks, *, total_steps: int, findings: Sequence[Finding]
+) -> None:
+    """Write them into the run's folder."""
+    record: dict[str, Any] = {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "total_steps": total_steps,
+        "findings": [each.as_json() for each in findings],
+        "host": platform.node(),
+        "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
+        "device": device_of(ranks.device),
+        "ranks": ranks.world,
+        "threads": torch.get_num_threads(),
+        "layout": built.layout,
+        "quantised": list(built.quantised),
+        "versions": {
+            "penstock": __version__,
+            "python": platform.python_version(),
+            **provenance.versions(),
+            **({"cuda": torch.version.cuda} if ranks.device.type == "cuda" else {}),
+        },
+    }
+    write_json(job.output_dir / SURROUNDINGS, record)
+
+
+def device_of(device: torch.device) -> str:
+    """The name of a GPU, or of the processor and how many of it may be used."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_processor()}, {env.num_processors()} core(s)"
+
+
+def _processor() -> str:
+    file = Path("/proc/cpuinfo")
+    if sys.platform.startswith("linux") and file.is_file():
+        for line in file.read_text().splitlines():
+            if line.startswith("model name"):
+                return " ".join(line.partition(":")[2].split())
+    return platform.processor() or platform.machine()

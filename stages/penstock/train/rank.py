@@ -1,0 +1,184 @@
+"""One rank of a training run, from its job to its outcome."""
+
+import faulthandler
+import logging
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from penstock.config.schema.logging import LogRanks
+from penstock.core import env
+from penstock.core.cache.record import write_record
+from penstock.core.errors import ConfigError, PenstockError
+from penstock.core.process.die_with_parent import end_with_parent, outlive_parent_by
+from penstock.core.process.rank_heartbeat import Pulse
+from penstock.engine.build import Assembled, assemble
+from penstock.engine.distributed.ranks import Ranks, join, leave
+from penstock.engine.hf.config import read_hf_config
+from penstock.engine.rng import use_only_deterministic_kernels
+from penstock.train.dataloader import Reading, prepare
+from penstock.train.launch.hang_watchdog import DEFAULT_TIMEOUT_SECONDS, pulse_folder
+from penstock.train.launch.job import LOGS, OUTCOME, RANKS_LOCK, Job
+from penstock.train.launch.rank_failures import failure_file, leave_failure
+from penstock.train.launch.rank_stacks import show_on_request
+from penstock.train.launch.stop_request import StopRequest
+from penstock.train.trainer import Loop
+
+MARGIN_SECONDS = 10.0
+"""Collective operations wait this much longer than the launcher, which can ask all ranks for their
+stacks while they hang, and none once they have given up."""
+
+log = logging.getLogger("penstock.train")
+
+Notify = Callable[[str], None]
+
+Work = Callable[[Job, Ranks, StopRequest, Notify], tuple[dict[str, Any] | None, int]]
+"""What all ranks of a job do together: the facts, or None when asked to stop before the end, and
+the last step that was taken."""
+
+
+def train(
+    job: Job, ranks: Ranks, stop: StopRequest, notify: Notify
+) -> tuple[dict[str, Any] | None, int]:
+    """Train to the end, or until asked to stop."""
+    reading = Reading.of(job.config, ranks.device)
+    if reading.num_workers:
+        prepare(reading)
+    loop = Loop(job, assembled(job, ranks, notify), ranks, stop)
+    log.info("%d rows, %d steps, layout %s", len(loop.rows), loop.total_steps, loop.built.layout)
+    facts = loop.run()
+    log.info("stopped at step %d of %d", loop.at.step, loop.total_steps)
+    return facts, loop.at.step
+
+
+def assembled(job: Job, ranks: Ranks, notify: Notify) -> Assembled:
+    """The job's model. Raises ConfigError if the rows hold tokens that it does not."""
+    ranks.pulse.begins("loading the model")
+    hf_config = read_hf_config(job.config_path, job.config.model.foundation)
+    built = assemble(job.config, hf_config, job.weights, ranks, notify, adapter=job.adapter)
+    check_job(job, built.vocab_size)
+    return built
+
+
+def check_job(job: Job, vocab_size: int) -> None:
+    """Raise ConfigError before the first step if the rows hold tokens that the model does not."""
+    if job.max_token_id >= vocab_size:
+        raise ConfigError(
+            f"the packed rows hold token id {job.max_token_id}, and the model's vocabulary ends at "
+            f"{vocab_size - 1}.\n"
+            "  model.tokenizer_path and model.config_path do not belong together."
+        )
+
+
+def main(path: Path, work: Work = train) -> None:
+    """Run the job in `path` on this rank; leave its outcome, or this rank's failure, beside it."""
+    end_with_parent()
+    job = Job.read(path)
+    outlive_parent_by(job.config.launch.stop_timeout)
+    rank, _, _ = env.rank_variables() or (0, 0, 1)
+    failure_file(job.output_dir / LOGS, rank).unlink(missing_ok=True)
+    show_on_request(job.output_dir / LOGS, rank)
+    try:
+        _be_rank(job, Pulse(pulse_folder(job), rank=rank), work)
+    except PenstockError as error:
+        # The launcher prints what the first rank left; a traceback of each would bury it.
+        sys.exit(error.exit_code)
+    leave()
+
+
+def run_by_hand(job: Job, work: Work = train) -> None:
+    """Be one rank of the job in this process, whoever started it.
+
+    It stays in the process group, which its next job finds: a group that is left cannot be joined
+    again under one torchrun.
+    """
+    _be_rank(job, Pulse(), work)
+
+
+def _be_rank(job: Job, pulse: Pulse, work: Work) -> None:
+    rank, _, _ = env.rank_variables() or (0, 0, 1)
+    # One of them looks: they agree on what any of them has heard.
+    stop = StopRequest(None if rank else job.output_dir).listen()
+    ranks = join((job.config.launch.timeout or DEFAULT_TIMEOUT_SECONDS) + MARGIN_SECONDS, pulse)
+    faulthandler.enable()
+    try:
+        run_rank(job, ranks, stop, work)
+    except Exception as error:
+        log.exception("failed")
+        leave_failure(job.output_dir / LOGS, ranks.rank, error)
+        raise
+
+
+def run_rank(
+    job: Job, ranks: Ranks, stop: StopRequest, work: Work = train
+) -> dict[str, Any] | None:
+    """Do the work, and let the leading rank write the outcome. None: stopped before the end."""
+
+    def notify(line: str) -> None:
+        log.info(line)
+        if ranks.leads:
+            sys.stderr.write(f"{work.__name__}: {line}\n")
+
+    _log_to(job.output_dir / LOGS / f"rank_{ranks.rank}.log")
+    with ExitStack() as held:
+        if _speaks_too(ranks, job.config.train.log_ranks):
+            held.enter_context(_on_the_terminal(f"{work.__name__}, rank {ranks.rank}"))
+        if ranks.leads:
+            # Ranks of a run whose launcher was killed may still be saving; they end within a step.
+            held.enter_context(FileLock(job.output_dir / RANKS_LOCK))
+        if job.config.train.enable_full_determinism:
+            use_only_deterministic_kernels()
+        launches = _one_run(job, ranks)
+        facts, step = work(job, ranks, stop, notify)
+        if ranks.leads:
+            outcome = {"facts": facts, "step": step, "signal": stop.signum, "launches": launches}
+            write_record(job.output_dir / OUTCOME, outcome)
+        return facts
+
+
+def _one_run(job: Job, ranks: Ranks) -> list[str]:
+    """The starts that the ranks come from, one for each machine.
+
+    Raises ConfigError on every rank if they were told to train different things.
+    """
+    mine = (job.key, job.launch, platform.node())
+    told: list[tuple[str, str, str]] = ranks.gather(mine)
+    others = sorted({host for key, _, host in told if key != told[0][0]})
+    if others:
+        raise ConfigError(
+            f"{', '.join(others)} and {told[0][2]} were started to train different things: not all "
+            "that decides the result is the same there.\n"
+            "  Start every machine with the same config, and the same files behind it."
+        )
+    return sorted({launch for _, launch, _ in told})
+
+
+def _speaks_too(ranks: Ranks, who: LogRanks) -> bool:
+    """Whether this rank says on its terminal what it does, beside the leading one."""
+    return not ranks.leads and (who == "all" or (who == "local0" and ranks.local_rank == 0))
+
+
+@contextmanager
+def _on_the_terminal(name: str) -> Iterator[None]:
+    """What is logged meanwhile is shown too, under this name."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(f"{name}: %(message)s"))
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+
+
+def _log_to(file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(file)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False

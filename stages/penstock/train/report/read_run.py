@@ -1,0 +1,303 @@
+"""What a report knows: the files of a training run, read and summed up. Nothing here draws."""
+
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+from penstock import __version__
+from penstock.config.schema.run import RunConfig
+from penstock.core.cache import provenance
+from penstock.core.cache.data_facts import kept_data_facts, kept_lineage
+from penstock.core.cache.manifest import read_manifest
+from penstock.core.errors import ConfigError
+from penstock.core.files import read_json
+from penstock.core.remote.urls import scrubbed
+from penstock.train.data_samples import kept_shown_data
+from penstock.train.eval.eval_results import kept_eval_results
+from penstock.train.launch.job import (
+    JOB,
+    LOGS,
+    METRICS,
+    SAMPLES,
+    SURROUNDINGS,
+    read_job,
+    read_outcome,
+)
+from penstock.train.launch.rank_failures import first_failure
+from penstock.train.metrics.jsonl import read_metrics
+from penstock.train.report.format import amount, duration, gibibytes, number, plain, share
+from penstock.train.report.warnings import Warnings, warnings_of
+from penstock.train.trackers.run_info import settings_shown
+
+State = Literal["finished", "running", "stopped", "failed", "not finished"]
+
+PHASES = {
+    "data": "reading rows",
+    "bubble": "waiting for other stages",
+    "optimizer": "update",
+    "between": "between steps",
+}
+"""Phases in words, where their names in the metrics are none."""
+
+Figures = list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One training run, finished or not."""
+
+    folder: Path
+    key: str
+    config: RunConfig
+    steps: list[dict[str, Any]]
+    """The records of metrics.jsonl that tell of an optimizer step, in order."""
+    evaluations: list[dict[str, Any]]
+    """Those that tell of an evaluation."""
+    warnings: Warnings
+    samples: list[dict[str, Any]]
+    """The records of answers to prompts."""
+    state: State
+    standing: str
+    """The state in a sentence."""
+    versions: Mapping[str, str]
+    """What ran it, by name."""
+    around: Mapping[str, Any]
+    """What it ran on, as far as it is known."""
+    data: Mapping[str, Any] | None
+    """What the stages before said of the data, if it was kept."""
+    shown_data: Mapping[str, Any]
+    """Samples of the data and the lengths of all, as far as they were kept."""
+    eval_results: Mapping[str, Any]
+    """What `penstock eval` found, as far as somebody has asked it."""
+    making: Mapping[str, Any]
+    """When these stages made it, as far as that is known."""
+    seconds: float | None
+    """Of the whole stage, once it is done."""
+    epochs: float | None = None
+    """Passes over the data, rows that no step took left out, once it is done."""
+
+    @property
+    def title(self) -> str:
+        """The name the user gave the pipeline."""
+        return self.config.pipeline.name
+
+    @property
+    def subject(self) -> str:
+        """What was trained on what, in the user's words."""
+        model = self.config.model
+        start = model.model_path or f"{model.config_path} from random weights"
+        data = ", ".join(dataset.path for dataset in self.config.data.datasets)
+        lora = self.config.lora
+        kind = f"{'DoRA' if lora.use_dora else 'LoRA'} rank {lora.lora_rank}"
+        how = kind if lora.enable_lora else "all weights"
+        return scrubbed(f"{start} on {data}, {how}")
+
+    @property
+    def done(self) -> float | None:
+        """The share of its steps that it has taken, where it is known how many there are."""
+        total = self.around.get("total_steps")
+        return min(1.0, self.steps[-1]["step"] / total) if total and self.steps else None
+
+    @property
+    def look(self) -> str:
+        """The class of the line that says how it stands: a finished run of too few steps is open
+        to doubt."""
+        names = {each["name"] for each in self.around.get("findings", [])}
+        doubtful = self.state == "finished" and bool(names & {"few_steps"})
+        return "stopped" if doubtful else self.state.replace(" ", "-")
+
+    @cached_property
+    def settings(self) -> dict[str, str]:
+        """Every setting by its dotted name, as YAML would have it."""
+        return {name: plain(v) for name, v in settings_shown(self.config)}
+
+    @cached_property
+    def written(self) -> set[str]:
+        """Names of the settings that are not at their defaults."""
+        kept = self.config.model_dump(mode="json", exclude_defaults=True)
+        return {name for name in self.settings if _is_in(kept, name)}
+
+
+def read_run(output_dir: Path, *, state: Literal["running"] | None = None) -> RunRecord:
+    """The run in `output_dir`, which is `running` if whoever asks knows that; else its files tell.
+
+    Raises ConfigError where there is none, OSError if unreadable.
+    """
+    if not (output_dir / JOB).is_file():
+        raise ConfigError(
+            f"{output_dir} holds no training run: there is no {JOB} in it.\n"
+            "  Name a train.output_dir."
+        )
+    job = read_job(output_dir / JOB)
+    records = list(read_metrics(output_dir / METRICS))
+    found, standing = (state, "running") if state else _standing(output_dir)
+    steps = [record for record in records if "loss" in record]
+    around = output_dir / SURROUNDINGS
+    surroundings = read_json(around) if around.is_file() else {}
+    manifest = read_manifest(output_dir)
+    return RunRecord(
+        folder=output_dir,
+        key=job["key"],
+        config=RunConfig.model_validate(job["config"]),
+        steps=steps,
+        evaluations=[r for r in records if "eval_loss" in r],
+        warnings=warnings_of(records, steps, surroundings.get("findings", [])),
+        samples=list(read_metrics(output_dir / SAMPLES)),
+        state=found,
+        standing=standing,
+        versions=_versions(output_dir),
+        around=surroundings,
+        data=kept_data_facts(output_dir),
+        shown_data=kept_shown_data(output_dir),
+        eval_results=kept_eval_results(output_dir, job["key"]),
+        making=kept_lineage(output_dir),
+        seconds=manifest["seconds"] if manifest else None,
+        epochs=_passes(output_dir),
+    )
+
+
+def key_figures(run: RunRecord) -> Figures:
+    """The figures people ask for first, as (name, value); empty before the first step.
+
+    Losses are the run's own: of the last step, and of the last evaluation over held-out rows.
+    """
+    if not run.steps:
+        return _held_out_figures(run)
+    last = run.steps[-1]
+    figures = [
+        ("loss", number(last["loss"])),
+        *_held_out_figures(run),
+        ("steps", _of_total(last["step"], run.around.get("total_steps"))),
+        ("epochs", f"{last['epoch'] if run.epochs is None else run.epochs:.2f}"),
+        ("tokens", amount(sum(r["tokens"] for r in run.steps))),
+        ("of them trained on", amount(sum(r["trained_tokens"] for r in run.steps))),
+        ("tokens per second, median", amount(median(r["tokens_per_second"] for r in run.steps))),
+    ]
+    mfu = [r["mfu"] for r in run.steps if r.get("mfu") is not None]
+    if mfu:
+        figures.append(("of the device's peak (MFU)", share(median(mfu))))
+    used = [r for r in run.steps if "memory_gib" in r]
+    if used:
+        most = max(used, key=lambda r: r["memory_gib"])
+        where = f" on rank {most['memory_rank']}" if "memory_rank" in most else ""
+        figures.append(("memory, peak", gibibytes(most["memory_gib"]) + where))
+    figures.append(("time in steps", duration(sum(r["seconds"] for r in run.steps))))
+    if run.state == "running" and (left := _left(run)) is not None:
+        figures.append(("left, about", duration(left)))
+    return figures
+
+
+def time_by_phase(run: RunRecord) -> list[tuple[str, float, str]]:
+    """(phase, share of the time, time) over the whole run, the longest first.
+
+    Waiting for other ranks happens within the other phases, and is left out.
+    """
+    totals: dict[str, float] = {}
+    for record in run.steps:
+        for phase, seconds in record.get("phases", {}).items():
+            if phase != "communication":
+                totals[phase] = totals.get(phase, 0.0) + seconds
+    whole = sum(totals.values())
+    if not whole:
+        return []
+    ordered = sorted(totals.items(), key=lambda each: -each[1])
+    return [
+        (PHASES.get(phase, phase.replace("_", " ")), seconds / whole, duration(seconds))
+        for phase, seconds in ordered
+    ]
+
+
+def environment(run: RunRecord) -> Figures:
+    """What it ran on and with."""
+    around, found = run.around, Figures()
+    if around:
+        layout = {n: v for n, v in around["layout"].items() if v not in (1, "1", None)}
+        found += [
+            ("device", f"{around['device']}, {around['ranks']} process(es)"),
+            ("layout", ", ".join(f"{n} {v}" for n, v in layout.items()) or "one process"),
+            ("host", around["host"]),
+            ("system", around["system"]),
+        ]
+        if around["quantised"]:
+            found.append(("kept in", ", ".join(around["quantised"])))
+    return [*found, *run.versions.items()]
+
+
+def _held_out_figures(run: RunRecord) -> Figures:
+    figures = Figures()
+    if run.evaluations:
+        held = run.evaluations[-1]
+        figures.append(("held-out loss", number(held["eval_loss"])))
+        if "eval_token_accuracy" in held:
+            figures.append(("held-out token accuracy", share(held["eval_token_accuracy"])))
+    if asked := run.eval_results["held_out"]:
+        figures.append(("held-out prompts right", share(asked["accuracy"])))
+    return figures
+
+
+def _left(run: RunRecord) -> float | None:
+    total = run.around.get("total_steps")
+    if not total:
+        return None
+    recent = run.steps[-50:]
+    return (total - recent[-1]["step"]) * sum(r["seconds"] for r in recent) / len(recent)
+
+
+def _of_total(step: int, total: int | None) -> str:
+    return f"{step:,} of {total:,}" if total and total > step else f"{step:,}"
+
+
+def _standing(output_dir: Path) -> tuple[State, str]:
+    if outcome := read_outcome(output_dir):
+        if outcome["facts"] is None:
+            return (
+                "stopped",
+                f"stopped after step {outcome['step']:,}; the same command goes on from there",
+            )
+        steps = outcome["step"]
+        return "finished", f"finished after {steps:,} step{'' if steps == 1 else 's'}"
+    if failure := first_failure(output_dir / LOGS):
+        return "failed", f"failed: {scrubbed(failure)}"
+    return "not finished", "not finished"
+
+
+def _passes(output_dir: Path) -> float | None:
+    outcome = read_outcome(output_dir)
+    facts = outcome["facts"] if outcome else None
+    return facts.get("epochs") if facts else None
+
+
+def _versions(output_dir: Path) -> Mapping[str, str]:
+    """Those the run was made with, or this process's own while nobody has told."""
+    around = output_dir / SURROUNDINGS
+    if manifest := read_manifest(output_dir):
+        return manifest["code"]
+    if around.is_file():
+        return read_json(around)["versions"]
+    return {
+        "penstock": __version__,
+        "python": platform.python_version(),
+        **provenance.versions(),
+    }
+
+
+def _is_in(tree: Any, name: str) -> bool:
+    """Whether a dump holds what a dotted name says."""
+    at = tree
+    for part in name.replace("]", "").replace("[", ".").split("."):
+        if isinstance(at, list):
+            index = int(part)
+            if index >= len(at):
+                return False
+            at = at[index]
+        elif isinstance(at, dict):
+            if part not in at:
+                return False
+            at = at[part]
+        else:
+            return True
+    return True

@@ -1,0 +1,67 @@
+"""The trackers there are, which of them a run wants, and whether this machine has them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from penstock.config.schema.train import TrainConfig
+from penstock.core import env
+from penstock.core.errors import CapabilityError
+
+
+@dataclass(frozen=True)
+class Known:
+    """One tracker."""
+
+    title: str
+    """What people call it."""
+    module: str
+    """What must be importable; the extra of this package that brings it has the tracker's name."""
+    adapter: str
+    """The module of ours with its `begin`."""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its package is installed. Nothing is imported."""
+        return find_spec(self.module) is not None
+
+
+KNOWN: Mapping[str, Known] = {
+    "wandb": Known("Weights & Biases", "wandb", "weights_and_biases"),
+    "tensorboard": Known("TensorBoard", "tensorboard", "tensorboard"),
+    "mlflow": Known("MLflow", "mlflow", "mlflow"),
+    "trackio": Known("trackio", "trackio", "trackio"),
+}
+
+
+def require_trackers(train: TrainConfig) -> None:
+    """Raise CapabilityError for a tracker that is written and whose package is not installed."""
+    for name, known in KNOWN.items():
+        if getattr(train, f"use_{name}") and not known.is_here:
+            raise CapabilityError(
+                f"train.use_{name} is true, and the package {known.module} is not installed.\n"
+                f"  pip install 'penstock[{name}]', or leave it out: metrics.jsonl and report.html "
+                "are written anyway."
+            )
+
+
+def wanted(train: TrainConfig) -> tuple[list[str], list[str]]:
+    """Names of the trackers to use, and sentences to say about that."""
+    names = [name for name in KNOWN if getattr(train, f"use_{name}")]
+    notes: list[str] = []
+    is_logged_in = env.wandb_is_logged_in()
+    if train.use_wandb is None and is_logged_in:
+        if KNOWN["wandb"].is_here:
+            names.insert(0, "wandb")
+        else:
+            notes.append(
+                "this machine is logged in to Weights & Biases, and the package wandb is not "
+                "installed: nothing goes there; pip install 'penstock[wandb]', or write "
+                "train.use_wandb: false"
+            )
+    if train.use_wandb and not is_logged_in and not env.wandb_mode():
+        notes.append(
+            "there is no login to Weights & Biases, so the run is kept for it in the folder wandb "
+            "of output_dir; `wandb sync` sends it later"
+        )
+    return names, notes

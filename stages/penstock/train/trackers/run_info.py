@@ -1,0 +1,88 @@
+"""What a tracker is told of a run before its first step."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.config.schema.run import RunConfig
+from penstock.core import env
+from penstock.core.remote.urls import scrubbed
+from penstock.train.launch.job import Job
+
+TRACKERS_FOLDER = "trackers"
+"""Folder in `output_dir` for what trackers must know to go on with the same run."""
+
+TENSORBOARD = "tensorboard"
+"""Folder in `output_dir` for its events."""
+
+NOT_SHOWN = "(not shown)"
+
+
+@dataclass(frozen=True)
+class Card:
+    """A run as trackers see it."""
+
+    folder: Path
+    """Its `output_dir`, on this machine."""
+    key: str
+    project: str
+    name: str
+    tags: tuple[str, ...]
+    settings: Mapping[str, Any]
+    """The resolved config without what is secret in it: one value for each dotted name."""
+    mlflow_uri: str | None
+    events: Path
+    """Where TensorBoard's are."""
+    every: Mapping[str, int]
+    """By tracker: tell every so many steps."""
+
+    @classmethod
+    def of(cls, job: Job) -> "Card":
+        """As the config says."""
+        run, train = job.config, job.config.train
+        return cls(
+            folder=job.output_dir,
+            key=job.key,
+            project=train.wandb_project,
+            name=train.wandb_name or run.pipeline.name,
+            tags=tuple(train.wandb_tags or ()),
+            settings=dict(settings_shown(run)),
+            mlflow_uri=train.mlflow_tracking_uri,
+            events=Path(train.log_dir) if train.log_dir else job.output_dir / TENSORBOARD,
+            every={
+                "wandb": train.wandb_log_interval,
+                **dict.fromkeys(("tensorboard", "mlflow", "trackio"), train.log_interval),
+            },
+        )
+
+
+def uri_of(card: Card) -> str:
+    """Where the run's MLflow is: as written, else where the user's own is, else in its folder."""
+    file = (card.folder / "mlflow.db").resolve()
+    return card.mlflow_uri or env.mlflow_uri() or f"sqlite:///{file}"
+
+
+def settings_shown(run: RunConfig) -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of every setting, without what people hide in URLs and variables."""
+    yield from _leaves(run.model_dump(mode="json"), "")
+
+
+def _leaves(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _leaves(inner, f"{prefix}.{name}" if prefix else str(name))
+    elif isinstance(value, list) and any(isinstance(inner, dict) for inner in value):
+        for index, inner in enumerate(value):
+            yield from _leaves(inner, f"{prefix}[{index}]")
+    elif prefix.startswith("launch.env."):
+        # Variables are where people put what is nobody else's business.
+        yield prefix, NOT_SHOWN
+    else:
+        yield prefix, _clean(value)
+
+
+def _clean(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_clean(inner) for inner in value]
+    return scrubbed(value) if isinstance(value, str) else value

@@ -1,0 +1,47 @@
+"""A record of metrics.jsonl as trackers take it: one number for each name."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from penstock.train.metrics.jsonl import is_number
+
+Kind = Literal["train", "eval"]
+
+GROUPS = {"phases": "seconds", "grad_norms": "grad_norm", "param_norms": "param_norm"}
+"""What nested values are called, where that is not their own name."""
+
+NOT_VALUES = {"step", "time", "memory_rank"}
+
+
+def kind_of(record: Mapping[str, Any]) -> Kind | None:
+    """Whether it tells of a step, or of an evaluation; None: of nothing that has numbers."""
+    if "loss" in record:
+        return "train"
+    return "eval" if any(name.startswith("eval_") for name in record) else None
+
+
+def values_of(record: Mapping[str, Any]) -> dict[str, float]:
+    """`train/loss`, `eval/loss`, `seconds/optimizer`, `grad_norm/layers.3`, `router/entropy.1`."""
+    return dict(_flat(record))
+
+
+def _flat(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in record.items():
+        if name in NOT_VALUES:
+            continue
+        if name == "routers":
+            yield from _of_routers(value)
+        elif isinstance(value, Mapping):
+            for inner, number in value.items():
+                if is_number(number):
+                    yield f"{GROUPS.get(name, name)}/{inner}", float(number)
+        elif is_number(value):
+            evaluated = name.removeprefix("eval_")
+            yield f"{'train' if evaluated == name else 'eval'}/{evaluated}", float(value)
+
+
+def _of_routers(told: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Of each layer how even its experts' shares are; not how many tokens each expert got."""
+    for name in ("entropy", "imbalance"):
+        for layer, value in zip(told["layers"], told[name], strict=True):
+            yield f"router/{name}.{layer}", float(value)

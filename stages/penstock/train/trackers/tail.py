@@ -1,0 +1,39 @@
+"""Reading a file of records while another process appends to it."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from penstock.train.metrics.jsonl import parse_line
+
+LOOK_SECONDS = 0.5
+"""How often it is looked for more."""
+
+
+def lines_of(path: Path, ended: threading.Event) -> Iterator[dict[str, Any] | None]:
+    """Each whole record in `path`, as it appears; None whenever there is no more for now.
+
+    Ends when `ended` is set and all is read.
+    """
+    while not path.is_file():
+        if ended.wait(LOOK_SECONDS):
+            break
+        yield None
+    if not path.is_file():
+        return
+    with path.open("rb") as stream:
+        begun, number = b"", 0
+        while True:
+            # Asked before reading: what was written before the end is read after it.
+            is_last = ended.is_set()
+            for line in stream:
+                begun += line
+                if begun.endswith(b"\n"):
+                    number += 1
+                    yield parse_line(begun, path, number)
+                    begun = b""
+            if is_last:
+                return
+            yield None
+            ended.wait(LOOK_SECONDS)

@@ -1,0 +1,123 @@
+"""The process that carries a run's records to one tracker.
+
+It follows metrics.jsonl, so the file is its queue: it may be slow, wait, fail or die without
+training taking notice, and the next one goes on behind the last record that was told.
+"""
+
+import faulthandler
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
+
+from filelock import FileLock
+
+from penstock.core.files import read_json, write_json
+from penstock.train.launch.job import JOB, METRICS, Job
+from penstock.train.trackers.registry import KNOWN
+from penstock.train.trackers.run_info import TRACKERS_FOLDER, Card
+from penstock.train.trackers.scalars import kind_of, values_of
+from penstock.train.trackers.sidecar import End, work_beside
+from penstock.train.trackers.tail import lines_of
+from penstock.train.trackers.tracker import Begin, Memory, Tracker
+
+ANSWER_SECONDS = 120.0
+"""How long a tracker may take for one call. One that hangs ends this process."""
+PAUSES = (1.0, 5.0, 25.0)
+"""Seconds between attempts at a call that fails."""
+REMEMBER_SECONDS = 5.0
+"""How often it is noted on disk how far the tracker has been told."""
+
+NICENESS = 10
+"""Training goes first."""
+
+T = TypeVar("T")
+
+
+def main(name: str, folder: Path) -> None:
+    """Carry until standard input ends. The last line on stderr says why, if it could not."""
+    end = work_beside(NICENESS)
+    try:
+        begin: Begin = import_module(f"penstock.train.trackers.{KNOWN[name].adapter}").begin
+        # That of ranks which were started again may still be finishing.
+        with FileLock(folder / TRACKERS_FOLDER / f".{name}.lock"):
+            carry(name, folder, begin, end)
+    except Exception as error:  # noqa: BLE001 - the edge of the process: said, and an exit status
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        sys.stderr.flush()
+        # Threads of the tracker's own, or what it does at exit, would keep us waiting.
+        os._exit(1)
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def carry(name: str, folder: Path, begin: Begin, end: End) -> None:
+    """Tell a tracker all that is in metrics.jsonl and was not told before, until the end."""
+    file = folder / TRACKERS_FOLDER / f"{name}.json"
+    memory: Memory = read_json(file) if file.is_file() else {}
+    card = Card.of(Job.read(folder / JOB))
+    tracker = _patiently(lambda: begin(card, memory))
+    write_json(file, memory)
+    told = Told(tracker, memory, card.every[name])
+    noted = time.monotonic()
+    for record in lines_of(folder / METRICS, end.has_come):
+        if record is not None:
+            told.consider(record)
+        if time.monotonic() - noted > REMEMBER_SECONDS:
+            write_json(file, memory)
+            noted = time.monotonic()
+    told.the_last()
+    write_json(file, memory)
+    _patiently(lambda: tracker.close(end.ending))
+
+
+class Told:
+    """What was told to a tracker, by kind of record: nothing is told twice."""
+
+    def __init__(self, tracker: Tracker, memory: Memory, every: int) -> None:
+        self._tracker, self._every = tracker, every
+        self._until: dict[str, int] = memory.setdefault("told", {})
+        self._left_out: Mapping[str, Any] | None = None
+
+    def consider(self, record: Mapping[str, Any]) -> None:
+        """Tell it, unless it was told, or lies between the steps that are wanted."""
+        kind = kind_of(record)
+        if kind is None or record["step"] <= self._until.get(kind, -1):
+            return
+        if kind == "train" and record["step"] % self._every:
+            self._left_out = record
+            return
+        self._tell(kind, record)
+
+    def the_last(self) -> None:
+        """Tell the last step, if it was left out."""
+        if self._left_out and self._left_out["step"] > self._until.get("train", -1):
+            self._tell("train", self._left_out)
+
+    def _tell(self, kind: str, record: Mapping[str, Any]) -> None:
+        step, values = record["step"], values_of(record)
+        _patiently(lambda: self._tracker.tell(step, values, record.get("time", time.time())))
+        self._until[kind] = step
+
+
+def _patiently(call: Callable[[], T]) -> T:
+    """What `call` gives, after some attempts if need be; whoever hangs in it ends the process."""
+    for pause in PAUSES:
+        try:
+            return _in_time(call)
+        except Exception as error:  # noqa: BLE001 - whatever it is, there is the next attempt
+            sys.stderr.write(f"will be tried again: {type(error).__name__}: {error}\n")
+            sys.stderr.flush()
+            time.sleep(pause)
+    return _in_time(call)
+
+
+def _in_time(call: Callable[[], T]) -> T:
+    faulthandler.dump_traceback_later(ANSWER_SECONDS, exit=True)
+    try:
+        return call()
+    finally:
+        faulthandler.cancel_dump_traceback_later()

@@ -1,0 +1,425 @@
+"""One run of one rank, from the newest checkpoint to its end or to a request to stop.
+
+After a step come, in this order, its record, a save, an evaluation, answers to prompts. A
+checkpoint says which of these its step still owes, so what breaks off is made up for.
+"""
+
+import gc
+import time
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from penstock.config.schema.train import TrainConfig
+from penstock.core.cache.data_facts import kept_data_facts
+from penstock.core.errors import ConfigError
+from penstock.engine import rng
+from penstock.engine.build import Assembled
+from penstock.engine.checkpoint.folders import understanding
+from penstock.engine.distributed.parallel_dims import accumulation_steps, rows_per_step
+from penstock.engine.distributed.ranks import Ranks
+from penstock.engine.train_step import StepResult
+from penstock.optim.schedule import lr_at
+from penstock.rows.batches import Batches, Cursor, Integers, deal
+from penstock.rows.sizing import Finding, findings, run_size
+from penstock.train.checkpointing import Position, Saves
+from penstock.train.dataloader import Groups, Loader, Reading, trained_rows
+from penstock.train.duration import Cadence, Clock, budget_of
+from penstock.train.eval.early_stopping import Judge
+from penstock.train.eval.evaluator import held_out_rows
+from penstock.train.eval.reference_model import references_of
+from penstock.train.eval.sample_prompts import sampler_of
+from penstock.train.eval.token_metrics import LOSS
+from penstock.train.launch.job import METRICS, SAMPLES, Job
+from penstock.train.launch.stop_request import StopRequest
+from penstock.train.metrics.environment import keep_surroundings
+from penstock.train.metrics.jsonl import MetricsLog, read_metrics
+from penstock.train.metrics.profiler import Profile
+from penstock.train.metrics.recorder import Recorder
+from penstock.train.metrics.step_metrics import Measures
+
+GO_ON, TIME_IS_UP, STOP = 0, 1, 2
+"""What ranks agree on after a step: the highest that any of them says."""
+
+Duty = Literal["evaluation", "samples"]
+
+
+class Loop:
+    """Everything a run stands on, and the order in which things happen to it."""
+
+    def __init__(self, job: Job, built: Assembled, ranks: Ranks, stop: StopRequest) -> None:
+        self.job, self.built, self.ranks, self.stop = job, built, ranks, stop
+        self.train: TrainConfig = job.config.train
+        self.rows = trained_rows(job)
+        replicas = built.degrees.num_replicas
+        self.batches = Batches(
+            built.pairs_per_token * self.rows.lengths() + self.rows.squares(),
+            rows_per_step=rows_per_step(self.train, replicas),
+            seed=self.train.seed,
+            last_batch=job.config.data.last_batch,
+            epoch_rows=job.epoch_rows,
+        )
+        self.accumulation = accumulation_steps(self.train, replicas)
+        self.reading = Reading.of(job.config, ranks.device)
+        self.saves = Saves(job, built, ranks, self._warn)
+        self.references = references_of(job, built, ranks, self.rows, self.batches)
+        self.held_out = held_out_rows(job, built, ranks, self.reading, self.batches.rows_per_step)
+        self.sampler = sampler_of(job, built, ranks)
+        self.judge = Judge.of(self.train)
+        self.judge.require(self.held_out.names if self.held_out else ())
+        self.profile = Profile(self.train, ranks, job.key[:8])
+        self.measures = Measures(built, self.rows, self.train, ranks, self._warn)
+        self.clock = Clock(self.train.max_hours)
+        self.at = Position(self.batches.start())
+        self.budget = budget_of(self.train, self.batches, self.rows.lengths(), self.at)
+        self._started_at = 0
+        """The step where this start of the run began."""
+        self._untrained: int | None = 0
+        """The step of the weights that were given; None: this run has trained them before."""
+        self._memory = 0
+        """The most that any rank has used, and which, as `measures` have it."""
+        self._evaluated: dict[str, Any] | None = None
+        """The numbers of this step's evaluation."""
+        self._loader: Loader | None = None
+        self._recorder: Recorder | None = None
+        self._told_early: list[str] = []
+        """Warnings that nobody could be told yet."""
+        self._samples: MetricsLog | None = None
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run, those that are done included."""
+        return self.budget.total_steps
+
+    def run(self) -> dict[str, Any] | None:
+        """Train to the end and return the facts, or None when asked to stop before."""
+        due = self._resume()
+        self._open()
+        if self.train.gc_steps:
+            gc.disable()
+        try:
+            ended_by = self._go_on(due)
+            self.saves.finish()
+            if ended_by and self._recorder:
+                self._recorder.ending = "finished"
+            return self._facts(ended_by) if ended_by else None
+        finally:
+            self.close()
+            gc.enable()
+            for told in (self._recorder, self._samples):
+                if told:
+                    told.close()
+
+    def close(self) -> None:
+        """End what works beside this process: a profile, loaders of rows, a save under way."""
+        self.profile.close(self.at.step)
+        self.saves.close()
+        self.measures.close()
+        if self._loader:
+            self._loader.close()
+
+    def _go_on(self, due: set[Duty]) -> str | None:
+        """Take step after step; what ended the run, or None when asked to stop before."""
+        word = self._agree()
+        self._rehearse(due, word)
+        while True:
+            stopped = word == STOP and (bool(due) or not self._ended_by(word))
+            if stopped or not self._look(due, word):
+                self.saves.must(self.at, self._standing(due))
+                return None
+            if ended_by := self._ended_by(word):
+                self.saves.must(self.at, self._standing(due))
+                return ended_by
+            before = self.batches.progress(self.at.cursor)
+            with self.profile.step(self.at.step):
+                record = self._step()
+            word = self._agree()
+            self._tell({**record, **self.measures.of_memory(self._memory)})
+            due = self._due(before, word)
+            if self._ended_by(word):
+                self.saves.must(self.at, self._standing(due))
+            elif self._is_due(self.train.save_steps, self.train.save_epochs, before):
+                self.saves.may(self.at, self._standing(due))
+            self._tidy()
+
+    def _rehearse(self, due: set[Duty], word: int) -> None:
+        """Before the first step of this start: what is wrong with evaluations is told now."""
+        batches, ends = self.train.eval_sanity_batches, word == STOP or self._ended_by(word)
+        if self.held_out and batches and not ends and "evaluation" not in due:
+            self.held_out.rehearse(batches, lambda: self.stop)
+
+    def _step(self) -> dict[str, Any]:
+        started = time.perf_counter()
+        step = self.at.step
+        lr = lr_at(step, self.total_steps, self.train)
+        self.ranks.pulse.begins("reading rows", step=step)
+        if self._loader is None:
+            self._loader = Loader(self.rows, self._steps(), self.reading)
+        batches, rows = next(self._loader), self.batches.rows(self.at.cursor)
+        references: Sequence[torch.Tensor] = ()
+        if self.references:
+            self.references.begin(step, self.at.cursor)
+            references = self.references.of(batches)
+        result: StepResult = self.built.engine.step(batches, lr, step, references)
+        self._evaluated = None
+        self.at = Position(
+            self.batches.after(self.at.cursor),
+            step + 1,
+            self.at.tokens + result.tokens,
+            self.at.trained_tokens + result.trained_tokens,
+            result.loss,
+            self.at.rows + len(rows),
+        )
+        seconds = time.perf_counter() - started
+        return {
+            "step": self.at.step,
+            "epoch": self._epochs(),
+            "loss": result.loss,
+            "lr": lr,
+            **({"grad_norm": result.grad_norm} if self.train.log_grad_norm else {}),
+            "tokens": result.tokens,
+            "trained_tokens": result.trained_tokens,
+            "tokens_per_second": round(result.tokens / seconds, 1),
+            "seconds": round(seconds, 5),
+            **result.of_preferences,
+            **result.of_routers,
+            **result.of_scaling,
+            **result.of_norms,
+            **self.measures.of_step(result, batches, rows, seconds),
+        }
+
+    def _steps(self) -> Iterator[Groups]:
+        """This rank's rows of every step from here to the end."""
+        cursor = self.at.cursor
+        for _ in range(self.at.step, self.total_steps):
+            rows = self.batches.rows(cursor)
+            yield self._mine(rows)
+            cursor = self.batches.after(cursor)
+
+    def _mine(self, rows: Integers) -> Groups:
+        return deal(
+            rows.tolist(),
+            self.batches.costs[rows].tolist(),
+            num_replicas=self.built.degrees.num_replicas,
+            size=self.train.micro_batch_size,
+            count=self.accumulation,
+        )[self.built.engine.layout.mesh.index("replicate", "shard")]
+
+    def _agree(self) -> int:
+        """Whether to go on, asked on all ranks: their clocks and signals may differ. By the way
+        they tell how much memory they have used."""
+        mine = STOP if self.stop else TIME_IS_UP if self.clock.is_up else GO_ON
+        word, self._memory = self.ranks.most(mine, self.measures.memory_here())
+        return word
+
+    def _ended_by(self, word: int) -> str | None:
+        """The setting that ends the run here; None: it goes on."""
+        if self.judge.is_tired:
+            return "early_stopping"
+        if self.at.step >= self.total_steps:
+            return self.budget.set_by
+        return "max_hours" if word == TIME_IS_UP else None
+
+    def _is_due(self, steps: int, epochs: float, before: Fraction) -> bool:
+        """Whether something that is done so often is, after a step that was begun when `before`
+        epochs were done."""
+        now = self.batches.progress(self.at.cursor)
+        return Cadence(steps, epochs).is_due(self.at.step, before, now)
+
+    def _due(self, before: Fraction, word: int) -> set[Duty]:
+        """What of looking at the model is due after this step."""
+        train, found = self.train, set[Duty]()
+        ends = self._ended_by(word) is not None
+        often = self._is_due(train.eval_steps, train.eval_epochs, before)
+        if self.held_out and (often or (ends and train.eval_at_end)):
+            found.add("evaluation")
+        if self.sampler and (ends or self._is_due(train.sample_steps, 0, before)):
+            found.add("samples")
+        return found
+
+    def _look(self, due: set[Duty], word: int) -> bool:
+        """Do what is due, which then leaves `due`. False when asked to stop before it is done."""
+        if "evaluation" in due and self.held_out:
+            found = self._told_before(METRICS, LOSS)
+            if found is None:
+                found = self.held_out.evaluate(lambda: self.stop)
+                if found is None:
+                    return False
+                self._tell({"step": self.at.step, **found})
+            due.discard("evaluation")
+            self._consider(found, due)
+        if self.sampler and ("samples" in due or (self.at.step and self._ended_by(word))):
+            if self._told_before(SAMPLES, "samples") is None:
+                answers = self.sampler.answer(lambda: self.stop)
+                if answers is None:
+                    return False
+                if self._samples:
+                    self._samples.append({"step": self.at.step, "samples": answers})
+            due.discard("samples")
+        return True
+
+    def _consider(self, found: dict[str, Any], due: set[Duty]) -> None:
+        """Draw conclusions from an evaluation, unless nothing has been learnt yet."""
+        self._evaluated = found
+        if self.at.step == self._untrained:
+            return
+        self.judge.hear(found)
+        if self.judge.is_best(found):
+            before, self.judge.best = self.judge.best, {"step": self.at.step, **found}
+            if not self.saves.best(self.at, self._standing(due)):
+                self.judge.best = before
+
+    def _told_before(self, file: str, name: str) -> dict[str, Any] | None:
+        """What an earlier start has told of the step where this one began; on all ranks the same.
+
+        Of a record what `name` begins, which evaluations share.
+        """
+        if self.at.step != self._started_at:
+            return None
+        found = None
+        if self.ranks.leads:
+            records = read_metrics(self.job.output_dir / file)
+            mine = (r for r in records if r["step"] == self.at.step and name in r)
+            found = next(mine, None)
+        told = self.ranks.gather(found)[0]
+        return told and {n: value for n, value in told.items() if n not in ("step", "time")}
+
+    def _standing(self, owes: set[Duty]) -> dict[str, Any]:
+        """What a checkpoint says of the run besides its position."""
+        # How long it took is no result, unless that is what ends it.
+        timed = {"seconds": self.clock.seconds} if self.train.max_hours else {}
+        return {"owes": sorted(owes), **self.judge.as_json(), **timed}
+
+    def _resume(self) -> set[Duty]:
+        """Take the newest checkpoint of this run, else the one that was named, else start fresh,
+        if only with weights that were; what is due before the next step."""
+        folder, named = self.saves.newest(), self.train.load_checkpoint_path
+        rng.start(self.train.seed, self.ranks.rank)
+        due: set[Duty] = set()
+        if folder:
+            state = self._load(folder)
+            with understanding(folder):
+                self._untrained, due = None, set(state["owes"])
+                self.judge.restore(state)
+            self.measures.goes_on()
+            if self.judge.best:
+                self.saves.keep_best(self.judge.best["step"])
+            self.clock.go_on_from(state.get("seconds", 0.0))
+        elif named not in (None, "auto"):
+            self._load(Path(named))
+            self._untrained = self.at.step
+            self._require_steps(named)
+        elif self.job.initial:
+            self.saves.take_weights(self.job.initial)
+        self._started_at = self.at.step
+        if self.held_out and self._looks_first and self.at.step == self._untrained:
+            due.add("evaluation")
+        return due
+
+    @property
+    def _looks_first(self) -> bool:
+        return self.train.eval_at_start or self.train.eval_only
+
+    def _require_steps(self, named: str) -> None:
+        if self.at.step >= self.total_steps and not self.train.eval_only:
+            raise ConfigError(
+                f"train.load_checkpoint_path {named} has taken {self.at.step} steps, and this run "
+                f"ends at {self.total_steps}.\n  Raise train.{self.budget.set_by}."
+            )
+
+    def _load(self, folder: Path) -> dict[str, Any]:
+        state = self.saves.load(folder)
+        with understanding(folder):
+            self.at = Position.of_json(state)
+            self.at.cursor = self._cursor_of(state)
+        self.budget = budget_of(self.train, self.batches, self.rows.lengths(), self.at)
+        return state
+
+    def _cursor_of(self, state: dict[str, Any]) -> Cursor:
+        """Where a checkpoint was in these rows; at their beginning if it was in others."""
+        if state["packed_key"] != self.job.packed_key:
+            return self.batches.start()
+        return self.batches.settle(self.at.cursor)
+
+    def _open(self) -> None:
+        """Begin to tell, where this rank speaks for all."""
+        if not self.ranks.leads:
+            return
+        found = self._findings()
+        keep_surroundings(
+            self.job, self.built, self.ranks, total_steps=self.total_steps, findings=found
+        )
+        self._recorder = Recorder(self.job, done=self.at.step, total=self.total_steps)
+        for each in found:
+            self._recorder.say(f"warning: {each.text}")
+        if self.sampler:
+            self._samples = MetricsLog(self.job.output_dir / SAMPLES, self.at.step)
+        for text in self._told_early:
+            self._recorder.warn(self.at.step, text)
+
+    def _findings(self) -> list[Finding]:
+        """Where data, rows and batches do not suit each other; nothing where the facts of the data
+        are not kept beside the run."""
+        facts = kept_data_facts(self.job.output_dir)
+        if facts is None:
+            return []
+        return findings(
+            run_size(
+                self.job.config,
+                packed=facts["packed"],
+                prepared=facts["prepared"],
+                steps=self.total_steps,
+                set_by=self.budget.set_by,
+                rows_per_step=self.batches.rows_per_step,
+            )
+        )
+
+    def _tell(self, record: dict[str, Any]) -> None:
+        if self._recorder:
+            self._recorder.tell(record)
+
+    def _warn(self, text: str, **details: Any) -> None:
+        if self._recorder:
+            self._recorder.warn(self.at.step, text, **details)
+        elif self.ranks.leads:
+            self._told_early.append(text)
+
+    def _epochs(self) -> float:
+        return round(float(self.batches.progress(self.at.cursor)), 4)
+
+    def _tidy(self) -> None:
+        step, train = self.at.step, self.train
+        if train.gc_steps and step % train.gc_steps == 0:
+            gc.collect()
+        on_cuda = self.ranks.device.type == "cuda"
+        if on_cuda and train.empty_cache_steps and step % train.empty_cache_steps == 0:
+            torch.cuda.empty_cache()
+
+    def _facts(self, ended_by: str) -> dict[str, Any]:
+        """What is told of a run that is over. With `train.save_best` its result is the best
+        checkpoint, and evaluations are those of that one."""
+        at, best = self.at, self.judge.best
+        facts: dict[str, Any] = {
+            "steps": at.step,
+            "ended_by": ended_by,
+            "epochs": round(float(self.batches.passes(at.cursor)), 4),
+            "rows": len(self.rows),
+            "rows_per_step": self.batches.rows_per_step,
+            "tokens": at.tokens,
+            "trained_tokens": at.trained_tokens,
+            "final_loss": at.loss,
+        }
+        if found := self._findings():
+            facts["warnings"] = [each.as_json() for each in found]
+        if not self.train.eval_only:
+            last = self.saves.place_of(at.step)
+            facts["checkpoint"] = self.saves.place_of(best["step"]) if best else last
+            if best:
+                facts |= {"best_step": best["step"], "last_checkpoint": last}
+        if self.built.quantised:
+            facts["quantised"] = list(self.built.quantised)
+        told = best or self._evaluated or {}
+        return facts | {name: value for name, value in told.items() if name != "step"}
