@@ -23,7 +23,7 @@ from prefect.task_runners import TaskRunner
 from penstock.config.schema.run import RunConfig
 from penstock.core import env
 from penstock.core.cache.stage import Source
-from penstock.core.cache.store import lookup
+from penstock.core.cache.store import find_cached
 from penstock.core.errors import CapabilityError
 from penstock.plan import Plan
 from penstock.prepare.stage import Prepare
@@ -51,7 +51,7 @@ def spread(planned: Plan, runner: TaskRunner[Any], count: int) -> None:
     Sealing it is left to the stage, which finds all slices done.
     """
     step = planned.step("prepare")
-    if not isinstance(step.stage, Prepare) or lookup(step):
+    if not isinstance(step.stage, Prepare) or find_cached(step):
         return
     stage, out = elsewhere(step.stage), step.path.absolute()
     # An embedded server's address is in no setting, and each worker would start a server for want

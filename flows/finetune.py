@@ -42,17 +42,17 @@ from prefect.states import Cancelled, Completed
 
 from cluster import num_shares, spread, task_runner
 from overview import chat_command, overview_shown
-from parameters import ConfigFile, Forced, Overrides, loaded, title_of, typed
+from parameters import ConfigFile, Forced, Overrides, build_run_title, loaded, typed
 from penstock.cli.console import outcome_table
 from penstock.config.schema.run import RunConfig
 from penstock.core.cache.in_use import in_use
-from penstock.core.cache.stage import key_of, short
-from penstock.core.cache.store import Outcome
+from penstock.core.cache.stage import short, stage_key
+from penstock.core.cache.store import StageResult
 from penstock.core.errors import Interrupted, PenstockError
-from penstock.core.process.retry import pauses_of
-from penstock.core.remote.errors import may_pass
+from penstock.core.process.retry import backoff_seconds
+from penstock.core.remote.errors import is_transient
 from penstock.outputs import require_writable
-from penstock.plan import Plan, StageName, Wishes, bring_up, plan
+from penstock.plan import Plan, RebuildOptions, StageName, execute_stage, plan
 from showing import log_notice, noticed, show, training_shown
 
 # Workers of a cluster cannot import scripts that are known by their path: they are sent in full.
@@ -72,7 +72,7 @@ def named_after_run() -> str:
     given = flow_run.parameters
     try:
         overrides = given.get("overrides")
-        return title_of(loaded(Path(given["config"]), overrides), overrides)
+        return build_run_title(loaded(Path(given["config"]), overrides), overrides)
     except PenstockError:
         return "misconfigured"  # the flow itself says in which way
 
@@ -80,16 +80,16 @@ def named_after_run() -> str:
 def _named_after_stage_and_key() -> str:
     planned, name = task_run.parameters["planned"], task_run.parameters["name"]
     verb = "evaluate" if name == "train" and planned.run.train.eval_only else name
-    return f"{verb} {short(key_of(planned.step(name).stage))}"
+    return f"{verb} {short(stage_key(planned.step(name).stage))}"
 
 
 @task(task_run_name=_named_after_stage_and_key, cache_policy=NO_CACHE, persist_result=False)
-def realise(planned: Plan, name: StageName, wishes: Wishes) -> State[Outcome]:
+def realise(planned: Plan, name: StageName, wishes: RebuildOptions) -> State[StageResult]:
     """Bring one stage up in the store, and say whether it was there already."""
     step, called, logger = planned.step(name), planned.run.pipeline.name, get_run_logger()
     try:
         with training_shown(step.path, called, logger) if name == "train" else nullcontext():
-            outcome = bring_up(step, planned.run, wishes, noticed(name, called, logger))
+            outcome = execute_stage(step, planned.run, wishes, noticed(name, called, logger))
     except Interrupted as stopped:
         return Cancelled(name="Stopped", message=str(stopped))
     show(outcome, called, logger)
@@ -98,25 +98,27 @@ def realise(planned: Plan, name: StageName, wishes: Wishes) -> State[Outcome]:
     return Completed(name="Cached" if reused else "Completed", message=message, data=outcome)
 
 
-def brought(planned: Plan, name: StageName, wishes: Wishes) -> Outcome:
+def brought(planned: Plan, name: StageName, wishes: RebuildOptions) -> StageResult:
     """One stage, as a task that is tried again where its fault may pass. Raises what it raises."""
     wish = planned.run.pipeline
     persistent = realise.with_options(
         retries=wish.retries,
-        retry_delay_seconds=pauses_of(wish.retries, wish.retry_delay) or 0,
+        retry_delay_seconds=backoff_seconds(wish.retries, wish.retry_delay) or 0,
         retry_condition_fn=_may_pass,
     )
     state = persistent(planned, name, wishes, return_state=True)
     if state.is_cancelled():
         raise Interrupted(state.message or "", signal.SIGTERM)
-    return cast(Outcome, state.result())
+    return cast(StageResult, state.result())
 
 
-def _may_pass(_task: object, _run: object, state: State[Outcome]) -> bool:
-    return isinstance(state.data, BaseException) and may_pass(state.data)
+def _may_pass(_task: object, _run: object, state: State[StageResult]) -> bool:
+    return isinstance(state.data, BaseException) and is_transient(state.data)
 
 
-def chain(run: RunConfig, wishes: Wishes, chat: Sequence[str], *wanted: StageName) -> list[Outcome]:
+def chain(
+    run: RunConfig, wishes: RebuildOptions, chat: Sequence[str], *wanted: StageName
+) -> list[StageResult]:
     """Realise every step in order, in the flow's own thread: only there can it be cancelled.
 
     `chat` is the command that talks to the model.
@@ -165,7 +167,7 @@ push = _ending_with("push")
 
 
 def _bring(config: Path, overrides: Overrides, force: Forced, *wanted: StageName) -> Ending:
-    wishes = Wishes(force=frozenset(force or ()))
+    wishes = RebuildOptions(force=frozenset(force or ()))
     try:
         run, chat = loaded(config, overrides), chat_command(config, overrides)
         return chain(run, wishes, chat, *wanted)[-1].where

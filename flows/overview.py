@@ -9,12 +9,12 @@ from typing import Any
 from prefect.artifacts import create_markdown_artifact
 from pydantic import JsonValue
 
-from parameters import text_of
+from parameters import format_value
 from penstock.cli.run_summary import run_result
-from penstock.core.cache.stage import key_of, short
-from penstock.core.cache.store import Outcome, Status, Step
+from penstock.core.cache.stage import short, stage_key
+from penstock.core.cache.store import PlannedStage, StageResult, Status
 from penstock.core.errors import Interrupted, PenstockError
-from penstock.core.remote.urls import scrubbed
+from penstock.core.remote.urls import redact_text
 from penstock.plan import Plan
 from penstock.train.report.format import duration, number
 from showing import offered
@@ -31,10 +31,12 @@ WORDS: Mapping[Status, str] = {
 
 
 @contextmanager
-def overview_shown(planned: Plan, chat: Sequence[str], logger: Logger) -> Generator[list[Outcome]]:
+def overview_shown(
+    planned: Plan, chat: Sequence[str], logger: Logger
+) -> Generator[list[StageResult]]:
     """Around the stages of a run: gives the list for their outcomes, and shows it at the end, or
     how far it came. `chat` is the command that talks to the model."""
-    outcomes: list[Outcome] = []
+    outcomes: list[StageResult] = []
     try:
         yield outcomes
     except PenstockError as error:
@@ -45,13 +47,13 @@ def overview_shown(planned: Plan, chat: Sequence[str], logger: Logger) -> Genera
 
 def chat_command(config: Path, overrides: Mapping[str, JsonValue] | None) -> list[str]:
     """What to type to talk to the model of this run."""
-    typed = [(f"--{name}", text_of(value)) for name, value in (overrides or {}).items()]
+    typed = [(f"--{name}", format_value(value)) for name, value in (overrides or {}).items()]
     return ["penstock", "chat", str(config), *(word for pair in typed for word in pair)]
 
 
 def _show(
     planned: Plan,
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[StageResult],
     chat: Sequence[str],
     logger: Logger,
     error: PenstockError | None,
@@ -71,14 +73,14 @@ def _show(
         if not error and "train" in done:
             lines += ["", f"Next, in {Path.cwd()}:", "", f"    {shlex.join(chat)}"]
         brief = f"{planned.run.pipeline.name}: {_in_brief(result, len(done), len(planned.steps))}"
-        create_markdown_artifact(scrubbed("\n".join(lines)), KEY, brief)
+        create_markdown_artifact(redact_text("\n".join(lines)), KEY, brief)
 
 
-def _row(step: Step, outcome: Outcome | None) -> str:
+def _row(step: PlannedStage, outcome: StageResult | None) -> str:
     status = WORDS[outcome.status] if outcome else "not done"
     time = duration(outcome.seconds) if outcome else ""
     where = step.where if step.remote else str(step.path.absolute())
-    cells = (step.stage.name, status, time, f"`{short(key_of(step.stage))}`", _cell(where))
+    cells = (step.stage.name, status, time, f"`{short(stage_key(step.stage))}`", _cell(where))
     return f"| {' | '.join(cells)} |"
 
 

@@ -14,7 +14,7 @@ from penstock.config.loading.cli_overrides import Override, split_overrides
 from penstock.config.loading.load import load
 from penstock.config.schema.run import RunConfig
 from penstock.core.errors import ConfigError
-from penstock.core.remote.urls import scrubbed
+from penstock.core.remote.urls import redact_text
 from penstock.plan import StageName
 
 DOTTED = r"^[A-Za-z_]\w*(\.[\w-]+)+$"
@@ -87,7 +87,7 @@ Forced = Annotated[
 
 def loaded(config: Path, overrides: Mapping[str, JsonValue] | None) -> RunConfig:
     """The run that the file and the overrides describe. Raises ConfigError with all faults."""
-    return load(config, [Override(name, text_of(v)) for name, v in (overrides or {}).items()])
+    return load(config, [Override(name, format_value(v)) for name, v in (overrides or {}).items()])
 
 
 def typed(words: list[str], script: str) -> tuple[Path, dict[str, JsonValue]]:
@@ -108,7 +108,7 @@ def typed(words: list[str], script: str) -> tuple[Path, dict[str, JsonValue]]:
     return Path(rest[0]), {each.name: each.text for each in written}
 
 
-def text_of(value: JsonValue) -> str:
+def format_value(value: JsonValue) -> str:
     """A value as somebody would type it on the command line."""
     if isinstance(value, str):
         return value
@@ -117,8 +117,8 @@ def text_of(value: JsonValue) -> str:
     return UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", plain)
 
 
-def title_of(run: RunConfig, overrides: Mapping[str, JsonValue] | None) -> str:
+def build_run_title(run: RunConfig, overrides: Mapping[str, JsonValue] | None) -> str:
     """What is running: the run's name and what was laid over its file, without what is secret."""
-    told = [f"{name}={text_of(value)}" for name, value in (overrides or {}).items()]
-    title = scrubbed(": ".join([run.pipeline.name, *([", ".join(told)] if told else [])]))
+    told = [f"{name}={format_value(value)}" for name, value in (overrides or {}).items()]
+    title = redact_text(": ".join([run.pipeline.name, *([", ".join(told)] if told else [])]))
     return title if len(title) <= LONGEST else f"{title[: LONGEST - 1]}…"

@@ -19,11 +19,11 @@ from prefect.states import Cancelled, Completed
 
 from cluster import num_shares, spread, task_runner
 from parameters import ConfigFile, Overrides, loaded
-from penstock.core.cache.store import Outcome
+from penstock.core.cache.store import StageResult
 from penstock.core.errors import Interrupted
-from penstock.plan import Plan, StageName, Wishes
+from penstock.plan import Plan, RebuildOptions, StageName
 from penstock.recurring import Verdict, tick
-from penstock.releasing import releases_of
+from penstock.releasing import open_releases
 
 # For workers of a cluster, as finetune does.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -50,17 +50,17 @@ def recurring(config: ConfigFile, overrides: Overrides = None) -> State[str]:
     run, say = loaded(config, overrides), get_run_logger().info
     runner = task_runner(run)
 
-    def bring(planned: Plan, name: StageName) -> Outcome:
+    def bring(planned: Plan, name: StageName) -> StageResult:
         if runner and name == "prepare":
             spread(planned, runner, num_shares(run))
-        return brought(planned, name, Wishes())
+        return brought(planned, name, RebuildOptions())
 
     try:
         decision = tick(run, bring, say)
     except Interrupted as stopped:
         return Cancelled(name="Stopped", message=str(stopped))
     say(decision.line)
-    newest_first = releases_of(run).decisions()[: -SHOWN - 1 : -1]
+    newest_first = open_releases(run).decisions()[: -SHOWN - 1 : -1]
     create_table_artifact(
         [{name: each.get(name) for name in COLUMNS} for each in newest_first],
         f"penstock-releases-{_slug(run.release.name or '')}",

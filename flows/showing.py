@@ -30,7 +30,7 @@ from prefect.exceptions import PrefectException
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from figures import Figures
-from penstock.core.cache.store import Outcome
+from penstock.core.cache.store import StageResult
 from penstock.core.files import read_json
 from penstock.train.launch.job import METRICS, REPORT, SURROUNDINGS
 from penstock.train.trackers.registry import KNOWN
@@ -54,7 +54,7 @@ RETRIES = 2
 """How often what a stage shows is sent again; no stage waits for the server."""
 
 
-def show(outcome: Outcome, name: str, logger: Logger) -> None:
+def show(outcome: StageResult, name: str, logger: Logger) -> None:
     """A table of what became of a stage of the run called `name`, one fact in a row."""
     rows = {"status": outcome.status, "key": outcome.key, "path": outcome.where, **outcome.facts}
     table = [{"fact": fact, "value": _plain(value)} for fact, value in rows.items()]

@@ -14,7 +14,7 @@ from prefect.logging.handlers import APILogHandler
 from prefect.logging.loggers import PrefectLogAdapter
 
 from figures import Figures
-from penstock.core.remote.urls import scrubbed
+from penstock.core.remote.urls import redact_text
 from penstock.train.launch.hang_watchdog import WATCH_LOG
 from penstock.train.launch.job import LOGS
 from penstock.train.report.format import number
@@ -102,7 +102,7 @@ class TrainingLog:
         self._last_step, self._last_time = step, time
 
     def _log(self, level: int, text: str) -> None:
-        self._logger.log(level, "%s", scrubbed(text)[:LONGEST])
+        self._logger.log(level, "%s", redact_text(text)[:LONGEST])
 
 
 def _evaluated(record: Mapping[str, Any]) -> str:

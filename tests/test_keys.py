@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 from penstock.config.loading.load import loads
-from penstock.core.cache.stage import identity, key_of
+from penstock.core.cache.stage import identity, stage_key
 from penstock.plan import plan
 
 GOLDEN = Path(__file__).parent / "golden" / "identities.json"
@@ -30,7 +30,9 @@ REFERENCE = {
 
 def identities():
     steps = plan(loads(REFERENCE)).steps
-    return {step.stage.name: {**identity(step.stage), "key": key_of(step.stage)} for step in steps}
+    return {
+        step.stage.name: {**identity(step.stage), "key": stage_key(step.stage)} for step in steps
+    }
 
 
 def test_the_keys_of_the_reference_run_have_not_moved():

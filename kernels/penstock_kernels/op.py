@@ -31,7 +31,7 @@ class UnsupportedError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Fast(Generic[P, R]):
+class KernelImpl(Generic[P, R]):
     """One fast implementation, and its refusal: a reason, or None when it can serve."""
 
     run: Callable[P, R]
@@ -53,11 +53,11 @@ class Op(Generic[P, R]):
 
     name: str
     reference: Callable[P, R]
-    fast: Mapping[str, Fast[P, R]]
+    fast: Mapping[str, KernelImpl[P, R]]
     """Fast implementations by name, the most wanted first."""
     reference_name: str = "reference"
     """What users call the reference, where it has a name of its own."""
-    able: tuple[Fast[P, R], ...] = field(init=False, repr=False, compare=False)
+    able: tuple[KernelImpl[P, R], ...] = field(init=False, repr=False, compare=False)
     """Those that may be picked on this machine, found once: a small operation is done in the time
     of a few questions."""
 

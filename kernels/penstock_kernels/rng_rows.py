@@ -18,7 +18,7 @@ AT_ONCE = 1 << 18
 
 
 @dataclass(frozen=True)
-class Run:
+class RowKeys:
     """Rows of one tensor, side by side here as they are there."""
 
     rows: int
@@ -28,7 +28,7 @@ class Run:
     """Where in the whole tensor they begin."""
 
 
-def require_rows(shape: Sequence[int], runs: Sequence[Run], first_column: int) -> None:
+def require_rows(shape: Sequence[int], runs: Sequence[RowKeys], first_column: int) -> None:
     """Refuse runs that are not the rows of all matrices of this shape [..., N, K].
 
     Raises:
@@ -44,7 +44,7 @@ def require_rows(shape: Sequence[int], runs: Sequence[Run], first_column: int) -
         raise ValueError(f"columns begin at {first_column}")
 
 
-def blocks(runs: Sequence[Run], columns: int) -> Iterator[tuple[slice, Run]]:
+def blocks(runs: Sequence[RowKeys], columns: int) -> Iterator[tuple[slice, RowKeys]]:
     """The rows of all runs, a block at a time, and whose they are."""
     each = max(AT_ONCE // max(columns, 1), 1)
     start = 0
@@ -53,13 +53,13 @@ def blocks(runs: Sequence[Run], columns: int) -> Iterator[tuple[slice, Run]]:
             rows = min(each, run.rows - row)
             yield (
                 slice(start + row, start + row + rows),
-                Run(rows, run.key, run.first_row + row),
+                RowKeys(rows, run.key, run.first_row + row),
             )
         start += run.rows
 
 
 def words(
-    run: Run, first_column: int, columns: int, purpose: int, device: torch.device
+    run: RowKeys, first_column: int, columns: int, purpose: int, device: torch.device
 ) -> tuple[torch.Tensor, ...]:
     """What is drawn for groups of four columns, from the group of `first_column` on: four words of
     32 bits, each int64 [rows, groups].
@@ -78,7 +78,7 @@ def side_by_side(four: Sequence[torch.Tensor], first_column: int, columns: int) 
     return torch.stack(tuple(four), -1).flatten(1).narrow(1, first_column % 4, columns)
 
 
-def table(runs: Sequence[Run]) -> torch.Tensor:
+def table(runs: Sequence[RowKeys]) -> torch.Tensor:
     """The same for kernels, int64 [3, runs]: where each run's rows end, its key, and what its rows'
     numbers in their tensor are more than here."""
     ends = list(accumulate(run.rows for run in runs))

@@ -14,7 +14,7 @@ class Spans(NamedTuple):
     stride: int
 
 
-def spans_of(x: torch.Tensor) -> Spans:
+def to_spans(x: torch.Tensor) -> Spans:
     """`x`, such as one part of a fused projection; or a copy, where it is not such spans.
 
     Memory without a gap is one span, and its stride 0.

@@ -104,7 +104,7 @@ HOW: Mapping[str, frozenset[str]] = {
 """How the work is done."""
 
 
-def judging_of(train: TrainConfig) -> dict[str, Any] | None:
+def eval_identity_fields(train: TrainConfig) -> dict[str, Any] | None:
     """What decides when a run ends, or which checkpoint is its result, by evaluations; None where
     these change nothing."""
     if not train.early_stopping.patience and not train.save_best.metric:
@@ -116,7 +116,7 @@ def judging_of(train: TrainConfig) -> dict[str, Any] | None:
     return found
 
 
-def preference_of(run: RunConfig) -> dict[str, Any] | None:
+def preference_identity(run: RunConfig) -> dict[str, Any] | None:
     """How preferences are learnt; None where tokens are."""
     if run.train.objective != "preference":
         return None

@@ -21,19 +21,23 @@ from penstock.engine.distributed.deepep_requirements import require_nvlink, requ
 from penstock.engine.distributed.parallel_dims import (
     SIZES,
     accumulation_steps,
-    degrees_of,
+    build_parallel_dims,
     rows_per_step,
 )
-from penstock.engine.distributed.suggest_layout import Candidate
-from penstock.engine.distributed.validate_layout import Counts, require_fit, splits_model
-from penstock.engine.model_source import quantising_of
-from penstock.engine.moe.balancing_settings import asks_of_routers, require_routers
+from penstock.engine.distributed.suggest_layout import LayoutSuggestion
+from penstock.engine.distributed.validate_layout import (
+    ModelDims,
+    is_model_parallel,
+    validate_layout,
+)
+from penstock.engine.model_source import quantization_args
+from penstock.engine.moe.balancing_settings import needs_router_config, require_routers
 from penstock.engine.validate_model import (
     require_dense_networks,
     require_prompts_apart,
     require_rows_within_positions,
     require_whole_documents,
-    shares_tokens,
+    uses_context_parallel,
 )
 from penstock.models.builtin import SCHEME
 from penstock.models.hf_config import HfConfig
@@ -100,14 +104,14 @@ def check_machine(run: RunConfig) -> None:
     require_trackers(run.train)
     env.require_variables(run.launch.pass_env, "launch.pass_env")
     check_optimizer(run, gpus)
-    if asks_of_routers(run.train):
-        require_routers(run, config_of(run))
+    if needs_router_config(run.train):
+        require_routers(run, resolve_hf_config(run))
     if run.train.dropout.ffn:
-        require_dense_networks(run.train, config_of(run))
-    if shares_tokens(run.train):
-        require_whole_documents(run.train, config_of(run))
+        require_dense_networks(run.train, resolve_hf_config(run))
+    if uses_context_parallel(run.train):
+        require_whole_documents(run.train, resolve_hf_config(run))
     if run.data.shares_prompts:
-        require_prompts_apart(run.data, config_of(run))
+        require_prompts_apart(run.data, resolve_hf_config(run))
     check_adapted_layers(run)
     check_layout(run, gpus)
     require_one_machine(run, world_size(run), num_local_ranks(run))
@@ -119,7 +123,7 @@ def check_entries(run: RunConfig) -> None:
         from penstock.models.foundation import check_foundation
 
         loads = bool(run.model.model_path or run.train.init_checkpoint_path)
-        check_foundation(config_of(run, {}), run.model.foundation, loads_weights=loads)
+        check_foundation(resolve_hf_config(run, {}), run.model.foundation, loads_weights=loads)
 
 
 def check_optimizer(run: RunConfig, gpus: int) -> None:
@@ -141,7 +145,9 @@ def check_optimizer(run: RunConfig, gpus: int) -> None:
 
 def require_one_pass(run: RunConfig) -> None:
     """Refuse a step of several micro-batches where gradients are used as soon as they are there."""
-    count = accumulation_steps(run.train, degrees_of(run.train, world_size(run)).num_replicas)
+    count = accumulation_steps(
+        run.train, build_parallel_dims(run.train, world_size(run)).num_replicas
+    )
     if count > 1:
         raise ConfigError(
             f"train.fuse_optimizer_step is true, and a step of global_batch_size "
@@ -180,11 +186,11 @@ def check_float8(run: RunConfig, capability: tuple[int, int] | None) -> None:
     """Refuse to compute in float8 where GPUs cannot, and what cannot be: every layer of the model,
     or parts of one."""
     from penstock.engine.precision.fp8_layers import float8_layers, require_float8
-    from penstock.models.registry import family_of
+    from penstock.models.registry import get_family
 
     require_float8(capability)
-    config = config_of(run)
-    family = family_of(config)
+    config = resolve_hf_config(run)
+    family = get_family(config)
     names = family.weight_map(family.read(config), merge_qkv=run.model.merge_qkv)
     float8_layers(run.train, names, family.roles)
 
@@ -195,10 +201,10 @@ def check_adapted_layers(run: RunConfig) -> None:
     if not run.lora.enable_lora or not isinstance(targets, list):
         return
     from penstock.adapters.match_targets import require_layers
-    from penstock.models.registry import family_of
+    from penstock.models.registry import get_family
 
-    config = config_of(run)
-    family = family_of(config)
+    config = resolve_hf_config(run)
+    family = get_family(config)
     names = family.weight_map(family.read(config), merge_qkv=run.model.merge_qkv)
     require_layers(targets, names)
 
@@ -216,11 +222,11 @@ def check_weights(run: RunConfig) -> None:
     """Refuse weights that are published quantised unless the run uses them so."""
     if not run.model.model_path:
         return
-    from penstock.engine.quantization.validate_prequantized import require_agreement
+    from penstock.engine.quantization.validate_prequantized import validate_prequantized
     from penstock.models.quantization_config import declared_in
 
-    if declared := declared_in(config_of(run)):
-        require_agreement(quantising_of(run), declared)
+    if declared := declared_in(resolve_hf_config(run)):
+        validate_prequantized(quantization_args(run), declared)
 
 
 def check_model(run: RunConfig) -> None:
@@ -229,10 +235,10 @@ def check_model(run: RunConfig) -> None:
     from penstock.adapters.match_targets import require_adaptable
     from penstock.engine.hf.weight_files import require_weights
     from penstock.models.quantization_config import declared_in
-    from penstock.models.registry import family_of
+    from penstock.models.registry import get_family
 
-    config = config_of(run)
-    family = family_of(config)
+    config = resolve_hf_config(run)
+    family = get_family(config)
     shape = family.read(config)
     widest = max(shape.hidden_size, shape.intermediate_size)
     if run.lora.enable_lora and run.lora.lora_rank > widest:
@@ -257,11 +263,11 @@ def check_model(run: RunConfig) -> None:
 def check_layout(run: RunConfig, gpus: int = 0) -> None:
     """Refuse a world that the model cannot be cut over. `gpus` are those of the machines that will
     train, where they are known."""
-    counts = counts_of(run) if splits_model(run.train) else None
-    require_fit(run, world_size, counts, _launches(run, gpus))
+    counts = model_dims(run) if is_model_parallel(run.train) else None
+    validate_layout(run, world_size, counts, _launches(run, gpus))
 
 
-def refusal_of(run: RunConfig) -> ConfigError | CapabilityError | None:
+def why_cannot_train(run: RunConfig) -> ConfigError | CapabilityError | None:
     """Why this machine cannot train the run. Any machine exports a model that is trained."""
     try:
         check_machine(run)
@@ -279,17 +285,19 @@ def rows_of_a_step(run: RunConfig) -> int:
     if run.train.global_batch_size is not None:
         return run.train.global_batch_size
     try:
-        return rows_per_step(run.train, degrees_of(run.train, world_size(run)).num_replicas)
+        return rows_per_step(
+            run.train, build_parallel_dims(run.train, world_size(run)).num_replicas
+        )
     except ConfigError as error:
-        raise refusal_of(run) or error from None
+        raise why_cannot_train(run) or error from None
 
 
-def counts_of(run: RunConfig) -> Counts:
+def model_dims(run: RunConfig) -> ModelDims:
     """The numbers in the model's config.json."""
-    return Counts.of(config_of(run))
+    return ModelDims.of(resolve_hf_config(run))
 
 
-def config_of(run: RunConfig, entries: Mapping[str, Any] | None = None) -> HfConfig:
+def resolve_hf_config(run: RunConfig, entries: Mapping[str, Any] | None = None) -> HfConfig:
     """The model's config.json with these entries laid over it, unless given `model.foundation`. It
     alone is fetched if it lies elsewhere."""
     from penstock.engine.hf.config import read_hf_config
@@ -301,7 +309,7 @@ def config_of(run: RunConfig, entries: Mapping[str, Any] | None = None) -> HfCon
     return read_hf_config(source, entries)
 
 
-def _launches(run: RunConfig, gpus: int) -> list[Candidate]:
+def _launches(run: RunConfig, gpus: int) -> list[LayoutSuggestion]:
     """Other numbers of processes that this machine could start."""
     if env.rank_variables():
         return []
@@ -310,7 +318,7 @@ def _launches(run: RunConfig, gpus: int) -> list[Candidate]:
     most = gpus or max(now, math.prod(max(1, size) for size in sizes))
     written = "nproc_per_node" in run.launch.model_fields_set
     return [
-        Candidate("launch.nproc_per_node", size, abs(math.log2(size / now)), written)
+        LayoutSuggestion("launch.nproc_per_node", size, abs(math.log2(size / now)), written)
         for size in range(1, most + 1)
         if size != now
     ]

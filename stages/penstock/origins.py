@@ -7,9 +7,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from penstock.config.schema.lora import LoraConfig
-from penstock.config.schema.run import RunConfig, written
+from penstock.config.schema.run import RunConfig, is_explicitly_set
 from penstock.core.errors import CapabilityError, ConfigError
-from penstock.core.remote.urls import spoken
+from penstock.core.remote.urls import redact
 from penstock.core.sources.hub import local_folder
 from penstock.core.sources.nxd_checkpoint import refuse_nxd_checkpoint
 from penstock.core.sources.pin import (
@@ -19,7 +19,7 @@ from penstock.core.sources.pin import (
     pin_model,
     pin_tokenizer,
 )
-from penstock.engine.model_source import Adapting, Origin, quantising_of
+from penstock.engine.model_source import LoraArgs, ModelSource, quantization_args
 from penstock.engine.peft.adapter_config import CONFIG, read_peft_config
 
 TAKEN = {
@@ -53,16 +53,16 @@ ELSEWHERE = ("target_parameters", "exclude_modules", "layers_to_transform", "lay
 """Where a PEFT config says of its targets what `target_modules` does not."""
 
 
-def origin_of(run: RunConfig) -> Origin:
+def resolve_model_source(run: RunConfig) -> ModelSource:
     """The base model, its tokenizer, and what was made of them."""
     model, lora = run.model, run.lora
-    adapting = Adapting(
+    adapting = LoraArgs(
         alpha=lora.lora_alpha,
         scaling="root" if lora.use_rslora else "rank",
         dropout=lora.lora_dropout,
         bias=lora.lora_bias,
     )
-    return Origin(
+    return ModelSource(
         config=pin_config(model.config_source),
         config_path=model.config_source,
         weights=pin_model(model.model_path) if model.model_path else None,
@@ -72,13 +72,13 @@ def origin_of(run: RunConfig) -> Origin:
         foundation=model.foundation,
         seed=run.train.seed,
         adapting=adapting if lora.enable_lora else None,
-        quantising=quantising_of(run),
+        quantising=quantization_args(run),
         adapter=pin_adapter(lora.init_adapter_path) if lora.init_adapter_path else None,
         adapter_path=lora.init_adapter_path,
     )
 
 
-def with_start(run: RunConfig) -> RunConfig:
+def resolve_init_checkpoint(run: RunConfig) -> RunConfig:
     """The run with the weights that `train.init_checkpoint_path` names, if these are in Hugging
     Face's format, as those of its model; config and tokenizer stay."""
     path, model = run.train.init_checkpoint_path, run.model
@@ -107,19 +107,19 @@ def with_adapter(run: RunConfig) -> RunConfig:
     for key, what in NOT_TRAINED.items():
         if said.get(key):
             raise CapabilityError(
-                f"lora.init_adapter_path: {spoken(path)} has {what} ({key}), which are not trained "
+                f"lora.init_adapter_path: {redact(path)} has {what} ({key}), which are not trained "
                 "on.\n"
                 "  Merge it with penstock merge, and start from the merged model."
             )
     taken = {name: _agreed(run, name, said, key) for name, key in TAKEN.items()}
-    if not written(run, "lora.lora_target_modules"):
+    if not is_explicitly_set(run, "lora.lora_target_modules"):
         taken["lora_target_modules"] = _targets(path, said)
     try:
         lora = LoraConfig.model_validate({**run.lora.model_dump(exclude_unset=True), **taken})
     except ValidationError as error:
         [first, *_] = error.errors()
         raise ConfigError(
-            f"lora.init_adapter_path: {CONFIG} of {spoken(path)} says what no adapter here can be: "
+            f"lora.init_adapter_path: {CONFIG} of {redact(path)} says what no adapter here can be: "
             f"{'.'.join(map(str, first['loc']))}: {first['msg']}.\n"
             "  Name the folder of another adapter."
         ) from None
@@ -131,8 +131,8 @@ def _agreed(run: RunConfig, name: str, said: Mapping[str, Any], key: str) -> Any
     mine, theirs = getattr(run.lora, name), said.get(key)
     if theirs is None:
         theirs = DEFAULTS[name]
-    if written(run, f"lora.{name}") and mine != theirs:
-        path = spoken(str(run.lora.init_adapter_path))
+    if is_explicitly_set(run, f"lora.{name}") and mine != theirs:
+        path = redact(str(run.lora.init_adapter_path))
         raise ConfigError(
             f"lora.{name} is {json.dumps(mine)}, and the adapter {path} has {json.dumps(theirs)} "
             f"({key}).\n  Leave {name} out to go on with the adapter's, or leave out "
@@ -147,7 +147,7 @@ def _targets(path: str, said: Mapping[str, Any]) -> list[str] | str:
     if elsewhere or not targets or not (isinstance(targets, list) or targets == "all-linear"):
         why = elsewhere[0] if elsewhere else f"target_modules: {targets}"
         raise ConfigError(
-            f"lora.init_adapter_path: {spoken(path)} says which layers it adapts in words of "
+            f"lora.init_adapter_path: {redact(path)} says which layers it adapts in words of "
             f"PEFT's own ({why}).\n"
             "  Write lora.lora_target_modules: the same layers by names or patterns."
         )

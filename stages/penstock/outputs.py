@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping
 
 from penstock.config.schema.run import RunConfig
-from penstock.core.cache.store import lookup
+from penstock.core.cache.store import find_cached
 from penstock.core.errors import ConfigError
-from penstock.core.remote.local_mirror import home_of
+from penstock.core.remote.local_mirror import local_cache_dir
 from penstock.core.remote.urls import is_url
 from penstock.core.writable import refusal_to_write
 from penstock.machine import needs_login, require_push
@@ -19,7 +19,7 @@ OF_STAGES = {
 """The settings that name folders for results, and the stages that leave theirs there."""
 
 
-def outputs_of(run: RunConfig, stages: Iterable[str]) -> dict[str, str]:
+def output_folders(run: RunConfig, stages: Iterable[str]) -> dict[str, str]:
     """The folders of this machine that these stages write to, by the settings that name them."""
     folders = {
         "data.dataset_prepared_path": run.data.dataset_prepared_path,
@@ -36,7 +36,9 @@ def outputs_of(run: RunConfig, stages: Iterable[str]) -> dict[str, str]:
 
 def unwritable(folders: Mapping[str, str]) -> list[str]:
     """A line for each of the settings whose folder cannot be written to."""
-    refusals = {name: refusal_to_write(home_of(each).absolute()) for name, each in folders.items()}
+    refusals = {
+        name: refusal_to_write(local_cache_dir(each).absolute()) for name, each in folders.items()
+    }
     return [
         f"{name} {folders[name]} cannot be written to: {reason}"
         for name, reason in refusals.items()
@@ -47,8 +49,8 @@ def unwritable(folders: Mapping[str, str]) -> list[str]:
 def require_writable(planned: Plan) -> None:
     """Raise ConfigError for folders that stages whose results are not there could not write to, and
     CapabilityError for a push to the hub that nobody is logged in for."""
-    missing = [step.stage.name for step in planned.steps if lookup(step) is None]
-    if refusals := unwritable(outputs_of(planned.run, missing)):
+    missing = [step.stage.name for step in planned.steps if find_cached(step) is None]
+    if refusals := unwritable(output_folders(planned.run, missing)):
         raise ConfigError(
             "\n".join([*refusals, "  Name folders that can be written to, or change their modes."])
         )

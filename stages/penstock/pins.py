@@ -3,13 +3,13 @@
 from pathlib import Path
 
 from penstock.config.loading.fault import dotted
-from penstock.config.rules.run import broken
+from penstock.config.rules.run import rule_violations
 from penstock.config.schema.dataset import DatasetConfig
 from penstock.config.schema.run import RunConfig
 from penstock.core.cache.stage import Source
 from penstock.core.errors import ConfigError
-from penstock.core.remote.local_mirror import home_of
-from penstock.core.remote.urls import is_url, spoken
+from penstock.core.remote.local_mirror import local_cache_dir
+from penstock.core.remote.urls import is_url, redact
 from penstock.core.sources.nxd_checkpoint import refuse_nxd_checkpoint
 from penstock.core.sources.pin import incomplete_checkpoint, is_checkpoint, pin_checkpoint, pin_data
 from penstock.pack.stage import Pack
@@ -28,12 +28,12 @@ CHECKPOINTS = ("load_checkpoint_path", "init_checkpoint_path")
 """Fields of the section `train` that name checkpoints."""
 
 
-def pins_of(run: RunConfig, field: str) -> tuple[Source, ...]:
+def pin_sources(run: RunConfig, field: str) -> tuple[Source, ...]:
     """The sources in that field of the section `data`, none of them what the run itself makes."""
     data = run.data
     datasets: list[DatasetConfig] = getattr(data, field)
     sources = tuple(pin_dataset(each, data.hf_use_auth_token) for each in datasets)
-    root = home_of(data.dataset_prepared_path)
+    root = local_cache_dir(data.dataset_prepared_path)
     for index, (each, source) in enumerate(zip(datasets, sources, strict=True)):
         refuse_own_files(f"data.{field}[{index}].path", each, source, root, MADE)
     return sources
@@ -53,7 +53,7 @@ def with_types(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     if not told:
         return run, ()
     found = run.model_copy(update={"data": run.data.model_copy(update=lists)})
-    if faults := [f"{dotted(fault.path)}: {fault.text}" for fault in broken(found)]:
+    if faults := [f"{dotted(fault.path)}: {fault.text}" for fault in rule_violations(found)]:
         raise ConfigError("\n".join([*faults, *told]))
     return found, tuple(told)
 
@@ -80,7 +80,7 @@ def typed_dataset(
     )
     if found is None:
         return dataset
-    told.append(f"{where} ({spoken(dataset.path)}) is read as {found}")
+    told.append(f"{where} ({redact(dataset.path)}) is read as {found}")
     return dataset.model_copy(update=found.values())
 
 

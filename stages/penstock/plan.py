@@ -13,37 +13,44 @@ from typing import Any, Literal, cast
 
 from penstock.config.schema.dataset import DatasetConfig
 from penstock.config.schema.pipeline import STAGES, StageName
-from penstock.config.schema.run import RunConfig, has_target, needs_reference, written
+from penstock.config.schema.run import RunConfig, has_target, is_explicitly_set, needs_reference
 from penstock.core import env
-from penstock.core.cache.stage import Artifact, key_of, short
-from penstock.core.cache.store import Cache, Outcome, Step, lookup, obtain, realize
+from penstock.core.cache.stage import Artifact, short, stage_key
+from penstock.core.cache.store import (
+    Cache,
+    PlannedStage,
+    StageResult,
+    fetch_cached,
+    find_cached,
+    get_or_build,
+)
 from penstock.core.errors import ConfigError, StageError
 from penstock.core.process.timeout import Deadline
-from penstock.core.remote.local_mirror import home_of
-from penstock.core.remote.urls import is_url, joined
+from penstock.core.remote.local_mirror import local_cache_dir
+from penstock.core.remote.urls import is_url, url_join
 from penstock.core.sources.pin import pin_tokenizer
-from penstock.core.sources.pin_remote import folder_of
-from penstock.engine.model_source import Origin
+from penstock.core.sources.pin_remote import resolve_folder
+from penstock.engine.model_source import ModelSource
 from penstock.export.links import link_exported
 from penstock.export.stage import Export, ExportSettings
-from penstock.identity import IDENTITY, judging_of, preference_of
-from penstock.machine import check_hub, check_machine, check_model, refusal_of, rows_of_a_step
-from penstock.origins import origin_of, with_adapter, with_start
+from penstock.identity import IDENTITY, eval_identity_fields, preference_identity
+from penstock.machine import check_hub, check_machine, check_model, rows_of_a_step, why_cannot_train
+from penstock.origins import resolve_init_checkpoint, resolve_model_source, with_adapter
 from penstock.pack.stage import Pack, PackSettings
-from penstock.pins import pinned_checkpoint, pinned_start, pins_of, with_types
+from penstock.pins import pin_sources, pinned_checkpoint, pinned_start, with_types
 from penstock.prepare.settings import DatasetSettings, MixSettings, PrepareSettings
 from penstock.prepare.stage import SLICES, Prepare
 from penstock.prepare.user_prepared import (
-    Given,
+    ExternalPrepared,
+    artifacts_root,
     given_step,
     nothing_given,
-    root_of,
-    take,
     tokens_at,
+    use_external,
 )
-from penstock.reference.settings import settings_of
+from penstock.reference.settings import reference_settings
 from penstock.reference.stage import Reference, no_reference
-from penstock.train.launch.multi_node import OnRanks, lend, lends
+from penstock.train.launch.multi_node import DistributedStage, lends, run_worker_node
 from penstock.train.stage import Train, TrainSettings, claim
 
 ORDER = STAGES
@@ -54,11 +61,11 @@ class Plan:
     """Every stage of a run with the folder of its result, in order."""
 
     run: RunConfig
-    steps: tuple[Step, ...]
+    steps: tuple[PlannedStage, ...]
     notes: tuple[str, ...] = ()
     """What was not written and was told from the data instead, a line each."""
 
-    def step(self, name: str) -> Step:
+    def step(self, name: str) -> PlannedStage:
         """The step of that stage. Raises ConfigError if the run leaves it out."""
         for step in self.steps:
             if step.stage.name == name:
@@ -71,7 +78,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Wishes:
+class RebuildOptions:
     """What the command line says about building again."""
 
     force: frozenset[str] = frozenset()
@@ -94,13 +101,13 @@ def plan(
     """
     check_hub(run)
     run, notes = (run, ()) if run.data.skip_prepare_dataset else with_types(run)
-    run = with_adapter(with_start(run))
+    run = with_adapter(resolve_init_checkpoint(run))
     wanted = wanted or run.stages
     steps = [given_data(run) if run.data.skip_prepare_dataset else prepare_step(run)]
     if needs(wanted, "pack"):
         steps.append(pack_step(run, steps[0].artifact))
     if needs(wanted, "reference"):
-        origin = origin_of(run)
+        origin = resolve_model_source(run)
         prepared, packed = (step.artifact for step in steps)
         reference = None
         if needs_reference(run):
@@ -111,8 +118,8 @@ def plan(
         if needs(wanted, "train"):
             steps.append(train_step(run, packed, origin, ranks, prepared, reference))
             notes += precision_notes(run, steps[-1])
-        if lookup(steps[-1]) is None:
-            if refusal := refusal_of(run):
+        if find_cached(steps[-1]) is None:
+            if refusal := why_cannot_train(run):
                 raise refusal
             check_model(run)
         if needs(wanted, "export"):
@@ -122,9 +129,9 @@ def plan(
     return Plan(run, tuple(steps), notes)
 
 
-def precision_notes(run: RunConfig, train: Step) -> tuple[str, ...]:
+def precision_notes(run: RunConfig, train: PlannedStage) -> tuple[str, ...]:
     """That a run which is to train would be faster in float32, if that was measured here."""
-    if run.train.computes_in != "bfloat16" or lookup(train) is not None:
+    if run.train.computes_in != "bfloat16" or find_cached(train) is not None:
         return ()
     from penstock.costs.device_speed import slow_bfloat16
 
@@ -137,7 +144,9 @@ def needs(wanted: tuple[str, ...], name: str) -> bool:
     return any(later in wanted for later in ORDER[ORDER.index(name) :])
 
 
-def bring_up(step: Step, run: RunConfig, wishes: Wishes, notify: Callable[[str], None]) -> Outcome:
+def execute_stage(
+    step: PlannedStage, run: RunConfig, wishes: RebuildOptions, notify: Callable[[str], None]
+) -> StageResult:
     """Realise one step as the run and the command line wish.
 
     Raises StageError when it takes longer than `pipeline.timeouts` allows.
@@ -154,33 +163,33 @@ def bring_up(step: Step, run: RunConfig, wishes: Wishes, notify: Callable[[str],
 
 
 def _brought(
-    step: Step,
+    step: PlannedStage,
     run: RunConfig,
-    wishes: Wishes,
+    wishes: RebuildOptions,
     notify: Callable[[str], None],
     deadline: Deadline,
-) -> Outcome:
-    def claimed(step: Step) -> None:
+) -> StageResult:
+    def claimed(step: PlannedStage) -> None:
         deadline.begin()
         if step.stage.name == "train":
             claim(step, fresh=wishes.fresh)
 
-    if isinstance(step.stage, Given):
+    if isinstance(step.stage, ExternalPrepared):
         if step.stage.name in wishes.force:
             raise ConfigError(
                 "prepare cannot be forced with data.skip_prepare_dataset: true, which takes its "
                 "result as it is.\n  Leave out --force prepare, or set it to false."
             )
-        outcome = take(step, run.pipeline.verify)
+        outcome = use_external(step, run.pipeline.verify)
     else:
         cache = cache_for(step, run, wishes)
-        if isinstance(step.stage, OnRanks) and cache != "reuse":
+        if isinstance(step.stage, DistributedStage) and cache != "reuse":
             check_machine(run)
         if lends(step):
-            outcome = lend(step, cache, notify)
+            outcome = run_worker_node(step, cache, notify)
         else:
             verify = run.pipeline.verify
-            outcome = realize(step, cache=cache, verify=verify, claim=claimed, notify=notify)
+            outcome = get_or_build(step, cache=cache, verify=verify, claim=claimed, notify=notify)
     if outcome.status not in ("cached", "skipped"):
         for line in _notices(step, run, outcome):
             notify(f"{step.stage.name}: {line}")
@@ -191,7 +200,7 @@ def _brought(
     return outcome
 
 
-def _notices(step: Step, run: RunConfig, outcome: Outcome) -> Iterable[str]:
+def _notices(step: PlannedStage, run: RunConfig, outcome: StageResult) -> Iterable[str]:
     """What a result that has just been made is to be told with."""
     if step.stage.name == "prepare":
         from penstock.prepare.notices import prepared_notices
@@ -205,7 +214,9 @@ def _notices(step: Step, run: RunConfig, outcome: Outcome) -> Iterable[str]:
     return []
 
 
-def send_to_hub(step: Step, outcome: Outcome, repo: str, notify: Callable[[str], None]) -> Outcome:
+def send_to_hub(
+    step: PlannedStage, outcome: StageResult, repo: str, notify: Callable[[str], None]
+) -> StageResult:
     """Push prepared data that is sealed; where it went is told, and no part of the result."""
     from penstock.push.stage import push_prepared
 
@@ -214,7 +225,7 @@ def send_to_hub(step: Step, outcome: Outcome, repo: str, notify: Callable[[str],
     return replace(outcome, facts={**outcome.facts, "hub": receipt})
 
 
-def cache_for(step: Step, run: RunConfig, wishes: Wishes) -> Cache:
+def cache_for(step: PlannedStage, run: RunConfig, wishes: RebuildOptions) -> Cache:
     """How this step treats what is already there."""
     name = step.stage.name
     started = wishes.start is not None and ORDER.index(name) >= ORDER.index(wishes.start)
@@ -228,15 +239,15 @@ def require_upstream(plan: Plan, name: str) -> None:
     for step in plan.steps:
         if step.stage.name == name:
             return
-        if obtain(step, plan.run.pipeline.verify) is None:
+        if fetch_cached(step, plan.run.pipeline.verify) is None:
             raise StageError(
-                f"{name} needs {step.stage.name} {short(key_of(step.stage))}, which is not in "
+                f"{name} needs {step.stage.name} {short(stage_key(step.stage))}, which is not in "
                 f"{step.where}.\n"
                 f"  Leave out --no-upstream, or run penstock {step.stage.name} first."
             )
 
 
-def prepare_step(run: RunConfig) -> Step:
+def prepare_step(run: RunConfig) -> PlannedStage:
     """Data and tokenizer in, tokenised slices out."""
     data = run.data
     root = data.dataset_prepared_path
@@ -265,19 +276,19 @@ def prepare_step(run: RunConfig) -> Step:
             bad_rows_allowed=data.bad_rows_allowed,
             seed=run.train.seed,
         ),
-        sources=pins_of(run, "datasets"),
-        test_sources=pins_of(run, "test_datasets"),
-        decontaminate_sources=pins_of(run, "decontaminate_datasets"),
+        sources=pin_sources(run, "datasets"),
+        test_sources=pin_sources(run, "test_datasets"),
+        decontaminate_sources=pin_sources(run, "decontaminate_datasets"),
         tokenizer=tokenizer,
-        tokenizer_path=folder_of(run.model.tokenizer_source, tokenizer),
-        slices_url=joined(root, SLICES) if is_url(root) else None,
+        tokenizer_path=resolve_folder(run.model.tokenizer_source, tokenizer),
+        slices_url=url_join(root, SLICES) if is_url(root) else None,
         num_proc=data.dataset_num_proc or env.num_processors(),
         hub_token=data.hf_use_auth_token,
     )
     return _keyed(stage, root)
 
 
-def given_data(run: RunConfig) -> Step:
+def given_data(run: RunConfig) -> PlannedStage:
     """Prepared data that is there, which data.skip_prepare_dataset takes as it is.
 
     Tokens that another program has left there are laid out anew, and not tokenised.
@@ -286,18 +297,18 @@ def given_data(run: RunConfig) -> Step:
     if tokens := tokens_at(place):
         return prepare_step(_over(run, tokens))
     tokenizer = pin_tokenizer(run.model.tokenizer_source)
-    step = given_step(place, lambda: key_of(prepare_step(run).stage), tokenizer, Prepare.version)
+    step = given_step(place, lambda: stage_key(prepare_step(run).stage), tokenizer, Prepare.version)
     if step is None:
         raise nothing_given(place)
     return step
 
 
-def pack_step(run: RunConfig, prepared: Artifact) -> Step:
+def pack_step(run: RunConfig, prepared: Artifact) -> PlannedStage:
     """Tokenised slices in, packed rows out."""
     data = run.data
     method = "sequential" if data.sample_packing_sequentially else data.sample_packing_method
     sizes: dict[str, Any] = {"row_length": "written"}
-    if not written(run, "data.sample_packing_sequence_len"):
+    if not is_explicitly_set(run, "data.sample_packing_sequence_len"):
         sizes = {"row_length": "fitted", "row_multiple": data.pad_to_multiple_of}
     settings = PackSettings(
         sample_packing_method=method,
@@ -333,16 +344,19 @@ def _kl_pairing(run: RunConfig) -> dict[str, Any]:
 
 
 def reference_step(
-    run: RunConfig, packed: Artifact, origin: Origin, ranks: Literal["torchrun", "this_process"]
-) -> Step:
+    run: RunConfig,
+    packed: Artifact,
+    origin: ModelSource,
+    ranks: Literal["torchrun", "this_process"],
+) -> PlannedStage:
     """Packed answers in, what a reference model makes of them out."""
     root = data_root(run)
     stage = Reference(
-        settings=settings_of(run, has_weights=origin.weights is not None),
+        settings=reference_settings(run, has_weights=origin.weights is not None),
         packed=packed,
         origin=origin,
         run_config=run,
-        root=home_of(root),
+        root=local_cache_dir(root),
         ranks=ranks,
         # Of a run with adapters a checkpoint holds these alone, and what is beneath is the model.
         initial=None if run.lora.enable_lora else pinned_start(run),
@@ -353,17 +367,17 @@ def reference_step(
 def data_root(run: RunConfig) -> str:
     """Where results that are made of data alone, or of a model and data, are kept."""
     root = run.data.dataset_prepared_path
-    return str(root_of(Path(root))) if run.data.skip_prepare_dataset else root
+    return str(artifacts_root(Path(root))) if run.data.skip_prepare_dataset else root
 
 
 def train_step(
     run: RunConfig,
     packed: Artifact,
-    origin: Origin,
+    origin: ModelSource,
     ranks: Literal["torchrun", "this_process"],
     prepared: Artifact,
     reference: Artifact | None,
-) -> Step:
+) -> PlannedStage:
     """Packed rows in, a checkpoint out."""
     settings = TrainSettings(
         model=_project(run, "model"),
@@ -372,8 +386,8 @@ def train_step(
         rows_per_step=rows_of_a_step(run),
         last_batch=run.data.last_batch,
         isolate_samples=run.data.isolate_samples,
-        judging=judging_of(run.train),
-        preference=preference_of(run),
+        judging=eval_identity_fields(run.train),
+        preference=preference_identity(run),
     )
     stage = Train(
         settings=settings,
@@ -387,10 +401,10 @@ def train_step(
         reference=reference,
     )
     typed = run.train.output_dir
-    return Step(stage, home_of(typed), typed if is_url(typed) else None)
+    return PlannedStage(stage, local_cache_dir(typed), typed if is_url(typed) else None)
 
 
-def export_step(run: RunConfig, trained: Artifact, origin: Origin) -> Step:
+def export_step(run: RunConfig, trained: Artifact, origin: ModelSource) -> PlannedStage:
     """A checkpoint in, a Hugging Face folder out. Raises ConfigError if there will be none."""
     if run.train.eval_only:
         raise ConfigError(
@@ -413,7 +427,7 @@ def export_step(run: RunConfig, trained: Artifact, origin: Origin) -> Step:
     return _keyed(stage, run.pipeline.artifacts_path)
 
 
-def push_step(run: RunConfig, exported: Artifact) -> Step:
+def push_step(run: RunConfig, exported: Artifact) -> PlannedStage:
     """A Hugging Face folder in, a repository or a copy out."""
     push = run.push
     if not has_target(run):
@@ -424,10 +438,10 @@ def push_step(run: RunConfig, exported: Artifact) -> Step:
     return _keyed(Push(settings=settings, exported=exported), run.pipeline.artifacts_path)
 
 
-def _keyed(stage: Any, root: str) -> Step:
-    below = (stage.name, short(key_of(stage)))
-    remote = joined(root, *below) if is_url(root) else None
-    return Step(stage, home_of(root).joinpath(*below), remote)
+def _keyed(stage: Any, root: str) -> PlannedStage:
+    below = (stage.name, short(stage_key(stage)))
+    remote = url_join(root, *below) if is_url(root) else None
+    return PlannedStage(stage, local_cache_dir(root).joinpath(*below), remote)
 
 
 def _over(run: RunConfig, tokens: DatasetConfig) -> RunConfig:

@@ -19,15 +19,15 @@ from filelock import FileLock, Timeout
 from penstock.config.schema.run import RunConfig, has_target
 from penstock.core.cache.in_use import in_use
 from penstock.core.cache.manifest import content_digest, read_manifest
-from penstock.core.cache.record import digest_of
-from penstock.core.cache.stage import key_of, short
-from penstock.core.cache.store import Outcome, Step, lock_of, lookup, sealed
+from penstock.core.cache.record import digest_json
+from penstock.core.cache.stage import short, stage_key
+from penstock.core.cache.store import PlannedStage, StageResult, find_cached, lock_path, sealed
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.files import remove
-from penstock.core.releases.local import Notify, Shelf, called
-from penstock.core.remote.artifact_sync import Depot
-from penstock.core.remote.local_mirror import home_of
-from penstock.core.remote.path import Place
+from penstock.core.releases.local import Notify, ReleaseStore, release_folder_name
+from penstock.core.remote.artifact_sync import RemoteArtifact
+from penstock.core.remote.local_mirror import local_cache_dir
+from penstock.core.remote.path import RemotePath
 from penstock.core.remote.urls import is_url
 from penstock.origins import with_adapter
 from penstock.plan import Plan, StageName, plan
@@ -36,10 +36,10 @@ from penstock.releasing import (
     Candidate,
     Figures,
     is_better,
-    is_release_of,
-    location_of,
+    is_release_from,
+    open_releases,
     release,
-    releases_of,
+    release_location,
     verified_folder,
 )
 from penstock.variants import (
@@ -52,9 +52,9 @@ from penstock.variants import (
 )
 
 if TYPE_CHECKING:
-    from penstock.prepare.select.seen_samples import Known
+    from penstock.prepare.select.seen_samples import SeenSamples
 
-Bring = Callable[[Plan, StageName], Outcome]
+Bring = Callable[[Plan, StageName], StageResult]
 """Brings one stage of a plan up, wherever it runs, and says what became of it."""
 
 AT_WORK = ".at_work.lock"
@@ -116,7 +116,7 @@ def tick(run: RunConfig, bring: Bring, notify: Notify) -> Decision:
             f"launch.nnodes is {run.launch.nnodes}, and a run that recurs is started on one "
             "machine.\n  Leave it out, or start each run with penstock launch."
         )
-    shelf = releases_of(run)
+    shelf = open_releases(run)
     with _alone(run) as is_alone:
         if not is_alone:
             decision = Decision("busy", f"{run.release.name}: another run of it is at work")
@@ -134,7 +134,7 @@ def tick(run: RunConfig, bring: Bring, notify: Notify) -> Decision:
 class _Tick:
     """One tick, with what it knows from the beginning."""
 
-    def __init__(self, run: RunConfig, shelf: Shelf, bring: Bring, notify: Notify) -> None:
+    def __init__(self, run: RunConfig, shelf: ReleaseStore, bring: Bring, notify: Notify) -> None:
         self.run, self.shelf, self.bring, self.notify = run, shelf, bring, notify
         self.wish = run.release
         self.latest = shelf.latest()
@@ -143,7 +143,9 @@ class _Tick:
     @property
     def standing(self) -> str:
         """What people call what is released now."""
-        is_what = f"stays at {called(self.latest)}" if self.latest else "is not released yet"
+        is_what = (
+            f"stays at {release_folder_name(self.latest)}" if self.latest else "is not released yet"
+        )
         return f"{self.wish.name} {is_what}"
 
     def decide(self) -> Decision:
@@ -159,15 +161,15 @@ class _Tick:
     def _arrived(self, looked: Plan) -> Arrivals:
         step = looked.step("prepare")
         assert isinstance(step.stage, Prepare)
-        if self.released and self.released["inputs"]["prepare"]["key"] == key_of(step.stage):
+        if self.released and self.released["inputs"]["prepare"]["key"] == stage_key(step.stage):
             return Arrivals(0)
         # Only where data has come is anything imported that reads it.
-        from penstock.prepare.select.seen_samples import Known, known_in  # noqa: PLC0415
+        from penstock.prepare.select.seen_samples import SeenSamples, known_in  # noqa: PLC0415
 
-        there = None if lookup(step) else step.stage.progress(step.path)
+        there = None if find_cached(step) else step.stage.progress(step.path)
         outcome = self.bring(looked, "prepare")
         count = sum(source["slices"] for source in outcome.facts["sources"])
-        known = self._known() if self.released else Known()
+        known = self._known() if self.released else SeenSamples()
         new = known_in(outcome.path, known.files).without(known)
         return Arrivals(new, *((there.slices, there.done) if there else (count, count)))
 
@@ -192,19 +194,21 @@ class _Tick:
             run = going_on(run, self._folder_of(start), self.released["facts"]["folders"])
         wanted: StageName = "push" if has_target(run) else "export"
         planned = in_own_folder(plan(run, (wanted,)))
-        keys = {step.stage.name: short(key_of(step.stage)) for step in planned.steps}
+        keys = {step.stage.name: short(stage_key(step.stage)) for step in planned.steps}
         said: dict[str, Any] = {**arrived.said(), "keys": keys}
         if number := self._is_there_already(planned.step("export")):
             why = "the model that the data gives is "
             why += (
-                "it already" if number == self.latest else f"{called(number)}, which is withdrawn"
+                "it already"
+                if number == self.latest
+                else f"{release_folder_name(number)}, which is withdrawn"
             )
             verdict: Verdict = "up_to_date" if number == self.latest else "kept"
             return Decision(verdict, f"{self.standing}: {why}", self.latest, **said)
         with in_use(planned.steps):
             for step in planned.steps:
                 name = cast(StageName, step.stage.name)
-                if name != "push" and (name != "prepare" or lookup(step) is None):
+                if name != "push" and (name != "prepare" or find_cached(step) is None):
                     self.bring(planned, name)
             return self._judge(planned, start, arrived, said)
 
@@ -224,19 +228,20 @@ class _Tick:
         self._tidy(said["keys"]["train"])
         if number is None:
             now = self.shelf.latest()
-            line = (
-                f"{self.wish.name}: {called(now or 0)} was released meanwhile; it is looked at next"
-            )
+            released = release_folder_name(now or 0)
+            line = f"{self.wish.name}: {released} was released meanwhile; it is looked at next"
             return Decision("kept", line, now, **said, figures=figures)
         count = arrived.new_samples
         why = f"{_told(figures, self.latest)}; " if figures else ""
-        line = f"{self.wish.name} {called(number)} is released: {why}{count} new samples"
+        line = (
+            f"{self.wish.name} {release_folder_name(number)} is released: {why}{count} new samples"
+        )
         return Decision("released", line, number, **said, figures=figures)
 
     def _compared(self, planned: Plan) -> Figures:
         """What the exported model and the released one make of the rows that are held out."""
         exported = planned.step("export")
-        made = lookup(exported)
+        made = find_cached(exported)
         assert made, "exported a moment ago"
         new = self._evaluated(planned, exported.path, made["facts"]["folders"])
         old: dict[str, float] = {}
@@ -263,34 +268,34 @@ class _Tick:
         limit: list[Any] = [asked.train.eval_max_batches]
         if asked.train.eval_rows_per_batch is not None:
             limit.append(asked.train.eval_rows_per_batch)
-        rows = short(digest_of([key_of(step.stage), *limit]))
+        rows = short(digest_json([stage_key(step.stage), *limit]))
         asked = with_output(asked, EVALUATIONS, rows)
         steps = (planned.step("prepare"), planned.step("pack"), trained_on(asked, planned))
         facts = self.bring(Plan(asked, steps), "train").facts
         return {name: value for name, value in facts.items() if name.startswith("eval_")}
 
-    def _is_there_already(self, export: Step) -> int | None:
+    def _is_there_already(self, export: PlannedStage) -> int | None:
         """The release that is this export, among the latest and those that are withdrawn."""
         made = sealed(export)
-        if made and lookup(export) is None:
+        if made and find_cached(export) is None:
             return None  # stale: it was made from a result that was built again since
-        key, content = key_of(export.stage), content_digest(made) if made else None
+        key, content = stage_key(export.stage), content_digest(made) if made else None
         numbers = {*self.shelf.withdrawn, *([self.latest] if self.latest else [])}
         for number in sorted(numbers & set(self.shelf.numbers()), reverse=True):
-            if is_release_of(self.shelf.manifest(number), key, content):
+            if is_release_from(self.shelf.manifest(number), key, content):
                 return number
         return None
 
     def _folder_of(self, number: int) -> Path:
         return verified_folder(self.shelf, number, self.run.pipeline.verify)
 
-    def _known(self) -> "Known":
-        from penstock.prepare.select.seen_samples import Known  # noqa: PLC0415
+    def _known(self) -> "SeenSamples":
+        from penstock.prepare.select.seen_samples import SeenSamples  # noqa: PLC0415
 
         assert self.latest
-        return Known.read(self._folder_of(self.latest), self.released["facts"]["data_files"])
+        return SeenSamples.read(self._folder_of(self.latest), self.released["facts"]["data_files"])
 
-    def _all_known(self, planned: Plan, start: int | None) -> "Known":
+    def _all_known(self, planned: Plan, start: int | None) -> "SeenSamples":
         """The samples of this data, and of the releases that training went on from."""
         from penstock.prepare.select.seen_samples import known_in  # noqa: PLC0415
 
@@ -311,23 +316,23 @@ class _Tick:
         output = self.run.train.output_dir
         decided = [each["keys"]["train"] for each in self.shelf.decisions() if each.get("keys")]
         newest_first = list(dict.fromkeys([mine, *reversed(decided)]))
-        is_here = Place.of(output).names() if is_url(output) else set(newest_first)
+        is_here = RemotePath.of(output).names() if is_url(output) else set(newest_first)
         for key in newest_first[self.wish.keep_runs :]:
             if key not in is_here or not KEY.fullmatch(key):
                 continue
-            folder = home_of(below(output, key))
+            folder = local_cache_dir(below(output, key))
             if is_url(output):
-                Depot(below(output, key), folder).delete()
+                RemoteArtifact(below(output, key), folder).delete()
             elif (read_manifest(folder) or {}).get("stage") != "train":
                 continue
             remove(folder)
-            remove(lock_of(folder))
+            remove(lock_path(folder))
 
 
 @contextmanager
 def _alone(run: RunConfig) -> Generator[bool]:
     """Whether no other tick of this release is at work on this machine, while the block runs."""
-    folder = home_of(location_of(run))
+    folder = local_cache_dir(release_location(run))
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / AT_WORK)
     try:
@@ -345,7 +350,7 @@ def _told(figures: Figures, latest: int | None) -> str:
     """Both numbers, and whose they are."""
     told = f"{figures.metric} of the new model is {figures.new:.6g}"
     if figures.released is not None and latest:
-        told += f", of {called(latest)} {figures.released:.6g}"
+        told += f", of {release_folder_name(latest)} {figures.released:.6g}"
     return told
 
 

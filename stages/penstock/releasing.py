@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING, Any
 from penstock import __version__
 from penstock.config.schema.run import RunConfig
 from penstock.core.cache import provenance
-from penstock.core.cache.digests import sha256_of
+from penstock.core.cache.digests import sha256_file
 from penstock.core.cache.manifest import RELEASE, content_digest
-from penstock.core.cache.record import FORMAT, digest_of
-from penstock.core.cache.store import lookup
+from penstock.core.cache.record import FORMAT, digest_json
+from penstock.core.cache.store import find_cached
 from penstock.core.cache.verify import NAMED, Verify, damaged_files
 from penstock.core.errors import ArtifactError, ConfigError
-from penstock.core.releases.local import Notify, Shelf, called
-from penstock.core.releases.remote import shelf_of
-from penstock.core.remote.urls import is_url, joined
+from penstock.core.releases.local import Notify, ReleaseStore, release_folder_name
+from penstock.core.releases.remote import open_release_store
+from penstock.core.remote.urls import is_url, url_join
 from penstock.plan import Plan
 
 if TYPE_CHECKING:
-    from penstock.prepare.select.seen_samples import Known
+    from penstock.prepare.select.seen_samples import SeenSamples
 
 RELEASES = "releases"
 """Folder of `pipeline.artifacts_path` for all that is released."""
@@ -59,13 +59,13 @@ class Candidate:
     """The release it was compared with; None where there was none."""
     started_from: int | None
     """The release that its training went on from; None where that was none."""
-    known: "Known"
+    known: "SeenSamples"
     """The samples it has been trained on, by itself or by way of the releases before."""
     new_samples: int
     figures: Figures | None
 
 
-def location_of(run: RunConfig) -> str:
+def release_location(run: RunConfig) -> str:
     """Where the run's releases stand. Raises ConfigError for a run that releases nothing."""
     if run.release.name is None:
         raise ConfigError(
@@ -73,19 +73,19 @@ def location_of(run: RunConfig) -> str:
             "  Write it, for example release: {name: my-model}."
         )
     root, below = run.pipeline.artifacts_path, (RELEASES, run.release.name)
-    return joined(root, *below) if is_url(root) else str(Path(root).joinpath(*below))
+    return url_join(root, *below) if is_url(root) else str(Path(root).joinpath(*below))
 
 
-def releases_of(run: RunConfig) -> Shelf:
+def open_releases(run: RunConfig) -> ReleaseStore:
     """The run's releases. Raises ConfigError for a run that releases nothing."""
-    return shelf_of(location_of(run))
+    return open_release_store(release_location(run))
 
 
-def release(shelf: Shelf, candidate: Candidate, notify: Notify) -> int | None:
+def release(shelf: ReleaseStore, candidate: Candidate, notify: Notify) -> int | None:
     """Give the candidate a number, and point to it. None if, since it was compared, something else
     was released."""
     exported = candidate.planned.step("export")
-    made = lookup(exported)
+    made = find_cached(exported)
     if made is None:
         raise ArtifactError(f"{exported.where} is gone.\n  Run it again to have it exported anew.")
     with shelf.writing(notify):
@@ -107,7 +107,7 @@ def release(shelf: Shelf, candidate: Candidate, notify: Notify) -> int | None:
         return number
 
 
-def roll_back(shelf: Shelf, to: int | None, notify: Notify) -> tuple[int | None, int]:
+def roll_back(shelf: ReleaseStore, to: int | None, notify: Notify) -> tuple[int | None, int]:
     """Point to release `to`, or to the one before the latest, and return both numbers.
 
     Releases above it are withdrawn: a later run that comes to the same model does not release it
@@ -124,8 +124,12 @@ def roll_back(shelf: Shelf, to: int | None, notify: Notify) -> tuple[int | None,
         if to is None:
             to = _before(now, numbers, withdrawn)
         if to is None or to not in numbers:
-            have = ", ".join(map(called, numbers)) or "none"
-            what = "nothing before the latest release" if to is None else f"no release {called(to)}"
+            have = ", ".join(map(release_folder_name, numbers)) or "none"
+            what = (
+                "nothing before the latest release"
+                if to is None
+                else f"no release {release_folder_name(to)}"
+            )
             raise ConfigError(
                 f"{shelf.where} has {what}; there are {have}.\n  Name one with --to NUMBER."
             )
@@ -134,7 +138,7 @@ def roll_back(shelf: Shelf, to: int | None, notify: Notify) -> tuple[int | None,
     return now, to
 
 
-def prunable(shelf: Shelf, keep_last: int) -> list[int]:
+def prunable(shelf: ReleaseStore, keep_last: int) -> list[int]:
     """All but the newest, the latest, and the one that a rollback from it would lead to."""
     numbers, latest = shelf.numbers(), shelf.latest()
     kept = {*numbers[-keep_last:], latest, _before(latest, numbers, shelf.withdrawn)}
@@ -157,7 +161,7 @@ def _before(latest: int | None, numbers: list[int], withdrawn: Collection[int]) 
     return max((n for n in numbers if n < (latest or 0) and n not in withdrawn), default=None)
 
 
-def is_release_of(manifest: Mapping[str, Any], key: str, content: str | None) -> bool:
+def is_release_from(manifest: Mapping[str, Any], key: str, content: str | None) -> bool:
     """Whether a release is the export of that key and content digest, as far as both are known."""
     export = manifest["inputs"]["export"]
     if content and "digest" in export and export["digest"] != content:
@@ -165,34 +169,34 @@ def is_release_of(manifest: Mapping[str, Any], key: str, content: str | None) ->
     return export["key"] == key
 
 
-def verified_folder(shelf: Shelf, number: int, verify: Verify) -> Path:
+def verified_folder(shelf: ReleaseStore, number: int, verify: Verify) -> Path:
     """The files of a release on this machine, verified. Raises ArtifactError for damaged ones."""
     folder, manifest = shelf.folder(number), shelf.manifest(number)
     if verify != "off" and (damaged := damaged_files(folder, manifest["files"], verify)):
         raise ArtifactError(
-            f"release {called(number)} in {folder} is damaged:\n  "
+            f"release {release_folder_name(number)} in {folder} is damaged:\n  "
             + "\n  ".join(damaged[:NAMED])
             + "\n  Restore it, or point to another with penstock releases rollback."
         )
     return folder
 
 
-def _unpointed(shelf: Shelf, made: Mapping[str, Any], latest: int | None) -> int | None:
+def _unpointed(shelf: ReleaseStore, made: Mapping[str, Any], latest: int | None) -> int | None:
     """The number that this export was given before its releaser died, short of pointing to it."""
     newest = max(shelf.numbers(), default=0)
     if newest <= (latest or 0) or newest in shelf.withdrawn:
         return None
     its = shelf.manifest(newest)
-    return newest if is_release_of(its, made["key"], content_digest(made)) else None
+    return newest if is_release_from(its, made["key"], content_digest(made)) else None
 
 
 def _manifest(
-    candidate: Candidate, number: int, files: list[dict[str, Any]], shelf: Shelf
+    candidate: Candidate, number: int, files: list[dict[str, Any]], shelf: ReleaseStore
 ) -> dict[str, Any]:
     """What a release is, in the form of any result's manifest."""
     planned, run = candidate.planned, candidate.planned.run
     steps = {step.stage.name: step for step in planned.steps if step.stage.name != "push"}
-    made = {name: lookup(step) or {} for name, step in steps.items()}
+    made = {name: find_cached(step) or {} for name, step in steps.items()}
     inputs = {
         name: {"key": step.artifact.key, **_content(made[name])} for name, step in steps.items()
     }
@@ -204,7 +208,7 @@ def _manifest(
         "format": FORMAT,
         "stage": RELEASE,
         "version": VERSION,
-        "key": digest_of([RELEASE, run.release.name, number, inputs]),
+        "key": digest_json([RELEASE, run.release.name, number, inputs]),
         "settings": run.release.model_dump(mode="json"),
         "inputs": inputs,
         "files": files,
@@ -244,4 +248,4 @@ def _content(manifest: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _entry(file: Path) -> dict[str, Any]:
-    return {"path": file.name, "bytes": file.stat().st_size, "sha256": sha256_of(file)}
+    return {"path": file.name, "bytes": file.stat().st_size, "sha256": sha256_file(file)}

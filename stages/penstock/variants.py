@@ -9,12 +9,12 @@ from pathlib import Path
 from penstock.config.schema.checkpoint import SaveBestConfig
 from penstock.config.schema.duration import EarlyStoppingConfig
 from penstock.config.schema.run import RunConfig
-from penstock.core.cache.stage import key_of, short
-from penstock.core.cache.store import Step
+from penstock.core.cache.stage import short, stage_key
+from penstock.core.cache.store import PlannedStage
 from penstock.core.errors import StageError
 from penstock.core.remote.path import checked
-from penstock.core.remote.urls import is_url, joined
-from penstock.origins import origin_of
+from penstock.core.remote.urls import is_url, url_join
+from penstock.origins import resolve_model_source
 from penstock.plan import Plan, export_step, push_step, train_step
 
 
@@ -58,9 +58,9 @@ def only_evaluating(run: RunConfig) -> RunConfig:
 
 def in_own_folder(planned: Plan) -> Plan:
     """The plan with a folder of its own in `train.output_dir`, called after the run's key."""
-    run = with_output(planned.run, short(key_of(planned.step("train").stage)))
+    run = with_output(planned.run, short(stage_key(planned.step("train").stage)))
     train = trained_on(run, planned)
-    export = export_step(run, train.artifact, origin_of(run))
+    export = export_step(run, train.artifact, resolve_model_source(run))
     names = [step.stage.name for step in planned.steps]
     steps = [*planned.steps[: names.index("train")], train, export]
     if "push" in names:
@@ -68,12 +68,17 @@ def in_own_folder(planned: Plan) -> Plan:
     return Plan(run, tuple(steps))
 
 
-def trained_on(run: RunConfig, planned: Plan) -> Step:
+def trained_on(run: RunConfig, planned: Plan) -> PlannedStage:
     """The run's training on the data of a plan, so that all is of one look at the sources, and
     compared with what that plan's reference model says of it, if one is."""
     made = {step.stage.name: step.artifact for step in planned.steps}
     return train_step(
-        run, made["pack"], origin_of(run), "torchrun", made["prepare"], made.get("reference")
+        run,
+        made["pack"],
+        resolve_model_source(run),
+        "torchrun",
+        made["prepare"],
+        made.get("reference"),
     )
 
 
@@ -85,4 +90,4 @@ def with_output(run: RunConfig, *names: str) -> RunConfig:
 
 def below(location: str, *names: str) -> str:
     """The folder of these names in a folder, or behind a URL."""
-    return joined(location, *names) if is_url(location) else str(Path(location).joinpath(*names))
+    return url_join(location, *names) if is_url(location) else str(Path(location).joinpath(*names))

@@ -11,12 +11,12 @@ from torch import nn
 
 from penstock.adapters.init import fill
 from penstock.adapters.inject import LoraSpec, inject
-from penstock.adapters.names import MAGNITUDE, factor_of
-from penstock.adapters.peft_format import Strength, adapter_config, peft_bias, peft_name
-from penstock.adapters.weight_delta import Change, Product
+from penstock.adapters.names import MAGNITUDE, parse_factor
+from penstock.adapters.peft_format import LoraScaling, adapter_config, peft_bias, peft_name
+from penstock.adapters.weight_delta import LoraDelta, WeightDelta
 from penstock.core.errors import ConfigError
 from penstock.models.decoder import Decoder
-from penstock.models.layers.dropout import Dropout, Noise, drawing_from
+from penstock.models.layers.dropout import Dropout, DropoutRNG, dropout_rng
 from tests.models.stored import to_hf
 from tests.models.twins import (
     assert_gradients_equal,
@@ -69,7 +69,7 @@ def adapted_twins(folder, merge_qkv, spec=SPEC):
             if ".lora_A." not in name or "embed_tokens" in name:
                 tensor.add_(0.1 * noise)
     config = adapter_config(
-        Strength(4, 6.0, spec.scaling, spec.dropout, spec.bias, spec.normed),
+        LoraScaling(4, 6.0, spec.scaling, spec.dropout, spec.bias, spec.normed),
         adapted=chosen,
         linear_layers=layers,
         base_model="somewhere/base",
@@ -85,7 +85,7 @@ def peft_state(pair, tensors, chosen):
     """Parameters, or their gradients, by PEFT's names."""
     found = {}
     for name, tensor in tensors.items():
-        if factor_of(name):
+        if parse_factor(name):
             found[peft_name(name)] = tensor.detach().clone()
             continue
         for hf_name, part in to_hf(pair.weights, name, tensor).items():
@@ -105,7 +105,7 @@ def pairs_of(state):
     """A and B by the layer in a checkpoint that they belong to."""
     found = {}
     for name, tensor in state.items():
-        if (factor := factor_of(name)) and factor.side != MAGNITUDE:
+        if (factor := parse_factor(name)) and factor.side != MAGNITUDE:
             found.setdefault(factor.hf_module, []).append(tensor)
     return found
 
@@ -126,7 +126,7 @@ def test_logits_and_every_gradient_are_those_of_peft(tmp_path, merge_qkv, form):
     their_loss(theirs, ids, labels).backward()
     ours = gradients(pair.ours)
     assert ours.keys() == trained.keys()
-    chosen = {factor.hf_module for name in trained if (factor := factor_of(name))}
+    chosen = {factor.hf_module for name in trained if (factor := parse_factor(name))}
     assert_gradients_equal(peft_state(pair, ours, chosen), their_gradients(theirs))
 
 
@@ -154,7 +154,7 @@ def test_each_adapted_layer_drops_from_its_own_input_as_in_peft(tmp_path, merge_
             module.lora_dropout["default"] = OfBatches(rate, site)
     ids, labels = documents([23])
     plain = packed_logits(pair.ours, ids).detach()
-    with drawing_from(Noise(seed=1, step=2, places_T=torch.arange(23))):
+    with dropout_rng(DropoutRNG(seed=1, step=2, places_T=torch.arange(23))):
         mine = packed_logits(pair.ours, ids)
         packed_loss(pair.ours, ids, labels).backward()
         expected = their_logits(theirs, ids[0])
@@ -172,14 +172,14 @@ def test_merging_rounds_once_to_the_weights_dtype():
     weight = torch.randn(8, 6, generator=generator).bfloat16()
     a, b = torch.randn(2, 6, generator=generator), torch.randn(8, 2, generator=generator)
     exact = weight.double() + 0.5 * b.double() @ a.double()
-    got = Change(Product(b, a, 0.5)).made_of(weight)
+    got = WeightDelta(LoraDelta(b, a, 0.5)).made_of(weight)
     assert got.dtype == torch.bfloat16
     torch.testing.assert_close(got, exact.bfloat16(), atol=0, rtol=2**-8)
 
 
 def test_rows_that_are_changed_by_themselves_become_what_they_become_among_all():
     weight, a, b = (torch.randn(size) for size in ((8, 6), (2, 6), (8, 2)))
-    change = Change(Product(b, a, 0.5), magnitude=torch.arange(1.0, 9.0))
+    change = WeightDelta(LoraDelta(b, a, 0.5), magnitude=torch.arange(1.0, 9.0))
     apart = [change.made_of(weight[start : start + 3], start) for start in (0, 3, 6)]
     torch.testing.assert_close(torch.cat(apart), change.made_of(weight))
 
@@ -225,7 +225,7 @@ def test_a_model_without_memory_takes_its_factors_later():
     assert state.keys() == pair.ours.state_dict().keys()
     assert all(torch.equal(state[name], t) for name, t in pair.ours.state_dict().items())
     trainable = {name for name, p in later.named_parameters() if p.requires_grad}
-    assert trainable == {name for name in state if factor_of(name)}
+    assert trainable == {name for name in state if parse_factor(name)}
 
 
 def test_autocast_and_bf16_base_weights_stay_close_to_fp32(tmp_path):
@@ -236,7 +236,7 @@ def test_autocast_and_bf16_base_weights_stay_close_to_fp32(tmp_path):
         with torch.autocast("cpu", torch.bfloat16):
             autocast = packed_logits(pair.ours, ids)
         for name, parameter in pair.ours.named_parameters():
-            if factor_of(name) is None:
+            if parse_factor(name) is None:
                 parameter.data = parameter.data.bfloat16()
         mixed = packed_logits(pair.ours, ids)
     spread = exact.std()
@@ -297,12 +297,12 @@ def test_an_adapted_head_drops_as_tokens_places_say_however_many_it_is_given():
     pair = twins("qwen3")
     inject(pair.ours, LoraSpec(2, 2.0, ["lm_head"], dropout=0.5))
     ids, labels = documents()
-    noise = Noise(seed=1, step=0, places_T=torch.arange(sum(map(len, ids))))
+    noise = DropoutRNG(seed=1, step=0, places_T=torch.arange(sum(map(len, ids))))
     found = []
     # The loss leaves out tokens that are not trained, and takes the others some at a time.
     for chunk, drawn in ((11, noise), (100, noise), (11, None)):
         pair.ours.zero_grad()
-        with drawing_from(drawn):
+        with dropout_rng(drawn):
             packed_loss(pair.ours, ids, labels, chunk).backward()
         found.append(gradients(pair.ours)["lm_head.lora_B.lm_head"].clone())
     some, all_at_once, undropped = found

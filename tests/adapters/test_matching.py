@@ -2,10 +2,10 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from penstock.adapters.match_targets import linear_layers, meant
-from penstock.adapters.targets import chosen_layers, layers_of
+from penstock.adapters.match_targets import linear_layers, match_targets
+from penstock.adapters.targets import chosen_layers, targetable_layers
 from penstock.models.decoder import Decoder
-from penstock.models.registry import family_of
+from penstock.models.registry import get_family
 
 SIZES = {
     "vocab_size": 100,
@@ -32,12 +32,12 @@ MODELS = {
 def test_layers_told_from_names_are_those_of_the_model(kind, merged):
     model_type, more = MODELS[kind]
     hf = AutoConfig.for_model(model_type, **SIZES, **more).to_dict()
-    family = family_of(hf)
+    family = get_family(hf)
     config = family.read(hf)
     with torch.device("meta"):
         model = Decoder(config, merge_qkv=merged)
     told = list(linear_layers(family.weight_map(config, merge_qkv=merged)))
-    assert {layer.name: layer.native for layer in told} == layers_of(model)
+    assert {layer.name: layer.native for layer in told} == targetable_layers(model)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     for name, shape in shapes.items():
         rows = [one for one in told if one.of == name]
@@ -46,5 +46,5 @@ def test_layers_told_from_names_are_those_of_the_model(kind, merged):
     for targets in (["all-linear"], ["q_proj", "layers.1.*.o_proj"], ["experts.*"]):
         if any("experts" in target for target in targets) and not config.experts:
             continue
-        chosen = {layer.name for layer in meant(targets, told)}
+        chosen = {layer.name for layer in match_targets(targets, told)}
         assert chosen == set(chosen_layers(model, targets))

@@ -29,10 +29,10 @@ from pages import write_section
 from tests.engine import loops, runs
 from timing import CUDA, DEVICE, Work, medians, processor_seconds, verdict
 
-from penstock.engine.distributed.ranks import Ranks, join, leave
+from penstock.engine.distributed.ranks import ProcessInfo, destroy_process_group, init_process_group
 from penstock.rows.collate import MicroBatch
 from penstock.train.dataloader import read
-from penstock_kernels.attention import Segments, attention
+from penstock_kernels.attention import VarlenMetadata, attention
 
 TITLE = "Attention over packed documents: cpu"
 OF_ROWS = 0.9
@@ -63,7 +63,7 @@ def alone(lengths: Sequence[int], dtype: torch.dtype) -> list[str]:
     sizes = [(total, heads, WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS, HEADS)]
     q, k, v, dy = (torch.randn(size, device=DEVICE, dtype=dtype) for size in sizes)
     given = [part.requires_grad_() for part in (q, k, v)]
-    documents = Segments.of(lengths, DEVICE)
+    documents = VarlenMetadata.of(lengths, DEVICE)
     works: dict[str, Work] = {}
     refusals: dict[str, list[str]] = {}
     for name in ("eager", *attention.fast):
@@ -115,7 +115,9 @@ def alone(lengths: Sequence[int], dtype: torch.dtype) -> list[str]:
     return lines
 
 
-def our_step(folder: Path, ranks: Ranks, *, mixed: bool) -> tuple[Callable[[], float], MicroBatch]:
+def our_step(
+    folder: Path, ranks: ProcessInfo, *, mixed: bool
+) -> tuple[Callable[[], float], MicroBatch]:
     """A step of our loop, and the row that each trains on."""
     run = runs.run_config(
         folder / "out",
@@ -168,7 +170,7 @@ def their_step(batch: MicroBatch, *, mixed: bool) -> Callable[[], float]:
     return step
 
 
-def steps(folder: Path, ranks: Ranks, *, mixed: bool) -> list[str]:
+def steps(folder: Path, ranks: ProcessInfo, *, mixed: bool) -> list[str]:
     """Whole training steps."""
     ours, batch = our_step(folder, ranks, mixed=mixed)
     theirs = their_step(batch, mixed=mixed)
@@ -204,7 +206,7 @@ def main() -> None:
             told = lengths[0] if len(set(lengths)) == 1 else lengths
             say(f"attention, documents of {told}, {name}", alone(lengths, dtype))
     if not (asked.alone or asked.dry or CUDA):
-        ranks = join(600)
+        ranks = init_process_group(600)
         for name in dtypes:
             with tempfile.TemporaryDirectory() as made:
                 folder = Path(made)
@@ -212,7 +214,7 @@ def main() -> None:
                 write_documents(folder / "packed", **rows)
                 runs.write_config(folder / "model", **HF_CONFIG)
                 say(f"a whole step, {name}", steps(folder, ranks, mixed=name == "bf16"))
-        leave()
+        destroy_process_group()
         if asked.dtype is None:
             machine = f"{platform.machine()}, one thread, PyTorch {torch.__version__}."
             page = ["Written by `tests/bench/bench_attention.py`.", "", machine]

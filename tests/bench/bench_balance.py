@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.flops import pairs_per_token
-from penstock.rows.batches import Batches, Integers, deal
-from penstock.rows.bin_plan import Bins
+from penstock.rows.batches import Integers, StepSampler, assign_micro_batches
+from penstock.rows.bin_plan import PackingPlan
 from penstock.rows.packing.multipack import multipack
 
 QWEN3_8B = DecoderConfig(
@@ -56,7 +56,7 @@ SETS = {
 """With about how many samples make a row, so that all sets have as many rows."""
 
 
-def work_of(bins: Bins, sizes: Integers) -> Integers:
+def work_of(bins: PackingPlan, sizes: Integers) -> Integers:
     """What each row costs."""
     placed = sizes[bins.samples]
     totals = [np.concatenate([[0], np.cumsum(each)]) for each in (placed, placed * placed)]
@@ -81,7 +81,7 @@ def main() -> None:
         plain = rng.permutation(len(costs))
         for ranks, size, passes in LAYOUTS:
             at_once = ranks * size * passes
-            batches = Batches(costs, rows_per_step=at_once, seed=1, last_batch="drop")
+            batches = StepSampler(costs, rows_per_step=at_once, seed=1, last_batch="drop")
             cursor = batches.start()
             started = time.perf_counter()
             batches.rows(cursor)
@@ -90,7 +90,7 @@ def main() -> None:
             random: list[float] = []
             for step in range(batches.steps_until(1, cursor)):
                 rows = batches.rows(cursor)
-                dealt = deal(
+                dealt = assign_micro_batches(
                     rows.tolist(),
                     costs[rows].tolist(),
                     num_replicas=ranks,

@@ -19,7 +19,7 @@ from tests.bench.pages import write_section
 from tests.engine import runs
 from tests.engine.loops import loop_of, step
 
-from penstock.engine.distributed.ranks import join
+from penstock.engine.distributed.ranks import init_process_group
 from penstock.train.launch.job import Job
 
 TITLE = "Balance of experts: cpu"
@@ -61,7 +61,7 @@ def main() -> None:
         rows = 4 * (STEPS + 1)
         write_rows(folder / "packed", num_rows=rows, row=ROW, document=256, vocabulary=VOCABULARY)
         runs.write_config(folder / "model", **MODEL)
-        ranks = join(60)
+        ranks = init_process_group(60)
         loops = {way: loop_of(job(folder, way), ranks) for way in WAYS}
         for loop in loops.values():
             step(loop)

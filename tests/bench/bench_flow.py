@@ -18,7 +18,7 @@ from tests.flows.server import Prefect
 from tests.pipeline.runs import penstock, write_run
 
 from penstock.config.loading.load import load
-from penstock.plan import Wishes, bring_up, plan
+from penstock.plan import RebuildOptions, execute_stage, plan
 
 FLOWS = Path(__file__).resolve().parents[2] / "flows"
 GOAL, CACHED_GOAL = 1.3, 3.0
@@ -47,7 +47,7 @@ def measured(config: Path) -> dict[str, float]:
     def bare() -> None:
         planned = plan(load(config))
         for step in planned.steps:
-            assert bring_up(step, planned.run, Wishes(), print).status == "cached"
+            assert execute_stage(step, planned.run, RebuildOptions(), print).status == "cached"
 
     return medians(
         {"the flow": lambda: finetune.finetune(config), "an empty flow": empty, "bare": bare}

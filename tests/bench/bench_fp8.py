@@ -18,17 +18,17 @@ import torch
 import torch.nn.functional as F
 from timing import CUDA, DEVICE, Work, machine, medians, verdict
 
-from penstock_kernels.float8 import Recipe, Scheme, linear
+from penstock_kernels.float8 import Float8Recipe, Recipe, linear
 
 Layer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Tensors = tuple[torch.Tensor, ...]
 
-OURS: Mapping[str, Scheme] = {
-    "tensorwise": Scheme("tensorwise"),
-    "rowwise": Scheme("rowwise", "e4m3"),
-    "rowwise, exact weights' gradient": Scheme("rowwise", "e4m3", weight_gradient="exact"),
-    "blockwise": Scheme("blockwise", "e4m3"),
-    "blockwise, turned": Scheme("blockwise", "e4m3", block=32),
+OURS: Mapping[str, Float8Recipe] = {
+    "tensorwise": Float8Recipe("tensorwise"),
+    "rowwise": Float8Recipe("rowwise", "e4m3"),
+    "rowwise, exact weights' gradient": Float8Recipe("rowwise", "e4m3", weight_gradient="exact"),
+    "blockwise": Float8Recipe("blockwise", "e4m3"),
+    "blockwise, turned": Float8Recipe("blockwise", "e4m3", block=32),
 }
 THEIRS: Mapping[str, str] = {
     "tensorwise": "tensorwise",

@@ -25,7 +25,7 @@ from tests.engine.writing import built_of, job_of, read_model, write_model
 from timing import ROUNDS, medians, processor_seconds
 
 from penstock.engine.generation.generator import Generator
-from penstock.engine.generation.sampling import Drawing
+from penstock.engine.generation.sampling import SamplingParams
 from penstock.engine.generation.sequences import Prompt
 
 TITLE = "Answers: cpu"
@@ -70,7 +70,7 @@ def prompts_of(case: Case) -> list[list[int]]:
 
 def ours(generator: Generator, case: Case) -> list[list[int]]:
     """The answers, one after another."""
-    how = Drawing(max_tokens=case.new, temperature=case.temperature, seed=0)
+    how = SamplingParams(max_tokens=case.new, temperature=case.temperature, seed=0)
     prompts = [Prompt(ids, how, count=case.answers) for ids in prompts_of(case)]
     return [one.tokens for each in generator.generate(prompts) for one in each.answers]
 

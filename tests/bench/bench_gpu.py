@@ -33,7 +33,7 @@ from tests.engine import runs
 from timing import CUDA, machine, peak, verdict
 from train_cuda import MEASURED, QWEN3_8B, WARMING, Case, Figures
 
-from penstock.engine.distributed.ranks import Ranks, join, leave
+from penstock.engine.distributed.ranks import ProcessInfo, destroy_process_group, init_process_group
 from penstock.rows.reader import PackedRows
 
 OF_PEER, OF_SHEET, OF_PRODUCT = 1.1, 0.48, 0.65
@@ -113,7 +113,7 @@ def first_that_fits(
     return None
 
 
-def compare(case: Case, ranks: Ranks, product: float) -> None:
+def compare(case: Case, ranks: ProcessInfo, product: float) -> None:
     """Print ours, the peer's and how they compare."""
     device = torch.cuda.get_device_name() if CUDA else "CPU"
     sheet = next((flop for name, flop in train_cuda.PEAKS.items() if name in device), None)
@@ -150,7 +150,7 @@ def main() -> None:
     asked = parser.parse_args()
     if not (CUDA or asked.dry):
         raise SystemExit("a model of 8 billion parameters is measured on a GPU; there is none here")
-    ranks = join(600)
+    ranks = init_process_group(600)
     print(f"{machine()}; the peer's attention is {peer_liger.attention()}")
     peers.say_missing("liger")
     product = peak(64 if asked.dry else 8192)
@@ -159,7 +159,7 @@ def main() -> None:
             document = None if asked.document == case.row else asked.document or case.document
             small = {"shape": runs.TINY, "row": 64, "document": 20} if asked.dry else {}
             compare(replace(case, **{"document": document, **small}), ranks, product)
-    leave()
+    destroy_process_group()
 
 
 if __name__ == "__main__":

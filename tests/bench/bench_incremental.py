@@ -15,8 +15,8 @@ from pathlib import Path
 
 from tests.bench.corpus import documents, save_tokenizer, write_lines
 
-from penstock.core.cache.stage import key_of, short
-from penstock.core.cache.store import Step, realize
+from penstock.core.cache.stage import short, stage_key
+from penstock.core.cache.store import PlannedStage, get_or_build
 from penstock.core.sources.pin import pin_data, pin_tokenizer
 from penstock.prepare.readers import file_splits
 from penstock.prepare.settings import DatasetSettings, PrepareSettings
@@ -39,7 +39,7 @@ def prepared(data: Path, tokenizer: Path, root: Path) -> tuple[int, float, float
         tokenizer=pin_tokenizer(str(tokenizer)),
         tokenizer_path=str(tokenizer),
     )
-    realize(Step(stage, root / "prepare" / short(key_of(stage))))
+    get_or_build(PlannedStage(stage, root / "prepare" / short(stage_key(stage))))
     wall, cpu = time.perf_counter() - started, time.process_time() - cpu
     return len(list(cache.glob("*.arrow"))) - before, wall, cpu
 

@@ -32,11 +32,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from penstock.core.files import fsync
-from penstock.engine.checkpoint.manager import Checkpoints
-from penstock.engine.checkpoint.train_state import Trained
-from penstock.engine.distributed.param_shards import Held, hold, local, whole_piece
-from penstock.engine.distributed.ranks import Ranks, join
-from penstock.engine.hf.load_weights import Readers, fill
+from penstock.engine.checkpoint.manager import CheckpointManager
+from penstock.engine.checkpoint.train_state import TrainState
+from penstock.engine.distributed.param_shards import (
+    LocalParam,
+    local,
+    make_local_param,
+    whole_piece,
+)
+from penstock.engine.distributed.ranks import ProcessInfo, init_process_group
+from penstock.engine.hf.load_weights import Readers, load_weights
 from penstock.models.decoder import Decoder
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.weights import WeightMap
@@ -93,18 +98,18 @@ def sharded(config: DecoderConfig) -> Decoder:
     return model
 
 
-def held_of(model: Decoder) -> list[Held]:
+def held_of(model: Decoder) -> list[LocalParam]:
     """Every parameter under its own name."""
     return [
-        hold(name, parameter, [whole_piece(name, parameter.shape)])
+        make_local_param(name, parameter, [whole_piece(name, parameter.shape)])
         for name, parameter in model.named_parameters()
     ]
 
 
-def ours(readers: Readers) -> Callable[[Decoder, Path, Ranks], None]:
-    def load(model: Decoder, folder: Path, ranks: Ranks) -> None:
+def ours(readers: Readers) -> Callable[[Decoder, Path, ProcessInfo], None]:
+    def load(model: Decoder, folder: Path, ranks: ProcessInfo) -> None:
         model.to_empty(device="cpu")
-        fill(held_of(model), folder, _no_start, readers=readers, ranks=ranks)
+        load_weights(held_of(model), folder, _no_start, readers=readers, ranks=ranks)
 
     return load
 
@@ -113,7 +118,7 @@ def _no_start(name: str, shape: tuple[int, ...]) -> torch.Tensor:
     raise AssertionError(f"{name} {shape} is in the folder")
 
 
-def torch_broadcast(model: Decoder, folder: Path, ranks: Ranks) -> None:
+def torch_broadcast(model: Decoder, folder: Path, ranks: ProcessInfo) -> None:
     model.to_empty(device="cpu")
     state: dict[str, Any] = {}
     if ranks.leads:
@@ -123,14 +128,14 @@ def torch_broadcast(model: Decoder, folder: Path, ranks: Ranks) -> None:
     set_model_state_dict(model, state, options=options)
 
 
-def torch_reader(model: Decoder, folder: Path, ranks: Ranks) -> None:
+def torch_reader(model: Decoder, folder: Path, ranks: ProcessInfo) -> None:
     del ranks
     model.to_empty(device="cpu")
     state = {name: parameter.detach() for name, parameter in model.named_parameters()}
     dcp.load(state, storage_reader=HuggingFaceStorageReader(str(folder)))
 
 
-WAYS: dict[str, Callable[[Decoder, Path, Ranks], None]] = {
+WAYS: dict[str, Callable[[Decoder, Path, ProcessInfo], None]] = {
     "ours, broadcast": ours("first_rank"),
     "ours, all_ranks": ours("all_ranks"),
     "torch, full state dict from the first rank": torch_broadcast,
@@ -145,7 +150,7 @@ def be_rank(
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD))
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
-    ranks = join(600)
+    ranks = init_process_group(600)
     model = sharded(config)
     ranks.wait()
     pipe.send("ready")
@@ -165,12 +170,12 @@ def be_rank(
     os._exit(0)
 
 
-def save(model: Decoder, folder: Path, ranks: Ranks) -> dict[str, float]:
+def save(model: Decoder, folder: Path, ranks: ProcessInfo) -> dict[str, float]:
     """Seconds of saving a checkpoint, and of plain writing."""
     model.to_empty(device="cpu")
     for parameter in model.parameters():
         local(parameter.detach()).fill_(1.5)
-    trained = Trained(held_of(model), torch.optim.SGD(model.parameters()), only_trained=False)
+    trained = TrainState(held_of(model), torch.optim.SGD(model.parameters()), only_trained=False)
     found: dict[str, float] = {}
 
     def timed(what: str, act: Callable[[], object]) -> None:
@@ -180,7 +185,7 @@ def save(model: Decoder, folder: Path, ranks: Ranks) -> dict[str, float]:
         ranks.wait()
         found[what] = time.perf_counter() - started
 
-    now = Checkpoints(folder / "now", trained, ranks)
+    now = CheckpointManager(folder / "now", trained, ranks)
     timed("checkpoint", lambda: now.save(1, {}))
     timed("raw", lambda: write_raw(model, folder / f"raw-{ranks.rank}"))
     return found

@@ -25,8 +25,8 @@ from tests.engine import runs
 from tests.engine.loops import loop_of
 
 from penstock.config.loading.load import loads
-from penstock.engine.distributed.ranks import join
-from penstock.train.trainer import Loop
+from penstock.engine.distributed.ranks import init_process_group
+from penstock.train.trainer import Trainer
 
 TITLE = "Telling: cpu"
 GOAL = 0.01
@@ -38,7 +38,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def loop_in(folder: Path, name: str) -> Loop:
+def loop_in(folder: Path, name: str) -> Trainer:
     """The quickstart, opened up before its first step."""
     settings = yaml.safe_load(QUICKSTART.read_text())
     settings["train"] |= {
@@ -51,7 +51,7 @@ def loop_in(folder: Path, name: str) -> Loop:
         **WAYS[name],
     }
     run = loads(settings)
-    return loop_of(runs.job_of(run, folder / "packed"), join(600))
+    return loop_of(runs.job_of(run, folder / "packed"), init_process_group(600))
 
 
 def timed(owner: Any, name: str, spent: list[float]) -> None:
@@ -68,7 +68,7 @@ def timed(owner: Any, name: str, spent: list[float]) -> None:
     setattr(owner, name, wrapped)
 
 
-def measured(loop: Loop) -> tuple[float, float]:
+def measured(loop: Trainer) -> tuple[float, float]:
     """Medians of the seconds of a step and of telling."""
     spent, steps = [0.0], list[float]()
     loop._open()

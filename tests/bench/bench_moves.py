@@ -20,7 +20,7 @@ from side_by_side import Asked, Case, asked, compare
 from timing import CUDA, DEVICE
 
 from penstock_kernels.dropout import dropout
-from penstock_kernels.permute import order_of, permute, unpermute
+from penstock_kernels.permute import permute, sort_by_expert, unpermute
 
 WIDTH, EXPERTS, PER_TOKEN, RATE = 2048, 128, 8, 0.1
 DRY = 3, 24
@@ -36,7 +36,7 @@ def cases(sizes: Asked) -> dict[str, Case]:
     )
     scores = torch.rand(tokens, EXPERTS, generator=draw, device=DEVICE)
     weights, choice = scores.topk(PER_TOKEN)
-    order = order_of(choice, EXPERTS)
+    order = sort_by_expert(choice, EXPERTS)
     places = torch.arange(tokens, device=DEVICE)
     return {
         # Tokens are read and their copies written, and the other way round.

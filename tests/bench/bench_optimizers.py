@@ -13,7 +13,7 @@ import torch
 from timing import CUDA, DEVICE, Work, copying, machine, medians, show, verdict
 from torch.optim import _muon
 
-from penstock_kernels.adamw import Run, Settings, Stepped, adamw_, adamw_each_
+from penstock_kernels.adamw import RowKeys, Settings, Stepped, adamw_, adamw_each_
 from penstock_kernels.newton_schulz import COEFFICIENTS, EPS, STEPS, newton_schulz
 
 SHAPE = (16384, 8192) if CUDA else (1024, 2048)
@@ -39,7 +39,7 @@ def adamw(dtype: torch.dtype, shape: tuple[int, int]) -> None:
         "copying": copying(moved),
     }
     if dtype == torch.bfloat16:
-        runs = [Run(shape[0], 7)]
+        runs = [RowKeys(shape[0], 7)]
         works["at random"] = lambda: adamw_(weight, gradient, first, second, NOW, runs)
     found = medians(works)
     show(f"adamw {dtype}", found, "torch", moved)

@@ -19,8 +19,8 @@ from tests.engine.loops import loop_of, step
 from tests.ranks import on_ranks
 
 from penstock.costs.device_speed import processors
-from penstock.costs.durations import step_of
-from penstock.costs.estimate import model_of
+from penstock.costs.durations import estimate_step
+from penstock.costs.estimate import build_cost_model
 from penstock.costs.measure_machine import measure
 from penstock.costs.sharded_model import Cut
 from penstock.models.flops import Work
@@ -60,11 +60,11 @@ def seconds(job: Job) -> tuple[float, float]:
     names = ("fp32", "bf16", "bandwidth")
     here = {name: statistics.median(speed[name] for speed in speeds) for name in names}
     config = json.loads((Path(str(job.config.model.config_path)) / "config.json").read_text())
-    cut = Cut(job.config, model_of(job.config, config), loop.built.degrees, "cpu")
+    cut = Cut(job.config, build_cost_model(job.config, config), loop.built.degrees, "cpu")
     row = PackedRows(job.packed / "data" / "train").row(0)
     logits = int((row.labels >= 0).sum())
     work = Work.of(cut.config, row.lengths.tolist(), logits=logits)
-    told = step_of(cut, processors(here, 1), work)
+    told = estimate_step(cut, processors(here, 1), work)
     assert told
     return told.total, statistics.median(taken)
 

@@ -37,7 +37,7 @@ def load_ours(folder: Path, kept: str) -> Any:
     """What a run of one process holds before its first step."""
     from penstock.config.loading.load import loads
     from penstock.engine.build import assemble
-    from penstock.engine.distributed.ranks import join
+    from penstock.engine.distributed.ranks import init_process_group
 
     quantised = {"enable_qlora": True, "quant_format": kept} if kept != "bf16" else {}
     run = loads(
@@ -49,7 +49,7 @@ def load_ours(folder: Path, kept: str) -> Any:
         }
     )
     hf_config = json.loads((folder / "config.json").read_text())
-    return assemble(run, hf_config, folder, join(60), lambda _: None)
+    return assemble(run, hf_config, folder, init_process_group(60), lambda _: None)
 
 
 def load_peer(folder: Path, kept: str) -> Any:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from timing import CUDA, DEVICE, Work, copying, machine, medians, show
 
-from penstock_kernels.noise import Run, add_noise_
+from penstock_kernels.noise import RowKeys, add_noise_
 from penstock_kernels.quant import FORMATS, Quantised, dequantise, linear, matmul, quantise
 
 TOKENS = 8192
@@ -69,7 +69,7 @@ def compare_conversions(name: str, weight: torch.Tensor) -> Quantised:
 
 def compare_noise(name: str, made: Quantised) -> None:
     """Print noise on a matrix, and dequantising it."""
-    weight, runs = dequantise(made), [Run(made.shape[0], 1)]
+    weight, runs = dequantise(made), [RowKeys(made.shape[0], 1)]
     found = medians(
         {
             "ours": lambda: add_noise_(weight, made, 1.0, runs),

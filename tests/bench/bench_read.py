@@ -22,10 +22,12 @@ from torch.utils.data import DataLoader
 
 from penstock.rows.reader import PackedRows, map_batches
 from penstock.rows.schema import PACKED
-from penstock.train.dataloader import Loader, Reading
+from penstock.train.dataloader import Loader, LoaderConfig
 
 LENGTH, REPEATS, PEER_ROWS = 4096, 5, 1000
-HERE = Reading(num_workers=0, steps_ahead=2, pin_memory=False, pad_to_multiple_of=128, pad_to="own")
+HERE = LoaderConfig(
+    num_workers=0, steps_ahead=2, pin_memory=False, pad_to_multiple_of=128, pad_to="own"
+)
 
 
 def write(folder: Path, num_rows: int) -> None:

@@ -21,10 +21,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from penstock.engine.checkpoint.manager import Checkpoints
-from penstock.engine.checkpoint.train_state import Trained
-from penstock.engine.distributed.param_shards import hold, whole_piece
-from penstock.engine.distributed.ranks import join, leave
+from penstock.engine.checkpoint.manager import CheckpointManager
+from penstock.engine.checkpoint.train_state import TrainState
+from penstock.engine.distributed.param_shards import make_local_param, whole_piece
+from penstock.engine.distributed.ranks import destroy_process_group, init_process_group
 
 REPEATS = 5
 WIDTH = 2048
@@ -39,11 +39,11 @@ class Training:
         count = max(1, round(millions * 1e6 / WIDTH**2))
         self.matrices = [nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5) for _ in range(count)]
         held = [
-            hold(f"{number}.weight", one, (whole_piece(f"{number}.weight", one.shape),))
+            make_local_param(f"{number}.weight", one, (whole_piece(f"{number}.weight", one.shape),))
             for number, one in enumerate(self.matrices)
         ]
         self.optimizer = torch.optim.AdamW(self.matrices, foreach=False)
-        self.trained = Trained(held, self.optimizer, only_trained=False)
+        self.trained = TrainState(held, self.optimizer, only_trained=False)
         self.input_TD = torch.randn(TOKENS, WIDTH)
 
     def step(self) -> None:
@@ -70,7 +70,7 @@ class Taken:
     """How many those are."""
 
 
-def taken(training: Training, checkpoints: Checkpoints | None, number: int) -> Taken:
+def taken(training: Training, checkpoints: CheckpointManager | None, number: int) -> Taken:
     """A save, if there is anything to save with, and steps until it is over."""
     os.sync()
     started, before = time.perf_counter(), queued()
@@ -95,15 +95,18 @@ def queued() -> float:
 
 def main() -> None:
     torch.set_num_threads(1)
-    training, ranks = Training(int(sys.argv[1]) if len(sys.argv) > 1 else 100), join(600)
+    training, ranks = (
+        Training(int(sys.argv[1]) if len(sys.argv) > 1 else 100),
+        init_process_group(600),
+    )
     training.step()
     size = sum(3 * matrix.nbytes for matrix in training.matrices)
     with tempfile.TemporaryDirectory() as folder:
         a, b = Path(folder) / "a", Path(folder) / "b"
         saves = {
             "none": None,
-            "false": Checkpoints(a, training.trained, ranks, writes="at_once", limit=1),
-            "true": Checkpoints(b, training.trained, ranks, writes="behind", limit=1),
+            "false": CheckpointManager(a, training.trained, ranks, writes="at_once", limit=1),
+            "true": CheckpointManager(b, training.trained, ranks, writes="behind", limit=1),
         }
         rounds = [
             {name: taken(training, checkpoints, number) for name, checkpoints in saves.items()}
@@ -122,7 +125,7 @@ def main() -> None:
     print(f"ratio {ratios[0]:.3f}, of its own {ratios[1]:.3f}; goal {GOAL:.3f}")
     later = [each["true"].later - each["true"].steps * step for each in rounds]
     print(f"steps after that, until it is over: {statistics.median(later):.3f} s more")
-    leave()
+    destroy_process_group()
 
 
 if __name__ == "__main__":

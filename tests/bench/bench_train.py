@@ -31,9 +31,9 @@ import train_cuda
 from packed import write_rows
 from tests.engine import loops, runs
 
-from penstock.engine.distributed.ranks import Ranks, join, leave
+from penstock.engine.distributed.ranks import ProcessInfo, destroy_process_group, init_process_group
 from penstock.models.initialize import initialise
-from penstock.models.registry import family_of
+from penstock.models.registry import get_family
 from penstock.rows.collate import MicroBatch
 from penstock.train.dataloader import read
 
@@ -85,7 +85,7 @@ CASES = (
 )
 
 
-def ours(folder: Path, ranks: Ranks, *, mixed: bool) -> Any:
+def ours(folder: Path, ranks: ProcessInfo, *, mixed: bool) -> Any:
     """Our loop over the rows in `folder`, ready for its first step."""
     run = runs.run_config(
         folder / "out",
@@ -105,7 +105,7 @@ def ours(folder: Path, ranks: Ranks, *, mixed: bool) -> Any:
 
 def weights(hf_config: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The weights that ours starts from, by Hugging Face's names."""
-    family = family_of(hf_config)
+    family = get_family(hf_config)
     config = family.read(hf_config)
     shapes = family.weight_map(config, merge_qkv=True).hf_shapes()
     return {name: initialise(name, shape, SEED, config) for name, shape in shapes.items()}
@@ -119,7 +119,7 @@ class Speed:
     per_cpu_second: float
 
 
-def measure(case: Case, folder: Path, ranks: Ranks, *, mixed: bool) -> dict[str, Speed]:
+def measure(case: Case, folder: Path, ranks: ProcessInfo, *, mixed: bool) -> dict[str, Speed]:
     """How fast each is."""
     loop = ours(folder, ranks, mixed=mixed)
     steps: list[list[MicroBatch]] = [
@@ -167,13 +167,13 @@ def report(speeds: dict[str, Speed]) -> list[str]:
     return lines
 
 
-def say(ranks: Ranks, line: str) -> None:
+def say(ranks: ProcessInfo, line: str) -> None:
     """Print it once."""
     if ranks.leads:
         print(line, flush=True)
 
 
-def beside_peers(ranks: Ranks, asked: argparse.Namespace) -> None:
+def beside_peers(ranks: ProcessInfo, asked: argparse.Namespace) -> None:
     """All cases that are asked for; their figures are written down if that is all of them."""
     lines: list[str] = []
     for case in CASES:
@@ -207,7 +207,7 @@ def beside_peers(ranks: Ranks, asked: argparse.Namespace) -> None:
 
 
 @contextmanager
-def shared_folder(ranks: Ranks) -> Generator[Path]:
+def shared_folder(ranks: ProcessInfo) -> Generator[Path]:
     """A folder that all ranks know, and that is gone at the end."""
     with tempfile.TemporaryDirectory() as name:
         yield Path(str(ranks.gather(name)[0]))
@@ -221,7 +221,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["bf16", "fp32"])
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    ranks = join(600)
+    ranks = init_process_group(600)
     if asked.device != ranks.device.type:
         raise SystemExit(f"this machine's ranks run on {ranks.device.type}, not {asked.device}")
     if asked.device == "cpu":
@@ -229,7 +229,7 @@ def main() -> None:
     else:
         with shared_folder(ranks) as folder:
             train_cuda.measure_all(ranks, folder)
-    leave()
+    destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from penstock.core.cache.digests import digests_of, sha256_of
+from penstock.core.cache.digests import digest_files, sha256_file
 from penstock.core.cache.verify import Verify, damaged_files
 from penstock.core.env import default
 
@@ -39,15 +39,15 @@ def main() -> None:
         _tell("first", total, lambda: verify("changed"))
         _tell("changed", total, lambda: verify("changed"))
         _tell("always", total, lambda: verify("always"))
-        _tell("one thread", total, lambda: [sha256_of(root / f["path"]) for f in files])
+        _tell("one thread", total, lambda: [sha256_file(root / f["path"]) for f in files])
         small = root / "small"
         small.mkdir()
         paths = [small / str(number) for number in range(MANY)]
         for path in paths:
             path.write_bytes(b"x")
             os.utime(path, (1, 1))
-        digests_of(paths, "ctime")
-        _tell(f"changed, {MANY:,} files", 0.0, lambda: digests_of(paths, "ctime"))
+        digest_files(paths, "ctime")
+        _tell(f"changed, {MANY:,} files", 0.0, lambda: digest_files(paths, "ctime"))
 
 
 def _write(root: Path, number: int, size: int) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def _write(root: Path, number: int, size: int) -> dict[str, Any]:
         for start in range(0, size, BLOCK):
             stream.write(os.urandom(min(BLOCK, size - start)))
     os.utime(path, (1, 1))
-    return {"path": path.name, "bytes": size, "sha256": sha256_of(path)}
+    return {"path": path.name, "bytes": size, "sha256": sha256_file(path)}
 
 
 def _tell(name: str, gigabytes: float, work: Callable[[], object]) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import transformers
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from penstock.engine.distributed.ranks import Ranks
+from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.rows.collate import MicroBatch
 
 Step = Callable[[Sequence[MicroBatch]], float]
@@ -20,7 +20,7 @@ Step = Callable[[Sequence[MicroBatch]], float]
 
 
 def transformers_step(
-    hf_config: dict[str, Any], state: dict[str, torch.Tensor], ranks: Ranks, *, mixed: bool
+    hf_config: dict[str, Any], state: dict[str, torch.Tensor], ranks: ProcessInfo, *, mixed: bool
 ) -> Step:
     """A step of the model with these weights, from its own loss to its optimizer."""
     config = transformers.AutoConfig.for_model(**hf_config)

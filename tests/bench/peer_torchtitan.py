@@ -23,7 +23,7 @@ from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_conf
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.qwen3 import Qwen3Model, Qwen3StateDictAdapter, Qwen3TransformerBlock
 
-from penstock.engine.distributed.ranks import Ranks
+from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.rows.collate import MicroBatch
 
 Step = Callable[[Sequence[MicroBatch]], float]
@@ -33,7 +33,7 @@ START = {"weight": torch.nn.init.ones_}
 
 
 def torchtitan_step(
-    hf_config: dict[str, Any], state: dict[str, torch.Tensor], ranks: Ranks, *, mixed: bool
+    hf_config: dict[str, Any], state: dict[str, torch.Tensor], ranks: ProcessInfo, *, mixed: bool
 ) -> Step:
     """A step of the model with these weights."""
     config = model_config(hf_config, ranks.device)

@@ -21,9 +21,9 @@ from packed import write_rows
 from pages import write_section
 from tests.engine import loops, runs
 
-from penstock.engine.distributed.ranks import Ranks
+from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.models.flops import matrix_parameters
-from penstock.models.registry import family_of
+from penstock.models.registry import get_family
 from penstock.rows.reader import PackedRows
 
 WARMING, MEASURED = 2, 5
@@ -93,7 +93,7 @@ class Figures:
     loss: float
 
 
-def measure_all(ranks: Ranks, folder: Path, cases: Sequence[Case] = CASES) -> None:
+def measure_all(ranks: ProcessInfo, folder: Path, cases: Sequence[Case] = CASES) -> None:
     """Measure every case in `folder` and write the device's page."""
     device = torch.cuda.get_device_name(ranks.device)
     peak = next((flop for name, flop in PEAKS.items() if name in device), None)
@@ -123,7 +123,7 @@ def measure_all(ranks: Ranks, folder: Path, cases: Sequence[Case] = CASES) -> No
         write_page(name, "tests/bench/bench_train.py --device cuda", lines)
 
 
-def measure(case: Case, folder: Path, ranks: Ranks) -> Figures:
+def measure(case: Case, folder: Path, ranks: ProcessInfo) -> Figures:
     """Figures of one case, whose rows and config are written to `folder`."""
     if ranks.leads:
         write_rows(
@@ -171,7 +171,7 @@ def measure(case: Case, folder: Path, ranks: Ranks) -> Figures:
 
 def model_flop(case: Case, packed: PackedRows, rows: Iterable[int]) -> float:
     """Of the training step over these rows."""
-    config = family_of(case.hf_config).read(case.hf_config)
+    config = get_family(case.hf_config).read(case.hf_config)
     each = 4 if case.lora else 6
     features = config.num_hidden_layers * config.num_attention_heads * config.head_dim
     total = 0.0

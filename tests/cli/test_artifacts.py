@@ -14,8 +14,8 @@ from penstock.config.schema.run import RunConfig
 from penstock.core.cache.in_use import GATE, MARKS, in_use, unless_in_use
 from penstock.core.cache.manifest import MANIFEST
 from penstock.core.cache.record import write_record
-from penstock.core.cache.stage import Artifact, key_of
-from penstock.core.cache.store import Step, realize
+from penstock.core.cache.stage import Artifact, stage_key
+from penstock.core.cache.store import PlannedStage, get_or_build
 from penstock.core.errors import ArtifactError, StageError
 from penstock.core.files import read_json, write_json
 from penstock.export.links import link_exported
@@ -30,7 +30,7 @@ def chain(root, letters):
     pack = step_of(Pack(read=prepare.artifact), root)
     train = step_of(Train(read=pack.artifact), root)
     for step in (prepare, pack, train):
-        realize(step)
+        get_or_build(step)
     return prepare, pack, train
 
 
@@ -48,7 +48,7 @@ def test_list_shows_every_result_with_its_standing(tmp_path):
 
     unfinished = step_of(Prepare(LettersSettings(letters="xyz"), before=stop), tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        realize(unfinished)
+        get_or_build(unfinished)
     said = penstock("artifacts", "list", "--root", tmp_path, "--json")
     found = {each["path"]: (each["stage"], each["standing"]) for each in said.last["artifacts"]}
     assert found == {
@@ -98,7 +98,7 @@ def test_prune_never_deletes_what_another_result_was_made_from(tmp_path):
     old = step_of(Prepare(LettersSettings(letters="old")), tmp_path)
     new = step_of(Prepare(LettersSettings(letters="new")), tmp_path)
     for step in (old, new):
-        realize(step)
+        get_or_build(step)
     age(old, 20)
 
     dry = penstock("artifacts", "prune", "--root", tmp_path, "--dry-run", "--json")
@@ -115,7 +115,7 @@ def test_prune_never_deletes_what_another_result_was_made_from(tmp_path):
 def test_prune_keeps_training_runs_attempts_and_what_is_young(tmp_path):
     _, _, train = chain(tmp_path, "ab")
     trained_alone = step_of(Train(LettersSettings(letters="q")), tmp_path)
-    realize(trained_alone)
+    get_or_build(trained_alone)
     for step in (train, trained_alone):
         age(step, 99)
 
@@ -123,9 +123,9 @@ def test_prune_keeps_training_runs_attempts_and_what_is_young(tmp_path):
         raise ValueError
 
     with pytest.raises(StageError):
-        realize(step_of(Prepare(LettersSettings(letters="xyz"), before=fail), tmp_path))
+        get_or_build(step_of(Prepare(LettersSettings(letters="xyz"), before=fail), tmp_path))
     young = step_of(Prepare(LettersSettings(letters="young")), tmp_path)
-    realize(young)
+    get_or_build(young)
     age(young, 2)
     entries = list(find_entries([str(tmp_path)]))
     assert choose_prunable(entries, keep_last=0, older_than=7 * DAY) == []
@@ -136,14 +136,14 @@ def test_prune_keeps_training_runs_attempts_and_what_is_young(tmp_path):
 def test_a_result_whose_reader_is_only_an_attempt_is_not_pruned(tmp_path):
     """Else the attempt could not be taken up again."""
     prepare = step_of(Prepare(LettersSettings(letters="ab")), tmp_path)
-    realize(prepare)
+    get_or_build(prepare)
 
     def fail(_letter, _out):
         raise ValueError
 
     reader = Pack(read=Artifact("prepare", prepare.artifact.key, prepare.path), before=fail)
     with pytest.raises(StageError):
-        realize(step_of(reader, tmp_path))
+        get_or_build(step_of(reader, tmp_path))
     assert choose_prunable(list(find_entries([str(tmp_path)])), 0, 0) == []
 
 
@@ -152,8 +152,8 @@ def test_prune_deletes_cached_slices_that_only_pruned_results_used(tmp_path):
     for name in ("old", "new"):
         data = write_lines(tmp_path / f"{name}.jsonl", texts(3, name))
         stage = prepare((data, {"type": "text"}))
-        steps.append(Step(stage, tmp_path / "root" / "prepare" / key_of(stage)[:16]))
-        realize(steps[-1])
+        steps.append(PlannedStage(stage, tmp_path / "root" / "prepare" / stage_key(stage)[:16]))
+        get_or_build(steps[-1])
     age(steps[0], 2)
     cache = tmp_path / "root" / "slices"
     assert len(list(cache.glob("*.arrow"))) == 2
@@ -179,7 +179,7 @@ def test_prune_takes_whole_chains_that_lead_to_nothing_that_is_kept(tmp_path):
     pack = step_of(Pack(read=prepare.artifact), tmp_path)
     newest = step_of(Pack(read=used[0].artifact, settings=LettersSettings(letters="n")), tmp_path)
     for step in (prepare, pack, newest):
-        realize(step)
+        get_or_build(step)
     for step in used:
         age(step, 3)
     for step in (prepare, pack):
@@ -198,7 +198,7 @@ def test_prune_takes_whole_chains_that_lead_to_nothing_that_is_kept(tmp_path):
 def test_prune_leaves_what_a_running_process_works_with_until_it_has_died(tmp_path):
     step, other = (step_of(Prepare(LettersSettings(letters=each)), tmp_path) for each in "xy")
     for each in (step, other):
-        realize(each)
+        get_or_build(each)
     prune = ("artifacts", "prune", "--root", tmp_path, "--keep-last", "0", "--json")
     holder = multiprocessing.get_context("fork").Process(target=hold, args=(step, tmp_path))
     holder.start()
@@ -213,7 +213,7 @@ def test_prune_leaves_what_a_running_process_works_with_until_it_has_died(tmp_pa
 
 def test_what_comes_into_use_after_it_was_chosen_is_not_deleted(tmp_path):
     step = step_of(Prepare(), tmp_path)
-    realize(step)
+    get_or_build(step)
     entries = list(find_entries([str(tmp_path)]))
     doomed = choose_prunable(entries, keep_last=0, older_than=0)
     assert [entry.where for entry in doomed] == [str(step.path)]
@@ -237,19 +237,19 @@ def test_marks_that_are_set_while_the_gate_is_waited_for_count(tmp_path):
     mark = tmp_path / MARKS / "0.json"
     held = FileLock(mark.with_suffix(".lock"))
     held.acquire()
-    write_json(mark, [key_of(step.stage)])
+    write_json(mark, [stage_key(step.stage)])
     gate.release()
     looking.join(60)
     held.release()
-    assert found == [{key_of(step.stage)}]
+    assert found == [{stage_key(step.stage)}]
 
 
 def test_a_mark_that_was_damaged_protects_everything_and_is_named(tmp_path):
     step = step_of(Prepare(), tmp_path)
-    realize(step)
+    get_or_build(step)
     with in_use([step]):
         [mark] = tmp_path.glob(".in_use/*.json")
-        mark.write_text(mark.read_text().replace(key_of(step.stage)[:4], "0000"))
+        mark.write_text(mark.read_text().replace(stage_key(step.stage)[:4], "0000"))
         with pytest.raises(ArtifactError, match=rf"{mark.name} is damaged"):
             choose_prunable(list(find_entries([str(tmp_path)])), keep_last=0, older_than=0)
 
@@ -264,7 +264,7 @@ def test_an_export_that_a_run_leads_to_is_not_pruned_until_the_run_leads_elsewhe
     ]
     prune_all = ("artifacts", "prune", "--root", tmp_path / "artifacts", "--keep-last", "0")
     for step in steps:
-        outcome = realize(step)
+        outcome = get_or_build(step)
         (step.path / "hf").mkdir()
         link_exported(outcome, run)
     first, second = steps

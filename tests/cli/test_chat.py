@@ -15,8 +15,8 @@ from penstock.cli.chat.resolve_model import load_target, resolve_target
 from penstock.cli.chat.session import Chat, ChatOptions, Speaker
 from penstock.cli.console import Console
 from penstock.core.errors import ConfigError
-from penstock.engine.distributed.ranks import join
-from penstock.engine.generation.sampling import Drawing
+from penstock.engine.distributed.ranks import init_process_group
+from penstock.engine.generation.sampling import SamplingParams
 from penstock.evaluate.chat_model import ChatModel, Reply, StoppedError
 from penstock.rows.tokenizer import byte_tokenizer
 from tests.engine import runs
@@ -55,11 +55,11 @@ def adapter_folder(folder: Path, base: Path, **config: Any) -> Path:
 def replies_of(typed: str, adapter: str | None, scratch: str) -> tuple[str, str, int]:
     """On one rank: the text as it was streamed, the reply's, and its tokens."""
     torch.set_num_threads(1)
-    ranks = join(60)
+    ranks = init_process_group(60)
     target = resolve_target(typed, (), adapter, Path(scratch), lambda _: None)
     model = load_target(target, ranks, Path(scratch), lambda _: None)
     pieces: list[str] = []
-    how = Drawing(max_tokens=NEW, temperature=0, stop_tokens=model.ends)
+    how = SamplingParams(max_tokens=NEW, temperature=0, stop_tokens=model.ends)
     reply = model.reply(TALK, how, pieces.append, lambda: None)
     return "".join(pieces), reply.text, reply.tokens
 
@@ -110,7 +110,7 @@ class Echo:
         self.stop = stop
         self.asked: list[list[dict[str, str]]] = []
 
-    def reply(self, messages: Any, how: Drawing, on_text: Any, check_stop: Any) -> Reply:
+    def reply(self, messages: Any, how: SamplingParams, on_text: Any, check_stop: Any) -> Reply:
         self.asked.append(list(messages))
         text = f"{len(messages)} at {how.temperature:g}, {how.seed}"
         on_text(text)

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from penstock.config.loading.load import load
-from penstock.core.cache.stage import key_of
+from penstock.core.cache.stage import stage_key
 from penstock.plan import plan
 from tests.cli.command import penstock, small_run
 
@@ -50,8 +50,10 @@ def test_what_is_printed_is_what_was_written_and_all_of_it_is_the_same_run(tmp_p
     for name, text in (("brief", brief.out), ("whole", whole.out)):
         (tmp_path / f"{name}.yaml").write_text(text)
         steps = plan(load(tmp_path / f"{name}.yaml")).steps
-        keys.append([key_of(step.stage) for step in steps[:3]])
-    assert keys[0] == keys[1] == [key_of(step.stage) for step in plan(load(Path(config))).steps[:3]]
+        keys.append([stage_key(step.stage) for step in steps[:3]])
+    assert (
+        keys[0] == keys[1] == [stage_key(step.stage) for step in plan(load(Path(config))).steps[:3]]
+    )
 
 
 def test_every_fault_is_found_at_once_and_nothing_is_left_behind(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from penstock.cli.run import Request
-from penstock.core.cache.stage import ATTEMPT, identity, key_of
+from penstock.core.cache.stage import ATTEMPT, identity, stage_key
 from penstock.core.files import write_json
 from penstock.costs.device_speed import remember
 from penstock.plan import plan
@@ -57,7 +57,7 @@ def test_plan_names_the_file_whose_content_changed(tmp_path):
 def test_an_attempt_is_partial(tmp_path):
     config = small_run(tmp_path)
     step = plan(Request(config).load()).step("prepare")
-    write_json(step.path / ATTEMPT, {**identity(step.stage), "key": key_of(step.stage)})
+    write_json(step.path / ATTEMPT, {**identity(step.stage), "key": stage_key(step.stage)})
     assert standings(penstock("plan", config, "--json"))["prepare"] == "partial"
 
 

@@ -15,7 +15,7 @@ from penstock.config.loading.schema_tree import annotation_at
 from penstock.config.schema.run import RunConfig
 from penstock.config.server.config import ServerConfig
 from penstock.config.server.run_fields import SERVER as SERVERS_OWN
-from penstock.config.translate.apply import DIALECTS, named, recognised, translate
+from penstock.config.translate.apply import DIALECTS, detect_dialect, named, translate
 from penstock.config.translate.dialect import Dialect, is_flat
 from penstock.config.translate.fit_parallel_sizes import Devices
 from penstock.config.translate.hf.llama_factory import LLAMA_FACTORY
@@ -23,7 +23,11 @@ from penstock.config.translate.hf.trl import TRL
 from penstock.config.translate.load_foreign import load_translation
 from penstock.config.translate.translation import Draft, Entry
 from penstock.core.errors import ConfigError
-from penstock.engine.distributed.parallel_dims import accumulation_steps, degrees_of, rows_per_step
+from penstock.engine.distributed.parallel_dims import (
+    accumulation_steps,
+    build_parallel_dims,
+    rows_per_step,
+)
 
 ROOT = Path(__file__).parents[2]
 NATIVE = sorted([ROOT / "configs" / "quickstart.yaml", *(ROOT / "configs/examples").glob("*.yaml")])
@@ -90,7 +94,7 @@ def test_a_stronger_key_stands_in_place_of_a_weaker_one() -> None:
 
 @pytest.mark.parametrize("file", NATIVE, ids=lambda file: file.stem)
 def test_files_of_ours_are_no_dialect(file: Path) -> None:
-    assert recognised(yaml.safe_load(file.read_text())) is None
+    assert detect_dialect(yaml.safe_load(file.read_text())) is None
 
 
 @pytest.mark.parametrize("file", FOREIGN, ids=lambda file: file.stem)
@@ -114,7 +118,7 @@ def test_each_foreign_example_is_a_run_of_its_dialect(file: Path) -> None:
     ids=str,
 )
 def test_what_is_nobodys_is_judged_as_ours(values: dict[str, Any]) -> None:
-    assert recognised(values) is None
+    assert detect_dialect(values) is None
 
 
 ODD: list[Any] = ["x", -1, 0, [1, None], {"x": 1}]
@@ -267,7 +271,7 @@ def test_any_layout_fits_any_number_of_devices(layout: dict[str, Any], ranks: in
     for rows in ({"steps": 12}, {"rows": 12}, {"rows": 12, "nodes": 2}):
         run, used = fitted({**layout, **rows}, ranks)
         assert used <= ranks
-        replicas = degrees_of(run.train, used).num_replicas
+        replicas = build_parallel_dims(run.train, used).num_replicas
         assert accumulation_steps(run.train, replicas) >= 1
 
 
@@ -279,7 +283,7 @@ def test_rows_of_a_step_are_the_same_however_a_model_is_cut(ranks: int) -> None:
         run, used = fitted(
             {k: v for k, v in layout.items() if k != "steps" or "rows" not in layout}, ranks
         )
-        assert rows_per_step(run.train, degrees_of(run.train, used).num_replicas) == rows
+        assert rows_per_step(run.train, build_parallel_dims(run.train, used).num_replicas) == rows
 
 
 def test_as_many_processes_as_a_file_asks_for_where_there_are_so_many() -> None:
@@ -303,7 +307,7 @@ PAGES = sorted((ROOT / "docs").glob("from-*.md"))
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_pages_for_newcomers_say_on_the_right_what_the_left_becomes(page: Path) -> None:
     left, right = (yaml12.parse(text).value for text in BLOCK.findall(page.read_text())[:2])
-    dialect = recognised(left)
+    dialect = detect_dialect(left)
     assert dialect
     translation = translate(left, dialect, Devices(32))
     assert not translation.of("unknown", "refused")

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from penstock.config.loading.load import load, loads
-from penstock.config.schema.run import RunConfig, written
+from penstock.config.schema.run import RunConfig, is_explicitly_set
 from penstock.config.server.config import ServerConfig, judged
 from penstock.config.server.load import load_server
 from penstock.config.translate.translation import put_at
@@ -81,8 +81,10 @@ def with_defaults(settings: dict[str, Any], defaults: list[tuple[str, Any]]) -> 
 def effect(run: RunConfig) -> dict[str, Any]:
     """All settings, with those of which it matters that they were written."""
     known = run.model_dump()
-    known["group"] = written(run, "lora.quant_group_size") and run.lora.quant_group_size != 16
-    known["padding"] = written(run, "data.pad_to_multiple_of")
+    known["group"] = (
+        is_explicitly_set(run, "lora.quant_group_size") and run.lora.quant_group_size != 16
+    )
+    known["padding"] = is_explicitly_set(run, "data.pad_to_multiple_of")
     # One that is left out goes by the machine.
     known["train"]["init_device"] = known["train"]["init_device"] or "cuda"
     return known
@@ -124,7 +126,7 @@ def test_a_default_that_cannot_be_used_is_told_in_one_line(tmp_path: Path) -> No
         " sample_packing_sequence_len (1000): a full row is padded beyond it",
     ]
     assert run.lora.enable_lora
-    assert not written(run, "lora.quant_group_size")
+    assert not is_explicitly_set(run, "lora.quant_group_size")
     assert run.train.init_device is None
     _, told = notices_of(tmp_path, lora={"enable_qlora": True}, train={"init_device": "meta"})
     assert told == []

@@ -14,7 +14,11 @@ from penstock.config.translate.fit_parallel_sizes import Devices
 from penstock.config.translate.load_foreign import load_translation
 from penstock.config.translate.translation import Line, Translation, value_at
 from penstock.core.errors import ConfigError
-from penstock.engine.distributed.parallel_dims import accumulation_steps, degrees_of, rows_per_step
+from penstock.engine.distributed.parallel_dims import (
+    accumulation_steps,
+    build_parallel_dims,
+    rows_per_step,
+)
 from penstock.optim.schedule import lr_at
 from tests.config.erniekit_keys import CHANGES, IDLE
 
@@ -110,7 +114,7 @@ def test_published_files_are_runs(file: Path, ranks: int) -> None:
     assert not translation.of("refused")
     assert not faults
     train = loads(translation.settings).train
-    degrees = degrees_of(train, translation.ranks)
+    degrees = build_parallel_dims(train, translation.ranks)
     assert accumulation_steps(train, degrees.num_replicas) >= 1
     cut, rows = ROWS.get(file.stem, (0, 0))
     if ranks <= cut:

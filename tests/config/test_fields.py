@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from penstock.config import generate_docs  # noqa: F401 - it reads the fields' docstrings
 from penstock.config.loading.load import loads
 from penstock.config.loading.schema_tree import is_section, sections
-from penstock.config.schema.run import written
+from penstock.config.schema.run import is_explicitly_set
 from penstock.core.errors import ConfigError
 from tests.config.values import faults_of, smallest
 
@@ -80,7 +80,7 @@ def test_field_is_explained_where_it_is_declared(place: str, name: str, field: F
 def test_smallest_run_has_every_default() -> None:
     run = loads(smallest())
     for place, name, field in all_fields():
-        if not place.endswith("[]") and not written(run, f"{place}.{name}"):
+        if not place.endswith("[]") and not is_explicitly_set(run, f"{place}.{name}"):
             assert attrgetter(f"{place}.{name}")(run) == default_of(field)
 
 
@@ -114,12 +114,12 @@ def test_results_go_to_folders_and_object_stores_alone(
 
 def test_written_tells_a_written_default_from_an_unwritten_one() -> None:
     run = loads(smallest(train={"seed": 42}, data={"datasets": [{"path": "a", "split": None}]}))
-    assert written(run, "train.seed")
-    assert written(run, "data.datasets.0.split")
-    assert not written(run, "train.lr")
-    assert not written(run, "lora.lora_rank")
+    assert is_explicitly_set(run, "train.seed")
+    assert is_explicitly_set(run, "data.datasets.0.split")
+    assert not is_explicitly_set(run, "train.lr")
+    assert not is_explicitly_set(run, "lora.lora_rank")
     with pytest.raises(KeyError):
-        written(run, "train.learning_rate")
+        is_explicitly_set(run, "train.learning_rate")
 
 
 @pytest.mark.parametrize(

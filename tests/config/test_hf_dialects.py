@@ -23,7 +23,7 @@ from penstock.config.loading import yaml12
 from penstock.config.loading.load import loads
 from penstock.config.schema.run import RunConfig
 from penstock.config.translate import shared as trackers
-from penstock.config.translate.apply import DIALECTS, named, recognised, translate
+from penstock.config.translate.apply import DIALECTS, detect_dialect, named, translate
 from penstock.config.translate.axolotl.rules import AXOLOTL
 from penstock.config.translate.dialect import Dialect
 from penstock.config.translate.fit_parallel_sizes import Devices
@@ -65,7 +65,7 @@ def line_of(translation: Translation, key: str) -> Line:
 @pytest.mark.parametrize("file", FOREIGN, ids=lambda file: file.stem)
 def test_the_order_of_keys_decides_nothing(file: Path) -> None:
     values = yaml12.parse(file.read_text()).value
-    dialect = recognised(values)
+    dialect = detect_dialect(values)
     assert dialect
     backwards = {
         name: dict(reversed(value.items())) if isinstance(value, dict) else value

@@ -342,7 +342,10 @@ def test_every_section_is_named_by_the_path_to_it() -> None:
 
 
 def test_loading_settings_loads_nothing_heavy() -> None:
-    code = "import sys, penstock.config.loading.load; print(*{name.partition('.')[0] for name in sys.modules})"
+    code = (
+        "import sys, penstock.config.loading.load;"
+        " print(*{name.partition('.')[0] for name in sys.modules})"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     heavy = {"torch", "numpy", "pyarrow", "transformers", "datasets", "fsspec", "huggingface_hub"}
     assert not heavy & set(done.stdout.split())

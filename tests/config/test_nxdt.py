@@ -19,9 +19,9 @@ from penstock.config.translate.interpolation import resolved
 from penstock.config.translate.load_foreign import load_translation
 from penstock.config.translate.nxdt.rules import NXDT
 from penstock.config.translate.translation import Line, Translation, value_at
-from penstock.machine import check_entries, check_machine, config_of
+from penstock.machine import check_entries, check_machine, resolve_hf_config
 from penstock.models.decoder_config import LearnedPositions
-from penstock.models.registry import family_of
+from penstock.models.registry import get_family
 from penstock.optim.schedule import lr_at
 from tests.config.nxdt_keys import (
     CHANGES,
@@ -232,8 +232,8 @@ def test_a_model_of_numbers_is_a_llama_that_can_be_built() -> None:
 def test_experts_make_a_mixtral_of_a_model_of_numbers() -> None:
     experts = {"model.moe.num_experts": 4, "model.moe.top_k": 2}
     sizes = {"model.hidden_size": 64, "model.num_attention_heads": 4, "model.num_kv_heads": 2}
-    config = config_of(run_of({**MEGATRON, **experts, **sizes, "model.kv_channels": 16}))
-    decoder = family_of(config).read(config)
+    config = resolve_hf_config(run_of({**MEGATRON, **experts, **sizes, "model.kv_channels": 16}))
+    decoder = get_family(config).read(config)
     assert decoder.experts
     assert (decoder.experts.num_experts, decoder.experts.experts_per_token) == (4, 2)
     assert (decoder.hidden_size, decoder.num_hidden_layers) == (64, 32)
@@ -307,8 +307,8 @@ def test_a_model_of_numbers_is_the_architecture_that_has_its_parts(
 ) -> None:
     eps = {"model.layernorm_epsilon": 0.25}
     run = run_of({**MEGATRON, **SMALL, **ROPE, **eps, **keys})
-    config = config_of(run)
-    decoder = family_of(config).read(config)
+    config = resolve_hf_config(run)
+    decoder = get_family(config).read(config)
     assert config["model_type"] == model_type
     found = (decoder.norm, decoder.gated, decoder.rotary_dim, decoder.o_bias and decoder.mlp_bias)
     assert found == parts
@@ -350,8 +350,8 @@ def test_learned_positions_make_an_opt_of_a_model_of_numbers(biased: bool) -> No
     sizes = {"model.num_layers": 2, "model.ffn_hidden_size": 96, "model.init_method_std": 0.25}
     keys = {**sizes, "model.has_bias": biased}
     run = run_of({**LEARNED, **NORMAL, **keys, "model.max_position_embeddings": 8192})
-    config = config_of(run)
-    decoder = family_of(config).read(config)
+    config = resolve_hf_config(run)
+    decoder = get_family(config).read(config)
     assert config["model_type"] == "opt"
     assert decoder.learned_positions == LearnedPositions(8192 + 2, 2)
     found = (decoder.norm, decoder.rms_norm_eps, decoder.gated, decoder.activation)

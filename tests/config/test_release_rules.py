@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from penstock.config.loading.load import loads
-from penstock.releasing import Figures, is_better, location_of
+from penstock.releasing import Figures, is_better, release_location
 from tests.config.values import faults_of, refused_and_mended, smallest
 
 HELD_OUT = {"data": {"val_set_size": 5}}
@@ -134,6 +134,6 @@ def test_a_model_is_better_by_more_than_is_written(
 
 def test_releases_lie_below_the_artifacts_here_and_behind_a_url() -> None:
     here = loads(smallest(**release(), pipeline={"artifacts_path": "made"}))
-    assert location_of(here) == "made/releases/bot"
+    assert release_location(here) == "made/releases/bot"
     there = loads(smallest(**release(), pipeline={"artifacts_path": "s3://bucket/made"}))
-    assert location_of(there) == "s3://bucket/made/releases/bot"
+    assert release_location(there) == "s3://bucket/made/releases/bot"

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.config.loading.load import loads
 from penstock.core.errors import ConfigError
-from penstock.core.sources.local_files import kind_of
+from penstock.core.sources.local_files import detect_file_kind
 from tests.config.values import faults_of, refused_and_mended, smallest
 
 
@@ -398,4 +398,4 @@ def test_environment_for_the_ranks_is_checked(env: dict[str, str], reason: str) 
     ],
 )
 def test_extension_tells_the_format(name: str, kind: str | None) -> None:
-    assert kind_of(name) == kind
+    assert detect_file_kind(name) == kind

@@ -7,15 +7,15 @@ from contextlib import closing
 import pytest
 
 from penstock.core.cache import digests
-from penstock.core.cache.digests import derived, digests_of, links_made, remember
+from penstock.core.cache.digests import derived, digest_files, links_made, remember
 
 
 @pytest.fixture
 def read(monkeypatch):
     """The names of the files that are read."""
     names = []
-    real = digests.sha256_of
-    monkeypatch.setattr(digests, "sha256_of", lambda path: names.append(path.name) or real(path))
+    real = digests.sha256_file
+    monkeypatch.setattr(digests, "sha256_file", lambda path: names.append(path.name) or real(path))
     return names
 
 
@@ -33,28 +33,28 @@ def sha(content):
 
 
 def test_a_file_is_read_once_under_all_its_names(file, tmp_path, read):
-    assert digests_of([file]) == sha(b"one")
+    assert digest_files([file]) == sha(b"one")
     os.link(file, tmp_path / "b")
     moved = file.rename(tmp_path / "c")
-    assert digests_of([moved, tmp_path / "b"]) == sha(b"one") * 2
+    assert digest_files([moved, tmp_path / "b"]) == sha(b"one") * 2
     assert read == ["a"]
 
 
 def test_a_file_that_was_written_or_replaced_is_read_again(file, tmp_path, read):
-    digests_of([file])
+    digest_files([file])
     file.write_bytes(b"two")  # as long, in place, and too young to be remembered
-    assert digests_of([file]) == digests_of([file]) == sha(b"two")
+    assert digest_files([file]) == digest_files([file]) == sha(b"two")
     assert read == ["a"] * 3
     other = tmp_path / "other"
     other.write_bytes(b"six")
     os.utime(other, ns=(1, file.stat().st_mtime_ns))
     other.replace(file)  # as long and as old, but another file
-    assert digests_of([file]) == sha(b"six")
+    assert digest_files([file]) == sha(b"six")
 
 
 def test_what_was_computed_elsewhere_is_not_read(file, read):
     remember([(file, "f" * 64)])
-    assert digests_of([file]) == ["f" * 64]
+    assert digest_files([file]) == ["f" * 64]
     assert read == []
 
 
@@ -68,30 +68,30 @@ def test_what_follows_from_content_is_computed_once_and_without_a_memory_each_ti
     monkeypatch.setenv("PENSTOCK_CACHE_HOME", str(tmp_path / "file"))
     assert [derived("k", lambda: times.append(1) or 5) for _ in range(2)] == [5, 5]
     (tmp_path / "a").write_bytes(b"one")
-    assert digests_of([tmp_path / "a"]) == sha(b"one")
+    assert digest_files([tmp_path / "a"]) == sha(b"one")
     remember([(tmp_path / "a", "f" * 64)])
-    assert digests_of([tmp_path / "a"]) == sha(b"one")
+    assert digest_files([tmp_path / "a"]) == sha(b"one")
 
 
 def test_a_file_whose_times_were_set_back_is_read_where_only_its_change_time_is_trusted(file, read):
-    digests_of([file], "ctime")
+    digest_files([file], "ctime")
     stat = file.stat()
     time.sleep(0.02)
     file.write_bytes(b"two")
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    assert digests_of([file]) == sha(b"one")  # by its modification time it is as it was
-    assert digests_of([file], "ctime") == sha(b"two")
+    assert digest_files([file]) == sha(b"one")  # by its modification time it is as it was
+    assert digest_files([file], "ctime") == sha(b"two")
     assert read == ["a", "a"]
 
 
 def test_links_that_are_made_keep_a_file_known_and_others_do_not(file, tmp_path, read):
-    digests_of([file], "ctime")
+    digest_files([file], "ctime")
     with links_made([file]):
         os.link(file, tmp_path / "b")
-    assert digests_of([tmp_path / "b"], "ctime") == sha(b"one")
+    assert digest_files([tmp_path / "b"], "ctime") == sha(b"one")
     assert read == ["a"]
     os.link(file, tmp_path / "c")
-    digests_of([file], "ctime")
+    digest_files([file], "ctime")
     assert read == ["a", "a"]
 
 
@@ -99,16 +99,16 @@ def test_a_file_that_is_young_when_it_is_read_is_not_remembered_however_long_tha
     file, read, monkeypatch
 ):
     clock = [file.stat().st_mtime_ns + 1]
-    counted = digests.sha256_of
+    counted = digests.sha256_file
 
     def slowly(path):
         clock[0] += 2 * digests.SETTLED_NS
         return counted(path)
 
     monkeypatch.setattr(digests.time, "time_ns", lambda: clock[0])
-    monkeypatch.setattr(digests, "sha256_of", slowly)
+    monkeypatch.setattr(digests, "sha256_file", slowly)
     # What is written while it is read may bear the times that it bore before.
-    assert [digests_of([file]) for _ in range(3)] == [sha(b"one")] * 3
+    assert [digest_files([file]) for _ in range(3)] == [sha(b"one")] * 3
     assert read == ["a", "a"]
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 
 from penstock.core.errors import CapabilityError
-from penstock.core.os_errors import is_full_disk, is_of_the_machine, reason_of
+from penstock.core.os_errors import describe_os_error, is_full_disk, is_of_the_machine
 from penstock.core.remote.connection_errors import connection_fault
 from penstock.core.sources.pin import pin_data
 from penstock.train.launch.rank_failures import first_failure, leave_failure
@@ -76,7 +76,7 @@ def test_a_full_disk_that_safetensors_meets_is_called_so(tmp_path):
 
 def assert_called_full(error, folder):
     assert is_full_disk(error), repr(error)
-    told = reason_of(error, folder)
+    told = describe_os_error(error, folder)
     assert "the disk is full" in told
     assert "MB are left there" in told
 
@@ -92,8 +92,8 @@ def assert_called_full(error, folder):
 def test_other_limits_of_the_machine_are_told_with_the_path(number, said, tmp_path):
     error = OSError(number, "whatever", str(tmp_path / "a"))
     assert is_of_the_machine(error)
-    assert re.search(said, reason_of(error))
-    assert str(tmp_path) in reason_of(error)
+    assert re.search(said, describe_os_error(error))
+    assert str(tmp_path) in describe_os_error(error)
     assert not is_of_the_machine(ValueError("no such thing"))
 
 

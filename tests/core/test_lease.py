@@ -7,7 +7,7 @@ import pytest
 
 from penstock.core.errors import StageError
 from penstock.core.remote.lease import Lease
-from penstock.core.remote.path import Place
+from penstock.core.remote.path import RemotePath
 
 
 def never() -> bool:
@@ -16,13 +16,13 @@ def never() -> bool:
 
 @pytest.fixture
 def in_bucket(bucket):
-    return Place.of(f"{bucket}/folder")
+    return RemotePath.of(f"{bucket}/folder")
 
 
 @pytest.fixture
 def folder():
     """On another kind of store, which has exclusive creation too."""
-    return Place.of(f"memory://{time.monotonic_ns()}/folder")
+    return RemotePath.of(f"memory://{time.monotonic_ns()}/folder")
 
 
 def test_of_several_that_want_it_one_at_a_time_has_it(in_bucket):

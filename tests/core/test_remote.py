@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.core.errors import CapabilityError, ConfigError, StageError
 from penstock.core.remote.open import open_file
-from penstock.core.remote.path import Place
+from penstock.core.remote.path import RemotePath
 from penstock.core.sources.hub import local_folder
 from penstock.core.sources.pin import pin_checkpoint, pin_config, pin_data, pin_model, pin_tokenizer
 from tests.core.servers import Chaos, web  # noqa: F401
@@ -21,7 +21,7 @@ CONTENT = random.Random(0).randbytes(3_000_000)
 
 @pytest.fixture
 def file(bucket):
-    place = Place.of(f"{bucket}/data.bin")
+    place = RemotePath.of(f"{bucket}/data.bin")
     place.write(CONTENT)
     return place
 
@@ -88,7 +88,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_not_mixed(file):
 @pytest.fixture
 def data(bucket):
     for name in ("train-0.jsonl", "train-1.jsonl.gz", "test.jsonl", "README.md", "deep/a.parquet"):
-        (Place.of(bucket) / "set" / name).write(name.encode())
+        (RemotePath.of(bucket) / "set" / name).write(name.encode())
     return f"{bucket}/set"
 
 
@@ -119,13 +119,13 @@ def test_a_url_names_the_files_that_the_same_local_path_would(data, below, optio
 
 def test_the_key_of_remote_data_is_its_content_wherever_it_lies(data, bucket):
     before = pin_data(data)
-    (Place.of(data) / "train-0.jsonl").write(b"train-0.jsonl")
+    (RemotePath.of(data) / "train-0.jsonl").write(b"train-0.jsonl")
     assert pin_data(data).key == before.key
     for name in ("train-0.jsonl", "train-1.jsonl.gz"):
-        (Place.of(f"{bucket}/elsewhere/set") / name).write(name.encode())
+        (RemotePath.of(f"{bucket}/elsewhere/set") / name).write(name.encode())
     assert pin_data(f"{bucket}/elsewhere/set").key == before.key
     assert bucket.removeprefix("s3://") not in str(before.pin)
-    (Place.of(data) / "train-0.jsonl").write(b"TRAIN-0.jsonl")
+    (RemotePath.of(data) / "train-0.jsonl").write(b"TRAIN-0.jsonl")
     assert pin_data(data).key != before.key
 
 
@@ -182,7 +182,7 @@ def test_without_credentials_the_error_says_so_and_what_to_set(file, tmp_path, m
 
 def test_a_large_file_is_sent_in_parts_and_arrives_whole(bucket, tmp_path):
     (tmp_path / "large").write_bytes(CONTENT * 12)
-    place = Place.of(f"{bucket}/large")
+    place = RemotePath.of(f"{bucket}/large")
     place.put(tmp_path / "large")
     info = place.info()
     assert info
@@ -192,7 +192,7 @@ def test_a_large_file_is_sent_in_parts_and_arrives_whole(bucket, tmp_path):
 
 
 def test_a_checkpoint_is_pinned_whole_or_refused(bucket):
-    folder = Place.of(f"{bucket}/global_step_5")
+    folder = RemotePath.of(f"{bucket}/global_step_5")
     (folder / "state.json").write(b"{}")
     with pytest.raises(ConfigError, match=r"global_step_5 is not a complete checkpoint"):
         pin_checkpoint(folder.url)
@@ -280,7 +280,7 @@ def test_tokenizers_configs_and_weights_are_fetched_to_a_folder_named_by_their_c
     bucket, tmp_path
 ):
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json", "model.safetensors"):
-        (Place.of(bucket) / "model" / name).write(b"{}")
+        (RemotePath.of(bucket) / "model" / name).write(b"{}")
         (tmp_path / name).write_bytes(b"{}")
     url = f"{bucket}/model"
     assert pin_config(url).key == pin_config(str(tmp_path)).key
@@ -292,7 +292,7 @@ def test_tokenizers_configs_and_weights_are_fetched_to_a_folder_named_by_their_c
         "config.json",
         "model.safetensors",
     }
-    (Place.of(url) / "model.safetensors").write(b"other")
+    (RemotePath.of(url) / "model.safetensors").write(b"other")
     assert pin_model(url).key != model.key
     assert local_folder(url, pin_model(url)) != local_folder(url, model)
     with pytest.raises(ConfigError, match=r"holds neither config\.json nor"):

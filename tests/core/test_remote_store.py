@@ -16,15 +16,15 @@ import pytest
 
 from penstock.core.cache.manifest import MANIFEST
 from penstock.core.cache.record import with_digest
-from penstock.core.cache.stage import ATTEMPT, Facts, Input, Stage, key_of
-from penstock.core.cache.store import Step, lookup, obtain, realize
+from penstock.core.cache.stage import ATTEMPT, Facts, Input, Stage, stage_key
+from penstock.core.cache.store import PlannedStage, fetch_cached, find_cached, get_or_build
 from penstock.core.errors import ArtifactError, ConfigError, Interrupted
-from penstock.core.files import publishing
-from penstock.core.remote.artifact_sync import Depot
-from penstock.core.remote.path import Place
-from penstock.core.remote.upload_while_running import Follower
-from penstock.engine.checkpoint.folders import Naming
-from penstock.train.launch.upload_selection import keepsakes_of, wanted_of
+from penstock.core.files import atomic_write
+from penstock.core.remote.artifact_sync import RemoteArtifact
+from penstock.core.remote.path import RemotePath
+from penstock.core.remote.upload_while_running import BackgroundUploader
+from penstock.engine.checkpoint.folders import CheckpointNaming
+from penstock.train.launch.upload_selection import files_to_download, files_to_upload
 from tests.core.toy import ALPHABET, FOUR, Letters, LettersSettings, Slowly
 from tests.corruption import flip
 
@@ -39,7 +39,7 @@ class Bulk(Letters):
 
     def run(self, out: Path) -> Facts:
         for number in range(24):
-            with publishing(out / f"{number:02}.bin") as part:
+            with atomic_write(out / f"{number:02}.bin") as part:
                 part.write_bytes(bytes([number]) * (4 << 20))
         return {}
 
@@ -76,19 +76,21 @@ class Steps(Stage):
         return {"steps": 5}
 
     def keepsakes(self, out: Path) -> list[list[Path]]:
-        return keepsakes_of(out)
+        return files_to_upload(out)
 
     def wanted(self, names, out: Path) -> list[str]:
-        return wanted_of(names, out, Naming())
+        return files_to_download(names, out, CheckpointNaming())
 
 
 @pytest.fixture
 def machine(bucket, tmp_path, monkeypatch):
     """`machine(stage, name)` is the step of the stage on the machine called so."""
 
-    def on(stage: Stage, name: str) -> Step:
+    def on(stage: Stage, name: str) -> PlannedStage:
         monkeypatch.setenv("PENSTOCK_CACHE_HOME", str(tmp_path / name))
-        return Step(stage, tmp_path / name / "mirror" / stage.name, f"{bucket}/{stage.name}")
+        return PlannedStage(
+            stage, tmp_path / name / "mirror" / stage.name, f"{bucket}/{stage.name}"
+        )
 
     return on
 
@@ -97,16 +99,16 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def names_at(step: Step) -> set[str]:
+def names_at(step: PlannedStage) -> set[str]:
     assert step.remote
-    return set(Place.of(step.remote).files())
+    return set(RemotePath.of(step.remote).files())
 
 
 def build(stage: Stage, folder: Path, url: str, home: Path, said=None) -> None:
     """In another process, as another machine."""
     os.environ["PENSTOCK_CACHE_HOME"] = str(home)
     lines: list[str] = []
-    outcome = realize(Step(stage, folder, url), notify=lines.append)
+    outcome = get_or_build(PlannedStage(stage, folder, url), notify=lines.append)
     if said:
         said.put((outcome.status, lines))
 
@@ -114,18 +116,18 @@ def build(stage: Stage, folder: Path, url: str, home: Path, said=None) -> None:
 def test_what_one_machine_built_the_others_fetch(machine, tmp_path):
     stage = Letters(journal=tmp_path / "journal")
     here, there = machine(stage, "here"), None
-    outcome = realize(here)
+    outcome = get_or_build(here)
     assert (outcome.status, outcome.where) == ("ran", here.remote)
     assert names_at(here) == {"a.txt", "b.txt", "c.txt", "d.txt", MANIFEST}
-    assert realize(here).status == "cached"
+    assert get_or_build(here).status == "cached"
     there = machine(stage, "there")
-    assert lookup(there) == json.loads((here.path / MANIFEST).read_bytes())
+    assert find_cached(there) == json.loads((here.path / MANIFEST).read_bytes())
     assert not there.path.exists()
-    assert realize(there).status == "cached"
+    assert get_or_build(there).status == "cached"
     assert content(there.path) == content(here.path)
     assert (tmp_path / "journal").read_text() == "abcd"
     third = machine(stage, "third")
-    assert obtain(third)
+    assert fetch_cached(third)
     assert content(third.path) == content(here.path)
 
 
@@ -161,7 +163,7 @@ def test_killed_while_sending_it_leaves_no_manifest_and_a_rerun_sends_only_the_r
         target=build, args=(step.stage, step.path, step.remote, step.path.parents[1])
     )
     process.start()
-    place = Place.of(step.remote)
+    place = RemotePath.of(step.remote)
     while len([name for name in place.files() if name.endswith(".bin")]) < 9:
         assert process.is_alive()
         time.sleep(0.01)
@@ -172,26 +174,26 @@ def test_killed_while_sending_it_leaves_no_manifest_and_a_rerun_sends_only_the_r
     before = {name: info["LastModified"] for name, info in place.files().items()}
     assert MANIFEST not in before
     time.sleep(1.1)  # S3 counts seconds
-    assert lookup(step) is None
+    assert find_cached(step) is None
     began = time.monotonic()
-    assert realize(step).status == "cached"
+    assert get_or_build(step).status == "cached"
     assert time.monotonic() - began < 30, "its own lease need not run out"
     assert names_at(step) == {*(f"{n:02}.bin" for n in range(24)), MANIFEST}
     after = {name: info["LastModified"] for name, info in place.files().items()}
     assert {name: after[name] for name in noted} == {name: before[name] for name in noted}
     other = machine(stage, "there")
-    realize(other)
+    get_or_build(other)
     assert content(other.path) == content(step.path)
 
 
 def test_what_was_sent_is_not_sent_again(machine):
     step = machine(Letters(), "here")
-    realize(step)
-    place = Place.of(step.remote or "")
+    get_or_build(step)
+    place = RemotePath.of(step.remote or "")
     (place / MANIFEST).delete()
     before = {name: info["LastModified"] for name, info in place.files().items()}
     time.sleep(1.1)  # S3 counts seconds
-    assert realize(step).status == "cached"
+    assert get_or_build(step).status == "cached"
     after = {name: info["LastModified"] for name, info in place.files().items()}
     assert after.pop(MANIFEST)
     assert after == before
@@ -200,46 +202,46 @@ def test_what_was_sent_is_not_sent_again(machine):
 @pytest.mark.parametrize("damage", ["[]", "7", '{"a.txt": 7}', '{"a.txt": {"bytes": 1}}', "{"])
 def test_where_notes_of_what_was_sent_are_damaged_it_is_sent_again(machine, damage):
     step = machine(Letters(), "here")
-    realize(step)
-    place = Place.of(step.remote or "")
+    get_or_build(step)
+    place = RemotePath.of(step.remote or "")
     (place / MANIFEST).delete()
     (place / "a.txt").write(b"?")
     step.path.with_name(f".{step.path.name}.sent.json").write_text(damage)
-    assert realize(step).status == "cached"
+    assert get_or_build(step).status == "cached"
     assert (place / "a.txt").read() == b"a"
     assert (place / MANIFEST).read() == (step.path / MANIFEST).read_bytes()
 
 
 def test_a_damaged_or_dangerous_result_is_not_taken(machine):
     step = machine(Letters(), "here")
-    realize(step)
-    place = Place.of(step.remote or "")
+    get_or_build(step)
+    place = RemotePath.of(step.remote or "")
     (place / "b.txt").write(b"x")
     with pytest.raises(ArtifactError, match=r"b\.txt is not what its manifest says"):
-        realize(machine(Letters(), "there"))
+        get_or_build(machine(Letters(), "there"))
     (place / "b.txt").delete()
     with pytest.raises(ArtifactError, match=r"sealed, but b\.txt is missing"):
-        realize(machine(Letters(), "there"))
+        get_or_build(machine(Letters(), "there"))
     manifest = json.loads((place / MANIFEST).read() or b"")
     manifest["files"][0]["path"] = "../../escaped.txt"
     (place / MANIFEST).write(json.dumps(with_digest(manifest)).encode())
     with pytest.raises(ArtifactError, match="no name of a file below a folder"):
-        realize(machine(Letters(), "there"))
+        get_or_build(machine(Letters(), "there"))
 
 
 def test_a_mirror_that_lost_files_gets_them_back(machine):
     step = machine(Letters(), "here")
-    realize(step)
+    get_or_build(step)
     (step.path / "c.txt").unlink()
-    assert realize(step).status == "cached"
+    assert get_or_build(step).status == "cached"
     assert (step.path / "c.txt").read_text() == "c"
 
 
 def test_a_mirror_that_was_damaged_is_fetched_again_and_that_is_told(machine):
     step, said = machine(Letters(), "here"), []
-    realize(step)
+    get_or_build(step)
     flip(step.path / "c.txt", random.Random(0))
-    assert realize(step, notify=said.append).status == "cached"
+    assert get_or_build(step, notify=said.append).status == "cached"
     assert (step.path / "c.txt").read_text() == "c"
     assert len(said) == 1
     assert "is damaged; it is a copy of s3://" in said[0]
@@ -247,12 +249,12 @@ def test_a_mirror_that_was_damaged_is_fetched_again_and_that_is_told(machine):
 
 def test_refreshing_replaces_what_is_there(machine, tmp_path):
     stage = Letters(journal=tmp_path / "journal")
-    realize(machine(stage, "here"))
-    assert realize(machine(stage, "there"), cache="refresh").status == "ran"
+    get_or_build(machine(stage, "here"))
+    assert get_or_build(machine(stage, "there"), cache="refresh").status == "ran"
     assert (tmp_path / "journal").read_text() == "abcdabcd"
     there = machine(stage, "there")
-    assert lookup(there) == json.loads((there.path / MANIFEST).read_bytes())
-    assert realize(machine(stage, "here")).status == "cached"
+    assert find_cached(there) == json.loads((there.path / MANIFEST).read_bytes())
+    assert get_or_build(machine(stage, "here")).status == "cached"
 
 
 def test_a_run_that_was_stopped_goes_on_from_its_newest_checkpoint_on_another_machine(
@@ -260,11 +262,11 @@ def test_a_run_that_was_stopped_goes_on_from_its_newest_checkpoint_on_another_ma
 ):
     journal = tmp_path / "journal"
     with pytest.raises(Interrupted):
-        realize(machine(Steps(stop_after=3, journal=journal), "here"))
+        get_or_build(machine(Steps(stop_after=3, journal=journal), "here"))
     step = machine(Steps(journal=journal), "there")
     assert ATTEMPT in names_at(step)
     assert MANIFEST not in names_at(step)
-    outcome = realize(step)
+    outcome = get_or_build(step)
     assert outcome.facts == {"steps": 5}
     assert journal.read_text() == "12345"
     assert (step.path / "metrics.jsonl").read_text() == "1\n2\n3\n4\n5\n"
@@ -277,8 +279,8 @@ def test_a_run_that_was_stopped_goes_on_from_its_newest_checkpoint_on_another_ma
 def test_a_checkpoint_that_a_run_has_deleted_is_dropped_there_too(machine):
     step = machine(Steps(stop_after=2), "here")
     with pytest.raises(Interrupted):
-        realize(step)
-    follower = Follower(Depot(step.remote, step.path), step.stage, print)
+        get_or_build(step)
+    follower = BackgroundUploader(RemoteArtifact(step.remote, step.path), step.stage, print)
     follower.send("meanwhile")
     shutil.rmtree(step.path / "checkpoints" / "global_step_1")
     follower.send("meanwhile")
@@ -288,33 +290,35 @@ def test_a_checkpoint_that_a_run_has_deleted_is_dropped_there_too(machine):
 
 def test_a_checkpoint_whose_mark_is_not_there_is_not_gone_on_from(machine):
     with pytest.raises(Interrupted):
-        realize(machine(Steps(stop_after=3), "here"))
+        get_or_build(machine(Steps(stop_after=3), "here"))
     step = machine(Steps(), "there")
-    (Place.of(step.remote or "") / "checkpoints/global_step_3/COMPLETE").delete()
+    (RemotePath.of(step.remote or "") / "checkpoints/global_step_3/COMPLETE").delete()
     journal = step.path.parents[1] / "journal"
-    realize(machine(Steps(journal=journal), "there"))
+    get_or_build(machine(Steps(journal=journal), "there"))
     assert journal.read_text() == "345"
 
 
 def test_another_runs_folder_is_known_on_every_machine_and_can_be_moved_aside(machine, bucket):
     with pytest.raises(Interrupted):
-        realize(machine(Steps(stop_after=2), "here"))
+        get_or_build(machine(Steps(stop_after=2), "here"))
     other = Steps(settings=LettersSettings(letters="z"))
 
-    def claim(step: Step) -> None:
+    def claim(step: PlannedStage) -> None:
         held = json.loads((step.path / ATTEMPT).read_text())["key"]
-        if held != key_of(step.stage):
+        if held != stage_key(step.stage):
             raise ConfigError("held by another")
 
     with pytest.raises(ConfigError, match="held by another"):
-        realize(machine(other, "there"), claim=claim)
+        get_or_build(machine(other, "there"), claim=claim)
 
-    def fresh(step: Step) -> None:
+    def fresh(step: PlannedStage) -> None:
         step.path.rename(step.path.with_name("aside"))
 
     step = machine(other, "there")
-    assert realize(step, claim=fresh).status == "ran"
-    aside = Place.of(f"{bucket}/steps.old-1").files()
+    assert get_or_build(step, claim=fresh).status == "ran"
+    aside = RemotePath.of(f"{bucket}/steps.old-1").files()
     assert "checkpoints/global_step_2/COMPLETE" in aside
     assert ATTEMPT in aside
-    assert json.loads(Place.of(f"{bucket}/steps/{MANIFEST}").read() or b"")["key"] == key_of(other)
+    assert json.loads(RemotePath.of(f"{bucket}/steps/{MANIFEST}").read() or b"")[
+        "key"
+    ] == stage_key(other)

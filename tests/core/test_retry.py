@@ -15,8 +15,8 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from penstock.core.errors import ConfigError, Interrupted, StageError
 from penstock.core.process import retry
 from penstock.core.process.timeout import Deadline
-from penstock.core.remote.errors import may_pass
-from penstock.train.launch.rank_failures import Death, deaths_file, leave_failure, what_happened
+from penstock.core.remote.errors import is_transient
+from penstock.train.launch.rank_failures import RankCrash, deaths_file, leave_failure, what_happened
 
 
 def answered(status):
@@ -51,15 +51,15 @@ def wrapped(error):
     ids=lambda value: repr(value)[:40],
 )
 def test_only_faults_of_connections_may_pass(error, expected):
-    assert may_pass(wrapped(error)) == expected
-    assert may_pass(wrapped(wrapped(error))) == expected
+    assert is_transient(wrapped(error)) == expected
+    assert is_transient(wrapped(wrapped(error))) == expected
 
 
 @pytest.mark.parametrize(("number", "expected"), [(9, True), (11, False)])
 def test_a_run_whose_rank_was_killed_may_go_on_and_one_that_crashed_may_not(
     number, expected, tmp_path
 ):
-    deaths = [vars(Death(1, "here", 7, number, 1.0))]
+    deaths = [vars(RankCrash(1, "here", 7, number, 1.0))]
     deaths_file(tmp_path, "test").write_text(json.dumps(deaths))
     assert what_happened(tmp_path, 1).may_pass == expected
 
@@ -89,7 +89,7 @@ def test_each_pause_doubles_the_last_and_what_cannot_pass_is_not_tried_again(mon
             raise faults.pop()
         return "done"
 
-    assert retry.after_pauses(act, retry.pauses_of(2, 1.5), said.append) == "done"
+    assert retry.retry_with_backoff(act, retry.backoff_seconds(2, 1.5), said.append) == "done"
     assert slept == [1.5, 3.0]
     assert [line.splitlines()[-1].strip() for line in said] == [
         "This may pass: it is tried again in 1.5 s.",
@@ -97,11 +97,11 @@ def test_each_pause_doubles_the_last_and_what_cannot_pass_is_not_tried_again(mon
     ]
     faults += [StageError("no such column"), StageError("never asked for")]
     with pytest.raises(StageError, match="never asked for"):
-        retry.after_pauses(act, retry.pauses_of(2, 1.5), said.append)
+        retry.retry_with_backoff(act, retry.backoff_seconds(2, 1.5), said.append)
     assert len(faults) == 1
     faults[:] = [wrapped(ConnectionResetError()) for _ in range(3)]
     with pytest.raises(StageError, match="prepare failed"):
-        retry.after_pauses(act, retry.pauses_of(2, 0), said.append)
+        retry.retry_with_backoff(act, retry.backoff_seconds(2, 0), said.append)
 
 
 def test_a_deadline_counts_from_its_beginning_and_leaves_other_alarms_as_they_were():

@@ -13,9 +13,9 @@ from penstock.core.cache.manifest import MANIFEST
 from penstock.core.errors import ArtifactError
 from penstock.core.files import read_json
 from penstock.core.releases.local import LocalShelf
-from penstock.core.releases.remote import shelf_of
-from penstock.core.remote.local_mirror import home_of
-from penstock.core.remote.path import Place
+from penstock.core.releases.remote import open_release_store
+from penstock.core.remote.local_mirror import local_cache_dir
+from penstock.core.remote.path import RemotePath
 from penstock.releasing import prunable, roll_back
 
 
@@ -49,7 +49,7 @@ def digest(text):
 def test_what_stands_there_is_what_was_put_there_and_is_pointed_to_when_that_is_said(
     location, tmp_path
 ):
-    shelf = shelf_of(location)
+    shelf = open_release_store(location)
     assert (shelf.numbers(), shelf.latest(), shelf.decisions()) == ([], None, [])
     assert [put(shelf, tmp_path, text) for text in ("one", "two")] == [1, 2]
     assert shelf.latest() is None
@@ -58,7 +58,7 @@ def test_what_stands_there_is_what_was_put_there_and_is_pointed_to_when_that_is_
     shelf.tell({"line": "first"})
     shelf.tell({"line": "second"})
     (tmp_path / "two.txt").unlink()  # what it was made of may go
-    again = shelf_of(location)
+    again = open_release_store(location)
     assert (again.numbers(), again.latest()) == ([1, 2], 2)
     assert [again.manifest(n)["number"] for n in (1, 2)] == [1, 2]
     assert (again.folder(2) / "sub/a.txt").read_text() == "two"
@@ -70,7 +70,7 @@ def test_what_stands_there_is_what_was_put_there_and_is_pointed_to_when_that_is_
 def test_rolling_back_withdraws_what_lies_above_and_rolling_forward_takes_that_back(
     location, tmp_path
 ):
-    shelf = shelf_of(location)
+    shelf = open_release_store(location)
     for text in ("one", "two", "three", "four"):
         number = put(shelf, tmp_path, text)
         with shelf.writing(quiet):
@@ -114,9 +114,11 @@ def test_of_many_at_once_each_gets_a_number_of_its_own(tmp_path):
 def test_behind_a_url_two_at_once_get_two_numbers(tmp_path):
     url = f"memory://{time.time_ns()}/b"
     with ThreadPoolExecutor(2) as pool:
-        jobs = [pool.submit(put, shelf_of(url), tmp_path, text) for text in ("one", "two")]
+        jobs = [
+            pool.submit(put, open_release_store(url), tmp_path, text) for text in ("one", "two")
+        ]
         assert sorted(job.result() for job in jobs) == [1, 2]
-    shelf = shelf_of(url)
+    shelf = open_release_store(url)
     assert {shelf.manifest(n)["text"] for n in (1, 2)} == {"one", "two"}
     assert {(shelf.folder(n) / "sub/a.txt").read_text() for n in (1, 2)} == {"one", "two"}
 
@@ -132,11 +134,11 @@ def test_what_a_dead_process_left_half_done_is_no_number_and_is_swept(tmp_path):
     assert not half.exists()
 
     url = f"memory://{time.time_ns()}/b"
-    (Place.of(url) / "0001" / "stray.txt").write(b"half")
-    there = shelf_of(url)
+    (RemotePath.of(url) / "0001" / "stray.txt").write(b"half")
+    there = open_release_store(url)
     assert there.numbers() == []
     assert put(there, tmp_path, "one") == 1
-    assert set((Place.of(url) / "0001").files()) == {"sub/a.txt", MANIFEST}
+    assert set((RemotePath.of(url) / "0001").files()) == {"sub/a.txt", MANIFEST}
 
 
 def test_a_pointer_that_leads_nowhere_is_told_and_mended_by_rolling_back(tmp_path):
@@ -154,9 +156,9 @@ def test_a_pointer_that_leads_nowhere_is_told_and_mended_by_rolling_back(tmp_pat
 
 def test_a_copy_here_is_fetched_again_where_it_is_not_what_lies_behind_the_url(tmp_path):
     url = f"memory://{time.time_ns()}/b"
-    shelf = shelf_of(url)
+    shelf = open_release_store(url)
     put(shelf, tmp_path, "one")
     shutil.rmtree(shelf.folder(1) / "sub")
-    (home_of(url) / "0001" / MANIFEST).unlink()
+    (local_cache_dir(url) / "0001" / MANIFEST).unlink()
     assert (shelf.folder(1) / "sub/a.txt").read_text() == "one"
     assert read_json(shelf.folder(1) / MANIFEST) == shelf.manifest(1)

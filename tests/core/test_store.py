@@ -10,8 +10,8 @@ import pytest
 
 from penstock.core.cache import store
 from penstock.core.cache.manifest import MANIFEST
-from penstock.core.cache.stage import ATTEMPT, ERROR_LOG, Artifact, Source, identity, key_of
-from penstock.core.cache.store import Step, find, lock_of, realize
+from penstock.core.cache.stage import ATTEMPT, ERROR_LOG, Artifact, Source, identity, stage_key
+from penstock.core.cache.store import PlannedStage, find, get_or_build, lock_path
 from penstock.core.errors import (
     ArtifactError,
     CapabilityError,
@@ -56,14 +56,14 @@ def build(root, stage, said):
         lines.append(line)
         (root / "waits").touch()
 
-    outcome = realize(step_of(stage, root), notify=notify)
+    outcome = get_or_build(step_of(stage, root), notify=notify)
     said.put((outcome.status, lines))
 
 
 def test_a_result_is_invisible_until_its_manifest_seals_it(tmp_path):
     seen = []
     step = step_of(Letters(before=lambda *_: seen.append(find(step))), tmp_path)
-    outcome = realize(step)
+    outcome = get_or_build(step)
     assert seen == [None] * 4
     assert outcome.status == "ran"
     manifest = find(step)
@@ -78,9 +78,9 @@ def test_a_result_is_invisible_until_its_manifest_seals_it(tmp_path):
 def test_a_second_run_reuses_and_does_nothing(tmp_path):
     journal = tmp_path / "journal"
     step = step_of(Letters(journal=journal), tmp_path)
-    realize(step)
+    get_or_build(step)
     before = content(step.path)
-    assert realize(step).status == "cached"
+    assert get_or_build(step).status == "cached"
     assert journal.read_text() == "abcd"
     assert content(step.path) == before
 
@@ -91,15 +91,15 @@ def test_rerun_after_a_failure_resumes_and_leaves_the_same_bytes(tmp_path):
         Letters(journal=journal, before=failing_at("c", BrokenError("no c"))), tmp_path
     )
     with pytest.raises(StageError, match=r"letters failed after 0s: BrokenError: no c\n.*resume"):
-        realize(failed)
+        get_or_build(failed)
     assert find(failed) is None
     assert "no c" in (failed.path / ERROR_LOG).read_text()
     # What a dead writer leaves half-written is swept away.
     (failed.path / "x.txt.part").write_text("half")
-    outcome = realize(step_of(Letters(journal=journal), tmp_path))
+    outcome = get_or_build(step_of(Letters(journal=journal), tmp_path))
     assert outcome.status == "resumed"
     assert journal.read_text() == "abcd"
-    undisturbed = realize(step_of(Letters(), tmp_path / "other"))
+    undisturbed = get_or_build(step_of(Letters(), tmp_path / "other"))
     assert lasting(outcome.path) == lasting(undisturbed.path)
 
 
@@ -114,7 +114,7 @@ def test_a_killed_writer_frees_the_lock_and_its_work_is_taken_up(tmp_path):
     step = step_of(Letters(journal=journal), tmp_path)
     assert (step.path / ATTEMPT).is_file()
     waited = []
-    assert realize(step, notify=waited.append).status == "resumed"
+    assert get_or_build(step, notify=waited.append).status == "resumed"
     assert waited == []
     assert journal.read_text() == "abcd"
 
@@ -141,8 +141,8 @@ def test_of_two_at_once_one_works_and_the_other_waits_and_reuses(tmp_path):
 def test_refresh_builds_again_and_leaves_nothing_old(tmp_path):
     journal = tmp_path / "journal"
     step = step_of(Letters(journal=journal), tmp_path)
-    realize(step)
-    assert realize(step, cache="refresh").status == "ran"
+    get_or_build(step)
+    assert get_or_build(step, cache="refresh").status == "ran"
     assert journal.read_text() == "abcdabcd"
     assert [p.name for p in step.path.parent.iterdir() if not p.name.startswith(".")] == [
         step.path.name
@@ -152,13 +152,13 @@ def test_refresh_builds_again_and_leaves_nothing_old(tmp_path):
 @pytest.mark.parametrize("cache", ["refresh", "off"])
 def test_a_refresh_that_fails_gives_the_old_result_back(tmp_path, cache):
     step = step_of(Letters(), tmp_path)
-    realize(step)
+    get_or_build(step)
     before = content(step.path)
-    broken = Step(Letters(before=failing_at("b", BrokenError())), step.path)
+    broken = PlannedStage(Letters(before=failing_at("b", BrokenError())), step.path)
     with pytest.raises(StageError, match=r"that was there before is in .* again"):
-        realize(broken, cache=cache)
+        get_or_build(broken, cache=cache)
     assert content(step.path) == before
-    assert realize(step).status == "cached"
+    assert get_or_build(step).status == "cached"
 
 
 @pytest.mark.parametrize("stopped", [Interrupted("asked to stop"), KeyboardInterrupt()])
@@ -166,11 +166,11 @@ def test_a_refresh_that_fails_gives_the_old_result_back(tmp_path, cache):
 def test_a_refresh_that_is_interrupted_is_gone_on_from(tmp_path, stopped, again):
     journal = tmp_path / "journal"
     step = step_of(Letters(journal=journal), tmp_path)
-    realize(step)
-    cut = Step(Letters(journal=journal, before=failing_at("c", stopped)), step.path)
+    get_or_build(step)
+    cut = PlannedStage(Letters(journal=journal, before=failing_at("c", stopped)), step.path)
     with pytest.raises(type(stopped)):
-        realize(cut, cache="refresh")
-    assert realize(step, cache=again).status == "resumed"
+        get_or_build(cut, cache="refresh")
+    assert get_or_build(step, cache=again).status == "resumed"
     assert journal.read_text() == "abcd" + "ab" + "cd"
     assert [p.name for p in step.path.parent.iterdir() if not p.name.startswith(".")] == [
         step.path.name
@@ -179,11 +179,13 @@ def test_a_refresh_that_is_interrupted_is_gone_on_from(tmp_path, stopped, again)
 
 def test_a_refresh_that_fails_after_it_was_interrupted_gives_the_old_result_back(tmp_path):
     step = step_of(Letters(), tmp_path)
-    realize(step)
+    get_or_build(step)
     before = content(step.path)
     for error in (Interrupted("asked to stop"), BrokenError()):
         with pytest.raises((Interrupted, StageError)):
-            realize(Step(Letters(before=failing_at("c", error)), step.path), cache="refresh")
+            get_or_build(
+                PlannedStage(Letters(before=failing_at("c", error)), step.path), cache="refresh"
+            )
     assert content(step.path) == before
 
 
@@ -191,24 +193,24 @@ def test_off_does_not_take_an_attempt_up(tmp_path):
     journal = tmp_path / "journal"
     broken = step_of(Letters(journal=journal, before=failing_at("c", BrokenError())), tmp_path)
     with pytest.raises(StageError):
-        realize(broken)
-    assert realize(step_of(Letters(journal=journal), tmp_path), cache="off").status == "ran"
+        get_or_build(broken)
+    assert get_or_build(step_of(Letters(journal=journal), tmp_path), cache="off").status == "ran"
     assert journal.read_text() == "ababcd"
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_text("longer")])
 def test_a_damaged_result_is_named_and_not_used(tmp_path, damage):
     step = step_of(Letters(), tmp_path)
-    realize(step)
+    get_or_build(step)
     damage(step.path / "b.txt")
     with pytest.raises(ArtifactError, match=r"b\.txt: (missing|6 bytes, 1 in.*)\n.*--force letter"):
-        realize(step)
-    assert realize(step, cache="refresh").status == "ran"
+        get_or_build(step)
+    assert get_or_build(step, cache="refresh").status == "ran"
 
 
 def test_a_manifest_that_is_no_json_is_named(tmp_path):
     step = step_of(Letters(), tmp_path)
-    realize(step)
+    get_or_build(step)
     (step.path / MANIFEST).write_text("{")
     with pytest.raises(ArtifactError, match=MANIFEST):
         find(step)
@@ -218,7 +220,7 @@ def test_a_full_disk_is_said_in_words_and_the_work_is_kept(tmp_path):
     full = OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "c.txt"))
     step = step_of(Letters(before=failing_at("c", full)), tmp_path)
     with pytest.raises(StageError, match=r"the disk is full .*c\.txt.* MB are left") as caught:
-        realize(step)
+        get_or_build(step)
     assert caught.value.exit_code == 1
     assert (step.path / "b.txt").is_file()
 
@@ -234,23 +236,23 @@ def test_a_seal_that_cannot_be_written_leaves_the_work_an_attempt(tmp_path, monk
     monkeypatch.setattr(store, "write_record", full)
     step = step_of(Letters(), tmp_path)
     with pytest.raises(StageError, match="the disk is full"):
-        realize(step)
+        get_or_build(step)
     monkeypatch.undo()
     assert (step.path / ATTEMPT).is_file()
-    assert realize(step).status == "resumed"
+    assert get_or_build(step).status == "resumed"
 
 
 @pytest.mark.parametrize(("error", "code"), [(CapabilityError("x"), 3), (ConfigError("x"), 1)])
 def test_a_stages_own_errors_keep_their_meaning_once_work_has_begun(tmp_path, error, code):
     with pytest.raises(StageError) as caught:
-        realize(step_of(Letters(before=failing_at("a", error)), tmp_path))
+        get_or_build(step_of(Letters(before=failing_at("a", error)), tmp_path))
     assert caught.value.exit_code == code
 
 
 def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path):
     (tmp_path / "letters").write_text("a file is in the way")
     with pytest.raises(StageError, match="cannot be created: file exists"):
-        realize(step_of(Letters(), tmp_path))
+        get_or_build(step_of(Letters(), tmp_path))
 
 
 def test_a_claim_that_refuses_leaves_the_folder_alone(tmp_path):
@@ -260,14 +262,14 @@ def test_a_claim_that_refuses_leaves_the_folder_alone(tmp_path):
         raise ConfigError("not yours")
 
     with pytest.raises(ConfigError):
-        realize(step, claim=refuse)
+        get_or_build(step, claim=refuse)
     assert not step.path.exists()
-    assert lock_of(step.path).parent == step.path.parent
+    assert lock_path(step.path).parent == step.path.parent
 
 
 def test_how_and_neutral_fields_do_not_enter_the_key_and_everything_else_does(tmp_path):
-    key = key_of(Letters())
-    assert key_of(Letters(journal=tmp_path, before=Slowly(1))) == key
+    key = stage_key(Letters())
+    assert stage_key(Letters(journal=tmp_path, before=Slowly(1))) == key
     assert "doubled" not in identity(Letters())["settings"]
     others = [
         Letters(LettersSettings(doubled=True)),
@@ -277,12 +279,12 @@ def test_how_and_neutral_fields_do_not_enter_the_key_and_everything_else_does(tm
         type("Raised", (Letters,), {"version": 2})(),
         type("Renamed", (Letters,), {"name": "renamed"})(),
     ]
-    assert len({key, *map(key_of, others)}) == 1 + len(others)
+    assert len({key, *map(stage_key, others)}) == 1 + len(others)
 
 
 def test_an_artifacts_place_is_not_its_identity(tmp_path):
     here, there = Artifact("x", "1" * 64, tmp_path), Artifact("x", "1" * 64, Path("/elsewhere"))
-    assert key_of(Letters(read=here)) == key_of(Letters(read=there))
+    assert stage_key(Letters(read=here)) == stage_key(Letters(read=there))
 
 
 def test_the_way_keys_are_made_does_not_change_by_accident():
@@ -293,4 +295,6 @@ def test_the_way_keys_are_made_does_not_change_by_accident():
         "settings": {"letters": "abcd"},
         "inputs": {"read": "191f18b7cbc00e50a6301d7cf6c8b6f3c65b1182c3013922852bf6610ac8e816"},
     }
-    assert key_of(Letters()) == ("5f0cdb33b45f254317f8e95ec38b7c5f061ca659e6e0c2944efac7a969ba1f83")
+    assert stage_key(Letters()) == (
+        "5f0cdb33b45f254317f8e95ec38b7c5f061ca659e6e0c2944efac7a969ba1f83"
+    )

@@ -12,7 +12,7 @@ from penstock.core.cache.input_digests import changed_inputs, digests_of_inputs
 from penstock.core.cache.manifest import MANIFEST, content_digest, read_manifest
 from penstock.core.cache.record import parse_record, with_digest
 from penstock.core.cache.stage import ATTEMPT
-from penstock.core.cache.store import find, lookup, obtain, realize
+from penstock.core.cache.store import fetch_cached, find, find_cached, get_or_build
 from penstock.core.errors import ArtifactError, DamagedFileError, StageError
 from penstock.core.files import read_json
 from tests.core.toy import Letters, LettersSettings, Pack, Prepare, Train, step_of
@@ -25,15 +25,15 @@ LONG_AGO = (1_000_000, 1_000_000)
 def read(monkeypatch):
     """The names of the files that are read."""
     names = []
-    real = digests.sha256_of
-    monkeypatch.setattr(digests, "sha256_of", lambda path: names.append(path.name) or real(path))
+    real = digests.sha256_file
+    monkeypatch.setattr(digests, "sha256_file", lambda path: names.append(path.name) or real(path))
     return names
 
 
 def built(root, **settings):
     """A sealed result whose files are old enough to be remembered."""
     step = step_of(Letters(LettersSettings(**settings)), root)
-    realize(step)
+    get_or_build(step)
     for file in step.path.glob("*.txt"):
         os.utime(file, LONG_AGO)
     return step
@@ -47,28 +47,28 @@ def flip_in_secret(path):
 
 def test_one_flipped_bit_is_found_though_size_and_modification_time_are_as_they_were(tmp_path):
     step = built(tmp_path)
-    assert realize(step).status == "cached"
+    assert get_or_build(step).status == "cached"
     flip_in_secret(step.path / "b.txt")
-    for use in (realize, obtain):
+    for use in (get_or_build, fetch_cached):
         with pytest.raises(ArtifactError, match=r"b\.txt: content differs(.|\n)*--force letters"):
             use(step)
-    assert realize(step, verify="off").status == "cached"
-    assert realize(step, cache="refresh").status == "ran"
-    assert realize(step).status == "cached"
+    assert get_or_build(step, verify="off").status == "cached"
+    assert get_or_build(step, cache="refresh").status == "ran"
+    assert get_or_build(step).status == "cached"
 
 
 def test_what_was_verified_is_not_read_again_unless_always_is_written(tmp_path, read):
     step = built(tmp_path)
-    realize(step)
+    get_or_build(step)
     assert sorted(read[-4:]) == ["a.txt", "b.txt", "c.txt", "d.txt"]
     read.clear()
-    assert realize(step).status == "cached"
+    assert get_or_build(step).status == "cached"
     assert read == []
     (step.path / "c.txt").chmod(0o600)  # any change: what it was is not known
-    realize(step)
+    get_or_build(step)
     assert read == ["c.txt"]
     read.clear()
-    realize(step, verify="always")
+    get_or_build(step, verify="always")
     assert sorted(read) == ["a.txt", "b.txt", "c.txt", "d.txt"]
 
 
@@ -76,7 +76,7 @@ def test_what_was_verified_is_not_read_again_unless_always_is_written(tmp_path, 
 def test_a_damaged_memory_costs_a_read_and_is_begun_again(tmp_path, read, monkeypatch, damage):
     monkeypatch.setenv("PENSTOCK_CACHE_HOME", str(tmp_path / "cache"))
     step = built(tmp_path / "results")
-    realize(step)
+    get_or_build(step)
     memory = tmp_path / "cache" / "digests.sqlite"
     if damage is None:  # every digest in it, which would condemn or acquit the wrong bytes
         with digests._opened(memory) as open_memory:
@@ -85,10 +85,10 @@ def test_a_damaged_memory_costs_a_read_and_is_begun_again(tmp_path, read, monkey
     else:
         memory.write_bytes(damage)
     read.clear()
-    assert realize(step).status == "cached"
+    assert get_or_build(step).status == "cached"
     assert len(read) == 4
     read.clear()
-    assert realize(step).status == "cached"
+    assert get_or_build(step).status == "cached"
     assert read == []
 
 
@@ -112,18 +112,18 @@ def test_manifests_from_before_digests_are_read_and_damage_to_their_identity_is_
     prepare = step_of(Prepare(), tmp_path)
     pack = step_of(Pack(read=prepare.artifact), tmp_path)
     for step in (prepare, pack):
-        realize(step)
+        get_or_build(step)
         old = read_json(step.path / MANIFEST)
         del old["digest"]
         old["inputs"] = {name: {"key": each["key"]} for name, each in old["inputs"].items()}
         (step.path / MANIFEST).write_text(json.dumps(old))
-    assert [realize(step).status for step in (prepare, pack)] == ["cached", "cached"]
-    realize(prepare, cache="refresh")
-    assert realize(pack).status == "cached"  # nobody knows what it was made from
+    assert [get_or_build(step).status for step in (prepare, pack)] == ["cached", "cached"]
+    get_or_build(prepare, cache="refresh")
+    assert get_or_build(pack).status == "cached"  # nobody knows what it was made from
     for damage in ({"version": 9}, {"digest2": "0"}, {"settings": {"letters": "x"}}):
         (pack.path / MANIFEST).write_text(json.dumps({**old, **damage}))
         with pytest.raises(ArtifactError, match=r"manifest\.json is damaged"):
-            realize(pack)
+            get_or_build(pack)
 
 
 def test_a_format_of_the_future_is_refused_with_who_wrote_it(tmp_path):
@@ -131,7 +131,7 @@ def test_a_format_of_the_future_is_refused_with_who_wrote_it(tmp_path):
     future = {**read_json(step.path / MANIFEST), "format": 2, "code": {"penstock": "9.1"}}
     (step.path / MANIFEST).write_text(json.dumps(with_digest(future)))
     with pytest.raises(ArtifactError, match=r"format 2(.|\n)*written by penstock 9\.1(.|\n)*Insta"):
-        realize(step)
+        get_or_build(step)
 
 
 @pytest.mark.parametrize(
@@ -181,32 +181,32 @@ class Other(Prepare):
 def test_a_result_is_stale_when_its_input_was_built_again_with_other_bytes(tmp_path):
     prepare, pack, train = chain(tmp_path)
     for step in (prepare, pack, train):
-        realize(step)
+        get_or_build(step)
     first = read_manifest(pack.path)
     assert first
     assert first["inputs"]["read"]["digest"] == content_digest(read_manifest(prepare.path) or {})
 
-    realize(prepare, cache="refresh")  # the same bytes: nothing is stale
-    assert [realize(step).status for step in (pack, train)] == ["cached", "cached"]
+    get_or_build(prepare, cache="refresh")  # the same bytes: nothing is stale
+    assert [get_or_build(step).status for step in (pack, train)] == ["cached", "cached"]
 
     other = step_of(Other(LettersSettings(letters="a")), tmp_path)
     assert other.path == prepare.path
-    realize(other, cache="refresh")
-    assert lookup(pack) is None
+    get_or_build(other, cache="refresh")
+    assert find_cached(pack) is None
     said = []
-    assert realize(pack, notify=said.append).status == "ran"
+    assert get_or_build(pack, notify=said.append).status == "ran"
     assert len(said) == 1
     assert "pack is stale and is built again: read (prepare" in said[0]
     # It came out with the same bytes, so what was made from it is not stale.
-    assert realize(train).status == "cached"
+    assert get_or_build(train).status == "cached"
 
 
 def test_a_stale_result_that_fails_to_be_built_again_keeps_what_was_built(tmp_path):
     prepare, _, _ = chain(tmp_path)
     settings = LettersSettings(letters="ab")
-    realize(prepare)
-    realize(step_of(Pack(settings, read=prepare.artifact), tmp_path))
-    realize(step_of(Other(LettersSettings(letters="a")), tmp_path), cache="refresh")
+    get_or_build(prepare)
+    get_or_build(step_of(Pack(settings, read=prepare.artifact), tmp_path))
+    get_or_build(step_of(Other(LettersSettings(letters="a")), tmp_path), cache="refresh")
 
     def fail(letter, _out):
         if letter == "b":
@@ -214,18 +214,18 @@ def test_a_stale_result_that_fails_to_be_built_again_keeps_what_was_built(tmp_pa
 
     broken = step_of(Pack(settings, read=prepare.artifact, before=fail), tmp_path)
     with pytest.raises(StageError, match="run it again to resume"):
-        realize(broken)
+        get_or_build(broken)
     assert (broken.path / "a.txt").is_file()
     journal = tmp_path / "journal"
     whole = step_of(Pack(settings, read=prepare.artifact, journal=journal), tmp_path)
-    assert realize(whole).status == "resumed"
+    assert get_or_build(whole).status == "resumed"
     assert journal.read_text() == "b"
     assert [path.name for path in whole.path.parent.glob("[!.]*")] == [whole.path.name]
 
 
 def test_an_attempt_that_read_other_input_is_moved_aside_and_told(tmp_path):
     prepare, _, _ = chain(tmp_path)
-    realize(prepare)
+    get_or_build(prepare)
 
     def fail(letter, _out):
         if letter == "b":
@@ -233,11 +233,11 @@ def test_an_attempt_that_read_other_input_is_moved_aside_and_told(tmp_path):
 
     settings = LettersSettings(letters="ab")
     with pytest.raises(Exception, match="run it again to resume"):
-        realize(step_of(Pack(settings, read=prepare.artifact, before=fail), tmp_path))
-    realize(step_of(Other(LettersSettings(letters="a")), tmp_path), cache="refresh")
+        get_or_build(step_of(Pack(settings, read=prepare.artifact, before=fail), tmp_path))
+    get_or_build(step_of(Other(LettersSettings(letters="a")), tmp_path), cache="refresh")
     step, said = step_of(Pack(settings, read=prepare.artifact), tmp_path), []
     assert (step.path / ATTEMPT).is_file()
-    assert realize(step, notify=said.append).status == "ran"
+    assert get_or_build(step, notify=said.append).status == "ran"
     aside = step.path.with_name(f"{step.path.name}.old-1")
     assert str(aside) in said[0]
     assert (aside / "a.txt").is_file()

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from penstock.config.schema.base import Settings
-from penstock.core.cache.stage import Artifact, Facts, Input, Source, Stage, key_of, short
-from penstock.core.cache.store import Step
-from penstock.core.files import publishing
+from penstock.core.cache.stage import Artifact, Facts, Input, Source, Stage, short, stage_key
+from penstock.core.cache.store import PlannedStage
+from penstock.core.files import atomic_write
 
 
 class LettersSettings(Settings):
@@ -45,7 +45,7 @@ class Letters(Stage):
             if target.exists():
                 continue
             self.before(letter, out)
-            with publishing(target) as part:
+            with atomic_write(target) as part:
                 part.write_text(letter * (2 if self.settings.doubled else 1))
             if self.journal:
                 with self.journal.open("a") as stream:
@@ -73,8 +73,8 @@ class Export(Letters):
     name: ClassVar[str] = "export"
 
 
-def step_of(stage: Stage, root: Path) -> Step:
-    return Step(stage, root / stage.name / short(key_of(stage)))
+def step_of(stage: Stage, root: Path) -> PlannedStage:
+    return PlannedStage(stage, root / stage.name / short(stage_key(stage)))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from penstock.engine.distributed.ranks import join
+from penstock.engine.distributed.ranks import init_process_group
 from penstock.rows.schema import PACKED
 from penstock.train.launch.job import Job
 from tests.engine import runs
@@ -66,7 +66,7 @@ def peak(warm: Job, job: Job) -> dict[str, int]:
     # What is freed goes back to the system at once.
     libc.mallopt(M_MMAP_THRESHOLD, SMALL)
     libc.mallopt(M_TRIM_THRESHOLD, SMALL)
-    ranks = join(60)
+    ranks = init_process_group(60)
     loop = loop_of(warm, ranks)
     step(loop)
     step(loop)

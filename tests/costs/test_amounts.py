@@ -12,10 +12,10 @@ from transformers import AutoConfig
 from penstock.config.loading.load import loads
 from penstock.core.sources.pin import pin_data
 from penstock.costs.file_sizes import FileSizes, estimate_samples
-from penstock.costs.token_counts import Data, length_of, work_of
+from penstock.costs.token_counts import Data, estimate_length, estimate_work
 from penstock.models.flops import Work
-from penstock.models.registry import family_of
-from penstock.rows.batches import Batches
+from penstock.models.registry import get_family
+from penstock.rows.batches import StepSampler
 from tests.cli.command import penstock, small_run
 from tests.config.values import smallest
 from tests.stages.megatron_files import write_mapped
@@ -35,14 +35,14 @@ CHAT = [
 def test_steps_are_those_that_the_run_takes(blocks, rows, epochs, drops):
     run = loads(smallest(data={"dataloader_drop_last": drops}, train={"num_train_epochs": epochs}))
     data = Data(tuple(blocks), 100 * sum(blocks), sum(blocks), sum(blocks), "counted")
-    batches = Batches(
+    batches = StepSampler(
         np.ones(sum(blocks), np.int64),
         rows_per_step=rows,
         seed=0,
         last_batch="drop" if drops else "keep",
         epoch_rows=tuple(blocks),
     )
-    told = length_of(run, data, rows)
+    told = estimate_length(run, data, rows)
     assert told
     assert told.steps == batches.steps_until(Fraction(str(epochs)), batches.start())
     assert (told.certain, told.set_by) == ("counted", "num_train_epochs")
@@ -50,12 +50,12 @@ def test_steps_are_those_that_the_run_takes(blocks, rows, epochs, drops):
 
 def test_a_written_number_of_steps_is_known_without_data():
     run = loads(smallest(train={"max_steps": 7}))
-    told = length_of(run, None, 4)
+    told = estimate_length(run, None, 4)
     assert told
     assert (told.steps, told.set_by) == (7, "max_steps")
-    assert length_of(loads(smallest()), None, 4) is None
+    assert estimate_length(loads(smallest()), None, 4) is None
     only = smallest(data={"val_set_size": 2}, train={"eval_only": True})
-    evaluating = length_of(loads(only), None, 4)
+    evaluating = estimate_length(loads(only), None, 4)
     assert evaluating
     assert evaluating.steps == 0
 
@@ -63,19 +63,19 @@ def test_a_written_number_of_steps_is_known_without_data():
 def test_a_number_of_tokens_ends_a_run_with_the_step_that_reaches_it():
     run = loads(smallest(train={"max_tokens": 1000}))
     data = Data((50,), 50 * 60, 100, 3000, "counted")
-    told = length_of(run, data, 4)
+    told = estimate_length(run, data, 4)
     assert told
     assert told.steps == -(-1000 // (4 * 60))
 
 
 def test_a_step_compares_tokens_within_documents_as_long_as_the_datas():
     hf = AutoConfig.for_model("qwen3", vocab_size=64, hidden_size=16, num_hidden_layers=1).to_dict()
-    config = family_of(hf).read(hf)
+    config = get_family(hf).read(hf)
     run = loads(smallest(data={"sample_packing_sequence_len": 256}))
     data = Data((10,), 10 * 240, 10 * 4, 10 * 120, "counted")
     want = Work.of(config, [60] * 12, logits=12 * 30)
-    assert work_of(config, run, data, 3) == want
-    assert work_of(config, run, None, 3) == Work.of(config, [256] * 3)
+    assert estimate_work(config, run, data, 3) == want
+    assert estimate_work(config, run, None, 3) == Work.of(config, [256] * 3)
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ from penstock.adapters.inject import LoraSpec, inject
 from penstock.config.loading.load import loads
 from penstock.costs.param_sizes import CODES, _width, held
 from penstock.costs.sharded_model import Cut, Model
-from penstock.engine.distributed.parallel_dims import Degrees
-from penstock.engine.distributed.stage_modules import parts_of
-from penstock.engine.distributed.tensor_sharding import Cuts
+from penstock.engine.distributed.parallel_dims import ParallelDims
+from penstock.engine.distributed.stage_modules import build_stage_modules
+from penstock.engine.distributed.tensor_sharding import TensorParallelPlan
 from penstock.models.decoder import Decoder
-from penstock.models.quantization_config import Declared
-from penstock.models.registry import family_of
+from penstock.models.quantization_config import QuantizationConfig
+from penstock.models.registry import get_family
 from penstock_kernels.quant import format_named
 from tests.config.values import smallest
 
@@ -39,7 +39,7 @@ MODELS = {
 def family(kind):
     model_type, more = MODELS[kind]
     hf = AutoConfig.for_model(model_type, **SIZES, **more).to_dict()
-    return family_of(hf), family_of(hf).read(hf)
+    return get_family(hf), get_family(hf).read(hf)
 
 
 def cut_of(kind, degrees, **sections):
@@ -50,7 +50,7 @@ def cut_of(kind, degrees, **sections):
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_one_process_holds_the_model(kind):
-    cut, _, config = cut_of(kind, Degrees())
+    cut, _, config = cut_of(kind, ParallelDims())
     with torch.device("meta"):
         model = Decoder(config, merge_qkv=True)
     assert sum(one.numbers for one in held(cut)) == sum(p.numel() for p in model.parameters())
@@ -59,12 +59,14 @@ def test_one_process_holds_the_model(kind):
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_that_split_matrices_hold_their_pieces(kind, size):
-    degrees = Degrees(tensor=size, expert=2)
+    degrees = ParallelDims(tensor=size, expert=2)
     cut, its, config = cut_of(kind, degrees, train={"tensor_parallel_size": size})
     names = its.weight_map(config, merge_qkv=True)
     most = 0
     for index in range(size):
-        cuts = Cuts(names, its.roles, size, index, "whole", expert_size=2, expert_index=index % 2)
+        cuts = TensorParallelPlan(
+            names, its.roles, size, index, "whole", expert_size=2, expert_index=index % 2
+        )
         shapes = {name: names.native_shape(name) for name in names.native_names()}
         sizes = [sum(p.numel for p in cuts.pieces(name, shape)) for name, shape in shapes.items()]
         most = max(most, sum(sizes))
@@ -79,12 +81,12 @@ def test_ranks_of_a_pipeline_hold_their_stages(schedule):
         "pipeline_parallel_schedule": schedule,
         "gradient_accumulation_steps": 2,
     }
-    cut, _, config = cut_of("experts", Degrees(pipeline=2), train=train)
+    cut, _, config = cut_of("experts", ParallelDims(pipeline=2), train=train)
     for rank in range(2):
         with torch.device("meta"):
             parts = [
                 Decoder(config, merge_qkv=True, part=part)
-                for part in parts_of(config, cut.run.train, rank)
+                for part in build_stage_modules(config, cut.run.train, rank)
             ]
         whole = sum(p.numel() for part in parts for p in part.parameters())
         assert sum(one.numbers for one in held(cut, rank)) == whole
@@ -94,7 +96,7 @@ def test_ranks_of_a_pipeline_hold_their_stages(schedule):
 def test_adapters_alone_learn_and_are_as_many_as_are_injected(kind):
     targets = ["q_proj", "down_proj", *(["lm_head"] if kind == "experts" else [])]
     lora = {"enable_lora": True, "lora_rank": 4, "lora_target_modules": targets}
-    cut, _, config = cut_of(kind, Degrees(), lora=lora)
+    cut, _, config = cut_of(kind, ParallelDims(), lora=lora)
     with torch.device("meta"):
         model = Decoder(config, merge_qkv=True)
         inject(model, LoraSpec(rank=4, alpha=4, targets=targets))
@@ -121,16 +123,16 @@ def test_quantised_rows_take_the_bytes_of_their_format(name, columns):
 
 
 def test_shards_are_whole_rows():
-    cut, _, _ = cut_of("dense", Degrees(shard=8))
+    cut, _, _ = cut_of("dense", ParallelDims(shard=8))
     for one in held(cut):
         assert one.mine == math.ceil(one.rows / 8) * one.columns
 
 
-@pytest.mark.parametrize("published", [None, Declared("fp8", "compressed-tensors")])
+@pytest.mark.parametrize("published", [None, QuantizationConfig("fp8", "compressed-tensors")])
 def test_quantised_matrices_take_their_bits_and_all_else_its_own(published):
     lora = {"enable_lora": True, "enable_qlora": True, "quant_format": "int8"}
     model = {"exclude_modules": ["o_proj"]}
-    cut, its, config = cut_of("dense", Degrees(), lora={**lora, **model})
+    cut, its, config = cut_of("dense", ParallelDims(), lora={**lora, **model})
     cut = replace(cut, model=Model.of(cut.run, its, config, published))
     format = format_named(published.format if published else "int8")
     names = its.weight_map(config, merge_qkv=True)

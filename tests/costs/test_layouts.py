@@ -7,13 +7,13 @@ from transformers import AutoConfig
 
 from penstock.config.loading.load import loads
 from penstock.costs.device_speed import machine_called
-from penstock.costs.durations import pass_of, step_of
-from penstock.costs.estimate import USED, model_of, predict
+from penstock.costs.durations import estimate_forward, estimate_step
+from penstock.costs.estimate import USED, build_cost_model, predict
 from penstock.costs.layouts import Wanted, fastest
 from penstock.costs.sharded_model import Cut
-from penstock.costs.token_counts import Data, work_of
-from penstock.engine.distributed.parallel_dims import Degrees, degrees_of
-from penstock.engine.distributed.validate_layout import Counts, misfits
+from penstock.costs.token_counts import Data, estimate_work
+from penstock.engine.distributed.parallel_dims import ParallelDims, build_parallel_dims
+from penstock.engine.distributed.validate_layout import ModelDims, layout_errors
 from penstock.models.flops import Work, forward_flops, step_flops
 from tests.config.values import smallest
 
@@ -36,7 +36,7 @@ ROWS = 24
 def wanted(hf, devices, memory=80e9, **sections):
     run = loads(smallest(data={"sample_packing_sequence_len": 4096}, **sections))
     machine = replace(machine_called("H100"), memory=memory)
-    return Wanted(run, model_of(run, hf), Counts.of(hf), machine, devices, ROWS, None)
+    return Wanted(run, build_cost_model(run, hf), ModelDims.of(hf), machine, devices, ROWS, None)
 
 
 @pytest.mark.parametrize(
@@ -50,8 +50,8 @@ def test_proposals_run_fit_and_come_in_order(hf, devices):
     assert proposals
     for one in proposals:
         run = loads(smallest(data={"sample_packing_sequence_len": 4096}, train=dict(one.settings)))
-        assert not misfits(run, devices, asked.counts)
-        assert degrees_of(run.train, devices) == one.prediction.degrees
+        assert not layout_errors(run, devices, asked.counts)
+        assert build_parallel_dims(run.train, devices) == one.prediction.degrees
         assert one.prediction.rows_per_step == ROWS
         assert one.prediction.memory.total <= USED * 80e9
     seconds = [one.prediction.step.total for one in proposals if one.prediction.step]
@@ -78,15 +78,17 @@ def test_products_take_the_time_of_their_operations_shared_by_all_ranks():
     for recomputes in (True, False):
         train = asked.run.train.model_copy(update={"enable_gradient_checkpointing": recomputes})
         run = asked.run.model_copy(update={"train": train})
-        step = step_of(Cut(run, asked.model, Degrees(shard=4), "cuda"), machine, work)
+        step = estimate_step(Cut(run, asked.model, ParallelDims(shard=4), "cuda"), machine, work)
         again = forward_flops(config, work, parts=["attention", "network"]) if recomputes else 0
         speed = machine.speed(2)
         assert step
         assert speed
         assert step.products == pytest.approx((flops + again) / 4 / speed)
     assert (
-        step_of(
-            Cut(asked.run, asked.model, Degrees(shard=4), "cuda"), replace(machine, speeds={}), work
+        estimate_step(
+            Cut(asked.run, asked.model, ParallelDims(shard=4), "cuda"),
+            replace(machine, speeds={}),
+            work,
         )
         is None
     )
@@ -117,9 +119,9 @@ def test_a_baseline_costs_one_more_pass_forward_in_every_step():
     steps = {}
     for loss in ("sigmoid", "kto_pair"):
         run, model, machine, work = comparing(loss)
-        cut = Cut(run, model, Degrees(shard=4), "cuda")
-        steps[loss] = step_of(cut, machine, work)
-        once, speed = pass_of(cut, machine, work), machine.speed(2)
+        cut = Cut(run, model, ParallelDims(shard=4), "cuda")
+        steps[loss] = estimate_step(cut, machine, work)
+        once, speed = estimate_forward(cut, machine, work), machine.speed(2)
         assert once
         assert speed
         assert once.products == pytest.approx(forward_flops(model.config, work) / 4 / speed)
@@ -134,14 +136,14 @@ def test_a_reference_is_told_as_one_pass_over_all_rows_where_there_is_one():
     data = Data((240,), 240 * 4096, 240 * 8, 240 * 2048, "counted")
     for loss, has_one in (("sigmoid", True), ("simpo", False)):
         run, model, machine, _ = comparing(loss)
-        found = predict(run, model, Degrees(shard=4), machine, data)
+        found = predict(run, model, ParallelDims(shard=4), machine, data)
         if not has_one:
             assert found.reference_seconds is None
             continue
         assert found.step
         assert found.reference_seconds
-        work = work_of(model.config, run, data, ROWS)
-        once = pass_of(Cut(run, model, Degrees(shard=4), machine.kind), machine, work)
+        work = estimate_work(model.config, run, data, ROWS)
+        once = estimate_forward(Cut(run, model, ParallelDims(shard=4), machine.kind), machine, work)
         assert once
         assert found.reference_seconds == pytest.approx(once.total * 240 / ROWS)
         # Three passes are learnt from, and one more is made anew.
@@ -153,7 +155,9 @@ def test_a_pipeline_waits_for_as_many_micro_batches_as_it_has_other_ranks():
     train = {"pipeline_parallel_size": 4, "global_batch_size": ROWS}
     asked = wanted(DENSE, 4, train=train)
     work = Work.of(asked.model.config, [4096] * ROWS)
-    step = step_of(Cut(asked.run, asked.model, Degrees(pipeline=4), "cuda"), asked.machine, work)
+    step = estimate_step(
+        Cut(asked.run, asked.model, ParallelDims(pipeline=4), "cuda"), asked.machine, work
+    )
     assert step
     others = step.products + step.memory + step.communication
     assert step.bubble == pytest.approx(others * 3 / ROWS)
@@ -171,7 +175,9 @@ def test_split_matrices_send_four_sums_of_the_stream_for_each_layer():
         },
     )
     work = Work.of(asked.model.config, [4096] * 2)
-    step = step_of(Cut(asked.run, asked.model, Degrees(tensor=2), "cuda"), asked.machine, work)
+    step = estimate_step(
+        Cut(asked.run, asked.model, ParallelDims(tensor=2), "cuda"), asked.machine, work
+    )
     # Two ranks send and receive the whole stream once for each sum, forward and backward.
     stream = 4096 * SIZES["hidden_size"] * 2
     sent = 2 * SIZES["num_hidden_layers"] * 4 * stream

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from penstock.costs.estimate import model_of
+from penstock.costs.estimate import build_cost_model
 from penstock.costs.memory import peak
 from penstock.costs.sharded_model import Cut
-from penstock.engine.distributed.parallel_dims import degrees_of
+from penstock.engine.distributed.parallel_dims import build_parallel_dims
 from tests.costs import measured
 from tests.costs.cases import CASES, QUICK
 from tests.ranks import on_ranks
@@ -41,8 +41,8 @@ def compare(folder, name):
     found = on_ranks(world, measured.peak, warm, job)
     most = max(one["most"] for one in found)
     config = json.loads((folder / name / "model" / "config.json").read_text())
-    model = model_of(job.config, config)
-    told = peak(Cut(job.config, model, degrees_of(job.config.train, world), "cpu"))
+    model = build_cost_model(job.config, config)
+    told = peak(Cut(job.config, model, build_parallel_dims(job.config.train, world), "cpu"))
     return told.total, most
 
 

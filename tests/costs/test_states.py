@@ -7,7 +7,7 @@ from torch import nn
 from penstock.config.loading.load import loads
 from penstock.costs.optimizer_states import state_bytes
 from penstock.costs.param_sizes import Tensor
-from penstock.engine.optim.build import keeping_of
+from penstock.engine.optim.build import build_state_precision
 from penstock.optim.build import build_optimizer
 from penstock.optim.groups import Grouping
 from tests.config.values import smallest
@@ -40,7 +40,9 @@ def test_states_take_what_is_told(case):
     weight = nn.Parameter(torch.randn(ROWS, COLUMNS, dtype=dtype))
     name = "model.layers.0.mlp.up_proj.weight"
     grouping = Grouping(matrices={name} if train.optimizer == "muon" else set())
-    optimizer = build_optimizer([(name, weight)], train, grouping, keeping=keeping_of(train, []))
+    optimizer = build_optimizer(
+        [(name, weight)], train, grouping, keeping=build_state_precision(train, [])
+    )
     weight.grad = torch.randn_like(weight)
     optimizer.step()
     kept = [value for value in optimizer.state[weight].values() if isinstance(value, torch.Tensor)]

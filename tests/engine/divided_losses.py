@@ -6,9 +6,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.losses.cross_entropy import Loss
-from penstock_kernels.cross_entropy import Terms
+from penstock_kernels.cross_entropy import LossOptions
 
-MORE = Terms(smoothing=0.1, z=0.01, soft_cap=3.0)
+MORE = LossOptions(smoothing=0.1, z=0.01, soft_cap=3.0)
 RTOL = 2e-6
 
 

@@ -10,7 +10,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from penstock.engine.distributed.param_shards import Held, Piece, hold, local, whole_piece
+from penstock.engine.distributed.param_shards import (
+    LocalParam,
+    TensorShard,
+    local,
+    make_local_param,
+    whole_piece,
+)
 from penstock.models.decoder_config import DecoderConfig, ExpertsConfig
 from penstock.models.weights import WeightMap
 
@@ -38,7 +44,7 @@ WIDE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "l
 NARROW = ("o_proj", "down_proj")
 
 
-def holding(layout: Layout, *, merge_qkv: bool) -> list[Held]:
+def holding(layout: Layout, *, merge_qkv: bool) -> list[LocalParam]:
     """What this rank of four holds, unfilled."""
     rank = dist.get_rank()
     names = WeightMap(CONFIG, merge_qkv)
@@ -73,18 +79,18 @@ def holding(layout: Layout, *, merge_qkv: bool) -> list[Held]:
     else:
         copies = DeviceMesh("cpu", torch.arange(4).reshape(2, 2).T).get_group(1)
     return [
-        hold(name, parameter, parts, copying=copies)
+        make_local_param(name, parameter, parts, copying=copies)
         for (name, parts), parameter in zip(pieces.items(), bag.parameters(), strict=True)
     ]
 
 
-def cut(whole: torch.Tensor, piece: Piece) -> torch.Tensor:
+def cut(whole: torch.Tensor, piece: TensorShard) -> torch.Tensor:
     """The box of a whole tensor, by plain slices."""
     ends = zip(piece.offsets, piece.sizes, strict=True)
     return whole[tuple(slice(first, first + size) for first, size in ends)]
 
 
-def worst(held: list[Held], tensors: Mapping[str, torch.Tensor]) -> list[str]:
+def worst(held: list[LocalParam], tensors: Mapping[str, torch.Tensor]) -> list[str]:
     """The tensors of which a piece here is not, to the bit, what it should be."""
     return [
         piece.tensor
@@ -96,7 +102,7 @@ def worst(held: list[Held], tensors: Mapping[str, torch.Tensor]) -> list[str]:
     ]
 
 
-def _whole(name: str, names: WeightMap) -> tuple[Piece, ...]:
+def _whole(name: str, names: WeightMap) -> tuple[TensorShard, ...]:
     shapes, parts, start = names.hf_shapes(), [], 0
     for tensor in names.hf_names(name):
         parts.append(replace(whole_piece(tensor, shapes[tensor]), start=start))
@@ -104,7 +110,7 @@ def _whole(name: str, names: WeightMap) -> tuple[Piece, ...]:
     return tuple(parts)
 
 
-def _half(parts: tuple[Piece, ...], index: int) -> tuple[Piece, ...]:
+def _half(parts: tuple[TensorShard, ...], index: int) -> tuple[TensorShard, ...]:
     found, start = [], 0
     for piece in parts:
         module = piece.tensor.split(".")[-2]
@@ -121,7 +127,7 @@ def _half(parts: tuple[Piece, ...], index: int) -> tuple[Piece, ...]:
     return tuple(found)
 
 
-def _shape(name: str, parts: tuple[Piece, ...], names: WeightMap) -> tuple[int, ...]:
+def _shape(name: str, parts: tuple[TensorShard, ...], names: WeightMap) -> tuple[int, ...]:
     if all(piece.sizes == piece.whole for piece in parts):
         return names.native_shape(name)
     return (sum(piece.rows for piece in parts), *parts[0].sizes[1:])

@@ -9,54 +9,54 @@ from torch import nn
 
 from penstock.engine.build import assemble
 from penstock.engine.distributed.param_shards import local
-from penstock.engine.distributed.ranks import Ranks, join
+from penstock.engine.distributed.ranks import ProcessInfo, init_process_group
 from penstock.engine.hf.config import read_hf_config
 from penstock.models.decoder import Decoder
 from penstock.rows.collate import MicroBatch
 from penstock.rows.reader import PackedRows
-from penstock.train.eval.evaluator import HeldOut
+from penstock.train.eval.evaluator import Evaluator
 from penstock.train.launch.job import Job
 from penstock.train.launch.stop_request import StopRequest
-from penstock.train.trainer import Loop
+from penstock.train.trainer import Trainer
 
 Arrays = dict[str, np.ndarray]
 """By the names of tensors in a checkpoint; torch's do not outlive the process of their rank."""
 
 
-def loop_of(job: Job, ranks: Ranks | None = None) -> Loop:
+def loop_of(job: Job, ranks: ProcessInfo | None = None) -> Trainer:
     """The loop that `penstock.train.rank` would run, with everything it stands on."""
     torch.set_num_threads(1)
-    ranks = ranks or join(60)
+    ranks = ranks or init_process_group(60)
     hf_config = read_hf_config(job.config_path, job.config.model.foundation)
     built = assemble(job.config, hf_config, job.weights, ranks, lambda _: None, adapter=job.adapter)
-    return Loop(job, built, ranks, StopRequest())
+    return Trainer(job, built, ranks, StopRequest())
 
 
-def decoder_of(loop: Loop) -> Decoder:
+def decoder_of(loop: Trainer) -> Decoder:
     """The model itself, without what a layout may have wrapped around it."""
     [model] = loop.built.engine.layout.parts
     assert isinstance(model, Decoder)
     return model
 
 
-def parameters_of(loop: Loop) -> Arrays:
+def parameters_of(loop: Trainer) -> Arrays:
     """Every parameter's whole value, on every rank."""
     return _whole(loop, lambda parameter: parameter.detach())
 
 
-def before_each_update(loop: Loop, look: Callable[[], Any]) -> list[Any]:
+def before_each_update(loop: Trainer, look: Callable[[], Any]) -> list[Any]:
     """What `look` finds just before every step of the optimizer; filled while the loop runs."""
     found: list[Any] = []
     loop.built.engine.optimizer.register_step_pre_hook(lambda *_: found.append(look()))
     return found
 
 
-def gradients_of(loop: Loop) -> Arrays:
+def gradients_of(loop: Trainer) -> Arrays:
     """The whole gradient of every parameter that has one, on every rank."""
     return _whole(loop, lambda parameter: parameter.grad)
 
 
-def _whole(loop: Loop, take: Callable[[nn.Parameter], torch.Tensor | None]) -> Arrays:
+def _whole(loop: Trainer, take: Callable[[nn.Parameter], torch.Tensor | None]) -> Arrays:
     """What all ranks' pieces of a tensor make together. Every number must be on some rank, and
     ranks that hold the same numbers must hold the same bits."""
     mine: list[tuple[str, tuple[int, ...], tuple[int, ...], np.ndarray]] = []
@@ -91,26 +91,26 @@ def calls_of(module: nn.Module, look: Callable[[tuple[Any, ...]], Any]) -> list[
     return found
 
 
-def step(loop: Loop) -> dict[str, Any]:
+def step(loop: Trainer) -> dict[str, Any]:
     """The next step and its record, without the save that ends a run."""
     return loop._step()
 
 
-def save(loop: Loop) -> None:
+def save(loop: Trainer) -> None:
     """A checkpoint of the step that the loop is at."""
     loop.saves._write(loop.at, {"owes": []})
     loop.saves.finish()
 
 
-def evaluated(loop: Loop, rows: PackedRows) -> dict[str, float]:
+def evaluated(loop: Trainer, rows: PackedRows) -> dict[str, float]:
     """What an evaluation tells of these rows."""
-    held_out = HeldOut(rows, loop.built, loop.ranks, loop.train, loop.reading, rows_per_batch=1)
+    held_out = Evaluator(rows, loop.built, loop.ranks, loop.train, loop.reading, rows_per_batch=1)
     found = held_out.evaluate(lambda: False)
     assert found is not None
     return found
 
 
-def looked_at(loop: Loop, batches: Sequence[MicroBatch]) -> tuple[float, float, float]:
+def looked_at(loop: Trainer, batches: Sequence[MicroBatch]) -> tuple[float, float, float]:
     """The summed loss of these batches, passed forward as evaluations do, their trained tokens, and
     those of them that were foretold."""
     kinds = [torch.zeros(sum(batch.lengths), dtype=torch.int64) for batch in batches]

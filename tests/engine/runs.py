@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from penstock.config.loading.load import loads
 from penstock.config.schema.run import RunConfig
-from penstock.engine.distributed.ranks import join
+from penstock.engine.distributed.ranks import init_process_group
 from penstock.rows.schema import PACKED
 from penstock.train.launch.job import Job
 from penstock.train.launch.stop_request import StopRequest
@@ -153,7 +153,7 @@ def short_job(folder: Path, out: str, **train: Any) -> Job:
 def train_here(job: Job, stop: StopRequest | None = None) -> dict[str, Any] | None:
     """Train on this rank of a running group (or alone); the facts, or None when stopped."""
     torch.set_num_threads(1)
-    return run_rank(job, join(60), StopRequest() if stop is None else stop)
+    return run_rank(job, init_process_group(60), StopRequest() if stop is None else stop)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

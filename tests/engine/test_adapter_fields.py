@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.engine.hf.export import write_folders
-from penstock.engine.model_source import Form
+from penstock.engine.model_source import ExportFormat
 from penstock.engine.peft.init_from_adapter import AdapterStart
-from penstock.models.registry import family_of
-from penstock.origins import origin_of, with_adapter
+from penstock.models.registry import get_family
+from penstock.origins import resolve_model_source, with_adapter
 from tests.engine import runs
 from tests.engine.inputs import write_bases
 from tests.engine.loops import decoder_of, each, loop_of, save, step
@@ -81,8 +81,8 @@ def exported(job, number=0):
     out = job.output_dir / f"exported {number}"
     write_folders(
         job.output_dir / "checkpoints" / f"global_step_{number}",
-        origin_of(job.config),
-        Form(),
+        resolve_model_source(job.config),
+        ExportFormat(),
         out,
     )
     return out
@@ -256,7 +256,7 @@ def test_an_adapter_that_does_not_agree_or_is_not_trained_on_is_refused(
 def test_an_adapter_of_other_layers_is_refused_before_it_is_trained(folder, theirs):
     assert theirs
     hf_config = json.loads((folder / "dense" / "config.json").read_text())
-    family = family_of(hf_config)
+    family = get_family(hf_config)
     names = family.weight_map(family.read(hf_config))
     chosen = [f"model.layers.{n}.{layer}" for n in range(2) for layer in ADAPTED]
     adapter = folder / "peft" / "rslora"

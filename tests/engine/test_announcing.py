@@ -5,8 +5,8 @@ import time
 import pytest
 import torch.distributed as dist
 
-from penstock.engine.distributed.broadcast import Announcing
-from penstock.engine.distributed.ranks import join
+from penstock.engine.distributed.broadcast import ControlBroadcast
+from penstock.engine.distributed.ranks import init_process_group
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.dist
@@ -15,8 +15,8 @@ SECONDS = 0.5
 
 
 def told_and_agreed():
-    ranks = join(60)
-    announcing = Announcing(ranks, 60)
+    ranks = init_process_group(60)
+    announcing = ControlBroadcast(ranks, 60)
     said = [
         announcing.heard(frame if ranks.leads else b"") for frame in (b"first", b"", b"x" * 999)
     ]
@@ -30,8 +30,8 @@ def test_all_hear_the_same_and_know_who_failed():
 
 def waited_for_a_silent_one():
     """How long the other rank waited."""
-    ranks = join(60)
-    announcing = Announcing(ranks, SECONDS)
+    ranks = init_process_group(60)
+    announcing = ControlBroadcast(ranks, SECONDS)
     began = time.monotonic()
     if not ranks.leads:
         with pytest.raises(RuntimeError, match=r"(?i)timed? ?out"):

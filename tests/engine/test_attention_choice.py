@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from penstock.core.errors import CapabilityError
 from penstock.engine.backends.select_attention import choose_attention
 from penstock.machine import check_attention, require_hidden_answers
-from penstock.models.registry import family_of
+from penstock.models.registry import get_family
 from penstock_kernels.attention import attention
 from penstock_kernels.flash_packages import PACKAGES
 from tests.config.values import loads, smallest
@@ -37,7 +37,7 @@ def choose(monkeypatch):
         model_of = {"attn_implementation": written}
         run = loads(smallest(model=model_of, train=train, data=data or {}))
         hf_config = {**runs.TINY, "head_dim": 64, **(model or {})}
-        config = family_of(hf_config).read(hf_config)
+        config = get_family(hf_config).read(hf_config)
         said = []
         device = torch.device("cuda", 0) if capability else torch.device("cpu")
         with FakeTensorMode():

@@ -9,13 +9,13 @@ from transformers import AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from penstock.core.errors import ConfigError
-from penstock.engine.checkpoint.manager import Checkpoints
+from penstock.engine.checkpoint.manager import CheckpointManager
 from penstock.engine.checkpoint.model_reader import CheckpointReader
-from penstock.engine.distributed.ranks import join
+from penstock.engine.distributed.ranks import init_process_group
 from penstock.engine.hf.config import read_hf_config
 from penstock.engine.hf.state_dict import in_checkpoint
 from penstock.engine.moe.balancing_settings import BIASED, SPARSE
-from penstock.models.registry import FAMILIES, family_of
+from penstock.models.registry import FAMILIES, get_family
 from penstock.plan import check_machine
 from penstock.rows.reader import PackedRows
 from tests.engine import runs
@@ -131,7 +131,9 @@ def moved(job):
     loop = loop_of(job)
     before = parameters_of(loop)
     record = step(loop)
-    Checkpoints(job.output_dir, loop.built.trained, join(60)).save(1, {"step": 1})
+    CheckpointManager(job.output_dir, loop.built.trained, init_process_group(60)).save(
+        1, {"step": 1}
+    )
     return before, parameters_of(loop), record
 
 
@@ -145,7 +147,7 @@ def test_biases_move_towards_experts_that_got_few_tokens_and_are_saved(folder, s
     world = 2 if shape else 1
     before, after, record = on_ranks(world, moved, made)[0]
     hf_config = read_hf_config(str(folder / "glm4_moe"), {})
-    family = family_of(hf_config)
+    family = get_family(hf_config)
     names = family.weight_map(family.read(hf_config))
     reader = CheckpointReader(folder / name / "global_step_1")
     stored = in_checkpoint(reader, names).read([BIAS.format(layer) for layer in (1, 2)])

@@ -11,12 +11,12 @@ from penstock.config.schema.checkpoint import SaveBestConfig
 from penstock.config.schema.duration import EarlyStoppingConfig
 from penstock.core.errors import StageError
 from penstock.engine.checkpoint import manager
-from penstock.engine.checkpoint.folders import Naming
+from penstock.engine.checkpoint.folders import CheckpointNaming
 from penstock.rows.reader import PackedRows
 from penstock.train import duration
-from penstock.train.eval.early_stopping import Judge
+from penstock.train.eval.early_stopping import EarlyStopping
 from penstock.train.launch.stop_request import StopRequest
-from penstock.train.launch.upload_selection import wanted_of
+from penstock.train.launch.upload_selection import files_to_download
 from penstock.train.metrics.jsonl import read_metrics
 from tests.engine import runs
 from tests.engine.loops import each, loop_of
@@ -272,7 +272,7 @@ def test_a_save_that_fails_on_the_way_is_told_and_the_run_goes_on(folder):
 
 
 def test_what_is_no_number_is_never_the_best():
-    judge = Judge(SaveBestConfig(metric="eval_loss"), EarlyStoppingConfig(patience=2))
+    judge = EarlyStopping(SaveBestConfig(metric="eval_loss"), EarlyStoppingConfig(patience=2))
     assert not judge.is_best({"eval_loss": float("nan")})
     judge.hear({"eval_loss": float("nan")})
     assert not judge.is_tired
@@ -291,7 +291,7 @@ def test_another_machine_fetches_the_best_checkpoint_beside_the_newest(tmp_path)
         folder = f"checkpoints/global_step_{step}"
         names += [f"{folder}/state.json", *([f"{folder}/BEST"] if files == "BEST" else [])]
         names += [] if files == "unfinished" else [f"{folder}/COMPLETE"]
-    found = wanted_of(names, tmp_path, Naming())
+    found = files_to_download(names, tmp_path, CheckpointNaming())
     assert found[-1] == "checkpoints/global_step_8/COMPLETE"
     assert set(found) == {
         "metrics.jsonl",

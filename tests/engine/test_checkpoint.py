@@ -15,16 +15,16 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from penstock.core.errors import ArtifactError, StageError
 from penstock.core.files import regular_files
 from penstock.engine.checkpoint import manager
-from penstock.engine.checkpoint.async_staging import BoxCopies
+from penstock.engine.checkpoint.async_staging import StagingBuffers
 from penstock.engine.checkpoint.dcp_io import read_boxes, whole_box
 from penstock.engine.checkpoint.folders import complete_checkpoints
-from penstock.engine.checkpoint.manager import Checkpoints
+from penstock.engine.checkpoint.manager import CheckpointManager
 from penstock.engine.checkpoint.model_reader import CheckpointReader
 from penstock.engine.checkpoint.safe_dcp_reader import CheckpointFiles
-from penstock.engine.checkpoint.train_state import Trained
+from penstock.engine.checkpoint.train_state import TrainState
 from penstock.engine.distributed.param_shards import local
-from penstock.engine.distributed.ranks import join
-from penstock.engine.hf.load_weights import fill
+from penstock.engine.distributed.ranks import init_process_group
+from penstock.engine.hf.load_weights import load_weights
 from penstock.engine.hf.save_model import write_weights
 from penstock.engine.hf.state_dict import in_checkpoint
 from penstock.models.initialize import generator_for, initialise
@@ -42,9 +42,9 @@ def start(name, shape):
 def made(layout, *, merge_qkv):
     """A model in this layout at its start, and its optimizer."""
     held = holding(layout, merge_qkv=merge_qkv)
-    fill(held, None, start, readers="all_ranks", ranks=join(60))
+    load_weights(held, None, start, readers="all_ranks", ranks=init_process_group(60))
     optimizer = torch.optim.AdamW([one.parameter for one in held], lr=0.1)
-    return Trained(held, optimizer, only_trained=False)
+    return TrainState(held, optimizer, only_trained=False)
 
 
 def step(trained, number):
@@ -61,7 +61,7 @@ def step(trained, number):
 
 
 def saved(trained, root, number, **options):
-    checkpoints = Checkpoints(root, trained, join(60), **options)
+    checkpoints = CheckpointManager(root, trained, init_process_group(60), **options)
     checkpoints.save(number, {"step": number})
     checkpoints.finish()
 
@@ -77,7 +77,7 @@ def crossed(root):
     for number, layout in enumerate(LAYOUTS):
         trained = made(layout, merge_qkv=not number % 2)
         other = LAYOUTS[(number + 1) % len(LAYOUTS)]
-        checkpoints = Checkpoints(root / layout / "more", trained, join(60))
+        checkpoints = CheckpointManager(root / layout / "more", trained, init_process_group(60))
         assert checkpoints.load(root / other / "once" / "global_step_2")["step"] == 2
         step(trained, 3)
         checkpoints.save(3, {"step": 3})
@@ -153,9 +153,9 @@ def test_any_layout_goes_on_from_what_any_other_saved_to_the_same_bits(tmp_path)
 def behind(root):
     """Saves behind training, the first written only when training has gone on, and three that fail.
     Copies are made so late that training would be faster."""
-    ranks = join(60)
+    ranks = init_process_group(60)
     write, go = manager.write_boxes, threading.Event()
-    copy = BoxCopies._copied
+    copy = StagingBuffers._copied
     writer: Any = FileSystemWriter
     write_data = writer.write_data
     trained = made("sharded", merge_qkv=True)
@@ -170,8 +170,8 @@ def behind(root):
         time.sleep(0.2)
         return copy(self, boxes)
 
-    manager.write_boxes, BoxCopies._copied = late, slow
-    checkpoints = Checkpoints(root / "behind", trained, ranks, writes="behind")
+    manager.write_boxes, StagingBuffers._copied = late, slow
+    checkpoints = CheckpointManager(root / "behind", trained, ranks, writes="behind")
     checkpoints.save(1, {"step": 1})
     step(trained, 2)
     early = complete_checkpoints(root / "behind")
@@ -197,11 +197,11 @@ def behind(root):
     for again in (lambda: checkpoints.save(4, {"step": 4}), checkpoints.finish):
         checkpoints.save(3, {"step": 3})
         told.append(fault_of(again))
-    BoxCopies._copied = crowded
+    StagingBuffers._copied = crowded
     checkpoints.save(3, {"step": 3})
     step(trained, 4)
     crowd = fault_of(checkpoints.finish)
-    manager.write_boxes, writer.write_data, BoxCopies._copied = write, write_data, copy
+    manager.write_boxes, writer.write_data, StagingBuffers._copied = write, write_data, copy
     return early, complete, told, crowd
 
 
@@ -217,36 +217,38 @@ def no_room(*_):
 
 def anew(root):
     """Goes on in another layout from a checkpoint that the optimizer's states were left out of."""
-    ranks = join(60)
+    ranks = init_process_group(60)
     first = replace(made("sharded", merge_qkv=True), states="left out")
     step(first, 1)
     saved(first, root / "without", 1)
     second = made("hybrid", merge_qkv=False)
-    state = Checkpoints(root, second, ranks).load(root / "without" / "global_step_1")
+    state = CheckpointManager(root, second, ranks).load(root / "without" / "global_step_1")
     step(second, 2)
     saved(second, root / "with", 2)
-    kept = Checkpoints(root, made("copies", merge_qkv=False), ranks)
+    kept = CheckpointManager(root, made("copies", merge_qkv=False), ranks)
     return [state["lacks_optimizer"], kept.load(root / "with" / "global_step_2")["lacks_optimizer"]]
 
 
 def limited(root):
     """Which checkpoints are there after each of some saves, by a run and by one that goes on."""
-    ranks, seen = join(60), []
+    ranks, seen = init_process_group(60), []
     trained = made("sharded", merge_qkv=False)
     step(trained, 1)
-    first = Checkpoints(root, trained, ranks, limit=2)
+    first = CheckpointManager(root, trained, ranks, limit=2)
     for number in (1, 2, 3):
         first.save(number, {"step": number})
         seen.append([path.name[-1] for path in complete_checkpoints(root)])
-    again = Checkpoints(root, trained, ranks, limit=1, writes="behind")
+    again = CheckpointManager(root, trained, ranks, limit=1, writes="behind")
     again.load(root / "global_step_2")
     for number in (4, 5):
         again.save(number, {"step": number})
         again.finish()
         seen.append([path.name[-1] for path in complete_checkpoints(root)])
-    other = Trained(trained.held, torch.optim.SGD([trained.held[0].parameter]), only_trained=False)
+    other = TrainState(
+        trained.held, torch.optim.SGD([trained.held[0].parameter]), only_trained=False
+    )
     with pytest.raises(ArtifactError, match="trained with adamw, and this run's optimizer is sgd"):
-        Checkpoints(root, other, ranks).load(root / "global_step_2")
+        CheckpointManager(root, other, ranks).load(root / "global_step_2")
     return seen
 
 

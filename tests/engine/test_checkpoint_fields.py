@@ -8,9 +8,9 @@ import torch
 
 from penstock.core.errors import ArtifactError
 from penstock.core.files import regular_files
-from penstock.engine.checkpoint.folders import Naming, complete_checkpoints
+from penstock.engine.checkpoint.folders import CheckpointNaming, complete_checkpoints
 from penstock.engine.checkpoint.model_reader import CheckpointReader
-from penstock.train.launch.upload_selection import keepsakes_of, wanted_of
+from penstock.train.launch.upload_selection import files_to_download, files_to_upload
 from penstock.train.metrics.jsonl import read_metrics
 from penstock.train.stage import require_checkpoint
 from tests.engine import runs
@@ -134,13 +134,16 @@ def test_checkpoints_bear_the_name_that_is_written_and_are_found_by_it(folder):
     out = jobs[0].output_dir
     steps = [record["step"] for record in read_metrics(out / "metrics.jsonl")]
     assert steps == [1, 2, 3, 4, 5, 6]
-    names = [path.relative_to(out).as_posix() for group in keepsakes_of(out) for path in group]
+    names = [path.relative_to(out).as_posix() for group in files_to_upload(out) for path in group]
     assert {f"checkpoints/{each}/COMPLETE" for each in three} < {*names}
     elsewhere = folder / "elsewhere"
     with pytest.raises(ArtifactError, match=r"(?s)has a checkpoint .*Write ckpt_name as it was"):
-        wanted_of(names, elsewhere, Naming(name))
+        files_to_download(names, elsewhere, CheckpointNaming(name))
     mine = [each for each in names if "rows" not in each]
-    assert wanted_of(mine, elsewhere, Naming(name))[-1] == "checkpoints/tiny--4-16/COMPLETE"
+    assert (
+        files_to_download(mine, elsewhere, CheckpointNaming(name))[-1]
+        == "checkpoints/tiny--4-16/COMPLETE"
+    )
 
 
 def test_the_best_checkpoint_is_named_as_it_is_called(folder):

@@ -9,15 +9,15 @@ import torch
 from penstock.adapters.inject import LoraSpec, inject
 from penstock.engine.backends.compile import compile_layers
 from penstock.engine.distributed.param_shards import whole_piece
-from penstock.engine.moe.load_balancing import RowsHere, StepWatch
-from penstock.engine.quantization.noise import StepNoise
-from penstock.losses.load_balancing import pull_of
+from penstock.engine.moe.load_balancing import RouterStatsCollector, RowsHere
+from penstock.engine.quantization.noise import QuantNoise
+from penstock.losses.load_balancing import aux_loss_grad
 from penstock.models.decoder import Decoder
 from penstock.models.decoder_config import ExpertsConfig
-from penstock.models.layers.dropout import Dropping, Noise, drawing_from
+from penstock.models.layers.dropout import DropoutRates, DropoutRNG, dropout_rng
 from penstock.models.layers.quantized_linear import QuantisedMatrix, keep_quantised
-from penstock.models.layers.router_observer import watched_by
-from penstock_kernels.attention import Segments
+from penstock.models.layers.router_observer import observe_routers
+from penstock_kernels.attention import VarlenMetadata
 from penstock_kernels.quant import format_named, quantise
 from tests.engine.holdings import CONFIG
 
@@ -43,7 +43,7 @@ def everything() -> Decoder:
     """Two layers in which matrices are quantised and bear noise, and adapters learn, which drop;
     so does the residual stream, at other rates in each layer and step."""
     torch.manual_seed(0)
-    model = Decoder(SHAPE, dropout=Dropping(0.6, warmup_steps=2, depth="rising"))
+    model = Decoder(SHAPE, dropout=DropoutRates(0.6, warmup_steps=2, depth="rising"))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     nvfp4 = format_named("nvfp4")
@@ -55,7 +55,7 @@ def everything() -> Decoder:
         for leaf, raw in quantise(weight, nvfp4).as_bytes().items():
             matrix.get_parameter(leaf).data = raw
         shape = (weight.numel() // weight.shape[-1], weight.shape[-1])
-        matrix.change = StepNoise(1.0, [whole_piece(name, shape)], 0)
+        matrix.change = QuantNoise(1.0, [whole_piece(name, shape)], 0)
     targets = ("q_proj", "o_proj")
     inject(model, LoraSpec(rank=3, alpha=6.0, dropout=0.3, targets=targets))
     for name, parameter in model.named_parameters():
@@ -77,9 +77,11 @@ def steps(model):
         positions = torch.cat([torch.arange(length) for length in lengths])
         whole = torch.tensor([tokens])
         rows = RowsHere(torch.ones(tokens, dtype=torch.int64), whole)
-        watch = StepWatch(rows, lambda _, counts, whole=whole: pull_of(counts, whole), 0.5, 0.1)
-        with drawing_from(Noise(7, number, 100 + torch.arange(tokens))), watched_by(watch):
-            logits = model(ids, positions, Segments.of(lengths))
+        watch = RouterStatsCollector(
+            rows, lambda _, counts, whole=whole: aux_loss_grad(counts, whole), 0.5, 0.1
+        )
+        with dropout_rng(DropoutRNG(7, number, 100 + torch.arange(tokens))), observe_routers(watch):
+            logits = model(ids, positions, VarlenMetadata.of(lengths))
         logits.square().mean().backward()
         gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         found.append((logits.detach(), gradients, [*watch.noted.values()]))

@@ -9,9 +9,9 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from penstock.core.errors import ArtifactError
-from penstock.engine.checkpoint.dcp_io import Box, whole_box, write_boxes
+from penstock.engine.checkpoint.dcp_io import ShardView, whole_box, write_boxes
 from penstock.engine.checkpoint.folders import complete_checkpoints
-from penstock.engine.checkpoint.quantized_states import CompressedStates, compressed_boxes
+from penstock.engine.checkpoint.quantized_states import QuantizedStates, compressed_boxes
 from penstock.engine.checkpoint.safe_dcp_reader import CheckpointFiles
 from tests.engine import runs
 from tests.engine.loops import each, loop_of, parameters_of, save, step
@@ -31,7 +31,7 @@ def boxes_of(tensor, *cuts):
     """Its boxes, cut at these rows and columns."""
     rows, columns = ([0, *cut, size] for cut, size in zip(cuts, tensor.shape, strict=True))
     return [
-        Box(tuple(tensor.shape), (top, left), tensor[top:bottom, left:right])
+        ShardView(tuple(tensor.shape), (top, left), tensor[top:bottom, left:right])
         for top, bottom in pairwise(rows)
         for left, right in pairwise(columns)
     ]
@@ -51,13 +51,13 @@ def written_and_read(folder):
         write_boxes(boxes, folder / form, None)
         for cuts in (([], []), ([2, 4], []), ([], [1, 150]), ([3], [131, 290])):
             into = torch.full_like(tensor, torch.nan)
-            states = CompressedStates(CheckpointFiles(folder / form))
+            states = QuantizedStates(CheckpointFiles(folder / form))
             parts = boxes_of(into, *cuts)
             assert states.read({NAME: parts, "other": parts}).keys() == {"other"}
             found[form, str(cuts)] = into.numpy()
     larger = [whole_box(torch.zeros(8, 300))]
     with pytest.raises(ArtifactError, match=f"holds 2100 of 2400 numbers of {NAME}"):
-        CompressedStates(CheckpointFiles(folder / "int8")).read({NAME: larger})
+        QuantizedStates(CheckpointFiles(folder / "int8")).read({NAME: larger})
     return tensor.numpy(), found
 
 

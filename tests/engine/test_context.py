@@ -6,12 +6,12 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.distributed.context_parallel import Context
+from penstock.engine.distributed.context_parallel import ContextParallel
 from penstock.engine.distributed.device_mesh import Mesh
-from penstock.engine.distributed.parallel_dims import Degrees
-from penstock.engine.distributed.ring_attention import spread
+from penstock.engine.distributed.parallel_dims import ParallelDims
+from penstock.engine.distributed.ring_attention import ring_segments
 from penstock.rows.collate import MicroBatch
-from penstock.rows.shared_prefix import Branching, start_rows_of
+from penstock.rows.shared_prefix import PrefixSharing, first_blind_rows
 from tests.dense import dense_with_gradients, relative_error, visible
 from tests.ranks import on_ranks
 
@@ -29,9 +29,9 @@ ROWS = {
     "one over the middle": [37, 29, 30],
 }
 BRANCHING = {
-    "two answers to each": Branching((7, 0, 20), (10, 5, 13, 1, 16, 18), ()),
-    "two long answers": Branching((30,), (29, 33), ()),
-    "a prompt over the middle": Branching((3, 60), (2, 9, 5, 11), ()),
+    "two answers to each": PrefixSharing((7, 0, 20), (10, 5, 13, 1, 16, 18), ()),
+    "two long answers": PrefixSharing((30,), (29, 33), ()),
+    "a prompt over the middle": PrefixSharing((3, 60), (2, 9, 5, 11), ()),
 }
 ROWS |= {
     name: [*of.documents(), rest] if (rest := TOKENS - sum(of.documents())) else of.documents()
@@ -53,9 +53,9 @@ CASES = [
     ("auto", "a prompt over the middle", torch.float32, 30),
 ]
 LAYOUTS = {
-    2: [Degrees(ring=2), Degrees(ulysses=2)],
-    4: [Degrees(ring=4), Degrees(ulysses=4), Degrees(ring=2, ulysses=2)],
-    8: [Degrees(ring=4, ulysses=2)],
+    2: [ParallelDims(ring=2), ParallelDims(ulysses=2)],
+    4: [ParallelDims(ring=4), ParallelDims(ulysses=4), ParallelDims(ring=2, ulysses=2)],
+    8: [ParallelDims(ring=4, ulysses=2)],
 }
 
 # Sums in another order, from fp32; bf16: one rounding of inputs and results.
@@ -77,7 +77,7 @@ def whole_batch(lengths, branching=None):
 
 def start_rows_in(name):
     spans = whole_batch(ROWS[name], BRANCHING.get(name)).spans()
-    return None if spans is None else start_rows_of(spans)
+    return None if spans is None else first_blind_rows(spans)
 
 
 def attend_here(context, backend, name, dtype, window=None):
@@ -101,7 +101,7 @@ def several_layouts(layouts):
     """Of each layout and row what this rank computes."""
     results = {}
     for degrees in layouts:
-        context = Context(Mesh(degrees, dist.get_rank(), "cpu"))
+        context = ContextParallel(Mesh(degrees, dist.get_rank(), "cpu"))
         for case in CASES:
             backend, name, *how = case
             tokens, parts = attend_here(context, backend, name, *how)
@@ -143,7 +143,7 @@ def bytes_sent(lengths, window=None):
         sent[0] += sum(o.tensor.nbytes for o in operations if o.op is dist.isend)
         return original(operations)
 
-    context = Context(Mesh(Degrees(ring=4), dist.get_rank(), "cpu"))
+    context = ContextParallel(Mesh(ParallelDims(ring=4), dist.get_rank(), "cpu"))
     dist.batch_isend_irecv = counting
     q, k, v, _ = (part[:24].requires_grad_() for part in tensors(torch.float32))
     segments = context.segments(whole_batch(lengths), "cpu")
@@ -202,7 +202,7 @@ def test_every_visible_pair_is_computed_once_and_no_other(ring, chunk, wanted, w
     for length in [*wanted, 2 * ring * chunk]:
         if rest := total - sum(lengths):
             lengths.append(min(length, rest))
-    plans = [spread(lengths, ring, index).within(window) for index in range(ring)]
+    plans = [ring_segments(lengths, ring, index).within(window) for index in range(ring)]
     assert torch.equal(computed(plans, ring, total, window), visible(lengths, window).long())
 
 
@@ -218,13 +218,15 @@ def test_every_visible_pair_is_computed_once_and_no_other(ring, chunk, wanted, w
 )
 def test_every_visible_pair_of_documents_that_branch_is_computed_once(ring, documents, window):
     prompts = tuple(prompt for prompt, *_ in documents)
-    branching = Branching(prompts, tuple(each for _, *both in documents for each in both), ())
+    branching = PrefixSharing(prompts, tuple(each for _, *both in documents for each in both), ())
     lengths = [sum(document) for document in documents]
     lengths.append(2 * ring - sum(lengths) % (2 * ring))
     spans = whole_batch(lengths, branching).spans()
     assert spans
-    plans = [spread(lengths, ring, index, spans=spans).within(window) for index in range(ring)]
-    seen = visible(lengths, window, start_rows_of(spans))
+    plans = [
+        ring_segments(lengths, ring, index, spans=spans).within(window) for index in range(ring)
+    ]
+    seen = visible(lengths, window, first_blind_rows(spans))
     assert torch.equal(computed(plans, ring, sum(lengths), window), seen.long())
 
 
@@ -260,7 +262,7 @@ def computed(plans, ring, total, window):
 
 
 def test_a_rank_alone_holds_the_row_and_attends_to_it_as_ever():
-    context = Context(Mesh(Degrees(), 0, "cpu"))
+    context = ContextParallel(Mesh(ParallelDims(), 0, "cpu"))
     assert context.multiple == 1
     for backend in ("eager", "sdpa"):
         tokens, got = attend_here(context, backend, "one over the middle", torch.float32)

@@ -12,14 +12,18 @@ import torch
 
 from penstock.config.schema.base import Settings
 from penstock.core.cache.folder_digests import DIGESTS
-from penstock.core.cache.stage import ATTEMPT, Stage, identity, key_of
+from penstock.core.cache.stage import ATTEMPT, Stage, identity, stage_key
 from penstock.core.errors import ArtifactError, StageError
 from penstock.core.files import regular_files, write_json
-from penstock.core.remote.artifact_sync import Depot
-from penstock.core.remote.reconcile import reconcile
-from penstock.engine.checkpoint.folders import Naming, checkpoint_faults, complete_checkpoints
+from penstock.core.remote.artifact_sync import RemoteArtifact
+from penstock.core.remote.reconcile import sync_mirror
+from penstock.engine.checkpoint.folders import (
+    CheckpointNaming,
+    checkpoint_faults,
+    complete_checkpoints,
+)
 from penstock.engine.checkpoint.model_reader import CheckpointReader
-from penstock.train.launch.upload_selection import wanted_of
+from penstock.train.launch.upload_selection import files_to_download
 from penstock.train.metrics.jsonl import read_metrics
 from tests.damaging import flip_bit, remove_digests, truncate
 from tests.engine import runs
@@ -200,7 +204,7 @@ class TrainElsewhere(Stage):
         raise AssertionError(f"nothing is to be built in {out}")
 
     def wanted(self, names, out):
-        return wanted_of(names, out, Naming())
+        return files_to_download(names, out, CheckpointNaming())
 
 
 @pytest.mark.dist
@@ -210,15 +214,15 @@ def test_a_mirror_gets_whole_checkpoints_in_place_of_damaged_ones_and_older_ones
     its = job(folder, "mirrored")
     on_ranks(1, runs.train_here, its)
     stage, mirror = TrainElsewhere(Settings()), tmp_path / "mirror"
-    write_json(its.output_dir / ATTEMPT, {**identity(stage), "key": key_of(stage)})
+    write_json(its.output_dir / ATTEMPT, {**identity(stage), "key": stage_key(stage)})
     shutil.copytree(its.output_dir, mirror)
-    depot = Depot(f"{bucket}/mirrored", mirror)
+    depot = RemoteArtifact(f"{bucket}/mirrored", mirror)
     names = [path.relative_to(mirror).as_posix() for path in regular_files(mirror)]
     depot.send(names)
     newest_there = next(name for name in names if name.endswith(f"step_{STEPS}/__0_0.distcp"))
 
     def newest():
-        reconcile(depot, stage)
+        sync_mirror(depot, stage)
         folders = complete_checkpoints(mirror / "checkpoints")
         return [each.name for each in folders if not checkpoint_faults(each)][-1]
 

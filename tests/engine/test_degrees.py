@@ -13,8 +13,12 @@ from penstock.config.loading.load import load, loads
 from penstock.core import env
 from penstock.core.errors import ConfigError
 from penstock.engine.distributed.data_parallel import kept
-from penstock.engine.distributed.parallel_dims import SIZES, degrees_of
-from penstock.engine.distributed.validate_layout import Counts, misfits, padding_of
+from penstock.engine.distributed.parallel_dims import SIZES, build_parallel_dims
+from penstock.engine.distributed.validate_layout import (
+    ModelDims,
+    layout_errors,
+    micro_batch_padding,
+)
 from penstock.machine import check_machine, world_size
 from tests.config.values import smallest
 from tests.conftest import ROOT
@@ -307,7 +311,7 @@ def test_a_layout_uses_every_process_or_another_is_proposed(world, mode, sizes, 
     text = refusal(values)
     if text is None:
         run = loads(values)
-        degrees = degrees_of(run.train, world_size(run))
+        degrees = build_parallel_dims(run.train, world_size(run))
         assert degrees.world == world
         for axis, setting in SIZES.items():
             assert sizes[setting] in (-1, getattr(degrees, axis))
@@ -347,27 +351,27 @@ def test_gathered_weights_are_kept_as_long_as_the_settings_say(settings, until) 
 )
 def test_unwritten_padding_is_rounded_up_to_what_a_layout_cuts_rows_into(train, padding) -> None:
     run = loads(smallest(train=train))
-    assert padding_of(run.data, run.train) == padding
+    assert micro_batch_padding(run.data, run.train) == padding
 
 
 def test_a_layout_without_a_rank_is_told_with_sizes_alone() -> None:
     train = loads(smallest(train={"tensor_parallel_size": 4})).train
     with pytest.raises(ConfigError, match=r"6 is no multiple of 4\.\n  Write .*: 3\.$"):
-        degrees_of(train, 6)
+        build_parallel_dims(train, 6)
 
 
 PUBLISHED = {
     # Qwen3-32B and Qwen3-14B: what their config.json says.
-    "tensor": Counts(64, 8, 64, 25600, 151936),
-    "pipeline": Counts(40, 8, 40, 17408, 151936),
+    "tensor": ModelDims(64, 8, 64, 25600, 151936),
+    "pipeline": ModelDims(40, 8, 40, 17408, 151936),
 }
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_layouts_of_the_recipes_fit_their_models(name: str) -> None:
     run = load(ROOT / "configs" / "examples" / f"{name}.yaml")
-    assert misfits(run, world_size(run), PUBLISHED[name]) == []
-    assert misfits(run, 6, PUBLISHED[name])
+    assert layout_errors(run, world_size(run), PUBLISHED[name]) == []
+    assert layout_errors(run, 6, PUBLISHED[name])
 
 
 def test_the_numbers_are_those_of_the_models_own_config(tmp_path) -> None:

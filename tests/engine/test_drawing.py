@@ -5,7 +5,7 @@ import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from penstock.core.errors import ConfigError
-from penstock.engine.generation.sampling import Drawing, draw, uniform
+from penstock.engine.generation.sampling import SamplingParams, sample_token, uniform
 
 LOGITS = torch.tensor([0.3, 2.0, -1.0, 1.9, float("-inf"), 0.0, 0.31])
 DRAWS = 20_000
@@ -27,20 +27,20 @@ def chance_of_more(counts, wanted):
 def drawn(how, logits=LOGITS, draws=DRAWS):
     """How often each token is drawn."""
     uniforms = [uniform(5, 0, place) for place in range(draws)]
-    tokens, log_probs = draw(logits.expand(draws, -1), [how] * draws, uniforms)
+    tokens, log_probs = sample_token(logits.expand(draws, -1), [how] * draws, uniforms)
     torch.testing.assert_close(log_probs, logits.log_softmax(-1)[tokens])
     return torch.bincount(tokens, minlength=len(logits))
 
 
 WARPED = {
-    "as they are": (Drawing(), []),
-    "hotter": (Drawing(temperature=1.7), [TemperatureLogitsWarper(1.7)]),
-    "colder": (Drawing(temperature=0.4), [TemperatureLogitsWarper(0.4)]),
-    "the best three": (Drawing(top_k=3), [TopKLogitsWarper(3)]),
-    "more than there are": (Drawing(top_k=70), []),
-    "the likeliest": (Drawing(top_p=0.7), [TopPLogitsWarper(0.7)]),
+    "as they are": (SamplingParams(), []),
+    "hotter": (SamplingParams(temperature=1.7), [TemperatureLogitsWarper(1.7)]),
+    "colder": (SamplingParams(temperature=0.4), [TemperatureLogitsWarper(0.4)]),
+    "the best three": (SamplingParams(top_k=3), [TopKLogitsWarper(3)]),
+    "more than there are": (SamplingParams(top_k=70), []),
+    "the likeliest": (SamplingParams(top_p=0.7), [TopPLogitsWarper(0.7)]),
     "all at once": (
-        Drawing(temperature=1.5, top_k=4, top_p=0.8),
+        SamplingParams(temperature=1.5, top_k=4, top_p=0.8),
         [TemperatureLogitsWarper(1.5), TopKLogitsWarper(4), TopPLogitsWarper(0.8)],
     ),
 }
@@ -59,33 +59,36 @@ def test_tokens_are_drawn_as_often_as_transformers_would_have_them(how, warpers)
 
 
 def test_rows_are_drawn_each_as_it_is_asked():
-    hows = [how for how, _ in WARPED.values()] + [Drawing(temperature=0)]
+    hows = [how for how, _ in WARPED.values()] + [SamplingParams(temperature=0)]
     torch.manual_seed(0)
     logits = torch.randn(len(hows), 50)
     uniforms = [uniform(1, row, 0) for row in range(len(hows))]
-    together, _ = draw(logits, hows, uniforms)
+    together, _ = sample_token(logits, hows, uniforms)
     alone = [
-        int(draw(logits[row : row + 1], [how], [uniforms[row]])[0]) for row, how in enumerate(hows)
+        int(sample_token(logits[row : row + 1], [how], [uniforms[row]])[0])
+        for row, how in enumerate(hows)
     ]
     assert together.tolist() == alone
 
 
 def test_without_temperature_the_likeliest_is_drawn_and_of_equals_the_lowest():
     logits = torch.tensor([[1.0, 3.0, 3.0], [2.0, -1.0, 1.0]])
-    tokens, _ = draw(logits, [Drawing(temperature=0)] * 2, [0.9, 0.9])
+    tokens, _ = sample_token(logits, [SamplingParams(temperature=0)] * 2, [0.9, 0.9])
     assert tokens.tolist() == [1, 0]
 
 
 @pytest.mark.parametrize("temperature", [1e-5, 1e-39, 1e-300])
 def test_however_cold_it_is_a_token_that_is_likeliest_is_drawn(temperature):
     logits = torch.tensor([[-300.0, 80.0, 79.0, float("-inf")], [5.0, 2.0, -1.0, 4.0]])
-    tokens, log_probs = draw(logits, [Drawing(temperature=temperature)] * 2, [0.999, 0.0])
+    tokens, log_probs = sample_token(
+        logits, [SamplingParams(temperature=temperature)] * 2, [0.999, 0.0]
+    )
     assert tokens.tolist() == [1, 0]
     assert log_probs.isfinite().all()
 
 
 def test_however_hot_it_is_what_is_impossible_is_not_drawn():
-    counts = drawn(Drawing(temperature=1e300))
+    counts = drawn(SamplingParams(temperature=1e300))
     possible = LOGITS.isfinite()
     assert (counts[~possible] == 0).all()
     assert chance_of_more(counts[possible], torch.full((6,), 1 / 6)) > CHANCE
@@ -94,12 +97,12 @@ def test_however_hot_it_is_what_is_impossible_is_not_drawn():
 def test_a_row_that_is_no_numbers_leaves_the_others_as_they_are():
     torch.manual_seed(0)
     logits = torch.randn(3, 50)
-    hows = [Drawing(), Drawing(top_k=5, top_p=0.9), Drawing(temperature=0)]
-    wanted, _ = draw(logits, hows, [0.3, 0.6, 0.9])
+    hows = [SamplingParams(), SamplingParams(top_k=5, top_p=0.9), SamplingParams(temperature=0)]
+    wanted, _ = sample_token(logits, hows, [0.3, 0.6, 0.9])
     for row in range(3):
         flawed = logits.clone()
         flawed[row] = float("nan")
-        tokens, _ = draw(flawed, hows, [0.3, 0.6, 0.9])
+        tokens, _ = sample_token(flawed, hows, [0.3, 0.6, 0.9])
         others = [number for number in range(3) if number != row]
         assert torch.equal(tokens[others], wanted[others])
         assert 0 <= tokens[row] < 50
@@ -107,7 +110,7 @@ def test_a_row_that_is_no_numbers_leaves_the_others_as_they_are():
 
 def test_the_greatest_number_draws_a_token_that_can_be_drawn():
     logits = torch.tensor([[0.0, 1.0, float("-inf"), float("-inf")]])
-    tokens, _ = draw(logits, [Drawing()], [1 - 2**-53])
+    tokens, _ = sample_token(logits, [SamplingParams()], [1 - 2**-53])
     assert tokens.tolist() == [1]
 
 
@@ -116,8 +119,10 @@ def test_logits_that_differ_by_rounding_draw_the_same():
     logits = torch.randn(500, 1000)
     uniforms = [uniform(3, 1, place) for place in range(500)]
     other = logits + 1e-7 * torch.randn_like(logits)
-    how = [Drawing()] * 500
-    assert torch.equal(draw(logits, how, uniforms)[0], draw(other, how, uniforms)[0])
+    how = [SamplingParams()] * 500
+    assert torch.equal(
+        sample_token(logits, how, uniforms)[0], sample_token(other, how, uniforms)[0]
+    )
 
 
 def test_numbers_are_uniform_over_places_samples_and_seeds():
@@ -147,4 +152,4 @@ def test_numbers_are_uniform_over_places_samples_and_seeds():
 )
 def test_what_says_nothing_is_refused(written, named):
     with pytest.raises(ConfigError, match=named):
-        Drawing(**written)
+        SamplingParams(**written)

@@ -17,9 +17,9 @@ from penstock.core.machine.gpus import Gpus
 from penstock.engine.hf.config import read_hf_config
 from penstock.engine.precision.fp8_convert import largest_over
 from penstock.engine.precision.fp8_layers import float8_layers
-from penstock.models.registry import family_of
+from penstock.models.registry import get_family
 from penstock.plan import check_machine
-from penstock_kernels.float8 import Agreement, Scheme, linear
+from penstock_kernels.float8 import AmaxReduceGroups, Float8Recipe, linear
 from tests.engine import runs
 from tests.engine.inputs import write_inputs
 from tests.engine.laid import laid
@@ -76,14 +76,14 @@ def parts_agree(recipe):
     x[:, :32] *= large
     dy[:, :24] *= large
     dy[:16], weight[:24], weight[:, :32] = 0, 0, 0
-    scheme = Scheme(recipe, "e4m3")
+    scheme = Float8Recipe(recipe, "e4m3")
 
     def gradients(given, agreement):
         x, weight = (tensor.clone().requires_grad_() for tensor in given[:2])
         y = linear(x, weight, scheme, agreement)
         return [y.detach(), *torch.autograd.grad(y, (x, weight), given[2])]
 
-    whole = gradients([x, weight, dy], Agreement())
+    whole = gradients([x, weight, dy], AmaxReduceGroups())
     agree = partial(largest_over, group)
     # The dim of x, of the weight and of dy; which of y, dx and dweight are sums over ranks.
     cuts: dict[str, tuple[Any, ...]] = {
@@ -98,7 +98,7 @@ def parts_agree(recipe):
             tensor if dim is None else tensor.chunk(2, dim)[rank]
             for tensor, dim in ((x, of_x), (weight, of_weight), (dy, of_dy))
         ]
-        for told in (Agreement(**{name: agree}), Agreement()):
+        for told in (AmaxReduceGroups(**{name: agree}), AmaxReduceGroups()):
             worst = 0.0
             for got, want, is_sum, dim in zip(
                 gradients(given, told), whole, sums, dims[name], strict=True
@@ -361,7 +361,7 @@ def layers_of(folder, kind=KIND, model=None, **settings):
     run = layout("asked", **{"data_parallel_mode": "none", **settings})
     config = job(folder, run, model=model or {}).config
     hf = read_hf_config(str(folder / kind), config.model.foundation)
-    family = family_of(hf)
+    family = get_family(hf)
     names = family.weight_map(family.read(hf), merge_qkv=config.model.merge_qkv)
     return float8_layers(config.train, names, family.roles)
 

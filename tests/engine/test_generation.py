@@ -7,7 +7,7 @@ import peft
 import pytest
 import torch
 
-from penstock.engine.generation.sampling import Drawing
+from penstock.engine.generation.sampling import SamplingParams
 from penstock.engine.generation.sequences import Prompt
 from tests.engine import runs
 from tests.engine.inputs import MODELS
@@ -81,7 +81,7 @@ def folder(tmp_path_factory):
 
 
 def greedily(job):
-    how = Drawing(temperature=0, max_tokens=NEW)
+    how = SamplingParams(temperature=0, max_tokens=NEW)
     prompts = [
         Prompt(ids, how, scored=True, likeliest=3, likeliest_drawn=2 + number)
         for number, ids in enumerate(PROMPTS)
@@ -118,18 +118,20 @@ def test_the_likeliest_tokens_are_those_of_transformers(folder):
 
 
 MANY = [
-    Prompt(PROMPTS[0], Drawing(max_tokens=30, seed=1), count=3),
+    Prompt(PROMPTS[0], SamplingParams(max_tokens=30, seed=1), count=3),
     Prompt(
         PROMPTS[2],
-        Drawing(max_tokens=7, seed=2, temperature=0.7),
+        SamplingParams(max_tokens=7, seed=2, temperature=0.7),
         count=2,
         scored=True,
         likeliest_drawn=3,
     ),
-    Prompt(PROMPTS[1], Drawing(max_tokens=19, seed=3, top_k=40), count=4, likeliest_drawn=2),
-    Prompt(PROMPTS[3], Drawing(max_tokens=1, seed=4), count=2, likeliest=2, likeliest_drawn=1),
-    Prompt(PROMPTS[3], Drawing(max_tokens=12, seed=5, top_p=0.8), scored=True, likeliest=5),
-    Prompt(PROMPTS[2], Drawing(max_tokens=26, seed=6, temperature=0)),
+    Prompt(PROMPTS[1], SamplingParams(max_tokens=19, seed=3, top_k=40), count=4, likeliest_drawn=2),
+    Prompt(
+        PROMPTS[3], SamplingParams(max_tokens=1, seed=4), count=2, likeliest=2, likeliest_drawn=1
+    ),
+    Prompt(PROMPTS[3], SamplingParams(max_tokens=12, seed=5, top_p=0.8), scored=True, likeliest=5),
+    Prompt(PROMPTS[2], SamplingParams(max_tokens=26, seed=6, temperature=0)),
 ]
 LITTLE_ROOM = {
     "all at once": {},
@@ -229,7 +231,7 @@ def asked_alone_and_together(job):
     built = built_of(job)
     together = written(built, MANY)
     alone = [written(built, [prompt])[0] for prompt in MANY]
-    unseeded = Prompt(PROMPTS[0], Drawing(max_tokens=20), count=2)
+    unseeded = Prompt(PROMPTS[0], SamplingParams(max_tokens=20), count=2)
     return together, alone, [written(built, [unseeded, unseeded]) for _ in range(2)]
 
 
@@ -278,7 +280,7 @@ def test_adapters_write_too_and_drop_nothing_while_they_do(folder, adapter):
 
 def test_positions_that_go_by_length_are_turned_as_in_one_pass_over_what_there_is(folder):
     job = job_of(folder, "by length", "by length")
-    how = Drawing(max_tokens=None, seed=1)
+    how = SamplingParams(max_tokens=None, seed=1)
     # The first two grow beyond what short documents are turned by; the last does not.
     prompts = [Prompt(list(range(10)), how, count=2), Prompt([7], replace(how, max_tokens=9))]
     [found] = on_ranks(1, written_by, job, prompts)

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from penstock.core.errors import ConfigError
-from penstock.engine.distributed.ranks import join
+from penstock.engine.distributed.ranks import init_process_group
 from penstock.engine.generation.generator import NotFiniteError
-from penstock.engine.generation.sampling import Drawing
+from penstock.engine.generation.sampling import SamplingParams
 from penstock.engine.generation.sequences import Prompt
 from penstock.rows.tokenizer import byte_tokenizer
 from tests.engine import runs
@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
 def stopped(job):
     """Answers that would go on for long, and what ends them."""
     built = built_of(job)
-    free = Prompt(PROMPTS[0], Drawing(max_tokens=100, seed=9), count=4)
+    free = Prompt(PROMPTS[0], SamplingParams(max_tokens=100, seed=9), count=4)
     [plain] = written(built, [free])
     tokens = sorted({token for some in plain["tokens"] for token in some[5:9]})[:3]
     decode = byte_tokenizer().decode
@@ -41,8 +41,8 @@ def stopped(job):
         [
             replace(free, how=replace(free.how, stop_tokens=tuple(tokens))),
             replace(free, how=replace(free.how, stop_texts=("never said", text))),
-            Prompt(list(range(30)) * 16, Drawing(seed=1)),
-            Prompt(PROMPTS[2], Drawing(max_tokens=0), scored=True),
+            Prompt(list(range(30)) * 16, SamplingParams(seed=1)),
+            Prompt(PROMPTS[2], SamplingParams(max_tokens=0), scored=True),
         ],
     )
     return plain, tokens, by_token, text, by_text, at_limit, none
@@ -78,25 +78,25 @@ REFUSED = {
     "0 answers are asked": Prompt([1], count=0),
     "400 likeliest tokens": Prompt([1], likeliest=400),
     "321 likeliest tokens": Prompt([1], likeliest_drawn=321),
-    "no tokenizer": Prompt([1], Drawing(stop_texts=(".",))),
+    "no tokenizer": Prompt([1], SamplingParams(stop_texts=(".",))),
 }
 
 
 def refused(job):
-    built = built_of(job, join(60))
+    built = built_of(job, init_process_group(60))
     found = {}
     for fault, prompt in REFUSED.items():
         with pytest.raises(ConfigError) as error:
             built.generator.generate([prompt])
         found[fault] = str(error.value)
     [model] = built.engine.layout.parts
-    read = Prompt([1, 2, 3], Drawing(max_tokens=1), scored=True)
+    read = Prompt([1, 2, 3], SamplingParams(max_tokens=1), scored=True)
     with pytest.raises(NotFiniteError):
         replace(built.generator, logits=endless_within(built.generator.logits)).generate([read])
     with torch.no_grad():
         model.get_parameter("model.norm.weight").fill_(float("nan"))
     with pytest.raises(NotFiniteError):
-        built.generator.generate([Prompt([1, 2], Drawing(max_tokens=3), scored=True)])
+        built.generator.generate([Prompt([1, 2], SamplingParams(max_tokens=3), scored=True)])
     return found
 
 
@@ -119,7 +119,7 @@ class CalledOffError(Exception):
 def called_off(job):
     """What is written before and after; and how the model was when it was asked, and then is."""
     built, passes = built_of(job), []
-    asked = [Prompt(ids, Drawing(max_tokens=9, seed=1)) for ids in PROMPTS]
+    asked = [Prompt(ids, SamplingParams(max_tokens=9, seed=1)) for ids in PROMPTS]
     before = written(built, asked)
 
     def go_on():

@@ -9,11 +9,11 @@ import pytest
 
 from penstock.engine.checkpoint import manager
 from penstock.engine.checkpoint.folders import complete_checkpoints
-from penstock.train.eval.evaluator import HeldOut
+from penstock.train.eval.evaluator import Evaluator
 from penstock.train.launch.stop_request import StopRequest
 from penstock.train.metrics import recorder
 from penstock.train.metrics.jsonl import read_metrics
-from penstock.train.metrics.recorder import Recorder
+from penstock.train.metrics.recorder import MetricsRecorder
 from penstock.train.trackers import supervisor
 from tests.engine import runs
 from tests.ranks import RankError, on_ranks
@@ -48,7 +48,7 @@ def send(signum):
 
 def while_evaluating(signum):
     """Between two batches of the first evaluation."""
-    evaluate = HeldOut.evaluate
+    evaluate = Evaluator.evaluate
 
     def interrupted(self, is_asked_to_stop, *, most_rows=None):
         asked = []
@@ -61,7 +61,7 @@ def while_evaluating(signum):
 
         return evaluate(self, ask, most_rows=most_rows)
 
-    HeldOut.evaluate = interrupted
+    Evaluator.evaluate = interrupted
 
 
 def while_saving(signum):
@@ -116,7 +116,7 @@ def followed_in_vain():
         module = GONE if word == "mlflow" else HUNG
         self._couriers.start(title, module, self._job.output_dir / "logs" / f"{word}.log")
 
-    Recorder._start = start
+    MetricsRecorder._start = start
 
 
 def start(job, moment=None, signum=None):

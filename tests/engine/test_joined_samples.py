@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from penstock.rows.reader import JoinedRows, PackedRows
+from penstock.rows.reader import PackedRows, UnmaskedRows
 from penstock.rows.schema import PACKED
 from tests.engine import runs
 from tests.engine.held_out import random_model
@@ -90,7 +90,7 @@ def test_rows_that_are_read_ahead_are_joined_too(folder):
 
 def test_what_a_joined_row_costs_is_what_one_document_of_its_length_does(folder):
     data = folder / "packed" / "data" / "train"
-    rows, apart = JoinedRows(data), PackedRows(data)
+    rows, apart = UnmaskedRows(data), PackedRows(data)
     assert rows.squares().tolist() == [sum(lengths) ** 2 for lengths in LENGTHS]
     assert rows.documents().tolist() == [1] * len(LENGTHS)
     assert [rows.row(n).lengths.tolist() for n in range(4)] == [[sum(x)] for x in LENGTHS]

@@ -4,8 +4,14 @@ import random
 
 import torch
 
-from penstock.engine.generation.kv_cache import STEP, Begun, KeyCache, begun, continued
-from penstock_kernels.attention import Segments
+from penstock.engine.generation.kv_cache import (
+    STEP,
+    KeyCache,
+    Prefill,
+    decode_segments,
+    prefill_segments,
+)
+from penstock_kernels.attention import VarlenMetadata
 
 K, H = 2, 3
 CPU = torch.device("cpu")
@@ -23,10 +29,10 @@ class Kept:
         self.wanted = []
 
     def begin(self, lengths, rows):
-        plain = Segments.of(lengths)
+        plain = VarlenMetadata.of(lengths)
         k_TKH, v_TKH = entries(sum(lengths))
-        segments = begun(plain, self.cache, rows, CPU)
-        if isinstance(segments, Begun):
+        segments = prefill_segments(plain, self.cache, rows, CPU)
+        if isinstance(segments, Prefill):
             segments.keep(k_TKH, v_TKH)
         parts = zip(k_TKH.split(lengths), v_TKH.split(lengths), rows, strict=True)
         self.wanted += [(k, v) for k, v, copies in parts for _ in range(copies)]
@@ -34,7 +40,7 @@ class Kept:
     def go_on(self):
         rows = len(self.wanted)
         k_BKH, v_BKH = entries(rows)
-        segments = continued(Segments.of([1] * rows), self.cache)
+        segments = decode_segments(VarlenMetadata.of([1] * rows), self.cache)
         y_BNH = segments.attend(torch.randn(rows, K, H), k_BKH, v_BKH, 1.0, None, None)
         assert y_BNH.isfinite().all()
         self.wanted = [

@@ -13,7 +13,7 @@ import torch
 
 from penstock.core.errors import ArtifactError, StageError
 from penstock.rows.reader import PackedRows
-from penstock.train.dataloader import Loader, Reading
+from penstock.train.dataloader import Loader, LoaderConfig
 from tests.engine import runs
 from tests.engine.loops import loop_of
 from tests.engine.test_resume import train_until
@@ -33,7 +33,9 @@ def folder(tmp_path_factory):
 
 
 def reading(**data):
-    return Reading.of(runs.run_config(Path("out"), Path("model"), data=data), torch.device("cpu"))
+    return LoaderConfig.of(
+        runs.run_config(Path("out"), Path("model"), data=data), torch.device("cpu")
+    )
 
 
 def loader_of(folder, steps, **data):
@@ -101,7 +103,7 @@ def test_a_written_distance_starts_the_documented_number_of_processes():
 def test_rows_are_pinned_only_where_a_gpu_copies_them():
     def pins(device, **data):
         run = runs.run_config(Path("out"), Path("model"), data=data)
-        return Reading.of(run, torch.device(device)).pin_memory
+        return LoaderConfig.of(run, torch.device(device)).pin_memory
 
     assert pins("cuda")
     assert not pins("cuda", dataloader_pin_memory=False)

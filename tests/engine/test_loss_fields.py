@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from penstock.core.errors import CapabilityError
-from penstock.engine.losses.build import trained_loss
+from penstock.engine.losses.build import train_loss_fn
 from penstock.rows.reader import PackedRows
 from tests.engine import runs
 from tests.engine.loops import each, evaluated, loop_of, step
@@ -109,7 +109,7 @@ def test_the_loss_is_what_is_written_and_computed_as_is_written(folder):
 
 def test_compiling_without_a_compiler_is_refused(folder, monkeypatch):
     run = job(folder, "without", ce_mode="compiled").config
-    assert trained_loss(run, torch.device("cpu")).mode == "compiled"
+    assert train_loss_fn(run, torch.device("cpu")).mode == "compiled"
     monkeypatch.setenv("PATH", "")
     with pytest.raises(CapabilityError, match=r"none of g\+\+, clang\+\+ is in the PATH"):
-        trained_loss(run, torch.device("cpu"))
+        train_loss_fn(run, torch.device("cpu"))

@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from penstock.core.errors import CapabilityError
-from penstock.engine.distributed.ranks import Ranks, leave
+from penstock.engine.distributed.ranks import ProcessInfo, destroy_process_group
 from penstock.plan import check_machine
 from penstock.rows.reader import PackedRows
-from penstock.train.dataloader import Loader, Reading
+from penstock.train.dataloader import Loader, LoaderConfig
 from tests.engine import runs
 from tests.engine.loops import calls_of, decoder_of, each, loop_of, parameters_of, step
 from tests.ranks import on_ranks
@@ -279,7 +279,7 @@ class Copies(TorchDispatchMode):
 
 def filled_on(job):
     """Where weights are first put when the training device is another than the CPU."""
-    elsewhere = Ranks(rank=0, local_rank=0, world=1, device=torch.device("meta"))
+    elsewhere = ProcessInfo(rank=0, local_rank=0, world=1, device=torch.device("meta"))
     with Copies() as copies:
         loop = loop_of(job, elsewhere)
     return copies.devices, {p.device.type for p in decoder_of(loop).parameters()}
@@ -352,7 +352,7 @@ def test_garbage_is_collected_at_the_steps_asked_for_or_left_to_python(folder):
 def own_group():
     """Leaves the group of ranks that a test in this process has joined."""
     yield
-    leave()
+    destroy_process_group()
 
 
 @pytest.mark.gpu
@@ -374,7 +374,7 @@ def test_rows_are_pinned_for_a_gpu_if_wanted(pins, num_workers, folder):
     made = job(folder, f"pinned {pins} {num_workers}", data=data)
     device = torch.device("cuda")
     rows = PackedRows(made.packed / "data" / "train")
-    loader = Loader(rows, iter([[[0], [1]]]), Reading.of(made.config, device))
+    loader = Loader(rows, iter([[[0], [1]]]), LoaderConfig.of(made.config, device))
     for batch in next(loader):
         assert batch.input_ids_T.is_pinned() is pins
         assert batch.labels_T.is_pinned() is pins

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from penstock.adapters.names import EMBEDDING, factor_of
+from penstock.adapters.names import EMBEDDING, parse_factor
 from penstock.core.errors import ArtifactError
 from penstock.rows.reader import PackedRows
 from tests.engine import runs
@@ -84,7 +84,7 @@ def bearing_factors(model, weights):
     ours = {
         (factor.hf_module, factor.side): torch.tensor(array)
         for name, array in weights.items()
-        if (factor := factor_of(name))
+        if (factor := parse_factor(name))
     }
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -122,7 +122,7 @@ def test_weights_are_those_of_a_loop_that_merges_with_peft(folder):
             assert moved == 2 * 4 + 2, "all that is adapted has changed, and nothing else"
     starts = [weights[number] for number in (0, 2, 4)]
     for name in starts[0]:
-        if (factor := factor_of(name)) is None:
+        if (factor := parse_factor(name)) is None:
             continue
         of_each = [start[name] for start in starts]
         if factor.side == ("lora_A" if factor.of_embedding else "lora_B"):
@@ -147,10 +147,10 @@ FORMS = {
 def merged_by_hand(weights, scale):
     """Every weight with its product, in fp64."""
     made = {
-        name: array.astype(np.float64) for name, array in weights.items() if not factor_of(name)
+        name: array.astype(np.float64) for name, array in weights.items() if not parse_factor(name)
     }
     for name, array in weights.items():
-        factor = factor_of(name)
+        factor = parse_factor(name)
         if factor is None or factor.side != "lora_A":
             continue
         b = weights[name.replace("lora_A", "lora_B")].astype(np.float64)

@@ -11,20 +11,20 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 from penstock.core.errors import CapabilityError
-from penstock.engine.backends.select_experts import choose_experts
+from penstock.engine.backends.select_experts import select_moe_backend
 from penstock.engine.build import build_empty
-from penstock.engine.checkpoint.manager import Checkpoints
+from penstock.engine.checkpoint.manager import CheckpointManager
 from penstock.engine.checkpoint.model_reader import CheckpointReader
 from penstock.engine.distributed.data_parallel import shard_units
-from penstock.engine.distributed.ranks import join
-from penstock.engine.hf.base_model import Base
+from penstock.engine.distributed.ranks import init_process_group
+from penstock.engine.hf.base_model import BaseModelWeights
 from penstock.engine.hf.config import read_hf_config
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.engine.hf.save_model import write_weights
 from penstock.engine.hf.state_dict import in_checkpoint, in_source
-from penstock.models.decoder import Decoder, Part
-from penstock.models.layers.experts import operations_of
-from penstock.models.registry import family_of
+from penstock.models.decoder import Decoder, PipelineStageModules
+from penstock.models.layers.experts import select_expert_ops
+from penstock.models.registry import get_family
 from penstock.plan import check_machine
 from penstock_kernels.attention import attention
 from penstock_kernels.group_gemm.native import PRODUCTS
@@ -66,7 +66,9 @@ def job(folder, out, family, **train):
 def read_saved_and_computed(job):
     """What was read, which is saved as well, and the gradients of a step."""
     loop = loop_of(job)
-    Checkpoints(job.output_dir, loop.built.trained, join(60)).save(0, {"step": 0})
+    CheckpointManager(job.output_dir, loop.built.trained, init_process_group(60)).save(
+        0, {"step": 0}
+    )
     read = parameters_of(loop)
     seen = before_each_update(loop, lambda: gradients_of(loop))
     step(loop)
@@ -91,7 +93,7 @@ def test_experts_over_two_ranks_are_read_computed_and_exported_as_by_one(folder)
         for name, gradient in wanted.items():
             error = np.linalg.norm(gradients[name] - gradient)
             assert error <= 1e-5 * np.linalg.norm(gradient), name
-        names = family_of({"model_type": family}).weight_map(config_of(folder, family))
+        names = get_family({"model_type": family}).weight_map(config_of(folder, family))
         reader = CheckpointReader(folder / f"two {family}" / "global_step_0")
         out = folder / f"out {family}"
         write_weights(in_checkpoint(reader, names), out, dtype=torch.float32, max_shard_size="1GB")
@@ -112,7 +114,7 @@ def test_experts_over_two_ranks_are_read_computed_and_exported_as_by_one(folder)
 def test_in_bf16_what_decides_between_experts_is_exported_in_fp32(folder, family, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(folder / family, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "theirs")
-    names = family_of({"model_type": family}).weight_map(config_of(folder, family))
+    names = get_family({"model_type": family}).weight_map(config_of(folder, family))
     stored = load_file(folder / family / "model.safetensors")
     with SafetensorsFolder(folder / family) as opened:
         write_weights(
@@ -125,7 +127,7 @@ def test_in_bf16_what_decides_between_experts_is_exported_in_fp32(folder, family
 
 def config_of(folder, family):
     hf_config = read_hf_config(str(folder / family), {})
-    return family_of(hf_config).read(hf_config)
+    return get_family(hf_config).read(hf_config)
 
 
 class Grouped(TorchFunctionMode):
@@ -180,11 +182,11 @@ def test_experts_and_routers_are_computed_as_is_written(folder):
 
 def factors(job):
     """The shapes of one layer's factors, by the last parts of their names."""
-    experts = operations_of("eager")
-    family = family_of(hf_config := read_hf_config(job.config_path, {}))
+    experts = select_expert_ops("eager")
+    family = get_family(hf_config := read_hf_config(job.config_path, {}))
     config = family.read(hf_config)
-    base = Base(family.weight_map(config), None, hf_config, family.roles, None)
-    model = build_empty(job.config, family, base, Part([2]), attention, experts)
+    base = BaseModelWeights(family.weight_map(config), None, hf_config, family.roles, None)
+    model = build_empty(job.config, family, base, PipelineStageModules([2]), attention, experts)
     return {
         name.rpartition(".mlp.")[2]: tuple(parameter.shape)
         for name, parameter in model.named_parameters()
@@ -209,7 +211,7 @@ def test_experts_share_the_factors_that_are_written(folder):
 def test_a_part_without_experts_knows_what_they_are_called_elsewhere(folder):
     config = config_of(folder, "glm4_moe")
     with torch.device("meta"):
-        first, second = (Decoder(config, part=Part([layer])) for layer in (0, 1))
+        first, second = (Decoder(config, part=PipelineStageModules([layer])) for layer in (0, 1))
     assert shard_units(first, ["Experts"]) == list(first.model.layers.values())
     assert len(shard_units(second, ["Experts"])) == 2
 
@@ -218,8 +220,8 @@ def chosen(folder, family, implementation, **foundation):
     made = job(folder, "chosen", family, model={"moe_implementation": implementation})
     hf_config = {**read_hf_config(str(folder / family), {}), **foundation}
     said = []
-    config = family_of(hf_config).read(hf_config)
-    return choose_experts(made.config, config, torch.device("cpu"), said.append), said
+    config = get_family(hf_config).read(hf_config)
+    return select_moe_backend(made.config, config, torch.device("cpu"), said.append), said
 
 
 def test_experts_that_a_backend_does_not_take_are_refused_or_computed_by_another(folder):

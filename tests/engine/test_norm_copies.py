@@ -6,17 +6,22 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.engine.checkpoint.async_staging import Changes
-from penstock.engine.checkpoint.train_state import Trained
-from penstock.engine.distributed.param_shards import Held, Piece, hold, whole_piece
-from penstock.engine.distributed.ranks import Ranks
+from penstock.engine.checkpoint.async_staging import PreUpdateHooks
+from penstock.engine.checkpoint.train_state import TrainState
+from penstock.engine.distributed.param_shards import (
+    LocalParam,
+    TensorShard,
+    make_local_param,
+    whole_piece,
+)
+from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.optim.clip_grad import gradient_norm
-from penstock.engine.optim.optimizer_in_backward import FusedStep
+from penstock.engine.optim.optimizer_in_backward import OptimizerInBackward
 
 WIDTH = 4
 
 
-class OneOfMany(Ranks):
+class OneOfMany(ProcessInfo):
     """A rank that speaks for itself: a total is its own part."""
 
     def total(self, value):
@@ -26,7 +31,7 @@ class OneOfMany(Ranks):
 RANKS = OneOfMany(0, 0, 1, torch.device("cpu"))
 
 
-class Copied(Held):
+class Copied(LocalParam):
     """A parameter that three ranks hold, which compute other tokens with it."""
 
     @property
@@ -35,7 +40,7 @@ class Copied(Held):
 
 
 def rows(name, start, count, copies):
-    return Piece(name, (count, WIDTH), (0, 0), (count, WIDTH), start, copies)
+    return TensorShard(name, (count, WIDTH), (0, 0), (count, WIDTH), start, copies)
 
 
 def test_copies_that_differ_by_piece_count_as_a_share_of_all_their_ranks():
@@ -53,7 +58,7 @@ def test_the_norm_of_a_fused_step_counts_copies_as_a_share():
     parameter = nn.Parameter(torch.randn(3, WIDTH))
     held = Copied("w", parameter, (whole_piece("w", (3, WIDTH)),), None)
     optimizer = torch.optim.SGD([parameter], lr=0.0)
-    fused = FusedStep(optimizer, [held], RANKS, Changes())
+    fused = OptimizerInBackward(optimizer, [held], RANKS, PreUpdateHooks())
     weight = torch.randn(3, WIDTH)
     (parameter * weight).sum().backward()
     expected = weight.double().square().sum() / 3
@@ -64,11 +69,11 @@ def test_the_norm_of_a_fused_step_counts_copies_as_a_share():
 def test_exact_parameters_are_saved_as_they_are_where_others_are_rounded():
     router, weight = nn.Parameter(torch.randn(2, 2)), nn.Parameter(torch.randn(2, 2))
     held = [
-        hold(name, one, (whole_piece(name, one.shape),))
+        make_local_param(name, one, (whole_piece(name, one.shape),))
         for name, one in (("router", router), ("weight", weight))
     ]
     optimizer = torch.optim.SGD([router, weight], lr=0.1)
-    trained = Trained(held, optimizer, only_trained=False, rounded_to=torch.bfloat16)
+    trained = TrainState(held, optimizer, only_trained=False, rounded_to=torch.bfloat16)
     boxes = replace(trained, exact=frozenset({id(router)})).boxes()
     [exact], [rounded] = boxes["model.router"], boxes["model.weight"]
     assert exact.dtype == torch.float32

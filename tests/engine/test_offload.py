@@ -10,12 +10,17 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.core.errors import CapabilityError
-from penstock.engine.activations.checkpointing import recompute
-from penstock.engine.activations.offload import BesideComputation, InTurn, Store, offload
+from penstock.engine.activations.checkpointing import apply_activation_checkpointing
+from penstock.engine.activations.offload import (
+    ActivationOffloader,
+    StreamCopier,
+    SyncCopier,
+    offload,
+)
 from penstock.models.decoder import Decoder
-from penstock.models.registry import family_of
+from penstock.models.registry import get_family
 from penstock.plan import check_machine
-from penstock_kernels.attention import Segments
+from penstock_kernels.attention import VarlenMetadata
 from tests.engine import runs
 from tests.engine.loops import calls_of, each, loop_of, step
 from tests.ranks import on_ranks
@@ -34,7 +39,7 @@ EXPERTS = {
 }
 
 
-class Watched(InTurn):
+class Watched(SyncCopier):
     """Copies that are remembered: what left, where it was, and what is in host memory."""
 
     def __init__(self):
@@ -63,7 +68,7 @@ class Watched(InTurn):
 def decoder(**changes):
     torch.manual_seed(0)
     hf = {**runs.TINY, "num_hidden_layers": LAYERS, **changes}
-    model = Decoder(family_of(hf).read(hf), merge_qkv=True)
+    model = Decoder(get_family(hf).read(hf), merge_qkv=True)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     return model
@@ -72,7 +77,7 @@ def decoder(**changes):
 def loss_of(model, seed=0):
     ids = torch.randint(runs.VOCAB, (TOKENS,), generator=torch.Generator().manual_seed(seed))
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
-    return model(ids, positions, Segments.of(LENGTHS)).float().square().mean()
+    return model(ids, positions, VarlenMetadata.of(LENGTHS)).float().square().mean()
 
 
 def gradients(model):
@@ -90,7 +95,7 @@ def assert_same(one, other):
 def stored(model, room=0):
     """A store into which a model's layers keep, and the copies it makes."""
     copies = Watched()
-    store = Store(CPU, copies, room=room)
+    store = ActivationOffloader(CPU, copies, room=room)
     offload([model], store)
     return store, copies
 
@@ -119,7 +124,9 @@ def test_gradients_are_the_same_bits_and_what_early_layers_kept_is_nowhere_on_th
     model = decoder(**changes)
     if again:
         kind, modules, *mixtures = again
-        recompute(model, modules, kind, **({"mixtures": mixtures[0]} if mixtures else {}))
+        apply_activation_checkpointing(
+            model, modules, kind, **({"mixtures": mixtures[0]} if mixtures else {})
+        )
     before = model.run_layer
     cast = partial(torch.autocast, "cpu", torch.bfloat16, enabled=casting == "bf16")
     with cast():
@@ -161,7 +168,7 @@ def test_gradients_are_the_same_bits_and_what_early_layers_kept_is_nowhere_on_th
 def test_as_much_stays_as_there_is_room_for_and_it_is_the_newest(sizes, share):
     copies = Watched()
     room = int(share * sum(sizes) * 4)
-    store = Store(CPU, copies, room=room)
+    store = ActivationOffloader(CPU, copies, room=room)
     tensors = [torch.full((size,), float(at)) for at, size in enumerate(sizes)]
     kept = [store.keep(store.begin("layer"), tensor) for tensor in tensors]
     away = [int(data.view(torch.float32)[0]) for data in copies.left]
@@ -175,7 +182,7 @@ def test_as_much_stays_as_there_is_room_for_and_it_is_the_newest(sizes, share):
 
 def test_what_the_layer_before_wants_is_on_its_way_while_a_layer_is_computed():
     model = decoder()
-    recompute(model, None, "plain")
+    apply_activation_checkpointing(model, None, "plain")
     _, copies = stored(model)
     for number, layer in enumerate(model.model.layers.values()):
         calls_of(layer, lambda _, at=number: copies.events.append(at))
@@ -191,7 +198,7 @@ def test_what_the_layer_before_wants_is_on_its_way_while_a_layer_is_computed():
 def test_micro_batches_in_flight_find_their_own(kind):
     model = decoder()
     if kind:
-        recompute(model, None, kind)
+        apply_activation_checkpointing(model, None, kind)
     losses = [loss_of(model, seed) for seed in range(3)]
     for loss in losses:
         loss.backward()
@@ -223,7 +230,7 @@ def test_a_graph_that_nobody_goes_back_through_leaves_nothing():
 
 
 def test_what_was_changed_in_place_is_not_given_back():
-    store = Store(CPU, InTurn(), room=1 << 20)
+    store = ActivationOffloader(CPU, SyncCopier(), room=1 << 20)
     tensor = torch.ones(1000)
     back = store.keep(store.begin("pass"), tensor)
     assert torch.equal(back(), tensor)
@@ -234,7 +241,7 @@ def test_what_was_changed_in_place_is_not_given_back():
 
 def test_views_of_one_storage_leave_once_and_come_back_as_they_were():
     copies = Watched()
-    store = Store(CPU, copies, room=0)
+    store = ActivationOffloader(CPU, copies, room=0)
     whole = torch.randn(40, 32)
     views = [whole, whole.T, whole[3:7, 1::2], whole.view(torch.int32)[5], whole[0, 0].expand(9, 9)]
     group = store.begin("pass")
@@ -330,7 +337,7 @@ def test_on_a_gpu_copies_beside_the_computation_change_no_bit_and_free_memory():
     want, all_kept = passed(None)
     assert want is not None
     for _ in range(3):
-        got, peak = passed(Store(device, BesideComputation(device), room=0))
+        got, peak = passed(ActivationOffloader(device, StreamCopier(device), room=0))
         assert got is not None
         assert torch.equal(got, want)
         assert peak < all_kept - 6 * x.nbytes

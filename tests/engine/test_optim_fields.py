@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from penstock.core.errors import CapabilityError, ConfigError
-from penstock.engine.checkpoint.manager import Checkpoints
+from penstock.engine.checkpoint.manager import CheckpointManager
 from penstock.engine.distributed.param_shards import local
-from penstock.engine.optim.grad_scaler import QUIET, LossScale
+from penstock.engine.optim.grad_scaler import QUIET, GradScaler
 from penstock.machine import check_machine
 from tests.engine import runs
 from tests.engine.loops import each, loop_of, parameters_of, step
@@ -125,10 +125,10 @@ def offloaded(job):
     assert all(s.device.type == "cpu" for p in stepped for s in engine.optimizer.state[p].values())
     shared = sum(local(parameter).data_ptr() in places for parameter in stepped)
     root = job.output_dir / "checkpoints"
-    checkpoints = Checkpoints(root, loop.built.trained, loop.ranks)
+    checkpoints = CheckpointManager(root, loop.built.trained, loop.ranks)
     checkpoints.save(2, {})
     again = loop_of(job)
-    Checkpoints(root, again.built.trained, again.ranks).load(root / "global_step_2")
+    CheckpointManager(root, again.built.trained, again.ranks).load(root / "global_step_2")
     assert parameters_of(again).keys() == parameters_of(loop).keys()
     again.at = loop.at
     step(again)
@@ -269,7 +269,7 @@ def test_a_step_that_overflows_is_left_out_and_the_scale_halved(folder):
 
 
 def test_a_scale_grows_after_a_while_without_overflows_and_does_not_shrink_to_nothing():
-    scale = LossScale(4.0)
+    scale = GradScaler(4.0)
     for _ in range(QUIET - 1):
         scale.went_well()
     assert scale.scale == 4.0
@@ -279,7 +279,7 @@ def test_a_scale_grows_after_a_while_without_overflows_and_does_not_shrink_to_no
 
 
 def test_a_scale_counts_quiet_steps_from_the_last_overflow():
-    scale = LossScale(4.0)
+    scale = GradScaler(4.0)
     for _ in range(QUIET - 1):
         scale.went_well()
     assert scale.can_give_way()

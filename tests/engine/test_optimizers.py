@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.engine.checkpoint.manager import Checkpoints
+from penstock.engine.checkpoint.manager import CheckpointManager
 from penstock.engine.distributed.param_shards import local
-from penstock.engine.hf.load_weights import cut_into
-from penstock.optim.groups import set_rates
+from penstock.engine.hf.load_weights import copy_shard
+from penstock.optim.groups import set_lr
 from tests.engine import runs
 from tests.engine.inputs import MODELS
 from tests.engine.loops import each, loop_of, parameters_of
@@ -116,9 +116,9 @@ def take_steps(loop, steps):
         for held in engine.layout.trainable:
             gradient = torch.zeros_like(held.parameter, dtype=held.parameter.grad_dtype)
             for piece in held.pieces:
-                cut_into(drawn(piece.tensor, piece.whole, step), piece, piece.of(local(gradient)))
+                copy_shard(drawn(piece.tensor, piece.whole, step), piece, piece.of(local(gradient)))
             held.parameter.grad = gradient
-        set_rates(engine.optimizer, LR)
+        set_lr(engine.optimizer, LR)
         engine.optimizer.step()
 
 
@@ -298,13 +298,13 @@ def gone_on(pairs):
     for name, (first, second) in pairs.items():
         loop = loop_of(first)
         take_steps(loop, range(HALF))
-        saved = Checkpoints(first.output_dir / name, loop.built.trained, loop.ranks)
+        saved = CheckpointManager(first.output_dir / name, loop.built.trained, loop.ranks)
         saved.save(HALF, {})
         take_steps(loop, range(HALF, 2 * HALF))
         again, other = loop_of(first), loop_of(second)
         for one in (again, other):
             root = first.output_dir / name
-            Checkpoints(root, one.built.trained, one.ranks).load(root / f"global_step_{HALF}")
+            CheckpointManager(root, one.built.trained, one.ranks).load(root / f"global_step_{HALF}")
             take_steps(one, range(HALF, 2 * HALF))
         found[name] = (
             bits_of(loop),

@@ -12,16 +12,19 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from penstock.adapters.inject import LoraSpec, inject
 from penstock.config.schema.parallelism import SPLIT_BACKWARD
 from penstock.config.schema.train import TrainConfig
-from penstock.core.process.rank_heartbeat import Pulse
-from penstock.engine.activations.checkpointing import kind_of, recompute
+from penstock.core.process.rank_heartbeat import Heartbeat
+from penstock.engine.activations.checkpointing import (
+    apply_activation_checkpointing,
+    checkpoint_kind,
+)
 from penstock.engine.distributed.device_mesh import Mesh
-from penstock.engine.distributed.parallel_dims import Degrees
-from penstock.engine.distributed.parallel_model import Call
+from penstock.engine.distributed.parallel_dims import ParallelDims
+from penstock.engine.distributed.parallel_model import ModelInputs
 from penstock.engine.distributed.pipeline_parallel import Pipeline
 from penstock.engine.distributed.pipeline_stages import (
-    stages_of,
+    rank_stages,
 )
-from penstock.engine.distributed.stage_modules import parts_of
+from penstock.engine.distributed.stage_modules import build_stage_modules
 from penstock.losses.cross_entropy import sum_cross_entropy
 from penstock.models.decoder import Decoder
 from penstock.models.decoder_config import DecoderConfig
@@ -29,8 +32,8 @@ from penstock.models.initialize import initialise
 from penstock.models.names import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from penstock.rows.collate import collate
 from penstock.rows.reader import Row
-from penstock.train.dataloader import Reading
-from penstock_kernels.attention import Segments
+from penstock.train.dataloader import LoaderConfig
+from penstock_kernels.attention import VarlenMetadata
 from tests.engine import runs
 from tests.ranks import on_ranks
 
@@ -106,10 +109,10 @@ def calls_of(batches, trained):
         return sum_cross_entropy(hidden_TD, head, labels_T) / trained
 
     return [
-        Call(
+        ModelInputs(
             batch.input_ids_T,
             batch.position_ids_T,
-            Segments.of(batch.lengths),
+            VarlenMetadata.of(batch.lengths),
             partial(reduce, labels_T=batch.labels_T),
         )
         for batch in batches
@@ -152,10 +155,13 @@ def compare(
         pipeline_parallel_size=degrees.pipeline,
         **(settings or {}),
     )
-    parts = [filled(config, part, lora) for part in parts_of(config, train, mesh.index("pipeline"))]
+    parts = [
+        filled(config, part, lora)
+        for part in build_stage_modules(config, train, mesh.index("pipeline"))
+    ]
     seen, computed, order = [], [], []
     for number, part in zip(
-        stages_of(schedule, degrees.pipeline, len(parts), mesh.index("pipeline")),
+        rank_stages(schedule, degrees.pipeline, len(parts), mesh.index("pipeline")),
         parts,
         strict=True,
     ):
@@ -164,13 +170,13 @@ def compare(
             layer.register_forward_pre_hook(lambda *_: computed.append(1))
         if recomputed != "none":
             modules = None if recomputed == "layers" else ["self_attn", "mlp"]
-            recompute(part, modules, kind_of(train))
+            apply_activation_checkpointing(part, modules, checkpoint_kind(train))
         if sharded != "no":
             shard(part, mesh, reshard=sharded == "resharded")
         part.register_forward_pre_hook(
             lambda _, given: seen.append(bool(given[0].isfinite().all()))
         )
-    pulse, told = Pulse(), []
+    pulse, told = Heartbeat(), []
     pulse.listen(lambda beat: told.append(beat.phase[0].upper()))
     device = torch.device("cpu")
     pipeline = Pipeline(parts, mesh, train, device=device, casting=casting, pulse=pulse)
@@ -252,7 +258,7 @@ def each(cases, degrees):
     return [compare(degrees=degrees, **case) for case in cases]
 
 
-TWO = Degrees(pipeline=2)
+TWO = ParallelDims(pipeline=2)
 
 
 @pytest.mark.dist
@@ -306,7 +312,7 @@ def test_sharded_stages_compute_what_one_model_does():
         if sharded == "kept" or schedule not in SPLIT_BACKWARD
     ]
     on_ranks(2, each, cases, TWO)
-    on_ranks(4, each, cases, Degrees(pipeline=2, shard=2))
+    on_ranks(4, each, cases, ParallelDims(pipeline=2, shard=2))
 
 
 @pytest.mark.dist
@@ -326,7 +332,7 @@ def test_every_schedule_on_four_ranks_computes_what_one_model_does():
             "pipeline_parallel_split": [0, 0, 2, 3, 5, 7],
         },
     }
-    on_ranks(4, each, cases, Degrees(pipeline=4))
+    on_ranks(4, each, cases, ParallelDims(pipeline=4))
     on_ranks(2, each, [split], TWO)
 
 
@@ -343,7 +349,7 @@ def test_micro_batches_of_a_pipeline_are_as_long_as_the_longest_or_all_alike(set
     train = {"pipeline_parallel_size": 2, "data_parallel_mode": "none", **settings}
     data = {"sample_packing_sequence_len": 64, "pad_to_multiple_of": 8}
     run = runs.run_config(Path("unused"), Path("unused"), data=data, **train)
-    reading = Reading.of(run, torch.device("cpu"))
+    reading = LoaderConfig.of(run, torch.device("cpu"))
 
     def row(length):
         ids = np.arange(length, dtype=np.int32)

@@ -8,10 +8,10 @@ import pytest
 import torch
 import transformers
 
-from penstock.pack.layout import form_of
+from penstock.pack.layout import sample_form
 from penstock.pack.settings import PackSettings
 from penstock.pack.shards import write
-from penstock.rows.bin_plan import Bins
+from penstock.rows.bin_plan import PackingPlan
 from penstock.rows.prepared import PreparedSamples
 from penstock.rows.reader import PackedRows
 from penstock.rows.ref_logprobs import write_scores
@@ -252,8 +252,8 @@ def score(model, ids, labels) -> float:
 def ten_steps(models, out, kind, samples, packs, preference):
     """Of a run on samples as they are prepared, each batch a row."""
     prepared = PreparedSamples(stored(out / "prepared", kind, samples).path, "train")
-    form = form_of(prepared, PackSettings(**packs))
-    bins = Bins(np.arange(STEPS * BATCH), np.arange(BATCH, STEPS * BATCH + 1, BATCH))
+    form = sample_form(prepared, PackSettings(**packs))
+    bins = PackingPlan(np.arange(STEPS * BATCH), np.arange(BATCH, STEPS * BATCH + 1, BATCH))
     folder = out / "packed" / "data" / "train"
     folder.mkdir(parents=True)
     write(form, bins, form.sizes(), folder / "rows-00000-of-00001.arrow")

@@ -15,11 +15,11 @@ from transformers.integrations import finegrained_fp8 as fp8
 
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
-from penstock.engine.model_source import Quantising
+from penstock.engine.model_source import QuantizationArgs
 from penstock.engine.quantization import compressed_tensors
 from penstock.engine.quantization.bitsandbytes_nf4 import STATE
 from penstock.engine.quantization.prequantized import MODELOPT, published_in
-from penstock.engine.quantization.validate_prequantized import require_agreement
+from penstock.engine.quantization.validate_prequantized import validate_prequantized
 from penstock.models.quantization_config import declared_in
 from penstock_kernels.quant import FORMATS, dequantise, quantise
 from penstock_kernels.quant.levels import NF4
@@ -231,7 +231,7 @@ def test_nf4_with_scales_that_are_quantised_again_is_read_from_any_row_on(tmp_pa
 def test_what_is_exported_is_read_back_bit_for_bit(scheme, tmp_path):
     weight = numbers(256, 256)
     made = quantise(weight, FORMATS[scheme])
-    kinds = compressed_tensors.stored_kinds(LAYER, (256, 256), FORMATS[scheme])
+    kinds = compressed_tensors.stored_tensors(LAYER, (256, 256), FORMATS[scheme])
     tensors = compressed_tensors.of_rows(LAYER, made)
     tensors |= compressed_tensors.of_whole(LAYER, (256, 256), made)
     assert set(kinds) == set(tensors)
@@ -366,20 +366,26 @@ def test_settings_agree_with_what_is_published():
     assert int8 is not None
     assert tiles is not None
     for declared in (nf4, int8, tiles):
-        require_agreement(Quantising(), declared)
-        require_agreement(Quantising(declared.format, declared.group, ("q_proj",)), declared)
+        validate_prequantized(QuantizationArgs(), declared)
+        validate_prequantized(
+            QuantizationArgs(declared.format, declared.group, ("q_proj",)), declared
+        )
     # Its groups are said with each matrix, and compared once they are known.
-    require_agreement(Quantising(group=128), nf4)
+    validate_prequantized(QuantizationArgs(group=128), nf4)
     for quantising, declared, fault in (
         (None, nf4, r"in nf4 \(bitsandbytes\).*lora.enable_qlora: true, or name the model"),
-        (Quantising("nvfp4"), tiles, r"quant_format is nvfp4, and .* in block_fp8 \(fp8\)"),
+        (QuantizationArgs("nvfp4"), tiles, r"quant_format is nvfp4, and .* in block_fp8 \(fp8\)"),
         (
-            Quantising(group=64),
+            QuantizationArgs(group=64),
             tiles,
             "quant_group_size is 64, .* groups of 128.*Leave quant_group",
         ),
-        (Quantising(group=16), int8, "quant_group_size is 16, .* a scale for each row"),
-        (Quantising(group=128), replace(nf4, group=64), "quant_group_size is 128, .* groups of 64"),
+        (QuantizationArgs(group=16), int8, "quant_group_size is 16, .* a scale for each row"),
+        (
+            QuantizationArgs(group=128),
+            replace(nf4, group=64),
+            "quant_group_size is 128, .* groups of 64",
+        ),
     ):
         with pytest.raises(ConfigError, match=f"(?s){fault}"):
-            require_agreement(quantising, declared)
+            validate_prequantized(quantising, declared)

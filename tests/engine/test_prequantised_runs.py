@@ -9,18 +9,18 @@ from safetensors.torch import load_file, save_file
 
 from penstock.core.errors import ConfigError
 from penstock.core.files import read_json, write_json
-from penstock.engine.distributed.validate_layout import Counts, misfits
+from penstock.engine.distributed.validate_layout import ModelDims, layout_errors
 from penstock.engine.hf.export import write_folders
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.engine.hf.save_model import write_weights
 from penstock.engine.hf.state_dict import in_source
-from penstock.engine.model_source import Form
+from penstock.engine.model_source import ExportFormat
 from penstock.engine.quantization.export import quantiser_for
 from penstock.engine.quantization.prequantized import published_in
-from penstock.engine.quantization.quantized_reader import Drawn
-from penstock.machine import refusal_of
-from penstock.models.registry import family_of
-from penstock.origins import origin_of
+from penstock.engine.quantization.quantized_reader import RandomInitTensors
+from penstock.machine import why_cannot_train
+from penstock.models.registry import get_family
+from penstock.origins import resolve_model_source
 from penstock_kernels.quant import dequantise
 from tests.engine import runs
 from tests.engine.loops import each, loop_of, parameters_of, save, step
@@ -41,11 +41,11 @@ ADAPTERS = {"enable_lora": True, "lora_rank": 4, "lora_target_modules": ["q_proj
 
 def publish(folder, scheme):
     """A model that compressed-tensors' users would publish, and FP8 as its own publishers do."""
-    family = family_of(TINY)
+    family = get_family(TINY)
     names = family.weight_map(family.read(TINY))
     quantiser, folder = quantiser_for(scheme, family, names), folder / scheme
     folder.mkdir()
-    source = in_source(Drawn(names, 3), names)
+    source = in_source(RandomInitTensors(names, 3), names)
     write_weights(source, folder, dtype=torch.float32, max_shard_size="5GB", quantiser=quantiser)
     said = quantiser.config
     if scheme == "block_fp8":
@@ -63,7 +63,7 @@ def dequantised(folder, out):
     published = published_in(config, folder)
     assert published is not None
     tensors, codes = {}, {}
-    family = family_of(TINY)
+    family = get_family(TINY)
     with SafetensorsFolder(folder) as opened:
         for name in family.weight_map(family.read(TINY)).hf_shapes():
             if published.is_quantised(opened, name):
@@ -99,7 +99,7 @@ def test_adapters_learn_beside_published_codes_as_beside_the_floats_they_stand_f
         floats[scheme] = dequantised(model, plain)
         for kind, at, lora in (("codes", model, {"enable_qlora": True}), ("floats", plain, {})):
             run = run_of(tmp_path / f"{scheme} {kind} out", at, **lora)
-            assert refusal_of(run) is None
+            assert why_cannot_train(run) is None
             jobs[f"{scheme} {kind}"] = runs.job_of(run, tmp_path / "packed")
     [found] = on_ranks(1, each, steps, jobs)
     for scheme, (tensors, codes) in floats.items():
@@ -119,7 +119,7 @@ def test_adapters_learn_beside_published_codes_as_beside_the_floats_they_stand_f
         job = jobs[f"{scheme} codes"]
         out = job.output_dir / "exported"
         saved = job.output_dir / "checkpoints" / "global_step_2"
-        write_folders(saved, origin_of(job.config), Form(), out)
+        write_folders(saved, resolve_model_source(job.config), ExportFormat(), out)
         # What is merged is floats, and says so.
         assert "quantization_config" not in read_json(out / "hf/config.json")
         merged = load_file(out / "hf/model.safetensors")
@@ -136,7 +136,7 @@ def test_runs_that_would_not_use_published_codes_are_refused_before_any_work(tmp
         ({"enable_qlora": True, "quant_format": "nf4"}, "quant_format is nf4, .* block_fp8"),
     ):
         run = run_of(tmp_path / "out", model, **lora)
-        refusal = refusal_of(run)
+        refusal = why_cannot_train(run)
         assert isinstance(refusal, ConfigError)
         assert re.search(f"(?s){fault}", str(refusal))
 
@@ -148,6 +148,7 @@ def test_columns_are_cut_between_the_groups_that_are_published(scheme, says, tmp
     run = run.model_copy(update={"train": run.train.model_copy(update={"tensor_parallel_size": 4})})
     fault = "cuts the 256 columns of down_proj within groups of 128 .*as published, block_fp8"
     told = [
-        misfit.reason for misfit in misfits(run, 4, Counts.of(read_json(model / "config.json")))
+        misfit.reason
+        for misfit in layout_errors(run, 4, ModelDims.of(read_json(model / "config.json")))
     ]
     assert any(re.search(fault, text) for text in told) == says

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.engine.hf.export import write_folders
-from penstock.engine.model_source import Form
-from penstock.origins import origin_of
+from penstock.engine.model_source import ExportFormat
+from penstock.origins import resolve_model_source
 from penstock_kernels.quant import FORMATS, dequantise, format_named, quantise
 from tests.engine import runs
 from tests.engine.inputs import MODELS
@@ -133,7 +133,12 @@ def test_what_is_exported_is_what_was_trained(folder):
     files = {}
     for name, job in jobs.items():
         last = job.output_dir / "checkpoints" / "global_step_3"
-        write_folders(last, origin_of(job.config), Form(), out := job.output_dir / "exported")
+        write_folders(
+            last,
+            resolve_model_source(job.config),
+            ExportFormat(),
+            out := job.output_dir / "exported",
+        )
         files[name] = load_file(out / "hf" / "model.safetensors")
     assert files["codes"].keys() == files["weights"].keys()
     for name, tensor in files["weights"].items():

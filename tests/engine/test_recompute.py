@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.engine.activations.checkpoint_moe import keep_rows
-from penstock.engine.activations.recompute_once import run_again_once
+from penstock.engine.activations.checkpoint_moe import checkpoint_expert_gates
+from penstock.engine.activations.recompute_once import checkpoint_once
 from penstock.models.decoder_config import ExpertsConfig
-from penstock.models.layers.experts import Experts, in_turn, operations_of
+from penstock.models.layers.experts import Experts, call_experts, select_expert_ops
 
 
 class Twice(nn.Module):
@@ -43,7 +43,7 @@ def test_what_is_computed_again_serves_every_backward_pass_and_goes_with_the_gra
         wanted = torch.autograd.grad(layer(x).float().square().sum(), wanted_of)
     layer.calls, layer.between = 0, []
     with casting():
-        y = run_again_once(nn.Module.__call__, layer, x)
+        y = checkpoint_once(nn.Module.__call__, layer, x)
     assert layer.between[0]() is None, "nothing is kept of the forward pass"
     loss = y.float().square().sum()
     # One pass for the input, then one for each weight.
@@ -59,7 +59,7 @@ def test_what_is_computed_again_serves_every_backward_pass_and_goes_with_the_gra
 def test_without_gradients_a_call_is_just_made():
     layer = Twice()
     with torch.no_grad():
-        y = run_again_once(nn.Module.__call__, layer, torch.ones(3, 4))
+        y = checkpoint_once(nn.Module.__call__, layer, torch.ones(3, 4))
     assert (layer.calls, y.requires_grad) == (1, False)
 
 
@@ -71,7 +71,7 @@ class Counted:
 
     def __init__(self, implementation):
         torch.manual_seed(0)
-        operations = operations_of(implementation)
+        operations = select_expert_ops(implementation)
         config = ExpertsConfig(layers=(0,), num_experts=3, experts_per_token=1, width=F)
         self.products, self.between = 0, []
         self.experts = Experts(config, D, operations=replace(operations, group_gemm=self.multiply))
@@ -106,12 +106,12 @@ def test_of_experts_the_first_half_alone_is_computed_again(casting, implementati
     counts = torch.tensor([5, 0, 4])
     wanted_of = [x, *(p for p in experts.parameters() if p.requires_grad)]
     with casting():
-        loss = in_turn(experts, x, counts).float().square().sum()
+        loss = call_experts(experts, x, counts).float().square().sum()
     wanted = torch.autograd.grad(loss, wanted_of)
     del loss
     counted.products, counted.between = 0, []
     with casting():
-        y = keep_rows(experts, x, counts)
+        y = checkpoint_expert_gates(experts, x, counts)
     assert (counted.products, counted.alive()) == (2, 0)
     loss = y.float().square().sum()
     # One pass for the rows, then one for each weight.
@@ -126,5 +126,5 @@ def test_of_experts_the_first_half_alone_is_computed_again(casting, implementati
 def test_experts_without_gradients_are_just_called():
     counted = Counted("eager")
     with torch.no_grad():
-        keep_rows(counted.experts, torch.ones(R, D), torch.tensor([5, 0, 4]))
+        checkpoint_expert_gates(counted.experts, torch.ones(R, D), torch.tensor([5, 0, 4]))
     assert counted.products == 2

@@ -10,14 +10,14 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from penstock.adapters.names import factor_of
+from penstock.adapters.names import parse_factor
 from penstock.core.errors import StageError
 from penstock.engine.distributed.param_shards import local
 from penstock.engine.hf.export import write_folders
-from penstock.engine.hf.load_weights import cut_into
-from penstock.engine.model_source import Form
+from penstock.engine.hf.load_weights import copy_shard
+from penstock.engine.model_source import ExportFormat
 from penstock.engine.quantization import requantize
-from penstock.origins import origin_of
+from penstock.origins import resolve_model_source
 from penstock.train.launch.job import Job
 from penstock_kernels.quant import FORMATS, Quantised, dequantise, quantise
 from tests.engine import runs
@@ -96,11 +96,11 @@ def merged(job, spoilt=""):
         # What one process does in one go ends within tiles here.
         requantize.STRETCH = 37 * 4 * 200
     for held in engine.layout.held:
-        for piece in held.pieces if factor_of(held.name) else ():
+        for piece in held.pieces if parse_factor(held.name) else ():
             whole = factor(piece.tensor, piece.whole)
             if piece.tensor == spoilt:
                 whole[0] = float("inf")
-            cut_into(whole, piece, piece.of(local(held.parameter).detach()))
+            copy_shard(whole, piece, piece.of(local(held.parameter).detach()))
     assert engine.merging
     engine.merging.merge(1)
     if loop.ranks.world == 1:
@@ -130,7 +130,7 @@ def test_one_process_quantises_what_it_dequantised_and_added_to(folder, one_proc
             if f"{name}.codes" in found
         }
         before = {name: dequantise(value, torch.float32).numpy() for name, value in kept.items()}
-        factors = {n: factor(n, a.shape).numpy() for n, a in found.items() if factor_of(n)}
+        factors = {n: factor(n, a.shape).numpy() for n, a in found.items() if parse_factor(n)}
         after = merged_by_hand({**before, **factors}, ALPHA / RANK)
         assert len(kept) == (7 if base == "dense" else 2 * 4 + 3 * 8 + 3)
         for name, value in kept.items():
@@ -148,7 +148,9 @@ def test_what_was_merged_is_exported(folder, one_process):
     _, linear, of_experts = FORMS[form]
     job = job_of(folder, form)
     last = job.output_dir / "checkpoints" / "global_step_0"
-    write_folders(last, origin_of(job.config), Form(), out := job.output_dir / "exported")
+    write_folders(
+        last, resolve_model_source(job.config), ExportFormat(), out := job.output_dir / "exported"
+    )
     files = load_file(out / "hf" / "model.safetensors")
     for name, tensor in files.items():
         found = {

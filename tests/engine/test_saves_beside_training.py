@@ -9,7 +9,7 @@ import pytest
 
 from penstock.core.files import regular_files
 from penstock.engine.checkpoint import manager
-from penstock.engine.checkpoint.async_staging import BoxCopies
+from penstock.engine.checkpoint.async_staging import StagingBuffers
 from tests.engine import runs
 from tests.ranks import on_ranks
 
@@ -47,7 +47,7 @@ def job(folder, out, **train):
     return runs.job_of(run, folder / "packed")
 
 
-class LateCopies(BoxCopies):
+class LateCopies(StagingBuffers):
     """Begins when a change waits for it, but for the last of a run, which none follows."""
 
     def __init__(self):
@@ -71,10 +71,10 @@ class LateCopies(BoxCopies):
 
 
 def all_of(jobs):
-    copies, manager.BoxCopies = manager.BoxCopies, LateCopies
+    copies, manager.StagingBuffers = manager.StagingBuffers, LateCopies
     for its in jobs:
         runs.train_here(its)
-    manager.BoxCopies = copies
+    manager.StagingBuffers = copies
 
 
 def contents(root):

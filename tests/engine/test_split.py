@@ -9,11 +9,11 @@ from penstock.core.errors import ConfigError
 from penstock.engine.distributed.pipeline_stages import (
     described,
     layers_of_stages,
-    stages_of,
-    takes,
+    rank_stages,
+    schedule_accepts,
     virtual_stages,
 )
-from penstock.engine.distributed.stage_modules import parts_of
+from penstock.engine.distributed.stage_modules import build_stage_modules
 from tests.engine.test_pipeline import SCHEDULES, config_of, train_of
 from tests.ranks import on_ranks
 
@@ -22,7 +22,7 @@ def shown(stages, layers, **settings):
     """A split as letters: the embedding E, layers, the norm N, the head H."""
     train = train_of(pipeline_parallel_size=stages, **settings)
     config = config_of(layers, tied=True)
-    parts = [part for index in range(stages) for part in parts_of(config, train, index)]
+    parts = [part for index in range(stages) for part in build_stage_modules(config, train, index)]
     return " | ".join(
         " ".join(["E"] * p.begins + [f"L{n}" for n in p.layers] + ["N H"] * p.ends) for p in parts
     )
@@ -65,7 +65,7 @@ def test_layers_are_split_as_the_reference_splits_them(stages, layers, settings,
 
 def test_stages_lie_on_ranks_in_a_loop_or_a_v():
     def of_ranks(schedule):
-        return [stages_of(schedule, 4, 2, index) for index in range(4)]
+        return [rank_stages(schedule, 4, 2, index) for index in range(4)]
 
     assert of_ranks("Interleaved1F1B") == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert of_ranks("DualPipeV") == [[0, 7], [1, 6], [2, 5], [3, 4]]
@@ -129,7 +129,7 @@ def tried():
         torch.distributed.init_process_group("fake", rank=0, world_size=ranks)
         for schedule in SCHEDULES:
             train = train_of(pipeline_parallel_schedule=schedule, pipeline_parallel_size=ranks)
-            numbers = stages_of(schedule, ranks, virtual_stages(train), 0)
+            numbers = rank_stages(schedule, ranks, virtual_stages(train), 0)
             stages = [
                 PipelineStage(
                     torch.nn.Identity(), number, ranks * len(numbers), device, shape, shape
@@ -145,5 +145,9 @@ def tried():
                     accepted = True
                 except ValueError:
                     accepted = False
-                assert takes(schedule, ranks, count) == accepted, (schedule, ranks, count)
+                assert schedule_accepts(schedule, ranks, count) == accepted, (
+                    schedule,
+                    ranks,
+                    count,
+                )
         torch.distributed.destroy_process_group()

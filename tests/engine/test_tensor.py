@@ -18,23 +18,23 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from penstock.adapters.inject import LoraSpec, inject
-from penstock.adapters.names import factor_of, native_name
-from penstock.engine.activations.checkpointing import Kind, recompute
+from penstock.adapters.names import native_name, parse_factor
+from penstock.engine.activations.checkpointing import Kind, apply_activation_checkpointing
 from penstock.engine.distributed.collectives import Residual
-from penstock.engine.distributed.data_parallel import Sharding, shard
+from penstock.engine.distributed.data_parallel import FSDPPolicy, shard
 from penstock.engine.distributed.device_mesh import Mesh
-from penstock.engine.distributed.parallel_dims import Degrees
-from penstock.engine.distributed.param_shards import hold, local
-from penstock.engine.distributed.tensor_parallel import divide, sum_partial
-from penstock.engine.distributed.tensor_sharding import Cuts, pieces_of
-from penstock.engine.distributed.vocab_parallel import Vocabulary
+from penstock.engine.distributed.parallel_dims import ParallelDims
+from penstock.engine.distributed.param_shards import local, make_local_param
+from penstock.engine.distributed.tensor_parallel import parallelize_tensor, reduce_partial_grads
+from penstock.engine.distributed.tensor_sharding import TensorParallelPlan, param_shards
+from penstock.engine.distributed.vocab_parallel import VocabParallelHead
 from penstock.losses.cross_entropy import Loss, sum_cross_entropy
 from penstock.models.decoder import Decoder
 from penstock.models.decoder_config import DecoderConfig
-from penstock.models.registry import family_of
+from penstock.models.registry import get_family
 from penstock.models.tp_roles import DECODER_ROLES
 from penstock.models.weights import WeightMap
-from penstock_kernels.attention import Segments
+from penstock_kernels.attention import VarlenMetadata
 from tests.engine.divided_losses import Products, check_terms
 from tests.models.twins import documents, hf_model, positions, their_loss
 from tests.ranks import on_ranks
@@ -65,7 +65,7 @@ class Case:
     targets: tuple[str, ...] = ()
     keys: int = 2
     """Key heads."""
-    degrees: Degrees | None = None
+    degrees: ParallelDims | None = None
     """Of the mesh, where the test does not say."""
 
     @property
@@ -96,9 +96,9 @@ ON_4 = [
 ]
 CASES = {2: ON_2, 4: ON_4}
 SHARDED = [
-    Case("qwen3", "whole", tied=True, degrees=Degrees(shard=2, tensor=2)),
-    Case("llama-biased", "split", merge_qkv=True, keys=1, degrees=Degrees(shard=2, tensor=2)),
-    Case("qwen2", "split", targets=ALL_LINEAR, degrees=Degrees(replicate=2, tensor=2)),
+    Case("qwen3", "whole", tied=True, degrees=ParallelDims(shard=2, tensor=2)),
+    Case("llama-biased", "split", merge_qkv=True, keys=1, degrees=ParallelDims(shard=2, tensor=2)),
+    Case("qwen2", "split", targets=ALL_LINEAR, degrees=ParallelDims(replicate=2, tensor=2)),
 ]
 
 
@@ -120,7 +120,7 @@ def write_reference(case, folder):
 
 
 def canonical(name):
-    factor = factor_of(name)
+    factor = parse_factor(name)
     return native_name(factor.hf_module, factor.side) if factor else name
 
 
@@ -130,7 +130,7 @@ def adapted(case, model, weights):
     decoder.load_state_dict({name: weights[name] for name in names.native_names()})
     inject(decoder, replace(SPEC, targets=case.targets))
     generator = torch.Generator().manual_seed(2)
-    factors = {n: p for n, p in decoder.named_parameters() if factor_of(n)}
+    factors = {n: p for n, p in decoder.named_parameters() if parse_factor(n)}
     with torch.no_grad():
         for name, factor in factors.items():
             if ".lora_B." in name:
@@ -139,7 +139,7 @@ def adapted(case, model, weights):
 
 
 def ours(hf_config, *, fused):
-    config = family_of(hf_config).read(hf_config)
+    config = get_family(hf_config).read(hf_config)
     return Decoder(config, merge_qkv=fused), WeightMap(config, fused)
 
 
@@ -148,7 +148,7 @@ def packed(model, losses, ids, labels):
     return model(
         torch.cat(ids),
         positions(lengths),
-        Segments.of(lengths),
+        VarlenMetadata.of(lengths),
         lambda hidden, head: losses(hidden, head, torch.cat(labels)),
     )
 
@@ -174,12 +174,15 @@ class Divided:
             model, names = ours(hf_config, fused=case.merge_qkv)
             if case.targets:
                 inject(model, replace(SPEC, targets=case.targets))
-        divide(model, mesh, DECODER_ROLES, residual=case.residual)
-        pieces = pieces_of(model, names, mesh, residual=case.residual)
+        parallelize_tensor(model, mesh, DECODER_ROLES, residual=case.residual)
+        pieces = param_shards(model, names, mesh, residual=case.residual)
         if units:
             units(model)
         model.to_empty(device="cpu")
-        held = [hold(name, parameter, pieces[name]) for name, parameter in model.named_parameters()]
+        held = [
+            make_local_param(name, parameter, pieces[name])
+            for name, parameter in model.named_parameters()
+        ]
         with torch.no_grad():
             for one in held:
                 assert sum(piece.rows for piece in one.pieces) == local(one.parameter).shape[0]
@@ -189,7 +192,7 @@ class Divided:
 
     def loss(self, ids, labels, loss=BY_FIVE, **how):
         how = {"residual": self.case.residual, **how}
-        vocabulary = Vocabulary(self.mesh, self.model.config.vocab_size, **how)
+        vocabulary = VocabParallelHead(self.mesh, self.model.config.vocab_size, **how)
         return packed(self.model, vocabulary.sum_of_losses(loss), ids, labels)
 
     def check_step(self, ids, labels, **how):
@@ -197,7 +200,7 @@ class Divided:
         self.model.zero_grad(set_to_none=True)
         loss = self.loss(ids, labels, **how)
         loss.backward()
-        sum_partial(self.held, self.mesh)
+        reduce_partial_grads(self.held, self.mesh)
         torch.testing.assert_close(
             loss.detach(), self.reference["loss"], rtol=LOSS_RTOL, atol=0, msg=f"{self.case}"
         )
@@ -237,7 +240,9 @@ def steps_of_cases(cases, folder):
     mesh = None
     for case, hf_config in cases:
         mesh = mesh or Mesh(
-            Degrees(tensor=torch.distributed.get_world_size()), torch.distributed.get_rank(), "cpu"
+            ParallelDims(tensor=torch.distributed.get_world_size()),
+            torch.distributed.get_rank(),
+            "cpu",
         )
         here = Divided.of(case, mesh, hf_config, folder)
         here.check_step(ids, labels)
@@ -249,7 +254,7 @@ def ways_to_compute(cases, folder):
     """Recomputation, both ways to the loss, no gradients, nothing trained, and half precision."""
     ids, labels = documents(LENGTHS)
     world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-    mesh = Mesh(Degrees(tensor=world), rank, "cpu")
+    mesh = Mesh(ParallelDims(tensor=world), rank, "cpu")
     for case, hf_config in cases:
         here = Divided.of(case, mesh, hf_config, folder)
         shapes = here.shapes_of_logits(ids, labels)
@@ -275,7 +280,7 @@ def ways_to_compute(cases, folder):
         torch.testing.assert_close(rounded, here.reference["loss"], rtol=1e-2, atol=0)
         for modules, kind in AGAIN:
             again = Divided.of(case, mesh, hf_config, folder)
-            recompute(again.model, modules, kind)
+            apply_activation_checkpointing(again.model, modules, kind)
             again.check_step(ids, labels)
 
 
@@ -291,12 +296,12 @@ def sharded_steps(cases, folder):
         mine = slice(0, 2) if mesh.index("replicate", "shard") == 0 else slice(2, 4)
         loss = here.loss(ids[mine], labels[mine])
         loss.backward()
-        sum_partial(here.held, mesh)
+        reduce_partial_grads(here.held, mesh)
         here.check_gradients()
 
 
 def shard_all(model, mesh):
-    how = Sharding(kept="nothing", compute=None, reduce=None, offload=False, prefetch=False)
+    how = FSDPPolicy(kept="nothing", compute=None, reduce=None, offload=False, prefetch=False)
     shard(model, [*model.model.layers.values()], mesh, how)
 
 
@@ -380,7 +385,7 @@ def test_the_pieces_of_all_ranks_are_the_whole_model_once(layout):
         inject(model, SPEC)
     seen = {}
     for index in range(size):
-        cuts = Cuts(WeightMap(config, fused), DECODER_ROLES, size, index, residual)
+        cuts = TensorParallelPlan(WeightMap(config, fused), DECODER_ROLES, size, index, residual)
         for name, parameter in model.named_parameters():
             pieces = cuts.pieces(name, tuple(parameter.shape))
             kept = cuts.narrowed(name, parameter)
@@ -396,5 +401,5 @@ def test_the_pieces_of_all_ranks_are_the_whole_model_once(layout):
 
 
 def _adapted(model: nn.Module) -> set[str]:
-    factors = (factor_of(name) for name, _ in model.named_parameters())
+    factors = (parse_factor(name) for name, _ in model.named_parameters())
     return {factor.hf_module for factor in factors if factor}

@@ -8,10 +8,10 @@ import pyarrow as pa
 import pytest
 import torch
 
-from penstock.core.process.rank_heartbeat import Pulse
-from penstock.engine.distributed.ranks import join
-from penstock.engine.non_finite import Suspect, told
-from penstock.engine.optim.norm_metrics import layer_of
+from penstock.core.process.rank_heartbeat import Heartbeat
+from penstock.engine.distributed.ranks import init_process_group
+from penstock.engine.non_finite import NonFiniteReport, told
+from penstock.engine.optim.norm_metrics import norm_layer_name
 from penstock.engine.train_step import StepResult
 from penstock.rows.collate import MicroBatch
 from penstock.train.metrics.jsonl import read_metrics
@@ -70,7 +70,7 @@ def norms(job):
 def by_layer(arrays):
     squares = {}
     for name, value in arrays.items():
-        layer = layer_of(name)
+        layer = norm_layer_name(name)
         squares[layer] = squares.get(layer, 0.0) + float((value.astype(np.float64) ** 2).sum())
     return {layer: math.sqrt(square) for layer, square in squares.items()}
 
@@ -160,8 +160,8 @@ def test_a_number_that_is_not_finite_is_traced_to_its_rank_step_and_row(folder):
 
 
 def test_an_overflow_on_the_way_back_names_the_rows_of_the_step():
-    fine = Suspect((), 0.0, None, (4, 9))
-    said = told([fine, Suspect((), 0.0, "model.norm.weight", (7,))])
+    fine = NonFiniteReport((), 0.0, None, (4, 9))
+    said = told([fine, NonFiniteReport((), 0.0, "model.norm.weight", (7,))])
     assert "packed row(s) are 4, 7, 9" in said
     assert "model.norm.weight (rank 1)" in said
 
@@ -190,7 +190,7 @@ def test_losses_that_are_nearly_zero_do_not_stand_out_for_being_many_times_their
 
 def spike(rank_with_the_spike):
     """What is said on this rank of a step that was dear on one of them."""
-    ranks = join(60)
+    ranks = init_process_group(60)
     watch = SpikeWatch(6.0, ranks)
     empty = torch.zeros(0, dtype=torch.int64)
 
@@ -258,7 +258,7 @@ def test_a_record_tells_passes_apart_and_the_rank_with_the_most_memory(folder):
 
 
 def test_phases_add_up_to_the_time_that_has_passed_and_waiting_is_within_them():
-    pulse, phases = Pulse(), Phases(torch.device("cpu"))
+    pulse, phases = Heartbeat(), Phases(torch.device("cpu"))
     pulse.listen(phases.hear)
     began = time.perf_counter()
     phases.take()

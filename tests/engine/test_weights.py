@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from penstock.core.errors import CapabilityError
-from penstock.engine.distributed.ranks import join
+from penstock.engine.distributed.ranks import init_process_group
 from penstock.engine.hf import load_weights as filling
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.models.initialize import initialise
@@ -54,12 +54,12 @@ def filled(folder):
     filling.BLOCK_BYTES = 150  # a few rows
     preadv, counts = os.preadv, []
     os.preadv = lambda *given: counts.append(preadv(*given)) or counts[-1]
-    want, ranks, seen = tensors(), join(60), {}
+    want, ranks, seen = tensors(), init_process_group(60), {}
     for number, layout in enumerate(LAYOUTS):
         for readers in ("first_rank", "all_ranks"):
             counts.clear()
             held = holding(layout, merge_qkv=bool(number % 2))
-            filling.fill(held, folder, start, readers=readers, ranks=ranks)
+            filling.load_weights(held, folder, start, readers=readers, ranks=ranks)
             pieces = [piece for one in held for piece in one.pieces]
             if readers == "first_rank":
                 due = sum(t.nbytes for t in want.values()) if ranks.leads else 0
@@ -67,7 +67,7 @@ def filled(folder):
                 due = sum(cut(want[piece.tensor], piece).nbytes for piece in pieces)
             seen[layout, readers] = worst(held, want), sum(counts) - due
         held = holding(layout, merge_qkv=bool(number % 2))
-        filling.fill(held, None, start, readers="first_rank", ranks=ranks)
+        filling.load_weights(held, None, start, readers="first_rank", ranks=ranks)
         drawn = {name: start(name, shape) for name, shape in SHAPES.items()}
         seen[layout, "drawn"] = worst(held, drawn), 0
     faults = {}
@@ -76,7 +76,7 @@ def filled(folder):
         pieces = tuple(replace(piece, **wrong) for piece in held[0].pieces)
         held[0] = replace(held[0], pieces=pieces)
         try:
-            filling.fill(held, folder, start, readers="first_rank", ranks=ranks)
+            filling.load_weights(held, folder, start, readers="first_rank", ranks=ranks)
         except CapabilityError as error:
             faults[name] = str(error)
     return seen, faults

@@ -11,11 +11,11 @@ import torch
 import transformers
 
 from penstock.core.sources.pin import pin_model, pin_tokenizer
-from penstock.engine.hf.base_model import Base
+from penstock.engine.hf.base_model import BaseModelWeights
 from penstock.engine.hf.config import read_hf_config
 from penstock.engine.hf.export import write_folders
-from penstock.engine.model_source import Adapting, Form, Origin, quantising_of
-from penstock.models.registry import family_of
+from penstock.engine.model_source import ExportFormat, LoraArgs, ModelSource, quantization_args
+from penstock.models.registry import get_family
 from penstock.rows.reader import PackedRows
 from penstock.train.launch.job import CHECKPOINTS, Job
 from penstock_kernels.quant import Quantised, dequantise
@@ -87,9 +87,9 @@ def steps_of(job: Job) -> int:
 def _dequantised(job: Job, weights: loops.Arrays) -> loops.Arrays:
     """What quantised matrices stand for, the tensors of which are taken out of `weights`."""
     hf_config = read_hf_config(job.config_path, job.config.model.foundation)
-    family = family_of(hf_config)
+    family = get_family(hf_config)
     names = family.weight_map(family.read(hf_config))
-    base = Base(names, quantising_of(job.config), hf_config, family.roles, None)
+    base = BaseModelWeights(names, quantization_args(job.config), hf_config, family.roles, None)
     shapes, found = names.hf_shapes(), {}
     for name, kept in base.formats.items():
         columns = shapes[name][1]
@@ -186,20 +186,20 @@ def _worst(got: loops.Arrays, want: loops.Arrays) -> float:
 def exported(job: Job) -> Mapping[str, bytes]:
     """The weights a run started with, as files that transformers loads."""
     config_path, lora = str(job.config_path), job.config.lora
-    origin = Origin(
+    origin = ModelSource(
         config=pin_model(config_path),
         config_path=config_path,
         weights=pin_model(config_path),
         model_path=config_path,
         tokenizer=pin_tokenizer("builtin:bytes"),
         tokenizer_path="builtin:bytes",
-        adapting=Adapting(lora.lora_alpha, "root" if lora.use_rslora else "rank", 0, lora.lora_bias)
+        adapting=LoraArgs(lora.lora_alpha, "root" if lora.use_rslora else "rank", 0, lora.lora_bias)
         if lora.enable_lora
         else None,
-        quantising=quantising_of(job.config),
+        quantising=quantization_args(job.config),
     )
     out = job.output_dir / "export"
-    write_folders(job.output_dir / CHECKPOINTS / "global_step_0", origin, Form(), out)
+    write_folders(job.output_dir / CHECKPOINTS / "global_step_0", origin, ExportFormat(), out)
     return {
         str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*.safetensors"))
     }

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import transformers
 
-from penstock.engine.build import Assembled, assemble
-from penstock.engine.distributed.ranks import Ranks, join
-from penstock.engine.generation.sequences import Answered, Likeliest, Prompt
+from penstock.engine.build import BuiltModel, assemble
+from penstock.engine.distributed.ranks import ProcessInfo, init_process_group
+from penstock.engine.generation.sequences import GenerationOutput, Prompt, TopKLogprobs
 from penstock.engine.hf.config import read_hf_config
 from penstock.rows.tokenizer import byte_tokenizer
 from penstock.train.launch.job import Job
@@ -39,16 +39,21 @@ def job_of(folder: Path, name: str, of: str = "model", **settings: Any) -> Job:
     return runs.job_of(run, folder / "packed", adapter=adapter)
 
 
-def built_of(job: Job, ranks: Ranks | None = None) -> Assembled:
+def built_of(job: Job, ranks: ProcessInfo | None = None) -> BuiltModel:
     """The job's model on this rank."""
     torch.set_num_threads(1)
     hf_config = read_hf_config(job.config_path, job.config.model.foundation)
     return assemble(
-        job.config, hf_config, job.weights, ranks or join(60), lambda _: None, adapter=job.adapter
+        job.config,
+        hf_config,
+        job.weights,
+        ranks or init_process_group(60),
+        lambda _: None,
+        adapter=job.adapter,
     )
 
 
-def written(built: Assembled, prompts: Sequence[Prompt], **limits: Any) -> list[Told]:
+def written(built: BuiltModel, prompts: Sequence[Prompt], **limits: Any) -> list[Told]:
     """What the model writes. Stop texts are in bytes as `byte_tokenizer` has them."""
     generator = replace(built.generator, **limits)
     tokenizer = byte_tokenizer()
@@ -58,7 +63,7 @@ def written(built: Assembled, prompts: Sequence[Prompt], **limits: Any) -> list[
     ]
 
 
-def told(answered: Answered) -> Told:
+def told(answered: GenerationOutput) -> Told:
     """In plain numbers."""
     likeliest, theirs = ranked(answered.likeliest)
     return {
@@ -72,7 +77,7 @@ def told(answered: Answered) -> Told:
     }
 
 
-def ranked(likeliest: Likeliest | None) -> tuple[Any, Any]:
+def ranked(likeliest: TopKLogprobs | None) -> tuple[Any, Any]:
     """Tokens and log-probabilities."""
     if likeliest is None:
         return None, None

@@ -16,7 +16,7 @@ from filelock import FileLock
 
 from penstock.config.loading.load import load
 from penstock.core.cache.manifest import MANIFEST
-from penstock.core.cache.store import lock_of
+from penstock.core.cache.store import lock_path
 from penstock.plan import plan
 from tests.cli.command import penstock
 from tests.flows.runs import (
@@ -63,7 +63,7 @@ def once(deployed, tmp_path_factory):
     config = write_run(folder, pipeline={"name": "nightly run"})
     prepared = plan(load(config)).step("prepare").path
     prepared.parent.mkdir(parents=True)
-    with FileLock(lock_of(prepared)):  # as another run has it that builds this
+    with FileLock(lock_path(prepared)):  # as another run has it that builds this
         asked = deployed.submit(
             "finetune/finetune", config=str(config), overrides={"train.lr": 2e-2}
         )

@@ -17,9 +17,9 @@ from penstock.config.loading.cli_overrides import parse_value
 from penstock.config.loading.load import load
 from penstock.config.schema.pipeline import STAGES
 from penstock.core.cache.in_use import keys_in_use
-from penstock.core.cache.stage import key_of
-from penstock.core.cache.store import Outcome
-from penstock.plan import Wishes, plan
+from penstock.core.cache.stage import stage_key
+from penstock.core.cache.store import StageResult
+from penstock.plan import RebuildOptions, plan
 from tests.conftest import ROOT
 from tests.pipeline.runs import write_run
 
@@ -84,16 +84,16 @@ def test_a_flow_marks_the_results_of_all_its_stages_from_the_first_one_on(tmp_pa
     def brought(_planned, name, _wishes):
         marked = {key for step in planned.steps for key in keys_in_use(step.path.parent.parent)}
         seen.append(marked)
-        return Outcome(name, "key", "ran", tmp_path, 0.0, {})
+        return StageResult(name, "key", "ran", tmp_path, 0.0, {})
 
     monkeypatch.setattr(finetune, "brought", brought)
     monkeypatch.setattr(finetune, "get_run_logger", lambda: logging.getLogger("flow"))
     monkeypatch.setattr(finetune, "overview_shown", lambda *_: nullcontext([]))
-    finetune.chain(run, Wishes(), ())
+    finetune.chain(run, RebuildOptions(), ())
     in_roots = {
         key
         for step in planned.steps
-        if (key := key_of(step.stage)).startswith(step.path.name)  # not in a person's own folder
+        if (key := stage_key(step.stage)).startswith(step.path.name)  # not in a person's own folder
     }
     assert seen == [in_roots] * len(planned.steps)
     assert len(in_roots) == 3
@@ -104,10 +104,10 @@ def test_any_json_value_means_itself_as_an_override():
 
     @given(VALUES)
     def means_itself(value):
-        assert parse_value(parameters.text_of(value)) == (value, None)
+        assert parse_value(parameters.format_value(value)) == (value, None)
 
     means_itself()
-    assert parse_value(parameters.text_of("2e-5")) == (2e-5, None)
+    assert parse_value(parameters.format_value("2e-5")) == (2e-5, None)
 
 
 def test_the_name_of_a_run_tells_what_is_laid_over_its_file_and_no_secret(tmp_path):
@@ -120,10 +120,10 @@ def test_the_name_of_a_run_tells_what_is_laid_over_its_file_and_no_secret(tmp_pa
     }
     run = parameters.loaded(config, changed)
     assert run.train.lr == 2e-5
-    title = parameters.title_of(run, changed)
+    title = parameters.build_run_title(run, changed)
     assert title == "gsm8k: train.lr=2e-05, data.datasets.0.path=https://host/chats.jsonl"
-    assert parameters.title_of(run, None) == "gsm8k"
-    assert len(parameters.title_of(run, {"pipeline.name": "x" * 500})) == 100
+    assert parameters.build_run_title(run, None) == "gsm8k"
+    assert len(parameters.build_run_title(run, {"pipeline.name": "x" * 500})) == 100
 
 
 class Said(logging.Handler):
@@ -312,7 +312,7 @@ def test_a_server_that_is_not_there_is_told_of_and_stops_nobody(tmp_path):
 
     (tmp_path / "surroundings.json").write_text(json.dumps({"total_steps": 3}))
     said = Said()
-    done = Outcome("train", "0" * 16, "ran", tmp_path, 1.0, {"steps": 3})
+    done = StageResult("train", "0" * 16, "ran", tmp_path, 1.0, {"steps": 3})
     with temporary_settings({PREFECT_API_URL: NOBODY}):
         with showing.training_shown(tmp_path, "run", said.logger):
             write_records(tmp_path / "metrics.jsonl", step(1, time.time() + 1))

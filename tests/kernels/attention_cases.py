@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from penstock_kernels.attention import Segments
+from penstock_kernels.attention import VarlenMetadata
 
 LENGTHS = (1, 1, 2, 3, 7, 13, 16, 17, 31, 37, 61, 64, 101)
 HUNDRED = [range(8), pytest.param(range(8, 100), marks=pytest.mark.slow)]
@@ -46,7 +46,7 @@ class Case:
         """y, dq, dk, dv, and dsinks if there are sinks, of one of attention's backends."""
         q, k, v, dy, sinks = self.tensors(dtype)
         given = [part.requires_grad_() for part in (q, k, v, sinks) if part is not None]
-        segments = Segments.of(self.lengths, start_rows=self.start_rows)
+        segments = VarlenMetadata.of(self.lengths, start_rows=self.start_rows)
         more = given[3] if self.has_sinks else None
         y = attend(*given[:3], segments, self.scale, self.window, more, self.soft_cap, **settings)
         return [y.detach(), *torch.autograd.grad(y, given, dy)]

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock_kernels.adamw import Run, Settings, Stepped, adamw_, adamw_each_
+from penstock_kernels.adamw import RowKeys, Settings, Stepped, adamw_, adamw_each_
 from penstock_kernels.rng_rows import side_by_side, words
 from penstock_kernels.stochastic_rounding import stochastic_round
 from tests.kernels.matrices import normal
@@ -70,7 +70,7 @@ def test_in_float32_it_is_torchs_optimizer(backend):
 
 
 @each_backend
-@pytest.mark.parametrize("runs", [None, [Run(6, KEY)]], ids=["nearest", "at random"])
+@pytest.mark.parametrize("runs", [None, [RowKeys(6, KEY)]], ids=["nearest", "at random"])
 @pytest.mark.parametrize(("weight", "states"), [(BF16, BF16), (BF16, FP32), (FP32, BF16)], ids=str)
 def test_what_is_kept_in_bfloat16_is_rounded_once(weight, states, runs, backend):
     tensors = inputs(6, 100, weight=weight, states=states)
@@ -100,7 +100,7 @@ def test_a_hundred_random_steps_are_the_formulas_rounded_once():
 
 
 def test_draws_are_those_of_rounding_at_random_with_halves_of_a_word_for_weight_and_moment():
-    runs, first = [Run(2, KEY, 5), Run(4, 9)], 3
+    runs, first = [RowKeys(2, KEY, 5), RowKeys(4, 9)], 3
     weight, gradient, one, two = inputs(6, 50, weight=BF16, states=BF16)
     wide = [tensor.float() for tensor in (weight, gradient, one, two)]
     in_full, _, second = after("reference", wide)
@@ -126,7 +126,7 @@ def test_small_steps_reach_as_far_as_in_float32_at_random_or_with_what_is_lost(b
         states = [torch.zeros_like(weight) for _ in range(2)]
         lost = torch.zeros_like(weight) if way == "lost" else None
         for step in range(1, steps + 1):
-            runs = [Run(32, step)] if way == "at random" else None
+            runs = [RowKeys(32, step)] if way == "at random" else None
             now = Settings(**settings, step=step)
             adamw_.backend(backend)(weight, gradient.to(dtype), *states, now, runs, lost=lost)
         ends[way] = weight.double() + (0 if lost is None else lost.double())
@@ -142,14 +142,14 @@ def test_small_steps_reach_as_far_as_in_float32_at_random_or_with_what_is_lost(b
 
 def test_a_second_moment_comes_to_what_gradients_are_however_slowly_it_changes():
     count = 3000
-    states = {"nearest": None, "at random": [Run(32, 1)]}
+    states = {"nearest": None, "at random": [RowKeys(32, 1)]}
     ends = {}
     for way, runs in states.items():
         weight = torch.zeros(32, 32, device=DEVICE)
         first, second = (torch.zeros(32, 32, device=DEVICE, dtype=BF16) for _ in range(2))
         gradient = torch.ones(32, 32, device=DEVICE)
         for step in range(1, count + 1, 10):
-            runs = [Run(32, step)] if runs else None
+            runs = [RowKeys(32, step)] if runs else None
             now = Settings(lr=0, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0, step=step)
             adamw_(weight, gradient, first, second, now, runs)
         ends[way] = second.double().mean()
@@ -169,14 +169,14 @@ def test_any_cut_steps_as_the_whole_does_there(backend, rows, columns, keeps):
     tensors = inputs(20, 37, weight=BF16, states=BF16)
     lost = normal(20, 37, seed=4, scale=1e-4).to(BF16)
     more = {"lost": lost.clone()} if keeps else {}
-    whole = (*after(backend, tensors, [Run(20, KEY, 7)], lost=more.get("lost")), *more.values())
+    whole = (*after(backend, tensors, [RowKeys(20, KEY, 7)], lost=more.get("lost")), *more.values())
     (start, stop), (left, right) = rows, columns
 
     def part(tensor):
         return tensor[start:stop, left:right].contiguous()
 
     more = {"lost": part(lost)} if keeps else {}
-    runs = [Run(stop - start, KEY, 7 + start)]
+    runs = [RowKeys(stop - start, KEY, 7 + start)]
     got = (*after(backend, map(part, tensors), runs, left, lost=more.get("lost")), *more.values())
     for mine, theirs in zip(got, whole, strict=True):
         assert torch.equal(mine, part(theirs))
@@ -195,7 +195,7 @@ def test_any_cut_steps_as_the_whole_does_there(backend, rows, columns, keeps):
 )
 def test_triton_steps_as_the_reference_does(shape, weight, states, keeps, draws, first):
     tensors = inputs(*shape, weight=weight, states=states)
-    runs = [Run(shape[0] * shape[1], KEY, 1 << 33)] if draws else None
+    runs = [RowKeys(shape[0] * shape[1], KEY, 1 << 33)] if draws else None
     found = []
     for backend in ("triton", "reference"):
         more = {"lost": normal(*shape, seed=4, scale=1e-4).to(weight)} if keeps else {}
@@ -222,7 +222,7 @@ def test_what_makes_no_sense_is_refused(backend):
     with pytest.raises(ValueError, match="steps are counted from 1"):
         step(w, g, m, v, Settings(1e-2, 0.9, 0.99, 1e-8, 0.1, 0))
     with pytest.raises(ValueError, match=r"runs have 3 rows, and \(4, 8\) has 4"):
-        step(w, g, m, v, STEP, [Run(3, KEY)])
+        step(w, g, m, v, STEP, [RowKeys(3, KEY)])
     with pytest.raises(ValueError, match="it must have rows and columns"):
         step(w[0], g[0], m[0], v[0], STEP)
     step(w[:0], g[:0], m[:0], v[:0], STEP, [])

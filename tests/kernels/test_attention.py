@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock_kernels.attention import Segments, attention
+from penstock_kernels.attention import VarlenMetadata, attention
 from penstock_kernels.op import UnsupportedError
 from tests.dense import dense_with_gradients, relative_error
 from tests.kernels.attention_cases import HUNDRED, drawn, of_shared_prompts
@@ -39,7 +39,7 @@ def inputs(tokens, dtype=torch.float32):
 
 def forward_backward(backend, lengths, dtype=torch.float32):
     q, k, v = inputs(sum(lengths), dtype)
-    y = attention.backend(backend)(q, k, v, Segments.of(lengths), SCALE)
+    y = attention.backend(backend)(q, k, v, VarlenMetadata.of(lengths), SCALE)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=dtype)
     return y, *torch.autograd.grad(y, (q, k, v), dy)
 
@@ -53,7 +53,7 @@ def all_gradients(backend, lengths, window, sinks, dtype=torch.float32):
     """y and the gradients of all inputs, and of the sinks if there are any."""
     q, k, v = inputs(sum(lengths), dtype)
     more = [] if sinks is None else [sinks.to(dtype, copy=True).requires_grad_()]
-    y = attention.backend(backend)(q, k, v, Segments.of(lengths), SCALE, window, *more)
+    y = attention.backend(backend)(q, k, v, VarlenMetadata.of(lengths), SCALE, window, *more)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=dtype)
     return [y, *torch.autograd.grad(y, (q, k, v, *more), dy)], (q, k, v, dy)
 
@@ -108,21 +108,21 @@ def test_answers_that_share_a_prompt_see_it_and_themselves_alone(backend, window
     lengths, start_rows = of_shared_prompts(groups)
     q, k, v = (part.detach() for part in inputs(sum(lengths)))
     attend = attention.backend(backend)
-    y = attend(q, k, v, Segments.of(lengths, start_rows=start_rows), SCALE, window, SINKS)
+    y = attend(q, k, v, VarlenMetadata.of(lengths, start_rows=start_rows), SCALE, window, SINKS)
     first = 0
     for prompt, chosen, rejected in groups:
         tokens = torch.arange(first, first + prompt + chosen + rejected)
         for answer in (tokens[prompt : prompt + chosen], tokens[prompt + chosen :]):
             alone = torch.cat((tokens[:prompt], answer))
-            document = Segments.of([len(alone)])
+            document = VarlenMetadata.of([len(alone)])
             want = attend(q[alone], k[alone], v[alone], document, SCALE, window, SINKS)
             torch.testing.assert_close(y[alone], want, atol=2e-6, rtol=1e-5)
         first += len(tokens)
 
 
 def test_start_rows_that_hide_nothing_cost_nothing():
-    assert Segments.of([3, 2], start_rows=[3, 3, 9, 5, 5]).start_rows is None
-    assert Segments.of([3, 2], start_rows=[3, 2, 3, 5, 5]).start_rows is not None
+    assert VarlenMetadata.of([3, 2], start_rows=[3, 3, 9, 5, 5]).start_rows is None
+    assert VarlenMetadata.of([3, 2], start_rows=[3, 2, 3, 5, 5]).start_rows is not None
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_start_rows_that_hide_nothing_cost_nothing():
 )
 def test_start_rows_are_one_for_each_token_and_hide_none_from_itself(start_rows, says):
     with pytest.raises(ValueError, match=says):
-        Segments.of([3], start_rows=start_rows)
+        VarlenMetadata.of([3], start_rows=start_rows)
 
 
 def test_a_document_costs_a_window_for_each_token_and_not_its_square(monkeypatch):
@@ -145,7 +145,7 @@ def test_a_document_costs_a_window_for_each_token_and_not_its_square(monkeypatch
         torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", counted, raising=True
     )
     q, k, v = (part.detach() for part in inputs(1000))
-    attention.backend("sdpa")(q, k, v, Segments.of([1000]), SCALE, 16)
+    attention.backend("sdpa")(q, k, v, VarlenMetadata.of([1000]), SCALE, 16)
     assert 1000 * 16 <= sum(calls) <= 1000 * 3 * 16
 
 
@@ -167,7 +167,7 @@ def test_eager_is_causal_attention_within_each_document():
     q, k, v = (part.detach() for part in inputs(10))
     alone = zip(*(part.split(lengths) for part in (q, k, v)), strict=True)
     expected = [by_definition(*parts) for parts in alone]
-    got = attention.backend("eager")(q, k, v, Segments.of(lengths), SCALE)
+    got = attention.backend("eager")(q, k, v, VarlenMetadata.of(lengths), SCALE)
     torch.testing.assert_close(got, torch.cat(expected), atol=1e-6, rtol=1e-5)
 
 
@@ -189,7 +189,7 @@ def test_sdpa_agrees_with_eager_whatever_the_lengths(lengths):
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=40))
 def test_padding_and_the_number_of_calls_are_bounded(lengths):
-    segments = Segments.of(lengths)
+    segments = VarlenMetadata.of(lengths)
     slots = sum(bucket.num_slots for bucket in segments.buckets)
     assert slots <= sum(max(length / 0.8, length + 16) + 1 for length in lengths)
     # Each bucket is narrower than the one before by a fifth, or by 17 tokens below 80.
@@ -198,9 +198,9 @@ def test_padding_and_the_number_of_calls_are_bounded(lengths):
 
 
 def test_documents_of_one_length_are_not_copied():
-    assert Segments.of([40] * 60).layout is None
-    assert Segments.of([997]).layout is None
-    assert Segments.of([40, 41]).layout is not None
+    assert VarlenMetadata.of([40] * 60).layout is None
+    assert VarlenMetadata.of([997]).layout is None
+    assert VarlenMetadata.of([40, 41]).layout is not None
 
 
 def test_sixty_short_documents_take_one_or_two_calls(monkeypatch):
@@ -215,52 +215,52 @@ def test_sixty_short_documents_take_one_or_two_calls(monkeypatch):
         return original(query, *rest, **settings)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", counted)
-    packed = sdpa(q, k, v, Segments.of(lengths), SCALE)
+    packed = sdpa(q, k, v, VarlenMetadata.of(lengths), SCALE)
     assert len(calls) <= 2
     assert all(masked <= 44 for *_, masked, _ in calls)
     alone = zip(q.split(lengths), k.split(lengths), v.split(lengths), lengths, strict=True)
-    expected = [sdpa(a, b, c, Segments.of([length]), SCALE) for a, b, c, length in alone]
+    expected = [sdpa(a, b, c, VarlenMetadata.of([length]), SCALE) for a, b, c, length in alone]
     torch.testing.assert_close(packed, torch.cat(expected), atol=2e-6, rtol=1e-5)
 
 
 def test_native_says_why_it_cannot_run_here():
     q, k, v = inputs(4)
     with pytest.raises(UnsupportedError, match="native: its tensors are on cpu, and it needs cuda"):
-        attention.backend("native")(q, k, v, Segments.of([4]), SCALE)
+        attention.backend("native")(q, k, v, VarlenMetadata.of([4]), SCALE)
 
 
 def test_other_sinks_than_one_for_each_head_are_refused():
     q, k, v = inputs(4)
     with pytest.raises(UnsupportedError, match=r"sinks of shape \(3,\) for 4 query heads"):
-        attention.backend("sdpa")(q, k, v, Segments.of([4]), SCALE, None, torch.zeros(3))
+        attention.backend("sdpa")(q, k, v, VarlenMetadata.of([4]), SCALE, None, torch.zeros(3))
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 def test_a_window_shows_a_token_itself_at_least(backend):
     q, k, v = inputs(4)
     with pytest.raises(ValueError, match="a window of 0 tokens shows a token nothing"):
-        attention.backend(backend)(q, k, v, Segments.of([4]), SCALE, 0)
+        attention.backend(backend)(q, k, v, VarlenMetadata.of([4]), SCALE, 0)
 
 
 def test_sdpa_caps_no_scores():
     q, k, v = inputs(4)
     with pytest.raises(UnsupportedError, match=r"scores are capped at 30.0, and PyTorch's fused"):
-        attention.backend("sdpa")(q, k, v, Segments.of([4]), SCALE, None, None, 30.0)
+        attention.backend("sdpa")(q, k, v, VarlenMetadata.of([4]), SCALE, None, None, 30.0)
     # A plain call then takes the reference.
-    capped = attention(q, k, v, Segments.of([4]), SCALE, None, None, 0.1)
-    assert relative_error(capped, attention(q, k, v, Segments.of([4]), SCALE)) > 1e-3
+    capped = attention(q, k, v, VarlenMetadata.of([4]), SCALE, None, None, 0.1)
+    assert relative_error(capped, attention(q, k, v, VarlenMetadata.of([4]), SCALE)) > 1e-3
 
 
 def test_tokens_that_no_document_holds_are_refused():
     q, k, v = inputs(4)
     with pytest.raises(UnsupportedError, match=r"different numbers of tokens: \[4, 5\]"):
-        attention.backend("sdpa")(q, k, v, Segments.of([5]), SCALE)
+        attention.backend("sdpa")(q, k, v, VarlenMetadata.of([5]), SCALE)
 
 
 @pytest.mark.parametrize("lengths", [[], [3, 0]], ids=str)
 def test_a_document_has_at_least_one_token(lengths):
     with pytest.raises(ValueError, match="at least one token"):
-        Segments.of(lengths)
+        VarlenMetadata.of(lengths)
 
 
 @pytest.mark.gpu
@@ -271,7 +271,7 @@ def test_native_agrees_with_eager_on_cuda(lengths):
     for backend in ("native", "eager"):
         parts = [part.detach().to("cuda", torch.bfloat16) for part in inputs(sum(lengths))]
         q, k, v = (part.requires_grad_() for part in parts)
-        y = attention.backend(backend)(q, k, v, Segments.of(lengths, "cuda"), SCALE)
+        y = attention.backend(backend)(q, k, v, VarlenMetadata.of(lengths, "cuda"), SCALE)
         results.append((y, *torch.autograd.grad(y.float().square().sum(), (q, k, v))))
     torch.testing.assert_close(*results, atol=5e-2, rtol=5e-2)
 
@@ -286,7 +286,7 @@ def test_windows_and_sinks_agree_with_eager_on_cuda(backend, window, sinks):
         parts = [part.detach().to("cuda", torch.bfloat16) for part in inputs(sum(lengths))]
         q, k, v = (part.requires_grad_() for part in parts)
         more = [] if sinks is None else [sinks.to("cuda", torch.bfloat16)]
-        documents = Segments.of(lengths, "cuda")
+        documents = VarlenMetadata.of(lengths, "cuda")
         y = attention.backend(name)(q, k, v, documents, SCALE, window, *more)
         results.append((y, *torch.autograd.grad(y.float().square().sum(), (q, k, v))))
     torch.testing.assert_close(*results, atol=5e-2, rtol=5e-2)

@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 from torch.library import opcheck
 
-from penstock_kernels.attention import Segments, attention
+from penstock_kernels.attention import VarlenMetadata, attention
 from tests.kernels.attention_cases import drawn
 
 sdpa = attention.backend("sdpa")
@@ -33,14 +33,14 @@ def test_documents_of_other_lengths_need_no_other_program(window):
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
     for lengths in PACKINGS:
         given = tensors(sum(lengths))
-        settings = Segments.of(lengths), window, sinks
+        settings = VarlenMetadata.of(lengths), window, sinks
         got, want = compiled(*given, *settings), layer(*given, *settings)
         torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
     # A number that has changed once is no constant of the second one.
     assert counter.frame_count <= 2
     for lengths in ([20, 1, 3], [5], [100, 7]):
         given = tensors(sum(lengths))
-        compiled(*given, Segments.of(lengths), window, sinks)
+        compiled(*given, VarlenMetadata.of(lengths), window, sinks)
     assert counter.frame_count <= 3
 
 

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from penstock_kernels.attention import Segments
+from penstock_kernels.attention import VarlenMetadata
 from penstock_kernels.attention.block import Rectangle, block, block_backward, native
 from penstock_kernels.op import UnsupportedError
 from tests.dense import dense_with_gradients, relative_error
@@ -61,7 +61,7 @@ def in_two_parts(backend, lengths, cut, dtype, device, window):
     forward, backward = block.backend(backend), block_backward.backend(backend)
     q, k, v, dy = (part[cut:] for part in tensors(sum(lengths), dtype, device))
     _, earlier_k, earlier_v, _ = (part[:cut] for part in tensors(sum(lengths), dtype, device))
-    own = Segments.of(clipped(lengths, cut, sum(lengths)), device)
+    own = VarlenMetadata.of(clipped(lengths, cut, sum(lengths)), device)
     keys, queries, reach = across(lengths, cut, window)
     size = (queries.stop, keys.stop - keys.start)
     [rectangle] = Rectangle.several([size], device, reaches=[reach])
@@ -146,7 +146,7 @@ def test_what_is_called_on_cuda_fits_this_torch():
     # On the meta device: the kernels' own signatures and shapes, on a machine without one.
     q, k, v, dy = tensors(9, torch.bfloat16, "meta")
     first, second = torch.empty(2, 2, dtype=torch.int32, device="meta").unbind()
-    documents = Segments.of([9], "meta")
+    documents = VarlenMetadata.of([9], "meta")
     for keys, sees, window in (
         (5, Rectangle(9, 5, first, second), None),
         (5, Rectangle(9, 5, first, second, reach=4), None),

@@ -11,10 +11,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from penstock_kernels.cross_entropy import (
     PLAIN,
-    Divided,
+    LossOptions,
     Passes,
-    Tally,
-    Terms,
+    SoftmaxStats,
+    VocabShard,
     cross_entropies,
     linear_cross_entropies,
     linear_cross_entropy,
@@ -22,7 +22,7 @@ from penstock_kernels.cross_entropy import (
     tally,
 )
 from penstock_kernels.cross_entropy.loss_terms import losses, slopes
-from penstock_kernels.cross_entropy.passes import one_after_the_other, turn_
+from penstock_kernels.cross_entropy.passes import turn_, two_pass
 from penstock_kernels.cross_entropy.several import slope_by_, tally_by
 from penstock_kernels.op import UnsupportedError
 from tests.kernels.where import DEVICE, needs_triton
@@ -45,7 +45,7 @@ class Case:
     rows: list[torch.Tensor]
     matrices: list[torch.Tensor]
     labels: torch.Tensor
-    terms: Terms
+    terms: LossOptions
     chunk: int | None
     wanted: list[bool] = field(default_factory=list)
     """Of rows and matrix of one product after another, which want a gradient."""
@@ -62,8 +62,8 @@ class Case:
         return [side for side, wants in zip(sides, self.wanted, strict=True) if wants]
 
 
-def any_terms(draw: random.Random) -> Terms:
-    return Terms(
+def any_terms(draw: random.Random) -> LossOptions:
+    return LossOptions(
         smoothing=draw.choice((0.0, 0.0, 0.2)),
         z=draw.choice((0.0, 0.0, 0.1)),
         soft_cap=draw.choice((None, None, 2.0)),
@@ -193,13 +193,13 @@ def test_every_backend_reads_and_turns_logits_as_fp64_does_and_kernels_as_the_cp
             assert (mine is None) == (theirs is None)
             if mine is not None and theirs is not None:
                 torch.testing.assert_close(mine.double(), theirs.detach(), rtol=3e-6, atol=1e-4)
-        each = losses(Tally(log_sum, target, total), logits.shape[1], terms)
+        each = losses(SoftmaxStats(log_sum, target, total), logits.shape[1], terms)
         [want] = torch.autograd.grad(each, exact, upstream.double())
         check_close(made, want, dtype, what=f"{logits.shape} {terms}")
         if backend == "rows":
             turned, apart = logits.clone(), logits.clone()
             together = turn_.backend("rows")(turned, labels, logits.shape[1], terms)
-            steps = one_after_the_other(tally.backend("rows"), slope_.backend("rows"))
+            steps = two_pass(tally.backend("rows"), slope_.backend("rows"))
             torch.testing.assert_close(steps(apart, labels, logits.shape[1], terms), together)
             torch.testing.assert_close(apart, turned)
         if backend == "triton":
@@ -219,7 +219,7 @@ def test_every_backend_reads_and_turns_logits_of_several_labels_as_fp64_does(bac
         logits, _, _, terms = some_logits(seed)
         if not len(logits):
             continue
-        terms, generator = Terms(soft_cap=terms.soft_cap), torch.Generator().manual_seed(seed)
+        terms, generator = LossOptions(soft_cap=terms.soft_cap), torch.Generator().manual_seed(seed)
         (count, width), dtype = logits.shape, logits.dtype
         # Some of them elsewhere, some twice.
         labels = torch.randint(-1, min(width, 4), (count, 3), generator=generator).to(DEVICE)
@@ -242,7 +242,7 @@ def test_what_is_compiled_comes_to_the_same_and_is_compiled_once():
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     generator = torch.Generator().manual_seed(0)
-    terms = Terms(smoothing=0.1, z=0.01, soft_cap=3.0)
+    terms = LossOptions(smoothing=0.1, z=0.01, soft_cap=3.0)
     for tokens in (67, 50, 23):  # chunks of 24, 19 and 2 tokens, and of 23
         x, matrix = (torch.randn(n, 8, generator=generator) for n in (tokens, 130))
         labels = torch.randint(0, 130, (tokens,), generator=generator)
@@ -261,7 +261,7 @@ def test_gradients_are_those_of_finite_differences():
     case = any_case(8, torch.float64)
     case.wanted = [True] * len(case.wanted)
     case.labels, case.rows = case.labels[:5], [x[:5] for x in case.rows]
-    terms = Terms(smoothing=0.1, z=0.01, soft_cap=3.0)
+    terms = LossOptions(smoothing=0.1, z=0.01, soft_cap=3.0)
 
     def each(*sides):
         pairs = [*zip(sides[::2], sides[1::2], strict=True)]
@@ -270,7 +270,7 @@ def test_gradients_are_those_of_finite_differences():
     assert torch.autograd.gradcheck(each, case.fresh(torch.float64))
 
 
-@pytest.mark.parametrize("terms", [PLAIN, Terms(smoothing=0.1, z=0.01, soft_cap=3.0)])
+@pytest.mark.parametrize("terms", [PLAIN, LossOptions(smoothing=0.1, z=0.01, soft_cap=3.0)])
 def test_holders_of_parts_of_a_vocabulary_find_the_loss_and_the_gradients_of_all(terms):
     generator = torch.Generator().manual_seed(0)
     x, matrix = (torch.randn(n, 6, generator=generator, dtype=torch.float64) for n in (11, 23))
@@ -286,13 +286,15 @@ def test_holders_of_parts_of_a_vocabulary_find_the_loss_and_the_gradients_of_all
     gradients = []
     for first, end in pairwise(ends):
         told = iter(whole)
-        divided = Divided(first, 23, 12, lambda _, told=told: next(told))
+        divided = VocabShard(first, 23, 12, lambda _, told=told: next(told))
         how = {"terms": terms, "chunk": chunk, "divided": divided}
         part = matrix[first:end].detach().requires_grad_()
         got = linear_cross_entropy([(x, part)], labels, **how)
         torch.testing.assert_close(got, want)
         gradients.append(torch.autograd.grad(got, (x, part)))
-        of_all = Divided(first, 23, 12, lambda _: tally.reference((x @ matrix.t()), labels, terms))
+        of_all = VocabShard(
+            first, 23, 12, lambda _: tally.reference((x @ matrix.t()), labels, terms)
+        )
         made = cross_entropies(x @ part.t(), labels, terms=terms, divided=of_all).sum()
         torch.testing.assert_close(torch.autograd.grad(made, part)[0], gradients[-1][1])
     torch.testing.assert_close(sum(one for one, _ in gradients), want_x)
@@ -345,7 +347,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="label -100 is not one"):
         cross_entropies(x @ matrix.t(), torch.tensor([0, -100, 1]))
     with pytest.raises(ValueError, match="several labels of a token have no Terms"):
-        cross_entropies(x @ matrix.t(), labels[:, None], terms=Terms(z=0.1))
+        cross_entropies(x @ matrix.t(), labels[:, None], terms=LossOptions(z=0.1))
     with pytest.raises(ValueError, match="chunk is 0"):
         linear_cross_entropy([(x, matrix)], labels, chunk=0)
     with pytest.raises(ValueError, match="do not fit 3 labels and 5 entries"):
@@ -354,7 +356,7 @@ def test_what_does_not_fit_is_refused():
         linear_cross_entropy([(x, matrix[:, 1:])], labels)
     for wrong in ({"smoothing": 1.0}, {"z": -1.0}, {"soft_cap": 0.0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
-            Terms(**wrong)
+            LossOptions(**wrong)
 
 
 @needs_triton

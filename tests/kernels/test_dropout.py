@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock_kernels.dropout import dropout
-from penstock_kernels.dropout.reference import kept
+from penstock_kernels.dropout.reference import keep_mask
 from penstock_kernels.op import INTERPRETED, UnsupportedError
 from tests.kernels.where import DEVICE, needs_triton
 
@@ -65,7 +65,7 @@ def test_triton_drops_alike_at_any_shape_and_place(seeds):
             draw.randint(0, 9),
         )
         found = forward_backward(dropout.backend("triton"), x, dy, *draws)
-        stays = kept(places, shape[1], draws[1], *draws[2:])
+        stays = keep_mask(places, shape[1], draws[1], *draws[2:])
         for mine, given in zip(found, (x, dy), strict=True):
             assert mine.dtype == dtype
             exact = torch.where(stays, given.double() / (1 - draws[1]), 0)
@@ -77,7 +77,7 @@ def test_triton_drops_alike_at_any_shape_and_place(seeds):
 def test_what_is_kept_is_scaled_and_its_gradient_alike():
     x, dy = randoms(5, 64)
     y, dx = forward_backward(dropout, x, dy, PLACES, 0.25, KEY)
-    stays = kept(PLACES, 64, 0.25, KEY)
+    stays = keep_mask(PLACES, 64, 0.25, KEY)
     assert 0 < stays.sum() < stays.numel()
     torch.testing.assert_close(y, torch.where(stays, x / 0.75, 0), atol=0, rtol=1e-6)
     torch.testing.assert_close(dx, torch.where(stays, dy / 0.75, 0), atol=0, rtol=1e-6)
@@ -96,12 +96,12 @@ def test_tokens_and_features_draw_alike_wherever_they_are():
 def test_as_much_is_dropped_as_asked_and_other_keys_places_and_features_drop_apart():
     rate, tokens, features = 0.3, 200, 250
     places = torch.arange(tokens) + (5 << 32)
-    masks = [kept(places, features, rate, key) for key in (KEY, KEY ^ 1)]
+    masks = [keep_mask(places, features, rate, key) for key in (KEY, KEY ^ 1)]
     others = (
         masks[1],
         masks[0].roll(1, 0),
         masks[0].roll(1, 1),
-        kept(places + (1 << 32), features, rate, KEY),
+        keep_mask(places + (1 << 32), features, rate, KEY),
     )
     # Five standard deviations of so many draws.
     spread = 5 * (rate * (1 - rate) / (tokens * features)) ** 0.5

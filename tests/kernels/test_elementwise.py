@@ -10,7 +10,7 @@ from penstock_kernels.glu import geglu, swiglu
 from penstock_kernels.op import INTERPRETED, UnsupportedError
 from penstock_kernels.rms_norm import add_rms_norm, rms_norm
 from penstock_kernels.rope import rope
-from penstock_kernels.spans import spans_of
+from penstock_kernels.spans import to_spans
 from tests.kernels.where import CAN_RUN_TRITON, DEVICE, needs_triton
 
 
@@ -59,7 +59,7 @@ def test_a_weight_that_does_not_learn_costs_no_gradient():
     ),
 )
 def test_elements_lie_where_their_spans_say(x, copied):
-    tensor, length, stride = spans_of(x)
+    tensor, length, stride = to_spans(x)
     count = x.numel() // length if length else 0
     found = torch.as_strided(tensor, (count, length), (stride, 1), tensor.storage_offset())
     assert torch.equal(found.flatten(), x.flatten())

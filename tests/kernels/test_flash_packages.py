@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from penstock_kernels.attention import Segments, attention, packages
+from penstock_kernels.attention import VarlenMetadata, attention, packages
 from penstock_kernels.flash_packages import PACKAGES
 from penstock_kernels.op import UnsupportedError
 from tests.kernels.attention_cases import drawn
@@ -108,7 +108,7 @@ def refusal(name, capability, monkeypatch, *, width=64, dtype=torch.bfloat16, **
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     with FakeTensorMode():
         q, k = (torch.empty(9, heads, width, dtype=dtype, device="cuda") for heads in (4, 2))
-        documents = Segments.of([9], "cuda", start_rows=settings.pop("start_rows", None))
+        documents = VarlenMetadata.of([9], "cuda", start_rows=settings.pop("start_rows", None))
         if settings.pop("sinks", False):
             settings["sinks_N"] = torch.empty(4, device="cuda")
         return packages.refusal(name, q, k, k, documents, 0.1, **settings)
@@ -150,4 +150,4 @@ def test_on_cpu_they_are_refused(monkeypatch):
     monkeypatch.setitem(attention.fast, "flash_attention_3", fast)
     q = torch.zeros(4, 2, 8)
     with pytest.raises(UnsupportedError, match="its tensors are on cpu, and it needs cuda"):
-        attention.backend("flash_attention_3")(q, q, q, Segments.of([4]), 0.1)
+        attention.backend("flash_attention_3")(q, q, q, VarlenMetadata.of([4]), 0.1)

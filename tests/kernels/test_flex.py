@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.attention import flex_attention
 
-from penstock_kernels.attention import Segments, attention
+from penstock_kernels.attention import VarlenMetadata, attention
 from penstock_kernels.attention.flex import BLOCK, blocks, flex
 from tests.dense import relative_error, visible
 from tests.kernels.attention_cases import drawn, of_shared_prompts, random_start_rows
@@ -28,7 +28,7 @@ def test_a_hundred_random_cases_are_those_of_the_reference(seeds, monkeypatch):
     for seed in seeds:
         case = drawn(seed)
         q, k, v, _, sinks = case.tensors(torch.float32)
-        documents = Segments.of(case.lengths, start_rows=case.start_rows)
+        documents = VarlenMetadata.of(case.lengths, start_rows=case.start_rows)
         settings = documents, case.scale, case.window, sinks, case.soft_cap
         want = attention.backend("eager")(q, k, v, *settings)
         torch.testing.assert_close(flex(q, k, v, *settings), want, atol=3e-6, rtol=1e-5)
@@ -41,7 +41,7 @@ def test_a_hundred_random_cases_are_those_of_the_reference(seeds, monkeypatch):
 @pytest.mark.parametrize("parted", [False, True])
 def test_blocks_are_visited_if_something_is_seen_in_them(lengths, window, parted):
     start_rows = random_start_rows(random.Random(0), lengths) if parted else None
-    documents = Segments.of(lengths, start_rows=start_rows)
+    documents = VarlenMetadata.of(lengths, start_rows=start_rows)
     mask = blocks(documents, documents.narrowed(window))
     sees = visible(lengths, window, start_rows)
     total = sum(lengths)
@@ -75,7 +75,7 @@ def listed(counts, indices):
 
 
 def test_blocks_are_found_once_for_all_layers_with_a_window():
-    documents = Segments.of([200, 100])
+    documents = VarlenMetadata.of([200, 100])
     assert blocks(documents, 5) is blocks(documents, 5)
     assert blocks(documents, 5) is not blocks(documents, None)
 
@@ -88,7 +88,7 @@ def test_on_cuda_forward_and_backward_are_those_of_the_reference(seed):
     lengths, start_rows = of_shared_prompts([(100, 40, 70), (1, 1, 1), (40, 300, 3)])
     results = []
     for dtype, backend in ((torch.bfloat16, "native"), (torch.float32, "eager")):
-        documents = Segments.of(lengths, "cuda", start_rows=start_rows)
+        documents = VarlenMetadata.of(lengths, "cuda", start_rows=start_rows)
         generator = torch.Generator().manual_seed(seed)
         query, key = case.heads
         parts = [

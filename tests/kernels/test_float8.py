@@ -12,17 +12,17 @@ from torch.library import opcheck
 
 from penstock_kernels.float8 import (
     BLOCK,
-    CodedWeight,
+    Float8Recipe,
+    Float8WeightShard,
     Kind,
     Product,
     Recipe,
-    Scheme,
-    largest_of,
+    amax,
+    compute_scales,
     largest_of_part,
     linear,
     multiply,
     quantise,
-    scales_of,
     seen,
     shape_of_scales,
 )
@@ -67,7 +67,7 @@ def rounded(number, kind):
 def test_a_scale_is_the_smallest_power_of_two_that_brings_a_magnitude_into_range(
     largest: float, kind: Kind
 ):
-    scale = scales_of(torch.tensor([[largest]]), kind).item()
+    scale = compute_scales(torch.tensor([[largest]]), kind).item()
     assert math.frexp(scale)[0] == 0.5
     assert largest / scale <= RANGE[kind][0] < largest / (scale / 2)
 
@@ -106,7 +106,7 @@ def test_the_largest_of_parts_make_the_largest_of_the_whole():
             part = x[first : first + rows]
             parts.append(largest_of_part(part, sharing, first, len(x)))
             first += rows
-        assert torch.equal(torch.stack(parts).amax(0), largest_of(x, sharing)), sharing
+        assert torch.equal(torch.stack(parts).amax(0), amax(x, sharing)), sharing
 
 
 @needs_triton
@@ -122,7 +122,7 @@ def test_kernels_round_as_the_reference_does_to_the_bit(seeds):
         x = x.mT if draw.random() < 0.4 else x
         scales = None
         if draw.random() < 0.3:
-            scales = scales_of(2 * largest_of(x, sharing).clamp(min=1e-9), kind)
+            scales = compute_scales(2 * amax(x, sharing).clamp(min=1e-9), kind)
         want = quantise.reference(x, kind, sharing, scales)
         got = run(x, kind, sharing, scales)
         assert torch.equal(got.scales, want.scales), (seed, sharing)
@@ -175,9 +175,9 @@ def test_products_that_cannot_be_are_refused():
     with pytest.raises(UnsupportedError, match=r"scales of tiles are \(1, 1\)"):
         quantise.backend("triton")(drawn(4, 32), "e4m3", "tiles", torch.ones(4, 1))
     with pytest.raises(ValueError, match="48 columns are not whole blocks of 32"):
-        linear(drawn(4, 48), drawn(16, 48), Scheme(block=32))
+        linear(drawn(4, 48), drawn(16, 48), Float8Recipe(block=32))
     with pytest.raises(ValueError, match="x is"):
-        linear(drawn(4, 32), drawn(16, 48), Scheme())
+        linear(drawn(4, 32), drawn(16, 48), Float8Recipe())
 
 
 # The layer.
@@ -227,14 +227,14 @@ def test_every_product_of_a_layer_is_of_rounded_numbers(recipe, block):
     }
     for kind in get_args(Product):
         more = "" if kind == "quantised" else " exact"
-        y, dx, dweight = computed(x, weight, Scheme(recipe, "e5m2", kind, kind, block), dy)
+        y, dx, dweight = computed(x, weight, Float8Recipe(recipe, "e5m2", kind, kind, block), dy)
         for got, name in ((y, "y"), (dx, "dx" + more), (dweight, "dw" + more)):
             assert sized(got, want[name]) < 1e-5, name
     plain = x @ weight.mT, dy @ weight, dy.mT @ x
-    for got, exact in zip(computed(x, weight, Scheme(recipe), dy), plain, strict=True):
+    for got, exact in zip(computed(x, weight, Float8Recipe(recipe), dy), plain, strict=True):
         assert sized(got, exact) < 0.1
-    e4m3 = computed(x, weight, Scheme(recipe, "e4m3"), dy)
-    e5m2 = computed(x, weight, Scheme(recipe), dy)
+    e4m3 = computed(x, weight, Float8Recipe(recipe, "e4m3"), dy)
+    e5m2 = computed(x, weight, Float8Recipe(recipe), dy)
     assert sized(e4m3[1], plain[1]) < 0.8 * sized(e5m2[1], plain[1])
 
 
@@ -247,9 +247,9 @@ def test_layers_are_those_of_torchao_to_the_bit():
     x, dy = (drawn(48, n, seed=n, dtype=torch.bfloat16) for n in (64, 32))
     base = torch.nn.Linear(64, 32, bias=False, dtype=torch.bfloat16, device=DEVICE)
     for name, scheme in (
-        ("tensorwise", Scheme("tensorwise", "e5m2")),
-        ("rowwise", Scheme("rowwise", "e4m3")),
-        ("rowwise_with_gw_hp", Scheme("rowwise", "e4m3", weight_gradient="exact")),
+        ("tensorwise", Float8Recipe("tensorwise", "e5m2")),
+        ("rowwise", Float8Recipe("rowwise", "e4m3")),
+        ("rowwise_with_gw_hp", Float8Recipe("rowwise", "e4m3", weight_gradient="exact")),
     ):
         config = float8.Float8LinearConfig.from_recipe_name(name)
         config = replace(config, round_scales_to_power_of_2=True)
@@ -279,11 +279,11 @@ def test_a_weight_of_codes_alone_serves_as_the_weight_does(recipe):
     for block in (None, 32):
         # Rounded by the columns of its rows, it has no scales for the columns themselves.
         kind = "exact" if recipe == "rowwise" else "quantised"
-        scheme = Scheme(recipe, "e5m2", kind, "quantised", block)
+        scheme = Float8Recipe(recipe, "e5m2", kind, "quantised", block)
         weight = drawn(144, 160, seed=1).requires_grad_()
         y, dx, dweight = computed(x, weight, scheme, dy)
         made = quantise(seen(weight.detach(), block), "e4m3", scheme.of_weights)
-        alone = CodedWeight(made, block, torch.float32).requires_grad_()
+        alone = Float8WeightShard(made, block, torch.float32).requires_grad_()
         leaf = x.clone().requires_grad_()
         got = linear(leaf, alone, scheme)
         slopes = torch.autograd.grad(got, (leaf, alone), dy)
@@ -314,7 +314,7 @@ def test_pytorch_finds_no_fault_with_the_operators():
 )
 def test_a_layer_is_compiled_as_one_graph(recipe):
     x, weight, dy = drawn(40, 160), drawn(144, 160, seed=1), drawn(40, 144, seed=2)
-    scheme = Scheme(recipe, block=32)
+    scheme = Float8Recipe(recipe, block=32)
     want = computed(x, weight, scheme, dy)
 
     @torch.compile(fullgraph=True, backend="aot_eager")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock_kernels.group_gemm import group_gemm, quack
-from penstock_kernels.group_gemm.even import height_of
+from penstock_kernels.group_gemm.even import padded_height
 from penstock_kernels.group_gemm.zeroing import zero_rows
 from penstock_kernels.op import UnsupportedError
 from tests.kernels.where import DEVICE, needs_triton
@@ -99,11 +99,11 @@ def test_rows_need_not_be_whole_vectors(case, backend):
 
 
 def test_groups_are_multiplied_in_few_heights_that_add_little():
-    heights = {rows: height_of(rows) for rows in range(1, 4097)}
+    heights = {rows: padded_height(rows) for rows in range(1, 4097)}
     assert all(rows <= height for rows, height in heights.items())
     assert all(heights[rows] <= 1.25 * rows for rows in range(128, 4097))
     assert len({heights[rows] for rows in range(129, 4097)}) == 4 * 5
-    assert height_of(0) == 0
+    assert padded_height(0) == 0
 
 
 def some_shape(seed, vector):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from penstock_kernels.attention.decode import newest
+from penstock_kernels.attention.decode import decode_attention
 from tests.dense import dense_attention, relative_error
 
 # One rounding of scores' inputs and of the output; sums in fp32.
@@ -30,6 +30,6 @@ def test_the_last_query_of_each_document_gets_what_attention_gives_it(dtype, win
     sees = places < lengths
     if window:
         sees &= places >= lengths - window
-    got = newest(q[ends - 1], k_kept, v_kept, sees, WIDTH**-0.5, sinks)
+    got = decode_attention(q[ends - 1], k_kept, v_kept, sees, WIDTH**-0.5, sinks)
     assert got.dtype == dtype
     assert relative_error(got, wanted) < TOLERANCE[dtype]

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock_kernels.noise import Run, add_noise_
+from penstock_kernels.noise import RowKeys, add_noise_
 from penstock_kernels.noise.reference import normals
 from penstock_kernels.op import UnsupportedError
 from penstock_kernels.quant import (
@@ -33,7 +33,7 @@ KEYS = (0xF00DFACE_89ABCDEF, 5, 2**64 - 1)
 
 def drawn(key, first_row, rows, first_column, columns):
     device = torch.device(DEVICE)
-    return normals(Run(rows, key, first_row), first_column, columns, device)
+    return normals(RowKeys(rows, key, first_row), first_column, columns, device)
 
 
 def noise_on(made, runs, backend="reference", *, alpha=1.0, dtype=torch.float32, first_column=0):
@@ -105,7 +105,7 @@ def test_a_million_numbers_are_normal_and_independent():
 @each_format
 def test_each_group_gets_noise_of_alpha_steps(name):
     made = quantise(uneven(6, 256), FORMATS[name])
-    draws = torch.stack([noise_on(made, [Run(6, key)], alpha=0.5)[0] for key in range(64)])
+    draws = torch.stack([noise_on(made, [RowKeys(6, key)], alpha=0.5)[0] for key in range(64)])
     group = made.format.group or 256
     of_group = draws.unflatten(-1, (-1, group)).transpose(0, 1).transpose(1, 2).flatten(2)
     # 1024 numbers or more; five standard deviations.
@@ -117,14 +117,14 @@ def test_each_group_gets_noise_of_alpha_steps(name):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_without_alpha_nothing_changes_to_the_bit(name, backend):
     made = quantise(-uneven(5, 128), FORMATS[name])
-    _, noisy = noise_on(made, [Run(5, 1)], backend, alpha=0.0)
+    _, noisy = noise_on(made, [RowKeys(5, 1)], backend, alpha=0.0)
     want = dequantise(made, torch.float32)
     assert torch.equal(noisy.view(torch.int32), want.view(torch.int32))
 
 
 # Cuts.
 
-RUNS = [Run(40, KEYS[0]), Run(25, KEYS[1], 7), Run(35, KEYS[2], (1 << 32) - 5)]
+RUNS = [RowKeys(40, KEYS[0]), RowKeys(25, KEYS[1], 7), RowKeys(35, KEYS[2], (1 << 32) - 5)]
 
 
 @functools.cache
@@ -149,7 +149,7 @@ def test_any_cut_draws_what_the_whole_draws_there(name, backend, rows, columns):
     for run in RUNS:
         first, last = max(start - begin, 0), min(stop - begin, run.rows)
         if first < last:
-            runs.append(Run(last - first, run.key, run.first_row + first))
+            runs.append(RowKeys(last - first, run.key, run.first_row + first))
         begin += run.rows
     part = made.narrow(-2, start, stop - start).narrow(-1, left, right - left)
     _, got = noise_on(part, runs, backend, first_column=left)
@@ -158,8 +158,8 @@ def test_any_cut_draws_what_the_whole_draws_there(name, backend, rows, columns):
 
 def test_many_rows_draw_what_they_draw_block_by_block():
     made = quantise(normal(40, 16384), FORMATS["int8"])
-    _, noisy = noise_on(made, [Run(40, 3)])
-    _, last = noise_on(made.narrow(-2, 33, 7), [Run(7, 3, 33)])
+    _, noisy = noise_on(made, [RowKeys(40, 3)])
+    _, last = noise_on(made.narrow(-2, 33, 7), [RowKeys(7, 3, 33)])
     assert torch.equal(noisy[33:], last)
 
 
@@ -171,7 +171,7 @@ def test_many_rows_draw_what_they_draw_block_by_block():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_triton_draws_what_the_reference_draws(name, dtype):
     made = quantise(uneven(2, 31, 200), FORMATS[name])
-    runs = [Run(30, KEYS[0], 2**33), Run(31, KEYS[1]), Run(1, KEYS[2])]
+    runs = [RowKeys(30, KEYS[0], 2**33), RowKeys(31, KEYS[1]), RowKeys(1, KEYS[2])]
     first = 0 if made.format.group else 7
     given = {"alpha": 0.7, "dtype": dtype, "first_column": first}
     _, got = noise_on(made, runs, "triton", **given)
@@ -187,7 +187,7 @@ def test_triton_draws_what_the_reference_draws(name, dtype):
 @needs_triton
 def test_triton_takes_as_many_runs_as_experts_have():
     made = quantise(normal(40, 5, 32), FORMATS["nvfp4"])
-    runs = [Run(rows, 1000 + at) for at, rows in enumerate([2, 3] * 40)]
+    runs = [RowKeys(rows, 1000 + at) for at, rows in enumerate([2, 3] * 40)]
     got, _ = noise_on(made, runs, "triton")
     want, _ = noise_on(made, runs, "reference")
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-8)
@@ -200,7 +200,7 @@ def test_triton_takes_as_many_runs_as_experts_have():
 
 def test_layers_use_noisy_weights_and_their_gradient_is_of_the_same_ones():
     parts = [quantise(normal(rows, 128, seed=rows), FORMATS["nf4"]) for rows in (24, 8, 16)]
-    runs = [Run(part.shape[0], key) for part, key in zip(parts, KEYS, strict=True)]
+    runs = [RowKeys(part.shape[0], key) for part, key in zip(parts, KEYS, strict=True)]
     made = cat(parts)
     change = functools.partial(add_noise_, quantised=made, alpha=0.5, runs=runs)
     _, noisy = noise_on(made, runs, alpha=0.5)
@@ -211,7 +211,7 @@ def test_layers_use_noisy_weights_and_their_gradient_is_of_the_same_ones():
     torch.testing.assert_close(dx, expected)
 
     experts = quantise(normal(3, 16, 128), FORMATS["nvfp4"])
-    runs = [Run(16, key) for key in KEYS]
+    runs = [RowKeys(16, key) for key in KEYS]
     change = functools.partial(add_noise_, quantised=experts, alpha=0.5, runs=runs)
     _, noisy = noise_on(experts, runs, alpha=0.5)
     counts, dy = torch.tensor([10, 0, 30], device=DEVICE), normal(40, 16, seed=3)
@@ -224,16 +224,16 @@ def test_layers_use_noisy_weights_and_their_gradient_is_of_the_same_ones():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_makes_no_sense_is_refused(backend):
-    made, run = quantise(normal(4, 128), FORMATS["nf4"]), [Run(4, 1)]
+    made, run = quantise(normal(4, 128), FORMATS["nf4"]), [RowKeys(4, 1)]
     weight, add = dequantise(made), add_noise_.backend(backend)
     with pytest.raises(ValueError, match=r"weight is \(3, 128\), and quantised \(4, 128\)"):
         add(weight[:3], made, 1.0, run)
     with pytest.raises(ValueError, match=r"runs have 3 rows, and \(4, 128\) has 4"):
-        add(weight, made, 1.0, [Run(3, 1)])
+        add(weight, made, 1.0, [RowKeys(3, 1)])
     with pytest.raises(ValueError, match="begin at 32, and nf4 has groups of 64"):
         add(weight, made, 1.0, run, 32)
     with pytest.raises(ValueError, match="64 bits"):
-        add(weight, made, 1.0, [Run(4, 2**64)])
+        add(weight, made, 1.0, [RowKeys(4, 2**64)])
     for alpha in (-0.5, math.inf, math.nan):
         with pytest.raises(ValueError, match="alpha is"):
             add(weight, made, alpha, run)
@@ -243,6 +243,6 @@ def test_what_makes_no_sense_is_refused(backend):
 def test_triton_says_what_it_does_not_take():
     made = quantise(normal(4, 128), FORMATS["nf4"])
     with pytest.raises(UnsupportedError, match="in fp64"):
-        add_noise_.backend("triton")(normal(4, 128).double(), made, 1.0, [Run(4, 1)])
+        add_noise_.backend("triton")(normal(4, 128).double(), made, 1.0, [RowKeys(4, 1)])
     with pytest.raises(UnsupportedError, match="not contiguous"):
-        add_noise_.backend("triton")(normal(128, 4).T, made, 1.0, [Run(4, 1)])
+        add_noise_.backend("triton")(normal(128, 4).T, made, 1.0, [RowKeys(4, 1)])

@@ -8,13 +8,13 @@ import torch
 from torch.library import opcheck
 
 from penstock.models.decoder_config import ExpertsConfig
-from penstock.models.layers.dropout import Dropout, Noise, drawing_from
-from penstock.models.layers.module_registry import Numbered
+from penstock.models.layers.dropout import Dropout, DropoutRNG, dropout_rng
+from penstock.models.layers.module_registry import OpModule
 from penstock.models.layers.quantized_linear import LEAVES, QuantisedMatrix
 from penstock.models.layers.router import Router
 from penstock_kernels.dropout import dropout, on_host
 from penstock_kernels.group_gemm import group_gemm
-from penstock_kernels.permute import order_of
+from penstock_kernels.permute import sort_by_expert
 from penstock_kernels.quant import format_named, quantise
 from tests.kernels.where import CAN_RUN_TRITON, DEVICE
 
@@ -49,7 +49,7 @@ def test_grouped_products(backend):
 
 @pytest.mark.skipif(not CAN_RUN_TRITON, reason="needs CUDA or Triton's interpreter")
 def test_sorting_by_expert_and_adding_up():
-    order = order_of(torch.tensor([[0, 2], [-1, 1], [2, 0]], device=DEVICE), 3)
+    order = sort_by_expert(torch.tensor([[0, 2], [-1, 1], [2, 0]], device=DEVICE), 3)
     both = order.copy_of_row, order.row_of_copy
     opcheck(operator("permute"), (drawn(3, 5), *both))
     opcheck(operator("unpermute"), (drawn(6, 5), None, *both), test_utils=PLAIN)
@@ -64,7 +64,7 @@ def test_dropout_by_a_key_that_is_data(backend):
     opcheck(operator(f"dropout_{backend}"), (drawn(3, 6), places, *on_host(0.3, 2**63 + 5), 2))
 
 
-def numbered(module: Numbered):
+def numbered(module: OpModule):
     module.give_number()
     return module.number
 
@@ -81,7 +81,7 @@ def test_what_programs_ask_of_modules_by_number():
     opcheck(operator("quantised_weight"), (number, *tensors, *kind), test_utils=PLAIN)
     opcheck(operator("quantised_weight_again"), again, test_utils=PLAIN)
     site = Dropout(0.5, "site")
-    with drawing_from(Noise(1, 2, torch.arange(3, device=DEVICE))):
+    with dropout_rng(DropoutRNG(1, 2, torch.arange(3, device=DEVICE))):
         given = drawn(3, 6, learns=False), numbered(site)
         opcheck(operator("dropout_draws"), given, test_utils=PLAIN)
     config = ExpertsConfig(layers=(0,), num_experts=4, experts_per_token=2, width=8)

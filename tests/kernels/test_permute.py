@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock_kernels.op import UnsupportedError
-from penstock_kernels.permute import order_of, permute, unpermute
+from penstock_kernels.permute import permute, sort_by_expert, unpermute
 from tests.kernels.where import DEVICE, needs_triton
 
 BACKENDS = ["eager", pytest.param("triton", marks=needs_triton)]
@@ -61,7 +61,7 @@ def agrees(backend, experts, choice, D, dtype, *, weighted, seed=0):
     x = torch.randn(len(choice), D, generator=generator).to(DEVICE, dtype)
     dy = torch.randn(len(choice), D, generator=generator).to(DEVICE, dtype)
     weights = torch.rand(choice.shape, generator=generator).to(DEVICE)
-    order = order_of(choice.to(DEVICE), experts)
+    order = sort_by_expert(choice.to(DEVICE), experts)
     somebody = int(order.counts.sum())
     # What experts would do: to every row another number, and to nobody's rows whatever it is.
     factor = 1 + torch.arange(choice.numel(), device=DEVICE) / 16
@@ -99,7 +99,7 @@ def agrees(backend, experts, choice, D, dtype, *, weighted, seed=0):
 @chosen
 def test_rows_are_each_experts_copies_in_the_order_of_their_tokens(experts, choice):
     choice = torch.as_tensor(choice)
-    order = order_of(choice, experts)
+    order = sort_by_expert(choice, experts)
     rows = by_hand(choice.tolist(), experts)
     assert order.counts.tolist() == [len(copies) for copies in rows]
     K = choice.shape[1]
@@ -131,11 +131,11 @@ def test_what_was_sorted_comes_back(data):
     K = data.draw(st.integers(1, 3))
     one = st.lists(st.integers(0, experts - 1), min_size=K, max_size=K)
     choice = torch.tensor(data.draw(st.lists(one, min_size=1, max_size=8)))
-    order = order_of(choice, experts)
+    order = sort_by_expert(choice, experts)
     x = torch.arange(len(choice) * 2.0).view(-1, 2)
     assert torch.equal(unpermute(permute(x, order), None, order), K * x)
     # Rows really are sorted: each holds its expert's number if that is what was copied.
-    numbers = permute(choice[:, :1].float(), order_of(choice[:, :1], experts))
+    numbers = permute(choice[:, :1].float(), sort_by_expert(choice[:, :1], experts))
     assert numbers.flatten().tolist() == sorted(choice[:, 0].tolist())
 
 
@@ -160,7 +160,7 @@ def test_rows_wider_than_a_program_holds_are_moved_whole():
 
 
 def test_orders_of_other_tokens_are_refused():
-    order = order_of(torch.tensor([[0, 1], [1, 0]]), 2)
+    order = sort_by_expert(torch.tensor([[0, 1], [1, 0]]), 2)
     if "triton" not in permute.backends:
         pytest.skip("triton is not published for this system")
     with pytest.raises(UnsupportedError, match=r"x is \(3, 4\) and the order of 2 tokens"):

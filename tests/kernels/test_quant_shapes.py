@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock_kernels.noise import Run, add_noise_
+from penstock_kernels.noise import RowKeys, add_noise_
 from penstock_kernels.quant import (
     FORMATS,
     Quantised,
@@ -117,7 +117,7 @@ def test_kernels_add_the_noise_of_the_reference_at_any_shape(seeds):
         total = made.codes.shape[:-1].numel()
         at = sorted(draw.randint(0, total) for _ in range(draw.randint(0, 3)))
         runs = [
-            Run(end - start, draw.getrandbits(64), draw.getrandbits(34))
+            RowKeys(end - start, draw.getrandbits(64), draw.getrandbits(34))
             for start, end in zip((0, *at), (*at, total), strict=True)
         ]
         first = draw.randint(0, 9) * (kept.group or 1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock_kernels.attention import attention, cpu_strips
-from penstock_kernels.attention.segments import Bucket
+from penstock_kernels.attention.segments import LengthBucket
 from tests.kernels.attention_cases import HUNDRED, drawn
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -58,7 +58,7 @@ def test_they_serve_what_they_are_quicker_for(monkeypatch):
 
     def serve(width, dtype=torch.float32, heads=(4, 2)):
         q, k = (torch.empty(1, number, 8, dtype=dtype) for number in heads)
-        return cpu_strips.serve(q, k, Bucket(1, width))
+        return cpu_strips.should_use(q, k, LengthBucket(1, width))
 
     assert serve(1024)
     assert not serve(255)

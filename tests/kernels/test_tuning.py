@@ -13,12 +13,12 @@ from penstock.core import env
 from penstock_kernels import op
 from penstock_kernels.tuning import autotune_cache as books
 from penstock_kernels.tuning import chosen
-from penstock_kernels.tuning.autotune_cache import Book, Device, Question
-from penstock_kernels.tuning.tuner import Tuner, class_of
+from penstock_kernels.tuning.autotune_cache import AutotuneCache, AutotuneKey, Device
+from penstock_kernels.tuning.tuner import Autotuner, size_class
 from tests.ranks import on_ranks
 
 H200, OTHER = Device("NVIDIA H200", (9, 0)), Device("NVIDIA H100 80GB HBM3", (9, 0))
-QUESTION = Question("group_gemm.by_rows", "triton 3.9.0, abc", "bfloat16 64x8")
+QUESTION = AutotuneKey("group_gemm.by_rows", "triton 3.9.0, abc", "bfloat16 64x8")
 
 
 class Tile(NamedTuple):
@@ -49,7 +49,7 @@ class Bench:
 
 def process(folder, bench, device=H200):
     """What a process of its own begins with."""
-    return Tuner(Book(folder, device), bench.measure)
+    return Autotuner(AutotuneCache(folder, device), bench.measure)
 
 
 def ask(tuner, bench, question=QUESTION, several=(RULE, FAST, SLOW), **how):
@@ -86,7 +86,7 @@ def test_another_device_kernel_class_or_rule_is_measured_by_itself(change, tmp_p
 
 
 def test_sizes_are_asked_for_by_their_class():
-    assert class_of((1000, 8, 1)) == class_of((1024, 5, 1)) != class_of((1025, 8, 1))
+    assert size_class((1000, 8, 1)) == size_class((1024, 5, 1)) != size_class((1025, 8, 1))
 
 
 def test_what_a_changed_kernel_was_measured_with_is_dropped_and_others_stay(tmp_path):
@@ -96,7 +96,7 @@ def test_what_a_changed_kernel_was_measured_with_is_dropped_and_others_stay(tmp_
     ask(tuner, bench, other)
     changed = QUESTION._replace(made_by="triton 3.9.0, def")
     ask(process(tmp_path, bench), bench, changed)
-    book = Book(tmp_path, H200)
+    book = AutotuneCache(tmp_path, H200)
     asked = "bfloat16 64x8 128/8"
     assert book.find(QUESTION._replace(inputs=asked)) is None
     assert book.find(other._replace(inputs=asked)) == [*FAST]
@@ -133,10 +133,13 @@ def test_where_nothing_may_be_measured_the_rule_holds_and_is_not_noted(tmp_path)
     ["{", "[]", '{"format": 0}', '{"format": 1, "kernels": {"group_gemm.by_rows": 7}}'],
 )
 def test_a_file_that_cannot_be_read_is_told_of_once_and_written_anew(text, tmp_path):
-    bench, book = Bench(), Book(tmp_path, H200)
+    bench, book = Bench(), AutotuneCache(tmp_path, H200)
     book.path.write_text(text)
     with pytest.warns(RuntimeWarning, match=r"the tuning file .*nvidia-h200-9\.0\.json") as told:
-        assert Tuner(book, bench.measure).choose(QUESTION, (RULE, FAST, SLOW), bench.launch) == FAST
+        assert (
+            Autotuner(book, bench.measure).choose(QUESTION, (RULE, FAST, SLOW), bench.launch)
+            == FAST
+        )
     assert len(told) == 1
     again = Bench()
     assert ask(process(tmp_path, again), again) == FAST
@@ -162,7 +165,7 @@ def test_who_waits_too_long_for_another_process_takes_the_rule(tmp_path, monkeyp
     monkeypatch.setattr(books, "PATIENCE", 0.01)
     bench = Bench()
     with (
-        Book(tmp_path, H200).alone(),
+        AutotuneCache(tmp_path, H200).alone(),
         pytest.warns(RuntimeWarning, match="held by another process"),
     ):
         assert ask(process(tmp_path, bench), bench) == RULE

@@ -13,9 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from penstock.adapters.dora import Normed
 from penstock.adapters.lora import LoraLinear
 from penstock.losses.cross_entropy import Loss, sum_cross_entropy, token_log_probs
-from penstock.models.layers.dropout import Dropout, Noise, drawing_from
+from penstock.models.layers.dropout import Dropout, DropoutRNG, dropout_rng
 from penstock.models.layers.quantized_linear import QuantisedLinear
-from penstock_kernels.cross_entropy import Terms
+from penstock_kernels.cross_entropy import LossOptions
 from penstock_kernels.quant import FORMATS, quantise
 
 TOKENS, WIDTH, VOCAB = 53, 16, 41
@@ -87,7 +87,7 @@ def setting(head, dtype=torch.float32):
 
 
 def plain(hidden, head, labels, terms=None):
-    logits, terms = head(hidden).float(), terms or Terms()
+    logits, terms = head(hidden).float(), terms or LossOptions()
     if terms.soft_cap:
         logits = terms.soft_cap * (logits / terms.soft_cap).tanh()
     z = logits.logsumexp(1).square()[labels != -100].sum()
@@ -100,7 +100,7 @@ def trained(hidden, head):
 
 
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("terms", [Terms(), Terms(smoothing=0.1, z=0.01, soft_cap=3.0)])
+@pytest.mark.parametrize("terms", [LossOptions(), LossOptions(smoothing=0.1, z=0.01, soft_cap=3.0)])
 def test_loss_and_gradients_are_those_of_all_logits_at_once(head, terms):
     hidden, call, labels = setting(head)
     want = plain(hidden, call, labels, terms)
@@ -122,7 +122,7 @@ def test_log_probabilities_are_those_of_all_logits_at_once(head):
     inputs, weights = trained(hidden, call), numbers(TOKENS)
     wanted = torch.autograd.grad(want, inputs, weights)
     for loss in (Loss(mode="eager"), CHUNKED, Loss()):
-        got = token_log_probs(hidden, call, labels, replace(loss, terms=Terms(soft_cap=3.0)))
+        got = token_log_probs(hidden, call, labels, replace(loss, terms=LossOptions(soft_cap=3.0)))
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
         found = torch.autograd.grad(got, inputs, weights)
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
@@ -151,7 +151,7 @@ def test_log_probabilities_of_several_labels_are_those_of_fp64_logits(head, cap)
     inputs = trained(hidden, call)
     wanted = torch.autograd.grad(want, inputs, weights.double())
     for loss in (Loss(mode="eager"), CHUNKED, Loss()):
-        got = token_log_probs(hidden, call, labels, replace(loss, terms=Terms(soft_cap=cap)))
+        got = token_log_probs(hidden, call, labels, replace(loss, terms=LossOptions(soft_cap=cap)))
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
         assert not got[labels == -100].any()
         found = torch.autograd.grad(got, inputs, weights)
@@ -206,8 +206,8 @@ def test_under_autocast_products_are_in_its_dtype_and_gradients_in_the_weights()
 def test_an_adapted_head_drops_what_it_would_of_all_tokens(normed):
     hidden, call, labels = setting("a matrix")
     call = adapted(normed, rate=0.5)
-    noise = Noise(1, 2, torch.arange(100, 100 + TOKENS))
-    with drawing_from(noise):
+    noise = DropoutRNG(1, 2, torch.arange(100, 100 + TOKENS))
+    with dropout_rng(noise):
         want = plain(hidden, call, labels)
         assert want != plain(hidden, adapted(normed), labels)
         for loss in (Loss(mode="eager"), CHUNKED):
@@ -277,4 +277,4 @@ def test_what_cannot_be_is_refused():
         with pytest.raises(ValueError, match="chunk is 0"):
             sum_cross_entropy(hidden, call, labels, Loss(chunk=0))
     with pytest.raises(ValueError, match="have no Terms"):
-        token_log_probs(hidden, head, labels, Loss(Terms(smoothing=0.1)))
+        token_log_probs(hidden, head, labels, Loss(LossOptions(smoothing=0.1)))

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from penstock.losses.policy import Told, sequence_losses, token_losses
+from penstock.losses.policy import LossInputs, sequence_losses, token_losses
 
 # Ratios within and beyond the clips on either side, with both signs of what is to be gained.
 RATIOS = [0.5, 0.9, 1.0, 1.1, 1.7, 0.5, 0.9, 1.1, 1.7, 6.0]
@@ -26,7 +26,9 @@ def given(**changes):
         "high_T": [HIGH] * len(RATIOS),
     }
     told |= changes
-    return Told(**{name: torch.tensor(its, dtype=torch.float64) for name, its in told.items()})
+    return LossInputs(
+        **{name: torch.tensor(its, dtype=torch.float64) for name, its in told.items()}
+    )
 
 
 def log_probs(told):

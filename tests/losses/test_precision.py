@@ -11,10 +11,10 @@ from torch import nn
 
 from penstock.adapters.dora import Normed
 from penstock.adapters.lora import LoraLinear
-from penstock.losses.cross_entropy import Loss, logits_of, sum_cross_entropy, token_log_probs
-from penstock.models.layers.dropout import Dropout, Noise, drawing_from
+from penstock.losses.cross_entropy import Loss, compute_logits, sum_cross_entropy, token_log_probs
+from penstock.models.layers.dropout import Dropout, DropoutRNG, dropout_rng
 from penstock.models.layers.quantized_linear import QuantisedLinear
-from penstock_kernels.cross_entropy import Terms
+from penstock_kernels.cross_entropy import LossOptions
 from penstock_kernels.quant import FORMATS, dequantise, quantise
 
 TOKENS, WIDTH, VOCAB, RANK = 53, 32, 41, 3
@@ -114,9 +114,9 @@ def test_logits_that_are_put_together_by_another_are_in_fp32_too():
     hidden = numbers(TOKENS, WIDTH).bfloat16()
 
     def halves(x):
-        return torch.cat([logits_of(x, head.bfloat16(), "fp32")] * 2, dim=-1)
+        return torch.cat([compute_logits(x, head.bfloat16(), "fp32")] * 2, dim=-1)
 
-    got = logits_of(hidden, halves, "fp32")
+    got = compute_logits(hidden, halves, "fp32")
     want = (hidden.double() @ weight.double().T).repeat(1, 2)
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
 
@@ -193,7 +193,7 @@ def lengths(head: nn.Module, tokens: int, loss: Loss, *, is_summed: bool = True)
     def gradients(head: nn.Module, hidden: torch.Tensor, loss: Loss) -> list[torch.Tensor]:
         hidden = hidden.detach().requires_grad_()
         head.zero_grad()
-        with drawing_from(Noise(3, 0, torch.arange(tokens))):
+        with dropout_rng(DropoutRNG(3, 0, torch.arange(tokens))):
             if is_summed:
                 sum_cross_entropy(hidden, head, labels, loss, scale=1 / tokens).backward()
             else:
@@ -210,11 +210,11 @@ def lengths(head: nn.Module, tokens: int, loss: Loss, *, is_summed: bool = True)
     [
         ("plain", Loss(chunk=1000), True),
         ("plain", Loss(chunk=100), True),
-        ("plain", Loss(Terms(z=1e-3, smoothing=0.1), chunk=1000), True),
+        ("plain", Loss(LossOptions(z=1e-3, smoothing=0.1), chunk=1000), True),
         ("plain", Loss(chunk=1000), False),
         ("plain", Loss(mode="eager"), True),
         ("plain", Loss(mode="eager"), False),
-        ("plain", Loss(Terms(z=1e-3, smoothing=0.1), mode="eager"), True),
+        ("plain", Loss(LossOptions(z=1e-3, smoothing=0.1), mode="eager"), True),
         ("adapted", Loss(mode="eager"), True),
         ("normed", Loss(mode="eager"), True),
         ("normed", Loss(chunk=1000), True),

@@ -6,8 +6,8 @@ import torch
 
 from penstock.rows.collate import collate
 from penstock.rows.reader import Row
-from penstock.rows.shared_prefix import Branching, start_rows_of
-from penstock_kernels.attention import Segments, attention
+from penstock.rows.shared_prefix import PrefixSharing, first_blind_rows
+from penstock_kernels.attention import VarlenMetadata, attention
 from tests.models.twins import assert_gradients_equal, gradients, their_logits, twins
 
 PAIRS = [(11, 6, 9), (1, 1, 4), (20, 2, 2), (5, 13, 1)]
@@ -29,7 +29,7 @@ def row_of(pairs, *, shares):
             ids += shared[begin:] + answer[:-1]
             labels += [-100] * (prompt - 1 - begin) + answer
             branches.append(prompt - begin + size - 1)
-    branching = Branching(tuple(prompts), tuple(branches), (b"",) * len(pairs))
+    branching = PrefixSharing(tuple(prompts), tuple(branches), (b"",) * len(pairs))
     lengths = np.array(branching.documents(), dtype=np.int32)
     return Row(np.array(ids, np.int32), np.array(labels, np.int32), lengths, 0, branching)
 
@@ -41,7 +41,9 @@ def batch_of(*, shares):
 
 def segments_of(batch):
     spans = batch.spans()
-    return Segments.of(batch.lengths, start_rows=None if spans is None else start_rows_of(spans))
+    return VarlenMetadata.of(
+        batch.lengths, start_rows=None if spans is None else first_blind_rows(spans)
+    )
 
 
 def learnt(model, batch):

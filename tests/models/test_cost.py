@@ -5,7 +5,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from penstock.models.flops import Learning, Work, forward_flops, pairs_per_token, step_flops
-from penstock.models.registry import family_of
+from penstock.models.registry import get_family
 from tests.dense import visible
 
 SIZES = {
@@ -36,7 +36,7 @@ def built(kind):
         model = Qwen3MoeForCausalLM(hf)
         model.set_experts_implementation("eager")
     model.set_attn_implementation("eager")
-    return model, family_of(hf.to_dict()).read(hf.to_dict())
+    return model, get_family(hf.to_dict()).read(hf.to_dict())
 
 
 def counted(model, length=LENGTH):
@@ -103,7 +103,7 @@ def test_parts_that_are_computed_again_cost_what_they_cost_alone():
 def test_documents_are_compared_with_themselves_alone(window):
     hf = {"model_type": "qwen2", **SIZES, "max_position_embeddings": 64}
     windows = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1}
-    config = family_of(hf).read({**hf, **windows} if window else hf)
+    config = get_family(hf).read({**hf, **windows} if window else hf)
     lengths = [1, 7, 8, 9, 30]
     work = Work.of(config, lengths)
     assert work.tokens == work.logits == sum(lengths)
@@ -129,7 +129,7 @@ def test_a_token_costs_as_many_pairs_as_pytorch_counts(kind):
 def test_under_a_window_a_long_document_costs_what_its_tokens_see():
     hf = {"model_type": "qwen2", **SIZES, "max_position_embeddings": 64}
     windows = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
-    config = family_of(hf).read({**hf, **windows})
+    config = get_family(hf).read({**hf, **windows})
 
     def operations(length):
         return step_flops(config, Work.of(config, [length]))

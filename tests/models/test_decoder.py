@@ -13,8 +13,8 @@ from penstock.models.layers.attention import in_bf16
 from penstock.models.layers.experts import Experts
 from penstock.models.layers.router import Router
 from penstock.models.registry import FAMILIES
-from penstock.models.tp_roles import DECODER_GRAINS, Role, role_of
-from penstock_kernels.attention import Segments, attention
+from penstock.models.tp_roles import DECODER_GRAINS, ParallelStyle, find_parallel_style
+from penstock_kernels.attention import VarlenMetadata, attention
 from tests.models.stored import from_hf
 from tests.models.twins import SIZES, documents, packed_logits, packed_loss
 
@@ -60,20 +60,20 @@ def test_a_model_built_without_memory_equals_one_built_with_it(tied):
 def test_every_matrix_has_a_role_and_a_grain(model_type, merge_qkv):
     model, weights = built(merge_qkv=merge_qkv, model_type=model_type, device="meta")
     roles = {
-        name: role_of(name, FAMILIES[model_type].roles)
+        name: find_parallel_style(name, FAMILIES[model_type].roles)
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | nn.Embedding | Router | Experts)
     }
     assert None not in roles.values(), roles
-    sparse = (Role.ROUTER, Role.EXPERTS)
+    sparse = (ParallelStyle.ROUTER, ParallelStyle.EXPERTS)
     linear = [name for name, role in roles.items() if role not in sparse]
     layers = {hf.split(".")[-2] for name in linear for hf in weights.hf_names(f"{name}.weight")}
     assert layers <= DECODER_GRAINS.keys()
     count = len(weights.config.experts.layers) if weights.config.experts else 0
     assert [list(roles.values()).count(role) for role in sparse] == [count, count]
-    assert roles["model.embed_tokens"] == Role.VOCAB
+    assert roles["model.embed_tokens"] == ParallelStyle.VOCAB
     # What narrows is what writes into the residual stream.
-    narrow = {name for name in linear if roles[name] is Role.NARROW}
+    narrow = {name for name in linear if roles[name] is ParallelStyle.NARROW}
     assert narrow == {name for name in linear if name.endswith(("o_proj", "down_proj"))}
 
 
@@ -145,7 +145,7 @@ def test_recomputing_through_a_socket_changes_no_gradient(socket):
 
 def test_attention_in_bf16_is_that_of_rounded_inputs_in_the_precision_they_came_in():
     q, k, v = torch.randn(3, 7, 2, 8, generator=torch.Generator().manual_seed(0)).unbind()
-    segments, sinks = Segments.of([4, 3]), torch.tensor([0.5, -1.0])
+    segments, sinks = VarlenMetadata.of([4, 3]), torch.tensor([0.5, -1.0])
     got = in_bf16(attention)(q, k, v, segments, 0.3, 3, sinks)
     want = attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), segments, 0.3, 3, sinks)
     assert got.dtype == torch.float32

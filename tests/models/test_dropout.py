@@ -6,11 +6,11 @@ from itertools import cycle
 import pytest
 import torch
 
-from penstock.engine.activations.checkpointing import FORMS, recompute
-from penstock.models.decoder import Decoder, Part
-from penstock.models.layers.dropout import Dropout, Dropping, Noise, drawing_from
-from penstock_kernels.attention import Segments
-from penstock_kernels.dropout.reference import kept
+from penstock.engine.activations.checkpointing import FORMS, apply_activation_checkpointing
+from penstock.models.decoder import Decoder, PipelineStageModules
+from penstock.models.layers.dropout import Dropout, DropoutRates, DropoutRNG, dropout_rng
+from penstock_kernels.attention import VarlenMetadata
+from penstock_kernels.dropout.reference import keep_mask
 from tests.models.twins import (
     assert_gradients_equal,
     documents,
@@ -30,7 +30,7 @@ def noise_of(ids, *, step=0, first_row=0):
     places = [
         (row << 32) + torch.arange(len(document)) for row, document in enumerate(ids, first_row)
     ]
-    return Noise(seed=3, step=step, places_T=torch.cat(places))
+    return DropoutRNG(seed=3, step=step, places_T=torch.cat(places))
 
 
 def drops(rate, site, ids, step):
@@ -42,7 +42,7 @@ def drops(rate, site, ids, step):
     )
 
     def hook(_module, _arguments, output):
-        with drawing_from(next(noises)):
+        with dropout_rng(next(noises)):
             if isinstance(output, tuple):
                 return dropout(output[0][0])[None], *output[1:]
             return dropout(output[0])[None]
@@ -50,12 +50,12 @@ def drops(rate, site, ids, step):
     return hook
 
 
-RISING = Dropping(RATE, RATE, warmup_steps=4, depth="rising")
+RISING = DropoutRates(RATE, RATE, warmup_steps=4, depth="rising")
 # Of three layers.
 BY_STEP = {
-    "as written": (Dropping(RATE), 0, (RATE, RATE, RATE)),
-    "in the first step of a rise": (Dropping(RATE, warmup_steps=4), 0, (0, 0, 0)),
-    "in a rise": (Dropping(RATE, warmup_steps=4), 3, (0.3, 0.3, 0.3)),
+    "as written": (DropoutRates(RATE), 0, (RATE, RATE, RATE)),
+    "in the first step of a rise": (DropoutRates(RATE, warmup_steps=4), 0, (0, 0, 0)),
+    "in a rise": (DropoutRates(RATE, warmup_steps=4), 3, (0.3, 0.3, 0.3)),
     "in a rise, by depth": (RISING, 1, (0, 0.1 / 3, 0.2 / 3)),
     "after it": (RISING, 4, (0, 0.4 / 3, 0.8 / 3)),
     "long after it": (RISING, 9, (0, 0.4 / 3, 0.8 / 3)),
@@ -64,7 +64,7 @@ BY_STEP = {
 
 def test_weights_of_attention_are_dropped_as_transformers_drops_them(monkeypatch):
     """In each layer, with the draws of a document, a head, a query and a key."""
-    dropping = Dropping(attention=RATE, depth="rising")
+    dropping = DropoutRates(attention=RATE, depth="rising")
     pair = twins("qwen3", dropout=dropping)
     ids, labels = documents()
     layers = len(pair.theirs.model.layers)
@@ -82,20 +82,20 @@ def test_weights_of_attention_are_dropped_as_transformers_drops_them(monkeypatch
         heads, length, _ = document.shape
         noise = noise_of([ids[row]], first_row=row)
         key = noise.key(f"model.layers.{number}.self_attn.weights")
-        stays = kept(noise.places_T, heads * length, p, key).unflatten(1, (heads, length))
+        stays = keep_mask(noise.places_T, heads * length, p, key).unflatten(1, (heads, length))
         return (document * stays.transpose(0, 1) / (1 - p))[None]
 
     monkeypatch.setattr(torch.nn.functional, "dropout", drop)
     theirs = their_loss(pair.theirs.train(), ids, labels)
     theirs.backward()
     assert len(seen) == layers * len(ids)
-    with drawing_from(noise_of(ids)):
+    with dropout_rng(noise_of(ids)):
         mine = packed_loss(pair.ours.train(), ids, labels)
     mine.backward()
     torch.testing.assert_close(mine, theirs)
     assert_gradients_equal(gradients(pair.ours), gradients(pair.theirs))
     plain = packed_loss(pair.ours, ids, labels)
-    with drawing_from(noise_of(ids)):
+    with dropout_rng(noise_of(ids)):
         assert torch.equal(packed_loss(pair.ours.eval(), ids, labels), plain)
     assert not torch.isclose(mine, plain)
 
@@ -115,7 +115,7 @@ def test_what_layers_add_is_dropped_from_before_it_is_added(dropping, step, rate
             layer.mlp.down_proj.register_forward_pre_hook(
                 lambda module, given, drop=drop: drop(module, given, given[0])
             )
-    with drawing_from(noise_of(ids, step=step)):
+    with dropout_rng(noise_of(ids, step=step)):
         mine = packed_loss(pair.ours, ids, labels)
     mine.backward()
     theirs = their_loss(pair.theirs, ids, labels)
@@ -125,12 +125,12 @@ def test_what_layers_add_is_dropped_from_before_it_is_added(dropping, step, rate
 
 
 def logits(model, ids, noise):
-    with torch.no_grad(), drawing_from(noise):
+    with torch.no_grad(), dropout_rng(noise):
         return packed_logits(model, ids)
 
 
 def test_a_token_draws_alike_in_whatever_company_and_otherwise_in_other_steps_rows_and_runs():
-    model = twins("qwen3", dropout=Dropping(RATE)).ours
+    model = twins("qwen3", dropout=DropoutRates(RATE)).ours
     ids, _ = documents()
     noise = noise_of(ids)
     whole = logits(model, ids, noise)
@@ -149,20 +149,20 @@ def test_a_token_draws_alike_in_whatever_company_and_otherwise_in_other_steps_ro
 
 def test_a_layer_drops_by_its_number_in_the_whole_model_whichever_part_of_it_is_here():
     whole = twins("qwen3", dropout=RISING).ours
-    first = Decoder(whole.config, dropout=RISING, part=Part([0], ends=False))
-    second = Decoder(whole.config, dropout=RISING, part=Part([1, 2], begins=False))
+    first = Decoder(whole.config, dropout=RISING, part=PipelineStageModules([0], ends=False))
+    second = Decoder(whole.config, dropout=RISING, part=PipelineStageModules([1, 2], begins=False))
     for part in (first, second):
         part.load_state_dict({name: whole.state_dict()[name] for name in part.state_dict()})
     ids, _ = documents()
     lengths = [len(document) for document in ids]
-    place = positions(lengths), Segments.of(lengths)
-    with torch.no_grad(), drawing_from(noise_of(ids, step=3)):
+    place = positions(lengths), VarlenMetadata.of(lengths)
+    with torch.no_grad(), dropout_rng(noise_of(ids, step=3)):
         found = second(first(torch.cat(ids), *place), *place)
     assert torch.equal(found, logits(whole, ids, noise_of(ids, step=3)))
 
 
 def test_nothing_is_dropped_in_an_evaluation_or_without_a_noise():
-    model, plain = (twins("qwen3", dropout=Dropping(rate)).ours for rate in (RATE, 0.0))
+    model, plain = (twins("qwen3", dropout=DropoutRates(rate)).ours for rate in (RATE, 0.0))
     ids, _ = documents()
     want = packed_logits(plain, ids)
     assert torch.equal(logits(model, ids, None), want)
@@ -178,11 +178,11 @@ def test_what_is_computed_again_drops_what_it_dropped_before(kind, modules):
     for again in (False, True):
         model = twins("qwen3", dropout=RISING).ours
         if again:
-            recompute(model, modules, kind)
-        with drawing_from(noise_of(ids, step=2)):
+            apply_activation_checkpointing(model, modules, kind)
+        with dropout_rng(noise_of(ids, step=2)):
             loss = packed_loss(model, ids, labels)
         # As in a pipeline, where another micro-batch is on its way forward; the step tells it.
-        with drawing_from(noise_of(ids, step=9)):
+        with dropout_rng(noise_of(ids, step=9)):
             loss.backward()
         found.append(gradients(model))
     plain, repeated = found
@@ -190,7 +190,7 @@ def test_what_is_computed_again_drops_what_it_dropped_before(kind, modules):
 
 
 def test_sites_are_called_alike_in_every_part_of_a_model():
-    pair = twins("qwen3", dropout=Dropping(RATE))
+    pair = twins("qwen3", dropout=DropoutRates(RATE))
     sites = [module.site for module in pair.ours.modules() if isinstance(module, Dropout)]
     assert len(set(sites)) == len(sites) == 3 * 4
     # By the names of transformers' modules, whatever ours are called.

@@ -10,8 +10,8 @@ from penstock.core.errors import CapabilityError, ConfigError
 from penstock.models.decoder import Decoder
 from penstock.models.foundation import NO_EFFECT, check_foundation, laid_over
 from penstock.models.initialize import generator_for, initialise
-from penstock.models.registry import FAMILIES, family_of
-from penstock_kernels.attention import Segments
+from penstock.models.registry import FAMILIES, get_family
+from penstock_kernels.attention import VarlenMetadata
 from tests.models.twins import LLAMA3_ROPE, SIZES, SPARSE
 
 TOKENS = 24
@@ -60,8 +60,8 @@ def other_than(name: str, value: Any) -> Any:
 
 def logits(config: dict[str, Any]) -> torch.Tensor:
     """Of a model whose start is far from what models start with, so that everything in it shows."""
-    decoder = family_of(config).read(config)
-    names = family_of(config).weight_map(decoder)
+    decoder = get_family(config).read(config)
+    names = get_family(config).weight_map(decoder)
     model = Decoder(decoder)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -70,14 +70,14 @@ def logits(config: dict[str, Any]) -> torch.Tensor:
             noise = torch.randn(parameter.shape, generator=generator_for(name, 1))
             parameter.copy_(start * 5 + noise * 0.3)
     ids, at = torch.arange(TOKENS) % 7 * 11, torch.arange(TOKENS)
-    return model(ids, at, Segments.of([TOKENS], "cpu"))
+    return model(ids, at, VarlenMetadata.of([TOKENS], "cpu"))
 
 
 def changes(base: dict[str, Any], name: str, value: Any) -> bool:
     """Whether the model is another one."""
     changed = laid_over(base, {name: value})
     if name in ELSEWHERE:
-        return family_of(base).read(base) != family_of(changed).read(changed)
+        return get_family(base).read(base) != get_family(changed).read(changed)
     own, other = logits(base), logits(changed)
     return own.shape != other.shape or not torch.equal(own, other)
 
@@ -126,7 +126,7 @@ def test_either_spelling_of_rotary_embedding_sets_it_in_either_style_of_file(
     base = {"model_type": model_type, **SIZES, **SPARSE.get(model_type, {}), **STYLES[style]}
     merged = laid_over(base, entries)
     check_foundation(base, entries)
-    assert family_of(merged).read(merged).rope_parameters["rope_theta"] == 123.0
+    assert get_family(merged).read(merged).rope_parameters["rope_theta"] == 123.0
     # What is exported says it once, and transformers reads the same.
     theirs = transformers.AutoConfig.for_model(**merged)
     assert theirs.rope_parameters["rope_theta"] == 123.0

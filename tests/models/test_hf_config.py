@@ -7,7 +7,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.models.layers.rotary import Rotary
-from penstock.models.registry import FAMILIES, family_of
+from penstock.models.registry import FAMILIES, get_family
 from tests.models.twins import LLAMA3_ROPE, SIZES
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
@@ -18,7 +18,7 @@ DEFAULT = {"rope_type": "default", "rope_theta": 5e5}
 
 def read(**fields):
     config = {"model_type": "llama", **SIZES, **fields}
-    return family_of(config).read(config)
+    return get_family(config).read(config)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

@@ -6,13 +6,13 @@ import pytest
 import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from penstock.engine.activations.checkpointing import recompute
-from penstock.engine.moe.load_balancing import RowsHere, StepWatch
-from penstock.losses.load_balancing import entropy, even_out, imbalance, pull_of
+from penstock.engine.activations.checkpointing import apply_activation_checkpointing
+from penstock.engine.moe.load_balancing import RouterStatsCollector, RowsHere
+from penstock.losses.load_balancing import aux_loss_grad, entropy, imbalance, update_expert_bias
 from penstock.models.decoder_config import ExpertsConfig
-from penstock.models.layers.experts import operations_of
+from penstock.models.layers.experts import select_expert_ops
 from penstock.models.layers.router import Router
-from penstock.models.layers.router_observer import watched_by
+from penstock.models.layers.router_observer import observe_routers
 from tests.models.stored import to_hf
 from tests.models.twins import (
     SPARSE,
@@ -39,7 +39,7 @@ def assert_same_model(theirs, ids, labels, implementations, *, within=""):
     with torch.no_grad():
         logits = torch.cat([their_logits(theirs, document) for document in ids])
     for implementation in implementations:
-        pair = ours_with(theirs, merge_qkv=True, experts=operations_of(implementation))
+        pair = ours_with(theirs, merge_qkv=True, experts=select_expert_ops(implementation))
         with torch.no_grad():
             torch.testing.assert_close(packed_logits(pair.ours, ids), logits, atol=1e-5, rtol=1e-5)
         loss = packed_loss(pair.ours, ids, labels)
@@ -103,8 +103,8 @@ def rows_of(ids, padding=0):
 
 def watch_of(rows, *, load=0.0, z=0.0):
     total = int(rows.tokens_R.sum())
-    return StepWatch(
-        rows, lambda _, counts_RE: pull_of(counts_RE, rows.tokens_R), load / total, z / total
+    return RouterStatsCollector(
+        rows, lambda _, counts_RE: aux_loss_grad(counts_RE, rows.tokens_R), load / total, z / total
     )
 
 
@@ -130,10 +130,10 @@ def penalised(pair, ids, labels, recomputed):
     """
     model = copy.deepcopy(pair.ours)
     if recomputed:
-        recompute(model, None, recomputed)
+        apply_activation_checkpointing(model, None, recomputed)
     rest = torch.zeros(9, dtype=torch.int64)
     watch = watch_of(rows_of(ids, padding=9), load=LOAD, z=Z)
-    with watched_by(watch):
+    with observe_routers(watch):
         loss = packed_loss(model, [*ids, rest], [*labels, rest - 100])
     noted = dict(watch.noted)
     loss.backward()
@@ -142,7 +142,7 @@ def penalised(pair, ids, labels, recomputed):
 
 
 def test_losses_of_routers_and_all_gradients_are_those_of_transformers_recomputed_or_not():
-    pair = twins("qwen3_moe", experts=operations_of("eager"))
+    pair = twins("qwen3_moe", experts=select_expert_ops("eager"))
     ids, labels = documents()
     plain = their_loss(pair.theirs, ids, labels)
     balance, squares = their_balance(pair, ids)
@@ -174,22 +174,22 @@ def test_shares_of_a_row_on_several_ranks_add_up_to_its_loss():
         router.zero_grad()
         total = torch.zeros(14, dtype=torch.float64)
         for part in parts:
-            watch = StepWatch(RowsHere(row_T[part], tokens_R), pull, 0.7, 0.2)
-            with watched_by(watch):
+            watch = RouterStatsCollector(RowsHere(row_T[part], tokens_R), pull, 0.7, 0.2)
+            with observe_routers(watch):
                 # The weights' own gradient is none of this.
                 (0 * router(x[part])[1].sum()).backward()
             total += watch.noted[router]
         return gradients(router)["weight"].clone(), total
 
-    whole, sums = gradient([slice(0, 40)], lambda _, counts_RE: pull_of(counts_RE, tokens_R))
-    watch = StepWatch(RowsHere(row_T, tokens_R), None, 0, 0)
-    with watched_by(watch), torch.no_grad():
+    whole, sums = gradient([slice(0, 40)], lambda _, counts_RE: aux_loss_grad(counts_RE, tokens_R))
+    watch = RouterStatsCollector(RowsHere(row_T, tokens_R), None, 0, 0)
+    with observe_routers(watch), torch.no_grad():
         choice, _ = router(x)
     counts_RE = torch.stack(
         [torch.bincount(choice[row_T == r].flatten(), minlength=6) for r in (1, 2)]
     )
     parts = [slice(0, 13), slice(13, 14), slice(14, 40)]
-    cut, summed = gradient(parts, lambda *_: pull_of(counts_RE, tokens_R))
+    cut, summed = gradient(parts, lambda *_: aux_loss_grad(counts_RE, tokens_R))
     torch.testing.assert_close(cut, whole)
     torch.testing.assert_close(summed, sums)
     assert torch.equal(watch.noted[router][:6].long(), counts_RE.sum(0))
@@ -217,5 +217,5 @@ def test_even_use_is_1_and_the_use_of_one_expert_is_as_uneven_as_can_be():
     assert (imbalance(even), imbalance(one)) == (1, 4)
     assert (entropy(even), entropy(one)) == pytest.approx((1, 0))
     assert entropy(torch.tensor([6, 6, 0, 0])) == pytest.approx(0.5)
-    assert even_out(even, 0.1).tolist() == [0, 0, 0, 0]
-    assert even_out(one, 0.1).tolist() == pytest.approx([0.1, -0.1, 0.1, 0.1])
+    assert update_expert_bias(even, 0.1).tolist() == [0, 0, 0, 0]
+    assert update_expert_bias(one, 0.1).tolist() == pytest.approx([0.1, -0.1, 0.1, 0.1])

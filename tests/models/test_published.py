@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from penstock.core.errors import CapabilityError
-from penstock.models.quantization_config import Declared, declared_in
+from penstock.models.quantization_config import QuantizationConfig, declared_in
 
 COMPRESSED: dict[str, Any] = {
     "quant_method": "compressed-tensors",
@@ -67,12 +67,14 @@ def test_what_is_quantised_in_other_ways_is_refused_with_what_to_do(said, fault)
 def test_what_was_written_in_older_ways_is_read():
     groups = compressed(type="float", num_bits=8, strategy="block", block_structure="128x128")
     said = {**groups, "format": "float-quantized", "ignore": ["re:.*gate"]}
-    tiles = Declared("block_fp8", "compressed-tensors", 128, ("re:.*gate",))
+    tiles = QuantizationConfig("block_fp8", "compressed-tensors", 128, ("re:.*gate",))
     assert declared_in({"quantization_config": said}) == tiles
-    assert declared_in({"quantization_config": {**FP8, "ignored_layers": ["lm_head"]}}) == Declared(
-        "block_fp8", "fp8", 128, ("lm_head",)
-    )
+    assert declared_in(
+        {"quantization_config": {**FP8, "ignored_layers": ["lm_head"]}}
+    ) == QuantizationConfig("block_fp8", "fp8", 128, ("lm_head",))
     unnamed = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-    assert declared_in({"quantization_config": unnamed}) == Declared("nf4", "bitsandbytes")
+    assert declared_in({"quantization_config": unnamed}) == QuantizationConfig(
+        "nf4", "bitsandbytes"
+    )
     assert declared_in({"quantization_config": None}) is None
     assert declared_in({}) is None

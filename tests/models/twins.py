@@ -10,9 +10,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from penstock.losses.cross_entropy import Loss, sum_cross_entropy
 from penstock.models.decoder import Decoder
 from penstock.models.family import Family
-from penstock.models.registry import family_of
+from penstock.models.registry import get_family
 from penstock.models.weights import WeightMap
-from penstock_kernels.attention import Segments
+from penstock_kernels.attention import VarlenMetadata
 from tests.models.stored import from_hf
 
 SIZES = {
@@ -159,7 +159,7 @@ def as_stored(model: transformers.PreTrainedModel, tensors) -> dict[str, torch.T
 
 def ours_with(theirs: transformers.PreTrainedModel, *, merge_qkv: bool, **how) -> Twins:
     hf_config = theirs.config.to_dict()
-    family = family_of(hf_config)
+    family = get_family(hf_config)
     config = family.read(hf_config)
     weights = family.weight_map(config, merge_qkv=merge_qkv)
     ours = Decoder(config, merge_qkv=merge_qkv, **how)
@@ -214,7 +214,7 @@ def assert_gradients_equal(got, expected):
 
 def packed_logits(model: nn.Module, ids) -> torch.Tensor:
     lengths = [len(document) for document in ids]
-    return model(torch.cat(ids), positions(lengths), Segments.of(lengths))
+    return model(torch.cat(ids), positions(lengths), VarlenMetadata.of(lengths))
 
 
 def packed_loss(model: nn.Module, ids, labels, chunk=11) -> torch.Tensor:
@@ -222,7 +222,7 @@ def packed_loss(model: nn.Module, ids, labels, chunk=11) -> torch.Tensor:
     return model(
         torch.cat(ids),
         positions(lengths),
-        Segments.of(lengths),
+        VarlenMetadata.of(lengths),
         lambda hidden, head: sum_cross_entropy(hidden, head, torch.cat(labels), Loss(chunk=chunk)),
     )
 

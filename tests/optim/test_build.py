@@ -10,9 +10,9 @@ from torch import nn
 
 from penstock.config.schema.optimizer import Argument, OptimConfig
 from penstock.core.errors import CapabilityError, ConfigError
-from penstock.optim.anyprecision import AnyPrecisionAdamW, Keeping
+from penstock.optim.anyprecision import AnyPrecisionAdamW, StatePrecision
 from penstock.optim.build import build_optimizer
-from penstock.optim.groups import MATRICES, RATE, Grouping, by_depth, parameter_groups
+from penstock.optim.groups import MATRICES, RATE, Grouping, layerwise_lr_decay, parameter_groups
 from penstock.optim.optimizer_by_name import named_optimizer
 
 NAMED = {
@@ -114,7 +114,7 @@ def test_layers_learn_the_faster_the_nearer_to_the_end_they_are():
         "model.norm.weight",
         "lm_head.weight",
     ]
-    grouping = Grouping(rate_of=by_depth(0.4, 10))
+    grouping = Grouping(rate_of=layerwise_lr_decay(0.4, 10))
     found = rates_of(names, OptimConfig(optimizer="sgd", lr=1.0), grouping)
     rates = [found[name][0] for name in names]
     # 0.4 + d/12 * 0.6, by hand; the first layer learns as the embedding does.
@@ -178,8 +178,10 @@ def test_what_rounding_takes_is_kept_and_reaches_the_weights_in_the_end():
             optimizer.step()
         return 1 - net.weight.float().mean().item()
 
-    assert moved(Keeping(torch.bfloat16)) == 0
-    assert moved(Keeping(torch.bfloat16, lost="kept")) == pytest.approx(64 * 2**-12, rel=0.01)
+    assert moved(StatePrecision(torch.bfloat16)) == 0
+    assert moved(StatePrecision(torch.bfloat16, lost="kept")) == pytest.approx(
+        64 * 2**-12, rel=0.01
+    )
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from penstock.optim import quantized_states
-from penstock.optim.quantized_states import BLOCK, LEVELS, compress, expand, size_in
+from penstock.optim.quantized_states import (
+    BLOCK,
+    LEVELS,
+    dequantize_states,
+    quantize_states,
+    size_in,
+)
 
 FORMS = list(LEVELS)
 COUNTS = [1, 2, 127, 128, 129, 1000]
@@ -27,7 +33,7 @@ def blocks_of(values):
 @pytest.mark.parametrize("count", COUNTS)
 def test_a_first_moment_is_off_by_half_a_step_of_its_block(form, count):
     first, _ = moments_like_adams(count)
-    found = expand(compress(first, "first", form), count, "first", form)
+    found = dequantize_states(quantize_states(first, "first", form), count, "first", form)
     half = LEVELS[form] // 2
     limit = blocks_of(first).abs().amax(1, keepdim=True) / half / 2
     assert ((blocks_of(found) - blocks_of(first)).abs() <= limit * (1 + 1e-5)).all()
@@ -38,7 +44,7 @@ def test_a_first_moment_is_off_by_half_a_step_of_its_block(form, count):
 @pytest.mark.parametrize("count", COUNTS)
 def test_a_second_moment_is_off_by_half_a_step_of_its_blocks_logarithms(form, count):
     _, second = moments_like_adams(count)
-    found = expand(compress(second, "second", form), count, "second", form)
+    found = dequantize_states(quantize_states(second, "second", form), count, "second", form)
     assert torch.equal(found == 0, second == 0)
     blocks, expanded = blocks_of(second), blocks_of(found)
     for block, its in zip(blocks, expanded, strict=True):
@@ -55,16 +61,16 @@ def test_a_second_moment_is_off_by_half_a_step_of_its_blocks_logarithms(form, co
 def test_numbers_that_are_all_the_same_stay_what_they_are(form, values):
     values = torch.tensor(values)
     for moment in ("first", "second"):
-        found = expand(compress(values, moment, form), len(values), moment, form)
+        found = dequantize_states(quantize_states(values, moment, form), len(values), moment, form)
         torch.testing.assert_close(found, values, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_numbers_that_are_compressed_in_parts_are_the_same(form, monkeypatch):
     for moment, values in zip(("first", "second"), moments_like_adams(1000), strict=True):
-        whole = compress(values.view(10, 100), moment, form)
+        whole = quantize_states(values.view(10, 100), moment, form)
         monkeypatch.setattr(quantized_states, "AT_ONCE", 2 * BLOCK)
-        for one, other in zip(whole, compress(values, moment, form), strict=True):
+        for one, other in zip(whole, quantize_states(values, moment, form), strict=True):
             assert torch.equal(one, other)
 
 
@@ -75,7 +81,7 @@ def test_a_number_that_is_not_finite_is_not_hidden(form, moment, wrong):
     values = torch.ones(3 * BLOCK)
     values[BLOCK + 5] = wrong
     values[2 * BLOCK :] = wrong
-    found = expand(compress(values, moment, form), len(values), moment, form)
+    found = dequantize_states(quantize_states(values, moment, form), len(values), moment, form)
     assert torch.equal(found[:BLOCK], values[:BLOCK])
     assert not found[BLOCK:].isfinite().any()
 
@@ -84,6 +90,6 @@ def test_a_number_that_is_not_finite_is_not_hidden(form, moment, wrong):
 def test_four_bits_take_half_of_what_eight_take(count):
     values = torch.ones(count)
     for form in FORMS:
-        codes, scales = compress(values, "first", form)
+        codes, scales = quantize_states(values, "first", form)
         assert (len(codes), len(scales)) == size_in(form, count)
     assert size_in("int4", count)[0] == -(-size_in("int8", count)[0] // 2)

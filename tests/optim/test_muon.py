@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from penstock.config.schema.optimizer import OptimConfig
-from penstock.optim.anyprecision import Keeping
+from penstock.optim.anyprecision import StatePrecision
 from penstock.optim.build import build_optimizer
 from penstock.optim.groups import Grouping
 
@@ -78,7 +78,7 @@ def test_momentum_in_bf16_is_near_that_in_float32():
         weight = weights("square", (16, 16))
         optim = OptimConfig(optimizer="muon", lr=0.01)
         optimizer = build_optimizer(
-            [("w", weight)], optim, Grouping(matrices={"w"}), keeping=Keeping(states)
+            [("w", weight)], optim, Grouping(matrices={"w"}), keeping=StatePrecision(states)
         )
         for step in range(5):
             weight.grad = gradient(step, "w", weight.shape)

@@ -10,10 +10,10 @@ import pytest
 from penstock.config.loading.load import load
 from penstock.config.schema.run import RunConfig
 from penstock.core.cache.manifest import MANIFEST, read_manifest
-from penstock.core.cache.store import Step
+from penstock.core.cache.store import PlannedStage
 from penstock.core.errors import PenstockError
 from penstock.core.files import remove
-from penstock.plan import Plan, Wishes, bring_up, plan
+from penstock.plan import Plan, RebuildOptions, execute_stage, plan
 from tests.corruption import Damage, damaged, damages_of
 from tests.pipeline.runs import penstock, write_run
 
@@ -32,7 +32,7 @@ class Chain:
         """What became of each stage up to the last of `names`."""
         became: list[str] = []
         for step in self.plan.steps:
-            became.append(bring_up(step, self.run, Wishes(), lambda _: None).status)
+            became.append(execute_stage(step, self.run, RebuildOptions(), lambda _: None).status)
             if step.stage.name == names[-1]:
                 break
         return became
@@ -45,7 +45,7 @@ class Chain:
         return found
 
 
-def _listed(step: Step) -> list[Path]:
+def _listed(step: PlannedStage) -> list[Path]:
     manifest = read_manifest(step.path)
     assert manifest
     return [step.path / file["path"] for file in manifest["files"]]
@@ -113,7 +113,7 @@ def check_all(chain: Chain, situation: str, seeds: int, *, every: int = 1) -> in
     return count
 
 
-def _set_aside(step: Step) -> Path:
+def _set_aside(step: PlannedStage) -> Path:
     aside = step.path.with_name(f"{step.path.name}.aside")
     return step.path.rename(aside)
 

@@ -5,10 +5,10 @@ import pytest
 from penstock.config.loading.load import loads
 from penstock.core import env
 from penstock.core.cache.manifest import MANIFEST
-from penstock.core.cache.stage import identity, key_of
+from penstock.core.cache.stage import identity, stage_key
 from penstock.core.errors import ConfigError
 from penstock.core.files import write_json
-from penstock.plan import StageName, Wishes, bring_up, plan
+from penstock.plan import RebuildOptions, StageName, execute_stage, plan
 
 
 @pytest.fixture
@@ -37,9 +37,11 @@ def test_a_layout_that_does_not_fit_is_told_before_any_stage_and_not_of_a_model_
     fitting = run.model_copy(update={"launch": run.launch.model_copy(update={"nproc_per_node": 2})})
     trained = plan(fitting).step("train")
     trained.path.mkdir(parents=True)
-    sealed = {**identity(trained.stage), "key": key_of(trained.stage), "files": []}
+    sealed = {**identity(trained.stage), "key": stage_key(trained.stage), "files": []}
     write_json(trained.path / MANIFEST, sealed)
     there = plan(run)
-    assert key_of(there.step("export").stage) == key_of(plan(fitting).step("export").stage)
+    assert stage_key(there.step("export").stage) == stage_key(plan(fitting).step("export").stage)
     with pytest.raises(ConfigError, match="tensor_parallel_size 2"):
-        bring_up(there.step("train"), run, Wishes(force=frozenset({"train"})), lambda _: None)
+        execute_stage(
+            there.step("train"), run, RebuildOptions(force=frozenset({"train"})), lambda _: None
+        )

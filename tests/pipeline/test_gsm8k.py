@@ -14,9 +14,9 @@ from penstock.adapters.inject import LoraSpec, inject
 from penstock.cli import train as by_hand
 from penstock.engine.checkpoint.model_reader import CheckpointReader
 from penstock.models.decoder import Decoder
-from penstock.models.registry import family_of
+from penstock.models.registry import get_family
 from penstock.rows.tokenizer import byte_tokenizer
-from penstock_kernels.attention import Segments
+from penstock_kernels.attention import VarlenMetadata
 from tests.cli.command import penstock
 from tests.ranks import on_ranks
 
@@ -93,7 +93,7 @@ def train(folder, base, shared, steps, **sections):
 def engine_model(out, base, **lora):
     """The engine's own model, with the weights of the last checkpoint."""
     config = json.loads((base / "config.json").read_text())
-    family = family_of(config)
+    family = get_family(config)
     decoder = family.read(config)
     model = Decoder(decoder)
     if lora:
@@ -119,10 +119,10 @@ def largest_difference(ours, theirs, rows):
     worst = 0.0
     lengths = [len(row) for row in rows]
     positions = torch.cat([torch.arange(n) for n in lengths])
-    packed = ours(torch.cat(rows), positions, Segments.of(lengths)).split(lengths)
+    packed = ours(torch.cat(rows), positions, VarlenMetadata.of(lengths)).split(lengths)
     for row, together in zip(rows, packed, strict=True):
         want = theirs(row[None], use_cache=False).logits[0]
-        alone = ours(row, torch.arange(len(row)), Segments.of([len(row)]))
+        alone = ours(row, torch.arange(len(row)), VarlenMetadata.of([len(row)]))
         worst = max(worst, *((got - want).abs().max().item() for got in (alone, together)))
     return worst
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from penstock.config.loading.load import load
-from penstock.core.cache.stage import key_of
+from penstock.core.cache.stage import stage_key
 from penstock.plan import plan
 from penstock.rows.tokenizer import byte_tokenizer
 from tests.pipeline.runs import write_chats, write_run
@@ -38,7 +38,7 @@ def base(folder: Path) -> Path:
 
 
 def keys(config: Path) -> dict[str, str]:
-    return {step.stage.name: key_of(step.stage) for step in plan(load(config, [])).steps}
+    return {step.stage.name: stage_key(step.stage) for step in plan(load(config, [])).steps}
 
 
 def changed(before: dict[str, str], after: dict[str, str]) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from penstock.core.errors import ConfigError, StageError
 from penstock.core.process.rank_heartbeat import beats
 from penstock.train.launch.hang_watchdog import pulse_folder
 from penstock.train.launch.job import CHECKPOINTS, LOGS, Job
-from penstock.train.launch.torchrun import ending_of, start_ranks
+from penstock.train.launch.torchrun import build_ending, start_ranks
 from tests.engine import runs
 from tests.ranks import on_ranks
 
@@ -90,7 +90,7 @@ def test_a_killed_rank_is_started_again_and_named_and_changes_no_weight(tmp_path
     ended = start_ranks(disturbed, disturbed.output_dir / "job.json")
     assert len(killed) == 2
     with pytest.raises(StageError) as told:
-        ending_of(disturbed, ended, "there")
+        build_ending(disturbed, ended, "there")
     assert f"rank 1 on {platform.node()} ({killed[1]}) was ended by SIGKILL" in str(told.value)
     assert 6 <= len(runs.losses(disturbed.output_dir)) < STEPS
 
@@ -110,7 +110,7 @@ def test_what_every_rank_refuses_is_told_once_and_without_a_traceback(tmp_path, 
     refused.write()
     ended = start_ranks(refused, refused.output_dir / "job.json")
     with pytest.raises(StageError) as told:
-        ending_of(refused, ended, "there")
+        build_ending(refused, ended, "there")
     assert str(told.value).startswith("the packed rows hold token id 1000000, and the model's")
     assert told.value.exit_code == ConfigError.exit_code
     printed = capfdbinary.readouterr().err.decode()

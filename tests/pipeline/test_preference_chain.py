@@ -7,8 +7,8 @@ import pytest
 
 from penstock.config.loading.load import load
 from penstock.config.schema.pipeline import StageName
-from penstock.core.cache.store import Outcome
-from penstock.plan import Wishes, bring_up, plan
+from penstock.core.cache.store import StageResult
+from penstock.plan import RebuildOptions, execute_stage, plan
 from penstock.reference.stage import SCORES
 from penstock.rows.ref_logprobs import FILES, read_scores
 from penstock.train.metrics.jsonl import read_metrics
@@ -42,13 +42,15 @@ def write_preferences(folder: Path, **sections) -> Path:
     return write_run(folder, **laid)
 
 
-def brought(config: Path, wanted: StageName = "train") -> list[Outcome]:
+def brought(config: Path, wanted: StageName = "train") -> list[StageResult]:
     """Every step of the run, in this process, which is its only rank."""
     planned = plan(load(config), (wanted,), ranks="this_process")
-    return [bring_up(step, planned.run, Wishes(), lambda _: None) for step in planned.steps]
+    return [
+        execute_stage(step, planned.run, RebuildOptions(), lambda _: None) for step in planned.steps
+    ]
 
 
-def bring(config: Path, wanted: StageName = "train") -> dict[str, Outcome]:
+def bring(config: Path, wanted: StageName = "train") -> dict[str, StageResult]:
     """The outcomes by the stage's name."""
     [outcomes] = on_ranks(1, brought, config, wanted)
     return {outcome.stage: outcome for outcome in outcomes}

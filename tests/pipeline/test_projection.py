@@ -10,10 +10,10 @@ import pytest
 
 from penstock.config.loading.load import loads
 from penstock.config.rules.fields import PAIRS, READ_BY
-from penstock.core.cache.stage import key_of
+from penstock.core.cache.stage import stage_key
 from penstock.core.errors import ArtifactError, ConfigError
 from penstock.pack.stage import Pack
-from penstock.plan import Wishes, bring_up, plan
+from penstock.plan import RebuildOptions, execute_stage, plan
 from penstock.prepare.stage import Prepare
 from penstock.push.stage import Push
 from tests.corruption import flip
@@ -57,7 +57,7 @@ def planned(chats, sections):
 
 
 def keys(chats, sections):
-    return {step.stage.name: key_of(step.stage) for step in planned(chats, sections).steps}
+    return {step.stage.name: stage_key(step.stage) for step in planned(chats, sections).steps}
 
 
 ORDER = ("prepare", "pack", "train", "export", "push")
@@ -356,9 +356,9 @@ def test_a_source_never_has_files_that_runs_make_of_it(field, tmp_path):
         refuses(path, "is a folder that is read whole")
         made(path, root=tmp_path / "all" / ".prepared")
     first = made(prepared, data_files="chats.jsonl")
-    bring_up(first.step("prepare"), first.run, Wishes(), lambda _: None)
+    execute_stage(first.step("prepare"), first.run, RebuildOptions(), lambda _: None)
     again = made(prepared, data_files="chats.jsonl")
-    assert key_of(again.step("prepare").stage) == key_of(first.step("prepare").stage)
+    assert stage_key(again.step("prepare").stage) == stage_key(first.step("prepare").stage)
     sealed = next((prepared / "prepare").glob("*/data/train/*.arrow"))
     for path in (prepared, f"{prepared}/slices/*.arrow", prepared / "slices", sealed):
         refuses(path, r"has \d+ files \(.* is one\) that runs have made in")
@@ -417,7 +417,7 @@ def test_a_cached_result_is_taken_or_built_again_as_the_config_says(chats, tmp_p
     for cache in ("reuse", "reuse", "refresh", "off", "reuse"):
         data = {"dataset_prepared_path": str(tmp_path)}
         made = planned(chats, {"data": data, "pipeline": {"cache": cache}})
-        outcome = bring_up(made.step("prepare"), made.run, Wishes(), lambda _: None)
+        outcome = execute_stage(made.step("prepare"), made.run, RebuildOptions(), lambda _: None)
         statuses.append(outcome.status)
     assert statuses == ["ran", "cached", "ran", "ran", "cached"]
 
@@ -427,7 +427,7 @@ def test_a_result_is_verified_before_it_is_reused_as_the_config_says(chats, tmp_
 
     def bring(verify):
         made = planned(chats, {"data": data, "pipeline": {"verify": verify}})
-        return bring_up(made.step("prepare"), made.run, Wishes(), lambda _: None)
+        return execute_stage(made.step("prepare"), made.run, RebuildOptions(), lambda _: None)
 
     made = bring("changed")
     file = next(made.path.glob("data/train/*.arrow"))

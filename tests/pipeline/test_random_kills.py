@@ -16,7 +16,7 @@ import pytest
 from penstock.config.loading.load import load
 from penstock.core.cache.folder_digests import DIGESTS
 from penstock.engine.checkpoint.folders import complete_checkpoints
-from penstock.plan import Wishes, bring_up, plan
+from penstock.plan import RebuildOptions, execute_stage, plan
 from penstock.reference import rank as reference_ranks
 from penstock.rows.ref_logprobs import FILES
 from penstock.train.metrics.jsonl import read_metrics
@@ -116,7 +116,7 @@ def bring_here(config, stage):
     reference_ranks.KEEP_SECONDS = 0.0
     planned = plan(load(config), (stage,), ranks="this_process")
     for step in planned.steps:
-        bring_up(step, planned.run, Wishes(), lambda _: None)
+        execute_stage(step, planned.run, RebuildOptions(), lambda _: None)
 
 
 def remove_all(*folders):

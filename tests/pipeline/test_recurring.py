@@ -12,17 +12,17 @@ from filelock import FileLock
 
 from penstock import recurring
 from penstock.config.loading.load import load
-from penstock.core.cache.digests import sha256_of
+from penstock.core.cache.digests import sha256_file
 from penstock.core.cache.manifest import MANIFEST
-from penstock.core.cache.store import Outcome
+from penstock.core.cache.store import StageResult
 from penstock.core.errors import StageError
 from penstock.core.files import read_json, remove
 from penstock.core.releases.local import LocalShelf
-from penstock.core.remote.local_mirror import home_of
-from penstock.core.remote.path import Place
-from penstock.plan import Wishes, bring_up, plan
+from penstock.core.remote.local_mirror import local_cache_dir
+from penstock.core.remote.path import RemotePath
+from penstock.plan import RebuildOptions, execute_stage, plan
 from penstock.recurring import AT_WORK, tick
-from penstock.releasing import releases_of, roll_back
+from penstock.releasing import open_releases, roll_back
 from tests.cli.command import penstock
 from tests.engine import runs
 from tests.pipeline.runs import write_chats, write_run
@@ -74,14 +74,14 @@ class Story:
             self.origin = step.stage.origin
         if kind == self.breaks_before:
             raise KeyboardInterrupt
-        outcome = bring_up(step, planned.run, Wishes(), lambda _: None)
+        outcome = execute_stage(step, planned.run, RebuildOptions(), lambda _: None)
         self.meanwhile.get(kind, lambda: None)()
         self.brought.append((kind, outcome.status))
         return outcome
 
     @property
     def shelf(self):
-        return releases_of(load(self.config))
+        return open_releases(load(self.config))
 
 
 def interrupted(*_):
@@ -94,7 +94,7 @@ def grows(folder):
     story, seen = Story(config), {}
     seen["first"] = story.tick()
     before = {
-        path: sha256_of(path) for path in (folder / "artifacts/releases").rglob("*.safetens*")
+        path: sha256_file(path) for path in (folder / "artifacts/releases").rglob("*.safetens*")
     }
     seen["nothing new"] = story.tick()
     write_chats(folder / "data" / "b.jsonl", 16, salt=" twice")
@@ -203,7 +203,7 @@ def test_the_new_model_went_on_from_the_released_one(grown):
     weights = second["facts"]["base"]["weights"]["source"]["files"]
     [file] = [each for each in weights if each["name"].endswith(".safetensors")]
     first = folder / "artifacts/releases/bot/0001/hf/model.safetensors"
-    assert file["sha256"] == sha256_of(first)
+    assert file["sha256"] == sha256_file(first)
     assert grown[1]["anew"] is None  # with start_from: model
 
 
@@ -232,12 +232,12 @@ def test_evaluations_of_more_or_other_rows_are_not_taken_for_each_other(tmp_path
 
     def bring(planned, name):
         folders.append(planned.run.train.output_dir)
-        return Outcome(name, "key", "ran", tmp_path, 0.0, {"eval_loss": 1.0, "steps": 0})
+        return StageResult(name, "key", "ran", tmp_path, 0.0, {"eval_loss": 1.0, "steps": 0})
 
     for limit in ({}, {"eval_max_batches": 2}, {"eval_max_batches": 1}, {"eval_rows_per_batch": 2}):
         run = load(config)
         run = run.model_copy(update={"train": run.train.model_copy(update=limit)})
-        looking = recurring._Tick(run, releases_of(run), bring, lambda _: None)
+        looking = recurring._Tick(run, open_releases(run), bring, lambda _: None)
         args = (plan(run, ("train",)), tmp_path / "exported", {"hf": "hf"})
         assert looking._evaluated(*args) == {"eval_loss": 1.0}
         looking._evaluated(*args)
@@ -278,7 +278,7 @@ def test_a_release_that_was_not_pointed_to_when_its_process_died_is_not_made_twi
 def test_a_release_outlives_the_export_it_was_made_of(grown):
     folder, _, before = grown
     assert before
-    assert {path: sha256_of(path) for path in before} == before
+    assert {path: sha256_file(path) for path in before} == before
     assert penstock("releases", "verify", folder / "run.yaml", "--json").last["verified"] == [
         1,
         2,
@@ -334,7 +334,7 @@ def goes_on(folder, url):
     story = Story(config)
     story.meanwhile["train"] = lambda: write_chats(folder / "data/b.jsonl", 16, salt=" twice")
     first = story.tick()
-    files = set(Place.of(f"{url}/releases/bot").files())
+    files = set(RemotePath.of(f"{url}/releases/bot").files())
     return first, files, story.tick(), story.origin
 
 
@@ -345,7 +345,7 @@ def test_adapters_go_on_from_the_released_adapter_beside_the_same_base(tmp_path)
     assert (first["verdict"], first["release"]) == ("released", 1)
     assert {"latest.json", "0001/manifest.json", "0001/adapter/adapter_model.safetensors"} < files
     assert (tmp_path / "run/pushed/adapter/adapter_config.json").is_file()
-    assert origin.adapter_path == str(home_of(f"{url}/releases/bot") / "0001" / "adapter")
+    assert origin.adapter_path == str(local_cache_dir(f"{url}/releases/bot") / "0001" / "adapter")
     assert (origin.model_path, origin.config_path) == (None, "builtin:tiny-qwen3")
     assert (second["new_samples"], second["reused_slices"]) == (16, 2)  # they came meanwhile
     figures = second["figures"]

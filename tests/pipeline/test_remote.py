@@ -14,11 +14,11 @@ import pytest
 from penstock.cli import train as by_hand
 from penstock.cli.artifacts.commands import find_entries
 from penstock.config.loading.load import load
-from penstock.core.cache.store import lookup
+from penstock.core.cache.store import find_cached
 from penstock.core.errors import StageError
-from penstock.core.remote.local_mirror import home_of
-from penstock.core.remote.path import Place
-from penstock.plan import Wishes, bring_up, plan, require_upstream
+from penstock.core.remote.local_mirror import local_cache_dir
+from penstock.core.remote.path import RemotePath
+from penstock.plan import RebuildOptions, execute_stage, plan, require_upstream
 from penstock.prepare.stage import Prepare
 from tests.buckets import ACCOUNT
 from tests.cli.command import penstock
@@ -51,7 +51,7 @@ def files(bucket, tmp_path):
     (folder / "c.jsonl").unlink()
     pq.write_table(pa.Table.from_pylist(rows), folder / "c.parquet")
     for file in folder.iterdir():
-        (Place.of(f"{bucket}/chats") / file.name).put(file)
+        (RemotePath.of(f"{bucket}/chats") / file.name).put(file)
     return folder
 
 
@@ -59,7 +59,7 @@ def bring(config, *wanted):
     """Bring the stages up in this process, and return the plan and the statuses."""
     run = load(config, ())
     planned = plan(run, wanted)
-    statuses = [bring_up(step, run, Wishes(), print).status for step in planned.steps]
+    statuses = [execute_stage(step, run, RebuildOptions(), print).status for step in planned.steps]
     return planned, statuses
 
 
@@ -107,11 +107,11 @@ def test_data_and_results_in_a_bucket_give_the_rows_that_local_ones_give(
     pack = next(entry for entry in entries if entry.stage == "pack")
     assert pack.manifest
     file = pack.manifest["files"][0]
-    (Place.of(pack.where) / file["path"]).write(bytes(file["bytes"]))
+    (RemotePath.of(pack.where) / file["path"]).write(bytes(file["bytes"]))
     (damaged,) = find_entries([pack.where])
     assert damaged.faults() == [f"{pack.where}/{file['path']}: content differs from the manifest"]
     pack.delete()
-    assert Place.of(pack.where).files() == {}
+    assert RemotePath.of(pack.where).files() == {}
     assert bring(remote, "pack")[1] == ["cached", "ran"]
 
 
@@ -128,7 +128,7 @@ def test_slices_that_one_machine_made_are_not_made_by_another(bucket, tmp_path, 
         step = plan(load(config, ()), ("prepare",)).steps[0]
         assert isinstance(step.stage, Prepare)
         counts.append(step.stage.prepare_share(step.path, index, 2))
-        assert lookup(step) is None
+        assert find_cached(step) is None
     assert sum(done.slices for done in counts) == sum(done.done for done in counts) == 3
 
     on("third")
@@ -148,9 +148,9 @@ def test_a_file_that_changes_while_it_is_prepared_fails_the_run(bucket, tmp_path
     run = load(config, ())
     planned = plan(run, ("prepare",))
     write_chats(tmp_path / "other.jsonl", 20, salt=" (other)")
-    (Place.of(f"{bucket}/chats") / "a.jsonl").put(tmp_path / "other.jsonl")
+    (RemotePath.of(f"{bucket}/chats") / "a.jsonl").put(tmp_path / "other.jsonl")
     with pytest.raises(StageError, match=r"a\.jsonl has changed since this run was planned"):
-        bring_up(planned.steps[0], run, Wishes(), print)
+        execute_stage(planned.steps[0], run, RebuildOptions(), print)
     assert bring(config, "prepare")[1] == ["ran"]
 
 
@@ -174,7 +174,7 @@ def test_a_signature_is_in_nothing_that_a_run_leaves(web, bucket, tmp_path, on, 
     assert len(left) > 5
     for file in left:
         assert secret.encode() not in file.read_bytes(), file
-    root = Place.of(bucket)
+    root = RemotePath.of(bucket)
     for name in root.files():
         assert secret.encode() not in ((root / name).read() or b""), name
     assert secret not in "".join(capfd.readouterr())
@@ -194,7 +194,7 @@ def trains_until(words, url, step, variables):
     os.environ.update(variables)
 
     def tell():
-        while newest(Place.of(url)) <= step:
+        while newest(RemotePath.of(url)) <= step:
             time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -211,7 +211,7 @@ def test_the_page_in_a_bucket_tells_what_eval_finds(bucket, tmp_path, on):
         train={"output_dir": f"{bucket}/out"},
         pipeline={"artifacts_path": f"{bucket}/artifacts"},
     )
-    out = Place.of(f"{bucket}/out")
+    out = RemotePath.of(f"{bucket}/out")
     assert penstock("run", config).code == 0
     assert b"Held-out prompts have not been asked yet" in ((out / "report.html").read() or b"")
     said = penstock("eval", config, "--json")
@@ -234,7 +234,7 @@ def test_training_that_was_stopped_goes_on_on_another_machine(bucket, tmp_path, 
         data={"dataset_prepared_path": f"{bucket}/prepared"},
         train={"output_dir": f"{bucket}/out", "num_train_epochs": 9999, "save_steps": 20},
     )
-    out = Place.of(f"{bucket}/out")
+    out = RemotePath.of(f"{bucket}/out")
 
     def train_until(machine, step):
         """Train there until a checkpoint of a later step is kept; return the newest kept."""
@@ -247,7 +247,7 @@ def test_training_that_was_stopped_goes_on_on_another_machine(bucket, tmp_path, 
     first = train_until("first", 0)
     assert {"attempt.json", "metrics.jsonl", "config.yaml"} <= set(out.files())
     second = train_until("second", first)
-    folders = home_of(out.url) / "checkpoints"
+    folders = local_cache_dir(out.url) / "checkpoints"
     assert {path.name for path in folders.glob(f"*_{first}")} == {f"global_step_{first}"}
     assert not (folders / "global_step_20").exists() or first == 20, "only the newest is fetched"
     lines = ((out / "metrics.jsonl").read() or b"").splitlines()

@@ -8,7 +8,7 @@ from transformers import Qwen3ForCausalLM
 from penstock.config.loading.load import load
 from penstock.core.cache.manifest import MANIFEST
 from penstock.engine.checkpoint.model_reader import CheckpointReader
-from penstock.plan import Wishes, bring_up, plan
+from penstock.plan import RebuildOptions, execute_stage, plan
 from tests.pipeline.runs import write_chats, write_run
 from tests.ranks import on_ranks
 
@@ -32,7 +32,7 @@ def bring_up_training(configs):
     for config in configs:
         planned = plan(load(config), ("train",), ranks="this_process")
         for step in planned.steps:
-            bring_up(step, planned.run, Wishes(), lambda _: None)
+            execute_stage(step, planned.run, RebuildOptions(), lambda _: None)
 
 
 @pytest.fixture(scope="module")

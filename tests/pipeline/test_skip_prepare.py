@@ -11,9 +11,9 @@ from datasets import Dataset, DatasetDict
 from penstock.cli.plan.stages import judge
 from penstock.config.loading.cli_overrides import Override
 from penstock.config.loading.load import load
-from penstock.core.cache.stage import key_of
+from penstock.core.cache.stage import stage_key
 from penstock.core.errors import ArtifactError, ConfigError, StageError
-from penstock.plan import Plan, Wishes, bring_up, plan
+from penstock.plan import Plan, RebuildOptions, execute_stage, plan
 from tests.pipeline.runs import write_run
 from tests.stages.prepared import table_of
 
@@ -27,7 +27,7 @@ def planned(config: Path, *stages, **data) -> Plan:
 
 def done(config: Path, *stages, **data):
     made = planned(config, *stages, **data)
-    return [bring_up(step, made.run, Wishes(), lambda _: None) for step in made.steps]
+    return [execute_stage(step, made.run, RebuildOptions(), lambda _: None) for step in made.steps]
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_data_that_goes_away_after_planning_is_not_made_anew(prepared):
     step, *_ = planned(config, **TAKEN).steps
     shutil.rmtree(made.path)
     with pytest.raises(StageError, match="sealed when this run began"):
-        bring_up(step, load(config, []), Wishes(), lambda _: None)
+        execute_stage(step, load(config, []), RebuildOptions(), lambda _: None)
     assert not made.path.exists()
 
 
@@ -134,11 +134,13 @@ def test_data_of_another_vocabulary_is_refused_and_of_a_copy_elsewhere_is_taken(
         plan(load(config, skipping), ("pack",))
 
     [step, *_] = plan(load(config, own), ("pack",)).steps
-    bring_up(step, load(config, own), Wishes(), lambda _: None)
+    execute_stage(step, load(config, own), RebuildOptions(), lambda _: None)
     skipping.append(Override("data.dataset_prepared_path", str(step.path)))
     tokenizer_config = tmp_path / "tokenizer" / "tokenizer_config.json"
     edit(tokenizer_config, lambda c: c.update(model_max_length=77))
-    assert key_of(plan(load(config, skipping), ("pack",)).steps[0].stage) == key_of(step.stage)
+    assert stage_key(plan(load(config, skipping), ("pack",)).steps[0].stage) == stage_key(
+        step.stage
+    )
     edit(tmp_path / "tokenizer" / "tokenizer.json", lambda t: t["model"].update(unk_token="x"))
     with pytest.raises(ConfigError, match=r"tokenizer\.json differ"):
         plan(load(config, skipping), ("pack",))
@@ -148,7 +150,9 @@ def test_forcing_what_is_skipped_is_refused(prepared):
     config, _ = prepared
     made = planned(config, **TAKEN)
     with pytest.raises(ConfigError, match="--force prepare"):
-        bring_up(made.steps[0], made.run, Wishes(frozenset({"prepare"})), lambda _: None)
+        execute_stage(
+            made.steps[0], made.run, RebuildOptions(frozenset({"prepare"})), lambda _: None
+        )
 
 
 def write_tokens(folder: Path, layout: str) -> Path:

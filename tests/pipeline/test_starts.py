@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock.config.loading.load import loads
-from penstock.core.cache.stage import key_of
+from penstock.core.cache.stage import stage_key
 from penstock.core.errors import ConfigError
 from penstock.plan import plan
 from penstock.train.stage import Train
@@ -36,12 +36,12 @@ def test_weights_to_start_from_stand_in_for_those_of_the_model(tmp_path, monkeyp
         "neither": {"model": model},
     }
     stages = {name: trained(chats, sections) for name, sections in made.items()}
-    assert key_of(stages["initial"]) == key_of(stages["model"])
+    assert stage_key(stages["initial"]) == stage_key(stages["model"])
     assert stages["initial"].origin == stages["model"].origin
     assert stages["checkpoint"].origin == stages["neither"].origin
     assert stages["checkpoint"].inputs.keys() - stages["neither"].inputs.keys() == {"initial"}
-    assert key_of(trained(chats, {"model": model, **saved(b"other")(chats)})) not in {
-        key_of(stage) for stage in stages.values()
+    assert stage_key(trained(chats, {"model": model, **saved(b"other")(chats)})) not in {
+        stage_key(stage) for stage in stages.values()
     }
     (Path(chats).parent / "saved" / "COMPLETE").unlink()
     with pytest.raises(ConfigError, match=r"train\.init_checkpoint_path .* is not a complete"):

@@ -1,7 +1,7 @@
 """The runs that a tick is made of, planned and not run."""
 
 from penstock.config.loading.load import load
-from penstock.core.cache.stage import key_of, short
+from penstock.core.cache.stage import short, stage_key
 from penstock.plan import plan
 from penstock.variants import in_own_folder, only_evaluating, trained_on
 from tests.pipeline.test_preference_chain import write_preferences
@@ -13,9 +13,11 @@ def test_a_run_in_its_own_folder_keeps_its_stages_and_keys_and_what_they_read(tm
     moved = in_own_folder(planned)
     stages = {step.stage.name: step.stage for step in moved.steps}
     assert [*stages] == ["prepare", "pack", "reference", "train", "export", "push"]
-    assert [key_of(each) for each in stages.values()] == [key_of(s.stage) for s in planned.steps]
+    assert [stage_key(each) for each in stages.values()] == [
+        stage_key(s.stage) for s in planned.steps
+    ]
     trained = moved.step("train")
-    assert trained.path == tmp_path / "out" / short(key_of(trained.stage))
+    assert trained.path == tmp_path / "out" / short(stage_key(trained.stage))
     assert stages["export"].inputs["trained"] == trained.artifact
 
 

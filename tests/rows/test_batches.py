@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.rows.batches import Batches, deal, epoch_order
+from penstock.rows.batches import StepSampler, assign_micro_batches, epoch_order
 
 
 @st.composite
@@ -15,7 +15,7 @@ def runs(draw, *last_batch):
     """Rows of random cost in one to three laid-out epochs, enough for windows or not."""
     epochs = draw(st.lists(st.integers(1, 120), min_size=1, max_size=3))
     costs = np.array(draw(st.lists(st.integers(1, 9), min_size=1, max_size=9)))
-    return Batches(
+    return StepSampler(
         np.resize(costs, sum(epochs)) ** 3,
         rows_per_step=draw(st.integers(1, 12)),
         seed=draw(st.integers(0, 3)),
@@ -31,7 +31,7 @@ def walk(batches, cursor, num_steps):
     """(cursor, rows) of steps, each drawn anew as a run that resumes there would."""
     for _ in range(num_steps):
         rows = batches.rows(cursor).tolist()
-        again = Batches(
+        again = StepSampler(
             batches.costs,
             rows_per_step=batches.rows_per_step,
             seed=batches.seed,
@@ -59,7 +59,7 @@ def test_every_row_is_computed_once_an_epoch_whatever_the_ranks_and_passes(
     seen = []
     for cursor, rows in walk(batches, start, batches.steps_until(epoch + 1, start)):
         assert cursor.epoch == epoch
-        dealt = deal(
+        dealt = assign_micro_batches(
             rows,
             batches.costs[rows].tolist(),
             num_replicas=num_replicas,
@@ -86,7 +86,7 @@ def test_a_run_that_goes_on_with_other_batches_loses_and_repeats_no_row(batches,
     steps = list(walk(batches, batches.start(), at + 1))
     cursor = steps[-1][0]
     before = [row for one, rows in steps[:-1] if one.epoch == cursor.epoch for row in rows]
-    more = Batches(
+    more = StepSampler(
         batches.costs,
         rows_per_step=other,
         seed=seed,
@@ -154,9 +154,9 @@ def test_an_amount_is_reached_with_the_first_step_whose_rows_make_it_up(batches,
 def test_rows_that_are_not_there_are_no_epoch():
     for epochs in ([3], [5], [4, 0]):
         with pytest.raises(ValueError, match="4 rows in epochs of"):
-            Batches(np.arange(4), rows_per_step=1, seed=0, last_batch="drop", epoch_rows=epochs)
+            StepSampler(np.arange(4), rows_per_step=1, seed=0, last_batch="drop", epoch_rows=epochs)
     with pytest.raises(ValueError, match="5 rows do not fit"):
-        deal([0, 1, 2, 3, 4], [1] * 5, num_replicas=2, size=1, count=2)
+        assign_micro_batches([0, 1, 2, 3, 4], [1] * 5, num_replicas=2, size=1, count=2)
 
 
 def packed_costs(num_rows, seed=0):
@@ -170,7 +170,7 @@ def imbalance(steps, costs, num_replicas, size=1, count=1):
     """Mean over steps of the time all replicas take over the time of even ones."""
     found = []
     for rows in steps:
-        dealt = deal(
+        dealt = assign_micro_batches(
             rows.tolist(), costs[rows].tolist(), num_replicas=num_replicas, size=size, count=count
         )
         work = np.array([[costs[group].sum() for group in mine] for mine in dealt])
@@ -195,7 +195,7 @@ def test_replicas_that_share_a_step_have_the_same_work(num_replicas, size, count
 
 def test_work_is_even_over_micro_batches_of_a_large_step_and_rows_fill_the_first_ones():
     costs = list(range(100, 112))
-    dealt = deal(list(range(12)), costs, num_replicas=2, size=2, count=4)
+    dealt = assign_micro_batches(list(range(12)), costs, num_replicas=2, size=2, count=4)
     assert [[len(group) for group in mine] for mine in dealt] == [[2, 2, 2, 0]] * 2
     sums = [[sum(costs[row] for row in group) for group in mine] for mine in dealt]
     assert sums[0] == sums[1]
@@ -237,7 +237,7 @@ def test_where_bringing_together_gains_nothing_the_order_is_plainly_random():
 def test_steps_of_more_rows_than_a_group_are_made_of_whole_groups():
     def group(rows_per_step):
         costs = np.ones(1, dtype=np.int64)
-        return Batches(costs, rows_per_step=rows_per_step, seed=0, last_batch="keep").group
+        return StepSampler(costs, rows_per_step=rows_per_step, seed=0, last_batch="keep").group
 
     sizes = {1: 1, 7: 1, 8: 8, 9: 9, 256: 256, 257: 1, 512: 256, 600: 200, 1000: 250}
     assert {rows: group(rows) for rows in sizes} == sizes
@@ -247,7 +247,7 @@ def test_the_order_of_reference_runs_does_not_move():
     # Checkpoints hold positions in this order; a change here must raise the stage's version.
     costs = np.arange(1, 97, dtype=np.int64) ** 2
     for rows_per_step, golden in GOLDEN_STEPS.items():
-        batches = Batches(costs, rows_per_step=rows_per_step, seed=42, last_batch="drop")
+        batches = StepSampler(costs, rows_per_step=rows_per_step, seed=42, last_batch="drop")
         assert [rows for _, rows in walk(batches, batches.start(), len(golden))] == golden
         second = replace(batches.start(), samples=rows_per_step)
         assert batches.after(second) == replace(second, samples=2 * rows_per_step)
@@ -260,7 +260,7 @@ GOLDEN_STEPS = {
 
 
 def test_passes_count_rows_that_were_trained_and_not_those_that_were_left_out():
-    batches = Batches(np.ones(7, np.int64), rows_per_step=4, seed=0, last_batch="drop")
+    batches = StepSampler(np.ones(7, np.int64), rows_per_step=4, seed=0, last_batch="drop")
     cursor = batches.start()
     for _ in range(3):
         cursor = batches.after(cursor)

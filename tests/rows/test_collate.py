@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from penstock.rows.collate import PADDING, PadTo, collate
 from penstock.rows.reader import Row
 from penstock.rows.schema import histogram
-from penstock.rows.shared_prefix import Branching, Span
+from penstock.rows.shared_prefix import PrefixSharing, Span
 
 DOCUMENTS = [([1, 2, 3], [2, 3, -100]), ([4, 5], [5, -100])]
 
@@ -50,7 +50,7 @@ def test_no_rows_give_a_batch_of_padding_that_trains_nothing():
 
 def branching_row(prompts, branches, number=0):
     """Tokens and labels count from 0; the documents are of two branches each."""
-    branching = Branching(prompts, branches, (b"x",) * len(prompts))
+    branching = PrefixSharing(prompts, branches, (b"x",) * len(prompts))
     lengths = np.array(branching.documents(), np.int32)
     tokens = np.arange(lengths.sum(), dtype=np.int32)
     return Row(tokens, tokens, lengths, number, branching)
@@ -82,7 +82,7 @@ def test_branches_go_on_from_their_prompt_and_are_numbered_over_the_rows():
 
 
 def test_prompts_that_are_not_shared_make_plain_documents_of_numbered_branches():
-    branching = Branching((0, 0), (3, 2), (b"x",))
+    branching = PrefixSharing((0, 0), (3, 2), (b"x",))
     row = row_of(*DOCUMENTS)
     row = Row(row.input_ids, row.labels, row.lengths, 0, branching)
     [batch] = collate([[row]], pad_to_multiple_of=8).micro_batches()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.rows.sample_order import Mixing, drawn, draws_until, epochs_of, quotas
+from penstock.rows.sample_order import DatasetMixer, drawn, draws_until, epoch_orders, quotas
 
 SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=5)
 DRAWN = st.lists(st.tuples(st.integers(1, 40), st.floats(0.05, 9)), min_size=1, max_size=5)
@@ -15,20 +15,20 @@ SEEDS = st.integers(0, 9)
 
 
 def concat(sizes, seed, before=True, merged=True):
-    mixing = Mixing(
+    mixing = DatasetMixer(
         seed,
         weights=(1.0,) * len(sizes),
         shuffle_before_merging_datasets=before,
         shuffle_merged_datasets=merged,
     )
-    [epoch] = epochs_of(sizes, mixing)
+    [epoch] = epoch_orders(sizes, mixing)
     return epoch.tolist()
 
 
 def drawing(strategy, parts, seed=0, **more):
     """(sizes, mixing) for (size, weight) pairs."""
     sizes, weights = zip(*parts, strict=True)
-    return list(sizes), Mixing(seed, strategy, tuple(weights), **more)
+    return list(sizes), DatasetMixer(seed, strategy, tuple(weights), **more)
 
 
 def by_source(sizes, samples):
@@ -78,7 +78,7 @@ def test_every_random_epoch_draws_each_source_by_its_share_from_where_the_last_o
         epochs=epochs,
         shuffle_merged_datasets=merged,
     )
-    found = [by_source(sizes, epoch) for epoch in epochs_of(sizes, mixing)]
+    found = [by_source(sizes, epoch) for epoch in epoch_orders(sizes, mixing)]
     assert [[len(its) for its in epoch] for epoch in found] == [drawn(sizes, mixing)] * epochs
     assert sum(drawn(sizes, mixing)) == total
     for of, size in enumerate(sizes):
@@ -96,11 +96,11 @@ def test_each_pass_over_a_drawn_source_is_shuffled_anew_or_never():
     parts = [(20, 3.0), (7, 1.0)]
     plain = {"samples_per_epoch": 80, "epochs": 2, "shuffle_merged_datasets": False}
     sizes, mixing = drawing("random", parts, **plain)
-    first = by_source(sizes, epochs_of(sizes, mixing)[0])[0]
+    first = by_source(sizes, epoch_orders(sizes, mixing)[0])[0]
     assert sorted(first[:20]) == sorted(first[20:40]) == list(range(20))
     assert len({tuple(first[:20]), tuple(first[20:40]), tuple(range(20))}) == 3
     sizes, mixing = drawing("random", parts, **plain, shuffle_before_merging_datasets=False)
-    both = np.concatenate(epochs_of(sizes, mixing))
+    both = np.concatenate(epoch_orders(sizes, mixing))
     assert by_source(sizes, both) == [[n % 20 for n in range(120)], [n % 7 for n in range(40)]]
 
 
@@ -120,7 +120,7 @@ def test_interleaving_draws_the_sources_that_datasets_would_draw(ends, until, se
 def test_interleaving_stops_at_the_first_or_at_the_last_source_that_runs_out(parts, seed, merged):
     for strategy in ("interleave_under", "interleave_over"):
         sizes, mixing = drawing(strategy, parts, seed, shuffle_merged_datasets=merged)
-        [epoch] = epochs_of(sizes, mixing)
+        [epoch] = epoch_orders(sizes, mixing)
         found = by_source(sizes, epoch)
         assert [len(its) for its in found] == drawn(sizes, mixing)
         exhausted = [set(its) == set(range(size)) for its, size in zip(found, sizes, strict=True)]
@@ -137,7 +137,7 @@ def test_interleaved_sources_come_in_turns_as_often_as_their_weights_say():
     sizes, mixing = drawing(
         "interleave_under", [(5000, 3.0), (5000, 1.0)], shuffle_merged_datasets=False
     )
-    of = np.concatenate(epochs_of(sizes, mixing)) >= 5000
+    of = np.concatenate(epoch_orders(sizes, mixing)) >= 5000
     assert all(0.15 < part.mean() < 0.35 for part in islice(np.array_split(of, 6), 6))
 
 
@@ -152,7 +152,7 @@ def test_the_orders_of_reference_runs_do_not_move():
     assert concat([4, 3], 42) == GOLDEN_ORDER
     for strategy, golden in GOLDEN_MIXED.items():
         sizes, mixing = drawing(strategy, [(4, 1.0), (3, 2.0)], 42, epochs=2)
-        assert [epoch.tolist() for epoch in epochs_of(sizes, mixing)][-1] == golden
+        assert [epoch.tolist() for epoch in epoch_orders(sizes, mixing)][-1] == golden
 
 
 GOLDEN_ORDER = [6, 0, 4, 5, 1, 3, 2]

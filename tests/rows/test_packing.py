@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from penstock.rows.bin_plan import Bins, sequential
+from penstock.rows.bin_plan import PackingPlan, sequential
 from penstock.rows.packing.lower_bound import fewest_rows
 from penstock.rows.packing.multipack import multipack
 from tests.rows.lengths import lengths_of
@@ -102,7 +102,7 @@ def test_rows_are_close_to_as_few_as_can_be(name, count, capacity, ratio):
     assert len(packed(lengths, capacity)) <= ratio * bound(lengths, capacity)
 
 
-def spread_within(lengths, bins: Bins):
+def spread_within(lengths, bins: PackingPlan):
     """The mean variance of log length within a row."""
     logs, sizes = np.log(lengths[bins.samples]), bins.sizes()
     starts = bins.ends - sizes

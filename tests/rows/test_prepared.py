@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from penstock.core.files import write_json
-from penstock.prepare.plan import facts_of, plan_of
+from penstock.prepare.plan import build_plan, summarize_plan
 from penstock.prepare.select.select import select
 from penstock.prepare.split import publish_splits
 from penstock.rows.prepared import PLAN, PreparedSamples
@@ -19,9 +19,9 @@ def prepared(folder, samples, kind, **more):
     wishes = settings(kind=kind, **more)
     selection = select(entries, wishes)
     publish_splits(entries, selection, wishes, folder)
-    plan = plan_of(entries, selection, wishes)
+    plan = build_plan(entries, selection, wishes)
     write_json(folder / PLAN, plan)
-    return facts_of(plan), PreparedSamples(folder, "train")
+    return summarize_plan(plan), PreparedSamples(folder, "train")
 
 
 @pytest.mark.parametrize("more", [{}, {"num_dataset_shards_to_save": 2}])

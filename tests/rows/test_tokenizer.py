@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from penstock.core.cache.record import digest_of
+from penstock.core.cache.record import digest_json
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.core.sources.pin import BUILTIN_TOKENIZER_VERSION
 from penstock.rows.byte_vocabulary import BYTES_VOCAB_SIZE
@@ -49,7 +49,7 @@ def test_a_saved_tokenizer_loads_as_the_same_in_transformers(tmp_path):
 
 def test_changing_the_built_in_tokenizer_raises_its_version():
     vocabulary = sorted(TOKENIZER.get_vocab().items())
-    assert (BUILTIN_TOKENIZER_VERSION, digest_of([vocabulary, TOKENIZER.chat_template])[:16]) == (
+    assert (BUILTIN_TOKENIZER_VERSION, digest_json([vocabulary, TOKENIZER.chat_template])[:16]) == (
         1,
         "6d9059acd2001782",
     )

@@ -12,11 +12,11 @@ import numpy as np
 from penstock.server.protocol.codec import PeerLostError
 from penstock.server.protocol.envelopes import (
     Answer,
-    Ask,
     Cancel,
     Failure,
     FromEngine,
     Hello,
+    Request,
     Status,
     ToEngine,
 )
@@ -25,7 +25,7 @@ from penstock.server.protocol.requests import CreateModel, CreateSession, Pass, 
 from penstock.server.protocol.results import Served
 from penstock.server.protocol.types import Adam, Array, Datum, Lora, Sampling
 from penstock.server.protocol.worker_commands import FromWorkers
-from penstock.server.scheduler.scheduler import Engine
+from penstock.server.scheduler.scheduler import Scheduler
 from penstock.server.scheduler.settings import EngineSettings
 from tests.server.standing_in import SERVED, VOCABULARY, Dies, StandIn, lives
 
@@ -59,7 +59,7 @@ class Client:
         """Sent; what it will end with: a result, or a Failure."""
         name = name or f"ask-{next(self._ids)}"
         future = self._future(name)
-        await self.end.send(Ask(id=name, owner=owner or self.owner, work=work, seq=seq))
+        await self.end.send(Request(id=name, owner=owner or self.owner, work=work, seq=seq))
         return future
 
     async def do(self, work: Any, seq: int | None = None, *, owner: str | None = None) -> Any:
@@ -119,7 +119,7 @@ class House:
         self.served = served
         self.tasks: list[asyncio.Task[None]] = []
         self.engine_tasks: list[asyncio.Task[None]] = []
-        self.engine: Engine
+        self.engine: Scheduler
         self.client: Client
         self.workers: StandIn
         self._to_workers: MemoryEnd[Any, Any]
@@ -130,7 +130,7 @@ class House:
         api, self._to_api = memory_pair(ToEngine, FromEngine)
         self._to_workers = MemoryEnd(FromWorkers, "connects")
         self.client = Client(api)
-        self.engine = Engine(self.settings, self._to_api, self._to_workers)
+        self.engine = Scheduler(self.settings, self._to_api, self._to_workers)
         self.engine_tasks = [asyncio.create_task(self.engine.run())]
         self.tasks.append(asyncio.create_task(self.client.listen()))
 

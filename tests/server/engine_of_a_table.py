@@ -122,7 +122,7 @@ def _endpoints(work):
 
 def _sampler_made(work):
     name = f"{work.session}:sample:{work.number}"
-    return results.SamplerTold(sampler=name, base_model="tiny/byte-llama", path=work.path)
+    return results.SamplerResult(sampler=name, base_model="tiny/byte-llama", path=work.path)
 
 
 def _synced(_):
@@ -136,7 +136,7 @@ TABLE = {
     requests.Heartbeat: lambda _: results.Gone(),
     requests.EndSession: lambda _: results.Done(),
     requests.ListSessions: lambda _: results.Sessions(sessions=("sess-1",)),
-    requests.SessionOf: lambda work: results.SessionTold(
+    requests.SessionOf: lambda work: results.SessionResult(
         session=work.session, models=(MODEL,), samplers=("sess-1:sample:0",)
     ),
     requests.Capabilities: lambda _: served(),
@@ -154,20 +154,20 @@ TABLE = {
     requests.SaveSampler: _saved_sampler,
     requests.SyncWeights: _synced,
     requests.CreateSampler: _sampler_made,
-    requests.SamplerOf: lambda work: results.SamplerTold(
+    requests.SamplerOf: lambda work: results.SamplerResult(
         sampler=work.sampler, base_model="tiny/byte-llama", path=f"{MODEL}/sampler_weights/s1"
     ),
     requests.Sample: sampled,
-    requests.ModelOf: lambda work: results.ModelTold(
+    requests.ModelOf: lambda work: results.ModelResult(
         run=run_of(work.model), served=served(), pending=0
     ),
     requests.ListRuns: lambda _: results.Runs(runs=(run_of(MODEL),), total=1),
-    requests.ListCheckpoints: lambda work: results.CheckpointsTold(
+    requests.ListCheckpoints: lambda work: results.CheckpointsResult(
         checkpoints=(checkpoint(work.model or MODEL), checkpoint(name="sampler_weights/s1"))
     ),
     requests.DeleteCheckpoint: lambda _: results.Done(),
     requests.KeepCheckpoint: lambda _: results.Done(),
-    requests.WeightsOf: lambda work: results.WeightsTold(
+    requests.WeightsOf: lambda work: results.WeightsResult(
         base_model="tiny/byte-llama",
         lora=Lora(rank=8, alpha=16.0, train_mlp=False),
         checkpoint=checkpoint(work.path.split("/")[0], work.path.split("/", 1)[1]),

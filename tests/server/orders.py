@@ -9,12 +9,19 @@ import torch
 
 from penstock.core.sources.pin import pin_tokenizer
 from penstock.engine.checkpoint.model_reader import CheckpointReader
-from penstock.engine.distributed.ranks import join
+from penstock.engine.distributed.ranks import init_process_group
 from penstock.engine.hf.config import read_hf_config
 from penstock.engine.hf.tokenizer_files import TokenizerFiles
-from penstock.engine.multi_lora.shared_base import substrate_of
+from penstock.engine.multi_lora.shared_base import build_shared_base
 from penstock.server.protocol.types import Adam, Array, Datum, Lora, Sampling
-from penstock.server.protocol.worker_commands import Generate, Open, Order, Rows, Save, Update
+from penstock.server.protocol.worker_commands import (
+    ForwardBackwardCommand,
+    Generate,
+    Open,
+    OptimStepCommand,
+    Order,
+    Save,
+)
 from penstock.server.worker.main import operations_on
 from tests.engine import runs
 
@@ -46,7 +53,9 @@ def operations(model: Path, out: Path, /, **settings: Any) -> Any:
     settings["data"] = {"pad_to_multiple_of": 16, **settings.get("data", {})}
     settings["model"] = {"model_path": str(model), **settings.get("model", {})}
     run = runs.run_config(out, model, **settings)
-    substrate = substrate_of(run, read_hf_config(str(model), {}), model, join(60), lambda _: None)
+    substrate = build_shared_base(
+        run, read_hf_config(str(model), {}), model, init_process_group(60), lambda _: None
+    )
     tokenizer = TokenizerFiles("builtin:bytes", pin_tokenizer("builtin:bytes"))
     return operations_on(substrate, base_model="tiny", tokenizer=tokenizer)
 
@@ -81,12 +90,12 @@ def data(count: int, *, seed: int = 0, longest: int = 30, **more: float) -> tupl
     return tuple(made)
 
 
-def passing(model: str, given: tuple[Datum, ...], **more: Any) -> Rows:
+def passing(model: str, given: tuple[Datum, ...], **more: Any) -> ForwardBackwardCommand:
     """A pass over samples, two to a row."""
     numbers = range(len(given))
     rows = tuple(tuple(numbers[at : at + 2]) for at in range(0, len(given), 2))
     settings = {"loss": "cross_entropy", "params": {}, "forward_only": False, "per": "sum", **more}
-    return Rows(model=model, data=given, rows=rows, **settings)
+    return ForwardBackwardCommand(model=model, data=given, rows=rows, **settings)
 
 
 def opening(model: str, rank: int = RANK, **more: Any) -> Open:
@@ -94,9 +103,9 @@ def opening(model: str, rank: int = RANK, **more: Any) -> Open:
     return Open(model=model, lora=Lora(rank=rank, **more))
 
 
-def stepping(model: str, lr: float = 0.01, **more: Any) -> Update:
+def stepping(model: str, lr: float = 0.01, **more: Any) -> OptimStepCommand:
     """A step of its optimizer."""
-    return Update(model=model, adam=Adam(learning_rate=lr, **more))
+    return OptimStepCommand(model=model, adam=Adam(learning_rate=lr, **more))
 
 
 def answering(adapter: str | None = None, **more: Any) -> Generate:

@@ -23,22 +23,22 @@ from penstock.server.protocol.worker_commands import (
     Command,
     Export,
     Fault,
-    Forget,
+    ForwardBackwardCommand,
     Generate,
     Generated,
-    Greet,
-    Leave,
+    Hello,
     Load,
     Open,
     Opened,
+    OptimStepCommand,
     Order,
-    Push,
     Ready,
     Reply,
-    Rows,
     Save,
+    Shutdown,
     ToWorkers,
-    Update,
+    WeightSyncCommand,
+    ZeroGradCommand,
 )
 
 STATE_BYTES = 1000
@@ -110,7 +110,7 @@ class StandIn:
             except PeerLostError:
                 continue
             match message:
-                case Greet():
+                case Hello():
                     await self.end.send(
                         Ready(
                             instance=self.instance,
@@ -121,7 +121,7 @@ class StandIn:
                             replicas=2,
                         )
                     )
-                case Leave():
+                case Shutdown():
                     self.has_left = True
                     self.end.drop()
                     return
@@ -175,7 +175,7 @@ class StandIn:
                 return Done()
             case Generate():
                 return Generated(sampled=tuple(self._drawn(order, n) for n in order.counts))
-            case Push():
+            case WeightSyncCommand():
                 return Synced(
                     num_parameters=1, total_bytes=2, num_buckets=1, seconds=0.0, endpoints=()
                 )
@@ -183,16 +183,16 @@ class StandIn:
 
     def _with(self, order: Order, model: Model) -> Any:
         match order:
-            case Rows():
+            case ForwardBackwardCommand():
                 tokens = [datum.tokens.shape[0] for datum in order.data]
                 model.gathered += 0 if order.forward_only else sum(tokens)
                 outputs = tuple({"logprobs": Array.of(np.zeros(n), "float32")} for n in tokens)
                 return Passed(outputs=outputs, metrics={"loss:sum": float(sum(tokens))})
-            case Update():
+            case OptimStepCommand():
                 model.learnt, model.gathered = model.learnt + model.gathered, 0
                 model.step += 1
                 return Stepped(metrics={"step": model.step, "learnt": model.learnt})
-            case Forget():
+            case ZeroGradCommand():
                 model.gathered = 0
             case Save():
                 self._write(Path(order.folder), STATE_BYTES, model)

@@ -15,11 +15,11 @@ import zstandard
 
 from penstock.core import env
 from penstock.server.api import futures
-from penstock.server.api.errors import Refusal
-from penstock.server.api.futures import Shape
+from penstock.server.api.errors import ApiError
+from penstock.server.api.futures import ResultFormat
 from penstock.server.api.log_limit import LINES, SECONDS, LogLimit
 from penstock.server.api.middleware import body_limit
-from penstock.server.api.middleware.body_limit import Bodies, Held
+from penstock.server.api.middleware.body_limit import Bodies, BodyLease
 from penstock.server.api.wire import codec_pool, response_bodies
 from penstock.server.api.wire import tinker_pb2 as pb
 from penstock.server.api.wire.codec_pool import CodecPool
@@ -184,7 +184,7 @@ def test_a_body_that_takes_more_time_or_memory_than_one_may_is_refused_and_other
 def test_results_that_wait_to_be_written_are_not_copied_yet():
     size = 4 << 20
     result = Passed(outputs=({"logprobs": Array.of(np.zeros(size // 4), "float32")},), metrics={})
-    job = ResultJob(shape=Shape("forward"), form="protobuf")
+    job = ResultJob(shape=ResultFormat("forward"), form="protobuf")
 
     async def scenario():
         pool = CodecPool(1 << 20)
@@ -235,19 +235,19 @@ def test_the_memory_of_bodies_is_shared_fairly():
     async def scenario():
         async with asyncio.timeout(10) as old, asyncio.timeout(10) as young:
             held = Bodies(max_bytes=100, max_owner_bytes=80)
-            first, second = Held("a", deadline=old), Held("a", deadline=young)
+            first, second = BodyLease("a", deadline=old), BodyLease("a", deadline=young)
             held.take(first, 40)
             held.take(second, 40)
-            with pytest.raises(Refusal) as refused:
+            with pytest.raises(ApiError) as refused:
                 held.take(first, 1)
             assert refused.value.status_code == 429
             # Who holds most gives up the youngest that still arrives.
-            other = Held("b")
+            other = BodyLease("b")
             held.take(other, 30)
             assert (first.is_evicted, second.is_evicted) == (False, True)
             assert held.held_bytes == 70
             # Nobody takes more than others have.
-            with pytest.raises(Refusal):
+            with pytest.raises(ApiError):
                 held.take(other, 40)
             held.release(first)
             held.release(other)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.core.errors import PenstockError
-from penstock.server.protocol.worker_commands import Export, Forget, Load, Order
+from penstock.server.protocol.worker_commands import Export, Load, Order, ZeroGradCommand
 from tests.ranks import on_ranks
 from tests.server.orders import (
     answering,
@@ -52,7 +52,7 @@ def any_orders(seed: int, out: Path) -> list[tuple[str, Order]]:
             "overflow": (1, passing(name, overflowing, loss="importance_sampling")),
             "refused": (1, passing(name, given, per="token")),
             "step": (4, stepping(name, draw.choice([0.01, 0.05]), weight_decay=0.1)),
-            "forget": (1, Forget(model=name)),
+            "forget": (1, ZeroGradCommand(model=name)),
             "save": (2, saving(name, out / f"{name}{saves[name] + 1}")),
             "load": (2, Load(model=name, folder=folder, optimizer=draw.random() < 0.5)),
             "export": (1, Export(model=name, folder=str(out / f"{name} to sample from"))),

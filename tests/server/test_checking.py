@@ -19,7 +19,7 @@ from penstock.server.protocol.requests import (
     SyncWeights,
 )
 from penstock.server.protocol.types import Adam, Array, Datum, Lora, Loss, Sampling
-from penstock.server.scheduler.errors import RefusedError
+from penstock.server.scheduler.errors import RequestError
 from penstock.server.scheduler.validate_request import check, check_base, check_ttl
 from tests.server.standing_in import SERVED, VOCABULARY
 
@@ -91,7 +91,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_is_named(name):
     work, said = WRONG[name]
-    with pytest.raises(RefusedError, match=said) as caught:
+    with pytest.raises(RequestError, match=said) as caught:
         check(work, SERVED)
     assert (caught.value.category, caught.value.code) == ("user", "invalid")
 
@@ -131,7 +131,7 @@ def test_a_token_may_have_several_targets_where_the_loss_is_a_sum_of_theirs():
         r"shape \[3, 0\]": distilling(np.zeros((3, 0)), np.zeros((3, 0))),
     }
     for said, work in wrong.items():
-        with pytest.raises(RefusedError, match=said):
+        with pytest.raises(RequestError, match=said):
             check(work, SERVED)
 
 
@@ -140,7 +140,7 @@ def test_of_tokens_that_do_not_count_anything_may_be_said():
     check(
         a_pass(logprobs=floats(0, NAN, -INF), mask=floats(1, 1, 0), weights=floats(1, 0, 5)), SERVED
     )
-    with pytest.raises(RefusedError, match="-inf at 2"):
+    with pytest.raises(RequestError, match="-inf at 2"):
         check(a_pass(logprobs=floats(0, NAN, -INF), weights=floats(1, 0, 1)), SERVED)
 
 
@@ -175,26 +175,26 @@ def sample(**changed):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_cannot_be_drawn_is_refused(work, said):
-    with pytest.raises(RefusedError, match=said):
+    with pytest.raises(RequestError, match=said):
         check(work, SERVED)
 
 
 def test_where_nothing_can_be_sampled_that_is_said():
     check(sample(), SERVED)
-    with pytest.raises(RefusedError, match="nothing can be sampled here"):
+    with pytest.raises(RequestError, match="nothing can be sampled here"):
         check(sample(), msgspec.structs.replace(SERVED, samples=False))
 
 
 def test_the_base_model_is_known_by_its_names():
     for name in (None, "tiny", "path/of/it"):
         check_base(name, ["tiny", "path/of/it"])
-    with pytest.raises(RefusedError, match="the base model is tiny here; 'large' is not served"):
+    with pytest.raises(RequestError, match="the base model is tiny here; 'large' is not served"):
         check_base("large", ["tiny", "path/of/it"])
 
 
 @pytest.mark.parametrize("seconds", [0, -1, NAN, INF])
 def test_nothing_is_kept_for_no_time_or_for_a_time_that_is_none(seconds):
-    with pytest.raises(RefusedError, match="ttl_seconds"):
+    with pytest.raises(RequestError, match="ttl_seconds"):
         check_ttl(seconds)
 
 
@@ -213,7 +213,7 @@ def test_arrays_of_any_shape_and_bytes_are_let_in_or_refused(tokens, targets, we
     work = Pass(model="m", data=(Datum(tokens=tokens, inputs=inputs),), loss="cross_entropy")
     try:
         check(work, SERVED)
-    except RefusedError:
+    except RequestError:
         return
     assert len(tokens.shape) == 1
     assert targets.shape == weights.shape

@@ -7,7 +7,7 @@ import pytest
 import zstandard
 
 from penstock.server.api import context
-from penstock.server.api.errors import Refusal
+from penstock.server.api.errors import ApiError
 from penstock.server.api.wire import datums, request_bodies, tensors
 from penstock.server.api.wire import tinker_pb2 as pb
 from penstock.server.protocol import requests
@@ -346,7 +346,7 @@ def test_a_long_text_among_numbers_takes_no_more_memory_than_itself():
     numbers = [0.5] * 100 + ["a" * 1_000_000]
     tracemalloc.start()
     try:
-        with pytest.raises(Refusal, match="no number"):
+        with pytest.raises(ApiError, match="no number"):
             tensors.from_list(numbers, "weights")
         _, peak = tracemalloc.get_traced_memory()
     finally:

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from penstock.config import generate_docs  # noqa: F401 - it reads the fields' docstrings
 from penstock.config.loading.cli_overrides import Override
-from penstock.config.server.config import UNITS, ServerConfig, bytes_of, run_of
+from penstock.config.server.config import UNITS, ServerConfig, parse_byte_size, to_run_config
 from penstock.config.server.load import load_server
 from penstock.config.server.run_fields import SAME
 from penstock.core.errors import ConfigError
-from penstock.engine.distributed.validate_layout import misfits, padding_of
+from penstock.engine.distributed.validate_layout import layout_errors, micro_batch_padding
 
 SAID_BY_OTHERS = {"model_name": None, "config_path": None, "tokenizer_path": None}
 """Unset here, where the list of fields says that they are another's."""
@@ -114,7 +114,7 @@ def test_every_field_has_the_name_and_the_default_that_clients_of_xorl_know(shar
 @pytest.mark.parametrize("name", sorted(SAME.keys() - {"encoders"}))
 def test_what_a_file_says_of_training_is_what_workers_are_told(name):
     values = {"model_path": "org/base", **NEEDS.get(name, {}), name: other(name)}
-    at = run_of(ServerConfig.model_validate(values))
+    at = to_run_config(ServerConfig.model_validate(values))
     for step in SAME[name].split("."):
         at = getattr(at, step)
     assert at == other(name)
@@ -125,27 +125,29 @@ def test_a_file_that_writes_every_default_is_as_good_as_one_that_writes_none():
     full = ServerConfig.model_validate(bare.model_dump())
     assert full == bare
     assert full.model_fields_set == set(ServerConfig.model_fields)
-    assert run_of(full).train.seed == run_of(bare).train.seed == 42
+    assert to_run_config(full).train.seed == to_run_config(bare).train.seed == 42
 
 
 def test_a_default_is_no_contract_and_a_written_value_is():
-    assert run_of(ServerConfig(model_path="org/m")).model.attn_implementation is None
+    assert to_run_config(ServerConfig(model_path="org/m")).model.attn_implementation is None
     written = ServerConfig(model_path="org/m", attn_implementation="flash_attention_3")
-    assert run_of(written).model.attn_implementation == "flash_attention_3"
+    assert to_run_config(written).model.attn_implementation == "flash_attention_3"
 
 
 def test_padding_that_nobody_wrote_gives_way_to_a_layout_and_a_length():
-    run = run_of(
+    run = to_run_config(
         ServerConfig(model_path="m", ulysses_parallel_size=3, sample_packing_sequence_len=1000)
     )
-    assert padding_of(run.data, run.train) == 3 * 128
-    assert misfits(run, 3, None) == []
-    written = run_of(ServerConfig(model_path="m", ulysses_parallel_size=3, pad_to_multiple_of=64))
-    assert "pad_to_multiple_of is 64" in str(misfits(written, 3, None)[0])
+    assert micro_batch_padding(run.data, run.train) == 3 * 128
+    assert layout_errors(run, 3, None) == []
+    written = to_run_config(
+        ServerConfig(model_path="m", ulysses_parallel_size=3, pad_to_multiple_of=64)
+    )
+    assert "pad_to_multiple_of is 64" in str(layout_errors(written, 3, None)[0])
 
 
 def test_numbers_differ_from_those_of_a_run_where_xorls_do():
-    run = run_of(ServerConfig(model_path="org/m"))
+    run = to_run_config(ServerConfig(model_path="org/m"))
     assert run.model.lm_head_fp32
     assert run.model.freeze_router
     assert run.lora.lora_rank == 32
@@ -165,10 +167,10 @@ def test_there_are_as_many_workers_as_parallel_sizes_multiply_to():
 def test_a_built_in_model_starts_from_the_seed():
     built_in = {"model_path": "builtin:tiny-qwen3", "tokenizer_path": "builtin:bytes"}
     for named, found in (({}, "builtin:tiny-qwen3"), ({"config_path": "org/c"}, "org/c")):
-        run = run_of(ServerConfig.model_validate({**built_in, **named}))
+        run = to_run_config(ServerConfig.model_validate({**built_in, **named}))
         assert run.model.model_path is None
         assert run.model.config_path == found
-    assert run_of(ServerConfig(model_path="org/m")).model.model_path == "org/m"
+    assert to_run_config(ServerConfig(model_path="org/m")).model.model_path == "org/m"
 
 
 @pytest.mark.parametrize(
@@ -179,7 +181,7 @@ def test_a_built_in_model_starts_from_the_seed():
     ],
 )
 def test_a_size_is_read_as_it_is_meant(text, size):
-    assert bytes_of(text) == size
+    assert parse_byte_size(text) == size
 
 
 @given(
@@ -189,7 +191,7 @@ def test_a_size_is_read_as_it_is_meant(text, size):
 def test_a_size_is_a_number_with_a_unit_or_refused(text):
     size = None
     with suppress(ValueError):
-        size = bytes_of(text)
+        size = parse_byte_size(text)
     assert size is None or text.strip().isascii()
     assert (size or 0) < 1024 ** (len(UNITS) - 1) * 10 ** len(text)
 
@@ -329,4 +331,4 @@ def test_any_values_make_a_server_or_a_refusal_in_our_words(tmp_path_factory, va
         assert "Input should" not in told
         assert all(line.startswith(f"{path}") and ": " in line for line in told.splitlines())
     else:
-        assert run_of(config)
+        assert to_run_config(config)

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.server.api import connections, http_protocol
 from penstock.server.api.connections import NOBODY, Connections, Phase
-from penstock.server.api.errors import Refusal
+from penstock.server.api.errors import ApiError
 from penstock.server.api.http_protocol import room_for_connections
 from tests.server.engine_of_a_table import listening
 from tests.server.requests_of_clients import ALICE, KEYS
@@ -54,7 +54,7 @@ def test_between_owners_places_are_shared_fairly():
         every.identify(each, "a")
     more = Client(every)
     # No place is left but those of who is not known yet, and none of its own is idle.
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(ApiError) as refused:
         every.identify(more, "a")
     assert refused.value.status_code == 429
     every.forget(more)

@@ -18,7 +18,7 @@ from penstock.server.protocol.requests import (
     SyncWeights,
 )
 from penstock.server.protocol.types import Adam, Endpoint, Secret
-from penstock.server.protocol.worker_commands import Push
+from penstock.server.protocol.worker_commands import WeightSyncCommand
 from penstock.server.scheduler import inference_endpoints
 from penstock.server.scheduler.state_store import DestinationRecord
 from penstock.server.weight_sync.errors import SyncError
@@ -118,7 +118,9 @@ def test_a_key_reaches_the_workers_and_outlives_the_engine_and_nobody_else_reads
             await here.client.do(adding(1, None, pool="b"))
             await here.restart_engine()
             await here.client.do(SyncWeights(model="m"))
-            [push] = [order for order in here.workers.orders if isinstance(order, Push)]
+            [push] = [
+                order for order in here.workers.orders if isinstance(order, WeightSyncCommand)
+            ]
             assert push.api_keys == (Secret(text=KEY), None)
             assert KEY not in f"{told} {push} {adding(port)}"
 
@@ -149,7 +151,7 @@ def test_a_server_is_known_to_the_owner_who_added_it(tmp_path):
 
 def test_servers_generate_again_when_the_workers_die_that_paused_them(tmp_path):
     def dies(order):
-        return "before" if isinstance(order, Push) else None
+        return "before" if isinstance(order, WeightSyncCommand) else None
 
     async def check():
         async with house(tmp_path) as here:
@@ -231,17 +233,21 @@ def test_weights_are_sent_after_each_step_where_that_is_written(tmp_path, is_the
             async def stepped(sync):
                 await here.client.do(a_pass())
                 done = await here.client.do(Step(model="m", adam=Adam(), sync=sync))
-                pushes = [order for order in here.workers.orders if isinstance(order, Push)]
+                pushes = [
+                    order for order in here.workers.orders if isinstance(order, WeightSyncCommand)
+                ]
                 return done.metrics.get("weights_synced"), len(pushes)
 
             await here.client.do(adding(1, None, pool="other"))
             assert await stepped(sync) == (None, 0)
             await here.client.do(adding(2, None, pool="m"))
             assert await stepped(None) == (None, 0)
-            here.workers.fails = lambda order: isinstance(order, Push) and not is_there
+            here.workers.fails = lambda order: isinstance(order, WeightSyncCommand) and not is_there
             # A sync that fails is no step that did: nobody must take it again.
             assert await stepped(sync) == (float(is_there), 1)
-            [push] = [order for order in here.workers.orders if isinstance(order, Push)]
+            [push] = [
+                order for order in here.workers.orders if isinstance(order, WeightSyncCommand)
+            ]
             assert [each.port for each in push.endpoints] == [2]
 
     asyncio.run(check())

@@ -18,9 +18,9 @@ from penstock.server.launch.job import ServerJob
 from penstock.server.protocol.envelopes import FromEngine
 from penstock.server.protocol.requests import ListCheckpoints
 from penstock.server.protocol.secret import new_secret
-from penstock.server.protocol.worker_commands import Save, ToWorkers, Update
+from penstock.server.protocol.worker_commands import OptimStepCommand, Save, ToWorkers
 from penstock.server.protocol.zmq_channel import connecting, listening
-from penstock.server.scheduler.__main__ import settings_of
+from penstock.server.scheduler.__main__ import read_settings
 from tests.server.engine_house import Client, a_pass, a_step
 from tests.server.standing_in import StandIn
 from tests.server.test_launcher import is_alive
@@ -55,15 +55,15 @@ def _free_port():
 
 def test_all_settings_that_the_engine_has_come_from_the_servers(tmp_path):
     job = job_of(tmp_path, "tcp://127.0.0.1:1")
-    found = settings_of(job)
+    found = read_settings(job)
     assert found.storage_limit == 10 * 10**12
     assert found.output_dir == tmp_path
     # Those that are elsewhere stay.
     assert not found.ends_workers
-    assert settings_of(replace(job, mode="auto")).ends_workers
+    assert read_settings(replace(job, mode="auto")).ends_workers
     assert found.worker_max_restarts == 10
     assert not found.requires_keys
-    assert settings_of(replace(job, requires_keys=True)).requires_keys
+    assert read_settings(replace(job, requires_keys=True)).requires_keys
     # What the server's settings do not speak of is the engine's own.
     own = {
         "given_up",
@@ -171,7 +171,7 @@ def test_an_engine_that_is_asked_to_end_saves_before_it_does(tmp_path):
             finally:
                 engine.kill()
             kinds = [type(order) for order in here.workers.orders]
-            assert kinds[-2:] == [Update, Save]
+            assert kinds[-2:] == [OptimStepCommand, Save]
             assert not here.workers.has_left
 
     asyncio.run(check())

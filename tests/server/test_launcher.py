@@ -21,11 +21,11 @@ from penstock.core import env
 from penstock.core.errors import ConfigError, StageError
 from penstock.server.__main__ import main
 from penstock.server.launch.addresses import free_port, is_loopback, tcp, workers_address
-from penstock.server.launch.child_process import Child
+from penstock.server.launch.child_process import ManagedProcess
 from penstock.server.launch.job import ServerJob
 from penstock.server.launch.multi_node import First, Other
-from penstock.server.launch.prepare import keys_of, prepare
-from penstock.server.launch.supervisor import Launcher, children_of, serve
+from penstock.server.launch.prepare import prepare, read_api_keys
+from penstock.server.launch.supervisor import Launcher, managed_processes, serve
 from penstock.server.protocol.secret import read_secret, write_secret
 from tests.waiting import soon
 
@@ -39,7 +39,9 @@ DEAF = (
 
 
 def child(say, code, *words, name="one", **more):
-    return Child(name, [sys.executable, "-S", "-c", code, *map(str, words)], {}, say, **more)
+    return ManagedProcess(
+        name, [sys.executable, "-S", "-c", code, *map(str, words)], {}, say, **more
+    )
 
 
 def stop(number=signal.SIGTERM):
@@ -166,7 +168,8 @@ def test_processes_end_with_a_launcher_that_is_killed(tmp_path):
         import os, sys
         from penstock.server.launch.child_process import Child
         from penstock.server.launch.supervisor import Launcher
-        words = ["-m", "penstock.server.launch.child_main", str(os.getpid()), "an idler", "idle", sys.argv[1]]
+        child = "penstock.server.launch.child_main"
+        words = ["-m", child, str(os.getpid()), "an idler", "idle", sys.argv[1]]
         say = lambda line: print(line, flush=True)
         Launcher([Child("idle", [sys.executable, *words], {}, say)], say, None).run()
         """
@@ -266,7 +269,7 @@ def test_workers_get_variables_that_are_named_and_no_other_secrets(tmp_path, mon
 
     prepared = prepare(tiny(tmp_path, pass_env=["MY_TOOL"]), "auto")
     monkeypatch.setattr("penstock.server.launch.child_process.subprocess.Popen", Started)
-    for child in children_of(prepared, lambda _: None):
+    for child in managed_processes(prepared, lambda _: None):
         child.start()
     assert given == {
         "api": {env.SERVER_KEYS, env.ENGINE_SECRET},
@@ -283,7 +286,7 @@ def test_each_process_is_handed_the_secrets_that_it_needs_and_the_job_has_none(
     monkeypatch.setenv(env.SERVER_KEYS, "tml-secret, tml-other")
     prepared = prepare(tiny(tmp_path), "auto")
     prepared.publish()
-    api, engine, workers = children_of(prepared, lambda _: None)
+    api, engine, workers = managed_processes(prepared, lambda _: None)
     assert [one.name for one in (api, engine, workers)] == ["api", "engine", "workers"]
     secrets_of_the_server = (env.SERVER_KEYS, env.ENGINE_SECRET, env.WORKERS_SECRET)
     known = {
@@ -316,7 +319,7 @@ def test_a_child_sees_no_secret_of_the_launchers_own_environment(tmp_path, monke
 
 def test_other_machines_are_let_in_only_with_keys(tmp_path, monkeypatch):
     monkeypatch.delenv(env.SERVER_KEYS, raising=False)
-    assert keys_of(tiny(tmp_path)) == ()
+    assert read_api_keys(tiny(tmp_path)) == ()
     for host in ("0.0.0.0", "::", "10.0.0.1", "node0"):
         with pytest.raises(ConfigError, match="there are no keys"):
             prepare(tiny(tmp_path, api_host=host), "auto")
@@ -324,13 +327,13 @@ def test_other_machines_are_let_in_only_with_keys(tmp_path, monkeypatch):
     file.write_text("# of the team\ntml-one\n\n  # of others\n  tml-two\n")
     file.chmod(0o644)
     with pytest.raises(ConfigError, match="chmod 600"):
-        keys_of(tiny(tmp_path, api_host="0.0.0.0", api_keys_file=str(file)))
+        read_api_keys(tiny(tmp_path, api_host="0.0.0.0", api_keys_file=str(file)))
     file.chmod(0o600)
     keyed = tiny(tmp_path, api_host="0.0.0.0", api_keys_file=str(file))
-    assert keys_of(keyed) == ("tml-one", "tml-two")
+    assert read_api_keys(keyed) == ("tml-one", "tml-two")
     file.write_text("# nobody\n")
     with pytest.raises(ConfigError, match="no keys"):
-        keys_of(keyed)
+        read_api_keys(keyed)
 
 
 @pytest.mark.parametrize(
@@ -358,8 +361,8 @@ def test_an_engine_elsewhere_reads_where_workers_are_and_what_they_know(tmp_path
     engine = prepare(config, "connect")
     assert engine.workers_secret == workers.workers_secret
     assert engine.job.workers_address == tcp("127.0.0.1", config.worker_bind_port)
-    assert [one.name for one in children_of(engine, lambda _: None)] == ["api", "engine"]
-    assert [one.name for one in children_of(workers, lambda _: None)] == ["workers"]
+    assert [one.name for one in managed_processes(engine, lambda _: None)] == ["api", "engine"]
+    assert [one.name for one in managed_processes(workers, lambda _: None)] == ["workers"]
     kept = tmp_path / "out" / "server" / "workers.secret"
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
     kept.chmod(0o640)

@@ -6,8 +6,8 @@ import pytest
 import torch
 import transformers
 
-from penstock.adapters.names import factor_of
-from penstock.losses.policy import Told, sequence_losses, token_losses
+from penstock.adapters.names import parse_factor
+from penstock.losses.policy import LossInputs, sequence_losses, token_losses
 from penstock.server.protocol.losses import PARAMS
 from penstock.server.protocol.types import Array
 from penstock.server.protocol.worker_commands import Export
@@ -69,7 +69,7 @@ def judged(tuned, given, loss, params):
         logp_T = logits.log_softmax(-1).gather(1, its["target_tokens"][:, None])[:, 0]
         zeros = torch.zeros_like(logp_T)
         old_T = its.get("logprobs", zeros)
-        told = Told(
+        told = LossInputs(
             its["weights"],
             old_T,
             its.get("advantages", zeros),
@@ -106,7 +106,7 @@ def require_gradients_of(tuned, resident):
     theirs = dict(tuned.named_parameters())
     assert resident.gradients
     for name, gradient in resident.gradients.items():
-        factor = factor_of(name)
+        factor = parse_factor(name)
         assert factor
         judge = theirs[f"base_model.model.{factor.hf_module}.{factor.side}.default.weight"].grad
         narrow = gradient[:8] if factor.side == "lora_A" else gradient[:, :8]

@@ -10,22 +10,22 @@ from hypothesis import strategies as st
 from penstock.server.protocol.requests import DropGradients, Sample, Step
 from penstock.server.protocol.results import Done, Stepped
 from penstock.server.protocol.types import Adam, Array
-from penstock.server.protocol.worker_commands import Rows, Update
+from penstock.server.protocol.worker_commands import ForwardBackwardCommand, OptimStepCommand
 from penstock.server.scheduler import queue as queues
-from penstock.server.scheduler.errors import RefusedError
+from penstock.server.scheduler.errors import RequestError
 from penstock.server.scheduler.model_queue import KEPT
 from penstock.server.scheduler.queue import Queue
-from penstock.server.scheduler.task import Errand
+from penstock.server.scheduler.task import Task
 from tests.server.engine_house import a_pass, a_step, house, sampling
 
 
 def errand(model, seq, name="x"):
-    return Errand(Step(model=model, adam=Adam()), "one", model, seq, [name])
+    return Task(Step(model=model, adam=Adam()), "one", model, seq, [name])
 
 
 def drawing(name="x"):
     prompt = Array.of([1], "int32")
-    return Errand(Sample(prompt=prompt, sampling=sampling()), "one", None, None, [name])
+    return Task(Sample(prompt=prompt, sampling=sampling()), "one", None, None, [name])
 
 
 def drain(queue):
@@ -62,7 +62,7 @@ def test_whatever_comes_when_each_number_is_done_once_and_in_order(case):
 
     for index, ((model, seq), works_now) in enumerate(zip(asked, works, strict=True)):
         new = drawing(str(index)) if model is None else errand(model, seq, str(index))
-        if not isinstance(queue.put(new), Errand):
+        if not isinstance(queue.put(new), Task):
             told[str(index)] += 1
         if works_now:
             work()
@@ -122,7 +122,7 @@ def test_a_gap_is_waited_for_and_then_given_up_by_the_one_that_waits():
     assert "number 3" in str(overdue.outcome)
     assert "number 2" in str(overdue.outcome)
     assert [taken.asks for taken in drain(queue)] == [["next"]]
-    with pytest.raises(RefusedError, match="number 2 of model m is past"):
+    with pytest.raises(RequestError, match="number 2 of model m is past"):
         queue.put(errand("m", 2))
 
 
@@ -152,11 +152,11 @@ def test_what_was_done_is_answered_from_what_was_kept_and_not_done_again():
 def test_one_number_is_not_given_to_two_kinds_of_work():
     queue = Queue(30.0)
     queue.put(errand("m", 1))
-    other = Errand(DropGradients(model="m"), "one", "m", 1, ["y"])
-    with pytest.raises(RefusedError, match="number 1 of model m is a Step already"):
+    other = Task(DropGradients(model="m"), "one", "m", 1, ["y"])
+    with pytest.raises(RequestError, match="number 1 of model m is a Step already"):
         queue.put(other)
     drain(queue)
-    with pytest.raises(RefusedError, match="number 1 of model m is a Step already"):
+    with pytest.raises(RequestError, match="number 1 of model m is a Step already"):
         queue.put(other)
 
 
@@ -166,7 +166,7 @@ def test_only_so_many_outcomes_are_kept():
         queue.put(errand("m", seq))
     drain(queue)
     assert isinstance(queue.put(errand("m", 3)), Done)
-    with pytest.raises(RefusedError, match="not kept any more"):
+    with pytest.raises(RequestError, match="not kept any more"):
         queue.put(errand("m", 2))
 
 
@@ -174,7 +174,7 @@ def test_what_is_cancelled_before_it_begins_is_not_done_and_leaves_no_gap():
     queue = Queue(30.0)
     for seq in (1, 2, 3):
         queue.put(errand("m", seq, str(seq)))
-    cancelled = RefusedError("cancelled", "it was cancelled")
+    cancelled = RequestError("cancelled", "it was cancelled")
     assert queue.cancel("2", cancelled) is not None
     assert len(queue) == 2
     assert [taken.seq for taken in drain(queue)] == [1, 3]
@@ -185,7 +185,7 @@ def test_who_joined_a_work_keeps_it_when_the_other_cancels():
     queue = Queue(30.0)
     queue.put(errand("m", 1, "a"))
     queue.put(errand("m", 1, "b"))
-    assert queue.cancel("a", RefusedError("cancelled", "it was cancelled")) is None
+    assert queue.cancel("a", RequestError("cancelled", "it was cancelled")) is None
     assert [taken.asks for taken in drain(queue)] == [["b"]]
 
 
@@ -224,10 +224,10 @@ def test_another_queue_knows_what_was_done_and_the_last_of_how_it_ended(monkeypa
     other.go_on_from("m", queue.left()["m"])
     assert isinstance(other.put(errand("m", 4)), Done)
     assert isinstance(other.put(errand("m", 3)), Done)
-    with pytest.raises(RefusedError, match="the next is 5"):
+    with pytest.raises(RequestError, match="the next is 5"):
         other.put(errand("m", 2))
-    with pytest.raises(RefusedError, match="is a Step already"):
-        other.put(Errand(DropGradients(model="m"), "one", "m", 4, ["y"]))
+    with pytest.raises(RequestError, match="is a Step already"):
+        other.put(Task(DropGradients(model="m"), "one", "m", 4, ["y"]))
     other.put(errand("m", 6))
     assert other.take() is None
     other.put(errand("m", 5))
@@ -264,9 +264,16 @@ def test_clients_are_answered_in_order_whatever_order_they_ask_in(tmp_path):
             assert ended[2].metrics["learnt"] == 5
             assert ended[3] == ended[4]
             kinds = [
-                type(order) for order in here.workers.orders if isinstance(order, Rows | Update)
+                type(order)
+                for order in here.workers.orders
+                if isinstance(order, ForwardBackwardCommand | OptimStepCommand)
             ]
-            assert kinds == [Rows, Update, Rows, Update]
+            assert kinds == [
+                ForwardBackwardCommand,
+                OptimStepCommand,
+                ForwardBackwardCommand,
+                OptimStepCommand,
+            ]
 
     asyncio.run(check())
 
@@ -335,7 +342,7 @@ def test_what_is_refused_by_workers_has_changed_nothing_and_uses_up_its_number(t
     async def check():
         async with house(tmp_path) as here:
             await here.client.begin()
-            here.workers.fails = lambda order: isinstance(order, Update)
+            here.workers.fails = lambda order: isinstance(order, OptimStepCommand)
             await here.client.do(a_pass(), 1)
             assert (await here.client.fails(a_step(), 2)).error == "this order is refused"
             here.workers.fails = lambda _: False

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.server.scheduler.errors import RefusedError
+from penstock.server.scheduler.errors import RequestError
 from penstock.server.scheduler.pack_rows import check_lengths, pack
 from penstock.server.scheduler.settings import EngineSettings
 
@@ -79,7 +79,7 @@ def test_without_packing_each_sample_has_a_row(tmp_path):
 
 def test_a_sample_that_no_row_holds_is_named():
     check_lengths([CAPACITY, 1], CAPACITY)
-    with pytest.raises(RefusedError, match="sample 1 has 65 tokens, and a row holds 64") as caught:
+    with pytest.raises(RequestError, match="sample 1 has 65 tokens, and a row holds 64") as caught:
         check_lengths([1, CAPACITY + 1], CAPACITY)
     assert "sample_packing_sequence_len" in str(caught.value)
     assert (caught.value.category, caught.value.code) == ("user", "invalid")

@@ -24,14 +24,14 @@ from penstock.server.protocol.types import Array, Endpoint, Lora
 from penstock.server.protocol.worker_commands import (
     Close,
     Export,
-    Forget,
+    ForwardBackwardCommand,
     Generate,
     Load,
     Open,
-    Push,
-    Rows,
+    OptimStepCommand,
     Save,
-    Update,
+    WeightSyncCommand,
+    ZeroGradCommand,
 )
 from tests.server.engine_house import a_pass, a_step, house, sampling
 from tests.server.test_sessions import soon
@@ -40,16 +40,16 @@ AT_ONCE = 1.0
 """Seconds."""
 
 WORKS = {
-    Rows: a_pass(),
-    Update: a_step(),
-    Forget: DropGradients(model="m"),
+    ForwardBackwardCommand: a_pass(),
+    OptimStepCommand: a_step(),
+    ZeroGradCommand: DropGradients(model="m"),
     Save: SaveState(model="m", name="new"),
     Load: LoadState(model="m", path="m/weights/old"),
     Export: SaveSampler(model="m", name="new"),
     Close: UnloadModel(model="m", save=False),
     Open: CreateModel(session="s", model="n", base_model=None, lora=Lora(rank=2)),
     Generate: Sample(prompt=Array.of([1], "int32"), sampling=sampling()),
-    Push: SyncWeights(model="m"),
+    WeightSyncCommand: SyncWeights(model="m"),
 }
 """What is asked for where the workers are to die of an order."""
 
@@ -134,7 +134,9 @@ def test_what_waits_is_done_by_the_next_workers(tmp_path):
             await here.client.begin("m")
             await here.client.begin("n")
             here.workers.slowly = 0.05
-            here.workers.dies = lambda order: "before" if isinstance(order, Rows) else None
+            here.workers.dies = lambda order: (
+                "before" if isinstance(order, ForwardBackwardCommand) else None
+            )
             under_way = await here.client.ask(a_pass("m"), 1)
             waits = await here.client.ask(a_pass("n", 3), 1)
             drawn = await here.client.ask(WORKS[Generate])
@@ -188,7 +190,9 @@ def test_workers_that_die_again_and_again_are_given_up_unless_they_do_a_work_bet
             await here.client.begin()
             last = "failed" if between == "nothing" else "down"
             for state in ("down", "down", last):
-                here.workers.dies = lambda order: "before" if isinstance(order, Rows) else None
+                here.workers.dies = lambda order: (
+                    "before" if isinstance(order, ForwardBackwardCommand) else None
+                )
                 if between == "a work":
                     await here.client.do(WORKS[Generate])
                 assert (await here.client.fails(a_pass())).code == "lost"
@@ -243,7 +247,9 @@ def test_workers_that_failed_and_end_are_asked_for_nothing_and_counted_once(tmp_
         async with house(tmp_path, worker_max_restarts=1) as here:
             await here.client.begin("m")
             await here.client.begin("n")
-            here.workers.breaks = lambda order: isinstance(order, Rows) and order.model == "m"
+            here.workers.breaks = lambda order: (
+                isinstance(order, ForwardBackwardCommand) and order.model == "m"
+            )
             here.workers.slowly = 0.02
             breaks = await here.client.ask(a_pass("m"), 1)
             waits = await here.client.ask(a_pass("n"), 1)
@@ -396,10 +402,10 @@ def test_an_engine_that_comes_again_knows_what_its_workers_hold(tmp_path):
 
 
 LOST = {
-    "a pass": (a_pass(), Rows),
-    "a pass without gradients": (a_pass(forward_only=True), Rows),
+    "a pass": (a_pass(), ForwardBackwardCommand),
+    "a pass without gradients": (a_pass(forward_only=True), ForwardBackwardCommand),
     "a draw": (WORKS[Generate], Generate),
-    "weights to send": (SyncWeights(model="m"), Push),
+    "weights to send": (SyncWeights(model="m"), WeightSyncCommand),
 }
 
 
@@ -435,7 +441,9 @@ def test_an_operation_whose_model_lost_something_is_not_tried_again(tmp_path):
         async with house(tmp_path, worker_max_retries=2) as here:
             await here.client.begin()
             await here.client.do(a_pass())
-            here.workers.dies = lambda order: "before" if isinstance(order, Rows) else None
+            here.workers.dies = lambda order: (
+                "before" if isinstance(order, ForwardBackwardCommand) else None
+            )
             assert (await here.client.fails(a_pass())).code == "lost"
             here.start_workers()
             # It is told of what it lost, as ever, and begins again.

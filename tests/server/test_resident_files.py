@@ -16,11 +16,11 @@ import torch
 import transformers
 
 from penstock.core.errors import ArtifactError, ConfigError, StageError
-from penstock.engine.checkpoint.train_state import Trained
+from penstock.engine.checkpoint.train_state import TrainState
 from penstock.engine.hf.save_model import save_tensors
 from penstock.engine.multi_lora.model_pool import UnknownModelError
 from penstock.engine.multi_lora.model_store import BESIDE, SAMPLER, TOKENIZER
-from penstock.engine.multi_lora.shared_base import Substrate
+from penstock.engine.multi_lora.shared_base import SharedBase
 from penstock.server.protocol.types import Lora, Optimizer
 from penstock.server.protocol.worker_commands import Close, Export, Load, Open
 from penstock.server.worker.errors import RefusedError
@@ -257,7 +257,7 @@ def without_memory(model, out):
     fault = torch.OutOfMemoryError("no memory is left")
     is_second = workers.residents.substrate.ranks.rank == 1
     told = []
-    for its, name in ((Trained, "restore"), (Substrate, "copied")):
+    for its, name in ((TrainState, "restore"), (SharedBase, "copied")):
         with patch.object(its, name, side_effect=fault) if is_second else nullcontext():
             told.append(refused(workers, out / "kept", StageError))
     workers.do(Load(model="a", folder=str(out / "kept"), optimizer=True))

@@ -22,9 +22,9 @@ from penstock.engine.multi_lora.optim_step import NotFiniteError
 from penstock.rows.collate import collate
 from penstock.server.protocol.results import Passed, Stepped
 from penstock.server.protocol.types import Optimizer
-from penstock.server.protocol.worker_commands import Close, Export, Forget, Open
+from penstock.server.protocol.worker_commands import Close, Export, Open, ZeroGradCommand
 from penstock.server.worker.batching import _row
-from penstock.server.worker.datums import samples_of
+from penstock.server.worker.datums import build_samples
 from tests.ranks import on_ranks
 from tests.server.orders import (
     MIXTURE,
@@ -188,7 +188,7 @@ def test_passes_and_a_step_are_a_step_of_training(model, tmp_path):
     workers.do(saving("a", tmp_path / "mine"))
 
     engine = operations(model, tmp_path, **settings).residents.substrate.built.engine
-    samples = samples_of(passing("a", given), 320)
+    samples = build_samples(passing("a", given), 320)
     for sample in samples:
         sample.targets[sample.told["factors_T"] == 0] = -100
     rows = [[_row(0, samples[:3])], [_row(1, samples[3:])]]
@@ -267,7 +267,7 @@ def test_a_pass_that_only_looks_leaves_no_gradients_and_sees_the_same(model, tmp
 
 def test_gradients_that_are_dropped_are_not_stepped_along(model, tmp_path):
     workers = operations(model, tmp_path)
-    for order in (opening("a"), passing("a", data(4)), Forget(model="a")):
+    for order in (opening("a"), passing("a", data(4)), ZeroGradCommand(model="a")):
         workers.do(order)
     with pytest.raises(ConfigError, match="no gradients"):
         workers.do(stepping("a"))

@@ -66,7 +66,7 @@ def test_a_session_is_told_with_what_its_client_said_of_it(service, training):
     assert training.model_id == MODEL
     (begun,) = engine.works(requests.CreateSession)
     said = {"why": "a test", "session.display_name": "mine"}
-    told = results.SessionTold(session="s", models=(), samplers=(), user_metadata=said)
+    told = results.SessionResult(session="s", models=(), samplers=(), user_metadata=said)
     before = engine.table[requests.SessionOf]
     engine.table[requests.SessionOf] = lambda _: told
     try:

@@ -34,8 +34,14 @@ from penstock.server.protocol.requests import (
 )
 from penstock.server.protocol.results import Gone
 from penstock.server.protocol.types import Array, Endpoint, Lora
-from penstock.server.protocol.worker_commands import Close, Generate, Push, Rows, Save
-from penstock.server.scheduler.state_store import LaneLeft, Left, Registry, RegistryError
+from penstock.server.protocol.worker_commands import (
+    Close,
+    ForwardBackwardCommand,
+    Generate,
+    Save,
+    WeightSyncCommand,
+)
+from penstock.server.scheduler.state_store import QueueState, Registry, RegistryError, ShutdownState
 from tests.damaging import flip_bit
 from tests.server.engine_house import a_pass, a_step, house, sampling
 from tests.server.standing_in import SERVED, VOCABULARY
@@ -243,7 +249,7 @@ def test_a_file_of_the_registry_that_was_spoilt_is_named(tmp_path):
 
 def test_what_an_engine_leaves_is_not_believed_once_a_bit_of_it_has_changed(tmp_path, caplog):
     registry = Registry(tmp_path)
-    left = Left(lanes={"model": LaneLeft(next=7)})
+    left = ShutdownState(lanes={"model": QueueState(next=7)})
     registry.leave(left)
     file = tmp_path / "server" / "left.msgpack"
     good = file.read_bytes()
@@ -251,7 +257,7 @@ def test_what_an_engine_leaves_is_not_believed_once_a_bit_of_it_has_changed(tmp_
     for place in range(len(good)):
         file.write_bytes(good)
         flip_bit(file, place)
-        assert registry.take_left() == Left(), place
+        assert registry.take_left() == ShutdownState(), place
     assert "left.msgpack is not what the server writes there" in caplog.text
     # As it was written before there were digests.
     file.write_bytes(good[20:])
@@ -357,7 +363,9 @@ def test_weights_go_to_the_endpoints_that_were_named(tmp_path):
                 await here.client.do(AddEndpoint(endpoint=endpoint))
             assert len((await here.client.do(ListEndpoints())).endpoints) == 2
             await here.client.do(SyncWeights(model="m", pools=("a",)))
-            [push] = [order for order in here.workers.orders if isinstance(order, Push)]
+            [push] = [
+                order for order in here.workers.orders if isinstance(order, WeightSyncCommand)
+            ]
             assert [endpoint.port for endpoint in push.endpoints] == [1, 2]
             await here.client.do(RemoveEndpoint(host="localhost", port=1))
             gone = RemoveEndpoint(host="localhost", port=1)
@@ -378,7 +386,9 @@ def test_what_asks_wait_for_is_told(tmp_path):
             await here.client.cancel("n2")
             assert (await asked[1]).code == "cancelled"
             await asyncio.gather(*asked)
-            assert sum(isinstance(order, Rows) for order in here.workers.orders) == 2
+            assert (
+                sum(isinstance(order, ForwardBackwardCommand) for order in here.workers.orders) == 2
+            )
 
     asyncio.run(check())
 

@@ -16,26 +16,26 @@ import pytest
 import torch
 import uvicorn
 
-from penstock.config.server.config import ServerConfig, run_of
+from penstock.config.server.config import ServerConfig, to_run_config
 from penstock.config.server.load import load_server
 from penstock.config.server.run_fields import SAME
 from penstock.core.errors import ConfigError
-from penstock.engine.distributed.ranks import Ranks
+from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.server.api import __main__ as api
 from penstock.server.api.wire.codec_pool import CodecPool
 from penstock.server.launch import child_main
 from penstock.server.launch.addresses import free_port, workers_address, workers_bind
 from penstock.server.launch.job import ServerJob
 from penstock.server.launch.prepare import Prepared, prepare
-from penstock.server.launch.supervisor import children_of
+from penstock.server.launch.supervisor import managed_processes
 from penstock.server.launch.torchrun import torchrun_words
 from penstock.server.protocol.requests import AddEndpoint, ListEndpoints
 from penstock.server.protocol.types import Endpoint
-from penstock.server.scheduler.__main__ import settings_of
+from penstock.server.scheduler.__main__ import read_settings
 from penstock.server.worker import main as worker
 from tests.server.engine_house import house
 
-ALONE = Ranks(0, 0, 1, torch.device("cpu"))
+ALONE = ProcessInfo(0, 0, 1, torch.device("cpu"))
 
 
 class Reached(Exception):  # noqa: N818 - it is no error
@@ -91,7 +91,7 @@ OF_ENGINE: dict[str, Any] = {
 
 
 def test_the_engine_is_told_what_is_written(tmp_path):
-    told = settings_of(job_of(tmp_path, **OF_ENGINE, storage_limit="3kB", model_name="mine"))
+    told = read_settings(job_of(tmp_path, **OF_ENGINE, storage_limit="3kB", model_name="mine"))
     assert {name: getattr(told, name) for name in OF_ENGINE} == OF_ENGINE
     assert told.storage_limit == 3000
     assert told.base_names == ("mine", "builtin:tiny-qwen3")
@@ -107,7 +107,7 @@ def test_the_api_is_told_what_is_written():
         "future_ttl": 6.0,
         "idle_session_timeout": 7.0,
     }
-    told = api.settings_of(written(**same, max_request_mb=2), ("a key",))
+    told = api.read_settings(written(**same, max_request_mb=2), ("a key",))
     assert {name: getattr(told, name) for name in same} == same
     assert told.max_request_bytes == 2 * 2**20
     assert told.keys == ("a key",)
@@ -184,7 +184,7 @@ def test_a_model_is_taken_from_where_each_part_of_it_is_said_to_be(tmp_path):
 
 def test_all_is_kept_in_the_folder_that_is_written(tmp_path):
     job = prepare(written(output_dir=str(tmp_path / "mine"), api_port=0), "auto").job
-    assert settings_of(job).output_dir == tmp_path / "mine"
+    assert read_settings(job).output_dir == tmp_path / "mine"
     assert job.folder == tmp_path / "mine" / "server"
 
 
@@ -206,11 +206,11 @@ def test_workers_assemble_what_is_written(tmp_path, monkeypatch):
         seen.update(told)
         raise Reached
 
-    monkeypatch.setattr(worker, "substrate_of", substrate)
+    monkeypatch.setattr(worker, "build_shared_base", substrate)
     monkeypatch.setattr(worker, "operations_on", operations)
     with pytest.raises(Reached):
         worker.run_rank(job, ALONE)
-    assert seen["run"] == run_of(job.config)
+    assert seen["run"] == to_run_config(job.config)
     assert (seen["layers"], seen["weights"]) == (3, tmp_path / "weights")
     assert (seen["base_model"], seen["tokenizer"].typed) == ("mine", "builtin:bytes")
     assert seen["begin_from"] == tmp_path / "kept"
@@ -222,11 +222,11 @@ def test_workers_assemble_what_is_written(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("asked", "comes_to"), [(True, "a test"), (False, "others in 5030 s")])
 def test_workers_try_themselves_only_where_that_is_written(tmp_path, monkeypatch, asked, comes_to):
-    monkeypatch.setattr(worker, "substrate_of", lambda *_: None)
+    monkeypatch.setattr(worker, "build_shared_base", lambda *_: None)
     monkeypatch.setattr(worker, "operations_on", lambda *_, **__: None)
     monkeypatch.setattr(worker, "self_test", lambda _: reached("a test"))
     monkeypatch.setattr(
-        worker, "Announcing", lambda _, seconds: reached(f"others in {seconds:g} s")
+        worker, "ControlBroadcast", lambda _, seconds: reached(f"others in {seconds:g} s")
     )
     with pytest.raises(Reached, match=comes_to):
         # Longer than the engine waits for them.
@@ -246,7 +246,7 @@ def beginning(tmp_path, monkeypatch):
 
         monkeypatch.setattr(worker, "end_with_parent", lambda: None)
         monkeypatch.setattr(worker, "outlive_parent_by", lambda s: seen.update(outlives=s))
-        monkeypatch.setattr(worker, "join", join)
+        monkeypatch.setattr(worker, "init_process_group", join)
         monkeypatch.setattr(faulthandler, "enable", lambda: None)
         monkeypatch.setattr(logging, "basicConfig", lambda **how: seen.update(level=how["level"]))
         with pytest.raises(Reached):
@@ -283,7 +283,7 @@ def test_processes_tell_of_themselves_as_much_as_is_written(tmp_path, monkeypatc
 
 
 def workers_of(folder, **fields: Any) -> list[Any]:
-    children = children_of(Prepared(job_of(folder, **fields), (), "", ""), lambda _: None)
+    children = managed_processes(Prepared(job_of(folder, **fields), (), "", ""), lambda _: None)
     return [one for one in children if one.name == "workers"]
 
 
@@ -353,7 +353,7 @@ WHERE_IT_CAN_BE = {
 
 def test_workers_are_told_of_every_other_default_what_the_file_says_of_it():
     config = ServerConfig(model_path="org/m")
-    run = run_of(config)
+    run = to_run_config(config)
     others = set()
     for name, place in SAME.items():
         section, _, field = place.partition(".")
@@ -363,8 +363,8 @@ def test_workers_are_told_of_every_other_default_what_the_file_says_of_it():
 
 
 def test_norms_of_layers_are_asked_for_unless_that_is_turned_off():
-    assert run_of(written()).train.log_grad_norm == "layers"
-    assert run_of(written(log_gradient_norms=False)).train.log_grad_norm is True
+    assert to_run_config(written()).train.log_grad_norm == "layers"
+    assert to_run_config(written(log_gradient_norms=False)).train.log_grad_norm is True
 
 
 REFUSALS = {

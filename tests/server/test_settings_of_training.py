@@ -6,12 +6,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from penstock.config.server.config import ServerConfig, run_of
+from penstock.config.server.config import ServerConfig, to_run_config
 from penstock.server.protocol.requests import CreateModel, CreateSession
 from penstock.server.protocol.types import Lora
 from penstock.server.protocol.worker_commands import Open
-from penstock.server.worker.batching import Dealing
-from penstock.server.worker.datums import samples_of
+from penstock.server.worker.batching import BatchDispatcher
+from penstock.server.worker.datums import build_samples
 from penstock.server.worker.main import served_by
 from penstock_kernels.op import Op
 from tests.engine.runs import VOCAB
@@ -153,12 +153,14 @@ PADDED = {
 @pytest.mark.parametrize("case", PADDED)
 def test_rows_are_filled_up_as_is_written(case):
     settings, lengths = PADDED[case]
-    run = run_of(
+    run = to_run_config(
         ServerConfig.model_validate(
             {"model_path": "org/m", "sample_packing_sequence_len": 128, **settings}
         )
     )
     by_length = {one.tokens.shape[0]: one for one in data(60, longest=60)}
     order = passing("a", (by_length[20], by_length[47]))
-    dealt = Dealing(run, num_replicas=1, replica=0).deal(samples_of(order, VOCAB), [(0,), (1,)])
+    dealt = BatchDispatcher(run, num_replicas=1, replica=0).deal(
+        build_samples(order, VOCAB), [(0,), (1,)]
+    )
     assert [len(one.batch.input_ids_T) for one in dealt] == lengths

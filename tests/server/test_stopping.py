@@ -14,7 +14,12 @@ from penstock.server.protocol.requests import (
     SessionOf,
 )
 from penstock.server.protocol.types import Lora
-from penstock.server.protocol.worker_commands import Load, Rows, Save, Update
+from penstock.server.protocol.worker_commands import (
+    ForwardBackwardCommand,
+    Load,
+    OptimStepCommand,
+    Save,
+)
 from penstock.server.scheduler import shutdown
 from tests.server.engine_house import a_pass, a_step, house
 
@@ -110,10 +115,10 @@ def test_passes_whose_step_waits_are_seen_through_and_nothing_else_is_begun(tmp_
             second = await here.client.ask(a_pass("m", 3), 2)
             step = await here.client.ask(a_step("m"), 3)
             beyond = await here.client.ask(a_pass("m"), 4)
-            while not orders(here, Rows):
+            while not orders(here, ForwardBackwardCommand):
                 await asyncio.sleep(0.01)
             await here.stop_engine()
-            assert [order.model for order in orders(here, Rows)] == ["m", "m"]
+            assert [order.model for order in orders(here, ForwardBackwardCommand)] == ["m", "m"]
             assert (await under_way).metrics["loss:sum"] == 2
             assert (await second).metrics["loss:sum"] == 3
             assert (await step).metrics == {"step": 1, "learnt": 5}
@@ -153,7 +158,7 @@ def test_what_was_done_is_answered_after_a_new_start_and_not_done_again(tmp_path
             assert await here.client.do(a_pass("m", 5), 1) == passed
             assert await here.client.do(a_step(), 2) == stepped
             assert (await here.client.fails(a_pass("m", 33), 3)).error == wrong.error
-            assert orders(here, Rows) == orders(here, Update) == []
+            assert orders(here, ForwardBackwardCommand) == orders(here, OptimStepCommand) == []
             assert await learn(here.client, 1, 4) == {"step": 2, "learnt": 6}
             # What was left is told to the next process alone.
             await here.kill_engine()
@@ -201,7 +206,7 @@ def test_gradients_that_were_refused_are_not_told_to_be_lost(tmp_path, caplog):
     async def check():
         async with house(tmp_path) as here:
             await here.client.begin()
-            here.workers.fails = lambda order: isinstance(order, Update)
+            here.workers.fails = lambda order: isinstance(order, OptimStepCommand)
             here.workers.refusal = "not_finite"
             await here.client.do(a_pass("m", 5), 1)
             assert (await here.client.fails(a_step(), 2)).code == "not_finite"

@@ -15,10 +15,10 @@ from tinker.lib.retryable_exception import RetryableException
 
 from penstock.config.server.config import ServerConfig
 from penstock.server.api.wire.encode_results import STEPS
-from penstock.server.launch.child_process import Child
+from penstock.server.launch.child_process import ManagedProcess
 from penstock.server.launch.multi_node import Other
 from penstock.server.launch.prepare import prepare
-from penstock.server.launch.supervisor import Launcher, children_of
+from penstock.server.launch.supervisor import Launcher, managed_processes
 from tests.server.serving import Server, soon, write_model
 from tests.server.test_kills import data, done
 
@@ -53,7 +53,9 @@ def test_workers_that_leave_by_themselves_are_not_asked_by_a_signal(tmp_path, st
     up, told, asked = (tmp_path / name for name in ("up", "told", "asked"))
 
     def child(name, code, *words):
-        return Child(name, [sys.executable, "-S", "-c", code, *map(str, words)], {}, said.append)
+        return ManagedProcess(
+            name, [sys.executable, "-S", "-c", code, *map(str, words)], {}, said.append
+        )
 
     engine = child("engine", TELLS, tmp_path / "engine-up", told, status)
     workers = child("workers", LEAVES, up, told, asked)
@@ -74,7 +76,7 @@ def test_workers_of_another_machine_than_the_engines_are_left_to_it_for_a_while(
     words = [sys.executable, "-S", "-c", LEAVES, str(up), str(told), str(asked)]
     together = Other(tmp_path)
     (tmp_path / "start").write_text("one")
-    workers = Child("workers", words, {}, said.append, together=together)
+    workers = ManagedProcess("workers", words, {}, said.append, together=together)
 
     def stop():
         soon(up.exists, 20)
@@ -96,7 +98,7 @@ def test_the_engine_has_as_long_to_save_as_is_written(tmp_path):
         api_port=0,
         stop_timeout=123.0,
     )
-    api, engine, _ = children_of(prepare(config, "auto"), lambda _: None)
+    api, engine, _ = managed_processes(prepare(config, "auto"), lambda _: None)
     assert 123 < engine.stop_seconds < 140
     assert api.stop_seconds < 20
 
@@ -111,7 +113,7 @@ def test_a_second_signal_does_not_wait_for_what_is_saved(tmp_path):
         "while True: time.sleep(1)"
     )
     words = [sys.executable, "-S", "-c", deaf, str(up), str(heard)]
-    engine = Child("engine", words, {}, said.append, stop_seconds=600.0)
+    engine = ManagedProcess("engine", words, {}, said.append, stop_seconds=600.0)
 
     def stop():
         for file in (up, heard):

@@ -25,15 +25,15 @@ from penstock.server.protocol.requests import (
 from penstock.server.protocol.types import Array, Lora
 from penstock.server.protocol.worker_commands import Export, Load, Save
 from penstock.server.scheduler.checkpoint_names import (
-    Spot,
+    CheckpointRef,
     checkpoint_name,
     model_name,
+    parse_checkpoint_path,
     spot_in,
-    spot_of,
 )
-from penstock.server.scheduler.errors import RefusedError, StorageLimitError
+from penstock.server.scheduler.errors import RequestError, StorageLimitError
 from penstock.server.scheduler.state_store import Registry
-from penstock.server.scheduler.storage import Storage, size_of
+from penstock.server.scheduler.storage import Storage, folder_num_bytes
 from tests.server.engine_house import a_pass, a_step, house, sampling
 from tests.server.standing_in import STATE_BYTES
 
@@ -51,23 +51,23 @@ def test_no_name_leads_out_of_its_folder(tmp_path_factory, name):
     root = tmp_path_factory.getbasetemp() / "names"
     storage = Storage(root, LARGE)
     for found in (
-        lambda: spot_of(name),
+        lambda: parse_checkpoint_path(name),
         lambda: spot_in(name, f"weights/{name}"),
-        lambda: spot_of(f"m/weights/{name}"),
-        lambda: spot_of(f"m/{name}/c"),
-        lambda: Spot(model_name(name), "sampler_weights", "c"),
-        lambda: Spot("m", "weights", checkpoint_name(name)),
+        lambda: parse_checkpoint_path(f"m/weights/{name}"),
+        lambda: parse_checkpoint_path(f"m/{name}/c"),
+        lambda: CheckpointRef(model_name(name), "sampler_weights", "c"),
+        lambda: CheckpointRef("m", "weights", checkpoint_name(name)),
     ):
         try:
             spot = found()
-        except RefusedError:
+        except RequestError:
             continue
         folder = storage.folder(spot)
         rooms = {"weights", "sampler_weights"}
         assert folder.resolve() == folder
         assert folder.relative_to(storage.root).parts == (spot.room, spot.model, spot.name)
         assert spot.room in rooms
-        assert spot_of(str(spot)) == spot
+        assert parse_checkpoint_path(str(spot)) == spot
     # The registry's files are named after sessions of any name that is let in.
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}", name):
         assert model_name(name) == name
@@ -166,8 +166,8 @@ def test_sizes_count_files_and_not_what_links_lead_to(tmp_path):
     (tmp_path / "a/link").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "a/around").symlink_to(tmp_path)
     os.mkfifo(tmp_path / "a/pipe")
-    assert size_of(tmp_path / "a") == 15
-    assert size_of(tmp_path / "nowhere") == 0
+    assert folder_num_bytes(tmp_path / "a") == 15
+    assert folder_num_bytes(tmp_path / "nowhere") == 0
 
 
 @pytest.mark.parametrize(("used", "fits"), [(600, True), (601, False)])
@@ -195,7 +195,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path, work,
             orders = len(here.workers.orders)
             if by == "the next engine":
                 await here.restart_engine()
-            left = 5 * STATE_BYTES - size_of(tmp_path)
+            left = 5 * STATE_BYTES - folder_num_bytes(tmp_path)
             (tmp_path / "others").write_bytes(b"x" * (left - STATE_BYTES // 2 + 1))
             before = sorted(tmp_path.rglob("*"))
             failed = await here.client.fails(work)
@@ -276,7 +276,7 @@ def test_room_is_looked_for_when_what_was_deleted_is_gone(tmp_path, monkeypatch)
         async with house(tmp_path, storage_limit=5 * STATE_BYTES) as here:
             await here.client.begin()
             await here.client.do(SaveState(model="m", name="a"))
-            left = 5 * STATE_BYTES - size_of(tmp_path)
+            left = 5 * STATE_BYTES - folder_num_bytes(tmp_path)
             (tmp_path / "others").write_bytes(b"x" * (left - 200))
             assert (await here.client.fails(SaveState(model="m"))).code == "storage_limit"
             monkeypatch.setattr(shutil, "rmtree", slowly)
@@ -324,7 +324,7 @@ def test_a_replacement_that_was_cut_short_leaves_one_whole_checkpoint(tmp_path, 
     storage.tidy()
     found = {p.name: (p / "which").read_text() for p in (tmp_path / "weights/m").iterdir()}
     assert found == left
-    assert storage.spots() == [Spot("m", "weights", name) for name in left]
+    assert storage.spots() == [CheckpointRef("m", "weights", name) for name in left]
 
 
 def test_what_was_saved_just_before_the_engine_died_is_found(tmp_path):

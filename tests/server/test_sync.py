@@ -8,16 +8,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from penstock.engine.hf.base_model import Base
+from penstock.engine.hf.base_model import BaseModelWeights
 from penstock.engine.hf.config import read_hf_config
 from penstock.engine.hf.export import write_folders
-from penstock.engine.model_source import Form, quantising_of
-from penstock.models.registry import family_of
-from penstock.origins import origin_of
+from penstock.engine.model_source import ExportFormat, quantization_args
+from penstock.models.registry import get_family
+from penstock.origins import resolve_model_source
 from penstock.server.protocol.types import Endpoint, Secret
-from penstock.server.protocol.worker_commands import Push
+from penstock.server.protocol.worker_commands import WeightSyncCommand
 from penstock.server.weight_sync.errors import SyncError
-from penstock.server.weight_sync.sender import Live, push
+from penstock.server.weight_sync.sender import RankModelView, push
 from penstock.server.weight_sync.sglang_client import Limits
 from tests.engine import runs
 from tests.engine.inputs import write_bases
@@ -87,20 +87,20 @@ def push_to(*receivers, **changes):
         "weight_version": None,
         "quantization": None,
     }
-    return Push(**{**order, **changes})
+    return WeightSyncCommand(**{**order, **changes})
 
 
 def live_of(job, loop):
     hf_config = read_hf_config(job.config_path, {})
-    family = family_of(hf_config)
+    family = get_family(hf_config)
     names = family.weight_map(family.read(hf_config))
-    quantising = quantising_of(job.config)
-    return Live(
+    quantising = quantization_args(job.config)
+    return RankModelView(
         loop.built.trained.held,
         names,
         family.roles,
-        adapting=origin_of(job.config).adapting,
-        formats=Base(names, quantising, hf_config, family.roles, job.weights).formats,
+        adapting=resolve_model_source(job.config).adapting,
+        formats=BaseModelWeights(names, quantising, hf_config, family.roles, job.weights).formats,
     )
 
 
@@ -125,7 +125,7 @@ def exported(job):
     """The weights of the last checkpoint, as a folder for transformers has them in bf16."""
     [checkpoint] = (job.output_dir / "checkpoints").glob("global_step_*")
     out = job.output_dir / "exported"
-    write_folders(checkpoint, origin_of(job.config), Form(dtype="bfloat16"), out)
+    write_folders(checkpoint, resolve_model_source(job.config), ExportFormat(dtype="bfloat16"), out)
     return load_file(out / "hf" / "model.safetensors")
 
 
@@ -209,7 +209,12 @@ def test_matrices_arrive_in_fp8_with_a_scale_for_each_tile(folder):
         on_ranks(1, trained_and_pushed, job, [push_to(receiver, quantization=asked)])
         got = receiver.tensors()
     [checkpoint] = (job.output_dir / "checkpoints").glob("global_step_*")
-    write_folders(checkpoint, origin_of(job.config), Form(dtype="float32"), folder / "as trained")
+    write_folders(
+        checkpoint,
+        resolve_model_source(job.config),
+        ExportFormat(dtype="float32"),
+        folder / "as trained",
+    )
     trained = load_file(folder / "as trained" / "hf" / "model.safetensors")
     want = {}
     for name, tensor in trained.items():

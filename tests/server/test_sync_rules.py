@@ -4,12 +4,12 @@ memory is sent."""
 import pytest
 import torch
 
-from penstock.engine.hf.live_state_dict import OfRank
+from penstock.engine.hf.live_state_dict import RankTrimmedTensors
 from penstock.server.protocol.types import Endpoint
 from penstock.server.weight_sync.allowed_hosts import address_towards, require_allowed
 from penstock.server.weight_sync.block_fp8 import tiles, wants_fp8
 from penstock.server.weight_sync.errors import SyncError
-from penstock.server.weight_sync.sglang_client import Sizes
+from penstock.server.weight_sync.sglang_client import EngineParallelism
 
 
 @pytest.mark.parametrize(
@@ -73,12 +73,12 @@ def test_the_form_is_said_in_the_words_of_a_checkpoint():
 @pytest.mark.parametrize(
     ("sizes", "fault"),
     [
-        (Sizes(4), None),
+        (EngineParallelism(4), None),
         # Replicas of attention lie within the ranks of tensor parallelism.
-        (Sizes(4, data=2, shares_attention=True), None),
-        (Sizes(8), "tp_size is 8, and it was added with a world_size of 4"),
-        (Sizes(4, data=2), "dp_size of 2"),
-        (Sizes(2, pipeline=2), "pp_size of 2"),
+        (EngineParallelism(4, data=2, shares_attention=True), None),
+        (EngineParallelism(8), "tp_size is 8, and it was added with a world_size of 4"),
+        (EngineParallelism(4, data=2), "dp_size of 2"),
+        (EngineParallelism(2, pipeline=2), "pp_size of 2"),
     ],
 )
 def test_a_server_is_sent_weights_only_where_each_of_its_ranks_can_be_told_apart(sizes, fault):
@@ -109,7 +109,7 @@ class Kept:
 
 def test_an_adapter_of_a_lower_rank_is_cut_out_of_its_memory():
     kept = Kept()
-    narrow = OfRank(kept, 2)
+    narrow = RankTrimmedTensors(kept, 2)
     shapes = {name: shape for name, (shape, _) in narrow.shapes().items()}
     assert list(shapes.values()) == [(2, 3), (5, 2), (5,), (2, 2, 3), (5, 3)]
     read = narrow.read(shapes)

@@ -23,11 +23,11 @@ from penstock.server.protocol.worker_commands import (
     Beat,
     Close,
     Command,
-    Forget,
     FromWorkers,
-    Greet,
+    Hello,
     Reply,
     ToWorkers,
+    ZeroGradCommand,
 )
 from penstock.server.protocol.zmq_channel import connecting, listening
 
@@ -77,11 +77,11 @@ def test_what_is_sent_before_the_peer_is_there_waits_for_it():
         free.close()
         await asyncio.sleep(0.1)
         engine = connecting(FromWorkers, address)
-        sending = asyncio.create_task(engine.send(Greet(engine="e")))
+        sending = asyncio.create_task(engine.send(Hello(engine="e")))
         await asyncio.sleep(0.2)
         assert not sending.done()
         workers = listening(ToWorkers, address)
-        assert await hear(workers) == Greet(engine="e")
+        assert await hear(workers) == Hello(engine="e")
         await sending
         engine.close()
         workers.close()
@@ -120,7 +120,7 @@ def test_the_end_that_listens_hears_within_a_second_that_its_peer_was_killed():
     async def scenario():
         workers = listening(ToWorkers, ANYWHERE)
         with speaker("connects", workers.address) as child:
-            assert await hear(workers, 20) == Greet(engine="child")
+            assert await hear(workers, 20) == Hello(engine="child")
             child.kill()
             with pytest.raises(PeerLostError):
                 await hear(workers, LOSS_SECONDS)
@@ -129,7 +129,7 @@ def test_the_end_that_listens_hears_within_a_second_that_its_peer_was_killed():
             with pytest.raises(TimeoutError):
                 await hear(workers, 0.2)
         with speaker("connects", workers.address) as child:
-            assert await hear(workers, 20) == Greet(engine="child")
+            assert await hear(workers, 20) == Hello(engine="child")
             child.kill()
         workers.close()
 
@@ -142,7 +142,7 @@ def test_the_end_that_connects_hears_of_a_kill_and_speaks_to_the_next_one_alone(
             assert child.stdout
             address = child.stdout.readline().strip()
             engine = connecting(FromWorkers, address)
-            await engine.send(Greet(engine="e"))
+            await engine.send(Hello(engine="e"))
             assert await hear(engine) == Beat(instance="child", running="")
             child.kill()
             child.wait()
@@ -166,10 +166,10 @@ def test_who_does_not_know_the_secret_is_not_heard_and_disturbs_nobody(other, ca
     async def scenario():
         secret = new_secret()
         async with pair(secret) as (workers, engine):
-            await engine.send(Greet(engine="right"))
+            await engine.send(Hello(engine="right"))
             assert (await hear(workers)).engine == "right"
             stranger = connecting(FromWorkers, workers.address, other)
-            sending = asyncio.create_task(stranger.send(Greet(engine="wrong")))
+            sending = asyncio.create_task(stranger.send(Hello(engine="wrong")))
             with pytest.raises(TimeoutError):
                 await hear(workers, 0.5)
             sending.cancel()
@@ -186,7 +186,7 @@ def test_who_does_not_know_the_secret_is_not_heard_and_disturbs_nobody(other, ca
 def test_another_that_comes_and_goes_is_not_taken_for_the_peer():
     async def scenario():
         async with pair() as (workers, engine):
-            await engine.send(Greet(engine="e"))
+            await engine.send(Hello(engine="e"))
             await hear(workers)
             raw = zmq.asyncio.Context.instance().socket(zmq.DEALER)
             raw.connect(workers.address)
@@ -232,7 +232,7 @@ def test_frames_that_are_no_messages_are_dropped_with_a_line_each(caplog):
 def test_any_bytes_are_a_message_or_a_frame_error(frame, at, mode):
     codec = Codec(ToWorkers)
     if mode == "mutated":
-        good = codec.encode(Command(id="x", order=Forget(model="m")))
+        good = codec.encode(Command(id="x", order=ZeroGradCommand(model="m")))
         frame = good[: at % len(good)] + frame[:3] + good[at % len(good) + len(frame[:3]) :]
     with contextlib.suppress(FrameError):
         assert isinstance(codec.decode(frame), ToWorkers)
@@ -248,15 +248,15 @@ def test_what_no_frame_holds_is_a_frame_error(what):
 def test_a_frame_of_the_largest_size_arrives_encrypted_and_one_byte_more_is_told(monkeypatch):
     for module in ("codec", "zmq"):
         monkeypatch.setattr(f"penstock.server.protocol.{module}.MAX_BYTES", 4096)
-    rest = len(Codec(ToWorkers).encode(Greet(engine="x" * 256))) - 256
-    largest = Greet(engine="x" * (4096 - rest))
+    rest = len(Codec(ToWorkers).encode(Hello(engine="x" * 256))) - 256
+    largest = Hello(engine="x" * (4096 - rest))
 
     async def scenario():
         async with pair(new_secret()) as (workers, engine):
             await engine.send(largest)
             assert await hear(workers) == largest
             with pytest.raises(FrameError, match="4097 bytes is over the limit of 4096"):
-                await engine.send(Greet(engine=largest.engine + "x"))
+                await engine.send(Hello(engine=largest.engine + "x"))
 
     asyncio.run(scenario())
 
@@ -274,7 +274,7 @@ def test_an_address_that_is_taken_is_told():
 def test_ends_in_memory_hear_each_other_and_of_a_peer_that_died():
     async def scenario():
         engine, workers = memory_pair(ToWorkers, FromWorkers)
-        await engine.send(Greet(engine="e"))
+        await engine.send(Hello(engine="e"))
         await workers.send(Beat(instance="i", running=""))
         workers.drop()
         await engine.send(command("lost"))

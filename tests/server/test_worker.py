@@ -8,8 +8,8 @@ from unittest.mock import patch
 import pytest
 
 from penstock.core.errors import ArtifactError, StageError
-from penstock.engine.distributed.broadcast import Announcing
-from penstock.engine.distributed.ranks import join
+from penstock.engine.distributed.broadcast import ControlBroadcast
+from penstock.engine.distributed.ranks import init_process_group
 from penstock.server.protocol.codec import Codec, PeerLostError
 from penstock.server.protocol.results import Done, Passed, Served
 from penstock.server.protocol.types import Endpoint, Secret
@@ -18,14 +18,14 @@ from penstock.server.protocol.worker_commands import (
     Command,
     Export,
     Fault,
-    Forget,
-    Greet,
-    Leave,
+    Hello,
     Opened,
-    Push,
     Ready,
     Reply,
+    Shutdown,
     ToWorkers,
+    WeightSyncCommand,
+    ZeroGradCommand,
 )
 from penstock.server.worker.generate import Sampling as Drawing
 from penstock.server.worker.loop import BrokenError, serve
@@ -85,13 +85,13 @@ def served_by(workers, script):
     def ready():
         return Ready(instance="x", served=served, models=workers.residents.names)
 
-    serve(workers, Announcing(workers.residents.substrate.ranks), script, ready)
+    serve(workers, ControlBroadcast(workers.residents.substrate.ranks), script, ready)
     return script.told
 
 
 def test_every_command_is_replied_to_by_its_number_and_a_refused_one_ends_nothing(model, tmp_path):
     orders = commands(opening("a"), stepping("b"), passing("a", data(3)), Close(model="a"))
-    told = served_by(operations(model, tmp_path), Script(Greet(engine="e"), *orders, Leave()))
+    told = served_by(operations(model, tmp_path), Script(Hello(engine="e"), *orders, Shutdown()))
     ready, opened, refused, passed, closed = told
     assert ready.models == ()
     assert isinstance(opened.result, Opened)
@@ -112,7 +112,9 @@ def test_what_a_model_will_take_on_disk_is_told_and_holds(model, tmp_path):
 
 def test_models_stay_when_the_engine_is_lost_and_the_next_one_hears_of_them(model, tmp_path):
     [command] = commands(opening("a"))
-    script = Script(Greet(engine="e"), command, PeerLostError("gone"), Greet(engine="f"), Leave())
+    script = Script(
+        Hello(engine="e"), command, PeerLostError("gone"), Hello(engine="f"), Shutdown()
+    )
     told = served_by(operations(model, tmp_path), script)
     assert [each.models for each in told if isinstance(each, Ready)] == [(), ("a",)]
 
@@ -123,7 +125,7 @@ def test_what_breaks_is_told_and_ends_the_workers(model, tmp_path):
 
     workers = operations(model, tmp_path)
     flawed = replace(workers, sampling=Drawing(workers.residents, explodes))
-    script = Script(*commands(opening("a"), answering(stop_texts=("x",)), opening("b")), Leave())
+    script = Script(*commands(opening("a"), answering(stop_texts=("x",)), opening("b")), Shutdown())
     with pytest.raises(BrokenError, match="exploded"):
         served_by(flawed, script)
     assert isinstance(script.told[-1], Fault)
@@ -138,7 +140,7 @@ def test_the_self_test_passes_where_all_is_well_and_leaves_nothing(model, tmp_pa
     assert workers.residents.names == ()
 
 
-class Overheard(Announcing):
+class Overheard(ControlBroadcast):
     """What is announced to other ranks, of whom none ever fails."""
 
     def __init__(self):
@@ -164,7 +166,7 @@ class Obeying:
 
 
 def test_keys_of_inference_servers_are_known_to_rank_0_alone():
-    order = Push(
+    order = WeightSyncCommand(
         model="a",
         endpoints=(Endpoint(host="localhost", port=1),),
         master_address="",
@@ -177,7 +179,7 @@ def test_keys_of_inference_servers_are_known_to_rank_0_alone():
         quantization=None,
         api_keys=(Secret(text="tml-of-theirs"),),
     )
-    script, overheard, obeying = Script(*commands(order), Leave()), Overheard(), Obeying()
+    script, overheard, obeying = Script(*commands(order), Shutdown()), Overheard(), Obeying()
     ready = Ready(instance="x", served=SERVED, models=())
     serve(obeying, overheard, script, lambda: ready)
     assert obeying.orders == [order]
@@ -193,7 +195,7 @@ class Flawed:
         self.workers, self.rank, self.residents = workers, rank, workers.residents
 
     def do(self, order):
-        if isinstance(order, Forget) and self.rank == 1:
+        if isinstance(order, ZeroGradCommand) and self.rank == 1:
             raise StageError("this rank forgets nothing")
         return self.workers.do(order)
 
@@ -202,18 +204,18 @@ def served_on_a_rank(model, out):
     """What rank 0 tells, where rank 1 alone fails in between."""
     settings = {"data_parallel_mode": "fsdp2", "data_parallel_shard_size": 2}
     workers = operations(model, out, **settings)
-    ranks = join(60)
+    ranks = init_process_group(60)
     flawed = Flawed(workers, ranks.rank)
     orders = commands(
         opening("a", 8),
-        Forget(model="a"),
+        ZeroGradCommand(model="a"),
         passing("a", data(3)),
         stepping("a"),
         answering(),
     )
     if ranks.leads:
-        return served_by(flawed, Script(*orders, Leave()))
-    serve(flawed, Announcing(ranks))
+        return served_by(flawed, Script(*orders, Shutdown()))
+    serve(flawed, ControlBroadcast(ranks))
     return None
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from penstock.config.server.config import ServerConfig
 from penstock.core.errors import CapabilityError
-from penstock.engine.distributed.ranks import join
-from penstock.engine.multi_lora.shared_base import substrate_of
+from penstock.engine.distributed.ranks import init_process_group
+from penstock.engine.multi_lora.shared_base import build_shared_base
 from penstock.server.launch.addresses import free_port
 from penstock.server.launch.job import ServerJob
 from penstock.server.protocol.results import Passed, Stepped
@@ -17,11 +17,11 @@ from penstock.server.protocol.worker_commands import (
     Command,
     Export,
     FromWorkers,
-    Greet,
-    Leave,
+    Hello,
     Opened,
     Ready,
     Reply,
+    Shutdown,
 )
 from penstock.server.protocol.zmq_channel import connecting
 from penstock.server.worker.main import run_rank
@@ -73,15 +73,15 @@ async def as_engine(job, orders):
     channel = connecting(FromWorkers, job.workers_address)
     told, beats = [], 0
     for message in (
-        Greet(engine="e"),
+        Hello(engine="e"),
         *(Command(id=str(number), order=order) for number, order in enumerate(orders)),
-        Greet(engine="another"),
+        Hello(engine="another"),
     ):
         await channel.send(message)
         while isinstance(heard := await channel.receive(), Beat):
             beats += 1
         told.append(heard)
-    await channel.send(Leave())
+    await channel.send(Shutdown())
     await asyncio.sleep(0.2)
     channel.close()
     return told, beats
@@ -102,7 +102,7 @@ def test_a_rank_tests_itself_tells_what_it_is_obeys_and_leaves(tmp_path, monkeyp
     found = []
     engine = threading.Thread(target=lambda: found.append(asyncio.run(as_engine(job, orders))))
     engine.start()
-    run_rank(job, join(60))
+    run_rank(job, init_process_group(60))
     engine.join(20)
     [(told, _)] = found
     ready, *replies, refused, again = told
@@ -126,4 +126,4 @@ def test_adapters_that_clients_cannot_share_a_base_with_are_refused_at_the_start
     lora = {"enable_lora": True, **lora}
     run = runs.run_config(tmp_path, tmp_path, lora=lora, data_parallel_mode="none")
     with pytest.raises(CapabilityError, match=f"Leave {list(lora)[-1]} out"):
-        substrate_of(run, dict(runs.TINY), None, join(60), lambda _: None)
+        build_shared_base(run, dict(runs.TINY), None, init_process_group(60), lambda _: None)

@@ -5,7 +5,7 @@ import pytest
 import torch
 import transformers
 
-from penstock.server.protocol.worker_commands import Export, Push
+from penstock.server.protocol.worker_commands import Export, WeightSyncCommand
 from tests.ranks import on_ranks
 from tests.server.orders import data, done, opening, passing, stepping, write_model
 from tests.server.receiver import receiving
@@ -19,7 +19,7 @@ pytestmark = [
 
 def pushed(model, out, endpoint):
     """What is told of a push of a model that has learnt something, beside another one."""
-    push = Push(
+    push = WeightSyncCommand(
         model="a",
         endpoints=(endpoint,),
         master_address="",

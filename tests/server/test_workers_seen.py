@@ -5,8 +5,14 @@ import asyncio
 import pytest
 
 from penstock.server.protocol.in_process_channel import MemoryEnd
-from penstock.server.protocol.worker_commands import Fault, Forget, FromWorkers, Ready, ToWorkers
-from penstock.server.scheduler.errors import RefusedError
+from penstock.server.protocol.worker_commands import (
+    Fault,
+    FromWorkers,
+    Ready,
+    ToWorkers,
+    ZeroGradCommand,
+)
+from penstock.server.scheduler.errors import RequestError
 from penstock.server.scheduler.settings import EngineSettings
 from penstock.server.scheduler.worker_client import Workers
 from tests.server.standing_in import SERVED
@@ -23,7 +29,7 @@ def test_workers_that_come_after_some_that_failed_and_ended_are_not_told_to_leav
         async with asyncio.timeout(5):
             while workers.ready is None:
                 await asyncio.sleep(0)
-            forgetting = asyncio.create_task(workers.command(Forget(model="m")))
+            forgetting = asyncio.create_task(workers.command(ZeroGradCommand(model="m")))
             command = await first.receive()
             fault = Fault(
                 id=command.id, error="broken", category="server", code="internal", ends=True
@@ -31,7 +37,7 @@ def test_workers_that_come_after_some_that_failed_and_ended_are_not_told_to_leav
             # That they have ended is heard of with the word that they will.
             await first.send(fault)
             first.drop()
-            with pytest.raises(RefusedError, match="broken"):
+            with pytest.raises(RequestError, match="broken"):
                 await forgetting
         ours.join(second)
         with pytest.raises(TimeoutError):

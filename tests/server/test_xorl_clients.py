@@ -18,7 +18,7 @@ def test_numbers_of_steps_are_those_that_the_model_was_created_with():
         def told(work):
             run = {"model": work.model, "session": "m", "base_model": "b", "rank": 4}
             facts = {"last_request": 0.0, "user_metadata": made[0].user_metadata}
-            return results.ModelTold(run=Run(**run, **facts), served=served(), pending=0)
+            return results.ModelResult(run=Run(**run, **facts), served=served(), pending=0)
 
         def create(work):
             made.append(work)
@@ -179,7 +179,7 @@ def test_checkpoints_are_deleted_by_their_names(written, name):
 
 def test_checkpoints_are_told_the_newest_first():
     kept = [checkpoint("mine", f"weights/{name}", time=time) for name, time in (("a", 1), ("b", 2))]
-    table = {requests.ListCheckpoints: lambda _: results.CheckpointsTold(checkpoints=tuple(kept))}
+    table = {requests.ListCheckpoints: lambda _: results.CheckpointsResult(checkpoints=tuple(kept))}
 
     async def scenario():
         async with client(table) as (http, _):

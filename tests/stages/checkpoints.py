@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from penstock.core.cache.manifest import MANIFEST
-from penstock.core.cache.record import digest_of, write_record
+from penstock.core.cache.record import digest_json, write_record
 from penstock.core.cache.stage import Artifact
 from penstock.core.files import write_json
 
@@ -39,4 +39,4 @@ def trained_artifact(path: Path, parameters: Mapping[str, torch.Tensor], **state
     write_json(folder / "state.json", {"step": STEP, "adapter_only": False, **state})
     (folder / "COMPLETE").touch()
     write_record(path / MANIFEST, {"facts": {"checkpoint": FOLDER}})
-    return Artifact("train", digest_of(sorted(tensors)), path)
+    return Artifact("train", digest_json(sorted(tensors)), path)

@@ -4,7 +4,7 @@ import hashlib
 from pathlib import Path
 
 from penstock.core.cache.manifest import MANIFEST
-from penstock.core.cache.record import digest_of, write_record
+from penstock.core.cache.record import digest_json, write_record
 from penstock.core.cache.stage import Artifact
 
 
@@ -21,4 +21,4 @@ def sealed_export(
     ]
     facts = {"folders": {"hf": "hf"} if folders is None else folders}
     write_record(path / MANIFEST, {"files": listed, "facts": facts})
-    return Artifact("export", digest_of(listed), path)
+    return Artifact("export", digest_json(listed), path)

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from penstock.config.schema.dataset import FormatName, Kind
-from penstock.core.cache.record import digest_of
+from penstock.core.cache.record import digest_json
 from penstock.prepare.bad_records import Tally
 from penstock.prepare.settings import DatasetSettings, PrepareSettings
 from penstock.prepare.slices import Finished, Role, Slice
@@ -39,7 +39,7 @@ def finished(
             columns[column].append(value)
         columns["source"].append(f"source-{dataset}")
         columns["row"].append(row)
-    key = digest_of([role, dataset, name, [list(tokens) for tokens in samples]])[:16]
+    key = digest_json([role, dataset, name, [list(tokens) for tokens in samples]])[:16]
     path = folder / f"{key}.arrow"
     path.parent.mkdir(parents=True, exist_ok=True)
     schema = PREPARED_OF[kind]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from penstock.core.cache.stage import Artifact, Facts, key_of
+from penstock.core.cache.stage import Artifact, Facts, stage_key
 from penstock.core.files import regular_files
 from penstock.core.sources.pin import pin_data, pin_tokenizer
 from penstock.prepare.settings import DatasetSettings, PrepareSettings
@@ -62,7 +62,7 @@ def run(stage: Prepare, out: Path) -> tuple[Artifact, Facts]:
     out.mkdir(parents=True, exist_ok=True)
     slices = stage.slices_path or out.with_name(f"{out.name}.slices")
     facts = replace(stage, slices_path=slices).run(out)
-    return Artifact("prepare", key_of(stage), out), facts
+    return Artifact("prepare", stage_key(stage), out), facts
 
 
 def table_of(folder: Path, split: str = "train") -> pa.Table:

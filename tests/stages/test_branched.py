@@ -12,7 +12,7 @@ from penstock.core.errors import StageError
 from penstock.core.files import write_json
 from penstock.pack import spread
 from penstock.pack.compare import compare
-from penstock.pack.layout import form_of
+from penstock.pack.layout import sample_form
 from penstock.pack.settings import PackSettings
 from penstock.pack.stage import Pack
 from penstock.rows.filter_rows import with_samples
@@ -293,7 +293,7 @@ def test_real_pairs_take_two_thirds_of_the_tokens_of_padded_ones(shared, tmp_pat
     artifact, _ = run(prepare((path, {"type": "preference"})), tmp_path / "p" / "x")
     samples = PreparedSamples(artifact.path, "train")
     together, apart = (
-        int(form_of(samples, PackSettings(share_prompts=shares)).sizes().sum())
+        int(sample_form(samples, PackSettings(share_prompts=shares)).sizes().sum())
         for shares in (True, False)
     )
     # As it is usually done: both sides of two pairs in one batch, as long as its longest.

@@ -19,13 +19,13 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 from penstock.config.loading.load import load
 from penstock.core.cache.data_facts import DATA
 from penstock.core.cache.manifest import MANIFEST
-from penstock.core.cache.stage import Artifact, identity, key_of
-from penstock.core.cache.store import Step, realize
+from penstock.core.cache.stage import Artifact, identity, stage_key
+from penstock.core.cache.store import PlannedStage, get_or_build
 from penstock.core.sources.pin import pin_model
 from penstock.export.licence import licence_in
 from penstock.export.stage import Export
-from penstock.plan import Plan, Wishes, bring_up, plan
-from penstock.push.contents import contents_of
+from penstock.plan import Plan, RebuildOptions, execute_stage, plan
+from penstock.push.contents import list_contents
 from penstock.rows.prepared import PLAN
 from penstock.rows.tokenizer import byte_tokenizer
 from tests.pipeline.runs import write_chats, write_run
@@ -65,7 +65,7 @@ def train(config: Path, cache: Path) -> None:
     patch = with_cache(cache)
     planned = plan(load(config), ("train",), ranks="this_process")
     for step in planned.steps:
-        bring_up(step, planned.run, Wishes(), lambda _: None)
+        execute_stage(step, planned.run, RebuildOptions(), lambda _: None)
     patch.undo()
 
 
@@ -131,7 +131,7 @@ def made(tmp_path_factory):
     on_ranks(1, train, config, folder / "cache")
     patch = with_cache(folder / "cache")
     planned = plan(load(config), ("export",))
-    out = realize(planned.step("export")).path
+    out = get_or_build(planned.step("export")).path
     yield Made(planned, out / "hf", out / "adapter")
     patch.undo()
 
@@ -223,7 +223,7 @@ def test_a_card_holds_nothing_of_the_machine_and_is_the_same_again(made, tmp_pat
 
 
 def test_a_push_sends_the_cards(made):
-    names = {file.name for file in contents_of(made.artifact("export"))}
+    names = {file.name for file in list_contents(made.artifact("export"))}
     assert {"README.md", "LICENSE.txt", "adapter/README.md", "adapter/LICENSE.txt"} <= names
 
 
@@ -238,7 +238,7 @@ def test_the_data_sets_of_the_hub_are_linked_though_the_data_are_gone(made, tmp_
     card.write_text("---\nlicense: cc-by-4.0\n---\n")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     stage = replace(made.export, trained=replace(made.export.trained, path=tmp_path / "train"))
-    realize(Step(stage, tmp_path / "out"))
+    get_or_build(PlannedStage(stage, tmp_path / "out"))
     card = ModelCard.load(tmp_path / "out/hf/README.md")
     assert card.data.to_dict()["datasets"] == [DATASET]
     assert f"[{DATASET}](https://huggingface.co/datasets/{DATASET}) at `{COMMIT[:12]}`" in card.text
@@ -295,7 +295,7 @@ def test_without_a_card_the_key_is_that_of_before_and_nothing_is_written(made, t
     settings = made.export.settings.model_copy(update={"model_card": False})
     stage = replace(made.export, settings=settings)
     assert "model_card" not in identity(stage)["settings"]
-    assert key_of(stage) != key_of(made.export)
+    assert stage_key(stage) != stage_key(made.export)
     stage.run(tmp_path / "out")
     left = {path.name for path in (tmp_path / "out").rglob("*")}
     assert not left & {"README.md", "LICENSE.txt", MANIFEST}

@@ -17,12 +17,12 @@ from penstock.core.cache.record import write_record
 from penstock.core.cache.stage import ATTEMPT
 from penstock.core.errors import PenstockError
 from penstock.core.files import write_json
-from penstock.core.releases.remote import shelf_of
+from penstock.core.releases.remote import open_release_store
 from penstock.core.safetensors_header import INDEX, SINGLE
 from penstock.engine.hf.config import read_hf_config
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.engine.peft.adapter_config import read_peft_config
-from penstock.evaluate.folder import base_of
+from penstock.evaluate.folder import read_base_model
 from penstock.rows.prepared import PLAN, PreparedSamples
 from penstock.rows.reader import map_batches
 from penstock.rows.tokenizer import load_tokenizer
@@ -128,7 +128,7 @@ def tokenizer(folder: Path) -> Path:
 
 def shelf(name: str) -> Callable[[Path], Path]:
     def write(folder: Path) -> Path:
-        its = shelf_of(str(folder))
+        its = open_release_store(str(folder))
         (folder / "a.txt").write_text("a")
         listed = [{"path": "b.txt", "bytes": 1, "sha256": "0" * 64}]
         with its.writing(lambda _: None):
@@ -156,7 +156,7 @@ KINDS: dict[str, tuple[Callable[[Path], Path], Read]] = {
         written("adapter_config.json", {"peft_type": "LORA"}),
         in_folder(read_peft_config),
     ),
-    "exported config": (written("config.json", {"model_type": "x"}), in_folder(base_of)),
+    "exported config": (written("config.json", {"model_type": "x"}), in_folder(read_base_model)),
     "tokenizer": (tokenizer, lambda path: load_tokenizer(str(path.parent))),
     "facts of data": (written(DATA, {"packed": {}}), lambda path: kept_data_facts(path.parent)),
     "lineage": (written(LINEAGE, {"pack": {}}), lambda path: kept_lineage(path.parent)),
@@ -177,8 +177,11 @@ DIGESTED: dict[str, tuple[Callable[[Path], Path], Read]] = {
     "attempt": (attempt, lambda path: read_attempt(path.parent)),
     "outcome": (recorded(OUTCOME, {"facts": {"steps": 3}}), lambda p: read_outcome(p.parent)),
     "job": (job, Job.read),
-    "release": (shelf(f"0001/{MANIFEST}"), lambda p: shelf_of(str(p.parents[1])).manifest(1)),
-    "withdrawn": (shelf("withdrawn.json"), lambda p: shelf_of(str(p.parent)).withdrawn),
+    "release": (
+        shelf(f"0001/{MANIFEST}"),
+        lambda p: open_release_store(str(p.parents[1])).manifest(1),
+    ),
+    "withdrawn": (shelf("withdrawn.json"), lambda p: open_release_store(str(p.parent)).withdrawn),
 }
 """Records that carry their own digest: no damage passes."""
 

@@ -24,7 +24,7 @@ from penstock.core.errors import ArtifactError, CapabilityError
 from penstock.core.files import regular_files, write_json
 from penstock.core.sources.pin import pin_model, pin_tokenizer
 from penstock.engine.checkpoint.model_reader import CheckpointReader
-from penstock.engine.model_source import Adapting, Origin
+from penstock.engine.model_source import LoraArgs, ModelSource
 from penstock.export.stage import Export, ExportSettings
 from tests.stages.checkpoints import FOLDER, trained_artifact
 
@@ -78,7 +78,7 @@ def export_of(trained: Artifact, config_path, model_path=None, alpha=None, **set
     return Export(
         settings=ExportSettings(**settings),
         trained=trained,
-        origin=Origin(
+        origin=ModelSource(
             config=pin_model(str(config_path)),
             weights=pin_model(str(model_path)) if model_path else None,
             tokenizer=pin_tokenizer("builtin:bytes"),
@@ -86,7 +86,7 @@ def export_of(trained: Artifact, config_path, model_path=None, alpha=None, **set
             model_path=str(model_path) if model_path else None,
             tokenizer_path="builtin:bytes",
             seed=7,
-            adapting=Adapting(alpha) if alpha else None,
+            adapting=LoraArgs(alpha) if alpha else None,
         ),
     )
 
@@ -253,13 +253,13 @@ def lora_run(request, tmp_path):
     if request.param == "seed":
         # What the seed gives is taken from a full export of a run that has not moved.
         from penstock.engine.hf.state_dict import in_source
-        from penstock.engine.quantization.quantized_reader import Drawn
-        from penstock.models.registry import family_of
+        from penstock.engine.quantization.quantized_reader import RandomInitTensors
+        from penstock.models.registry import get_family
 
         hf_config = json.loads((path / "config.json").read_text())
-        family = family_of(hf_config)
+        family = get_family(hf_config)
         names = family.weight_map(family.read(hf_config))
-        start = in_source(Drawn(names, seed=7), names)
+        start = in_source(RandomInitTensors(names, seed=7), names)
         model.load_state_dict(start.read(list(start.shapes)))
     adapted = with_adapter(model)
     trained = trained_artifact(tmp_path / "train", saved_factors(adapted), adapter_only=True)

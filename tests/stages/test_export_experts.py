@@ -8,9 +8,9 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 from penstock.adapters.inject import LoraSpec, inject
-from penstock.adapters.names import factor_of, native_name
+from penstock.adapters.names import native_name, parse_factor
 from penstock.core.errors import ArtifactError
-from penstock.engine.model_source import Adapting
+from penstock.engine.model_source import LoraArgs
 from tests.models.twins import documents, hf_model, ours_with, packed_logits, their_logits
 from tests.stages.checkpoints import trained_artifact
 from tests.stages.test_export import export_of, loaded, saved_config
@@ -56,7 +56,7 @@ def trained_twins(family, folder):
     saved = {}
     with torch.no_grad():
         for name, factor in pair.ours.named_parameters():
-            if found := factor_of(name):
+            if found := parse_factor(name):
                 if found.side == "lora_B":
                     factor.copy_(0.1 * torch.randn(factor.shape, generator=generator))
                 saved[native_name(found.hf_module, found.side)] = factor
@@ -75,7 +75,7 @@ def test_peft_loads_computes_with_and_merges_what_was_trained(family, tmp_path):
     pair, trained = trained_twins(family, tmp_path)
     base = tmp_path / "base"
     stage = export_of(trained, base, model_path=base, alpha=6)
-    adapting = Adapting(6, CASES[family].scaling)
+    adapting = LoraArgs(6, CASES[family].scaling)
     facts = replace(stage, origin=replace(stage.origin, adapting=adapting)).run(tmp_path / "out")
     ids, _ = documents()
     wanted = packed_logits(pair.ours, ids)

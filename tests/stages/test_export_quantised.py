@@ -15,9 +15,9 @@ from transformers import GptOssConfig, MixtralConfig, Qwen3Config
 
 from penstock.core.errors import CapabilityError
 from penstock.engine.hf.save_model import write_weights
-from penstock.engine.hf.state_dict import HfWeights
+from penstock.engine.hf.state_dict import HFStateDict
 from penstock.engine.quantization.export import quantiser_for
-from penstock.models.registry import family_of
+from penstock.models.registry import get_family
 from penstock_kernels.quant import FORMATS, dequantise, format_named, largest, quantise
 from tests.costs.measured import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, SMALL
 from tests.ranks import on_ranks
@@ -55,7 +55,7 @@ E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 def weights_of(config):
     """A random checkpoint of the model, by the names that its files have."""
     hf_config = config.to_dict()
-    family = family_of(hf_config)
+    family = get_family(hf_config)
     generator = torch.Generator().manual_seed(1)
     shapes = family.weight_map(family.read(hf_config)).hf_shapes()
     return {
@@ -245,7 +245,7 @@ def write(width, scheme, out):
         num_key_value_heads=8,
         head_dim=width // 8,
     ).to_dict()
-    family = family_of(hf_config)
+    family = get_family(hf_config)
     names = family.weight_map(family.read(hf_config))
     shapes = names.hf_shapes()
 
@@ -254,7 +254,7 @@ def write(width, scheme, out):
 
     quantiser = None if scheme == "none" else quantiser_for(scheme, family, names)
     dtype = torch.float32 if quantiser is None else torch.bfloat16
-    weights = HfWeights(shapes, read)
+    weights = HFStateDict(shapes, read)
     write_weights(weights, out, dtype=dtype, max_shard_size="5GB", quantiser=quantiser)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.prepare.bad_records import BadRow
 from penstock.prepare.encode.encoder import Encoder
-from penstock.prepare.formats.conversation import Judged, Pair
+from penstock.prepare.formats.conversation import Pair, RatedAnswer
 from penstock.prepare.settings import DatasetSettings
 from penstock.rows.schema import IGNORED
 from penstock.rows.tokenizer import byte_tokenizer
@@ -186,7 +186,7 @@ KTO = {"type": "kto"}
 def test_a_judged_answer_is_the_same_however_it_is_nested(asked, answer, prompt):
     record = {"messages": [*prompt, GOOD]} if asked == "ended" else prompts_of(asked, prompt)
     record |= {"completion": [*prompt, GOOD] if answer == "whole" else answer, "label": True}
-    assert parse(record, **KTO) == Judged(expected(prompt), desirable=True)
+    assert parse(record, **KTO) == RatedAnswer(expected(prompt), desirable=True)
 
 
 @pytest.mark.parametrize(

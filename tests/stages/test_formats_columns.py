@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.prepare.bad_records import BadRow
-from penstock.prepare.formats.conversation import Conversation, Judged, Pair
+from penstock.prepare.formats.conversation import Conversation, Pair, RatedAnswer
 from penstock.prepare.formats.registry import FORMATS
 from penstock.prepare.readers.columnar import parquet, without_nulls
 from penstock.prepare.readers.decompress import SourceFile
@@ -196,7 +196,7 @@ def test_a_record_with_anything_in_it_is_a_conversation_or_a_bad_row(kind, data)
         return
     sides = {
         Pair: lambda: (found.chosen, found.rejected),
-        Judged: lambda: (found.conversation,),
+        RatedAnswer: lambda: (found.conversation,),
         Conversation: lambda: (found,),
     }[type(found)]()
     for side in sides:

@@ -16,10 +16,10 @@ import pytest
 
 from penstock.config.loading.load import loads
 from penstock.core.errors import ConfigError, StageError
-from penstock.core.process.rank_heartbeat import Pulse, beats
-from penstock.train.launch.hang_watchdog import WATCH_LOG, Watch, pulse_folder
+from penstock.core.process.rank_heartbeat import Heartbeat, beats
+from penstock.train.launch.hang_watchdog import WATCH_LOG, HangWatchdog, pulse_folder
 from penstock.train.launch.job import LOGS, METRICS, Job
-from penstock.train.launch.rank_failures import Death, deaths_file, leave_failure, what_happened
+from penstock.train.launch.rank_failures import RankCrash, deaths_file, leave_failure, what_happened
 from tests.config.values import smallest
 
 RANK = """
@@ -80,7 +80,7 @@ def ranks(job: Job, *what: str):
             process.stdout.close()
 
 
-def told_by(watch: Watch) -> str:
+def told_by(watch: HangWatchdog) -> str:
     """What the watch says, once nothing has moved for long enough."""
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
@@ -92,7 +92,7 @@ def told_by(watch: Watch) -> str:
 
 def test_a_rank_that_hangs_is_told_with_its_host_and_stack_and_all_are_killed(tmp_path):
     watched = job(tmp_path, timeout=0.5)
-    watch = Watch(watched)
+    watch = HangWatchdog(watched)
     with ranks(watched, "waits", "hangs", "waits") as started:
         said = told_by(watch)
         assert [process.wait(10) for process in started] == [-signal.SIGKILL] * 3
@@ -112,7 +112,7 @@ def test_a_rank_that_hangs_is_told_with_its_host_and_stack_and_all_are_killed(tm
 
 def test_a_rank_that_waited_in_vain_leads_to_the_stacks_of_the_others(tmp_path):
     watched = job(tmp_path)
-    watch = Watch(watched)
+    watch = HangWatchdog(watched)
     with ranks(watched, "waits", "hangs") as started:
         assert watch() is None
         timed_out = RuntimeError("[gloo] Timed out waiting 1810000ms for recv operation")
@@ -130,10 +130,10 @@ def test_a_rank_that_waited_in_vain_leads_to_the_stacks_of_the_others(tmp_path):
 def test_what_is_stopped_by_the_kernel_is_told_and_what_moves_is_left_alone(tmp_path, monkeypatch):
     monkeypatch.setattr("penstock.train.launch.rank_stacks.ANSWER_SECONDS", 1.0)
     watched = job(tmp_path, timeout=1.0)
-    watch = Watch(watched)
+    watch = HangWatchdog(watched)
     with ranks(watched, "hangs") as started:
         started[0].send_signal(signal.SIGSTOP)
-        moving = Pulse(pulse_folder(watched), rank=5)
+        moving = Heartbeat(pulse_folder(watched), rank=5)
         for step in range(6):
             moving.begins("computing", step=step)
             assert watch() is None
@@ -145,7 +145,7 @@ def test_what_is_stopped_by_the_kernel_is_told_and_what_moves_is_left_alone(tmp_
 
 
 def test_without_any_process_a_timeout_ends_the_wait(tmp_path):
-    watch = Watch(job(tmp_path, timeout=0.1))
+    watch = HangWatchdog(job(tmp_path, timeout=0.1))
     (tmp_path / METRICS).write_text("{}\n")
     assert watch() is None
     time.sleep(0.2)
@@ -154,7 +154,7 @@ def test_without_any_process_a_timeout_ends_the_wait(tmp_path):
 
 
 def death(rank: int, number: int, when: float) -> dict[str, object]:
-    return vars(Death(rank, "there", 77, number, when))
+    return vars(RankCrash(rank, "there", 77, number, when))
 
 
 def test_the_first_to_fail_is_the_cause(tmp_path):
@@ -183,7 +183,7 @@ def test_the_first_to_fail_is_the_cause(tmp_path):
 
 
 def test_a_heartbeat_costs_little_and_never_fails(tmp_path):
-    pulse = Pulse(tmp_path, rank=2)
+    pulse = Heartbeat(tmp_path, rank=2)
     before = os.times()
     for step in range(1000):
         with pulse.waiting():
@@ -192,5 +192,5 @@ def test_a_heartbeat_costs_little_and_never_fails(tmp_path):
     assert (after.user + after.system) - (before.user + before.system) < 1.0
     (beat,) = beats(tmp_path)
     assert (beat.rank, beat.pid, beat.step, beat.waiting) == (2, os.getpid(), 999, False)
-    nowhere = Pulse(tmp_path / "rank_2.pulse" / "below", rank=0)
+    nowhere = Heartbeat(tmp_path / "rank_2.pulse" / "below", rank=0)
     nowhere.begins("computing")

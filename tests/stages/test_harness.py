@@ -32,7 +32,7 @@ def test_the_numbers_of_each_task_are_told_with_their_errors():
         },
         "all": {"alias": "all", " ": " "},
     }
-    assert harness.scores_of(told) == [
+    assert harness.parse_scores(told) == [
         harness.Score("sums", "acc,none", 0.5, 0.1),
         harness.Score("sums", "acc_norm,none", 1.0, None),
     ]

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from penstock.config.loading.load import loads
-from penstock.core.cache.stage import key_of
+from penstock.core.cache.stage import stage_key
 from penstock.core.errors import ConfigError
 from penstock.plan import plan
-from penstock.prepare.infer_type import format_of
+from penstock.prepare.infer_type import infer_format
 from penstock.prepare.stage import Prepare
 from tests.config.values import smallest
 
@@ -17,7 +17,7 @@ SHARED = [{"from": "human", "value": "1"}, {"from": "gpt", "value": "2"}]
 
 
 def told(record, objective="sft", **named):
-    found = format_of([record], named, objective=objective, where="data.datasets.0")
+    found = infer_format([record], named, objective=objective, where="data.datasets.0")
     return found.values()
 
 
@@ -57,7 +57,7 @@ def test_usual_columns_tell_the_type(record, values):
 
 def test_a_column_that_is_null_at_first_is_seen_in_later_records():
     records = [{"messages": None}, {"messages": TURNS}]
-    assert format_of(records, {}, objective="sft", where="").type == "chat"
+    assert infer_format(records, {}, objective="sft", where="").type == "chat"
 
 
 def test_written_columns_tell_the_type_too():
@@ -117,7 +117,7 @@ def test_a_type_that_is_told_has_the_key_of_the_same_type_written(tmp_path):
         return plan(loads(smallest(data=data)), ("prepare",))
 
     told, written = planned(), planned(type="chat")
-    assert key_of(told.steps[0].stage) == key_of(written.steps[0].stage)
+    assert stage_key(told.steps[0].stage) == stage_key(written.steps[0].stage)
     assert [f"data.datasets.0 ({file}) is read as type: chat" in each for each in told.notes] == [
         True
     ]

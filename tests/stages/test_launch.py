@@ -17,7 +17,7 @@ from penstock.config.schema.run import RunConfig
 from penstock.core.errors import StageError
 from penstock.core.process.timeout import Deadline
 from penstock.train.launch.job import LOGS, Job
-from penstock.train.launch.torchrun import Ended, start_ranks
+from penstock.train.launch.torchrun import LaunchResult, start_ranks
 from tests.config.values import smallest
 
 NOTE = """
@@ -47,7 +47,7 @@ def start(
     env: dict[str, str] | None = None,
     train: dict[str, object] | None = None,
     **launch: object,
-) -> Ended:
+) -> LaunchResult:
     """Start the ranks of a job; they, or their launcher at once, only leave a note in `folder`."""
     (folder / LOGS).mkdir(parents=True, exist_ok=True)
     (folder / "sitecustomize.py").write_text(NOTE)

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.config.loading.load import loads
-from penstock.core.cache.stage import key_of
+from penstock.core.cache.stage import stage_key
 from penstock.core.errors import ConfigError, StageError
 from penstock.core.sources.megatron_files import split_range
 from penstock.core.sources.pin import pin_data
@@ -73,15 +73,17 @@ def test_a_prefix_and_either_file_name_the_same_data(tmp_path, monkeypatch, type
 
 def test_the_key_is_that_of_both_files_content(tmp_path):
     prefix = write_mapped(tmp_path / "corpus", [[[1, 2, 3]], [[4, 5]]])
-    before = key_of(prepare((prefix, {})))
+    before = stage_key(prepare((prefix, {})))
     moved = tmp_path / "elsewhere"
     moved.mkdir()
-    assert key_of(prepare((write_mapped(moved / "corpus", [[[1, 2, 3]], [[4, 5]]]), {}))) == before
+    assert (
+        stage_key(prepare((write_mapped(moved / "corpus", [[[1, 2, 3]], [[4, 5]]]), {}))) == before
+    )
     tokens = prefix.with_name("corpus.bin")
     tokens.write_bytes(tokens.read_bytes()[:-4] + struct.pack("<i", 6))
-    assert key_of(prepare((prefix, {}))) != before
+    assert stage_key(prepare((prefix, {}))) != before
     # The same tokens in other documents are other data.
-    assert key_of(prepare((write_mapped(prefix, [[[1, 2]], [[3, 4, 5]]]), {}))) != before
+    assert stage_key(prepare((write_mapped(prefix, [[[1, 2]], [[3, 4, 5]]]), {}))) != before
 
 
 def test_slices_are_made_again_only_where_their_files_have_changed(tmp_path):

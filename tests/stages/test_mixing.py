@@ -9,10 +9,10 @@ import datasets
 import numpy as np
 import pytest
 
-from penstock.core.cache.stage import key_of
-from penstock.core.cache.store import Step, realize
+from penstock.core.cache.stage import stage_key
+from penstock.core.cache.store import PlannedStage, get_or_build
 from penstock.core.errors import StageError
-from penstock.prepare.mix import mixing_of
+from penstock.prepare.mix import build_mixer
 from penstock.prepare.settings import MixSettings
 from penstock.rows.prepared import PreparedSamples
 from tests.stages.prepared import contents, prepare, run, said, table_of, texts, write_lines
@@ -50,7 +50,7 @@ def slices_in(folder):
 
 def test_mixing_otherwise_tokenises_nothing(tmp_path):
     stage = two(tmp_path)
-    realize(Step(stage, tmp_path / "root" / "prepare" / "first"))
+    get_or_build(PlannedStage(stage, tmp_path / "root" / "prepare" / "first"))
     made = slices_in(tmp_path / "root" / "slices")
     assert len(made) == 2
     for path in tmp_path.glob("*.jsonl"):
@@ -59,9 +59,9 @@ def test_mixing_otherwise_tokenises_nothing(tmp_path):
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     for name, changes in OTHERWISE.items():
         other = replace(stage, settings=stage.settings.model_copy(update=changes))
-        assert key_of(other) != key_of(stage)
+        assert stage_key(other) != stage_key(stage)
         out = tmp_path / "root" / "prepare" / name.replace(" ", "-")
-        realize(Step(other, out))
+        get_or_build(PlannedStage(other, out))
         order = [epoch.tolist() for epoch in PreparedSamples(out, "train").epochs()]
         first = PreparedSamples(tmp_path / "root" / "prepare" / "first", "train").epochs()
         assert order != [epoch.tolist() for epoch in first] or name in ("files", "repeats")
@@ -120,10 +120,12 @@ def test_a_new_file_leaves_most_files_of_an_artifact_as_they_are(tmp_path):
     for n in range(files):
         write_lines(tmp_path / "data" / f"{n:02d}.jsonl", texts(40, f"x{n}-"))
     root = tmp_path / "root" / "prepare"
-    first = realize(Step(prepare((tmp_path / "data", TEXT), val_set_size=0.05), root / "first"))
+    first = get_or_build(
+        PlannedStage(prepare((tmp_path / "data", TEXT), val_set_size=0.05), root / "first")
+    )
     write_lines(tmp_path / "data" / "new.jsonl", texts(4, "new"))
     stage = prepare((tmp_path / "data", TEXT), val_set_size=0.05)
-    second = realize(Step(stage, root / "second"))
+    second = get_or_build(PlannedStage(stage, root / "second"))
     assert second.facts["records"] == first.facts["records"] + 4
     before, after = (
         {p.name: p.stat().st_ino for p in (root / name / "data" / "train").iterdir()}
@@ -131,7 +133,7 @@ def test_a_new_file_leaves_most_files_of_an_artifact_as_they_are(tmp_path):
     )
     assert len(set(before.items()) & set(after.items())) >= files - 2
     alone = tmp_path / "alone" / "prepare" / "second"
-    realize(Step(stage, alone))
+    get_or_build(PlannedStage(stage, alone))
     assert not set(before.values()) & {p.stat().st_ino for p in alone.rglob("*.arrow")}
     assert contents(alone / "data") == contents(root / "second" / "data")
     assert (alone / "plan.json").read_bytes() == (root / "second" / "plan.json").read_bytes()
@@ -140,12 +142,12 @@ def test_a_new_file_leaves_most_files_of_an_artifact_as_they_are(tmp_path):
 def test_a_file_of_a_sealed_artifact_that_was_changed_is_not_taken_over(tmp_path):
     root = tmp_path / "root" / "prepare"
     stage = two(tmp_path, val_set_size=20)
-    realize(Step(stage, root / "first"))
+    get_or_build(PlannedStage(stage, root / "first"))
     for path in (root / "first" / "data").rglob("*.arrow"):
         path.write_bytes(path.read_bytes()[:-8] + b"tampered")
     changed = stage.settings.model_copy(update={"shuffle_merged_datasets": False})
-    realize(Step(replace(stage, settings=changed), root / "second"))
-    realize(Step(stage, tmp_path / "alone" / "prepare" / "first"))
+    get_or_build(PlannedStage(replace(stage, settings=changed), root / "second"))
+    get_or_build(PlannedStage(stage, tmp_path / "alone" / "prepare" / "first"))
     whole = contents(tmp_path / "alone" / "prepare" / "first" / "data")
     assert contents(root / "second" / "data") == whole
 
@@ -208,7 +210,7 @@ def test_a_sample_is_shown_with_its_place(tmp_path):
 
 
 def test_settings_without_a_mix_weigh_all_sources_alike(tmp_path):
-    assert mixing_of(two(tmp_path).settings).weights == (1.0, 1.0)
+    assert build_mixer(two(tmp_path).settings).weights == (1.0, 1.0)
 
 
 @pytest.mark.parametrize(("unit", "fits"), [("samples", True), ("tokens", False)])

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.config.loading.load import loads
-from penstock.core.cache.stage import Artifact, key_of
+from penstock.core.cache.stage import Artifact, stage_key
 from penstock.core.errors import StageError
 from penstock.core.files import write_json
 from penstock.pack import shards, spread
@@ -398,12 +398,12 @@ def test_the_key_follows_the_prepared_samples_and_every_setting(tmp_path):
         *(replace(stage, settings=PackSettings(**{k: v})) for k, v in changes.items()),
     ]
     assert set(changes) == set(PackSettings.model_fields)
-    assert len({key_of(one) for one in stages}) == len(stages)
-    assert key_of(replace(stage, prepared=Artifact("prepare", "a" * 64, tmp_path / "moved"))) == (
-        key_of(stage)
-    )
-    assert key_of(replace(stage, num_proc=9, start_method="fork")) == key_of(stage)
-    assert key_of(stage)[:16] == "66b89445faeacf42"
+    assert len({stage_key(one) for one in stages}) == len(stages)
+    assert stage_key(
+        replace(stage, prepared=Artifact("prepare", "a" * 64, tmp_path / "moved"))
+    ) == (stage_key(stage))
+    assert stage_key(replace(stage, num_proc=9, start_method="fork")) == stage_key(stage)
+    assert stage_key(stage)[:16] == "66b89445faeacf42"
     assert json.loads(stage.settings.model_dump_json())["eval_sample_packing"] is True
 
 

@@ -6,9 +6,9 @@ import pyarrow as pa
 import pytest
 
 from penstock.core.cache.manifest import MANIFEST
-from penstock.core.cache.record import digest_of
-from penstock.core.cache.stage import Source, key_of
-from penstock.core.cache.store import Step, realize
+from penstock.core.cache.record import digest_json
+from penstock.core.cache.stage import Source, stage_key
+from penstock.core.cache.store import PlannedStage, get_or_build
 from penstock.core.errors import StageError
 from penstock.core.sources.pin import BUILTIN_DATA
 from penstock.prepare import workers
@@ -110,8 +110,8 @@ def test_a_hub_data_set_is_read_at_its_commit_through_datasets(tmp_path, monkeyp
 
 def test_the_store_runs_seals_and_reuses_it(tmp_path):
     stage = prepare((write_lines(tmp_path / "a.jsonl", texts(5)), TEXT))
-    step = Step(stage, tmp_path / "store" / key_of(stage)[:16])
-    first, second = realize(step), realize(step)
+    step = PlannedStage(stage, tmp_path / "store" / stage_key(stage)[:16])
+    first, second = get_or_build(step), get_or_build(step)
     assert (first.status, second.status) == ("ran", "cached")
     assert first.facts == second.facts
     assert str(tmp_path) not in (step.path / MANIFEST).read_text()
@@ -160,7 +160,7 @@ def test_built_in_data_goes_through_whole_and_changing_it_raises_its_version(tmp
     _, facts = run(prepare((path, its)), tmp_path)
     records = list(GENERATORS[name]())
     assert facts["rows"]["train"] == len(records)
-    assert (BUILTIN_DATA[path], digest_of(records)[:16]) == GOLDEN[name]
+    assert (BUILTIN_DATA[path], digest_json(records)[:16]) == GOLDEN[name]
 
 
 GOLDEN = {"arithmetic": (1, "e4324e1456e22d25"), "dummy": (1, "3133f93d4835da2b")}
@@ -184,4 +184,4 @@ def test_the_built_in_arithmetic_is_right_and_asks_nothing_twice():
 
 def test_the_key_of_a_reference_run_does_not_move(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", texts(3))
-    assert key_of(prepare((path, TEXT), val_set_size=1))[:16] == "adf47f56a74a44d7"
+    assert stage_key(prepare((path, TEXT), val_set_size=1))[:16] == "adf47f56a74a44d7"

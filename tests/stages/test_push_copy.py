@@ -149,9 +149,9 @@ def test_a_push_cut_off_is_taken_up_and_its_index_never_vouches_for_half_a_file(
 
 
 def contents(exported):
-    from penstock.push.contents import contents_of
+    from penstock.push.contents import list_contents
 
-    return contents_of(exported)
+    return list_contents(exported)
 
 
 def test_a_scheme_nobody_can_write_is_a_missing_capability(exported, tmp_path):

@@ -14,9 +14,9 @@ from huggingface_hub import constants
 
 from penstock.config.loading.load import loads
 from penstock.core.cache.stage import short
-from penstock.core.cache.store import Step, realize
+from penstock.core.cache.store import PlannedStage, get_or_build
 from penstock.core.errors import ArtifactError, CapabilityError, StageError
-from penstock.plan import Wishes, bring_up, plan
+from penstock.plan import RebuildOptions, execute_stage, plan
 from penstock.prepare.stage import Prepare
 from penstock.push.dataset import push_dataset
 from tests.pipeline.runs import write_chats, write_run
@@ -56,8 +56,8 @@ def sealed(folder, word="t", **settings):
     """A sealed artifact of forty texts, four of them held out unless `settings` say otherwise."""
     source = write_lines(folder / word / "rows.jsonl", texts(40, word))
     stage = prepare((source, {"type": "text"}), **{"val_set_size": 4, **settings})
-    step = Step(stage, folder / word / "prepare")
-    realize(step)
+    step = PlannedStage(stage, folder / word / "prepare")
+    get_or_build(step)
     return step.artifact
 
 
@@ -223,7 +223,7 @@ def test_a_run_pushes_what_it_prepared_and_its_seal_does_not_know(hub, tmp_path)
     said = []
     for status, expected in ("ran", "pushed"), ("cached", "there already"):
         made = plan(pushing(tmp_path), ("prepare",))
-        outcome = bring_up(made.steps[0], made.run, Wishes(), said.append)
+        outcome = execute_stage(made.steps[0], made.run, RebuildOptions(), said.append)
         assert outcome.status == status
         assert outcome.facts["hub"]["status"] == expected
         assert "hub" not in made.steps[0].artifact.facts

@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub import constants
 
 from penstock.core.cache.record import write_record
-from penstock.core.cache.stage import Artifact, key_of
+from penstock.core.cache.stage import Artifact, stage_key
 from penstock.core.errors import ArtifactError, CapabilityError, StageError
 from penstock.core.files import regular_files
 from penstock.push.stage import Push, PushSettings
@@ -192,7 +192,7 @@ def test_a_dry_run_lists_all_asks_nobody_and_is_another_identity(
     ]
     assert facts["bytes"] == sum(len(content) for content in MODEL.values())
     assert hub.requests == []
-    assert key_of(dry) != key_of(push(exported))
+    assert stage_key(dry) != stage_key(push(exported))
 
 
 @pytest.mark.parametrize("listed", ["hf/../../secret.txt", "/etc/hostname", "hf/link"])

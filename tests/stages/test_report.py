@@ -11,7 +11,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.files import write_json
 from penstock.train.launch.job import JOB, LOGS, OUTCOME, SAMPLES, SURROUNDINGS, Job
 from penstock.train.metrics import recorder
-from penstock.train.metrics.recorder import Recorder
+from penstock.train.metrics.recorder import MetricsRecorder
 from penstock.train.report import write_comparison, write_report
 from penstock.train.report.chart import smoothed
 from penstock.train.report.heatmap import over_steps
@@ -315,7 +315,7 @@ def test_a_page_is_written_again_while_training_runs_if_wanted(tmp_path, monkeyp
     recorders = {}
     for name, seconds in (("never", 0), ("often", 0.1)):
         settings = {"report_interval": seconds, "log_format": "structured", "use_wandb": False}
-        recorders[name] = Recorder(job_in(tmp_path / name, train=settings), done=0, total=9)
+        recorders[name] = MetricsRecorder(job_in(tmp_path / name, train=settings), done=0, total=9)
         recorders[name].tell(record(1, 3.0))
         time.sleep(0.15)
         recorders[name].tell(record(2, 2.0))

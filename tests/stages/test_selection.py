@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.core.errors import StageError
 from penstock.prepare.select.near_duplicates import SHINGLE
-from penstock.prepare.select.select import held_out, ranks_of, select
+from penstock.prepare.select.select import held_out, random_ranks, select
 from penstock.prepare.settings import MixSettings
 from penstock.prepare.slices import Finished
 from tests.stages.finished import finished, settings
@@ -160,7 +160,7 @@ def test_no_validation_sample_is_trained_on_in_another_copy(deduplicate, tmp_pat
     st.one_of(st.none(), st.integers(1, 80), st.floats(0.001, 0.99)),
 )
 def test_as_many_samples_are_set_aside_as_are_asked_for(sizes, size):
-    masks = held_out([ranks_of(str(n), rows, 0) for n, rows in enumerate(sizes)], size)
+    masks = held_out([random_ranks(str(n), rows, 0) for n, rows in enumerate(sizes)], size)
     assert [len(mask) for mask in masks] == sizes
     total, taken = sum(sizes), sum(int(mask.sum()) for mask in masks)
     if size is None or not total:
@@ -172,7 +172,7 @@ def test_as_many_samples_are_set_aside_as_are_asked_for(sizes, size):
 
 
 def test_a_new_slice_changes_the_validation_of_few_others():
-    ranks = [ranks_of(f"slice {n}", 1000, 7) for n in range(101)]
+    ranks = [random_ranks(f"slice {n}", 1000, 7) for n in range(101)]
     before, after = held_out(ranks[:100], 0.01), held_out(ranks, 0.01)
     same = [np.array_equal(a, b) for a, b in zip(before, after, strict=False)]
     assert sum(same) >= 90
@@ -184,7 +184,7 @@ def test_a_new_slice_changes_the_validation_of_few_others():
 
 def test_the_seed_and_the_slice_decide_what_is_set_aside():
     found = [
-        held_out([ranks_of(key, 400, seed)], 40)[0].tolist()
+        held_out([random_ranks(key, 400, seed)], 40)[0].tolist()
         for key, seed in (("a", 0), ("a", 1), ("b", 0), ("a", 0))
     ]
     assert found[0] == found[3]

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.core.cache.store import Step, realize
+from penstock.core.cache.store import PlannedStage, get_or_build
 from penstock.core.errors import StageError
 from penstock.core.sources.pin import pin_data
 from penstock.prepare import workers
@@ -26,7 +26,7 @@ from penstock.prepare.bad_records import BadRow
 from penstock.prepare.readers import file_splits
 from penstock.prepare.readers.read_slice import records
 from penstock.prepare.slice_cache import prunable
-from penstock.prepare.slices import plan_slices, share_of
+from penstock.prepare.slices import plan_slices, slices_of_shard
 from tests.stages.prepared import contents, prepare, run, said, table_of, texts, write_lines
 
 TEXT = {"type": "text"}
@@ -242,7 +242,7 @@ def test_shares_are_disjoint_even_and_all_there_is(tmp_path, monkeypatch):
     write_lines(tmp_path / "a.jsonl", texts(200))
     stage = prepare((tmp_path / "a.jsonl", TEXT), slices=tmp_path / "slices")
     items = planned(stage)
-    shares = [share_of(items, index, 3) for index in range(3)]
+    shares = [slices_of_shard(items, index, 3) for index in range(3)]
     assert sorted(i.key for share in shares for i in share) == sorted(i.key for i in items)
     sizes = [sum(item.num_bytes for item in share) for share in shares]
     assert max(sizes) - min(sizes) <= 600
@@ -313,14 +313,14 @@ def test_a_slice_whose_maker_was_killed_is_waited_for_and_made(tmp_path):
 def test_sealed_results_are_links_to_the_slices_and_not_read_again(tmp_path, monkeypatch):
     write_lines(tmp_path / "a.jsonl", texts(50))
     stage = prepare((tmp_path / "a.jsonl", TEXT), shuffle_merged_datasets=False)
-    realize(Step(stage, tmp_path / "root" / "prepare" / "one"))
+    get_or_build(PlannedStage(stage, tmp_path / "root" / "prepare" / "one"))
     [cached] = (tmp_path / "root" / "slices").glob("*.arrow")
     read = []
-    digest = "penstock.core.cache.digests.sha256_of"
+    digest = "penstock.core.cache.digests.sha256_file"
     real = sys.modules["penstock.core.cache.digests"].sha256_of
     monkeypatch.setattr(digest, lambda path: read.append(path.name) or real(path))
     other = replace(stage, settings=stage.settings.model_copy(update={"seed": 7}))
-    outcome = realize(Step(other, tmp_path / "root" / "prepare" / "two"))
+    outcome = get_or_build(PlannedStage(other, tmp_path / "root" / "prepare" / "two"))
     [linked] = outcome.path.rglob("*.arrow")
     assert linked.samefile(cached)
     assert set(read) <= {"plan.json"}
@@ -329,8 +329,8 @@ def test_sealed_results_are_links_to_the_slices_and_not_read_again(tmp_path, mon
 def test_slices_that_nothing_uses_can_be_pruned_after_a_day(tmp_path):
     write_lines(tmp_path / "a.jsonl", texts(5))
     cache = tmp_path / "root" / "slices"
-    step = Step(prepare((tmp_path / "a.jsonl", TEXT)), tmp_path / "root" / "prepare" / "x")
-    realize(step)
+    step = PlannedStage(prepare((tmp_path / "a.jsonl", TEXT)), tmp_path / "root" / "prepare" / "x")
+    get_or_build(step)
     names = [f"{'0' * 16}{end}" for end in (".arrow", ".json", ".near.npy")]
     loose = [write_lines(cache / name, []) for name in names]
     assert list(prunable(cache, frozenset())) == []  # all are new

@@ -11,12 +11,12 @@ import pytest
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.train.launch.job import METRICS
 from penstock.train.metrics.jsonl import MetricsLog, read_metrics
-from penstock.train.metrics.recorder import Recorder
+from penstock.train.metrics.recorder import MetricsRecorder
 from penstock.train.trackers import registry, supervisor, uploader
 from penstock.train.trackers.registry import KNOWN, require_trackers, wanted
-from penstock.train.trackers.run_info import Card, uri_of
-from penstock.train.trackers.scalars import values_of
-from penstock.train.trackers.supervisor import Couriers
+from penstock.train.trackers.run_info import RunInfo, resolve_mlflow_uri
+from penstock.train.trackers.scalars import record_values
+from penstock.train.trackers.supervisor import TrackerSupervisor
 from penstock.train.trackers.tracker import Ending
 from penstock.train.trackers.uploader import End, carry
 from tests.stages.told_runs import falling, job_in, record, tell
@@ -31,7 +31,7 @@ class Notebook:
     def __init__(self, fails: int = 0) -> None:
         self.told: list[tuple[int, dict[str, float], float]] = []
         self.ending = ""
-        self.cards: list[Card] = []
+        self.cards: list[RunInfo] = []
         self._fails = fails
 
     def begin(self, card, memory):
@@ -173,13 +173,13 @@ def test_a_run_has_its_name_project_and_tags_there_and_no_secret(tmp_path):
         data=data,
         launch={"env": {"NCCL_DEBUG": HIDDEN}},
     )
-    card = Card.of(job)
+    card = RunInfo.of(job)
     assert (card.project, card.name, card.tags) == ("ours", "mine", ("a", "b"))
     assert card.settings["train.wandb_project"] == "ours"
     assert card.settings["data.datasets[0].path"] == "https://host/r.jsonl"
     assert HIDDEN not in json.dumps(dict(card.settings))
     named = job_in(tmp_path / "other", train={"wandb_name": "another"})
-    assert Card.of(named).name == "another"
+    assert RunInfo.of(named).name == "another"
 
 
 @pytest.fixture
@@ -227,7 +227,7 @@ TIMEIT = ("timeit", "-n", "1", "-r", "1")
 def test_processes_that_fail_or_hang_are_told_once_and_let_go(tmp_path, monkeypatch):
     monkeypatch.setattr(supervisor, "PARTING_SECONDS", 0.5)
     said: list[str] = []
-    all_of_them = Couriers(said.append)
+    all_of_them = TrackerSupervisor(said.append)
     all_of_them.start("one", [*TIMEIT, "raise OSError('no route to host')"], tmp_path / "1.log")
     all_of_them.start("two", [*TIMEIT, "import time; time.sleep(600)"], tmp_path / "2.log")
     all_of_them.start("three", [*TIMEIT, "import sys; sys.stdin.read()"], tmp_path / "3.log")
@@ -253,7 +253,7 @@ def test_a_tracker_that_hangs_ends_its_process_and_says_so(tmp_path):
         "from penstock.train.trackers import carrying;carrying.ANSWER_SECONDS = 0.2;"
         "import time;carrying._patiently(lambda: time.sleep(600))"
     )
-    alone = Couriers(said.append)
+    alone = TrackerSupervisor(said.append)
     alone.start("it", [*TIMEIT, hung], tmp_path / "log")
     deadline = time.monotonic() + 30
     while not said:
@@ -272,7 +272,9 @@ def test_a_disk_that_is_full_loses_no_record_and_stops_nobody(tmp_path, monkeypa
     def written():
         return [each["step"] for each in read_metrics(tmp_path / METRICS)]
 
-    recorder = Recorder(job_in(tmp_path, train={"log_format": "structured"}), done=0, total=9)
+    recorder = MetricsRecorder(
+        job_in(tmp_path, train={"log_format": "structured"}), done=0, total=9
+    )
     recorder.tell(record(1, 3.0))
     for step in (2, 3):
         with monkeypatch.context() as context:
@@ -309,20 +311,25 @@ def test_a_line_that_was_cut_short_by_a_full_disk_is_written_again_whole(tmp_pat
 
 
 def test_names_of_values_are_flat():
-    assert values_of({"step": 3, "time": 1.0, "loss": 2, "skipped": True}) == {"train/loss": 2.0}
+    assert record_values({"step": 3, "time": 1.0, "loss": 2, "skipped": True}) == {
+        "train/loss": 2.0
+    }
 
 
 def test_mlflow_goes_where_it_is_told(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://theirs")
     told = {"use_mlflow": True, "mlflow_tracking_uri": "http://ours"}
-    written = Card.of(job_in(tmp_path, train=told))
-    unwritten = Card.of(job_in(tmp_path))
-    assert [uri_of(written), uri_of(unwritten)] == ["http://ours", "http://theirs"]
+    written = RunInfo.of(job_in(tmp_path, train=told))
+    unwritten = RunInfo.of(job_in(tmp_path))
+    assert [resolve_mlflow_uri(written), resolve_mlflow_uri(unwritten)] == [
+        "http://ours",
+        "http://theirs",
+    ]
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
-    assert uri_of(unwritten) == f"sqlite:///{tmp_path}/mlflow.db"
+    assert resolve_mlflow_uri(unwritten) == f"sqlite:///{tmp_path}/mlflow.db"
 
 
 def test_events_of_tensorboard_go_where_it_is_written(tmp_path):
     told = {"use_tensorboard": True, "log_dir": str(tmp_path / "events")}
-    assert Card.of(job_in(tmp_path / "a", train=told)).events == tmp_path / "events"
-    assert Card.of(job_in(tmp_path / "a")).events == tmp_path / "a" / "tensorboard"
+    assert RunInfo.of(job_in(tmp_path / "a", train=told)).events == tmp_path / "events"
+    assert RunInfo.of(job_in(tmp_path / "a")).events == tmp_path / "a" / "tensorboard"

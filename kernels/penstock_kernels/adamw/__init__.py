@@ -11,10 +11,10 @@ import torch
 from penstock_kernels.adamw.foreach import Stepped, adamw_each_
 from penstock_kernels.adamw.reference import adamw_ as _reference
 from penstock_kernels.adamw.settings import Settings
-from penstock_kernels.op import HAS_TRITON, Fast, Op, needs_cuda
-from penstock_kernels.rng_rows import Run
+from penstock_kernels.op import HAS_TRITON, KernelImpl, Op, needs_cuda
+from penstock_kernels.rng_rows import RowKeys
 
-__all__ = ["Run", "Settings", "Stepped", "adamw_", "adamw_each_"]
+__all__ = ["RowKeys", "Settings", "Stepped", "adamw_", "adamw_each_"]
 
 
 def _refuses(
@@ -23,7 +23,7 @@ def _refuses(
     first: torch.Tensor,
     second: torch.Tensor,
     settings: Settings,
-    runs: Sequence[Run] | None = None,
+    runs: Sequence[RowKeys] | None = None,
     first_column: int = 0,
     lost: torch.Tensor | None = None,
 ) -> str | None:
@@ -31,10 +31,10 @@ def _refuses(
     return needs_cuda(weight, gradient, first, second, *([] if lost is None else [lost]))
 
 
-_FAST: Mapping[str, Fast[..., None]] = {}
+_FAST: Mapping[str, KernelImpl[..., None]] = {}
 if HAS_TRITON:
     from penstock_kernels.adamw.triton import adamw_ as _triton
 
-    _FAST = {"triton": Fast(_triton, _refuses, written_in="triton")}
+    _FAST = {"triton": KernelImpl(_triton, _refuses, written_in="triton")}
 
 adamw_: Op[..., None] = Op("adamw_", _reference, _FAST)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from penstock_kernels.adamw.settings import Settings, require_step
-from penstock_kernels.rng_rows import Run, blocks
+from penstock_kernels.rng_rows import RowKeys, blocks
 from penstock_kernels.stochastic_rounding.reference import LOW, drawn_words, rounded
 
 
@@ -19,7 +19,7 @@ def adamw_(
     first: torch.Tensor,
     second: torch.Tensor,
     settings: Settings,
-    runs: Sequence[Run] | None = None,
+    runs: Sequence[RowKeys] | None = None,
     first_column: int = 0,
     lost: torch.Tensor | None = None,
 ) -> None:
@@ -48,7 +48,7 @@ def adamw_(
         one.view(rows, columns) for one in (weight, gradient, first, second)
     )
     lost_RK = None if lost is None else lost.view(rows, columns)
-    for here, run in blocks([Run(rows, 0)] if runs is None else runs, columns):
+    for here, run in blocks([RowKeys(rows, 0)] if runs is None else runs, columns):
         drawn = None
         if runs is not None:
             drawn = drawn_words(run, first_column, columns, weight.device)

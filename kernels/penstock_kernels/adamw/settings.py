@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock_kernels.rng_rows import Run, require_rows
+from penstock_kernels.rng_rows import RowKeys, require_rows
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -43,7 +43,7 @@ def require_step(
     weight: torch.Tensor,
     tensors: Sequence[torch.Tensor | None],
     settings: Settings,
-    runs: Sequence[Run] | None,
+    runs: Sequence[RowKeys] | None,
     first_column: int,
 ) -> None:
     """Refuse what does not fit together: `tensors` are all that must be like the weight.

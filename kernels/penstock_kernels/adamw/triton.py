@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from penstock_kernels.adamw.settings import Settings, require_step
-from penstock_kernels.rng_rows import Run, table
+from penstock_kernels.rng_rows import RowKeys, table
 from penstock_kernels.stochastic_rounding.draws import (
     LOW,
     as_bfloat16,
@@ -96,7 +96,7 @@ def adamw_(
     first: torch.Tensor,
     second: torch.Tensor,
     settings: Settings,
-    runs: Sequence[Run] | None = None,
+    runs: Sequence[RowKeys] | None = None,
     first_column: int = 0,
     lost: torch.Tensor | None = None,
 ) -> None:

@@ -10,16 +10,16 @@ from penstock_kernels.attention import native as _native
 from penstock_kernels.attention import packages as _packages
 from penstock_kernels.attention import sdpa as _sdpa
 from penstock_kernels.attention.reference import eager as _eager
-from penstock_kernels.attention.segments import Segments
+from penstock_kernels.attention.segments import VarlenMetadata
 from penstock_kernels.flash_packages import PACKAGES
-from penstock_kernels.op import Fast, Op
+from penstock_kernels.op import KernelImpl, Op
 
-__all__ = ["Segments", "attention"]
+__all__ = ["VarlenMetadata", "attention"]
 
 
-def _packaged(name: str, run: Callable[..., torch.Tensor]) -> Fast[..., torch.Tensor]:
+def _packaged(name: str, run: Callable[..., torch.Tensor]) -> KernelImpl[..., torch.Tensor]:
     refuses = partial(_packages.refusal, name)
-    return Fast(run, refuses, missing=PACKAGES[name].missing())
+    return KernelImpl(run, refuses, missing=PACKAGES[name].missing())
 
 
 attention = Op(
@@ -27,8 +27,8 @@ attention = Op(
     _eager,
     {
         "flash_attention_3": _packaged("flash_attention_3", _packages.flash_attention_3),
-        "native": Fast(_native.native, _native.refuses),
-        "sdpa": Fast(_sdpa.sdpa, _sdpa.refuses),
+        "native": KernelImpl(_native.native, _native.unsupported_reason),
+        "sdpa": KernelImpl(_sdpa.sdpa, _sdpa.refuses),
         # By name alone: the one is still young, and PyTorch brings the other's kernels.
         "flash_attention_4": _packaged("flash_attention_4", _packages.flash_attention_4),
         "flash_attention_2": _packaged("flash_attention_2", _packages.flash_attention_2),

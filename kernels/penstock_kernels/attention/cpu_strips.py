@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from penstock_kernels.attention.segments import Bucket
+from penstock_kernels.attention.segments import LengthBucket
 
 QUERIES: Mapping[torch.dtype, int] = {torch.bfloat16: 128, torch.float32: 64}
 """Of a strip: as quick as it gets on AVX-512."""
@@ -42,7 +42,7 @@ def _multiplies(dtype: torch.dtype) -> bool:
     return dtype == torch.float32
 
 
-def serve(q_SNH: torch.Tensor, k_SKH: torch.Tensor, bucket: Bucket) -> bool:
+def should_use(q_SNH: torch.Tensor, k_SKH: torch.Tensor, bucket: LengthBucket) -> bool:
     """Whether documents of this bucket are attended to faster this way."""
     if q_SNH.device.type != "cpu" or not _multiplies(q_SNH.dtype) or bucket.width < SHORTEST:
         return False
@@ -50,8 +50,12 @@ def serve(q_SNH: torch.Tensor, k_SKH: torch.Tensor, bucket: Bucket) -> bool:
     return rows * bucket.width * torch.float32.itemsize <= SCORES
 
 
-def strips(
-    q_SNH: torch.Tensor, k_SKH: torch.Tensor, v_SKH: torch.Tensor, bucket: Bucket, scale: float
+def cpu_flash_attention(
+    q_SNH: torch.Tensor,
+    k_SKH: torch.Tensor,
+    v_SKH: torch.Tensor,
+    bucket: LengthBucket,
+    scale: float,
 ) -> torch.Tensor:
     """Causal attention of each document of a bucket, which is served, to itself. Returns [S, N, H].
 
@@ -65,7 +69,7 @@ def strips(
 class _Lay(NamedTuple):
     """How tokens become strips."""
 
-    bucket: Bucket
+    bucket: LengthBucket
     groups: int
     queries: int
 
@@ -175,7 +179,7 @@ class _Strips(torch.autograd.Function):
         q_SNH: torch.Tensor,
         k_SKH: torch.Tensor,
         v_SKH: torch.Tensor,
-        bucket: Bucket,
+        bucket: LengthBucket,
         scale: float,
     ) -> torch.Tensor:
         lay = _Lay(bucket, q_SNH.shape[1] // k_SKH.shape[1], QUERIES[q_SNH.dtype])

@@ -14,18 +14,18 @@ from typing import Any
 import torch
 
 from penstock_kernels.attention.block import sdpa as block
-from penstock_kernels.attention.segments import Segments
+from penstock_kernels.attention.segments import VarlenMetadata
 from penstock_kernels.attention.sinks import gradient_of_sinks, with_sinks
 from penstock_kernels.custom_op import operator
 
 
 @lru_cache(maxsize=8)
-def _documents(lengths: tuple[int, ...]) -> Segments:
+def _documents(lengths: tuple[int, ...]) -> VarlenMetadata:
     """Found once for all layers."""
-    return Segments.of(lengths)
+    return VarlenMetadata.of(lengths)
 
 
-def _segments(cu_seqlens: torch.Tensor, start_rows_T: torch.Tensor | None) -> Segments:
+def _segments(cu_seqlens: torch.Tensor, start_rows_T: torch.Tensor | None) -> VarlenMetadata:
     documents = _documents(tuple(cu_seqlens.diff().tolist()))
     return replace(documents, start_rows=start_rows_T, kept={})
 
@@ -124,7 +124,7 @@ def traced(
     q_TNH: torch.Tensor,
     k_TKH: torch.Tensor,
     v_TKH: torch.Tensor,
-    segments: Segments,
+    segments: VarlenMetadata,
     scale: float,
     window: int | None,
     sinks_N: torch.Tensor | None,

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from penstock_kernels.attention.sinks import with_sinks
 
 
-def newest(
+def decode_attention(
     q_BNH: torch.Tensor,
     k_BKCH: torch.Tensor,
     v_BKCH: torch.Tensor,

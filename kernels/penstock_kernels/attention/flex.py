@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from penstock_kernels.attention.mask import depths
-from penstock_kernels.attention.segments import Segments
+from penstock_kernels.attention.mask import visible_counts
+from penstock_kernels.attention.segments import VarlenMetadata
 from penstock_kernels.attention.sinks import with_sinks
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def flex(
     q_TNH: torch.Tensor,
     k_TKH: torch.Tensor,
     v_TKH: torch.Tensor,
-    segments: Segments,
+    segments: VarlenMetadata,
     scale: float,
     window: int | None,
     sinks_N: torch.Tensor | None,
@@ -84,7 +84,7 @@ def capped(soft_cap: float) -> Callable[..., torch.Tensor]:
     return within
 
 
-def blocks(segments: Segments, window: int | None) -> "BlockMask":
+def blocks(segments: VarlenMetadata, window: int | None) -> "BlockMask":
     """Which blocks of keys each block of queries visits, and what is seen in them. Made once for
     each window."""
     if ("flex", window) not in segments.kept:
@@ -92,7 +92,7 @@ def blocks(segments: Segments, window: int | None) -> "BlockMask":
     return segments.kept["flex", window]
 
 
-def _blocks(segments: Segments, window: int | None) -> "BlockMask":
+def _blocks(segments: VarlenMetadata, window: int | None) -> "BlockMask":
     from torch.nn.attention.flex_attention import BlockMask  # noqa: PLC0415
 
     total, start_T = segments.num_tokens, segments.start_rows
@@ -104,7 +104,7 @@ def _blocks(segments: Segments, window: int | None) -> "BlockMask":
     depth_T = None
     if start_T is not None and window is not None:
         end_T = segments.cu_seqlens[1:].repeat_interleave(lengths, output_size=total)
-        depth_T = depths(torch.minimum(start_T, end_T))
+        depth_T = visible_counts(torch.minimum(start_T, end_T))
 
     def sees(
         batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor

@@ -3,7 +3,7 @@
 import torch
 
 
-def hidden_keys(
+def causal_window_mask(
     length: int,
     window: int | None,
     device: torch.device,
@@ -20,12 +20,12 @@ def hidden_keys(
     if start_rows_L is not None:
         hidden_LL = hidden_LL | (at_L.unsqueeze(1) >= start_rows_L.unsqueeze(-2))
     if window is not None:
-        depth_L = at_L if start_rows_L is None else depths(start_rows_L)
+        depth_L = at_L if start_rows_L is None else visible_counts(start_rows_L)
         hidden_LL = hidden_LL | (depth_L.unsqueeze(-1) - depth_L.unsqueeze(-2) >= window)
     return hidden_LL
 
 
-def depths(start_rows_L: torch.Tensor) -> torch.Tensor:
+def visible_counts(start_rows_L: torch.Tensor) -> torch.Tensor:
     """How many tokens each one sees without a window, itself too: [..., L], int64.
 
     What lies between two tokens and is hidden from the second one parts them by nothing: an answer

@@ -10,7 +10,7 @@ from penstock_kernels.attention.block import native as block
 from penstock_kernels.attention.flash import refuses_tensors
 from penstock_kernels.attention.flex import flex, refuses_width
 from penstock_kernels.attention.one_block import Block, attend
-from penstock_kernels.attention.segments import Segments
+from penstock_kernels.attention.segments import VarlenMetadata
 from penstock_kernels.attention.sinks import refuses_sinks
 
 
@@ -26,11 +26,11 @@ def _lacks() -> list[str]:
 _BLOCK = Block(block.block, block.block_backward)
 
 
-def refuses(
+def unsupported_reason(
     q_TNH: torch.Tensor,
     k_TKH: torch.Tensor,
     v_TKH: torch.Tensor,
-    segments: Segments,
+    segments: VarlenMetadata,
     scale: float,
     window: int | None = None,
     sinks_N: torch.Tensor | None = None,
@@ -54,7 +54,7 @@ def native(
     q_TNH: torch.Tensor,
     k_TKH: torch.Tensor,
     v_TKH: torch.Tensor,
-    segments: Segments,
+    segments: VarlenMetadata,
     scale: float,
     window: int | None = None,
     sinks_N: torch.Tensor | None = None,
@@ -85,5 +85,5 @@ def native(
     return y_TNH
 
 
-def _needs_flex(segments: Segments, soft_cap: float | None) -> bool:
+def _needs_flex(segments: VarlenMetadata, soft_cap: float | None) -> bool:
     return soft_cap is not None or segments.start_rows is not None

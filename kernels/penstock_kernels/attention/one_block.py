@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from penstock_kernels.attention.segments import Segments
+from penstock_kernels.attention.segments import VarlenMetadata
 from penstock_kernels.attention.sinks import gradient_of_sinks, with_sinks
 
 
@@ -26,7 +26,7 @@ def attend(
     q_TNH: torch.Tensor,
     k_TKH: torch.Tensor,
     v_TKH: torch.Tensor,
-    segments: Segments,
+    segments: VarlenMetadata,
     scale: float,
     window: int | None,
     sinks_N: torch.Tensor | None,
@@ -45,7 +45,7 @@ class _OneBlock(torch.autograd.Function):
         k_TKH: torch.Tensor,
         v_TKH: torch.Tensor,
         sinks_N: torch.Tensor | None,
-        segments: Segments,
+        segments: VarlenMetadata,
         scale: float,
         window: int | None,
         block: Block,

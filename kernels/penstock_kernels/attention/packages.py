@@ -17,7 +17,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from penstock_kernels.attention.flash import refuses_tensors
-from penstock_kernels.attention.segments import Segments
+from penstock_kernels.attention.segments import VarlenMetadata
 from penstock_kernels.attention.sinks import gradient_of_sinks, refuses_sinks
 from penstock_kernels.flash_packages import HOPPER, PACKAGES
 
@@ -27,7 +27,7 @@ def refusal(
     q_TNH: torch.Tensor,
     k_TKH: torch.Tensor,
     v_TKH: torch.Tensor,
-    segments: Segments,
+    segments: VarlenMetadata,
     scale: float,
     window: int | None = None,
     sinks_N: torch.Tensor | None = None,
@@ -81,7 +81,7 @@ def _without_sinks(
     q_TNH: torch.Tensor,
     k_TKH: torch.Tensor,
     v_TKH: torch.Tensor,
-    segments: Segments,
+    segments: VarlenMetadata,
     scale: float,
     window: int | None = None,
     sinks_N: torch.Tensor | None = None,
@@ -108,7 +108,7 @@ def flash_attention_4(
     q_TNH: torch.Tensor,
     k_TKH: torch.Tensor,
     v_TKH: torch.Tensor,
-    segments: Segments,
+    segments: VarlenMetadata,
     scale: float,
     window: int | None = None,
     sinks_N: torch.Tensor | None = None,
@@ -135,7 +135,7 @@ def flash_attention_4(
     return y_TNH if sinks_N is None else _WithSinks.apply(y_TNH, lse_NT.detach(), sinks_N)
 
 
-def _bounds(segments: Segments) -> dict[str, Any]:
+def _bounds(segments: VarlenMetadata) -> dict[str, Any]:
     return {
         "cu_seqlens_q": segments.cu_seqlens,
         "cu_seqlens_k": segments.cu_seqlens,
@@ -145,7 +145,7 @@ def _bounds(segments: Segments) -> dict[str, Any]:
 
 
 def _past(
-    segments: Segments, window: int | None, *, everything: int | None
+    segments: VarlenMetadata, window: int | None, *, everything: int | None
 ) -> tuple[int | None, int | None]:
     """How many tokens to the left of its own and to the right a query sees. Without a window both
     are `everything`, and it is the causal mask that hides the right."""

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import torch
 
-from penstock_kernels.attention.mask import hidden_keys
-from penstock_kernels.attention.segments import Segments
+from penstock_kernels.attention.mask import causal_window_mask
+from penstock_kernels.attention.segments import VarlenMetadata
 
 Drop = Callable[[torch.Tensor, int], torch.Tensor]
 """A document's weights [N, L, L], and the number of its first token, to what is left of them."""
@@ -15,7 +15,7 @@ def eager(
     q_TNH: torch.Tensor,
     k_TKH: torch.Tensor,
     v_TKH: torch.Tensor,
-    segments: Segments,
+    segments: VarlenMetadata,
     scale: float,
     window: int | None = None,
     sinks_N: torch.Tensor | None = None,
@@ -44,7 +44,7 @@ def eager(
         if soft_cap is not None:
             scores_NLL = (scores_NLL / soft_cap).tanh() * soft_cap
         start_rows_L = segments.start_rows_of(first, length)
-        hidden_LL = hidden_keys(length, window, q_TNH.device, start_rows_L)
+        hidden_LL = causal_window_mask(length, window, q_TNH.device, start_rows_L)
         scores_NLL = scores_NLL.masked_fill(hidden_LL, float("-inf"))
         if sinks_N is not None:
             sinks_NL1 = sinks_N.to(wide)[:, None, None].expand(-1, length, 1)

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from penstock_kernels.attention.block import sdpa as block
-from penstock_kernels.attention.cpu_strips import serve, strips
+from penstock_kernels.attention.cpu_strips import cpu_flash_attention, should_use
 from penstock_kernels.attention.custom_op import traced
 from penstock_kernels.attention.one_block import Block, attend
-from penstock_kernels.attention.segments import Bucket, Layout, Segments
+from penstock_kernels.attention.segments import Layout, LengthBucket, VarlenMetadata
 from penstock_kernels.attention.sinks import refuses_sinks
 
 _BLOCK = Block(block.block, block.block_backward)
@@ -22,7 +22,7 @@ def refuses(
     q_TNH: torch.Tensor,
     k_TKH: torch.Tensor,
     v_TKH: torch.Tensor,
-    segments: Segments,
+    segments: VarlenMetadata,
     scale: float,
     window: int | None = None,
     sinks_N: torch.Tensor | None = None,
@@ -40,14 +40,14 @@ def refuses(
     # On a CPU it makes no difference; and to a compiler the longest document is a number to ask.
     if q_TNH.device.type == "cpu" or _is_plain(segments, window, sinks_N):
         return None
-    return block.refuses(q_TNH, k_TKH, v_TKH, segments, scale, window)
+    return block.unsupported_reason(q_TNH, k_TKH, v_TKH, segments, scale, window)
 
 
 def sdpa(
     q_TNH: torch.Tensor,
     k_TKH: torch.Tensor,
     v_TKH: torch.Tensor,
-    segments: Segments,
+    segments: VarlenMetadata,
     scale: float,
     window: int | None = None,
     sinks_N: torch.Tensor | None = None,
@@ -65,7 +65,7 @@ def sdpa(
     return _by_buckets(q_TNH, k_TKH, v_TKH, segments, scale)
 
 
-def _is_plain(segments: Segments, window: int | None, sinks_N: torch.Tensor | None) -> bool:
+def _is_plain(segments: VarlenMetadata, window: int | None, sinks_N: torch.Tensor | None) -> bool:
     """Whether each token sees all of its document's past, and nothing else."""
     return segments.narrowed(window) is None and segments.start_rows is None and sinks_N is None
 
@@ -74,7 +74,7 @@ def _by_buckets(
     q_TNH: torch.Tensor,
     k_TKH: torch.Tensor,
     v_TKH: torch.Tensor,
-    segments: Segments,
+    segments: VarlenMetadata,
     scale: float,
 ) -> torch.Tensor:
     layout = segments.layout
@@ -90,10 +90,14 @@ def _by_buckets(
 
 
 def _attend(
-    q_SNH: torch.Tensor, k_SKH: torch.Tensor, v_SKH: torch.Tensor, bucket: Bucket, scale: float
+    q_SNH: torch.Tensor,
+    k_SKH: torch.Tensor,
+    v_SKH: torch.Tensor,
+    bucket: LengthBucket,
+    scale: float,
 ) -> torch.Tensor:
-    if serve(q_SNH, k_SKH, bucket):
-        return strips(q_SNH, k_SKH, v_SKH, bucket, scale)
+    if should_use(q_SNH, k_SKH, bucket):
+        return cpu_flash_attention(q_SNH, k_SKH, v_SKH, bucket, scale)
     if q_SNH.device.type == "cpu" and q_SNH.dtype in (torch.bfloat16, torch.float16):
         # On CPUs without matrix units for them the 16-bit kernels take 1 to 9 times as long as the
         # fp32 one. Autocast would turn the parts back.

@@ -19,7 +19,7 @@ TOLERATED_TOKENS = 16
 
 
 @dataclass(frozen=True)
-class Bucket:
+class LengthBucket:
     """Documents that attend in one call, as rows of `width` tokens."""
 
     num_documents: int
@@ -44,7 +44,7 @@ class Layout:
 
 
 @dataclass(frozen=True, eq=False)
-class Segments:
+class VarlenMetadata:
     """The documents of one micro-batch. Built once, used by every layer."""
 
     lengths: tuple[int, ...]
@@ -54,7 +54,7 @@ class Segments:
     max_length: int
     cu_seqlens: torch.Tensor
     """int32 [documents + 1] on the device: where each document begins, and the end of the last."""
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[LengthBucket, ...]
     """Longest first."""
     layout: Layout | None
     """None where the documents are one bucket as they lie: nothing needs to be copied."""
@@ -86,7 +86,7 @@ class Segments:
         device: torch.device | str = "cpu",
         *,
         start_rows: Sequence[int] | None = None,
-    ) -> "Segments":
+    ) -> "VarlenMetadata":
         """The documents whose lengths are these, one after another.
 
         `start_rows` part a document further, as answers that share a prompt are parted: for each
@@ -102,8 +102,8 @@ class Segments:
             raise ValueError(f"documents have at least one token each; the lengths are {lengths}")
         hides = start_rows is not None and _hides_anything(start_rows, lengths)
         groups = _groups(lengths)
-        buckets = tuple(Bucket(len(g), max(lengths[i] for i in g)) for g in groups)
-        return Segments(
+        buckets = tuple(LengthBucket(len(g), max(lengths[i] for i in g)) for g in groups)
+        return VarlenMetadata(
             lengths=lengths,
             num_tokens=sum(lengths),
             max_length=max(lengths),
@@ -146,7 +146,7 @@ def _groups(lengths: tuple[int, ...]) -> list[list[int]]:
 
 def _layout(
     groups: list[list[int]],
-    buckets: tuple[Bucket, ...],
+    buckets: tuple[LengthBucket, ...],
     lengths: tuple[int, ...],
     device: torch.device | str,
 ) -> Layout:

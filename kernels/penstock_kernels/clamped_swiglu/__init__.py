@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from penstock_kernels.clamped_swiglu.reference import clamped_gate as _reference
-from penstock_kernels.op import HAS_TRITON, Fast, Op, needs_cuda, needs_floats
+from penstock_kernels.op import HAS_TRITON, KernelImpl, Op, needs_cuda, needs_floats
 
 __all__ = ["clamped_gate"]
 
@@ -19,10 +19,10 @@ def _refuses(both_T2F: torch.Tensor, alpha: float, limit: float) -> str | None:
     return needs_floats(both_T2F) or needs_cuda(both_T2F)
 
 
-_FAST: Mapping[str, Fast[[torch.Tensor, float, float], torch.Tensor]] = {}
+_FAST: Mapping[str, KernelImpl[[torch.Tensor, float, float], torch.Tensor]] = {}
 if HAS_TRITON:
     from penstock_kernels.clamped_swiglu.triton import clamped_gate as _triton
 
-    _FAST = {"triton": Fast(_triton, _refuses, written_in="triton")}
+    _FAST = {"triton": KernelImpl(_triton, _refuses, written_in="triton")}
 
 clamped_gate = Op("clamped_gate", _reference, _FAST)

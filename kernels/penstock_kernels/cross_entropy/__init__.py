@@ -7,17 +7,17 @@ from penstock_kernels.cross_entropy.linear import (
     linear_cross_entropy,
 )
 from penstock_kernels.cross_entropy.logits import linear_logits
-from penstock_kernels.cross_entropy.loss_terms import PLAIN, Divided, Tally, Terms
+from penstock_kernels.cross_entropy.loss_terms import PLAIN, LossOptions, SoftmaxStats, VocabShard
 from penstock_kernels.cross_entropy.passes import Passes, slope_, tally
 from penstock_kernels.cross_entropy.sides import Product
 
 __all__ = [
     "PLAIN",
-    "Divided",
+    "LossOptions",
     "Passes",
     "Product",
-    "Tally",
-    "Terms",
+    "SoftmaxStats",
+    "VocabShard",
     "cross_entropies",
     "eager_cross_entropies",
     "linear_cross_entropies",

@@ -10,29 +10,31 @@ from typing import Any
 import torch
 
 from penstock_kernels.cross_entropy import reference
-from penstock_kernels.cross_entropy.loss_terms import Slopes, Tally, Terms
+from penstock_kernels.cross_entropy.loss_terms import LogitGradFactors, LossOptions, SoftmaxStats
 
 
-def tally(logits_CV: torch.Tensor, labels_C: torch.Tensor, terms: Terms) -> Tally:
+def softmax_stats(
+    logits_CV: torch.Tensor, labels_C: torch.Tensor, terms: LossOptions
+) -> SoftmaxStats:
     """As the reference."""
     return _made(terms)[0](logits_CV.data, labels_C)
 
 
-def slope_(
+def logits_to_grad_(
     logits_CV: torch.Tensor,
     labels_C: torch.Tensor,
     log_sum_C: torch.Tensor,
-    slopes: Slopes,
-    terms: Terms,
+    slopes: LogitGradFactors,
+    terms: LossOptions,
 ) -> None:
     """As the reference."""
     _made(terms)[1](logits_CV.data, labels_C, log_sum_C, *slopes)
 
 
 @cache
-def _made(terms: Terms) -> tuple[Any, Any]:
-    def tally(logits_CV: torch.Tensor, labels_C: torch.Tensor) -> Tally:
-        return reference.tally(logits_CV, labels_C, terms)
+def _made(terms: LossOptions) -> tuple[Any, Any]:
+    def tally(logits_CV: torch.Tensor, labels_C: torch.Tensor) -> SoftmaxStats:
+        return reference.softmax_stats(logits_CV, labels_C, terms)
 
     def slope_(
         logits_CV: torch.Tensor,
@@ -42,8 +44,8 @@ def _made(terms: Terms) -> tuple[Any, Any]:
         hit_C: torch.Tensor,
         floor_C: torch.Tensor | None,
     ) -> None:
-        slopes = Slopes(share_C, hit_C, floor_C)
-        reference.slope_(logits_CV, labels_C, log_sum_C, slopes, terms)
+        slopes = LogitGradFactors(share_C, hit_C, floor_C)
+        reference.logits_to_grad_(logits_CV, labels_C, log_sum_C, slopes, terms)
 
     # The last chunk has fewer tokens than the others.
     return torch.compile(tally, dynamic=True), torch.compile(slope_, dynamic=True)

@@ -8,14 +8,21 @@ from collections.abc import Iterator
 
 import torch
 
-from penstock_kernels.cross_entropy.loss_terms import Slopes, Tally, Terms, slopes
+from penstock_kernels.cross_entropy.loss_terms import (
+    LogitGradFactors,
+    LossOptions,
+    SoftmaxStats,
+    slopes,
+)
 
 EACH = 512 * 1024
 """Numbers at a time for a core, where rows are shorter: 2 MiB in fp32. Of fewer, calls cost more
 than memory does."""
 
 
-def tally(logits_CV: torch.Tensor, labels_C: torch.Tensor, terms: Terms) -> Tally:
+def softmax_stats(
+    logits_CV: torch.Tensor, labels_C: torch.Tensor, terms: LossOptions
+) -> SoftmaxStats:
     """As the reference."""
     found = _unfilled(logits_CV, terms)
     for rows, y_RV in _blocks(logits_CV):
@@ -24,12 +31,12 @@ def tally(logits_CV: torch.Tensor, labels_C: torch.Tensor, terms: Terms) -> Tall
     return found
 
 
-def slope_(
+def logits_to_grad_(
     logits_CV: torch.Tensor,
     labels_C: torch.Tensor,
     log_sum_C: torch.Tensor,
-    slopes: Slopes,
-    terms: Terms,
+    slopes: LogitGradFactors,
+    terms: LossOptions,
 ) -> None:
     """As the reference. It has no need of the sums, which a softmax finds again."""
     del log_sum_C
@@ -40,7 +47,9 @@ def slope_(
         logits_CV[rows].copy_(y_RV)
 
 
-def turn_(logits_CV: torch.Tensor, labels_C: torch.Tensor, entries: int, terms: Terms) -> Tally:
+def fused_loss_grad_(
+    logits_CV: torch.Tensor, labels_C: torch.Tensor, entries: int, terms: LossOptions
+) -> SoftmaxStats:
     """Both at once, with one softmax for the two."""
     found = _unfilled(logits_CV, terms)
     for rows, y_RV in _blocks(logits_CV):
@@ -53,7 +62,7 @@ def turn_(logits_CV: torch.Tensor, labels_C: torch.Tensor, entries: int, terms: 
     return found
 
 
-def _read(y_RV: torch.Tensor, logits_RV: torch.Tensor, terms: Terms) -> torch.Tensor | None:
+def _read(y_RV: torch.Tensor, logits_RV: torch.Tensor, terms: LossOptions) -> torch.Tensor | None:
     """Fill `y` with logits as the loss sees them; by how much a cap bends them, if there is one."""
     y_RV.copy_(logits_RV)
     if terms.soft_cap is None:
@@ -64,7 +73,7 @@ def _read(y_RV: torch.Tensor, logits_RV: torch.Tensor, terms: Terms) -> torch.Te
     return bend_RV
 
 
-def _to_shares(y_RV: torch.Tensor, label_R: torch.Tensor, found: Tally, rows: slice) -> None:
+def _to_shares(y_RV: torch.Tensor, label_R: torch.Tensor, found: SoftmaxStats, rows: slice) -> None:
     """Turn logits into their shares of the sum of exponentials, and fill in what is to be known."""
     target_R = y_RV.gather(1, label_R.clamp(min=0)[:, None]).squeeze(1)
     found.target[rows] = target_R.masked_fill_(label_R < 0, 0)
@@ -78,7 +87,7 @@ def _to_shares(y_RV: torch.Tensor, label_R: torch.Tensor, found: Tally, rows: sl
 
 
 def _to_slopes(
-    y_RV: torch.Tensor, bend_RV: torch.Tensor | None, label_R: torch.Tensor, rises: Slopes
+    y_RV: torch.Tensor, bend_RV: torch.Tensor | None, label_R: torch.Tensor, rises: LogitGradFactors
 ) -> None:
     """Turn shares into slopes."""
     y_RV.mul_(rises.share[:, None])
@@ -90,15 +99,17 @@ def _to_slopes(
         y_RV.mul_(bend_RV)
 
 
-def _of(rises: Slopes, rows: slice) -> Slopes:
+def _of(rises: LogitGradFactors, rows: slice) -> LogitGradFactors:
     floor_C = rises.floor
-    return Slopes(rises.share[rows], rises.hit[rows], None if floor_C is None else floor_C[rows])
+    return LogitGradFactors(
+        rises.share[rows], rises.hit[rows], None if floor_C is None else floor_C[rows]
+    )
 
 
-def _unfilled(logits_CV: torch.Tensor, terms: Terms) -> Tally:
+def _unfilled(logits_CV: torch.Tensor, terms: LossOptions) -> SoftmaxStats:
     log_sum_C = _precise(logits_CV, len(logits_CV))
     total_C = torch.empty_like(log_sum_C) if terms.smoothing else None
-    return Tally(log_sum_C, torch.empty_like(log_sum_C), total_C)
+    return SoftmaxStats(log_sum_C, torch.empty_like(log_sum_C), total_C)
 
 
 def _blocks(logits_CV: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:

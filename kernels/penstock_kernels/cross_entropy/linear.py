@@ -21,9 +21,9 @@ from penstock_kernels.cross_entropy import reference
 from penstock_kernels.cross_entropy.gradients import largest, scale_
 from penstock_kernels.cross_entropy.loss_terms import (
     PLAIN,
-    Divided,
-    Tally,
-    Terms,
+    LossOptions,
+    SoftmaxStats,
+    VocabShard,
     losses,
     slopes,
 )
@@ -44,9 +44,9 @@ def linear_cross_entropy(
     products: Sequence[Product],
     labels_S: torch.Tensor,
     *,
-    terms: Terms = PLAIN,
+    terms: LossOptions = PLAIN,
     chunk: int | None = None,
-    divided: Divided | None = None,
+    divided: VocabShard | None = None,
     passes: Passes = "auto",
     scale: float = 1.0,
 ) -> torch.Tensor:
@@ -75,9 +75,9 @@ def linear_cross_entropies(
     products: Sequence[Product],
     labels_S: torch.Tensor,
     *,
-    terms: Terms = PLAIN,
+    terms: LossOptions = PLAIN,
     chunk: int | None = None,
-    divided: Divided | None = None,
+    divided: VocabShard | None = None,
     passes: Passes = "auto",
 ) -> torch.Tensor:
     """As `linear_cross_entropy`, the loss of each token, [S], or of each of its labels, [S, L], for
@@ -95,8 +95,8 @@ def cross_entropies(
     logits_CV: torch.Tensor,
     labels_C: torch.Tensor,
     *,
-    terms: Terms = PLAIN,
-    divided: Divided | None = None,
+    terms: LossOptions = PLAIN,
+    divided: VocabShard | None = None,
     passes: Passes = "auto",
 ) -> torch.Tensor:
     """The loss of each token, [C], or of each of its labels, [C, L], of logits that are there
@@ -108,11 +108,13 @@ def cross_entropies(
 
 
 def eager_cross_entropies(
-    logits_CV: torch.Tensor, labels_C: torch.Tensor, terms: Terms = PLAIN
+    logits_CV: torch.Tensor, labels_C: torch.Tensor, terms: LossOptions = PLAIN
 ) -> torch.Tensor:
     """The same by PyTorch's own operations and their gradients."""
     _require_plain(labels_C, terms)
-    return losses(tally_by(reference.tally, logits_CV, labels_C, terms), logits_CV.shape[1], terms)
+    return losses(
+        tally_by(reference.softmax_stats, logits_CV, labels_C, terms), logits_CV.shape[1], terms
+    )
 
 
 @dataclass(frozen=True)
@@ -121,10 +123,10 @@ class _Work:
 
     labels: torch.Tensor
     """[S] or [S, L], by their place here; -1 where others hold them."""
-    terms: Terms
+    terms: LossOptions
     entries: int
     chunk: int
-    divided: Divided | None
+    divided: VocabShard | None
     made_by: Implementation
 
     @property
@@ -132,12 +134,12 @@ class _Work:
         """How often logits are made."""
         return -(-len(self.labels) // self.chunk)
 
-    def tally(self, logits_CV: torch.Tensor, rows: slice) -> tuple[Tally, Tally]:
+    def tally(self, logits_CV: torch.Tensor, rows: slice) -> tuple[SoftmaxStats, SoftmaxStats]:
         """That of the entries here, and that of all."""
         own = tally_by(self.made_by.tally, logits_CV, self.labels[rows], self.terms)
         return own, self.divided.merge(own) if self.divided else own
 
-    def turn_(self, logits_CV: torch.Tensor, rows: slice) -> Tally:
+    def turn_(self, logits_CV: torch.Tensor, rows: slice) -> SoftmaxStats:
         """The tally of all; in the logits' place the slopes of their tokens' losses."""
         labels_C = self.labels[rows]
         if self.divided is None:
@@ -241,8 +243,8 @@ class _OfLogits(torch.autograd.Function):
         ctx: Any,
         logits_CV: torch.Tensor,
         labels_C: torch.Tensor,
-        terms: Terms,
-        divided: Divided | None,
+        terms: LossOptions,
+        divided: VocabShard | None,
         passes: Passes,
     ) -> torch.Tensor:
         ctx.made_by, ctx.terms = IMPLEMENTATIONS[passes], terms
@@ -264,9 +266,9 @@ class _OfLogits(torch.autograd.Function):
 def _work(
     products: Sequence[Product],
     labels_S: torch.Tensor,
-    terms: Terms,
+    terms: LossOptions,
     chunk: int | None,
-    divided: Divided | None,
+    divided: VocabShard | None,
     passes: Passes,
 ) -> _Work:
     if chunk is not None and chunk < 1:
@@ -297,7 +299,7 @@ def _work(
     )
 
 
-def _require_plain(labels: torch.Tensor, terms: Terms) -> None:
+def _require_plain(labels: torch.Tensor, terms: LossOptions) -> None:
     if labels.dim() > 1 and (terms.smoothing or terms.z):
         raise ValueError(f"several labels of a token have no {terms}")
 
@@ -312,7 +314,7 @@ def _require_entries(labels: torch.Tensor, entries: int) -> None:
         raise ValueError(f"label {wrong} is not one of the vocabulary's {entries} entries")
 
 
-def _here(labels: torch.Tensor, divided: Divided | None, width: int) -> torch.Tensor:
+def _here(labels: torch.Tensor, divided: VocabShard | None, width: int) -> torch.Tensor:
     """The labels' places among the entries that are here, else -1."""
     if divided is None:
         return labels

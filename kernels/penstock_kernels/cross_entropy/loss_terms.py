@@ -19,7 +19,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Terms:
+class LossOptions:
     """What is added to, or changed in, plain cross-entropy."""
 
     smoothing: float = 0.0
@@ -38,11 +38,11 @@ class Terms:
             raise ValueError(f"soft_cap is {self.soft_cap}; logits have to be allowed some range")
 
 
-PLAIN = Terms()
+PLAIN = LossOptions()
 """Cross-entropy and nothing else."""
 
 
-class Tally(NamedTuple):
+class SoftmaxStats(NamedTuple):
     """What a loss needs to know of each token's logits, [C] each, in fp32 or wider. The target of
     tokens with K labels each is [C, K]."""
 
@@ -54,7 +54,7 @@ class Tally(NamedTuple):
     """Their sum, where something is smoothed."""
 
 
-class Slopes(NamedTuple):
+class LogitGradFactors(NamedTuple):
     """What the result rises by when a token's logit does, of numbers [C]: `share * softmax - floor`
     of the logits that are here, and `hit` less for the label's; of K labels it is [C, K]."""
 
@@ -64,7 +64,7 @@ class Slopes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Divided:
+class VocabShard:
     """A vocabulary of which others hold the rest."""
 
     first: int
@@ -73,11 +73,11 @@ class Divided:
     """Entries there are in all."""
     widest: int
     """The most that anyone holds: all take as many tokens at a time."""
-    merge: Callable[[Tally], Tally]
+    merge: Callable[[SoftmaxStats], SoftmaxStats]
     """From the tally of the entries here to that of all; called by all holders, in one order."""
 
 
-def losses(tally: Tally, vocab_size: int, terms: Terms) -> torch.Tensor:
+def losses(tally: SoftmaxStats, vocab_size: int, terms: LossOptions) -> torch.Tensor:
     """The loss of each token, [C]; of each of its labels, [C, K], where it has several."""
     if tally.target.dim() > 1:
         return tally.log_sum[:, None] - tally.target
@@ -91,9 +91,9 @@ def slopes(
     own_log_sum_C: torch.Tensor,
     log_sum_C: torch.Tensor,
     vocab_size: int,
-    terms: Terms,
+    terms: LossOptions,
     upstream_C: torch.Tensor | None = None,
-) -> Slopes:
+) -> LogitGradFactors:
     """How each token's logits change the result.
 
     Args:
@@ -106,4 +106,4 @@ def slopes(
     rise_C = hit_C.sum(1) if hit_C.dim() > 1 else hit_C
     share_C = rise_C * (1 + 2 * terms.z * log_sum_C) * (own_log_sum_C - log_sum_C).exp()
     floor_C = rise_C * (terms.smoothing / vocab_size) if terms.smoothing else None
-    return Slopes(share_C, hit_C * (1 - terms.smoothing), floor_C)
+    return LogitGradFactors(share_C, hit_C * (1 - terms.smoothing), floor_C)

@@ -6,15 +6,20 @@ from typing import Literal, NamedTuple
 import torch
 
 from penstock_kernels.cross_entropy import compiled, cpu, reference
-from penstock_kernels.cross_entropy.loss_terms import Slopes, Tally, Terms, slopes
-from penstock_kernels.op import HAS_TRITON, Fast, Op, needs_cuda
+from penstock_kernels.cross_entropy.loss_terms import (
+    LogitGradFactors,
+    LossOptions,
+    SoftmaxStats,
+    slopes,
+)
+from penstock_kernels.op import HAS_TRITON, KernelImpl, Op, needs_cuda
 
 Passes = Literal["auto", "compiled"]
 """The best that serves the logits, or what `torch.compile` makes of the reference."""
 
-TallyOf = Callable[[torch.Tensor, torch.Tensor, Terms], Tally]
-TurnOf = Callable[[torch.Tensor, torch.Tensor, int, Terms], Tally]
-SlopeOf = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Slopes, Terms], None]
+TallyOf = Callable[[torch.Tensor, torch.Tensor, LossOptions], SoftmaxStats]
+TurnOf = Callable[[torch.Tensor, torch.Tensor, int, LossOptions], SoftmaxStats]
+SlopeOf = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, LogitGradFactors, LossOptions], None]
 
 
 def _misfit(logits_CV: torch.Tensor, labels_C: torch.Tensor) -> str | None:
@@ -25,7 +30,9 @@ def _misfit(logits_CV: torch.Tensor, labels_C: torch.Tensor) -> str | None:
     return None
 
 
-def _refuses_tally(logits_CV: torch.Tensor, labels_C: torch.Tensor, terms: Terms) -> str | None:
+def _refuses_tally(
+    logits_CV: torch.Tensor, labels_C: torch.Tensor, terms: LossOptions
+) -> str | None:
     del terms
     if reason := _misfit(logits_CV, labels_C):
         return reason
@@ -40,8 +47,8 @@ def _refuses_slope(
     logits_CV: torch.Tensor,
     labels_C: torch.Tensor,
     log_sum_C: torch.Tensor,
-    slopes: Slopes,
-    terms: Terms,
+    slopes: LogitGradFactors,
+    terms: LossOptions,
 ) -> str | None:
     for numbers in (log_sum_C, *slopes):
         if numbers is not None and (numbers.shape != labels_C.shape or not numbers.is_contiguous()):
@@ -56,26 +63,28 @@ def _off_cpu(logits_CV: torch.Tensor, labels_C: torch.Tensor, *rest: object) -> 
     return _misfit(logits_CV, labels_C)
 
 
-_TALLY: dict[str, Fast[[torch.Tensor, torch.Tensor, Terms], Tally]] = {
-    "rows": Fast(cpu.tally, _off_cpu)
+_TALLY: dict[str, KernelImpl[[torch.Tensor, torch.Tensor, LossOptions], SoftmaxStats]] = {
+    "rows": KernelImpl(cpu.softmax_stats, _off_cpu)
 }
-_SLOPE: dict[str, Fast[[torch.Tensor, torch.Tensor, torch.Tensor, Slopes, Terms], None]] = {
-    "rows": Fast(cpu.slope_, _off_cpu)
-}
+_SLOPE: dict[
+    str, KernelImpl[[torch.Tensor, torch.Tensor, torch.Tensor, LogitGradFactors, LossOptions], None]
+] = {"rows": KernelImpl(cpu.logits_to_grad_, _off_cpu)}
 if HAS_TRITON:
     from penstock_kernels.cross_entropy import triton
 
-    _TALLY = {"triton": Fast(triton.tally, _refuses_tally, written_in="triton"), **_TALLY}
-    _SLOPE = {"triton": Fast(triton.slope_, _refuses_slope, written_in="triton"), **_SLOPE}
+    _TALLY = {"triton": KernelImpl(triton.tally, _refuses_tally, written_in="triton"), **_TALLY}
+    _SLOPE = {"triton": KernelImpl(triton.slope_, _refuses_slope, written_in="triton"), **_SLOPE}
 
-tally = Op("tally", reference.tally, _TALLY)
-slope_ = Op("slope_", reference.slope_, _SLOPE)
+tally = Op("tally", reference.softmax_stats, _TALLY)
+slope_ = Op("slope_", reference.logits_to_grad_, _SLOPE)
 
 
-def one_after_the_other(tally: TallyOf, slope_: SlopeOf) -> TurnOf:
+def two_pass(tally: TallyOf, slope_: SlopeOf) -> TurnOf:
     """A tally of a whole vocabulary, and each loss's own slopes in the logits' place."""
 
-    def turn_(logits_CV: torch.Tensor, labels_C: torch.Tensor, entries: int, terms: Terms) -> Tally:
+    def turn_(
+        logits_CV: torch.Tensor, labels_C: torch.Tensor, entries: int, terms: LossOptions
+    ) -> SoftmaxStats:
         found = tally(logits_CV, labels_C, terms)
         rises = slopes(found.log_sum, found.log_sum, entries, terms)
         slope_(logits_CV, labels_C, found.log_sum, rises, terms)
@@ -84,7 +93,7 @@ def one_after_the_other(tally: TallyOf, slope_: SlopeOf) -> TurnOf:
     return turn_
 
 
-turn_ = Op("turn_", one_after_the_other(tally, slope_), {"rows": Fast(cpu.turn_, _off_cpu)})
+turn_ = Op("turn_", two_pass(tally, slope_), {"rows": KernelImpl(cpu.fused_loss_grad_, _off_cpu)})
 
 
 class Implementation(NamedTuple):
@@ -98,6 +107,8 @@ class Implementation(NamedTuple):
 IMPLEMENTATIONS: Mapping[Passes, Implementation] = {
     "auto": Implementation(tally, slope_, turn_),
     "compiled": Implementation(
-        compiled.tally, compiled.slope_, one_after_the_other(compiled.tally, compiled.slope_)
+        compiled.softmax_stats,
+        compiled.logits_to_grad_,
+        two_pass(compiled.softmax_stats, compiled.logits_to_grad_),
     ),
 }

@@ -5,30 +5,32 @@ C tokens of a chunk, V entries of the vocabulary; in fp32, or fp64 where the log
 
 import torch
 
-from penstock_kernels.cross_entropy.loss_terms import Slopes, Tally, Terms
+from penstock_kernels.cross_entropy.loss_terms import LogitGradFactors, LossOptions, SoftmaxStats
 
 
-def tally(logits_CV: torch.Tensor, labels_C: torch.Tensor, terms: Terms) -> Tally:
+def softmax_stats(
+    logits_CV: torch.Tensor, labels_C: torch.Tensor, terms: LossOptions
+) -> SoftmaxStats:
     """What the loss needs to know of each token's logits. A label of -1 is not among them."""
     y_CV = capped(logits_CV, terms)
     target_C = y_CV.gather(1, labels_C.clamp(min=0)[:, None]).squeeze(1)
-    return Tally(
+    return SoftmaxStats(
         y_CV.logsumexp(1),
         target_C.masked_fill(labels_C < 0, 0),
         y_CV.sum(1) if terms.smoothing else None,
     )
 
 
-def slope_(
+def logits_to_grad_(
     logits_CV: torch.Tensor,
     labels_C: torch.Tensor,
     log_sum_C: torch.Tensor,
-    slopes: Slopes,
-    terms: Terms,
+    slopes: LogitGradFactors,
+    terms: LossOptions,
 ) -> None:
     """Turn logits into what the result rises by with each of them, in place.
 
-    `log_sum_C` are those of these logits, as `tally` gives them.
+    `log_sum_C` are those of these logits, as `softmax_stats` gives them.
     """
     y_CV = capped(logits_CV, terms)
     found_CV = (y_CV - log_sum_C[:, None]).exp() * slopes.share[:, None]
@@ -41,7 +43,7 @@ def slope_(
     logits_CV.copy_(found_CV)
 
 
-def capped(logits_CV: torch.Tensor, terms: Terms) -> torch.Tensor:
+def capped(logits_CV: torch.Tensor, terms: LossOptions) -> torch.Tensor:
     """The logits, precise, as the loss sees them."""
     y_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
     if terms.soft_cap is None:

@@ -8,12 +8,14 @@ that are here.
 
 import torch
 
-from penstock_kernels.cross_entropy.loss_terms import Slopes, Tally, Terms
+from penstock_kernels.cross_entropy.loss_terms import LogitGradFactors, LossOptions, SoftmaxStats
 from penstock_kernels.cross_entropy.passes import SlopeOf, TallyOf
 from penstock_kernels.cross_entropy.reference import capped
 
 
-def tally_by(tally: TallyOf, logits_CV: torch.Tensor, labels: torch.Tensor, terms: Terms) -> Tally:
+def tally_by(
+    tally: TallyOf, logits_CV: torch.Tensor, labels: torch.Tensor, terms: LossOptions
+) -> SoftmaxStats:
     """By a pass for labels [C]; of labels [C, K] with a target for each, [C, K]. A label of -1 is
     not among the logits."""
     if labels.dim() == 1:
@@ -28,8 +30,8 @@ def slope_by_(
     logits_CV: torch.Tensor,
     labels: torch.Tensor,
     log_sum_C: torch.Tensor,
-    slopes: Slopes,
-    terms: Terms,
+    slopes: LogitGradFactors,
+    terms: LossOptions,
 ) -> None:
     """By a pass for labels [C]; of labels [C, K] with a hit for each, [C, K]. What a token has for
     a label twice counts twice."""
@@ -40,7 +42,7 @@ def slope_by_(
     if terms.soft_cap is not None:
         own_CK = capped(logits_CV.gather(1, at_CK), terms)
         hit_CK = hit_CK * (1 - (own_CK / terms.soft_cap).square())
-    shares = Slopes(slopes.share, torch.zeros_like(slopes.share), None)
+    shares = LogitGradFactors(slopes.share, torch.zeros_like(slopes.share), None)
     slope_(logits_CV, _nowhere(labels), log_sum_C, shares, terms)
     logits_CV.scatter_add_(1, at_CK, -hit_CK.to(logits_CV.dtype))
 

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock_kernels.cross_entropy.loss_terms import Slopes, Tally, Terms
+from penstock_kernels.cross_entropy.loss_terms import LogitGradFactors, LossOptions, SoftmaxStats
 from penstock_kernels.tuning import chosen
 
 BLOCK = 4096
@@ -121,7 +121,7 @@ def _slope(
     tl.store(logits_ptr + at, found, mask=inside)
 
 
-def tally(logits_CV: torch.Tensor, labels_C: torch.Tensor, terms: Terms) -> Tally:
+def tally(logits_CV: torch.Tensor, labels_C: torch.Tensor, terms: LossOptions) -> SoftmaxStats:
     """As the reference."""
     count, width = logits_CV.shape
     log_sum_C = logits_CV.new_empty(count, dtype=torch.float32)
@@ -142,15 +142,15 @@ def tally(logits_CV: torch.Tensor, labels_C: torch.Tensor, terms: Terms) -> Tall
             BLOCK=BLOCK,
             num_warps=WARPS,
         )
-    return Tally(log_sum_C, target_C, total_C)
+    return SoftmaxStats(log_sum_C, target_C, total_C)
 
 
 def slope_(
     logits_CV: torch.Tensor,
     labels_C: torch.Tensor,
     log_sum_C: torch.Tensor,
-    slopes: Slopes,
-    terms: Terms,
+    slopes: LogitGradFactors,
+    terms: LossOptions,
 ) -> None:
     """As the reference."""
     count, width = logits_CV.shape

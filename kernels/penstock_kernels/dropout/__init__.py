@@ -10,7 +10,7 @@ import torch
 
 from penstock_kernels.dropout.operators import dropping, on_host
 from penstock_kernels.dropout.reference import drop as _reference
-from penstock_kernels.op import HAS_TRITON, Fast, Op, needs_cuda
+from penstock_kernels.op import HAS_TRITON, KernelImpl, Op, needs_cuda
 
 __all__ = ["dropout", "on_host"]
 
@@ -30,10 +30,10 @@ def _refuses(
     return needs_cuda(x_TF, places_T)
 
 
-_FAST: Mapping[str, Fast[..., torch.Tensor]] = {}
+_FAST: Mapping[str, KernelImpl[..., torch.Tensor]] = {}
 if HAS_TRITON:
     from penstock_kernels.dropout.triton import drop as _triton
 
-    _FAST = {"triton": Fast(dropping("triton", _triton), _refuses, written_in="triton")}
+    _FAST = {"triton": KernelImpl(dropping("triton", _triton), _refuses, written_in="triton")}
 
 dropout = Op("dropout", dropping("reference", _reference), _FAST)

@@ -8,7 +8,7 @@ import torch
 from penstock_kernels.philox import WORD, philox
 
 
-def kept(
+def keep_mask(
     places_T: torch.Tensor, features: int, rate: float, key: int, first_feature: int = 0
 ) -> torch.Tensor:
     """Whether each element stays, [T, F]: whether its word is at least `rate` of the largest.
@@ -21,10 +21,10 @@ def kept(
     low_T1, high_T1 = places_T[:, None] & WORD, (places_T[:, None] >> 32) & WORD
     words = philox((groups_G, low_T1, high_T1, torch.zeros_like(low_T1)), key)
     words_TF = torch.stack(words, dim=-1).flatten(1)
-    return words_TF.narrow(1, first_feature - 4 * first_group, features) >= threshold(rate)
+    return words_TF.narrow(1, first_feature - 4 * first_group, features) >= keep_threshold(rate)
 
 
-def threshold(rate: float) -> int:
+def keep_threshold(rate: float) -> int:
     """The least word that is kept. Raises ValueError for a rate that is not in [0, 1)."""
     if not 0 <= rate < 1:
         raise ValueError(f"the rate is {rate}; it must be at least 0 and less than 1")
@@ -41,5 +41,5 @@ def drop(
     """
     if x_TF.shape[:-1] != places_T.shape:
         raise ValueError(f"{tuple(places_T.shape)} places for x of {tuple(x_TF.shape)}")
-    stays = kept(places_T, x_TF.shape[1], rate, key, first_feature)
+    stays = keep_mask(places_T, x_TF.shape[1], rate, key, first_feature)
     return torch.where(stays, x_TF.float() * (1 / (1 - rate)), 0).to(x_TF.dtype)

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock_kernels.dropout.reference import threshold
+from penstock_kernels.dropout.reference import keep_threshold
 
 GROUPS = 256
 """Groups of four features in a program: one draw makes four words."""
@@ -50,7 +50,7 @@ def drop(
             y_TF,
             F,
             first_feature,
-            _signed(threshold(rate)),
+            _signed(keep_threshold(rate)),
             1 / (1 - rate),
             _signed(key & 0xFFFFFFFF),
             _signed(key >> 32),

@@ -1,39 +1,39 @@
 """Linear layers in float8: numbers, scales, products and a layer of them."""
 
-from penstock_kernels.float8.amax import largest_of, largest_of_part
-from penstock_kernels.float8.float8_matrix import BLOCK, Coded, Sharing, shape_of_scales
-from penstock_kernels.float8.formats import Kind, scales_of
+from penstock_kernels.float8.amax import amax, largest_of_part
+from penstock_kernels.float8.float8_matrix import BLOCK, Float8Matrix, Sharing, shape_of_scales
+from penstock_kernels.float8.formats import Kind, compute_scales
 from penstock_kernels.float8.linear import linear
 from penstock_kernels.float8.matmuls import (
     ALONE,
     Agree,
-    Agreement,
+    AmaxReduceGroups,
+    Float8Recipe,
     Product,
     Recipe,
-    Scheme,
     seen,
 )
 from penstock_kernels.float8.operations import multiply, quantise
-from penstock_kernels.float8.weight import CodedWeight
+from penstock_kernels.float8.weight import Float8WeightShard
 
 __all__ = [
     "ALONE",
     "BLOCK",
     "Agree",
-    "Agreement",
-    "Coded",
-    "CodedWeight",
+    "AmaxReduceGroups",
+    "Float8Matrix",
+    "Float8Recipe",
+    "Float8WeightShard",
     "Kind",
     "Product",
     "Recipe",
-    "Scheme",
     "Sharing",
-    "largest_of",
+    "amax",
+    "compute_scales",
     "largest_of_part",
     "linear",
     "multiply",
     "quantise",
-    "scales_of",
     "seen",
     "shape_of_scales",
 ]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from penstock_kernels.float8.float8_matrix import BLOCK, Sharing, shape_of_scales
 
 
-def largest_of(x_RC: torch.Tensor, sharing: Sharing) -> torch.Tensor:
+def amax(x_RC: torch.Tensor, sharing: Sharing) -> torch.Tensor:
     """Of [R, C], one for each scale, float32. No number counts as no number."""
     if not x_RC.numel():
         return x_RC.new_zeros(shape_of_scales(sharing, *x_RC.shape), dtype=torch.float32)
@@ -31,9 +31,9 @@ def largest_of_part(
     """Of rows from `first_row` on of a matrix of so many, one for each of the whole's scales: zero
     for those that the part has nothing of."""
     if sharing == "tensor":
-        return largest_of(x_RC, sharing)
+        return amax(x_RC, sharing)
     above = first_row % BLOCK if sharing == "tiles" else 0
-    found = largest_of(F.pad(x_RC, (0, 0, above, 0)), sharing)
+    found = amax(F.pad(x_RC, (0, 0, above, 0)), sharing)
     whole = found.new_zeros(shape_of_scales(sharing, rows, x_RC.shape[1]))
     if len(x_RC):
         first = first_row // BLOCK if sharing == "tiles" else first_row

@@ -11,7 +11,7 @@ import torch
 
 from penstock_kernels.custom_op import operator
 from penstock_kernels.float8.float8_matrix import shape_of_scales
-from penstock_kernels.float8.matmuls import ALONE, Scheme, gradients, outputs
+from penstock_kernels.float8.matmuls import ALONE, Float8Recipe, gradients, outputs
 
 
 def _linear(
@@ -70,11 +70,13 @@ _gradients_of = operator("float8_linear_gradients", _gradients, fake=_gradients_
 _linear_of = operator("float8_linear", _linear, fake=_linear_fake, keep=_keep, backward=_back)
 
 
-def linear_of(x_TK: torch.Tensor, weight_NK: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+def float8_linear(
+    x_TK: torch.Tensor, weight_NK: torch.Tensor, scheme: Float8Recipe
+) -> torch.Tensor:
     """`x W^T`, [T, N], with its gradients."""
     words = [scheme.recipe, scheme.gradients, scheme.input_gradient, scheme.weight_gradient]
     return _linear_of(x_TK, weight_NK, " ".join(words), scheme.block or 0)[0]
 
 
-def _scheme(words: str, block: int) -> Scheme:
-    return Scheme(*words.split(), block=block or None)
+def _scheme(words: str, block: int) -> Float8Recipe:
+    return Float8Recipe(*words.split(), block=block or None)

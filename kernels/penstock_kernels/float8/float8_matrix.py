@@ -16,7 +16,7 @@ Sums = Literal["exact", "fast"]
 """In float32, or in as many bits as tensor cores of Hopper like, about 14, where there are such."""
 
 
-class Coded(NamedTuple):
+class Float8Matrix(NamedTuple):
     """What a matrix has become."""
 
     codes: torch.Tensor
@@ -38,10 +38,10 @@ class Coded(NamedTuple):
         return self.sharing in ("tensor", "tiles")
 
     @property
-    def mT(self) -> "Coded":  # noqa: N802 - torch's name
+    def mT(self) -> "Float8Matrix":  # noqa: N802 - torch's name
         """The transpose, as if it had been quantised; only of what is symmetric."""
         assert self.is_symmetric, self.sharing
-        return Coded(self.codes.mT.contiguous(), self.scales.mT.contiguous(), self.sharing)
+        return Float8Matrix(self.codes.mT.contiguous(), self.scales.mT.contiguous(), self.sharing)
 
 
 def shape_of_scales(sharing: Sharing, rows: int, columns: int) -> tuple[int, int]:

@@ -21,7 +21,7 @@ THREE_QUARTERS = 0x600000
 """The bits of a float32's fraction, and of .75 there."""
 
 
-def scales_of(largest: torch.Tensor, kind: Kind) -> torch.Tensor:
+def compute_scales(largest: torch.Tensor, kind: Kind) -> torch.Tensor:
     """The smallest powers of two, float32, that bring the magnitudes into the range of `kind`.
 
     Of what is not finite: no number, so that it is not lost.
@@ -32,6 +32,6 @@ def scales_of(largest: torch.Tensor, kind: Kind) -> torch.Tensor:
     return torch.where(largest.isfinite(), scales, torch.nan)
 
 
-def codes_of(scaled: torch.Tensor, kind: Kind) -> torch.Tensor:
+def cast_to_fp8(scaled: torch.Tensor, kind: Kind) -> torch.Tensor:
     """The nearest numbers of `kind`, ties to even; what is beyond its range becomes its largest."""
     return scaled.clamp(-MOST[kind], MOST[kind]).to(DTYPES[kind])

@@ -9,17 +9,23 @@ from typing import Any
 
 import torch
 
-from penstock_kernels.float8.custom_op import linear_of
-from penstock_kernels.float8.float8_matrix import Coded
-from penstock_kernels.float8.matmuls import ALONE, Agreement, Scheme, gradients, outputs
-from penstock_kernels.float8.weight import CodedWeight
+from penstock_kernels.float8.custom_op import float8_linear
+from penstock_kernels.float8.float8_matrix import Float8Matrix
+from penstock_kernels.float8.matmuls import (
+    ALONE,
+    AmaxReduceGroups,
+    Float8Recipe,
+    gradients,
+    outputs,
+)
+from penstock_kernels.float8.weight import Float8WeightShard
 
 
 def linear(
     x: torch.Tensor,
     weight_NK: torch.Tensor,
-    scheme: Scheme,
-    agreement: Agreement = ALONE,
+    scheme: Float8Recipe,
+    agreement: AmaxReduceGroups = ALONE,
 ) -> torch.Tensor:
     """`x W^T`, [..., N], of x [..., K] in its dtype, float32 or bfloat16, in which gradients are
     computed too.
@@ -38,8 +44,8 @@ def linear(
     x_TK = x.reshape(-1, columns)
     if torch.compiler.is_compiling():
         assert agreement == ALONE
-        assert not isinstance(weight_NK, CodedWeight)
-        y_TN = linear_of(x_TK, weight_NK, scheme)
+        assert not isinstance(weight_NK, Float8WeightShard)
+        y_TN = float8_linear(x_TK, weight_NK, scheme)
     else:
         y_TN = _Linear.apply(x_TK, weight_NK, scheme, agreement)
     # Whoever shards layers warns of views.
@@ -52,8 +58,8 @@ class _Linear(torch.autograd.Function):
         ctx: Any,
         x_TK: torch.Tensor,
         weight_NK: torch.Tensor,
-        scheme: Scheme,
-        agreement: Agreement,
+        scheme: Float8Recipe,
+        agreement: AmaxReduceGroups,
     ) -> torch.Tensor:
         ctx.scheme, ctx.agreement = scheme, agreement
         y_TN, x, weight = outputs(x_TK, weight_NK, scheme, agreement)
@@ -68,7 +74,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy_TN: torch.Tensor) -> tuple[Any, ...]:
         weight_NK, scales, x, x_scales = ctx.saved_tensors
         if x is not None and ctx.keeps_codes:
-            x = Coded(x, x_scales, "tensor")
+            x = Float8Matrix(x, x_scales, "tensor")
         wanted = ctx.needs_input_grad[:2]
         made = gradients(dy_TN, x, weight_NK, scales, ctx.scheme, ctx.agreement, wanted=wanted)
         return *made, None, None

@@ -10,12 +10,12 @@ from typing import Literal
 
 import torch
 
-from penstock_kernels.float8.amax import largest_of
-from penstock_kernels.float8.float8_matrix import Coded, Sharing
-from penstock_kernels.float8.formats import Kind, scales_of
+from penstock_kernels.float8.amax import amax
+from penstock_kernels.float8.float8_matrix import Float8Matrix, Sharing
+from penstock_kernels.float8.formats import Kind, compute_scales
 from penstock_kernels.float8.hadamard import factors, turn
 from penstock_kernels.float8.operations import multiply, quantise
-from penstock_kernels.float8.weight import CodedWeight
+from penstock_kernels.float8.weight import Float8WeightShard
 
 Recipe = Literal["tensorwise", "rowwise", "blockwise"]
 Product = Literal["quantised", "exact"]
@@ -31,7 +31,7 @@ SHARING: dict[Recipe, tuple[Sharing, Sharing]] = {
 
 
 @dataclass(frozen=True)
-class Scheme:
+class Float8Recipe:
     """How a layer's numbers are rounded."""
 
     recipe: Recipe = "rowwise"
@@ -56,7 +56,7 @@ class Scheme:
 
 
 @dataclass(frozen=True)
-class Agreement:
+class AmaxReduceGroups:
     """Who else holds parts of the layer's matrices: along each of their dimensions, if anybody."""
 
     tokens: Agree | None = None
@@ -64,12 +64,12 @@ class Agreement:
     outputs: Agree | None = None
 
 
-ALONE = Agreement()
+ALONE = AmaxReduceGroups()
 
 
 def coded(
     x_RC: torch.Tensor, kind: Kind, sharing: Sharing, rows: Agree | None, columns: Agree | None
-) -> Coded:
+) -> Float8Matrix:
     """A matrix rounded as the whole is of which others hold rows or columns.
 
     Groups and tiles never reach into what others hold.
@@ -78,10 +78,10 @@ def coded(
     asked = [agree for agree in reaches if agree]
     if not asked:
         return quantise(x_RC, kind, sharing)
-    largest = largest_of(x_RC, sharing)
+    largest = amax(x_RC, sharing)
     for agree in asked:
         largest = agree(largest)
-    return quantise(x_RC, kind, sharing, scales_of(largest, kind))
+    return quantise(x_RC, kind, sharing, compute_scales(largest, kind))
 
 
 def seen(weight_NK: torch.Tensor, block: int | None) -> torch.Tensor:
@@ -95,13 +95,13 @@ def turned(x: torch.Tensor, block: int | None) -> torch.Tensor:
 
 
 def outputs(
-    x_TK: torch.Tensor, weight_NK: torch.Tensor, scheme: Scheme, agreement: Agreement
-) -> tuple[torch.Tensor, Coded, Coded]:
+    x_TK: torch.Tensor, weight_NK: torch.Tensor, scheme: Float8Recipe, agreement: AmaxReduceGroups
+) -> tuple[torch.Tensor, Float8Matrix, Float8Matrix]:
     """y [T, N] in x's dtype, and what it is the product of."""
     x = coded(
         turned(x_TK, scheme.block), "e4m3", scheme.of_rows, agreement.tokens, agreement.inputs
     )
-    if isinstance(weight_NK, CodedWeight):
+    if isinstance(weight_NK, Float8WeightShard):
         weight = weight_NK.coded
     else:
         whole = seen(weight_NK.to(x_TK.dtype), scheme.block)
@@ -111,11 +111,11 @@ def outputs(
 
 def gradients(
     dy_TN: torch.Tensor,
-    x: torch.Tensor | Coded | None,
+    x: torch.Tensor | Float8Matrix | None,
     weight_NK: torch.Tensor,
     weight_scales: torch.Tensor,
-    scheme: Scheme,
-    agreement: Agreement,
+    scheme: Float8Recipe,
+    agreement: AmaxReduceGroups,
     *,
     wanted: tuple[bool, bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -139,15 +139,15 @@ def gradients(
 
 def _input_gradient(
     dy_TN: torch.Tensor,
-    dy: Coded | None,
+    dy: Float8Matrix | None,
     weight_NK: torch.Tensor,
     scales: torch.Tensor,
-    scheme: Scheme,
-    agreement: Agreement,
+    scheme: Float8Recipe,
+    agreement: AmaxReduceGroups,
 ) -> torch.Tensor:
     dtype, sharing = dy_TN.dtype, scheme.of_weights
     whole = None
-    if not isinstance(weight_NK, CodedWeight):
+    if not isinstance(weight_NK, Float8WeightShard):
         whole = seen(weight_NK.to(dtype), scheme.block)
     is_quantised = scheme.input_gradient == "quantised"
     if is_quantised and sharing == "rows":
@@ -157,7 +157,7 @@ def _input_gradient(
     else:
         weight = (
             weight_NK.coded
-            if isinstance(weight_NK, CodedWeight)
+            if isinstance(weight_NK, Float8WeightShard)
             else quantise(whole, "e4m3", sharing, scales)
         )
         if not is_quantised:
@@ -169,10 +169,10 @@ def _input_gradient(
 
 def _weight_gradient(
     dy_TN: torch.Tensor,
-    dy: Coded | None,
-    x: torch.Tensor | Coded,
-    scheme: Scheme,
-    agreement: Agreement,
+    dy: Float8Matrix | None,
+    x: torch.Tensor | Float8Matrix,
+    scheme: Float8Recipe,
+    agreement: AmaxReduceGroups,
 ) -> torch.Tensor:
     if scheme.weight_gradient == "exact":
         assert isinstance(x, torch.Tensor)

@@ -5,23 +5,23 @@ from collections.abc import Mapping
 import torch
 
 from penstock_kernels.float8 import reference, scaled_mm
-from penstock_kernels.float8.float8_matrix import Coded
-from penstock_kernels.op import HAS_TRITON, Fast, Op
+from penstock_kernels.float8.float8_matrix import Float8Matrix
+from penstock_kernels.op import HAS_TRITON, KernelImpl, Op
 
 __all__ = ["multiply", "quantise"]
 
-_QUANTISE: Mapping[str, Fast[..., Coded]] = {}
-_MULTIPLY: Mapping[str, Fast[..., torch.Tensor]] = {
-    "scaled": Fast(scaled_mm.multiply, scaled_mm.refuses),
+_QUANTISE: Mapping[str, KernelImpl[..., Float8Matrix]] = {}
+_MULTIPLY: Mapping[str, KernelImpl[..., torch.Tensor]] = {
+    "scaled": KernelImpl(scaled_mm.multiply, scaled_mm.refuses),
 }
 if HAS_TRITON:
     from penstock_kernels.float8 import triton_multiply, triton_quantize
 
-    _QUANTISE = {"triton": Fast(triton_quantize.quantise, triton_quantize.refuses, "triton")}
+    _QUANTISE = {"triton": KernelImpl(triton_quantize.quantise, triton_quantize.refuses, "triton")}
     _MULTIPLY = {
         **_MULTIPLY,
-        "triton": Fast(triton_multiply.multiply, triton_multiply.refuses, "triton"),
+        "triton": KernelImpl(triton_multiply.multiply, triton_multiply.refuses, "triton"),
     }
 
-quantise: Op[..., Coded] = Op("float8 quantise", reference.quantise, _QUANTISE)
+quantise: Op[..., Float8Matrix] = Op("float8 quantise", reference.quantise, _QUANTISE)
 multiply: Op[..., torch.Tensor] = Op("float8 multiply", reference.multiply, _MULTIPLY)

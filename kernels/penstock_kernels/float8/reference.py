@@ -5,25 +5,27 @@ R rows, C columns; M and N rows of two matrices, K columns that their product is
 
 import torch
 
-from penstock_kernels.float8.amax import largest_of
-from penstock_kernels.float8.float8_matrix import Coded, Sharing, Sums, spread
-from penstock_kernels.float8.formats import Kind, codes_of, scales_of
+from penstock_kernels.float8.amax import amax
+from penstock_kernels.float8.float8_matrix import Float8Matrix, Sharing, Sums, spread
+from penstock_kernels.float8.formats import Kind, cast_to_fp8, compute_scales
 
 
 def quantise(
     x_RC: torch.Tensor, kind: Kind, sharing: Sharing, scales: torch.Tensor | None = None
-) -> Coded:
+) -> Float8Matrix:
     """Round a matrix to float8 numbers; it may be the transpose of one that lies in memory.
 
     `scales`: those it has, where they are known.
     """
     if scales is None:
-        scales = scales_of(largest_of(x_RC, sharing), kind)
+        scales = compute_scales(amax(x_RC, sharing), kind)
     scaled = x_RC.float() / spread(scales, sharing, *x_RC.shape)
-    return Coded(codes_of(scaled, kind).contiguous(), scales, sharing)
+    return Float8Matrix(cast_to_fp8(scaled, kind).contiguous(), scales, sharing)
 
 
-def multiply(a_MK: Coded, b_NK: Coded, dtype: torch.dtype, sums: Sums = "exact") -> torch.Tensor:
+def multiply(
+    a_MK: Float8Matrix, b_NK: Float8Matrix, dtype: torch.dtype, sums: Sums = "exact"
+) -> torch.Tensor:
     """`a b^T`, [M, N] in float32 or bfloat16, summed in float32 and rounded once."""
     del sums
     return a_MK.numbers(dtype) @ b_NK.numbers(dtype).mT

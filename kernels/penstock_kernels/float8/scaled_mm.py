@@ -7,13 +7,15 @@ M and N rows of two matrices, K columns that their product is summed over.
 import torch
 import torch.nn.functional as F
 
-from penstock_kernels.float8.float8_matrix import Coded, Sums
+from penstock_kernels.float8.float8_matrix import Float8Matrix, Sums
 
 MULTIPLE = 16
 """CUDA takes only so many columns at a time."""
 
 
-def multiply(a_MK: Coded, b_NK: Coded, dtype: torch.dtype, sums: Sums = "exact") -> torch.Tensor:
+def multiply(
+    a_MK: Float8Matrix, b_NK: Float8Matrix, dtype: torch.dtype, sums: Sums = "exact"
+) -> torch.Tensor:
     """As the reference's, but for the order of sums."""
     a, b = (_whole(each.codes) for each in (a_MK, b_NK))
     return torch._scaled_mm(
@@ -26,7 +28,9 @@ def multiply(a_MK: Coded, b_NK: Coded, dtype: torch.dtype, sums: Sums = "exact")
     )
 
 
-def refuses(a_MK: Coded, b_NK: Coded, dtype: torch.dtype, sums: Sums = "exact") -> str | None:
+def refuses(
+    a_MK: Float8Matrix, b_NK: Float8Matrix, dtype: torch.dtype, sums: Sums = "exact"
+) -> str | None:
     """Why it cannot multiply them."""
     del sums
     if a_MK.codes.shape[1] != b_NK.codes.shape[1]:

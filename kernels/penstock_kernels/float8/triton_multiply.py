@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from penstock_kernels.custom_op import operator
-from penstock_kernels.float8.float8_matrix import BLOCK, Coded, Sums
+from penstock_kernels.float8.float8_matrix import BLOCK, Float8Matrix, Sums
 from penstock_kernels.float8.formats import DTYPES, Kind
 from penstock_kernels.op import INTERPRETED, needs_cuda
 from penstock_kernels.quant.triton_numbers import from_e4m3, to_bf16_grid
@@ -135,7 +135,9 @@ def _fake(a: torch.Tensor, b: torch.Tensor, *others: Any) -> torch.Tensor:
 _product = operator("float8_multiply", _run, fake=_fake)
 
 
-def multiply(a_MK: Coded, b_NK: Coded, dtype: torch.dtype, sums: Sums = "exact") -> torch.Tensor:
+def multiply(
+    a_MK: Float8Matrix, b_NK: Float8Matrix, dtype: torch.dtype, sums: Sums = "exact"
+) -> torch.Tensor:
     """As the reference's, but for the order of sums."""
     del sums
     named = {"a": a_MK, "b": b_NK}
@@ -145,7 +147,9 @@ def multiply(a_MK: Coded, b_NK: Coded, dtype: torch.dtype, sums: Sums = "exact")
     return _product(*codes, *scales, _kind(a_MK), _kind(b_NK), tiles, dtype)
 
 
-def refuses(a_MK: Coded, b_NK: Coded, dtype: torch.dtype, sums: Sums = "exact") -> str | None:
+def refuses(
+    a_MK: Float8Matrix, b_NK: Float8Matrix, dtype: torch.dtype, sums: Sums = "exact"
+) -> str | None:
     """Why it cannot multiply them."""
     del sums
     if a_MK.codes.shape[1] != b_NK.codes.shape[1]:
@@ -160,5 +164,5 @@ def refuses(a_MK: Coded, b_NK: Coded, dtype: torch.dtype, sums: Sums = "exact") 
     return needs_cuda(a_MK.codes, b_NK.codes)
 
 
-def _kind(matrix: Coded) -> Kind:
+def _kind(matrix: Float8Matrix) -> Kind:
     return "e4m3" if matrix.codes.dtype == DTYPES["e4m3"] else "e5m2"

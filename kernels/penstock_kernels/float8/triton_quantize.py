@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 
 from penstock_kernels.custom_op import operator
-from penstock_kernels.float8.amax import largest_of
-from penstock_kernels.float8.float8_matrix import BLOCK, Coded, Sharing, shape_of_scales
-from penstock_kernels.float8.formats import DTYPES, Kind, scales_of
+from penstock_kernels.float8.amax import amax
+from penstock_kernels.float8.float8_matrix import BLOCK, Float8Matrix, Sharing, shape_of_scales
+from penstock_kernels.float8.formats import DTYPES, Kind, compute_scales
 from penstock_kernels.op import needs_cuda, needs_floats
 from penstock_kernels.quant.triton_numbers import E4M3_MOST, magnitude, to_e4m3, to_e5m2
 
@@ -91,7 +91,7 @@ def _run(
     if scales is not None:
         found.copy_(scales)
     elif sharing in ("tensor", "rows"):
-        found.copy_(scales_of(largest_of(x, sharing), kind))
+        found.copy_(compute_scales(amax(x, sharing), kind))
     codes = x.new_empty((R, C), dtype=torch.uint8)
     if codes.numel():
         rows = BLOCK if sharing == "tiles" else ROWS
@@ -125,10 +125,10 @@ _quantised = operator("float8_quantise", _run, fake=_fake)
 
 def quantise(
     x_RC: torch.Tensor, kind: Kind, sharing: Sharing, scales: torch.Tensor | None = None
-) -> Coded:
+) -> Float8Matrix:
     """As the reference's, to the bit, of finite numbers; others leave the same scales."""
     codes, found = _quantised(x_RC, kind, sharing, scales)
-    return Coded(codes.view(DTYPES[kind]), found, sharing)
+    return Float8Matrix(codes.view(DTYPES[kind]), found, sharing)
 
 
 def refuses(

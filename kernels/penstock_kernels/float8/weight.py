@@ -10,20 +10,22 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from penstock_kernels.float8.float8_matrix import Coded
+from penstock_kernels.float8.float8_matrix import Float8Matrix
 from penstock_kernels.float8.hadamard import factors, turn
 
 
-class CodedWeight(torch.Tensor):
+class Float8WeightShard(torch.Tensor):
     """What `linear` takes in the place of a weight [N, K]; to all else it is the numbers it stands
     for, made when they are asked for."""
 
-    coded: Coded
+    coded: Float8Matrix
     """Of the weight as products see it: turned, if there is a block."""
     block: int | None
 
     @staticmethod
-    def __new__(cls, coded: Coded, block: int | None, dtype: torch.dtype) -> "CodedWeight":
+    def __new__(
+        cls, coded: Float8Matrix, block: int | None, dtype: torch.dtype
+    ) -> "Float8WeightShard":
         """`dtype`: of the weight, and so of its gradient."""
         codes = coded.codes
         made = torch.Tensor._make_wrapper_subclass(
@@ -51,5 +53,7 @@ class CodedWeight(torch.Tensor):
             weight = args[0]
             if function is aten.detach.default or tuple(args[1]) == tuple(weight.shape):
                 return cls(weight.coded, weight.block, weight.dtype)
-        args, kwargs = tree_map_only(CodedWeight, CodedWeight.numbers, (args, kwargs or {}))
+        args, kwargs = tree_map_only(
+            Float8WeightShard, Float8WeightShard.numbers, (args, kwargs or {})
+        )
         return function(*args, **kwargs)

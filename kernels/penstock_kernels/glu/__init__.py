@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from penstock_kernels.glu import reference as _reference
-from penstock_kernels.op import HAS_TRITON, Fast, Op, needs_cuda, needs_floats
+from penstock_kernels.op import HAS_TRITON, KernelImpl, Op, needs_cuda, needs_floats
 
 __all__ = ["geglu", "geglu_tanh", "swiglu"]
 
@@ -20,12 +20,14 @@ def _refuses(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> str | None:
     return needs_floats(gate_TF) or needs_cuda(gate_TF, up_TF)
 
 
-def _fast(activation: str) -> Mapping[str, Fast[[torch.Tensor, torch.Tensor], torch.Tensor]]:
+def _fast(activation: str) -> Mapping[str, KernelImpl[[torch.Tensor, torch.Tensor], torch.Tensor]]:
     if not HAS_TRITON:
         return {}
     from penstock_kernels.glu.triton import glu  # noqa: PLC0415 - published for Linux alone
 
-    return {"triton": Fast(partial(glu, activation=activation), _refuses, written_in="triton")}
+    return {
+        "triton": KernelImpl(partial(glu, activation=activation), _refuses, written_in="triton")
+    }
 
 
 swiglu = Op("swiglu", _reference.swiglu, _fast("silu"))

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from penstock_kernels.custom_op import operator
-from penstock_kernels.spans import Spans, spans_of
+from penstock_kernels.spans import Spans, to_spans
 
 BLOCK = 1024
 
@@ -132,10 +132,10 @@ def _gradients(
 
 def _alike(gate: torch.Tensor, up: torch.Tensor) -> tuple[Spans, Spans]:
     """Both, in spans of the same length."""
-    gates, ups = spans_of(gate), spans_of(up)
+    gates, ups = to_spans(gate), to_spans(up)
     if gates.length == ups.length:
         return gates, ups
-    return spans_of(gate.contiguous()), spans_of(up.contiguous())
+    return to_spans(gate.contiguous()), to_spans(up.contiguous())
 
 
 def _glu_fake(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:

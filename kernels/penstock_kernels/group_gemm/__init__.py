@@ -13,7 +13,7 @@ from penstock_kernels.group_gemm import native as _native
 from penstock_kernels.group_gemm import quack as _quack
 from penstock_kernels.group_gemm.reference import group_gemm as _reference
 from penstock_kernels.group_gemm.shapes import refuses_pairs, refuses_shapes
-from penstock_kernels.op import HAS_TRITON, Fast, Op, needs_cuda
+from penstock_kernels.op import HAS_TRITON, KernelImpl, Op, needs_cuda
 
 __all__ = ["group_gemm"]
 
@@ -24,20 +24,20 @@ def _refuses(x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tenso
     return needs_cuda(x_TK, weight_GNK, counts_G)
 
 
-_TRITON: Mapping[str, Fast[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {}
+_TRITON: Mapping[str, KernelImpl[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {}
 if HAS_TRITON:
     from penstock_kernels.group_gemm.triton import PRODUCTS
 
-    _TRITON = {"triton": Fast(PRODUCTS.by_rows, _refuses, written_in="triton")}
+    _TRITON = {"triton": KernelImpl(PRODUCTS.by_rows, _refuses, written_in="triton")}
 
 group_gemm = Op(
     "group_gemm",
     _reference,
     {
-        "native": Fast(_native.PRODUCTS.by_rows, _native.refuses),
+        "native": KernelImpl(_native.PRODUCTS.by_rows, _native.refuses),
         **_TRITON,
-        "quack": Fast(_quack.PRODUCTS.by_rows, _quack.refuses, missing=_quack.MISSING),
-        "loops": Fast(_loops.PRODUCTS.by_rows, refuses_pairs),
+        "quack": KernelImpl(_quack.PRODUCTS.by_rows, _quack.refuses, missing=_quack.MISSING),
+        "loops": KernelImpl(_loops.PRODUCTS.by_rows, refuses_pairs),
     },
     reference_name="eager",
 )

@@ -36,7 +36,7 @@ def of_groups(a_TM: torch.Tensor, b_TN: torch.Tensor, counts_G: torch.Tensor) ->
     return y_GMN
 
 
-def height_of(rows: int) -> int:
+def padded_height(rows: int) -> int:
     """That in which so many rows are multiplied, at least as high."""
     step = max(LOWEST, (1 << max(0, rows - 1).bit_length()) // 2 // HEIGHTS)
     return -(-rows // step) * step
@@ -44,5 +44,5 @@ def height_of(rows: int) -> int:
 
 def _filled(x_CK: torch.Tensor) -> torch.Tensor:
     """With zeros below."""
-    missing = height_of(x_CK.shape[0]) - x_CK.shape[0]
+    missing = padded_height(x_CK.shape[0]) - x_CK.shape[0]
     return F.pad(x_CK, (0, 0, 0, missing)) if missing else x_CK

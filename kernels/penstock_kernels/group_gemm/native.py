@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from penstock_kernels.group_gemm import even
 from penstock_kernels.group_gemm.autograd import operators
 from penstock_kernels.group_gemm.shapes import refuses_shapes, refuses_widths, with_unit_stride
-from penstock_kernels.group_gemm.zeroing import zero_empty, zero_past
+from penstock_kernels.group_gemm.zeroing import zero_empty, zero_tail_rows
 
 GENERATIONS = (9, 10)
 """CUDA capabilities for which PyTorch has a kernel. On others, and for other numbers than
@@ -43,7 +43,7 @@ def _by_rows(x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tenso
         return even.by_rows(x_TK, weight_GNK, counts_G)
     ends_G = counts_G.cumsum(0, dtype=torch.int32)
     weight_GKN = with_unit_stride(weight_GNK).mT
-    return zero_past(F.grouped_mm(x_TK.contiguous(), weight_GKN, offs=ends_G), ends_G)
+    return zero_tail_rows(F.grouped_mm(x_TK.contiguous(), weight_GKN, offs=ends_G), ends_G)
 
 
 def _of_groups(a_TM: torch.Tensor, b_TN: torch.Tensor, counts_G: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 
 from penstock_kernels.group_gemm.autograd import operators
 from penstock_kernels.group_gemm.shapes import refuses_shapes, refuses_widths, with_unit_stride
-from penstock_kernels.group_gemm.zeroing import zero_past
+from penstock_kernels.group_gemm.zeroing import zero_tail_rows
 
 OLDEST = 9
 """CUDA capability from which QuACK's grouped products are used here."""
@@ -58,7 +58,7 @@ def _by_rows(x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tenso
     weight_GKN = with_unit_stride(weight_GNK).mT
     # Untuned: its tuner would measure anew for every number of rows, that is at every step.
     y_TN = gemm(x_TK.contiguous(), weight_GKN, cu_seqlens_m=bounds, tuned=False)
-    return zero_past(y_TN, bounds)
+    return zero_tail_rows(y_TN, bounds)
 
 
 def _of_groups(a_TM: torch.Tensor, b_TN: torch.Tensor, counts_G: torch.Tensor) -> torch.Tensor:

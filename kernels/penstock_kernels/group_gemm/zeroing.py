@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from penstock_kernels.op import HAS_TRITON, Fast, Op, needs_cuda
+from penstock_kernels.op import HAS_TRITON, KernelImpl, Op, needs_cuda
 
 
 def _reference(y_RW: torch.Tensor, is_unwritten_R: torch.Tensor) -> torch.Tensor:
@@ -18,16 +18,16 @@ def _refuses(y_RW: torch.Tensor, is_unwritten_R: torch.Tensor) -> str | None:
     return needs_cuda(y_RW, is_unwritten_R)
 
 
-_FAST: Mapping[str, Fast[[torch.Tensor, torch.Tensor], torch.Tensor]] = {}
+_FAST: Mapping[str, KernelImpl[[torch.Tensor, torch.Tensor], torch.Tensor]] = {}
 if HAS_TRITON:
     from penstock_kernels.group_gemm.zeroing_triton import zero_rows as _triton
 
-    _FAST = {"triton": Fast(_triton, _refuses, written_in="triton")}
+    _FAST = {"triton": KernelImpl(_triton, _refuses, written_in="triton")}
 
 zero_rows = Op("zero_rows", _reference, _FAST)
 
 
-def zero_past(y_TN: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:
+def zero_tail_rows(y_TN: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:
     """Zero, in place, the rows past the last group's end."""
     rows = torch.arange(y_TN.shape[0], device=y_TN.device)
     return zero_rows(y_TN, rows >= ends_G[-1])

@@ -6,7 +6,7 @@ from penstock_kernels.newton_schulz.batched import newton_schulz as _batched
 from penstock_kernels.newton_schulz.foreach import each_by_shape
 from penstock_kernels.newton_schulz.reference import COEFFICIENTS, EPS, STEPS
 from penstock_kernels.newton_schulz.reference import newton_schulz as _reference
-from penstock_kernels.op import HAS_TRITON, Fast, Op, needs_cuda
+from penstock_kernels.op import HAS_TRITON, KernelImpl, Op, needs_cuda
 
 __all__ = ["COEFFICIENTS", "EPS", "STEPS", "each_by_shape", "newton_schulz"]
 
@@ -30,10 +30,10 @@ def _refuses(
     return needs_cuda(matrix_NK)
 
 
-_FAST: dict[str, Fast[..., torch.Tensor]] = {"batched": Fast(_batched, _refuses_none)}
+_FAST: dict[str, KernelImpl[..., torch.Tensor]] = {"batched": KernelImpl(_batched, _refuses_none)}
 if HAS_TRITON:
     from penstock_kernels.newton_schulz.triton import newton_schulz as _triton
 
-    _FAST = {"triton": Fast(_triton, _refuses, written_in="triton"), **_FAST}
+    _FAST = {"triton": KernelImpl(_triton, _refuses, written_in="triton"), **_FAST}
 
 newton_schulz: Op[..., torch.Tensor] = Op("newton_schulz", _reference, _FAST)

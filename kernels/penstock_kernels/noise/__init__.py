@@ -9,18 +9,18 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from penstock_kernels.noise.reference import add_noise_ as _reference
-from penstock_kernels.op import HAS_TRITON, Fast, Op, needs_cuda
+from penstock_kernels.op import HAS_TRITON, KernelImpl, Op, needs_cuda
 from penstock_kernels.quant import Quantised
-from penstock_kernels.rng_rows import Run
+from penstock_kernels.rng_rows import RowKeys
 
-__all__ = ["Run", "add_noise_"]
+__all__ = ["RowKeys", "add_noise_"]
 
 
 def _refuses(
     weight_NK: torch.Tensor,
     quantised: Quantised,
     alpha: float,
-    runs: Sequence[Run],
+    runs: Sequence[RowKeys],
     first_column: int = 0,
 ) -> str | None:
     del alpha, runs, first_column
@@ -31,10 +31,10 @@ def _refuses(
     return needs_cuda(weight_NK, *quantised.tensors.values())
 
 
-_FAST: Mapping[str, Fast[..., torch.Tensor]] = {}
+_FAST: Mapping[str, KernelImpl[..., torch.Tensor]] = {}
 if HAS_TRITON:
     from penstock_kernels.noise.triton import add_noise_ as _triton
 
-    _FAST = {"triton": Fast(_triton, _refuses, written_in="triton")}
+    _FAST = {"triton": KernelImpl(_triton, _refuses, written_in="triton")}
 
 add_noise_: Op[..., torch.Tensor] = Op("add_noise_", _reference, _FAST)

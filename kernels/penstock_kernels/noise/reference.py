@@ -10,7 +10,7 @@ import torch
 
 from penstock_kernels.noise.runs import require_runs
 from penstock_kernels.quant import Quantised, step_size
-from penstock_kernels.rng_rows import Run, blocks, side_by_side, words
+from penstock_kernels.rng_rows import RowKeys, blocks, side_by_side, words
 
 PURPOSE = 1
 """The last word of counters: one key draws other words here than in `dropout`, where it is 0."""
@@ -20,7 +20,7 @@ def add_noise_(
     weight_NK: torch.Tensor,
     quantised: Quantised,
     alpha: float,
-    runs: Sequence[Run],
+    runs: Sequence[RowKeys],
     first_column: int = 0,
 ) -> torch.Tensor:
     """`weight + alpha * n * step`, in place: n is normal, and a group's step is `step_size`'s.
@@ -47,7 +47,7 @@ def add_noise_(
     return weight_NK
 
 
-def normals(run: Run, first_column: int, columns: int, device: torch.device) -> torch.Tensor:
+def normals(run: RowKeys, first_column: int, columns: int, device: torch.device) -> torch.Tensor:
     """What is drawn for the rows of a run, float32 [rows, columns].
 
     Columns 4c to 4c + 3 of row r are made of the four words that Philox4x32-10 has for the counter

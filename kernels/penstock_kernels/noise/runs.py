@@ -6,14 +6,14 @@ from collections.abc import Sequence
 import torch
 
 from penstock_kernels.quant import Quantised
-from penstock_kernels.rng_rows import Run, require_rows
+from penstock_kernels.rng_rows import RowKeys, require_rows
 
 
 def require_runs(
     weight_NK: torch.Tensor,
     quantised: Quantised,
     alpha: float,
-    runs: Sequence[Run],
+    runs: Sequence[RowKeys],
     first_column: int,
 ) -> None:
     """Refuse what does not fit together.

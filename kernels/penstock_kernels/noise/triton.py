@@ -15,7 +15,7 @@ from penstock_kernels.op import INTERPRETED
 from penstock_kernels.quant import Quantised, step_size
 from penstock_kernels.quant.triton_dequantize import tile
 from penstock_kernels.quant.triton_numbers import to_bf16_grid
-from penstock_kernels.rng_rows import Run, table
+from penstock_kernels.rng_rows import RowKeys, table
 
 PURPOSE = tl.constexpr(reference.PURPOSE)
 TURN = tl.constexpr(2 * math.pi)
@@ -104,7 +104,7 @@ def add_noise_(
     weight_NK: torch.Tensor,
     quantised: Quantised,
     alpha: float,
-    runs: Sequence[Run],
+    runs: Sequence[RowKeys],
     first_column: int = 0,
 ) -> torch.Tensor:
     """As the reference's, but for the last bits of logarithms and cosines."""

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 
 import torch
 
-from penstock_kernels.op import HAS_TRITON, Fast, Op, needs_cuda
-from penstock_kernels.permute.order import Order, order_of
+from penstock_kernels.op import HAS_TRITON, KernelImpl, Op, needs_cuda
+from penstock_kernels.permute.order import Order, sort_by_expert
 from penstock_kernels.permute.reference import permute as _permute
 from penstock_kernels.permute.reference import unpermute as _unpermute
 
-__all__ = ["Order", "order_of", "permute", "unpermute"]
+__all__ = ["Order", "permute", "sort_by_expert", "unpermute"]
 
 
 def _permute_refuses(x_TD: torch.Tensor, order: Order) -> str | None:
@@ -31,14 +31,14 @@ def _unpermute_refuses(
     return needs_cuda(y_RD, weights_TK, order.row_of_copy)
 
 
-_PERMUTE: Mapping[str, Fast[[torch.Tensor, Order], torch.Tensor]] = {}
-_UNPERMUTE: Mapping[str, Fast[[torch.Tensor, torch.Tensor | None, Order], torch.Tensor]] = {}
+_PERMUTE: Mapping[str, KernelImpl[[torch.Tensor, Order], torch.Tensor]] = {}
+_UNPERMUTE: Mapping[str, KernelImpl[[torch.Tensor, torch.Tensor | None, Order], torch.Tensor]] = {}
 if HAS_TRITON:
     from penstock_kernels.permute.triton import permute as _triton_permute
     from penstock_kernels.permute.triton import unpermute as _triton_unpermute
 
-    _PERMUTE = {"triton": Fast(_triton_permute, _permute_refuses, written_in="triton")}
-    _UNPERMUTE = {"triton": Fast(_triton_unpermute, _unpermute_refuses, written_in="triton")}
+    _PERMUTE = {"triton": KernelImpl(_triton_permute, _permute_refuses, written_in="triton")}
+    _UNPERMUTE = {"triton": KernelImpl(_triton_unpermute, _unpermute_refuses, written_in="triton")}
 
 permute = Op("permute", _permute, _PERMUTE, reference_name="eager")
 unpermute = Op("unpermute", _unpermute, _UNPERMUTE, reference_name="eager")

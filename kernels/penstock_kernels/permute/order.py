@@ -24,7 +24,7 @@ class Order:
     """int64 [E]: rows of each expert."""
 
 
-def order_of(choice_TK: torch.Tensor, num_experts: int) -> Order:
+def sort_by_expert(choice_TK: torch.Tensor, num_experts: int) -> Order:
     """The order by expert in which the copies of an expert are in the order of their tokens.
 
     `choice_TK` holds experts' numbers. Any number but 0 to `num_experts` - 1 is nobody: its copy is

@@ -5,7 +5,7 @@ Tiles at a matrix's last rows and columns may be smaller.
 
 import torch
 
-from penstock_kernels.quant.fp8 import codes_of, scales_of
+from penstock_kernels.quant.fp8 import cast_to_fp8, compute_scales
 from penstock_kernels.quant.packing import grouped
 
 TILE = 128
@@ -16,6 +16,6 @@ def quantise(weight_NK: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tens
 
     Given the largest magnitude [..., N, G] of the tile that each row's group lies in.
     """
-    scales = scales_of(largest).contiguous()
+    scales = compute_scales(largest).contiguous()
     scaled = grouped(weight_NK, TILE) / scales[..., None]
-    return codes_of(scaled.flatten(-2)[..., : weight_NK.shape[-1]]).contiguous(), scales
+    return cast_to_fp8(scaled.flatten(-2)[..., : weight_NK.shape[-1]]).contiguous(), scales

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from penstock_kernels.op import HAS_TRITON, Fast, Op, needs_cuda
+from penstock_kernels.op import HAS_TRITON, KernelImpl, Op, needs_cuda
 from penstock_kernels.quant import reference
 from penstock_kernels.quant.formats import Format
 from penstock_kernels.quant.quantized_matrix import Quantised
@@ -36,9 +36,9 @@ def _dequantised(x_TK: torch.Tensor, quantised: Quantised) -> torch.Tensor:
     return x_TK @ dequantise(quantised, x_TK.dtype).mT
 
 
-_QUANTISE: Mapping[str, Fast[..., Quantised]] = {}
-_DEQUANTISE: Mapping[str, Fast[..., torch.Tensor]] = {}
-_MATMUL: Mapping[str, Fast[..., torch.Tensor]] = {}
+_QUANTISE: Mapping[str, KernelImpl[..., Quantised]] = {}
+_DEQUANTISE: Mapping[str, KernelImpl[..., torch.Tensor]] = {}
+_MATMUL: Mapping[str, KernelImpl[..., torch.Tensor]] = {}
 if HAS_TRITON:
     from penstock_kernels.quant import triton_dequantize, triton_matmul, triton_quantize
 
@@ -54,9 +54,11 @@ if HAS_TRITON:
             return f"x is {x_TK.dtype}"
         return needs_cuda(x_TK, *quantised.tensors.values())
 
-    _QUANTISE = {"triton": Fast(triton_quantize.quantise, _refuses_quantise, "triton")}
-    _DEQUANTISE = {"triton": Fast(triton_dequantize.dequantise, _refuses_dequantise, "triton")}
-    _MATMUL = {"triton": Fast(triton_matmul.matmul, _refuses_matmul, "triton")}
+    _QUANTISE = {"triton": KernelImpl(triton_quantize.quantise, _refuses_quantise, "triton")}
+    _DEQUANTISE = {
+        "triton": KernelImpl(triton_dequantize.dequantise, _refuses_dequantise, "triton")
+    }
+    _MATMUL = {"triton": KernelImpl(triton_matmul.matmul, _refuses_matmul, "triton")}
 
 quantise: Op[..., Quantised] = Op("quantise", reference.quantise, _QUANTISE)
 dequantise: Op[..., torch.Tensor] = Op("dequantise", reference.dequantise, _DEQUANTISE)

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from penstock_kernels.op import INTERPRETED
 from penstock_kernels.quant.quantized_matrix import Quantised
-from penstock_kernels.quant.triton_numbers import from_e4m3, level_of, to_bf16_grid
+from penstock_kernels.quant.triton_numbers import decode_level, from_e4m3, to_bf16_grid
 
 ELEMENTS = 4096
 """Numbers in a tile."""
@@ -46,7 +46,7 @@ def read(
         at = column // 2 + tl.arange(0, COLUMNS // 2)
         mask = inside[:, None] & (at < row_bytes)[None, :]
         pair = tl.load(codes_ptr + wide * row_bytes + at[None, :], mask=mask, other=0).to(tl.int32)
-        values = tl.interleave(level_of(pair & 15, FORMAT), level_of(pair >> 4, FORMAT))
+        values = tl.interleave(decode_level(pair & 15, FORMAT), decode_level(pair >> 4, FORMAT))
     if GROUP == 0:
         scale = tl.load(scales_ptr + wide, mask=inside[:, None], other=0)
         return values * scale

@@ -91,7 +91,7 @@ def nf4_code(x):
 
 
 @triton.jit
-def level_of(code, LEVELS: tl.constexpr):
+def decode_level(code, LEVELS: tl.constexpr):
     """What each code, int32 [rows, columns], stands for."""
     if LEVELS == "nvfp4":
         # float16 has the same fields and an exponent that is 14 larger.

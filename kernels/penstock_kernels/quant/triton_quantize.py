@@ -13,7 +13,7 @@ from penstock_kernels.quant import nvfp4
 from penstock_kernels.quant.block_fp8 import TILE
 from penstock_kernels.quant.check import require_finite, require_matrix
 from penstock_kernels.quant.formats import Format
-from penstock_kernels.quant.fp8 import scales_of
+from penstock_kernels.quant.fp8 import compute_scales
 from penstock_kernels.quant.integers import int8_scales
 from penstock_kernels.quant.quantized_matrix import Quantised
 from penstock_kernels.quant.scales import of_rows
@@ -170,6 +170,8 @@ def quantise(
         _by_groups[grid](weight, codes, stored, magnitudes, R, K, row_bytes, num_groups, **of)
     else:
         assert magnitudes is not None
-        scales = (int8_scales if format.codes == "int8" else scales_of)(magnitudes).contiguous()
+        scales = (int8_scales if format.codes == "int8" else compute_scales)(
+            magnitudes
+        ).contiguous()
         _by_rows[grid](weight, codes, scales, R, K, num_groups, **of)
     return require_finite(Quantised(format, K, codes, scales, global_scales))

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import torch
 
-from penstock_kernels.op import HAS_TRITON, Fast, Op, needs_cuda, needs_floats
+from penstock_kernels.op import HAS_TRITON, KernelImpl, Op, needs_cuda, needs_floats
 from penstock_kernels.rms_norm import lean as _lean
 from penstock_kernels.rms_norm.reference import add_rms_norm as _add_reference
 from penstock_kernels.rms_norm.reference import rms_norm as _reference
@@ -54,10 +54,10 @@ def _add_refuses(
     return misplaced or _misfit_of_sum(x_TD, stream_TD, weight_D, eps) or _too_wide(x_TD)
 
 
-_FAST: Mapping[str, Fast[[torch.Tensor, torch.Tensor, float], torch.Tensor]] = {}
+_FAST: Mapping[str, KernelImpl[[torch.Tensor, torch.Tensor, float], torch.Tensor]] = {}
 _ADD_FAST: Mapping[
     str,
-    Fast[
+    KernelImpl[
         [torch.Tensor, torch.Tensor, torch.Tensor, float],
         tuple[torch.Tensor, torch.Tensor],
     ],
@@ -66,12 +66,12 @@ if HAS_TRITON:
     from penstock_kernels.rms_norm.triton import add_rms_norm as _add_triton
     from penstock_kernels.rms_norm.triton import rms_norm as _triton
 
-    _FAST = {"triton": Fast(_triton, _refuses, written_in="triton")}
-    _ADD_FAST = {"triton": Fast(_add_triton, _add_refuses, written_in="triton")}
+    _FAST = {"triton": KernelImpl(_triton, _refuses, written_in="triton")}
+    _ADD_FAST = {"triton": KernelImpl(_add_triton, _add_refuses, written_in="triton")}
 
-rms_norm = Op("rms_norm", _reference, {**_FAST, "lean": Fast(_lean.rms_norm, _misfit)})
+rms_norm = Op("rms_norm", _reference, {**_FAST, "lean": KernelImpl(_lean.rms_norm, _misfit)})
 add_rms_norm = Op(
     "add_rms_norm",
     _add_reference,
-    {**_ADD_FAST, "lean": Fast(_lean.add_rms_norm, _misfit_of_sum)},
+    {**_ADD_FAST, "lean": KernelImpl(_lean.add_rms_norm, _misfit_of_sum)},
 )

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from penstock_kernels.custom_op import operator
-from penstock_kernels.spans import spans_of
+from penstock_kernels.spans import to_spans
 
 MOST_PARTIALS = 512
 """Programs in the backward pass, each summing the weight's gradient over its share of the rows.
@@ -138,7 +138,7 @@ def _normalised(
     total = x.new_empty(x.shape if stream is not None else (0,))
     scale = x.new_empty(num_rows, dtype=torch.float32)
     if num_rows:
-        spans, how = spans_of(x), tile(D)
+        spans, how = to_spans(x), tile(D)
         _forward[(triton.cdiv(num_rows, how["ROWS"]),)](
             spans.tensor,
             None if stream is None else stream.contiguous(),
@@ -170,7 +170,7 @@ def _gradients(
     dx = x.new_empty(x.shape)
     if not num_rows:
         return dx, weight.new_zeros(D if wants_weight else 0)
-    spans, how = spans_of(x), tile(D)
+    spans, how = to_spans(x), tile(D)
     most = _most_partials(x.device, how["num_warps"])
     rows_each = triton.cdiv(triton.cdiv(num_rows, most), how["ROWS"]) * how["ROWS"]
     parts = triton.cdiv(num_rows, rows_each)

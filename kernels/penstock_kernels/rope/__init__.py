@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from penstock_kernels.op import HAS_TRITON, Fast, Op, needs_cuda, needs_floats
+from penstock_kernels.op import HAS_TRITON, KernelImpl, Op, needs_cuda, needs_floats
 from penstock_kernels.rope import lean as _lean
 from penstock_kernels.rope.reference import Pairs
 from penstock_kernels.rope.reference import rope as _reference
@@ -33,10 +33,10 @@ def _refuses(
     return needs_floats(q_TNH, cos_TR, sin_TR) or needs_cuda(q_TNH, k_TKH, cos_TR, sin_TR)
 
 
-_FAST: Mapping[str, Fast[..., tuple[torch.Tensor, torch.Tensor]]] = {}
+_FAST: Mapping[str, KernelImpl[..., tuple[torch.Tensor, torch.Tensor]]] = {}
 if HAS_TRITON:
     from penstock_kernels.rope.triton import rope as _triton
 
-    _FAST = {"triton": Fast(_triton, _refuses, written_in="triton")}
+    _FAST = {"triton": KernelImpl(_triton, _refuses, written_in="triton")}
 
-rope = Op("rope", _reference, {**_FAST, "lean": Fast(_lean.rope, _lean.refuses)})
+rope = Op("rope", _reference, {**_FAST, "lean": KernelImpl(_lean.rope, _lean.refuses)})

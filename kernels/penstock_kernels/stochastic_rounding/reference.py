@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from penstock_kernels.rng_rows import Run, blocks, require_rows, side_by_side, words
+from penstock_kernels.rng_rows import RowKeys, blocks, require_rows, side_by_side, words
 
 PURPOSE = 2
 """The last word of counters: one key draws other words than in `dropout` (0) and `noise` (1)."""
@@ -17,7 +17,7 @@ LOW = 0xFFFF
 
 
 def stochastic_round(
-    x_NK: torch.Tensor, runs: Sequence[Run], first_column: int = 0
+    x_NK: torch.Tensor, runs: Sequence[RowKeys], first_column: int = 0
 ) -> torch.Tensor:
     """`x` [..., N, K], float32, in bfloat16: one of the two neighbours, the nearer more often.
 
@@ -53,7 +53,9 @@ def require_float32(x: torch.Tensor) -> None:
         raise ValueError(f"x is {tuple(x.shape)}; it must have rows and columns")
 
 
-def drawn_words(run: Run, first_column: int, columns: int, device: torch.device) -> torch.Tensor:
+def drawn_words(
+    run: RowKeys, first_column: int, columns: int, device: torch.device
+) -> torch.Tensor:
     """A word of 32 bits for each element of a run's rows, int64 [rows, columns]."""
     return side_by_side(words(run, first_column, columns, PURPOSE, device), first_column, columns)
 

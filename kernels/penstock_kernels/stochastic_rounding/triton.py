@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock_kernels.rng_rows import Run, require_rows, table
+from penstock_kernels.rng_rows import RowKeys, require_rows, table
 from penstock_kernels.stochastic_rounding.draws import LOW, as_bfloat16, at_random, drawn_for, tile
 from penstock_kernels.stochastic_rounding.reference import require_float32
 
@@ -36,7 +36,7 @@ def _round(
 
 
 def stochastic_round(
-    x_NK: torch.Tensor, runs: Sequence[Run], first_column: int = 0
+    x_NK: torch.Tensor, runs: Sequence[RowKeys], first_column: int = 0
 ) -> torch.Tensor:
     """As the reference's, to the bit."""
     require_float32(x_NK)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from penstock_kernels.op import INTERPRETED, cache_home
-from penstock_kernels.tuning.autotune_cache import Book, Device, Question
-from penstock_kernels.tuning.tuner import Candidate, Tuner, class_of
+from penstock_kernels.tuning.autotune_cache import AutotuneCache, AutotuneKey, Device
+from penstock_kernels.tuning.tuner import Autotuner, Candidate, size_class
 
 __all__ = ["chosen"]
 
@@ -46,9 +46,9 @@ def chosen(
         return candidates[0]
     if torch.are_deterministic_algorithms_enabled():
         return candidates[0]
-    inputs = f"{str(like.dtype).removeprefix('torch.')} {class_of(sizes)} {kind}".strip()
+    inputs = f"{str(like.dtype).removeprefix('torch.')} {size_class(sizes)} {kind}".strip()
     return _tuner(like.device).choose(
-        Question(_name(kernel), _made_by(kernel), inputs),
+        AutotuneKey(_name(kernel), _made_by(kernel), inputs),
         candidates,
         run,
         may_measure=not torch.cuda.is_current_stream_capturing(),
@@ -56,13 +56,13 @@ def chosen(
 
 
 @cache
-def _tuner(device: torch.device) -> Tuner:
+def _tuner(device: torch.device) -> Autotuner:
     # Known where Triton is.
     from penstock_kernels.tuning.benchmark import microseconds  # noqa: PLC0415
 
     name = torch.cuda.get_device_name(device)
     kind = Device(name, torch.cuda.get_device_capability(device))
-    return Tuner(Book(cache_home() / FOLDER, kind), microseconds)
+    return Autotuner(AutotuneCache(cache_home() / FOLDER, kind), microseconds)
 
 
 def _name(kernel: Any) -> str:

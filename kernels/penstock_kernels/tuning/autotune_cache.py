@@ -33,7 +33,7 @@ class Device(NamedTuple):
     capability: tuple[int, int]
 
 
-class Question(NamedTuple):
+class AutotuneKey(NamedTuple):
     """What was chosen for."""
 
     kernel: str
@@ -43,7 +43,7 @@ class Question(NamedTuple):
     """Kinds and sizes, rounded to classes."""
 
 
-class Book:
+class AutotuneCache:
     """Choices by question, in a folder."""
 
     def __init__(self, folder: Path, device: Device) -> None:
@@ -52,14 +52,14 @@ class Book:
         self.path = folder / f"{name}-{'.'.join(map(str, device.capability))}.json"
         self._warned = False
 
-    def find(self, question: Question) -> Choice | None:
+    def find(self, question: AutotuneKey) -> Choice | None:
         """What was chosen, if it has been."""
         kernel = self._read().get(question.kernel, {})
         if kernel.get("made_by") != question.made_by:
             return None
         return kernel["choices"].get(question.inputs, {}).get("choice")
 
-    def add(self, question: Question, choice: Choice, microseconds: dict[str, float]) -> None:
+    def add(self, question: AutotuneKey, choice: Choice, microseconds: dict[str, float]) -> None:
         """Note a choice, and what it was chosen by. To be called `alone`."""
         kernels = self._read()
         kernel = kernels.get(question.kernel, {})

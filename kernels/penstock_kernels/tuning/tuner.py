@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from penstock_kernels.tuning.autotune_cache import Book, Choice, Question
+from penstock_kernels.tuning.autotune_cache import AutotuneCache, AutotuneKey, Choice
 
 Candidate = TypeVar("Candidate", bound=tuple[int, ...])
 
@@ -16,21 +16,21 @@ CLEARLY = 0.97
 is measured differs by a few percent from time to time."""
 
 
-def class_of(sizes: Sequence[int]) -> str:
+def size_class(sizes: Sequence[int]) -> str:
     """Sizes rounded up to powers of two: what is chosen for one size serves the others."""
     return "x".join(str(1 << max(size - 1, 0).bit_length()) for size in sizes)
 
 
-class Tuner:
+class Autotuner:
     """The choices of one process for one device."""
 
-    def __init__(self, book: Book, measure: Measure) -> None:
+    def __init__(self, book: AutotuneCache, measure: Measure) -> None:
         self._book, self._measure = book, measure
         self._known: dict[tuple[Any, ...], Any] = {}
 
     def choose(
         self,
-        question: Question,
+        question: AutotuneKey,
         candidates: Sequence[Candidate],
         run: Callable[[Candidate], Any],
         *,
@@ -54,7 +54,7 @@ class Tuner:
         return found
 
     def _measured(
-        self, asked: Question, candidates: Sequence[Candidate], run: Callable[[Candidate], Any]
+        self, asked: AutotuneKey, candidates: Sequence[Candidate], run: Callable[[Candidate], Any]
     ) -> Candidate:
         with self._book.alone() as is_alone:
             # Another process may have found out while this one waited.

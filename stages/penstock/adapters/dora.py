@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from penstock.adapters.weight_delta import Product
+from penstock.adapters.weight_delta import LoraDelta
 
 Normed = Literal["plain", "dora"]
 """Whether adapted weights have magnitudes."""
@@ -32,7 +32,7 @@ def all_here(squares: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def row_norms(rows: Rows, product: Product, sum_squares: SumSquares) -> torch.Tensor:
+def row_norms(rows: Rows, product: LoraDelta, sum_squares: SumSquares) -> torch.Tensor:
     """The norm of each row of the sum of a weight and a product, fp32."""
     device = product.left.device
     with torch.autocast(device.type, enabled=False):
@@ -46,7 +46,7 @@ def row_norms(rows: Rows, product: Product, sum_squares: SumSquares) -> torch.Te
 
 
 @torch.no_grad()
-def column_norms(weight: torch.Tensor, product: Product, sum_squares: SumSquares) -> torch.Tensor:
+def column_norms(weight: torch.Tensor, product: LoraDelta, sum_squares: SumSquares) -> torch.Tensor:
     """The norm of each column of the sum of weight and product, fp32."""
     with torch.autocast(weight.device.type, enabled=False):
         found = weight.new_zeros(weight.shape[1], dtype=torch.float32)
@@ -60,7 +60,7 @@ def _rows_at_once(columns: int) -> int:
     return max(1, STRETCH // (4 * columns))
 
 
-def ratio(magnitude: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
+def dora_scale(magnitude: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
     """What rows or columns are multiplied by.
 
     Norms are rounded as magnitudes are, so that what starts at the norm starts at 1.

@@ -8,7 +8,7 @@ from torch import nn
 
 from penstock.adapters.lora import LoraLinear
 from penstock.adapters.lora_embedding import LoraEmbedding
-from penstock.adapters.names import MAGNITUDE, SIDES, factor_of
+from penstock.adapters.names import MAGNITUDE, SIDES, parse_factor
 from penstock.models.initialize import generator_for
 
 
@@ -21,7 +21,7 @@ def initial_lora(name: str, shape: Sequence[int], seed: int, *, merges: int = 0)
     alike. Those of experts [E, r, in] follow one another. After so many `merges` of what was learnt
     into the weights it is another start.
     """
-    factor = factor_of(name)
+    factor = parse_factor(name)
     assert factor is not None, f"{name} is not the name of a low-rank factor"
     assert factor.side in SIDES, f"{name} starts at norms of the base weight"
     with torch.device("cpu"):
@@ -40,7 +40,7 @@ def fill(model: nn.Module, seed: int) -> None:
     """Give every factor of the model, none of them on the meta device, its start, in place."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            factor = factor_of(name)
+            factor = parse_factor(name)
             if factor and factor.side != MAGNITUDE:
                 parameter.copy_(initial_lora(name, parameter.shape, seed))
         for module in model.modules():

@@ -12,14 +12,14 @@ from penstock.adapters.lora import LoraLinear
 from penstock.adapters.lora_embedding import LoraEmbedding
 from penstock.adapters.lora_experts import Form, adapt_experts
 from penstock.adapters.peft_format import Bias
-from penstock.adapters.scaling import Scaling, scale_of
-from penstock.adapters.targets import chosen_layers, is_of_experts, layers_in, layers_of
+from penstock.adapters.scaling import Scaling, lora_scaling
+from penstock.adapters.targets import chosen_layers, is_of_experts, layers_in, targetable_layers
 from penstock.core.errors import ConfigError
 from penstock.models.decoder import Decoder
 from penstock.models.family import LINEAR_PARTS
 from penstock.models.layers.dropout import Dropout
 from penstock.models.layers.experts import Matrix
-from penstock.models.layers.moe import MixtureOfExperts
+from penstock.models.layers.moe import MoE
 
 FIELDS: Mapping[Form, str] = {"shared": "moe_shared_lora", "hybrid": "moe_hybrid_shared_lora"}
 """Where a run says that experts have factors in common."""
@@ -48,7 +48,7 @@ class LoraSpec:
     @property
     def scale(self) -> float:
         """What the product of the factors is multiplied by."""
-        return scale_of(self.rank, self.alpha, self.scaling)
+        return lora_scaling(self.rank, self.alpha, self.scaling)
 
 
 def inject(
@@ -74,7 +74,7 @@ def inject(
     named = model.named_parameters()
     biases = [p for name, p in named if p.requires_grad and name.endswith(".bias")]
     model.requires_grad_(False)
-    here = layers_of(model)
+    here = targetable_layers(model)
     natives = list(dict.fromkeys(here[hf] for hf in chosen if hf in here))
     for name, mixture in _mixtures(model):
         matrices: list[Matrix] = [
@@ -114,9 +114,9 @@ def _adapted(model: Decoder, native: str, chosen: Sequence[str], spec: LoraSpec)
     )
 
 
-def _mixtures(model: Decoder) -> list[tuple[str, MixtureOfExperts]]:
+def _mixtures(model: Decoder) -> list[tuple[str, MoE]]:
     named = model.named_modules()
-    return [(name, module) for name, module in named if isinstance(module, MixtureOfExperts)]
+    return [(name, module) for name, module in named if isinstance(module, MoE)]
 
 
 def _check_experts(chosen: Sequence[str], spec: LoraSpec, model: Decoder) -> None:

@@ -11,17 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from penstock.adapters.dora import Normed, SumSquares, all_here, ratio, row_norms
-from penstock.adapters.weight_delta import Product
+from penstock.adapters.dora import Normed, SumSquares, all_here, dora_scale, row_norms
+from penstock.adapters.weight_delta import LoraDelta
 from penstock.models.layers.dropout import Dropout
-from penstock.models.layers.linear_terms import ScaledProducts, SumOfProducts, WeightedRows
-from penstock.models.layers.quantized_linear import affine, put_weight, rows_of, weight_of
+from penstock.models.layers.linear_terms import LinearTerms, ScaledProducts, WeightedRows
+from penstock.models.layers.quantized_linear import affine, dequantize_rows, get_weight, put_weight
 
 Affine = Callable[..., torch.Tensor]
 """`x W^T + b` of x, W and b, of which the last may be left out."""
 
 
-class LoraLinear(nn.Linear, SumOfProducts):
+class LoraLinear(nn.Linear, LinearTerms):
     """A linear layer whose own weight is frozen, with one pair of factors per adapted part.
 
     It takes the base layer's parameters as they are, under the same names. A fused projection has
@@ -49,7 +49,7 @@ class LoraLinear(nn.Linear, SumOfProducts):
             base.in_features, base.out_features, bias=base.bias is not None, device="meta"
         )
         self.bias = base.bias
-        put_weight(self, weight_of(base))
+        put_weight(self, get_weight(base))
         self.requires_grad_(False)
         self.parts = dict(parts)
         self.rank, self.scale = rank, scale
@@ -57,9 +57,9 @@ class LoraLinear(nn.Linear, SumOfProducts):
         self.affine: Affine = affine
         device = base.weight.device
         shapes = {part: ((rank, base.in_features), (parts[part], rank)) for part in adapted}
-        self.lora_A = unfilled({part: a for part, (a, _) in shapes.items()}, device)
-        self.lora_B = unfilled({part: b for part, (_, b) in shapes.items()}, device)
-        self.lora_magnitude = unfilled(
+        self.lora_A = empty_lora_params({part: a for part, (a, _) in shapes.items()}, device)
+        self.lora_B = empty_lora_params({part: b for part, (_, b) in shapes.items()}, device)
+        self.lora_magnitude = empty_lora_params(
             {part: (parts[part],) for part in adapted if normed == "dora"}, device
         )
         self.lora_dropout = nn.ModuleDict(dropout)
@@ -95,7 +95,7 @@ class LoraLinear(nn.Linear, SumOfProducts):
             return [(None, plain)] if plain else None
         if others or self.bias is not None:
             return None
-        by = ratio(self.lora_magnitude[part], self._norms(part))
+        by = dora_scale(self.lora_magnitude[part], self._norms(part))
         more = self._low(x, part) * self.scale, self.lora_B[part]
         dropped = self.lora_dropout[part](x)
         if dropped is x:
@@ -131,22 +131,22 @@ class LoraLinear(nn.Linear, SumOfProducts):
         first = self.first_row(part)
 
         def rows(start: int, end: int) -> torch.Tensor:
-            return rows_of(self.weight, first + start, first + end)
+            return dequantize_rows(self.weight, first + start, first + end)
 
-        return row_norms(rows, Product(b, a, self.scale), self.sum_squares)
+        return row_norms(rows, LoraDelta(b, a, self.scale), self.sum_squares)
 
     def _normed_part(self, x: torch.Tensor, part: str, y: torch.Tensor) -> torch.Tensor:
         """What becomes of a part's base output `y`.
 
         As in PEFT, what is dropped for the product is dropped for all but the base output as well.
         """
-        by = ratio(self.lora_magnitude[part], self._norms(part))
+        by = dora_scale(self.lora_magnitude[part], self._norms(part))
         more = self._product(x, part) * self.scale
         dropped = self.lora_dropout[part](x)
         if dropped is x:
             return (by * (y + more.to(y.dtype))).to(y.dtype)
         first = self.first_row(part)
-        weight = rows_of(self.weight, first, first + self.parts[part]).to(y.dtype)
+        weight = dequantize_rows(self.weight, first, first + self.parts[part]).to(y.dtype)
         return (y + (by - 1) * F.linear(dropped, weight) + by * more).to(y.dtype)
 
     def first_row(self, part: str) -> int:
@@ -161,7 +161,9 @@ class LoraLinear(nn.Linear, SumOfProducts):
         return list(zip(self.parts, outputs, strict=True))
 
 
-def unfilled(shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> nn.ParameterDict:
+def empty_lora_params(
+    shapes: Mapping[str, tuple[int, ...]], device: torch.device
+) -> nn.ParameterDict:
     """Tensors of an adapter by the parts that they are for, fp32."""
     return nn.ParameterDict(
         {

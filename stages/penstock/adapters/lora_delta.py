@@ -14,7 +14,7 @@ from torch import nn
 from penstock.adapters.lora import LoraLinear
 from penstock.adapters.lora_embedding import PART, LoraEmbedding
 from penstock.adapters.lora_experts import ExpertAdapter
-from penstock.adapters.weight_delta import Product
+from penstock.adapters.weight_delta import LoraDelta
 from penstock.models.layers.clamped_experts import ClampedExperts
 from penstock.models.layers.experts import Experts, Matrix
 from penstock.models.layers.quantized_linear import QuantisedMatrix
@@ -25,15 +25,15 @@ whoever has which."""
 
 
 @dataclass(frozen=True)
-class Adapted:
+class LoraWeight:
     """A weight that bears factors, and what these come to now."""
 
     weight: torch.Tensor | QuantisedMatrix
-    products: Sequence[tuple[int, Product]]
+    products: Sequence[tuple[int, LoraDelta]]
     """Each with the first of the weight's rows that it is added to."""
 
 
-def adapted_in(model: nn.Module, whole: Whole) -> Iterator[Adapted]:
+def adapted_in(model: nn.Module, whole: Whole) -> Iterator[LoraWeight]:
     """The weights that bear factors, in the model's order. Norms that are trained beside factors
     are not in what is given."""
     for module in model.modules():
@@ -41,18 +41,18 @@ def adapted_in(model: nn.Module, whole: Whole) -> Iterator[Adapted]:
             products = [
                 (
                     module.first_row(part),
-                    Product(whole(module.lora_B[part]), whole(a), module.scale),
+                    LoraDelta(whole(module.lora_B[part]), whole(a), module.scale),
                 )
                 for part, a in module.lora_A.items()
             ]
-            yield Adapted(module.weight, products)
+            yield LoraWeight(module.weight, products)
         elif isinstance(module, LoraEmbedding):
             a, b = whole(module.lora_A[PART]), whole(module.lora_B[PART])
-            yield Adapted(module.weight, [(0, Product(a.T, b.T, module.scale))])
+            yield LoraWeight(module.weight, [(0, LoraDelta(a.T, b.T, module.scale))])
         elif isinstance(module, Experts) and isinstance(module.adapter, ExpertAdapter):
             for name in ("gate_up_proj", "down_proj"):
                 if products := _of_experts(module, module.adapter, name, whole):
-                    yield Adapted(getattr(module, name), products)
+                    yield LoraWeight(getattr(module, name), products)
 
 
 def _of_experts(
@@ -60,21 +60,21 @@ def _of_experts(
     adapter: ExpertAdapter,
     name: Literal["gate_up_proj", "down_proj"],
     whole: Whole,
-) -> list[tuple[int, Product]]:
+) -> list[tuple[int, LoraDelta]]:
     """Those of one of the two tensors."""
     is_turned = isinstance(experts, ClampedExperts)
     within: list[Matrix] = [
         matrix for matrix in experts.matrices if (matrix == "down_proj") is (name == "down_proj")
     ]
     heights = [experts.matrices[matrix][is_turned] for matrix in within]
-    found: list[tuple[int, Product]] = []
+    found: list[tuple[int, LoraDelta]] = []
     for number, matrix in enumerate(within):
         a, b = adapter.factor("lora_A", matrix), adapter.factor("lora_B", matrix)
         if a is None or b is None:
             continue
         a_ErK, b_ENr = (_of_each(whole(factor), experts.num_experts) for factor in (a, b))
         for expert in range(experts.num_experts):
-            product = Product(b_ENr[expert], a_ErK[expert], adapter.scale)
+            product = LoraDelta(b_ENr[expert], a_ErK[expert], adapter.scale)
             start = expert * sum(heights) + sum(heights[:number])
             found.append((start, product.turned() if is_turned else product))
     return found

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from penstock.adapters.dora import Normed, SumSquares, all_here, column_norms, ratio
-from penstock.adapters.lora import unfilled
-from penstock.adapters.weight_delta import Product
+from penstock.adapters.dora import Normed, SumSquares, all_here, column_norms, dora_scale
+from penstock.adapters.lora import empty_lora_params
+from penstock.adapters.weight_delta import LoraDelta
 
 LookUp = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Token ids [T] and a table [V, F] to rows [T, F]."""
@@ -39,17 +39,17 @@ class LoraEmbedding(nn.Embedding):
         self.leave: Callable[[torch.Tensor], torch.Tensor] = _as_it_is
         self.sum_squares: SumSquares = all_here
         device = base.weight.device
-        self.lora_A = unfilled({PART: (rank, base.num_embeddings)}, device)
-        self.lora_B = unfilled({PART: (base.embedding_dim, rank)}, device)
+        self.lora_A = empty_lora_params({PART: (rank, base.num_embeddings)}, device)
+        self.lora_B = empty_lora_params({PART: (base.embedding_dim, rank)}, device)
         norms = {PART: (base.embedding_dim,)} if normed == "dora" else {}
-        self.lora_magnitude = unfilled(norms, device)
+        self.lora_magnitude = empty_lora_params(norms, device)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Embeddings [T, D] in the table's dtype."""
         x_TD = self.look_up(input, self.weight)
         more_TD = F.linear(self.look_up(input, self.lora_A[PART].T), self.lora_B[PART]) * self.scale
         if PART in self.lora_magnitude:
-            by_D = ratio(self.lora_magnitude[PART], self._norms())
+            by_D = dora_scale(self.lora_magnitude[PART], self._norms())
             return self.leave((by_D * (x_TD + more_TD)).to(x_TD.dtype))
         return self.leave(x_TD + more_TD.to(x_TD.dtype))
 
@@ -61,7 +61,7 @@ class LoraEmbedding(nn.Embedding):
 
     def _norms(self) -> torch.Tensor:
         a, b = (factors[PART].detach().float() for factors in (self.lora_A, self.lora_B))
-        return column_norms(self.weight, Product(a.T, b.T, self.scale), self.sum_squares)
+        return column_norms(self.weight, LoraDelta(a.T, b.T, self.scale), self.sum_squares)
 
 
 def _as_it_is(x_TD: torch.Tensor) -> torch.Tensor:

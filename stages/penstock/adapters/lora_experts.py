@@ -15,7 +15,7 @@ from torch import nn
 from penstock.adapters.names import ADAPTER, EACH, EXPERTS, Side
 from penstock.models.decoder import Decoder
 from penstock.models.layers.experts import Experts, Matrix
-from penstock.models.layers.moe import MixtureOfExperts
+from penstock.models.layers.moe import MoE
 from penstock_kernels.group_gemm import group_gemm
 
 Form = Literal["each", "shared", "hybrid"]
@@ -111,7 +111,7 @@ def expert_layers(model: Decoder, name: str, experts: Experts) -> dict[str, str]
 
 
 def adapt_experts(
-    mixture: MixtureOfExperts, matrices: Sequence[Matrix], *, rank: int, scale: float, form: Form
+    mixture: MoE, matrices: Sequence[Matrix], *, rank: int, scale: float, form: Form
 ) -> None:
     """Put unfilled factors beside these matrices of every expert, in place."""
     experts = mixture.experts

@@ -36,7 +36,7 @@ class Linear:
     """The native parameter that it is rows of."""
 
 
-def means(target: str, layer: str) -> bool:
+def matches(target: str, layer: str) -> bool:
     """Whether `target` is this layer's name, or an end of it that begins with a part; or a pattern
     of such in which `*` stands for anything and `[0-3]` for a character; or ALL_LINEAR."""
     if target == ALL_LINEAR:
@@ -48,13 +48,13 @@ def means(target: str, layer: str) -> bool:
     return is_pattern and (fnmatchcase(layer, target) or fnmatchcase(layer, f"*.{target}"))
 
 
-def meant(targets: Iterable[str], layers: Iterable[Linear]) -> list[Linear]:
+def match_targets(targets: Iterable[str], layers: Iterable[Linear]) -> list[Linear]:
     """The layers that any of the targets means, by either of their names."""
     targets = tuple(targets)
     return [
         layer
         for layer in layers
-        if any(means(target, layer.name) or means(target, layer.native) for target in targets)
+        if any(matches(target, layer.name) or matches(target, layer.native) for target in targets)
     ]
 
 
@@ -74,7 +74,9 @@ def chosen_names(
     chosen: set[str] = set()
     faults: list[str] = []
     for target in targets:
-        named = {hf for hf, native in layers.items() if means(target, hf) or means(target, native)}
+        named = {
+            hf for hf, native in layers.items() if matches(target, hf) or matches(target, native)
+        }
         if not named:
             faults.append(_fault(target, layers, routers))
         chosen |= named
@@ -149,10 +151,10 @@ def _of_experts(names: WeightMap, native: str) -> Iterator[Linear]:
 
 def _fault(target: str, layers: Iterable[str], routers: Sequence[str]) -> str:
     said = f"lora.lora_target_modules: {target!r}"
-    if any(means(target, router) for router in routers):
+    if any(matches(target, router) for router in routers):
         return f"{said} is a router, and a router bears no adapter; leave it out"
     every = re.sub(r"\bexperts\.\d+\.", f"{EACH}.", target)
-    if every != target and any(means(every, hf) for hf in layers):
+    if every != target and any(matches(every, hf) for hf in layers):
         return f"{said} names one expert, and all of a layer are adapted; write {every!r}"
     ends = {hf.split(".", cut)[-1] for hf in layers for cut in range(hf.count(".") + 1)}
     near = get_close_matches(target, sorted(ends), n=1)

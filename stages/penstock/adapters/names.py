@@ -59,7 +59,7 @@ class Factor(NamedTuple):
         return None if inner == self.module else inner
 
 
-def factor_of(name: str) -> Factor | None:
+def parse_factor(name: str) -> Factor | None:
     """What of an adapter this native parameter is, or None for a parameter of the base model."""
     module, _, rest = name.rpartition(".lora_")
     side, _, part = f"lora_{rest}".partition(".")

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 import torch
 
-from penstock.adapters.names import MAGNITUDE, factor_of
-from penstock.adapters.scaling import Scaling, scale_of
+from penstock.adapters.names import MAGNITUDE, parse_factor
+from penstock.adapters.scaling import Scaling, lora_scaling
 
 PREFIX = "base_model.model."
 
@@ -43,7 +43,7 @@ NO_EXPERTS = AdaptedExperts((), (), (), ())
 
 
 @dataclass(frozen=True)
-class Strength:
+class LoraScaling:
     """How strongly an adapter counts, and what else a folder says of how it was trained."""
 
     rank: int
@@ -56,12 +56,12 @@ class Strength:
     @property
     def scale(self) -> float:
         """What the product of the factors is multiplied by."""
-        return scale_of(self.rank, self.alpha, self.scaling)
+        return lora_scaling(self.rank, self.alpha, self.scaling)
 
 
 def peft_name(native: str) -> str:
     """The name in `adapter_model.safetensors` of the adapter's tensor with this native name."""
-    factor = factor_of(native)
+    factor = parse_factor(native)
     assert factor is not None, f"{native} is no part of an adapter"
     at = f"{PREFIX}{factor.hf_module}"
     if factor.side == MAGNITUDE:
@@ -106,7 +106,7 @@ def separate_factors(
 
 
 def adapter_config(
-    strength: Strength,
+    strength: LoraScaling,
     *,
     adapted: Sequence[str],
     linear_layers: Iterable[str],

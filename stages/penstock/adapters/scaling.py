@@ -8,6 +8,6 @@ Scaling = Literal["rank", "root"]
 adapters of a large rank from learning too slowly."""
 
 
-def scale_of(rank: int, alpha: float, scaling: Scaling) -> float:
+def lora_scaling(rank: int, alpha: float, scaling: Scaling) -> float:
     """What the product B A is multiplied by."""
     return alpha / (rank if scaling == "rank" else math.sqrt(rank))

@@ -13,7 +13,7 @@ from penstock.models.layers.router import Router
 from penstock.models.weights import FUSED
 
 
-def layers_of(model: Decoder) -> dict[str, str]:
+def targetable_layers(model: Decoder) -> dict[str, str]:
     """What may bear an adapter by the names in a checkpoint, and the native modules that are them.
 
     Those of all of a layer's experts are one, and bear the name that the module would have.
@@ -52,7 +52,7 @@ def chosen_layers(whole: Decoder, targets: Iterable[str]) -> list[str]:
     Raises:
         ConfigError: a target that names none, or a head or an embedding that are tied.
     """
-    layers = layers_of(whole)
+    layers = targetable_layers(whole)
     chosen = chosen_names(
         targets, layers, _routers(whole), is_tied=whole.config.tie_word_embeddings
     )

@@ -9,7 +9,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Product:
+class LoraDelta:
     """`scale * left @ right`: left [rows, r], right [r, columns], both fp32."""
 
     left: torch.Tensor
@@ -21,9 +21,9 @@ class Product:
         """Of the matrix that it is added to."""
         return self.left.shape[0], self.right.shape[1]
 
-    def turned(self) -> "Product":
+    def turned(self) -> "LoraDelta":
         """What is added to the same matrix stored the other way round."""
-        return Product(self.right.T.contiguous(), self.left.T.contiguous(), self.scale)
+        return LoraDelta(self.right.T.contiguous(), self.left.T.contiguous(), self.scale)
 
     def added_to(self, weight: torch.Tensor, start: int) -> torch.Tensor:
         """The sum with rows of the tensor, the first of which is its row `start`; fp32."""
@@ -44,10 +44,10 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Stacked:
+class BatchedDelta:
     """Products for matrices of one shape that lie one after another, as the experts of a layer."""
 
-    products: tuple[Product, ...]
+    products: tuple[LoraDelta, ...]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -68,10 +68,10 @@ class Stacked:
 
 
 @dataclass(frozen=True)
-class Change:
+class WeightDelta:
     """What becomes of a matrix: a product is added, and then rows or columns are scaled anew."""
 
-    product: Product | Stacked
+    product: LoraDelta | BatchedDelta
     magnitude: torch.Tensor | None = None
     """The norm that each row is given once the product is added (Liu et al. 2024, "DoRA"), or each
     column where `of_columns`; fp32."""

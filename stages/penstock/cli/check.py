@@ -11,9 +11,9 @@ import yaml
 
 from penstock.cli.console import Console
 from penstock.config.loading.fault import dotted
-from penstock.config.rules.run import broken
+from penstock.config.rules.run import rule_violations
 from penstock.config.schema.dataset import DatasetConfig
-from penstock.config.schema.run import RunConfig, written
+from penstock.config.schema.run import RunConfig, is_explicitly_set
 from penstock.core import env
 from penstock.core.errors import (
     CapabilityError,
@@ -23,20 +23,20 @@ from penstock.core.errors import (
     StageError,
     UnreachableError,
 )
-from penstock.core.remote.urls import spoken
+from penstock.core.remote.urls import redact
 from penstock.core.sources.pin import check_model as check_model_files
 from penstock.core.sources.pin import pin_tokenizer
 from penstock.machine import (
     check_machine,
     check_model,
     check_weights,
-    config_of,
     needs_login,
     require_push,
+    resolve_hf_config,
     world_size,
 )
-from penstock.origins import with_adapter, with_start
-from penstock.outputs import outputs_of, unwritable
+from penstock.origins import resolve_init_checkpoint, with_adapter
+from penstock.outputs import output_folders, unwritable
 from penstock.pins import LISTS, check_checkpoints, pin_dataset, typed_dataset
 from penstock.plan import dataset_settings
 
@@ -103,7 +103,7 @@ def _looked(run: RunConfig) -> tuple[RunConfig, list[Look]]:
             looks += of_data
     typed = run.model_copy(update={"data": run.data.model_copy(update=found)})
     # Rules of types, which could not be asked when the file was read.
-    ruled = [Look(dotted(fault.path), "fault", fault.text, 2) for fault in broken(typed)]
+    ruled = [Look(dotted(fault.path), "fault", fault.text, 2) for fault in rule_violations(typed)]
     return typed, [*_model(typed), *looks, *ruled, *_outputs(typed), *_push(typed)]
 
 
@@ -137,19 +137,19 @@ def _model(run: RunConfig) -> list[Look]:
 
 def _checked_model(run: RunConfig) -> str:
     """The model's type. Raises what keeps the run from being trained here, as its plan would."""
-    run = with_adapter(with_start(run))
+    run = with_adapter(resolve_init_checkpoint(run))
     check_machine(run)
     if run.model.model_path:
         check_model_files(run.model.model_path)
     check_checkpoints(run)
     check_weights(run)
     check_model(run)
-    return config_of(run)["model_type"]
+    return resolve_hf_config(run)["model_type"]
 
 
 def _tokenizer(run: RunConfig) -> tuple[Any, str]:
     # Takes a second or two to import, which configs that do not load are spared.
-    from penstock.core.sources.pin_remote import folder_of
+    from penstock.core.sources.pin_remote import resolve_folder
     from penstock.rows.tokenizer import load_tokenizer
 
     source = run.model.tokenizer_source
@@ -157,23 +157,23 @@ def _tokenizer(run: RunConfig) -> tuple[Any, str]:
         pinned = pin_tokenizer(source)
     except ElsewhereError as error:
         raise UnreachableError(str(error)) from error
-    found = load_tokenizer(folder_of(source, pinned), pinned.pin.get("commit"))
+    found = load_tokenizer(resolve_folder(source, pinned), pinned.pin.get("commit"))
     _require_vocabulary(run, found.vocab_size)
     template = "a chat template" if found.chat_template else "no chat template"
-    return found, f"{spoken(source)}, {len(found):,} tokens, {template}"
+    return found, f"{redact(source)}, {len(found):,} tokens, {template}"
 
 
 def _require_vocabulary(run: RunConfig, size: int) -> None:
     """Refuse a tokenizer with more tokens than the model has, those added to it left out: few
     texts have these."""
     try:
-        known = config_of(run).get("vocab_size")
+        known = resolve_hf_config(run).get("vocab_size")
     except (ConfigError, CapabilityError):
         return  # told of the model
     if isinstance(known, int) and size > known:
         raise ConfigError(
-            f"{spoken(run.model.tokenizer_source)} has {size:,} tokens, and the model "
-            f"{spoken(run.model.config_source)} knows {known:,} (vocab_size).\n"
+            f"{redact(run.model.tokenizer_source)} has {size:,} tokens, and the model "
+            f"{redact(run.model.config_source)} knows {known:,} (vocab_size).\n"
             "  Leave tokenizer_path out to take the model's own, or name the one it was made with."
         )
 
@@ -193,10 +193,10 @@ def _dataset(
     except CapabilityError as error:
         raise UnreachableError(str(error)) from error
     if not records:
-        raise StageError(f"{spoken(dataset.path)} has no record that can be read at its beginning.")
+        raise StageError(f"{redact(dataset.path)} has no record that can be read at its beginning.")
     columns = ", ".join(records[0])
     inferred = "" if dataset.is_typed else " (inferred from its records)"
-    said = f"{spoken(dataset.path)}: type: {typed.type}{inferred}; columns {columns}"
+    said = f"{redact(dataset.path)}: type: {typed.type}{inferred}; columns {columns}"
     if tokenizer is None:
         return typed, f"{said}; not tokenised, for there is no tokenizer"
     role = "train" if ".datasets." in at else "test"
@@ -204,7 +204,7 @@ def _dataset(
     found = first_samples(records, dataset_settings(run, typed, role), tokenizer, only)
     if not found.samples or (found.bad and not run.data.bad_rows_allowed):
         raise StageError(
-            f"{spoken(dataset.path)}, read as type: {typed.type}: {found.records - found.samples} "
+            f"{redact(dataset.path)}, read as type: {typed.type}: {found.records - found.samples} "
             f"of the first {found.records} records give no sample: {'; '.join(found.faults[:3])}"
             f"{found.hint}"
         )
@@ -217,7 +217,7 @@ def _dataset(
 def _outputs(run: RunConfig) -> list[Look]:
     """The folders that results go to."""
     looks: list[Look] = []
-    for name, folder in outputs_of(run, run.stages).items():
+    for name, folder in output_folders(run, run.stages).items():
         refused = unwritable({name: folder})
         text = refused[0].removeprefix(f"{name} ") if refused else f"{folder} can be written to"
         looks.append(Look(name, "fault" if refused else "ok", text, 2 if refused else 0))
@@ -235,7 +235,7 @@ def _yaml(run: RunConfig, *, whole: bool) -> str:
     values = run.model_dump(mode="json", exclude_unset=not whole)
     lines: list[str] = []
     for name in FITTED if whole else ():
-        if not written(run, f"data.{name}"):
+        if not is_explicitly_set(run, f"data.{name}"):
             del values["data"][name]
             lines.append(f"# data.{name} is not written, and follows from the samples")
     for name in LISTS if whole else ():

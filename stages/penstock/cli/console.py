@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.errors import PenstockError
-from penstock.core.os_errors import is_of_the_machine, reason_of
+from penstock.core.os_errors import describe_os_error, is_of_the_machine
 
 if TYPE_CHECKING:  # the store imports pydantic, which `--help` does without
-    from penstock.core.cache.store import Outcome
+    from penstock.core.cache.store import StageResult
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Console:
 
     as_json: bool = False
     debug: bool = False
-    outcomes: "list[Outcome]" = field(default_factory=list)
+    outcomes: "list[StageResult]" = field(default_factory=list)
     more: dict[str, Any] = field(default_factory=dict[str, Any])
     """What is added to the closing object, whether the command fails or not."""
 
@@ -72,7 +72,7 @@ def run(console: Console, command: Callable[[], dict[str, Any] | None]) -> int:
         return 128 + signal.SIGPIPE
     except Exception as error:  # noqa: BLE001 - the edge of the process
         if is_of_the_machine(error):
-            text = f"{reason_of(error)}.\n  Then run the same command again."
+            text = f"{describe_os_error(error)}.\n  Then run the same command again."
         else:
             text = (
                 f"{type(error).__name__}: {error}\n"
@@ -90,7 +90,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def outcome_table(outcomes: "Sequence[Outcome]") -> str:
+def outcome_table(outcomes: "Sequence[StageResult]") -> str:
     """What became of each stage, in how long, and where it lies."""
     rows = [("stage", "key", "status", "seconds", "where")]
     rows += [(o.stage, o.key[:8], o.status, f"{o.seconds:.1f}", o.where) for o in outcomes]
@@ -105,7 +105,7 @@ def _fail(console: Console, error: BaseException, text: str, code: int) -> int:
     return code
 
 
-def _plain(outcome: "Outcome") -> dict[str, Any]:
+def _plain(outcome: "StageResult") -> dict[str, Any]:
     return {
         "stage": outcome.stage,
         "key": outcome.key,

@@ -23,7 +23,7 @@ Standing = Literal["ok", "absent", "wrong"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class DoctorCheck:
     """One thing looked at."""
 
     what: str
@@ -65,7 +65,7 @@ OPTIONAL = {
 }
 
 
-def examine(console: Console, more: Sequence[Finding] = ()) -> dict[str, Any]:
+def examine(console: Console, more: Sequence[DoctorCheck] = ()) -> dict[str, Any]:
     """Print all findings. Raises CapabilityError when one of them keeps Penstock from working."""
     findings = [*_system(), *required(), *optional(), *_working(), *more]
     rows = [("what", "standing", "seen", "what to do")]
@@ -78,7 +78,7 @@ def examine(console: Console, more: Sequence[Finding] = ()) -> dict[str, Any]:
     return {"findings": [vars(finding) for finding in findings]}
 
 
-def measured() -> list[Finding]:
+def measured() -> list[DoctorCheck]:
     """How fast this machine is; kept for `penstock plan`."""
     done = subprocess.run(
         [sys.executable, "-m", "penstock.costs.measure_machine"],
@@ -89,69 +89,71 @@ def measured() -> list[Finding]:
     )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["failed"])[-1]
-        return [Finding("speed", "wrong", last[:100], "reinstall torch for this machine")]
+        return [DoctorCheck("speed", "wrong", last[:100], "reinstall torch for this machine")]
     found = json.loads(done.stdout.splitlines()[-1])
     name = remember(found)
     products = ", ".join(f"{found[one] / 1e9:.3g} GFLOP/s in {one}" for one in ("bf16", "fp32"))
     seen = f"{name}: {products}, memory {found['bandwidth'] / 1e9:,.0f} GB/s"
-    return [Finding("speed", "ok", seen, slow_bfloat16() or "")]
+    return [DoctorCheck("speed", "ok", seen, slow_bfloat16() or "")]
 
 
-def _system() -> list[Finding]:
+def _system() -> list[DoctorCheck]:
     gpus = env.num_gpus()
     free = shutil.disk_usage(".").free
     return [
-        Finding("penstock", "ok", __version__),
-        Finding("python", "ok", platform.python_version()),
-        Finding("processors", "ok", str(env.num_processors())),
-        Finding("cuda devices", "ok" if gpus else "absent", str(gpus)),
+        DoctorCheck("penstock", "ok", __version__),
+        DoctorCheck("python", "ok", platform.python_version()),
+        DoctorCheck("processors", "ok", str(env.num_processors())),
+        DoctorCheck("cuda devices", "ok" if gpus else "absent", str(gpus)),
         _tuned(env.cache_home() / "tuning"),
-        Finding("free disk here", "ok" if free > 10e9 else "absent", f"{free / 1e9:.0f} GB"),
+        DoctorCheck("free disk here", "ok" if free > 10e9 else "absent", f"{free / 1e9:.0f} GB"),
     ]
 
 
-def _tuned(folder: Path) -> Finding:
+def _tuned(folder: Path) -> DoctorCheck:
     """Whether kernels have measured their tile sizes on a GPU."""
     files = len([*folder.glob("*.json")])
     if files:
-        return Finding("tuned kernels", "ok", f"{files} kinds of GPU, in {folder}")
-    return Finding("tuned kernels", "absent", "none yet", "nothing: first launches on a GPU tune")
+        return DoctorCheck("tuned kernels", "ok", f"{files} kinds of GPU, in {folder}")
+    return DoctorCheck(
+        "tuned kernels", "absent", "none yet", "nothing: first launches on a GPU tune"
+    )
 
 
-def required(version_of: Callable[[str], str] = version) -> list[Finding]:
+def required(version_of: Callable[[str], str] = version) -> list[DoctorCheck]:
     """Whether each needed package is there in a version that serves.
 
-    `version_of` returns an installed version by name, or raises PackageNotFoundError.
+    `content_version` returns an installed version by name, or raises PackageNotFoundError.
     """
     return [_judge(package, *bounds, version_of) for package, bounds in REQUIRED.items()]
 
 
 def _judge(
     package: str, oldest: str, first_bad: str | None, version_of: Callable[[str], str]
-) -> Finding:
+) -> DoctorCheck:
     wanted = f"{package}>={oldest}" + (f",<{first_bad}" if first_bad else "")
     mend = f"pip install '{wanted}'"
     try:
         have = version_of(package)
     except PackageNotFoundError:
-        return Finding(package, "wrong", "not installed", mend)
+        return DoctorCheck(package, "wrong", "not installed", mend)
     release = Version(have)
     fits = release >= Version(oldest) and (first_bad is None or release < Version(first_bad))
-    return Finding(package, "ok" if fits else "wrong", have, "" if fits else mend)
+    return DoctorCheck(package, "ok" if fits else "wrong", have, "" if fits else mend)
 
 
-def optional(version_of: Callable[[str], str] = version) -> list[Finding]:
+def optional(version_of: Callable[[str], str] = version) -> list[DoctorCheck]:
     """Which packages are there that only some features need."""
-    findings: list[Finding] = []
+    findings: list[DoctorCheck] = []
     for package, mend in OPTIONAL.items():
         try:
-            findings.append(Finding(package, "ok", version_of(package)))
+            findings.append(DoctorCheck(package, "ok", version_of(package)))
         except PackageNotFoundError:
-            findings.append(Finding(package, "absent", "not installed", mend))
+            findings.append(DoctorCheck(package, "absent", "not installed", mend))
     return findings
 
 
-def _working() -> list[Finding]:
+def _working() -> list[DoctorCheck]:
     """What only trying shows. Each runs in a process of its own, so that one failure is one row."""
     trials: dict[str, tuple[str, Callable[[str], str]]] = {
         "torch sees": (
@@ -172,7 +174,7 @@ def _working() -> list[Finding]:
         "prefect's server": "pip install 'fastapi>=0.139,<0.151' 'sqlalchemy[asyncio]>=2.0,<2.1'",
         "hugging face's kernels": "run from a folder without a package called kernels",
     }
-    findings: list[Finding] = []
+    findings: list[DoctorCheck] = []
     for what, (code, shown) in trials.items():
         done = subprocess.run(
             [sys.executable, "-c", code],
@@ -183,7 +185,7 @@ def _working() -> list[Finding]:
         )
         if done.returncode:
             last = (done.stderr.strip().splitlines() or ["failed"])[-1]
-            findings.append(Finding(what, "wrong", last[:100], mends[what]))
+            findings.append(DoctorCheck(what, "wrong", last[:100], mends[what]))
         else:
-            findings.append(Finding(what, "ok", shown(done.stdout.strip())))
+            findings.append(DoctorCheck(what, "ok", shown(done.stdout.strip())))
     return findings

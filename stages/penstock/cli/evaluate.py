@@ -10,10 +10,10 @@ from penstock.cli.console import Console, table
 from penstock.config.loading.cli_overrides import Override
 from penstock.config.loading.load import load, loads
 from penstock.config.schema.run import RunConfig
-from penstock.core.cache.store import Step, obtain
+from penstock.core.cache.store import PlannedStage, fetch_cached
 from penstock.core.errors import ConfigError, PenstockError, StageError
-from penstock.core.os_errors import reason_of
-from penstock.core.remote.artifact_sync import Depot
+from penstock.core.os_errors import describe_os_error
+from penstock.core.remote.artifact_sync import RemoteArtifact
 from penstock.plan import Plan, plan
 from penstock.train.eval.eval_results import keep_held_out, keep_task_scores
 from penstock.train.launch.job import EVAL_RESULTS, JOB, REPORT, read_job
@@ -58,7 +58,7 @@ def evaluate_target(
                 "  Add --harness with names of tasks, or name the run's config or output folder."
             )
         return _run_tasks(target, wanted, 0, console)[0]
-    run = run_of(target, overrides)
+    run = load_run(target, overrides)
     if wanted.tasks:
         planned = plan(run, ("export",))
         told, scores = _run_tasks(_model_of(planned), wanted, run.train.seed, console)
@@ -69,7 +69,7 @@ def evaluate_target(
     return _ask_held_out(run, wanted, console)
 
 
-def run_of(target: Path, overrides: Sequence[Override]) -> RunConfig:
+def load_run(target: Path, overrides: Sequence[Override]) -> RunConfig:
     """The run of a config, or of a train.output_dir. Raises ConfigError for what is neither."""
     if not target.is_dir():
         return load(target, overrides)
@@ -137,7 +137,7 @@ def _ask_held_out(run: RunConfig, wanted: Wanted, console: Console) -> dict[str,
     return {**found, "trained": told}
 
 
-def _show_in_report(trained: Step, console: Console) -> None:
+def _show_in_report(trained: PlannedStage, console: Console) -> None:
     """Write the run's page again, with what was found; an evaluation does not fail for want of it.
     The seal of the run does not list it."""
     from penstock.train.report import write_report
@@ -145,9 +145,9 @@ def _show_in_report(trained: Step, console: Console) -> None:
     try:
         write_report(trained.path)
         if trained.remote:
-            Depot(trained.remote, trained.path).send([EVAL_RESULTS, REPORT])
+            RemoteArtifact(trained.remote, trained.path).send([EVAL_RESULTS, REPORT])
     except OSError as error:
-        console.say(f"the report does not show it: {reason_of(error)}")
+        console.say(f"the report does not show it: {describe_os_error(error)}")
     except PenstockError as error:
         # Of a run that lies elsewhere this machine may have the result and nothing else.
         console.say(f"the report does not show it: {error}")
@@ -186,8 +186,8 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
         ) from error
 
 
-def _require(step: Step, run: RunConfig) -> None:
-    if obtain(step, run.pipeline.verify) is None:
+def _require(step: PlannedStage, run: RunConfig) -> None:
+    if fetch_cached(step, run.pipeline.verify) is None:
         raise StageError(
             f"{step.stage.name} has not been run for this config.\n  Run penstock run first."
         )

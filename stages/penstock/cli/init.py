@@ -15,8 +15,8 @@ from penstock.cli.console import Console, table
 from penstock.config.generate_docs import schema, server_schema
 from penstock.config.loading.load import load
 from penstock.core.errors import ConfigError, StageError
-from penstock.core.os_errors import reason_of
-from penstock.core.sources.local_files import kind_of, missing
+from penstock.core.os_errors import describe_os_error
+from penstock.core.sources.local_files import detect_file_kind, missing
 from penstock.prepare.builtin import arithmetic
 
 SCHEMA_FILE, SERVER_SCHEMA_FILE = "penstock.schema.json", "penstock-server.schema.json"
@@ -71,7 +71,7 @@ def copy_recipe(name: str, folder: Path, console: Console) -> dict[str, Any]:
     Raises ConfigError for a name no recipe has or a file that is there, StageError if unwritable.
     """
     known = recipes()
-    if name not in known and kind_of(name):
+    if name not in known and detect_file_kind(name):
         raise missing(name)
     name = name.removesuffix(".yaml")
     if name not in known:
@@ -97,7 +97,7 @@ def _written(target: Path, body: str, schema_name: str, console: Console) -> dic
             f"{target} is there already and stays as it is.\n  Move it, or go to another folder."
         ) from None
     except OSError as error:
-        raise StageError(f"{target} cannot be written: {reason_of(error)}.") from error
+        raise StageError(f"{target} cannot be written: {describe_os_error(error)}.") from error
     then = f"serve {target}" if serves else f"check {target} and penstock run {target}"
     console.say(f"next: edit {target}, then penstock {then}")
     console.result(str(target))

@@ -112,12 +112,12 @@ def _explain(request: Any, console: Console, name: Any = None) -> dict[str, Any]
 
 
 def _wishes(force: list[str], start: str | None, fresh: bool = False) -> Any:
-    from penstock.plan import ORDER, Wishes
+    from penstock.plan import ORDER, RebuildOptions
 
     for name in (*force, *([start] if start else [])):
         if name not in ORDER:
             raise ConfigError(f"{name} is not a stage.\n  Stages are {', '.join(ORDER)}.")
-    return Wishes(frozenset(force), start, fresh)
+    return RebuildOptions(frozenset(force), start, fresh)
 
 
 @app.command("run")
@@ -312,11 +312,11 @@ def launch(
 
         request = Request(config, tuple(_overrides))
         if printing:
-            from penstock.cli.launch.command import Elsewhere, print_launch
+            from penstock.cli.launch.command import LaunchTarget, print_launch
             from penstock.cli.launch.kubernetes import Cluster
 
             cluster = Cluster(image, claim, mount, secret) if image else None
-            return print_launch(request, way, Elsewhere(gpus, cpus, cluster), console)
+            return print_launch(request, way, LaunchTarget(gpus, cpus, cluster), console)
         if way or image or claim or secret or gpus is not None or cpus is not None:
             raise ConfigError(
                 "penstock launch starts the run on this machine, where only the config says how.\n"

@@ -5,15 +5,17 @@ from dataclasses import asdict
 
 from penstock.cli.console import Console, outcome_table, table
 from penstock.cli.run import Request, bring, say_notes
-from penstock.core.cache.stage import key_of
-from penstock.core.cache.store import Outcome
+from penstock.core.cache.stage import stage_key
+from penstock.core.cache.store import StageResult
 from penstock.core.errors import ConfigError
 from penstock.pack.compare import Figures, compare
 from penstock.pack.stage import Pack
-from penstock.plan import Wishes, plan, require_upstream
+from penstock.plan import RebuildOptions, plan, require_upstream
 
 
-def compare_packing(request: Request, wishes: Wishes, console: Console, *, upstream: bool) -> None:
+def compare_packing(
+    request: Request, wishes: RebuildOptions, console: Console, *, upstream: bool
+) -> None:
     """Print rows, fill and padding of all methods on the prepared samples; write no row.
 
     The samples are prepared first unless they are there.
@@ -33,9 +35,9 @@ def compare_packing(request: Request, wishes: Wishes, console: Console, *, upstr
     assert isinstance(stage, Pack)
     figures = compare(stage.prepared.path, stage.resolved(), planned.run.data.pad_to_multiple_of)
     console.outcomes.append(
-        Outcome(
+        StageResult(
             stage="pack",
-            key=key_of(stage),
+            key=stage_key(stage),
             status="skipped",
             path=step.path,
             seconds=time.monotonic() - started,

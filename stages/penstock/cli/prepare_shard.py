@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass
 
 from penstock.cli.console import Console, outcome_table
 from penstock.cli.run import Request
-from penstock.core.cache.stage import key_of, short
-from penstock.core.cache.store import Outcome, lookup
+from penstock.core.cache.stage import short, stage_key
+from penstock.core.cache.store import StageResult, find_cached
 from penstock.core.errors import ConfigError, StageError
-from penstock.core.os_errors import reason_of
-from penstock.plan import Wishes, plan
+from penstock.core.os_errors import describe_os_error
+from penstock.plan import RebuildOptions, plan
 from penstock.prepare.stage import Prepare
 
 
@@ -45,10 +45,10 @@ class Share:
         return f"{self.number}/{self.count}"
 
 
-def prepare_share(request: Request, text: str, wishes: Wishes, console: Console) -> None:
+def prepare_share(request: Request, text: str, wishes: RebuildOptions, console: Console) -> None:
     """Tokenise those of the share's slices that are missing, and seal nothing."""
     share = Share.parse(text)
-    if wishes != Wishes():
+    if wishes != RebuildOptions():
         raise ConfigError(
             "--shard does what is missing, so it goes with neither --force nor --from.\n"
             "  Leave them out; to build again, give them to the penstock prepare that comes last."
@@ -60,7 +60,7 @@ def prepare_share(request: Request, text: str, wishes: Wishes, console: Console)
             "--shard has nothing to do with data.skip_prepare_dataset: true.\n"
             "  Leave one of the two out."
         )
-    if manifest := lookup(step):
+    if manifest := find_cached(step):
         status, counts = "cached", {"slices": 0, "done": 0, "rows": manifest["facts"]["rows"]}
         told = f"all of it is sealed in {step.where}"
     else:
@@ -68,7 +68,7 @@ def prepare_share(request: Request, text: str, wishes: Wishes, console: Console)
             did = stage.prepare_share(step.path, share.number - 1, share.count)
         except OSError as error:
             raise StageError(
-                f"share {share} of prepare failed: {reason_of(error)}\n"
+                f"share {share} of prepare failed: {describe_os_error(error)}\n"
                 "  What is finished is kept; run the same command again to go on."
             ) from error
         status, counts = ("ran" if did.done else "cached"), asdict(did)
@@ -76,7 +76,9 @@ def prepare_share(request: Request, text: str, wishes: Wishes, console: Console)
     facts = {"share": str(share), **counts}
     seconds = time.monotonic() - started
     console.outcomes.append(
-        Outcome("prepare", short(key_of(stage)), status, step.path, seconds, facts, step.remote)
+        StageResult(
+            "prepare", short(stage_key(stage)), status, step.path, seconds, facts, step.remote
+        )
     )
     console.say(f"prepare: share {share} did {counts['done']} of its {counts['slices']} slices")
     console.say(f"  {told}")

@@ -4,16 +4,16 @@ from typing import Any
 
 from penstock.cli.console import Console
 from penstock.cli.run import Request, bring
-from penstock.core.cache.store import Outcome
-from penstock.plan import Plan, Wishes
+from penstock.core.cache.store import StageResult
+from penstock.plan import Plan, RebuildOptions
 from penstock.recurring import tick
 
 
 def recur(request: Request, console: Console) -> dict[str, Any]:
     """Do what the section `release` asks for, and say in a line what was decided."""
 
-    def brought(planned: Plan, name: str) -> Outcome:
-        return bring(planned, name, Wishes(), console)
+    def brought(planned: Plan, name: str) -> StageResult:
+        return bring(planned, name, RebuildOptions(), console)
 
     decision = tick(request.load(), brought, console.say)
     console.result(decision.line)

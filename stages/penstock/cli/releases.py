@@ -13,10 +13,10 @@ from penstock.core.errors import ArtifactError, ConfigError
 from penstock.core.remote.urls import is_url
 
 if TYPE_CHECKING:  # imported where it is used: `--help` imports this module
-    from penstock.core.releases.local import Shelf
+    from penstock.core.releases.local import ReleaseStore
 
 Told = dict[str, Any]
-Command = Callable[["Shelf", Console], Told]
+Command = Callable[["ReleaseStore", Console], Told]
 
 SHOWN = 10
 """Decisions that `show` ends with."""
@@ -88,7 +88,7 @@ def release_commands(overrides: Sequence[Override]) -> typer.Typer:
     return commands
 
 
-def _list(shelf: "Shelf", console: Console) -> Told:
+def _list(shelf: "ReleaseStore", console: Console) -> Told:
     latest, withdrawn = shelf.latest(), shelf.withdrawn
     found = [shelf.manifest(number) for number in shelf.numbers()]
     rows = [("", "release", "created", "samples", "evaluation", "from", "export")]
@@ -98,7 +98,7 @@ def _list(shelf: "Shelf", console: Console) -> Told:
     return {"latest": latest, "withdrawn": sorted(withdrawn), "releases": told}
 
 
-def _show(shelf: "Shelf", number: int | None, console: Console) -> Told:
+def _show(shelf: "ReleaseStore", number: int | None, console: Console) -> Told:
     chosen = shelf.latest() if number is None else number
     if chosen is None:
         raise ConfigError(f"{shelf.where} holds no releases.\n  penstock recur makes the first.")
@@ -108,7 +108,7 @@ def _show(shelf: "Shelf", number: int | None, console: Console) -> Told:
     return {"manifest": manifest, "path": str(folder), "decisions": decisions}
 
 
-def _verify(shelf: "Shelf", console: Console) -> Told:
+def _verify(shelf: "ReleaseStore", console: Console) -> Told:
     from penstock.cli.artifacts.entries import LocalEntry
 
     numbers = shelf.numbers()
@@ -122,21 +122,21 @@ def _verify(shelf: "Shelf", console: Console) -> Told:
     return {"verified": numbers}
 
 
-def _roll_back(shelf: "Shelf", to: int | None, console: Console) -> Told:
-    from penstock.core.releases.local import called
+def _roll_back(shelf: "ReleaseStore", to: int | None, console: Console) -> Told:
+    from penstock.core.releases.local import release_folder_name
     from penstock.recurring import Decision
     from penstock.releasing import roll_back
 
     before, now = roll_back(shelf, to, console.say)
-    was = called(before) if before else "nothing that is whole"
-    line = f"{shelf.where} points to {called(now)}; it pointed to {was}"
+    was = release_folder_name(before) if before else "nothing that is whole"
+    line = f"{shelf.where} points to {release_folder_name(now)}; it pointed to {was}"
     shelf.tell(Decision("rolled_back", line, now).as_json())
     console.result(line)
     return {"latest": now, "before": before}
 
 
-def _prune(shelf: "Shelf", keep_last: int, console: Console, *, dry_run: bool) -> Told:
-    from penstock.core.releases.local import called
+def _prune(shelf: "ReleaseStore", keep_last: int, console: Console, *, dry_run: bool) -> Told:
+    from penstock.core.releases.local import release_folder_name
     from penstock.releasing import prunable
 
     with shelf.writing(console.say):
@@ -144,35 +144,37 @@ def _prune(shelf: "Shelf", keep_last: int, console: Console, *, dry_run: bool) -
         for number in doomed:
             if not dry_run:
                 shelf.drop(number)
-            console.result(f"{'would delete' if dry_run else 'deleted'} {called(number)}")
+            console.result(
+                f"{'would delete' if dry_run else 'deleted'} {release_folder_name(number)}"
+            )
     console.result(f"{len(doomed)} releases")
     return {"pruned": doomed}
 
 
-def _shelf(where: str, overrides: Sequence[Override]) -> "Shelf":
-    from penstock.core.releases.remote import shelf_of
+def _shelf(where: str, overrides: Sequence[Override]) -> "ReleaseStore":
+    from penstock.core.releases.remote import open_release_store
 
     if is_url(where) or Path(where).is_dir():
-        return shelf_of(where)
+        return open_release_store(where)
     from penstock.config.loading.load import load
-    from penstock.releasing import releases_of
+    from penstock.releasing import open_releases
 
-    return releases_of(load(Path(where), overrides))
+    return open_releases(load(Path(where), overrides))
 
 
 def _row(manifest: dict[str, Any], latest: int | None, withdrawn: set[int]) -> tuple[str, ...]:
-    from penstock.core.releases.local import called
+    from penstock.core.releases.local import release_folder_name
 
     facts = manifest["facts"]
     number, started = facts["number"], facts["started_from"]
     mark = "latest" if number == latest else "withdrawn" if number in withdrawn else ""
     return (
         mark,
-        called(number),
+        release_folder_name(number),
         manifest["created"],
         str(facts["known_samples"]),
         _figures(facts["evaluation"]),
-        called(started) if started else "",
+        release_folder_name(started) if started else "",
         manifest["inputs"]["export"]["key"][:8],
     )
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from penstock.cli.console import Console
 from penstock.core.errors import ConfigError, StageError
-from penstock.core.os_errors import reason_of
+from penstock.core.os_errors import describe_os_error
 from penstock.train.report import write_comparison, write_report
 
 COMPARISON = Path("comparison.html")
@@ -32,4 +32,4 @@ def _written(about: Path, write: Callable[[], Path]) -> Path:
     try:
         return write()
     except OSError as error:
-        raise StageError(f"no report of {about}: {reason_of(error)}.") from error
+        raise StageError(f"no report of {about}: {describe_os_error(error)}.") from error

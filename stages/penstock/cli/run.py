@@ -9,10 +9,10 @@ from penstock.config.loading.cli_overrides import Override
 from penstock.config.loading.load import load
 from penstock.config.schema.run import RunConfig
 from penstock.core.cache.in_use import in_use
-from penstock.core.cache.store import Outcome, lookup
-from penstock.core.process.retry import after_pauses, pauses_of
+from penstock.core.cache.store import StageResult, find_cached
+from penstock.core.process.retry import backoff_seconds, retry_with_backoff
 from penstock.outputs import require_writable
-from penstock.plan import Plan, StageName, Wishes, bring_up, plan, require_upstream
+from penstock.plan import Plan, RebuildOptions, StageName, execute_stage, plan, require_upstream
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Request:
         return load(self.file, self.overrides, Console().say)
 
 
-def run_chain(request: Request, wishes: Wishes, console: Console) -> None:
+def run_chain(request: Request, wishes: RebuildOptions, console: Console) -> None:
     """Every stage of the run, in order."""
     planned = plan(request.load())
     say_notes(planned, console)
@@ -40,7 +40,7 @@ def run_chain(request: Request, wishes: Wishes, console: Console) -> None:
 
 
 def run_stage(
-    request: Request, name: StageName, wishes: Wishes, console: Console, *, upstream: bool
+    request: Request, name: StageName, wishes: RebuildOptions, console: Console, *, upstream: bool
 ) -> None:
     """One stage, after whatever it needs."""
     planned = plan(request.load(), (name,))
@@ -63,18 +63,18 @@ def say_notes(planned: Plan, console: Console) -> None:
         console.say(note)
 
 
-def bring(planned: Plan, name: str, wishes: Wishes, console: Console) -> Outcome:
+def bring(planned: Plan, name: str, wishes: RebuildOptions, console: Console) -> StageResult:
     """One stage of the run, with what became of it said to the console."""
     step = planned.step(name)
-    if name == "prepare" and planned.run.pipeline.task_runner and lookup(step) is None:
+    if name == "prepare" and planned.run.pipeline.task_runner and find_cached(step) is None:
         console.say(
             f"prepare: pipeline.task_runner ({planned.run.pipeline.task_runner}) is for Prefect's "
             "flows (flows/finetune.py); here slices are spread over processes of this machine"
         )
     wish = planned.run.pipeline
-    outcome = after_pauses(
-        lambda: bring_up(step, planned.run, wishes, console.say),
-        pauses_of(wish.retries, wish.retry_delay),
+    outcome = retry_with_backoff(
+        lambda: execute_stage(step, planned.run, wishes, console.say),
+        backoff_seconds(wish.retries, wish.retry_delay),
         console.say,
     )
     console.outcomes.append(outcome)

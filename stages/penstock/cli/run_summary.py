@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.cli.console import Console
 from penstock.config.loading.cli_overrides import Override
-from penstock.core.cache.store import Outcome
+from penstock.core.cache.store import StageResult
 
 METRICS, REPORT = "metrics.jsonl", "report.html"
 
@@ -32,7 +32,7 @@ def print_summary(config: Path, overrides: Sequence[Override], console: Console)
     console.result("\n".join(f"{name:7}  {text}" for name, text in rows))
 
 
-def run_result(done: dict[str, Outcome]) -> dict[str, Any]:
+def run_result(done: dict[str, StageResult]) -> dict[str, Any]:
     """Where the model and the report are, None where there is none; the first loss, and the facts
     of training."""
     train, export = done.get("train"), done.get("export")

@@ -14,10 +14,10 @@ from penstock.cli.console import Console, outcome_table, run
 from penstock.config.loading.cli_overrides import split_overrides
 from penstock.config.loading.load import load
 from penstock.core import env
-from penstock.core.cache.store import lookup
+from penstock.core.cache.store import find_cached
 from penstock.core.errors import ConfigError
-from penstock.plan import Wishes, bring_up, plan
-from penstock.train.launch.multi_node import OnRanks
+from penstock.plan import RebuildOptions, execute_stage, plan
+from penstock.train.launch.multi_node import DistributedStage
 from penstock.train.launch.torchrun import written_environment
 
 
@@ -41,12 +41,12 @@ def main(argv: list[str]) -> int:
         # Before anything heavy reads them; what was set by hand stays.
         env.default(written_environment(config))
         planned = plan(config, ("train",), ranks="this_process")
-        wishes = Wishes(fresh="--fresh" in flags)
+        wishes = RebuildOptions(fresh="--fresh" in flags)
         for step in planned.steps:
             stage = step.stage
-            if rank == 0 or not isinstance(stage, OnRanks):
-                console.outcomes.append(bring_up(step, planned.run, wishes, say))
-            elif lookup(step) is None:
+            if rank == 0 or not isinstance(stage, DistributedStage):
+                console.outcomes.append(execute_stage(step, planned.run, wishes, say))
+            elif find_cached(step) is None:
                 stage.follow(step.path)
         if rank == 0:
             console.result(outcome_table(console.outcomes))
@@ -58,9 +58,9 @@ def main(argv: list[str]) -> int:
 def _leave() -> None:
     """Leave the process group, if anything has brought it up."""
     if "torch" in sys.modules:
-        from penstock.engine.distributed.ranks import leave
+        from penstock.engine.distributed.ranks import destroy_process_group
 
-        leave()
+        destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ from penstock.config.translate.fit_parallel_sizes import Devices, devices_here
 from penstock.config.translate.load_foreign import load_translation
 from penstock.config.translate.translation import KINDS, Kind, Line, Translation, value_at
 from penstock.core.errors import ConfigError, StageError
-from penstock.core.files import publishing, write_json
-from penstock.core.os_errors import reason_of
+from penstock.core.files import atomic_write, write_json
+from penstock.core.os_errors import describe_os_error
 
 REPORT = "translation_report.json"
 """Written beside the translated file."""
@@ -80,11 +80,11 @@ def _require(translation: Translation, faults: str, wish: Wish) -> None:
 
 def _write(target: Path, text: str, record: Mapping[str, Any]) -> None:
     try:
-        with publishing(target) as part:
+        with atomic_write(target) as part:
             part.write_text(text, encoding="utf-8")
         write_json(target.with_name(REPORT), record)
     except OSError as error:
-        raise StageError(f"{target} cannot be written: {reason_of(error)}.") from error
+        raise StageError(f"{target} cannot be written: {describe_os_error(error)}.") from error
 
 
 def report(translation: Translation) -> str:

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from penstock.config.loading.fault import shown
 from penstock.config.loading.schema_tree import branches, is_section, sections
-from penstock.config.schema.base import Section
+from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.field_docs import describe_fields
 from penstock.config.schema.run import RunConfig
 from penstock.config.server.config import ServerConfig
@@ -44,7 +44,7 @@ command line as `--server.field value`. How a server is run is told in
 completes and checks a file that begins with `# yaml-language-server: $schema=server.schema.json`.
 """
 
-SERVER_PARTS: tuple[type[Section], ...] = (
+SERVER_PARTS: tuple[type[ConfigSection], ...] = (
     ServerModel,
     ServerTraining,
     ServerServing,
@@ -173,7 +173,7 @@ def _kind(branch: Any) -> str:
         value = get_args(branch)[1]
         kinds = " or ".join(_kind(one).replace("`", "") for one in branches(value))
         return f"map[{'any' if value is Any else kinds}]"
-    if isinstance(branch, type) and issubclass(branch, Section):
+    if isinstance(branch, type) and issubclass(branch, ConfigSection):
         return "map"
     return str(branch.__name__)
 

@@ -15,7 +15,7 @@ PART = ".part"
 
 
 @contextmanager
-def publishing(target: Path) -> Generator[Path]:
+def atomic_write(target: Path) -> Generator[Path]:
     """Yield a path to write to; when the block ends well, it becomes `target` in one step."""
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + PART)
@@ -36,7 +36,7 @@ def fsync(path: Path) -> None:
 
 def write_json(target: Path, value: Any) -> None:
     """Publish `value` as readable JSON with sorted keys."""
-    with publishing(target) as part:
+    with atomic_write(target) as part:
         part.write_text(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
 
 
@@ -60,7 +60,7 @@ def link(source: Path, target: Path) -> None:
     except FileExistsError:
         return
     except OSError:  # a file system without links, or the limit of links to one file
-        with publishing(target) as part:
+        with atomic_write(target) as part:
             shutil.copyfile(source, part)
 
 
@@ -72,7 +72,7 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def set_aside(folder: Path) -> Path:
+def backup_rename(folder: Path) -> Path:
     """Rename `folder` to the first free `<name>.old-<n>` beside it, and return that."""
     number = 1
     while (aside := folder.with_name(f"{folder.name}.old-{number}")).exists():

@@ -19,7 +19,7 @@ _NO_ROOM = re.compile(
 """What writers say that hide the errno: safetensors and Arrow, NumPy, torch."""
 
 
-def reason_of(error: BaseException, folder: Path | None = None) -> str:
+def describe_os_error(error: BaseException, folder: Path | None = None) -> str:
     """One sentence for an exception that was not written for users.
 
     `folder` is where something was being written, for errors that do not name a path.

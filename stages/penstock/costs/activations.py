@@ -33,7 +33,7 @@ class Layer:
         return self.stream + self.attention + self.network
 
 
-def layer_of(cut: Cut, number: int) -> Layer:
+def select_layer(cut: Cut, number: int) -> Layer:
     """The layer with this number."""
     config, degrees, width = cut.config, cut.degrees, cut.computes
     tokens = cut.tokens

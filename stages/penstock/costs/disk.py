@@ -31,7 +31,7 @@ class Disk:
         return kept + self.exported + (self.prepared or 0) + (self.packed or 0)
 
 
-def disk_of(cut: Cut, data: Data | None, steps: int | None, epochs: float) -> Disk:
+def estimate_disk(cut: Cut, data: Data | None, steps: int | None, epochs: float) -> Disk:
     """Of all ranks together."""
     whole = _whole(cut)
     saved = [tensor for tensor in whole if tensor.learns or not cut.keeps_only_adapters]

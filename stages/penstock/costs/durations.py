@@ -8,7 +8,7 @@ work on a machine shift it by a third either way.
 from dataclasses import dataclass, fields
 
 from penstock.config.schema.parallelism import INTERLEAVED, SPLIT_BACKWARD
-from penstock.costs.activations import layer_of
+from penstock.costs.activations import select_layer
 from penstock.costs.device_speed import NETWORK, Machine
 from penstock.costs.optimizer_states import state_bytes
 from penstock.costs.param_sizes import held, layers_here
@@ -76,7 +76,7 @@ class Step:
         return Step(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
 
-def step_of(cut: Cut, machine: Machine, work: Work) -> Step | None:
+def estimate_step(cut: Cut, machine: Machine, work: Work) -> Step | None:
     """One step over `work`, of all ranks together; None where nobody knows how fast they are."""
     speed, bandwidth = machine.speed(cut.computes), machine.bandwidth
     if not speed or not bandwidth:
@@ -89,7 +89,7 @@ def step_of(cut: Cut, machine: Machine, work: Work) -> Step | None:
         products += inner / ranks * (1 / eight - 1 / speed)
     passes = cut.micro_batches
     layers = layers_here(cut, 0)
-    kept = sum(layer_of(cut, number).whole for number in layers)
+    kept = sum(select_layer(cut, number).whole for number in layers)
     again = 1.5 if cut.run.train.enable_gradient_checkpointing else 1.0
     memory = TOUCHED * again * kept * passes / bandwidth
     if cut.kind == "cuda":
@@ -103,13 +103,13 @@ def step_of(cut: Cut, machine: Machine, work: Work) -> Step | None:
     step = Step(products, memory, sending, bubble, _optimizer(cut, bandwidth))
     run = cut.run
     if run.train.objective == "preference" and run.preference.needs_baseline:
-        looking = pass_of(cut, machine, work)
+        looking = estimate_forward(cut, machine, work)
         assert looking is not None
         return step.with_others(looking)
     return step
 
 
-def pass_of(cut: Cut, machine: Machine, work: Work) -> Step | None:
+def estimate_forward(cut: Cut, machine: Machine, work: Work) -> Step | None:
     """One forward pass over `work` that nothing is learnt from, of all ranks together; None where
     nobody knows how fast they are."""
     speed, bandwidth = machine.speed(cut.computes), machine.bandwidth
@@ -117,7 +117,7 @@ def pass_of(cut: Cut, machine: Machine, work: Work) -> Step | None:
         return None
     passes, layers = cut.micro_batches, layers_here(cut, 0)
     products = forward_flops(cut.config, work) / cut.degrees.world / speed
-    kept = sum(layer_of(cut, number).whole for number in layers)
+    kept = sum(select_layer(cut, number).whole for number in layers)
     memory = TOUCHED_ONCE * kept * passes / bandwidth
     if cut.kind == "cuda":
         memory = max(memory, STARTING / 3 * len(layers) * passes - products)

@@ -7,23 +7,23 @@ from dataclasses import dataclass
 
 from penstock.config.schema.run import RunConfig
 from penstock.costs.device_speed import Machine
-from penstock.costs.disk import Disk, disk_of
-from penstock.costs.durations import Step, pass_of, step_of
+from penstock.costs.disk import Disk, estimate_disk
+from penstock.costs.durations import Step, estimate_forward, estimate_step
 from penstock.costs.memory import Memory, peak
 from penstock.costs.sharded_model import Cut, Model
-from penstock.costs.token_counts import Data, Length, length_of, work_of
-from penstock.engine.distributed.parallel_dims import Degrees, rows_per_step
+from penstock.costs.token_counts import Data, Length, estimate_length, estimate_work
+from penstock.engine.distributed.parallel_dims import ParallelDims, rows_per_step
 from penstock.models.flops import step_flops
 from penstock.models.hf_config import HfConfig
 from penstock.models.quantization_config import declared_in
-from penstock.models.registry import family_of
+from penstock.models.registry import get_family
 
 
 @dataclass(frozen=True)
 class Prediction:
     """Of one run on one layout."""
 
-    degrees: Degrees
+    degrees: ParallelDims
     machine: Machine
     memory: Memory
     """Of the rank that takes the most, at its highest."""
@@ -57,34 +57,34 @@ USED = 0.92
 the rest."""
 
 
-def model_of(run: RunConfig, hf_config: HfConfig) -> Model:
+def build_cost_model(run: RunConfig, hf_config: HfConfig) -> Model:
     """What there is to cut. Raises CapabilityError for a model that is not trained here."""
-    family = family_of(hf_config)
+    family = get_family(hf_config)
     published = declared_in(hf_config) if run.model.model_path else None
     return Model.of(run, family, family.read(hf_config), published)
 
 
 def predict(
-    run: RunConfig, model: Model, degrees: Degrees, machine: Machine, data: Data | None
+    run: RunConfig, model: Model, degrees: ParallelDims, machine: Machine, data: Data | None
 ) -> Prediction:
     """What the run costs, laid out over so many ranks of that machine."""
     cut = Cut(run, model, degrees, machine.kind)
     rows = rows_per_step(run.train, degrees.num_replicas)
-    length = length_of(run, data, rows)
-    work = work_of(model.config, run, data, rows)
+    length = estimate_length(run, data, rows)
+    work = estimate_work(model.config, run, data, rows)
     epochs = float(run.train.num_train_epochs)
     if length and data and length.set_by != "num_train_epochs":
         epochs = length.tokens * len(data.epoch_rows) / max(1, data.tokens)
-    looking = pass_of(cut, machine, work) if "reference" in run.stages and data else None
+    looking = estimate_forward(cut, machine, work) if "reference" in run.stages and data else None
     return Prediction(
         degrees=degrees,
         machine=machine,
         memory=peak(cut),
-        step=step_of(cut, machine, work),
+        step=estimate_step(cut, machine, work),
         rows_per_step=rows,
         tokens_per_step=work.tokens,
         flops_per_step=step_flops(model.config, work, learning=model.learning),
         length=length,
-        disk=disk_of(cut, data, length.steps if length else None, epochs),
+        disk=estimate_disk(cut, data, length.steps if length else None, epochs),
         reference_seconds=looking.total * data.rows / rows if looking and data else None,
     )

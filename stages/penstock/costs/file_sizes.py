@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock.core.cache.stage import Source
 from penstock.core.errors import PenstockError
-from penstock.core.sources.local_files import compression_of, kind_of
+from penstock.core.sources.local_files import detect_compression, detect_file_kind
 from penstock.core.sources.megatron_files import DATA, INDEX
 
 LOOKED_AT = 1 << 18
@@ -88,7 +88,7 @@ def _document_tokens(source: Source) -> list[int]:
     none, which preparing tells better."""
     # Only such data needs NumPy here.
     from penstock.prepare.readers.decompress import SourceFile  # noqa: PLC0415
-    from penstock.prepare.readers.megatron import index_of  # noqa: PLC0415
+    from penstock.prepare.readers.megatron import read_index  # noqa: PLC0415
 
     found: list[int] = []
     for path in source.paths or ():
@@ -96,7 +96,7 @@ def _document_tokens(source: Source) -> list[int]:
             continue
         data = path.with_suffix(DATA)
         try:
-            index = index_of(SourceFile(path.name, path, beside=SourceFile(data.name, data)))
+            index = read_index(SourceFile(path.name, path, beside=SourceFile(data.name, data)))
         except (PenstockError, OSError):
             continue
         found += (index.document_bytes() // index.dtype.itemsize).tolist()
@@ -106,8 +106,8 @@ def _document_tokens(source: Source) -> list[int]:
 def _first_records(path: Path) -> _FirstRecords | None:
     """The records at the beginning of a file of text; None of other files, and of one whose first
     record is longer than what is looked at."""
-    kind = kind_of(path.name)
-    if kind not in ("json", "csv", "text") or compression_of(path.name):
+    kind = detect_file_kind(path.name)
+    if kind not in ("json", "csv", "text") or detect_compression(path.name):
         return None
     try:
         with path.open("rb") as file:

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from penstock.config.rules.run import broken
+from penstock.config.rules.run import rule_violations
 from penstock.config.schema.run import RunConfig
 from penstock.costs.device_speed import Machine
-from penstock.costs.durations import step_of
+from penstock.costs.durations import estimate_step
 from penstock.costs.estimate import USED, Prediction, predict
 from penstock.costs.memory import at_rest, peak
 from penstock.costs.sharded_model import Cut, Model
-from penstock.costs.token_counts import Data, work_of
-from penstock.engine.distributed.parallel_dims import Degrees, lay_out
-from penstock.engine.distributed.validate_layout import Counts, misfits
+from penstock.costs.token_counts import Data, estimate_work
+from penstock.engine.distributed.parallel_dims import ParallelDims, compute_dims
+from penstock.engine.distributed.validate_layout import ModelDims, layout_errors
 
 Settings = Mapping[str, Any]
 """Of the section `train`."""
@@ -43,7 +43,7 @@ class Wanted:
 
     run: RunConfig
     model: Model
-    counts: Counts
+    counts: ModelDims
     machine: Machine
     devices: int
     rows: int
@@ -105,8 +105,8 @@ def _of_axes(wanted: Wanted, axes: Settings) -> Iterator[_Candidate]:
             if wanted.machine.memory and memory > USED * wanted.machine.memory:
                 # More rows at once take more.
                 break
-            work = work_of(wanted.model.config, wanted.run, wanted.data, wanted.rows)
-            step = step_of(cut, wanted.machine, work)
+            work = estimate_work(wanted.model.config, wanted.run, wanted.data, wanted.rows)
+            step = estimate_step(cut, wanted.machine, work)
             yield _Candidate(settings, cut, step.total if step else 0.0, memory)
 
 
@@ -141,10 +141,12 @@ def _copies(devices: int, machine: Machine) -> list[int]:
 def _cut(wanted: Wanted, settings: Settings) -> Cut | None:
     """None where the layout is none."""
     changed = with_train(wanted.run, settings)
-    degrees = lay_out(changed.train, wanted.devices)
-    if not isinstance(degrees, Degrees) or misfits(changed, wanted.devices, wanted.counts):
+    degrees = compute_dims(changed.train, wanted.devices)
+    if not isinstance(degrees, ParallelDims) or layout_errors(
+        changed, wanted.devices, wanted.counts
+    ):
         return None
-    if any(True for _ in broken(changed)):
+    if any(True for _ in rule_violations(changed)):
         return None
     return Cut(changed, wanted.model, degrees, wanted.machine.kind)
 

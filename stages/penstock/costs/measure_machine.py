@@ -1,5 +1,5 @@
-"""How fast this machine multiplies and copies: `python -m penstock.costs.measure_machine`, which ends
-with one JSON object. A process of its own, for it needs torch and all processors."""
+"""How fast this machine multiplies and copies: `python -m penstock.costs.measure_machine`, which
+ends with one JSON object. A process of its own, for it needs torch and all processors."""
 
 import json
 import sys

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 
 from penstock.config.schema.parallelism import INTERLEAVED, V_SHAPED
-from penstock.costs.activations import FP32, Layer, layer_of
+from penstock.costs.activations import FP32, Layer, select_layer
 from penstock.costs.onednn_buffers import program_bytes
 from penstock.costs.optimizer_states import state_bytes
 from penstock.costs.param_sizes import ROOT, Tensor, held, layers_here
@@ -66,7 +66,7 @@ class _Rank:
         self.pipeline = pipeline
         self.tensors = held(cut, pipeline)
         self.layers = layers_here(cut, pipeline)
-        self.keeps = {number: layer_of(cut, number) for number in self.layers}
+        self.keeps = {number: select_layer(cut, number) for number in self.layers}
         self.units: Mapping[int, list[Tensor]] = {
             unit: [tensor for tensor in self.tensors if tensor.layer == unit]
             for unit in (*self.layers, ROOT)

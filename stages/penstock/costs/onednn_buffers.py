@@ -5,7 +5,7 @@ It multiplies 16-bit numbers on CPUs, by a program for each shape that it meets,
 
 from penstock.costs.activations import FP32
 from penstock.costs.sharded_model import Cut
-from penstock.models.tp_roles import Role
+from penstock.models.tp_roles import ParallelStyle
 
 PROGRAM = 0.57e6
 """Bytes of one, whatever its shape."""
@@ -25,7 +25,7 @@ def program_bytes(cut: Cut) -> float:
     model = cut.model
     frozen, heights = cut.run.lora.enable_lora, {True: HEIGHTS, False: 1}
     matrices = {
-        (shape, model.roles.get(name.rpartition(".")[0]) is Role.EXPERTS)
+        (shape, model.roles.get(name.rpartition(".")[0]) is ParallelStyle.EXPERTS)
         for name, shape in model.shapes.items()
         if len(shape) > 1
     }

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from penstock.adapters.match_targets import Linear
 from penstock.adapters.names import EMBEDDING, EXPERTS
 from penstock.config.schema.quantization import PAIRS, is_among
-from penstock.config.schema.run import written
+from penstock.config.schema.run import is_explicitly_set
 from penstock.costs.sharded_model import Cut
 from penstock.engine.distributed.pipeline_stages import layers_of_stages, stages_of_rank
 from penstock.models.names import EMBEDDING_WEIGHT, HEAD_WEIGHT, POSITIONS_WEIGHT
-from penstock.models.tp_roles import Role
+from penstock.models.tp_roles import ParallelStyle
 from penstock.models.weights import LAYERS
 
 ROOT = -1
@@ -104,20 +104,20 @@ def _base(cut: Cut, layers: list[int], *, begins: bool, ends: bool) -> Iterator[
 
 
 def _is_here(name: str, layers: list[int], *, begins: bool, ends: bool) -> bool:
-    layer = layer_of(name)
+    layer = parse_layer_number(name)
     if layer != ROOT:
         return layer in layers
     return begins if name in (EMBEDDING_WEIGHT, POSITIONS_WEIGHT) else ends
 
 
-def layer_of(name: str) -> int:
+def parse_layer_number(name: str) -> int:
     """The number of the layer that a parameter is in, or ROOT."""
     return int(name.split(".")[2]) if name.startswith(LAYERS) else ROOT
 
 
 def _tensor(cut: Cut, name: str, shape: tuple[int, ...]) -> Tensor:
     module, _, leaf = name.rpartition(".")
-    layer, of_experts = layer_of(name), f".mlp.{EXPERTS}." in name
+    layer, of_experts = parse_layer_number(name), f".mlp.{EXPERTS}." in name
     rows, columns = _cut(cut, name, shape)
     learns = not cut.run.lora.enable_lora and not (
         cut.run.model.freeze_router and module.endswith("mlp.gate")
@@ -146,14 +146,14 @@ def _cut(cut: Cut, name: str, shape: tuple[int, ...]) -> tuple[int, int]:
     if f".mlp.{EXPERTS}." in name:
         return -(-rows // cut.degrees.expert), columns
     role = cut.model.roles.get(module)
-    layer = layer_of(name)
-    if size == 1 or role in (None, Role.ROUTER, Role.EXPERTS):
+    layer = parse_layer_number(name)
+    if size == 1 or role in (None, ParallelStyle.ROUTER, ParallelStyle.EXPERTS):
         return rows, columns
     if layer != ROOT and ".mlp." in name and config.experts_of(layer):
         return rows, columns
-    if role is Role.NARROW:
+    if role is ParallelStyle.NARROW:
         return (rows, -(-columns // size)) if len(shape) > 1 else (rows, columns)
-    if ".self_attn." in name and role is not Role.PER_HEAD:
+    if ".self_attn." in name and role is not ParallelStyle.PER_HEAD:
         keys = config.num_key_value_heads * config.head_dim
         parts = {"qkv_proj": (rows - 2 * keys, 2 * keys), "q_proj": (rows, 0)}
         queries, others = parts.get(module.rpartition(".")[2], (0, rows))
@@ -167,7 +167,11 @@ def _format(cut: Cut, name: str, is_matrix: bool) -> str | None:
     lora = cut.run.lora
     module = name.rpartition(".")[0]
     role = cut.model.roles.get(module)
-    if not lora.enable_qlora or not is_matrix or role in (None, Role.ROUTER, Role.PER_HEAD):
+    if (
+        not lora.enable_qlora
+        or not is_matrix
+        or role in (None, ParallelStyle.ROUTER, ParallelStyle.PER_HEAD)
+    ):
         return None
     published = cut.model.published
     untouched = published.untouched if published else ()
@@ -175,12 +179,12 @@ def _format(cut: Cut, name: str, is_matrix: bool) -> str | None:
         return None
     chosen = published.format if published else lora.quant_format
     linear, experts = PAIRS.get(chosen, (chosen, chosen))
-    return experts if role is Role.EXPERTS else linear
+    return experts if role is ParallelStyle.EXPERTS else linear
 
 
 def _group(cut: Cut) -> int | None:
     """Numbers that share a scale, where that is written."""
-    if written(cut.run, "lora.quant_group_size"):
+    if is_explicitly_set(cut.run, "lora.quant_group_size"):
         return cut.run.lora.quant_group_size
     return cut.model.published.group if cut.model.published else None
 
@@ -199,7 +203,7 @@ def _width(format: str, columns: int, told: int | None) -> float:
 def _adapters(cut: Cut, layers: list[int], ends: bool) -> Iterator[Tensor]:
     rank = cut.run.lora.lora_rank
     for one in cut.model.adapters:
-        layer = layer_of(one.of)
+        layer = parse_layer_number(one.of)
         if layer == ROOT and one.name != EMBEDDING and not ends:
             continue
         if layer == ROOT or layer in layers:
@@ -224,7 +228,7 @@ def _factors(cut: Cut, one: Linear, rank: int) -> Iterator[tuple[int, int]]:
         yield (first, rank * inputs) if first > 1 else (rank, inputs)
         yield (second, outputs * rank) if second > 1 else (outputs, rank)
         return
-    if role is Role.NARROW:
+    if role is ParallelStyle.NARROW:
         inputs = -(-inputs // size)
     elif role is not None:
         outputs = -(-outputs // size)

@@ -7,14 +7,14 @@ from typing import Literal
 from penstock.adapters.match_targets import Linear
 from penstock.config.schema.run import RunConfig
 from penstock.engine.distributed.data_parallel import Kept, kept
-from penstock.engine.distributed.parallel_dims import Degrees, accumulation_steps
-from penstock.engine.distributed.validate_layout import padding_of
-from penstock.engine.trainable import adapted, learning
+from penstock.engine.distributed.parallel_dims import ParallelDims, accumulation_steps
+from penstock.engine.distributed.validate_layout import micro_batch_padding
+from penstock.engine.trainable import adapted, trainable_params
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.family import Family
 from penstock.models.flops import Learning
-from penstock.models.quantization_config import Declared
-from penstock.models.tp_roles import Role, role_of
+from penstock.models.quantization_config import QuantizationConfig
+from penstock.models.tp_roles import ParallelStyle, find_parallel_style
 
 Kind = Literal["cpu", "cuda"]
 """What computes: kernels, and so what they keep, differ."""
@@ -29,12 +29,12 @@ class Model:
     config: DecoderConfig
     shapes: Mapping[str, tuple[int, ...]]
     """Of the model's parameters, by their names in it."""
-    roles: Mapping[str, Role | None]
+    roles: Mapping[str, ParallelStyle | None]
     """Of its modules that have parameters."""
     adapters: tuple[Linear, ...]
     """The layers that bear one."""
     learning: Learning
-    published: Declared | None = None
+    published: QuantizationConfig | None = None
     """How its weights are quantised already, where the run takes them so."""
 
     @classmethod
@@ -43,15 +43,15 @@ class Model:
         run: RunConfig,
         family: Family,
         config: DecoderConfig,
-        published: Declared | None = None,
+        published: QuantizationConfig | None = None,
     ) -> "Model":
         """The model of a run."""
         names = family.weight_map(config, merge_qkv=run.model.merge_qkv)
         shapes = {name: names.native_shape(name) for name in names.native_names()}
         its = tuple(adapted(run, family, config)) if run.lora.enable_lora else ()
         modules = {name.rpartition(".")[0] for name in shapes} | {one.native for one in its}
-        roles = {module: role_of(module, family.roles) for module in modules}
-        return cls(config, shapes, roles, its, learning(run, family, config), published)
+        roles = {module: find_parallel_style(module, family.roles) for module in modules}
+        return cls(config, shapes, roles, its, trainable_params(run, family, config), published)
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Cut:
 
     run: RunConfig
     model: Model
-    degrees: Degrees
+    degrees: ParallelDims
     kind: Kind
 
     @property
@@ -116,7 +116,7 @@ class Cut:
     @property
     def tokens(self) -> int:
         """Tokens of a full micro-batch on one rank, its share where ranks share a row."""
-        multiple = padding_of(self.run.data, self.run.train)
+        multiple = micro_batch_padding(self.run.data, self.run.train)
         whole = self.run.train.micro_batch_size * self.run.data.sample_packing_sequence_len
         return -(-whole // multiple) * multiple // self.degrees.context
 

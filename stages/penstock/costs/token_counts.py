@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
 
-from penstock.config.schema.run import RunConfig, written
-from penstock.core.cache.store import Step, lookup
+from penstock.config.schema.run import RunConfig, is_explicitly_set
+from penstock.core.cache.store import PlannedStage, find_cached
 from penstock.costs.file_sizes import estimate_samples
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.flops import Work
@@ -67,19 +67,19 @@ class Made:
     packed: Mapping[str, Any] | None
 
     @classmethod
-    def of(cls, steps: Sequence[Step]) -> "Made":
+    def of(cls, steps: Sequence[PlannedStage]) -> "Made":
         """Those of the steps of a run."""
         found = {step.stage.name: step for step in steps}
-        manifests = [lookup(found[n]) if n in found else None for n in ("prepare", "pack")]
+        manifests = [find_cached(found[n]) if n in found else None for n in ("prepare", "pack")]
         return cls(*(manifest["facts"] if manifest else None for manifest in manifests))
 
 
 def with_row_length(
-    run: RunConfig, made: Made, steps: Sequence[Step], vocab_size: int
+    run: RunConfig, made: Made, steps: Sequence[PlannedStage], vocab_size: int
 ) -> RunConfig:
     """The run with the length of rows that the data gives it, where that is not written. As long as
     nothing is prepared it is estimated from the files."""
-    if written(run, "data.sample_packing_sequence_len"):
+    if is_explicitly_set(run, "data.sample_packing_sequence_len"):
         return run
     most, multiple = run.data.sample_packing_sequence_len, run.data.pad_to_multiple_of
     if made.packed:
@@ -96,7 +96,7 @@ def with_row_length(
     return run.model_copy(update={"data": run.data.with_row_length(length)})
 
 
-def data_of(run: RunConfig, steps: Sequence[Step], vocab_size: int) -> Data | None:
+def estimate_data(run: RunConfig, steps: Sequence[PlannedStage], vocab_size: int) -> Data | None:
     """What is known of the data: from packed rows, from prepared samples, or from the files; None
     where there is none of it."""
     by_stage = {step.stage.name: step for step in steps}
@@ -124,7 +124,7 @@ def data_of(run: RunConfig, steps: Sequence[Step], vocab_size: int) -> Data | No
 COUNTED = ("rows", "tokens", "trained_tokens")
 
 
-def length_of(run: RunConfig, data: Data | None, rows_per_step: int) -> Length | None:
+def estimate_length(run: RunConfig, data: Data | None, rows_per_step: int) -> Length | None:
     """The steps of a run from its beginning; None where the data decides, and nobody knows it."""
     train = run.train
     row = run.data.sample_packing_sequence_len
@@ -161,7 +161,7 @@ def _steps(run: RunConfig, data: Data, rows_per_step: int, epochs: Fraction) -> 
     return steps + math.ceil((epochs - whole) * used(whole) / rows_per_step)
 
 
-def work_of(config: DecoderConfig, run: RunConfig, data: Data | None, rows: int) -> Work:
+def estimate_work(config: DecoderConfig, run: RunConfig, data: Data | None, rows: int) -> Work:
     """What so many rows hold: as many tokens as rows do on average, in documents of equal length,
     or full rows of one document where nothing is known."""
     row = run.data.sample_packing_sequence_len

@@ -19,81 +19,85 @@ from penstock.adapters.init import initial_lora
 from penstock.adapters.inject import LoraSpec, inject
 from penstock.adapters.lora_experts import Form
 from penstock.adapters.match_targets import require_adaptable
-from penstock.adapters.names import MAGNITUDE, factor_of
+from penstock.adapters.names import MAGNITUDE, parse_factor
 from penstock.adapters.targets import chosen_layers
 from penstock.config.schema.lora import LoraConfig
 from penstock.config.schema.run import RunConfig
 from penstock.config.schema.train import TrainConfig
-from penstock.engine.activations.checkpointing import kind_of, mixtures_of, recompute
-from penstock.engine.activations.offload import offload, store_for
+from penstock.engine.activations.checkpointing import (
+    apply_activation_checkpointing,
+    checkpoint_kind,
+    checkpoint_moe_settings,
+)
+from penstock.engine.activations.offload import build_offloader, offload
 from penstock.engine.backends.compile import compile_layers
 from penstock.engine.backends.layer_ops import (
-    dropping,
-    drops,
-    gates_as_written,
-    operations_as_written,
-    precision_as_written,
+    dropout_config,
+    has_dropout,
+    select_activation_impl,
+    select_attention_dtype,
+    select_layer_ops,
 )
 from penstock.engine.backends.select_attention import choose_attention
-from penstock.engine.backends.select_experts import choose_experts
-from penstock.engine.checkpoint.async_staging import Changes
-from penstock.engine.checkpoint.train_state import Trained
+from penstock.engine.backends.select_experts import select_moe_backend
+from penstock.engine.checkpoint.async_staging import PreUpdateHooks
+from penstock.engine.checkpoint.train_state import TrainState
 from penstock.engine.distributed.collectives import Residual
-from penstock.engine.distributed.context_parallel import Context
-from penstock.engine.distributed.data_parallel import gradient_sync, held_in, shard_parts
+from penstock.engine.distributed.context_parallel import ContextParallel
+from penstock.engine.distributed.data_parallel import gradient_sync, local_params, shard_parts
 from penstock.engine.distributed.device_mesh import Mesh
-from penstock.engine.distributed.expert_parallel import share_experts
-from penstock.engine.distributed.parallel_dims import Degrees, degrees_of
-from penstock.engine.distributed.parallel_model import Casting, Layout
-from penstock.engine.distributed.param_shards import Held
+from penstock.engine.distributed.expert_parallel import parallelize_experts
+from penstock.engine.distributed.parallel_dims import ParallelDims, build_parallel_dims
+from penstock.engine.distributed.parallel_model import Casting, ParallelModel
+from penstock.engine.distributed.param_shards import LocalParam
 from penstock.engine.distributed.pipeline_stages import described
-from penstock.engine.distributed.ranks import Ranks
-from penstock.engine.distributed.stage_modules import parts_of
-from penstock.engine.distributed.tensor_parallel import SUMS, divide
-from penstock.engine.distributed.tensor_sharding import pieces_of
-from penstock.engine.distributed.vocab_parallel import Vocabulary
-from penstock.engine.eval_step import Onlooker
-from penstock.engine.generation.generator import Generator, generator_of
-from penstock.engine.hf.base_model import Base
-from penstock.engine.hf.load_weights import Readers, fill
+from penstock.engine.distributed.ranks import ProcessInfo
+from penstock.engine.distributed.stage_modules import build_stage_modules
+from penstock.engine.distributed.tensor_parallel import SUMS, parallelize_tensor
+from penstock.engine.distributed.tensor_sharding import param_shards
+from penstock.engine.distributed.vocab_parallel import VocabParallelHead
+from penstock.engine.eval_step import EvalModel
+from penstock.engine.generation.generator import Generator, build_generator
+from penstock.engine.hf.base_model import BaseModelWeights
+from penstock.engine.hf.load_weights import Readers, load_weights
 from penstock.engine.losses.build import (
     answer_sums,
-    preferences_of,
-    told_loss,
-    trained_loss,
+    build_preference_loss,
+    eval_loss_fn,
+    train_loss_fn,
 )
-from penstock.engine.losses.sequence_logprobs import AnswerSums
-from penstock.engine.model_source import quantising_of
-from penstock.engine.moe.load_balancing import routers_of
-from penstock.engine.moe.select_dispatcher import choose_exchange
-from penstock.engine.optim.build import accumulate_as_written, optimizer_of
-from penstock.engine.optim.cpu_offload import HostCopies
-from penstock.engine.optim.grad_scaler import LossScale
-from penstock.engine.optim.norm_metrics import norms_of
-from penstock.engine.optim.optimizer_in_backward import FusedStep
+from penstock.engine.losses.sequence_logprobs import SequenceLogProbs
+from penstock.engine.model_source import quantization_args
+from penstock.engine.moe.load_balancing import build_routers
+from penstock.engine.moe.select_dispatcher import select_token_dispatcher
+from penstock.engine.optim.build import build_distributed_optimizer, set_grad_dtype
+from penstock.engine.optim.cpu_offload import CPUOffloadedParams
+from penstock.engine.optim.grad_scaler import GradScaler
+from penstock.engine.optim.norm_metrics import build_norms
+from penstock.engine.optim.optimizer_in_backward import OptimizerInBackward
 from penstock.engine.peft.dora_norms import norms_for
 from penstock.engine.peft.init_from_adapter import AdapterStart
-from penstock.engine.peft.relora import merging_of
-from penstock.engine.precision.fp8_all_gather import gather_in_8_bits
-from penstock.engine.precision.fp8_convert import agree_on_scales, put_float8
+from penstock.engine.peft.relora import build_relora
+from penstock.engine.precision.fp8_all_gather import enable_fp8_all_gather
+from penstock.engine.precision.fp8_convert import convert_to_float8_training, set_amax_reduce_groups
 from penstock.engine.precision.param_dtype import (
-    exact_parameters,
-    keep_all_in,
-    keep_frozen_in,
+    cast_frozen_params,
+    cast_params,
+    fp32_params,
     rounded_to,
 )
 from penstock.engine.quantization.noise import add_noise
-from penstock.engine.quantization.quantized_reader import Drawn
-from penstock.engine.train_step import Engine
-from penstock.engine.trainable import learning
-from penstock.engine.validate_model import require_possible
-from penstock.models.decoder import Decoder, Part
+from penstock.engine.quantization.quantized_reader import RandomInitTensors
+from penstock.engine.train_step import TrainStep
+from penstock.engine.trainable import trainable_params
+from penstock.engine.validate_model import validate_model
+from penstock.models.decoder import Decoder, PipelineStageModules
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.family import Family
 from penstock.models.flops import Learning, pairs_per_token
-from penstock.models.layers.attention import Attend
+from penstock.models.layers.attention import AttentionFn
 from penstock.models.layers.experts import ExpertOperations
-from penstock.models.registry import family_of
+from penstock.models.registry import get_family
 
 if TYPE_CHECKING:
     from penstock.engine.distributed.pipeline_parallel import Pipeline
@@ -102,18 +106,18 @@ Notify = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Assembled:
+class BuiltModel:
     """A model ready to train."""
 
-    engine: Engine
-    onlooker: Onlooker
+    engine: TrainStep
+    onlooker: EvalModel
     """The same model, for those who only look."""
-    answers: AnswerSums
+    answers: SequenceLogProbs
     """The same model, for those who ask about whole answers."""
     generator: Generator
     """The same model, for those who want answers."""
-    trained: Trained
-    degrees: Degrees
+    trained: TrainState
+    degrees: ParallelDims
     layout: dict[str, Any]
     vocab_size: int
     config: DecoderConfig
@@ -128,52 +132,63 @@ def assemble(
     run: RunConfig,
     hf_config: dict[str, Any],
     weights: Path | None,
-    ranks: Ranks,
+    ranks: ProcessInfo,
     notify: Notify,
     *,
     adapter: Path | None = None,
-) -> Assembled:
+) -> BuiltModel:
     """Build the model that `run` asks for, laid out over `ranks`, with its weights and optimizer.
 
     `weights` is a folder of safetensors, or None for a random start from `train.seed`; `adapter` is
     a folder of an adapter to go on from.
     """
     train = run.train
-    require_possible(run, hf_config)
+    validate_model(run, hf_config)
     mesh = Mesh(
-        degrees_of(train, ranks.world),
+        build_parallel_dims(train, ranks.world),
         ranks.rank,
         ranks.device.type,
         experts="strangers" if train.ep_outside else "neighbours",
     )
-    context = Context(mesh)
-    family = family_of(hf_config)
+    context = ContextParallel(mesh)
+    family = get_family(hf_config)
     config = family.read(hf_config)
     names = family.weight_map(config, merge_qkv=run.model.merge_qkv)
     attend = context.attend(choose_attention(run, config, ranks.device, notify))
-    attend = precision_as_written(attend, run.model)
-    experts = gates_as_written(choose_experts(run, config, ranks.device, notify), run.model)
-    exchange = choose_exchange(run, config, mesh, ranks.device, notify)
-    loss = trained_loss(run, ranks.device)
-    base = Base(names, quantising_of(run), hf_config, family.roles, weights)
+    attend = select_attention_dtype(attend, run.model)
+    experts = select_activation_impl(
+        select_moe_backend(run, config, ranks.device, notify), run.model
+    )
+    exchange = select_token_dispatcher(run, config, mesh, ranks.device, notify)
+    loss = train_loss_fn(run, ranks.device)
+    base = BaseModelWeights(names, quantization_args(run), hf_config, family.roles, weights)
     parts = [
         build_empty(run, family, base, part, attend, experts)
-        for part in parts_of(config, train, mesh.index("pipeline"))
+        for part in build_stage_modules(config, train, mesh.index("pipeline"))
     ]
-    in_float8 = put_float8(parts, train, names, family.roles, notify)
+    in_float8 = convert_to_float8_training(parts, train, names, family.roles, notify)
     residual: Residual = "split" if train.sequence_parallel else "whole"
     for part in parts:
-        divide(part, mesh, family.roles, residual=residual, sums=SUMS[train.tp_reduce_dtype])
-        share_experts(part, mesh, exchange)
+        parallelize_tensor(
+            part, mesh, family.roles, residual=residual, sums=SUMS[train.tp_reduce_dtype]
+        )
+        parallelize_experts(part, mesh, exchange)
         if train.enable_gradient_checkpointing:
-            recompute(part, train.recompute_modules, kind_of(train), mixtures=mixtures_of(train))
+            apply_activation_checkpointing(
+                part,
+                train.recompute_modules,
+                checkpoint_kind(train),
+                mixtures=checkpoint_moe_settings(train),
+            )
     if train.enable_activation_offload:
-        offload(parts, store_for(ranks.device, train.activation_gpu_limit))
-    pieces = [pieces_of(part, names, mesh, roles=family.roles, residual=residual) for part in parts]
+        offload(parts, build_offloader(ranks.device, train.activation_gpu_limit))
+    pieces = [
+        param_shards(part, names, mesh, roles=family.roles, residual=residual) for part in parts
+    ]
     if run.lora.enable_aqn:
         for part, its in zip(parts, pieces, strict=True):
             add_noise(part, its, run.lora.aqn_alpha)
-    agree_on_scales(parts, in_float8, mesh)
+    set_amax_reduce_groups(parts, in_float8, mesh)
     shard_parts(parts, mesh, train, run.model.basic_modules)
     if train.enable_compile:
         for part in parts:
@@ -182,82 +197,86 @@ def assemble(
     home = torch.device("cpu") if train.enable_fsdp_offload else ranks.device
     for part in parts:
         part.to_empty(device="cpu" if train.init_device == "cpu" else home)
-    begun = AdapterStart(adapter, adapted_layers(run, family, config), names) if adapter else None
-    load(held_in(parts, pieces, mesh, train), base, weights, run, ranks, begun)
+    begun = (
+        AdapterStart(adapter, lora_target_layers(run, family, config), names) if adapter else None
+    )
+    load(local_params(parts, pieces, mesh, train), base, weights, run, ranks, begun)
     for part in parts:
         part.to(home)
-    gather_in_8_bits(parts, train, notify)
+    enable_fp8_all_gather(parts, train, notify)
     # Again: moving a parameter may have made another of it.
-    held = held_in(parts, pieces, mesh, train)
-    accumulate_as_written(train, held)
-    copies = HostCopies.of(held) if train.optimizer_offload == "cpu" else None
+    held = local_params(parts, pieces, mesh, train)
+    set_grad_dtype(train, held)
+    copies = CPUOffloadedParams.of(held) if train.optimizer_offload == "cpu" else None
     stepped = copies.there if copies else held
-    optimizer = optimizer_of(run, stepped, family.roles, config.num_hidden_layers, ranks)
-    casting = casting_of(train, ranks.device)
+    optimizer = build_distributed_optimizer(
+        run, stepped, family.roles, config.num_hidden_layers, ranks
+    )
+    casting = autocast_context(train, ranks.device)
     if mesh.size("pipeline") > 1:
         notify(described(train, config.num_hidden_layers))
-    vocabulary = Vocabulary(
+    vocabulary = VocabParallelHead(
         mesh,
         config.vocab_size,
         residual=residual,
         logits="divided" if train.tp_vocab_parallel_loss else "gathered",
         sums=SUMS[train.tp_reduce_dtype],
     )
-    layout = Layout(
+    layout = ParallelModel(
         mesh=mesh,
         parts=parts,
         held=held,
         context=context,
         sync=gradient_sync(train, mesh, parts, held),
-        pipeline=pipeline_of(parts, mesh, train, ranks, residual, casting),
+        pipeline=build_pipeline(parts, mesh, train, ranks, residual, casting),
         casting=casting,
         pulse=ranks.pulse,
     )
-    told = told_loss(run)
-    changes = Changes()
-    engine = Engine(
+    told = eval_loss_fn(run)
+    changes = PreUpdateHooks()
+    engine = TrainStep(
         layout=layout,
         optimizer=optimizer,
         ranks=ranks,
         sum_of_losses=vocabulary.sum_of_losses(loss),
         told_losses=vocabulary.sum_of_losses(told),
         max_grad_norm=train.max_grad_norm,
-        noise_seed=train.seed if run.lora.enable_aqn or any(map(drops, parts)) else None,
-        preferences=preferences_of(run, layout, vocabulary, ranks),
-        routers=routers_of(train, config, parts, held, mesh, ranks),
-        merging=merging_of(run, parts, held, optimizer, names, mesh, ranks),
+        noise_seed=train.seed if run.lora.enable_aqn or any(map(has_dropout, parts)) else None,
+        preferences=build_preference_loss(run, layout, vocabulary, ranks),
+        routers=build_routers(train, config, parts, held, mesh, ranks),
+        merging=build_relora(run, parts, held, optimizer, names, mesh, ranks),
         fused=(
-            FusedStep(optimizer, layout.trainable, ranks, changes)
+            OptimizerInBackward(optimizer, layout.trainable, ranks, changes)
             if train.fuse_optimizer_step
             else None
         ),
         copies=copies,
-        scaling=LossScale(train.loss_scale_init) if train.computes_in == "float16" else None,
-        norms=norms_of(train, held, ranks),
+        scaling=GradScaler(train.loss_scale_init) if train.computes_in == "float16" else None,
+        norms=build_norms(train, held, ranks),
         changes=changes,
     )
     degrees = mesh.degrees
-    return Assembled(
+    return BuiltModel(
         engine=engine,
-        onlooker=Onlooker(layout, ranks, vocabulary.scores(told)),
+        onlooker=EvalModel(layout, ranks, vocabulary.scores(told)),
         answers=answer_sums(run, layout, vocabulary, ranks),
-        generator=generator_of(train, layout, ranks, vocabulary.whole_logits(told)),
-        trained=Trained(
+        generator=build_generator(train, layout, ranks, vocabulary.whole_logits(told)),
+        trained=TrainState(
             held,
             optimizer,
-            only_trained=keeps_only_adapters(run.lora),
+            only_trained=saves_adapters_only(run.lora),
             stepped=stepped,
             states="saved" if train.save_optimizer else "left out",
             changes=changes,
             rounded_to=rounded_to(train),
             compressed_to=None if train.ckpt_quant == "none" else train.ckpt_quant,
-            exact=exact_parameters(parts, held, names),
+            exact=fp32_params(parts, held, names),
         ),
         degrees=degrees,
         layout={"mode": train.data_parallel_mode, **asdict(degrees)},
         vocab_size=config.vocab_size,
         config=config,
-        learning=learning(run, family, config),
+        learning=trainable_params(run, family, config),
         pairs_per_token=pairs_per_token(config),
         quantised=tuple(sorted({format.name for format in base.formats.values()})),
     )
@@ -266,9 +285,9 @@ def assemble(
 def build_empty(
     run: RunConfig,
     family: Family,
-    base: Base,
-    part: Part,
-    attend: Attend,
+    base: BaseModelWeights,
+    part: PipelineStageModules,
+    attend: AttentionFn,
     experts: ExpertOperations,
 ) -> Decoder:
     """The architecture with its adapters, on the meta device: shapes and no storage."""
@@ -278,9 +297,9 @@ def build_empty(
             merge_qkv=run.model.merge_qkv,
             attention=attend,
             experts=experts,
-            operations=operations_as_written(run.model),
+            operations=select_layer_ops(run.model),
             router="fp32" if run.model.router_fp32 else "model",
-            dropout=dropping(run.train.dropout),
+            dropout=dropout_config(run.train.dropout),
             part=part,
         )
         if run.model.freeze_router:
@@ -290,18 +309,18 @@ def build_empty(
         if run.lora.enable_lora:
             require_adaptable(base.names.config)
             inject(model, lora_spec(run, family))
-            if keeps_only_adapters(run.lora):
-                keep_frozen_in(getattr(torch, run.train.computes_in), model)
+            if saves_adapters_only(run.lora):
+                cast_frozen_params(getattr(torch, run.train.computes_in), model)
         if run.train.keeps_in == "bfloat16":
-            keep_all_in(torch.bfloat16, model)
+            cast_params(torch.bfloat16, model)
     return model
 
 
-def pipeline_of(
+def build_pipeline(
     parts: Sequence[Decoder],
     mesh: Mesh,
     train: TrainConfig,
-    ranks: Ranks,
+    ranks: ProcessInfo,
     residual: Residual,
     casting: Casting,
 ) -> "Pipeline | None":
@@ -315,7 +334,7 @@ def pipeline_of(
     return Pipeline(parts, mesh, train, device=ranks.device, pulse=ranks.pulse, **how)
 
 
-def casting_of(train: TrainConfig, device: torch.device) -> Casting:
+def autocast_context(train: TrainConfig, device: torch.device) -> Casting:
     """What casts for a forward pass; nothing where FSDP casts the weights themselves, or where they
     are kept in what is computed in."""
     dtype = train.computes_in
@@ -334,26 +353,26 @@ def lora_spec(run: RunConfig, family: Family) -> LoraSpec:
         targets=tuple(targets or family.lora_targets),
         seed=run.train.seed,
         dropout=lora.lora_dropout,
-        experts=sharing_of(lora),
+        experts=expert_lora_sharing(lora),
         scaling="root" if lora.use_rslora else "rank",
         normed="dora" if lora.use_dora else "plain",
         bias=lora.lora_bias,
     )
 
 
-def adapted_layers(run: RunConfig, family: Family, config: DecoderConfig) -> list[str]:
+def lora_target_layers(run: RunConfig, family: Family, config: DecoderConfig) -> list[str]:
     """What bears adapters in all parts of the model, by the names in a checkpoint."""
     with torch.device("meta"):
         whole = Decoder(config, merge_qkv=run.model.merge_qkv)
     return chosen_layers(whole, lora_spec(run, family).targets or ())
 
 
-def keeps_only_adapters(lora: LoraConfig) -> bool:
+def saves_adapters_only(lora: LoraConfig) -> bool:
     """Whether checkpoints leave out the base model: it is nowhere else if adapters are merged."""
     return lora.enable_lora and not lora.merge_lora_interval
 
 
-def sharing_of(lora: LoraConfig) -> Form:
+def expert_lora_sharing(lora: LoraConfig) -> Form:
     """Which factors experts have in common."""
     if lora.moe_shared_lora:
         return "shared"
@@ -361,11 +380,11 @@ def sharing_of(lora: LoraConfig) -> Form:
 
 
 def load(
-    held: Sequence[Held],
-    base: Base,
+    held: Sequence[LocalParam],
+    base: BaseModelWeights,
     weights: Path | None,
     run: RunConfig,
-    ranks: Ranks,
+    ranks: ProcessInfo,
     begun: AdapterStart | None = None,
 ) -> None:
     """Fill the empty model: base weights from `weights` or the seed, adapters from the seed or as
@@ -373,13 +392,13 @@ def load(
     seed = run.train.seed
     readers: Readers = "all_ranks" if run.train.load_weights_mode == "all_ranks" else "first_rank"
     seen = partial(base.seen, device=ranks.device)
-    drawn = seen(Drawn(base.names, seed))
+    drawn = seen(RandomInitTensors(base.names, seed))
     norms: dict[str, torch.Tensor] = {}
     if run.lora.use_dora and not begun:
         norms = norms_for(held, weights, drawn, readers=readers, ranks=ranks, seen=seen)
 
     def start(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        factor = factor_of(name)
+        factor = parse_factor(name)
         if factor is None:
             return drawn.box(name, (0,) * len(shape), shape)
         if begun:
@@ -388,6 +407,6 @@ def load(
             return norms[factor.hf_module]
         return initial_lora(name, shape, seed)
 
-    fill(held, weights, start, readers=readers, ranks=ranks, seen=seen)
+    load_weights(held, weights, start, readers=readers, ranks=ranks, seen=seen)
     if begun:
         begun.lay_over(held)

@@ -11,19 +11,19 @@ from functools import partial
 import torch
 from torch import nn
 
-from penstock.engine.distributed.parallel_model import Call, Layout
-from penstock.engine.distributed.ranks import Ranks
+from penstock.engine.distributed.parallel_model import ModelInputs, ParallelModel
+from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.distributed.vocab_parallel import ScoresOf
 from penstock.models.decoder import Reduce
 from penstock.rows.collate import MicroBatch
 
 
 @dataclass(frozen=True)
-class Onlooker:
+class EvalModel:
     """Passes micro-batches forward and looks at what comes out."""
 
-    layout: Layout
-    ranks: Ranks
+    layout: ParallelModel
+    ranks: ProcessInfo
     scores: ScoresOf
 
     @torch.no_grad()
@@ -64,5 +64,5 @@ class Onlooker:
         """This rank's part of what there is for each token."""
         return self.layout.context.part(values_T).to(self.ranks.device, non_blocking=True)
 
-    def _call(self, batch: MicroBatch, reduce: Reduce) -> Call:
+    def _call(self, batch: MicroBatch, reduce: Reduce) -> ModelInputs:
         return self.layout.call(batch, reduce, self.ranks.device)

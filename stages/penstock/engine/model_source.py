@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from penstock.config.schema.run import RunConfig, written
+from penstock.config.schema.run import RunConfig, is_explicitly_set
 from penstock.core.cache.stage import Source
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -12,7 +12,7 @@ SchemeName = Literal["fp8", "block_fp8", "int8", "int4", "nvfp4"]
 
 
 @dataclass(frozen=True)
-class Quantising:
+class QuantizationArgs:
     """What was written of the base model's weights under adapters; None: nothing was."""
 
     format: str | None = None
@@ -23,20 +23,20 @@ class Quantising:
     """Modules, by names and patterns, that are not quantised."""
 
 
-def quantising_of(run: RunConfig) -> Quantising | None:
+def quantization_args(run: RunConfig) -> QuantizationArgs | None:
     """What a run says of it."""
     lora = run.lora
     if not lora.enable_qlora:
         return None
-    return Quantising(
-        lora.quant_format if written(run, "lora.quant_format") else None,
-        lora.quant_group_size if written(run, "lora.quant_group_size") else None,
+    return QuantizationArgs(
+        lora.quant_format if is_explicitly_set(run, "lora.quant_format") else None,
+        lora.quant_group_size if is_explicitly_set(run, "lora.quant_group_size") else None,
         None if lora.exclude_modules is None else tuple(lora.exclude_modules),
     )
 
 
 @dataclass(frozen=True)
-class Adapting:
+class LoraArgs:
     """What a checkpoint alone does not say of its adapters."""
 
     alpha: float
@@ -49,7 +49,7 @@ class Adapting:
 
 
 @dataclass(frozen=True)
-class Origin:
+class ModelSource:
     """What a checkpoint alone does not say of its model."""
 
     config: Source
@@ -65,9 +65,9 @@ class Origin:
     """What was laid over the config.json."""
     seed: int = 42
     """What a random start was drawn from."""
-    adapting: Adapting | None = None
+    adapting: LoraArgs | None = None
     """None when there are no adapters."""
-    quantising: Quantising | None = None
+    quantising: QuantizationArgs | None = None
     """None when the base model is as it was stored."""
     adapter: Source | None = None
     """What adapters went on from; None when they started anew."""
@@ -76,7 +76,7 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Form:
+class ExportFormat:
     """How the files are written."""
 
     dtype: DType = "auto"

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.engine.distributed.param_shards import Held, local
-from penstock.engine.distributed.ranks import Ranks
+from penstock.engine.distributed.param_shards import LocalParam, local
+from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.rows.collate import MicroBatch
 
 MOST_NAMED = 12
@@ -18,7 +18,7 @@ MOST_NAMED = 12
 
 
 @dataclass(frozen=True)
-class Suspect:
+class NonFiniteReport:
     """What one rank found of its own."""
 
     rows: tuple[int, ...]
@@ -31,11 +31,11 @@ class Suspect:
     """Packed rows of the whole step on this rank."""
 
 
-def find_fault(
+def locate_non_finite(
     batches: Sequence[MicroBatch],
     loss_of: Callable[[MicroBatch], float],
-    trained: Sequence[Held],
-    ranks: Ranks,
+    trained: Sequence[LocalParam],
+    ranks: ProcessInfo,
 ) -> str:
     """Which ranks, rows and parameters, in one sentence or two. On every rank at the same time.
 
@@ -43,21 +43,21 @@ def find_fault(
     """
     losses = [loss_of(batch) for batch in batches]
     bad = [not _is_finite(loss) for loss in losses]
-    mine = Suspect(
+    mine = NonFiniteReport(
         rows=tuple(
             row
             for batch, is_bad in zip(batches, bad, strict=True)
             if is_bad
-            for row in rows_of([batch])
+            for row in packed_row_numbers([batch])
         ),
         loss=sum(loss for loss, is_bad in zip(losses, bad, strict=True) if is_bad),
         parameter=first_not_finite(trained),
-        all_rows=rows_of(batches),
+        all_rows=packed_row_numbers(batches),
     )
     return told(ranks.gather(mine))
 
 
-def told(found: Sequence[Suspect]) -> str:
+def told(found: Sequence[NonFiniteReport]) -> str:
     """The sentence, from what every rank found, in their order."""
     guilty = {rank: each for rank, each in enumerate(found) if each.rows}
     lines: list[str] = []
@@ -81,7 +81,7 @@ def told(found: Sequence[Suspect]) -> str:
     return "\n  ".join(lines)
 
 
-def rows_of(batches: Sequence[MicroBatch]) -> tuple[int, ...]:
+def packed_row_numbers(batches: Sequence[MicroBatch]) -> tuple[int, ...]:
     """Numbers of the packed rows in them."""
     return tuple(number for batch in batches for number, _ in batch.rows)
 
@@ -94,7 +94,7 @@ def named(rows: Sequence[int]) -> str:
 
 
 @torch.no_grad()
-def first_not_finite(trained: Sequence[Held]) -> str | None:
+def first_not_finite(trained: Sequence[LocalParam]) -> str | None:
     """The name of the first parameter here whose gradient has a number that is not finite."""
     for one in trained:
         gradient = one.parameter.grad

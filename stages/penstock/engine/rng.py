@@ -5,7 +5,7 @@ import base64
 import torch
 
 
-def use_only_deterministic_kernels() -> None:
+def use_deterministic_algorithms() -> None:
     """Let this process compute with kernels alone that give the same bits each time.
 
     What has no such kernel raises RuntimeError when it is called. On a GPU, CUBLAS_WORKSPACE_CONFIG
@@ -21,7 +21,7 @@ def start(seed: int, rank: int) -> None:
     torch.manual_seed(seed * 1_000_003 + rank)
 
 
-def capture() -> dict[str, str]:
+def get_rng_state() -> dict[str, str]:
     """The state of every generator that this rank draws from."""
     state = {"cpu": _text(torch.get_rng_state())}
     if torch.cuda.is_available():
@@ -29,7 +29,7 @@ def capture() -> dict[str, str]:
     return state
 
 
-def restore(state: dict[str, str]) -> None:
+def set_rng_state(state: dict[str, str]) -> None:
     """Continue every generator from a captured state."""
     torch.set_rng_state(_tensor(state["cpu"]))
     if "cuda" in state and torch.cuda.is_available():

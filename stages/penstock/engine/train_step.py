@@ -13,23 +13,23 @@ import torch
 from torch import nn
 
 from penstock.core.errors import StageError
-from penstock.engine.checkpoint.async_staging import Changes
-from penstock.engine.distributed.parallel_model import Layout
-from penstock.engine.distributed.param_shards import Held
-from penstock.engine.distributed.ranks import Ranks
+from penstock.engine.checkpoint.async_staging import PreUpdateHooks
+from penstock.engine.distributed.parallel_model import ParallelModel
+from penstock.engine.distributed.param_shards import LocalParam
+from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.distributed.vocab_parallel import SumOfLosses
 from penstock.engine.losses.preference import Preferences
 from penstock.engine.moe.load_balancing import Routers
-from penstock.engine.non_finite import find_fault
+from penstock.engine.non_finite import locate_non_finite
 from penstock.engine.optim.clip_grad import gradient_norm, scale_gradients
-from penstock.engine.optim.cpu_offload import HostCopies
-from penstock.engine.optim.grad_scaler import LossScale
+from penstock.engine.optim.cpu_offload import CPUOffloadedParams
+from penstock.engine.optim.grad_scaler import GradScaler
 from penstock.engine.optim.norm_metrics import Norms
-from penstock.engine.optim.optimizer_in_backward import FusedStep
-from penstock.engine.peft.relora import Merging
+from penstock.engine.optim.optimizer_in_backward import OptimizerInBackward
+from penstock.engine.peft.relora import ReLoRA
 from penstock.models.decoder import Reduce
-from penstock.models.layers.dropout import Noise
-from penstock.optim.groups import set_rates
+from penstock.models.layers.dropout import DropoutRNG
+from penstock.optim.groups import set_lr
 from penstock.rows.collate import MicroBatch
 
 
@@ -54,12 +54,12 @@ class StepResult:
 
 
 @dataclass(frozen=True)
-class Engine:
+class TrainStep:
     """A model laid out over ranks, and its optimizer: everything a step needs."""
 
-    layout: Layout
+    layout: ParallelModel
     optimizer: torch.optim.Optimizer
-    ranks: Ranks
+    ranks: ProcessInfo
     sum_of_losses: SumOfLosses
     told_losses: SumOfLosses
     """What validation tells."""
@@ -70,17 +70,17 @@ class Engine:
     """None where tokens are learnt, each by itself."""
     routers: Routers | None = None
     """None where a step has nothing to do with them."""
-    merging: Merging | None = None
+    merging: ReLoRA | None = None
     """None where adapters stay apart from the weights."""
     norms: Norms | None = None
     """None where nothing is told of norms but that of all gradients."""
-    scaling: LossScale | None = None
+    scaling: GradScaler | None = None
     """None where the loss is as it is."""
-    fused: FusedStep | None = None
+    fused: OptimizerInBackward | None = None
     """What steps the optimizer within the backward pass; None where it steps after that."""
-    copies: HostCopies | None = None
+    copies: CPUOffloadedParams | None = None
     """What the optimizer steps in place of the parameters; None where it steps these."""
-    changes: Changes = field(default_factory=Changes)
+    changes: PreUpdateHooks = field(default_factory=PreUpdateHooks)
     """Where it says that weights, or what the optimizer keeps, are about to change."""
 
     def step(
@@ -115,7 +115,7 @@ class Engine:
             calls = self.routers.watching(
                 calls, batches, tokens, layout.context, layout.observe, scale=scale
             )
-        set_rates(self.optimizer, lr)
+        set_lr(self.optimizer, lr)
         mine = self.layout.forward_backward(calls) / scale
         self.ranks.pulse.begins("update")
         trainable = self.layout.trainable
@@ -152,10 +152,10 @@ class Engine:
             mine,
         )
 
-    def _norm(self, trainable: Sequence[Held]) -> torch.Tensor:
+    def _norm(self, trainable: Sequence[LocalParam]) -> torch.Tensor:
         return self.fused.norm() if self.fused else gradient_norm(trainable, self.ranks)
 
-    def _update(self, trainable: Sequence[Held], norm: torch.Tensor) -> None:
+    def _update(self, trainable: Sequence[LocalParam], norm: torch.Tensor) -> None:
         """One step of the optimizer."""
         scale_gradients(trainable, norm, self.max_grad_norm)
         if self.copies:
@@ -184,7 +184,7 @@ class Engine:
             return self.layout.forward([self.layout.call(batch, reduce, self.ranks.device)]).item()
 
         with torch.no_grad():
-            found = find_fault(batches, loss_of, self.layout.trainable, self.ranks)
+            found = locate_non_finite(batches, loss_of, self.layout.trainable, self.ranks)
         return StageError(
             f"the gradient norm of step {number + 1} is {norm.item()}; the weights were left as "
             f"they were.\n  {found}\n"
@@ -192,11 +192,11 @@ class Engine:
             "intact."
         )
 
-    def _noise(self, batch: MicroBatch, step: int) -> Noise | None:
+    def _noise(self, batch: MicroBatch, step: int) -> DropoutRNG | None:
         if self.noise_seed is None:
             return None
         places_T = self.layout.context.part(batch.places())
-        return Noise(self.noise_seed, step, places_T.to(self.ranks.device, non_blocking=True))
+        return DropoutRNG(self.noise_seed, step, places_T.to(self.ranks.device, non_blocking=True))
 
     def _summed(self, batch: MicroBatch, losses: SumOfLosses, divisor: float) -> Reduce:
         """Hidden states and head to the sum of the losses of this rank's tokens, divided."""

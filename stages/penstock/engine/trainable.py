@@ -1,6 +1,6 @@
 """What of a model a run will train, from its settings alone. No torch."""
 
-from penstock.adapters.match_targets import HEAD, Linear, linear_layers, meant
+from penstock.adapters.match_targets import HEAD, Linear, linear_layers, match_targets
 from penstock.adapters.names import EMBEDDING
 from penstock.config.schema.run import RunConfig
 from penstock.models.decoder_config import DecoderConfig
@@ -8,7 +8,7 @@ from penstock.models.family import Family
 from penstock.models.flops import EVERYTHING, Learning
 
 
-def learning(run: RunConfig, family: Family, config: DecoderConfig) -> Learning:
+def trainable_params(run: RunConfig, family: Family, config: DecoderConfig) -> Learning:
     """What learns, and what only passes gradients on."""
     if not run.lora.enable_lora:
         return EVERYTHING
@@ -29,4 +29,4 @@ def adapted(run: RunConfig, family: Family, config: DecoderConfig) -> list[Linea
     written = run.lora.lora_target_modules
     targets = (written,) if isinstance(written, str) else written
     names = family.weight_map(config, merge_qkv=run.model.merge_qkv)
-    return meant(targets or family.lora_targets, linear_layers(names))
+    return match_targets(targets or family.lora_targets, linear_layers(names))

@@ -5,7 +5,7 @@ No torch here: it is judged before any process starts.
 """
 
 from penstock.config.schema.data import DataConfig
-from penstock.config.schema.run import RunConfig, written
+from penstock.config.schema.run import RunConfig, is_explicitly_set
 from penstock.config.schema.train import TrainConfig
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.engine.moe.balancing_settings import has_experts, require_routers
@@ -13,7 +13,7 @@ from penstock.models.decoder_config import BY_DOCUMENT, DecoderConfig
 from penstock.models.hf_config import HfConfig, rope_parameters
 
 
-def shares_tokens(train: TrainConfig) -> bool:
+def uses_context_parallel(train: TrainConfig) -> bool:
     """Whether ranks have parts of each row."""
     return max(train.ringattn_parallel_size, train.ulysses_parallel_size) > 1
 
@@ -22,7 +22,7 @@ def require_whole_documents(train: TrainConfig, hf: HfConfig) -> None:
     """Raise CapabilityError where tokens are shared out and the rotary embedding of the model whose
     config.json this is goes by the lengths of documents."""
     kind = rope_parameters(hf)["rope_type"]
-    if kind not in BY_DOCUMENT or not shares_tokens(train):
+    if kind not in BY_DOCUMENT or not uses_context_parallel(train):
         return
     names = [
         f"train.{name}"
@@ -55,7 +55,9 @@ def require_rows_within_positions(run: RunConfig, config: DecoderConfig) -> None
     Rows whose length follows from the data are looked at when their tokens come to the model.
     """
     data, limit = run.data, config.max_position_embeddings
-    if config.learned_positions is None or not written(run, "data.sample_packing_sequence_len"):
+    if config.learned_positions is None or not is_explicitly_set(
+        run, "data.sample_packing_sequence_len"
+    ):
         return
     row = data.sample_packing_sequence_len
     joins = data.sample_packing_method == "wrapped" or not data.isolate_samples
@@ -71,7 +73,7 @@ def require_rows_within_positions(run: RunConfig, config: DecoderConfig) -> None
         )
 
 
-def require_possible(run: RunConfig, hf: HfConfig) -> None:
+def validate_model(run: RunConfig, hf: HfConfig) -> None:
     """Raise ConfigError or CapabilityError for the first such thing."""
     require_routers(run, hf)
     require_dense_networks(run.train, hf)

@@ -15,9 +15,9 @@ from penstock.config.schema.run import RunConfig
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.core.files import read_json
 from penstock.engine.build import assemble
-from penstock.engine.distributed.ranks import Ranks
+from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.generation.generator import Generator
-from penstock.engine.generation.sampling import Drawing
+from penstock.engine.generation.sampling import SamplingParams
 from penstock.engine.generation.sequences import Prompt
 from penstock.engine.hf.config import read_hf_config
 from penstock.rows.tokenizer import load_tokenizer
@@ -82,7 +82,7 @@ class ChatModel:
     def reply(
         self,
         messages: Sequence[Message],
-        how: Drawing,
+        how: SamplingParams,
         on_text: Callable[[str], None],
         check_stop: Callable[[], None],
     ) -> Reply:
@@ -124,7 +124,7 @@ class ChatModel:
 def load_chat_model(
     run: RunConfig,
     weights: Path,
-    ranks: Ranks,
+    ranks: ProcessInfo,
     *,
     tokenizer: Path,
     adapter: Path | None = None,

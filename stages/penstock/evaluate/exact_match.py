@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from penstock.core.cache.stage import Artifact
 from penstock.core.errors import StageError
-from penstock.evaluate.folder import base_of
+from penstock.evaluate.folder import read_base_model
 from penstock.rows.reader import map_batches
 from penstock.rows.schema import IGNORED, PREPARED
 
@@ -78,7 +78,7 @@ def exact_match(
     """
     rows = _chosen_rows(prepared.path / "data" / "validation", limit, seed)
     tokenizer = AutoTokenizer.from_pretrained(hf_folder)
-    found = [question_of(ids, labels) for ids, labels in rows]
+    found = [first_question(ids, labels) for ids, labels in rows]
     questions = [question for question in found if question is not None]
     if answer:
         questions = [q for q in questions if last_match(answer, _text(tokenizer, q.expected))]
@@ -130,7 +130,7 @@ def _text(tokenizer: Any, tokens: Sequence[int]) -> str:
     return tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-def question_of(input_ids: Sequence[int], labels: Sequence[int]) -> Question | None:
+def first_question(input_ids: Sequence[int], labels: Sequence[int]) -> Question | None:
     """The first question a row asks; None when nothing precedes its trained tokens."""
     trained = [label != IGNORED for label in labels]
     if True not in trained[1:] or trained[0]:
@@ -155,7 +155,7 @@ def _chosen_rows(folder: Path, limit: int, seed: int) -> list[tuple[list[int], l
 
 def _load_model(folder: Path) -> Any:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    base = base_of(folder)
+    base = read_base_model(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(base or folder, dtype="auto")
     if base:
         from peft import PeftModel  # noqa: PLC0415 - an optional package

@@ -9,7 +9,7 @@ from penstock.core.files import read_json
 ADAPTER = "adapter_config.json"
 
 
-def base_of(folder: Path) -> str | None:
+def read_base_model(folder: Path) -> str | None:
     """The folder or the hub's name of the model that the adapter in `folder` is laid over; None for
     a folder with a whole model.
 

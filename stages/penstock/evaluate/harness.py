@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from penstock.core.errors import CapabilityError, ConfigError
-from penstock.evaluate.folder import base_of
+from penstock.evaluate.folder import read_base_model
 
 STDERR = "_stderr"
 
@@ -71,12 +71,12 @@ def run_tasks(
         fewshot_random_seed=seed,
         log_samples=False,
     )
-    return scores_of(found["results"])
+    return parse_scores(found["results"])
 
 
 def model_arguments(hf_folder: Path) -> dict[str, Any]:
     """What the harness loads for a folder with a model, or with an adapter beside its base."""
-    base = base_of(hf_folder)
+    base = read_base_model(hf_folder)
     if base is None:
         return {"pretrained": str(hf_folder), "dtype": "auto"}
     return {
@@ -87,7 +87,7 @@ def model_arguments(hf_folder: Path) -> dict[str, Any]:
     }
 
 
-def scores_of(results: Mapping[str, Mapping[str, Any]]) -> list[Score]:
+def parse_scores(results: Mapping[str, Mapping[str, Any]]) -> list[Score]:
     """The numbers among what the harness tells of each task."""
     found: list[Score] = []
     for task, told in results.items():

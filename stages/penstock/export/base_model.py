@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from penstock.core.errors import PenstockError
-from penstock.core.remote.urls import spoken
+from penstock.core.remote.urls import redact
 from penstock.core.sources.hub import local_folder
-from penstock.engine.model_source import Origin
+from penstock.engine.model_source import ModelSource
 from penstock.export.licence import CARD, TEXTS, Licence, licence_in
 
 _SNAPSHOT = re.compile(r"models--(?P<repo>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})$")
@@ -28,7 +28,7 @@ class BaseModel:
     """On this machine, with its licence's texts; None where they could not be had."""
 
 
-def base_of(origin: Origin) -> BaseModel | None:
+def read_base_model(origin: ModelSource) -> BaseModel | None:
     """The model that training started from; None where it started at random."""
     if origin.weights is None or origin.model_path is None:
         return None
@@ -54,4 +54,4 @@ def base_in(folder: Path, name: str | None = None) -> BaseModel:
 
 
 def _called(typed: str) -> str:
-    return PurePath(spoken(typed)).name or typed
+    return PurePath(redact(typed)).name or typed

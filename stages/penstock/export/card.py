@@ -14,10 +14,10 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from penstock.config.schema.memory import MemoryConfig
 from penstock.core.cache.stage import Artifact
-from penstock.core.files import publishing, read_json
-from penstock.engine.model_source import Origin
+from penstock.core.files import atomic_write, read_json
+from penstock.engine.model_source import ModelSource
 from penstock.engine.peft.adapter_config import CONFIG
-from penstock.export.base_model import BaseModel, base_of
+from penstock.export.base_model import BaseModel, read_base_model
 from penstock.export.card_text import (
     adapter_told,
     code,
@@ -54,7 +54,7 @@ class Export:
 
     facts: Mapping[str, Any]
     key: str
-    origin: Origin
+    origin: ModelSource
     base: BaseModel | None
     adapter: Mapping[str, Any] | None
     """The adapter_config.json, where there are adapters."""
@@ -62,7 +62,7 @@ class Export:
 
 
 def write_cards(
-    out: Path, facts: Mapping[str, Any], *, key: str, origin: Origin, trained: Artifact
+    out: Path, facts: Mapping[str, Any], *, key: str, origin: ModelSource, trained: Artifact
 ) -> None:
     """Write the cards of the model and of the adapter, where there are, and put the texts of the
     base model's licence beside them.
@@ -70,7 +70,7 @@ def write_cards(
     `facts` are the export's, `key` is its own. A base model that started at random has no card.
     """
     adapter = read_json(out / "adapter" / CONFIG) if "adapter" in facts["folders"] else None
-    export = Export(facts, key, origin, base_of(origin), adapter, Lineage.of(trained))
+    export = Export(facts, key, origin, read_base_model(origin), adapter, Lineage.of(trained))
     whole = out / facts["folders"].get("hf", facts["folders"].get("adapter", ""))
     prompting = "chat" if has_chat_template(whole) else "text"
     for name in ("hf", "adapter"):
@@ -89,7 +89,7 @@ def write_cards(
 def save_card(folder: Path, data: ModelCardData, body: str) -> None:
     """Publish README.md with that front matter."""
     card = ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}\n")
-    with publishing(folder / CARD) as part:
+    with atomic_write(folder / CARD) as part:
         card.save(part)
 
 
@@ -113,7 +113,7 @@ def heading(text: str) -> str:
     return "# " + "".join(f"\\{each}" if each in MARKUP else each for each in words)
 
 
-def told_of(base: BaseModel) -> str:
+def describe_base(base: BaseModel) -> str:
     """The base model in a sentence's place, with its commit."""
     if not base.repo:
         return code(base.name)
@@ -198,7 +198,7 @@ def _what(export: Export, name: str) -> str:
     facts, base = export.facts, export.base
     base_beside = not base and name == "adapter"
     rows = {
-        "base model": told_of(base) if base else "none: training started at random weights",
+        "base model": describe_base(base) if base else "none: training started at random weights",
         "architecture": code(facts["model_type"]),
         "parameters": f"{facts['parameters']:,}" if name == "hf" else "",
         "precision of the weights": _precision(facts) if name == "hf" else "",

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from penstock.core.remote.urls import scrubbed
+from penstock.core.remote.urls import redact_text
 
 MOST_NAMES = 16
 """Of layers, in one sentence."""
@@ -41,7 +41,7 @@ _BASE_NAMED = 'model.peft_config["default"].base_model_name_or_path'
 
 def code(text: str) -> str:
     """The text as it is, in a code span that also holds within a table."""
-    plain = " ".join(scrubbed(text).split()).replace("`", "'").replace("|", "\\|")
+    plain = " ".join(redact_text(text).split()).replace("`", "'").replace("|", "\\|")
     return f"`{plain}`" if plain else ""
 
 

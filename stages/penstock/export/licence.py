@@ -11,7 +11,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from yaml import YAMLError
 
 from penstock.core import env
-from penstock.core.files import publishing
+from penstock.core.files import atomic_write
 
 CARD = "README.md"
 TEXTS = ("LICENSE*", "LICENCE*", "NOTICE*")
@@ -74,7 +74,7 @@ def pass_on(folder: Path, out: Path) -> None:
     """Copy the texts in `folder` to `out`, but for those of which there is one already."""
     for path in licence_texts(folder):
         if not (out / path.name).is_file():
-            with publishing(out / path.name) as part:
+            with atomic_write(out / path.name) as part:
                 shutil.copyfile(path, part)
 
 

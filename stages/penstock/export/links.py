@@ -8,22 +8,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.config.schema.run import RunConfig
-from penstock.core.cache.record import digest_of
+from penstock.core.cache.record import digest_json
 from penstock.core.cache.stage import short
-from penstock.core.cache.store import Outcome
+from penstock.core.cache.store import StageResult
 from penstock.core.errors import DamagedFileError, StageError
 from penstock.core.files import read_json, remove, write_json
-from penstock.core.remote.local_mirror import home_of
+from penstock.core.remote.local_mirror import local_cache_dir
 
 NAMES = ("hf", "adapter")
 
 NOTES = ".links"
 
 
-def link_exported(outcome: Outcome, run: RunConfig) -> None:
+def link_exported(outcome: StageResult, run: RunConfig) -> None:
     """Let `<output_dir>/hf` (and `adapter`) lead to what was exported last."""
     for name in NAMES:
-        link = home_of(run.train.output_dir) / name
+        link = local_cache_dir(run.train.output_dir) / name
         target = outcome.path / name
         if link.exists() and not link.is_symlink():
             raise StageError(
@@ -50,7 +50,7 @@ def forget_links(export: Path) -> None:
 
 
 def _note(export: Path, link: Path) -> None:
-    note = _notes_of(export) / f"{short(digest_of(str(link)))}.json"
+    note = _notes_of(export) / f"{short(digest_json(str(link)))}.json"
     if not note.is_file():
         write_json(note, {"link": str(link)})
 

@@ -14,10 +14,10 @@ from penstock.core.files import PART, fsync, read_json, remove, write_json
 from penstock.core.sources.pin import TOKENIZER_FILES
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.engine.hf.save_model import INDEX
-from penstock.engine.peft.merge_adapter import Merging
+from penstock.engine.peft.merge_adapter import AdapterMerge
 from penstock.engine.peft.read_adapter import PeftFolder
 from penstock.export.licence import CARD
-from penstock.export.merge_file import shape_of, write_file
+from penstock.export.merge_file import merged_shape, write_file
 from penstock.export.merged_card import write_merged_card
 
 CONFIG = "config.json"
@@ -40,7 +40,7 @@ def merge_folders(base: Path, adapter: Path, out: Path) -> dict[str, Any]:
     aside.mkdir(parents=True)
     try:
         with SafetensorsFolder(base) as weights, PeftFolder(adapter) as folder:
-            changes = Merging(folder, weights, hf_config.get("hidden_size"))
+            changes = AdapterMerge(folder, weights, hf_config.get("hidden_size"))
             files = weights.by_file()
             for file, names in files.items():
                 write_file(weights, changes, names, file, aside / file.name)
@@ -85,7 +85,7 @@ def _config_of(base: Path) -> dict[str, Any]:
 
 
 def _write_config(
-    out: Path, hf_config: dict[str, Any], weights: SafetensorsFolder, changes: Merging
+    out: Path, hf_config: dict[str, Any], weights: SafetensorsFolder, changes: AdapterMerge
 ) -> None:
     """config.json and the index, as true of what was written."""
     for name in changes.targets():
@@ -97,7 +97,7 @@ def _write_config(
     files = weights.by_file()
     if len(files) > 1:
         total = sum(
-            math.prod(shape_of(name, weights, changes)) * weights.stored(name).dtype.itemsize
+            math.prod(merged_shape(name, weights, changes)) * weights.stored(name).dtype.itemsize
             for name in weights.names()
         )
         weight_map = {name: file.name for file, names in files.items() for name in names}

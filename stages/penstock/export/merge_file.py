@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 
-from penstock.adapters.weight_delta import Change
+from penstock.adapters.weight_delta import WeightDelta
 from penstock.core import env
 from penstock.core.errors import CapabilityError, StageError
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder, Stored
-from penstock.engine.hf.safetensors_writer import laid_out, put
-from penstock.engine.peft.merge_adapter import Merging
+from penstock.engine.hf.safetensors_writer import file_layout, put
+from penstock.engine.peft.merge_adapter import AdapterMerge
 
 STRETCH = 32 << 20
 """Bytes of the rows, in fp32, that are computed at once by one thread."""
@@ -42,7 +42,7 @@ class _Placed:
 
 
 def write_file(
-    weights: SafetensorsFolder, changes: Merging, names: list[str], source: Path, target: Path
+    weights: SafetensorsFolder, changes: AdapterMerge, names: list[str], source: Path, target: Path
 ) -> None:
     """Write to `target` the tensors `names` of the file `source`, with `changes` made.
 
@@ -60,11 +60,11 @@ def write_file(
 
 
 def _laid_out(
-    weights: SafetensorsFolder, changes: Merging, names: list[str], source: Path
+    weights: SafetensorsFolder, changes: AdapterMerge, names: list[str], source: Path
 ) -> tuple[bytes, list[_Placed], int]:
     """The header, where each tensor comes to lie, and the size of the file."""
     old = {name: weights.stored(name) for name in names}
-    shapes = {name: shape_of(name, weights, changes) for name in names}
+    shapes = {name: merged_shape(name, weights, changes) for name in names}
     if all(shapes[name] == was.shape for name, was in old.items()):
         with source.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
@@ -72,13 +72,13 @@ def _laid_out(
             header = stream.read(8 + length)
         placed = [_Placed(name, was, was) for name, was in old.items()]
         return header, placed, source.stat().st_size
-    layout = laid_out({name: (shapes[name], was.dtype) for name, was in old.items()})
+    layout = file_layout({name: (shapes[name], was.dtype) for name, was in old.items()})
     placed = [_Placed(name, was, layout.tensors[name]) for name, was in old.items()]
     return layout.header, placed, layout.size
 
 
 def _jobs(
-    weights: SafetensorsFolder, changes: Merging, placed: list[_Placed], old: int, new: int
+    weights: SafetensorsFolder, changes: AdapterMerge, placed: list[_Placed], old: int, new: int
 ) -> Iterator[Callable[[], None]]:
     targets = set(changes.targets())
     for one in placed:
@@ -108,7 +108,7 @@ def _copied(old: int, new: int, left: int, source: int, target: int) -> int:
     return os.pwrite(new, os.pread(old, min(left, STRETCH), source), target)
 
 
-def _change(one: _Placed, weights: SafetensorsFolder, changes: Merging, new: int) -> None:
+def _change(one: _Placed, weights: SafetensorsFolder, changes: AdapterMerge, new: int) -> None:
     """Read, change and write a tensor, as many rows at once as memory is set aside for."""
     if one.new.dtype not in MERGED_DTYPES:
         raise CapabilityError(f"{one.name} is of {one.new.dtype}, into which nothing is merged.")
@@ -130,7 +130,11 @@ def _change(one: _Placed, weights: SafetensorsFolder, changes: Merging, new: int
 
 
 def _changed(
-    stretch: torch.Tensor, change: Change | None, start: int, one: _Placed, changes: Merging
+    stretch: torch.Tensor,
+    change: WeightDelta | None,
+    start: int,
+    one: _Placed,
+    changes: AdapterMerge,
 ) -> torch.Tensor:
     """The stretch, as rows of one matrix; matrices of several experts are below each other."""
     if change is None:
@@ -147,6 +151,6 @@ def _changed(
     return change.made_of(stretch.reshape(-1, columns), first).view(stretch.shape)
 
 
-def shape_of(name: str, weights: SafetensorsFolder, changes: Merging) -> tuple[int, ...]:
+def merged_shape(name: str, weights: SafetensorsFolder, changes: AdapterMerge) -> tuple[int, ...]:
     """The tensor's shape in the merged model."""
     return (changes.replacement(name) or weights.stored(name)).shape

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.export.base_model import BaseModel, base_in
-from penstock.export.card import front_matter, heading, licence_told, save_card, told_of
+from penstock.export.card import describe_base, front_matter, heading, licence_told, save_card
 from penstock.export.card_text import adapter_told, code, count, pairs, section, use_of_model
 from penstock.export.licence import pass_on
 from penstock.export.lineage import has_chat_template
@@ -37,8 +37,8 @@ def _told(
     start: BaseModel, merged: BaseModel, config: Mapping[str, Any], facts: Mapping[str, Any]
 ) -> dict[str, str]:
     return {
-        "base model": told_of(start),
-        "adapter": told_of(merged),
+        "base model": describe_base(start),
+        "adapter": describe_base(merged),
         "kind of adapter": adapter_told(config),
         "adapted": f"{facts['changed']:,} of {count(facts['tensors'], 'tensor')}",
         "licence": licence_told(start),

@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from penstock.config.schema.base import Settings
-from penstock.core.cache.stage import Artifact, Facts, Input, Stage, key_of
+from penstock.core.cache.stage import Artifact, Facts, Input, Stage, stage_key
 from penstock.core.errors import ArtifactError
-from penstock.engine.model_source import DType, Form, Origin, SchemeName
+from penstock.engine.model_source import DType, ExportFormat, ModelSource, SchemeName
 
 
 class ExportSettings(Settings):
@@ -46,7 +46,7 @@ class Export(Stage):
 
     settings: ExportSettings
     trained: Artifact
-    origin: Origin
+    origin: ModelSource
     """Of which the sources are identity; the key of `trained` holds the rest."""
 
     @property
@@ -71,12 +71,12 @@ class Export(Stage):
         from penstock.export.card import write_cards
 
         settings = self.settings
-        form = Form(
+        form = ExportFormat(
             settings.dtype, settings.max_shard_bytes, settings.merge_lora, settings.quantise
         )
         facts = write_folders(self._checkpoint(), self.origin, form, out)
         if settings.model_card:
-            write_cards(out, facts, key=key_of(self), origin=self.origin, trained=self.trained)
+            write_cards(out, facts, key=stage_key(self), origin=self.origin, trained=self.trained)
         return {**facts, "bytes": sum(bytes_in(out / name) for name in facts["folders"])}
 
     def _checkpoint(self) -> Path:

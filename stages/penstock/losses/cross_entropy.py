@@ -14,13 +14,13 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from penstock.models.layers.autocast import as_autocast
-from penstock.models.layers.dropout import Noise, current_noise, drawing_from
-from penstock.models.layers.linear_terms import WeightedRows, products_of, scaled_products_of
+from penstock.models.layers.dropout import DropoutRNG, current_noise, dropout_rng
+from penstock.models.layers.linear_terms import WeightedRows, linear_terms, scaled_linear_terms
 from penstock_kernels.cross_entropy import (
     PLAIN,
-    Divided,
+    LossOptions,
     Passes,
-    Terms,
+    VocabShard,
     cross_entropies,
     eager_cross_entropies,
     linear_cross_entropies,
@@ -50,12 +50,12 @@ Head = Callable[[torch.Tensor], torch.Tensor]
 class Loss:
     """Which loss, and how it is computed."""
 
-    terms: Terms = PLAIN
+    terms: LossOptions = PLAIN
     """What is added to plain cross-entropy."""
     mode: Mode = "chunked"
     chunk: int | None = None
     """Tokens whose logits are held at a time; unset, as many as are quick."""
-    divided: Divided | None = None
+    divided: VocabShard | None = None
     """What of the vocabulary the head gives, where that is not all."""
     precision: Precision = "model"
 
@@ -166,7 +166,7 @@ class _Given:
     hidden: torch.Tensor
     head: Head
     labels: torch.Tensor
-    noise: Noise | None
+    noise: DropoutRNG | None
 
     @classmethod
     def of(cls, hidden_TD: torch.Tensor, head: Head, labels_T: torch.Tensor) -> "_Given":
@@ -188,7 +188,7 @@ class _Given:
 
     def nothing(self) -> torch.Tensor:
         """Zero, which reaches all that a loss of some tokens would."""
-        with drawing_from(self.noise):
+        with dropout_rng(self.noise):
             return self.head(self.hidden).float().sum()
 
     def products(self, loss: Loss) -> Sequence[WeightedRows] | None:
@@ -197,8 +197,8 @@ class _Given:
             return None
         is_fp32 = loss.precision == "fp32"
         hidden_SD = self.hidden.float() if is_fp32 else as_autocast(self.hidden)
-        with drawing_from(self.noise), _casting_for(loss.precision, hidden_SD.device.type):
-            return products_of(self.head, hidden_SD)
+        with dropout_rng(self.noise), _casting_for(loss.precision, hidden_SD.device.type):
+            return linear_terms(self.head, hidden_SD)
 
     def losses_by_chunks(self, loss: Loss) -> Iterator[torch.Tensor]:
         """Each token's, [C] at a time."""
@@ -216,13 +216,17 @@ class _Given:
 
 
 def _losses(
-    hidden_CD: torch.Tensor, head: Head, labels_C: torch.Tensor, loss: Loss, noise: Noise | None
+    hidden_CD: torch.Tensor,
+    head: Head,
+    labels_C: torch.Tensor,
+    loss: Loss,
+    noise: DropoutRNG | None,
 ) -> torch.Tensor:
-    with drawing_from(noise):
-        return loss.of_logits(logits_of(hidden_CD, head, loss.precision), labels_C)
+    with dropout_rng(noise):
+        return loss.of_logits(compute_logits(hidden_CD, head, loss.precision), labels_C)
 
 
-def logits_of(hidden_CD: torch.Tensor, head: Head, precision: Precision) -> torch.Tensor:
+def compute_logits(hidden_CD: torch.Tensor, head: Head, precision: Precision) -> torch.Tensor:
     """The head's logits, [C, V]. Its weights may be kept in less precision than is computed in.
 
     Where the head is made of products they are in fp32, also if the products are rounded to less:
@@ -230,7 +234,7 @@ def logits_of(hidden_CD: torch.Tensor, head: Head, precision: Precision) -> torc
     """
     with _casting_for(precision, hidden_CD.device.type):
         x_CD = hidden_CD.float() if precision == "fp32" else as_autocast(hidden_CD)
-        groups = scaled_products_of(head, x_CD)
+        groups = scaled_linear_terms(head, x_CD)
         if groups is None:
             return head(x_CD if precision == "fp32" else hidden_CD)
         return reduce(torch.add, (_scaled(*group) for group in groups))

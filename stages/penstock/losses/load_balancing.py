@@ -10,7 +10,7 @@ import math
 import torch
 
 
-def pull_of(counts_RE: torch.Tensor, tokens_R: torch.Tensor) -> torch.Tensor:
+def aux_loss_grad(counts_RE: torch.Tensor, tokens_R: torch.Tensor) -> torch.Tensor:
     """How strongly the load-balancing loss pulls on each expert's share of the scores, fp32 [R, E].
 
     It is the experts' use, `E * counts / tokens`, which has no gradient: 1 for each expert that a
@@ -29,7 +29,8 @@ def load_balancing_loss(pull_RE: torch.Tensor, shares_RE: torch.Tensor) -> torch
     The loss of a row of n tokens is `E * sum_e f_e * P_e`: f_e = counts_e / n is how often an
     expert was chosen, P_e = shares_e / n its mean share of the scores. It is K, the experts each
     token chooses, where all are used alike, and more where the same few are favoured. Times n it is
-    `sum_e pull_e * shares_e` with `pull_of`, which may be added up over any part of the tokens.
+    `sum_e pull_e * shares_e` with `aux_loss_grad`, which may be added up over any part of the
+    tokens.
 
     With frequencies of all tokens of a step, single rows are free to favour some experts (Qiu et
     al. 2025, "Demons in the Detail").
@@ -43,7 +44,7 @@ def z_loss(squares_R: torch.Tensor) -> torch.Tensor:
     return squares_R.sum()
 
 
-def even_out(counts_E: torch.Tensor, rate: float) -> torch.Tensor:
+def update_expert_bias(counts_E: torch.Tensor, rate: float) -> torch.Tensor:
     """What is added to the biases by which experts are chosen, fp64 [E]: `rate` where an expert got
     less than the mean of the step's tokens, and minus that where it got more (Wang et al. 2024,
     "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts")."""

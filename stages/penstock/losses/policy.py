@@ -16,7 +16,7 @@ TokenLoss = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro
 
 
 @dataclass(frozen=True)
-class Told:
+class LossInputs:
     """What is known of T tokens; fp32 [T] each, or all of them [T, K]."""
 
     factors_T: torch.Tensor  # noqa: N815 - T names the dimension
@@ -32,7 +32,7 @@ class Told:
 
 
 def token_losses(
-    loss: TokenLoss, logp_T: torch.Tensor, told: Told, params: Mapping[str, float]
+    loss: TokenLoss, logp_T: torch.Tensor, told: LossInputs, params: Mapping[str, float]
 ) -> torch.Tensor:
     """The loss of each token, [T].
 
@@ -54,7 +54,7 @@ def token_losses(
 
 def sequence_losses(
     logp_T: torch.Tensor,
-    told: Told,
+    told: LossInputs,
     params: Mapping[str, float],
     of_samples: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
@@ -89,9 +89,9 @@ def sequence_losses(
     return -(up_N * ratio_N.minimum(limit_N) + down_N * above_N)
 
 
-def _only(told: Told, counts_T: torch.Tensor) -> Told:
+def _only(told: LossInputs, counts_T: torch.Tensor) -> LossInputs:
     """What is known of the tokens that count, and zeros for the others."""
-    return Told(
+    return LossInputs(
         told.factors_T,
         told.logprobs_T.where(counts_T, 0.0),
         told.advantages_T.where(counts_T, 0.0),
@@ -101,15 +101,15 @@ def _only(told: Told, counts_T: torch.Tensor) -> Told:
     )
 
 
-def _cross_entropy(logp_T: torch.Tensor, _: Told, __: Mapping[str, float]) -> torch.Tensor:
+def _cross_entropy(logp_T: torch.Tensor, _: LossInputs, __: Mapping[str, float]) -> torch.Tensor:
     return -logp_T
 
 
-def _importance(logp_T: torch.Tensor, told: Told, _: Mapping[str, float]) -> torch.Tensor:
+def _importance(logp_T: torch.Tensor, told: LossInputs, _: Mapping[str, float]) -> torch.Tensor:
     return -((logp_T - told.logprobs_T).exp() * told.advantages_T)
 
 
-def _ppo(logp_T: torch.Tensor, told: Told, params: Mapping[str, float]) -> torch.Tensor:
+def _ppo(logp_T: torch.Tensor, told: LossInputs, params: Mapping[str, float]) -> torch.Tensor:
     apart_T, gain_T = logp_T - told.logprobs_T, told.advantages_T
     ratio_T = apart_T.detach().exp()
     limit_T = ratio_T.clamp(told.low_T, told.high_T)
@@ -123,22 +123,24 @@ def _ppo(logp_T: torch.Tensor, told: Told, params: Mapping[str, float]) -> torch
     return -(limit_T.where(is_limited_T, free_T) * gain_T)
 
 
-def _cispo(logp_T: torch.Tensor, told: Told, _: Mapping[str, float]) -> torch.Tensor:
+def _cispo(logp_T: torch.Tensor, told: LossInputs, _: Mapping[str, float]) -> torch.Tensor:
     ratio_T = (logp_T.detach() - told.logprobs_T).exp().clamp(told.low_T, told.high_T)
     return -(ratio_T * told.advantages_T * logp_T)
 
 
-def _dro(logp_T: torch.Tensor, told: Told, params: Mapping[str, float]) -> torch.Tensor:
+def _dro(logp_T: torch.Tensor, told: LossInputs, params: Mapping[str, float]) -> torch.Tensor:
     apart_T = logp_T - told.logprobs_T
     return -(logp_T * told.advantages_T - 0.5 * params["beta"] * apart_T.square())
 
 
-def _drgrpo(logp_T: torch.Tensor, told: Told, params: Mapping[str, float]) -> torch.Tensor:
+def _drgrpo(logp_T: torch.Tensor, told: LossInputs, params: Mapping[str, float]) -> torch.Tensor:
     apart_T = told.reference_T - logp_T
     return _ppo(logp_T, told, {}) + params["kl_beta"] * (apart_T.exp() - apart_T - 1)
 
 
-_LOSSES: Mapping[TokenLoss, Callable[[torch.Tensor, Told, Mapping[str, float]], torch.Tensor]] = {
+_LOSSES: Mapping[
+    TokenLoss, Callable[[torch.Tensor, LossInputs, Mapping[str, float]], torch.Tensor]
+] = {
     "cross_entropy": _cross_entropy,
     "importance_sampling": _importance,
     "ppo": _ppo,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from penstock.losses.cross_entropy import CROSS_ENTROPY, IGNORED, Head, Loss, logits_of
+from penstock.losses.cross_entropy import CROSS_ENTROPY, IGNORED, Head, Loss, compute_logits
 from penstock_kernels.logit_chunks import tokens_at_once
 
 Highest = Callable[[torch.Tensor], torch.Tensor]
@@ -69,7 +69,7 @@ def chunked_logits(
     """
     chunk = loss.chunk or tokens_at_once(width * hidden_TD.itemsize, hidden_TD.device.type)
     if not len(places_S):
-        logits_of(hidden_TD[:0], head, loss.precision)
+        compute_logits(hidden_TD[:0], head, loss.precision)
     for start in range(0, len(places_S), chunk):
         some = places_S[start : start + chunk]
-        yield some, logits_of(hidden_TD.index_select(0, some), head, loss.precision)
+        yield some, compute_logits(hidden_TD.index_select(0, some), head, loss.precision)

@@ -12,29 +12,29 @@ import torch
 from torch import nn
 
 from penstock.models.decoder_config import DecoderConfig
-from penstock.models.layers.attention import Attend
+from penstock.models.layers.attention import AttentionFn
 from penstock.models.layers.autocast import as_autocast
 from penstock.models.layers.block import Block
-from penstock.models.layers.call_hook import Run, direct
-from penstock.models.layers.dropout import NOTHING, Dropping
-from penstock.models.layers.experts import ExpertOperations, operations_of
-from penstock.models.layers.layer_ops import BEST_OPERATIONS, Operations
-from penstock.models.layers.moe import MixtureOfExperts
-from penstock.models.layers.norm import norm_of
+from penstock.models.layers.call_hook import CallHook, call
+from penstock.models.layers.dropout import NOTHING, DropoutRates
+from penstock.models.layers.experts import ExpertOperations, select_expert_ops
+from penstock.models.layers.layer_ops import BEST_OPERATIONS, LayerOps
+from penstock.models.layers.moe import MoE
+from penstock.models.layers.norm import build_norm
 from penstock.models.layers.positions import PositionTable
 from penstock.models.layers.rotary import Rotary
 from penstock.models.layers.router import Precision, Router
 from penstock.models.names import EMBEDDING_WEIGHT, HEAD_WEIGHT
-from penstock_kernels.attention import Segments, attention
+from penstock_kernels.attention import VarlenMetadata, attention
 
 Reduce = Callable[[torch.Tensor, nn.Module], torch.Tensor]
 """What to make of the final hidden states [T, D] and the head, instead of logits."""
 
-BEST = operations_of("auto")
+BEST = select_expert_ops("auto")
 
 
 @dataclass(frozen=True)
-class Part:
+class PipelineStageModules:
     """Which of a decoder's modules are here."""
 
     layers: Sequence[int]
@@ -45,25 +45,25 @@ class Part:
     """Whether the last norm and the head are."""
 
     @staticmethod
-    def all_of(config: DecoderConfig) -> "Part":
+    def all_of(config: DecoderConfig) -> "PipelineStageModules":
         """Every module."""
-        return Part(range(config.num_hidden_layers))
+        return PipelineStageModules(range(config.num_hidden_layers))
 
 
-class Trunk(nn.Module):
+class DecoderModel(nn.Module):
     """Everything but the head, under the name it has in checkpoints. `Decoder` calls its parts."""
 
     def __init__(
         self,
         config: DecoderConfig,
-        part: Part,
+        part: PipelineStageModules,
         *,
         merge_qkv: bool,
-        attend: Attend,
-        operations: Operations,
+        attend: AttentionFn,
+        operations: LayerOps,
         experts: ExpertOperations,
         router: Precision,
-        dropout: Dropping,
+        dropout: DropoutRates,
     ) -> None:
         super().__init__()
         self.embed_tokens = (
@@ -87,7 +87,7 @@ class Trunk(nn.Module):
                 for number in part.layers
             }
         )
-        self.norm = norm_of(config, operations) if part.ends else None
+        self.norm = build_norm(config, operations) if part.ends else None
 
 
 class Decoder(nn.Module):
@@ -107,18 +107,18 @@ class Decoder(nn.Module):
         config: DecoderConfig,
         *,
         merge_qkv: bool = False,
-        attention: Attend = attention,
+        attention: AttentionFn = attention,
         experts: ExpertOperations = BEST,
-        operations: Operations = BEST_OPERATIONS,
+        operations: LayerOps = BEST_OPERATIONS,
         router: Precision = "fp32",
-        dropout: Dropping = NOTHING,
-        part: Part | None = None,
+        dropout: DropoutRates = NOTHING,
+        part: PipelineStageModules | None = None,
     ) -> None:
         super().__init__()
-        part = part or Part.all_of(config)
+        part = part or PipelineStageModules.all_of(config)
         self.config = config
         self.merge_qkv = merge_qkv
-        self.model = Trunk(
+        self.model = DecoderModel(
             config,
             part,
             merge_qkv=merge_qkv,
@@ -137,7 +137,7 @@ class Decoder(nn.Module):
             pairs=config.rope_pairs,
             max_position_embeddings=config.max_position_embeddings,
         )
-        self.run_layer: Run = direct
+        self.run_layer: CallHook = call
         self.is_tied = config.tie_word_embeddings and part.begins and part.ends
         if self.is_tied:
             self.tie()
@@ -149,7 +149,7 @@ class Decoder(nn.Module):
         return {
             int(number): layer.mlp.gate
             for number, layer in self.model.layers.items()
-            if isinstance(layer, Block) and isinstance(layer.mlp, MixtureOfExperts)
+            if isinstance(layer, Block) and isinstance(layer.mlp, MoE)
         }
 
     def tie(self) -> None:
@@ -162,7 +162,7 @@ class Decoder(nn.Module):
         self,
         inputs: torch.Tensor,
         position_ids_T: torch.Tensor,
-        segments: Segments,
+        segments: VarlenMetadata,
         reduce: Reduce | None = None,
     ) -> torch.Tensor:
         """Logits [T, V], or `reduce(hidden_TD, lm_head)`; hidden states [T, D] without the end.

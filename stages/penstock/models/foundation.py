@@ -15,7 +15,7 @@ from typing import Any
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.hf_config import FULL, ROPE_KEYS, SLIDING, HfConfig
-from penstock.models.registry import FAMILIES, family_of
+from penstock.models.registry import FAMILIES, get_family
 
 ROPE = "rope_parameters"
 BEFORE_ROPE_PARAMETERS = ("rope_theta", "partial_rotary_factor")
@@ -83,7 +83,7 @@ def check_foundation(
     _require_kinds(base, entries)
     try:
         read = _Recorded(laid_over(base, entries))
-        family = family_of(read)
+        family = get_family(read)
         family.read(read)
     except UNREADABLE as error:
         raise _unreadable(base, entries, error) from error
@@ -262,7 +262,7 @@ def _model_of(base: HfConfig, entries: Mapping[str, Any]) -> DecoderConfig | Non
     """What the entries make of the model; None if nothing that can be computed."""
     try:
         merged = laid_over(base, entries)
-        return _as_computed(family_of(merged).read(merged))
+        return _as_computed(get_family(merged).read(merged))
     except (ConfigError, CapabilityError, *UNREADABLE):
         return None
 

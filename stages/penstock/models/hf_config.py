@@ -90,27 +90,27 @@ def decoder_config(
     """
     activations = ACTIVATIONS if specific.get("gated", True) else UNGATED
     inner, act = ((named or {}).get(name, name) for name in ("intermediate_size", "hidden_act"))
-    written = given(hf, act, hidden_act)
+    written = config_get(hf, act, hidden_act)
     computed = SILU if specific.get("experts") else tuple(activations)
     if written not in computed:
         faults = (*faults, f"{act} is {written!r}; {', '.join(computed)} are computed")
     refuse_what_is_not_computed(
         hf, faults, windows="computed" if "sliding_layers" in specific else "refused"
     )
-    heads = required(hf, "num_attention_heads")
-    hidden = required(hf, "hidden_size")
+    heads = config_require(hf, "num_attention_heads")
+    hidden = config_require(hf, "hidden_size")
     fields = {
-        "vocab_size": required(hf, "vocab_size"),
+        "vocab_size": config_require(hf, "vocab_size"),
         "hidden_size": hidden,
-        "intermediate_size": required(hf, inner),
-        "num_hidden_layers": required(hf, "num_hidden_layers"),
+        "intermediate_size": config_require(hf, inner),
+        "num_hidden_layers": config_require(hf, "num_hidden_layers"),
         "num_attention_heads": heads,
-        "num_key_value_heads": given(hf, "num_key_value_heads", heads),
-        "head_dim": given(hf, "head_dim", hidden // heads),
-        "rms_norm_eps": given(hf, "rms_norm_eps", 1e-6),
-        "max_position_embeddings": required(hf, "max_position_embeddings"),
-        "tie_word_embeddings": bool(given(hf, "tie_word_embeddings", False)),
-        "initializer_range": given(hf, "initializer_range", 0.02),
+        "num_key_value_heads": config_get(hf, "num_key_value_heads", heads),
+        "head_dim": config_get(hf, "head_dim", hidden // heads),
+        "rms_norm_eps": config_get(hf, "rms_norm_eps", 1e-6),
+        "max_position_embeddings": config_require(hf, "max_position_embeddings"),
+        "tie_word_embeddings": bool(config_get(hf, "tie_word_embeddings", False)),
+        "initializer_range": config_get(hf, "initializer_range", 0.02),
         "activation": activations[written],
     }
     if "rope_parameters" not in specific:
@@ -121,19 +121,19 @@ def decoder_config(
 def ungated_config(hf: HfConfig, *, biased: bool = False, **specific: Any) -> DecoderConfig:
     """`decoder_config` of a family whose networks have no gate and, by default, squared ReLU.
     `biased` is whether attention and networks have biases where the file does not say it."""
-    bias = bool(given(hf, "attention_bias", biased))
+    bias = bool(config_get(hf, "attention_bias", biased))
     return decoder_config(
         hf,
         hidden_act="relu2",
         gated=False,
         qkv_bias=bias,
         o_bias=bias,
-        mlp_bias=bool(given(hf, "mlp_bias", biased)),
+        mlp_bias=bool(config_get(hf, "mlp_bias", biased)),
         **specific,
     )
 
 
-def required(hf: HfConfig, name: str) -> Any:
+def config_require(hf: HfConfig, name: str) -> Any:
     """The field, which the file must have."""
     if hf.get(name) is None:
         raise ConfigError(
@@ -143,16 +143,18 @@ def required(hf: HfConfig, name: str) -> Any:
     return hf[name]
 
 
-def given(hf: HfConfig, name: str, default: Any) -> Any:
+def config_get(hf: HfConfig, name: str, default: Any) -> Any:
     """The field, or the default where the file leaves it out or null."""
     value = hf.get(name)
     return default if value is None else value
 
 
-def balance_of(hf: HfConfig) -> float:
+def aux_loss_coef(hf: HfConfig) -> float:
     """What the load-balancing loss is multiplied by: as in transformers, which adds it only where
     `output_router_logits` is true."""
-    return given(hf, "router_aux_loss_coef", 0.001) * bool(given(hf, "output_router_logits", False))
+    return config_get(hf, "router_aux_loss_coef", 0.001) * bool(
+        config_get(hf, "output_router_logits", False)
+    )
 
 
 def rope_parameters(
@@ -168,7 +170,7 @@ def rope_parameters(
     parameters = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
     kind = parameters.pop("type", "default")
     parameters.setdefault("rope_type", kind)
-    parameters.setdefault("rope_theta", given(hf, "rope_theta", theta))
+    parameters.setdefault("rope_theta", config_get(hf, "rope_theta", theta))
     kind = parameters["rope_type"]
     if kind not in KINDS:
         raise CapabilityError(
@@ -181,12 +183,12 @@ def rope_parameters(
             "rope_parameters); one for all layers is computed. Use a model with one."
         )
     own = parameters.pop("partial_rotary_factor", None)
-    share = given(hf, "partial_rotary_factor", share) if own is None else own
+    share = config_get(hf, "partial_rotary_factor", share) if own is None else own
     if share != 1.0:
         parameters["partial_rotary_factor"] = share
     if kind in ("llama3", "yarn", "longrope"):
-        begun = given(
-            hf, "original_max_position_embeddings", required(hf, "max_position_embeddings")
+        begun = config_get(
+            hf, "original_max_position_embeddings", config_require(hf, "max_position_embeddings")
         )
         parameters.setdefault("original_max_position_embeddings", begun)
     return _of_kind(parameters)
@@ -224,7 +226,7 @@ def of_whole_heads(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
 def sliding(hf: HfConfig, window: int | None, layers: Iterable[int]) -> dict[str, Any]:
     """The fields of a DecoderConfig that say where attention sees a window of `window` tokens: in
     those layers that `layer_types` names, or else in `layers`. None is no window."""
-    types = given(hf, "layer_types", None)
+    types = config_get(hf, "layer_types", None)
     if types is not None:
         layers = (at for at, kind in enumerate(types) if kind == SLIDING)
     elif window is None:
@@ -235,19 +237,19 @@ def sliding(hf: HfConfig, window: int | None, layers: Iterable[int]) -> dict[str
 
 def sliding_everywhere(hf: HfConfig, window: int | None) -> dict[str, Any]:
     """The same for a family in which all layers see the window, whatever `layer_types` says."""
-    layers = tuple(range(required(hf, "num_hidden_layers"))) if window is not None else ()
+    layers = tuple(range(config_require(hf, "num_hidden_layers"))) if window is not None else ()
     return {"sliding_window": window, "sliding_layers": layers}
 
 
 def window_if_used(hf: HfConfig) -> int | None:
     """The window of the Qwen families, in which `use_sliding_window` decides whether it counts."""
-    return hf.get("sliding_window", 4096) if given(hf, "use_sliding_window", False) else None
+    return hf.get("sliding_window", 4096) if config_get(hf, "use_sliding_window", False) else None
 
 
 def sliding_from_a_layer_on(hf: HfConfig) -> dict[str, Any]:
     """`sliding` for the dense Qwen families: from the layer `max_window_layers` on."""
-    first = given(hf, "max_window_layers", 28)
-    return sliding(hf, window_if_used(hf), range(first, required(hf, "num_hidden_layers")))
+    first = config_get(hf, "max_window_layers", 28)
+    return sliding(hf, window_if_used(hf), range(first, config_require(hf, "num_hidden_layers")))
 
 
 def refuse_what_is_not_computed(
@@ -259,14 +261,14 @@ def refuse_what_is_not_computed(
     """
     faults = list(more)
     computed = (FULL, SLIDING) if windows == "computed" else (FULL,)
-    if windows == "refused" and given(hf, "use_sliding_window", False):
+    if windows == "refused" and config_get(hf, "use_sliding_window", False):
         faults.append("use_sliding_window is true; attention over whole documents is computed")
-    elif other := sorted(set(given(hf, "layer_types", [])) - set(computed)):
+    elif other := sorted(set(config_get(hf, "layer_types", [])) - set(computed)):
         faults.append(
             f"layer_types names {', '.join(other)}; for this family {' and '.join(computed)} "
             f"{'are' if len(computed) > 1 else 'is'} computed"
         )
-    if dropout := given(hf, "attention_dropout", 0.0):
+    if dropout := config_get(hf, "attention_dropout", 0.0):
         faults.append(
             f"attention_dropout is {dropout}; write 0 here (model.foundation lays over it), and"
             f" train.dropout.attention: {dropout} if weights are to be dropped"

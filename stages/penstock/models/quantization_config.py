@@ -26,7 +26,7 @@ MXFP4 = (
 
 
 @dataclass(frozen=True)
-class Declared:
+class QuantizationConfig:
     """What a checkpoint's configuration says of its matrices."""
 
     format: str
@@ -40,7 +40,9 @@ class Declared:
     decides."""
 
 
-def declared_in(hf: Mapping[str, Any], beside: Mapping[str, Any] | None = None) -> Declared | None:
+def declared_in(
+    hf: Mapping[str, Any], beside: Mapping[str, Any] | None = None
+) -> QuantizationConfig | None:
     """What a config.json says of quantised matrices; None if there are none.
 
     `beside` is ModelOpt's hf_quant_config.json, which its older exports have and say nothing in
@@ -81,7 +83,7 @@ def _refused(what: str) -> CapabilityError:
     return CapabilityError(f"quantization_config {what}. {INSTEAD}")
 
 
-def _fp8(said: Mapping[str, Any]) -> Declared:
+def _fp8(said: Mapping[str, Any]) -> QuantizationConfig:
     if (experts := said.get("expert_dtype", "fp8")) != "fp8":
         raise _refused(f"says expert_dtype {experts!r}; experts in fp8 are read")
     if said.get("modules_to_convert"):
@@ -89,17 +91,17 @@ def _fp8(said: Mapping[str, Any]) -> Declared:
     untouched = _names(said, "modules_to_not_convert", "ignored_layers")
     block = said.get("weight_block_size", TILE)
     if block is None:
-        return Declared("fp8", "fp8", untouched=untouched)
+        return QuantizationConfig("fp8", "fp8", untouched=untouched)
     if not _is_tile(block):
         raise _refused(f"says weight_block_size {block}; tiles of [128, 128] are read")
-    return Declared("block_fp8", "fp8", 128, untouched)
+    return QuantizationConfig("block_fp8", "fp8", 128, untouched)
 
 
-def _modelopt(said: Mapping[str, Any]) -> Declared:
+def _modelopt(said: Mapping[str, Any]) -> QuantizationConfig:
     algorithm = said.get("quant_algo")
     untouched = _names(said, "ignore", "exclude_modules")
     if algorithm == "FP8":
-        return Declared("fp8", "modelopt", untouched=untouched)
+        return QuantizationConfig("fp8", "modelopt", untouched=untouched)
     if algorithm not in ("NVFP4", "W4A16_NVFP4"):
         raise _refused(f"says quant_algo {algorithm!r} of ModelOpt; NVFP4 and FP8 are read")
     # Older exports say it here, newer ones in the groups.
@@ -108,10 +110,10 @@ def _modelopt(said: Mapping[str, Any]) -> Declared:
     }
     if sizes != {16}:
         raise _refused(f"says group_size {max(sizes)} of NVFP4, which has groups of 16")
-    return Declared("nvfp4", "modelopt", 16, untouched)
+    return QuantizationConfig("nvfp4", "modelopt", 16, untouched)
 
 
-def _bitsandbytes(said: Mapping[str, Any]) -> Declared:
+def _bitsandbytes(said: Mapping[str, Any]) -> QuantizationConfig:
     if not (said.get("load_in_4bit") or said.get("_load_in_4bit")):
         raise _refused("says that bitsandbytes keeps 8 bits; its nf4 is read")
     # That of bitsandbytes where nothing is written.
@@ -119,7 +121,9 @@ def _bitsandbytes(said: Mapping[str, Any]) -> Declared:
     if kind != "nf4":
         raise _refused(f"says bnb_4bit_quant_type {kind!r}; nf4 is read")
     # How large groups are is said with each matrix.
-    return Declared("nf4", "bitsandbytes", untouched=_names(said, "llm_int8_skip_modules"))
+    return QuantizationConfig(
+        "nf4", "bitsandbytes", untouched=_names(said, "llm_int8_skip_modules")
+    )
 
 
 _COMPRESSED = {
@@ -134,12 +138,12 @@ _COMPRESSED = {
 """compressed-tensors' format, and type, bits and strategy of weights, to the format that it is."""
 
 
-def _compressed_tensors(said: Mapping[str, Any]) -> Declared:
+def _compressed_tensors(said: Mapping[str, Any]) -> QuantizationConfig:
     for name in ("transform_config", "sparsity_config"):
         extra = said.get(name)
         if extra and not (isinstance(extra, Mapping) and extra.get("format") == "dense"):
             raise _refused(f"has a {name}; weights that are quantised and no more are read")
-    groups, found = _groups_of(said), set[Declared]()
+    groups, found = _groups_of(said), set[QuantizationConfig]()
     for group in groups:
         layout = group.get("format") or said.get("format")
         found.add(_compressed(layout, group.get("weights"), _names(said, "ignore")))
@@ -148,7 +152,7 @@ def _compressed_tensors(said: Mapping[str, Any]) -> Declared:
     return found.pop()
 
 
-def _compressed(layout: Any, weights: Any, untouched: tuple[str, ...]) -> Declared:
+def _compressed(layout: Any, weights: Any, untouched: tuple[str, ...]) -> QuantizationConfig:
     if not isinstance(weights, Mapping):
         raise _refused("has a group of layers whose weights are not quantised; weights are read")
     kind = (layout, weights.get("type", "int"), weights.get("num_bits", 8), _strategy(weights))
@@ -167,14 +171,16 @@ def _compressed(layout: Any, weights: Any, untouched: tuple[str, ...]) -> Declar
     if format == "block_fp8":
         if not _is_tile(block):
             raise _refused(f"says block_structure {block}; tiles of [128, 128] are read")
-        return Declared(format, "compressed-tensors", 128, untouched)
+        return QuantizationConfig(format, "compressed-tensors", 128, untouched)
     if format == "nvfp4":
         if size not in (None, 16):
             raise _refused(f"says group_size {size} of NVFP4, which has groups of 16")
-        return Declared(format, "compressed-tensors", 16, untouched)
+        return QuantizationConfig(format, "compressed-tensors", 16, untouched)
     if format == "int4" and not isinstance(size, int):
         raise _refused(f"says group_size {size!r}, which is no number of columns")
-    return Declared(format, "compressed-tensors", size if format == "int4" else None, untouched)
+    return QuantizationConfig(
+        format, "compressed-tensors", size if format == "int4" else None, untouched
+    )
 
 
 def _strategy(weights: Mapping[str, Any]) -> Any:
@@ -207,7 +213,7 @@ def _names(said: Mapping[str, Any], *fields: str) -> tuple[str, ...]:
     return ()
 
 
-_METHODS: Mapping[str, Callable[[Mapping[str, Any]], Declared]] = {
+_METHODS: Mapping[str, Callable[[Mapping[str, Any]], QuantizationConfig]] = {
     "fp8": _fp8,
     "modelopt": _modelopt,
     "bitsandbytes": _bitsandbytes,

@@ -41,7 +41,7 @@ FAMILIES = {
 }
 
 
-def family_of(hf_config: HfConfig) -> Family:
+def get_family(hf_config: HfConfig) -> Family:
     """The family of the model whose config.json this is.
 
     Raises:

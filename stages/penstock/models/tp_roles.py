@@ -10,7 +10,7 @@ from enum import Enum
 from fnmatch import fnmatchcase
 
 
-class Role(Enum):
+class ParallelStyle(Enum):
     """What a module is for."""
 
     VOCAB = "vocab"
@@ -29,7 +29,7 @@ class Role(Enum):
     """Networks that are independent of each other; dimension 0 of each parameter is networks."""
 
 
-class Grain(Enum):
+class ShardUnit(Enum):
     """The smallest run of a layer's features that is computed with by itself."""
 
     QUERY_HEAD = "query head"
@@ -42,10 +42,10 @@ class Grain(Enum):
     """One entry of the vocabulary."""
 
 
-Roles = Mapping[str, Role]
+Roles = Mapping[str, ParallelStyle]
 
 
-def role_of(name: str, roles: Roles) -> Role | None:
+def find_parallel_style(name: str, roles: Roles) -> ParallelStyle | None:
     """The role of the module called `name`, or None.
 
     Raises:
@@ -58,36 +58,36 @@ def role_of(name: str, roles: Roles) -> Role | None:
 
 
 DECODER_ROLES: Roles = {
-    "model.embed_tokens": Role.VOCAB,
-    "model.layers.*.self_attn": Role.PER_HEAD,
-    "model.layers.*.self_attn.[qkv]_proj": Role.WIDEN,
-    "model.layers.*.self_attn.qkv_proj": Role.WIDEN,
-    "model.layers.*.self_attn.o_proj": Role.NARROW,
-    "model.layers.*.mlp.gate_proj": Role.WIDEN,
-    "model.layers.*.mlp.up_proj": Role.WIDEN,
-    "model.layers.*.mlp.down_proj": Role.NARROW,
-    "model.layers.*.mlp.gate": Role.ROUTER,
-    "model.layers.*.mlp.experts": Role.EXPERTS,
-    "model.layers.*.mlp.shared_experts.gate_proj": Role.WIDEN,
-    "model.layers.*.mlp.shared_experts.up_proj": Role.WIDEN,
-    "model.layers.*.mlp.shared_experts.down_proj": Role.NARROW,
-    "lm_head": Role.HEAD,
+    "model.embed_tokens": ParallelStyle.VOCAB,
+    "model.layers.*.self_attn": ParallelStyle.PER_HEAD,
+    "model.layers.*.self_attn.[qkv]_proj": ParallelStyle.WIDEN,
+    "model.layers.*.self_attn.qkv_proj": ParallelStyle.WIDEN,
+    "model.layers.*.self_attn.o_proj": ParallelStyle.NARROW,
+    "model.layers.*.mlp.gate_proj": ParallelStyle.WIDEN,
+    "model.layers.*.mlp.up_proj": ParallelStyle.WIDEN,
+    "model.layers.*.mlp.down_proj": ParallelStyle.NARROW,
+    "model.layers.*.mlp.gate": ParallelStyle.ROUTER,
+    "model.layers.*.mlp.experts": ParallelStyle.EXPERTS,
+    "model.layers.*.mlp.shared_experts.gate_proj": ParallelStyle.WIDEN,
+    "model.layers.*.mlp.shared_experts.up_proj": ParallelStyle.WIDEN,
+    "model.layers.*.mlp.shared_experts.down_proj": ParallelStyle.NARROW,
+    "lm_head": ParallelStyle.HEAD,
 }
 """The roles of `decoder.Decoder`'s modules, whichever family gives it its numbers."""
 
-DECODER_GRAINS: Mapping[str, Grain] = {
-    "embed_tokens": Grain.TOKEN,
-    "q_proj": Grain.QUERY_HEAD,
-    "k_proj": Grain.KEY_HEAD,
-    "v_proj": Grain.KEY_HEAD,
-    "o_proj": Grain.QUERY_HEAD,
-    "gate_proj": Grain.FEATURE,
-    "up_proj": Grain.FEATURE,
-    "down_proj": Grain.FEATURE,
-    "lm_head": Grain.TOKEN,
-    "out_proj": Grain.QUERY_HEAD,
-    "fc1": Grain.FEATURE,
-    "fc2": Grain.FEATURE,
+DECODER_GRAINS: Mapping[str, ShardUnit] = {
+    "embed_tokens": ShardUnit.TOKEN,
+    "q_proj": ShardUnit.QUERY_HEAD,
+    "k_proj": ShardUnit.KEY_HEAD,
+    "v_proj": ShardUnit.KEY_HEAD,
+    "o_proj": ShardUnit.QUERY_HEAD,
+    "gate_proj": ShardUnit.FEATURE,
+    "up_proj": ShardUnit.FEATURE,
+    "down_proj": ShardUnit.FEATURE,
+    "lm_head": ShardUnit.TOKEN,
+    "out_proj": ShardUnit.QUERY_HEAD,
+    "fc1": ShardUnit.FEATURE,
+    "fc2": ShardUnit.FEATURE,
 }
 """What the rows (those of a `NARROW` layer: the columns) of a checkpoint's layer are, by the last
 part of its name; the same for every family so far."""

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from penstock_kernels.adamw import Run, Settings, Stepped, adamw_, adamw_each_
+from penstock_kernels.adamw import RowKeys, Settings, Stepped, adamw_, adamw_each_
 from penstock_kernels.stochastic_rounding import stochastic_round
 
-Rounding = Callable[[nn.Parameter, int], tuple[Sequence[Run], int]]
+Rounding = Callable[[nn.Parameter, int], tuple[Sequence[RowKeys], int]]
 """Of a parameter and the step, from 1: whose the rows of its part here are, and the number of its
 first column. Those of a vector are its numbers, each a row of its own."""
 
@@ -27,7 +27,7 @@ def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Keeping:
+class StatePrecision:
     """In what an optimizer keeps what it keeps."""
 
     states: torch.dtype = torch.float32
@@ -49,7 +49,7 @@ class AnyPrecisionAdamW(torch.optim.Optimizer):
         lr: float,
         betas: tuple[float, float],
         eps: float,
-        keeping: Keeping,
+        keeping: StatePrecision,
         weight_decay: float = 0.0,
     ) -> None:
         self.keeping = keeping
@@ -65,7 +65,7 @@ class AnyPrecisionAdamW(torch.optim.Optimizer):
             step_adamw(self.state, group, self.keeping)
 
 
-def step_adamw(state: State, group: dict[str, Any], keeping: Keeping) -> None:
+def step_adamw(state: State, group: dict[str, Any], keeping: StatePrecision) -> None:
     """One step of a group's parameters (Loshchilov and Hutter 2019, algorithm 2, where decay is a
     share of the rate).
 
@@ -99,7 +99,7 @@ def step_adamw(state: State, group: dict[str, Any], keeping: Keeping) -> None:
             if not stepped.weight.numel():
                 continue
             runs, first_column = keeping.rounding(parameter, number)
-            weight, gradient, first, second = (in_rows(part) for part in stepped[:4])
+            weight, gradient, first, second = (view_2d(part) for part in stepped[:4])
             adamw_(weight, gradient, first, second, now, runs, first_column)
 
 
@@ -107,7 +107,7 @@ def move_along(
     parameter: nn.Parameter,
     direction: torch.Tensor,
     lr: float,
-    keeping: Keeping,
+    keeping: StatePrecision,
     step: int,
     *,
     kept: float = 1.0,
@@ -125,16 +125,16 @@ def move_along(
     moved = weight.float().mul_(kept).add_(direction, alpha=-lr)
     if keeping.rounding is not None:
         runs, first_column = keeping.rounding(parameter, step)
-        moved = stochastic_round(in_rows(moved), runs, first_column).view_as(weight)
+        moved = stochastic_round(view_2d(moved), runs, first_column).view_as(weight)
     weight.copy_(moved)
 
 
-def in_rows(tensor: torch.Tensor) -> torch.Tensor:
+def view_2d(tensor: torch.Tensor) -> torch.Tensor:
     """A view of it as rows and columns; each number of a vector is a row."""
     return tensor.view(-1, tensor.shape[-1]) if tensor.ndim > 1 else tensor.view(-1, 1)
 
 
-def _beginning(parameter: nn.Parameter, keeping: Keeping) -> dict[str, torch.Tensor]:
+def _beginning(parameter: nn.Parameter, keeping: StatePrecision) -> dict[str, torch.Tensor]:
     """A parameter's state before its first step."""
     found = {
         "step": torch.zeros(()),

@@ -8,9 +8,9 @@ from torch import nn
 
 from penstock.config.schema.optimizer import OptimConfig
 from penstock.core.errors import ConfigError
-from penstock.optim.anyprecision import AnyPrecisionAdamW, Keeping
+from penstock.optim.anyprecision import AnyPrecisionAdamW, StatePrecision
 from penstock.optim.groups import RATE, Grouping, parameter_groups
-from penstock.optim.muon import Alone, Directions, Muon, Turning
+from penstock.optim.muon import Alone, Directions, Muon, Orthogonalizer
 from penstock.optim.novograd import BETAS, EPS, NovoGrad, Tensors
 from penstock.optim.novograd import Alone as TensorsAlone
 from penstock.optim.optimizer_by_name import named_optimizer
@@ -19,7 +19,7 @@ ADAMW_BETAS = (0.9, 0.95)
 """Llama's and Qwen's choice; torch's own second one, 0.999, forgets too slowly for short runs."""
 ADAMW_EPS = 1e-8
 
-EXACT = Keeping()
+EXACT = StatePrecision()
 """All in float32, or in what a parameter is kept in."""
 
 
@@ -28,7 +28,7 @@ def build_optimizer(
     optim: OptimConfig,
     grouping: Grouping | None = None,
     *,
-    keeping: Keeping = EXACT,
+    keeping: StatePrecision = EXACT,
     directions: Directions | None = None,
     tensors: Tensors | None = None,
 ) -> torch.optim.Optimizer:
@@ -76,7 +76,7 @@ def build_optimizer(
             momentum=optim.muon_momentum,
             nesterov=optim.muon_nesterov,
             keeping=keeping,
-            directions=directions or Alone(turning_of(optim)),
+            directions=directions or Alone(newton_schulz_args(optim)),
         )
     if optim.optimizer == "anyprecision_adamw" or not _is_exact(groups):
         return AnyPrecisionAdamW(groups, **adam, keeping=keeping)
@@ -84,9 +84,9 @@ def build_optimizer(
     return torch.optim.AdamW(groups, **adam, fused=True)
 
 
-def turning_of(optim: OptimConfig) -> Turning:
+def newton_schulz_args(optim: OptimConfig) -> Orthogonalizer:
     """What the settings say of Muon's matrices."""
-    return Turning(optim.muon_ns_steps, optim.muon_adjust_lr_fn or "original")
+    return Orthogonalizer(optim.muon_ns_steps, optim.muon_adjust_lr_fn or "original")
 
 
 def _is_exact(groups: Iterable[dict[str, list[tuple[str, nn.Parameter]]]]) -> bool:

@@ -26,7 +26,7 @@ RateOf = Callable[[str], float]
 """A parameter's name to its share of the learning rate."""
 
 
-def set_rates(optimizer: torch.optim.Optimizer, lr: float) -> None:
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Give every group what it has of the schedule's learning rate."""
     for group in optimizer.param_groups:
         rate = lr * group.get(RATE, 1.0)
@@ -41,7 +41,7 @@ def alike(_: str) -> float:
     return 1.0
 
 
-def by_depth(bound: float, num_layers: int) -> RateOf:
+def layerwise_lr_decay(bound: float, num_layers: int) -> RateOf:
     """Shares of the learning rate by depth: b + d/(n+2) (1-b), b the `bound`, n the number of
     layers. d is 0 for the embedding, i for layer i, from 0, and n+2 for the final norm and the
     head. The formula is ERNIEKit's, in which layer 0 learns like the embedding."""

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from penstock.optim.anyprecision import Keeping, as_it_is, move_along, step_adamw
+from penstock.optim.anyprecision import StatePrecision, as_it_is, move_along, step_adamw
 from penstock.optim.groups import MATRICES
 from penstock_kernels.newton_schulz import each_by_shape, newton_schulz
 
@@ -29,7 +29,7 @@ order. Whoever lays matrices out over ranks brings one of its own."""
 
 
 @dataclass(frozen=True)
-class Turning:
+class Orthogonalizer:
     """How a matrix becomes the direction it moves in."""
 
     steps: int = 5
@@ -62,7 +62,7 @@ class Muon(torch.optim.Optimizer):
         eps: float,
         momentum: float,
         nesterov: bool,
-        keeping: Keeping,
+        keeping: StatePrecision,
         directions: Directions,
     ) -> None:
         self.keeping, self._directions = keeping, directions
@@ -121,7 +121,7 @@ class Muon(torch.optim.Optimizer):
 class Alone:
     """Directions where every matrix is all here, by itself or in a stack [..., N, K]."""
 
-    turning: Turning
+    turning: Orthogonalizer
     local: Callable[[torch.Tensor], torch.Tensor] = as_it_is
 
     def __call__(

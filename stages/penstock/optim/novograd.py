@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from penstock.optim.anyprecision import Keeping, move_along
+from penstock.optim.anyprecision import StatePrecision, move_along
 
 BETAS, EPS = (0.95, 0.98), 1e-8
 """NeMo's."""
@@ -76,7 +76,7 @@ class NovoGrad(torch.optim.Optimizer):
         eps: float,
         grad_averaging: bool,
         amsgrad: bool,
-        keeping: Keeping,
+        keeping: StatePrecision,
         tensors: Tensors,
         weight_decay: float = 0.0,
     ) -> None:

@@ -37,7 +37,7 @@ class Compressed(NamedTuple):
     """fp32 [ceil(N / BLOCK), 2]: what codes begin at, and the step from one to the next."""
 
 
-def compress(values: torch.Tensor, moment: Moment, form: Form) -> Compressed:
+def quantize_states(values: torch.Tensor, moment: Moment, form: Form) -> Compressed:
     """Any number of numbers of any shape, computed in fp32 on their device. Those of a second
     moment must be at least 0. A block with one that is not finite becomes one that is not."""
     parts = values.detach().reshape(-1).split(AT_ONCE)
@@ -45,7 +45,9 @@ def compress(values: torch.Tensor, moment: Moment, form: Form) -> Compressed:
     return Compressed(torch.cat(codes), torch.cat(scales))
 
 
-def expand(compressed: Compressed, count: int, moment: Moment, form: Form) -> torch.Tensor:
+def dequantize_states(
+    compressed: Compressed, count: int, moment: Moment, form: Form
+) -> torch.Tensor:
     """The numbers that `count` were compressed to, fp32 [count]."""
     codes_N, scales_K2 = compressed
     if form == "int4":

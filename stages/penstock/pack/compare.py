@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.pack.layout import METHODS, Form, Layout, Method, form_of, lay_out, method_of
+from penstock.pack.layout import METHODS, Form, Layout, Method, lay_out, packing_method, sample_form
 from penstock.pack.settings import PackSettings
 from penstock.rows.packing.lower_bound import fewest_rows
 from penstock.rows.prepared import PreparedSamples
@@ -39,8 +39,8 @@ def compare(prepared: Path, settings: PackSettings, pad_to_multiple_of: int) -> 
         samples = PreparedSamples(prepared, split)
         if not len(samples):
             continue
-        chosen = method_of(split, settings)
-        form = form_of(samples, settings)
+        chosen = packing_method(split, settings)
+        form = sample_form(samples, settings)
         bound = _bound(form, settings.sample_packing_sequence_len, chosen)
         for method in _compared(form, settings.sample_packing_sequence_len, chosen):
             layout = lay_out(form, settings, method)

@@ -9,7 +9,7 @@ from penstock.core.errors import StageError
 from penstock.pack.branched import Branched
 from penstock.pack.plain import Plain
 from penstock.pack.settings import PackSettings
-from penstock.rows.bin_plan import Bins, Indices, alone, join, sequential
+from penstock.rows.bin_plan import Indices, PackingPlan, alone, join, sequential
 from penstock.rows.packing.greedy import greedy
 from penstock.rows.packing.multipack import multipack
 from penstock.rows.packing.wrapped import wrapped
@@ -27,7 +27,7 @@ Form = Plain | Branched
 class Layout:
     """The rows of one split: those of its first epoch, then those of the next one, and so on."""
 
-    bins: Bins
+    bins: PackingPlan
     """Over the samples of the split, which may be in several epochs."""
     epoch_rows: list[int]
     """How many rows each epoch has."""
@@ -37,12 +37,12 @@ class Layout:
     """`wrapped`: the first token of every piece in its sample."""
 
 
-def form_of(samples: PreparedSamples, settings: PackSettings) -> Form:
+def sample_form(samples: PreparedSamples, settings: PackSettings) -> Form:
     """What the samples are in a row."""
     return Plain(samples) if samples.kind == "sft" else Branched(samples, settings)
 
 
-def method_of(split: str, settings: PackSettings) -> Method:
+def packing_method(split: str, settings: PackSettings) -> Method:
     """How the samples of a split are to be laid into rows."""
     if split == "validation" and not settings.eval_sample_packing:
         return "unpacked"
@@ -58,10 +58,10 @@ def lay_out(form: Form, settings: PackSettings, method: Method) -> Layout:
     if method == "wrapped":
         return _wrapped(form, sizes, settings.sample_packing_sequence_len)
     _refuse_longer(form, sizes, settings.sample_packing_sequence_len)
-    epochs: list[Bins] = []
+    epochs: list[PackingPlan] = []
     for number, order in enumerate(form.samples.epochs()):
         bins = _bins(sizes[order], settings, method, number)
-        epochs.append(Bins(order[bins.samples], bins.ends))
+        epochs.append(PackingPlan(order[bins.samples], bins.ends))
     bins = join(epochs)
     return Layout(bins, [len(bins) for bins in epochs], sizes[bins.samples])
 
@@ -71,7 +71,7 @@ def _wrapped(form: Form, sizes: Indices, capacity: int) -> Layout:
     orders = form.samples.epochs()
     epochs = [wrapped(sizes[order], capacity) for order in orders]
     laid = [
-        Bins(order[pieces.bins.samples], pieces.bins.ends)
+        PackingPlan(order[pieces.bins.samples], pieces.bins.ends)
         for order, pieces in zip(orders, epochs, strict=True)
     ]
     return Layout(
@@ -82,7 +82,7 @@ def _wrapped(form: Form, sizes: Indices, capacity: int) -> Layout:
     )
 
 
-def _bins(lengths: Indices, settings: PackSettings, method: Method, epoch: int) -> Bins:
+def _bins(lengths: Indices, settings: PackSettings, method: Method, epoch: int) -> PackingPlan:
     capacity = settings.sample_packing_sequence_len
     if method == "unpacked":
         return alone(len(lengths))

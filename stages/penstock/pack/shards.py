@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from penstock.core.files import publishing
+from penstock.core.files import atomic_write
 from penstock.pack.layout import Form
-from penstock.rows.bin_plan import Bins, Indices
+from penstock.rows.bin_plan import Indices, PackingPlan
 from penstock.rows.reader import Tokens, flat, map_batches
 from penstock.rows.schema import IGNORED, packed_schema
 
@@ -27,7 +27,7 @@ class Written:
 
 
 def write(
-    form: Form, bins: Bins, sizes: Indices, target: Path, begins: Indices | None = None
+    form: Form, bins: PackingPlan, sizes: Indices, target: Path, begins: Indices | None = None
 ) -> Written:
     """Publish a file of these rows. `bins.samples` have `sizes`, or are pieces of samples that have
     these sizes and begin at the tokens `begins`."""
@@ -38,7 +38,7 @@ def write(
     ids, labels = np.empty(room, dtype=np.int32), np.empty(room, dtype=np.int32)
     trained = largest = 0
     with (
-        publishing(target) as part,
+        atomic_write(target) as part,
         pa.OSFile(str(part), "wb") as sink,
         pa.ipc.new_file(sink, _schema_of(form)) as writer,
     ):
@@ -64,7 +64,7 @@ def read(shard: Path) -> Written:
     return Written(trained, largest)
 
 
-def _batches(bins: Bins, ends: Indices) -> Generator[tuple[int, int, int, int]]:
+def _batches(bins: PackingPlan, ends: Indices) -> Generator[tuple[int, int, int, int]]:
     """Runs of rows of about BATCH_TOKENS each, as (first row, row after the last, first sample,
     sample after the last)."""
     batch_of = (ends[bins.ends - 1] - 1) // BATCH_TOKENS

@@ -12,10 +12,10 @@ from typing import Any, Literal
 from penstock.core import env
 from penstock.core.errors import StageError
 from penstock.core.process.die_with_parent import end_with_starter
-from penstock.pack.layout import Form, Layout, form_of
+from penstock.pack.layout import Form, Layout, sample_form
 from penstock.pack.settings import PackSettings
 from penstock.pack.shards import Written, read, write
-from penstock.rows.bin_plan import Bins, Indices
+from penstock.rows.bin_plan import Indices, PackingPlan
 from penstock.rows.prepared import PreparedSamples
 
 StartMethod = Literal["fork", "spawn", "forkserver"]
@@ -44,7 +44,7 @@ class Shard:
     prepared: Path
     split: str
     target: Path
-    bins: Bins
+    bins: PackingPlan
     sizes: Indices
     """Tokens of the samples in `bins`, or of the pieces of samples."""
     begins: Indices | None
@@ -52,7 +52,7 @@ class Shard:
     settings: PackSettings
 
 
-def shards_of(
+def plan_shards(
     prepared: Path, split: str, layout: Layout, folder: Path, settings: PackSettings
 ) -> list[Shard]:
     """The files of a split, with about equally many rows each: as many as `num_shards` or by size,
@@ -65,7 +65,7 @@ def shards_of(
         low, high = (len(bins) * at // count for at in (index, index + 1))
         first = int(bins.ends[low - 1]) if low else 0
         last = int(bins.ends[high - 1])
-        rows = Bins(bins.samples[first:last], bins.ends[low:high] - first)
+        rows = PackingPlan(bins.samples[first:last], bins.ends[low:high] - first)
         target = folder / f"rows-{index:05d}-of-{count:05d}.arrow"
         its = None if begins is None else begins[first:last]
         shard = Shard(prepared, split, target, rows, sizes[first:last], its, settings)
@@ -129,7 +129,7 @@ def _write_one(shard: Shard) -> Written:
 
 
 def _form(prepared: Path, split: str, settings: PackSettings) -> Form:
-    return form_of(PreparedSamples(prepared, split), settings)
+    return sample_form(PreparedSamples(prepared, split), settings)
 
 
 _form_in_this_worker = lru_cache(maxsize=1)(_form)

@@ -75,17 +75,17 @@ class Pack(Stage):
     def _split(self, out: Path, split: str, settings: PackSettings) -> dict[str, Any]:
         """Write the files of a split and count what they hold; `fill` is the share of the rows'
         capacity that holds tokens, and `shared_tokens` are those that stand for two."""
-        from penstock.pack.layout import form_of, lay_out, method_of
-        from penstock.pack.spread import Workers, shards_of, write_all
+        from penstock.pack.layout import lay_out, packing_method, sample_form
+        from penstock.pack.spread import Workers, plan_shards, write_all
         from penstock.rows.prepared import PreparedSamples
         from penstock.rows.schema import histogram
         from penstock.rows.sources import Sources
 
         samples = PreparedSamples(self.prepared.path, split)
-        form = form_of(samples, settings)
-        layout = lay_out(form, settings, method_of(split, settings))
+        form = sample_form(samples, settings)
+        layout = lay_out(form, settings, packing_method(split, settings))
         folder = out / "data" / split
-        shards = shards_of(self.prepared.path, split, layout, folder, settings)
+        shards = plan_shards(self.prepared.path, split, layout, folder, settings)
         written = write_all(shards, Workers(self.num_proc, self.start_method))
         if split == "validation" and len(labels := samples.labels()) > 1:
             datasets = samples.datasets()[layout.bins.samples].repeat(form.documents)

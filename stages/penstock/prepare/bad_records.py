@@ -60,7 +60,7 @@ def number(record: Mapping[str, Any], name: str) -> float:
     """The record's value, which must be a number and not without end."""
     value = column(record, name)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise BadRow("wrong_type", f"{name} is {kind_of(value)} where a number is meant")
+        raise BadRow("wrong_type", f"{name} is {json_type_name(value)} where a number is meant")
     try:
         found = float(value)
     except OverflowError:  # a whole number may have any number of digits
@@ -73,7 +73,7 @@ def number(record: Mapping[str, Any], name: str) -> float:
 def checked_text(where: str, value: Any) -> str:
     """`value`, found at `where`, which must be a string that UTF-8 can hold."""
     if not isinstance(value, str):
-        raise BadRow("wrong_type", f"{where} is {kind_of(value)} where a string is meant")
+        raise BadRow("wrong_type", f"{where} is {json_type_name(value)} where a string is meant")
     if value.isascii():
         return value
     try:
@@ -91,7 +91,7 @@ def optional_text(record: Mapping[str, Any], name: str | None) -> str:
     return text(record, name)
 
 
-def kind_of(value: Any) -> str:
+def json_type_name(value: Any) -> str:
     """What people call the type of a JSON value."""
     names = {type(None): "null", dict: "an object", list: "a list", bool: "a boolean"}
     return names.get(type(value)) or {int: "a number", float: "a number", str: "a string"}.get(
@@ -103,7 +103,7 @@ def sized(value: Any) -> str:
     """What a value is, with its length or itself where that is short."""
     if isinstance(value, list):
         return f"a list of {len(value)}"
-    return str(value) if isinstance(value, int | float) else kind_of(value)
+    return str(value) if isinstance(value, int | float) else json_type_name(value)
 
 
 @dataclass
@@ -128,7 +128,7 @@ class Tally:
     side."""
     left_out: Counter[str] = field(default_factory=Counter)
     causes: Counter[str] = field(default_factory=Counter)
-    """Records that were left out by `cause_of`; those of the first few causes."""
+    """Records that were left out by `normalize_reason`; those of the first few causes."""
     unread: Counter[str] = field(default_factory=Counter)
     """Records by columns that hold something and that their format does not read."""
     blank_answers: int = 0
@@ -145,7 +145,7 @@ class Tally:
     def leave_out(self, file: str, line: int, fault: BadRow, record: int | None = None) -> None:
         """Count a record that gives no sample. `record`: its number, where no line names it."""
         self.left_out[fault.reason] += 1
-        cause = cause_of(fault.reason, fault.why)
+        cause = normalize_reason(fault.reason, fault.why)
         if cause not in self.causes and len(self.causes) >= CAUSES_KEPT:
             cause = OTHER
         self.causes[cause] += 1
@@ -178,7 +178,7 @@ class Tally:
         return total
 
 
-def cause_of(reason: str, why: str) -> str:
+def normalize_reason(reason: str, why: str) -> str:
     """What faults have in common that differ in numbers alone, such as the place in a list."""
     return f"{reason}: {re.sub(_NUMBER, '#', why)}"
 
@@ -187,7 +187,7 @@ def _first_of_each(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     seen: Counter[str] = Counter()
     kept: list[dict[str, Any]] = []
     for sample in samples:
-        cause = cause_of(sample["reason"], sample["why"])
+        cause = normalize_reason(sample["reason"], sample["why"])
         seen[cause] += 1
         if seen[cause] <= OF_A_CAUSE and len(kept) < SAMPLES_KEPT:
             kept.append(sample)
@@ -203,12 +203,12 @@ def listed(samples: Sequence[Mapping[str, Any]], causes: Mapping[str, int]) -> s
     """One line for each cause, the most frequent first: how often, why, and records as examples."""
     by_cause: dict[str, list[Mapping[str, Any]]] = {}
     for sample in samples:
-        by_cause.setdefault(cause_of(sample["reason"], sample["why"]), []).append(sample)
+        by_cause.setdefault(normalize_reason(sample["reason"], sample["why"]), []).append(sample)
     lines: list[str] = []
     for cause, its in sorted(by_cause.items(), key=lambda each: -causes.get(each[0], 0)):
         count, first = causes.get(cause, len(its)), its[0]
         if count == 1:
-            lines.append(f"    {place_of(first)}: {first['why']}")
+            lines.append(f"    {record_location(first)}: {first['why']}")
             continue
         more = ", …" if count > len(its) else ""
         lines.append(f"    {count} x {first['why']} ({_places(its)}{more})")
@@ -220,10 +220,10 @@ def _places(samples: Sequence[Mapping[str, Any]]) -> str:
     if "record" in samples[0] and len({sample["file"] for sample in samples}) == 1:
         numbers = ", ".join(str(sample.get("record")) for sample in samples)
         return f"{samples[0]['file']}, record{'s' * (len(samples) > 1)} {numbers}"
-    return ", ".join(place_of(each) for each in samples)
+    return ", ".join(record_location(each) for each in samples)
 
 
-def place_of(sample: Mapping[str, Any]) -> str:
+def record_location(sample: Mapping[str, Any]) -> str:
     """Where people find a record: `file:line`, or its number in a file without lines."""
     if "record" in sample:
         return f"{sample['file']}, record {sample['record']}"

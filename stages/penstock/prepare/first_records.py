@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from penstock.core.errors import ConfigError
 from penstock.prepare.bad_records import DROPPED, BadRow
 from penstock.prepare.encode.encoder import Encoder
-from penstock.prepare.infer_type import format_of
+from penstock.prepare.infer_type import infer_format
 from penstock.prepare.settings import DatasetSettings
 
 
@@ -51,7 +51,7 @@ def first_samples(
 
 def _hint(records: list[dict[str, Any]], settings: DatasetSettings) -> str:
     try:
-        looks = format_of(records, {}, objective="", where="")
+        looks = infer_format(records, {}, objective="", where="")
     except ConfigError:
         return ""
     return "" if looks.type == settings.type else f".\n  They look like {looks}"

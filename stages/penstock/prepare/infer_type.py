@@ -1,7 +1,7 @@
 """Which format a data set has, where the configuration does not say it: told from first records.
 
-`format_of` is a pure function of the records and of the columns that the configuration names. What
-it finds is used as if it had been written, so it is part of what identifies prepared data.
+`infer_format` is a pure function of the records and of the columns that the configuration names.
+What it finds is used as if it had been written, so it is part of what identifies prepared data.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,13 +11,13 @@ from typing import Any, cast
 
 from penstock.config.schema.dataset import DatasetConfig, FormatName
 from penstock.core.cache.digests import derived
-from penstock.core.cache.record import digest_of
+from penstock.core.cache.record import digest_json
 from penstock.core.cache.stage import Source
 from penstock.core.errors import CapabilityError, ConfigError, StageError
 from penstock.prepare.bad_records import BadRow
 from penstock.prepare.formats.json_values import unpacked
 from penstock.prepare.formats.kto import verdict_of
-from penstock.prepare.readers.file_splits import FORMAT, Piece, pieces_of
+from penstock.prepare.readers.file_splits import FORMAT, Piece, split_source
 from penstock.prepare.readers.records import Value
 from penstock.prepare.readers.registry import chunks
 
@@ -70,7 +70,7 @@ def inferred(
     `where` is the data set's place in the configuration. Raises ConfigError that shows the columns
     where several formats or none fit.
     """
-    asked = digest_of(
+    asked = digest_json(
         [FORMAT, VERSION, source.key, dataset.ds_type, _named(dataset), objective, LOOKED_AT]
     )
 
@@ -78,7 +78,7 @@ def inferred(
         records = read_first(source, dataset.ds_type, token)
         if not records:
             raise StageError("it has no records")
-        found = format_of(records, _named(dataset), objective=objective, where=where)
+        found = infer_format(records, _named(dataset), objective=objective, where=where)
         return [found.type, dict(found.fields), found.seen]
 
     try:
@@ -105,12 +105,12 @@ def looks_like(pieces: Sequence[Piece]) -> Inferred | None:
     found = islice((value for piece in pieces[:1] for value in _of_piece(piece, None)), LOOKED_AT)
     records = [value for value in found if not isinstance(value, BadRow)]
     try:
-        return format_of(records, {}, objective="", where="")
+        return infer_format(records, {}, objective="", where="")
     except ConfigError:
         return None
 
 
-def format_of(
+def infer_format(
     records: Sequence[Mapping[str, Any]],
     named: Mapping[str, str],
     *,
@@ -140,11 +140,11 @@ def format_of(
         )
     raise ConfigError(
         f"{where}.type is not written, and no type fits its records; they have {have}.\n"
-        f"  {proposal_of(columns)}"
+        f"  {suggest_fields(columns)}"
     )
 
 
-def proposal_of(columns: Mapping[str, Any]) -> str:
+def suggest_fields(columns: Mapping[str, Any]) -> str:
     """What to write for records with these columns of unusual names."""
     lists = [name for name, value in columns.items() if _spelling(name, value)]
     question, answer = (
@@ -282,7 +282,7 @@ def _values(source: Source, ds_type: str | None, token: bool | None) -> Iterator
     if source.pin["kind"] == "hub":
         yield from _of_hub(source, token)
         return
-    for piece in pieces_of(source, ds_type=ds_type, streaming=False, token=token):
+    for piece in split_source(source, ds_type=ds_type, streaming=False, token=token):
         yield from _of_piece(piece, token)
 
 

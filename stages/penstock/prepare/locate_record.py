@@ -7,7 +7,7 @@ from pathlib import Path
 from penstock.core.cache.stage import Stage
 from penstock.core.errors import PenstockError
 from penstock.prepare.readers.file_splits import Piece
-from penstock.prepare.readers.read_slice import before_of
+from penstock.prepare.readers.read_slice import count_records_before
 from penstock.prepare.readers.registry import chunks
 from penstock.prepare.slices import Slice
 from penstock.prepare.stage import Prepare
@@ -30,7 +30,7 @@ Locate = Callable[[str, int], Place | None]
 """From a slice's key and a record's place in it, from 0, to where that record is found."""
 
 
-def locator_of(stage: Stage) -> Locate:
+def build_locator(stage: Stage) -> Locate:
     """The places of all records that went into a result of the prepare stage; unknown where its
     sources are out of reach, or are not its own."""
     if not isinstance(stage, Prepare):
@@ -42,12 +42,12 @@ def locator_of(stage: Stage) -> Locate:
         return lambda *_: None
 
     def locate(key: str, row: int) -> Place | None:
-        return place_of(slices[key], row, token) if key in slices else None
+        return locate_row(slices[key], row, token) if key in slices else None
 
     return locate
 
 
-def place_of(item: Slice, row: int, token: bool | None = None) -> Place | None:
+def locate_row(item: Slice, row: int, token: bool | None = None) -> Place | None:
     """The place of record `row` of the slice, from 0. None where only fetching would tell.
 
     Local lines are counted, and nothing is parsed. Raises StageError when a file has changed or
@@ -69,6 +69,6 @@ def _line(piece: Piece, number: int, token: bool | None) -> int | None:
         return None
     for chunk in chunks(piece, token):
         if number < len(chunk):
-            return before_of(piece, token) + chunk.places[number]
+            return count_records_before(piece, token) + chunk.places[number]
         number -= len(chunk)
     raise IndexError(f"record {number} beyond the end of {piece.name}")

@@ -4,23 +4,23 @@ from collections.abc import Sequence
 
 from penstock.core.errors import StageError
 from penstock.prepare.settings import MixSettings, PrepareSettings
-from penstock.rows.sample_order import Mixing, expected_draws
+from penstock.rows.sample_order import DatasetMixer, expected_draws
 
 MOST_DRAWN = 1 << 28
 """Samples of an epoch that `interleave_over` draws at most: their order must fit memory."""
 
 
-def mixing_of(settings: PrepareSettings, mean_tokens: Sequence[float] = ()) -> Mixing:
+def build_mixer(settings: PrepareSettings, mean_tokens: Sequence[float] = ()) -> DatasetMixer:
     """How samples become epochs.
 
     `mean_tokens` are those of a sample of each training source. Where weights are shares of tokens,
     a source whose samples are twice as long gives half as many.
     """
-    weights = tuple(mix_of(settings.mix, of).weight for of in range(len(settings.datasets)))
+    weights = tuple(mix_settings(settings.mix, of).weight for of in range(len(settings.datasets)))
     if settings.weight_unit == "tokens" and mean_tokens:
         pairs = zip(weights, mean_tokens, strict=True)
         weights = tuple(weight / mean if weight else 0.0 for weight, mean in pairs)
-    return Mixing(
+    return DatasetMixer(
         seed=settings.seed,
         strategy=settings.mix_strategy,
         weights=weights,
@@ -31,7 +31,7 @@ def mixing_of(settings: PrepareSettings, mean_tokens: Sequence[float] = ()) -> M
     )
 
 
-def mix_of(mix: Sequence[MixSettings], dataset: int) -> MixSettings:
+def mix_settings(mix: Sequence[MixSettings], dataset: int) -> MixSettings:
     """How much of one source is used."""
     return mix[dataset] if mix else MixSettings()
 
@@ -46,7 +46,7 @@ def check_mix(
     too large. `num_rows`, `labels` and `mean_tokens` are those of the training sources."""
     if settings.mix_strategy == "concat":
         return
-    mixing = mixing_of(settings, mean_tokens)
+    mixing = build_mixer(settings, mean_tokens)
     for of, (rows, share) in enumerate(zip(num_rows, mixing.shares, strict=True)):
         if share and not rows:
             raise StageError(

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from penstock.prepare.unread_columns import remedy_of
+from penstock.prepare.unread_columns import column_remedy
 
 SECTIONS = {"train": "datasets", "validation": "test_datasets"}
 
@@ -41,5 +41,5 @@ def prepared_notices(facts: Mapping[str, Any]) -> Iterator[str]:
             yield (
                 f"warning: {source['label']} (data.{SECTIONS[source['role']]}."
                 f"{source['dataset']}): {count:,} of {source['records']:,} records have {name!r}, "
-                f"which type: {source['type']} does not read; {remedy_of(name, source['type'])}"
+                f"which type: {source['type']} does not read; {column_remedy(name, source['type'])}"
             )

@@ -15,13 +15,13 @@ import numpy as np
 from penstock.core.errors import PenstockError, StageError
 from penstock.prepare.bad_records import Tally, listed
 from penstock.prepare.infer_type import looks_like
-from penstock.prepare.mix import mixing_of
+from penstock.prepare.mix import build_mixer
 from penstock.prepare.select.features import LONGEST, TOKENS, TRAINED, Array, Features
 from penstock.prepare.select.select import Selection
 from penstock.prepare.settings import PrepareSettings
 from penstock.prepare.slices import Finished, Slice
-from penstock.prepare.split import DataFile, Share, files_of, path_in
-from penstock.rows.sample_order import Mixing, drawn
+from penstock.prepare.split import DataFile, Share, path_in, plan_files
+from penstock.rows.sample_order import DatasetMixer, drawn
 from penstock.rows.schema import SPLITS, histogram
 
 FORMAT = 2
@@ -29,11 +29,11 @@ FORMAT = 2
 SECTIONS = {"train": "datasets", "validation": "test_datasets", "avoid": "decontaminate_datasets"}
 
 
-def plan_of(
+def build_plan(
     finished: Sequence[Finished], selection: Selection, settings: PrepareSettings
 ) -> dict[str, Any]:
     """The plan of the data that `publish_splits` lays out."""
-    files = files_of(finished, selection, settings)
+    files = plan_files(finished, selection, settings)
     shares = [share for of_split in files.values() for file in of_split for share in file.shares]
     entries = {share.entry[0].key: share.entry for share in shares if not share.is_whole}
     counts = dict(zip(entries, Features().counts(list(entries.values())), strict=True))
@@ -41,7 +41,7 @@ def plan_of(
         split: [_entry(path_in(split, file), file, counts) for file in files[split]]
         for split in SPLITS
     }
-    mixing = mixing_of(settings, _mean_tokens(splits["train"], len(settings.datasets)))
+    mixing = build_mixer(settings, _mean_tokens(splits["train"], len(settings.datasets)))
     return {
         "format": FORMAT,
         "kind": settings.kind,
@@ -64,7 +64,7 @@ def plan_of(
     }
 
 
-def facts_of(plan: dict[str, Any]) -> dict[str, Any]:
+def summarize_plan(plan: dict[str, Any]) -> dict[str, Any]:
     """What people look for in prepared data; lengths are in powers of two, inclusive."""
     splits: dict[str, list[dict[str, Any]]] = plan["splits"]
     # Data to be avoided is read, but it is not what was prepared.
@@ -194,7 +194,7 @@ def _mean_tokens(entries: Sequence[Mapping[str, Any]], num_datasets: int) -> lis
 def _sources(
     finished: Sequence[Finished],
     splits: dict[str, list[dict[str, Any]]],
-    mixing: Mixing,
+    mixing: DatasetMixer,
     num_datasets: int,
 ) -> list[dict[str, Any]]:
     """What every source gave: `samples` with their tokens to its own split, and if it is trained

@@ -11,7 +11,7 @@ from penstock.rows.sample_order import Indices
 
 
 @dataclass(frozen=True)
-class Origin:
+class DataSource:
     """One source of the configuration."""
 
     role: str
@@ -30,7 +30,7 @@ class Origin:
 class Origins:
     """The sources that gave samples to one split."""
 
-    sources: tuple[Origin, ...]
+    sources: tuple[DataSource, ...]
     """In the order of their first samples."""
     of: Indices
     """For every sample of the split, the place of its source in `sources`."""
@@ -38,13 +38,14 @@ class Origins:
     """`rows`, `tokens` and `trained_tokens` of every source in the split."""
 
 
-def origins_of(plan: Mapping[str, Any], split: str) -> Origins:
+def split_sources(plan: Mapping[str, Any], split: str) -> Origins:
     """The sources of a split. Samples held out for validation are of their training source."""
     of_slice = {
-        item["key"]: Origin(item["role"], item["dataset"], item["label"]) for item in plan["slices"]
+        item["key"]: DataSource(item["role"], item["dataset"], item["label"])
+        for item in plan["slices"]
     }
-    counts: dict[Origin, dict[str, int]] = {}
-    runs: list[tuple[Origin, int]] = []
+    counts: dict[DataSource, dict[str, int]] = {}
+    runs: list[tuple[DataSource, int]] = []
     for part in (part for entry in plan["splits"][split] for part in entry["parts"]):
         origin = of_slice[part["slice"]]
         held = counts.setdefault(origin, {"rows": 0, "tokens": 0, "trained_tokens": 0})

@@ -20,11 +20,11 @@ from uuid import uuid4
 
 from filelock import FileLock, Timeout
 
-from penstock.core.cache.digests import digests_of, remember, sha256_of
-from penstock.core.cache.record import FORMAT, fields_of, write_record
+from penstock.core.cache.digests import digest_files, remember, sha256_file
+from penstock.core.cache.record import FORMAT, read_record_fields, write_record
 from penstock.core.errors import ArtifactError, StageError
 from penstock.core.files import PART, remove
-from penstock.core.remote.shared_files import Files, Shared
+from penstock.core.remote.shared_files import Files, SharedCache
 from penstock.prepare.bad_records import Tally
 from penstock.prepare.slices import Finished, Slice
 
@@ -48,7 +48,7 @@ class SliceCache:
     """The folder of all slices."""
 
     folder: Path
-    shared: Shared | None = None
+    shared: SharedCache | None = None
     """The same folder behind a URL, where all machines find what one of them made."""
 
     def path_of(self, item: Slice) -> Path:
@@ -141,7 +141,7 @@ def _note_of(path: Path) -> Note | None:
     """What was written down when the slice was finished; None where its file is not of that size,
     or the note is damaged."""
     try:
-        note = fields_of(path.with_suffix(".json"), UNDIGESTED, "It is written again.")
+        note = read_record_fields(path.with_suffix(".json"), UNDIGESTED, "It is written again.")
         return note if path.stat().st_size == note["file"]["bytes"] else None
     except (OSError, ArtifactError, KeyError, TypeError):
         return None
@@ -151,7 +151,7 @@ def _whole(notes: Mapping[Path, Note]) -> dict[Path, Note]:
     """Those whose files have the bytes that were written, each read once and again when it has
     changed."""
     try:
-        digests = digests_of(notes, "ctime")
+        digests = digest_files(notes, "ctime")
     except OSError:  # one was deleted meanwhile
         return {path: note for path, note in notes.items() if path.is_file()}
     return {
@@ -171,7 +171,7 @@ def _publish(target: Path, tokenise: Callable[[Path], Tally]) -> None:
     part = target.with_name(f"{target.name}.{platform.node()}-{os.getpid()}-{uuid4().hex}{PART}")
     try:
         tally = tokenise(part)
-        digest, stat = sha256_of(part), part.stat()
+        digest, stat = sha256_file(part), part.stat()
         part.replace(target)
         remember([(target, digest)])
     finally:

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from penstock.core.cache.record import digest_of
+from penstock.core.cache.record import digest_json
 from penstock.core.cache.stage import Source, short
 from penstock.prepare.bad_records import Tally
-from penstock.prepare.readers.file_splits import Piece, pieces_of
+from penstock.prepare.readers.file_splits import Piece, split_source
 from penstock.prepare.readers.registry import records_in
 from penstock.prepare.settings import DatasetSettings, PrepareSettings
 
@@ -104,13 +104,13 @@ def plan_slices(
     return _told_apart(planned)
 
 
-def label_of(source: Source) -> str:
+def dataset_label(source: Source) -> str:
     """What people call the data set."""
     pin = source.pin
     return str(pin[{"files": "label", "hub": "repo", "builtin": "name"}[pin["kind"]]])
 
 
-def share_of(slices: Sequence[Slice], index: int, count: int) -> list[Slice]:
+def slices_of_shard(slices: Sequence[Slice], index: int, count: int) -> list[Slice]:
     """The slices that share `index` of `count` does: every one is in exactly one share.
 
     They are dealt by size, back and forth, so that shares are of about the same work.
@@ -130,10 +130,10 @@ def _slice(
     tokenizer: Source,
     pieces: tuple[Piece, ...],
 ) -> Slice:
-    label = label_of(source)
-    held = digest_of([piece.as_json() for piece in pieces])
+    label = dataset_label(source)
+    held = digest_json([piece.as_json() for piece in pieces])
     first, step = _chosen(its, held)
-    key = digest_of(
+    key = digest_json(
         {
             "format": FORMAT,
             "tokenizer": tokenizer.key,
@@ -167,14 +167,14 @@ def _told_apart(slices: list[Slice]) -> list[Slice]:
     for item in slices:
         again = seen[item.content]
         seen[item.content] += 1
-        key = short(digest_of([item.content, again])) if again else item.content
+        key = short(digest_json([item.content, again])) if again else item.content
         found.append(replace(item, key=key))
     return found
 
 
 def _runs(source: Source, its: DatasetSettings, token: bool | None) -> list[tuple[Piece, ...]]:
     """The pieces of each slice: one, or as many as make `preprocess_shards` slices in all."""
-    pieces = pieces_of(
+    pieces = split_source(
         source,
         ds_type=its.ds_type,
         streaming=its.streaming,

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from penstock.core.cache.digests import digests_of, links_made
+from penstock.core.cache.digests import digest_files, links_made
 from penstock.core.cache.manifest import MANIFEST, read_manifest
-from penstock.core.cache.record import digest_of
+from penstock.core.cache.record import digest_json
 from penstock.core.cache.stage import short
 from penstock.core.errors import ArtifactError
-from penstock.core.files import link, publishing, read_json
+from penstock.core.files import atomic_write, link, read_json
 from penstock.prepare.select.filter_state import Mask
 from penstock.prepare.select.select import Selection
 from penstock.prepare.settings import PrepareSettings
@@ -75,7 +75,7 @@ class DataFile:
         return len(self.shares) == 1 and self.shares[0].is_whole
 
 
-def files_of(
+def plan_files(
     finished: Sequence[Finished], selection: Selection, settings: PrepareSettings
 ) -> dict[str, list[DataFile]]:
     """The files of each split: one for each slice that is not empty, or for training as many as
@@ -99,7 +99,7 @@ def publish_splits(
     schema = prepared_schema(settings.kind, is_scored=settings.datasets[0].is_scored)
     whole: list[tuple[Path, Path]] = []
     partial: list[tuple[DataFile, Path]] = []
-    for split, files in files_of(finished, selection, settings).items():
+    for split, files in plan_files(finished, selection, settings).items():
         for file in files:
             target = out / path_in(split, file)
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -134,7 +134,7 @@ def _of_slice(share: Share) -> DataFile:
 
 
 def _content(shares: Sequence[Share]) -> str:
-    return short(digest_of([FORMAT, *(share.as_json() for share in shares)]))
+    return short(digest_json([FORMAT, *(share.as_json() for share in shares)]))
 
 
 def _cut(shares: Sequence[Share], wanted: int) -> list[DataFile]:
@@ -181,7 +181,7 @@ def _sealed(out: Path, wanted: set[str]) -> dict[str, Path]:
             if record is None:
                 continue
             sealed = {file["path"]: file["sha256"] for file in record["files"]}
-            if digests_of([folder / PLAN], "ctime") != [sealed[PLAN]]:
+            if digest_files([folder / PLAN], "ctime") != [sealed[PLAN]]:
                 continue
             splits = read_json(folder / PLAN)["splits"]
             for entry in (entry for split in SPLITS for entry in splits[split]):
@@ -190,7 +190,7 @@ def _sealed(out: Path, wanted: set[str]) -> dict[str, Path]:
                     found[entry["content"]] = (path, sealed[entry["file"]])
         except (OSError, ArtifactError, KeyError, TypeError):
             continue
-    digests = digests_of([path for path, _ in found.values()], "ctime")
+    digests = digest_files([path for path, _ in found.values()], "ctime")
     return {
         content: path
         for (content, (path, sealed)), digest in zip(found.items(), digests, strict=True)
@@ -200,7 +200,7 @@ def _sealed(out: Path, wanted: set[str]) -> dict[str, Path]:
 
 def _write(file: DataFile, schema: pa.Schema, target: Path) -> None:
     with (
-        publishing(target) as part,
+        atomic_write(target) as part,
         pa.OSFile(str(part), "wb") as sink,
         pa.ipc.new_file(sink, schema) as writer,
     ):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from penstock.core.cache.stage import Facts, Source, Stage
 from penstock.core.errors import StageError
 from penstock.core.files import read_json, write_json
-from penstock.core.remote.shared_files import Shared
+from penstock.core.remote.shared_files import SharedCache
 from penstock.prepare.settings import PrepareSettings
 
 SLICES = "slices"
@@ -33,9 +33,9 @@ class ShareDone:
 class Prepare(Stage):
     """Sources in, samples out: `data/<split>/slice-<key>.arrow` and `plan.json`.
 
-    Version 2: slices in source order; the order of samples is a plan (`penstock.rows.sample_order`).
-    Version 3: nulls within tools are kept as they are written, and masks of templates that render
-    an earlier answer differently are found turn by turn.
+    Version 2: slices in source order; the order of samples is a plan
+    (`penstock.rows.sample_order`). Version 3: nulls within tools are kept as they are written, and
+    masks of templates that render an earlier answer differently are found turn by turn.
     """
 
     name: ClassVar[str] = "prepare"
@@ -85,7 +85,7 @@ class Prepare(Stage):
         another ended. Raises StageError when a source is unreadable, or more of its records
         unusable than the settings allow.
         """
-        from penstock.prepare.plan import check_sources, facts_of, plan_of
+        from penstock.prepare.plan import build_plan, check_sources, summarize_plan
         from penstock.prepare.select.select import select
         from penstock.prepare.split import publish_splits
         from penstock.prepare.workers import make_all
@@ -103,8 +103,8 @@ class Prepare(Stage):
             check_sources(finished, self.settings)
             selection = select(finished, self.settings, workers=self.num_proc)
             publish_splits(finished, selection, self.settings, out)
-            write_json(out / PLAN, plan_of(finished, selection, self.settings))
-        return facts_of(read_json(out / PLAN))
+            write_json(out / PLAN, build_plan(finished, selection, self.settings))
+        return summarize_plan(read_json(out / PLAN))
 
     def prepare_share(self, out: Path, index: int, count: int) -> ShareDone:
         """Tokenise those slices of share `index` (from 0) of `count` that are missing.
@@ -112,13 +112,13 @@ class Prepare(Stage):
         `out` is the folder the stage will run in, later; nothing is written there. Any number of
         machines that see the same root may each do a share at once.
         """
-        from penstock.prepare.slices import share_of
+        from penstock.prepare.slices import slices_of_shard
         from penstock.prepare.workers import make_all
 
         if not 0 <= index < count:
             raise ValueError(f"share {index} of {count}: shares are counted from 0")
         slices, recipe = self._planned(out)
-        share = share_of(slices, index, count)
+        share = slices_of_shard(slices, index, count)
         return ShareDone(slices=len(share), done=make_all(share, recipe, self.num_proc))
 
     def progress(self, out: Path) -> ShareDone:
@@ -147,7 +147,9 @@ class Prepare(Stage):
 
         folder = self.slices_path or out.parent.parent / SLICES
         recipe = Recipe(
-            cache=SliceCache(folder, Shared(self.slices_url, folder) if self.slices_url else None),
+            cache=SliceCache(
+                folder, SharedCache(self.slices_url, folder) if self.slices_url else None
+            ),
             tokenizer=self.tokenizer_path,
             revision=self.tokenizer.pin.get("commit"),
             tokenizer_key=self.tokenizer.key,

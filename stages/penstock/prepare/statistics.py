@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from penstock.core.files import read_json
-from penstock.prepare.plan import SECTIONS, facts_of
-from penstock.prepare.sample_sources import Origins, origins_of
+from penstock.prepare.plan import SECTIONS, summarize_plan
+from penstock.prepare.sample_sources import Origins, split_sources
 from penstock.rows.prepared import PLAN, PreparedSamples
 from penstock.rows.reader import map_batches
 from penstock.rows.sample_order import Indices
@@ -29,7 +29,7 @@ def statistics(folder: Path) -> dict[str, Any]:
     of samples: the smallest that at least so many per cent do not exceed.
     """
     plan = read_json(folder / PLAN)
-    facts = facts_of(plan)
+    facts = summarize_plan(plan)
     return {
         "kind": plan["kind"],
         "splits": {split: _split(folder, plan, split) for split in SPLITS},
@@ -83,7 +83,7 @@ def _round_width(least: float) -> int:
 
 def _split(folder: Path, plan: dict[str, Any], split: str) -> dict[str, Any]:
     lengths = PreparedSamples(folder, split).lengths()
-    origins = origins_of(plan, split)
+    origins = split_sources(plan, split)
     tokens, trained = _sums(origins, ("tokens", "trained_tokens"))
     return {
         "samples": len(lengths),

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from penstock.core.files import publishing
+from penstock.core.files import atomic_write
 from penstock.prepare.bad_records import Tally
 from penstock.prepare.encode.backends import Disagreement
 from penstock.prepare.encode.encoder import Encoder, Samples
@@ -28,7 +28,7 @@ def tokenise(item: Slice, encode: Encoder, target: Path, read: Read) -> Tally:
     the place of the record in the slice, left-out records counted. Raises StageError when a file
     breaks off.
     """
-    with publishing(target) as part:
+    with atomic_write(target) as part:
         try:
             tally = _written(item, encode, part, read)
         except Disagreement:

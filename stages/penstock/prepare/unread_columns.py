@@ -58,7 +58,7 @@ def unread(values: Iterable[Any], watched: Sequence[str]) -> Counter[str]:
     return found
 
 
-def remedy_of(name: str, type_name: str) -> str:
+def column_remedy(name: str, type_name: str) -> str:
     """What to write so that a column is read."""
     if type_name == "instruction" and name in OF_ALPACA:
         return "write type: alpaca, which reads it"

@@ -17,12 +17,12 @@ from pydantic import ConfigDict, RootModel
 
 from penstock.config.schema.dataset import DatasetConfig
 from penstock.core.cache.manifest import MANIFEST, read_manifest
-from penstock.core.cache.stage import ATTEMPT, Facts, Source, Stage, key_of, short
-from penstock.core.cache.store import REPLACED, Outcome, Step, find
+from penstock.core.cache.stage import ATTEMPT, Facts, Source, Stage, short, stage_key
+from penstock.core.cache.store import REPLACED, PlannedStage, StageResult, find
 from penstock.core.cache.verify import Verify, require_content
 from penstock.core.errors import ArtifactError, ConfigError, PenstockError, StageError
 from penstock.core.sources.datasets_folder import saved_in
-from penstock.core.sources.local_files import choose, kind_of, names_in
+from penstock.core.sources.local_files import choose, detect_file_kind, names_in
 
 _VOCABULARY = frozenset({"tokenizer.json", "vocab.json", "merges.txt", "vocab.txt"})
 _VOCABULARY_SUFFIXES = (".model", ".tiktoken")
@@ -35,7 +35,7 @@ class SealedSettings(RootModel[dict[str, Any]]):
 
 
 @dataclass(frozen=True)
-class Given(Stage):
+class ExternalPrepared(Stage):
     """A sealed result of the prepare stage, known by its manifest alone."""
 
     name: ClassVar[str] = "prepare"
@@ -57,7 +57,7 @@ class Given(Stage):
         )
 
 
-def take(step: Step, verify: Verify = "changed") -> Outcome:
+def use_external(step: PlannedStage, verify: Verify = "changed") -> StageResult:
     """The given data as the outcome of a stage that was skipped.
 
     Raises StageError when it has gone since it was found, ArtifactError when files are missing
@@ -67,12 +67,14 @@ def take(step: Step, verify: Verify = "changed") -> Outcome:
     if manifest:
         require_content(step.path, manifest, verify)
     facts = step.stage.run(step.path) if manifest is None else manifest["facts"]
-    return Outcome(Given.name, short(key_of(step.stage)), "skipped", step.path, 0.0, facts)
+    return StageResult(
+        ExternalPrepared.name, short(stage_key(step.stage)), "skipped", step.path, 0.0, facts
+    )
 
 
 def given_step(
     place: Path, own_key: Callable[[], str], tokenizer: Source, version: int
-) -> Step | None:
+) -> PlannedStage | None:
     """The sealed prepared data at `place`: that folder itself, or one in the root that it is.
 
     Of several in a root the one of this run's `own_key` is taken, which is asked for only then.
@@ -84,7 +86,7 @@ def given_step(
     if not found:
         return None
     folder, manifest = found[0] if len(found) == 1 else _own(found, place, own_key)
-    step = Step(_of_manifest(folder, manifest), folder)
+    step = PlannedStage(_of_manifest(folder, manifest), folder)
     if step.stage.version != version:
         raise ConfigError(
             f"{folder} was prepared by version {step.stage.version} of the stage, and this is "
@@ -112,7 +114,7 @@ def tokens_at(place: Path) -> DatasetConfig | None:
         return DatasetConfig(path=str(place), type="tokenized")
     kinds: tuple[Literal["parquet", "arrow"], ...] = ("parquet", "arrow")
     for kind in kinds:
-        found = [name for name in names_in(place) if kind_of(name) == kind]
+        found = [name for name in names_in(place) if detect_file_kind(name) == kind]
         # Beside a slice of ours lies what became of its records; slices are no data set.
         if found and not any((place / name).with_suffix(".json").is_file() for name in found):
             names = choose(str(place), found, split=None, ds_type=kind)
@@ -134,9 +136,9 @@ def nothing_given(place: Path) -> ConfigError:
     )
 
 
-def root_of(place: Path) -> Path:
+def artifacts_root(place: Path) -> Path:
     """The root that other results go to beside given data: `place`, or the one `place` lies in."""
-    if _is_prepared(read_manifest(place)) and place.parent.name == Given.name:
+    if _is_prepared(read_manifest(place)) and place.parent.name == ExternalPrepared.name:
         return place.parent.parent
     return place
 
@@ -164,13 +166,15 @@ def _candidates(place: Path) -> list[Candidate]:
 
 def _folders(root: Path) -> list[Path]:
     """Where results of prepare lie in a root, or in the folder of that name."""
-    folders = sorted(path for glob in (f"{Given.name}/*", "*") for path in root.glob(glob))
+    folders = sorted(
+        path for glob in (f"{ExternalPrepared.name}/*", "*") for path in root.glob(glob)
+    )
     hidden = {path for path in folders if path.name.startswith(".") or path.suffix == REPLACED}
     return [path for path in folders if path.is_dir() and path not in hidden]
 
 
 def _is_prepared(manifest: dict[str, Any] | None) -> bool:
-    return manifest is not None and manifest.get("stage") == Given.name
+    return manifest is not None and manifest.get("stage") == ExternalPrepared.name
 
 
 def _own(found: Sequence[Candidate], place: Path, own_key: Callable[[], str]) -> Candidate:
@@ -196,9 +200,9 @@ def _described(manifest: dict[str, Any]) -> str:
     return f"made {manifest['created']}, samples: {counts}"
 
 
-def _of_manifest(folder: Path, manifest: dict[str, Any]) -> Given:
+def _of_manifest(folder: Path, manifest: dict[str, Any]) -> ExternalPrepared:
     try:
-        stage = Given(
+        stage = ExternalPrepared(
             version=manifest["version"],
             settings=SealedSettings(manifest["settings"]),
             sealed_inputs={
@@ -211,10 +215,10 @@ def _of_manifest(folder: Path, manifest: dict[str, Any]) -> Given:
             f"The manifest in {folder} lacks what a seal holds ({error}).\n"
             "  Restore it, or name other prepared data in data.dataset_prepared_path."
         ) from error
-    if key_of(stage) != sealed:
+    if stage_key(stage) != sealed:
         raise ArtifactError(
             f"The manifest in {folder} has changed since it was sealed: its key is "
-            f"{short(sealed)}, and its settings and inputs give {short(key_of(stage))}.\n"
+            f"{short(sealed)}, and its settings and inputs give {short(stage_key(stage))}.\n"
             "  Restore it, or set data.skip_prepare_dataset to false to prepare the data again."
         )
     return stage

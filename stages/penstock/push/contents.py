@@ -40,7 +40,7 @@ class SentFile:
         return {"path": self.name, "bytes": self.num_bytes, "sha256": self.sha256}
 
 
-def contents_of(exported: Artifact) -> list[SentFile]:
+def list_contents(exported: Artifact) -> list[SentFile]:
     """The files to send, sorted by their name at the target.
 
     A model goes to the root of the target and its adapter below `adapter/`; an adapter that comes

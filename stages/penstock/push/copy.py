@@ -21,7 +21,7 @@ from fsspec.implementations.local import LocalFileSystem
 from penstock.core.cache.record import parse_record, with_digest
 from penstock.core.errors import ArtifactError, CapabilityError, PenstockError, StageError
 from penstock.core.files import PART, fsync
-from penstock.core.os_errors import reason_of
+from penstock.core.os_errors import describe_os_error
 from penstock.push.contents import SentFile, superseded
 
 INDEX = "penstock-push.json"
@@ -158,6 +158,6 @@ class CopyTarget:
             ) from error
         except OSError as error:
             raise StageError(
-                f"push.url {self.url} failed: {reason_of(error)}\n"
+                f"push.url {self.url} failed: {describe_os_error(error)}\n"
                 "  Push again: what has arrived is not sent twice."
             ) from error

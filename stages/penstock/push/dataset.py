@@ -17,8 +17,8 @@ from huggingface_hub.hf_api import DatasetInfo
 from penstock.core.cache.stage import Artifact, short
 from penstock.core.errors import CapabilityError, StageError
 from penstock.core.process.scratch_dir import scratch_folder
-from penstock.core.sources.local_files import kind_of
-from penstock.push.hub_errors import HubRepo, status_of
+from penstock.core.sources.local_files import detect_file_kind
+from penstock.push.hub_errors import HubRepo, http_status
 from penstock.push.parquet import FILE_BYTES, ParquetFile, parquet_files
 
 FIELD = "data.push_dataset_to_hub"
@@ -120,7 +120,7 @@ class DatasetTarget:
                         parent_commit=info.sha,
                     )
                 except HfHubHTTPError as error:
-                    if status_of(error) != PRECONDITION_FAILED:
+                    if http_status(error) != PRECONDITION_FAILED:
                         raise
                     info = self._info()
                     if self.holds(info):
@@ -188,7 +188,7 @@ def _names(info: DatasetInfo) -> set[str]:
 
 
 def _data_of_its_own(info: DatasetInfo) -> bool:
-    return any(kind_of(name) for name in _names(info))
+    return any(detect_file_kind(name) for name in _names(info))
 
 
 def _record_of(prepared: Artifact) -> bytes:

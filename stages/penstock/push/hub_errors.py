@@ -14,7 +14,7 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabl
 
 from penstock.core import env
 from penstock.core.errors import CapabilityError, PenstockError, StageError
-from penstock.core.remote.errors import may_pass
+from penstock.core.remote.errors import is_transient
 
 _QUERY = re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]+")
 
@@ -57,7 +57,7 @@ class HubRepo:
             raise self._translated(doing, error) from None
 
     def _translated(self, doing: str, error: BaseException) -> PenstockError:
-        status = status_of(error)
+        status = http_status(error)
         said = self._printable(error)
         at = f"{self.repo} at {self.api.endpoint}"
         if status in (401, 403):
@@ -76,7 +76,7 @@ class HubRepo:
             f"Could not {doing} {at} ({fault}): {said}\n"
             "  Push again: what has arrived is not sent twice."
         )
-        failure.may_pass = may_pass(error)
+        failure.may_pass = is_transient(error)
         return failure
 
     def _printable(self, error: BaseException) -> str:
@@ -86,7 +86,7 @@ class HubRepo:
         return text.replace(str(self.api.token), "<token>")
 
 
-def status_of(error: BaseException | None) -> int | None:
+def http_status(error: BaseException | None) -> int | None:
     """The HTTP status behind an error; the client wraps the errors of its upload threads."""
     while error is not None:
         if isinstance(error, HfHubHTTPError) and error.response is not None:

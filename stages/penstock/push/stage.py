@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 from pydantic import ConfigDict, model_validator
 
 from penstock.config.schema.base import Settings
-from penstock.core.cache.record import fields_of, write_record
+from penstock.core.cache.record import read_record_fields, write_record
 from penstock.core.cache.stage import Artifact, Facts, Stage, short
-from penstock.push.contents import SentFile, contents_of
+from penstock.push.contents import SentFile, list_contents
 
 PLAN = "plan.json"
 """What this push found to differ when it first looked; a resumed push tells the same."""
@@ -100,7 +100,7 @@ class Push(Stage):
         Raises CapabilityError without credentials or without a driver for the URL, ArtifactError
         when the export is not what its manifest says, StageError when the target fails.
         """
-        files = contents_of(self.exported)
+        files = list_contents(self.exported)
         facts: dict[str, Any] = {
             "target": self.settings.target,
             "dry_run": self.settings.dry_run,
@@ -144,4 +144,4 @@ def _planned(
         send, remove = difference
         unchanged = sorted({file.name for file in files} - set(send))
         write_record(out / PLAN, {"sent": send, "unchanged": unchanged, "removed": remove})
-    return fields_of(out / PLAN, UNDIGESTED_PLAN, "Delete it and push again.")
+    return read_record_fields(out / PLAN, UNDIGESTED_PLAN, "Delete it and push again.")

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from penstock.engine.distributed.ranks import Ranks
-from penstock.reference.samples import rows_of, samples_of
+from penstock.engine.distributed.ranks import ProcessInfo
+from penstock.reference.samples import iter_rows, sample_digests
 from penstock.rows.ref_logprobs import AnswerScores, keep_scores
-from penstock.train.checkpointing import Saves
+from penstock.train.checkpointing import Checkpointer
 from penstock.train.eval.reference_logprobs import Scored, Scoring
 from penstock.train.launch.job import Job
 from penstock.train.launch.stop_request import StopRequest
@@ -23,7 +23,7 @@ KEEP_SECONDS = 30.0
 
 
 def reference(
-    job: Job, ranks: Ranks, stop: StopRequest, notify: Notify
+    job: Job, ranks: ProcessInfo, stop: StopRequest, notify: Notify
 ) -> tuple[dict[str, Any] | None, int]:
     """Compute what is not known of the job's answers; None when asked to stop before the end."""
     wanted = _wanted(job, ranks)
@@ -32,10 +32,10 @@ def reference(
     notify(f"{len(wanted)} samples are new to this model")
     built = assembled(job, ranks, notify)
     if job.initial:
-        Saves(job, built, ranks, notify).take_weights(job.initial)
+        Checkpointer(job, built, ranks, notify).take_weights(job.initial)
     held: list[Scored] = []
     count, written = 0, time.monotonic()
-    for scored in Scoring(job.config, built, ranks).chunks(rows_of(job.packed, wanted)):
+    for scored in Scoring(job.config, built, ranks).chunks(iter_rows(job.packed, wanted)):
         held.append(scored)
         count += len(scored.samples)
         is_stopped = ranks.anywhere(bool(stop)) and count < len(wanted)
@@ -48,16 +48,16 @@ def reference(
     return {"computed": count}, count
 
 
-def _wanted(job: Job, ranks: Ranks) -> list[bytes]:
+def _wanted(job: Job, ranks: ProcessInfo) -> list[bytes]:
     """The samples that the leading rank knows no scores of."""
     assert job.scores is not None
     mine: list[bytes] = []
     if ranks.leads:
-        mine = AnswerScores(job.scores).missing(samples_of(job.packed))
+        mine = AnswerScores(job.scores).missing(sample_digests(job.packed))
     return ranks.gather(mine)[0]
 
 
-def _keep(job: Job, held: list[Scored], ranks: Ranks) -> None:
+def _keep(job: Job, held: list[Scored], ranks: ProcessInfo) -> None:
     """Write what has been found since the last time."""
     if held and ranks.leads:
         assert job.scores is not None

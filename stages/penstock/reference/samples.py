@@ -8,7 +8,7 @@ from penstock.rows.reader import PackedRows, Row
 from penstock.rows.schema import SPLITS
 
 
-def samples_of(packed: Path) -> list[bytes]:
+def sample_digests(packed: Path) -> list[bytes]:
     """The digests of all samples of a packed artifact, each once, in the order of the rows."""
     found: dict[bytes, None] = {}
     for rows in _splits(packed):
@@ -16,9 +16,9 @@ def samples_of(packed: Path) -> list[bytes]:
     return list(found)
 
 
-def rows_of(packed: Path, wanted: Collection[bytes]) -> Iterator[Row]:
+def iter_rows(packed: Path, wanted: Collection[bytes]) -> Iterator[Row]:
     """Rows with the samples that are wanted and no others, each of them once."""
-    others = set(samples_of(packed)).difference(wanted)
+    others = set(sample_digests(packed)).difference(wanted)
     every = (rows.row(index) for rows in _splits(packed) for index in range(len(rows)))
     return each_once(every, others)
 

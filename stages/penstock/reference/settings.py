@@ -27,7 +27,7 @@ class ReferenceSettings(Settings):
     """What weights are drawn from, where none are given."""
 
 
-def settings_of(run: RunConfig, *, has_weights: bool) -> ReferenceSettings:
+def reference_settings(run: RunConfig, *, has_weights: bool) -> ReferenceSettings:
     """What a run says of its reference model."""
     model, train = run.model.model_dump(mode="json"), run.train.model_dump(mode="json")
     lora = run.lora.model_dump(mode="json")

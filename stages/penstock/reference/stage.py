@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from penstock.config.schema.run import RunConfig
-from penstock.core.cache.record import digest_of
-from penstock.core.cache.stage import Artifact, Facts, Input, Source, Stage, key_of
+from penstock.core.cache.record import digest_json
+from penstock.core.cache.stage import Artifact, Facts, Input, Source, Stage, stage_key
 from penstock.core.errors import ConfigError, Interrupted
 from penstock.core.sources.hub import local_folder
-from penstock.engine.model_source import Origin
+from penstock.engine.model_source import ModelSource
 from penstock.reference.settings import ReferenceSettings, reference_run
-from penstock.train.launch.job import LOGS, Job, job_of
+from penstock.train.launch.job import LOGS, Job, build_job
 from penstock.train.launch.rank_failures import what_happened
-from penstock.train.launch.torchrun import Ended, outcome_of, start_ranks
+from penstock.train.launch.torchrun import LaunchResult, read_run_outcome, start_ranks
 
 SCORES = "scores"
 """The folder beside `reference` in which scores of all runs lie, one folder for each model."""
@@ -39,7 +39,7 @@ class Reference(Stage):
 
     settings: ReferenceSettings  # pyright: ignore[reportIncompatibleVariableOverride]
     packed: Artifact
-    origin: Origin
+    origin: ModelSource
     """Of which the config and the weights are identity."""
     run_config: RunConfig
     root: Path
@@ -68,19 +68,19 @@ class Reference(Stage):
         """Where this model's scores lie, of the samples of all runs."""
         model = {name: source.key for name, source in self.model.items()}
         made = {"version": self.version, "settings": self.settings.model_dump(mode="json")}
-        return self.root / SCORES / digest_of({**made, **model})[:16]
+        return self.root / SCORES / digest_json({**made, **model})[:16]
 
     def run(self, out: Path) -> Facts:
         """Compute what is not known, and put all that is asked for together.
 
         Raises Interrupted when asked to stop: what has been computed is known then.
         """
-        from penstock.reference.samples import samples_of
+        from penstock.reference.samples import sample_digests
         from penstock.rows.ref_logprobs import AnswerScores, drop_damaged, write_scores
 
         for file in drop_damaged(self.known):
             sys.stderr.write(f"reference: {file} is damaged, and is computed again\n")
-        samples = samples_of(self.packed.path)
+        samples = sample_digests(self.packed.path)
         if self.ranks == "this_process" or AnswerScores(self.known).missing(samples):
             job = self.job(out.resolve())
             file = job.write()
@@ -98,7 +98,7 @@ class Reference(Stage):
         """What the ranks of this machine are told."""
         origin = replace(self.origin, adapter=None, adapter_path=None)
         run = reference_run(self.run_config)
-        job = job_of(key_of(self), run, self.packed, origin, output_dir)
+        job = build_job(stage_key(self), run, self.packed, origin, output_dir)
         return replace(job, scores=self.known.resolve(), initial=self._initial())
 
     def _initial(self) -> Path | None:
@@ -107,10 +107,10 @@ class Reference(Stage):
             return None
         return local_folder(typed, self.initial).resolve()
 
-    def ending(self, job: Job, ended: Ended, where: str) -> dict[str, Any]:
+    def ending(self, job: Job, ended: LaunchResult, where: str) -> dict[str, Any]:
         """What ranks that came to their end have found. Raises Interrupted if they were asked to
         stop, and StageError with the cause if they failed."""
-        outcome = outcome_of(job)
+        outcome = read_run_outcome(job)
         if outcome is None:
             raise what_happened(job.output_dir / LOGS, ended.status, ended.hung)
         if outcome["facts"] is None:
@@ -141,10 +141,10 @@ def no_reference(run: RunConfig) -> ConfigError:
     return ConfigError(f"this run has no reference stage: {why}.\n  Train it as it is.")
 
 
-def _here(job: Job) -> Ended:
+def _here(job: Job) -> LaunchResult:
     """Be the leading rank ourselves; torchrun was started by hand and the others are with us."""
     from penstock.reference.rank import reference
     from penstock.train.rank import run_by_hand
 
     run_by_hand(job, reference)
-    return Ended(status=0)
+    return LaunchResult(status=0)

@@ -56,7 +56,7 @@ class Cursor:
     group: int
 
 
-class Batches:
+class StepSampler:
     """Steps of `rows_per_step` rows, reshuffled every epoch."""
 
     def __init__(
@@ -212,7 +212,7 @@ def epoch_order(costs: Integers, group: int, seed: Sequence[int]) -> Integers:
     return order
 
 
-def deal(
+def assign_micro_batches(
     rows: Sequence[int],
     costs: Sequence[int],
     *,

@@ -17,7 +17,7 @@ Sizes = npt.NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)
-class Bins:
+class PackingPlan:
     """Rows of samples: `samples` has one entry per sample, `ends` one per row."""
 
     samples: Indices
@@ -40,7 +40,7 @@ class Bins:
         return [self.row(index).tolist() for index in range(len(self))]
 
 
-def join(parts: list[Bins]) -> Bins:
+def join(parts: list[PackingPlan]) -> PackingPlan:
     """The rows of all parts, one part after another; samples keep their numbers."""
     if len(parts) == 1:
         return parts[0]
@@ -48,21 +48,21 @@ def join(parts: list[Bins]) -> Bins:
     starts = np.cumsum([0, *(len(one) for one in samples)])
     ends = [part.ends + start for part, start in zip(parts, starts.tolist(), strict=False)]
     empty = np.empty(0, dtype=np.int64)
-    return Bins(np.concatenate([empty, *samples]), np.concatenate([empty, *ends]))
+    return PackingPlan(np.concatenate([empty, *samples]), np.concatenate([empty, *ends]))
 
 
-def alone(num_samples: int) -> Bins:
+def alone(num_samples: int) -> PackingPlan:
     """One sample a row."""
-    return Bins(np.arange(num_samples, dtype=np.int64), np.arange(1, num_samples + 1))
+    return PackingPlan(np.arange(num_samples, dtype=np.int64), np.arange(1, num_samples + 1))
 
 
-def sequential(lengths: npt.ArrayLike, capacity: int) -> Bins:
+def sequential(lengths: npt.ArrayLike, capacity: int) -> PackingPlan:
     """Next fit: fill rows in the order given; a sample that does not fit opens the next row.
 
     A sample longer than `capacity` has a row of its own.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
-    return Bins(np.arange(len(sizes), dtype=np.int64), next_fit(sizes, capacity))
+    return PackingPlan(np.arange(len(sizes), dtype=np.int64), next_fit(sizes, capacity))
 
 
 def next_fit(sizes: Sizes, capacity: int) -> Indices:

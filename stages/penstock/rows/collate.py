@@ -10,7 +10,7 @@ import torch
 
 from penstock.rows.reader import Row
 from penstock.rows.schema import IGNORED
-from penstock.rows.shared_prefix import Branching, Span
+from penstock.rows.shared_prefix import PrefixSharing, Span
 
 PADDING = 1024
 """Tokens of a document of padding, at most."""
@@ -37,7 +37,7 @@ class MicroBatch:
     num_trained: int
     rows: tuple[tuple[int, int], ...]
     """Number and tokens of each row, in order."""
-    branching: Branching | None = None
+    branching: PrefixSharing | None = None
     """Of all documents but the padding; None where they are plain ones, or there are none."""
 
     def branch_T(self) -> torch.Tensor:  # noqa: N802 - T names the dimension
@@ -92,11 +92,11 @@ class _Part:
     num_tokens: int
     num_trained: int
     rows: tuple[tuple[int, int], ...]
-    branching: Branching | None
+    branching: PrefixSharing | None
 
 
 @dataclass(frozen=True)
-class Laid:
+class CollatedStep:
     """The micro-batches of a step in one piece of memory: [3, T of all], int64.
 
     One piece passes between processes, and is pinned, at the cost of one.
@@ -105,7 +105,7 @@ class Laid:
     values: torch.Tensor
     parts: tuple[_Part, ...]
 
-    def pin_memory(self) -> "Laid":
+    def pin_memory(self) -> "CollatedStep":
         """The same in page-locked memory, from which a GPU copies while it computes."""
         return replace(self, values=self.values.pin_memory())
 
@@ -127,7 +127,7 @@ def collate(
     pad_to_multiple_of: int,
     pad_to: PadTo = "own",
     pad_token_id: int = 0,
-) -> Laid:
+) -> CollatedStep:
     """One micro-batch of each group of rows: laid end to end and padded.
 
     No rows give nothing but padding, one whole multiple at least. Labels are taken as they are,
@@ -162,13 +162,13 @@ def collate(
             positions[place : place + length] = counting[:length]
             place += length
         branchings = [row.branching for row in rows if row.branching]
-        branching = Branching.joined(branchings) if branchings else None
+        branching = PrefixSharing.joined(branchings) if branchings else None
         if branching:
             positions[:used] = branching.positions()
         numbered = tuple((row.number, len(row.input_ids)) for row in rows)
         parts.append(_Part(tuple(lengths), used, trained, numbered, branching))
         start += total
-    return Laid(torch.from_numpy(values), tuple(parts))
+    return CollatedStep(torch.from_numpy(values), tuple(parts))
 
 
 def _documents(rows: Sequence[Row]) -> list[int]:

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from penstock.core.cache.stage import Source
 from penstock.core.files import read_json
 from penstock.core.sources.hub import local_folder
-from penstock.core.sources.pin_remote import folder_of
+from penstock.core.sources.pin_remote import resolve_folder
 from penstock.rows.byte_vocabulary import byte_library_tokenizer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -78,7 +78,7 @@ class Decoder:
 def decoder_of(typed: str, tokenizer: Source) -> Decoder:
     """The vocabulary of the tokenizer that the user typed, as it is pinned; raises what
     `load_decoder` does."""
-    path = folder_of(typed, tokenizer)
+    path = resolve_folder(typed, tokenizer)
     if tokenizer.pin["kind"] == "hub":
         return load_decoder(path, local_folder(typed, tokenizer, TOKENIZER_FILES))
     return load_decoder(path, Path(path).expanduser())

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from penstock.rows.reader import Row
-from penstock.rows.shared_prefix import PER_SAMPLE, Branching
+from penstock.rows.shared_prefix import PER_SAMPLE, PrefixSharing
 
 
 def each_once(rows: Iterable[Row], known: Collection[bytes]) -> Iterator[Row]:
@@ -36,7 +36,7 @@ def with_samples(row: Row, wanted: Collection[bytes]) -> Row | None:
     tokens = np.concatenate(
         [np.arange(ends[number] - row.lengths[number], ends[number]) for number in documents]
     )
-    branching = Branching(
+    branching = PrefixSharing(
         prompts=tuple(whole.prompts[number] for number in documents),
         branches=tuple(whole.branches[number] for number in branches),
         samples=tuple(whole.samples[place] for place in chosen),

@@ -13,7 +13,7 @@ from penstock.config.schema.dataset import Kind
 from penstock.core.errors import DamagedFileError
 from penstock.core.files import read_json
 from penstock.rows.reader import Tokens, flat, map_batches
-from penstock.rows.sample_order import Indices, Mixing, epochs_of
+from penstock.rows.sample_order import DatasetMixer, Indices, epoch_orders
 from penstock.rows.schema import IGNORED
 
 PLAN = "plan.json"
@@ -67,7 +67,7 @@ class PreparedSamples:
         self.split = split
         try:
             self.kind: Kind = plan["kind"]
-            self._mixing = Mixing.of_plan(plan)
+            self._mixing = DatasetMixer.of_plan(plan)
             entries: list[dict[str, Any]] = plan["splits"][split]
             self._parts = [part for entry in entries for part in entry["parts"]]
             files = [folder / entry["file"] for entry in entries]
@@ -153,7 +153,7 @@ class PreparedSamples:
         if self.split != "train":
             return [np.arange(len(self), dtype=np.int64)]
         counts = np.bincount(self.datasets(), minlength=len(self._mixing.weights))
-        return epochs_of(counts.tolist(), self._mixing)
+        return epoch_orders(counts.tolist(), self._mixing)
 
     def sample(self, index: int) -> Sample:
         """The sample at `index`, from 0, of any kind. Raises IndexError outside of the split."""

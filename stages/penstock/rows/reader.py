@@ -11,7 +11,7 @@ import pyarrow as pa
 from penstock.config.schema.dataset import Kind
 from penstock.core.errors import ArtifactError
 from penstock.rows.schema import PACKED, PACKED_OF
-from penstock.rows.shared_prefix import Branching
+from penstock.rows.shared_prefix import PrefixSharing
 
 Tokens = npt.NDArray[np.int32]
 
@@ -27,7 +27,7 @@ class Row:
     lengths: Tokens
     number: int
     """Its own among the packed rows, from 0."""
-    branching: Branching | None = None
+    branching: PrefixSharing | None = None
     """Of all its documents; None where they are plain ones."""
 
 
@@ -95,7 +95,7 @@ class PackedRows:
         return np.concatenate([np.empty(0, np.int64), *parts])
 
 
-class JoinedRows(PackedRows):
+class UnmaskedRows(PackedRows):
     """The same rows, of which each is one document: what is packed into one sees what is before."""
 
     def row(self, index: int) -> Row:
@@ -145,9 +145,9 @@ def _kind_of(schema: pa.Schema) -> Kind:
     return found[-1]
 
 
-def _branching(batch: pa.RecordBatch, index: int) -> Branching:
-    columns = (field.name for field in fields(Branching) if field.name in batch.schema.names)
-    return Branching(**{name: tuple(batch.column(name)[index].as_py()) for name in columns})
+def _branching(batch: pa.RecordBatch, index: int) -> PrefixSharing:
+    columns = (field.name for field in fields(PrefixSharing) if field.name in batch.schema.names)
+    return PrefixSharing(**{name: tuple(batch.column(name)[index].as_py()) for name in columns})
 
 
 def flat(lists: pa.ListArray) -> tuple[Tokens, Tokens]:

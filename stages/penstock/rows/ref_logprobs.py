@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from penstock.core.errors import ArtifactError
-from penstock.core.files import publishing
+from penstock.core.files import atomic_write
 from penstock.rows.reader import map_batches
 from penstock.rows.schema import DIGEST_BYTES
 from penstock.rows.shared_prefix import PER_SAMPLE
@@ -81,7 +81,7 @@ def read_scores(file: Path) -> tuple[list[bytes], Scores]:
 def write_scores(folder: Path, samples: Sequence[bytes], scores: Scores) -> None:
     """Add a file of these samples' scores [D, A] to the folder, whole or not at all. Its name says
     which samples they are, so that whoever finds the same writes the same file."""
-    with publishing(folder / f"scores-{_of_samples(samples)}.arrow") as part:
+    with atomic_write(folder / f"scores-{_of_samples(samples)}.arrow") as part:
         part.write_bytes(_content(samples, scores))
 
 
@@ -90,7 +90,7 @@ def keep_scores(folder: Path, samples: Sequence[bytes], scores: Scores) -> None:
     so that damage is found when they are read."""
     content = _content(samples, scores)
     name = f"scores-{_of_samples(samples)}-{_short_digest(content)}.arrow"
-    with publishing(folder / name) as part:
+    with atomic_write(folder / name) as part:
         part.write_bytes(content)
 
 

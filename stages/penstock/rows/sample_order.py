@@ -21,7 +21,7 @@ _BEFORE_MERGING, _MERGED, _ROWS, _STREAM, _DRAWS = 1, 2, 4, 5, 6
 
 
 @dataclass(frozen=True)
-class Mixing:
+class DatasetMixer:
     """How the samples of several data sets become the epochs that are trained on."""
 
     seed: int
@@ -38,7 +38,7 @@ class Mixing:
     """Shuffle all samples of an epoch together."""
 
     @classmethod
-    def of_plan(cls, plan: Mapping[str, Any]) -> "Mixing":
+    def of_plan(cls, plan: Mapping[str, Any]) -> "DatasetMixer":
         """The mixing recorded in a prepared artifact's plan.json."""
         return cls(**{**plan["mix"], "weights": tuple(plan["mix"]["weights"])})
 
@@ -49,7 +49,7 @@ class Mixing:
         return weights / weights.sum()
 
 
-def epochs_of(num_rows: Sequence[int], mixing: Mixing) -> list[Indices]:
+def epoch_orders(num_rows: Sequence[int], mixing: DatasetMixer) -> list[Indices]:
     """The samples of every epoch in order, as indices into the data sets' concatenation.
 
     `num_rows[d]` samples are there of data set d. Under `random` there is one array for each of
@@ -71,7 +71,7 @@ def epochs_of(num_rows: Sequence[int], mixing: Mixing) -> list[Indices]:
     return epochs
 
 
-def drawn(num_rows: Sequence[int], mixing: Mixing) -> list[int]:
+def drawn(num_rows: Sequence[int], mixing: DatasetMixer) -> list[int]:
     """How many samples each data set gives to one epoch."""
     if not sum(num_rows) or mixing.strategy == "concat":
         return list(num_rows)
@@ -90,7 +90,7 @@ def quotas(shares: npt.NDArray[np.float64], total: int) -> list[int]:
     return whole.tolist()
 
 
-def expected_draws(num_rows: Sequence[int], mixing: Mixing) -> list[float]:
+def expected_draws(num_rows: Sequence[int], mixing: DatasetMixer) -> list[float]:
     """Under `interleave_*`: for every data set, the draws after which it has probably run out."""
     pairs = zip(num_rows, mixing.shares.tolist(), strict=True)
     return [rows / share if share else 0.0 for rows, share in pairs]
@@ -136,7 +136,7 @@ def generator(seed: int, *stream: int) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64([seed, *stream]))
 
 
-def _concatenated(num_rows: Sequence[int], mixing: Mixing) -> Indices:
+def _concatenated(num_rows: Sequence[int], mixing: DatasetMixer) -> Indices:
     parts = [np.arange(a, b, dtype=np.int64) for a, b in pairwise(_starts(num_rows))]
     if mixing.shuffle_before_merging_datasets and len(parts) > 1:
         for dataset, part in enumerate(parts):
@@ -144,7 +144,7 @@ def _concatenated(num_rows: Sequence[int], mixing: Mixing) -> Indices:
     return np.concatenate(parts)
 
 
-def _random(num_rows: Sequence[int], mixing: Mixing) -> list[Indices]:
+def _random(num_rows: Sequence[int], mixing: DatasetMixer) -> list[Indices]:
     """Every epoch takes its quota of each data set's stream, from where the last one stopped."""
     wanted = drawn(num_rows, mixing)
     streams = [
@@ -164,7 +164,7 @@ def _random(num_rows: Sequence[int], mixing: Mixing) -> list[Indices]:
     ]
 
 
-def _interleaved(num_rows: Sequence[int], mixing: Mixing) -> Indices:
+def _interleaved(num_rows: Sequence[int], mixing: DatasetMixer) -> Indices:
     chosen = _draws(num_rows, mixing)
     found = np.empty(len(chosen), dtype=np.int64)
     for of, (start, size) in enumerate(zip(_starts(num_rows), num_rows, strict=False)):
@@ -173,12 +173,12 @@ def _interleaved(num_rows: Sequence[int], mixing: Mixing) -> Indices:
     return found
 
 
-def _draws(num_rows: Sequence[int], mixing: Mixing) -> Indices:
+def _draws(num_rows: Sequence[int], mixing: DatasetMixer) -> Indices:
     ends = "first" if mixing.strategy == "interleave_under" else "last"
     return draws_until(num_rows, mixing.shares, ends, generator(mixing.seed, _DRAWS))
 
 
-def _stream(dataset: int, start: int, size: int, count: int, mixing: Mixing) -> Indices:
+def _stream(dataset: int, start: int, size: int, count: int, mixing: DatasetMixer) -> Indices:
     """The first `count` samples of a data set without end: pass after pass over its `size` samples,
     each shuffled anew if data sets are shuffled by themselves."""
     passes: list[Indices] = [np.empty(0, dtype=np.int64)]

@@ -33,13 +33,13 @@ class Span:
     until: int
 
 
-def start_rows_of(spans: Sequence[Span]) -> list[int]:
+def first_blind_rows(spans: Sequence[Span]) -> list[int]:
     """For each token the first one that no longer sees it."""
     return [span.until for span in spans for _ in range(span.begin, span.end)]
 
 
 @dataclass(frozen=True)
-class Branching:
+class PrefixSharing:
     """How some documents branch, in the order in which they lie."""
 
     prompts: tuple[int, ...]
@@ -54,7 +54,7 @@ class Branching:
     """By how much the first branch of each is scored higher; empty where answers have no scores."""
 
     @classmethod
-    def joined(cls, parts: Sequence["Branching"]) -> "Branching":
+    def joined(cls, parts: Sequence["PrefixSharing"]) -> "PrefixSharing":
         """Those of all parts, one after another."""
         return cls(
             prompts=tuple(each for part in parts for each in part.prompts),

@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from penstock.config.schema.data import LastBatch
-from penstock.config.schema.run import RunConfig, written
+from penstock.config.schema.run import RunConfig, is_explicitly_set
 
 FEW_STEPS = 20
 """Optimizer steps below which a run learns little, whatever the data."""
@@ -128,7 +128,7 @@ def run_size(
 
 def row_length_line(run: RunConfig, length: int) -> str | None:
     """What to say of a row length that was chosen from the samples; None where it was written."""
-    if written(run, "data.sample_packing_sequence_len"):
+    if is_explicitly_set(run, "data.sample_packing_sequence_len"):
         return None
     return (
         f"rows of {length:,} tokens, chosen from the samples; "

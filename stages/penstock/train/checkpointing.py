@@ -7,19 +7,19 @@ from typing import Any
 
 from penstock.core.errors import StageError
 from penstock.engine import rng
-from penstock.engine.build import Assembled
-from penstock.engine.checkpoint.folders import naming_of, read_state, understanding
-from penstock.engine.checkpoint.manager import Checkpoints
+from penstock.engine.build import BuiltModel
+from penstock.engine.checkpoint.folders import checkpoint_naming, read_state, understanding
+from penstock.engine.checkpoint.manager import CheckpointManager
 from penstock.engine.checkpoint.resume import newest_whole_checkpoint, require_whole
 from penstock.engine.checkpoint.train_state import States
-from penstock.engine.distributed.ranks import Ranks
+from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.rows.batches import Cursor
 from penstock.train.eval.early_stopping import needed_by
 from penstock.train.launch.job import CHECKPOINTS, Job
 
 
 @dataclass
-class Position:
+class TrainerState:
     """Everything of it that can be told in a few numbers."""
 
     cursor: Cursor
@@ -46,7 +46,7 @@ class Position:
         }
 
     @classmethod
-    def of_json(cls, state: Mapping[str, Any]) -> "Position":
+    def of_json(cls, state: Mapping[str, Any]) -> "TrainerState":
         """What `as_json` made."""
         names = ("epoch", "samples_consumed", "order_seed", "group")
         rest = {name: state[name] for name in ("step", "tokens", "trained_tokens", "loss")}
@@ -57,24 +57,24 @@ class Position:
 FORMAT = 3
 
 
-class Saves:
+class Checkpointer:
     """Every rank makes one and makes the same calls."""
 
     def __init__(
-        self, job: Job, built: Assembled, ranks: Ranks, warn: Callable[[str], None]
+        self, job: Job, built: BuiltModel, ranks: ProcessInfo, warn: Callable[[str], None]
     ) -> None:
         """`warn` is told of saves that fail and that a run can do without, and of what a checkpoint
         lacks."""
         train = job.config.train
         self._job, self._built, self._ranks, self._warn = job, built, ranks, warn
         self.root = job.output_dir / CHECKPOINTS
-        self._checkpoints = Checkpoints(
+        self._checkpoints = CheckpointManager(
             self.root,
             built.trained,
             ranks,
             writes="behind" if train.save_async else "at_once",
             limit=train.save_total_limit,
-            naming=naming_of(train),
+            naming=checkpoint_naming(train),
         )
         self._step: int | None = 0
         self._verified: Path | None = None
@@ -108,7 +108,7 @@ class Saves:
             # RNG belongs to a rank of a layout; on another layout there is none to continue.
             mine = state["rng"].get(str(self._ranks.rank))
             if mine and state["layout"] == self._built.layout:
-                rng.restore(mine)
+                rng.set_rng_state(mine)
             if (scaling := self._built.engine.scaling) and "loss_scale" in state:
                 scaling.restore(state["loss_scale"])
         self._step = state["step"] if folder.parent == self.root else None
@@ -119,14 +119,14 @@ class Saves:
         self._verify(folder)
         self._checkpoints.load(folder, states="passed over")
 
-    def must(self, at: Position, more: Mapping[str, Any]) -> None:
+    def must(self, at: TrainerState, more: Mapping[str, Any]) -> None:
         """Save unless that is needless; `more` goes into state.json. Raises StageError when this
         one, or the one before, cannot be written."""
         if not self.is_needless(at.step):
             self._checkpoints.finish()
             self._write(at, more)
 
-    def may(self, at: Position, more: Mapping[str, Any]) -> bool:
+    def may(self, at: TrainerState, more: Mapping[str, Any]) -> bool:
         """The same, but if a checkpoint cannot be written it is told, and the run goes on. Whether
         this one was begun."""
         if self.is_needless(at.step):
@@ -138,7 +138,7 @@ class Saves:
                 self._warn(str(error))
         return self.is_needless(at.step)
 
-    def best(self, at: Position, more: Mapping[str, Any]) -> bool:
+    def best(self, at: TrainerState, more: Mapping[str, Any]) -> bool:
         """Save as `may` does, and name this checkpoint the best. Whether that is done."""
         if not self.may(at, more):
             return False
@@ -182,9 +182,9 @@ class Saves:
         is_meant = folder.parent != self.root or train.load_checkpoint_path == "auto"
         return "passed over" if is_meant and not train.load_optimizer else "read"
 
-    def _write(self, at: Position, more: Mapping[str, Any]) -> None:
+    def _write(self, at: TrainerState, more: Mapping[str, Any]) -> None:
         self._ranks.pulse.begins("saving", step=at.step)
-        states, scaling = self._ranks.gather(rng.capture()), self._built.engine.scaling
+        states, scaling = self._ranks.gather(rng.get_rng_state()), self._built.engine.scaling
         state = {
             "format": FORMAT,
             "key": self._job.key,

@@ -15,7 +15,7 @@ from penstock.core.files import read_json, write_json
 from penstock.rows.decoding import Decoder
 from penstock.rows.reader import SHARDS, PackedRows, Row, Tokens
 from penstock.rows.schema import IGNORED, SPLITS
-from penstock.rows.shared_prefix import PER_SAMPLE, Branching
+from penstock.rows.shared_prefix import PER_SAMPLE, PrefixSharing
 from penstock.train.launch.job import SHOWN_DATA
 from penstock.train.length_histogram import length_histogram
 from penstock.train.masked_text import masked_pieces
@@ -99,14 +99,14 @@ def _parts(row: Row, document: int, decoder: Decoder) -> Iterator[Part]:
         yield _part(name, ids[begin:], mask[begin:], decoder)
 
 
-def _branches(branching: Branching, document: int) -> list[int]:
+def _branches(branching: PrefixSharing, document: int) -> list[int]:
     """The numbers of the two branches of the sample that a document is of, or begins with."""
     of_document = len(branching.branches) // len(branching.prompts)
     first = document * of_document // PER_SAMPLE * PER_SAMPLE
     return [first, first + 1]
 
 
-def _sequence(row: Row, branching: Branching, branch: int) -> tuple[Tokens, Mask]:
+def _sequence(row: Row, branching: PrefixSharing, branch: int) -> tuple[Tokens, Mask]:
     """The tokens of a prompt and one answer, and which of them are trained."""
     of_document = len(branching.branches) // len(branching.prompts)
     document = branch // of_document

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, Dataset
 from penstock.config.schema.run import RunConfig
 from penstock.core.errors import PenstockError, StageError
 from penstock.core.process.die_with_parent import end_with_starter
-from penstock.engine.distributed.validate_layout import padding_of
-from penstock.rows.collate import Laid, MicroBatch, PadTo, collate
-from penstock.rows.reader import JoinedRows, PackedRows
+from penstock.engine.distributed.validate_layout import micro_batch_padding
+from penstock.rows.collate import CollatedStep, MicroBatch, PadTo, collate
+from penstock.rows.reader import PackedRows, UnmaskedRows
 from penstock.train.launch.job import Job
 
 Groups = Sequence[Sequence[int]]
@@ -34,7 +34,7 @@ AHEAD = 2
 
 
 @dataclass(frozen=True)
-class Reading:
+class LoaderConfig:
     """How rows are read."""
 
     num_workers: int
@@ -46,7 +46,7 @@ class Reading:
     pad_to: PadTo
 
     @classmethod
-    def of(cls, run: RunConfig, device: torch.device) -> "Reading":
+    def of(cls, run: RunConfig, device: torch.device) -> "LoaderConfig":
         """What the settings say. Loading processes are started where they are asked for."""
         data = run.data
         asked = {"dataloader_num_workers"} & data.model_fields_set
@@ -56,7 +56,7 @@ class Reading:
             num_workers=data.dataloader_num_workers if asked else 0,
             steps_ahead=data.dataloader_prefetch_factor or AHEAD,
             pin_memory=data.dataloader_pin_memory and device.type == "cuda",
-            pad_to_multiple_of=padding_of(data, run.train),
+            pad_to_multiple_of=micro_batch_padding(data, run.train),
             pad_to=_pad_to(run),
         )
 
@@ -72,11 +72,11 @@ def _pad_to(run: RunConfig) -> PadTo:
 
 def trained_rows(job: Job) -> PackedRows:
     """The rows that a run learns from. Samples in one see each other only if that is written."""
-    kind = PackedRows if job.config.data.isolate_samples else JoinedRows
+    kind = PackedRows if job.config.data.isolate_samples else UnmaskedRows
     return kind(job.packed / "data" / "train")
 
 
-def prepare(reading: Reading) -> None:
+def prepare(reading: LoaderConfig) -> None:
     """Let the process that loading processes are forked from begin, while others have work."""
     if reading.num_workers:
         context = multiprocessing.get_context("forkserver")
@@ -84,7 +84,7 @@ def prepare(reading: Reading) -> None:
         forkserver.ensure_running()
 
 
-def read(rows: PackedRows, groups: Groups, reading: Reading) -> list[MicroBatch]:
+def read(rows: PackedRows, groups: Groups, reading: LoaderConfig) -> list[MicroBatch]:
     """The micro-batches of those rows, read in this process."""
     laid = _lay(rows, groups, reading)
     return (laid.pin_memory() if reading.pin_memory else laid).micro_batches()
@@ -93,10 +93,10 @@ def read(rows: PackedRows, groups: Groups, reading: Reading) -> list[MicroBatch]
 class Loader:
     """An iterator over the micro-batches of each of `steps`. Close it: it may own processes."""
 
-    def __init__(self, rows: PackedRows, steps: Iterator[Groups], reading: Reading) -> None:
+    def __init__(self, rows: PackedRows, steps: Iterator[Groups], reading: LoaderConfig) -> None:
         """Start to read the steps' rows."""
         self._rows, self._steps, self._reading = rows, steps, reading
-        self._ahead: Iterator[Laid | PenstockError] | None = None
+        self._ahead: Iterator[CollatedStep | PenstockError] | None = None
         if reading.num_workers:
             prepare(reading)
             self._ahead = iter(
@@ -151,11 +151,11 @@ class Loader:
 class _Steps(Dataset[Any]):
     """The steps as a loading process sees them: what it is asked for is the rows themselves."""
 
-    def __init__(self, kind: type[PackedRows], folder: Path, reading: Reading) -> None:
+    def __init__(self, kind: type[PackedRows], folder: Path, reading: LoaderConfig) -> None:
         self._kind, self._folder, self._reading = kind, folder, reading
         self._rows: PackedRows | None = None
 
-    def __getitem__(self, groups: Groups) -> Laid | PenstockError:
+    def __getitem__(self, groups: Groups) -> CollatedStep | PenstockError:
         try:
             # Mapped in the process that reads: a map does not pass from one to another.
             self._rows = self._rows or self._kind(self._folder)
@@ -165,7 +165,7 @@ class _Steps(Dataset[Any]):
             return error
 
 
-def _lay(rows: PackedRows, groups: Groups, reading: Reading) -> Laid:
+def _lay(rows: PackedRows, groups: Groups, reading: LoaderConfig) -> CollatedStep:
     return collate(
         [[rows.row(index) for index in group] for group in groups],
         pad_to_multiple_of=reading.pad_to_multiple_of,

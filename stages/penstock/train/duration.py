@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from penstock.config.schema.train import TrainConfig
-from penstock.rows.batches import Batches, Integers
-from penstock.train.checkpointing import Position
+from penstock.rows.batches import Integers, StepSampler
+from penstock.train.checkpointing import TrainerState
 
 
 @dataclass(frozen=True)
-class Budget:
+class Duration:
     """The length of a run as it is known before its first step; the learning rate follows it."""
 
     total_steps: int
@@ -19,14 +19,16 @@ class Budget:
     """The setting that says so."""
 
 
-def budget_of(train: TrainConfig, batches: Batches, tokens: Integers, at: Position) -> Budget:
+def build_duration(
+    train: TrainConfig, batches: StepSampler, tokens: Integers, at: TrainerState
+) -> Duration:
     """What the settings say of a run that is at `at`; `tokens` are those of every row.
 
     `max_steps` and `max_tokens` decide where they are written, whichever comes first; else what is
     left of the epochs. Exact: rows and their order are known.
     """
     if train.eval_only:
-        return Budget(at.step, "eval_only")
+        return Duration(at.step, "eval_only")
     ends: dict[str, int] = {}
     if train.max_steps is not None:
         ends["max_steps"] = train.max_steps
@@ -39,11 +41,11 @@ def budget_of(train: TrainConfig, batches: Batches, tokens: Integers, at: Positi
         epochs = Fraction(str(train.num_train_epochs))
         ends["num_train_epochs"] = at.step + batches.steps_until(epochs, at.cursor)
     first = min(ends, key=lambda name: ends[name])
-    return Budget(ends[first], first)
+    return Duration(ends[first], first)
 
 
 @dataclass(frozen=True)
-class Cadence:
+class Interval:
     """Every so many steps, every so many epochs, or both; 0: not by these."""
 
     steps: int = 0
@@ -60,7 +62,7 @@ class Cadence:
         return now // interval > before // interval
 
 
-class Clock:
+class WallClock:
     """How long a run has taken, all its starts together, and whether that is enough."""
 
     def __init__(self, max_hours: float | None) -> None:

@@ -16,18 +16,18 @@ from penstock.core import env
 from penstock.core.cache.record import write_record
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.process.die_with_parent import end_with_parent, outlive_parent_by
-from penstock.core.process.rank_heartbeat import Pulse
-from penstock.engine.build import Assembled, assemble
-from penstock.engine.distributed.ranks import Ranks, join, leave
+from penstock.core.process.rank_heartbeat import Heartbeat
+from penstock.engine.build import BuiltModel, assemble
+from penstock.engine.distributed.ranks import ProcessInfo, destroy_process_group, init_process_group
 from penstock.engine.hf.config import read_hf_config
-from penstock.engine.rng import use_only_deterministic_kernels
-from penstock.train.dataloader import Reading, prepare
+from penstock.engine.rng import use_deterministic_algorithms
+from penstock.train.dataloader import LoaderConfig, prepare
 from penstock.train.launch.hang_watchdog import DEFAULT_TIMEOUT_SECONDS, pulse_folder
 from penstock.train.launch.job import LOGS, OUTCOME, RANKS_LOCK, Job
 from penstock.train.launch.rank_failures import failure_file, leave_failure
 from penstock.train.launch.rank_stacks import show_on_request
 from penstock.train.launch.stop_request import StopRequest
-from penstock.train.trainer import Loop
+from penstock.train.trainer import Trainer
 
 MARGIN_SECONDS = 10.0
 """Collective operations wait this much longer than the launcher, which can ask all ranks for their
@@ -37,26 +37,26 @@ log = logging.getLogger("penstock.train")
 
 Notify = Callable[[str], None]
 
-Work = Callable[[Job, Ranks, StopRequest, Notify], tuple[dict[str, Any] | None, int]]
+Work = Callable[[Job, ProcessInfo, StopRequest, Notify], tuple[dict[str, Any] | None, int]]
 """What all ranks of a job do together: the facts, or None when asked to stop before the end, and
 the last step that was taken."""
 
 
 def train(
-    job: Job, ranks: Ranks, stop: StopRequest, notify: Notify
+    job: Job, ranks: ProcessInfo, stop: StopRequest, notify: Notify
 ) -> tuple[dict[str, Any] | None, int]:
     """Train to the end, or until asked to stop."""
-    reading = Reading.of(job.config, ranks.device)
+    reading = LoaderConfig.of(job.config, ranks.device)
     if reading.num_workers:
         prepare(reading)
-    loop = Loop(job, assembled(job, ranks, notify), ranks, stop)
+    loop = Trainer(job, assembled(job, ranks, notify), ranks, stop)
     log.info("%d rows, %d steps, layout %s", len(loop.rows), loop.total_steps, loop.built.layout)
     facts = loop.run()
     log.info("stopped at step %d of %d", loop.at.step, loop.total_steps)
     return facts, loop.at.step
 
 
-def assembled(job: Job, ranks: Ranks, notify: Notify) -> Assembled:
+def assembled(job: Job, ranks: ProcessInfo, notify: Notify) -> BuiltModel:
     """The job's model. Raises ConfigError if the rows hold tokens that it does not."""
     ranks.pulse.begins("loading the model")
     hf_config = read_hf_config(job.config_path, job.config.model.foundation)
@@ -84,11 +84,11 @@ def main(path: Path, work: Work = train) -> None:
     failure_file(job.output_dir / LOGS, rank).unlink(missing_ok=True)
     show_on_request(job.output_dir / LOGS, rank)
     try:
-        _be_rank(job, Pulse(pulse_folder(job), rank=rank), work)
+        _be_rank(job, Heartbeat(pulse_folder(job), rank=rank), work)
     except PenstockError as error:
         # The launcher prints what the first rank left; a traceback of each would bury it.
         sys.exit(error.exit_code)
-    leave()
+    destroy_process_group()
 
 
 def run_by_hand(job: Job, work: Work = train) -> None:
@@ -97,14 +97,16 @@ def run_by_hand(job: Job, work: Work = train) -> None:
     It stays in the process group, which its next job finds: a group that is left cannot be joined
     again under one torchrun.
     """
-    _be_rank(job, Pulse(), work)
+    _be_rank(job, Heartbeat(), work)
 
 
-def _be_rank(job: Job, pulse: Pulse, work: Work) -> None:
+def _be_rank(job: Job, pulse: Heartbeat, work: Work) -> None:
     rank, _, _ = env.rank_variables() or (0, 0, 1)
     # One of them looks: they agree on what any of them has heard.
     stop = StopRequest(None if rank else job.output_dir).listen()
-    ranks = join((job.config.launch.timeout or DEFAULT_TIMEOUT_SECONDS) + MARGIN_SECONDS, pulse)
+    ranks = init_process_group(
+        (job.config.launch.timeout or DEFAULT_TIMEOUT_SECONDS) + MARGIN_SECONDS, pulse
+    )
     faulthandler.enable()
     try:
         run_rank(job, ranks, stop, work)
@@ -115,7 +117,7 @@ def _be_rank(job: Job, pulse: Pulse, work: Work) -> None:
 
 
 def run_rank(
-    job: Job, ranks: Ranks, stop: StopRequest, work: Work = train
+    job: Job, ranks: ProcessInfo, stop: StopRequest, work: Work = train
 ) -> dict[str, Any] | None:
     """Do the work, and let the leading rank write the outcome. None: stopped before the end."""
 
@@ -132,7 +134,7 @@ def run_rank(
             # Ranks of a run whose launcher was killed may still be saving; they end within a step.
             held.enter_context(FileLock(job.output_dir / RANKS_LOCK))
         if job.config.train.enable_full_determinism:
-            use_only_deterministic_kernels()
+            use_deterministic_algorithms()
         launches = _one_run(job, ranks)
         facts, step = work(job, ranks, stop, notify)
         if ranks.leads:
@@ -141,7 +143,7 @@ def run_rank(
         return facts
 
 
-def _one_run(job: Job, ranks: Ranks) -> list[str]:
+def _one_run(job: Job, ranks: ProcessInfo) -> list[str]:
     """The starts that the ranks come from, one for each machine.
 
     Raises ConfigError on every rank if they were told to train different things.
@@ -158,7 +160,7 @@ def _one_run(job: Job, ranks: Ranks) -> list[str]:
     return sorted({launch for _, launch, _ in told})
 
 
-def _speaks_too(ranks: Ranks, who: LogRanks) -> bool:
+def _speaks_too(ranks: ProcessInfo, who: LogRanks) -> bool:
     """Whether this rank says on its terminal what it does, beside the leading one."""
     return not ranks.leads and (who == "all" or (who == "local0" and ranks.local_rank == 0))
 

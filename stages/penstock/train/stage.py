@@ -24,21 +24,21 @@ from penstock.core.cache.stage import (
     Source,
     Stage,
     identity,
-    key_of,
     short,
+    stage_key,
 )
-from penstock.core.cache.store import Step
+from penstock.core.cache.store import PlannedStage
 from penstock.core.errors import ArtifactError, ConfigError, PenstockError
-from penstock.core.files import regular_files, set_aside
-from penstock.core.os_errors import reason_of
-from penstock.core.remote.urls import is_url, spoken
+from penstock.core.files import backup_rename, regular_files
+from penstock.core.os_errors import describe_os_error
+from penstock.core.remote.urls import is_url, redact
 from penstock.core.sources.hub import local_folder
-from penstock.engine.checkpoint.folders import naming_of, newest_checkpoint
-from penstock.engine.model_source import Form, Origin
-from penstock.train.launch.job import CHECKPOINTS, HF_WEIGHTS, LOGS, Job, job_of, read_outcome
+from penstock.engine.checkpoint.folders import checkpoint_naming, newest_checkpoint
+from penstock.engine.model_source import ExportFormat, ModelSource
+from penstock.train.launch.job import CHECKPOINTS, HF_WEIGHTS, LOGS, Job, build_job, read_outcome
 from penstock.train.launch.stop_request import STOP_FILE
-from penstock.train.launch.torchrun import Ended, ending_of, start_ranks
-from penstock.train.launch.upload_selection import keepsakes_of, wanted_of
+from penstock.train.launch.torchrun import LaunchResult, build_ending, start_ranks
+from penstock.train.launch.upload_selection import files_to_download, files_to_upload
 
 
 class TrainSettings(Settings):
@@ -128,7 +128,7 @@ class Train(Stage):
 
     settings: TrainSettings
     packed: Artifact
-    origin: Origin
+    origin: ModelSource
     """Of which the config and the weights are identity; the tokenizer goes beside HF weights."""
     checkpoint: Source | None
     run_config: RunConfig
@@ -156,9 +156,9 @@ class Train(Stage):
             found["reference"] = self.reference
         return found
 
-    def ending(self, job: Job, ended: Ended, where: str) -> dict[str, Any]:
+    def ending(self, job: Job, ended: LaunchResult, where: str) -> dict[str, Any]:
         """The facts of ranks that came to their end; raises what ended them else."""
-        return ending_of(job, ended, where)
+        return build_ending(job, ended, where)
 
     def run(self, out: Path) -> Facts:
         """Train from the newest checkpoint in `out`. Raises Interrupted when asked to stop."""
@@ -180,11 +180,11 @@ class Train(Stage):
 
     def keepsakes(self, out: Path) -> list[list[Path]]:
         """Complete checkpoints, and the run's record of itself."""
-        return keepsakes_of(out)
+        return files_to_upload(out)
 
     def wanted(self, names: Collection[str], out: Path) -> list[str]:
         """The newest complete checkpoint, unless one as new is here."""
-        return wanted_of(names, out, naming_of(self.run_config.train))
+        return files_to_download(names, out, checkpoint_naming(self.run_config.train))
 
     def _config_here(self) -> RunConfig:
         """The config as ranks are to read it: a checkpoint behind a URL is on this machine."""
@@ -197,13 +197,13 @@ class Train(Stage):
     def _where(self, out: Path) -> str:
         """Where people look for the run."""
         typed = self.run_config.train.output_dir
-        return spoken(typed) if is_url(typed) else str(out)
+        return redact(typed) if is_url(typed) else str(out)
 
     def _write_hf_weights(self, checkpoint: Path) -> None:
         """Put the model beside the last checkpoint, as transformers and peft load it."""
         from penstock.engine.hf.export import write_folders
 
-        form = Form(merged=not self.run_config.lora.save_lora_only)
+        form = ExportFormat(merged=not self.run_config.lora.save_lora_only)
         write_folders(checkpoint, self.origin, form, checkpoint / HF_WEIGHTS)
 
     def follow(self, out: Path) -> None:
@@ -213,7 +213,7 @@ class Train(Stage):
     def job(self, output_dir: Path) -> Job:
         """What the ranks of this machine are told."""
         initial, typed = self.initial, self.run_config.train.init_checkpoint_path
-        job = job_of(key_of(self), self._config_here(), self.packed, self.origin, output_dir)
+        job = build_job(stage_key(self), self._config_here(), self.packed, self.origin, output_dir)
         return replace(
             job,
             initial=local_folder(typed, initial).resolve() if initial and typed else None,
@@ -235,7 +235,7 @@ class Train(Stage):
         return [*own, out / DATA]
 
 
-def claim(step: Step, *, fresh: bool) -> None:
+def claim(step: PlannedStage, *, fresh: bool) -> None:
     """Refuse an output folder that holds another run, or move that run aside.
 
     An unfinished run of another key may be taken over when the config names a checkpoint to load.
@@ -245,15 +245,15 @@ def claim(step: Step, *, fresh: bool) -> None:
     except ArtifactError:
         if not fresh:
             raise
-        set_aside(step.path)
+        backup_rename(step.path)
         return
     if held is None:
         return
-    mine = key_of(step.stage)
+    mine = stage_key(step.stage)
     if held["key"] == mine and not fresh:
         return
     if fresh:
-        set_aside(step.path)
+        backup_rename(step.path)
         return
     sealed = (step.path / MANIFEST).is_file()
     if isinstance(step.stage, Train) and step.stage.checkpoint and not sealed:
@@ -288,12 +288,12 @@ def _held(folder: Path) -> dict[str, Any] | None:
     return {**fields, "inputs": flat}
 
 
-def _here(job: Job) -> Ended:
+def _here(job: Job) -> LaunchResult:
     """Be the leading rank ourselves; torchrun was started by hand and the others are with us."""
     from penstock.train.rank import run_by_hand
 
     run_by_hand(job)
-    return Ended(status=0)
+    return LaunchResult(status=0)
 
 
 def _keep_shown_data(out: Path, stage: Train) -> None:
@@ -320,6 +320,6 @@ def _report(out: Path) -> None:
     try:
         write_report(out)
     except OSError as error:
-        sys.stderr.write(f"train: no report was written: {reason_of(error)}\n")
+        sys.stderr.write(f"train: no report was written: {describe_os_error(error)}\n")
     except ArtifactError as error:
         sys.stderr.write(f"train: no report was written: {error}\n")

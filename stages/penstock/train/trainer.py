@@ -17,29 +17,29 @@ from penstock.config.schema.train import TrainConfig
 from penstock.core.cache.data_facts import kept_data_facts
 from penstock.core.errors import ConfigError
 from penstock.engine import rng
-from penstock.engine.build import Assembled
+from penstock.engine.build import BuiltModel
 from penstock.engine.checkpoint.folders import understanding
 from penstock.engine.distributed.parallel_dims import accumulation_steps, rows_per_step
-from penstock.engine.distributed.ranks import Ranks
+from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.train_step import StepResult
 from penstock.optim.schedule import lr_at
-from penstock.rows.batches import Batches, Cursor, Integers, deal
+from penstock.rows.batches import Cursor, Integers, StepSampler, assign_micro_batches
 from penstock.rows.sizing import Finding, findings, run_size
-from penstock.train.checkpointing import Position, Saves
-from penstock.train.dataloader import Groups, Loader, Reading, trained_rows
-from penstock.train.duration import Cadence, Clock, budget_of
-from penstock.train.eval.early_stopping import Judge
+from penstock.train.checkpointing import Checkpointer, TrainerState
+from penstock.train.dataloader import Groups, Loader, LoaderConfig, trained_rows
+from penstock.train.duration import Interval, WallClock, build_duration
+from penstock.train.eval.early_stopping import EarlyStopping
 from penstock.train.eval.evaluator import held_out_rows
-from penstock.train.eval.reference_model import references_of
-from penstock.train.eval.sample_prompts import sampler_of
+from penstock.train.eval.reference_model import build_ref_model
+from penstock.train.eval.sample_prompts import build_sampler
 from penstock.train.eval.token_metrics import LOSS
 from penstock.train.launch.job import METRICS, SAMPLES, Job
 from penstock.train.launch.stop_request import StopRequest
 from penstock.train.metrics.environment import keep_surroundings
 from penstock.train.metrics.jsonl import MetricsLog, read_metrics
 from penstock.train.metrics.profiler import Profile
-from penstock.train.metrics.recorder import Recorder
-from penstock.train.metrics.step_metrics import Measures
+from penstock.train.metrics.recorder import MetricsRecorder
+from penstock.train.metrics.step_metrics import StepMetrics
 
 GO_ON, TIME_IS_UP, STOP = 0, 1, 2
 """What ranks agree on after a step: the highest that any of them says."""
@@ -47,15 +47,15 @@ GO_ON, TIME_IS_UP, STOP = 0, 1, 2
 Duty = Literal["evaluation", "samples"]
 
 
-class Loop:
+class Trainer:
     """Everything a run stands on, and the order in which things happen to it."""
 
-    def __init__(self, job: Job, built: Assembled, ranks: Ranks, stop: StopRequest) -> None:
+    def __init__(self, job: Job, built: BuiltModel, ranks: ProcessInfo, stop: StopRequest) -> None:
         self.job, self.built, self.ranks, self.stop = job, built, ranks, stop
         self.train: TrainConfig = job.config.train
         self.rows = trained_rows(job)
         replicas = built.degrees.num_replicas
-        self.batches = Batches(
+        self.batches = StepSampler(
             built.pairs_per_token * self.rows.lengths() + self.rows.squares(),
             rows_per_step=rows_per_step(self.train, replicas),
             seed=self.train.seed,
@@ -63,18 +63,18 @@ class Loop:
             epoch_rows=job.epoch_rows,
         )
         self.accumulation = accumulation_steps(self.train, replicas)
-        self.reading = Reading.of(job.config, ranks.device)
-        self.saves = Saves(job, built, ranks, self._warn)
-        self.references = references_of(job, built, ranks, self.rows, self.batches)
+        self.reading = LoaderConfig.of(job.config, ranks.device)
+        self.saves = Checkpointer(job, built, ranks, self._warn)
+        self.references = build_ref_model(job, built, ranks, self.rows, self.batches)
         self.held_out = held_out_rows(job, built, ranks, self.reading, self.batches.rows_per_step)
-        self.sampler = sampler_of(job, built, ranks)
-        self.judge = Judge.of(self.train)
+        self.sampler = build_sampler(job, built, ranks)
+        self.judge = EarlyStopping.of(self.train)
         self.judge.require(self.held_out.names if self.held_out else ())
         self.profile = Profile(self.train, ranks, job.key[:8])
-        self.measures = Measures(built, self.rows, self.train, ranks, self._warn)
-        self.clock = Clock(self.train.max_hours)
-        self.at = Position(self.batches.start())
-        self.budget = budget_of(self.train, self.batches, self.rows.lengths(), self.at)
+        self.measures = StepMetrics(built, self.rows, self.train, ranks, self._warn)
+        self.clock = WallClock(self.train.max_hours)
+        self.at = TrainerState(self.batches.start())
+        self.budget = build_duration(self.train, self.batches, self.rows.lengths(), self.at)
         self._started_at = 0
         """The step where this start of the run began."""
         self._untrained: int | None = 0
@@ -84,7 +84,7 @@ class Loop:
         self._evaluated: dict[str, Any] | None = None
         """The numbers of this step's evaluation."""
         self._loader: Loader | None = None
-        self._recorder: Recorder | None = None
+        self._recorder: MetricsRecorder | None = None
         self._told_early: list[str] = []
         """Warnings that nobody could be told yet."""
         self._samples: MetricsLog | None = None
@@ -165,7 +165,7 @@ class Loop:
             references = self.references.of(batches)
         result: StepResult = self.built.engine.step(batches, lr, step, references)
         self._evaluated = None
-        self.at = Position(
+        self.at = TrainerState(
             self.batches.after(self.at.cursor),
             step + 1,
             self.at.tokens + result.tokens,
@@ -200,7 +200,7 @@ class Loop:
             cursor = self.batches.after(cursor)
 
     def _mine(self, rows: Integers) -> Groups:
-        return deal(
+        return assign_micro_batches(
             rows.tolist(),
             self.batches.costs[rows].tolist(),
             num_replicas=self.built.degrees.num_replicas,
@@ -227,7 +227,7 @@ class Loop:
         """Whether something that is done so often is, after a step that was begun when `before`
         epochs were done."""
         now = self.batches.progress(self.at.cursor)
-        return Cadence(steps, epochs).is_due(self.at.step, before, now)
+        return Interval(steps, epochs).is_due(self.at.step, before, now)
 
     def _due(self, before: Fraction, word: int) -> set[Duty]:
         """What of looking at the model is due after this step."""
@@ -333,9 +333,9 @@ class Loop:
     def _load(self, folder: Path) -> dict[str, Any]:
         state = self.saves.load(folder)
         with understanding(folder):
-            self.at = Position.of_json(state)
+            self.at = TrainerState.of_json(state)
             self.at.cursor = self._cursor_of(state)
-        self.budget = budget_of(self.train, self.batches, self.rows.lengths(), self.at)
+        self.budget = build_duration(self.train, self.batches, self.rows.lengths(), self.at)
         return state
 
     def _cursor_of(self, state: dict[str, Any]) -> Cursor:
@@ -352,7 +352,7 @@ class Loop:
         keep_surroundings(
             self.job, self.built, self.ranks, total_steps=self.total_steps, findings=found
         )
-        self._recorder = Recorder(self.job, done=self.at.step, total=self.total_steps)
+        self._recorder = MetricsRecorder(self.job, done=self.at.step, total=self.total_steps)
         for each in found:
             self._recorder.say(f"warning: {each.text}")
         if self.sampler:

@@ -10,7 +10,7 @@ from penstock_kernels.attention.block import reference as _reference
 from penstock_kernels.attention.block import sdpa as _sdpa
 from penstock_kernels.attention.block.block_mask import Rectangle, Sees
 from penstock_kernels.flash_packages import PACKAGES
-from penstock_kernels.op import Fast, Op
+from penstock_kernels.op import KernelImpl, Op
 
 __all__ = ["Rectangle", "Sees", "block", "block_backward"]
 
@@ -18,9 +18,9 @@ block = Op(
     "block",
     _reference.block,
     {
-        "native": Fast(_native.block, _native.refuses),
-        "sdpa": Fast(_sdpa.block, _sdpa.refuses),
-        **dict.fromkeys(PACKAGES, Fast(_native.block, _native.refuses)),
+        "native": KernelImpl(_native.block, _native.unsupported_reason),
+        "sdpa": KernelImpl(_sdpa.block, _sdpa.unsupported_reason),
+        **dict.fromkeys(PACKAGES, KernelImpl(_native.block, _native.unsupported_reason)),
     },
     reference_name="eager",
 )
@@ -28,9 +28,9 @@ block_backward = Op(
     "block_backward",
     _reference.block_backward,
     {
-        "native": Fast(_native.block_backward, _native.refuses_backward),
-        "sdpa": Fast(_sdpa.block_backward, _sdpa.refuses_backward),
-        **dict.fromkeys(PACKAGES, Fast(_native.block_backward, _native.refuses_backward)),
+        "native": KernelImpl(_native.block_backward, _native.refuses_backward),
+        "sdpa": KernelImpl(_sdpa.block_backward, _sdpa.refuses_backward),
+        **dict.fromkeys(PACKAGES, KernelImpl(_native.block_backward, _native.refuses_backward)),
     },
     reference_name="eager",
 )

@@ -6,7 +6,7 @@ from itertools import zip_longest
 
 import torch
 
-from penstock_kernels.attention.segments import Segments
+from penstock_kernels.attention.segments import VarlenMetadata
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +48,7 @@ class Rectangle:
         return torch.arange(self.num_keys, device=device) < first_Q1
 
 
-Sees = Rectangle | Segments
+Sees = Rectangle | VarlenMetadata
 """Segments: queries and keys are the same tokens, and attention is causal within each document."""
 
 

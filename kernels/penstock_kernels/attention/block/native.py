@@ -6,7 +6,7 @@ from penstock_kernels.attention.block.block_mask import Rectangle, Sees, refuses
 from penstock_kernels.attention.flash import refuses_tensors
 
 
-def refuses(
+def unsupported_reason(
     q_QNH: torch.Tensor,
     k_SKH: torch.Tensor,
     v_SKH: torch.Tensor,
@@ -34,7 +34,7 @@ def refuses_backward(
 ) -> str | None:
     """What the forward pass refuses."""
     del dy_QNH, y_QNH, lse_QN
-    return refuses(q_QNH, k_SKH, v_SKH, sees, scale, window)
+    return unsupported_reason(q_QNH, k_SKH, v_SKH, sees, scale, window)
 
 
 def block(

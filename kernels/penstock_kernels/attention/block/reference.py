@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from penstock_kernels.attention.block.block_mask import Rectangle, Sees
-from penstock_kernels.attention.mask import hidden_keys
+from penstock_kernels.attention.mask import causal_window_mask
 
 
 def block(
@@ -84,7 +84,7 @@ def _parts(
     start = 0
     for length in sees.lengths:
         document, start_rows_L = slice(start, start + length), sees.start_rows_of(start, length)
-        yield document, document, hidden_keys(length, window, q_QNH.device, start_rows_L)
+        yield document, document, causal_window_mask(length, window, q_QNH.device, start_rows_L)
         start += length
 
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 
 from penstock_kernels.attention.block import chunks
 from penstock_kernels.attention.block.block_mask import Rectangle, Sees, refuses_sizes
-from penstock_kernels.attention.mask import hidden_keys
-from penstock_kernels.attention.segments import Segments
+from penstock_kernels.attention.mask import causal_window_mask
+from penstock_kernels.attention.segments import VarlenMetadata
 
 Keys = Literal["all", "past"]
 """Which keys a query sees: all there are, or its own and those before it."""
@@ -25,7 +25,7 @@ CUDA_COLUMNS = 16
 """It wants the rows of a mask this many numbers apart, or a multiple."""
 
 
-def refuses(
+def unsupported_reason(
     q_QNH: torch.Tensor,
     k_SKH: torch.Tensor,
     v_SKH: torch.Tensor,
@@ -58,7 +58,7 @@ def refuses_backward(
 ) -> str | None:
     """What the forward pass refuses."""
     del dy_QNH, y_QNH, lse_QN
-    return refuses(q_QNH, k_SKH, v_SKH, sees, scale, window)
+    return unsupported_reason(q_QNH, k_SKH, v_SKH, sees, scale, window)
 
 
 def block(
@@ -115,7 +115,7 @@ def _computable(x: torch.Tensor) -> torch.Tensor:
 
 
 def _rows(
-    x_TN: torch.Tensor, documents: Segments, padding: Literal["copied", "zero"] = "copied"
+    x_TN: torch.Tensor, documents: VarlenMetadata, padding: Literal["copied", "zero"] = "copied"
 ) -> list[torch.Tensor]:
     """Of each bucket the documents as rows, [B, L, ...].
 
@@ -133,7 +133,7 @@ def _rows(
     ]
 
 
-def _starts(documents: Segments) -> Sequence[torch.Tensor | None]:
+def _starts(documents: VarlenMetadata) -> Sequence[torch.Tensor | None]:
     """Of each bucket the documents' start rows [B, L], counted from their first tokens; None where
     a token sees all of its past."""
     if documents.start_rows is None:
@@ -157,7 +157,7 @@ def _documents(
     """Output and log-sum-exp of a bucket, from its rows of q, k and v."""
     length, device = parts[0].shape[1], parts[0].device
     if start_BL is not None:
-        return _forward(scale, "all", hidden_keys(length, window, device, start_BL), *parts)
+        return _forward(scale, "all", causal_window_mask(length, window, device, start_BL), *parts)
     if window is None or window >= length:
         return _forward(scale, "past", None, *parts)
     return chunks.forward(partial(_forward, scale, "all"), window, *parts)
@@ -169,13 +169,13 @@ def _documents_backward(
     """Gradients of a bucket, from its rows of dy, q, k, v, y and the log-sum-exp."""
     length, device = parts[0].shape[1], parts[0].device
     if start_BL is not None:
-        return _backward(scale, "all", hidden_keys(length, window, device, start_BL), *parts)
+        return _backward(scale, "all", causal_window_mask(length, window, device, start_BL), *parts)
     if window is None or window >= length:
         return _backward(scale, "past", None, *parts)
     return chunks.backward(partial(_backward, scale, "all"), window, *parts)
 
 
-def _tokens(rows: Sequence[torch.Tensor], documents: Segments) -> torch.Tensor:
+def _tokens(rows: Sequence[torch.Tensor], documents: VarlenMetadata) -> torch.Tensor:
     """The tokens of all buckets in their order, without padding."""
     x_TN = torch.cat([part.flatten(0, 1) for part in rows])
     return x_TN if documents.layout is None else x_TN[documents.layout.slot_of_token]

@@ -112,9 +112,9 @@ def prune_artifacts(
     console = Console(as_json)
 
     def command() -> dict[str, Any]:
-        from penstock.cli.artifacts.prune import age_of, choose_prunable, prune, slice_caches
+        from penstock.cli.artifacts.prune import choose_prunable, parse_age, prune, slice_caches
 
-        age = age_of(older_than)
+        age = parse_age(older_than)
         entries = _with_releases(list(find_entries(root)))
         doomed = choose_prunable(entries, keep_last, age, "chains" if unreferenced else "leaves")
         folders = [Path(each) for each in root or ["."] if not is_url(each)]

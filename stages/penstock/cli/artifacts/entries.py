@@ -11,15 +11,15 @@ from typing import Any
 from penstock.core.cache.input_digests import read_attempt
 from penstock.core.cache.manifest import MANIFEST, read_manifest
 from penstock.core.cache.stage import ATTEMPT
-from penstock.core.cache.store import REPLACED, lock_of
+from penstock.core.cache.store import REPLACED, lock_path
 from penstock.core.cache.verify import damaged_files
 from penstock.core.errors import StageError
 from penstock.core.files import regular_files, remove
-from penstock.core.remote.artifact_sync import Depot
+from penstock.core.remote.artifact_sync import RemoteArtifact
 from penstock.core.remote.lease import LEASES
-from penstock.core.remote.local_mirror import home_of
+from penstock.core.remote.local_mirror import local_cache_dir
 from penstock.core.remote.open import open_file
-from penstock.core.remote.path import Place, checked
+from penstock.core.remote.path import RemotePath, checked
 from penstock.core.remote.urls import split_parent
 
 CHUNK = 4 << 20
@@ -122,14 +122,14 @@ class LocalEntry(Entry):
     def delete(self) -> None:
         """Remove the folder and its lock."""
         remove(self.path)
-        remove(lock_of(self.path))
+        remove(lock_path(self.path))
 
 
 @dataclass(frozen=True)
 class RemoteEntry(Entry):
     """A result behind a URL. `sizes` are the bytes of its files by their names."""
 
-    place: Place
+    place: RemotePath
     sizes: dict[str, int]
 
     @property
@@ -151,17 +151,17 @@ class RemoteEntry(Entry):
     def root(self) -> Path:
         """The mirror of the folder of all stages."""
         parent, _ = split_parent(self.place.url)
-        return home_of(split_parent(parent)[0])
+        return local_cache_dir(split_parent(parent)[0])
 
     @property
     def folder(self) -> Path:
         """Its mirror."""
         root, stage, key = self.place.url.rsplit("/", 2)
-        return home_of(root) / stage / key
+        return local_cache_dir(root) / stage / key
 
     def attempt(self) -> dict[str, Any]:
         """What an unfinished one is an attempt of."""
-        attempt = Depot(self.place.url, home_of(self.place.url)).attempt()
+        attempt = RemoteArtifact(self.place.url, local_cache_dir(self.place.url)).attempt()
         assert attempt, "a result has a manifest or this"
         return attempt
 
@@ -189,9 +189,9 @@ class RemoteEntry(Entry):
                 "  Run its config again, and prune later."
             )
         mirror = self.folder
-        Depot(self.place.url, mirror).delete()
+        RemoteArtifact(self.place.url, mirror).delete()
         remove(mirror)
-        remove(lock_of(mirror))
+        remove(lock_path(mirror))
 
 
 def local_entries(root: Path, depth: int) -> Iterator[Entry]:
@@ -202,14 +202,16 @@ def local_entries(root: Path, depth: int) -> Iterator[Entry]:
 
 def remote_entries(url: str) -> Iterator[Entry]:
     """Every result below a URL, in order of name; one listing tells them all."""
-    root = Place.of(url)
+    root = RemotePath.of(url)
     sizes = {name: int(info["size"] or 0) for name, info in root.files().items()}
     marked = {posixpath.dirname(n) for n in sizes if posixpath.basename(n) in (MANIFEST, ATTEMPT)}
     for folder in sorted(marked):
         below = f"{folder}/" if folder else ""
         place = root / folder if folder else root
         its = {name.removeprefix(below): n for name, n in sizes.items() if name.startswith(below)}
-        yield RemoteEntry(Depot(place.url, home_of(place.url)).manifest(), place, its)
+        yield RemoteEntry(
+            RemoteArtifact(place.url, local_cache_dir(place.url)).manifest(), place, its
+        )
 
 
 def is_result(folder: Path) -> bool:

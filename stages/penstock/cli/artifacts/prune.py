@@ -1,8 +1,8 @@
 """`penstock artifacts prune`: which results nobody needs any more, and deleting them.
 
 Needed is what another result was made from, what a release was made from, what a running process
-has marked (`penstock.core.cache.in_use`), the export that `hf` or `adapter` of a run's folder leads to,
-and every training run. Marks and links are looked at again, with the gate closed, before each
+has marked (`penstock.core.cache.in_use`), the export that `hf` or `adapter` of a run's folder leads
+to, and every training run. Marks and links are looked at again, with the gate closed, before each
 deletion.
 """
 
@@ -32,7 +32,7 @@ Reach = Literal["leaves", "chains"]
 made from."""
 
 
-def age_of(text: str) -> float:
+def parse_age(text: str) -> float:
     """Seconds in `30d`, `12h`, `45m`, `2w`, or in a number of days. Raises ConfigError."""
     found = AGE.fullmatch(text.strip().lower())
     if found is None:

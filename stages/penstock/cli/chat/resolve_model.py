@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.cli.evaluate import run_of
+from penstock.cli.evaluate import load_run
 from penstock.config.loading.cli_overrides import Override
 from penstock.config.loading.load import SUFFIXES, loads
 from penstock.config.schema.run import RunConfig
-from penstock.core.cache.store import lookup, obtain
+from penstock.core.cache.store import fetch_cached, find_cached
 from penstock.core.errors import ConfigError, PenstockError, StageError
 from penstock.core.files import read_json
 from penstock.core.remote.urls import is_url
@@ -21,7 +21,7 @@ from penstock.plan import Plan, plan
 from penstock.train.launch.job import JOB
 
 if TYPE_CHECKING:
-    from penstock.engine.distributed.ranks import Ranks
+    from penstock.engine.distributed.ranks import ProcessInfo
     from penstock.evaluate.chat_model import ChatModel
 
 ADAPTER, MODEL = "adapter_config.json", "config.json"
@@ -51,7 +51,7 @@ def resolve_target(
     path = Path(typed).expanduser()
     is_run = path.suffix in SUFFIXES or (path / JOB).is_file()
     if is_run and not (path / MODEL).is_file():
-        found = _trained(plan(run_of(path, overrides), ("export",)), scratch, say)
+        found = _trained(plan(load_run(path, overrides), ("export",)), scratch, say)
     else:
         found = _of_folder(_folder(typed))
     if adapter is None:
@@ -66,7 +66,7 @@ def resolve_target(
 
 
 def load_target(
-    target: Target, ranks: "Ranks", scratch: Path, say: Callable[[str], None]
+    target: Target, ranks: "ProcessInfo", scratch: Path, say: Callable[[str], None]
 ) -> "ChatModel":
     """The model, ready to answer. An adapter of a kind that the engine does not compute beside its
     base is merged into a copy of it in `scratch`."""
@@ -113,7 +113,7 @@ def _settings(model: Path, adapter: Path | None) -> RunConfig:
 def _trained(planned: Plan, scratch: Path, say: Callable[[str], None]) -> Target:
     """What a run has exported, else its newest checkpoint."""
     step = planned.step("export")
-    exported = obtain(step, planned.run.pipeline.verify)
+    exported = fetch_cached(step, planned.run.pipeline.verify)
     if exported is not None:
         folders = step.artifact.facts["folders"]
         path = step.artifact.path
@@ -124,10 +124,10 @@ def _trained(planned: Plan, scratch: Path, say: Callable[[str], None]) -> Target
     checkpoint = _newest_checkpoint(planned)
     say(f"chat: nothing is exported yet; answering with the checkpoint {checkpoint}")
     from penstock.engine.hf.export import write_folders
-    from penstock.engine.model_source import Form
+    from penstock.engine.model_source import ExportFormat
 
     out = scratch / "exported"
-    facts = write_folders(checkpoint, step.stage.origin, Form(), out)
+    facts = write_folders(checkpoint, step.stage.origin, ExportFormat(), out)
     folder = out / ("hf" if "hf" in facts["folders"] else "adapter")
     found = _of_folder(folder)
     return Target(found.model, found.adapter, f"the checkpoint {checkpoint}")
@@ -137,12 +137,12 @@ def _newest_checkpoint(planned: Plan) -> Path:
     from penstock.engine.checkpoint.folders import complete_checkpoints, newest_checkpoint
 
     step = planned.step("train")
-    if lookup(step) is not None:
+    if find_cached(step) is not None:
         return step.path / step.artifact.facts["checkpoint"]
     root = step.path / "checkpoints"
-    from penstock.core.cache.stage import key_of
+    from penstock.core.cache.stage import stage_key
 
-    found = newest_checkpoint(root, key_of(step.stage))
+    found = newest_checkpoint(root, stage_key(step.stage))
     if found:
         return found
     others = complete_checkpoints(root)

@@ -14,11 +14,11 @@ from penstock.cli.chat.resolve_model import load_target, resolve_target
 from penstock.cli.console import Console
 from penstock.config.loading.cli_overrides import Override
 from penstock.core.errors import ConfigError, StageError
-from penstock.core.os_errors import reason_of
+from penstock.core.os_errors import describe_os_error
 from penstock.core.process.scratch_dir import scratch_folder
 
 if TYPE_CHECKING:
-    from penstock.engine.generation.sampling import Drawing
+    from penstock.engine.generation.sampling import SamplingParams
     from penstock.evaluate.chat_model import ChatModel, Reply
 
 HELP = """\
@@ -44,13 +44,13 @@ class ChatOptions:
     seed: int | None = None
     max_new_tokens: int = 512
 
-    def sampling(self, ends: tuple[int, ...], turn: int) -> "Drawing":
+    def sampling(self, ends: tuple[int, ...], turn: int) -> "SamplingParams":
         """How the answer of this turn is sampled. Raises ConfigError for impossible numbers."""
-        from penstock.engine.generation.sampling import ALL, Drawing
+        from penstock.engine.generation.sampling import ALL, SamplingParams
 
         if self.max_new_tokens < 1:
             raise ConfigError(f"--max-new-tokens is {self.max_new_tokens}. Write 1 or more.")
-        return Drawing(
+        return SamplingParams(
             max_tokens=self.max_new_tokens,
             temperature=self.temperature,
             top_k=ALL if self.top_k is None else self.top_k,
@@ -125,7 +125,7 @@ class Chat:
             with path.open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
         except OSError as error:
-            raise StageError(f"{path} cannot be written: {reason_of(error)}.") from error
+            raise StageError(f"{path} cannot be written: {describe_os_error(error)}.") from error
         self.console.say(f"saved {len(messages)} messages to {path}")
 
     def command(self, line: str) -> bool:
@@ -165,11 +165,11 @@ def chat(options: ChatOptions, overrides: Sequence[Override], console: Console) 
 
     Raises ConfigError for models or numbers that cannot be, StageError where nothing is trained.
     """
-    from penstock.engine.distributed.ranks import join, leave
+    from penstock.engine.distributed.ranks import destroy_process_group, init_process_group
 
     options.sampling((), 0)
     with scratch_folder("chat") as scratch:
-        ranks = join(600)
+        ranks = init_process_group(600)
         try:
             typed = [("model", options.target, options.adapter)]
             typed += [("base", options.compare, None)] if options.compare else []
@@ -187,7 +187,7 @@ def chat(options: ChatOptions, overrides: Sequence[Override], console: Console) 
             talk.warn_of_template()
             return _converse(talk)
         finally:
-            leave()
+            destroy_process_group()
 
 
 def _converse(talk: Chat) -> dict[str, Any]:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from penstock.cli.console import Console
 from penstock.cli.run import Request, say_notes
 from penstock.config.schema.run import RunConfig
-from penstock.core.cache.store import Step, realize
+from penstock.core.cache.store import PlannedStage, get_or_build
 from penstock.plan import plan, require_upstream
-from penstock.prepare.user_prepared import Given, take
+from penstock.prepare.user_prepared import ExternalPrepared, use_external
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Prepared:
     """The prepared data of a run."""
 
     run: RunConfig
-    step: Step
+    step: PlannedStage
 
 
 def prepared_data(request: Request, console: Console, *, upstream: bool) -> Prepared:
@@ -26,12 +26,12 @@ def prepared_data(request: Request, console: Console, *, upstream: bool) -> Prep
     planned = plan(request.load(), ("prepare",))
     say_notes(planned, console)
     step = planned.step("prepare")
-    if isinstance(step.stage, Given):
-        outcome = take(step)
+    if isinstance(step.stage, ExternalPrepared):
+        outcome = use_external(step)
     else:
         if not upstream:
             require_upstream(planned, "this command")
-        outcome = realize(step, verify=planned.run.pipeline.verify, notify=console.say)
+        outcome = get_or_build(step, verify=planned.run.pipeline.verify, notify=console.say)
     console.outcomes.append(outcome)
     if outcome.status not in ("cached", "skipped"):
         console.say(f"prepare: {outcome.status} in {outcome.seconds:.1f}s -> {outcome.where}")

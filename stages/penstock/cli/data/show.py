@@ -13,12 +13,12 @@ from rich.text import Text
 from penstock.cli.console import Console
 from penstock.cli.data.load_prepared import Prepared
 from penstock.config.schema.run import RunConfig
-from penstock.core.cache.store import Step
+from penstock.core.cache.store import PlannedStage
 from penstock.core.errors import ConfigError
 from penstock.core.files import read_json
 from penstock.core.sources.pin import pin_tokenizer
-from penstock.prepare.locate_record import Locate, locator_of
-from penstock.prepare.sample_sources import Origin, Origins, origins_of
+from penstock.prepare.locate_record import Locate, build_locator
+from penstock.prepare.sample_sources import DataSource, Origins, split_sources
 from penstock.rows.decoding import Decoder, decoder_of
 from penstock.rows.prepared import PLAN, PreparedSamples, Sample
 from penstock.rows.reader import Tokens
@@ -81,7 +81,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Shown:
+class SampleView:
     """One sample, ready to be printed."""
 
     index: int
@@ -104,12 +104,12 @@ def show_samples(prepared: Prepared, wanted: Wanted, console: Console) -> dict[s
     of."""
     folder = prepared.step.path
     samples = PreparedSamples(folder, wanted.split)
-    origins = origins_of(read_json(folder / PLAN), wanted.split)
+    origins = split_sources(read_json(folder / PLAN), wanted.split)
     seed = prepared.run.train.seed if wanted.seed is None else wanted.seed
     chosen = _chosen(wanted, len(samples), origins, seed, prepared.run)
     typed = prepared.run.model.tokenizer_source
     decoder = decoder_of(typed, pin_tokenizer(typed))
-    locate = locator_of(prepared.step.stage)
+    locate = build_locator(prepared.step.stage)
     shown = [
         _shown(index, samples.sample(index), origins.sources[origins.of[index]], locate, decoder)
         for index in chosen
@@ -173,7 +173,7 @@ def _of_source(wanted: Wanted, origins: Origins, run: RunConfig) -> Indices:
     return np.flatnonzero(np.isin(origins.of, places))
 
 
-def _typed(origin: Origin, run: RunConfig) -> str | None:
+def _typed(origin: DataSource, run: RunConfig) -> str | None:
     """The source as the user wrote it, unless the data was prepared from another config."""
     written = {"train": run.data.datasets, "validation": run.data.test_datasets}[origin.role]
     return written[origin.dataset].path if origin.dataset < len(written) else None
@@ -182,12 +182,12 @@ def _typed(origin: Origin, run: RunConfig) -> str | None:
 def _shown(
     index: int,
     sample: Sample,
-    origin: Origin,
+    origin: DataSource,
     locate: Locate,
     decoder: Decoder,
-) -> Shown:
+) -> SampleView:
     place = locate(sample.slice, sample.row)
-    return Shown(
+    return SampleView(
         index=index,
         source=origin.label,
         section=origin.section,
@@ -249,7 +249,7 @@ def _spans(ids: list[int], trained: np.ndarray, decoder: Decoder) -> Iterator[Sp
         start = end
 
 
-def _print(shown: Sequence[Shown], split: str, total: int, step: Step) -> None:
+def _print(shown: Sequence[SampleView], split: str, total: int, step: PlannedStage) -> None:
     terminal = Terminal(file=sys.stdout, highlight=False)
     coloured = terminal.is_terminal and bool(terminal.color_system) and not terminal.no_color
     said = Text()
@@ -272,14 +272,14 @@ def _print(shown: Sequence[Shown], split: str, total: int, step: Step) -> None:
         sys.stdout.write(said.plain)
 
 
-def _origin(shown: Shown) -> str:
+def _origin(shown: SampleView) -> str:
     where = f"{shown.file}:{shown.line}"
     if shown.line is None:
         where = f"record {shown.record} of slice {shown.slice}"
     return f"{shown.source} ({shown.section}), {where}"
 
 
-def _counts(shown: Shown, part: Part) -> str:
+def _counts(shown: SampleView, part: Part) -> str:
     judged = {True: "desirable, ", False: "undesirable, ", None: ""}[shown.desirable]
     name = "" if part.name == "sample" else f"{part.name}, "
     if part.name == "chosen" and shown.score_gap is not None:

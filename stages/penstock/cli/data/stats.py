@@ -10,8 +10,8 @@ from penstock.core.errors import PenstockError
 from penstock.pack.compare import compare
 from penstock.pack.stage import Pack
 from penstock.plan import pack_step
-from penstock.prepare.bad_records import place_of
-from penstock.prepare.locate_record import Locate, locator_of
+from penstock.prepare.bad_records import record_location
+from penstock.prepare.locate_record import Locate, build_locator
 from penstock.prepare.statistics import statistics
 
 BAR = 48
@@ -24,7 +24,7 @@ LENGTHS = ("p5", "p50", "p95", "max")
 def show_statistics(prepared: Prepared, console: Console) -> dict[str, Any]:
     """Print the statistics; returns them as plain values."""
     found = statistics(prepared.step.path)
-    locate = locator_of(prepared.step.stage)
+    locate = build_locator(prepared.step.stage)
     found["dropped_samples"] = [_placed(each, locate) for each in found["dropped_samples"]]
     found["packing"] = _packing(prepared)
     blocks = [
@@ -157,7 +157,7 @@ def _placed(example: Mapping[str, Any], locate: Locate) -> dict[str, Any]:
 
 def _example(each: Mapping[str, Any]) -> str:
     if "file" in each:
-        return f"{place_of(each)}: {each['why']}"
+        return f"{record_location(each)}: {each['why']}"
     return f"{each['source']}, record {each['row']} of slice {each['slice']}: {each['why']}"
 
 

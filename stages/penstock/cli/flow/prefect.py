@@ -15,7 +15,7 @@ from penstock.cli.console import Console
 from penstock.config.loading.cli_overrides import Override
 from penstock.config.loading.load import load
 from penstock.core.errors import CapabilityError, StageError
-from penstock.core.files import publishing
+from penstock.core.files import atomic_write
 
 PREFECT_FILE = "prefect.yaml"
 
@@ -57,7 +57,7 @@ def deploy(pool: str, console: Console, *, write_only: bool) -> dict[str, object
     if file.exists():
         console.say(f"{file} is there already and is used as it is")
     else:
-        with publishing(file) as part:
+        with atomic_write(file) as part:
             part.write_text(prefect_yaml(Path.cwd(), pool), encoding="utf-8")
         console.say(f"wrote {file}: edit schedules and parameters there")
     if not write_only:

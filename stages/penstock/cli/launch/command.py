@@ -22,7 +22,7 @@ WAYS: tuple[Way, ...] = get_args(Way)
 
 
 @dataclass(frozen=True)
-class Elsewhere:
+class LaunchTarget:
     """What the command line says of the machines that will train."""
 
     gpus: int | None = None
@@ -34,7 +34,7 @@ class Elsewhere:
 
 
 def print_launch(
-    request: Request, way: str | None, elsewhere: Elsewhere, console: Console
+    request: Request, way: str | None, elsewhere: LaunchTarget, console: Console
 ) -> dict[str, Any]:
     """Print what starts the run in that way, or in every way under titles; returns the texts.
 
@@ -66,7 +66,7 @@ def _load(request: Request) -> tuple[RunConfig, Place]:
         return replace(request, overrides=(*request.overrides, place)).load(), "unknown"
 
 
-def _text(way: str, run: RunConfig, request: Request, elsewhere: Elsewhere, place: Place) -> str:
+def _text(way: str, run: RunConfig, request: Request, elsewhere: LaunchTarget, place: Place) -> str:
     if way == "torchrun":
         if place == "unknown":
             request.load()  # raises what is missing

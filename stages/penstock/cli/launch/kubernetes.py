@@ -11,7 +11,7 @@ import yaml
 from penstock.config.schema.run import RunConfig
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.core.process.rendezvous import PORT
-from penstock.core.remote.urls import is_url, spoken
+from penstock.core.remote.urls import is_url, redact
 
 CONFIG_FOLDER = "/etc/penstock"
 CONFIG_FILE = "run.yaml"
@@ -196,7 +196,7 @@ def _labels(name: str) -> dict[str, str]:
 def _check_storage(run: RunConfig, cluster: Cluster) -> None:
     """Results must outlive pods, and the config map must hold nothing secret."""
     for where, value in _texts(run.model_dump(mode="json", exclude_unset=True)):
-        if spoken(value) != value:
+        if redact(value) != value:
             raise ConfigError(
                 f"{where} is a URL with a password or a signature, which a ConfigMap would show to "
                 "whoever may read it.\n  Write the URL without them, and give the credentials to "

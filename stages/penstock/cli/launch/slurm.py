@@ -5,10 +5,10 @@ import re
 import shlex
 from pathlib import Path
 
-from penstock.cli.launch.torchrun import words_of
+from penstock.cli.launch.torchrun import shell_args
 from penstock.cli.run import Request
 from penstock.config.schema.run import RunConfig
-from penstock.core.process.rendezvous import PORT, parts_of
+from penstock.core.process.rendezvous import PORT, parse_endpoint
 
 TOLD_TO_EACH = ("launch.node_rank", "launch.rdzv_endpoint")
 """What each node is told by the script itself."""
@@ -50,13 +50,13 @@ def slurm_script(
     step = ["srun", "--kill-on-bad-exit=0", "--wait=0", "--cpu-bind=none"]
     if cpus is not None:
         step.append(f"--cpus-per-task={cpus}")
-    words = words_of(request, *TOLD_TO_EACH, "launch.nproc_per_node")
+    words = shell_args(request, *TOLD_TO_EACH, "launch.nproc_per_node")
     command = shlex.join(["penstock", "run", *words, f"--launch.nproc_per_node={ranks}"])
     if launch.nnodes == 1:
         return "\n".join(
             ["#!/bin/bash", *lines, "", "set -eu", f"{shlex.join(step)} {command}", ""]
         )
-    port = parts_of(launch.rdzv_endpoint)[1] if launch.rdzv_endpoint else PORT
+    port = parse_endpoint(launch.rdzv_endpoint)[1] if launch.rdzv_endpoint else PORT
     return "\n".join(
         [
             "#!/bin/bash",

@@ -4,7 +4,7 @@ import shlex
 
 from penstock.cli.run import Request
 from penstock.config.schema.run import RunConfig
-from penstock.train.launch.torchrun import environment_of, torchrun_arguments_by_hand
+from penstock.train.launch.torchrun import build_environment, torchrun_arguments_by_hand
 
 
 def torchrun_lines(run: RunConfig, request: Request) -> str:
@@ -19,7 +19,7 @@ def torchrun_lines(run: RunConfig, request: Request) -> str:
     return "".join(titled)
 
 
-def words_of(request: Request, *left_out: str) -> list[str]:
+def shell_args(request: Request, *left_out: str) -> list[str]:
     """The config and its overrides as they were typed, but for fields that are left out."""
     overrides = [
         f"{one.option}={one.text}" for one in request.overrides if one.name not in left_out
@@ -30,10 +30,10 @@ def words_of(request: Request, *left_out: str) -> list[str]:
 def _command(run: RunConfig, request: Request, number: int) -> str:
     launch = run.launch.model_copy(update={"node_rank": number})
     here = run.model_copy(update={"launch": launch})
-    variables = [f"{name}={value}" for name, value in environment_of(here).items()]
+    variables = [f"{name}={value}" for name, value in build_environment(here).items()]
     words = [
         *("env", *variables),
         *("torchrun", *torchrun_arguments_by_hand(here)),
-        *("-m", "penstock.cli.train", *words_of(request, "launch.node_rank")),
+        *("-m", "penstock.cli.train", *shell_args(request, "launch.node_rank")),
     ]
     return shlex.join(words)

@@ -6,17 +6,17 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from penstock.cli.console import table
-from penstock.cli.plan.sizing import sizing_of
+from penstock.cli.plan.sizing import judge_sizing
 from penstock.config.schema.run import RunConfig
-from penstock.core.cache.store import Step, lookup
+from penstock.core.cache.store import PlannedStage, find_cached
 from penstock.core.errors import ConfigError
 from penstock.costs.device_speed import Machine, machine_called, machine_here
-from penstock.costs.estimate import Prediction, model_of, predict
+from penstock.costs.estimate import Prediction, build_cost_model, predict
 from penstock.costs.layouts import Proposal, Wanted, fastest
-from penstock.costs.token_counts import Made, data_of, with_row_length
-from penstock.engine.distributed.parallel_dims import Degrees, lay_out, rows_per_step
-from penstock.engine.distributed.validate_layout import Counts
-from penstock.machine import config_of, world_size
+from penstock.costs.token_counts import Made, estimate_data, with_row_length
+from penstock.engine.distributed.parallel_dims import ParallelDims, compute_dims, rows_per_step
+from penstock.engine.distributed.validate_layout import ModelDims
+from penstock.machine import resolve_hf_config, world_size
 from penstock.train.launch.torchrun import num_local_ranks
 
 NOT_MEASURED = "time not known; penstock doctor --measure finds out how fast this machine is"
@@ -32,7 +32,9 @@ class Where:
     """Their name; None: those that are here."""
 
 
-def costs(run: RunConfig, steps: Sequence[Step], where: Where) -> tuple[str, dict[str, Any]]:
+def costs(
+    run: RunConfig, steps: Sequence[PlannedStage], where: Where
+) -> tuple[str, dict[str, Any]]:
     """What a run costs, as text and as plain values; nothing of a run that does not train.
 
     Raises ConfigError for devices that nobody knows.
@@ -44,24 +46,24 @@ def costs(run: RunConfig, steps: Sequence[Step], where: Where) -> tuple[str, dic
                 "  Add train to pipeline.stages, or leave them out."
             )
         return "", {}
-    degrees = lay_out(run.train, world_size(run))
-    if not isinstance(degrees, Degrees):
+    degrees = compute_dims(run.train, world_size(run))
+    if not isinstance(degrees, ParallelDims):
         return "", {}
-    hf_config, made = config_of(run), Made.of(steps)
-    model = model_of(run, hf_config)
+    hf_config, made = resolve_hf_config(run), Made.of(steps)
+    model = build_cost_model(run, hf_config)
     run = with_row_length(run, made, steps, model.config.vocab_size)
-    data = data_of(run, steps, model.config.vocab_size)
+    data = estimate_data(run, steps, model.config.vocab_size)
     machine = machine_called(where.kind) if where.kind else machine_here(num_local_ranks(run))
     found = predict(run, model, degrees, machine, data)
-    if any(step.stage.name == "reference" and lookup(step) for step in steps):
+    if any(step.stage.name == "reference" and find_cached(step) for step in steps):
         found = replace(found, reference_seconds=None)
     sizes = sum(map(math.prod, model.shapes.values()))
-    sizing = sizing_of(run, made, data, found.length, found.rows_per_step)
+    sizing = judge_sizing(run, made, data, found.length, found.rows_per_step)
     text = f"{_told(found, sizes)}\n{sizing.text}"
     plain: dict[str, Any] = {"costs": _plain(found, sizes), "sizing": sizing.as_json()}
     if where.devices is None:
         return text, plain
-    counts, rows = Counts.of(hf_config), rows_per_step(run.train, degrees.num_replicas)
+    counts, rows = ModelDims.of(hf_config), rows_per_step(run.train, degrees.num_replicas)
     wanted = Wanted(run, model, counts, machine, where.devices, rows, data)
     layouts = fastest(wanted)
     text += "\n" + _proposed(layouts, wanted)
@@ -82,7 +84,7 @@ def _told(found: Prediction, sizes: int) -> str:
     )
 
 
-def _ranks(degrees: Degrees) -> str:
+def _ranks(degrees: ParallelDims) -> str:
     if degrees.world == 1:
         return "1 process"
     return f"{degrees.world} processes ({degrees})"

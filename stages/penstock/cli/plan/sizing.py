@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from penstock.config.schema.run import RunConfig, written
+from penstock.config.schema.run import RunConfig, is_explicitly_set
 from penstock.costs.token_counts import Data, Length, Made
 from penstock.rows.sizing import Finding, findings, row_length_line, run_size
 
@@ -31,7 +31,7 @@ class Sizing:
         }
 
 
-def sizing_of(
+def judge_sizing(
     run: RunConfig, made: Made, data: Data | None, length: Length | None, rows_per_step: int
 ) -> Sizing:
     """The judgement from what is prepared and packed. `run` has the length of rows that follows
@@ -39,7 +39,7 @@ def sizing_of(
     row = run.data.sample_packing_sequence_len
     if not (made.prepared or made.packed) or data is None or length is None:
         # Without results `run` has a guess.
-        known = row if written(run, "data.sample_packing_sequence_len") else None
+        known = row if is_explicitly_set(run, "data.sample_packing_sequence_len") else None
         what = "samples that are cut or left out, steps" + (", row length" if known is None else "")
         return Sizing(
             "not yet", known, (), f"    size    not known before data is prepared: {what}"

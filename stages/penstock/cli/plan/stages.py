@@ -10,12 +10,12 @@ from penstock.config.schema.run import RunConfig
 from penstock.core.cache.diff_identity import Difference, differences
 from penstock.core.cache.input_digests import ChangedInput, changed_inputs, read_attempt
 from penstock.core.cache.manifest import MANIFEST, content_digest, read_manifest
-from penstock.core.cache.stage import identity, key_of, short
-from penstock.core.cache.store import Step, sealed
+from penstock.core.cache.stage import identity, short, stage_key
+from penstock.core.cache.store import PlannedStage, sealed
 from penstock.core.errors import ArtifactError
-from penstock.outputs import outputs_of, unwritable
+from penstock.outputs import output_folders, unwritable
 from penstock.plan import plan
-from penstock.prepare.user_prepared import Given
+from penstock.prepare.user_prepared import ExternalPrepared
 
 HERE = Where()
 
@@ -23,7 +23,7 @@ Standing = Literal["cached", "skipped", "partial", "stale", "missing"]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StageStatus:
     """How a stage stands."""
 
     stage: str
@@ -42,7 +42,7 @@ def explain(run: RunConfig, console: Console, where: Where = HERE) -> dict[str, 
     planned = plan(run)
     for note in planned.notes:
         console.say(note)
-    for refusal in unwritable(outputs_of(run, run.stages)):
+    for refusal in unwritable(output_folders(run, run.stages)):
         console.say(f"warning: {refusal}")
     present: dict[str, str] = {}
     verdicts = [judge(step, present) for step in planned.steps]
@@ -59,10 +59,10 @@ def explain(run: RunConfig, console: Console, where: Where = HERE) -> dict[str, 
     return {"plan": [_plain(verdict) for verdict in verdicts], **values}
 
 
-def judge(step: Step, present: dict[str, str] | None = None) -> Verdict:
+def judge(step: PlannedStage, present: dict[str, str] | None = None) -> StageStatus:
     """The step's standing: sealed, stale, begun, or not there, and then what changed since the
     nearest. `present` are content digests of the steps before, by key; this one's is added."""
-    name, key = step.stage.name, short(key_of(step.stage))
+    name, key = step.stage.name, short(stage_key(step.stage))
     present = {} if present is None else present
     if manifest := sealed(step):
         present[manifest["key"]] = content_digest(manifest)
@@ -72,19 +72,19 @@ def judge(step: Step, present: dict[str, str] | None = None) -> Verdict:
             if source.key in present
         }
         if changed := changed_inputs(step.stage, manifest, now):
-            return Verdict(name, key, "stale", step.where, stale_inputs=tuple(changed))
-        taken = isinstance(step.stage, Given)
-        return Verdict(name, key, "skipped" if taken else "cached", step.where)
+            return StageStatus(name, key, "stale", step.where, stale_inputs=tuple(changed))
+        taken = isinstance(step.stage, ExternalPrepared)
+        return StageStatus(name, key, "skipped" if taken else "cached", step.where)
     attempt = read_attempt(step.path)
-    if attempt and attempt["key"] == key_of(step.stage):
-        return Verdict(name, key, "partial", step.where)
+    if attempt and attempt["key"] == stage_key(step.stage):
+        return StageStatus(name, key, "partial", step.where)
     near = _nearest(step)
     if near is None:
-        return Verdict(name, key, "missing", step.where)
-    return Verdict(name, key, "stale", step.where, near[0], tuple(near[1]))
+        return StageStatus(name, key, "missing", step.where)
+    return StageStatus(name, key, "stale", step.where, near[0], tuple(near[1]))
 
 
-def _nearest(step: Step) -> tuple[Path, list[Difference]] | None:
+def _nearest(step: PlannedStage) -> tuple[Path, list[Difference]] | None:
     mine = _described(step)
     best: tuple[Path, list[Difference]] | None = None
     pattern = MANIFEST if step.stage.name == "train" else f"*/{MANIFEST}"
@@ -103,7 +103,7 @@ def _nearest(step: Step) -> tuple[Path, list[Difference]] | None:
     return best
 
 
-def _described(step: Step) -> dict[str, Any]:
+def _described(step: PlannedStage) -> dict[str, Any]:
     stage = step.stage
     inputs: dict[str, Any] = {}
     for name, source in stage.inputs.items():
@@ -123,7 +123,7 @@ def _flat(settings: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _plain(verdict: Verdict) -> dict[str, Any]:
+def _plain(verdict: StageStatus) -> dict[str, Any]:
     return {
         "stage": verdict.stage,
         "key": verdict.key,

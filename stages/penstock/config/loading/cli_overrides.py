@@ -6,7 +6,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, cast
 
-from penstock.config.loading.fault import Fault, Steps
+from penstock.config.loading.fault import ConfigIssue, Steps
 from penstock.core.errors import ConfigError
 
 OPTION = re.compile(r"--(?P<name>[A-Za-z_]\w*(?:\.[\w-]+)+)(?:=(?P<value>.*))?", re.DOTALL)
@@ -106,7 +106,7 @@ def parse_value(text: str) -> tuple[Any, str | None]:
     return document.value, None
 
 
-def _first(faults: Sequence[Fault]) -> str:
+def _first(faults: Sequence[ConfigIssue]) -> str:
     return faults[0].text
 
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from typing import cast
 
 from penstock.config.loading.fault import shown
-from penstock.config.schema.base import Section
+from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.quantization import GROUPS
-from penstock.config.schema.run import RunConfig, written
+from penstock.config.schema.run import RunConfig, is_explicitly_set
 
 DOCUMENTED_INIT_DEVICE = "cuda"
 
@@ -26,7 +26,9 @@ def with_usable_defaults(run: RunConfig) -> tuple[RunConfig, list[str]]:
         value = getattr(getattr(run, name.split(".")[0]), name.split(".")[1])
         notices.append(f"{name}: {shown(value)} is the documented default, and {instead}")
         run = _left_out(run, name)
-    if written(run, "data.pad_to_multiple_of") and not run.data.asks_for("pad_to_multiple_of"):
+    if is_explicitly_set(run, "data.pad_to_multiple_of") and not run.data.asks_for(
+        "pad_to_multiple_of"
+    ):
         run = _left_out(run, "data.pad_to_multiple_of")
     if run.lora.enable_qlora and not run.lora.enable_lora:
         lora = run.lora.model_copy(update={"enable_lora": True})
@@ -37,12 +39,12 @@ def with_usable_defaults(run: RunConfig) -> tuple[RunConfig, list[str]]:
 def _unusable(run: RunConfig) -> Iterator[tuple[str, str]]:
     """Settings written with documented defaults that do not fit, and what is used instead."""
     lora, train, data = run.lora, run.train, run.data
-    if lora.enable_qlora and not lora.enable_lora and written(run, "lora.enable_lora"):
+    if lora.enable_qlora and not lora.enable_lora and is_explicitly_set(run, "lora.enable_lora"):
         yield "lora.enable_lora", "enable_qlora: true trains adapters: true is used"
     groups = GROUPS[lora.quant_format]
     if (
         lora.enable_qlora
-        and written(run, "lora.quant_group_size")
+        and is_explicitly_set(run, "lora.quant_group_size")
         and not lora.asks_for("quant_group_size")
         and lora.quant_group_size not in groups
     ):
@@ -52,7 +54,7 @@ def _unusable(run: RunConfig) -> Iterator[tuple[str, str]]:
         yield "train.init_device", "data_parallel_mode: fsdp2 starts from meta, which is used"
     length, multiple = data.sample_packing_sequence_len, data.pad_to_multiple_of
     if (
-        written(run, "data.pad_to_multiple_of")
+        is_explicitly_set(run, "data.pad_to_multiple_of")
         and not data.asks_for("pad_to_multiple_of")
         and length % multiple
     ):
@@ -66,7 +68,7 @@ def _unusable(run: RunConfig) -> Iterator[tuple[str, str]]:
 def _left_out(run: RunConfig, name: str) -> RunConfig:
     """The run as if the setting had not been written."""
     section, field = name.split(".")
-    before = cast(Section, getattr(run, section))
+    before = cast(ConfigSection, getattr(run, section))
     values = {key: getattr(before, key) for key in before.model_fields_set - {field}}
     after = type(before).model_construct(**values)
     return run.model_copy(update={section: after})

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from penstock.config.loading.fault import Fault, Steps
+from penstock.config.loading.fault import ConfigIssue, Steps
 from penstock.core import env
 from penstock.core.process.allowed_env import is_secret
 
@@ -70,19 +70,19 @@ def expand(text: str) -> str:
     return f"{Path.home()}{expanded}" if home else expanded
 
 
-def expand_paths(settings: Mapping[str, Any]) -> list[Fault]:
+def expand_paths(settings: Mapping[str, Any]) -> list[ConfigIssue]:
     """Expand a run's path settings in place; what could not be expanded is a fault, and stays."""
     return _expand(_places(settings))
 
 
-def expand_server_paths(settings: dict[str, Any]) -> list[Fault]:
+def expand_server_paths(settings: dict[str, Any]) -> list[ConfigIssue]:
     """The same of a training server's settings, which have no sections."""
     names = sorted(SERVER_PATH_FIELDS & settings.keys())
     return _expand((settings, name, (name,)) for name in names)
 
 
-def _expand(places: Iterable[tuple[dict[str, Any], str, Steps]]) -> list[Fault]:
-    faults: list[Fault] = []
+def _expand(places: Iterable[tuple[dict[str, Any], str, Steps]]) -> list[ConfigIssue]:
+    faults: list[ConfigIssue] = []
     for holder, key, path in places:
         try:
             typed = holder[key]
@@ -92,7 +92,7 @@ def _expand(places: Iterable[tuple[dict[str, Any], str, Steps]]) -> list[Fault]:
                 entries = cast("list[Any]", typed)
                 holder[key] = [expand(one) if isinstance(one, str) else one for one in entries]
         except ExpansionError as error:
-            faults.append(Fault(path, str(error)))
+            faults.append(ConfigIssue(path, str(error)))
     return faults
 
 

@@ -11,7 +11,7 @@ LONGEST_SHOWN = 60
 
 
 @dataclass(frozen=True)
-class Fault:
+class ConfigIssue:
     """What is wrong with the value at `path`. `reads` are other values that the fault rests on:
     while one of those is itself at fault, this fault may be a mere consequence and is not told."""
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from penstock.config.loading import yaml12
 from penstock.config.loading.cli_overrides import Override
-from penstock.config.loading.fault import Fault, Steps, dotted
+from penstock.config.loading.fault import ConfigIssue, Steps, dotted
 from penstock.config.loading.schema_tree import annotation_at, branches
-from penstock.config.schema.base import Section
+from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.run import RunConfig
 from penstock.core.errors import ConfigError
 
@@ -26,7 +26,7 @@ def require_none(told: Sequence[Told]) -> None:
         raise ConfigError("\n".join(text for _, text in sorted(told, key=lambda one: one[0])))
 
 
-def as_meant(override: Override, root: type[Section] = RunConfig) -> Override:
+def as_meant(override: Override, root: type[ConfigSection] = RunConfig) -> Override:
     """Quote a value that YAML takes for a number or truth where the setting takes only text: a
     shell has already eaten the quotes that a file would have."""
     kinds = branches(annotation_at(override.path, root))
@@ -37,7 +37,7 @@ def as_meant(override: Override, root: type[Section] = RunConfig) -> Override:
     return override
 
 
-class Teller:
+class ErrorLocator:
     """Says where each fault stands: in a line of the file, or in an option."""
 
     def __init__(
@@ -54,7 +54,7 @@ class Teller:
         self._options = {given.name: (at, given.option) for at, given in enumerate(overrides)}
 
     def of(
-        self, faults: Iterable[Fault], refused: Iterable[tuple[Override, str]] = ()
+        self, faults: Iterable[ConfigIssue], refused: Iterable[tuple[Override, str]] = ()
     ) -> list[Told]:
         """What the text of the file has wrong, those faults that do not follow from it, and options
         that could not be put in."""
@@ -65,7 +65,7 @@ class Teller:
             ((1, self._options[one.name][0]), f"{one.option}: {text}") for one, text in refused
         ]
 
-    def _anywhere(self, fault: Fault) -> Told:
+    def _anywhere(self, fault: ConfigIssue) -> Told:
         """The fault where it was written last: an option replaces all that the file has there."""
         name = dotted(fault.path)
         for length in range(len(fault.path), 0, -1):
@@ -79,7 +79,7 @@ class Teller:
                 return (1, at), f"{option}: {name}: {fault.text}"
         return self._translated(fault) if self._translation else self.in_file(fault)
 
-    def in_file(self, fault: Fault) -> Told:
+    def in_file(self, fault: ConfigIssue) -> Told:
         """The fault with the line of the nearest thing around it that was written."""
         name = f"{dotted(fault.path)}: " if fault.path else ""
         if not self._path:
@@ -89,9 +89,9 @@ class Teller:
 
     def of_key(self, key: str, text: str) -> Told:
         """What is said of a foreign key."""
-        return self.in_file(Fault(tuple(key.split(".")), text))
+        return self.in_file(ConfigIssue(tuple(key.split(".")), text))
 
-    def _translated(self, fault: Fault) -> Told:
+    def _translated(self, fault: ConfigIssue) -> Told:
         """The fault at the foreign key that the setting comes from, under both names."""
         assert self._translation
         name = dotted(fault.path)

@@ -11,9 +11,9 @@ from typing import Any
 from penstock.config.loading import yaml12
 from penstock.config.loading.cli_overrides import Override, apply
 from penstock.config.loading.expand_paths import expand_paths
-from penstock.config.loading.fault_locations import Teller, Told, as_meant, require_none
+from penstock.config.loading.fault_locations import ErrorLocator, Told, as_meant, require_none
 from penstock.config.loading.schema_tree import sections
-from penstock.config.loading.validate import judge
+from penstock.config.loading.validate import validate
 from penstock.config.schema.run import RunConfig
 from penstock.core.errors import ConfigError
 
@@ -33,14 +33,14 @@ def load(
     of documented defaults that the run cannot use.
     Raises ConfigError, whose text has one line for each fault.
     """
-    document = document_of(path, may_be_empty=bool(overrides))
+    document = read_document(path, may_be_empty=bool(overrides))
     settings: dict[str, Any] = document.value or {}
     if not is_native(settings):
         from penstock.config.translate import load_foreign  # the tables of all dialects
 
-        if dialect := load_foreign.recognised(settings):
+        if dialect := load_foreign.detect_dialect(settings):
             return load_foreign.load(path, document, dialect, overrides, notify)
-    return resolve(settings, overrides, Teller(document, overrides, path), notify=notify)
+    return resolve(settings, overrides, ErrorLocator(document, overrides, path), notify=notify)
 
 
 def loads(settings: Mapping[str, Any], overrides: Sequence[Override] = ()) -> RunConfig:
@@ -48,10 +48,10 @@ def loads(settings: Mapping[str, Any], overrides: Sequence[Override] = ()) -> Ru
 
     Raises ConfigError, whose text has one line for each fault.
     """
-    return resolve(settings, overrides, Teller(yaml12.Document(), overrides), expands=False)
+    return resolve(settings, overrides, ErrorLocator(yaml12.Document(), overrides), expands=False)
 
 
-def document_of(path: Path, *, may_be_empty: bool) -> yaml12.Document:
+def read_document(path: Path, *, may_be_empty: bool) -> yaml12.Document:
     """The file with a mapping at its top; with nothing in it, where it may be empty.
 
     Raises ConfigError where it is not there, no YAML, or something else.
@@ -118,7 +118,7 @@ def _near_files(path: Path) -> str:
 def resolve(
     settings: Mapping[str, Any],
     overrides: Sequence[Override],
-    told: Teller,
+    told: ErrorLocator,
     more: Sequence[Told] = (),
     notify: Callable[[str], None] = lambda _: None,
     *,
@@ -131,7 +131,7 @@ def resolve(
     """
     values, refused = apply(settings, [as_meant(override) for override in overrides])
     unexpanded = expand_paths(values) if expands else []
-    judged = judge(values)
+    judged = validate(values)
     require_none([*more, *told.of([*unexpanded, *judged.faults], refused)])
     for line in judged.notices:
         notify(line)

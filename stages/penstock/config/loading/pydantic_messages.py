@@ -17,7 +17,7 @@ from penstock.config.loading.schema_tree import (
     suggestion,
     wanted,
 )
-from penstock.config.schema.base import Section
+from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.run import RunConfig
 
 Detail = Mapping[str, Any]
@@ -87,7 +87,7 @@ class _Place:
         return example(self.annotation, self.default, self.name)
 
 
-def sentence(path: Steps, details: Sequence[Detail], root: type[Section] = RunConfig) -> str:
+def sentence(path: Steps, details: Sequence[Detail], root: type[ConfigSection] = RunConfig) -> str:
     """One sentence for all that was found at `path`, which leads from `root`."""
     limits = [detail for detail in details if detail["type"] in LIMITS]
     first = limits[0] if limits else details[0]
@@ -112,7 +112,7 @@ def sentence(path: Steps, details: Sequence[Detail], root: type[Section] = RunCo
     return _wrong_type(place, first["input"])
 
 
-def _place(path: Steps, root: type[Section]) -> _Place:
+def _place(path: Steps, root: type[ConfigSection]) -> _Place:
     field = field_at(path, root)
     default = None
     if field and not field.is_required():
@@ -128,7 +128,7 @@ def _no_choice(place: _Place, value: str) -> str:
     return f"is {shown(value)}; {meant} {', '.join(choices)}, or {OF_A_FORM[place.name]}"
 
 
-def _unknown(path: Steps, value: Any, root: type[Section]) -> str:
+def _unknown(path: Steps, value: Any, root: type[ConfigSection]) -> str:
     sectioned = any(is_section(field.annotation) for field in root.model_fields.values())
     top = sectioned and len(path) == 1
     if top and path[0] == "server":

@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 
 from penstock.config.loading.aliases import SYNONYMS
 from penstock.config.loading.fault import Steps, shown
-from penstock.config.schema.base import Section
+from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.run import RunConfig
 
 NEAR_ENOUGH = 0.72
@@ -43,7 +43,7 @@ def branches(annotation: Any) -> tuple[Any, ...]:
 
 def is_section(annotation: Any) -> bool:
     """Whether the annotation is a class of settings."""
-    return isinstance(annotation, type) and issubclass(annotation, Section)
+    return isinstance(annotation, type) and issubclass(annotation, ConfigSection)
 
 
 def inside(annotation: Any, step: str | int) -> Any:
@@ -58,7 +58,7 @@ def inside(annotation: Any, step: str | int) -> Any:
     return None
 
 
-def annotation_at(path: Steps, root: type[Section] = RunConfig) -> Any:
+def annotation_at(path: Steps, root: type[ConfigSection] = RunConfig) -> Any:
     """The annotation of the setting at `path`; None when there is none."""
     at: Any = root
     for step in path:
@@ -68,7 +68,7 @@ def annotation_at(path: Steps, root: type[Section] = RunConfig) -> Any:
     return at
 
 
-def field_at(path: Steps, root: type[Section] = RunConfig) -> FieldInfo | None:
+def field_at(path: Steps, root: type[ConfigSection] = RunConfig) -> FieldInfo | None:
     """The field that `path` names in its section; None for entries of lists and mappings."""
     section = annotation_at(path[:-1], root)
     for branch in branches(section):
@@ -77,7 +77,7 @@ def field_at(path: Steps, root: type[Section] = RunConfig) -> FieldInfo | None:
     return None
 
 
-def owner(path: Steps, root: type[Section] = RunConfig) -> Steps:
+def owner(path: Steps, root: type[ConfigSection] = RunConfig) -> Steps:
     """The longest beginning of `path` that names a field of a section, or an entry of a list of
     sections: what can be left out or replaced as a whole."""
     for length in range(len(path), 0, -1):
@@ -116,7 +116,7 @@ def example(annotation: Any, default: Any = None, name: str = "") -> str:
     """A value for the setting `name` of this type, as one would write it in YAML."""
     if name in REQUIRED_EXAMPLES:
         return REQUIRED_EXAMPLES[name]
-    if default not in (None, [], {}) and not isinstance(default, Section):
+    if default not in (None, [], {}) and not isinstance(default, ConfigSection):
         return shown(default)
     return _example(branches(annotation)[0])
 
@@ -136,16 +136,16 @@ def _example(branch: Any) -> str:
 
 
 @cache
-def sections() -> Mapping[str, type[Section]]:
+def sections() -> Mapping[str, type[ConfigSection]]:
     """Every class of settings by the first place it has: `model`, `data`, `data.datasets[]`, ..."""
-    found: dict[str, type[Section]] = {}
+    found: dict[str, type[ConfigSection]] = {}
     for place, section in _sections(RunConfig, ""):
         if section not in found.values():
             found[place] = section
     return found
 
 
-def _sections(section: type[Section], name: str) -> Iterator[tuple[str, type[Section]]]:
+def _sections(section: type[ConfigSection], name: str) -> Iterator[tuple[str, type[ConfigSection]]]:
     if name:
         yield name, section
     for field_name, field in section.model_fields.items():
@@ -157,7 +157,7 @@ def _sections(section: type[Section], name: str) -> Iterator[tuple[str, type[Sec
                 yield from _sections(get_args(branch)[0], f"{here}[]")
 
 
-def suggestion(path: Steps, root: type[Section] = RunConfig) -> str | None:
+def suggestion(path: Steps, root: type[ConfigSection] = RunConfig) -> str | None:
     """The setting someone meant who wrote the unknown `path`: a bare name of the same section, or,
     in a run, the full name of one elsewhere."""
     name = str(path[-1])

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from penstock.config.loading.documented_defaults import with_usable_defaults
-from penstock.config.loading.fault import Fault, Steps, dotted
+from penstock.config.loading.fault import ConfigIssue, Steps, dotted
 from penstock.config.loading.pydantic_messages import sentence
 from penstock.config.loading.schema_tree import (
     annotation_at,
@@ -23,12 +23,12 @@ from penstock.config.loading.schema_tree import (
     owner,
     suggestion,
 )
-from penstock.config.rules.notices import notices_of
-from penstock.config.rules.run import broken
-from penstock.config.schema.base import Section
+from penstock.config.rules.notices import iter_notices
+from penstock.config.rules.run import rule_violations
+from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.run import RunConfig
 
-Root = TypeVar("Root", bound=Section)
+Root = TypeVar("Root", bound=ConfigSection)
 """A run, or the settings of a server."""
 
 STAND_IN = "unset"
@@ -42,26 +42,26 @@ class Judged:
 
     run: RunConfig
     """With faults, only good for looking at."""
-    faults: list[Fault]
+    faults: list[ConfigIssue]
     notices: list[str]
     """A line for each setting that is not used as it stands, and is not refused."""
 
 
-def judge(settings: Mapping[str, Any]) -> Judged:
+def validate(settings: Mapping[str, Any]) -> Judged:
     """The run that `settings` describe, with all that is wrong with them."""
     misspelled = _misspelled_sections(settings)
     run, faults = valid(_with_sections(settings), RunConfig)
     faults = [fault for fault in faults if fault.path[0] not in misspelled]
-    told = [*faults, *(Fault((name,), "") for name in misspelled)]
+    told = [*faults, *(ConfigIssue((name,), "") for name in misspelled)]
     run, notices = with_usable_defaults(run)
-    faults += [fault for fault in broken(run) if not touches(fault, told)]
-    return Judged(run, faults, [*notices, *notices_of(run)])
+    faults += [fault for fault in rule_violations(run) if not touches(fault, told)]
+    return Judged(run, faults, [*notices, *iter_notices(run)])
 
 
-def valid(values: Mapping[str, Any], root: type[Root]) -> tuple[Root, list[Fault]]:
+def valid(values: Mapping[str, Any], root: type[Root]) -> tuple[Root, list[ConfigIssue]]:
     """The values as settings, and what is wrong with single ones, which are replaced."""
     repaired = dict(values)
-    faults: list[Fault] = []
+    faults: list[ConfigIssue] = []
     for _ in range(MOST_REPAIRS):
         try:
             return root.model_validate(repaired), faults
@@ -88,14 +88,14 @@ def _with_sections(settings: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _faults(error: ValidationError, root: type[Section]) -> list[Fault]:
+def _faults(error: ValidationError, root: type[ConfigSection]) -> list[ConfigIssue]:
     """Pydantic's findings, one for each setting: branches of a union are one finding."""
     found: dict[Steps, list[Mapping[str, Any]]] = {}
     for detail in error.errors(include_url=False):
         found.setdefault(_steps(detail["loc"], root), []).append(detail)  # pyright: ignore[reportArgumentType]
     deep = [path for path in found if annotation_at(path, root) is not None]
     return [
-        Fault(path, sentence(path, details, root))
+        ConfigIssue(path, sentence(path, details, root))
         for path, details in found.items()
         if not _explained_within(path, deep)
     ]
@@ -106,7 +106,7 @@ def _explained_within(path: Steps, others: Iterable[Steps]) -> bool:
     return any(len(other) > len(path) and other[: len(path)] == path for other in others)
 
 
-def _steps(loc: tuple[int | str, ...], root: type[Section]) -> Steps:
+def _steps(loc: tuple[int | str, ...], root: type[ConfigSection]) -> Steps:
     """Where pydantic found a fault, without the names it gives to branches of unions."""
     at: Any = root
     steps: list[int | str] = []
@@ -121,7 +121,7 @@ def _steps(loc: tuple[int | str, ...], root: type[Section]) -> Steps:
 
 
 def _repaired(
-    values: dict[str, Any], faults: Iterable[Fault], root: type[Section]
+    values: dict[str, Any], faults: Iterable[ConfigIssue], root: type[ConfigSection]
 ) -> dict[str, Any]:
     """The values with each fault left out, or replaced where something must stand."""
     repaired = deepcopy(values)
@@ -137,7 +137,7 @@ def _repaired(
     return repaired
 
 
-def _is_unknown(path: Steps, root: type[Section]) -> bool:
+def _is_unknown(path: Steps, root: type[ConfigSection]) -> bool:
     above = annotation_at(path[:-1], root)
     return any(map(is_section, branches(above))) and annotation_at(path, root) is None
 
@@ -160,7 +160,7 @@ def _stand_in(annotation: Any) -> Any:
     return [_stand_in(inner)] if inner is not None else STAND_IN
 
 
-def touches(fault: Fault, faults: Iterable[Fault]) -> bool:
+def touches(fault: ConfigIssue, faults: Iterable[ConfigIssue]) -> bool:
     """Whether the fault rests on a value that is at fault itself."""
     names = {dotted(fault.path), *fault.reads}
     return any(

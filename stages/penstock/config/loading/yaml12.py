@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from penstock.config.loading.fault import Fault, Steps
+from penstock.config.loading.fault import ConfigIssue, Steps
 
 PLAIN = "plain"
 """Stands for the tag of a scalar that has neither quotes nor a tag."""
@@ -69,7 +69,7 @@ class Document:
 
     value: Any = None
     places: dict[Steps, Place] = field(default_factory=dict[Steps, Place])
-    faults: list[Fault] = field(default_factory=list[Fault])
+    faults: list[ConfigIssue] = field(default_factory=list[ConfigIssue])
 
 
 def parse(text: str) -> Document:
@@ -236,7 +236,7 @@ class _Builder:
         return None
 
     def _fault(self, path: Steps, text: str) -> None:
-        self._document.faults.append(Fault(path, text))
+        self._document.faults.append(ConfigIssue(path, text))
 
 
 def _is_merge(key: ScalarNode) -> bool:

@@ -3,13 +3,13 @@
 import re
 from collections.abc import Callable, Iterator
 
-from penstock.config.loading.fault import Fault, Steps, dotted
+from penstock.config.loading.fault import ConfigIssue, Steps, dotted
 from penstock.config.schema.dataset import DatasetConfig
-from penstock.config.schema.run import RunConfig, written
-from penstock.core.sources.local_files import kind_of
+from penstock.config.schema.run import RunConfig, is_explicitly_set
+from penstock.core.sources.local_files import detect_file_kind
 from penstock.core.sources.megatron_files import DATA, INDEX, KIND, PARTS
 
-Faults = Iterator[Fault]
+Faults = Iterator[ConfigIssue]
 
 TRAIN, TEST, AVOID = "datasets", "test_datasets", "decontaminate_datasets"
 
@@ -30,13 +30,13 @@ def _entries(run: RunConfig, *lists: str) -> Iterator[tuple[Steps, DatasetConfig
 
 def _formats_are_known(run: RunConfig) -> Faults:
     for path, entry in _entries(run):
-        if entry.data_files is None or entry.ds_type is not None or kind_of(entry.path):
+        if entry.data_files is None or entry.ds_type is not None or detect_file_kind(entry.path):
             continue
         files = [entry.data_files] if isinstance(entry.data_files, str) else entry.data_files
-        kinds = {kind_of(file) for file in files}
+        kinds = {detect_file_kind(file) for file in files}
         if len(kinds) != 1 or None in kinds:
             told = "do not tell one format" if files else "is empty"
-            yield Fault(
+            yield ConfigIssue(
                 (*path, "data_files"),
                 f"the names in data_files {told}; write ds_type: json, csv, parquet, arrow or text",
             )
@@ -48,7 +48,7 @@ def _samples_fit_rows(run: RunConfig) -> Faults:
         return
     for path, entry in _entries(run, TRAIN, TEST):
         if entry.max_seq_len is not None and entry.max_seq_len > longest:
-            yield Fault(
+            yield ConfigIssue(
                 (*path, "max_seq_len"),
                 f"a sample of {entry.max_seq_len} tokens does not fit a row of {longest}; lower"
                 " max_seq_len or raise data.sample_packing_sequence_len",
@@ -58,11 +58,11 @@ def _samples_fit_rows(run: RunConfig) -> Faults:
 
 def _padding_divides_rows(run: RunConfig) -> Faults:
     length, multiple = run.data.sample_packing_sequence_len, run.data.pad_to_multiple_of
-    if written(run, "data.pad_to_multiple_of") and length % multiple:
+    if is_explicitly_set(run, "data.pad_to_multiple_of") and length % multiple:
         above = -(-length // multiple) * multiple
         below = above - multiple
         nearest = f"{below} or {above}" if below else f"{above}"
-        yield Fault(
+        yield ConfigIssue(
             ("data", "pad_to_multiple_of"),
             f"{multiple} does not divide sample_packing_sequence_len ({length}); write"
             f" sample_packing_sequence_len: {nearest}, or a pad_to_multiple_of that divides it",
@@ -72,7 +72,7 @@ def _padding_divides_rows(run: RunConfig) -> Faults:
 
 def _one_source_of_evaluation(run: RunConfig) -> Faults:
     if run.data.val_set_size is not None and run.data.test_datasets:
-        yield Fault(
+        yield ConfigIssue(
             ("data", "val_set_size"),
             "samples are set aside for evaluation although test_datasets are given;"
             " leave one of the two out",
@@ -85,7 +85,7 @@ def _pieces_are_among_their_number(run: RunConfig) -> Faults:
         count, index = entry.shards, entry.shards_idx
         yield from _piece((*path, "shards"), count, (*path, "shards_idx"), index)
         if count is not None and entry.preprocess_shards is not None:
-            yield Fault(
+            yield ConfigIssue(
                 (*path, "preprocess_shards"),
                 "shards cuts this dataset too, and takes one piece of it; leave one of the two out",
                 (dotted((*path, "shards")),),
@@ -94,7 +94,7 @@ def _pieces_are_among_their_number(run: RunConfig) -> Faults:
     told = list(_piece(("data", "dataset_shard_num"), count, ("data", "dataset_shard_idx"), index))
     if count is not None and index is None:
         told.append(
-            Fault(
+            ConfigIssue(
                 ("data", "dataset_shard_num"),
                 f"which of the {count} pieces is not said; write dataset_shard_idx: 0 to"
                 f" {count - 1}",
@@ -107,11 +107,11 @@ def _pieces_are_among_their_number(run: RunConfig) -> Faults:
 def _piece(at_count: Steps, count: int | None, at_index: Steps, index: int | None) -> Faults:
     name = at_count[-1]
     if index is not None and count is None:
-        yield Fault(
+        yield ConfigIssue(
             at_index, f"there is one piece without {name}; write {name} too", (dotted(at_count),)
         )
     elif index is not None and count is not None and index >= count:
-        yield Fault(
+        yield ConfigIssue(
             at_index,
             f"{index} is none of {count} pieces, which are counted from 0; write at most"
             f" {count - 1}, or raise {name}",
@@ -123,7 +123,7 @@ def _indexed_files_hold_tokens(run: RunConfig) -> Faults:
     for path, entry in _entries(run):
         is_indexed = entry.ds_type == KIND or entry.path.endswith((INDEX, DATA))
         if is_indexed and entry.type != "tokenized":
-            yield Fault(
+            yield ConfigIssue(
                 (*path, "type"),
                 f"data of Megatron's holds token ids, and {entry.type} is made of text; write type:"
                 " tokenized, or leave it out",
@@ -132,14 +132,14 @@ def _indexed_files_hold_tokens(run: RunConfig) -> Faults:
         if entry.splits_string is None:
             continue
         if entry.ds_type not in (None, KIND):
-            yield Fault(
+            yield ConfigIssue(
                 (*path, "splits_string"),
                 f"shares out documents of Megatron's, and ds_type is {entry.ds_type}; leave"
                 " splits_string out",
                 (dotted((*path, "ds_type")),),
             )
         if entry.split not in (None, *PARTS):
-            yield Fault(
+            yield ConfigIssue(
                 (*path, "split"),
                 f"is {entry.split}, and splits_string shares documents out to {', '.join(PARTS)};"
                 " write one of these",
@@ -151,14 +151,14 @@ def _weights_are_used(run: RunConfig) -> Faults:
     data = run.data
     reads = ("data.mix_strategy",)
     if all(entry.weight == 0 for entry in data.datasets):
-        yield Fault(
+        yield ConfigIssue(
             ("data", "datasets"),
             "every weight is 0, so nothing is left to train on; raise one",
         )
         return
     for path, entry in _entries(run, TRAIN):
         if data.mix_strategy == "concat" and entry.weight not in (0, 1):
-            yield Fault(
+            yield ConfigIssue(
                 (*path, "weight"),
                 f"mix_strategy: concat takes every sample once, whatever its weight"
                 f" ({entry.weight:g}); write mix_strategy: random (or interleave_under,"
@@ -168,7 +168,7 @@ def _weights_are_used(run: RunConfig) -> Faults:
     for path, entry in _entries(run, TEST, AVOID):
         for name in ("weight", "max_samples") if path[1] == AVOID else ("weight",):
             if entry.asks_for(name):
-                yield Fault(
+                yield ConfigIssue(
                     (*path, name),
                     f"no samples are drawn from {path[1]}; leave {name} out",
                 )
@@ -177,14 +177,14 @@ def _weights_are_used(run: RunConfig) -> Faults:
 def _epochs_are_drawn(run: RunConfig) -> Faults:
     data = run.data
     if data.weight_unit == "tokens" and data.mix_strategy == "concat":
-        yield Fault(
+        yield ConfigIssue(
             ("data", "weight_unit"),
             "mix_strategy: concat takes every sample once, whatever its weight; write mix_strategy:"
             " random (or interleave_under, interleave_over), or leave weight_unit out",
             ("data.mix_strategy",),
         )
     if data.samples_per_epoch is not None and data.mix_strategy != "random":
-        yield Fault(
+        yield ConfigIssue(
             ("data", "samples_per_epoch"),
             f"an epoch of mix_strategy: {data.mix_strategy} is as long as its sources make it;"
             " write mix_strategy: random, or leave samples_per_epoch out",
@@ -195,14 +195,14 @@ def _epochs_are_drawn(run: RunConfig) -> Faults:
 def _what_is_left_out_is_asked_for(run: RunConfig) -> Faults:
     data = run.data
     if data.asks_for("near_duplicate_threshold") and data.deduplicate != "near":
-        yield Fault(
+        yield ConfigIssue(
             ("data", "near_duplicate_threshold"),
             "near duplicates are not looked for; write deduplicate: near,"
             " or leave near_duplicate_threshold out",
             ("data.deduplicate",),
         )
     if data.asks_for("decontaminate_ngram") and not data.decontaminate_datasets:
-        yield Fault(
+        yield ConfigIssue(
             ("data", "decontaminate_ngram"),
             "there is nothing to compare with; write decontaminate_datasets,"
             " or leave decontaminate_ngram out",
@@ -216,7 +216,7 @@ def _what_is_cut_has_a_length(run: RunConfig) -> Faults:
     reads = tuple(dotted((*path, "max_seq_len")) for path, _ in _entries(run))
     for name in ("truncation_mode", "max_prompt_len"):
         if not lengths and data.asks_for(name):
-            yield Fault(
+            yield ConfigIssue(
                 ("data", name),
                 "no dataset has a max_seq_len, so nothing is cut;"
                 f" write max_seq_len in datasets, or leave {name} out",
@@ -225,7 +225,7 @@ def _what_is_cut_has_a_length(run: RunConfig) -> Faults:
     prompt = data.max_prompt_len
     for path, longest in lengths:
         if prompt is not None and prompt >= longest:
-            yield Fault(
+            yield ConfigIssue(
                 ("data", "max_prompt_len"),
                 f"a prompt of {prompt} tokens leaves no room for an answer in"
                 f" {dotted((*path, 'max_seq_len'))} ({longest}); write less than {longest}",
@@ -242,7 +242,7 @@ def _samples_are_of_one_kind(run: RunConfig) -> Faults:
     reads = (f"{dotted(first_path)}.type",)
     for path, its_type, kind in kinds[1:]:
         if kind != first:
-            yield Fault(
+            yield ConfigIssue(
                 (*path, "type"),
                 f"{its_type} gives {kind} samples, and {first_type} of {dotted(first_path)} gives"
                 f" {first} samples; prepare them in two runs",
@@ -251,7 +251,7 @@ def _samples_are_of_one_kind(run: RunConfig) -> Faults:
             return
     beyond = set(run.stages) - {"prepare", "pack"}
     if first != "sft" and beyond and run.train.objective == "sft":
-        yield Fault(
+        yield ConfigIssue(
             (*first_path, "type"),
             f"train.objective: sft learns nothing from {first} samples; write train.objective:"
             " preference, pipeline.stages: [prepare, pack], or another type",
@@ -265,7 +265,7 @@ def _judged_answers_are_trained_alone(run: RunConfig) -> Faults:
         return
     for name in ("train_on_prompt", "train_on_turns"):
         if run.data.asks_for(name):
-            yield Fault(
+            yield ConfigIssue(
                 ("data", name),
                 f"of {first.type} samples the answers are trained whole, and nothing else;"
                 f" leave {name} out",
@@ -276,7 +276,7 @@ def _judged_answers_are_trained_alone(run: RunConfig) -> Faults:
 def _prompts_have_two_answers(run: RunConfig) -> Faults:
     path, first = next(iter(_entries(run, TRAIN)))
     if run.data.asks_for("share_prompts") and first.is_typed and first.kind == "sft":
-        yield Fault(
+        yield ConfigIssue(
             ("data", "share_prompts"),
             f"samples of type {first.type} have one answer; leave share_prompts out",
             (f"{dotted(path)}.type",),
@@ -286,7 +286,7 @@ def _prompts_have_two_answers(run: RunConfig) -> Faults:
 def _answers_are_compared_apart(run: RunConfig) -> Faults:
     path, first = next(iter(_entries(run, TRAIN)))
     if not run.data.isolate_samples and first.kind != "sft":
-        yield Fault(
+        yield ConfigIssue(
             ("data", "isolate_samples"),
             f"answers of {first.type} samples are compared by what they are worth alone; leave"
             " isolate_samples out",
@@ -296,9 +296,13 @@ def _answers_are_compared_apart(run: RunConfig) -> Faults:
 
 def _streams_come_from_the_hub(run: RunConfig) -> Faults:
     for path, entry in _entries(run):
-        on_hub = HUB_ID.fullmatch(entry.path) and not kind_of(entry.path) and entry.path != "dummy"
+        on_hub = (
+            HUB_ID.fullmatch(entry.path)
+            and not detect_file_kind(entry.path)
+            and entry.path != "dummy"
+        )
         if entry.streaming and not on_hub:
-            yield Fault(
+            yield ConfigIssue(
                 (*path, "streaming"),
                 f"{entry.path} is no dataset of the hub (org/name), and files are read piece by"
                 " piece anyway; leave streaming out",
@@ -309,7 +313,7 @@ def _streams_come_from_the_hub(run: RunConfig) -> Faults:
 def _what_is_cut_anywhere_is_one_document(run: RunConfig) -> Faults:
     path, first = next(iter(_entries(run, TRAIN)))
     if run.data.sample_packing_method == "wrapped" and first.kind != "sft":
-        yield Fault(
+        yield ConfigIssue(
             ("data", "sample_packing_method"),
             f"wrapped cuts samples where a row is full, and both answers of {first.type} samples"
             " must stay whole; write sequential or multipack",
@@ -320,7 +324,7 @@ def _what_is_cut_anywhere_is_one_document(run: RunConfig) -> Faults:
 def _pushed_data_has_a_login(run: RunConfig) -> Faults:
     data = run.data
     if data.push_dataset_to_hub is not None and not data.hf_use_auth_token:
-        yield Fault(
+        yield ConfigIssue(
             ("data", "push_dataset_to_hub"),
             "pushing needs the hub's login; write hf_use_auth_token: true",
             ("data.hf_use_auth_token",),
@@ -330,7 +334,7 @@ def _pushed_data_has_a_login(run: RunConfig) -> Faults:
 def _who_reads_ahead_is_there(run: RunConfig) -> Faults:
     steps, usual = run.data.dataloader_prefetch_factor, 2
     if run.data.dataloader_num_workers == 0 and steps not in (None, usual):
-        yield Fault(
+        yield ConfigIssue(
             ("data", "dataloader_prefetch_factor"),
             f"no process reads {steps} steps ahead with dataloader_num_workers: 0; write more of"
             " them, or leave dataloader_prefetch_factor out",
@@ -342,7 +346,7 @@ def _task_runners_are_chosen(run: RunConfig) -> Faults:
     pipeline = run.pipeline
     for name in ("task_runner_address", "task_runner_workers"):
         if pipeline.task_runner is None and getattr(pipeline, name) is not None:
-            yield Fault(
+            yield ConfigIssue(
                 ("pipeline", name),
                 f"no task runner is chosen; write task_runner: dask or ray, or leave {name} out",
                 ("pipeline.task_runner",),

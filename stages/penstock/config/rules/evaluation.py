@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from penstock.config.loading.fault import Fault, Steps
+from penstock.config.loading.fault import ConfigIssue, Steps
 from penstock.config.rules.data import Faults
-from penstock.config.schema.run import RunConfig, written
+from penstock.config.schema.run import RunConfig, is_explicitly_set
 
 TOLD = ("eval_loss", "eval_perplexity", "eval_token_accuracy")
 """What every evaluation tells; of several data sets also `eval_loss/<its name>`."""
@@ -56,7 +56,7 @@ def _something_is_held_out(run: RunConfig) -> Faults:
         if getattr(train, name)
     ]
     for path in (*found, *(path for path, _ in _judged_by(run))):
-        yield Fault(
+        yield ConfigIssue(
             path,
             "there is nothing to evaluate on; write data.val_set_size or data.test_datasets, or"
             f" leave {path[-1]} out",
@@ -68,7 +68,7 @@ def _batches_are_counted(run: RunConfig) -> Faults:
     train = run.train
     counts = isinstance(train.eval_max_batches, int) or train.eval_sanity_batches
     if train.eval_rows_per_batch is not None and not counts:
-        yield Fault(
+        yield ConfigIssue(
             ("train", "eval_rows_per_batch"),
             "no batches are counted; write eval_max_batches as a whole number, or leave"
             " eval_rows_per_batch out",
@@ -80,16 +80,16 @@ def _runs_are_judged_on_the_way(run: RunConfig) -> Faults:
     train = run.train
     for path, metric in _judged_by(run):
         if why := untold(metric, run):
-            yield Fault((*path[:-1], "metric"), why)
+            yield ConfigIssue((*path[:-1], "metric"), why)
         if not train.eval_steps and not train.eval_epochs:
-            yield Fault(
+            yield ConfigIssue(
                 path,
                 "nothing is evaluated on the way; write train.eval_steps or train.eval_epochs, or"
                 f" leave {path[1]} out",
                 ("train.eval_steps", "train.eval_epochs"),
             )
         if train.eval_max_batches == 0:
-            yield Fault(
+            yield ConfigIssue(
                 ("train", "eval_max_batches"),
                 f"0 evaluates nothing, and {path[1]} asks for evaluations; leave one of them out",
                 (f"train.{path[1]}.{path[2]}",),
@@ -101,13 +101,13 @@ def _judging_is_on(run: RunConfig) -> Faults:
     if not train.early_stopping.patience:
         for name in ("metric", "min_delta"):
             if train.early_stopping.asks_for(name):
-                yield Fault(
+                yield ConfigIssue(
                     ("train", "early_stopping", name),
                     f"nothing ends the run with patience: 0; write patience, or leave {name} out",
                     ("train.early_stopping.patience",),
                 )
     if train.save_best.mode and not train.save_best.metric:
-        yield Fault(
+        yield ConfigIssue(
             ("train", "save_best", "mode"),
             f"{train.save_best.mode} of what? Write metric, or leave mode out",
             ("train.save_best.metric",),
@@ -119,15 +119,15 @@ def _what_only_evaluates_ends_there(run: RunConfig) -> Faults:
     if not train.eval_only:
         return
     later = [stage for stage in ("export", "push") if stage in run.pipeline.stages]
-    if later and written(run, "pipeline.stages"):
-        yield Fault(
+    if later and is_explicitly_set(run, "pipeline.stages"):
+        yield ConfigIssue(
             ("train", "eval_only"),
             f"trains nothing, so there is nothing for {' and '.join(later)}; leave"
             f" {' and '.join(later)} out of pipeline.stages",
             ("pipeline.stages",),
         )
     for path, _ in _judged_by(run):
-        yield Fault(
+        yield ConfigIssue(
             path,
             f"there is nothing to judge with eval_only: true; leave {path[1]} out",
             ("train.eval_only",),
@@ -138,14 +138,14 @@ def _prompts_are_there(run: RunConfig) -> Faults:
     train = run.train
     for name in ("sample_steps", "sample_max_new_tokens"):
         if not train.sample_prompts and train.asks_for(name):
-            yield Fault(
+            yield ConfigIssue(
                 ("train", name),
                 f"there is no prompt to answer; write sample_prompts, or leave {name} out",
                 ("train.sample_prompts",),
             )
     for index, prompt in enumerate(train.sample_prompts):
         if not prompt.strip():
-            yield Fault(("train", "sample_prompts", index), "is empty; write a prompt")
+            yield ConfigIssue(("train", "sample_prompts", index), "is empty; write a prompt")
 
 
 EVALUATION_RULES = (

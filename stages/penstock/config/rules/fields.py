@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from penstock.config.loading.fault import Fault, dotted
+from penstock.config.loading.fault import ConfigIssue, dotted
 from penstock.config.rules.data import Faults
 from penstock.config.schema.dataset import FormatName
 from penstock.config.schema.run import RunConfig
@@ -35,7 +35,7 @@ def columns_are_read(run: RunConfig) -> Faults:
             for name, types in READ_BY.items():
                 if entry.asks_for(name) and entry.type not in types:
                     at = ("data", field, index)
-                    yield Fault(
+                    yield ConfigIssue(
                         (*at, name),
                         f"type: {entry.type} does not read it; leave it out, or write type:"
                         f" {' or '.join(types)}",

@@ -1,6 +1,6 @@
 """Combinations of settings of memory, determinism and profiles that cannot be honoured."""
 
-from penstock.config.loading.fault import Fault
+from penstock.config.loading.fault import ConfigIssue
 from penstock.config.rules.data import Faults
 from penstock.config.schema.run import RunConfig
 
@@ -11,7 +11,7 @@ def _recomputing_is_on(run: RunConfig) -> Faults:
     train = run.train
     for name in ("recompute_modules", "moe_checkpoint_method"):
         if getattr(train, name) is not None and not train.enable_gradient_checkpointing:
-            yield Fault(
+            yield ConfigIssue(
                 ("train", name),
                 "nothing is recomputed with enable_gradient_checkpointing: false;"
                 f" set it to true or leave {name} out",
@@ -19,13 +19,13 @@ def _recomputing_is_on(run: RunConfig) -> Faults:
             )
     modules = train.recompute_modules
     if modules and {"self_attn", "core_attn"} <= set(modules):
-        yield Fault(
+        yield ConfigIssue(
             ("train", "recompute_modules"),
             "names core_attn, which is a part of self_attn and recomputed with it;"
             " leave out one of the two",
         )
     if train.moe_checkpoint_method and modules is not None and "mlp" not in modules:
-        yield Fault(
+        yield ConfigIssue(
             ("train", "moe_checkpoint_method"),
             "says how experts are recomputed, and recompute_modules leaves them out; write"
             f" recompute_modules: [{', '.join([*modules, 'mlp'])}], or leave one of the two out",
@@ -36,7 +36,7 @@ def _recomputing_is_on(run: RunConfig) -> Faults:
 def _offloading_is_on(run: RunConfig) -> Faults:
     train = run.train
     if train.activation_gpu_limit and not train.enable_activation_offload:
-        yield Fault(
+        yield ConfigIssue(
             ("train", "activation_gpu_limit"),
             "all activations stay on the GPU with enable_activation_offload: false; set it to true"
             " or leave activation_gpu_limit out",
@@ -93,7 +93,7 @@ def _a_gradient_can_be_used_at_once(run: RunConfig) -> Faults:
     }
     for name, (hinders, why, instead) in hindrances.items():
         if hinders:
-            yield Fault(
+            yield ConfigIssue(
                 ("train", "fuse_optimizer_step"),
                 f"uses each gradient as soon as it is there, and {why}; write {name}: {instead},"
                 " or leave fuse_optimizer_step out",
@@ -107,14 +107,14 @@ def _the_optimizer_is_moved_once(run: RunConfig) -> Faults:
     if train.optimizer_offload == "none":
         return
     if train.enable_fsdp_offload:
-        yield Fault(
+        yield ConfigIssue(
             ("train", "optimizer_offload"),
             "enable_fsdp_offload keeps weights, gradients and states in host memory already; leave"
             " one of the two out",
             ("train.enable_fsdp_offload",),
         )
     if lora.reset_optimizer_on_merge:
-        yield Fault(
+        yield ConfigIssue(
             ("train", "optimizer_offload"),
             "keeps the states of adapters where reset_optimizer_on_merge does not reach them; leave"
             " one of the two out",
@@ -127,14 +127,14 @@ def _kernels_may_wait(run: RunConfig) -> Faults:
     if train.allow_cuda_launch_blocking:
         return
     if train.enable_full_determinism:
-        yield Fault(
+        yield ConfigIssue(
             ("train", "enable_full_determinism"),
             f"sets {BLOCKING}=1, which makes every kernel wait; write"
             " allow_cuda_launch_blocking: true, or leave enable_full_determinism out",
             ("train.allow_cuda_launch_blocking",),
         )
     if run.launch.env.get(BLOCKING, "0") != "0":
-        yield Fault(
+        yield ConfigIssue(
             ("launch", "env"),
             f"sets {BLOCKING}, which makes every kernel wait; write"
             f" train.allow_cuda_launch_blocking: true, or leave {BLOCKING} out",
@@ -144,7 +144,7 @@ def _kernels_may_wait(run: RunConfig) -> Faults:
 
 def _weights_begin_where_something_is_computed(run: RunConfig) -> Faults:
     if run.train.init_device == "npu" and run.train.data_parallel_mode != "fsdp2":
-        yield Fault(
+        yield ConfigIssue(
             ("train", "init_device"),
             "training runs on CPUs and CUDA devices, and on no npu; write cpu, or leave it out",
         )
@@ -153,7 +153,7 @@ def _weights_begin_where_something_is_computed(run: RunConfig) -> Faults:
 def _a_profile_has_steps(run: RunConfig) -> Faults:
     first, end = run.train.profile_start_step, run.train.profile_end_step
     if run.train.enable_profiling and end <= first:
-        yield Fault(
+        yield ConfigIssue(
             ("train", "profile_end_step"),
             f"recording would end when {end} steps are done, and begin when {first} are; write"
             f" profile_end_step: {first + 1} to record the next one",

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from penstock.config.schema.dataset import DatasetConfig
 from penstock.config.schema.lr_schedule import ENDING
-from penstock.config.schema.run import RunConfig, has_target, written
+from penstock.config.schema.run import RunConfig, has_target, is_explicitly_set
 
 OF_ANY_ADAPTER = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules")
 """Settings that may be written and switched off, for the next run."""
@@ -18,22 +18,22 @@ CHOOSES = ("name", "split", "data_files", "splits_string", "shards", "shards_idx
 """Settings of a data set that say which of its records are read."""
 
 
-def notices_of(run: RunConfig) -> Iterator[str]:
+def iter_notices(run: RunConfig) -> Iterator[str]:
     """A line for each of them, in which the setting stands first."""
     if run.train.optimizer == "muon" and run.lora.enable_lora:
         yield (
             "train.optimizer: muon steps whole weight matrices, and with enable_lora: true none are"
             " trained: AdamW steps the adapters, at train.lr, and muon_lr is not used"
         )
-    asked = [name for name in OF_ANY_ADAPTER if written(run, f"lora.{name}")]
-    if asked and not run.lora.enable_lora and not written(run, "lora.enable_lora"):
+    asked = [name for name in OF_ANY_ADAPTER if is_explicitly_set(run, f"lora.{name}")]
+    if asked and not run.lora.enable_lora and not is_explicitly_set(run, "lora.enable_lora"):
         yield (
             f"lora.{asked[0]}: is not used without lora.enable_lora: true, and the whole model is"
             " trained; write it, or false if that is meant"
         )
     yield from _of_rates(run)
     yield from _of_samples(run)
-    if has_target(run) and written(run, "pipeline.stages") and "push" not in run.stages:
+    if has_target(run) and is_explicitly_set(run, "pipeline.stages") and "push" not in run.stages:
         yield "push: a target is written, and pipeline.stages has no push: nothing is sent"
 
 

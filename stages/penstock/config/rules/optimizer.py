@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from penstock.config.loading.fault import Fault, shown
+from penstock.config.loading.fault import ConfigIssue, shown
 from penstock.config.rules.data import Faults
 from penstock.config.schema.lr_schedule import ENDING, READ_BY
 from penstock.config.schema.parallelism import SPLIT_BACKWARD
-from penstock.config.schema.run import RunConfig, written
+from penstock.config.schema.run import RunConfig, is_explicitly_set
 
 OF_EACH_NUMBER = tuple(
     f"torch.optim.{name}"
@@ -70,16 +70,18 @@ def arguments_are_the_optimizers(run: RunConfig) -> Faults:
         if argument not in known:
             near = get_close_matches(argument, known, 1, 0.5)
             meant = f"; did you mean {near[0]}?" if near else ""
-            yield Fault(path, f"{name} takes {' and '.join(known)}{meant}", ("train.optimizer",))
+            yield ConfigIssue(
+                path, f"{name} takes {' and '.join(known)}{meant}", ("train.optimizer",)
+            )
         elif not known[argument][0](value):
-            yield Fault(
+            yield ConfigIssue(
                 path,
                 f"is {shown(value)}; write {known[argument][1]}",
                 ("train.optimizer",),
             )
     nesterov = given.get("nesterov") is True
     if name == "sgd" and nesterov and (not given.get("momentum") or given.get("dampening")):
-        yield Fault(
+        yield ConfigIssue(
             ("train", "optimizer_kwargs", "nesterov"),
             "needs momentum above 0 and no dampening; write {momentum: 0.9, nesterov: true}",
             ("train.optimizer",),
@@ -97,7 +99,7 @@ def _the_optimizer_can_do_with_parts(run: RunConfig) -> Faults:
     }
     for setting, (divides, instead) in wholes.items():
         if divides:
-            yield Fault(
+            yield ConfigIssue(
                 ("train", "optimizer"),
                 f"{name} keeps something of whole matrices, of which {setting}:"
                 f" {getattr(train, setting)} gives a rank a part; write {setting}: {instead}, or"
@@ -111,7 +113,7 @@ def _settings_of_muon_are_for_muon(run: RunConfig) -> Faults:
     train = run.train
     if train.optimizer == "muon":
         if not train.lr:
-            yield Fault(
+            yield ConfigIssue(
                 ("train", "lr"),
                 "is 0, and muon_lr follows its schedule, as a multiple of it; write an lr above 0",
                 ("train.optimizer",),
@@ -119,7 +121,7 @@ def _settings_of_muon_are_for_muon(run: RunConfig) -> Faults:
         return
     for name in OF_MUON:
         if train.asks_for(name):
-            yield Fault(
+            yield ConfigIssue(
                 ("train", name),
                 f"is read by muon alone, and the optimizer is {train.optimizer}; write optimizer:"
                 f" muon, or leave {name} out",
@@ -130,7 +132,7 @@ def _settings_of_muon_are_for_muon(run: RunConfig) -> Faults:
 def _decay_falls(run: RunConfig) -> Faults:
     train = run.train
     if train.lr_decay_style not in ("constant", "noam") and train.lr_min > train.lr:
-        yield Fault(
+        yield ConfigIssue(
             ("train", "lr_min"),
             f"the {train.lr_decay_style} decay would rise from lr ({train.lr:g}) to lr_min"
             f" ({train.lr_min:g}); write an lr_min of at most {train.lr:g}",
@@ -141,7 +143,7 @@ def _decay_falls(run: RunConfig) -> Faults:
 def _warmup_is_written_once(run: RunConfig) -> Faults:
     train = run.train
     if train.lr_warmup_steps is not None and train.lr_warmup_ratio:
-        yield Fault(
+        yield ConfigIssue(
             ("train", "lr_warmup_ratio"),
             "lr_warmup_steps is given too; leave one of the two out",
             ("train.lr_warmup_steps",),
@@ -152,7 +154,7 @@ def _warmup_ends_before_decay(run: RunConfig) -> Faults:
     train = run.train
     decays = train.lr_decay_style in ENDING and train.lr_warmup_steps is None
     if decays and train.lr_warmup_ratio > train.lr_decay_ratio:
-        yield Fault(
+        yield ConfigIssue(
             ("train", "lr_warmup_ratio"),
             f"the warmup ends at {train.lr_warmup_ratio:g} of all steps, after the decay's end"
             f" (lr_decay_ratio {train.lr_decay_ratio:g}); write a smaller lr_warmup_ratio",
@@ -165,20 +167,20 @@ def _the_schedule_reads_what_is_written(run: RunConfig) -> Faults:
     more, style = train.lr_schedule_kwargs, train.lr_decay_style
     for name, styles in READ_BY.items():
         if style not in styles and more.asks_for(name):
-            yield Fault(
+            yield ConfigIssue(
                 ("train", "lr_schedule_kwargs", name),
                 f"is nothing to lr_decay_style: {style}; write {' or '.join(styles)}, or leave"
                 f" {name} out",
                 ("train.lr_decay_style",),
             )
     if style != "constant" and style not in ENDING and train.asks_for("lr_decay_ratio"):
-        yield Fault(
+        yield ConfigIssue(
             ("train", "lr_decay_ratio"),
             f"lr_decay_style: {style} falls on to the end of the run; leave lr_decay_ratio out",
             ("train.lr_decay_style",),
         )
     if style == "wsd" and more.decay_shape != "cosine" and more.asks_for("num_cycles"):
-        yield Fault(
+        yield ConfigIssue(
             ("train", "lr_schedule_kwargs", "num_cycles"),
             f"are waves of a cosine, and decay_shape is {more.decay_shape}; write decay_shape:"
             " cosine, or leave num_cycles out",
@@ -187,14 +189,14 @@ def _the_schedule_reads_what_is_written(run: RunConfig) -> Faults:
     warms = train.lr_warmup_steps or (train.lr_warmup_steps is None and train.lr_warmup_ratio)
     is_shared = more.warmup_style == "plus_one" and style not in ("noam", "inverse_sqrt")
     if is_shared and not warms:
-        yield Fault(
+        yield ConfigIssue(
             ("train", "lr_schedule_kwargs", "warmup_style"),
             "there is no warmup; write lr_warmup_steps or lr_warmup_ratio, or leave it out",
             ("train.lr_warmup_steps", "train.lr_warmup_ratio"),
         )
     if style == "noam" and (train.lr_start or more.warmup_style != "zero_start"):
         name = "lr_start" if train.lr_start else "warmup_style"
-        yield Fault(
+        yield ConfigIssue(
             ("train", name) if train.lr_start else ("train", "lr_schedule_kwargs", name),
             f"noam has a warmup of its own; leave {name} out",
             ("train.lr_decay_style",),
@@ -204,24 +206,26 @@ def _the_schedule_reads_what_is_written(run: RunConfig) -> Faults:
 def _precisions_agree(run: RunConfig) -> Faults:
     train = run.train
     precision, mixed = train.precision, train.enable_mixed_precision
-    if precision is not None and (not mixed or written(run, "train.enable_mixed_precision")):
+    if precision is not None and (
+        not mixed or is_explicitly_set(run, "train.enable_mixed_precision")
+    ):
         is_mixed = precision.endswith("_mixed")
         if is_mixed != mixed:
-            yield Fault(
+            yield ConfigIssue(
                 ("train", "precision"),
                 f"{precision} {'mixes' if is_mixed else 'mixes no'} precisions, and"
                 f" enable_mixed_precision is {shown(mixed)}; leave enable_mixed_precision out",
                 ("train.enable_mixed_precision",),
             )
     if train.master_weights is False and train.computes_in != "bfloat16":
-        yield Fault(
+        yield ConfigIssue(
             ("train", "master_weights"),
             f"false keeps weights in bfloat16, and this run computes in {train.computes_in}; write"
             " precision: bf16, or leave master_weights out",
             ("train.precision", "train.enable_mixed_precision"),
         )
     if train.computes_in != "float16" and train.asks_for("loss_scale_init"):
-        yield Fault(
+        yield ConfigIssue(
             ("train", "loss_scale_init"),
             f"the loss is scaled in float16 alone, and this run computes in {train.computes_in};"
             " write precision: fp16_mixed, or leave loss_scale_init out",
@@ -233,7 +237,7 @@ def _gradients_are_added_up_in_one_precision(run: RunConfig) -> Faults:
     train = run.train
     wanted = train.grad_accum_dtype
     if wanted and train.data_parallel_mode == "fsdp2" and wanted != train.fsdp_reduce_dtype:
-        yield Fault(
+        yield ConfigIssue(
             ("train", "grad_accum_dtype"),
             f"fsdp2 adds gradients up as it sums them over ranks, and fsdp_reduce_dtype is"
             f" {train.fsdp_reduce_dtype}; write fsdp_reduce_dtype: {wanted} as well",
@@ -249,7 +253,7 @@ def _gradients_can_be_added_up_so(run: RunConfig) -> Faults:
     reads = ("train.data_parallel_mode", "train.precision", "train.optimizer")
     schedule = train.pipeline_parallel_schedule
     if train.pipeline_parallel_size > 1 and schedule in SPLIT_BACKWARD:
-        yield Fault(
+        yield ConfigIssue(
             ("train", "grad_accum_dtype"),
             f"pipeline_parallel_schedule: {schedule} adds gradients up in the precision of weights,"
             f" which is {train.keeps_in}; write data_parallel_mode: fsdp2, or leave"
@@ -257,7 +261,7 @@ def _gradients_can_be_added_up_so(run: RunConfig) -> Faults:
             (*reads, "train.pipeline_parallel_schedule", "train.pipeline_parallel_size"),
         )
     elif wanted == "bf16" and train.optimizer not in ROUNDING:
-        yield Fault(
+        yield ConfigIssue(
             ("train", "grad_accum_dtype"),
             f"{train.optimizer} takes gradients in the precision of weights, which is"
             f" {train.keeps_in}; write optimizer: {', '.join(ROUNDING[:-1])} or {ROUNDING[-1]}, or"
@@ -280,19 +284,19 @@ def _what_is_rounded_is_kept_in_bf16(run: RunConfig) -> Faults:
             else "keeps what rounding takes from weights, which are kept in float32; write"
             " train.precision: bf16, or leave it out"
         )
-        yield Fault(("train", "optimizer_kwargs", "use_kahan_summation"), why, reads)
+        yield ConfigIssue(("train", "optimizer_kwargs", "use_kahan_summation"), why, reads)
     if not train.stochastic_rounding:
         return
     states = train.optimizer != "adamw" and train.optimizer_dtype == "bf16"
     if train.optimizer not in ROUNDING:
-        yield Fault(
+        yield ConfigIssue(
             ("train", "stochastic_rounding"),
             f"{train.optimizer} rounds to the nearest; write optimizer: {', '.join(ROUNDING[:-1])}"
             f" or {ROUNDING[-1]}, or leave stochastic_rounding out",
             reads,
         )
     elif not in_bf16 and not states:
-        yield Fault(
+        yield ConfigIssue(
             ("train", "stochastic_rounding"),
             "the optimizer keeps weights and states in float32, and rounds nothing; write"
             " precision: bf16, or leave stochastic_rounding out",

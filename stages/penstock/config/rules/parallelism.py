@@ -6,10 +6,10 @@ Whether sizes fit a world and a model is judged where these are known.
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.config.loading.fault import Fault, shown
+from penstock.config.loading.fault import ConfigIssue, shown
 from penstock.config.rules.data import Faults
 from penstock.config.schema.parallelism import SPLIT_BACKWARD
-from penstock.config.schema.run import RunConfig, written
+from penstock.config.schema.run import RunConfig, is_explicitly_set
 
 OF_SHARDS: Mapping[str, Any] = {
     "zero_stage": None,
@@ -34,7 +34,7 @@ def _only_fsdp2_shards(run: RunConfig) -> Faults:
     for name, nothing in OF_SHARDS.items():
         value = getattr(train, name)
         if value != nothing:
-            yield Fault(
+            yield ConfigIssue(
                 ("train", name),
                 f"is {shown(value)}, and data_parallel_mode: {train.data_parallel_mode} shards no"
                 f" weights; write data_parallel_mode: fsdp2 or leave {name} out",
@@ -45,14 +45,14 @@ def _only_fsdp2_shards(run: RunConfig) -> Faults:
 def _what_ranks_say_to_each_other_is_said(run: RunConfig) -> Faults:
     train = run.train
     if train.comm_bucket_mb and train.data_parallel_mode == "fsdp2":
-        yield Fault(
+        yield ConfigIssue(
             ("train", "comm_bucket_mb"),
             "fsdp2 adds gradients up layer by layer; write data_parallel_mode: ddp, or leave"
             " comm_bucket_mb out",
             ("train.data_parallel_mode",),
         )
     if train.tp_reduce_dtype and train.tensor_parallel_size == 1:
-        yield Fault(
+        yield ConfigIssue(
             ("train", "tp_reduce_dtype"),
             "nothing is added up with tensor_parallel_size: 1; write 2 or more, or leave"
             " tp_reduce_dtype out",
@@ -64,15 +64,19 @@ def _weights_are_kept_as_long_as_one_setting_says(run: RunConfig) -> Faults:
     train = run.train
     stage, reshard, full = train.zero_stage, train.reshard_after_forward, train.enable_full_shard
     if stage is not None and reshard is not None and reshard != (stage == 3):
-        yield Fault(
+        yield ConfigIssue(
             ("train", "zero_stage"),
             f"stage {stage} {'frees' if stage == 3 else 'keeps'} weights after the forward pass,"
             f" and reshard_after_forward is {shown(reshard)}; write zero_stage:"
             f" {3 if reshard else 2}, or leave reshard_after_forward out",
             ("train.reshard_after_forward",),
         )
-    if stage is not None and written(run, "train.enable_full_shard") and full != (stage == 3):
-        yield Fault(
+    if (
+        stage is not None
+        and is_explicitly_set(run, "train.enable_full_shard")
+        and full != (stage == 3)
+    ):
+        yield ConfigIssue(
             ("train", "zero_stage"),
             f"stage {stage} {'frees' if stage == 3 else 'keeps'} weights after the forward pass,"
             f" and enable_full_shard is {shown(full)}; write zero_stage: {3 if full else 2}, or"
@@ -80,7 +84,7 @@ def _weights_are_kept_as_long_as_one_setting_says(run: RunConfig) -> Faults:
             ("train.enable_full_shard",),
         )
     if reshard and not full:
-        yield Fault(
+        yield ConfigIssue(
             ("train", "enable_full_shard"),
             "false keeps weights after the forward pass, and reshard_after_forward: true frees"
             " them; write enable_full_shard: true, or leave reshard_after_forward out",
@@ -95,19 +99,19 @@ def _a_split_backward_pass_finds_its_weights(run: RunConfig) -> Faults:
     reads = ("train.pipeline_parallel_schedule", "train.pipeline_parallel_size")
     why = f"pipeline_parallel_schedule: {schedule} computes the gradients of weights later"
     if train.reshard_after_forward:
-        yield Fault(
+        yield ConfigIssue(
             ("train", "reshard_after_forward"),
             f"{why}, from weights that true has freed; write reshard_after_forward: false",
             reads,
         )
     if train.zero_stage == 3:
-        yield Fault(
+        yield ConfigIssue(
             ("train", "zero_stage"),
             f"{why}, from weights that stage 3 has freed; write zero_stage: 2",
             reads,
         )
     if train.enable_reentrant and train.enable_gradient_checkpointing:
-        yield Fault(
+        yield ConfigIssue(
             ("train", "enable_reentrant"),
             f"{why}, which the reentrant form of recomputation cannot; write"
             " enable_reentrant: false",
@@ -117,7 +121,7 @@ def _a_split_backward_pass_finds_its_weights(run: RunConfig) -> Faults:
 
 def _a_row_is_split_over_several_ranks(run: RunConfig) -> Faults:
     if run.train.sequence_parallel and run.train.tensor_parallel_size == 1:
-        yield Fault(
+        yield ConfigIssue(
             ("train", "sequence_parallel"),
             "splits tokens over the ranks of tensor_parallel_size, which is 1; write"
             " tensor_parallel_size: 2 or more, or sequence_parallel: false",
@@ -133,7 +137,7 @@ def _stages_are_those_of_a_pipeline(run: RunConfig) -> Faults:
     }
     if train.pipeline_parallel_size == 1:
         for name in (name for name, is_wished in wished.items() if is_wished):
-            yield Fault(
+            yield ConfigIssue(
                 ("train", name),
                 "there are no stages with pipeline_parallel_size: 1; write"
                 f" pipeline_parallel_size: 2 or more, or leave {name} out",
@@ -141,7 +145,7 @@ def _stages_are_those_of_a_pipeline(run: RunConfig) -> Faults:
             )
     for name in ("pipeline_parallel_input_weight", "pipeline_parallel_output_weight"):
         if train.pipeline_parallel_split != "uniform" and getattr(train, name) != 1:
-            yield Fault(
+            yield ConfigIssue(
                 ("train", name),
                 f"weighs a uniform split, and pipeline_parallel_split lists the layers; leave"
                 f" {name} out, or write pipeline_parallel_split: uniform",
@@ -154,7 +158,7 @@ def _tokens_travel_over_nvlink(run: RunConfig) -> Faults:
     if model.ep_dispatch != "deepep":
         for name in OF_DEEPEP:
             if model.asks_for(name):
-                yield Fault(
+                yield ConfigIssue(
                     ("model", name),
                     f"is {shown(getattr(model, name))}, and ep_dispatch: {model.ep_dispatch} has no"
                     f" such thing; write ep_dispatch: deepep or leave {name} out",
@@ -164,7 +168,7 @@ def _tokens_travel_over_nvlink(run: RunConfig) -> Faults:
     size = train.expert_parallel_size
     if size not in OVER_NVLINK:
         near = min(OVER_NVLINK, key=lambda other: abs(other - size))
-        yield Fault(
+        yield ConfigIssue(
             ("model", "ep_dispatch"),
             "deepep sends tokens between 2, 4 or 8 ranks of one machine, and"
             f" expert_parallel_size is {size}; write train.expert_parallel_size: {near}, or"
@@ -172,7 +176,7 @@ def _tokens_travel_over_nvlink(run: RunConfig) -> Faults:
             ("train.expert_parallel_size",),
         )
     if train.computes_in != "bfloat16":
-        yield Fault(
+        yield ConfigIssue(
             ("model", "ep_dispatch"),
             f"deepep sends bfloat16 alone, and this run computes in {train.computes_in}; write"
             " train.precision: bf16_mixed, or ep_dispatch: alltoall",

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from penstock.config.loading.fault import Fault, dotted
+from penstock.config.loading.fault import ConfigIssue, dotted
 from penstock.config.rules.data import Faults
 from penstock.config.schema.run import RunConfig
 from penstock.core.remote.urls import is_url
@@ -19,13 +19,13 @@ def results_have_a_folder_of_their_own(run: RunConfig) -> Faults:
         return
     here = _plain(output)
     if set(here.parts) <= {".."}:
-        yield Fault(
+        yield ConfigIssue(
             path, f"{output} is the folder that the command runs in, or one above; {INSTEAD}"
         )
         return
     for name, other in _read(run):
         if _plain(other) == here:
-            yield Fault(
+            yield ConfigIssue(
                 path, f"{output} is {name} too, and would be written over; {INSTEAD}", (name,)
             )
 

@@ -1,6 +1,6 @@
 """Combinations of settings of objectives that cannot be honoured."""
 
-from penstock.config.loading.fault import Fault
+from penstock.config.loading.fault import ConfigIssue
 from penstock.config.rules.data import Faults
 from penstock.config.schema.dataset import KIND_OF_FORMAT, SCORES, Kind
 from penstock.config.schema.preference import AVERAGED, USED_BY, PreferenceConfig
@@ -22,7 +22,7 @@ def _preferences_are_learnt(run: RunConfig) -> Faults:
         return
     for name in PreferenceConfig.model_fields:
         if run.preference.asks_for(name):
-            yield Fault(
+            yield ConfigIssue(
                 ("preference", name),
                 f"nothing reads it with train.objective: {run.train.objective}; write train."
                 f"objective: preference, or leave {name} out",
@@ -43,32 +43,32 @@ def _losses_use_what_is_written(run: RunConfig) -> Faults:
         why = f"loss_type: {preference.loss_type} does not use it"
         if name == "length_normalize" and preference.loss_type in AVERAGED:
             why = f"loss_type: {preference.loss_type} is defined on means"
-        yield Fault(
+        yield ConfigIssue(
             ("preference", name),
             f"{why}; leave it out, or take one of {takes}",
             ("preference.loss_type",),
         )
     if preference.loss_type == "kto" and preference.length_normalize == "pair_mean":
-        yield Fault(
+        yield ConfigIssue(
             ("preference", "length_normalize"),
             "answers that are judged one by one make no pairs; write mean or none",
             ("preference.loss_type",),
         )
     if preference.asks_for("sft_loss_scope") and not preference.sft_weight:
-        yield Fault(
+        yield ConfigIssue(
             ("preference", "sft_loss_scope"),
             "there is no cross-entropy without sft_loss_ratio; write that too, or leave it out",
             ("preference.sft_loss_ratio", "preference.loss_type"),
         )
     is_rotated = preference.kl_pairing == "rotate"
     if preference.kl_rotation_size and preference.loss_type == "kto" and not is_rotated:
-        yield Fault(
+        yield ConfigIssue(
             ("preference", "kl_rotation_size"),
             "is read with kl_pairing: rotate alone; write that too, or leave it out",
             ("preference.kl_pairing",),
         )
     if not preference.pref_loss_ratio and not preference.sft_weight:
-        yield Fault(
+        yield ConfigIssue(
             ("preference", "pref_loss_ratio"),
             "with a weight of 0 for both losses nothing is learnt; raise it or sft_loss_ratio",
             ("preference.sft_loss_ratio",),
@@ -78,17 +78,17 @@ def _losses_use_what_is_written(run: RunConfig) -> Faults:
 def _references_can_move(run: RunConfig) -> Faults:
     preference, path = run.preference, ("preference", "ref_update_steps")
     if preference.ref_update_steps < 1 and preference.ref_update_steps != -1:
-        yield Fault(
+        yield ConfigIssue(
             path, f"{preference.ref_update_steps} is no number of steps; write -1 for never"
         )
     elif preference.ref_update_steps > 0 and not preference.has_reference:
-        yield Fault(
+        yield ConfigIssue(
             path,
             "there is no reference model to be replaced; leave it out",
             ("preference.loss_type", "preference.reference_free"),
         )
     elif preference.ref_update_steps > 0 and run.lora.enable_lora:
-        yield Fault(
+        yield ConfigIssue(
             path,
             "the reference of a model with adapters is what is beneath them, which does not move;"
             " leave it out, or write lora.enable_lora: false",
@@ -101,7 +101,7 @@ def _preferences_have_one_loss(run: RunConfig) -> Faults:
         return
     for name in OF_TOKENS:
         if run.train.asks_for(name):
-            yield Fault(
+            yield ConfigIssue(
                 ("train", name),
                 "is a term of the loss of tokens, and train.objective is preference; leave it out",
                 ("train.objective",),
@@ -117,14 +117,14 @@ def _data_serve_the_objective(run: RunConfig) -> Faults:
             path = ("data", name, index, "type")
             kind = KIND_OF_FORMAT.get(entry.type, "sft")
             if objective == "pretrain" and entry.type != "text":
-                yield Fault(
+                yield ConfigIssue(
                     path,
                     f"{entry.type} is no plain text, and train.objective: pretrain trains on every"
                     " token of texts; write type: text, or objective: sft",
                     ("train.objective",),
                 )
             if objective == "preference" and kind != wanted:
-                yield Fault(
+                yield ConfigIssue(
                     path,
                     f"{entry.type} holds no {_called(wanted)}, which train.objective: preference"
                     f" with loss_type: {run.preference.loss_type} learns from; write type:"
@@ -142,7 +142,7 @@ def _scores_are_whole(run: RunConfig) -> Faults:
     ]
     if not any(entry.asks_for(field) for _, entry in entries for field in SCORES):
         if run.preference.offset_alpha and run.train.objective == "preference":
-            yield Fault(
+            yield ConfigIssue(
                 ("preference", "offset_alpha"),
                 "goes by the scores of answers, and no data set has any; name their columns in"
                 f" {' and '.join(SCORES)} of each, or leave offset_alpha out",
@@ -154,9 +154,9 @@ def _scores_are_whole(run: RunConfig) -> Faults:
         named = [field for field in SCORES if entry.asks_for(field)]
         if entry.type != "preference":
             for field in named:
-                yield Fault((*path, field), f"type {entry.type} has no scores; leave it out")
+                yield ConfigIssue((*path, field), f"type {entry.type} has no scores; leave it out")
             if not named and KIND_OF_FORMAT.get(entry.type) == "preference":
-                yield Fault(
+                yield ConfigIssue(
                     (*path, "type"),
                     f"{entry.type} has no scores, and other data sets have; leave this one out, or"
                     " the scores of the others",
@@ -164,7 +164,7 @@ def _scores_are_whole(run: RunConfig) -> Faults:
             continue
         for field in SCORES:
             if field not in named:
-                yield Fault(
+                yield ConfigIssue(
                     (*path, field),
                     "is not named, and others are; name the columns with the scores of both"
                     " answers in every data set, or in none",
@@ -177,7 +177,7 @@ def _called(kind: Kind) -> str:
 
 def _every_token_of_a_text_is_trained(run: RunConfig) -> Faults:
     if run.train.objective == "pretrain" and run.data.mask_eos_in_loss:
-        yield Fault(
+        yield ConfigIssue(
             ("data", "mask_eos_in_loss"),
             "leaves out tokens, and train.objective: pretrain trains on all; leave it out",
             ("train.objective",),

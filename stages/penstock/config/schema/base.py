@@ -19,7 +19,7 @@ class Settings(BaseModel):
     )
 
 
-class Section(Settings):
+class ConfigSection(Settings):
     """One mapping of the configuration file."""
 
     model_config = ConfigDict(strict=True)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from penstock.config.schema.base import Section
+from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.pipeline import Root
 
 GLOBAL_STEP = "global_step_{step}"
@@ -63,7 +63,7 @@ def _empty_is_unset(value: str | None) -> str | None:
     return value or None
 
 
-class SaveBestConfig(Section):
+class SaveBestConfig(ConfigSection):
     """By what the best checkpoint is told. It is kept, and saved if it is not yet, beside those
     that `save_total_limit` keeps; `checkpoints/best` names it. It is the run's result,
     which is exported."""
@@ -76,7 +76,7 @@ class SaveBestConfig(Section):
     """Whether less or more of it is better. Unset: more of a `token_accuracy`, less of all else."""
 
 
-class CheckpointConfig(Section):
+class CheckpointConfig(ConfigSection):
     """Checkpoints and outputs."""
 
     output_dir: Root = Field(min_length=1)

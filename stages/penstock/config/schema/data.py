@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from penstock.config.schema.base import Section
+from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.dataset import DatasetConfig
 from penstock.config.schema.pipeline import Root
 
@@ -23,7 +23,7 @@ def _size_or_share(value: int | float | None) -> int | float | None:
     return value
 
 
-class DataConfig(Section):
+class DataConfig(ConfigSection):
     """Sources, their preparation, packing and loading."""
 
     datasets: list[DatasetConfig] = Field(min_length=1)

@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from penstock.config.schema.base import Section
-from penstock.core.sources.megatron_files import shares_of
+from penstock.config.schema.base import ConfigSection
+from penstock.core.sources.megatron_files import parse_splits
 
 FileKind = Literal["json", "csv", "parquet", "arrow", "text", "megatron"]
 
@@ -46,11 +46,11 @@ def _no_loading_scripts(value: bool) -> bool:
 
 def _shares(value: str | None) -> str | None:
     if value is not None:
-        shares_of(value)
+        parse_splits(value)
     return value
 
 
-class DatasetConfig(Section):
+class DatasetConfig(ConfigSection):
     """One source of samples."""
 
     path: str = Field(min_length=1)

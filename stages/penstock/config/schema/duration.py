@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from penstock.config.schema.base import Section
+from penstock.config.schema.base import ConfigSection
 
 
 def _some_epochs(value: float) -> int | float:
@@ -14,7 +14,7 @@ def _some_epochs(value: float) -> int | float:
     return int(value) if value == int(value) else value
 
 
-class EarlyStoppingConfig(Section):
+class EarlyStoppingConfig(ConfigSection):
     """Ending a run when evaluations no longer get better."""
 
     metric: str = Field(default="eval_loss", min_length=1)
@@ -29,7 +29,7 @@ class EarlyStoppingConfig(Section):
     """How much better than the best one has to be to count as better."""
 
 
-class BudgetConfig(Section):
+class BudgetConfig(ConfigSection):
     """The length of a run. `max_steps` and `max_tokens` stand in place of `num_train_epochs`, and
     whichever comes first ends the run; `max_hours` and `early_stopping` may end it sooner."""
 

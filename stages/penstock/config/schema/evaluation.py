@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from penstock.config.schema.base import Section
+from penstock.config.schema.base import ConfigSection
 
 
 def _batches_or_share(value: int | float | None) -> int | float | None:
@@ -17,7 +17,7 @@ def _batches_or_share(value: int | float | None) -> int | float | None:
     return value
 
 
-def sign_of(metric: str, mode: Literal["min", "max"] | None = None) -> int:
+def metric_sign(metric: str, mode: Literal["min", "max"] | None = None) -> int:
     """What makes more of a metric better, 1 or -1; where nobody says it, more of an accuracy or of
     a reward is, but less of what is rejected."""
     more = "accurac" in metric or metric.startswith(("eval_rewards/", "eval_logps/"))
@@ -25,7 +25,7 @@ def sign_of(metric: str, mode: Literal["min", "max"] | None = None) -> int:
     return 1 if (mode or usual) == "max" else -1
 
 
-class EvaluationConfig(Section):
+class EvaluationConfig(ConfigSection):
     """Loss on held-out rows (`data.test_datasets`, `data.val_set_size`), and answers to prompts."""
 
     eval_steps: int = Field(default=0, ge=0)

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
-from penstock.config.schema.base import Section
+from penstock.config.schema.base import ConfigSection
 
 SHORT_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 PRECISIONS = ("auto", *SHORT_NAMES.values())
@@ -20,7 +20,7 @@ def _full_name(value: Any) -> Any:
     return SHORT_NAMES.get(value, value) if isinstance(value, str) else value
 
 
-def bytes_of(size: int | str) -> int:
+def parse_size(size: int | str) -> int:
     """The bytes of `5GB` (decimal), `5GiB` (binary) or a plain number. Raises ValueError."""
     found = SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
     count = size if isinstance(size, int) else 0
@@ -32,7 +32,7 @@ def bytes_of(size: int | str) -> int:
 
 
 def _size(value: int | str) -> int | str:
-    bytes_of(value)
+    parse_size(value)
     return value
 
 
@@ -70,7 +70,7 @@ def _made_here(value: Any) -> Any:
     return value
 
 
-class ExportConfig(Section):
+class ExportConfig(ConfigSection):
     """The model as others read it."""
 
     format: Literal["hf"] = "hf"
@@ -106,10 +106,10 @@ class ExportConfig(Section):
     @property
     def max_shard_bytes(self) -> int:
         """`max_shard_size` in bytes."""
-        return bytes_of(self.max_shard_size)
+        return parse_size(self.max_shard_size)
 
 
-class PushConfig(Section):
+class PushConfig(ConfigSection):
     """Where the exported model is sent: a hub repository, or a folder behind a URL."""
 
     repo_id: Annotated[str | None, AfterValidator(_repository)] = None

@@ -4,11 +4,11 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from penstock.config.schema.base import Section
+from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.quantization import readable
 
 
-class Fp8Config(Section):
+class Fp8Config(ConfigSection):
     """How numbers are rounded to 8 bits. Scales are powers of two, found anew for each tensor."""
 
     recipe: Literal["tensorwise", "rowwise", "blockwise"] = "rowwise"
@@ -50,7 +50,7 @@ class Fp8Config(Section):
         return "e5m2" if hybrid else "e4m3"
 
 
-class Fp8TrainingConfig(Section):
+class Fp8TrainingConfig(ConfigSection):
     """Products of 8 bits in a training step."""
 
     enable_fp8_training: bool = False

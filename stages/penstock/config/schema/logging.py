@@ -4,12 +4,12 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from penstock.config.schema.base import Section
-from penstock.core.remote.urls import spoken
+from penstock.config.schema.base import ConfigSection
+from penstock.core.remote.urls import redact
 
 
 def _without_password(uri: str | None) -> str | None:
-    if uri is not None and uri != spoken(uri):
+    if uri is not None and uri != redact(uri):
         raise ValueError(
             "holds what is secret, and a run's configuration is kept beside its results; write the "
             "address alone, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the "
@@ -21,7 +21,7 @@ def _without_password(uri: str | None) -> str | None:
 LogRanks = Literal["all", "local0", "global0"]
 
 
-class LoggingConfig(Section):
+class LoggingConfig(ConfigSection):
     """Progress, trackers and profiles."""
 
     log_format: Literal["progress_bar", "structured", "json"] = "progress_bar"

@@ -4,11 +4,11 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from penstock.config.schema.base import Section
+from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.quantization import QuantFormat, readable
 
 
-class LoraConfig(Section):
+class LoraConfig(ConfigSection):
     """Training small matrices beside frozen weights."""
 
     enable_lora: bool = False

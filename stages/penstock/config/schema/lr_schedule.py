@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from penstock.config.schema.base import Section
+from penstock.config.schema.base import ConfigSection
 
 DecayStyle = Literal[
     "constant",
@@ -22,7 +22,7 @@ DecayStyle = Literal[
 ]
 
 
-class ScheduleConfig(Section):
+class ScheduleConfig(ConfigSection):
     """More about the learning rate's schedule: of use with some styles of warmup and decay, and
     refused with others. Numbers of steps are of the optimizer's."""
 

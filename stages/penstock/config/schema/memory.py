@@ -5,10 +5,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from penstock.config.schema.base import Section
+from penstock.config.schema.base import ConfigSection
 
 
-class MemoryConfig(Section):
+class MemoryConfig(ConfigSection):
     """Memory, precision and speed of a training step."""
 
     enable_mixed_precision: bool = True

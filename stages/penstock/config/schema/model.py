@@ -4,14 +4,14 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from penstock.config.schema.base import Section
+from penstock.config.schema.base import ConfigSection
 
 Attention = Literal[
     "eager", "sdpa", "native", "flash_attention_2", "flash_attention_3", "flash_attention_4"
 ]
 
 
-class ModelConfig(Section):
+class ModelConfig(ConfigSection):
     """The base model, its tokenizer and its implementation."""
 
     model_path: str | None = Field(default=None, min_length=1)

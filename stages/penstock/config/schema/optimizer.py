@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from penstock.config.schema.base import Section
+from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.lr_schedule import DecayStyle, ScheduleConfig
 
 FullName = Annotated[str, Field(pattern=r"^torch(ao)?\.optim\.\w+$")]
@@ -14,7 +14,7 @@ Argument = bool | int | float | str | list[float | None] | None
 """What an optimizer may be told under a name of its own."""
 
 
-class OptimConfig(Section):
+class OptimConfig(ConfigSection):
     """How gradients become weights."""
 
     optimizer: Literal["adamw", "anyprecision_adamw", "sgd", "muon", "novograd"] | FullName = (

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from penstock.config.schema.base import Section
+from penstock.config.schema.base import ConfigSection
 
 
 def _ranks_or_rest(value: int) -> int:
@@ -38,7 +38,7 @@ Ranks = Annotated[int, Field(gt=0)]
 RanksOrRest = Annotated[int, AfterValidator(_ranks_or_rest)]
 
 
-class ParallelConfig(Section):
+class ParallelConfig(ConfigSection):
     """The axes of the device mesh."""
 
     data_parallel_mode: Literal["none", "ddp", "fsdp2"] = "fsdp2"

@@ -5,9 +5,9 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from penstock.config.schema.base import Section
-from penstock.core.process.rendezvous import parts_of
-from penstock.core.remote.urls import PACKAGE_OF, WEB, is_url, spoken
+from penstock.config.schema.base import ConfigSection
+from penstock.core.process.rendezvous import parse_endpoint
+from penstock.core.remote.urls import PACKAGE_OF, WEB, is_url, redact
 
 
 def _writable(value: str) -> str:
@@ -21,9 +21,9 @@ def _writable(value: str) -> str:
         )
     if not below.strip("/"):
         raise ValueError(f"{value} names no bucket; write {scheme}://bucket/folder")
-    if spoken(value) != value:
+    if redact(value) != value:
         raise ValueError(
-            f"{spoken(value)} is written with a user, a password or a query; leave them out, and "
+            f"{redact(value)} is written with a user, a password or a query; leave them out, and "
             "set the credentials in the environment"
         )
     return value.rstrip("/")
@@ -73,7 +73,7 @@ def variable_names(value: list[str]) -> list[str]:
 
 def _endpoint(value: str) -> str:
     try:
-        parts_of(value)
+        parse_endpoint(value)
     except ValueError:
         raise ValueError(
             f"{value!r} is no HOST:PORT; write the first machine's name and a free port of it, such"
@@ -82,7 +82,7 @@ def _endpoint(value: str) -> str:
     return value
 
 
-class PipelineConfig(Section):
+class PipelineConfig(ConfigSection):
     """The chain of stages."""
 
     name: str = Field(default="finetune", min_length=1)
@@ -131,7 +131,7 @@ class PipelineConfig(Section):
     as `data.dataset_num_proc`."""
 
 
-class LaunchConfig(Section):
+class LaunchConfig(ConfigSection):
     """How torchrun starts the training processes."""
 
     nproc_per_node: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from penstock.config.schema.base import Section
+from penstock.config.schema.base import ConfigSection
 
 LossType = Literal[
     "sigmoid",
@@ -69,7 +69,7 @@ def _computed_before(value: bool) -> bool:
     return value
 
 
-class PreferenceConfig(Section):
+class PreferenceConfig(ConfigSection):
     """Learning from preferences: `train.objective: preference`. A loss that does not use a field
     refuses it."""
 

@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from penstock.config.schema.base import Section
-from penstock.config.schema.evaluation import sign_of
+from penstock.config.schema.base import ConfigSection
+from penstock.config.schema.evaluation import metric_sign
 
 
 def _name(value: str | None) -> str | None:
@@ -17,7 +17,7 @@ def _name(value: str | None) -> str | None:
     )
 
 
-class ReleaseConfig(Section):
+class ReleaseConfig(ConfigSection):
     """Training again when the sources have grown, as `penstock recur` and the flow `recurring` do,
     and releasing what is better than the model before it. Other commands do not ask."""
 
@@ -54,4 +54,4 @@ class ReleaseConfig(Section):
     @property
     def sign(self) -> int:
         """What makes more of the metric better: 1 or -1."""
-        return sign_of(self.metric or "", self.mode)
+        return metric_sign(self.metric or "", self.mode)

@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic import Field
 
-from penstock.config.schema.base import Section
+from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.data import DataConfig
 from penstock.config.schema.export import ExportConfig, PushConfig
 from penstock.config.schema.lora import LoraConfig
@@ -15,8 +15,9 @@ from penstock.config.schema.release import ReleaseConfig
 from penstock.config.schema.train import TrainConfig
 
 
-class RunConfig(Section):
-    """One fine-tuning run. `penstock.config.loading.load` makes it from a file and judges it as a whole."""
+class RunConfig(ConfigSection):
+    """One fine-tuning run. `penstock.config.loading.load` makes it from a file and judges it as a
+    whole."""
 
     model: ModelConfig = Field(default_factory=ModelConfig)
     """The base model, its tokenizer and its implementation."""
@@ -58,7 +59,7 @@ class RunConfig(Section):
         chosen = set(self.pipeline.stages)
         if "train" in chosen and needs_reference(self):
             chosen.add("reference")
-        if has_target(self) and not written(self, "pipeline.stages"):
+        if has_target(self) and not is_explicitly_set(self, "pipeline.stages"):
             chosen.add("push")
         if self.launch.node_rank or self.train.eval_only:
             chosen -= {"export", "push"}
@@ -75,7 +76,7 @@ def needs_reference(run: RunConfig) -> bool:
     return run.train.objective == "preference" and run.preference.has_reference
 
 
-def written(run: RunConfig, name: str) -> bool:
+def is_explicitly_set(run: RunConfig, name: str) -> bool:
     """Whether `name` (`train.init_device`, `data.datasets.0.split`) stood in the file or in an
     override, whatever its value. Raises KeyError when there is no such setting."""
     at: Any = run
@@ -83,7 +84,7 @@ def written(run: RunConfig, name: str) -> bool:
     for step in name.split("."):
         if isinstance(at, list):
             at = at[int(step)]  # pyright: ignore[reportUnknownVariableType]
-        elif isinstance(at, Section) and step in type(at).model_fields:
+        elif isinstance(at, ConfigSection) and step in type(at).model_fields:
             found = found and step in at.model_fields_set
             at = getattr(at, step)
         else:

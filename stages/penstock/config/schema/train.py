@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from penstock.config.schema.base import Section
+from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.checkpoint import CheckpointConfig
 from penstock.config.schema.duration import BudgetConfig
 from penstock.config.schema.evaluation import EvaluationConfig
@@ -15,7 +15,7 @@ from penstock.config.schema.optimizer import OptimConfig
 from penstock.config.schema.parallelism import ParallelConfig
 
 
-class BalanceConfig(Section):
+class BalanceConfig(ConfigSection):
     """What is asked of routers besides a low loss. `loss` in the metrics is without it."""
 
     moe_aux_loss_coef: float | None = Field(default=None, ge=0)
@@ -39,7 +39,7 @@ class BalanceConfig(Section):
     is usual; 0 leaves them as they are."""
 
 
-class BatchConfig(Section):
+class BatchConfig(ConfigSection):
     """Batch sizes."""
 
     micro_batch_size: int = Field(default=1, gt=0)
@@ -57,7 +57,7 @@ class BatchConfig(Section):
     """Seed of every random choice: shuffling, initial weights, dropout."""
 
 
-class DropoutConfig(Section):
+class DropoutConfig(ConfigSection):
     """Numbers that are dropped at random while training, each with so large a probability. Which
     ones depends on `train.seed`, the step and the token, and never on the layout. An evaluation
     drops none."""
@@ -81,7 +81,7 @@ class DropoutConfig(Section):
     """Drop less in earlier layers: in layer l of L, counted from 0, l / L of what is written."""
 
 
-class LossConfig(Section):
+class LossConfig(ConfigSection):
     """The loss. That of tokens is always told as plain cross-entropy in validation."""
 
     objective: Literal["sft", "pretrain", "preference"] = "sft"

@@ -1,7 +1,7 @@
 """The settings of a training server: one flat file, in xorl's words, with some of our own.
 
-What concerns training is said as a run's settings for the workers (`run_of`); the rest is read by
-the server's processes.
+What concerns training is said as a run's settings for the workers (`to_run_config`); the rest is
+read by the server's processes.
 """
 
 import math
@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from penstock.config.loading.fault import Fault, dotted
-from penstock.config.loading.validate import Judged, judge, touches
+from penstock.config.loading.fault import ConfigIssue, dotted
+from penstock.config.loading.validate import Judged, touches, validate
 from penstock.config.rules.data import Faults
 from penstock.config.schema.run import RunConfig
 from penstock.config.server.model import ServerModel
@@ -22,7 +22,7 @@ from penstock.config.server.serving import ServerServing
 from penstock.config.server.training import ServerTraining
 from penstock.config.translate.translation import put_at
 from penstock.core.errors import ConfigError
-from penstock.core.remote.urls import is_url, spoken
+from penstock.core.remote.urls import is_url, redact
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 SIZE = re.compile(r"(\d{1,400}(?:\.\d{1,400})?)\s*([KMGTP]?)(i?)B?", re.IGNORECASE | re.ASCII)
@@ -78,7 +78,7 @@ class ServerConfig(ServerServing, ServerTraining, ServerModel):
     def _is_a_folder(cls, value: str) -> str:
         if is_url(value):
             raise ValueError(
-                f"is {spoken(value)}; a server keeps its models in a folder of this machine, or of"
+                f"is {redact(value)}; a server keeps its models in a folder of this machine, or of"
                 " a file system that is mounted here: write its path"
             )
         return value
@@ -86,7 +86,7 @@ class ServerConfig(ServerServing, ServerTraining, ServerModel):
     @field_validator("storage_limit")
     @classmethod
     def _is_a_size(cls, value: str) -> str:
-        bytes_of(value)
+        parse_byte_size(value)
         return value
 
     @field_validator("load_weights_mode")
@@ -113,7 +113,7 @@ class ServerConfig(ServerServing, ServerTraining, ServerModel):
     @property
     def storage_limit_bytes(self) -> int:
         """`storage_limit` as a number."""
-        return bytes_of(self.storage_limit)
+        return parse_byte_size(self.storage_limit)
 
     @property
     def base_names(self) -> tuple[str, ...]:
@@ -136,7 +136,7 @@ class ServerConfig(ServerServing, ServerTraining, ServerModel):
         return max(1, math.prod(filled) // self.nnodes)
 
 
-def bytes_of(text: str) -> int:
+def parse_byte_size(text: str) -> int:
     """The number that `10GB` or `500 MiB` mean.
 
     Raises ValueError for what is no size.
@@ -153,7 +153,7 @@ def bytes_of(text: str) -> int:
 
 def judged(config: ServerConfig) -> Judged:
     """The run whose settings the workers have, and what is said of it, under the names here."""
-    of_run = judge(_run_values(config))
+    of_run = validate(_run_values(config))
     muon = {key: getattr(config, key) for key in MUON if key in config.model_fields_set}
     train = of_run.run.train.model_copy(update=muon)
     found = list(_machines_can_meet(config))
@@ -162,7 +162,7 @@ def judged(config: ServerConfig) -> Judged:
     return Judged(of_run.run.model_copy(update={"train": train}), found, notices)
 
 
-def run_of(config: ServerConfig) -> RunConfig:
+def to_run_config(config: ServerConfig) -> RunConfig:
     """The run whose settings the workers have: model, layout, numerics, optimizer, adapters.
 
     What it says of data and learning rates means nothing: those come from clients. Raises
@@ -177,7 +177,7 @@ def run_of(config: ServerConfig) -> RunConfig:
 
 def _machines_can_meet(config: ServerConfig) -> Faults:
     if config.nnodes > 1 and config.master_addr is None:
-        yield Fault(
+        yield ConfigIssue(
             ("master_addr",),
             f"{config.nnodes} machines need a place to meet;"
             " write the name or address of the first one",
@@ -185,7 +185,7 @@ def _machines_can_meet(config: ServerConfig) -> Faults:
         )
 
 
-def _here(fault: Fault) -> Fault:
+def _here(fault: ConfigIssue) -> ConfigIssue:
     """A run's fault as one of what stands in a server's file."""
     steps = dotted(fault.path).split(".")
     parts = (".".join(steps[:length]) for length in range(len(steps), 0, -1))
@@ -194,7 +194,7 @@ def _here(fault: Fault) -> Fault:
     if name is None:
         return replace(fault, reads=reads)
     told = f" (of a run: {'.'.join(steps)})" if name != steps[-1] else ""
-    return Fault((name,), fault.text + told, reads)
+    return ConfigIssue((name,), fault.text + told, reads)
 
 
 def _notice_here(notice: str) -> str:

@@ -11,12 +11,12 @@ from typing import Any
 
 from penstock.config.loading.cli_overrides import Override, apply
 from penstock.config.loading.expand_paths import expand_server_paths
-from penstock.config.loading.fault_locations import Teller, Told, as_meant, require_none
-from penstock.config.loading.load import document_of
+from penstock.config.loading.fault_locations import ErrorLocator, Told, as_meant, require_none
+from penstock.config.loading.load import read_document
 from penstock.config.loading.validate import touches, valid
 from penstock.config.server.config import ServerConfig, judged
 from penstock.config.server.run_fields import SERVER
-from penstock.config.translate.apply import recognised
+from penstock.config.translate.apply import detect_dialect
 from penstock.core.errors import ConfigError
 
 PREFIX = "server."
@@ -42,7 +42,7 @@ def load_server(
     `notify` is told of documented defaults that the server cannot use.
     Raises ConfigError, whose text has one line for each fault.
     """
-    document = document_of(path, may_be_empty=bool(overrides))
+    document = read_document(path, may_be_empty=bool(overrides))
     _require_flat(path, document.value)
     mine = [one for one in overrides if one.name.startswith(PREFIX)]
     options = [_Option(one.name.removeprefix(PREFIX), one.text) for one in mine]
@@ -56,14 +56,14 @@ def load_server(
     faults += unexpanded
     found = judged(config)
     faults += [fault for fault in found.faults if not touches(fault, faults)]
-    require_none([*Teller(document, options, path).of(faults, refused), *stray])
+    require_none([*ErrorLocator(document, options, path).of(faults, refused), *stray])
     for line in found.notices:
         notify(line)
     return config
 
 
 def _require_flat(path: Path, settings: Mapping[str, Any]) -> None:
-    dialect = recognised(settings)
+    dialect = detect_dialect(settings)
     other = f"it is written for {dialect.title}" if dialect and dialect is not SERVER else ""
     if sections := {"model", "train", "data"} & settings.keys():
         other = f"it has the section {min(sections)}"

@@ -4,12 +4,12 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from penstock.config.schema.base import Section
+from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.model import Attention
 from penstock.config.schema.quantization import QuantFormat
 
 
-class ServerModel(Section):
+class ServerModel(ConfigSection):
     """The base model, its implementation, its numerics and its adapters."""
 
     model_path: str = Field(min_length=1)

@@ -5,13 +5,13 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, field_validator
 
-from penstock.config.schema.base import Section
+from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.pipeline import variable_names
 
 LAST_PORT = 65535
 
 
-class ServerServing(Section):
+class ServerServing(ConfigSection):
     """The API, sessions, and the wire between processes."""
 
     api_host: str = Field(default="127.0.0.1", min_length=1)

@@ -4,11 +4,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from penstock.config.schema.base import Section
+from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.parallelism import Ranks, RanksOrRest
 
 
-class ServerTraining(Section):
+class ServerTraining(ConfigSection):
     """Layout over ranks, memory, and the optimizer."""
 
     data_parallel_mode: Literal["none", "ddp", "fsdp2"] = "fsdp2"

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from penstock.config.loading.fault import shown
 from penstock.config.loading.schema_tree import branches, is_section
-from penstock.config.schema.base import Section
+from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.run import RunConfig
 from penstock.config.server.run_fields import SERVER
 from penstock.config.translate.axolotl.rules import AXOLOTL
@@ -35,7 +35,7 @@ NATIVE = "native"
 """What `--dialect` calls our own."""
 
 
-def recognised(values: Mapping[str, Any]) -> Dialect | None:
+def detect_dialect(values: Mapping[str, Any]) -> Dialect | None:
     """The dialect that a file is written in, as read; None where it is our own, or nobody's."""
     return next((dialect for dialect in DIALECTS if dialect.recognises(values)), None)
 
@@ -147,7 +147,7 @@ def _assume(draft: Draft, dialect: Dialect, key: str, value: Any) -> None:
         draft.lines[key] = line
 
 
-def _in_order(settings: Mapping[str, Any], section: type[Section]) -> dict[str, Any]:
+def _in_order(settings: Mapping[str, Any], section: type[ConfigSection]) -> dict[str, Any]:
     """The same settings as the schema lists them; what it does not know comes last."""
     found: dict[str, Any] = {}
     for name in [*section.model_fields, *settings]:

@@ -7,17 +7,17 @@ from pathlib import Path
 
 from penstock.config.loading import yaml12
 from penstock.config.loading.cli_overrides import Override
-from penstock.config.loading.fault_locations import Teller
-from penstock.config.loading.load import document_of, resolve
+from penstock.config.loading.fault_locations import ErrorLocator
+from penstock.config.loading.load import read_document, resolve
 from penstock.config.schema.run import RunConfig
 from penstock.config.server.run_fields import SERVER
-from penstock.config.translate.apply import as_it_is, named, recognised, translate
+from penstock.config.translate.apply import as_it_is, detect_dialect, named, translate
 from penstock.config.translate.dialect import Dialect
 from penstock.config.translate.fit_parallel_sizes import Devices, devices_here
 from penstock.config.translate.translation import Translation
 from penstock.core.errors import ConfigError
 
-__all__ = ["load", "load_translation", "recognised"]
+__all__ = ["detect_dialect", "load", "load_translation"]
 
 
 OF_A_SERVER = (
@@ -35,7 +35,7 @@ def load(
 ) -> RunConfig:
     """The run that a file in `dialect` describes. Raises ConfigError with a line for each fault."""
     translation = translate(document.value, dialect, _devices(overrides))
-    told = Teller(document, overrides, path, translation)
+    told = ErrorLocator(document, overrides, path, translation)
     stopped = [told.of_key(one.key, one.why) for one in translation.of("refused", "unknown")]
     try:
         run = resolve(translation.settings, overrides, told, stopped, notify=notify)
@@ -54,15 +54,15 @@ def load_translation(path: Path, name: str | None, devices: Devices) -> tuple[Tr
     `name` is that of its dialect; None: what it is recognised as. Our own is taken as it is.
     Raises ConfigError where it is no YAML, or there is no such dialect.
     """
-    document = document_of(path, may_be_empty=False)
-    dialect = named(name) if name else recognised(document.value)
+    document = read_document(path, may_be_empty=False)
+    dialect = named(name) if name else detect_dialect(document.value)
     if dialect is None:
         translation = as_it_is(document.value, devices)
     else:
         translation = translate(document.value, dialect, devices)
     whole = [Override(name, json.dumps(value)) for name, value in translation.lacks.items()]
     try:
-        resolve(translation.settings, whole, Teller(document, (), path, translation))
+        resolve(translation.settings, whole, ErrorLocator(document, (), path, translation))
     except ConfigError as error:
         return translation, str(error)
     return translation, ""

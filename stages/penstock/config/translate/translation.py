@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from penstock.config.schema.pipeline import SECRET
-from penstock.core.remote.urls import scrubbed
+from penstock.core.remote.urls import redact_text
 
 Kind = Literal[
     "maps",
@@ -44,7 +44,7 @@ class Line:
         """The value as it may be shown to anyone: without what is secret."""
         if SECRET.search(self.key.rpartition(".")[2]):
             return "(secret)"
-        return scrubbed(self.value) if isinstance(self.value, str) else self.value
+        return redact_text(self.value) if isinstance(self.value, str) else self.value
 
 
 class Draft:

@@ -35,13 +35,13 @@ Trust = Literal["mtime", "ctime", "nothing"]
 same. ctime: also no change of any kind since the bytes were read. nothing: never."""
 
 
-def sha256_of(path: Path) -> str:
+def sha256_file(path: Path) -> str:
     """The digest of the file's bytes, always read."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def digests_of(paths: Iterable[Path], trust: Trust = "mtime") -> list[str]:
+def digest_files(paths: Iterable[Path], trust: Trust = "mtime") -> list[str]:
     """The digest of each file, reading only those that changed since they were last read."""
     paths = list(paths)
     if not paths:
@@ -201,9 +201,9 @@ def _read_all(paths: Sequence[Path]) -> list[str]:
     """Digests of files that are read side by side; hashing frees the interpreter's lock."""
     readers = min(READERS, os.cpu_count() or 1, len(paths))
     if readers < 2:
-        return [sha256_of(path) for path in paths]
+        return [sha256_file(path) for path in paths]
     with ThreadPoolExecutor(readers) as pool:
-        return list(pool.map(sha256_of, paths))
+        return list(pool.map(sha256_file, paths))
 
 
 def _memory_file() -> Path:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from penstock.core.cache.record import digest_of
-from penstock.core.cache.stage import key_of, short
-from penstock.core.cache.store import Step
+from penstock.core.cache.record import digest_json
+from penstock.core.cache.stage import short, stage_key
+from penstock.core.cache.store import PlannedStage
 from penstock.core.errors import ArtifactError
 from penstock.core.files import read_json, write_json
 
@@ -24,14 +24,14 @@ GATE = "gate.lock"
 
 
 @contextmanager
-def in_use(steps: Iterable[Step]) -> Generator[None]:
+def in_use(steps: Iterable[PlannedStage]) -> Generator[None]:
     """Mark the results of the steps, those that are not there yet too, while the block runs.
 
     A root that this user may not write to is left unmarked.
     """
     keys: defaultdict[Path, list[str]] = defaultdict(list)
     for step in steps:
-        key = key_of(step.stage)
+        key = stage_key(step.stage)
         if step.path.name == key[: len(step.path.name)]:  # else its folder is a person's own
             keys[step.path.parent.parent].append(key)
     with ExitStack() as held:
@@ -116,4 +116,4 @@ def _keys_in(mark: Path) -> list[str]:
 
 
 def _digest(keys: list[str]) -> str:
-    return short(digest_of(keys))
+    return short(digest_json(keys))

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from penstock.core.cache.manifest import content_digest, read_manifest
 from penstock.core.cache.record import Record, read_record
-from penstock.core.cache.stage import ATTEMPT, Artifact, Stage, identity, key_of, short
+from penstock.core.cache.stage import ATTEMPT, Artifact, Stage, identity, short, stage_key
 
 DIGESTS = "input_digests"
 """Field of an attempt's record: the content digest of each input that is a result, by name."""
@@ -71,7 +71,7 @@ def changed_inputs(
 
 def attempt_record(stage: Stage, digests: Mapping[str, str]) -> Record:
     """What an unfinished result says of itself."""
-    return {**identity(stage), "key": key_of(stage), DIGESTS: dict(digests)}
+    return {**identity(stage), "key": stage_key(stage), DIGESTS: dict(digests)}
 
 
 def read_attempt(folder: Path) -> Record | None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.core.cache.record import DIGEST, Record, digest_of, parse_record, read_record
+from penstock.core.cache.record import DIGEST, Record, digest_json, parse_record, read_record
 from penstock.core.errors import ArtifactError
 
 MANIFEST = "manifest.json"
@@ -47,7 +47,7 @@ def remedy_for(folder: Path) -> str:
 
 def content_digest(manifest: Mapping[str, Any]) -> str:
     """SHA-256 over the paths and digests of all files the manifest lists: equal for equal bytes."""
-    return digest_of(sorted([file["path"], file["sha256"]] for file in manifest["files"]))
+    return digest_json(sorted([file["path"], file["sha256"]] for file in manifest["files"]))
 
 
 def _checked(manifest: Record, where: str, remedy: str) -> Record:
@@ -71,4 +71,4 @@ def _gives_its_key(manifest: Record) -> bool:
     except (AttributeError, KeyError, TypeError):
         return False
     fields = {name: manifest[name] for name in ("stage", "version", "settings")}
-    return manifest["key"] == digest_of({**fields, "inputs": inputs})
+    return manifest["key"] == digest_json({**fields, "inputs": inputs})

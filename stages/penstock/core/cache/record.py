@@ -13,7 +13,7 @@ from typing import Any, cast
 from penstock import __version__
 from penstock.core.errors import ArtifactError
 from penstock.core.files import write_json
-from penstock.core.os_errors import reason_of
+from penstock.core.os_errors import describe_os_error
 
 DIGEST = "digest"
 
@@ -23,7 +23,7 @@ FORMAT = 1
 Record = dict[str, Any]
 
 
-def digest_of(value: Any) -> str:
+def digest_json(value: Any) -> str:
     """SHA-256 of the canonical JSON of `value`, as 64 hex digits."""
     canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()
@@ -32,7 +32,7 @@ def digest_of(value: Any) -> str:
 def with_digest(record: Mapping[str, Any]) -> Record:
     """The record with the digest of its other fields."""
     rest = {name: value for name, value in record.items() if name != DIGEST}
-    return {**rest, DIGEST: digest_of(rest)}
+    return {**rest, DIGEST: digest_json(rest)}
 
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
@@ -50,11 +50,13 @@ def read_record(path: Path, undigested: Collection[str], remedy: str) -> Record:
     except (FileNotFoundError, NotADirectoryError):
         raise
     except OSError as error:
-        raise ArtifactError(f"{path} cannot be read: {reason_of(error)}.\n  {remedy}") from error
+        raise ArtifactError(
+            f"{path} cannot be read: {describe_os_error(error)}.\n  {remedy}"
+        ) from error
     return parse_record(content, str(path), undigested, remedy)
 
 
-def fields_of(path: Path, undigested: Collection[str], remedy: str) -> Record:
+def read_record_fields(path: Path, undigested: Collection[str], remedy: str) -> Record:
     """The record in `path` without its digest; see `read_record`."""
     record = read_record(path, undigested, remedy)
     return {name: value for name, value in record.items() if name != DIGEST}

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel
 
 from penstock.core.cache.manifest import MANIFEST, read_manifest
-from penstock.core.cache.record import digest_of
+from penstock.core.cache.record import digest_json
 from penstock.core.files import PART, regular_files
 
 ATTEMPT = "attempt.json"
@@ -43,7 +43,7 @@ class Source:
     @cached_property
     def key(self) -> str:
         """64 hex digits that change with the content."""
-        return digest_of(dict(self.pin))
+        return digest_json(dict(self.pin))
 
 
 @dataclass(frozen=True)
@@ -137,9 +137,9 @@ def identity(stage: Stage) -> dict[str, Any]:
     }
 
 
-def key_of(stage: Stage) -> str:
+def stage_key(stage: Stage) -> str:
     """The whole key, 64 hex digits."""
-    return digest_of(identity(stage))
+    return digest_json(identity(stage))
 
 
 def short(key: str) -> str:

@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 
 from penstock import __version__
 from penstock.core.cache import provenance
-from penstock.core.cache.digests import digests_of
+from penstock.core.cache.digests import digest_files
 from penstock.core.cache.input_digests import (
     attempt_record,
     changed_inputs,
@@ -38,17 +38,17 @@ from penstock.core.cache.stage import (
     Source,
     Stage,
     identity,
-    key_of,
     short,
+    stage_key,
 )
 from penstock.core.cache.verify import Verify, require_content, require_sizes
 from penstock.core.errors import ArtifactError, Interrupted, PenstockError, StageError
-from penstock.core.files import PART, fsync, regular_files, remove, set_aside
-from penstock.core.os_errors import reason_of
-from penstock.core.remote.artifact_sync import Depot
-from penstock.core.remote.reconcile import holds_a_record, reconcile
-from penstock.core.remote.upload_while_running import Follower
-from penstock.core.remote.urls import scrubbed, spoken
+from penstock.core.files import PART, backup_rename, fsync, regular_files, remove
+from penstock.core.os_errors import describe_os_error
+from penstock.core.remote.artifact_sync import RemoteArtifact
+from penstock.core.remote.reconcile import holds_a_record, sync_mirror
+from penstock.core.remote.upload_while_running import BackgroundUploader
+from penstock.core.remote.urls import redact, redact_text
 
 AT_ONCE = 16
 """Files that are flushed at once."""
@@ -63,7 +63,7 @@ this very build. off: build again from nothing."""
 
 
 @dataclass(frozen=True)
-class Step:
+class PlannedStage:
     """A stage and the folder its result lies in, or will."""
 
     stage: Stage
@@ -74,16 +74,16 @@ class Step:
     @property
     def where(self) -> str:
         """Where people look for the result."""
-        return spoken(self.remote) if self.remote else str(self.path)
+        return redact(self.remote) if self.remote else str(self.path)
 
     @property
     def artifact(self) -> Artifact:
         """The result by name, whether or not it exists yet."""
-        return Artifact(self.stage.name, key_of(self.stage), self.path, self.remote)
+        return Artifact(self.stage.name, stage_key(self.stage), self.path, self.remote)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StageResult:
     """What became of a step."""
 
     stage: str
@@ -97,16 +97,16 @@ class Outcome:
     @property
     def where(self) -> str:
         """Where people look for the result."""
-        return spoken(self.remote) if self.remote else str(self.path)
+        return redact(self.remote) if self.remote else str(self.path)
 
 
-def find(step: Step) -> dict[str, Any] | None:
+def find(step: PlannedStage) -> dict[str, Any] | None:
     """The sealed manifest of the step, or None while there is none of this key.
 
     Raises ArtifactError when the seal is there but its files are not, or are of other sizes, and
     for the seal of another folder.
     """
-    manifest, key = read_manifest(step.path), key_of(step.stage)
+    manifest, key = read_manifest(step.path), stage_key(step.stage)
     if manifest is None:
         return None
     if manifest["key"] != key:
@@ -120,14 +120,14 @@ def find(step: Step) -> dict[str, Any] | None:
     return manifest
 
 
-def realize(
-    step: Step,
+def get_or_build(
+    step: PlannedStage,
     *,
     cache: Cache = "reuse",
     verify: Verify = "changed",
-    claim: Callable[[Step], None] | None = None,
+    claim: Callable[[PlannedStage], None] | None = None,
     notify: Callable[[str], None] = lambda _: None,
-) -> Outcome:
+) -> StageResult:
     """Return the step's result, doing the work only if it is not there yet, or is stale.
 
     A result that is there is verified as `verify` says. `claim` is called under the lock before any
@@ -140,9 +140,11 @@ def realize(
     request = _Request(cache, verify, claim, notify)
     if step.remote:
         try:
-            return _realize_there(step, Depot(step.remote, step.path), request)
+            return _realize_there(step, RemoteArtifact(step.remote, step.path), request)
         except OSError as error:
-            raise StageError(f"{step.path}, for {step.where}: {reason_of(error)}.") from error
+            raise StageError(
+                f"{step.path}, for {step.where}: {describe_os_error(error)}."
+            ) from error
     if cache == "reuse" and (manifest := _current(step)):
         require_content(step.path, manifest, verify)
         return _outcome(step, "cached", started, manifest["facts"])
@@ -155,7 +157,7 @@ def realize(
         return _built(step, started, request)
 
 
-def lookup(step: Step) -> dict[str, Any] | None:
+def find_cached(step: PlannedStage) -> dict[str, Any] | None:
     """The sealed manifest of the step wherever it is kept, or None; nothing is fetched.
 
     None for a stale one as well, as far as inputs on this machine tell.
@@ -166,16 +168,16 @@ def lookup(step: Step) -> dict[str, Any] | None:
     return manifest
 
 
-def sealed(step: Step) -> dict[str, Any] | None:
+def sealed(step: PlannedStage) -> dict[str, Any] | None:
     """The sealed manifest of the step wherever it is kept, stale or not, or None."""
     if step.remote is None:
         return find(step)
-    there = Depot(step.remote, step.path).manifest()
-    return there if there and there["key"] == key_of(step.stage) else None
+    there = RemoteArtifact(step.remote, step.path).manifest()
+    return there if there and there["key"] == stage_key(step.stage) else None
 
 
-def obtain(
-    step: Step, verify: Verify = "changed", notify: Callable[[str], None] = lambda _: None
+def fetch_cached(
+    step: PlannedStage, verify: Verify = "changed", notify: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any] | None:
     """The sealed manifest, its files verified, after fetching what is sealed behind a URL and not
     on this machine. None while there is none, or a stale one."""
@@ -185,27 +187,29 @@ def obtain(
             require_content(step.path, manifest, verify)
         return manifest
     with _locked(step.path, notify):
-        return _obtained(step, Depot(step.remote, step.path), verify, notify)
+        return _obtained(step, RemoteArtifact(step.remote, step.path), verify, notify)
 
 
 @dataclass(frozen=True)
 class _Request:
-    """What a caller of `realize` wishes."""
+    """What a caller of `get_or_build` wishes."""
 
     cache: Cache
     verify: Verify
-    claim: Callable[[Step], None] | None
+    claim: Callable[[PlannedStage], None] | None
     notify: Callable[[str], None]
 
 
-def _current(step: Step, notify: Callable[[str], None] = lambda _: None) -> dict[str, Any] | None:
+def _current(
+    step: PlannedStage, notify: Callable[[str], None] = lambda _: None
+) -> dict[str, Any] | None:
     """The sealed manifest unless an input has other content than it was made from."""
     manifest = find(step)
     return manifest if manifest and _is_current(step, manifest, notify) else None
 
 
 def _is_current(
-    step: Step, manifest: dict[str, Any], notify: Callable[[str], None] = lambda _: None
+    step: PlannedStage, manifest: dict[str, Any], notify: Callable[[str], None] = lambda _: None
 ) -> bool:
     changed = changed_inputs(step.stage, manifest, digests_of_inputs(step.stage))
     if changed:
@@ -213,14 +217,14 @@ def _is_current(
     return not changed
 
 
-def _built(step: Step, started: float, request: _Request) -> Outcome:
+def _built(step: PlannedStage, started: float, request: _Request) -> StageResult:
     """Build, resuming what is unfinished; what is sealed there makes way once the new one is."""
     if request.cache != "reuse" or (step.path / MANIFEST).is_file():
         return _rebuild(step, started, request)
     return _build(step, started, request.notify)
 
 
-def _realize_there(step: Step, depot: Depot, request: _Request) -> Outcome:
+def _realize_there(step: PlannedStage, depot: RemoteArtifact, request: _Request) -> StageResult:
     """Realize a step that is kept behind a URL: one machine builds, and the others fetch."""
     started = time.monotonic()
     notify = request.notify
@@ -255,22 +259,22 @@ def _realize_there(step: Step, depot: Depot, request: _Request) -> Outcome:
             return outcome
 
 
-def _build_for(step: Step, depot: Depot, request: _Request) -> Outcome:
+def _build_for(step: PlannedStage, depot: RemoteArtifact, request: _Request) -> StageResult:
     """Build in the mirror, unless an earlier run did and only could not send it."""
     started = time.monotonic()
     if request.cache == "reuse" and (manifest := _whole(step, request.verify, request.notify)):
         return _outcome(step, "cached", started, manifest["facts"])
-    held = reconcile(depot, step.stage)
+    held = sync_mirror(depot, step.stage)
     if request.claim:
         request.claim(step)
-    if held not in (None, key_of(step.stage)) and not holds_a_record(depot):
+    if held not in (None, stage_key(step.stage)) and not holds_a_record(depot):
         depot.set_aside()
-    with Follower(depot, step.stage, request.notify):
+    with BackgroundUploader(depot, step.stage, request.notify):
         return _built(step, started, request)
 
 
 def _obtained(
-    step: Step, depot: Depot, verify: Verify, notify: Callable[[str], None]
+    step: PlannedStage, depot: RemoteArtifact, verify: Verify, notify: Callable[[str], None]
 ) -> dict[str, Any] | None:
     """The manifest, if the result is sealed behind the URL and is current; its files are here
     then, and whole."""
@@ -288,11 +292,13 @@ def _obtained(
     return there
 
 
-def _is_of(step: Step, manifest: dict[str, Any]) -> bool:
-    return manifest["key"] == key_of(step.stage)
+def _is_of(step: PlannedStage, manifest: dict[str, Any]) -> bool:
+    return manifest["key"] == stage_key(step.stage)
 
 
-def _whole(step: Step, verify: Verify, notify: Callable[[str], None]) -> dict[str, Any] | None:
+def _whole(
+    step: PlannedStage, verify: Verify, notify: Callable[[str], None]
+) -> dict[str, Any] | None:
     """The manifest of a mirror whose files are as they were sealed. Damage here is no fault, for
     what lies behind the URL can be had again; it is told."""
     try:
@@ -306,7 +312,7 @@ def _whole(step: Step, verify: Verify, notify: Callable[[str], None]) -> dict[st
     return manifest
 
 
-def lock_of(folder: Path) -> Path:
+def lock_path(folder: Path) -> Path:
     """The lock file of an artifact's folder: beside it, hidden."""
     return folder.with_name(f".{folder.name}.lock")
 
@@ -318,8 +324,10 @@ class _locked:  # noqa: N801 - used as a function
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise StageError(f"{folder.parent} cannot be created: {reason_of(error)}.") from error
-        self._lock = FileLock(lock_of(folder))
+            raise StageError(
+                f"{folder.parent} cannot be created: {describe_os_error(error)}."
+            ) from error
+        self._lock = FileLock(lock_path(folder))
         self._folder = folder
         self._notify = notify
 
@@ -330,13 +338,15 @@ class _locked:  # noqa: N801 - used as a function
             self._notify(f"{self._folder} is being built by another run; waiting for it")
             self._lock.acquire()
         except OSError as error:
-            raise StageError(f"{self._folder} cannot be locked: {reason_of(error)}.") from error
+            raise StageError(
+                f"{self._folder} cannot be locked: {describe_os_error(error)}."
+            ) from error
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
 
 
-def _rebuild(step: Step, started: float, request: _Request) -> Outcome:
+def _rebuild(step: PlannedStage, started: float, request: _Request) -> StageResult:
     """Build although a result may be there; that result survives until the new one is whole.
 
     It is given back where building fails, unless it is stale. What was interrupted is gone on from.
@@ -363,8 +373,8 @@ def _rebuild(step: Step, started: float, request: _Request) -> Outcome:
 
 
 def _build(
-    step: Step, started: float, notify: Callable[[str], None], *, gives_back: bool = False
-) -> Outcome:
+    step: PlannedStage, started: float, notify: Callable[[str], None], *, gives_back: bool = False
+) -> StageResult:
     stage, out = step.stage, step.path
     began = time.monotonic()
     try:
@@ -383,15 +393,15 @@ def _build(
     return _outcome(step, "resumed" if resumed else "ran", started, manifest["facts"])
 
 
-def _resumes(step: Step, digests: dict[str, str], notify: Callable[[str], None]) -> bool:
+def _resumes(step: PlannedStage, digests: dict[str, str], notify: Callable[[str], None]) -> bool:
     """Whether an attempt is there to go on from; one that read other inputs is moved aside."""
     attempt = read_attempt(step.path)
     if attempt is None:
         return False
-    if attempt["key"] != key_of(step.stage):  # whoever claimed the folder allowed it
+    if attempt["key"] != stage_key(step.stage):  # whoever claimed the folder allowed it
         return True
     if changed := changed_inputs(step.stage, attempt, digests):
-        aside = set_aside(step.path)
+        aside = backup_rename(step.path)
         notify(
             f"{step.stage.name}: the unfinished result began with other input "
             f"({'; '.join(map(str, changed))}); it is now {aside}"
@@ -401,7 +411,7 @@ def _resumes(step: Step, digests: dict[str, str], notify: Callable[[str], None])
 
 
 def _seal(
-    step: Step, facts: dict[str, Any], digests: dict[str, str], seconds: float
+    step: PlannedStage, facts: dict[str, Any], digests: dict[str, str], seconds: float
 ) -> dict[str, Any]:
     """Sweep what is unfinished, digest what is owned, and write the manifest last.
 
@@ -417,12 +427,12 @@ def _seal(
     # A file that is a link of one known already is not read again.
     files = [
         {"path": path.relative_to(out).as_posix(), "bytes": path.stat().st_size, "sha256": digest}
-        for path, digest in zip(owned, digests_of(owned), strict=True)
+        for path, digest in zip(owned, digest_files(owned), strict=True)
     ]
     manifest = {
         "format": FORMAT,
         "stage": stage.name,
-        "key": key_of(stage),
+        "key": stage_key(stage),
         "version": stage.version,
         "settings": identity(stage)["settings"],
         "inputs": {
@@ -448,23 +458,25 @@ def _input_record(source: Input, digest: str | None) -> dict[str, Any]:
     return {"key": source.key, "digest": digest} if digest else {"key": source.key}
 
 
-def _failure(step: Step, error: Exception, seconds: float, *, gives_back: bool) -> PenstockError:
+def _failure(
+    step: PlannedStage, error: Exception, seconds: float, *, gives_back: bool
+) -> PenstockError:
     """The error a user sees; the traceback goes to the attempt's log."""
     log = step.path / ERROR_LOG
     with suppress(OSError):
-        log.write_text(scrubbed("".join(traceback.format_exception(error))))
+        log.write_text(redact_text("".join(traceback.format_exception(error))))
     mirror = f", for {step.where}" if step.remote else ""
     kept = f"What it wrote is kept in {step.path}{mirror}; run it again to resume."
     if gives_back:
         kept = f"The result that was there before is in {step.path}{mirror} again."
-    text = str(error) if isinstance(error, PenstockError) else reason_of(error, step.path)
+    text = str(error) if isinstance(error, PenstockError) else describe_os_error(error, step.path)
     failure = StageError(f"{step.stage.name} failed after {seconds:.0f}s: {text}\n  {kept}")
     if isinstance(error, PenstockError):
         failure.exit_code = error.exit_code if error.exit_code != 2 else 1
     return failure
 
 
-def _outcome(step: Step, status: Status, started: float, facts: Facts) -> Outcome:
+def _outcome(step: PlannedStage, status: Status, started: float, facts: Facts) -> StageResult:
     seconds = time.monotonic() - started
-    key = short(key_of(step.stage))
-    return Outcome(step.stage.name, key, status, step.path, seconds, facts, step.remote)
+    key = short(stage_key(step.stage))
+    return StageResult(step.stage.name, key, status, step.path, seconds, facts, step.remote)

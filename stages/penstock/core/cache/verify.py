@@ -1,16 +1,17 @@
 """Whether the files of a sealed result are what its manifest lists, byte for byte.
 
 The first time every file is read; after that a file is read again only when something about it has
-changed (see `penstock.core.cache.digests`), so that a result that was verified costs one stat per file.
+changed (see `penstock.core.cache.digests`), so that a result that was verified costs one stat per
+file.
 """
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock.core.cache.digests import digests_of
+from penstock.core.cache.digests import digest_files
 from penstock.core.errors import ArtifactError
-from penstock.core.os_errors import reason_of
+from penstock.core.os_errors import describe_os_error
 
 Verify = Literal["always", "changed", "off"]
 """always: read every file. changed: read files that are not known to be as they were when they
@@ -39,9 +40,9 @@ def damaged_files(
         return wrong
     paths = [folder / file["path"] for file in files]
     try:
-        digests = digests_of(paths, "nothing" if verify == "always" else "ctime")
+        digests = digest_files(paths, "nothing" if verify == "always" else "ctime")
     except OSError as error:
-        return [f"{error.filename or folder}: cannot be read, {reason_of(error)}"]
+        return [f"{error.filename or folder}: cannot be read, {describe_os_error(error)}"]
     return [
         f"{path}: content differs from the manifest (SHA-256 {digest[:12]}… here, "
         f"{file['sha256'][:12]}… there)"
@@ -57,7 +58,7 @@ def _wrong_sizes(folder: Path, files: Sequence[Mapping[str, Any]]) -> list[str]:
         try:
             size = path.stat().st_size if path.is_file() else None
         except OSError as error:
-            wrong.append(f"{path}: cannot be read, {reason_of(error)}")
+            wrong.append(f"{path}: cannot be read, {describe_os_error(error)}")
             continue
         if size is None:
             wrong.append(f"{path}: missing")

@@ -19,7 +19,7 @@ MOST_BEGINNINGS = 64
 
 
 @dataclass
-class Beat:
+class RankStatus:
     """One rank, and what it began last."""
 
     rank: int
@@ -41,7 +41,7 @@ class Beat:
         return self.step, self.marks
 
 
-class Pulse:
+class Heartbeat:
     """Tells what its process does. Without a folder it tells nobody.
 
     Writing costs some microseconds and never fails: work does not stop for want of its record.
@@ -49,9 +49,9 @@ class Pulse:
 
     def __init__(self, folder: Path | None = None, *, rank: int = 0) -> None:
         """Begin to tell in `folder`/rank_N.pulse."""
-        self._beat = Beat(rank, os.getpid(), platform.node())
+        self._beat = RankStatus(rank, os.getpid(), platform.node())
         self._file: int | None = None
-        self._hears: Callable[[Beat], None] | None = None
+        self._hears: Callable[[RankStatus], None] | None = None
         self.beginnings: list[tuple[str, float]] = [("starting", process_start())]
         """The first phases of the process, and when each began, in seconds since the epoch."""
         if folder is not None:
@@ -61,7 +61,7 @@ class Pulse:
                 self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         self._write()
 
-    def listen(self, hears: Callable[[Beat], None] | None) -> None:
+    def listen(self, hears: Callable[[RankStatus], None] | None) -> None:
         """Hand every beat to `hears` too, in this process; None: to nobody any more."""
         self._hears = hears
 
@@ -97,12 +97,12 @@ class Pulse:
                 os.pwrite(self._file, line.ljust(SIZE)[:SIZE], 0)
 
 
-def beats(folder: Path) -> list[Beat]:
+def beats(folder: Path) -> list[RankStatus]:
     """The last beat of each rank that tells in `folder`, by rank."""
-    found: list[Beat] = []
+    found: list[RankStatus] = []
     for path in folder.glob(f"rank_*{SUFFIX}"):
         with suppress(OSError, ValueError, TypeError):
-            found.append(Beat(**json.loads(path.read_bytes())))
+            found.append(RankStatus(**json.loads(path.read_bytes())))
     return sorted(found, key=lambda beat: beat.rank)
 
 

@@ -20,7 +20,7 @@ MEETING_SECONDS = 900.0
 """How long a machine waits for the first one: its image may still be pulled."""
 
 
-def parts_of(endpoint: str) -> tuple[str, int]:
+def parse_endpoint(endpoint: str) -> tuple[str, int]:
     """Host and port of `host:port` or `[v6]:port`. Raises ValueError for anything else."""
     host, _, port = endpoint.rpartition(":")
     bare = host.removeprefix("[").removesuffix("]")
@@ -29,14 +29,14 @@ def parts_of(endpoint: str) -> tuple[str, int]:
     return bare, int(port)
 
 
-def meet(endpoint: str, number: int, patience: float = MEETING_SECONDS) -> str:
+def rendezvous_address(endpoint: str, number: int, patience: float = MEETING_SECONDS) -> str:
     """The address by which the others reach this machine, the one of that `number`.
 
     The first machine is reached as the endpoint says. Any other waits until the first one listens,
     and is reached by the address from which it speaks to it. Raises StageError after `patience`
     seconds.
     """
-    host, port = parts_of(endpoint)
+    host, port = parse_endpoint(endpoint)
     if number == 0:
         return host
     deadline = time.monotonic() + patience

@@ -35,7 +35,7 @@ Record = dict[str, Any]
 Notify = Callable[[str], None]
 
 
-class Shelf(ABC):
+class ReleaseStore(ABC):
     """What stands in one place. Whoever changes it does so within `writing`."""
 
     @property
@@ -99,7 +99,7 @@ class Shelf(ABC):
         return set(self._withdrawn()) - {self.latest()}
 
 
-class LocalShelf(Shelf):
+class LocalShelf(ReleaseStore):
     """A shelf that is a folder of this machine, or of a file system that several share."""
 
     def __init__(self, folder: Path) -> None:
@@ -141,7 +141,7 @@ class LocalShelf(Shelf):
 
     def folder(self, number: int) -> Path:
         """Its folder."""
-        return self._folder / called(number)
+        return self._folder / release_folder_name(number)
 
     def latest(self) -> int | None:
         """The number that the link leads to."""
@@ -181,13 +181,13 @@ class LocalShelf(Shelf):
         write_record(self._folder / WITHDRAWN, {WITHDRAWN_NUMBERS: sorted(withdrawn)})
         aside = self._folder / f".{LATEST}{PART}"
         aside.unlink(missing_ok=True)
-        aside.symlink_to(called(number))
+        aside.symlink_to(release_folder_name(number))
         aside.replace(self._folder / LATEST)
         fsync(self._folder)
 
     def drop(self, number: int) -> None:
         """Remove the folder, as a whole."""
-        part = self._folder / f".{called(number)}{PART}"
+        part = self._folder / f".{release_folder_name(number)}{PART}"
         self.folder(number).rename(part)
         remove(part)
 
@@ -232,7 +232,7 @@ def parse_withdrawn(content: bytes | None, where: str) -> list[int]:
     return parse_record(content, where, (), remedy)[WITHDRAWN_NUMBERS]
 
 
-def called(number: int) -> str:
+def release_folder_name(number: int) -> str:
     """The name of a number's folder."""
     return f"{number:04}"
 
@@ -240,6 +240,6 @@ def called(number: int) -> str:
 def absent(where: str, number: int) -> ArtifactError:
     """What is said of a number that is not there, or no longer whole."""
     return ArtifactError(
-        f"{where} holds no release {called(number)} that can be read.\n"
+        f"{where} holds no release {release_folder_name(number)} that can be read.\n"
         "  See penstock releases list."
     )

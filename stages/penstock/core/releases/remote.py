@@ -24,31 +24,31 @@ from penstock.core.releases.local import (
     LocalShelf,
     Notify,
     Record,
-    Shelf,
+    ReleaseStore,
     absent,
-    called,
     parse_withdrawn,
+    release_folder_name,
 )
-from penstock.core.remote.artifact_sync import Depot
+from penstock.core.remote.artifact_sync import RemoteArtifact
 from penstock.core.remote.lease import Lease
-from penstock.core.remote.local_mirror import holder_of, home_of
-from penstock.core.remote.path import Place
+from penstock.core.remote.local_mirror import local_cache_dir, mirror_holder
+from penstock.core.remote.path import RemotePath
 from penstock.core.remote.urls import is_url
 
 POINTER = f"{LATEST}.json"
 
 
-def shelf_of(location: str) -> Shelf:
+def open_release_store(location: str) -> ReleaseStore:
     """The shelf in a folder or behind a URL, whether or not something stands there."""
-    return RemoteShelf(location) if is_url(location) else LocalShelf(home_of(location))
+    return RemoteShelf(location) if is_url(location) else LocalShelf(local_cache_dir(location))
 
 
-class RemoteShelf(Shelf):
+class RemoteShelf(ReleaseStore):
     """A shelf in an object store. What is asked for is fetched into a mirror of it here."""
 
     def __init__(self, url: str) -> None:
-        self._root = Place.of(url)
-        self._mirror = home_of(url)
+        self._root = RemotePath.of(url)
+        self._mirror = local_cache_dir(url)
         self._lease: Lease | None = None
 
     @property
@@ -59,7 +59,7 @@ class RemoteShelf(Shelf):
     @contextmanager
     def writing(self, notify: Notify) -> Generator[None]:
         """Hold its lease."""
-        lease = Lease(self._root, f"{holder_of()}-{uuid.uuid4().hex}")
+        lease = Lease(self._root, f"{mirror_holder()}-{uuid.uuid4().hex}")
         lease.take(lambda: False, notify)
         with lease:
             self._lease = lease
@@ -78,7 +78,7 @@ class RemoteShelf(Shelf):
 
     def manifest(self, number: int) -> Record:
         """What a number is."""
-        name = f"{called(number)}/{MANIFEST}"
+        name = f"{release_folder_name(number)}/{MANIFEST}"
         content = (self._root / name).read()
         if content is None:
             raise absent(self.where, number)
@@ -86,12 +86,12 @@ class RemoteShelf(Shelf):
 
     def folder(self, number: int) -> Path:
         """A copy here, every byte of it checked when it was fetched."""
-        manifest, folder = self.manifest(number), self._mirror / called(number)
+        manifest, folder = self.manifest(number), self._mirror / release_folder_name(number)
         with suppress(ArtifactError):
             is_here = read_manifest(folder) == manifest
             if is_here and not damaged_files(folder, manifest["files"], "changed"):
                 return folder
-        Depot((self._root / called(number)).url, folder).fetch(manifest)
+        RemoteArtifact((self._root / release_folder_name(number)).url, folder).fetch(manifest)
         return folder
 
     def latest(self) -> int | None:
@@ -101,7 +101,10 @@ class RemoteShelf(Shelf):
             return None
         found = parse_record(content, f"{self.where}/{POINTER}", ("number",), _REMEDY)
         number = found.get("number")
-        if not isinstance(number, int) or not (self._root / called(number) / MANIFEST).info():
+        if (
+            not isinstance(number, int)
+            or not (self._root / release_folder_name(number) / MANIFEST).info()
+        ):
             raise ArtifactError(
                 f"{self.where}/{POINTER} names no release that is there.\n"
                 "  Point it to one with penstock releases rollback --to NUMBER."
@@ -113,13 +116,13 @@ class RemoteShelf(Shelf):
     ) -> int:
         """Have the store copy the files, or send them, and create the manifest."""
         number = max(self.numbers(), default=0) + 1
-        folder = self._root / called(number)
+        folder = self._root / release_folder_name(number)
         for name in folder.files():  # of one who died before it had its manifest
             (folder / name).delete()
-        there = Place.of(stored).files() if stored else {}
+        there = RemotePath.of(stored).files() if stored else {}
         for name, source in files.items():
             if stored and name in there:
-                (Place.of(stored) / name).copy(folder / name)
+                (RemotePath.of(stored) / name).copy(folder / name)
             else:
                 (folder / name).put(source)
         self._check()
@@ -139,7 +142,10 @@ class RemoteShelf(Shelf):
 
     def drop(self, number: int) -> None:
         """Remove it there, its manifest first, and here."""
-        Depot((self._root / called(number)).url, self._mirror / called(number)).delete()
+        RemoteArtifact(
+            (self._root / release_folder_name(number)).url,
+            self._mirror / release_folder_name(number),
+        ).delete()
 
     def tell(self, decision: Record) -> None:
         """Write an object whose name sorts by time."""

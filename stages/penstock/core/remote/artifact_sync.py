@@ -16,13 +16,13 @@ from penstock.core.cache.manifest import MANIFEST, parse_manifest
 from penstock.core.cache.record import parse_record
 from penstock.core.cache.stage import ATTEMPT, ERROR_LOG
 from penstock.core.errors import ArtifactError
-from penstock.core.files import publishing, read_json, remove, write_json
+from penstock.core.files import atomic_write, read_json, remove, write_json
 from penstock.core.remote.lease import LEASES, Lease
-from penstock.core.remote.local_mirror import holder_of
+from penstock.core.remote.local_mirror import mirror_holder
 from penstock.core.remote.open import open_file
-from penstock.core.remote.path import Info, Place, checked
+from penstock.core.remote.path import Info, RemotePath, checked
 from penstock.core.remote.urls import split_parent
-from penstock.core.remote.version import version_of
+from penstock.core.remote.version import content_version
 
 AT_ONCE = 8
 """Files sent or fetched side by side."""
@@ -30,11 +30,11 @@ AT_ONCE = 8
 CHUNK = 4 << 20
 
 
-class Depot:
+class RemoteArtifact:
     """A folder behind a URL, and the folder on this machine that mirrors it."""
 
     def __init__(self, url: str, folder: Path) -> None:
-        self.place = Place.of(url)
+        self.place = RemotePath.of(url)
         self.folder = folder
         self._notes = folder.with_name(f".{folder.name}.sent.json")
         self._sent: dict[str, dict[str, Any]] = _read_notes(self._notes)
@@ -43,7 +43,7 @@ class Depot:
 
     def lease(self) -> Lease:
         """The right to write there, for this machine."""
-        return Lease(self.place, holder_of())
+        return Lease(self.place, mirror_holder())
 
     def manifest(self) -> dict[str, Any] | None:
         """The manifest there, or None. Raises ArtifactError for one that is damaged."""
@@ -111,10 +111,10 @@ class Depot:
     def set_aside(self) -> None:
         """Move all that is there to the first free `<name>.old-<n>` beside it."""
         parent, name = split_parent(self.place.url)
-        number, taken = 1, Place.of(parent).names()
+        number, taken = 1, RemotePath.of(parent).names()
         while f"{name}.old-{number}" in taken:
             number += 1
-        aside = Place.of(parent) / f"{name}.old-{number}"
+        aside = RemotePath.of(parent) / f"{name}.old-{number}"
         files = [file for file in self.place.files() if not file.startswith(LEASES)]
         marks = [file for file in (MANIFEST, ATTEMPT) if file in files]
         for file in (*marks, *(file for file in files if file not in marks)):
@@ -141,7 +141,7 @@ class Depot:
         noted = self._sent.get(name)
         if info is None or noted is None or noted.get("version") is None:
             return False
-        return noted == {**_stamp(self.folder / name), "version": version_of(info)}
+        return noted == {**_stamp(self.folder / name), "version": content_version(info)}
 
     def _send(self, name: str) -> None:
         path, place = self.folder / name, self.place / name
@@ -150,7 +150,7 @@ class Depot:
         info = place.info()
         with self._writing:
             self._sent_now[name] = stamp
-            self._sent[name] = {**stamp, "version": version_of(info) if info else None}
+            self._sent[name] = {**stamp, "version": content_version(info) if info else None}
             write_json(self._notes, self._sent)
 
     def _fetch_all(self, files: Sequence[dict[str, Any]]) -> None:
@@ -173,7 +173,11 @@ class Depot:
                 "  Restore it, or build again with --force."
             )
         digest = hashlib.sha256()
-        with publishing(target) as part, open_file(place.url) as source, part.open("wb") as stream:
+        with (
+            atomic_write(target) as part,
+            open_file(place.url) as source,
+            part.open("wb") as stream,
+        ):
             while block := source.read(CHUNK):
                 digest.update(block)
                 stream.write(block)

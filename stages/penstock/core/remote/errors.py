@@ -16,9 +16,9 @@ from penstock.core.errors import (
     PenstockError,
     StageError,
 )
-from penstock.core.os_errors import is_of_the_machine, reason_of
+from penstock.core.os_errors import describe_os_error, is_of_the_machine
 from penstock.core.remote.connection_errors import causes, connection_fault
-from penstock.core.remote.urls import PACKAGE_OF, WEB, scheme_of, scrubbed, spoken
+from penstock.core.remote.urls import PACKAGE_OF, WEB, redact, redact_text, url_scheme
 
 Fault = Literal["denied", "absent", "exists", "cut", "local", "other"]
 """Refused, not there, there already, a lost connection, this machine's disk, and all else."""
@@ -74,7 +74,7 @@ _BROKEN = {
 }
 
 
-class StoreFault(Exception):  # noqa: N818 - never shown: it is told in words first
+class StorageError(Exception):
     """What a store's library raised, judged."""
 
     def __init__(self, kind: Fault, error: BaseException) -> None:
@@ -83,14 +83,14 @@ class StoreFault(Exception):  # noqa: N818 - never shown: it is told in words fi
         self.error = error
 
 
-def fault_of(error: BaseException) -> Fault:
+def classify_error(error: BaseException) -> Fault:
     """What kind of fault it is, by the status it or its cause carries, else by its type."""
     for each in causes(error):
         if type(each).__name__ in _DENIED:
             return "denied"
         if type(each).__name__ in _BROKEN_OFF:
             return "cut"
-        status = status_of(each)
+        status = http_status(each)
         if status is not None:
             return _of_status(status)
     # fsspec tells of a web server that it cannot reach as of a file that is not there.
@@ -117,7 +117,7 @@ def _by_type(error: BaseException) -> Fault:
             return "cut" if came_from in _NETWORKS else "other"
 
 
-def may_pass(error: BaseException) -> bool:
+def is_transient(error: BaseException) -> bool:
     """Whether what failed may go well when it is tried again, with nothing changed."""
     for each in causes(error):
         if isinstance(each, PenstockError):
@@ -127,12 +127,12 @@ def may_pass(error: BaseException) -> bool:
                 return False
         elif type(each).__name__ == "OfflineModeIsEnabled":
             return False
-        elif isinstance(each, Exception) and (kind := fault_of(each)) != "absent":
+        elif isinstance(each, Exception) and (kind := classify_error(each)) != "absent":
             return kind == "cut"
     return False
 
 
-def status_of(error: BaseException) -> int | None:
+def http_status(error: BaseException) -> int | None:
     """The HTTP status the error carries, under the name its library gives it."""
     response: Any = getattr(error, "response", None)
     if isinstance(response, dict):
@@ -149,45 +149,45 @@ def status_of(error: BaseException) -> int | None:
     return None
 
 
-def said(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Why the connection failed, or the error's type and first words, without anything secret."""
     if is_of_the_machine(error):
-        return reason_of(error)
+        return describe_os_error(error)
     if reason := connection_fault(error):
         return reason
-    text = scrubbed(str(error.args[-1]) if error.args else "").strip().split("\n")[0][:160]
+    text = redact_text(str(error.args[-1]) if error.args else "").strip().split("\n")[0][:160]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def while_planning(fault: StoreFault, url: str) -> PenstockError:
+def while_planning(fault: StorageError, url: str) -> PenstockError:
     """The error for a user, before any work has started."""
     if fault.kind == "denied":
         return denied(url, fault.error, "read")
     if fault.kind == "absent":
-        return ConfigError(f"{spoken(url)} does not exist.\n  Check its spelling.")
+        return ConfigError(f"{redact(url)} does not exist.\n  Check its spelling.")
     return CapabilityError(
-        f"{spoken(url)} cannot be reached ({said(fault.error)}).\n"
+        f"{redact(url)} cannot be reached ({describe_error(fault.error)}).\n"
         f"  Check the network{_endpoint(url)}, then run it again."
     )
 
 
-def while_working(fault: StoreFault, url: str, doing: Doing) -> PenstockError:
+def while_working(fault: StorageError, url: str, doing: Doing) -> PenstockError:
     """The error for a user whose run was under way; it resumes."""
     kind = fault.kind
     if kind == "denied":
         return denied(url, fault.error, doing)
     if kind == "absent":
         return StageError(
-            f"{spoken(url)} is gone: it was there when this run was planned.\n"
+            f"{redact(url)} is gone: it was there when this run was planned.\n"
             "  Restore it, or run again to plan without it."
         )
     if kind == "exists":
         return StageError(
-            f"{spoken(url)} was changed while it was being {doing}.\n"
+            f"{redact(url)} was changed while it was being {doing}.\n"
             "  Run it again; what has not changed is reused."
         )
     failure = StageError(
-        f"{spoken(url)} could not be {doing}: {said(fault.error)}.\n"
+        f"{redact(url)} could not be {doing}: {describe_error(fault.error)}.\n"
         "  Run it again when the connection holds; what is done is kept."
     )
     failure.may_pass = kind == "cut"
@@ -196,27 +196,27 @@ def while_working(fault: StoreFault, url: str, doing: Doing) -> PenstockError:
 
 def denied(url: str, error: BaseException, doing: Doing) -> CapabilityError:
     """The error for a store that refuses: which credentials were used, and what to set."""
-    scheme = scheme_of(url)
+    scheme = url_scheme(url)
     found = env.credentials_for(_family(scheme))
-    status = next((s for s in map(status_of, causes(error)) if s), None)
+    status = next((s for s in map(http_status, causes(error)) if s), None)
     reason = f"{status}" if status else type(error).__name__
     if scheme in WEB:
         return CapabilityError(
-            f"{spoken(url)} may not be {doing} (the server answers {reason}).\n"
+            f"{redact(url)} may not be {doing} (the server answers {reason}).\n"
             "  Use a URL that is open to you, for example a signed one that has not expired."
         )
     used = f"the credentials of {found} were used" if found else "no credentials were found"
     return CapabilityError(
-        f"{spoken(url)} may not be {doing} ({reason}); {used}.\n  {_CREDENTIALS[_family(scheme)]}"
+        f"{redact(url)} may not be {doing} ({reason}); {used}.\n  {_CREDENTIALS[_family(scheme)]}"
     )
 
 
 def package_missing(url: str) -> CapabilityError:
     """The error for a scheme whose package is not installed."""
-    extra = PACKAGE_OF[scheme_of(url)]
+    extra = PACKAGE_OF[url_scheme(url)]
     wanted = f"'penstock[{extra}]'" if extra else "aiohttp"
     return CapabilityError(
-        f"{spoken(url)} needs a package that is not installed here.\n  Run: pip install {wanted}."
+        f"{redact(url)} needs a package that is not installed here.\n  Run: pip install {wanted}."
     )
 
 
@@ -235,8 +235,8 @@ def _family(scheme: str) -> str:
 
 
 def _endpoint(url: str) -> str:
-    at = env.s3_endpoint() if PACKAGE_OF[scheme_of(url)] == "s3" else None
-    return f" and AWS_ENDPOINT_URL ({spoken(at)})" if at else ""
+    at = env.s3_endpoint() if PACKAGE_OF[url_scheme(url)] == "s3" else None
+    return f" and AWS_ENDPOINT_URL ({redact(at)})" if at else ""
 
 
 def _of_status(status: int) -> Fault:

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, cast
 
 from penstock.core.errors import PenstockError, StageError
-from penstock.core.remote.path import Place
+from penstock.core.remote.path import RemotePath
 
 LEASES = ".leases"
 """Folder of the leases, inside the folder they guard."""
@@ -41,7 +41,7 @@ class Lease:
     no other process here is alive with it.
     """
 
-    def __init__(self, folder: Place, holder: str, term: float = TERM) -> None:
+    def __init__(self, folder: RemotePath, holder: str, term: float = TERM) -> None:
         self._leases = folder / LEASES
         self._folder = folder
         self._holder = holder

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from penstock.core.errors import StageError
-from penstock.core.process.retry import persistently
-from penstock.core.remote.errors import StoreFault, while_working
-from penstock.core.remote.path import Info, Place
+from penstock.core.process.retry import retry_until_connected
+from penstock.core.remote.errors import StorageError, while_working
+from penstock.core.remote.path import Info, RemotePath
 from penstock.core.remote.stream import RemoteStream
 from penstock.core.remote.urls import is_url, local_path
-from penstock.core.remote.version import version_of
+from penstock.core.remote.version import content_version
 
 BUFFER = 256 << 10
 """Bytes that readers of lines are served from."""
@@ -30,7 +30,7 @@ def open_file(location: Path | str, pinned: Mapping[str, Any] | None = None) -> 
     """
     if isinstance(location, Path) or not is_url(location):
         return Path(local_path(str(location))).open("rb")
-    place = Place.of(location)
+    place = RemotePath.of(location)
     info = place.info()
     if info is None:
         raise StageError(
@@ -45,7 +45,7 @@ def open_file(location: Path | str, pinned: Mapping[str, Any] | None = None) -> 
     return cast(BinaryIO, io.BufferedReader(RemoteStream(place, size), BUFFER))
 
 
-def _serves_ranges(place: Place, size: int) -> bool:
+def _serves_ranges(place: RemotePath, size: int) -> bool:
     """Whether a web server sends a part of a file when it is asked for one."""
     if size < 2:
         return True
@@ -56,15 +56,15 @@ def _serves_ranges(place: Place, size: int) -> bool:
             return len(stream.read(1)) == 1
 
     try:
-        return persistently(last_byte)
-    except StoreFault as fault:
+        return retry_until_connected(last_byte)
+    except StorageError as fault:
         if isinstance(fault.error, ValueError):
             return False
         raise while_working(fault, place.url, "read") from None
 
 
-def _compare(place: Place, info: Info, pinned: Mapping[str, Any]) -> None:
-    now = version_of(info) or {}
+def _compare(place: RemotePath, info: Info, pinned: Mapping[str, Any]) -> None:
+    now = content_version(info) or {}
     known = {name: pinned[name] for name in now if name in pinned}
     same_size = info["size"] is None or info["size"] == pinned["bytes"]
     if not same_size or any(now[name] != known[name] for name in known):
@@ -74,7 +74,7 @@ def _compare(place: Place, info: Info, pinned: Mapping[str, Any]) -> None:
         )
 
 
-def _spooled(place: Place) -> BinaryIO:
+def _spooled(place: RemotePath) -> BinaryIO:
     """The whole file in a temporary one, for servers that send no parts of it."""
     spool = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
 
@@ -85,8 +85,8 @@ def _spooled(place: Place) -> BinaryIO:
             shutil.copyfileobj(stream, spool, CHUNK)
 
     try:
-        persistently(fetch)
-    except StoreFault as fault:
+        retry_until_connected(fetch)
+    except StorageError as fault:
         spool.close()
         raise while_working(fault, place.url, "read") from None
     spool.seek(0)

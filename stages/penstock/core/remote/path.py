@@ -13,15 +13,15 @@ from typing import Any, TypeVar
 
 from penstock.core import env
 from penstock.core.errors import ArtifactError, StageError
-from penstock.core.process.retry import PATIENT, QUICK, persistently
+from penstock.core.process.retry import PATIENT, QUICK, retry_until_connected
 from penstock.core.remote.errors import (
     Doing,
-    StoreFault,
+    StorageError,
     package_missing,
     while_planning,
     while_working,
 )
-from penstock.core.remote.urls import PACKAGE_OF, WEB, joined, scheme_of, spoken
+from penstock.core.remote.urls import PACKAGE_OF, WEB, redact, url_join, url_scheme
 
 Info = Mapping[str, Any]
 """What a store says of a file: `size` in bytes, and names of its version that differ by store."""
@@ -36,7 +36,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Place:
+class RemotePath:
     """A file or a folder. `system` is fsspec's, `path` what it calls the place."""
 
     url: str
@@ -44,16 +44,18 @@ class Place:
     path: str = field(repr=False)
 
     @classmethod
-    def of(cls, url: str) -> "Place":
+    def of(cls, url: str) -> "RemotePath":
         """The place of that URL; nothing is asked of the store yet.
 
         Raises ConfigError for a scheme that is not known, CapabilityError without its package.
         """
-        scheme = scheme_of(url)
+        scheme = url_scheme(url)
         try:
             url_to_fs: Any = import_module("fsspec.core").url_to_fs
-            system, path = persistently(lambda: url_to_fs(url, **_options(scheme)), tries=1)
-        except StoreFault as fault:
+            system, path = retry_until_connected(
+                lambda: url_to_fs(url, **_options(scheme)), tries=1
+            )
+        except StorageError as fault:
             if isinstance(fault.error, ImportError):
                 raise package_missing(url) from None
             raise while_planning(fault, url) from None
@@ -65,26 +67,28 @@ class Place:
     @property
     def said(self) -> str:
         """The URL without anything secret."""
-        return spoken(self.url)
+        return redact(self.url)
 
     @property
     def _is_s3(self) -> bool:
-        return PACKAGE_OF[scheme_of(self.url)] == "s3"
+        return PACKAGE_OF[url_scheme(self.url)] == "s3"
 
     @property
     def is_web(self) -> bool:
         """Whether it is a single file on a web server."""
-        return scheme_of(self.url) in WEB
+        return url_scheme(self.url) in WEB
 
-    def __truediv__(self, name: str) -> "Place":
+    def __truediv__(self, name: str) -> "RemotePath":
         """Something below this folder. Raises ArtifactError for a name that leads out of it."""
-        return Place(joined(self.url, checked(name)), self.system, posixpath.join(self.path, name))
+        return RemotePath(
+            url_join(self.url, checked(name)), self.system, posixpath.join(self.path, name)
+        )
 
     def info(self, *, tries: int = PATIENT) -> Info | None:
         """What the store says of this file, or None where there is none."""
         try:
-            found: Any = persistently(lambda: self._ask("info"), tries=tries)
-        except StoreFault as fault:
+            found: Any = retry_until_connected(lambda: self._ask("info"), tries=tries)
+        except StorageError as fault:
             if fault.kind == "absent":
                 return None
             raise while_planning(fault, self.url) from None
@@ -93,8 +97,8 @@ class Place:
     def files(self, *, tries: int = PATIENT) -> dict[str, Info]:
         """Every file below this folder by its name there, sorted; none where there is no folder."""
         try:
-            found: Any = persistently(lambda: self._ask("find", detail=True), tries=tries)
-        except StoreFault as fault:
+            found: Any = retry_until_connected(lambda: self._ask("find", detail=True), tries=tries)
+        except StorageError as fault:
             if fault.kind == "absent":
                 return {}
             raise while_planning(fault, self.url) from None
@@ -108,8 +112,8 @@ class Place:
     def names(self) -> set[str]:
         """The names directly in this folder, files and folders."""
         try:
-            found: Any = persistently(lambda: self._ask("ls", detail=False), tries=QUICK)
-        except StoreFault as fault:
+            found: Any = retry_until_connected(lambda: self._ask("ls", detail=False), tries=QUICK)
+        except StorageError as fault:
             if fault.kind == "absent":
                 return set()
             raise while_planning(fault, self.url) from None
@@ -118,8 +122,8 @@ class Place:
     def read(self) -> bytes | None:
         """All bytes of a small file, or None where there is none."""
         try:
-            return persistently(lambda: bytes(self.system.cat_file(self.path)))
-        except StoreFault as fault:
+            return retry_until_connected(lambda: bytes(self.system.cat_file(self.path)))
+        except StorageError as fault:
             if fault.kind == "absent":
                 return None
             raise while_working(fault, self.url, "read") from None
@@ -131,8 +135,10 @@ class Place:
     def create(self, content: bytes) -> bool:
         """Put a small file there if there is none; of several that try, one is told True."""
         try:
-            persistently(lambda: self.system.pipe_file(self.path, content, mode="create"), tries=1)
-        except StoreFault as fault:
+            retry_until_connected(
+                lambda: self.system.pipe_file(self.path, content, mode="create"), tries=1
+            )
+        except StorageError as fault:
             if fault.kind == "exists":
                 return False
             if fault.kind == "cut":
@@ -162,16 +168,16 @@ class Place:
     def delete(self) -> None:
         """Remove the file, if it is there."""
         try:
-            persistently(lambda: self.system.rm_file(self.path))
-        except StoreFault as fault:
+            retry_until_connected(lambda: self.system.rm_file(self.path))
+        except StorageError as fault:
             if fault.kind != "absent":
                 raise while_working(fault, self.url, "deleted") from None
 
-    def copy(self, target: "Place") -> None:
+    def copy(self, target: "RemotePath") -> None:
         """Copy the file within the store."""
         self._do("copied", lambda: self.system.cp_file(self.path, target.path))
 
-    def move(self, target: "Place") -> None:
+    def move(self, target: "RemotePath") -> None:
         """Copy within the store, then remove here."""
         self.copy(target)
         self.delete()
@@ -182,8 +188,8 @@ class Place:
 
     def _do(self, doing: Doing, act: Callable[[], Result]) -> Result:
         try:
-            return persistently(act)
-        except StoreFault as fault:
+            return retry_until_connected(act)
+        except StorageError as fault:
             raise while_working(fault, self.url, doing) from None
 
 

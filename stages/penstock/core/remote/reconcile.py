@@ -4,22 +4,22 @@ where to go on. Behind the URL is the truth; the mirror may be older, or of anot
 
 from penstock.core.cache.input_digests import changed_inputs, digests_of_inputs, read_attempt
 from penstock.core.cache.manifest import MANIFEST, read_manifest
-from penstock.core.cache.stage import ATTEMPT, Stage, key_of
-from penstock.core.files import set_aside
-from penstock.core.remote.artifact_sync import Depot
+from penstock.core.cache.stage import ATTEMPT, Stage, stage_key
+from penstock.core.files import backup_rename
+from penstock.core.remote.artifact_sync import RemoteArtifact
 
 
-def reconcile(depot: Depot, stage: Stage) -> str | None:
+def sync_mirror(depot: RemoteArtifact, stage: Stage) -> str | None:
     """Make the mirror say of the folder what the URL says, and fetch the keepsakes to go on from.
 
     Returns the key of what lies behind the URL, if something does.
     """
-    mine = key_of(stage)
+    mine = stage_key(stage)
     sealed, begun = depot.manifest(), depot.attempt()
     there = sealed or begun
     here = _key_here(depot)
     if here and here != (there["key"] if there else mine):
-        set_aside(depot.folder)
+        backup_rename(depot.folder)
         here = None
     if there is None:
         return None
@@ -37,11 +37,11 @@ def reconcile(depot: Depot, stage: Stage) -> str | None:
     return there["key"]
 
 
-def holds_a_record(depot: Depot) -> bool:
+def holds_a_record(depot: RemoteArtifact) -> bool:
     """Whether the mirror's folder says of what it is."""
     return _key_here(depot) is not None
 
 
-def _key_here(depot: Depot) -> str | None:
+def _key_here(depot: RemoteArtifact) -> str | None:
     record = read_manifest(depot.folder) or read_attempt(depot.folder)
     return record["key"] if record else None

@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.core.files import publishing
+from penstock.core.files import atomic_write
 from penstock.core.remote.open import open_file
-from penstock.core.remote.path import Place, checked
+from penstock.core.remote.path import RemotePath, checked
 
 AT_ONCE = 8
 CHUNK = 4 << 20
@@ -22,7 +22,7 @@ Files = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedCache:
     """A folder on this machine and the folder behind a URL that has what others made."""
 
     url: str
@@ -34,7 +34,7 @@ class Shared:
         One listing is asked for, however many there are. Raises StageError when the connection
         breaks, CapabilityError when the store refuses.
         """
-        there = set(Place.of(self.url).files())
+        there = set(RemotePath.of(self.url).files())
         with ThreadPoolExecutor(AT_ONCE) as pool:
             jobs = [pool.submit(self._even_out, files, there) for files in wanted]
             for job in jobs:
@@ -42,7 +42,7 @@ class Shared:
 
     def send(self, files: Files) -> None:
         """Send files that were just made here, the one that vouches for the others last."""
-        root = Place.of(self.url)
+        root = RemotePath.of(self.url)
         for name in files:
             (root / checked(name)).put(self.folder / name)
 
@@ -55,10 +55,10 @@ class Shared:
             self.send(files)
 
     def _fetch(self, files: Files) -> None:
-        root = Place.of(self.url)
+        root = RemotePath.of(self.url)
         for name in files:
             with (
-                publishing(self.folder / checked(name)) as part,
+                atomic_write(self.folder / checked(name)) as part,
                 open_file((root / name).url) as source,
                 part.open("wb") as stream,
             ):

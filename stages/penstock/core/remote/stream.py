@@ -10,9 +10,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from penstock.core.process.retry import persistently
-from penstock.core.remote.errors import StoreFault, while_working
-from penstock.core.remote.path import Place
+from penstock.core.process.retry import retry_until_connected
+from penstock.core.remote.errors import StorageError, while_working
+from penstock.core.remote.path import RemotePath
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -26,11 +26,11 @@ GROWTH = 4
 class RemoteStream(io.RawIOBase):
     """The bytes of a file behind a URL. Raises StageError when they cannot be had."""
 
-    def __init__(self, place: Place, size: int) -> None:
+    def __init__(self, place: RemotePath, size: int) -> None:
         super().__init__()
         self._place = place
         self._size = size
-        self._file: Any = persistently(self._open)
+        self._file: Any = retry_until_connected(self._open)
         self._at = 0
         self._block = b""
         self._block_start = 0
@@ -123,8 +123,8 @@ class RemoteStream(io.RawIOBase):
             return block
 
         try:
-            return persistently(read)
-        except StoreFault as fault:
+            return retry_until_connected(read)
+        except StorageError as fault:
             raise while_working(fault, self._place.url, "read") from None
 
     def _open(self) -> Any:

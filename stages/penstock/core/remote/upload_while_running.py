@@ -8,19 +8,19 @@ from typing import Literal
 
 from penstock.core.cache.stage import ATTEMPT, Stage
 from penstock.core.errors import PenstockError
-from penstock.core.remote.artifact_sync import Depot
+from penstock.core.remote.artifact_sync import RemoteArtifact
 
 INTERVAL = 2.0
 """Seconds between looks for something new."""
 
 
-class Follower:
+class BackgroundUploader:
     """Sends a stage's keepsakes as they appear, and what is left of them at the end.
 
     A connection that is lost meanwhile stops nothing: it is said once, and tried again.
     """
 
-    def __init__(self, depot: Depot, stage: Stage, notify: Callable[[str], None]) -> None:
+    def __init__(self, depot: RemoteArtifact, stage: Stage, notify: Callable[[str], None]) -> None:
         self._depot, self._stage, self._notify = depot, stage, notify
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="penstock-follower", daemon=True)

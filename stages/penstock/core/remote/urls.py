@@ -37,19 +37,19 @@ def local_path(location: str) -> str:
     return location.removeprefix("file://") or "/" if location.startswith("file://") else location
 
 
-def scheme_of(url: str) -> str:
+def url_scheme(url: str) -> str:
     """The part before `://`, in lower case. Raises ConfigError for one that cannot be read."""
     scheme = url.split("://", 1)[0].lower()
     if scheme not in PACKAGE_OF or "::" in url:
         known = ", ".join(f"{name}://" for name in PACKAGE_OF if name != "memory")
         raise ConfigError(
-            f"{spoken(url)} is not a URL that can be read here.\n"
+            f"{redact(url)} is not a URL that can be read here.\n"
             f"  Those that can start with {known}."
         )
     return scheme
 
 
-def spoken(location: str) -> str:
+def redact(location: str) -> str:
     """The URL without user, password, query and fragment: fit for logs, keys and errors.
 
     In `abfs://container@account…` the part before `@` is no secret, and stays. A local path is
@@ -63,20 +63,20 @@ def spoken(location: str) -> str:
     return urlunsplit((parts.scheme, parts.netloc if open_user else host, parts.path, "", ""))
 
 
-def scrubbed(text: str) -> str:
-    """The text with every URL in it as `spoken` says it; of what only looks like one, nothing but
+def redact_text(text: str) -> str:
+    """The text with every URL in it as `redact` says it; of what only looks like one, nothing but
     how it begins."""
     return _URL.sub(_spoken_in_text, text)
 
 
 def _spoken_in_text(found: re.Match[str]) -> str:
     try:
-        return spoken(found[0])
+        return redact(found[0])
     except ValueError:
         return f"{found[0].partition('://')[0]}://..."
 
 
-def joined(url: str, *names: str) -> str:
+def url_join(url: str, *names: str) -> str:
     """The URL of something below a folder's URL."""
     parts = urlsplit(url)
     path = posixpath.join(parts.path or "/", *names)

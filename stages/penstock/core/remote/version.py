@@ -6,7 +6,7 @@ from typing import Any
 from penstock.core.remote.path import Info
 
 
-def version_of(info: Info) -> dict[str, str] | None:
+def content_version(info: Info) -> dict[str, str] | None:
     """A word for this very content, or None from a server that says nothing.
 
     A digest of the content where the store keeps one; else its entity tag, which changes whenever

@@ -74,16 +74,16 @@ class Found:
         return path.name
 
 
-def compression_of(name: str) -> str | None:
+def detect_compression(name: str) -> str | None:
     """How the file called `name` is compressed, if it is."""
     return COMPRESSED.get(Path(name).suffix.lower())
 
 
-def kind_of(name: str) -> str | None:
+def detect_file_kind(name: str) -> str | None:
     """The kind that a file's name tells, compression aside; None when it tells none."""
     if not name.lower().endswith(SUFFIXES):
         return None
-    stem = name[: -len(Path(name).suffix)] if compression_of(name) else name
+    stem = name[: -len(Path(name).suffix)] if detect_compression(name) else name
     suffix = Path(stem).suffix.lower()
     return next((kind for kind, suffixes in KINDS.items() if suffix in suffixes), None)
 
@@ -115,7 +115,7 @@ def find_data(
     """
     check_split(path, split)
     target = Path(path).expanduser()
-    index = megatron_files.index_of(target) if ds_type in (None, megatron_files.KIND) else None
+    index = megatron_files.find_index(target) if ds_type in (None, megatron_files.KIND) else None
     if target.is_dir() and not data_files and (saved := saved_in(target)):
         return _saved(path, target, saved, split, ds_type)
     if index:
@@ -149,7 +149,7 @@ def check_split(path: str, split: str | None) -> None:
 
 def check_kind(name: str, ds_type: str | None, path: str) -> None:
     """Refuse a file of `path` whose kind nothing tells, or that is compressed and must not be."""
-    kind = ds_type or kind_of(name)
+    kind = ds_type or detect_file_kind(name)
     called = name if name == path else f"{name} (of {path})"
     if kind is None:
         what = NOT_READ.get(Path(name).suffix.lower())
@@ -159,7 +159,7 @@ def check_kind(name: str, ds_type: str | None, path: str) -> None:
             else f"{called} does not say what kind of file it is.\n"
             f"  Write ds_type: one of {', '.join(KINDS)}."
         )
-    if kind in COMPRESSES_ITSELF and compression_of(name):
+    if kind in COMPRESSES_ITSELF and detect_compression(name):
         raise ConfigError(
             f"{called} is {kind} compressed once more, and could not be read in parts.\n"
             f"  Decompress it; {kind} files are compressed inside."
@@ -233,7 +233,7 @@ def choose(path: str, names: Sequence[str], *, split: str | None, ds_type: str |
     data = [
         name
         for name in sorted(names, key=lambda name: PurePosixPath(name).parts)
-        if (kind := kind_of(name))
+        if (kind := detect_file_kind(name))
         # Others call their files .idx too, so that alone makes no folder data of Megatron's.
         and ds_type in ((kind,) if kind == megatron_files.KIND else (None, kind))
         and not any(NOT_DATA.fullmatch(part) for part in PurePosixPath(name).parts)

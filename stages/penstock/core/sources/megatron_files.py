@@ -13,7 +13,7 @@ KIND = "megatron"
 INDEX, DATA = ".idx", ".bin"
 
 
-def index_of(path: Path) -> Path | None:
+def find_index(path: Path) -> Path | None:
     """The index that `path` stands for: a prefix, or either of the two files; None: neither."""
     if path.suffix in (INDEX, DATA):
         path = path.with_suffix("")
@@ -46,7 +46,7 @@ def split_range(documents: int, splits: str, part: str) -> range:
     `splits` are the shares of train, validation and test, such as `980,10,10`; `part` is one of
     these names.
     """
-    shares = shares_of(splits)
+    shares = parse_splits(splits)
     bounds = [0]
     for share in shares:
         bounds.append(bounds[-1] + round(share / sum(shares) * documents))
@@ -60,7 +60,7 @@ def split_range(documents: int, splits: str, part: str) -> range:
 PARTS = ("train", "validation", "test")
 
 
-def shares_of(splits: str) -> tuple[float, float, float]:
+def parse_splits(splits: str) -> tuple[float, float, float]:
     """The three numbers of a text such as `980,10,10`; those left out at its end are 0.
 
     Raises ValueError for anything else.

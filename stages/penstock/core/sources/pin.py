@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penstock.core import env
-from penstock.core.cache.digests import digests_of
+from penstock.core.cache.digests import digest_files
 from penstock.core.cache.stage import Source
 from penstock.core.errors import CapabilityError, ConfigError, UnreachableError
 from penstock.core.files import read_json, regular_files
 from penstock.core.process.retry import QUICK
-from penstock.core.remote.path import Place
-from penstock.core.remote.urls import is_url, local_path, spoken
+from penstock.core.remote.path import RemotePath
+from penstock.core.remote.urls import is_url, local_path, redact
 from penstock.core.sources import local_files, megatron_files
 from penstock.core.sources.local_files import Found
 from penstock.core.sources.pin_remote import fetched, pin_remote_data, pin_remote_files
@@ -88,7 +88,7 @@ def pin_data(
         _refuse_for_files(path, name=name, revision=revision)
         if ds_type == megatron_files.KIND or path.endswith(megatron_files.INDEX):
             raise ConfigError(
-                f"{spoken(path)} is data of Megatron's, which is mapped into memory.\n"
+                f"{redact(path)} is data of Megatron's, which is mapped into memory.\n"
                 "  Copy its .bin and .idx to a folder of this machine, and name their prefix."
             )
         return pin_remote_data(path, split=split, data_files=files or None, ds_type=ds_type)
@@ -125,7 +125,7 @@ def pin_tokenizer(path: str, revision: str | None = None) -> Source:
     files = _matching(folder, TOKENIZER_FILES)
     if all("template" in file.name for file in files):
         raise ConfigError(
-            f"{spoken(path)} holds no tokenizer (tokenizer.json, tokenizer_config.json, *.model).\n"
+            f"{redact(path)} holds no tokenizer (tokenizer.json, tokenizer_config.json, *.model).\n"
             "  Set model.tokenizer_path to a folder that does, to a hub id, or to builtin:bytes."
         )
     if not _names_its_class(folder) and (folder / "config.json").is_file():
@@ -192,7 +192,7 @@ def pin_config(path: str) -> Source:
     file = target / "config.json" if target.is_dir() else target
     if not file.is_file():
         raise ConfigError(
-            f"{spoken(path)} holds no config.json.\n"
+            f"{redact(path)} holds no config.json.\n"
             "  Set model.config_path to a folder that does, to a hub id, or to builtin:tiny-qwen3."
         )
     found = Found(file.name, file.parent, (file,))
@@ -202,7 +202,7 @@ def pin_config(path: str) -> Source:
 def is_checkpoint(path: str) -> bool:
     """Whether `path` is the folder of a training checkpoint, by the files that it has."""
     if is_url(path):
-        return (Place.of(path) / "COMPLETE").info(tries=QUICK) is not None
+        return (RemotePath.of(path) / "COMPLETE").info(tries=QUICK) is not None
     folder = Path(path).expanduser()
     return any((folder / name).is_file() for name in ("COMPLETE", "state.json", ".metadata"))
 
@@ -226,7 +226,7 @@ def pin_checkpoint(path: str, field: str = "train.load_checkpoint_path") -> Sour
 def incomplete_checkpoint(path: str, field: str) -> ConfigError:
     """The error for a `path` in `field` that no checkpoint was saved to, to its end."""
     return ConfigError(
-        f"{field} {spoken(path)} is not a complete checkpoint.\n"
+        f"{field} {redact(path)} is not a complete checkpoint.\n"
         "  Name a folder in a run's checkpoints/ whose save ended."
     )
 
@@ -243,7 +243,7 @@ def _is_on_hub(path: str) -> bool:
     if not path:
         raise ConfigError("a path is empty.\n  Give a file, a folder, or a hub id.")
     target = Path(path).expanduser()
-    if target.exists() or megatron_files.index_of(target):
+    if target.exists() or megatron_files.find_index(target):
         return False
     if local_files.looks_local(path):
         if local_files.GLOB.search(path):
@@ -275,7 +275,7 @@ def _refuse_for_files(path: str, **given: str | None) -> None:
     for field, value in given.items():
         if value is not None:
             raise ConfigError(
-                f"{field} is {value!r}, but {spoken(path)} is files, which know of none.\n"
+                f"{field} is {value!r}, but {redact(path)} is files, which know of none.\n"
                 f"  Leave {field} out."
             )
 
@@ -306,7 +306,7 @@ def _names_its_class(folder: Path) -> bool:
 
 def _digested(found: Found) -> list[dict[str, Any]]:
     try:
-        digests = digests_of(found.paths)
+        digests = digest_files(found.paths)
         return [
             {"name": found.name_of(path), "bytes": path.stat().st_size, "sha256": digest}
             for path, digest in zip(found.paths, digests, strict=True)

@@ -15,16 +15,16 @@ from typing import Any
 from filelock import FileLock
 
 from penstock.core import env
-from penstock.core.cache.digests import sha256_of
-from penstock.core.cache.record import digest_of
+from penstock.core.cache.digests import sha256_file
+from penstock.core.cache.record import digest_json
 from penstock.core.cache.stage import Source, short
 from penstock.core.errors import ConfigError, StageError
 from penstock.core.files import fsync, remove
 from penstock.core.process.retry import QUICK
 from penstock.core.remote.open import open_file
-from penstock.core.remote.path import Place, checked
-from penstock.core.remote.urls import is_url, split_parent, spoken
-from penstock.core.remote.version import is_digest, version_of
+from penstock.core.remote.path import RemotePath, checked
+from penstock.core.remote.urls import is_url, redact, split_parent
+from penstock.core.remote.version import content_version, is_digest
 from penstock.core.sources.local_files import some, top
 from penstock.core.sources.remote_files import (
     RemoteFile,
@@ -55,9 +55,9 @@ def pin_remote_files(url: str, patterns: Sequence[str], lacking: str) -> Source:
 
     Raises ConfigError that says `lacking` when there are none.
     """
-    place = Place.of(url)
+    place = RemotePath.of(url)
     info = place.info(tries=QUICK)
-    name = split_parent(spoken(url))[1]
+    name = split_parent(redact(url))[1]
     if info and any(_matches(name, pattern) for pattern in patterns):
         return _pinned(RemoteFound(name, (RemoteFile(name, place, info),)), {})
     if info:
@@ -74,10 +74,10 @@ def pin_remote_files(url: str, patterns: Sequence[str], lacking: str) -> Source:
     if not chosen:
         raise ConfigError(f"{place.said} {lacking}; it has {some(top(list(files)))}.")
     found = tuple(RemoteFile(name, place / name, files[name]) for name in chosen)
-    return _pinned(RemoteFound(split_parent(spoken(url))[1], found), {})
+    return _pinned(RemoteFound(split_parent(redact(url))[1], found), {})
 
 
-def folder_of(typed: str, source: Source) -> str:
+def resolve_folder(typed: str, source: Source) -> str:
     """Where what the user `typed` can be read: itself, or the folder it was fetched to."""
     return str(_folder_around(source)) if is_url(typed) else typed
 
@@ -121,7 +121,7 @@ def _fetch(url: str, pinned: dict[str, Any], target: Path) -> None:
         shutil.copyfileobj(source, stream, CHUNK)
     if target.stat().st_size != pinned["bytes"]:
         raise StageError(
-            f"{spoken(url)} has changed since this run was planned: {target.stat().st_size} bytes "
+            f"{redact(url)} has changed since this run was planned: {target.stat().st_size} bytes "
             f"came, {pinned['bytes']} were announced.\n  Run again."
         )
     fsync(target)
@@ -130,7 +130,7 @@ def _fetch(url: str, pinned: dict[str, Any], target: Path) -> None:
 def _pinned(found: RemoteFound, more: dict[str, Any]) -> Source:
     files: list[dict[str, Any]] = []
     for file in found.files:
-        version = version_of(file.info)
+        version = content_version(file.info)
         if version is None or file.info["size"] is None:
             return _read(found, more)
         if not is_digest(version):
@@ -156,7 +156,7 @@ def _read(found: RemoteFound, more: dict[str, Any]) -> Source:
             with open_file(file.place.url) as source, target.open("wb") as stream:
                 shutil.copyfileobj(source, stream, CHUNK)
         digests = _digested(names, [Path(folder) / name for name in names])
-        kept = home / short(digest_of(digests))
+        kept = home / short(digest_json(digests))
         for name in names:
             if not (kept / name).is_file():
                 (kept / name).parent.mkdir(parents=True, exist_ok=True)
@@ -167,7 +167,7 @@ def _read(found: RemoteFound, more: dict[str, Any]) -> Source:
 
 def _digested(names: Sequence[str], paths: Sequence[Path]) -> list[dict[str, Any]]:
     return [
-        {"name": name, "bytes": path.stat().st_size, "sha256": sha256_of(path)}
+        {"name": name, "bytes": path.stat().st_size, "sha256": sha256_file(path)}
         for name, path in zip(names, paths, strict=True)
     ]
 

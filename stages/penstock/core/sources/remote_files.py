@@ -12,10 +12,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
 from penstock.core.errors import ConfigError
-from penstock.core.process.retry import QUICK, persistently
-from penstock.core.remote.errors import StoreFault, while_planning
-from penstock.core.remote.path import Info, Place
-from penstock.core.remote.urls import joined, split_parent, spoken
+from penstock.core.process.retry import QUICK, retry_until_connected
+from penstock.core.remote.errors import StorageError, while_planning
+from penstock.core.remote.path import Info, RemotePath
+from penstock.core.remote.urls import redact, split_parent, url_join
 from penstock.core.sources import local_files
 from penstock.core.sources.datasets_folder import SPLITS, STATE, SavedFolder
 from penstock.core.sources.local_files import GLOB, some, top
@@ -26,7 +26,7 @@ class RemoteFile:
     """A file by the name a pin gives it, where it lies, and what its store says of it."""
 
     name: str
-    place: Place
+    place: RemotePath
     info: Info
 
 
@@ -45,23 +45,23 @@ def find_remote_data(
 
     Raises ConfigError when there is nothing, CapabilityError when the store refuses.
     """
-    local_files.check_split(spoken(url), split)
+    local_files.check_split(redact(url), split)
     found = _find(url, split, data_files, ds_type)
     for file in found.files:
-        local_files.check_kind(file.name, ds_type, spoken(url))
-    local_files.refuse_other_split(spoken(url), [file.name for file in found.files], split)
+        local_files.check_kind(file.name, ds_type, redact(url))
+    local_files.refuse_other_split(redact(url), [file.name for file in found.files], split)
     return found
 
 
 def _find(
     url: str, split: str | None, data_files: Sequence[str] | None, ds_type: str | None
 ) -> RemoteFound:
-    place = Place.of(url)
+    place = RemotePath.of(url)
     if not place.is_web and GLOB.search(url):
         return _glob(place)
     info = None if data_files else place.info(tries=QUICK)
     if info:
-        name = split_parent(spoken(url))[1]
+        name = split_parent(redact(url))[1]
         return RemoteFound(name, (RemoteFile(name, place, info),))
     if place.is_web:
         if not data_files:
@@ -86,25 +86,27 @@ def _find(
 
 def missing(url: str) -> ConfigError:
     """The error for a URL where nothing is, with the names that are near it."""
-    parent, name = split_parent(spoken(url))
-    names = sorted(Place.of(parent).names()) if name else []
+    parent, name = split_parent(redact(url))
+    names = sorted(RemotePath.of(parent).names()) if name else []
     if not names:
-        return ConfigError(f"{spoken(url)} does not exist.\n  There is nothing in {parent} either.")
+        return ConfigError(f"{redact(url)} does not exist.\n  There is nothing in {parent} either.")
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else f"it holds {some(names)}."
-    return ConfigError(f"{spoken(url)} does not exist.\n  In {parent}: {hint}")
+    return ConfigError(f"{redact(url)} does not exist.\n  In {parent}: {hint}")
 
 
-def _label(place: Place) -> str:
+def _label(place: RemotePath) -> str:
     return PurePosixPath(place.said.split("://", 1)[1]).name
 
 
-def _glob(place: Place) -> RemoteFound:
+def _glob(place: RemotePath) -> RemoteFound:
     """What the store says matches. Files are named below the last folder without a pattern."""
     try:
         place.system.invalidate_cache()
-        found: Any = persistently(lambda: place.system.glob(place.path, detail=True), tries=QUICK)
-    except StoreFault as fault:
+        found: Any = retry_until_connected(
+            lambda: place.system.glob(place.path, detail=True), tries=QUICK
+        )
+    except StorageError as fault:
         if fault.kind != "absent":
             raise while_planning(fault, place.url) from None
         found = {}
@@ -117,9 +119,9 @@ def _glob(place: Place) -> RemoteFound:
     root = plain.rpartition("/")[0]
     url = place.url[: (GLOB.search(place.url) or _never()).start()].rpartition("/")[0]
     if not infos:
-        names = Place.of(url).names()
+        names = RemotePath.of(url).names()
         raise ConfigError(f"{place.said} matches no file.\n  {url} holds {some(sorted(names))}.")
-    folder = Place(url, place.system, root)
+    folder = RemotePath(url, place.system, root)
     names = {path: path.removeprefix(root + "/") for path in infos}
     return RemoteFound(
         _label(folder),
@@ -131,9 +133,9 @@ def _never() -> Any:
     raise AssertionError("there is a pattern: that was asked before")
 
 
-def _named(place: Place, name: str) -> RemoteFile:
+def _named(place: RemotePath, name: str) -> RemoteFile:
     """One of data_files on a web server: asked for by itself."""
-    file = Place.of(joined(place.url, name))
+    file = RemotePath.of(url_join(place.url, name))
     info = file.info(tries=QUICK)
     if info is None:
         raise ConfigError(
@@ -143,7 +145,7 @@ def _named(place: Place, name: str) -> RemoteFile:
     return RemoteFile(name, file, info)
 
 
-def _data_file(place: Place, files: dict[str, Info], name: str) -> list[str]:
+def _data_file(place: RemotePath, files: dict[str, Info], name: str) -> list[str]:
     if name in files:
         return [name]
     if GLOB.search(name):
@@ -156,7 +158,7 @@ def _data_file(place: Place, files: dict[str, Info], name: str) -> list[str]:
     raise ConfigError(f"data_files: {name} is not in {place.said}.\n  There: {hint}")
 
 
-def _saved(place: Place, files: dict[str, Info], split: str | None) -> list[str] | None:
+def _saved(place: RemotePath, files: dict[str, Info], split: str | None) -> list[str] | None:
     """The files that the notes of save_to_disk list, in order; None where there are no notes."""
     if SPLITS in files:
         folder = SavedFolder(Path(), tuple(_notes(place / SPLITS).get("splits") or ()))
@@ -177,7 +179,7 @@ def _saved(place: Place, files: dict[str, Info], split: str | None) -> list[str]
     return names
 
 
-def _notes(place: Place) -> dict[str, Any]:
+def _notes(place: RemotePath) -> dict[str, Any]:
     try:
         return cast("dict[str, Any]", json.loads(place.read() or b""))
     except ValueError as error:

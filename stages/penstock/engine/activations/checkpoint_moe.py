@@ -13,35 +13,37 @@ from functools import partial
 
 import torch
 
-from penstock.engine.activations.recompute_once import Slot, casting_as_now
-from penstock.engine.activations.saved_tensors import Kept, given_back, keep
-from penstock.models.layers.call_hook import Run
-from penstock.models.layers.dropout import drawing_alike
-from penstock.models.layers.experts import Experts, in_turn
-from penstock.models.layers.moe import MixtureOfExperts
+from penstock.engine.activations.recompute_once import SavedTensorSlot, casting_as_now
+from penstock.engine.activations.saved_tensors import Kept, save_for_backward, unpack_hook
+from penstock.models.layers.call_hook import CallHook
+from penstock.models.layers.dropout import preserve_dropout_rng
+from penstock.models.layers.experts import Experts, call_experts
+from penstock.models.layers.moe import MoE
 
 
-def recompute_gates(mixture: MixtureOfExperts, again: Callable[..., torch.Tensor]) -> None:
+def checkpoint_moe_act(mixture: MoE, again: Callable[..., torch.Tensor]) -> None:
     """Plug it into a mixture, in place. `again` recomputes a whole module: the shared experts,
     which hear of no other rank."""
-    mixture.experts.run = keep_rows
-    shared: Run = partial(again, mixture.run_shared)
+    mixture.experts.run = checkpoint_expert_gates
+    shared: CallHook = partial(again, mixture.run_shared)
     mixture.run_shared = shared
 
 
-def keep_rows(experts: Experts, x_RD: torch.Tensor, counts_E: torch.Tensor, /) -> torch.Tensor:
+def checkpoint_expert_gates(
+    experts: Experts, x_RD: torch.Tensor, counts_E: torch.Tensor, /
+) -> torch.Tensor:
     """Both halves of `experts`, of which the graph keeps `x_RD` and the weights.
 
     The first backward pass that wants more computes the first half again; what it then saves is
     kept until no backward pass can want it. The half must save as many tensors each time.
     """
     if not torch.is_grad_enabled():
-        return in_turn(experts, x_RD, counts_E)
+        return call_experts(experts, x_RD, counts_E)
     call = _Call(experts, x_RD, counts_E)
-    with torch.autograd.graph.saved_tensors_hooks(call.of_first_half, given_back):
+    with torch.autograd.graph.saved_tensors_hooks(call.of_first_half, unpack_hook):
         inner_RF = experts.gated(x_RD, counts_E)
     call.gave(inner_RF)
-    with torch.autograd.graph.saved_tensors_hooks(call.of_second_half, given_back):
+    with torch.autograd.graph.saved_tensors_hooks(call.of_second_half, unpack_hook):
         return experts.down(inner_RF, counts_E)
 
 
@@ -50,13 +52,15 @@ class _Call:
 
     def __init__(self, experts: Experts, x_RD: torch.Tensor, counts_E: torch.Tensor) -> None:
         # What is drawn from may be another micro-batch's by then.
-        self._gated = drawing_alike(experts.gated)
+        self._gated = preserve_dropout_rng(experts.gated)
         # Not the tensor itself, which would hold the graph of all that came before it.
-        self._x_RD, self._wanted = keep(x_RD), x_RD.requires_grad
+        self._x_RD, self._wanted = save_for_backward(x_RD), x_RD.requires_grad
         self._counts_E = counts_E
-        self._places: list[weakref.ref[Slot] | None] = []
-        self._results: list[tuple[weakref.ref[Slot], tuple[int, ...], tuple[int, ...], int]] = []
-        self._saved: weakref.WeakKeyDictionary[Slot, torch.Tensor] | None = None
+        self._places: list[weakref.ref[SavedTensorSlot] | None] = []
+        self._results: list[
+            tuple[weakref.ref[SavedTensorSlot], tuple[int, ...], tuple[int, ...], int]
+        ] = []
+        self._saved: weakref.WeakKeyDictionary[SavedTensorSlot, torch.Tensor] | None = None
         self._inner: tuple[int, torch.dtype, int] = 0, x_RD.dtype, 0
         self._casting = casting_as_now(x_RD.device.type)
         there = (x_RD, counts_E, *experts.parameters())
@@ -66,8 +70,8 @@ class _Call:
         """A tensor that is saved: kept where it is there anyway, else a slot for it."""
         if _memory_of(tensor) in self._there:
             self._places.append(None)
-            return keep(tensor)
-        slot = Slot()
+            return save_for_backward(tensor)
+        slot = SavedTensorSlot()
         self._places.append(weakref.ref(slot))
         return partial(self._saved_in, slot)
 
@@ -80,20 +84,22 @@ class _Call:
         """The same: here only what the first half gave, or some rows of it, is not there anyway."""
         memory, dtype, offset = self._inner
         if _memory_of(tensor) != memory or tensor.dtype != dtype:
-            return keep(tensor)
-        slot = Slot()
+            return save_for_backward(tensor)
+        slot = SavedTensorSlot()
         first = int(tensor.storage_offset()) - offset
         self._results.append((weakref.ref(slot), tensor.shape, tensor.stride(), first))
         return partial(self._saved_in, slot)
 
-    def _saved_in(self, slot: Slot) -> torch.Tensor:
+    def _saved_in(self, slot: SavedTensorSlot) -> torch.Tensor:
         """In a backward pass: the tensor that was saved."""
         if self._saved is None:
             self._saved = self._computed_again()
         return self._saved[slot]
 
-    def _computed_again(self) -> weakref.WeakKeyDictionary[Slot, torch.Tensor]:
-        saved: weakref.WeakKeyDictionary[Slot, torch.Tensor] = weakref.WeakKeyDictionary()
+    def _computed_again(self) -> weakref.WeakKeyDictionary[SavedTensorSlot, torch.Tensor]:
+        saved: weakref.WeakKeyDictionary[SavedTensorSlot, torch.Tensor] = (
+            weakref.WeakKeyDictionary()
+        )
         found: list[torch.Tensor] = []
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:

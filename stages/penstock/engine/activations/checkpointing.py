@@ -11,15 +11,15 @@ from torch.utils.checkpoint import checkpoint
 from penstock.config.schema.parallelism import SPLIT_BACKWARD
 from penstock.config.schema.train import TrainConfig
 from penstock.core.errors import ConfigError
-from penstock.engine.activations.checkpoint_moe import recompute_gates
-from penstock.engine.activations.recompute_once import run_again_once
+from penstock.engine.activations.checkpoint_moe import checkpoint_moe_act
+from penstock.engine.activations.recompute_once import checkpoint_once
 from penstock.models.decoder import Decoder
 from penstock.models.layers.attention import SelfAttention
 from penstock.models.layers.block import SOCKETS
-from penstock.models.layers.call_hook import Run
-from penstock.models.layers.dropout import drawing_alike
-from penstock.models.layers.moe import MixtureOfExperts
-from penstock.models.layers.router_observer import watched_alike
+from penstock.models.layers.call_hook import CallHook
+from penstock.models.layers.dropout import preserve_dropout_rng
+from penstock.models.layers.moe import MoE
+from penstock.models.layers.router_observer import preserve_observer
 
 Kind = Literal["plain", "reentrant", "once"]
 """PyTorch's two forms, and the one for a backward pass that is made of several."""
@@ -33,19 +33,19 @@ Mixtures = Literal["whole", "gates"]
 time, or only what experts compute between their products (`train.moe_checkpoint_method`)."""
 
 
-def kind_of(train: TrainConfig) -> Kind:
+def checkpoint_kind(train: TrainConfig) -> Kind:
     """The form that suits the settings."""
     if train.pipeline_parallel_size > 1 and train.pipeline_parallel_schedule in SPLIT_BACKWARD:
         return "once"
     return "reentrant" if train.enable_reentrant else "plain"
 
 
-def mixtures_of(train: TrainConfig) -> Mixtures:
+def checkpoint_moe_settings(train: TrainConfig) -> Mixtures:
     """What the settings say of mixtures."""
     return "gates" if train.moe_checkpoint_method == "moe_act" else "whole"
 
 
-def recompute(
+def apply_activation_checkpointing(
     model: Decoder, modules: Sequence[str] | None, kind: Kind, *, mixtures: Mixtures = "whole"
 ) -> None:
     """Plug recomputation into the model: whole layers, or only the named parts of each layer.
@@ -56,10 +56,10 @@ def recompute(
     """
     again = partial(_again, FORMS[kind])
     layers = list(model.model.layers.values())
-    apart: dict[nn.Module, MixtureOfExperts] = {}
+    apart: dict[nn.Module, MoE] = {}
     if mixtures == "gates":
         networks = ((layer, layer.get_submodule("mlp")) for layer in layers)
-        apart = {layer: mlp for layer, mlp in networks if isinstance(mlp, MixtureOfExperts)}
+        apart = {layer: mlp for layer, mlp in networks if isinstance(mlp, MoE)}
     if modules is None:
         model.run_layer = partial(_unless, apart, again, model.run_layer)
     for name in SOCKETS if modules is None else modules:
@@ -75,7 +75,7 @@ def recompute(
             )
         for layer in apart if modules is None else layers:
             if name == "mlp" and layer in apart:
-                recompute_gates(apart[layer], again)
+                checkpoint_moe_act(apart[layer], again)
             else:
                 setattr(layer, SOCKETS[name], partial(again, getattr(layer, SOCKETS[name])))
 
@@ -83,7 +83,7 @@ def recompute(
 def _unless(
     apart: Collection[nn.Module],
     again: Callable[..., Any],
-    run: Run,
+    run: CallHook,
     module: nn.Module,
     *args: Any,
 ) -> Any:
@@ -91,22 +91,22 @@ def _unless(
 
 
 def _again(
-    form: Callable[..., Any], run: Run, module: nn.Module, x: torch.Tensor, *rest: Any
+    form: Callable[..., Any], run: CallHook, module: nn.Module, x: torch.Tensor, *rest: Any
 ) -> Any:
     if not torch.is_grad_enabled():
         # Nothing will be computed again; PyTorch's own forms take their time to find that out.
         return run(module, x, *rest)
     # The backward pass of a micro-batch may come when another one's noise is drawn from, or none,
     # and another one's watch looks on.
-    return form(watched_alike(drawing_alike(run)), module, x, *rest)
+    return form(preserve_observer(preserve_dropout_rng(run)), module, x, *rest)
 
 
-def _plain(run: Run, module: nn.Module, x: torch.Tensor, *rest: Any) -> Any:
+def _plain(run: CallHook, module: nn.Module, x: torch.Tensor, *rest: Any) -> Any:
     # Draws do not come from torch's generators, whose saved state would cost a copy per layer.
     return checkpoint(run, module, x, *rest, use_reentrant=False, preserve_rng_state=False)
 
 
-def _reentrant(run: Run, module: nn.Module, x: torch.Tensor, *rest: Any) -> Any:
+def _reentrant(run: CallHook, module: nn.Module, x: torch.Tensor, *rest: Any) -> Any:
     if not x.requires_grad:
         # This kind only notices gradients that are wanted of its inputs, and below the first
         # adapter nothing wants any.
@@ -114,4 +114,4 @@ def _reentrant(run: Run, module: nn.Module, x: torch.Tensor, *rest: Any) -> Any:
     return checkpoint(run, module, x, *rest, use_reentrant=True, preserve_rng_state=False)
 
 
-FORMS = {"plain": _plain, "reentrant": _reentrant, "once": run_again_once}
+FORMS = {"plain": _plain, "reentrant": _reentrant, "once": checkpoint_once}

@@ -15,9 +15,9 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 
-from penstock.engine.activations.saved_tensors import Kept, kept_by
+from penstock.engine.activations.saved_tensors import Kept, saved_tensors_to
 from penstock.models.decoder import Decoder
-from penstock.models.layers.call_hook import Run
+from penstock.models.layers.call_hook import CallHook
 
 
 class Copies(Protocol):
@@ -40,7 +40,7 @@ class Copies(Protocol):
         ...
 
 
-class BesideComputation:
+class StreamCopier:
     """Copies on streams of their own, one in each direction, while the device computes.
 
     Memory on the device is always that of the stream that computes: a copy begins only when that
@@ -75,7 +75,7 @@ class BesideComputation:
         return copied
 
 
-class InTurn:
+class SyncCopier:
     """Copies at once. On a device whose memory is the host's it saves none, and shows what is moved
     where."""
 
@@ -101,12 +101,14 @@ class Group:
 
     before: "Group | None"
     """That of the layer before, which the backward pass will want next."""
-    bundles: "list[weakref.ref[Bundle]]" = field(default_factory=list["weakref.ref[Bundle]"])
+    bundles: "list[weakref.ref[OffloadedStorage]]" = field(
+        default_factory=list["weakref.ref[OffloadedStorage]"]
+    )
     is_wanted: bool = False
     """Whether the backward pass has come to it."""
 
 
-class Bundle:
+class OffloadedStorage:
     """The bytes of one storage. It lives as long as a graph wants any of them."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -135,7 +137,7 @@ class Bundle:
         return data.set_(storage)
 
 
-class Store:
+class ActivationOffloader:
     """Keeps tensors of one device, of which `room` bytes stay there.
 
     A tensor that leaves holds its memory on the device until two groups later, so at most two
@@ -144,10 +146,12 @@ class Store:
 
     def __init__(self, device: torch.device, copies: Copies, *, room: int) -> None:
         self._device, self._copies, self._room = device, copies, room
-        self._known: weakref.WeakValueDictionary[int, Bundle] = weakref.WeakValueDictionary()
-        self._staying: dict[int, weakref.ref[Bundle]] = {}
+        self._known: weakref.WeakValueDictionary[int, OffloadedStorage] = (
+            weakref.WeakValueDictionary()
+        )
+        self._staying: dict[int, weakref.ref[OffloadedStorage]] = {}
         self._bytes_staying = 0
-        self._leaving: deque[list[tuple[weakref.ref[Bundle], Any]]] = deque([[]])
+        self._leaving: deque[list[tuple[weakref.ref[OffloadedStorage], Any]]] = deque([[]])
         self._coming: list[tuple[torch.Tensor, Any]] = []
         self._newest: Group | None = None
 
@@ -189,18 +193,18 @@ class Store:
             and not _is_weight(tensor)
         )
 
-    def _bundle(self, tensor: torch.Tensor) -> Bundle:
+    def _bundle(self, tensor: torch.Tensor) -> OffloadedStorage:
         storage = tensor.untyped_storage()
         known = self._known.get(storage.data_ptr())
         # Another storage may lie where one was that has gone.
         if known and known.of() is storage and known.version == tensor._version:
             return known
-        bundle = Bundle(tensor)
+        bundle = OffloadedStorage(tensor)
         self._known[storage.data_ptr()] = bundle
         self._stay(bundle)
         return bundle
 
-    def _stay(self, bundle: Bundle) -> None:
+    def _stay(self, bundle: OffloadedStorage) -> None:
         number, size = id(bundle), bundle.size
 
         def gone(_: Any) -> None:
@@ -216,7 +220,7 @@ class Store:
             oldest.away, copied = self._copies.away(oldest.data())
             self._leaving[-1].append((weakref.ref(oldest), copied))
 
-    def _stay_no_longer(self, bundle: Bundle) -> None:
+    def _stay_no_longer(self, bundle: OffloadedStorage) -> None:
         if self._staying.pop(id(bundle), None):
             self._bytes_staying -= bundle.size
 
@@ -259,13 +263,13 @@ def _is_weight(tensor: torch.Tensor) -> bool:
     return isinstance(getattr(leaf, "variable", None), nn.Parameter)
 
 
-def store_for(device: torch.device, gigabytes: float) -> Store:
+def build_offloader(device: torch.device, gigabytes: float) -> ActivationOffloader:
     """Where the activations of this rank wait, but for so many gigabytes, the newest ones."""
-    copies: Copies = BesideComputation(device) if device.type == "cuda" else InTurn()
-    return Store(device, copies, room=int(gigabytes * 1e9))
+    copies: Copies = StreamCopier(device) if device.type == "cuda" else SyncCopier()
+    return ActivationOffloader(device, copies, room=int(gigabytes * 1e9))
 
 
-def offload(parts: Iterable[Decoder], store: Store) -> None:
+def offload(parts: Iterable[Decoder], store: ActivationOffloader) -> None:
     """Let every layer of a model's parts keep in `store` what it keeps; in place.
 
     What was plugged into `run_layer` before is called within: recomputation, which then keeps the
@@ -277,10 +281,14 @@ def offload(parts: Iterable[Decoder], store: Store) -> None:
 
 
 def _offloaded(
-    store: Store, first: nn.Module | None, run: Run, module: nn.Module, *args: Any
+    store: ActivationOffloader,
+    first: nn.Module | None,
+    run: CallHook,
+    module: nn.Module,
+    *args: Any,
 ) -> torch.Tensor:
     if not torch.is_grad_enabled():
         return run(module, *args)
     group = store.begin("pass" if module is first else "layer")
-    with kept_by(partial(store.keep, group)):
+    with saved_tensors_to(partial(store.keep, group)):
         return run(module, *args)

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from penstock.engine.activations.saved_tensors import Kept, keep
+from penstock.engine.activations.saved_tensors import Kept, save_for_backward
 
 
-class Slot:
+class SavedTensorSlot:
     """What the graph keeps in the place of a saved tensor. When the graph lets go of it, so does
     the call."""
 
@@ -24,7 +24,7 @@ class _EnoughError(Exception):
     """All that was saved is there again: what follows need not be computed."""
 
 
-def run_again_once(run: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+def checkpoint_once(run: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
     """`run(*args)`, whose saved tensors are not kept, but computed again when a backward pass first
     wants one, and then kept until none can want them any more.
 
@@ -43,28 +43,30 @@ class _Call:
     def __init__(self, run: Callable[..., torch.Tensor], args: tuple[Any, ...]) -> None:
         self._run = run
         self._args = [_Argument.of(arg) for arg in args]
-        self._slots: list[weakref.ref[Slot]] = []
-        self._saved: weakref.WeakKeyDictionary[Slot, torch.Tensor] | None = None
+        self._slots: list[weakref.ref[SavedTensorSlot]] = []
+        self._saved: weakref.WeakKeyDictionary[SavedTensorSlot, torch.Tensor] | None = None
         device = next(arg.device.type for arg in args if isinstance(arg, torch.Tensor))
         self._casting = casting_as_now(device)
 
-    def leave_out(self, _: torch.Tensor) -> tuple["_Call", Slot]:
+    def leave_out(self, _: torch.Tensor) -> tuple["_Call", SavedTensorSlot]:
         """In the forward pass: a slot for the tensor."""
-        slot = Slot()
+        slot = SavedTensorSlot()
         self._slots.append(weakref.ref(slot))
         # The graph holds on to the call through its slots, and nothing else does.
         return self, slot
 
     @staticmethod
-    def get(left: tuple["_Call", Slot]) -> torch.Tensor:
+    def get(left: tuple["_Call", SavedTensorSlot]) -> torch.Tensor:
         """In a backward pass: the tensor of the slot."""
         call, slot = left
         if call._saved is None:
             call._saved = call._computed_again()
         return call._saved[slot]
 
-    def _computed_again(self) -> weakref.WeakKeyDictionary[Slot, torch.Tensor]:
-        saved: weakref.WeakKeyDictionary[Slot, torch.Tensor] = weakref.WeakKeyDictionary()
+    def _computed_again(self) -> weakref.WeakKeyDictionary[SavedTensorSlot, torch.Tensor]:
+        saved: weakref.WeakKeyDictionary[SavedTensorSlot, torch.Tensor] = (
+            weakref.WeakKeyDictionary()
+        )
         place = iter(self._slots)
         left = len(self._slots)
 
@@ -105,7 +107,11 @@ class _Argument:
 
     @staticmethod
     def of(arg: Any) -> Any:
-        return _Argument(keep(arg), arg.requires_grad) if isinstance(arg, torch.Tensor) else arg
+        return (
+            _Argument(save_for_backward(arg), arg.requires_grad)
+            if isinstance(arg, torch.Tensor)
+            else arg
+        )
 
     def again(self) -> torch.Tensor:
         """One that is differentiated like it, and no further."""

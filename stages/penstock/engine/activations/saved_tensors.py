@@ -1,7 +1,8 @@
 """What a backward pass will want, and where it is kept until then.
 
 Autograd keeps tensors itself, or as `saved_tensors_hooks` say. Who keeps a tensor beside autograd,
-to compute something again from it, does so with `keep`, and so where autograd's would be kept.
+to compute something again from it, does so with `save_for_backward`, and so where autograd's would
+be kept.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,17 +21,18 @@ _KEPT_BY: ContextVar[Keeper | None] = ContextVar("keeper", default=None)
 
 
 @contextmanager
-def kept_by(keeper: Keeper) -> Iterator[None]:
-    """While this is entered, autograd and `keep` leave what they keep with `keeper`."""
+def saved_tensors_to(keeper: Keeper) -> Iterator[None]:
+    """While this is entered, autograd and `save_for_backward` leave what they keep with
+    `keeper`."""
     before = _KEPT_BY.set(keeper)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(keeper, given_back):
+        with torch.autograd.graph.saved_tensors_hooks(keeper, unpack_hook):
             yield
     finally:
         _KEPT_BY.reset(before)
 
 
-def keep(tensor: torch.Tensor) -> Kept:
+def save_for_backward(tensor: torch.Tensor) -> Kept:
     """Keep a tensor, without the graph that it came of."""
     if keeper := _KEPT_BY.get():
         return keeper(tensor)
@@ -38,6 +40,6 @@ def keep(tensor: torch.Tensor) -> Kept:
     return lambda: alone
 
 
-def given_back(kept: Kept) -> torch.Tensor:
+def unpack_hook(kept: Kept) -> torch.Tensor:
     """What autograd wants of what it was left with instead of a tensor."""
     return kept()

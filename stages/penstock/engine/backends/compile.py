@@ -16,10 +16,10 @@ from torch.distributed.fsdp import FSDPModule
 from penstock.core.errors import CapabilityError
 from penstock.models.decoder import Decoder
 from penstock.models.layers.block import Block
-from penstock.models.layers.call_hook import direct
-from penstock.models.layers.experts import in_turn
-from penstock.models.layers.module_registry import Numbered
-from penstock.models.layers.moe import MixtureOfExperts, at_hand, dispatch_here
+from penstock.models.layers.call_hook import call
+from penstock.models.layers.experts import call_experts
+from penstock.models.layers.module_registry import OpModule
+from penstock.models.layers.moe import MoE, dispatch_here, no_op
 from penstock_kernels.group_gemm import group_gemm
 from penstock_kernels.op import HAS_TRITON
 
@@ -60,7 +60,7 @@ def compile_layers(model: Decoder, device: torch.device) -> None:
     for layer in model.model.layers.values():
         assert isinstance(layer, Block)
         for module in layer.modules():
-            if isinstance(module, Numbered):
+            if isinstance(module, OpModule):
                 module.give_number()
         for module in _programs(layer):
             # Not the module's call, which runs the hooks of whoever shards it.
@@ -69,7 +69,7 @@ def compile_layers(model: Decoder, device: torch.device) -> None:
 
 def _programs(block: Block) -> Iterator[nn.Module]:
     """What is a program each."""
-    is_alone = block.run_attn is direct and block.run_mlp is direct
+    is_alone = block.run_attn is call and block.run_mlp is call
     networks = list(_of_network(block.mlp))
     if is_alone and networks == [block.mlp] and _is_one_unit(block):
         yield block
@@ -80,15 +80,17 @@ def _programs(block: Block) -> Iterator[nn.Module]:
 
 def _of_network(network: nn.Module) -> Iterator[nn.Module]:
     """The same of what feeds forward in a block."""
-    if not isinstance(network, MixtureOfExperts):
+    if not isinstance(network, MoE):
         yield network
         return
     experts = network.experts
     # The plain product asks how many rows each expert has, and recomputation of gates watches what
     # is kept: neither can be compiled.
-    whole = experts.run is in_turn and experts.operations.group_gemm is not group_gemm.reference
-    stays = network.dispatch is dispatch_here and network.arrive is at_hand
-    if whole and stays and network.run_shared is direct and _is_one_unit(network):
+    whole = (
+        experts.run is call_experts and experts.operations.group_gemm is not group_gemm.reference
+    )
+    stays = network.dispatch is dispatch_here and network.arrive is no_op
+    if whole and stays and network.run_shared is call and _is_one_unit(network):
         yield network
         return
     yield network.gate

@@ -6,27 +6,27 @@ from dataclasses import replace
 from penstock.config.schema.model import ModelConfig
 from penstock.config.schema.train import DropoutConfig
 from penstock.models.decoder import Decoder
-from penstock.models.layers.attention import Attend, in_bf16
-from penstock.models.layers.dropout import Dropout, Dropping
+from penstock.models.layers.attention import AttentionFn, in_bf16
+from penstock.models.layers.dropout import Dropout, DropoutRates
 from penstock.models.layers.experts import ExpertOperations
-from penstock.models.layers.layer_ops import Choice, Operations, layer_operations
+from penstock.models.layers.layer_ops import Choice, LayerOps, layer_operations
 from penstock_kernels.clamped_swiglu import clamped_gate
 from penstock_kernels.glu import swiglu
 
 
-def dropping(written: DropoutConfig) -> Dropping:
+def dropout_config(written: DropoutConfig) -> DropoutRates:
     """What layers drop."""
     depth = "rising" if written.depth_scaling else "alike"
     rates = (written.hidden, written.ffn, written.attention)
-    return Dropping(*rates, warmup_steps=written.warmup_steps, depth=depth)
+    return DropoutRates(*rates, warmup_steps=written.warmup_steps, depth=depth)
 
 
-def drops(part: Decoder) -> bool:
+def has_dropout(part: Decoder) -> bool:
     """Whether anything in it, adapters included, is ever dropped."""
     return any(isinstance(module, Dropout) and module.drops for module in part.modules())
 
 
-def operations_as_written(model: ModelConfig) -> Operations:
+def select_layer_ops(model: ModelConfig) -> LayerOps:
     """PyTorch's plain operations where the settings want them, else the best that serve."""
     return layer_operations(
         norms=_choice(model.rmsnorm_native),
@@ -35,14 +35,14 @@ def operations_as_written(model: ModelConfig) -> Operations:
     )
 
 
-def gates_as_written(experts: ExpertOperations, model: ModelConfig) -> ExpertOperations:
+def select_activation_impl(experts: ExpertOperations, model: ModelConfig) -> ExpertOperations:
     """The operations of experts, with plain gates where the settings want them."""
     if not model.activation_native:
         return experts
     return replace(experts, activate=swiglu.reference, clamped_gate=clamped_gate.reference)
 
 
-def precision_as_written(attend: Attend, model: ModelConfig) -> Attend:
+def select_attention_dtype(attend: AttentionFn, model: ModelConfig) -> AttentionFn:
     """Attention in bf16 where the settings want it, else in that of its inputs."""
     return in_bf16(attend) if model.attention_cast_bf16 else attend
 

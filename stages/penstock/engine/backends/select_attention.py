@@ -9,7 +9,7 @@ import torch
 from penstock.config.schema.run import RunConfig
 from penstock.core.errors import CapabilityError
 from penstock.models.decoder_config import DecoderConfig
-from penstock_kernels.attention import Segments, attention
+from penstock_kernels.attention import VarlenMetadata, attention
 from penstock_kernels.attention.block import block
 from penstock_kernels.flash_packages import PACKAGES
 
@@ -76,7 +76,7 @@ class _Asked:
                 (config.num_attention_heads,),
             )
         )
-        segments = Segments.of([1], self.device)
+        segments = VarlenMetadata.of([1], self.device)
         if self.branches:
             start_rows_1 = torch.empty(1, dtype=torch.int32, device=self.device)
             segments = replace(segments, start_rows=start_rows_1)

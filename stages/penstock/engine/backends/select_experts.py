@@ -7,13 +7,13 @@ import torch
 from penstock.config.schema.run import RunConfig
 from penstock.core.errors import CapabilityError
 from penstock.models.decoder_config import DecoderConfig
-from penstock.models.layers.experts import ExpertOperations, Implementation, operations_of
+from penstock.models.layers.experts import ExpertOperations, Implementation, select_expert_ops
 from penstock_kernels.group_gemm import group_gemm
 
 NAMES: tuple[Implementation, ...] = ("eager", "native", "triton", "quack")
 
 
-def choose_experts(
+def select_moe_backend(
     run: RunConfig, config: DecoderConfig, device: torch.device, notify: Callable[[str], None]
 ) -> ExpertOperations:
     """The operations that `model.moe_implementation` names; unset, the first that takes the model's
@@ -27,7 +27,7 @@ def choose_experts(
             notify(f"experts: the model has none, so moe_implementation {written} changes nothing")
         if run.train.moe_checkpoint_method:
             notify("experts: the model has none, so moe_checkpoint_method moe_act changes nothing")
-        return operations_of("eager")
+        return select_expert_ops("eager")
     dtype: torch.dtype = getattr(torch, run.train.computes_in)
     refusals: dict[Implementation, str | None] = {
         name: refusal(name, config, device, dtype) for name in NAMES if name in group_gemm.fast
@@ -39,7 +39,7 @@ def choose_experts(
         ]
         chosen = picked[0] if picked else "eager"
         notify(f"experts: {chosen}")
-        return operations_of(chosen)
+        return select_expert_ops(chosen)
     if written in refusals and refusals[written] is not None:
         raise CapabilityError(
             f"model.moe_implementation is {written}, which cannot compute this model's experts "
@@ -51,7 +51,7 @@ def choose_experts(
             f"model.moe_implementation is {written}, and this machine has no such kernels: triton "
             "is published for Linux alone.\n  Write native or eager, or leave it out."
         )
-    return operations_of(written)
+    return select_expert_ops(written)
 
 
 def refusal(

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 
 import torch
 
-from penstock.engine.checkpoint.dcp_io import Box, Boxes
+from penstock.engine.checkpoint.dcp_io import Boxes, ShardView
 
 
-class Changes:
+class PreUpdateHooks:
     """Those of weights and of what the optimizer keeps. Whoever makes one says so before."""
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Changes:
             reader()
 
 
-class BoxCopies:
+class StagingBuffers:
     """Copies of tensors in host memory that is used again each time."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class BoxCopies:
 
     def _copied(self, boxes: Boxes) -> Boxes:
         copied = {
-            name: [Box(box.whole, box.offsets, self._room(name, box)) for box in parts]
+            name: [ShardView(box.whole, box.offsets, self._room(name, box)) for box in parts]
             for name, parts in boxes.items()
         }
         into = [box.data for parts in copied.values() for box in parts]
@@ -88,7 +88,7 @@ class BoxCopies:
             if self._stream:
                 self._stream.synchronize()
 
-    def _room(self, name: str, box: Box) -> torch.Tensor:
+    def _room(self, name: str, box: ShardView) -> torch.Tensor:
         key = name, box.offsets
         if key not in self._memory:
             self._memory[key] = torch.empty(

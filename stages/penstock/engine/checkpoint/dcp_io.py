@@ -48,7 +48,7 @@ from penstock.engine.checkpoint.safe_dcp_reader import CheckpointFiles
 
 
 @dataclass(frozen=True)
-class Box:
+class ShardView:
     """A box of a tensor of this shape; `data` is written, or read into in place."""
 
     whole: tuple[int, ...]
@@ -68,13 +68,13 @@ class Box:
         return ChunkStorageMetadata(torch.Size(self.offsets), self.data.size())
 
 
-Boxes = Mapping[str, Sequence[Box]]
+Boxes = Mapping[str, Sequence[ShardView]]
 """By the name of the tensor in the checkpoint."""
 
 
-def whole_box(tensor: torch.Tensor) -> Box:
+def whole_box(tensor: torch.Tensor) -> ShardView:
     """All of a tensor."""
-    return Box(tuple(tensor.shape), (0,) * tensor.dim(), tensor)
+    return ShardView(tuple(tensor.shape), (0,) * tensor.dim(), tensor)
 
 
 def write_boxes(
@@ -115,19 +115,19 @@ def read_boxes(boxes: Boxes, files: CheckpointFiles) -> None:
         except CheckpointException as error:
             # It is no Exception, which processes expect of whatever fails.
             raise ArtifactError(
-                f"The checkpoint {files.folder} cannot be read: {cause_of(error)}.\n"
+                f"The checkpoint {files.folder} cannot be read: {first_rank_error(error)}.\n"
                 "  Take another checkpoint of the run."
             ) from error
 
 
-def cause_of(error: BaseException) -> BaseException:
+def first_rank_error(error: BaseException) -> BaseException:
     """The first rank's error, of one that speaks for all ranks."""
     failures = getattr(error, "failures", None)
     return next(iter(failures.values()))[0] if failures else error
 
 
 def _reads(
-    files: CheckpointFiles, name: str, entry: TensorStorageMetadata, parts: Sequence[Box]
+    files: CheckpointFiles, name: str, entry: TensorStorageMetadata, parts: Sequence[ShardView]
 ) -> list[ReadItem]:
     """Which part of which stored box goes where."""
     reads = create_read_items_for_chunk_list(name, entry, [box.chunk for box in parts])
@@ -161,7 +161,7 @@ class _Saving(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
         """The data of the box that is written."""
-        parts: Sequence[Box] = self.state_dict[index.fqn]
+        parts: Sequence[ShardView] = self.state_dict[index.fqn]
         box = next(box for box in parts if torch.Size(box.offsets) == index.offset)
         return box.data.to(box.dtype)
 
@@ -194,7 +194,7 @@ class _Loading(DefaultLoadPlanner):
         return self.state_dict[index.fqn][index.index].data
 
 
-def _write_item(name: str, box: Box) -> WriteItem:
+def _write_item(name: str, box: ShardView) -> WriteItem:
     return WriteItem(
         index=MetadataIndex(name, box.offsets),
         # A shard, also where it is all of the tensor: ranks may hold the same.

@@ -30,7 +30,7 @@ SHOWN = 3
 
 
 @dataclass(frozen=True)
-class Naming:
+class CheckpointNaming:
     """What a run calls its checkpoints."""
 
     template: str = GLOBAL_STEP
@@ -46,9 +46,9 @@ class Naming:
         return next((step for step in steps if step is not None), None)
 
 
-def naming_of(train: TrainConfig) -> Naming:
+def checkpoint_naming(train: TrainConfig) -> CheckpointNaming:
     """What a run calls them."""
-    return Naming(train.ckpt_name) if train.ckpt_name else Naming()
+    return CheckpointNaming(train.ckpt_name) if train.ckpt_name else CheckpointNaming()
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -134,14 +134,14 @@ def set_damaged_aside(folder: Path) -> Path:
 def complete_checkpoints(root: Path) -> list[Path]:
     """All complete checkpoints under `root`, whatever they are called, oldest first."""
     found = [
-        (step_of(path), path)
+        (checkpoint_step(path), path)
         for path in (root.iterdir() if root.is_dir() else ())
         if not path.name.endswith(PART) and (path / COMPLETE).is_file()
     ]
     return [path for _, path in sorted(found)]
 
 
-def step_of(folder: Path) -> int:
+def checkpoint_step(folder: Path) -> int:
     """The step of a complete checkpoint: by its name where that tells, for states are long where
     ranks are many. One that does not tell counts as the newest, so that it is looked at first."""
     step = step_in(GLOBAL_STEP, folder.name)
@@ -153,19 +153,19 @@ def step_of(folder: Path) -> int:
         return sys.maxsize
 
 
-def checkpoint_of(step: int, root: Path) -> Path | None:
+def find_checkpoint(step: int, root: Path) -> Path | None:
     """The complete checkpoint of `step` under `root`; None if there is none."""
-    return next((one for one in complete_checkpoints(root) if step_of(one) == step), None)
+    return next((one for one in complete_checkpoints(root) if checkpoint_step(one) == step), None)
 
 
 def newest_checkpoint(root: Path, key: str) -> Path | None:
     """The newest complete checkpoint under `root` of the run with this key. One that is too
     damaged to tell may be it."""
     found = reversed(complete_checkpoints(root))
-    return next((folder for folder in found if may_be_of(key, folder)), None)
+    return next((folder for folder in found if may_belong_to(key, folder)), None)
 
 
-def may_be_of(key: str, folder: Path) -> bool:
+def may_belong_to(key: str, folder: Path) -> bool:
     """Whether a complete checkpoint is of the run with this key, or too damaged to tell."""
     try:
         return read_state(folder).get("key") == key
@@ -173,7 +173,7 @@ def may_be_of(key: str, folder: Path) -> bool:
         return True
 
 
-def sweep(root: Path) -> None:
+def clean_partial_saves(root: Path) -> None:
     """Delete what interrupted saves left."""
     for path in root.glob(f"*{PART}") if root.is_dir() else ():
         remove(path)

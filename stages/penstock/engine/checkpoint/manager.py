@@ -15,46 +15,46 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from penstock.adapters.names import factor_of
+from penstock.adapters.names import parse_factor
 from penstock.core.cache.folder_digests import ALGORITHM, FileDigest, FolderDigests, digest_of_file
 from penstock.core.errors import ArtifactError, StageError
-from penstock.core.files import PART, fsync, publishing, regular_files, remove, write_json
-from penstock.core.os_errors import is_full_disk, reason_of
-from penstock.engine.checkpoint.async_staging import BoxCopies
-from penstock.engine.checkpoint.dcp_io import Boxes, cause_of, write_boxes
+from penstock.core.files import PART, atomic_write, fsync, regular_files, remove, write_json
+from penstock.core.os_errors import describe_os_error, is_full_disk
+from penstock.engine.checkpoint.async_staging import StagingBuffers
+from penstock.engine.checkpoint.dcp_io import Boxes, first_rank_error, write_boxes
 from penstock.engine.checkpoint.folders import (
     BEST,
     BEST_MARK,
     COMPLETE,
     STATE,
-    Naming,
-    checkpoint_of,
+    CheckpointNaming,
     complete_checkpoints,
+    find_checkpoint,
     read_state,
     understanding,
 )
 from penstock.engine.checkpoint.safe_dcp_reader import CheckpointFiles
-from penstock.engine.checkpoint.train_state import States, Trained
-from penstock.engine.distributed.ranks import Ranks
+from penstock.engine.checkpoint.train_state import States, TrainState
+from penstock.engine.distributed.ranks import ProcessInfo
 
 ADAPTERS, MERGED, MODEL = "adapters alone", "a model with adapters merged into it", "all of a model"
 """What a checkpoint may hold."""
 
-DEFAULT = Naming()
+DEFAULT = CheckpointNaming()
 
 
-class Checkpoints:
+class CheckpointManager:
     """The checkpoints of one run under `root`. Every rank makes one and makes the same calls."""
 
     def __init__(
         self,
         root: Path,
-        trained: Trained,
-        ranks: Ranks,
+        trained: TrainState,
+        ranks: ProcessInfo,
         *,
         writes: Literal["at_once", "behind"] = "at_once",
         limit: int | None = None,
-        naming: Naming = DEFAULT,
+        naming: CheckpointNaming = DEFAULT,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         """`behind` writes while training goes on; `limit` keeps so many of the newest; `group` is
@@ -68,7 +68,7 @@ class Checkpoints:
         its = group or dist.new_group(backend="gloo")
         assert isinstance(its, dist.ProcessGroup)
         self._group = its
-        self._copies = BoxCopies() if writes == "behind" else None
+        self._copies = StagingBuffers() if writes == "behind" else None
         if self._copies:
             trained.changes.wait_for(self._copies.wait)
         self._thread: threading.Thread | None = None
@@ -174,13 +174,13 @@ class Checkpoints:
 
     def folder_of(self, step: int) -> Path | None:
         """The complete checkpoint of `step`; None if there is none."""
-        return checkpoint_of(step, self.root)
+        return find_checkpoint(step, self.root)
 
     def _require_same_kind(self, folder: Path, there: str) -> None:
         """Refuse a checkpoint of which a part would be missing, or left out without a word."""
         mine = ADAPTERS
         if not self._trained.only_trained:
-            bears = any(factor_of(held.name) for held in self._trained.held)
+            bears = any(parse_factor(held.name) for held in self._trained.held)
             # A stage of a pipeline may have none.
             mine = MERGED if self._ranks.anywhere(bears) else MODEL
         if there != mine:
@@ -195,13 +195,15 @@ class Checkpoints:
         trained = self._trained
         return trained.states == "left out" and self._ranks.anywhere(trained.has_states)
 
-    def _behind(self, step: int, boxes: Boxes, state: dict[str, Any], copies: BoxCopies) -> None:
+    def _behind(
+        self, step: int, boxes: Boxes, state: dict[str, Any], copies: StagingBuffers
+    ) -> None:
         try:
             self._write(step, self._copied(step, boxes, copies), state)
         except BaseException as error:  # noqa: BLE001 - raised where training meets it
             self._failure = error
 
-    def _copied(self, step: int, boxes: Boxes, copies: BoxCopies) -> Boxes:
+    def _copied(self, step: int, boxes: Boxes, copies: StagingBuffers) -> Boxes:
         """Copies of them. Raises StageError on all ranks if one has no room for them."""
         copied, fault = boxes, None
         try:
@@ -277,7 +279,7 @@ class Checkpoints:
 def _kind_of(state: dict[str, Any], files: CheckpointFiles) -> str:
     if state["adapter_only"]:
         return ADAPTERS
-    return MERGED if any(map(factor_of, files.read_metadata().state_dict_metadata)) else MODEL
+    return MERGED if any(map(parse_factor, files.read_metadata().state_dict_metadata)) else MODEL
 
 
 def _name_of(optimizer: torch.optim.Optimizer) -> str:
@@ -309,16 +311,16 @@ def _publish(
 
 def _why_unwritten(error: BaseException, folder: Path) -> str:
     """In one sentence, with the free space where that is what is missing."""
-    cause = cause_of(error)
+    cause = first_rank_error(error)
     if is_full_disk(cause):
         with suppress(OSError):
             free = shutil.disk_usage(folder).free
             return f"the disk of {folder} is full ({free / 1e6:.1f} MB are left there)"
-    return reason_of(cause) if isinstance(cause, OSError) else str(cause)
+    return describe_os_error(cause) if isinstance(cause, OSError) else str(cause)
 
 
 def _name(folder: Path, file: Path) -> None:
     (folder / BEST_MARK).touch()
     fsync(folder)
-    with publishing(file) as part:
+    with atomic_write(file) as part:
         part.write_text(f"{folder.name}\n")

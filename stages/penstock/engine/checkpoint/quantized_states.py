@@ -16,22 +16,22 @@ from typing import cast
 import torch
 
 from penstock.core.errors import ArtifactError
-from penstock.engine.checkpoint.dcp_io import Box, Boxes, read_boxes, whole_box
+from penstock.engine.checkpoint.dcp_io import Boxes, ShardView, read_boxes, whole_box
 from penstock.engine.checkpoint.safe_dcp_reader import CheckpointFiles
 from penstock.optim.quantized_states import (
     MOMENTS,
     Compressed,
     Form,
     Moment,
-    compress,
-    expand,
+    dequantize_states,
+    quantize_states,
     size_in,
 )
 
 PLACED = re.compile(r"(.+)@(int8|int4)@([\d,]+)@([\d,]+)@codes")
 
 
-def compressed_boxes(name: str, box: Box, form: Form) -> Iterator[tuple[str, Box]]:
+def compressed_boxes(name: str, box: ShardView, form: Form) -> Iterator[tuple[str, ShardView]]:
     """What is written in place of a box of the tensor of this name: itself, unless it is of a
     moment of AdamW's, and then codes and scales."""
     moment = MOMENTS.get(name.rpartition(".")[2])
@@ -39,17 +39,17 @@ def compressed_boxes(name: str, box: Box, form: Form) -> Iterator[tuple[str, Box
         yield name, box
     elif box.data.numel():
         part = _Part(name, form, box.offsets, tuple(box.data.shape))
-        for leaf, tensor in compress(box.data, moment, form)._asdict().items():
+        for leaf, tensor in quantize_states(box.data, moment, form)._asdict().items():
             yield f"{part}@{leaf}", whole_box(tensor)
 
 
-def tensor_of(name: str) -> str:
+def parse_tensor_name(name: str) -> str:
     """The name of the tensor that something in a checkpoint belongs to."""
     return name.partition("@")[0]
 
 
 @dataclass(frozen=True)
-class CompressedStates:
+class QuantizedStates:
     """Those in a checkpoint."""
 
     files: CheckpointFiles
@@ -59,7 +59,7 @@ class CompressedStates:
 
         Raises ArtifactError where the checkpoint does not have all of a tensor.
         """
-        left: dict[str, Sequence[Box]] = {}
+        left: dict[str, Sequence[ShardView]] = {}
         for name, wanted in boxes.items():
             if name in self._parts:
                 self._fill(name, self._parts[name], wanted)
@@ -77,7 +77,7 @@ class CompressedStates:
                 found.setdefault(name, []).append(part)
         return found
 
-    def _fill(self, name: str, parts: Sequence["_Part"], boxes: Sequence[Box]) -> None:
+    def _fill(self, name: str, parts: Sequence["_Part"], boxes: Sequence[ShardView]) -> None:
         needed = [part for part in parts if any(part.meets(box) for box in boxes)]
         empty = {part: part.empty() for part in needed}
         read_boxes(
@@ -90,7 +90,9 @@ class CompressedStates:
         )
         filled = 0
         for part, compressed in empty.items():
-            values = expand(compressed, prod(part.shape), part.moment, part.form).view(part.shape)
+            values = dequantize_states(compressed, prod(part.shape), part.moment, part.form).view(
+                part.shape
+            )
             filled += sum(part.copy(values, box) for box in boxes)
         if filled != (wanted := sum(box.data.numel() for box in boxes)):
             raise ArtifactError(
@@ -122,11 +124,11 @@ class _Part:
         codes, blocks = size_in(self.form, prod(self.shape))
         return Compressed(torch.empty(codes, dtype=torch.uint8), torch.empty(blocks, 2))
 
-    def meets(self, box: Box) -> bool:
+    def meets(self, box: ShardView) -> bool:
         """Whether anything of it lies in the box."""
         return all(begin < end for begin, end in self._shared(box))
 
-    def copy(self, values: torch.Tensor, box: Box) -> int:
+    def copy(self, values: torch.Tensor, box: ShardView) -> int:
         """Copy what lies in the box; how many numbers that are."""
         if not self.meets(box):
             return 0
@@ -141,7 +143,7 @@ class _Part:
         box.data[its].copy_(values[mine])
         return prod(end - begin for begin, end in shared)
 
-    def _shared(self, box: Box) -> list[tuple[int, int]]:
+    def _shared(self, box: ShardView) -> list[tuple[int, int]]:
         """Where it and the box lie over each other, along every dimension."""
         return [
             (max(mine, its), min(mine + size, its + its_size))

@@ -10,18 +10,18 @@ from penstock.engine.checkpoint.folders import (
     DAMAGED,
     STATE,
     checkpoint_faults,
-    checkpoint_of,
+    checkpoint_step,
+    clean_partial_saves,
     complete_checkpoints,
     damaged_error,
+    find_checkpoint,
     in_brief,
-    may_be_of,
+    may_belong_to,
     read_state,
     set_damaged_aside,
-    step_of,
-    sweep,
 )
 from penstock.engine.checkpoint.safe_dcp_reader import CheckpointFiles
-from penstock.engine.distributed.ranks import Ranks
+from penstock.engine.distributed.ranks import ProcessInfo
 
 VERIFYING = "verifying the checkpoint"
 
@@ -29,7 +29,7 @@ Needs = Callable[[Mapping[str, Any]], Sequence[int]]
 """The steps of the other checkpoints without which the one with this `state.json` is of no use."""
 
 
-def require_whole(folder: Path, ranks: Ranks) -> None:
+def require_whole(folder: Path, ranks: ProcessInfo) -> None:
     """Raise ArtifactError on all ranks unless every file of a checkpoint is what was saved.
 
     Every rank calls it, and verifies a share of the bytes. Of a checkpoint without digests only the
@@ -37,11 +37,11 @@ def require_whole(folder: Path, ranks: Ranks) -> None:
     """
     if not ranks.gather((folder / COMPLETE).is_file())[0]:
         read_state(folder)
-    if faults := faults_of(folder, ranks):
+    if faults := find_checkpoint_faults(folder, ranks):
         raise damaged_error(folder, faults)
 
 
-def faults_of(folder: Path, ranks: Ranks) -> list[str]:
+def find_checkpoint_faults(folder: Path, ranks: ProcessInfo) -> list[str]:
     """What is wrong with a checkpoint; the same on all ranks, which all call it."""
     ranks.pulse.begins(VERIFYING)
     faults = checkpoint_faults(
@@ -55,7 +55,7 @@ def faults_of(folder: Path, ranks: Ranks) -> list[str]:
 def newest_whole_checkpoint(
     root: Path,
     key: str,
-    ranks: Ranks,
+    ranks: ProcessInfo,
     warn: Callable[[str], None],
     *,
     needs: Needs = lambda _: (),
@@ -72,9 +72,9 @@ def newest_whole_checkpoint(
     chosen: Path | None = None
     for name in ranks.gather(names)[0]:
         folder = root / name
-        if not ranks.gather(ranks.leads and may_be_of(key, folder))[0]:
+        if not ranks.gather(ranks.leads and may_belong_to(key, folder))[0]:
             continue
-        if faults := faults_of(folder, ranks):
+        if faults := find_checkpoint_faults(folder, ranks):
             damaged[name] = faults
         elif faults := _faults_of_needed(folder, ranks, needs):
             useless[name] = faults
@@ -84,7 +84,7 @@ def newest_whole_checkpoint(
     if chosen is None and (damaged or useless):
         raise _none_whole(root, damaged | useless)
     if ranks.leads:
-        sweep(root)
+        clean_partial_saves(root)
         for line in _passed_over(root, chosen, damaged, useless):
             warn(line)
     ranks.wait()
@@ -98,12 +98,12 @@ def _faults_without_digests(folder: Path) -> list[str]:
         return [str(error.__cause__ or error)]
 
 
-def _faults_of_needed(folder: Path, ranks: Ranks, needs: Needs) -> list[str]:
+def _faults_of_needed(folder: Path, ranks: ProcessInfo, needs: Needs) -> list[str]:
     found: list[str] = []
     for step in needs(read_state(folder)):
-        there = checkpoint_of(step, folder.parent)
+        there = find_checkpoint(step, folder.parent)
         name = there.name if there else f"of step {step}"
-        faults = faults_of(there, ranks) if there else ["it is missing"]
+        faults = find_checkpoint_faults(there, ranks) if there else ["it is missing"]
         if faults:
             found.append(f"the best checkpoint until then, {name}, is damaged: {in_brief(faults)}")
     return found
@@ -127,10 +127,10 @@ def _passed_over(
         except OSError as error:
             moved = f"it cannot be moved aside ({error.strerror})"
         lines.append(f"checkpoint {name} is damaged: {in_brief(faults)}; {moved}; {end}")
-    newest = step_of(chosen) if chosen else -1
+    newest = checkpoint_step(chosen) if chosen else -1
     for folder in sorted(root.iterdir()) if root.is_dir() else ():
         is_incomplete = (folder / STATE).is_file() and not (folder / COMPLETE).is_file()
-        if is_incomplete and folder.name != DAMAGED and step_of(folder) > newest:
+        if is_incomplete and folder.name != DAMAGED and checkpoint_step(folder) > newest:
             lines.append(f"checkpoint {folder.name} has no {COMPLETE} and is passed over; {end}")
     return lines
 

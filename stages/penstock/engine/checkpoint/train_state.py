@@ -13,17 +13,17 @@ from typing import Literal
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from penstock.engine.checkpoint.async_staging import Changes
-from penstock.engine.checkpoint.dcp_io import Box, Boxes, read_boxes, whole_box
+from penstock.engine.checkpoint.async_staging import PreUpdateHooks
+from penstock.engine.checkpoint.dcp_io import Boxes, ShardView, read_boxes, whole_box
 from penstock.engine.checkpoint.quantized_states import (
-    CompressedStates,
+    QuantizedStates,
     compressed_boxes,
-    tensor_of,
+    parse_tensor_name,
 )
 from penstock.engine.checkpoint.safe_dcp_reader import CheckpointFiles
-from penstock.engine.distributed.param_shards import Held, local
+from penstock.engine.distributed.param_shards import LocalParam, local
 from penstock.engine.optim.tensor_norms import numbers_of
-from penstock.optim.groups import set_rates
+from penstock.optim.groups import set_lr
 from penstock.optim.novograd import OF_TENSORS
 from penstock.optim.quantized_states import Form
 
@@ -39,18 +39,18 @@ def _all_of_them(boxes: Boxes) -> Boxes:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainState:
     """The model's parameters and the optimizer's state, as this rank holds them."""
 
-    held: Sequence[Held]
+    held: Sequence[LocalParam]
     optimizer: torch.optim.Optimizer
     only_trained: bool
     """Leave out frozen parameters; they are the base model's and are found there."""
-    stepped: Sequence[Held] | None = None
+    stepped: Sequence[LocalParam] | None = None
     """What the optimizer steps, where that is copies of the parameters; None: these."""
     states: Literal["saved", "left out"] = "saved"
     """What becomes of the optimizer's states; those that a checkpoint has are always read."""
-    changes: Changes = field(default_factory=Changes)
+    changes: PreUpdateHooks = field(default_factory=PreUpdateHooks)
     """Whoever changes any of it says so here before."""
     rounded_to: torch.dtype | None = None
     """What weights are saved in; None: as they are kept."""
@@ -88,33 +88,33 @@ class Trained:
         if states == "read":
             self._make_states(files)
         boxes = self.cut(_gathered(self._all() if states == "read" else self._parameters()))
-        read_boxes(CompressedStates(files).read(boxes), files)
+        read_boxes(QuantizedStates(files).read(boxes), files)
 
-    def _kept(self) -> Iterator[Held]:
+    def _kept(self) -> Iterator[LocalParam]:
         for held in self.held:
             if held.parameter.requires_grad or not self.only_trained:
                 yield held
 
-    def _stepped(self) -> Sequence[Held]:
+    def _stepped(self) -> Sequence[LocalParam]:
         return self.held if self.stepped is None else self.stepped
 
-    def _all(self) -> Iterator[tuple[str, Box]]:
+    def _all(self) -> Iterator[tuple[str, ShardView]]:
         yield from self._parameters()
         yield from self._states()
 
-    def _compressed(self) -> Iterator[tuple[str, Box]]:
+    def _compressed(self) -> Iterator[tuple[str, ShardView]]:
         yield from self._parameters()
         assert self.compressed_to is not None
         for name, box in self._states():
             yield from compressed_boxes(name, box, self.compressed_to)
 
-    def _parameters(self) -> Iterator[tuple[str, Box]]:
+    def _parameters(self) -> Iterator[tuple[str, ShardView]]:
         for held in self._kept():
             part = local(held.parameter.detach())
             is_rounded = part.is_floating_point() and id(held.parameter) not in self.exact
             yield from _boxes(held, part, MODEL, "", self.rounded_to if is_rounded else None)
 
-    def _states(self) -> Iterator[tuple[str, Box]]:
+    def _states(self) -> Iterator[tuple[str, ShardView]]:
         for held in self._stepped():
             part = local(held.parameter.detach())
             for name, value in self.optimizer.state.get(held.parameter, {}).items():
@@ -132,24 +132,24 @@ class Trained:
                 parameter = held.parameter
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
         rates = [deepcopy(group["lr"]) for group in self.optimizer.param_groups]
-        set_rates(self.optimizer, 0.0)
+        set_lr(self.optimizer, 0.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
 
 
-def _gathered(boxes: Iterable[tuple[str, Box]]) -> Boxes:
+def _gathered(boxes: Iterable[tuple[str, ShardView]]) -> Boxes:
     """By the names, in one order, whichever the optimizer made its states in."""
-    found: dict[str, list[Box]] = {}
+    found: dict[str, list[ShardView]] = {}
     for name, box in boxes:
         found.setdefault(name, []).append(box)
     return dict(sorted(found.items()))
 
 
 def _state_boxes(
-    held: Held, end: str, value: torch.Tensor, like: torch.Tensor
-) -> Iterator[tuple[str, Box]]:
+    held: LocalParam, end: str, value: torch.Tensor, like: torch.Tensor
+) -> Iterator[tuple[str, ShardView]]:
     """What the optimizer keeps for a parameter: as that is, one number, or for all of it at once.
 
     The last goes by the name of the parameter's first tensor. Optimizers that keep such are refused
@@ -169,22 +169,28 @@ def _state_boxes(
             yield f"{OPTIMIZER}{piece.tensor}{end}", whole_box(value)
 
 
-def _boxes_of_tensors(held: Held, end: str, value: torch.Tensor) -> Iterator[tuple[str, Box]]:
+def _boxes_of_tensors(
+    held: LocalParam, end: str, value: torch.Tensor
+) -> Iterator[tuple[str, ShardView]]:
     """Of a state with a number for each tensor: of a stack as many, else one."""
     start = 0
     for piece in held.pieces:
         numbers = numbers_of(piece)
         own, start = value[start : start + len(numbers)], start + len(numbers)
         is_stack = len(piece.whole) == 3
-        box = Box(piece.whole[:1], (numbers.start,), own) if is_stack else whole_box(own[0])
+        box = ShardView(piece.whole[:1], (numbers.start,), own) if is_stack else whole_box(own[0])
         yield f"{OPTIMIZER}{piece.tensor}{end}", box
 
 
 def _boxes(
-    held: Held, part: torch.Tensor, begin: str, end: str, rounded_to: torch.dtype | None = None
-) -> Iterator[tuple[str, Box]]:
+    held: LocalParam,
+    part: torch.Tensor,
+    begin: str,
+    end: str,
+    rounded_to: torch.dtype | None = None,
+) -> Iterator[tuple[str, ShardView]]:
     for piece in held.pieces:
-        box = Box(piece.whole, piece.offsets, piece.of(part), rounded_to)
+        box = ShardView(piece.whole, piece.offsets, piece.of(part), rounded_to)
         yield f"{begin}{piece.tensor}{end}", box
 
 
@@ -193,6 +199,6 @@ def _states(files: CheckpointFiles) -> dict[str, dict[str, TensorStorageMetadata
     found: dict[str, dict[str, TensorStorageMetadata]] = {}
     for key, entry in files.read_metadata().state_dict_metadata.items():
         if key.startswith(OPTIMIZER) and isinstance(entry, TensorStorageMetadata):
-            tensor, _, name = tensor_of(key).removeprefix(OPTIMIZER).rpartition(".")
+            tensor, _, name = parse_tensor_name(key).removeprefix(OPTIMIZER).rpartition(".")
             found.setdefault(tensor, {})[name] = entry
     return found

@@ -9,13 +9,13 @@ import datetime
 import torch
 import torch.distributed as dist
 
-from penstock.engine.distributed.ranks import Ranks
+from penstock.engine.distributed.ranks import ProcessInfo
 
 
-class Announcing:
+class ControlBroadcast:
     """Every rank makes one at the same time, and the same calls."""
 
-    def __init__(self, ranks: Ranks, seconds: float | None = None) -> None:
+    def __init__(self, ranks: ProcessInfo, seconds: float | None = None) -> None:
         """`seconds`: how long ranks wait for one another; None: half an hour, as torch has it."""
         self._ranks = ranks
         timeout = None if seconds is None else datetime.timedelta(seconds=seconds)

@@ -24,7 +24,7 @@ class _Bucket:
     under_way: Any = field(default=None, repr=False)
 
 
-class GradientSums:
+class BucketedAllReduce:
     """The sums over one group. Every rank must hold the same parameters in the same order."""
 
     def __init__(

@@ -27,7 +27,7 @@ SumsIn = torch.dtype | None
 """In what ranks add up; None: in that of what they add."""
 
 
-def enter(
+def copy_to_tp_region(
     x_TD: torch.Tensor, group: dist.ProcessGroup, residual: Residual, sums: SumsIn = None
 ) -> torch.Tensor:
     """The residual stream's tokens, all of them, as a divided region needs them.
@@ -38,7 +38,7 @@ def enter(
     return (_Copy if residual == "whole" else _Gather).apply(x_TD, group, sums)
 
 
-def leave(
+def reduce_from_tp_region(
     x_TD: torch.Tensor, group: dist.ProcessGroup, residual: Residual, sums: SumsIn = None
 ) -> torch.Tensor:
     """The sum of what the ranks of a group computed: all tokens (`whole`) or a share (`split`).
@@ -49,7 +49,7 @@ def leave(
     return (_Sum if residual == "whole" else _Scatter).apply(x_TD, group, sums)
 
 
-def keep_share(x_TD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def scatter_to_sequence_parallel(x_TD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """This rank's consecutive share of tokens that all ranks of a group hold alike.
 
     Where they do not divide evenly, zeros are added behind the last. All ranks get the gradient of
@@ -58,8 +58,11 @@ def keep_share(x_TD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return _KeepShare.apply(x_TD, group)
 
 
-def gather_shares(x_TD: torch.Tensor, group: dist.ProcessGroup, count: int) -> torch.Tensor:
-    """The first `count` tokens of all ranks' shares, one after another: undoes `keep_share`.
+def gather_from_sequence_parallel(
+    x_TD: torch.Tensor, group: dist.ProcessGroup, count: int
+) -> torch.Tensor:
+    """The first `count` tokens of all ranks' shares, one after another: undoes
+    `scatter_to_sequence_parallel`.
 
     What comes after must be computed alike on all ranks, so that each has the whole gradient.
     """
@@ -146,8 +149,8 @@ class _Scatter(torch.autograd.Function):
         return gathered(grads[0], ctx.group), None, None
 
 
-def share_of(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """What `keep_share` keeps of a tensor that has no gradient."""
+def local_share(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """What `scatter_to_sequence_parallel` keeps of a tensor that has no gradient."""
     if padding := -x.shape[0] % group.size():
         x = torch.cat((x, x.new_zeros((padding, *x.shape[1:]))))
     return x.chunk(group.size())[group.rank()].contiguous()
@@ -157,7 +160,7 @@ class _KeepShare(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group, ctx.count = group, x.shape[0]
-        return share_of(x, group)
+        return local_share(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -172,7 +175,7 @@ class _GatherShares(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return share_of(grads[0], ctx.group), None
+        return local_share(grads[0], ctx.group), None
 
 
 class _GatherColumns(torch.autograd.Function):

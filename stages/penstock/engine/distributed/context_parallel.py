@@ -11,24 +11,24 @@ from dataclasses import replace
 
 import torch
 
-from penstock.engine.distributed.collectives import leave
+from penstock.engine.distributed.collectives import reduce_from_tp_region
 from penstock.engine.distributed.device_mesh import Mesh
-from penstock.engine.distributed.parallel_dims import Degrees
-from penstock.engine.distributed.ring_attention import Ring, spread
+from penstock.engine.distributed.parallel_dims import ParallelDims
+from penstock.engine.distributed.ring_attention import Ring, ring_segments
 from penstock.engine.distributed.ulysses import Ulysses
 from penstock.engine.generation.kv_cache import keeping
-from penstock.models.layers.attention import Attend
+from penstock.models.layers.attention import AttentionFn
 from penstock.rows.collate import MicroBatch
-from penstock.rows.shared_prefix import start_rows_of
-from penstock_kernels.attention import Segments, attention
+from penstock.rows.shared_prefix import first_blind_rows
+from penstock_kernels.attention import VarlenMetadata, attention
 
 
-def multiple(degrees: Degrees) -> int:
+def multiple(degrees: ParallelDims) -> int:
     """What T must be a multiple of."""
     return degrees.ulysses * (2 * degrees.ring if degrees.ring > 1 else 1)
 
 
-class Context:
+class ContextParallel:
     """This rank's share of the tokens of a row, and attention from them to all of it."""
 
     def __init__(self, mesh: Mesh) -> None:
@@ -56,15 +56,17 @@ class Context:
             position_ids_T=self.part(batch.position_ids_T),
         )
 
-    def segments(self, batch: MicroBatch, device: torch.device | str) -> Segments:
+    def segments(self, batch: MicroBatch, device: torch.device | str) -> VarlenMetadata:
         """What `attend` needs to know of a micro-batch's documents, once for all layers."""
         spans = batch.spans()
         if self._ring:
-            return spread(batch.lengths, self._ring.size, self._ring.index, device, spans=spans)
-        start_rows = None if spans is None else start_rows_of(spans)
-        return Segments.of(batch.lengths, device, start_rows=start_rows)
+            return ring_segments(
+                batch.lengths, self._ring.size, self._ring.index, device, spans=spans
+            )
+        start_rows = None if spans is None else first_blind_rows(spans)
+        return VarlenMetadata.of(batch.lengths, device, start_rows=start_rows)
 
-    def attend(self, backend: str) -> Attend:
+    def attend(self, backend: str) -> AttentionFn:
         """Attention from this rank's tokens to the whole row's, on `attention`'s backend."""
         ring = self._ring
         inner = ring.attend(backend) if ring else keeping(attention.backend(backend))
@@ -76,7 +78,7 @@ class Context:
         The gradient of each one's own is the sum's: what is made of it must be made alike on all.
         """
         for group in self._groups:
-            mine = leave(mine, group, "whole")
+            mine = reduce_from_tp_region(mine, group, "whole")
         return mine
 
     def part(self, x_T: torch.Tensor) -> torch.Tensor:

@@ -19,11 +19,11 @@ from torch.distributed.fsdp import (
 
 from penstock.config.schema.train import TrainConfig
 from penstock.core.errors import CapabilityError
-from penstock.engine.distributed.bucketed_all_reduce import BUCKET_MB, GradientSums
+from penstock.engine.distributed.bucketed_all_reduce import BUCKET_MB, BucketedAllReduce
 from penstock.engine.distributed.device_mesh import ROWS, Mesh
-from penstock.engine.distributed.expert_parallel import mixtures
-from penstock.engine.distributed.param_shards import Held, Piece, hold
-from penstock.models.decoder import Decoder, Part
+from penstock.engine.distributed.expert_parallel import moe_layers
+from penstock.engine.distributed.param_shards import LocalParam, TensorShard, make_local_param
+from penstock.models.decoder import Decoder, PipelineStageModules
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.names import EMBEDDING_WEIGHT, HEAD_WEIGHT
 
@@ -46,7 +46,7 @@ def kept(train: TrainConfig) -> Kept:
     return "nothing"
 
 
-class GradientSync(Protocol):
+class GradSync(Protocol):
     """What happens to gradients as a step goes on."""
 
     def before(self, *, last: bool) -> None:
@@ -59,7 +59,7 @@ class GradientSync(Protocol):
 
 
 @dataclass(frozen=True)
-class Sharding:
+class FSDPPolicy:
     """How weights are sharded."""
 
     kept: Kept
@@ -77,7 +77,7 @@ def shard(
     model: nn.Module,
     units: list[nn.Module],
     mesh: DeviceMesh,
-    how: Sharding,
+    how: FSDPPolicy,
     *,
     exact: Sequence[nn.Module] = (),
     elsewhere: Sequence[tuple[nn.Module, DeviceMesh]] = (),
@@ -127,7 +127,7 @@ def shard(
             unit.set_modules_to_forward_prefetch([following])
 
 
-class Sharded:
+class FSDPSync:
     """FSDP2 sums gradients by itself; it has to be told which backward pass is the last."""
 
     def __init__(self, parts: Sequence[nn.Module], kept: Kept) -> None:
@@ -145,10 +145,10 @@ class Sharded:
         """They were summed during the last pass."""
 
 
-class Whole:
+class ReplicatedSync:
     """Every rank holds whole weights, and gradients are summed over those that share them."""
 
-    def __init__(self, sums: Sequence[GradientSums]) -> None:
+    def __init__(self, sums: Sequence[BucketedAllReduce]) -> None:
         """Those of weights with which other ranks compute too."""
         self._sums = sums
 
@@ -185,21 +185,23 @@ def shard_parts(
             mesh.weights(train.cp_fsdp_mode),
             sharding(train),
             exact=exact,
-            elsewhere=[(experts, mesh.experts()) for experts in experts_apart(part, mesh)],
+            elsewhere=[
+                (experts, mesh.experts()) for experts in separately_sharded_experts(part, mesh)
+            ],
         )
 
 
-def experts_apart(part: Decoder, mesh: Mesh) -> list[nn.Module]:
+def separately_sharded_experts(part: Decoder, mesh: Mesh) -> list[nn.Module]:
     """The experts of a part's layers, where they lie otherwise than other weights."""
     if not mesh.parts_experts:
         return []
-    return [mixture.experts for mixture in mixtures(part)]
+    return [mixture.experts for mixture in moe_layers(part)]
 
 
-def sharding(train: TrainConfig) -> Sharding:
+def sharding(train: TrainConfig) -> FSDPPolicy:
     """What the settings say of weights that are sharded."""
     computes_in: torch.dtype = getattr(torch, train.computes_in)
-    return Sharding(
+    return FSDPPolicy(
         kept=kept(train),
         compute=None if computes_in == torch.float32 else computes_in,
         reduce=torch.bfloat16 if train.fsdp_reduce_dtype == "bf16" else torch.float32,
@@ -209,20 +211,20 @@ def sharding(train: TrainConfig) -> Sharding:
 
 
 def gradient_sync(
-    train: TrainConfig, mesh: Mesh, parts: Sequence[Decoder], held: Sequence[Held]
-) -> GradientSync:
+    train: TrainConfig, mesh: Mesh, parts: Sequence[Decoder], held: Sequence[LocalParam]
+) -> GradSync:
     """Who sums gradients over the ranks that compute other tokens."""
     if train.data_parallel_mode == "fsdp2":
-        return Sharded(parts, kept(train))
+        return FSDPSync(parts, kept(train))
     # The reentrant kind of recomputation is a backward pass within the backward pass.
     overlaps = not train.enable_reentrant and mesh.size("pipeline") == 1
     bucket_mb = train.comm_bucket_mb or BUCKET_MB
-    by_copies: dict[int, list[Held]] = {}
+    by_copies: dict[int, list[LocalParam]] = {}
     for one in held:
         by_copies.setdefault(id(one.copying), []).append(one)
-    return Whole(
+    return ReplicatedSync(
         [
-            GradientSums(
+            BucketedAllReduce(
                 [one.parameter for one in some],
                 some[0].copying,
                 overlaps=overlaps,
@@ -263,27 +265,31 @@ def _outline(config: DecoderConfig) -> Decoder:
     """A model with a layer of each kind: what every part of it may be called."""
     sparse = config.experts.layers[:1] if config.experts else ()
     with torch.device("meta"):
-        return Decoder(config, part=Part([0, *sparse]))
+        return Decoder(config, part=PipelineStageModules([0, *sparse]))
 
 
-def held_in(
+def local_params(
     parts: Sequence[Decoder],
-    pieces: Sequence[Mapping[str, tuple[Piece, ...]]],
+    pieces: Sequence[Mapping[str, tuple[TensorShard, ...]]],
     mesh: Mesh,
     train: TrainConfig,
-) -> list[Held]:
+) -> list[LocalParam]:
     """Every parameter of the parts as it lies now, and which pieces of which tensors it is."""
     copying, of_experts = _copying(mesh, train), _copying_experts(mesh, train)
-    found: list[Held] = []
+    found: list[LocalParam] = []
     for part, pieces_here in zip(parts, pieces, strict=True):
-        apart = {id(p) for experts in experts_apart(part, mesh) for p in experts.parameters()}
+        apart = {
+            id(p)
+            for experts in separately_sharded_experts(part, mesh)
+            for p in experts.parameters()
+        }
         for name, parameter in part.named_parameters():
             its = pieces_here[name]
             # A head that is a copy of the embedding is treated like it, also by its name.
             is_copy = name == HEAD_WEIGHT and its[0].tensor == part.config.names.embedding
             called = EMBEDDING_WEIGHT if is_copy else name
             group = of_experts if id(parameter) in apart else copying
-            found.append(hold(called, parameter, its, copying=group))
+            found.append(make_local_param(called, parameter, its, copying=group))
     return found
 
 

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from penstock.core.errors import ConfigError
 from penstock.models.layers.experts import Experts
-from penstock.models.layers.moe import MixtureOfExperts
-from penstock_kernels.permute import order_of
+from penstock.models.layers.moe import MoE
+from penstock_kernels.permute import sort_by_expert
 
 BYTES = 2
 """Of a number that travels: it takes bfloat16 alone."""
@@ -89,7 +89,7 @@ class DeepEP:
         self._buffer, self._num_experts, self._combining = buffer, num_experts, combining
         self._on_its_way: _Return | None = None
 
-    def plug(self, mixture: MixtureOfExperts) -> None:
+    def plug(self, mixture: MoE) -> None:
         """Into a mixture that has this rank's experts."""
         mixture.dispatch = self
         if self._combining == "meanwhile":
@@ -108,7 +108,7 @@ class DeepEP:
         trip = _Trip(self._buffer, self._num_experts)
         x_SD, choice_SK, weights_SK = _Send.apply(x_TD, choice_TK, weights_TK, trip)
         # Of most tokens some experts are elsewhere: their copies come last, and are left out.
-        order = order_of(choice_SK, experts.num_experts)
+        order = sort_by_expert(choice_SK, experts.num_experts)
         order = replace(order, copy_of_row=order.copy_of_row[: trip.num_rows])
         operations = experts.operations
         y_RD = experts(operations.permute(x_SD, order), order.counts)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.engine.distributed.parallel_dims import Degrees
+from penstock.engine.distributed.parallel_dims import ParallelDims
 
 Axis = Literal["pipeline", "replicate", "shard", "ring", "ulysses", "tensor"]
 AXES: tuple[Axis, ...] = get_args(Axis)
@@ -39,7 +39,12 @@ class Mesh:
     """The grid as one rank sees it. Every rank must ask for the same groups in the same order."""
 
     def __init__(
-        self, degrees: Degrees, rank: int, device_type: str, *, experts: Placement = "neighbours"
+        self,
+        degrees: ParallelDims,
+        rank: int,
+        device_type: str,
+        *,
+        experts: Placement = "neighbours",
     ) -> None:
         """The world must have as many ranks as the degrees multiply to.
 

@@ -17,19 +17,19 @@ from torch import nn
 from penstock.engine.distributed.device_mesh import Mesh
 from penstock.models.decoder import Decoder
 from penstock.models.layers.experts import Experts
-from penstock.models.layers.moe import MixtureOfExperts
-from penstock_kernels.permute import order_of, unpermute
+from penstock.models.layers.moe import MoE
+from penstock_kernels.permute import sort_by_expert, unpermute
 
-Plug = Callable[[MixtureOfExperts, dist.ProcessGroup, int], None]
+Plug = Callable[[MoE, dist.ProcessGroup, int], None]
 """Gives a mixture, whose experts are on the ranks of a group and so many in all, its sockets."""
 
 
-def mixtures(model: Decoder) -> list[MixtureOfExperts]:
+def moe_layers(model: Decoder) -> list[MoE]:
     """The mixtures of experts in a model, in the order of its layers."""
-    return [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+    return [module for module in model.modules() if isinstance(module, MoE)]
 
 
-def share_experts(model: Decoder, mesh: Mesh, plug: Plug) -> None:
+def parallelize_experts(model: Decoder, mesh: Mesh, plug: Plug) -> None:
     """Keep of every layer's experts those that are this rank's, and let tokens travel as `plug`
     says; in place.
 
@@ -40,7 +40,7 @@ def share_experts(model: Decoder, mesh: Mesh, plug: Plug) -> None:
         return
     along = mesh.experts()["expert"]
     group, index, size = along.get_group(), along.get_local_rank(), along.size()
-    for mixture in mixtures(model):
+    for mixture in moe_layers(model):
         experts = mixture.experts
         total = experts.num_experts
         assert total % size == 0, f"{total} experts over {size} ranks"
@@ -54,7 +54,7 @@ def share_experts(model: Decoder, mesh: Mesh, plug: Plug) -> None:
         plug(mixture, group, total)
 
 
-def plug_all_to_all(mixture: MixtureOfExperts, group: dist.ProcessGroup, total: int) -> None:
+def use_all_to_all_dispatcher(mixture: MoE, group: dist.ProcessGroup, total: int) -> None:
     """Tokens travel by the collectives that every backend has."""
     mixture.dispatch = Dispatch(group, total)
 
@@ -81,7 +81,7 @@ class Dispatch:
     ) -> torch.Tensor:
         """Send each row to the rank of its expert, and add up what comes back, [T, D]."""
         operations = experts.operations
-        order = order_of(choice_TK, self.num_experts)
+        order = sort_by_expert(choice_TK, self.num_experts)
         # Sorted by expert, rows are sorted by rank as well.
         rows = operations.permute(x_TD, order)
         leaving = order.counts.reshape(self.group.size(), -1)
@@ -92,7 +92,7 @@ class Dispatch:
         # They come by rank, and for each rank by expert.
         numbers = torch.arange(experts.num_experts, device=arriving.device)
         expert_R = numbers.repeat(self.group.size()).repeat_interleave(arriving.flatten())
-        here = order_of(expert_R.unsqueeze(1), experts.num_experts)
+        here = sort_by_expert(expert_R.unsqueeze(1), experts.num_experts)
         y_RD = experts(operations.permute(arrived_RD, here), here.counts)
         made_RD = unpermute(y_RD, None, here)
         returned = _Exchange.apply(made_RD, receives, sends, self.group)

@@ -30,7 +30,7 @@ WITHOUT_NUMBERS = (torch.float8_e4m3fn, torch.float8_e5m2)
 """Types that backends do not know. They go out as the bytes that they are."""
 
 
-class OutsideGroup:
+class ExternalProcessGroup:
     """Rank 0 of it. `join` comes first, in one thread; `abandon` may be called in another."""
 
     def __init__(

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from penstock.engine.distributed.param_shards import Held, Piece, local
-from penstock.engine.distributed.ranks import Ranks
+from penstock.engine.distributed.param_shards import LocalParam, TensorShard, local
+from penstock.engine.distributed.ranks import ProcessInfo
 
 ENOUGH = -1
 """Told in place of a number of tensors: nothing more is asked for."""
@@ -40,16 +40,16 @@ class _Box:
         return tensor
 
 
-class WholeTensors:
+class FullTensorGather:
     """The parameters of a model by their names in a checkpoint. Every rank makes one at the same
     time, of all that it holds; then the leading one reads, and the others `give`."""
 
     folder = "the model in training"
     """Where they are, for errors."""
 
-    def __init__(self, held: Iterable[Held], ranks: Ranks) -> None:
+    def __init__(self, held: Iterable[LocalParam], ranks: ProcessInfo) -> None:
         self._ranks = ranks
-        self._here: dict[_Box, tuple[Piece, nn.Parameter]] = {
+        self._here: dict[_Box, tuple[TensorShard, nn.Parameter]] = {
             _box(piece, one.parameter): (piece, one.parameter)
             for one in held
             for piece in one.pieces
@@ -144,7 +144,7 @@ class WholeTensors:
         return piece.of(local(parameter.detach())).to(self._ranks.device)
 
 
-def _box(piece: Piece, parameter: nn.Parameter) -> _Box:
+def _box(piece: TensorShard, parameter: nn.Parameter) -> _Box:
     return _Box(piece.tensor, piece.whole, piece.offsets, piece.sizes, parameter.dtype)
 
 

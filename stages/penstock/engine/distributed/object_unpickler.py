@@ -48,10 +48,10 @@ class ObjectPickler(pickle.Pickler):
         """Tensors of any device and arrays of numbers as their bytes; the rest as usual."""
         if type(obj) is torch.Tensor:
             data = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            return tensor_of, (data.numpy().tobytes(), obj.dtype, tuple(obj.shape))
+            return rebuild_tensor, (data.numpy().tobytes(), obj.dtype, tuple(obj.shape))
         if isinstance(obj, np.ndarray | np.generic) and obj.dtype.kind in NUMBERS:
             shape = obj.shape if isinstance(obj, np.ndarray) else None
-            return array_of, (obj.tobytes(), obj.dtype.str, shape)
+            return rebuild_array, (obj.tobytes(), obj.dtype.str, shape)
         if isinstance(obj, BaseException):
             # Not as a library may have registered for exceptions (tblib does, for all of them).
             return obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
@@ -75,14 +75,14 @@ class ObjectUnpickler(pickle.Unpickler):
         )
 
 
-def tensor_of(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+def rebuild_tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """A tensor on the CPU from its bytes."""
     if not math.prod(shape):
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(shape)
 
 
-def array_of(data: bytes, dtype: str, shape: tuple[int, ...] | None) -> Any:
+def rebuild_array(data: bytes, dtype: str, shape: tuple[int, ...] | None) -> Any:
     """An array of numbers from its bytes; without a shape, one number of numpy's."""
     kind = np.dtype(dtype)
     if kind.kind not in NUMBERS:

@@ -10,7 +10,12 @@ from typing import Any
 
 from penstock.config.schema.train import TrainConfig
 from penstock.core.errors import ConfigError
-from penstock.engine.distributed.suggest_layout import Candidate, Values, nearest, spelled
+from penstock.engine.distributed.suggest_layout import (
+    LayoutSuggestion,
+    Values,
+    format_suggestion,
+    suggest_change,
+)
 
 SIZES: Mapping[str, str] = {
     "pipeline": "pipeline_parallel_size",
@@ -29,7 +34,7 @@ DATA = ("replicate", "shard")
 
 
 @dataclass(frozen=True)
-class Degrees:
+class ParallelDims:
     """How many ranks each axis takes; the product is the world."""
 
     pipeline: int = 1
@@ -65,7 +70,7 @@ class Degrees:
 
 
 @dataclass(frozen=True)
-class Misfit:
+class LayoutError:
     """Why a layout cannot be, and the settings that are most likely to be wrong."""
 
     reason: str
@@ -73,25 +78,25 @@ class Misfit:
     """Names such as `train.tensor_parallel_size`."""
 
 
-def degrees_of(train: TrainConfig, world: int) -> Degrees:
+def build_parallel_dims(train: TrainConfig, world: int) -> ParallelDims:
     """The layout that `train` asks for on `world` ranks.
 
     Raises ConfigError if there is none, with the nearest one. What the model or a row's length
     allows is judged elsewhere (`fits.py`).
     """
-    found = lay_out(train, world)
-    if isinstance(found, Degrees):
+    found = compute_dims(train, world)
+    if isinstance(found, ParallelDims):
         return found
 
     def accepted(values: Values) -> bool:
         changed = train.model_copy(update={n.removeprefix("train."): v for n, v in values.items()})
-        return isinstance(lay_out(changed, world), Degrees)
+        return isinstance(compute_dims(changed, world), ParallelDims)
 
-    change = nearest(sizes_near(train, world), accepted, found.blamed, undone(train))
-    raise ConfigError(f"{found.reason}.{spelled(change)}")
+    change = suggest_change(sizes_near(train, world), accepted, found.blamed, fallback_dims(train))
+    raise ConfigError(f"{found.reason}.{format_suggestion(change)}")
 
 
-def lay_out(train: TrainConfig, world: int) -> Degrees | Misfit:
+def compute_dims(train: TrainConfig, world: int) -> ParallelDims | LayoutError:
     """The degrees that multiply to `world`, or why there are none."""
     sizes = {axis: getattr(train, field) for axis, field in SIZES.items()}
     fixed = math.prod(size for axis, size in sizes.items() if axis not in DATA)
@@ -101,7 +106,7 @@ def lay_out(train: TrainConfig, world: int) -> Degrees | Misfit:
         product = " x ".join(f"{SIZES[axis]} {sizes[axis]}" for axis in taken)
         several = f" (= {fixed})" if len(taken) > 1 else ""
         largest_first = sorted(taken, key=lambda axis: -sizes[axis])
-        return Misfit(
+        return LayoutError(
             f"{_processes(world)} cannot be laid out as train.{product}{several}: "
             f"{world} is no multiple of {fixed}",
             tuple(f"train.{SIZES[axis]}" for axis in largest_first),
@@ -117,7 +122,7 @@ def lay_out(train: TrainConfig, world: int) -> Degrees | Misfit:
     if replicate * shard != left:
         written = [axis for axis in DATA if sizes[axis] != -1]
         said = " and ".join(f"train.{SIZES[axis]} is {sizes[axis]}" for axis in written)
-        return Misfit(
+        return LayoutError(
             f"{said}, and {_left(world, left)} to be shared out",
             # The other one is best filled in where it was left out.
             tuple(f"train.{SIZES[axis]}" for axis in DATA if train.data_parallel_mode == "fsdp2"),
@@ -125,32 +130,32 @@ def lay_out(train: TrainConfig, world: int) -> Degrees | Misfit:
     experts, in_stage = train.expert_parallel_size, world // train.pipeline_parallel_size
     if in_stage % experts:
         stage = "a pipeline stage has" if train.pipeline_parallel_size > 1 else "there are"
-        return Misfit(
+        return LayoutError(
             f"train.{EXPERTS} is {experts}, and {stage} {in_stage} processes, which experts cannot "
             "be shared out over evenly",
             (f"train.{EXPERTS}",),
         )
-    return Degrees(**{**sizes, "replicate": replicate, "shard": shard, "expert": experts})
+    return ParallelDims(**{**sizes, "replicate": replicate, "shard": shard, "expert": experts})
 
 
-def _of_mode(train: TrainConfig, world: int, left: int) -> Misfit | None:
+def _of_mode(train: TrainConfig, world: int, left: int) -> LayoutError | None:
     """What the mode of data parallelism itself rules out."""
     mode, shard = train.data_parallel_mode, train.data_parallel_shard_size
     replicate = train.data_parallel_replicate_size
     if mode != "fsdp2" and shard not in (-1, 1):
-        return Misfit(
+        return LayoutError(
             f"train.data_parallel_shard_size is {shard}, and train.data_parallel_mode {mode} "
             "shards nothing",
             ("train.data_parallel_mode", "train.data_parallel_shard_size"),
         )
     if mode == "none" and replicate not in (-1, 1):
-        return Misfit(
+        return LayoutError(
             f"train.data_parallel_replicate_size is {replicate}, and train.data_parallel_mode none "
             "trains on one copy of the weights",
             ("train.data_parallel_mode", "train.data_parallel_replicate_size"),
         )
     if mode == "none" and left > 1:
-        return Misfit(
+        return LayoutError(
             "train.data_parallel_mode is none, which trains on one copy of the weights, and "
             f"{_left(world, left)} to be shared out",
             ("train.data_parallel_mode",),
@@ -158,9 +163,9 @@ def _of_mode(train: TrainConfig, world: int, left: int) -> Misfit | None:
     return None
 
 
-def sizes_near(train: TrainConfig, world: int) -> list[Candidate]:
+def sizes_near(train: TrainConfig, world: int) -> list[LayoutSuggestion]:
     """Other sizes for each axis on `world` ranks, and other modes."""
-    found: list[Candidate] = []
+    found: list[LayoutSuggestion] = []
     for axis, field in SIZES.items():
         now = getattr(train, field)
         if now == -1 and axis == "shard":
@@ -169,22 +174,24 @@ def sizes_near(train: TrainConfig, world: int) -> list[Candidate]:
             # A smaller size before a larger one that is as near.
             distance = abs(math.log2(size / max(1, now))) + (0.01 if size > now else 0)
             found.append(
-                Candidate(f"train.{field}", size, distance, field in train.model_fields_set)
+                LayoutSuggestion(f"train.{field}", size, distance, field in train.model_fields_set)
             )
     now = train.expert_parallel_size
     for size in range(1, world + 1) if now > 1 else ():
         if world % size == 0 and size != now:
             written = EXPERTS in train.model_fields_set
             distance = abs(math.log2(size / now)) + (0.01 if size > now else 0)
-            found.append(Candidate(f"train.{EXPERTS}", size, distance, written))
+            found.append(LayoutSuggestion(f"train.{EXPERTS}", size, distance, written))
     for distance, mode in enumerate(("fsdp2", "ddp", "none"), 1):
         if mode != train.data_parallel_mode:
             name = "data_parallel_mode"
-            found.append(Candidate(f"train.{name}", mode, distance, name in train.model_fields_set))
+            found.append(
+                LayoutSuggestion(f"train.{name}", mode, distance, name in train.model_fields_set)
+            )
     return found
 
 
-def undone(train: TrainConfig) -> dict[str, Any]:
+def fallback_dims(train: TrainConfig) -> dict[str, Any]:
     """What to write for a layout of nothing but data parallelism."""
     plain = {field: -1 if axis in DATA else 1 for axis, field in SIZES.items()} | {EXPERTS: 1}
     plain = {name: size for name, size in plain.items() if getattr(train, name) not in (size, 1)}

@@ -8,35 +8,35 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from penstock.core.process.rank_heartbeat import Pulse
-from penstock.engine.distributed.context_parallel import Context
-from penstock.engine.distributed.data_parallel import GradientSync
+from penstock.core.process.rank_heartbeat import Heartbeat
+from penstock.engine.distributed.context_parallel import ContextParallel
+from penstock.engine.distributed.data_parallel import GradSync
 from penstock.engine.distributed.device_mesh import Mesh
-from penstock.engine.distributed.param_shards import Held
-from penstock.engine.distributed.tensor_parallel import sum_partial
+from penstock.engine.distributed.param_shards import LocalParam
+from penstock.engine.distributed.tensor_parallel import reduce_partial_grads
 from penstock.models.decoder import Decoder, Reduce
-from penstock.models.layers.dropout import Noise, drawing_from
-from penstock.models.layers.router_observer import Watch, watched_by
+from penstock.models.layers.dropout import DropoutRNG, dropout_rng
+from penstock.models.layers.router_observer import RouterObserver, observe_routers
 from penstock.rows.collate import MicroBatch
-from penstock_kernels.attention import Segments
+from penstock_kernels.attention import VarlenMetadata
 
 Casting = Callable[[], AbstractContextManager[object]]
 """What is entered around a forward pass, to compute it in another precision."""
 
 
 @dataclass(frozen=True)
-class Call:
+class ModelInputs:
     """The tensors are on the device, and hold this rank's tokens alone."""
 
     input_ids_T: torch.Tensor  # noqa: N815 - T names the dimension
     position_ids_T: torch.Tensor  # noqa: N815 - T names the dimension
-    segments: Segments
+    segments: VarlenMetadata
     """What attention needs to know of the documents, in the words of this rank's own attention."""
     reduce: Reduce
     """Hidden states and head to the summed loss of this rank's tokens."""
-    noise: Noise | None = None
+    noise: DropoutRNG | None = None
     """What the model draws from; None: it drops nothing."""
-    watch: Watch | None = None
+    watch: RouterObserver | None = None
     """Who looks on while routers choose."""
 
 
@@ -46,26 +46,26 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelModel:
     """What this rank holds of the model, and whom it computes with."""
 
     mesh: Mesh
     parts: Sequence[Decoder]
     """One, or with several stages of a pipeline on a rank, one of each."""
-    held: Sequence[Held]
+    held: Sequence[LocalParam]
     """Every parameter of the parts."""
-    context: Context
-    sync: GradientSync
+    context: ContextParallel
+    sync: GradSync
     pipeline: "Pipeline | None"
     """None where the only part is the whole model."""
     casting: Casting
     """Entered around forward passes: casts, where the weights are not cast themselves."""
-    pulse: Pulse = field(default_factory=Pulse, compare=False)
+    pulse: Heartbeat = field(default_factory=Heartbeat, compare=False)
     """Hears which pass begins, where gradients are computed. What sums them is of the backward
     ones."""
 
     @property
-    def trainable(self) -> list[Held]:
+    def trainable(self) -> list[LocalParam]:
         """What gradients are wanted of."""
         return [held for held in self.held if held.parameter.requires_grad]
 
@@ -85,11 +85,11 @@ class Layout:
         batch: MicroBatch,
         reduce: Reduce,
         device: torch.device,
-        noise: Noise | None = None,
-    ) -> Call:
+        noise: DropoutRNG | None = None,
+    ) -> ModelInputs:
         """What the model is called with for this rank's tokens of a micro-batch."""
         mine = self.context.mine(batch)
-        return Call(
+        return ModelInputs(
             mine.input_ids_T.to(device, non_blocking=True),
             mine.position_ids_T.to(device, non_blocking=True),
             self.context.segments(batch, device),
@@ -97,7 +97,7 @@ class Layout:
             noise,
         )
 
-    def forward_backward(self, calls: Sequence[Call]) -> torch.Tensor:
+    def forward_backward(self, calls: Sequence[ModelInputs]) -> torch.Tensor:
         """Leave the gradients of all ranks' calls, summed, in the parameters.
 
         Returns this rank's share of the sum of what the calls reduce to, a scalar in fp32.
@@ -109,12 +109,12 @@ class Layout:
         else:
             total = self._one_by_one(calls)
         self.sync.finish()
-        sum_partial(self.trainable, self.mesh)
+        reduce_partial_grads(self.trainable, self.mesh)
         if self.pipeline:
             self.pipeline.sum_tied()
         return self._share(total)
 
-    def forward(self, calls: Sequence[Call]) -> torch.Tensor:
+    def forward(self, calls: Sequence[ModelInputs]) -> torch.Tensor:
         """The same without gradients, in fp64."""
         with self.at_rest():
             if self.pipeline:
@@ -135,7 +135,7 @@ class Layout:
                 part.train()
 
     @torch.no_grad()
-    def look(self, call: Call) -> None:
+    def look(self, call: ModelInputs) -> None:
         """Pass forward as the model is, at rest or not, for what `reduce` itself takes down."""
         if self.pipeline:
             self.pipeline.forward([call])
@@ -143,7 +143,7 @@ class Layout:
             self._reduced(call)
 
     @torch.no_grad()
-    def observe(self, calls: Sequence[Call]) -> None:
+    def observe(self, calls: Sequence[ModelInputs]) -> None:
         """Pass forward as in training, for those who look on, and compute no loss."""
         calls = [replace(call, reduce=_nothing) for call in calls]
         if self.pipeline:
@@ -152,7 +152,7 @@ class Layout:
             for call in calls:
                 self._reduced(call)
 
-    def _one_by_one(self, calls: Sequence[Call]) -> torch.Tensor:
+    def _one_by_one(self, calls: Sequence[ModelInputs]) -> torch.Tensor:
         total = torch.zeros((), device=calls[0].input_ids_T.device)
         for index, call in enumerate(calls):
             self.sync.before(last=index == len(calls) - 1)
@@ -163,9 +163,9 @@ class Layout:
             total += loss.detach()
         return total
 
-    def _reduced(self, call: Call) -> torch.Tensor:
+    def _reduced(self, call: ModelInputs) -> torch.Tensor:
         [model] = self.parts
-        with self.casting(), drawing_from(call.noise), watched_by(call.watch):
+        with self.casting(), dropout_rng(call.noise), observe_routers(call.watch):
             return model(call.input_ids_T, call.position_ids_T, call.segments, call.reduce)
 
     def _share(self, total: torch.Tensor) -> torch.Tensor:

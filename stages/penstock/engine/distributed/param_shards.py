@@ -21,7 +21,7 @@ Shared = Literal["tensor", "kv"]
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorShard:
     """A box of a checkpoint's tensor, and the rows of a local tensor that are it.
 
     Rows of a local tensor that has more dimensions than the box, such as one of many experts'
@@ -57,7 +57,7 @@ class Piece:
         rows = math.prod(local.shape[:first])
         return local.view(rows, *local.shape[first:]).narrow(0, self.start, self.rows)
 
-    def within(self, first: int, end: int) -> "Piece | None":
+    def within(self, first: int, end: int) -> "TensorShard | None":
         """What is left of it in local rows `first` to `end`, which become the local tensor."""
         low, high = max(first, self.start), min(end, self.start + self.rows)
         if low >= high:
@@ -70,20 +70,20 @@ class Piece:
         )
 
 
-def whole_piece(tensor: str, shape: Iterable[int]) -> Piece:
+def whole_piece(tensor: str, shape: Iterable[int]) -> TensorShard:
     """All of a tensor."""
     shape = tuple(shape)
-    return Piece(tensor, shape, (0,) * len(shape), shape)
+    return TensorShard(tensor, shape, (0,) * len(shape), shape)
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalParam:
     """One parameter of this rank, and what it is."""
 
     name: str
     """Its name in the model."""
     parameter: nn.Parameter
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorShard, ...]
     """Of the local part of the parameter, in order; none where this rank holds no row."""
     copying: dist.ProcessGroup | None
     """Ranks that compute other tokens with the very same part; None where no other does."""
@@ -119,21 +119,21 @@ def rows_here(tensor: torch.Tensor, dims: int) -> tuple[int, int]:
     return offset[0] * within, (offset[0] + shape[0]) * within
 
 
-def hold(
+def make_local_param(
     name: str,
     parameter: nn.Parameter,
-    pieces: Iterable[Piece],
+    pieces: Iterable[TensorShard],
     *,
     copying: dist.ProcessGroup | None = None,
-) -> Held:
+) -> LocalParam:
     """`pieces` of the tensor before it was sharded; `copying` as in Held."""
     pieces = tuple(pieces)
     if isinstance(parameter, DTensor) and pieces:
         pieces = tuple(_within(pieces, *rows_here(parameter, len(pieces[0].sizes))))
-    return Held(name, parameter, pieces, copying)
+    return LocalParam(name, parameter, pieces, copying)
 
 
-def _within(pieces: Iterable[Piece], first: int, end: int) -> Iterator[Piece]:
+def _within(pieces: Iterable[TensorShard], first: int, end: int) -> Iterator[TensorShard]:
     for piece in pieces:
         if part := piece.within(first, end):
             yield part

@@ -19,14 +19,14 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from penstock.config.schema.train import TrainConfig
-from penstock.core.process.rank_heartbeat import Pulse
+from penstock.core.process.rank_heartbeat import Heartbeat
 from penstock.engine.distributed.device_mesh import Mesh
-from penstock.engine.distributed.parallel_model import Call, Casting
+from penstock.engine.distributed.parallel_model import Casting, ModelInputs
 from penstock.engine.distributed.param_shards import local
 from penstock.engine.distributed.pipeline_stages import stages_of_rank, virtual_stages
 from penstock.models.decoder import Decoder
-from penstock.models.layers.dropout import drawing_from
-from penstock.models.layers.router_observer import watched_by
+from penstock.models.layers.dropout import dropout_rng
+from penstock.models.layers.router_observer import observe_routers
 
 # Of an error it prints the whole schedule, a hundred lines, above the error itself.
 logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
@@ -46,7 +46,7 @@ class Pipeline:
         device: torch.device,
         residual: Literal["whole", "split"] = "whole",
         casting: Casting = nullcontext,
-        pulse: Pulse | None = None,
+        pulse: Heartbeat | None = None,
     ) -> None:
         """`parts` are those of `parts_of`, in that order, sharded or not.
 
@@ -58,7 +58,7 @@ class Pipeline:
         self._width = parts[0].config.hidden_size
         self._share = mesh.size("tensor") if residual == "split" else 1
         self._dtype: torch.dtype = getattr(torch, train.computes_in)
-        self._casting, self._pulse = casting, pulse or Pulse()
+        self._casting, self._pulse = casting, pulse or Heartbeat()
         self._numbers = stages_of_rank(train, mesh.index("pipeline"))
         self._num_stages = mesh.size("pipeline") * virtual_stages(train)
         ranks = mesh.ranks("pipeline")
@@ -72,7 +72,7 @@ class Pipeline:
         self._group = group
         self._running: _Running | None = None
 
-    def forward_backward(self, calls: Sequence[Call]) -> torch.Tensor:
+    def forward_backward(self, calls: Sequence[ModelInputs]) -> torch.Tensor:
         """Compute the gradients of all micro-batches, added to those that are there already.
 
         All calls must have the same number of tokens. Returns the sum of what the last stage's
@@ -87,7 +87,7 @@ class Pipeline:
         return self._running.step(calls)
 
     @torch.no_grad()
-    def forward(self, calls: Sequence[Call]) -> torch.Tensor:
+    def forward(self, calls: Sequence[ModelInputs]) -> torch.Tensor:
         """The same sum without gradients, under any schedule: stage after stage."""
         total = torch.zeros((), device=self._device)
         sending: list[Any] = []
@@ -99,7 +99,7 @@ class Pipeline:
                 inputs = call.input_ids_T
                 if number:
                     inputs = self._received(number - 1, hidden_TD, len(call.position_ids_T))
-                with self._casting(), drawing_from(call.noise), watched_by(call.watch):
+                with self._casting(), dropout_rng(call.noise), observe_routers(call.watch):
                     given = part(inputs, call.position_ids_T, call.segments, call.reduce)
                 if number == self._num_stages - 1:
                     total += given
@@ -191,9 +191,9 @@ class Pipeline:
 class _Stage(PipelineStage):
     """A stage that takes from its own calls what torch's would be sent or cut out of tensors."""
 
-    calls: Sequence[Call] = ()
+    calls: Sequence[ModelInputs] = ()
     casting: Casting = nullcontext
-    pulse: Pulse
+    pulse: Heartbeat
 
     def forward_one_chunk(
         self,
@@ -204,7 +204,7 @@ class _Stage(PipelineStage):
     ) -> Any:
         del args, kwargs
         call = self.calls[fwd_chunk_id]
-        with self._telling("forward"), drawing_from(call.noise), watched_by(call.watch):
+        with self._telling("forward"), dropout_rng(call.noise), observe_routers(call.watch):
             return super().forward_one_chunk(
                 fwd_chunk_id,
                 (call.input_ids_T,),
@@ -257,7 +257,7 @@ class _Running:
         else:
             self._schedule = kind(stages, **settings)
 
-    def step(self, calls: Sequence[Call]) -> torch.Tensor:
+    def step(self, calls: Sequence[ModelInputs]) -> torch.Tensor:
         losses: list[torch.Tensor] = []
         for stage in self._stages:
             stage.calls = calls

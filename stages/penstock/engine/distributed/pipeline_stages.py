@@ -43,7 +43,7 @@ def virtual_stages(train: TrainConfig) -> int:
     return written
 
 
-def stages_of(schedule: PipelineSchedule, num_ranks: int, virtual: int, index: int) -> list[int]:
+def rank_stages(schedule: PipelineSchedule, num_ranks: int, virtual: int, index: int) -> list[int]:
     """The stages of the rank numbered `index` in its pipeline, in order: every so many in a loop,
     or one on the way down a V and one on the way up."""
     if schedule in V_SHAPED:
@@ -120,7 +120,7 @@ def _listed(firsts: list[int], num_layers: int, num_stages: int) -> list[int]:
     return firsts
 
 
-def takes(schedule: PipelineSchedule, num_ranks: int, micro_batches: int) -> bool:
+def schedule_accepts(schedule: PipelineSchedule, num_ranks: int, micro_batches: int) -> bool:
     """Whether the schedule can run a step of so many micro-batches.
 
     1F1B fills the pipeline before its first backward pass; DualPipeV fills it from both ends. The
@@ -154,7 +154,7 @@ def _span(layers: range) -> str:
 
 def stages_of_rank(train: TrainConfig, index: int) -> list[int]:
     """The stages of the rank numbered `index` in its pipeline, as the settings have it."""
-    return stages_of(
+    return rank_stages(
         train.pipeline_parallel_schedule,
         train.pipeline_parallel_size,
         virtual_stages(train),

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.core import env
-from penstock.core.process.rank_heartbeat import Pulse
+from penstock.core.process.rank_heartbeat import Heartbeat
 from penstock.core.process.rendezvous import loopback_interface
 from penstock.engine.distributed.object_unpickler import restrict_pickling
 from penstock.engine.launch.stores import env_store, named_store
@@ -19,14 +19,14 @@ LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
-class Ranks:
+class ProcessInfo:
     """One rank's view of the world."""
 
     rank: int
     local_rank: int
     world: int
     device: torch.device
-    pulse: Pulse = field(default_factory=Pulse, compare=False)
+    pulse: Heartbeat = field(default_factory=Heartbeat, compare=False)
     """Where this rank tells what it does."""
 
     @property
@@ -70,14 +70,16 @@ class Ranks:
             dist.barrier()
 
 
-def join(timeout_seconds: float, pulse: Pulse | None = None, *, reaches_out: bool = False) -> Ranks:
+def init_process_group(
+    timeout_seconds: float, pulse: Heartbeat | None = None, *, reaches_out: bool = False
+) -> ProcessInfo:
     """Join the process group that torchrun's variables describe (a world of one without them).
 
     A collective that does not complete within `timeout_seconds` fails instead of hanging. Ranks of
     one machine listen on loopback; with `reaches_out` NCCL, which asks for its interface once in a
     process, may choose another: this process will speak over it to other machines.
     """
-    pulse = pulse or Pulse()
+    pulse = pulse or Heartbeat()
     rank, local_rank, world = env.rank_variables() or (0, 0, 1)
     timeout = datetime.timedelta(seconds=timeout_seconds)
     if torch.cuda.is_available():
@@ -106,7 +108,7 @@ def join(timeout_seconds: float, pulse: Pulse | None = None, *, reaches_out: boo
                 timeout=timeout,
                 device_id=device_id,
             )
-    return Ranks(rank, local_rank, world, device, pulse)
+    return ProcessInfo(rank, local_rank, world, device, pulse)
 
 
 def _store(rank: int, world: int, timeout: datetime.timedelta) -> dist.Store | None:
@@ -123,7 +125,7 @@ def _store(rank: int, world: int, timeout: datetime.timedelta) -> dist.Store | N
     return None
 
 
-def leave() -> None:
+def destroy_process_group() -> None:
     """Leave the process group."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -20,10 +20,16 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from penstock.engine.distributed.zigzag import Holding, Need, needs, own_lengths, own_start_rows
-from penstock.models.layers.attention import Attend
+from penstock.engine.distributed.zigzag import (
+    KVRange,
+    RankTokens,
+    needs,
+    own_lengths,
+    own_start_rows,
+)
+from penstock.models.layers.attention import AttentionFn
 from penstock.rows.shared_prefix import Span
-from penstock_kernels.attention import Segments, attention
+from penstock_kernels.attention import VarlenMetadata, attention
 from penstock_kernels.attention.block import Rectangle, block, block_backward
 from penstock_kernels.attention.sinks import gradient_of_sinks, with_sinks
 
@@ -53,7 +59,7 @@ class Step:
 
 
 @dataclass(frozen=True, eq=False)
-class Spread(Segments):
+class RingSegments(VarlenMetadata):
     """The documents of this rank's tokens, as if there were no others, and what others hold."""
 
     steps: tuple[Step, ...]
@@ -70,20 +76,20 @@ class Spread(Segments):
     """Of this rank in it."""
     spans: tuple[Span, ...] | None
     """How long the row's tokens are seen, where its documents branch."""
-    _under_windows: dict[int, "Spread"] = field(default_factory=dict, repr=False)
+    _under_windows: dict[int, "RingSegments"] = field(default_factory=dict, repr=False)
 
-    def within(self, window: int | None) -> "Spread":
+    def within(self, window: int | None) -> "RingSegments":
         """The same for queries that see the last `window` tokens up to their own; made once."""
         if window is None or window >= max(self.row):
             return self
         if window not in self._under_windows:
             where = self.size, self.index, self.cu_seqlens.device
-            made = spread(self.row, *where, window=window, spans=self.spans)
+            made = ring_segments(self.row, *where, window=window, spans=self.spans)
             self._under_windows[window] = made
         return self._under_windows[window]
 
 
-def spread(
+def ring_segments(
     lengths: Sequence[int],
     size: int,
     index: int,
@@ -91,20 +97,20 @@ def spread(
     *,
     window: int | None = None,
     spans: Sequence[Span] | None = None,
-) -> Spread:
+) -> RingSegments:
     """What rank `index` of a ring of `size` attends to, in a row of documents of these lengths.
 
     The lengths sum to a multiple of twice the ring's size. `window` and `spans` as in
     `zigzag.needs`.
     """
     bounds = (0, *accumulate(lengths))
-    holdings = [Holding(rank, size, bounds[-1] // (2 * size)) for rank in range(size)]
+    holdings = [RankTokens(rank, size, bounds[-1] // (2 * size)) for rank in range(size)]
     me = holdings[index]
 
-    def asked(asker: Holding, giver: Holding) -> list[Need]:
+    def asked(asker: RankTokens, giver: RankTokens) -> list[KVRange]:
         return needs(bounds, asker, giver, window, spans)
 
-    found: list[tuple[int, range, list[Need]]] = [(0, range(0), asked(me, me))]
+    found: list[tuple[int, range, list[KVRange]]] = [(0, range(0), asked(me, me))]
     for distance in range(1, size):
         if any(asked(one, holdings[one.index - distance]) for one in holdings):
             gives = _all_keys(asked(holdings[(index + distance) % size], me))
@@ -114,7 +120,7 @@ def spread(
     reaches = [need.reach for need in every]
     rectangles = iter(Rectangle.several(sizes, device, reaches=reaches))
 
-    def parts(some: Sequence[Need], first_key: int) -> tuple[Part, ...]:
+    def parts(some: Sequence[KVRange], first_key: int) -> tuple[Part, ...]:
         return tuple(
             Part(need.queries, _shifted(need.keys, by=first_key), next(rectangles)) for need in some
         )
@@ -127,8 +133,8 @@ def spread(
         for distance, gives, some in others
     ]
     start_rows = None if spans is None else own_start_rows(spans, me)
-    return Spread(
-        **vars(Segments.of(own_lengths(bounds, me, window), device, start_rows=start_rows)),
+    return RingSegments(
+        **vars(VarlenMetadata.of(own_lengths(bounds, me, window), device, start_rows=start_rows)),
         steps=tuple(steps),
         own=own,
         row=tuple(lengths),
@@ -138,7 +144,7 @@ def spread(
     )
 
 
-def _all_keys(some: Sequence[Need]) -> range:
+def _all_keys(some: Sequence[KVRange]) -> range:
     """Those of all needs, and what lies between them."""
     if not some:
         return range(0)
@@ -169,7 +175,7 @@ class Ring:
         chunks = x_T.chunk(2 * self.size)
         return torch.cat((chunks[self.index], chunks[-1 - self.index]))
 
-    def attend(self, backend: str) -> Attend:
+    def attend(self, backend: str) -> AttentionFn:
         """Attention of this rank's tokens to the whole row's, on `backend`."""
         alone = attention.backend(backend)
 
@@ -177,12 +183,14 @@ class Ring:
             q_TNH: torch.Tensor,
             k_TKH: torch.Tensor,
             v_TKH: torch.Tensor,
-            segments: Segments,
+            segments: VarlenMetadata,
             scale: float,
             window: int | None = None,
             sinks_N: torch.Tensor | None = None,
         ) -> torch.Tensor:
-            assert isinstance(segments, Spread), "ring attention needs what `spread` returns"
+            assert isinstance(segments, RingSegments), (
+                "ring attention needs what `ring_segments` returns"
+            )
             here = segments.within(window)
             if not here.steps and not here.own:
                 return alone(q_TNH, k_TKH, v_TKH, here, scale, window, sinks_N)
@@ -194,7 +202,9 @@ class Ring:
 
         return over_ring
 
-    def send(self, x: torch.Tensor | None, by: int, like: torch.Tensor, takes: int) -> "Transfer":
+    def send(
+        self, x: torch.Tensor | None, by: int, like: torch.Tensor, takes: int
+    ) -> "P2PTransfer":
         """Start to pass `x` on to the rank `by` further on, and to take `takes` rows shaped as
         those of `like` from the rank as far back."""
         operations: list[dist.P2POp] = []
@@ -207,11 +217,11 @@ class Ring:
             source = (self.index - by) % self.size
             operations.append(dist.P2POp(dist.irecv, taken, group=self.group, group_peer=source))
         works = dist.batch_isend_irecv(operations) if operations else []
-        return Transfer(works, x, taken)
+        return P2PTransfer(works, x, taken)
 
 
 @dataclass(frozen=True)
-class Transfer:
+class P2PTransfer:
     """Tensors under way."""
 
     works: list[dist.Work]
@@ -240,7 +250,7 @@ class _KeysAndValues:
                 self._under_way.append(self._start(following))
             yield step, here.wait()
 
-    def _start(self, step: Step) -> Transfer:
+    def _start(self, step: Step) -> P2PTransfer:
         gives = self.kv_T2KH[_rows(step.gives)] if step.gives else None
         return self.ring.send(gives, step.distance, self.kv_T2KH, step.takes)
 
@@ -257,7 +267,7 @@ class _RingAttention(torch.autograd.Function):
         k_TKH: torch.Tensor,
         v_TKH: torch.Tensor,
         sinks_N: torch.Tensor | None,
-        spread: Spread,
+        spread: RingSegments,
         scale: float,
         window: int | None,
         ring: Ring,
@@ -312,7 +322,7 @@ class _RingAttention(torch.autograd.Function):
                 dkv_S2KH[keys] += torch.stack((dk, dv), dim=1)
 
         see(spread.own, kv_T2KH, dkv_T2KH)
-        returns: list[tuple[Step, Transfer]] = []
+        returns: list[tuple[Step, P2PTransfer]] = []
         for step, taken in incoming:
             given_back = None
             if taken is not None:
@@ -342,7 +352,7 @@ def _merge(
     lse_TN.copy_(joint_TN)
 
 
-def _add(dkv_T2KH: torch.Tensor, step: Step, under_way: Transfer) -> None:
+def _add(dkv_T2KH: torch.Tensor, step: Step, under_way: P2PTransfer) -> None:
     """What another rank's queries add to the gradients of the tokens it was given."""
     taken = under_way.wait()
     if taken is not None:

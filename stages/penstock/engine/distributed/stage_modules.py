@@ -2,20 +2,22 @@
 
 from penstock.config.schema.train import TrainConfig
 from penstock.engine.distributed.pipeline_stages import layers_of_stages, stages_of_rank
-from penstock.models.decoder import Part
+from penstock.models.decoder import PipelineStageModules
 from penstock.models.decoder_config import DecoderConfig
 
 
-def parts_of(config: DecoderConfig, train: TrainConfig, index: int) -> list[Part]:
+def build_stage_modules(
+    config: DecoderConfig, train: TrainConfig, index: int
+) -> list[PipelineStageModules]:
     """What the rank numbered `index` in its pipeline holds of the model, in order of stages.
 
     Raises ConfigError as `layers_of_stages` does.
     """
     if train.pipeline_parallel_size == 1:
-        return [Part.all_of(config)]
+        return [PipelineStageModules.all_of(config)]
     layers = layers_of_stages(train, config.num_hidden_layers)
     last = len(layers) - 1
     return [
-        Part(layers[stage], begins=stage == 0, ends=stage == last)
+        PipelineStageModules(layers[stage], begins=stage == 0, ends=stage == last)
         for stage in stages_of_rank(train, index)
     ]

@@ -19,7 +19,7 @@ what is changed."""
 
 
 @dataclass(frozen=True)
-class Candidate:
+class LayoutSuggestion:
     """One setting's other value."""
 
     field: str
@@ -30,8 +30,8 @@ class Candidate:
     """Whether the value it has was written, and is not the default."""
 
 
-def nearest(
-    candidates: Iterable[Candidate],
+def suggest_change(
+    candidates: Iterable[LayoutSuggestion],
     accepted: Callable[[Values], bool],
     blamed: Sequence[str],
     undone: Values | None = None,
@@ -42,14 +42,14 @@ def nearest(
     do not suffice, `undone` is tried, alone and with one other change.
     """
 
-    def size(changes: tuple[Candidate, ...]) -> float:
+    def size(changes: tuple[LayoutSuggestion, ...]) -> float:
         extra = (
             NOT_BLAMED * (one.field not in blamed) + WRITTEN * one.is_written + one.distance
             for one in changes
         )
         return sum(extra)
 
-    by_field: dict[str, list[Candidate]] = {}
+    by_field: dict[str, list[LayoutSuggestion]] = {}
     for one in sorted(candidates, key=lambda one: size((one,))):
         by_field.setdefault(one.field, []).append(one)
     near = [several[:MOST_VALUES] for several in by_field.values()]
@@ -66,7 +66,7 @@ def nearest(
     return {}
 
 
-def spelled(values: Values, before: str = "\n  Write ") -> str:
+def format_suggestion(values: Values, before: str = "\n  Write ") -> str:
     """The change in words: `Write a: 1 and b: 2.`; nothing where there is none."""
     written = [f"{name}: {_yaml(value)}" for name, value in values.items()]
     if not written:

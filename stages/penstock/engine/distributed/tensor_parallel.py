@@ -19,22 +19,22 @@ from penstock.adapters.lora_embedding import LoraEmbedding
 from penstock.engine.distributed.collectives import (
     Residual,
     SumsIn,
-    enter,
-    gather_shares,
-    keep_share,
-    leave,
-    share_of,
+    copy_to_tp_region,
+    gather_from_sequence_parallel,
+    local_share,
+    reduce_from_tp_region,
+    scatter_to_sequence_parallel,
 )
 from penstock.engine.distributed.device_mesh import Mesh
-from penstock.engine.distributed.param_shards import Held, local
-from penstock.engine.distributed.tensor_sharding import Cuts, cuts_of
-from penstock.engine.distributed.vocab_parallel import DividedEmbedding, rows_here
+from penstock.engine.distributed.param_shards import LocalParam, local
+from penstock.engine.distributed.tensor_sharding import TensorParallelPlan, tp_plan
+from penstock.engine.distributed.vocab_parallel import VocabParallelEmbedding, rows_here
 from penstock.models.decoder import Decoder
 from penstock.models.layers.block import SOCKETS, Block
-from penstock.models.layers.call_hook import Run
+from penstock.models.layers.call_hook import CallHook
 from penstock.models.layers.dropout import Dropout, WeightDropout
 from penstock.models.layers.feed_forward import FeedForward, PlainFeedForward
-from penstock.models.layers.moe import MixtureOfExperts
+from penstock.models.layers.moe import MoE
 from penstock.models.layers.positions import PositionTable
 from penstock.models.layers.quantized_linear import QuantisedMatrix
 from penstock.models.layers.router import Router
@@ -45,7 +45,7 @@ SUMS: Mapping[str | None, SumsIn] = {None: None, "bf16": torch.bfloat16, "fp32":
 """In what ranks add up, by `train.tp_reduce_dtype`."""
 
 
-def divide(
+def parallelize_tensor(
     model: Decoder, mesh: Mesh, roles: Roles, *, residual: Residual, sums: SumsIn = None
 ) -> None:
     """Keep of the model, or of a part of it, what this rank of the tensor axis computes, in place.
@@ -59,7 +59,7 @@ def divide(
     if group is None:
         return
     names = WeightMap(model.config, model.merge_qkv)
-    cuts = cuts_of(model, names, mesh, roles=roles, residual=residual)
+    cuts = tp_plan(model, names, mesh, roles=roles, residual=residual)
     # Made now, because groups have to be made by all ranks, and a part may have no keys.
     mesh.neighbours(cuts.span("k_proj").copies)
     for name, parameter in list(model.named_parameters()):
@@ -76,7 +76,7 @@ def divide(
         assert isinstance(layer, Block)
         layer.self_attn.parts = [cuts.span(part).count for part in model.config.qkv_parts]
         for part, socket in SOCKETS.items():
-            mixture = isinstance(getattr(layer, part), MixtureOfExperts)
+            mixture = isinstance(getattr(layer, part), MoE)
             region = _mixture_region if mixture else _region
             run = partial(region, getattr(layer, socket), group=group, residual=residual)
             if not mixture:
@@ -85,7 +85,7 @@ def divide(
 
 
 @torch.no_grad()
-def sum_partial(held: Sequence[Held], mesh: Mesh) -> None:
+def reduce_partial_grads(held: Sequence[LocalParam], mesh: Mesh) -> None:
     """Complete the gradients of which the ranks of the tensor axis have one term each, in place.
 
     Called when gradients are otherwise final, on all ranks of the axis with the same parameters.
@@ -121,14 +121,16 @@ def _divided(
 ) -> nn.Embedding:
     """The embedding of a table whose rows from `first` on are here."""
     if not isinstance(table, LoraEmbedding):
-        return DividedEmbedding(table.get_parameter("weight"), first, group, residual)
+        return VocabParallelEmbedding(table.get_parameter("weight"), first, group, residual)
     table.look_up = partial(rows_here, first=first)
-    table.leave = partial(leave, group=group, residual=residual)
+    table.leave = partial(reduce_from_tp_region, group=group, residual=residual)
     table.sum_squares = partial(_summed, group=group)
     return table
 
 
-def _resize(module: nn.Linear, weight: str, cuts: Cuts, group: dist.ProcessGroup) -> None:
+def _resize(
+    module: nn.Linear, weight: str, cuts: TensorParallelPlan, group: dist.ProcessGroup
+) -> None:
     """Tell the layer how many features it has left."""
     rows, columns = module.out_features, module.in_features
     if isinstance(module.weight, QuantisedMatrix):
@@ -147,21 +149,21 @@ def _resize(module: nn.Linear, weight: str, cuts: Cuts, group: dist.ProcessGroup
         module.sum_squares = partial(_summed, group=group)
 
 
-def _tell(module: nn.Module, name: str, cuts: Cuts, group: dist.ProcessGroup) -> None:
+def _tell(module: nn.Module, name: str, cuts: TensorParallelPlan, group: dist.ProcessGroup) -> None:
     """Tell a module what it has left, and what arrives at it."""
     if isinstance(module, nn.Linear) and not cuts.is_in_mixture(name):
         _resize(module, f"{name}.weight", cuts, group)
     if isinstance(module, Dropout) and _sees_share(name, cuts):
-        module.places_here = partial(share_of, group=group)
+        module.places_here = partial(local_share, group=group)
     if isinstance(module, FeedForward | PlainFeedForward) and module.drop:
         inner = cuts.names.config.intermediate_size
         module.drop.first_feature = cuts.span("down_proj", inner).first
     if isinstance(module, PositionTable) and cuts.residual == "split":
-        module.positions_here = partial(share_of, group=group)
+        module.positions_here = partial(local_share, group=group)
     if isinstance(module, WeightDropout):
         module.first_feature = cuts.span("q_proj").first // cuts.names.config.head_dim
     if isinstance(module, Router):
-        module.rows_here = partial(share_of, group=group)
+        module.rows_here = partial(local_share, group=group)
 
 
 def _summed(squares: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -169,7 +171,7 @@ def _summed(squares: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return squares
 
 
-def _sees_share(name: str, cuts: Cuts) -> bool:
+def _sees_share(name: str, cuts: TensorParallelPlan) -> bool:
     """Whether what arrives at a module are only some of the tokens that come to a layer."""
     parts = name.split(".")
     in_stream = parts[:2] == ["model", "layers"] and not SOCKETS.keys() & parts
@@ -177,7 +179,7 @@ def _sees_share(name: str, cuts: Cuts) -> bool:
 
 
 def _region(
-    run: Run,
+    run: CallHook,
     module: nn.Module,
     x_TD: torch.Tensor,
     *rest: Any,
@@ -186,12 +188,12 @@ def _region(
     sums: SumsIn,
 ) -> torch.Tensor:
     """A divided module's contribution to the residual stream, from all ranks."""
-    y_TD = run(module, enter(x_TD, group, residual, sums), *rest)
-    return leave(y_TD, group, residual, sums)
+    y_TD = run(module, copy_to_tp_region(x_TD, group, residual, sums), *rest)
+    return reduce_from_tp_region(y_TD, group, residual, sums)
 
 
 def _mixture_region(
-    run: Run,
+    run: CallHook,
     module: nn.Module,
     x_TD: torch.Tensor,
     *rest: Any,
@@ -202,5 +204,5 @@ def _mixture_region(
     its share of the tokens."""
     if residual == "split":
         return run(module, x_TD, *rest)
-    y_TD = run(module, keep_share(x_TD, group), *rest)
-    return gather_shares(y_TD, group, x_TD.shape[0])
+    y_TD = run(module, scatter_to_sequence_parallel(x_TD, group), *rest)
+    return gather_from_sequence_parallel(y_TD, group, x_TD.shape[0])

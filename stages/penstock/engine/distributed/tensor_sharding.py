@@ -10,21 +10,28 @@ from functools import cached_property
 
 import torch
 
-from penstock.adapters.names import Factor, factor_of, native_name
+from penstock.adapters.names import Factor, native_name, parse_factor
 from penstock.core.errors import CapabilityError
 from penstock.engine.distributed.collectives import Residual
 from penstock.engine.distributed.device_mesh import Mesh
-from penstock.engine.distributed.param_shards import Piece, Shared, whole_piece
+from penstock.engine.distributed.param_shards import Shared, TensorShard, whole_piece
 from penstock.models.decoder import Decoder
 from penstock.models.layers.block import SOCKETS
 from penstock.models.layers.quantized_linear import QuantisedMatrix
 from penstock.models.names import EMBEDDING_WEIGHT, HEAD_WEIGHT
-from penstock.models.tp_roles import DECODER_GRAINS, DECODER_ROLES, Grain, Role, Roles, role_of
+from penstock.models.tp_roles import (
+    DECODER_GRAINS,
+    DECODER_ROLES,
+    ParallelStyle,
+    Roles,
+    ShardUnit,
+    find_parallel_style,
+)
 from penstock.models.weights import WeightMap
 from penstock_kernels.quant import Format
 
 
-def share(count: int, size: int, index: int) -> range:
+def shard_range(count: int, size: int, index: int) -> range:
     """Which of `count` things number `index` of `size` has; shares differ by one at most."""
     return range(index * count // size, (index + 1) * count // size)
 
@@ -40,7 +47,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Cuts:
+class TensorParallelPlan:
     """How one rank holds a model, or a part of one."""
 
     names: WeightMap
@@ -60,13 +67,13 @@ class Cuts:
     """Whether the tied embedding and head are in different parts, each with a Parameter of its
     own."""
 
-    def pieces(self, name: str, shape: tuple[int, ...]) -> tuple[Piece, ...]:
+    def pieces(self, name: str, shape: tuple[int, ...]) -> tuple[TensorShard, ...]:
         """Those of the parameter `name`; none where a rank has no such parameter.
 
         `shape` is read only for what no division changes of low-rank factors: all of one that
         experts share, and else their rank.
         """
-        if factor := factor_of(name):
+        if factor := parse_factor(name):
             of = self._of_experts_factor if factor.of_experts else self._of_factor
             return (of(factor, shape),)
         module, _, leaf = name.rpartition(".")
@@ -74,27 +81,27 @@ class Cuts:
             return tuple(
                 _of_bytes(piece, leaf, self.formats[module]) for piece in self.pieces(module, shape)
             )
-        role = role_of(module, self.roles)
+        role = find_parallel_style(module, self.roles)
         if self.lends_table and name in (EMBEDDING_WEIGHT, HEAD_WEIGHT):
             table = self._cut(self.names.config.names.embedding, 0, self.span("embed_tokens"))
             return (replace(table, copies=2),)
         if role is None:
             [tensor] = self.names.hf_names(name)
             return (self._uncut(tensor, self._how_norms_sum(module)),)
-        if role is Role.PER_HEAD:
+        if role is ParallelStyle.PER_HEAD:
             heads = _span(self.names.config.num_attention_heads, self.size, self.index)
             return (self._cut(name, 0, heads),)
-        if role is Role.EXPERTS:
+        if role is ParallelStyle.EXPERTS:
             return tuple(self._experts(name))
         if self.is_in_mixture(module):
             return tuple(self._whole(name))
-        found: list[Piece] = []
+        found: list[TensorShard] = []
         start = 0
         for tensor in self.names.hf_names(name):
             stored = tensor.rpartition(".")[0]
-            features = self._shapes[f"{stored}.weight"][role is Role.NARROW]
+            features = self._shapes[f"{stored}.weight"][role is ParallelStyle.NARROW]
             span = self.span(stored.rpartition(".")[2], features)
-            if role is not Role.NARROW:
+            if role is not ParallelStyle.NARROW:
                 piece = replace(self._cut(tensor, 0, span), start=start)
             elif leaf == "weight":
                 piece = self._cut(tensor, 1, span)
@@ -113,13 +120,13 @@ class Cuts:
         `features` are all those of a feed-forward network, and read for nothing else.
         """
         config, grain = self.names.config, DECODER_GRAINS[layer]
-        if grain is Grain.TOKEN:
+        if grain is ShardUnit.TOKEN:
             return _span(config.vocab_size, self.size, self.index)
-        if grain is Grain.FEATURE:
+        if grain is ShardUnit.FEATURE:
             return _span(features, self.size, self.index)
         heads, keys = config.num_attention_heads, config.num_key_value_heads
         assert heads % self.size == 0, f"{heads} heads over {self.size} ranks"
-        if grain is Grain.QUERY_HEAD:
+        if grain is ShardUnit.QUERY_HEAD:
             return _span(heads, self.size, self.index, config.head_dim)
         assert keys % self.size == 0 or self.size % keys == 0, f"{keys} over {self.size} ranks"
         if self.size <= keys:
@@ -148,7 +155,7 @@ class Cuts:
             return False
         return int(parts[2]) in experts.layers
 
-    def _experts(self, name: str) -> Iterator[Piece]:
+    def _experts(self, name: str) -> Iterator[TensorShard]:
         """The tensors of this rank's experts, one after another, or their part of one for all."""
         tensors = self.names.hf_names(name)
         if len(tensors) == 1:
@@ -156,12 +163,12 @@ class Cuts:
             first = self._shapes[tensor][0]
             yield self._cut(tensor, 0, _span(first, self.expert_size, self.expert_index))
             return
-        mine = share(len(tensors), self.expert_size, self.expert_index)
+        mine = shard_range(len(tensors), self.expert_size, self.expert_index)
         yield from _after_one_another(
             whole_piece(tensors[number], self._shapes[tensors[number]]) for number in mine
         )
 
-    def _whole(self, name: str) -> Iterator[Piece]:
+    def _whole(self, name: str) -> Iterator[TensorShard]:
         """Whole tensors of a checkpoint, one after another."""
         return _after_one_another(
             self._uncut(tensor, "tensor") for tensor in self.names.hf_names(name)
@@ -171,7 +178,7 @@ class Cuts:
     def _shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self.names.hf_shapes()
 
-    def _of_factor(self, factor: Factor, shape: tuple[int, ...]) -> Piece:
+    def _of_factor(self, factor: Factor, shape: tuple[int, ...]) -> TensorShard:
         """An adapter's tensor under its name in a model in which nothing is fused.
 
         The narrow dimension between A and B is never cut. What is on the far side from the cut is
@@ -186,13 +193,16 @@ class Cuts:
         whole = (shape[0], columns) if is_a else (rows, *shape[1:])
         if self.is_in_mixture(factor.module):
             return self._uncut(name, "tensor", whole)
-        narrows = role_of(factor.module, self.roles) in (Role.NARROW, Role.VOCAB)
+        narrows = find_parallel_style(factor.module, self.roles) in (
+            ParallelStyle.NARROW,
+            ParallelStyle.VOCAB,
+        )
         if is_a is not narrows:
             return self._uncut(name, "tensor", whole)
         span = self.span(factor.part, columns if narrows else rows)
         return self._cut(name, int(is_a), span, whole)
 
-    def _of_experts_factor(self, factor: Factor, shape: tuple[int, ...]) -> Piece:
+    def _of_experts_factor(self, factor: Factor, shape: tuple[int, ...]) -> TensorShard:
         """Each expert's own is where the expert is. One that they share is on all ranks, and its
         gradient a sum over those that compute other tokens, or other experts of the same."""
         name = native_name(factor.hf_module, factor.side)
@@ -200,8 +210,8 @@ class Cuts:
             return self._uncut(name, "tensor", shape)
         experts = self.names.config.experts
         assert experts is not None
-        mine = share(experts.num_experts, self.expert_size, self.expert_index)
-        return Piece(
+        mine = shard_range(experts.num_experts, self.expert_size, self.expert_index)
+        return TensorShard(
             name,
             whole=(experts.num_experts, *shape[1:]),
             offsets=(mine.start, 0, 0),
@@ -214,10 +224,10 @@ class Cuts:
 
     def _cut(
         self, tensor: str, dim: int, span: Span, whole: tuple[int, ...] | None = None
-    ) -> Piece:
+    ) -> TensorShard:
         whole = whole or self._shapes[tensor]
         sizes = [span.count if at == dim else size for at, size in enumerate(whole)]
-        return Piece(
+        return TensorShard(
             tensor,
             whole,
             offsets=tuple(span.first if at == dim else 0 for at in range(len(whole))),
@@ -228,17 +238,17 @@ class Cuts:
 
     def _uncut(
         self, tensor: str, summed: Shared | None, whole: tuple[int, ...] | None = None
-    ) -> Piece:
+    ) -> TensorShard:
         piece = whole_piece(tensor, whole or self._shapes[tensor])
         return replace(piece, copies=self.size, summed=summed if self.size > 1 else None)
 
 
-def cuts_of(
+def tp_plan(
     model: Decoder, names: WeightMap, mesh: Mesh, *, roles: Roles, residual: Residual
-) -> Cuts:
+) -> TensorParallelPlan:
     """How this rank of the mesh holds the model, which may be a part of the whole."""
     apart = (model.model.embed_tokens is None) is not (model.lm_head is None)
-    return Cuts(
+    return TensorParallelPlan(
         names=names,
         roles=roles,
         size=mesh.size("tensor"),
@@ -255,23 +265,23 @@ def cuts_of(
     )
 
 
-def pieces_of(
+def param_shards(
     model: Decoder,
     names: WeightMap,
     mesh: Mesh,
     *,
     roles: Roles = DECODER_ROLES,
     residual: Residual = "whole",
-) -> Mapping[str, tuple[Piece, ...]]:
+) -> Mapping[str, tuple[TensorShard, ...]]:
     """The pieces of every parameter, by its name in the model, as `tensor.divide` left it."""
-    cuts = cuts_of(model, names, mesh, roles=roles, residual=residual)
+    cuts = tp_plan(model, names, mesh, roles=roles, residual=residual)
     return {
         name: cuts.pieces(name, tuple(parameter.shape))
         for name, parameter in model.named_parameters()
     }
 
 
-def _of_bytes(piece: Piece, leaf: str, format: Format) -> Piece:
+def _of_bytes(piece: TensorShard, leaf: str, format: Format) -> TensorShard:
     """The same box of one of the tensors that a quantised matrix is.
 
     Columns are cut between groups; where a row has one scale, anywhere, and all who have a part of
@@ -300,7 +310,7 @@ def _of_bytes(piece: Piece, leaf: str, format: Format) -> Piece:
     )
 
 
-def _after_one_another(pieces: Iterable[Piece]) -> Iterator[Piece]:
+def _after_one_another(pieces: Iterable[TensorShard]) -> Iterator[TensorShard]:
     start = 0
     for piece in pieces:
         yield replace(piece, start=start)
@@ -308,5 +318,5 @@ def _after_one_another(pieces: Iterable[Piece]) -> Iterator[Piece]:
 
 
 def _span(count: int, size: int, index: int, width: int = 1) -> Span:
-    mine = share(count, size, index)
+    mine = shard_range(count, size, index)
     return Span(mine.start * width, len(mine) * width)

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from penstock.models.layers.attention import Attend
-from penstock_kernels.attention import Segments
+from penstock.models.layers.attention import AttentionFn
+from penstock_kernels.attention import VarlenMetadata
 
 
 class Ulysses:
@@ -29,7 +29,7 @@ class Ulysses:
         """This rank's tokens of all of them: its share of neighbours."""
         return x_T.chunk(self.size)[self.index]
 
-    def attend(self, inner: Attend) -> Attend:
+    def attend(self, inner: AttentionFn) -> AttentionFn:
         """`inner` for all tokens and this rank's share of the heads.
 
         The number of query heads must be a multiple of the ranks. Key and value heads that are not
@@ -40,7 +40,7 @@ class Ulysses:
             q_SNH: torch.Tensor,
             k_SKH: torch.Tensor,
             v_SKH: torch.Tensor,
-            segments: Segments,
+            segments: VarlenMetadata,
             scale: float,
             window: int | None = None,
             sinks_N: torch.Tensor | None = None,

@@ -7,25 +7,34 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from penstock.config.rules.run import broken
+from penstock.config.rules.run import rule_violations
 from penstock.config.schema.data import DataConfig
 from penstock.config.schema.parallelism import INTERLEAVED, V_SHAPED, PipelineSchedule
 from penstock.config.schema.quantization import cut_at
-from penstock.config.schema.run import RunConfig, written
+from penstock.config.schema.run import RunConfig, is_explicitly_set
 from penstock.config.schema.train import TrainConfig
 from penstock.core.errors import ConfigError
 from penstock.engine.distributed.parallel_dims import (
-    Degrees,
-    Misfit,
+    LayoutError,
+    ParallelDims,
     accumulation_steps,
-    lay_out,
+    compute_dims,
+    fallback_dims,
     sizes_near,
-    undone,
 )
-from penstock.engine.distributed.pipeline_stages import layers_of_stages, takes, virtual_stages
-from penstock.engine.distributed.suggest_layout import Candidate, Values, nearest, spelled
-from penstock.models.hf_config import HfConfig, given, required
-from penstock.models.quantization_config import Declared, declared_in
+from penstock.engine.distributed.pipeline_stages import (
+    layers_of_stages,
+    schedule_accepts,
+    virtual_stages,
+)
+from penstock.engine.distributed.suggest_layout import (
+    LayoutSuggestion,
+    Values,
+    format_suggestion,
+    suggest_change,
+)
+from penstock.models.hf_config import HfConfig, config_get, config_require
+from penstock.models.quantization_config import QuantizationConfig, declared_in
 
 SCHEDULES: tuple[PipelineSchedule, ...] = ("1F1B", "GPipe", *INTERLEAVED, *V_SHAPED)
 
@@ -35,7 +44,7 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 
 
 @dataclass(frozen=True)
-class Counts:
+class ModelDims:
     """What there is of a model to share out. Names are those of config.json."""
 
     num_attention_heads: int
@@ -45,31 +54,31 @@ class Counts:
     vocab_size: int
     num_experts: int = 0
     head_dim: int = 0
-    published: Declared | None = None
+    published: QuantizationConfig | None = None
     """How its weights are quantised already."""
 
     @classmethod
-    def of(cls, hf: HfConfig) -> "Counts":
+    def of(cls, hf: HfConfig) -> "ModelDims":
         """Read them.
 
         Raises:
             ConfigError: one is missing.
             CapabilityError: weights are quantised in a way that is not read.
         """
-        heads = required(hf, "num_attention_heads")
+        heads = config_require(hf, "num_attention_heads")
         return cls(
             heads,
-            given(hf, "num_key_value_heads", heads),
-            required(hf, "num_hidden_layers"),
-            required(hf, "intermediate_size"),
-            required(hf, "vocab_size"),
+            config_get(hf, "num_key_value_heads", heads),
+            config_require(hf, "num_hidden_layers"),
+            config_require(hf, "intermediate_size"),
+            config_require(hf, "vocab_size"),
             next((hf[name] for name in EXPERTS if hf.get(name)), 0),
-            given(hf, "head_dim", required(hf, "hidden_size") // heads),
+            config_get(hf, "head_dim", config_require(hf, "hidden_size") // heads),
             declared_in(hf),
         )
 
 
-def splits_model(train: TrainConfig) -> bool:
+def is_model_parallel(train: TrainConfig) -> bool:
     """Whether the layout cuts the model itself, so that its numbers matter."""
     cuts = train.tensor_parallel_size, train.ulysses_parallel_size, train.pipeline_parallel_size
     return max(*cuts, train.expert_parallel_size) > 1
@@ -86,18 +95,18 @@ def tokens_multiple(train: TrainConfig) -> int:
     return (2 * ring if ring > 1 else 1) * train.ulysses_parallel_size * split
 
 
-def padding_of(data: DataConfig, train: TrainConfig) -> int:
+def micro_batch_padding(data: DataConfig, train: TrainConfig) -> int:
     """What micro-batches are padded to a multiple of: `data.pad_to_multiple_of`, rounded up to what
     the layout needs."""
     return math.lcm(data.pad_to_multiple_of, tokens_multiple(train))
 
 
-def require_fit(
+def validate_layout(
     run: RunConfig,
     world_of: Callable[[RunConfig], int],
-    counts: Counts | None,
-    launches: Iterable[Candidate],
-) -> Degrees:
+    counts: ModelDims | None,
+    launches: Iterable[LayoutSuggestion],
+) -> ParallelDims:
     """The layout of a run, which fits.
 
     `world_of` tells how many processes a run would start, `counts` may be None where the layout
@@ -106,32 +115,36 @@ def require_fit(
     Raises ConfigError with everything that does not fit and the nearest layout that would.
     """
     world = world_of(run)
-    faults = misfits(run, world, counts)
+    faults = layout_errors(run, world, counts)
     if not faults:
-        degrees = lay_out(run.train, world)
-        assert isinstance(degrees, Degrees)
+        degrees = compute_dims(run.train, world)
+        assert isinstance(degrees, ParallelDims)
         return degrees
 
     def accepted(values: Values) -> bool:
         changed = _with(run, values)
-        if counts is None and splits_model(changed.train):
+        if counts is None and is_model_parallel(changed.train):
             return False
-        return not misfits(changed, world_of(changed), counts) and not any(broken(changed))
+        return not layout_errors(changed, world_of(changed), counts) and not any(
+            rule_violations(changed)
+        )
 
     blamed = [name for fault in faults for name in fault.blamed]
-    change = nearest(_settings_near(run, world), accepted, blamed, _undone(run.train))
-    other = nearest(launches, accepted, blamed)
+    change = suggest_change(_settings_near(run, world), accepted, blamed, _undone(run.train))
+    other = suggest_change(launches, accepted, blamed)
     reasons = "\n".join(f"{fault.reason}." for fault in faults)
-    proposal = spelled(change) + spelled(other, "\n  Or write " if change else "\n  Write ")
+    proposal = format_suggestion(change) + format_suggestion(
+        other, "\n  Or write " if change else "\n  Write "
+    )
     raise ConfigError(f"{reasons}{proposal}")
 
 
-def misfits(run: RunConfig, world: int, counts: Counts | None) -> list[Misfit]:
+def layout_errors(run: RunConfig, world: int, counts: ModelDims | None) -> list[LayoutError]:
     """Everything that keeps a run from being laid out on `world` ranks."""
     train = run.train
-    found: list[Misfit] = []
-    degrees = lay_out(train, world)
-    if isinstance(degrees, Misfit):
+    found: list[LayoutError] = []
+    degrees = compute_dims(train, world)
+    if isinstance(degrees, LayoutError):
         found.append(degrees)
     else:
         found += _of_batch(train, degrees)
@@ -142,17 +155,17 @@ def misfits(run: RunConfig, world: int, counts: Counts | None) -> list[Misfit]:
     return [*found, *_of_rows(run)]
 
 
-def _of_heads(train: TrainConfig, counts: Counts) -> Iterable[Misfit]:
+def _of_heads(train: TrainConfig, counts: ModelDims) -> Iterable[LayoutError]:
     heads, keys = counts.num_attention_heads, counts.num_key_value_heads
     tensor, ulysses = train.tensor_parallel_size, train.ulysses_parallel_size
     if heads % tensor:
-        yield Misfit(
+        yield LayoutError(
             f"train.tensor_parallel_size is {tensor}, and the model's num_attention_heads is "
             f"{heads}: every rank must get equally many whole heads",
             ("train.tensor_parallel_size",),
         )
     elif keys % tensor and tensor % keys:
-        yield Misfit(
+        yield LayoutError(
             f"train.tensor_parallel_size is {tensor}, and the model's num_key_value_heads is "
             f"{keys}: neither do ranks get equally many of them, nor does each lie on equally many "
             "ranks",
@@ -161,26 +174,26 @@ def _of_heads(train: TrainConfig, counts: Counts) -> Iterable[Misfit]:
     elif heads // tensor % ulysses:
         here = f"a rank has {heads // tensor} of the" if tensor > 1 else "there are"
         owned = f" (tensor_parallel_size {tensor})" if tensor > 1 else ""
-        yield Misfit(
+        yield LayoutError(
             f"train.ulysses_parallel_size is {ulysses}, and {here} {heads} num_attention_heads"
             f"{owned}: they are shared out whole, equally many to each rank",
             ("train.ulysses_parallel_size",),
         )
 
 
-def _of_features(train: TrainConfig, counts: Counts) -> Iterable[Misfit]:
+def _of_features(train: TrainConfig, counts: ModelDims) -> Iterable[LayoutError]:
     tensor = train.tensor_parallel_size
     for name in ("intermediate_size", "vocab_size"):
         size = getattr(counts, name)
         if size < tensor:
-            yield Misfit(
+            yield LayoutError(
                 f"train.tensor_parallel_size is {tensor}, and the model's {name} is {size}: some "
                 "rank would get nothing of it",
                 ("train.tensor_parallel_size",),
             )
 
 
-def _of_groups(run: RunConfig, counts: Counts) -> Iterable[Misfit]:
+def _of_groups(run: RunConfig, counts: ModelDims) -> Iterable[LayoutError]:
     """Quantised columns that share a scale stay together."""
     lora, tensor = run.lora, run.train.tensor_parallel_size
     if not lora.enable_qlora or tensor == 1:
@@ -192,46 +205,46 @@ def _of_groups(run: RunConfig, counts: Counts) -> Iterable[Misfit]:
     for layer, count in columns.items():
         cuts = [index * count // tensor for index in range(tensor)]
         if any(cut % unit for cut in cuts) and layer not in (lora.exclude_modules or ()):
-            yield Misfit(
+            yield LayoutError(
                 f"train.tensor_parallel_size is {tensor}, and cuts the {count} columns of {layer} "
                 f"within groups of {unit} that share a scale ({kept})",
                 ("train.tensor_parallel_size",),
             )
 
 
-def _kept_of(run: RunConfig, counts: Counts) -> tuple[str, int]:
+def _kept_of(run: RunConfig, counts: ModelDims) -> tuple[str, int]:
     """How base weights are quantised, and what their columns are cut at multiples of."""
     lora, published = run.lora, counts.published
     if published and run.model.model_path:
         # bitsandbytes says with each matrix how wide groups are; hardly ever they are wider.
         usual = cut_at("nf4", None) if published.publisher == "bitsandbytes" else 1
         return f"as published, {published.format}", published.group or usual
-    group = lora.quant_group_size if written(run, "lora.quant_group_size") else None
+    group = lora.quant_group_size if is_explicitly_set(run, "lora.quant_group_size") else None
     return f"lora.quant_format {lora.quant_format}", cut_at(lora.quant_format, group)
 
 
-def _of_experts(train: TrainConfig, counts: Counts) -> Iterable[Misfit]:
+def _of_experts(train: TrainConfig, counts: ModelDims) -> Iterable[LayoutError]:
     size, experts = train.expert_parallel_size, counts.num_experts
     if size > 1 and not experts:
-        yield Misfit(
+        yield LayoutError(
             f"train.expert_parallel_size is {size}, and the model has no experts to share out",
             ("train.expert_parallel_size",),
         )
     elif experts % size:
-        yield Misfit(
+        yield LayoutError(
             f"train.expert_parallel_size is {size}, and a layer has {experts} experts: every rank "
             "must get equally many",
             ("train.expert_parallel_size",),
         )
 
 
-def _of_stages(train: TrainConfig, counts: Counts) -> Iterable[Misfit]:
+def _of_stages(train: TrainConfig, counts: ModelDims) -> Iterable[LayoutError]:
     if train.pipeline_parallel_size == 1:
         return
     try:
         virtual_stages(train)
     except ConfigError as error:
-        yield Misfit(
+        yield LayoutError(
             _fault(error),
             ("train.pipeline_parallel_virtual_stages", "train.pipeline_parallel_schedule"),
         )
@@ -241,23 +254,23 @@ def _of_stages(train: TrainConfig, counts: Counts) -> Iterable[Misfit]:
     except ConfigError as error:
         is_listed = train.pipeline_parallel_split != "uniform"
         blamed = "split" if is_listed else "size"
-        yield Misfit(_fault(error), (f"train.pipeline_parallel_{blamed}",))
+        yield LayoutError(_fault(error), (f"train.pipeline_parallel_{blamed}",))
 
 
-def _of_batch(train: TrainConfig, degrees: Degrees) -> Iterable[Misfit]:
+def _of_batch(train: TrainConfig, degrees: ParallelDims) -> Iterable[LayoutError]:
     try:
         micro_batches = accumulation_steps(train, degrees.num_replicas)
     except ConfigError as error:
         written = "gradient_accumulation_steps" in train.model_fields_set
         blamed = "gradient_accumulation_steps" if written else "global_batch_size"
-        yield Misfit(_fault(error), (f"train.{blamed}",))
+        yield LayoutError(_fault(error), (f"train.{blamed}",))
         return
     schedule, ranks = train.pipeline_parallel_schedule, train.pipeline_parallel_size
-    if ranks > 1 and not takes(schedule, ranks, micro_batches):
+    if ranks > 1 and not schedule_accepts(schedule, ranks, micro_batches):
         made_of = "gradient_accumulation_steps"
         if train.global_batch_size is not None:
             made_of = f"global_batch_size {train.global_batch_size}"
-        yield Misfit(
+        yield LayoutError(
             f"train.pipeline_parallel_schedule is {schedule}, and a step has {micro_batches} "
             f"micro-batch{'es' if micro_batches > 1 else ''} ({made_of}), which it cannot run on "
             f"pipeline_parallel_size {ranks}",
@@ -265,7 +278,7 @@ def _of_batch(train: TrainConfig, degrees: Degrees) -> Iterable[Misfit]:
         )
 
 
-def _of_rows(run: RunConfig) -> Iterable[Misfit]:
+def _of_rows(run: RunConfig) -> Iterable[LayoutError]:
     data, train = run.data, run.train
     multiple = tokens_multiple(train)
     if "pad_to_multiple_of" in data.model_fields_set and data.pad_to_multiple_of % multiple:
@@ -279,19 +292,19 @@ def _of_rows(run: RunConfig) -> Iterable[Misfit]:
             (train.sequence_parallel, f"tensor_parallel_size {train.tensor_parallel_size}"),
         ]
         product = " x ".join(words for applies, words in factors if applies)
-        yield Misfit(
+        yield LayoutError(
             f"data.pad_to_multiple_of is {data.pad_to_multiple_of}, and rows are cut into "
             f"{multiple} equal pieces ({product}); left out, it is rounded up as needed",
             ("data.pad_to_multiple_of",),
         )
 
 
-def _settings_near(run: RunConfig, world: int) -> list[Candidate]:
+def _settings_near(run: RunConfig, world: int) -> list[LayoutSuggestion]:
     """Other values of every setting that a layout depends on, but for the number of processes."""
     train = run.train
 
-    def word(name: str, distance: float, value: object) -> Candidate:
-        return Candidate(f"train.{name}", value, distance, name in train.model_fields_set)
+    def word(name: str, distance: float, value: object) -> LayoutSuggestion:
+        return LayoutSuggestion(f"train.{name}", value, distance, name in train.model_fields_set)
 
     found = sizes_near(train, world)
     if train.sequence_parallel:
@@ -323,7 +336,7 @@ def _settings_near(run: RunConfig, world: int) -> list[Candidate]:
     if "pad_to_multiple_of" in data.model_fields_set:
         now, row = data.pad_to_multiple_of, data.sample_packing_sequence_len
         found += [
-            Candidate("data.pad_to_multiple_of", size, abs(math.log2(size / now)), True)
+            LayoutSuggestion("data.pad_to_multiple_of", size, abs(math.log2(size / now)), True)
             for size in range(needed, 2 * max(now, needed) + 1, needed)
             if row % size == 0
         ]
@@ -332,7 +345,7 @@ def _settings_near(run: RunConfig, world: int) -> list[Candidate]:
 
 def _undone(train: TrainConfig) -> Values:
     return {
-        **undone(train),
+        **fallback_dims(train),
         **({"train.sequence_parallel": False} if train.sequence_parallel else {}),
     }
 

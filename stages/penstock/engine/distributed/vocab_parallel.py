@@ -17,23 +17,23 @@ from torch import nn
 from penstock.engine.distributed.collectives import (
     Residual,
     SumsIn,
-    enter,
+    copy_to_tp_region,
     gather_columns,
     gathered,
-    leave,
+    reduce_from_tp_region,
 )
 from penstock.engine.distributed.device_mesh import Mesh
-from penstock.engine.distributed.tensor_sharding import share
+from penstock.engine.distributed.tensor_sharding import shard_range
 from penstock.losses.cross_entropy import (
     CROSS_ENTROPY,
     Head,
     Loss,
-    logits_of,
+    compute_logits,
     sum_cross_entropy,
     token_log_probs,
 )
 from penstock.losses.token_metrics import Scores, chunked_logits, token_scores
-from penstock_kernels.cross_entropy import Divided, Tally
+from penstock_kernels.cross_entropy import SoftmaxStats, VocabShard
 
 Logits = Literal["divided", "gathered"]
 """Whether the loss is computed from each rank's own logits, or from those of all ranks on each."""
@@ -65,7 +65,7 @@ logits [C, V] of the whole vocabulary, one chunk after another, the same on all 
 group."""
 
 
-class DividedEmbedding(nn.Embedding):
+class VocabParallelEmbedding(nn.Embedding):
     """An embedding table of which other rows are on other ranks."""
 
     def __init__(
@@ -79,7 +79,9 @@ class DividedEmbedding(nn.Embedding):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Embeddings of token ids [T]: of all of them, or with a split residual of a share."""
-        return leave(rows_here(input, self.weight, self.first), self.group, self.residual)
+        return reduce_from_tp_region(
+            rows_here(input, self.weight, self.first), self.group, self.residual
+        )
 
 
 def rows_here(ids_T: torch.Tensor, rows_WF: torch.Tensor, first: int) -> torch.Tensor:
@@ -89,7 +91,7 @@ def rows_here(ids_T: torch.Tensor, rows_WF: torch.Tensor, first: int) -> torch.T
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class VocabParallelHead:
     """How a model divided over the mesh's tensor axis comes from hidden states to logits.
 
     With `divided` logits a rank holds [C, W] of them, and two numbers per token travel, or three
@@ -158,7 +160,7 @@ class Vocabulary:
     @property
     def _shares(self) -> list[range]:
         size = self.mesh.size("tensor")
-        return [share(self.size, size, index) for index in range(size)]
+        return [shard_range(self.size, size, index) for index in range(size)]
 
     @property
     def _widest(self) -> int:
@@ -170,19 +172,19 @@ class Vocabulary:
         group = self._group
         if group is None:
             return hidden, head
-        hidden_TD = enter(hidden, group, self.residual, self.sums)
+        hidden_TD = copy_to_tp_region(hidden, group, self.residual, self.sums)
         if self.logits == "divided":
             return hidden_TD, head
         widths = [len(each) for each in self._shares]
         return hidden_TD, lambda hidden_CD: gather_columns(
-            logits_of(hidden_CD, head, loss.precision), group, widths
+            compute_logits(hidden_CD, head, loss.precision), group, widths
         )
 
     def _loss(self, loss: Loss) -> Loss:
         if not self._is_divided:
             return loss
         assert self._group is not None
-        divided = Divided(
+        divided = VocabShard(
             first=self._shares[self.mesh.index("tensor")].start,
             size=self.size,
             widest=self._widest,
@@ -195,7 +197,7 @@ class Vocabulary:
         return numbers
 
 
-def _merged(own: Tally, group: dist.ProcessGroup) -> Tally:
+def _merged(own: SoftmaxStats, group: dist.ProcessGroup) -> SoftmaxStats:
     """The tally of logits that lie side by side on the ranks of a group, from each rank's own.
 
     The log of a sum of exponentials is that of the ranks' own.
@@ -208,7 +210,7 @@ def _merged(own: Tally, group: dist.ProcessGroup) -> Tally:
     # One rank knows a label's own logit, and the others say 0: no rounding.
     sums = [each.sum(0) for each in others]
     target = torch.stack(sums[: len(target_KC)], 1) if has_several else sums[0]
-    return Tally(log_sums.logsumexp(0), target, sums[-1] if totals else None)
+    return SoftmaxStats(log_sums.logsumexp(0), target, sums[-1] if totals else None)
 
 
 def _within(ids: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 from itertools import pairwise, product
 
-from penstock.rows.shared_prefix import Span, start_rows_of
+from penstock.rows.shared_prefix import Span, first_blind_rows
 
 
 @dataclass(frozen=True)
-class Holding:
+class RankTokens:
     """The tokens of one rank, numbered in the order they have in the row."""
 
     index: int
@@ -44,7 +44,7 @@ class Holding:
 
 
 @dataclass(frozen=True)
-class Need:
+class KVRange:
     """Tokens of one rank that tokens of another see: all of these by each of those, or less."""
 
     queries: range
@@ -55,7 +55,7 @@ class Need:
     """The i-th query sees these keys from number `i - reach` on; None: all."""
 
 
-def own_lengths(bounds: Sequence[int], holding: Holding, window: int | None = None) -> list[int]:
+def own_lengths(bounds: Sequence[int], holding: RankTokens, window: int | None = None) -> list[int]:
     """The lengths of the documents that a rank holds any of, as far as it holds them.
 
     `bounds` are where the row's documents begin, and the end of the last. A document that is in
@@ -73,19 +73,19 @@ def own_lengths(bounds: Sequence[int], holding: Holding, window: int | None = No
     return [length for length in parts if length > 0]
 
 
-def own_start_rows(spans: Sequence[Span], holding: Holding) -> list[int]:
+def own_start_rows(spans: Sequence[Span], holding: RankTokens) -> list[int]:
     """For each token that a rank holds, the first of its own numbers that no longer sees it."""
     own = [Span(*(holding.before(place) for place in astuple(span))) for span in spans]
-    return start_rows_of(own)
+    return first_blind_rows(own)
 
 
 def needs(
     bounds: Sequence[int],
-    asker: Holding,
-    giver: Holding,
+    asker: RankTokens,
+    giver: RankTokens,
     window: int | None = None,
     spans: Sequence[Span] | None = None,
-) -> list[Need]:
+) -> list[KVRange]:
     """What `asker`'s queries see of another rank's keys; under a window also what they see of its
     own, beyond what `own_lengths` tells. `spans` say of all the row's tokens how long they are
     seen, where documents branch.
@@ -102,7 +102,7 @@ def needs(
     # giver from its second; and what sees across the border between is of one document.
     border = asker.starts[0] if giver.index < asker.index else asker.starts[1]
     return [
-        Need(asker.within(border, span.until), keys)
+        KVRange(asker.within(border, span.until), keys)
         for span in _document_at(border, bounds, spans)
         if span.until > border and (keys := giver.within(span.begin, min(span.end, border)))
     ]
@@ -124,11 +124,11 @@ def _begin(span: Span) -> int:
 
 def _within_window(
     bounds: Sequence[int],
-    asker: Holding,
-    giver: Holding,
+    asker: RankTokens,
+    giver: RankTokens,
     window: int,
     spans: Sequence[Span] | None,
-) -> Iterator[Need]:
+) -> Iterator[KVRange]:
     """One need for every two chunks, and two spans of a document in them: distances within a span
     are those in the row."""
     for chunk, held in product(asker.chunks, giver.chunks):
@@ -145,7 +145,7 @@ def _within_window(
                 continue
             end = min(end, keys[-1] + nearer + window)
             reach = keys.start - first_seen
-            yield Need(
+            yield KVRange(
                 asker.within(start, end),
                 giver.within(keys.start, keys.stop),
                 reach if reach < end - start - 1 else None,

@@ -13,12 +13,12 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from penstock.engine.generation.kv_cache import KeyCache, begun, continued
-from penstock.engine.generation.sequences import Growing
+from penstock.engine.generation.kv_cache import KeyCache, decode_segments, prefill_segments
+from penstock.engine.generation.sequences import DecodingSequence
 from penstock.rows.collate import MicroBatch, collate
 from penstock.rows.reader import Row
 from penstock.rows.schema import IGNORED
-from penstock_kernels.attention import Segments
+from penstock_kernels.attention import VarlenMetadata
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Pass:
+class ForwardBatch:
     """One forward pass. The tensors are on the host, and of the whole replica."""
 
     batch: MicroBatch
-    after: list[list[Growing]]
+    after: list[list[DecodingSequence]]
     """Whose next tokens are drawn after a document; of documents in order, padding left out."""
-    segments: Callable[[Segments], Segments]
+    segments: Callable[[VarlenMetadata], VarlenMetadata]
     """From the pass's documents to what attention is to know of them."""
 
     def slots_T(self) -> torch.Tensor:  # noqa: N802 - T names the dimension
@@ -52,7 +52,7 @@ class Pass:
                 slots_T[ends[number] - 1] = number
         return slots_T
 
-    def read(self) -> list[tuple[int, Growing]]:
+    def read(self) -> list[tuple[int, DecodingSequence]]:
         """The documents that are prompts of which something is told: where each begins, and its
         first answer."""
         starts = (0, *accumulate(self.batch.lengths))
@@ -66,7 +66,7 @@ class Pass:
 class Passes(Protocol):
     """Answers that a replica computes."""
 
-    def following(self) -> Pass | None:
+    def following(self) -> ForwardBatch | None:
         """The next pass; None where there is nothing to do."""
         ...
 
@@ -75,34 +75,36 @@ class Passes(Protocol):
         ...
 
 
-class Kept:
+class KVCachedDecode:
     """Each token passes once. Prompts come in where there is room, those with several answers once
     for all that come in with them; the others go on by a token."""
 
-    def __init__(self, growing: Sequence[Growing], limits: Limits, device: torch.device) -> None:
+    def __init__(
+        self, growing: Sequence[DecodingSequence], limits: Limits, device: torch.device
+    ) -> None:
         self._waiting, self._limits, self._device = deque(growing), limits, device
-        self._active: list[Growing] = []
+        self._active: list[DecodingSequence] = []
         """Those in the cache, row by row."""
         self._cache = KeyCache(limits.kept_tokens)
 
-    def following(self) -> Pass | None:
+    def following(self) -> ForwardBatch | None:
         """Prompts, if any can be let in, or the newest token of each answer."""
         groups = self._let_in()
         if groups:
             self._active += [one for group in groups for one in group if one.is_kept]
             self._cache.longest = max((one.longest for one in self._active), default=0)
             rows = [sum(one.is_kept for one in group) for group in groups]
-            return Pass(
+            return ForwardBatch(
                 _batch([group[0].prompt.tokens for group in groups], self._limits.multiple),
                 groups,
-                lambda plain: begun(plain, self._cache, rows, self._device),
+                lambda plain: prefill_segments(plain, self._cache, rows, self._device),
             )
         if not self._active:
             return None
-        return Pass(
+        return ForwardBatch(
             _newest(self._active, self._limits.multiple),
             [[one] for one in self._active],
-            lambda plain: continued(plain, self._cache),
+            lambda plain: decode_segments(plain, self._cache),
         )
 
     def sift(self) -> None:
@@ -113,9 +115,9 @@ class Kept:
                 self._active[row] = self._active[-1]
                 self._active.pop()
 
-    def _let_in(self) -> list[list[Growing]]:
+    def _let_in(self) -> list[list[DecodingSequence]]:
         """Those that wait longest, by their prompts, as many as there is room for."""
-        groups: list[list[Growing]] = []
+        groups: list[list[DecodingSequence]] = []
         rows = len(self._active)
         longest = max((one.longest for one in self._active), default=0)
         tokens = 0
@@ -136,16 +138,16 @@ class Kept:
         return groups
 
 
-class Recomputed:
+class FullRecomputeDecode:
     """Every token passes again for each that comes after it: for layouts and positions for which
     nothing can be kept."""
 
-    def __init__(self, growing: Sequence[Growing], limits: Limits) -> None:
+    def __init__(self, growing: Sequence[DecodingSequence], limits: Limits) -> None:
         self._growing, self._limits = list(growing), limits
 
-    def following(self) -> Pass | None:
+    def following(self) -> ForwardBatch | None:
         """Prompts and what there is of their answers, as many as fit."""
-        going: list[Growing] = []
+        going: list[DecodingSequence] = []
         tokens = 0
         for one in self._growing:
             tokens += len(one.prompt.tokens) + len(one.tokens)
@@ -155,24 +157,24 @@ class Recomputed:
         if not going:
             return None
         batch = _batch([[*one.prompt.tokens, *one.tokens] for one in going], self._limits.multiple)
-        return Pass(batch, [[one] for one in going], _as_they_are)
+        return ForwardBatch(batch, [[one] for one in going], _as_they_are)
 
     def sift(self) -> None:
         """Leave those that have ended."""
         self._growing = [one for one in self._growing if not one.ended]
 
 
-def idle(multiple: int) -> Pass:
+def padding_pass(multiple: int) -> ForwardBatch:
     """Nothing but padding: what a replica without anything to do computes, for others wait for it
     in every pass."""
-    return Pass(_batch([], multiple), [], _as_they_are)
+    return ForwardBatch(_batch([], multiple), [], _as_they_are)
 
 
-def _as_they_are(plain: Segments) -> Segments:
+def _as_they_are(plain: VarlenMetadata) -> VarlenMetadata:
     return plain
 
 
-def _newest(growing: Sequence[Growing], multiple: int) -> MicroBatch:
+def _newest(growing: Sequence[DecodingSequence], multiple: int) -> MicroBatch:
     """A document of the newest token of each, in its place; and one of padding. Made at once, for
     it is made for every token."""
     count = len(growing)

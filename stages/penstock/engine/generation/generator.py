@@ -20,15 +20,28 @@ from torch import nn
 
 from penstock.config.schema.train import TrainConfig
 from penstock.core.errors import ConfigError, PenstockError
-from penstock.engine.distributed.parallel_model import Layout
-from penstock.engine.distributed.ranks import Ranks
-from penstock.engine.distributed.tensor_sharding import share
+from penstock.engine.distributed.parallel_model import ParallelModel
+from penstock.engine.distributed.ranks import ProcessInfo
+from penstock.engine.distributed.tensor_sharding import shard_range
 from penstock.engine.distributed.validate_layout import tokens_multiple
 from penstock.engine.distributed.vocab_parallel import LogitsOf
-from penstock.engine.generation.batching import Kept, Limits, Pass, Passes, Recomputed, idle
-from penstock.engine.generation.logprobs import DrawnScores, PromptScores
-from penstock.engine.generation.sampling import draw
-from penstock.engine.generation.sequences import Answer, Answered, Decode, Growing, Prompt
+from penstock.engine.generation.batching import (
+    ForwardBatch,
+    FullRecomputeDecode,
+    KVCachedDecode,
+    Limits,
+    Passes,
+    padding_pass,
+)
+from penstock.engine.generation.logprobs import PromptLogprobs, TopLogprobs
+from penstock.engine.generation.sampling import sample_token
+from penstock.engine.generation.sequences import (
+    Completion,
+    Decode,
+    DecodingSequence,
+    GenerationOutput,
+    Prompt,
+)
 from penstock.models.decoder_config import DecoderConfig
 
 KEPT_TOKENS = 1 << 17
@@ -62,16 +75,16 @@ class Found(NamedTuple):
     drawn: torch.Tensor
     """Of each answer the next token, its log-probability, and whether what they come from is not
     finite: fp64 [3, answers]; -inf where this pass, or this rank, draws none."""
-    of_prompts: PromptScores
-    of_answers: DrawnScores
+    of_prompts: PromptLogprobs
+    of_answers: TopLogprobs
 
 
 @dataclass(frozen=True)
 class Generator:
     """Writes with a model that is trained beside it."""
 
-    layout: Layout
-    ranks: Ranks
+    layout: ParallelModel
+    ranks: ProcessInfo
     logits: LogitsOf
     multiple: int
     """What the tokens of a pass must be a multiple of under this layout."""
@@ -96,7 +109,7 @@ class Generator:
         *,
         between: Between = _nothing,
         on_token: OnToken = _no_stream,
-    ) -> list[Answered]:
+    ) -> list[GenerationOutput]:
         """The answers to each prompt, on every rank; every rank must ask for the same.
 
         An answer depends on its prompt, on what is asked of it, on the seed and on its number among
@@ -110,7 +123,7 @@ class Generator:
         for number, prompt in enumerate(prompts):
             self.require_possible(f"prompt {number}", prompt, decode)
         growing = self._growing(prompts)
-        of_prompts, of_answers = PromptScores(prompts, self.ranks.device), DrawnScores()
+        of_prompts, of_answers = PromptLogprobs(prompts, self.ranks.device), TopLogprobs()
         passes = self._passes(growing)
         with self.eagerly(), self.layout.at_rest():
             while not all(one.ended for one in growing):
@@ -123,10 +136,10 @@ class Generator:
                     each.sift()
         of_prompts.share(self.ranks)
         likeliest = of_answers.shared(growing, self.ranks)
-        answers: list[list[Answer]] = [[] for _ in prompts]
+        answers: list[list[Completion]] = [[] for _ in prompts]
         for one in growing:
             answers[one.prompt_number].append(one.answer(likeliest.get(one.number)))
-        return [Answered(its, *of_prompts.of(number)) for number, its in enumerate(answers)]
+        return [GenerationOutput(its, *of_prompts.of(number)) for number, its in enumerate(answers)]
 
     def require_possible(self, name: str, prompt: Prompt, decode: Decode | None = None) -> None:
         """Raise ConfigError for a prompt that cannot be answered, by what it is called."""
@@ -161,20 +174,25 @@ class Generator:
     def _config(self) -> DecoderConfig:
         return self.layout.parts[0].config
 
-    def _passes(self, growing: Sequence[Growing]) -> list[Passes]:
+    def _passes(self, growing: Sequence[DecodingSequence]) -> list[Passes]:
         """This replica's share. Neighbours, so that answers to one prompt are together."""
         mesh = self.layout.mesh
-        mine = share(len(growing), mesh.degrees.num_replicas, mesh.index("replicate", "shard"))
+        mine = shard_range(
+            len(growing), mesh.degrees.num_replicas, mesh.index("replicate", "shard")
+        )
         here = [growing[number] for number in mine]
         limits = Limits(self._room(), self.passed_tokens, self.multiple)
         kept = [one for one in here if one.longest <= self.keeps_up_to]
         others = [one for one in here if one.longest > self.keeps_up_to]
-        return [Kept(kept, limits, self.ranks.device), Recomputed(others, limits)]
+        return [
+            KVCachedDecode(kept, limits, self.ranks.device),
+            FullRecomputeDecode(others, limits),
+        ]
 
-    def _following(self, passes: Sequence[Passes]) -> Pass:
+    def _following(self, passes: Sequence[Passes]) -> ForwardBatch:
         """The first that there is."""
         found = (each.following() for each in passes)
-        return next((one for one in found if one), None) or idle(self.multiple)
+        return next((one for one in found if one), None) or padding_pass(self.multiple)
 
     def _room(self) -> int:
         """Tokens that may be kept at once; of a GPU's memory there may be less than is wanted."""
@@ -187,16 +205,16 @@ class Generator:
         # Ranks of a replica must let in the same.
         return min(self.kept_tokens, -self.ranks.most(-fits)[0])
 
-    def _growing(self, prompts: Sequence[Prompt]) -> list[Growing]:
+    def _growing(self, prompts: Sequence[Prompt]) -> list[DecodingSequence]:
         [seeds, *_] = self.ranks.gather([secrets.randbits(63) for _ in prompts])
         limit = self._config.max_position_embeddings
-        found: list[Growing] = []
+        found: list[DecodingSequence] = []
         for number, (prompt, fresh) in enumerate(zip(prompts, seeds, strict=True)):
             room, most = limit - len(prompt.tokens), prompt.how.max_tokens
             most = room if most is None else min(room, most)
             seed = fresh if prompt.how.seed is None else prompt.how.seed
             for sample in range(prompt.count):
-                found.append(Growing(len(found), number, prompt, sample, most, seed))
+                found.append(DecodingSequence(len(found), number, prompt, sample, most, seed))
         return found
 
     def _nothing_drawn(self, count: int) -> torch.Tensor:
@@ -204,7 +222,7 @@ class Generator:
 
     def _add(
         self,
-        growing: Sequence[Growing],
+        growing: Sequence[DecodingSequence],
         drawn: torch.Tensor,
         decode: Decode | None,
         on_token: OnToken,
@@ -221,7 +239,7 @@ class Generator:
                 one.add(int(token), log_prob, decode)
                 on_token(one.prompt_number, int(token))
 
-    def _pass(self, one: Pass, found: Found) -> None:
+    def _pass(self, one: ForwardBatch, found: Found) -> None:
         """Let it pass through the model, for what is drawn and told on the way."""
         # Here on the host, so that no GPU has to be asked which places they are.
         slots_T = self.layout.context.part(one.slots_T())
@@ -233,9 +251,9 @@ class Generator:
 
     def _take(
         self,
-        one: Pass,
+        one: ForwardBatch,
         places_S: torch.Tensor,
-        after_S: Sequence[Sequence[Growing]],
+        after_S: Sequence[Sequence[DecodingSequence]],
         found: Found,
         hidden: torch.Tensor,
         head: nn.Module,
@@ -250,7 +268,9 @@ class Generator:
             if len(after) != len(groups):
                 wide_CV = wide_CV[[row for row, group in enumerate(groups) for _ in group]]
             uniforms = [growing.uniform() for growing in after]
-            tokens_S, log_probs_S = draw(wide_CV, [one.prompt.how for one in after], uniforms)
+            tokens_S, log_probs_S = sample_token(
+                wide_CV, [one.prompt.how for one in after], uniforms
+            )
             told = torch.stack((tokens_S.double(), log_probs_S, ~log_probs_S.isfinite()))
             found.drawn[:, [growing.number for growing in after]] = told
             found.of_answers.take(after, wide_CV)
@@ -260,8 +280,8 @@ class Generator:
 
     def _tell(
         self,
-        one: Pass,
-        read: Sequence[tuple[int, Growing]],
+        one: ForwardBatch,
+        read: Sequence[tuple[int, DecodingSequence]],
         found: Found,
         hidden: torch.Tensor,
         head: nn.Module,
@@ -289,7 +309,9 @@ class Generator:
         return values.to(self.ranks.device, non_blocking=True)
 
 
-def generator_of(train: TrainConfig, layout: Layout, ranks: Ranks, logits: LogitsOf) -> Generator:
+def build_generator(
+    train: TrainConfig, layout: ParallelModel, ranks: ProcessInfo, logits: LogitsOf
+) -> Generator:
     """One for the model that the settings lay out so."""
     config, degrees = layout.parts[0].config, layout.mesh.degrees
     heads = -(-config.num_key_value_heads // (degrees.tensor * degrees.ulysses))

@@ -11,10 +11,10 @@ from itertools import accumulate, count
 
 import torch
 
-from penstock.models.layers.attention import Attend
+from penstock.models.layers.attention import AttentionFn
 from penstock.models.layers.autocast import as_autocast
-from penstock_kernels.attention import Segments
-from penstock_kernels.attention.decode import newest
+from penstock_kernels.attention import VarlenMetadata
+from penstock_kernels.attention.decode import decode_attention
 
 STEP = 64
 """Room is made for a multiple of so many tokens."""
@@ -85,7 +85,7 @@ class KeyCache:
 
 
 @dataclass(frozen=True, eq=False)
-class Begun(Segments):
+class Prefill(VarlenMetadata):
     """Documents of which some are kept: their first tokens, all that there are so far."""
 
     cache: KeyCache
@@ -105,7 +105,7 @@ class Begun(Segments):
 
 
 @dataclass(frozen=True, eq=False)
-class Continued(Segments):
+class DecodeStep(VarlenMetadata):
     """One more token of each row, in order, and padding behind them."""
 
     cache: KeyCache
@@ -135,7 +135,9 @@ class Continued(Segments):
             for x_BKCH, x_TKH in zip(kept, (k_TKH, v_TKH), strict=True)
         )
         sees_BC = self._sees(window, first, q_TNH.device)
-        y_BNH = newest(q_TNH[:rows].to(k_BKCH.dtype), k_BKCH, v_BKCH, sees_BC, scale, sinks_N)
+        y_BNH = decode_attention(
+            q_TNH[:rows].to(k_BKCH.dtype), k_BKCH, v_BKCH, sees_BC, scale, sinks_N
+        )
         if rows == len(q_TNH):
             return y_BNH
         return torch.cat((y_BNH, torch.zeros_like(q_TNH[rows:], dtype=y_BNH.dtype)))
@@ -175,9 +177,9 @@ class Continued(Segments):
         return self.kept[name]
 
 
-def begun(
-    segments: Segments, cache: KeyCache, rows: Sequence[int], device: torch.device
-) -> Segments:
+def prefill_segments(
+    segments: VarlenMetadata, cache: KeyCache, rows: Sequence[int], device: torch.device
+) -> VarlenMetadata:
     """The documents of a pass, of which the first len(rows) are kept: number i by rows[i] new rows
     behind those in use, perhaps none."""
     if not any(rows):
@@ -195,7 +197,7 @@ def begun(
             into.append(torch.full((length,), len(cache.lengths)))
             cache.lengths.append(length)
     cache.make_room()
-    return Begun(
+    return Prefill(
         **vars(segments),
         cache=cache,
         tokens=torch.cat(tokens).to(device, non_blocking=True),
@@ -204,12 +206,12 @@ def begun(
     )
 
 
-def continued(segments: Segments, cache: KeyCache) -> Continued:
+def decode_segments(segments: VarlenMetadata, cache: KeyCache) -> DecodeStep:
     """One more token of each row of the cache, which takes note of it."""
     lengths = cache.lengths
     lengths[:] = [length + 1 for length in lengths]
     cache.make_room()
-    return Continued(
+    return DecodeStep(
         **vars(segments),
         cache=cache,
         rows=len(lengths),
@@ -218,22 +220,22 @@ def continued(segments: Segments, cache: KeyCache) -> Continued:
     )
 
 
-def keeping(attend: Attend) -> Attend:
+def keeping(attend: AttentionFn) -> AttentionFn:
     """`attend`, which in passes that fill or read a cache does so."""
 
     def attend_and_keep(
         q_TNH: torch.Tensor,
         k_TKH: torch.Tensor,
         v_TKH: torch.Tensor,
-        segments: Segments,
+        segments: VarlenMetadata,
         scale: float,
         window: int | None = None,
         sinks_N: torch.Tensor | None = None,
         /,
     ) -> torch.Tensor:
-        if isinstance(segments, Continued):
+        if isinstance(segments, DecodeStep):
             return segments.attend(q_TNH, k_TKH, v_TKH, scale, window, sinks_N)
-        if isinstance(segments, Begun):
+        if isinstance(segments, Prefill):
             segments.keep(k_TKH, v_TKH)
         return attend(q_TNH, k_TKH, v_TKH, segments, scale, window, sinks_N)
 

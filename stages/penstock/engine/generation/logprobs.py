@@ -9,11 +9,11 @@ from itertools import accumulate
 
 import torch
 
-from penstock.engine.distributed.ranks import Ranks
-from penstock.engine.generation.sequences import Growing, Likeliest, Prompt
+from penstock.engine.distributed.ranks import ProcessInfo
+from penstock.engine.generation.sequences import DecodingSequence, Prompt, TopKLogprobs
 
 
-class DrawnScores:
+class TopLogprobs:
     """Filled token by token, on the rank that computes it."""
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class DrawnScores:
         """Of each answer, by its number: the places that were computed here, and the tokens and
         log-probabilities [K] of each. Ranks that share documents compute others."""
 
-    def take(self, after: Sequence[Growing], logits_SV: torch.Tensor) -> None:
+    def take(self, after: Sequence[DecodingSequence], logits_SV: torch.Tensor) -> None:
         """Of the logits, in fp32, that the next token of each of these is drawn from."""
         asked = [row for row, one in enumerate(after) if one.prompt.likeliest_drawn]
         if not asked:
@@ -34,7 +34,9 @@ class DrawnScores:
             told = len(one.tokens), tokens_SK[place, wanted], best.values[place, wanted]
             self._found.setdefault(one.number, []).append(told)
 
-    def shared(self, growing: Sequence[Growing], ranks: Ranks) -> dict[int, Likeliest]:
+    def shared(
+        self, growing: Sequence[DecodingSequence], ranks: ProcessInfo
+    ) -> dict[int, TopKLogprobs]:
         """What was asked of answers that have ended, by their numbers. Every rank calls it."""
         asked = [one for one in growing if one.prompt.likeliest_drawn]
         if not asked:
@@ -53,19 +55,19 @@ class DrawnScores:
             ranks.highest(tokens_A)
             ranks.highest(log_probs_A)
         return {
-            one.number: Likeliest(*(_table(part, one) for part in its))
+            one.number: TopKLogprobs(*(_table(part, one) for part in its))
             for one, *its in zip(
                 asked, tokens_A.cpu().split(sizes), log_probs_A.cpu().split(sizes), strict=True
             )
         }
 
 
-def _table(told: torch.Tensor, one: Growing) -> torch.Tensor:
+def _table(told: torch.Tensor, one: DecodingSequence) -> torch.Tensor:
     """[T, K] of an answer. Of one that wants no token there is no place."""
     return told.unflatten(0, (len(one.tokens), one.prompt.likeliest_drawn))[: one.most]
 
 
-class PromptScores:
+class PromptLogprobs:
     """Filled place by place, on the rank that computes it.
 
     What is asked of one prompt takes no memory for the others.
@@ -113,13 +115,13 @@ class PromptScores:
         self._likeliest_W[into] = best.indices[asked_SK].int()
         self._likeliest_log_probs_W[into] = best.values[asked_SK]
 
-    def share(self, ranks: Ranks) -> None:
+    def share(self, ranks: ProcessInfo) -> None:
         """Let every rank have what any has. Every rank calls it."""
         for found in (self._log_probs_P, self._likeliest_W, self._likeliest_log_probs_W):
             if found.numel() and ranks.world > 1:
                 ranks.highest(found)
 
-    def of(self, number: int) -> tuple[torch.Tensor | None, Likeliest | None]:
+    def of(self, number: int) -> tuple[torch.Tensor | None, TopKLogprobs | None]:
         """The log-probabilities of a prompt's tokens, fp32 [T] on the host, and the likeliest in
         each place; None for what was not asked."""
         prompt = self._prompts[number]
@@ -133,7 +135,7 @@ class PromptScores:
         if width:
             start = int(self._starts_P[first])
             some = slice(start, start + length * width)
-            likeliest = Likeliest(
+            likeliest = TopKLogprobs(
                 self._likeliest_W[some].cpu().unflatten(0, (length, width)),
                 self._likeliest_log_probs_W[some].cpu().unflatten(0, (length, width)),
             )

@@ -25,7 +25,7 @@ RUN = 256
 
 
 @dataclass(frozen=True)
-class Drawing:
+class SamplingParams:
     """What is asked of the tokens after one prompt."""
 
     max_tokens: int | None = None
@@ -65,8 +65,8 @@ def uniform(seed: int, sample: int, place: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
-def draw(
-    logits_SV: torch.Tensor, how: Sequence[Drawing], uniforms: Sequence[float]
+def sample_token(
+    logits_SV: torch.Tensor, how: Sequence[SamplingParams], uniforms: Sequence[float]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A token from each row of fp32 logits, int64 [S], and its log-probability as the model has it,
     at temperature 1 and nothing left out, fp32 [S].
@@ -96,7 +96,7 @@ def draw(
 def _drawn(
     left_RV: torch.Tensor,
     weights_RV: torch.Tensor,
-    how: Sequence[Drawing],
+    how: Sequence[SamplingParams],
     uniforms: Sequence[float],
 ) -> torch.Tensor:
     """Of logits that are 0 at most, and their exponentials, which may be overwritten."""
@@ -135,7 +135,7 @@ def _below(aims_R1: torch.Tensor, sums_R1: torch.Tensor) -> torch.Tensor:
     return torch.minimum(aims_R1, torch.nextafter(sums_R1, torch.zeros_like(sums_R1)))
 
 
-def _narrowed(weights_RV: torch.Tensor, how: Sequence[Drawing]) -> torch.Tensor:
+def _narrowed(weights_RV: torch.Tensor, how: Sequence[SamplingParams]) -> torch.Tensor:
     """Weights of what may be drawn, first by number and then by probability, and 0; in place."""
     vocabulary = weights_RV.shape[1]
     tops = {row: one.top_k for row, one in enumerate(how) if 0 < one.top_k < vocabulary}

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from penstock.engine.generation.sampling import Drawing, uniform
+from penstock.engine.generation.sampling import SamplingParams, uniform
 
 Decode = Callable[[Sequence[int]], str]
 """Tokens to text, special ones included; the same on all ranks."""
@@ -22,7 +22,7 @@ class Prompt:
     """Tokens, and what is wanted of them."""
 
     tokens: Sequence[int]
-    how: Drawing = field(default_factory=Drawing)
+    how: SamplingParams = field(default_factory=SamplingParams)
     count: int = 1
     """Answers, each drawn anew."""
     scored: bool = False
@@ -38,7 +38,7 @@ class Prompt:
         return self.scored or self.likeliest > 0
 
 
-class Likeliest(NamedTuple):
+class TopKLogprobs(NamedTuple):
     """The likeliest tokens in each of T places, the likeliest first; on the host."""
 
     tokens_TK: torch.Tensor  # noqa: N815 - T and K name the dimensions
@@ -48,7 +48,7 @@ class Likeliest(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Answer:
+class Completion:
     """What was drawn after a prompt."""
 
     tokens: list[int]
@@ -56,23 +56,23 @@ class Answer:
     log_probs: list[float]
     """Of each token as the model has it, at temperature 1."""
     ended: Ending
-    likeliest: Likeliest | None
+    likeliest: TopKLogprobs | None
     """In the place of each token; None: not asked."""
 
 
 @dataclass(frozen=True)
-class Answered:
+class GenerationOutput:
     """All there is to a prompt of T tokens. Its first token nothing foretells."""
 
-    answers: list[Answer]
+    answers: list[Completion]
     log_probs_T: torch.Tensor | None  # noqa: N815 - T names the dimension
     """fp32 on the host, the first NaN; None: not asked."""
-    likeliest: Likeliest | None
+    likeliest: TopKLogprobs | None
     """In the place of each token; None: not asked."""
 
 
 @dataclass
-class Growing:
+class DecodingSequence:
     """One answer on its way."""
 
     number: int
@@ -111,12 +111,12 @@ class Growing:
         elif len(self.tokens) >= self.most:
             self.ended = "length"
 
-    def answer(self, likeliest: Likeliest | None) -> Answer:
+    def answer(self, likeliest: TopKLogprobs | None) -> Completion:
         """Once it has ended."""
         assert self.ended
         # A prompt without any answer was passed through the model to be read.
         tokens, log_probs = self.tokens[: self.most], self.log_probs[: self.most]
-        return Answer(tokens, log_probs, self.ended, likeliest)
+        return Completion(tokens, log_probs, self.ended, likeliest)
 
     def _says_stop(self, decode: Decode | None) -> bool:
         texts = self.prompt.how.stop_texts

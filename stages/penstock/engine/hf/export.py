@@ -14,23 +14,23 @@ import torch
 from penstock.core.files import read_json
 from penstock.core.sources.hub import local_folder
 from penstock.engine.checkpoint.model_reader import CheckpointReader
-from penstock.engine.hf.base_model import Base
+from penstock.engine.hf.base_model import BaseModelWeights
 from penstock.engine.hf.config import read_hf_config
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.engine.hf.save_adapter import Adapters, adapters_in, write_adapter_folder
 from penstock.engine.hf.save_model import (
     DTYPES,
-    Extras,
+    HFFolderMeta,
     declared_dtype,
-    name_of,
+    dtype_name,
     write_hf_folder,
 )
-from penstock.engine.hf.state_dict import HfWeights, in_checkpoint, in_source
+from penstock.engine.hf.state_dict import HFStateDict, in_checkpoint, in_source
 from penstock.engine.hf.tokenizer_files import TokenizerFiles
-from penstock.engine.model_source import Form, Origin
+from penstock.engine.model_source import ExportFormat, ModelSource
 from penstock.engine.quantization.export import Quantiser, quantiser_for
-from penstock.engine.quantization.quantized_reader import Drawn
-from penstock.models.registry import family_of
+from penstock.engine.quantization.quantized_reader import RandomInitTensors
+from penstock.models.registry import get_family
 
 GENERATION_CONFIG = "generation_config.json"
 
@@ -39,20 +39,22 @@ BASE_BESIDE = "../base"
 the two may be moved together."""
 
 
-def write_folders(checkpoint: Path, origin: Origin, form: Form, out: Path) -> dict[str, Any]:
+def write_folders(
+    checkpoint: Path, origin: ModelSource, form: ExportFormat, out: Path
+) -> dict[str, Any]:
     """Write all folders, keeping the files that an earlier attempt finished, and return facts.
 
     Raises ArtifactError when the checkpoint is not complete or not of this model.
     """
     reader = CheckpointReader(checkpoint)
     hf_config = read_hf_config(_config_path(origin), origin.foundation)
-    family = family_of(hf_config)
+    family = get_family(hf_config)
     names = family.weight_map(family.read(hf_config))
     folder = _folder(origin) if origin.quantising else None
-    weights = Base(names, origin.quantising, hf_config, family.roles, folder)
+    weights = BaseModelWeights(names, origin.quantising, hf_config, family.roles, folder)
     adapters = adapters_in(reader, names, origin.adapting)
     quantiser = quantiser_for(form.quantise, family, names) if form.quantise else None
-    extras = Extras(
+    extras = HFFolderMeta(
         hf_config,
         TokenizerFiles(origin.tokenizer_path, origin.tokenizer),
         _generation_config(origin),
@@ -69,7 +71,7 @@ def write_folders(checkpoint: Path, origin: Origin, form: Form, out: Path) -> di
         "folders": {name: name for name in found},
         "step": reader.state["step"],
         "model_type": family.model_type,
-        "dtype": name_of(_dtype(form, origin, hf_config)),
+        "dtype": dtype_name(_dtype(form, origin, hf_config)),
         "parameters": found.get("hf", found.get("adapter", {}))["parameters"],
         "shards": found.get("hf", {}).get("shards", 0),
         **({"quantised": form.quantise} if form.quantise else {}),
@@ -78,12 +80,12 @@ def write_folders(checkpoint: Path, origin: Origin, form: Form, out: Path) -> di
 
 
 def _with_adapters(
-    form: Form,
-    origin: Origin,
-    base: HfWeights,
+    form: ExportFormat,
+    origin: ModelSource,
+    base: HFStateDict,
     adapters: Adapters,
     out: Path,
-    extras: Extras,
+    extras: HFFolderMeta,
     quantiser: Quantiser | None,
 ) -> dict[str, Any]:
     found: dict[str, Any] = {}
@@ -106,11 +108,11 @@ def _with_adapters(
 
 
 def _model(
-    form: Form,
-    origin: Origin,
-    weights: HfWeights,
+    form: ExportFormat,
+    origin: ModelSource,
+    weights: HFStateDict,
     out: Path,
-    extras: Extras,
+    extras: HFFolderMeta,
     quantiser: Quantiser | None = None,
 ) -> dict[str, Any]:
     return write_hf_folder(
@@ -123,13 +125,15 @@ def _model(
     )
 
 
-def _dtype(form: Form, origin: Origin, hf_config: Any) -> torch.dtype:
+def _dtype(form: ExportFormat, origin: ModelSource, hf_config: Any) -> torch.dtype:
     if form.dtype != "auto":
         return DTYPES[form.dtype]
     return declared_dtype(hf_config) if origin.model_path else torch.float32
 
 
-def _base(origin: Origin, reader: CheckpointReader, base: Base, opened: ExitStack) -> HfWeights:
+def _base(
+    origin: ModelSource, reader: CheckpointReader, base: BaseModelWeights, opened: ExitStack
+) -> HFStateDict:
     """The model without its adapters, which a checkpoint of adapters alone does not hold.
 
     Matrices that were quantised are what adapters were trained beside: not what was read.
@@ -137,25 +141,25 @@ def _base(origin: Origin, reader: CheckpointReader, base: Base, opened: ExitStac
     if not reader.state["adapter_only"]:
         return in_checkpoint(reader, base.names, base.formats)
     if (found := _folder(origin)) is None:
-        return in_source(base.seen(Drawn(base.names, origin.seed)), base.names)
+        return in_source(base.seen(RandomInitTensors(base.names, origin.seed)), base.names)
     folder = opened.enter_context(SafetensorsFolder(found))
     return in_source(base.seen(folder), base.names)
 
 
-def _folder(origin: Origin) -> Path | None:
+def _folder(origin: ModelSource) -> Path | None:
     """Of the base model's weights; None if they are drawn."""
     if origin.model_path is None or origin.weights is None:
         return None
     return local_folder(origin.model_path, origin.weights)
 
 
-def _config_path(origin: Origin) -> str:
+def _config_path(origin: ModelSource) -> str:
     if origin.config.pin["kind"] == "builtin":
         return origin.config_path
     return str(local_folder(origin.config_path, origin.config, ("config.json",)))
 
 
-def _generation_config(origin: Origin) -> dict[str, Any] | None:
+def _generation_config(origin: ModelSource) -> dict[str, Any] | None:
     """What the base model says of generating, if a pinned file of it says anything."""
     source, typed = origin.config, origin.config_path
     if origin.weights and origin.model_path:

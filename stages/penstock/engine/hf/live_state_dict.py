@@ -5,17 +5,17 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.adapters.names import MAGNITUDE, Factor, factor_of
+from penstock.adapters.names import MAGNITUDE, Factor, parse_factor
 from penstock.engine.hf.save_adapter import adapters_in
-from penstock.engine.hf.state_dict import HfWeights, Tensors, in_checkpoint
-from penstock.engine.model_source import Adapting
+from penstock.engine.hf.state_dict import HFStateDict, Tensors, in_checkpoint
+from penstock.engine.model_source import LoraArgs
 from penstock.engine.multi_lora.rank_padding import rank_dim
 from penstock.engine.quantization.select_layers import Formats
 from penstock.models.weights import WeightMap
 
 
 @dataclass(frozen=True)
-class OfRank:
+class RankTrimmedTensors:
     """The same tensors, with adapters of a lower rank than the memory that they lie in."""
 
     tensors: Tensors
@@ -53,9 +53,9 @@ def live_weights(
     tensors: Tensors,
     names: WeightMap,
     *,
-    adapting: Adapting | None = None,
+    adapting: LoraArgs | None = None,
     formats: Formats | None = None,
-) -> HfWeights:
+) -> HFStateDict:
     """All tensors of the model, with its adapters merged where it has such; what `formats` names is
     what its codes stand for."""
     base = in_checkpoint(tensors, names, formats)
@@ -65,5 +65,5 @@ def live_weights(
 
 def _ranked(name: str) -> Factor | None:
     """A factor that has the adapter's rank for a dimension; of a magnitude none has."""
-    factor = factor_of(name)
+    factor = parse_factor(name)
     return None if factor is None or factor.side == MAGNITUDE else factor

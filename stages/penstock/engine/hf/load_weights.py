@@ -11,24 +11,24 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from penstock.adapters.names import factor_of
+from penstock.adapters.names import parse_factor
 from penstock.core.errors import CapabilityError
-from penstock.engine.distributed.param_shards import Held, Piece, local
-from penstock.engine.distributed.ranks import Ranks
+from penstock.engine.distributed.param_shards import LocalParam, TensorShard, local
+from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.engine.hf.weight_files import require_shape
-from penstock.engine.quantization.quantized_reader import QuantisedFolder, Source
+from penstock.engine.quantization.quantized_reader import QuantizeOnLoad, TensorReader
 
 Start = Callable[[str, tuple[int, ...]], torch.Tensor]
 """A checkpoint tensor's name and whole shape to its random start, on the CPU."""
 
-Seen = Callable[[SafetensorsFolder], Source]
+Seen = Callable[[SafetensorsFolder], TensorReader]
 """A folder to what a model sees of it, such as quantised matrices."""
 
 Readers = Literal["first_rank", "all_ranks"]
 
 
-def as_it_is(folder: SafetensorsFolder) -> Source:
+def identity(folder: SafetensorsFolder) -> TensorReader:
     """For a model that holds what is stored."""
     return folder
 
@@ -41,26 +41,26 @@ BLOCK_BYTES = 4 << 20
 class _Box:
     """A box of a checkpoint's tensor, and the local tensor it goes into."""
 
-    piece: Piece
+    piece: TensorShard
     into: torch.Tensor
 
 
 @torch.no_grad()
-def fill(
-    held: Sequence[Held],
+def load_weights(
+    held: Sequence[LocalParam],
     weights: Path | None,
     start: Start,
     *,
     readers: Readers,
-    ranks: Ranks,
-    seen: Seen = as_it_is,
+    ranks: ProcessInfo,
+    seen: Seen = identity,
 ) -> None:
     """Give every parameter its value. Every rank calls it, with memory for its own part.
 
     Tensors come from `weights`, a folder of safetensors that is looked at as `seen` says; adapters,
     and without a folder all of them, come from `start` on every rank. With `all_ranks` a rank
     reads the bytes of its own part. With `first_rank` rank 0 alone reads, every byte once, and
-    sends the others theirs: of each group of ranks that hold the same (`Held.copying`) to the
+    sends the others theirs: of each group of ranks that hold the same (`LocalParam.copying`) to the
     first, which sends it on.
 
     Raises CapabilityError, on every rank, for tensors that are missing or of another shape.
@@ -69,7 +69,7 @@ def fill(
     stored = [one for one in held if weights is not None and not _is_adapter(one)]
     for one in drawn:
         for piece in one.pieces:
-            cut_into(start(piece.tensor, piece.whole), piece, piece.of(local(one.parameter)))
+            copy_shard(start(piece.tensor, piece.whole), piece, piece.of(local(one.parameter)))
     if weights is None:
         return
     if readers == "all_ranks" or ranks.world == 1:
@@ -92,28 +92,28 @@ def _is_first(copying: dist.ProcessGroup | None) -> bool:
     return copying is None or dist.get_rank(copying) == 0
 
 
-def _is_adapter(held: Held) -> bool:
-    return any(factor_of(piece.tensor) for piece in held.pieces)
+def _is_adapter(held: LocalParam) -> bool:
+    return any(parse_factor(piece.tensor) for piece in held.pieces)
 
 
-def _boxes(held: Sequence[Held]) -> list[_Box]:
+def _boxes(held: Sequence[LocalParam]) -> list[_Box]:
     return [
         _Box(piece, piece.of(local(one.parameter).detach())) for one in held for piece in one.pieces
     ]
 
 
-def cut_into(whole: torch.Tensor, piece: Piece, into: torch.Tensor) -> None:
+def copy_shard(whole: torch.Tensor, piece: TensorShard, into: torch.Tensor) -> None:
     """Copy the box of a whole tensor to where it lies."""
     for dim, (offset, size) in enumerate(zip(piece.offsets, piece.sizes, strict=True)):
         whole = whole.narrow(dim, offset, size)
     into.copy_(whole)
 
 
-def _read(boxes: Sequence[_Box], folder: Source, ranks: Ranks) -> None:
+def _read(boxes: Sequence[_Box], folder: TensorReader, ranks: ProcessInfo) -> None:
     """Read this rank's own bytes."""
     wanted = {box.piece.tensor: box.piece.whole for box in boxes}
     _check(folder, wanted)
-    if isinstance(folder, QuantisedFolder):
+    if isinstance(folder, QuantizeOnLoad):
         folder.measure(wanted, ranks)
     for box in sorted(boxes, key=lambda box: (folder.order(box.piece.tensor), box.piece.offsets)):
         piece = box.piece
@@ -123,7 +123,7 @@ def _read(boxes: Sequence[_Box], folder: Source, ranks: Ranks) -> None:
             box.into[first:end].copy_(rows)
 
 
-def _check(folder: Source, wanted: dict[str, tuple[int, ...]]) -> None:
+def _check(folder: TensorReader, wanted: dict[str, tuple[int, ...]]) -> None:
     folder.require(wanted)
     for name, shape in wanted.items():
         require_shape(name, folder.stored(name).shape, shape)
@@ -141,8 +141,8 @@ def row_blocks(shape: Sequence[int], dtype: torch.dtype) -> Iterator[tuple[int, 
 
 def _receive(
     boxes: Sequence[_Box],
-    folder: Source | None,
-    ranks: Ranks,
+    folder: TensorReader | None,
+    ranks: ProcessInfo,
     group: dist.ProcessGroup,
 ) -> None:
     """Rank 0, which has the `folder`, reads each tensor once and sends each rank its boxes."""
@@ -163,16 +163,18 @@ def _receive(
         sender.finish()
 
 
-def _gathered(pieces: list[Piece], ranks: Ranks, group: dist.ProcessGroup) -> list[list[Piece]]:
+def _gathered(
+    pieces: list[TensorShard], ranks: ProcessInfo, group: dist.ProcessGroup
+) -> list[list[TensorShard]]:
     """Every rank's pieces, on rank 0."""
-    found: list[list[Piece]] = [[] for _ in range(ranks.world)]
+    found: list[list[TensorShard]] = [[] for _ in range(ranks.world)]
     dist.gather_object(pieces, found if ranks.leads else None, dst=0, group=group)
     return found
 
 
 def _agreed(
-    folder: Source | None,
-    wishes: Sequence[Sequence[Piece]],
+    folder: TensorReader | None,
+    wishes: Sequence[Sequence[TensorShard]],
     group: dist.ProcessGroup,
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and stored dtype of every tensor that is wanted, in the order they will come."""
@@ -197,13 +199,13 @@ class _Sender:
 
     def __init__(
         self,
-        folder: Source,
-        wishes: Sequence[Sequence[Piece]],
+        folder: TensorReader,
+        wishes: Sequence[Sequence[TensorShard]],
         device: torch.device,
         group: dist.ProcessGroup,
     ) -> None:
         self._folder, self._device, self._group = folder, device, group
-        self._wishes: dict[str, list[tuple[int, Piece]]] = {}
+        self._wishes: dict[str, list[tuple[int, TensorShard]]] = {}
         for rank, pieces in enumerate(wishes):
             for piece in pieces if rank else ():
                 self._wishes.setdefault(piece.tensor, []).append((rank, piece))
@@ -242,13 +244,15 @@ class _Sender:
         self._under_way, self._sends = [], []
 
 
-def _overlap(piece: Piece, first: int, end: int) -> tuple[int, int] | None:
+def _overlap(piece: TensorShard, first: int, end: int) -> tuple[int, int] | None:
     """Which rows of a box lie in rows `first` to `end` of its tensor; None if none do."""
     low, high = max(first - piece.offsets[0], 0), min(end - piece.offsets[0], piece.rows)
     return (low, high) if low < high else None
 
 
-def _columns(rows: torch.Tensor, piece: Piece, low: int, high: int, first: int) -> torch.Tensor:
+def _columns(
+    rows: torch.Tensor, piece: TensorShard, low: int, high: int, first: int
+) -> torch.Tensor:
     """Rows `low` to `high` of a box, of `rows`, whose first is row `first` of the tensor."""
     part = rows.narrow(0, piece.offsets[0] + low - first, high - low)
     for dim in range(1, len(piece.sizes)):

@@ -32,14 +32,14 @@ class Layout:
     """Bytes of the whole file."""
 
 
-def laid_out(kinds: Mapping[str, Kind]) -> Layout:
+def file_layout(kinds: Mapping[str, Kind]) -> Layout:
     """The layout of a file with these tensors, in the order given."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts: dict[str, int] = {}
     place = 0
     for name, kind in kinds.items():
         starts[name] = place
-        end = place + bytes_of(kind)
+        end = place + tensor_num_bytes(kind)
         entries[name] = {
             "dtype": FORMAT_OF[kind[1]],
             "shape": list(kind[0]),
@@ -61,7 +61,7 @@ def aligned(kinds: Mapping[str, Kind]) -> dict[str, Kind]:
     return dict(sorted(kinds.items(), key=lambda item: (-item[1][1].itemsize, item[0])))
 
 
-def bytes_of(kind: Kind) -> int:
+def tensor_num_bytes(kind: Kind) -> int:
     """What such a tensor takes."""
     shape, dtype = kind
     return math.prod(shape) * dtype.itemsize

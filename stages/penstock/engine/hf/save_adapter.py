@@ -7,22 +7,30 @@ from typing import Any
 
 import torch
 
-from penstock.adapters.names import EACH, EMBEDDING, MAGNITUDE, SIDES, Side, factor_of, native_name
+from penstock.adapters.names import (
+    EACH,
+    EMBEDDING,
+    MAGNITUDE,
+    SIDES,
+    Side,
+    native_name,
+    parse_factor,
+)
 from penstock.adapters.peft_format import (
     AdaptedExperts,
     Bias,
-    Strength,
+    LoraScaling,
     adapter_config,
     fused_factors,
     peft_bias,
     peft_name,
 )
-from penstock.adapters.weight_delta import Change, Product
+from penstock.adapters.weight_delta import LoraDelta, WeightDelta
 from penstock.core.errors import ArtifactError
 from penstock.core.files import write_json
 from penstock.engine.hf.save_model import save_tensors
-from penstock.engine.hf.state_dict import HfWeights, Tensors
-from penstock.engine.model_source import Adapting
+from penstock.engine.hf.state_dict import HFStateDict, Tensors
+from penstock.engine.model_source import LoraArgs
 from penstock.models.weights import WeightMap
 
 WEIGHTS = "adapter_model.safetensors"
@@ -48,13 +56,13 @@ class Pair:
         """A [r, in] and B [out, r], of all the checkpoint's factors."""
         return self._own(tensors[self.lora_A]), self._own(tensors[self.lora_B])
 
-    def change(self, tensors: Mapping[str, torch.Tensor], scale: float, layer: str) -> Change:
+    def change(self, tensors: Mapping[str, torch.Tensor], scale: float, layer: str) -> WeightDelta:
         """What becomes of the weight of this layer, [out, in], or the embedding's, [in, out]."""
         a, b = (factor.float() for factor in self.read_from(tensors))
         magnitude = tensors[self.magnitude].float() if self.magnitude else None
         if layer == EMBEDDING:
-            return Change(Product(a.T, b.T, scale), magnitude, of_columns=True)
-        return Change(Product(b, a, scale), magnitude)
+            return WeightDelta(LoraDelta(a.T, b.T, scale), magnitude, of_columns=True)
+        return WeightDelta(LoraDelta(b, a, scale), magnitude)
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.expert is None:
@@ -74,7 +82,7 @@ class Adapters:
     """By the tensor that a matrix of all of a layer's experts is there, [experts, in, out]."""
     biases: list[str]
     """Tensors of the base model that were trained as well."""
-    strength: Strength
+    strength: LoraScaling
     weights: WeightMap
 
     @property
@@ -88,7 +96,7 @@ class Adapters:
         shapes = self.reader.shapes()
         return sum(torch.Size(shapes[name][0]).numel() for name in self.names)
 
-    def merged_into(self, base: HfWeights) -> HfWeights:
+    def merged_into(self, base: HFStateDict) -> HFStateDict:
         """The base model's tensors with every adapter made part of them, in fp32 where one was."""
         layers = {f"{layer}.weight": layer for layer in self.pairs}
         if stray := sorted({*layers, *self.fused, *self.biases} - set(base.shapes)):
@@ -128,7 +136,7 @@ def _merged_experts(
     return made
 
 
-def adapters_in(reader: Tensors, weights: WeightMap, adapting: Adapting | None) -> Adapters | None:
+def adapters_in(reader: Tensors, weights: WeightMap, adapting: LoraArgs | None) -> Adapters | None:
     """The adapters of the checkpoint, or None where it has none; `adapting` is what the run was
     given, `weights` what the base model is.
 
@@ -137,7 +145,7 @@ def adapters_in(reader: Tensors, weights: WeightMap, adapting: Adapting | None) 
     """
     sides: dict[str, dict[Side, str]] = {}
     for name in reader.shapes():
-        if factor := factor_of(name):
+        if factor := parse_factor(name):
             sides.setdefault(factor.hf_module, {})[factor.side] = name
     if (adapting is not None) != bool(sides):
         raise ArtifactError(
@@ -164,7 +172,7 @@ def adapters_in(reader: Tensors, weights: WeightMap, adapting: Adapting | None) 
             pairs |= {name: _pair(pair, number) for number, name in enumerate(layers)}
         else:
             fused[f"{mixture}.experts.{matrix}"] = _pair(pair)
-    strength = Strength(
+    strength = LoraScaling(
         rank=_rank(reader, next(iter(sides.values()))["lora_A"]),
         alpha=adapting.alpha,
         scaling=adapting.scaling,

@@ -15,9 +15,9 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from penstock.core.files import PART, publishing, regular_files, write_json
-from penstock.engine.hf.safetensors_writer import Kind, aligned, bytes_of, laid_out, put
-from penstock.engine.hf.state_dict import HfWeights
+from penstock.core.files import PART, atomic_write, regular_files, write_json
+from penstock.engine.hf.safetensors_writer import Kind, aligned, file_layout, put, tensor_num_bytes
+from penstock.engine.hf.state_dict import HFStateDict
 from penstock.engine.hf.tokenizer_files import TokenizerFiles
 from penstock.engine.quantization.export import Quantiser
 
@@ -34,7 +34,7 @@ INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
-class Extras:
+class HFFolderMeta:
     """What a model folder holds besides weights."""
 
     hf_config: Mapping[str, Any]
@@ -45,9 +45,9 @@ class Extras:
 
 
 def write_hf_folder(
-    weights: HfWeights,
+    weights: HFStateDict,
     out: Path,
-    extras: Extras,
+    extras: HFFolderMeta,
     *,
     dtype: torch.dtype,
     max_shard_size: int | str = "5GB",
@@ -67,7 +67,7 @@ def write_hf_folder(
     config = {key: value for key, value in extras.hf_config.items() if key not in replaced}
     if quantiser:
         config["quantization_config"] = quantiser.config
-    write_json(out / "config.json", {**config, "dtype": name_of(dtype)})
+    write_json(out / "config.json", {**config, "dtype": dtype_name(dtype)})
     extras.tokenizer.write(out)
     write_json(
         out / "generation_config.json",
@@ -76,7 +76,7 @@ def write_hf_folder(
         else extras.generation_config,
     )
     return {
-        "dtype": name_of(dtype),
+        "dtype": dtype_name(dtype),
         "parameters": weights.num_parameters,
         "shards": num_shards,
         "bytes": bytes_in(out),
@@ -84,7 +84,7 @@ def write_hf_folder(
 
 
 def write_weights(
-    weights: HfWeights,
+    weights: HFStateDict,
     out: Path,
     *,
     dtype: torch.dtype,
@@ -94,7 +94,7 @@ def write_weights(
     """Write the safetensors files, and their index where there are several; returns how many."""
     kinds = {name: _kinds(name, weights, dtype, quantiser) for name in weights.shapes}
     # All that is stored of one weight stays together.
-    sizes = {name: sum(map(bytes_of, stored.values())) for name, stored in kinds.items()}
+    sizes = {name: sum(map(tensor_num_bytes, stored.values())) for name, stored in kinds.items()}
     planned = {
         name: torch.empty(size, dtype=torch.uint8, device="meta") for name, size in sizes.items()
     }
@@ -112,7 +112,7 @@ def write_weights(
 
 
 def _kinds(
-    name: str, weights: HfWeights, dtype: torch.dtype, quantiser: Quantiser | None
+    name: str, weights: HFStateDict, dtype: torch.dtype, quantiser: Quantiser | None
 ) -> dict[str, Kind]:
     """The tensors that a weight is stored as."""
     if quantiser and name in quantiser.shapes:
@@ -121,13 +121,15 @@ def _kinds(
 
 
 def _write_file(
-    weights: HfWeights,
+    weights: HFStateDict,
     target: Path,
     kinds: Mapping[str, Mapping[str, Kind]],
     quantiser: Quantiser | None,
 ) -> None:
-    layout = laid_out(aligned({leaf: kind for own in kinds.values() for leaf, kind in own.items()}))
-    with publishing(target) as part, part.open("wb") as file:
+    layout = file_layout(
+        aligned({leaf: kind for own in kinds.values() for leaf, kind in own.items()})
+    )
+    with atomic_write(target) as part, part.open("wb") as file:
         os.pwrite(file.fileno(), layout.header, 0)
         for name, tensor in _each(weights, kinds):
             if quantiser and name in quantiser.shapes:
@@ -136,17 +138,17 @@ def _write_file(
                 pieces = _pieces(name, tensor, kinds[name][name][1])
             for leaf, row, made in pieces:
                 stored = layout.tensors[leaf]
-                row_bytes = bytes_of((stored.shape[1:], stored.dtype))
+                row_bytes = tensor_num_bytes((stored.shape[1:], stored.dtype))
                 put(file.fileno(), made, stored.start + row * row_bytes)
         file.truncate(layout.size)
 
 
-def _each(weights: HfWeights, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+def _each(weights: HFStateDict, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors one after another; small ones are read together, for each reading costs time."""
     batches: list[list[str]] = []
     left = 0
     for name in names:
-        size = bytes_of((weights.shapes[name], torch.float32))
+        size = tensor_num_bytes((weights.shapes[name], torch.float32))
         if size > left:
             batches.append([])
             left = STRETCH
@@ -162,7 +164,7 @@ def _pieces(
     name: str, tensor: torch.Tensor, dtype: torch.dtype
 ) -> Iterator[tuple[str, int, torch.Tensor]]:
     """A tensor's name, the first of some rows, and those in the dtype wanted."""
-    row_bytes = bytes_of((tuple(tensor.shape[1:]), dtype))
+    row_bytes = tensor_num_bytes((tuple(tensor.shape[1:]), dtype))
     rows = max(STRETCH // max(row_bytes, 1), 1)
     for first in range(0, len(tensor), rows):
         yield name, first, tensor[first : first + rows].to(dtype)
@@ -170,7 +172,7 @@ def _pieces(
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], target: Path) -> None:
     """Publish one safetensors file. Raises OSError where it cannot be written."""
-    with publishing(target) as part:
+    with atomic_write(target) as part:
         own = {name: _own_memory(tensor) for name, tensor in tensors.items()}
         try:
             save_file(own, part, metadata={"format": "pt"})
@@ -184,7 +186,7 @@ def _own_memory(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if is_whole else tensor.contiguous().clone()
 
 
-def name_of(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """`float32` and the like."""
     return str(dtype).removeprefix("torch.")
 

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from penstock.core.errors import ArtifactError
-from penstock.engine.quantization.quantized_reader import Source
+from penstock.engine.quantization.quantized_reader import TensorReader
 from penstock.engine.quantization.select_layers import Formats
 from penstock.models.weights import WeightMap
 from penstock_kernels.quant import Quantised, dequantise
@@ -31,7 +31,7 @@ class Tensors(Protocol):
 
 
 @dataclass(frozen=True)
-class HfWeights:
+class HFStateDict:
     """All tensors a Hugging Face checkpoint of the model holds, in the model's order."""
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -46,7 +46,7 @@ class HfWeights:
         return sum(torch.Size(shape).numel() for shape in self.shapes.values())
 
 
-def in_checkpoint(reader: Tensors, names: WeightMap, formats: Formats | None = None) -> HfWeights:
+def in_checkpoint(reader: Tensors, names: WeightMap, formats: Formats | None = None) -> HFStateDict:
     """The tensors of a training checkpoint; matrices that it holds in `formats` are what these
     stand for, fp32. Raises ArtifactError when it is of another model."""
     found, shapes, kept = reader.shapes(), names.hf_shapes(), formats or {}
@@ -71,10 +71,10 @@ def in_checkpoint(reader: Tensors, names: WeightMap, formats: Formats | None = N
                 plain[name] = dequantise(value, torch.float32)
         return {name: plain[name] for name in names}
 
-    return HfWeights(shapes, read, _exact(names, shapes))
+    return HFStateDict(shapes, read, _exact(names, shapes))
 
 
-def in_source(source: Source, names: WeightMap) -> HfWeights:
+def in_source(source: TensorReader, names: WeightMap) -> HFStateDict:
     """The tensors of a folder, or of what is seen of it.
 
     Raises:
@@ -86,7 +86,7 @@ def in_source(source: Source, names: WeightMap) -> HfWeights:
     def read(wanted: Sequence[str]) -> dict[str, torch.Tensor]:
         return {name: source.box(name, (0,) * len(shapes[name]), shapes[name]) for name in wanted}
 
-    return HfWeights(shapes, read, _exact(names, shapes))
+    return HFStateDict(shapes, read, _exact(names, shapes))
 
 
 def _exact(names: WeightMap, shapes: Collection[str]) -> Collection[str]:

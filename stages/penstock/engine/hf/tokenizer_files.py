@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.core.cache.stage import Source
 from penstock.core.errors import ArtifactError
-from penstock.core.files import publishing, regular_files
+from penstock.core.files import atomic_write, regular_files
 from penstock.core.sources.hub import local_folder
 from penstock.core.sources.pin import TOKENIZER_FILES
 from penstock.rows.tokenizer import load_tokenizer
@@ -27,7 +27,7 @@ class TokenizerFiles:
     def write(self, out: Path) -> None:
         """Put every file into `out`, each whole or not at all; a config.json is left out."""
         for name, path in self._files().items():
-            with publishing(out / name) as part:
+            with atomic_write(out / name) as part:
                 shutil.copyfile(path, part)
         if self.source.pin["kind"] == "builtin":
             self._save_built_in(out)
@@ -65,5 +65,5 @@ class TokenizerFiles:
         with tempfile.TemporaryDirectory() as folder:
             load_tokenizer(self.typed).save_pretrained(folder)
             for path in regular_files(Path(folder)):
-                with publishing(out / path.name) as part:
+                with atomic_write(out / path.name) as part:
                     shutil.copyfile(path, part)

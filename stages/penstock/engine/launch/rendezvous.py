@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from penstock.core import env
-from penstock.core.process.rendezvous import listening_address, parts_of, reachable
+from penstock.core.process.rendezvous import listening_address, parse_endpoint, reachable
 from penstock.engine.launch.stores import listening_store, store_name
 from penstock.engine.launch.torchrun import RDZV_BACKEND
 
@@ -191,6 +191,6 @@ def create_handler(parameters: RendezvousParameters, folder: Path) -> Rendezvous
     """What torchrun's `--rdzv-backend` creates: `--rdzv-conf rank=N` is this machine's number."""
     if parameters.max_nodes == 1:
         return OneMachine(folder, parameters.run_id)
-    host, port = parts_of(parameters.endpoint)
+    host, port = parse_endpoint(parameters.endpoint)
     number = int(parameters.get("rank", 0))
     return Machines(host, port, number, parameters.max_nodes, parameters.run_id)

@@ -1,6 +1,7 @@
 """Torchrun, told to end when the process that started it ends.
 
-`python -m penstock.engine.launch.torchrun_agent PARENT_PID DEATHS.json PATIENCE TORCHRUN_ARGUMENTS...`
+`python -m penstock.engine.launch.torchrun_agent PARENT_PID DEATHS.json PATIENCE
+TORCHRUN_ARGUMENTS...`
 
 A request to end is passed on to the ranks, and the agent stays with them until they have saved, for
 PATIENCE seconds, so that agents of other machines see it leave with the rest. Torch's own handler

@@ -14,12 +14,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from penstock.engine.distributed.context_parallel import Context
-from penstock.engine.distributed.parallel_model import Layout
-from penstock.engine.distributed.ranks import Ranks
+from penstock.engine.distributed.context_parallel import ContextParallel
+from penstock.engine.distributed.parallel_model import ParallelModel
+from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.distributed.vocab_parallel import LogProbsOf
 from penstock.engine.moe.load_balancing import Routers
-from penstock.losses.policy import TokenLoss, Told, sequence_losses, token_losses
+from penstock.losses.policy import LossInputs, TokenLoss, sequence_losses, token_losses
 from penstock.models.decoder import Reduce
 from penstock.rows.collate import MicroBatch
 
@@ -28,20 +28,20 @@ NOWHERE = -1
 
 
 @dataclass(frozen=True)
-class ClientLoss:
+class PolicyLoss:
     """What a pass makes of log-probabilities."""
 
     name: TokenLoss | Literal["gspo"]
     params: Mapping[str, float]
 
-    def of_tokens(self, logp_T: torch.Tensor, told: Told) -> torch.Tensor | None:
+    def of_tokens(self, logp_T: torch.Tensor, told: LossInputs) -> torch.Tensor | None:
         """Each token's, [T], or each target's, [T, K]; None where tokens have none by
         themselves."""
         if self.name == "gspo":
             return None
         return token_losses(self.name, logp_T, told, self.params)
 
-    def of_sample(self, logp_T: torch.Tensor, told: Told) -> torch.Tensor:
+    def of_sample(self, logp_T: torch.Tensor, told: LossInputs) -> torch.Tensor:
         """That of one whole sample, a scalar."""
         if self.name == "gspo":
             # As in passes, in fp64.
@@ -52,13 +52,13 @@ class ClientLoss:
 
 
 @dataclass(frozen=True)
-class Informed:
+class LossBatch:
     """A micro-batch, and what is known of each of its tokens; all of the whole micro-batch."""
 
     batch: MicroBatch
     """Labels, [T] or [T, K], are wherever a log-probability is wanted, also of tokens that count
     nothing."""
-    told: Told
+    told: LossInputs
     """As the labels."""
     sample_T: torch.Tensor  # noqa: N815 - T names the dimension
     """Which of the samples each token is of, int64; padding is of one more."""
@@ -68,17 +68,17 @@ class Informed:
 
 
 @dataclass(frozen=True)
-class ClientLosses:
+class PolicyForwardBackward:
     """How a laid-out model computes losses of clients."""
 
-    layout: Layout
-    ranks: Ranks
+    layout: ParallelModel
+    ranks: ProcessInfo
     log_probs: LogProbsOf
     routers: Routers | None = None
     """None where nothing is told of them."""
 
     def forward_backward(
-        self, batches: Sequence[Informed], loss: ClientLoss, num_tokens: int
+        self, batches: Sequence[LossBatch], loss: PolicyLoss, num_tokens: int
     ) -> tuple[torch.Tensor, Mapping[str, Any]]:
         """Leave the summed gradients of all ranks' micro-batches in the parameters.
 
@@ -101,18 +101,18 @@ class ClientLosses:
         return self.ranks.total(found), told
 
     @torch.no_grad()
-    def forward(self, batches: Sequence[Informed], num_tokens: int) -> torch.Tensor:
+    def forward(self, batches: Sequence[LossBatch], num_tokens: int) -> torch.Tensor:
         """The same log-probabilities, and no gradients."""
         found = self._nothing(batches, num_tokens)
         self.layout.forward(self._calls(batches, partial(self._look, found)))
         return self.ranks.total(found)
 
-    def _nothing(self, batches: Sequence[Informed], num_tokens: int) -> torch.Tensor:
+    def _nothing(self, batches: Sequence[LossBatch], num_tokens: int) -> torch.Tensor:
         # Every rank has a batch, be it of padding, and all have as many targets.
         targets = batches[0].batch.labels_T.shape[1:]
         return torch.zeros(num_tokens, *targets, dtype=torch.float32, device=self.ranks.device)
 
-    def _calls(self, batches: Sequence[Informed], reduced: Any) -> Any:
+    def _calls(self, batches: Sequence[LossBatch], reduced: Any) -> Any:
         device = self.ranks.device
         here = [_here(each, self.layout.context, device) for each in batches]
         reduces: list[Reduce] = [partial(reduced, mine) for mine in here]
@@ -124,8 +124,8 @@ class ClientLosses:
     def _learn(
         self,
         found: torch.Tensor,
-        loss: ClientLoss,
-        mine: Informed,
+        loss: PolicyLoss,
+        mine: LossBatch,
         hidden: torch.Tensor,
         head: nn.Module,
     ) -> torch.Tensor:
@@ -141,13 +141,13 @@ class ClientLosses:
         )
 
     def _look(
-        self, found: torch.Tensor, mine: Informed, hidden: torch.Tensor, head: nn.Module
+        self, found: torch.Tensor, mine: LossBatch, hidden: torch.Tensor, head: nn.Module
     ) -> torch.Tensor:
         self._noted(found, mine, hidden, head)
         return hidden.new_zeros((), dtype=torch.float32)
 
     def _noted(
-        self, found: torch.Tensor, mine: Informed, hidden: torch.Tensor, head: nn.Module
+        self, found: torch.Tensor, mine: LossBatch, hidden: torch.Tensor, head: nn.Module
     ) -> torch.Tensor:
         logp_T = self.log_probs(hidden, head, mine.batch.labels_T)
         # Ranks along the tensor axis come to the same; one of them tells it.
@@ -156,14 +156,14 @@ class ClientLosses:
             found[mine.place_T[is_told]] = logp_T.detach()[is_told]
         return logp_T
 
-    def _of_samples(self, mine: Informed, x_T: torch.Tensor) -> torch.Tensor:
+    def _of_samples(self, mine: LossBatch, x_T: torch.Tensor) -> torch.Tensor:
         # In fp64, so that it does not matter how many ranks share a sample.
         x_T = x_T.double()
         sums = x_T.new_zeros(mine.num_samples + 1).index_add(0, mine.sample_T, x_T)
         return self.layout.context.total(sums[:-1])
 
 
-def _here(each: Informed, context: Context, device: torch.device) -> Informed:
+def _here(each: LossBatch, context: ContextParallel, device: torch.device) -> LossBatch:
     """This rank's share, on the device. What is not a tensor stays that of the whole."""
 
     def part(x_T: torch.Tensor) -> torch.Tensor:
@@ -171,9 +171,9 @@ def _here(each: Informed, context: Context, device: torch.device) -> Informed:
 
     mine = context.mine(each.batch)
     told = {field.name: part(getattr(each.told, field.name)) for field in fields(each.told)}
-    return Informed(
+    return LossBatch(
         MicroBatch(**{**vars(mine), "labels_T": mine.labels_T.to(device)}),
-        Told(**told),
+        LossInputs(**told),
         part(each.sample_T),
         each.num_samples,
         part(each.place_T),

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from penstock.config.schema.preference import PreferenceConfig
-from penstock.engine.losses.sequence_logprobs import AnswerSums, num_prompt_tokens, num_tokens
+from penstock.engine.losses.sequence_logprobs import SequenceLogProbs, num_prompt_tokens, num_tokens
 from penstock.losses.preference import Answers, baseline, normalised, preference_losses
 from penstock.losses.preference_metrics import NAMES, OF_PREFERENCES, OF_TOKENS, measures, told
 from penstock.models.decoder import Reduce
@@ -21,7 +21,7 @@ from penstock.rows.shared_prefix import PER_SAMPLE
 
 
 @dataclass(frozen=True)
-class Judged:
+class PreferenceBatch:
     """What is known of a micro-batch's answers before the model sees them; fp64."""
 
     reference_DA: torch.Tensor  # noqa: N815 - DA names the dimensions
@@ -65,7 +65,7 @@ class Preferences:
     """How a laid-out model learns which answers are better."""
 
     how: PreferenceConfig
-    sums: AnswerSums
+    sums: SequenceLogProbs
 
     def begin(
         self,
@@ -98,20 +98,22 @@ class Preferences:
 
     def look(
         self, batches: Sequence[MicroBatch], references: Sequence[torch.Tensor]
-    ) -> "list[Seen]":
+    ) -> "list[AnswerLogProbs]":
         """What the model makes of answers that it does not learn from, on the ranks that tell it;
         nothing on others. Called by all ranks."""
         return self._seen(batches, self._judged(batches, references))
 
-    def _seen(self, batches: Sequence[MicroBatch], judged: Sequence[Judged]) -> "list[Seen]":
+    def _seen(
+        self, batches: Sequence[MicroBatch], judged: Sequence[PreferenceBatch]
+    ) -> "list[AnswerLogProbs]":
         seen = [
-            Seen(policy_DA, each)
+            AnswerLogProbs(policy_DA, each)
             for policy_DA, each in zip(self.sums.told(batches), judged, strict=True)
         ]
         return seen if self.sums.tells else []
 
     @torch.no_grad()
-    def conclude(self, seen: "Sequence[Seen]") -> tuple[float, Mapping[str, float]]:
+    def conclude(self, seen: "Sequence[AnswerLogProbs]") -> tuple[float, Mapping[str, float]]:
         """The loss of all answers that any rank has seen, and what else there is to tell of them,
         by name. Called by all ranks."""
         how, measured, baseline_A = self.how, self._nothing_measured(), self._baseline(seen)
@@ -132,9 +134,9 @@ class Preferences:
 
     def _judged(
         self, batches: Sequence[MicroBatch], references: Sequence[torch.Tensor]
-    ) -> list[Judged]:
+    ) -> list[PreferenceBatch]:
         device = self.sums.ranks.device
-        found: list[Judged] = []
+        found: list[PreferenceBatch] = []
         for index, batch in enumerate(batches):
             tokens_DA = num_tokens(batch).to(device).double()
             reference_DA = torch.zeros_like(tokens_DA)
@@ -151,7 +153,7 @@ class Preferences:
             if self.how.learns_prompts:
                 prompt_tokens_D = num_prompt_tokens(batch).to(prompt_tokens_D)
             found.append(
-                Judged(
+                PreferenceBatch(
                     reference_DA,
                     tokens_DA,
                     prompt_tokens_D,
@@ -161,7 +163,7 @@ class Preferences:
             )
         return found
 
-    def _baseline(self, seen: "Sequence[Seen]") -> torch.Tensor | None:
+    def _baseline(self, seen: "Sequence[AnswerLogProbs]") -> torch.Tensor | None:
         """That of all answers that any rank has seen, [A], the same on all; None where no loss
         compares with it."""
         if not self.how.needs_baseline:
@@ -177,12 +179,12 @@ class Preferences:
         return torch.zeros(len(NAMES), 2, dtype=torch.float64, device=self.sums.ranks.device)
 
 
-class Seen(NamedTuple):
+class AnswerLogProbs(NamedTuple):
     """What a model makes of the answers of a micro-batch."""
 
     policy_DA: torch.Tensor  # noqa: N815
     """Their log-probabilities, summed over tokens, fp64; with prompts a last column has theirs."""
-    judged: Judged
+    judged: PreferenceBatch
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,7 @@ class PreferenceStep:
     """One step of `Preferences`."""
 
     of: Preferences
-    judged: Sequence[Judged]
+    judged: Sequence[PreferenceBatch]
     num_samples: float
     """In the whole step."""
     num_learnt: float

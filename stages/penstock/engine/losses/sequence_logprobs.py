@@ -10,8 +10,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from penstock.engine.distributed.parallel_model import Layout
-from penstock.engine.distributed.ranks import Ranks
+from penstock.engine.distributed.parallel_model import ParallelModel
+from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.distributed.vocab_parallel import LogProbsOf
 from penstock.rows.collate import MicroBatch
 from penstock.rows.schema import IGNORED
@@ -23,11 +23,11 @@ its tokens, on all ranks that share them. With prompts [D, A + 1]: a last column
 
 
 @dataclass(frozen=True)
-class AnswerSums:
+class SequenceLogProbs:
     """What a laid-out model makes of answers."""
 
-    layout: Layout
-    ranks: Ranks
+    layout: ParallelModel
+    ranks: ProcessInfo
     log_probs: LogProbsOf
     with_prompts: bool = False
     """Whether the tokens of prompts are summed too."""
@@ -41,7 +41,7 @@ class AnswerSums:
     def of(self, batch: MicroBatch) -> SumsOf:
         """What to reduce a micro-batch to. Ranks that share its rows meet there."""
         context, device = self.layout.context, self.ranks.device
-        count, samples = num_answers(batch), num_answers(batch) // PER_SAMPLE
+        count, samples = num_completions(batch), num_completions(batch) // PER_SAMPLE
         labels_T, into_T = batch.labels_T, batch.branch_T()
         # What is shared, and padding, have no labels; theirs is a sum that nobody reads.
         into_T = into_T.masked_fill(into_T < 0, count + samples)
@@ -81,7 +81,7 @@ class AnswerSums:
         return found
 
     def _zeros(self, batch: MicroBatch) -> torch.Tensor:
-        shape = num_answers(batch) // PER_SAMPLE, PER_SAMPLE + self.with_prompts
+        shape = num_completions(batch) // PER_SAMPLE, PER_SAMPLE + self.with_prompts
         return torch.zeros(shape, dtype=torch.float64, device=self.ranks.device)
 
     def _keep(
@@ -93,7 +93,7 @@ class AnswerSums:
         return hidden.new_zeros((), dtype=torch.float32)
 
 
-def num_answers(batch: MicroBatch) -> int:
+def num_completions(batch: MicroBatch) -> int:
     """How many answers a micro-batch of preferences holds; one of nothing but padding has none."""
     return len(batch.branching.branches) if batch.branching else 0
 
@@ -102,10 +102,10 @@ def num_tokens(batch: MicroBatch) -> torch.Tensor:
     """Trained tokens of each answer, int64 [D, A]."""
     branch_T = batch.branch_T()
     trained_S = branch_T[(batch.labels_T != IGNORED) & (branch_T >= 0)]
-    return torch.bincount(trained_S, minlength=num_answers(batch)).view(-1, PER_SAMPLE)
+    return torch.bincount(trained_S, minlength=num_completions(batch)).view(-1, PER_SAMPLE)
 
 
 def num_prompt_tokens(batch: MicroBatch) -> torch.Tensor:
     """Tokens of each sample's prompt that another one precedes, int64 [D]."""
     _, sample_T = batch.prompt_targets()
-    return torch.bincount(sample_T[sample_T >= 0], minlength=num_answers(batch) // PER_SAMPLE)
+    return torch.bincount(sample_T[sample_T >= 0], minlength=num_completions(batch) // PER_SAMPLE)

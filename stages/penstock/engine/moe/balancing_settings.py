@@ -9,7 +9,7 @@ from penstock.config.schema.train import TrainConfig
 from penstock.core.errors import ConfigError
 from penstock.engine.distributed.validate_layout import EXPERTS
 from penstock.models.decoder_config import ExpertsConfig
-from penstock.models.hf_config import HfConfig, balance_of
+from penstock.models.hf_config import HfConfig, aux_loss_coef
 
 BIASED = ("ernie4_5_moe", "glm4_moe")
 """Families that choose experts by a bias that no gradient reaches."""
@@ -27,7 +27,7 @@ ASKING = (
 
 
 @dataclass(frozen=True)
-class Balance:
+class LoadBalancingConfig:
     """What a step does for the balance of experts."""
 
     load: float
@@ -42,11 +42,11 @@ class Balance:
     """Whether a step tells what routers saw."""
 
     @classmethod
-    def of(cls, train: TrainConfig, experts: ExpertsConfig | None) -> "Balance | None":
+    def of(cls, train: TrainConfig, experts: ExpertsConfig | None) -> "LoadBalancingConfig | None":
         """None where a step has nothing to do with routers. Raises ConfigError where it is to have
         and there are none."""
         if experts is None:
-            if asks_of_routers(train):
+            if needs_router_config(train):
                 raise _without_experts(train)
             return None
         written = train.moe_aux_loss_coef
@@ -65,7 +65,7 @@ class Balance:
         return bool(self.load or self.z)
 
 
-def asks_of_routers(train: TrainConfig) -> bool:
+def needs_router_config(train: TrainConfig) -> bool:
     """Whether a model's config has to be looked at for `require_routers`."""
     return any(getattr(train, name) for name in ASKING)
 
@@ -78,10 +78,10 @@ def has_experts(hf: HfConfig) -> bool:
 def require_routers(run: RunConfig, hf: HfConfig) -> None:
     """Raise ConfigError for what is asked of routers that the model does not have."""
     family = hf.get("model_type")
-    if asks_of_routers(run.train) and not has_experts(hf):
+    if needs_router_config(run.train) and not has_experts(hf):
         raise _without_experts(run.train)
     written = run.train.moe_aux_loss_coef
-    load = balance_of(hf) if written is None else written
+    load = aux_loss_coef(hf) if written is None else written
     if run.train.moe_global_load_balancing and not load:
         raise ConfigError(
             "train.moe_global_load_balancing is true, and there is no load-balancing loss: "

@@ -14,46 +14,46 @@ import torch.distributed as dist
 from torch import nn
 
 from penstock.config.schema.train import TrainConfig
-from penstock.engine.distributed.context_parallel import Context
+from penstock.engine.distributed.context_parallel import ContextParallel
 from penstock.engine.distributed.device_mesh import ROWS, Mesh
-from penstock.engine.distributed.parallel_model import Call
-from penstock.engine.distributed.param_shards import Held, local
-from penstock.engine.distributed.ranks import Ranks
-from penstock.engine.moe.balancing_settings import Balance
+from penstock.engine.distributed.parallel_model import ModelInputs
+from penstock.engine.distributed.param_shards import LocalParam, local
+from penstock.engine.distributed.ranks import ProcessInfo
+from penstock.engine.moe.balancing_settings import LoadBalancingConfig
 from penstock.losses.load_balancing import (
+    aux_loss_grad,
     entropy,
-    even_out,
     imbalance,
     load_balancing_loss,
-    pull_of,
+    update_expert_bias,
     z_loss,
 )
 from penstock.models.decoder import Decoder
 from penstock.models.decoder_config import DecoderConfig, ExpertsConfig
-from penstock.models.layers.router_observer import Pull, Seen
+from penstock.models.layers.router_observer import AuxLossGradient, RouterStats
 from penstock.models.names import SELECTION_BIAS
 from penstock.rows.collate import MicroBatch
 
 MOST_COUNTS = 1024
 """A step tells how many tokens each expert got where a model has up to so many experts in all."""
 
-Observe = Callable[[Sequence[Call]], None]
+Observe = Callable[[Sequence[ModelInputs]], None]
 """Passes forward as in training, and no further."""
 
 
-def routers_of(
+def build_routers(
     train: TrainConfig,
     config: DecoderConfig,
     parts: Sequence[Decoder],
-    held: Sequence[Held],
+    held: Sequence[LocalParam],
     mesh: Mesh,
-    ranks: Ranks,
+    ranks: ProcessInfo,
 ) -> "Routers | None":
     """What the settings ask of a model's routers; None if nothing. On every rank at the same time.
 
     Raises ConfigError if something is asked and there are none.
     """
-    balance = Balance.of(train, config.experts)
+    balance = LoadBalancingConfig.of(train, config.experts)
     if balance is None or config.experts is None:
         return None
     return Routers(balance, config.experts, parts, held, mesh, ranks)
@@ -64,12 +64,12 @@ class Routers:
 
     def __init__(
         self,
-        balance: Balance,
+        balance: LoadBalancingConfig,
         config: ExpertsConfig,
         parts: Sequence[Decoder],
-        held: Sequence[Held],
+        held: Sequence[LocalParam],
         mesh: Mesh,
-        ranks: Ranks,
+        ranks: ProcessInfo,
     ) -> None:
         """`held` are the parts' parameters. Every rank must make one at the same time."""
         self._balance, self._config, self._ranks = balance, config, ranks
@@ -86,18 +86,18 @@ class Routers:
         }
         self._of_row = mesh.group("ring", "ulysses", "tensor")
         self._of_pass = mesh.group(*ROWS, "tensor")
-        self._watches: list[StepWatch] = []
+        self._watches: list[RouterStatsCollector] = []
 
     def watching(
         self,
-        calls: Sequence[Call],
+        calls: Sequence[ModelInputs],
         batches: Sequence[MicroBatch],
         tokens: int,
-        context: Context,
+        context: ContextParallel,
         observe: Observe,
         *,
         scale: float = 1.0,
-    ) -> list[Call]:
+    ) -> list[ModelInputs]:
         """The calls of a step of `tokens` tokens, watched. What joins the loss is multiplied by
         `scale`, as the loss is.
 
@@ -111,19 +111,19 @@ class Routers:
         step = torch.tensor([tokens], device=self._ranks.device)
 
         def with_row(of: "RowsHere") -> PullOf:
-            return lambda _, counts_RE: pull_of(_summed(counts_RE, self._of_row), of.tokens_R)
+            return lambda _, counts_RE: aux_loss_grad(_summed(counts_RE, self._of_row), of.tokens_R)
 
         def with_pass(_: nn.Module, counts_RE: torch.Tensor) -> torch.Tensor:
             counts_E = _summed(counts_RE.sum(0, keepdim=True), self._of_pass)
-            return pull_of(counts_E, step)
+            return aux_loss_grad(counts_E, step)
 
         def with_step(router: nn.Module, _: torch.Tensor) -> torch.Tensor:
             return pulls_LE[self._at[router]][None]
 
         def watches(
             pull: Callable[["RowsHere"], PullOf | None], load: float, z: float
-        ) -> list[Call]:
-            self._watches = [StepWatch(one, pull(one), load, z) for one in rows]
+        ) -> list[ModelInputs]:
+            self._watches = [RouterStatsCollector(one, pull(one), load, z) for one in rows]
             pairs = zip(calls, self._watches, strict=True)
             return [replace(call, watch=watch) for call, watch in pairs]
 
@@ -135,7 +135,7 @@ class Routers:
             return watches(lambda _: with_pass, load, z)
         observe(watches(lambda _: None, 0.0, 0.0))
         counts_LE = self._totals()[:, : self._config.num_experts]
-        pulls_LE = pull_of(counts_LE, step.expand(len(counts_LE)))
+        pulls_LE = aux_loss_grad(counts_LE, step.expand(len(counts_LE)))
         return watches(lambda _: with_step, load, z)
 
     @torch.no_grad()
@@ -145,7 +145,7 @@ class Routers:
         totals, experts = self._totals(), self._config.num_experts
         if self._balance.bias_rate:
             for place, held in self._biases.items():
-                moves_E = even_out(totals[place, :experts], self._balance.bias_rate)
+                moves_E = update_expert_bias(totals[place, :experts], self._balance.bias_rate)
                 for piece in held.pieces:
                     _cut(moves_E.view(piece.whole), piece.of(local(held.parameter)), piece.offsets)
         self._watches = []
@@ -203,7 +203,7 @@ class RowsHere:
     """Tokens of each row on all ranks that share it, int64."""
 
     @staticmethod
-    def of(batch: MicroBatch, context: Context, device: torch.device) -> "RowsHere":
+    def of(batch: MicroBatch, context: ContextParallel, device: torch.device) -> "RowsHere":
         """This rank's share, on the device."""
         sizes = torch.tensor([size for _, size in batch.rows], dtype=torch.int64)
         row_T = torch.zeros(sum(batch.lengths), dtype=torch.int64)
@@ -213,7 +213,7 @@ class RowsHere:
         return RowsHere(mine_T, sizes.to(device, non_blocking=True))
 
 
-class StepWatch:
+class RouterStatsCollector:
     """Looks on during the passes of one micro-batch, and takes note of each router once."""
 
     def __init__(self, rows: RowsHere, pull: PullOf | None, load: float, z: float) -> None:
@@ -243,7 +243,7 @@ class StepWatch:
         """Without penalties, once."""
         return self.penalises or router not in self.noted
 
-    def saw(self, router: nn.Module, seen: Seen) -> Pull | None:
+    def saw(self, router: nn.Module, seen: RouterStats) -> AuxLossGradient | None:
         """In a layer that is computed again the pull is what it was: nothing is asked twice."""
         if router not in self._pulls:
             counts_RE = seen.counts_RE
@@ -256,7 +256,7 @@ class StepWatch:
             losses = torch.stack((load, z_loss(seen.squares_R.detach())))
             sums = (seen.counts_RE.sum(0), shares_RE.sum(0), losses)
             self.noted[router] = torch.cat([each.double() for each in sums])
-        return Pull(self._load * pull_RE, self._z) if self.penalises else None
+        return AuxLossGradient(self._load * pull_RE, self._z) if self.penalises else None
 
 
 def _summed(counts: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

@@ -12,11 +12,11 @@ from penstock.core.errors import CapabilityError
 from penstock.engine.distributed.deepep import DeepEP, open_buffer
 from penstock.engine.distributed.deepep_requirements import OLDEST, PACKAGE
 from penstock.engine.distributed.device_mesh import Mesh
-from penstock.engine.distributed.expert_parallel import Plug, plug_all_to_all
+from penstock.engine.distributed.expert_parallel import Plug, use_all_to_all_dispatcher
 from penstock.models.decoder_config import DecoderConfig
 
 
-def choose_exchange(
+def select_token_dispatcher(
     run: RunConfig,
     config: DecoderConfig,
     mesh: Mesh,
@@ -29,10 +29,10 @@ def choose_exchange(
     """
     model = run.model
     if model.ep_dispatch == "alltoall":
-        return plug_all_to_all
+        return use_all_to_all_dispatcher
     if config.experts is None:
         notify("experts: the model has none, so ep_dispatch deepep changes nothing")
-        return plug_all_to_all
+        return use_all_to_all_dispatcher
     if model.deepep_async_combine and not config.experts.shared_width:
         notify(
             "experts: the model has no shared ones, which alone could be computed while outputs "

@@ -10,9 +10,9 @@ from penstock.config.rules.optimizer import arguments_are_the_optimizers
 from penstock.config.schema.run import RunConfig
 from penstock.config.schema.train import TrainConfig
 from penstock.core.errors import ConfigError
-from penstock.engine.distributed.param_shards import Held
-from penstock.engine.multi_lora.shared_base import Substrate
-from penstock.engine.optim.build import optimizer_of
+from penstock.engine.distributed.param_shards import LocalParam
+from penstock.engine.multi_lora.shared_base import SharedBase
+from penstock.engine.optim.build import build_distributed_optimizer
 
 DECAYS = "decays"
 """Whether weights of an optimizer's group decay, among the group's settings."""
@@ -22,13 +22,13 @@ OF_STEPS = ("betas", "eps")
 
 
 def optimizer_for(
-    run: RunConfig, trained: Sequence[Held], substrate: Substrate
+    run: RunConfig, trained: Sequence[LocalParam], substrate: SharedBase
 ) -> torch.optim.Optimizer:
     """One that has taken no step. Every rank calls it."""
     # Any decay: it is what tells apart what never decays, and each step brings its own.
     train = run.train.model_copy(update={"weight_decay": 1.0})
     built = substrate.built
-    made = optimizer_of(
+    made = build_distributed_optimizer(
         run.model_copy(update={"train": train}),
         trained,
         substrate.family.roles,
@@ -40,7 +40,7 @@ def optimizer_for(
     return made
 
 
-def run_with(run: RunConfig, optimizer: Mapping[str, Any]) -> RunConfig:
+def override_optimizer(run: RunConfig, optimizer: Mapping[str, Any]) -> RunConfig:
     """The run with these settings of the train section. Raises ConfigError where no optimizer has
     them, or an adapter cannot be trained by it."""
     if not optimizer:

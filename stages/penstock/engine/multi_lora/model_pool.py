@@ -15,15 +15,15 @@ from penstock.adapters.lora import LoraLinear
 from penstock.adapters.lora_embedding import LoraEmbedding
 from penstock.adapters.lora_experts import ExpertAdapter
 from penstock.adapters.match_targets import HEAD
-from penstock.adapters.names import factor_of
-from penstock.adapters.scaling import scale_of
+from penstock.adapters.names import parse_factor
+from penstock.adapters.scaling import lora_scaling
 from penstock.config.schema.run import RunConfig
 from penstock.core.errors import CapabilityError, ConfigError
-from penstock.engine.distributed.param_shards import Held, local
-from penstock.engine.hf.load_weights import cut_into
-from penstock.engine.multi_lora.client_optimizer import optimizer_for, run_with
-from penstock.engine.multi_lora.rank_padding import padded_start
-from penstock.engine.multi_lora.shared_base import Substrate
+from penstock.engine.distributed.param_shards import LocalParam, local
+from penstock.engine.hf.load_weights import copy_shard
+from penstock.engine.multi_lora.client_optimizer import optimizer_for, override_optimizer
+from penstock.engine.multi_lora.rank_padding import padded_lora_init
+from penstock.engine.multi_lora.shared_base import SharedBase
 from penstock.engine.optim.norm_metrics import Norms, norms_by_type
 
 Kind = Literal["attn", "mlp", "unembed"]
@@ -40,7 +40,7 @@ class UnknownModelError(ConfigError):
 
 
 @dataclass(frozen=True)
-class Adapter:
+class LoraSpec:
     """What tells one model's adapter from another's."""
 
     rank: int
@@ -52,25 +52,25 @@ class Adapter:
 
     def learns(self, layer: str) -> bool:
         """Whether the adapter of a layer does, by its name in the model or in a checkpoint."""
-        return (found := kind_of(layer)) is None or found in self.kinds
+        return (found := layer_kind(layer)) is None or found in self.kinds
 
-    def trains(self, held: Held) -> bool:
+    def trains(self, held: LocalParam) -> bool:
         """Whether this factor learns."""
-        factor = factor_of(held.name)
+        factor = parse_factor(held.name)
         assert factor is not None, f"{held.name} is no part of an adapter"
         return self.learns(factor.module)
 
 
 @dataclass
-class Resident:
+class TenantModel:
     """One model."""
 
     name: str
-    adapter: Adapter | None
+    adapter: LoraSpec | None
     """None: all weights are trained."""
     run: RunConfig
     """With the optimizer that it asked for."""
-    trained: Sequence[Held]
+    trained: Sequence[LocalParam]
     """What its optimizer steps, on this rank."""
     optimizer: torch.optim.Optimizer
     norms: Norms | None = None
@@ -91,13 +91,13 @@ class Resident:
         self.gradients, self.per, self.tokens = {}, None, 0
 
 
-class Residents:
+class ModelPool:
     """All that are open. Every rank makes the same calls."""
 
-    def __init__(self, substrate: Substrate) -> None:
+    def __init__(self, substrate: SharedBase) -> None:
         self.substrate = substrate
-        self._all: dict[str, Resident] = {}
-        self._here: Resident | None = None
+        self._all: dict[str, TenantModel] = {}
+        self._here: TenantModel | None = None
         self.guest: object = None
         """What whoever put it there knows the weights by that are in the base and no model's; None:
         not known."""
@@ -110,9 +110,9 @@ class Residents:
     @property
     def kinds(self) -> frozenset[Kind]:
         """Of the layers that bear adapters."""
-        return frozenset(kind for kind in map(kind_of, self.substrate.adapted) if kind)
+        return frozenset(kind for kind in map(layer_kind, self.substrate.adapted) if kind)
 
-    def get(self, name: str) -> Resident:
+    def get(self, name: str) -> TenantModel:
         """Raises UnknownModelError if none is called so."""
         if name not in self._all:
             raise UnknownModelError(f"the workers have no model {name}.\n  Create it, or load it.")
@@ -121,9 +121,9 @@ class Residents:
     def open(
         self,
         name: str,
-        adapter: Adapter | None,
+        adapter: LoraSpec | None,
         optimizer: Mapping[str, Any],
-    ) -> Resident:
+    ) -> TenantModel:
         """A model as it starts, in the base. `optimizer` are settings of the train section.
 
         Raises:
@@ -131,14 +131,14 @@ class Residents:
                 optimizer has, or where another model has all of the base.
         """
         self._require_room(name)
-        run = run_with(self.substrate.run, optimizer)
+        run = override_optimizer(self.substrate.run, optimizer)
         trainable = self.substrate.trainable
         if adapter is None:
             trained = trainable
         else:
             self._require_possible(adapter)
             trained = [one for one in trainable if adapter.trains(one)]
-        made = Resident(
+        made = TenantModel(
             name,
             adapter,
             run,
@@ -161,7 +161,7 @@ class Residents:
         if self._here is resident:
             self._here = None
 
-    def enter(self, name: str) -> Resident:
+    def enter(self, name: str) -> TenantModel:
         """Let the base compute as this model. Raises UnknownModelError if none is called so."""
         resident = self.get(name)
         if self._here is resident:
@@ -183,7 +183,7 @@ class Residents:
             self._here.weights = self.substrate.copied(self._own, at)
         self._here = self.guest = None
 
-    def gather(self, resident: Resident, tokens: int, per: Per) -> None:
+    def gather(self, resident: TenantModel, tokens: int, per: Per) -> None:
         """Take the gradients that a pass left in the parameters. `tokens` are its trained ones."""
         for one in self.substrate.trainable:
             gradient, one.parameter.grad = one.parameter.grad, None
@@ -196,7 +196,7 @@ class Residents:
         resident.tokens += tokens
         resident.per = per
 
-    def told(self, resident: Resident) -> dict[str, float]:
+    def told(self, resident: TenantModel) -> dict[str, float]:
         """Norms of the gradients that were gathered, by types of layers and divided as a step now
         would divide them, where the file asks for them. Every rank calls it."""
         if resident.norms is None:
@@ -211,19 +211,19 @@ class Residents:
         for one in self.substrate.trainable:
             one.parameter.grad = None
 
-    def with_alpha(self, adapter: Adapter, alpha: float) -> Adapter:
+    def with_alpha(self, adapter: LoraSpec, alpha: float) -> LoraSpec:
         """One that counts as strongly as this says. Raises CapabilityError where programs are
         compiled for another strength."""
         found = replace(adapter, alpha=alpha)
         self._require_compiled(found)
         return found
 
-    def give(self, resident: Resident, adapter: Adapter) -> None:
+    def give(self, resident: TenantModel, adapter: LoraSpec) -> None:
         """Let the model that is in the base have this adapter, of the same tensors."""
         resident.adapter = adapter
         self._put_scale(adapter)
 
-    def begin_anew(self, resident: Resident) -> None:
+    def begin_anew(self, resident: TenantModel) -> None:
         """Let the model that has all of the base be what it was before it learnt anything."""
         self.substrate.refill()
         if resident.adapter:
@@ -232,7 +232,7 @@ class Residents:
         resident.step = 0
         self.renew_optimizer(resident)
 
-    def renew_optimizer(self, resident: Resident) -> None:
+    def renew_optimizer(self, resident: TenantModel) -> None:
         """Let the optimizer know nothing of steps that were taken."""
         resident.optimizer = optimizer_for(resident.run, resident.trained, self.substrate)
 
@@ -250,24 +250,24 @@ class Residents:
         self._scale(scale)
 
     @property
-    def _own(self) -> Sequence[Held]:
+    def _own(self) -> Sequence[LocalParam]:
         """What of the base is different for every model."""
         shared = self.substrate.sharing == "adapters"
         return self.substrate.trainable if shared else self.substrate.built.engine.layout.held
 
-    def _start(self, adapter: Adapter) -> list[torch.Tensor]:
+    def _start(self, adapter: LoraSpec) -> list[torch.Tensor]:
         """This rank's parts of a new adapter's tensors."""
         found: list[torch.Tensor] = []
         for one in self.substrate.trainable:
             here = torch.zeros_like(local(one.parameter.detach()))
             for piece in one.pieces:
-                start = padded_start(piece.tensor, piece.whole, adapter.rank, adapter.seed)
-                cut_into(start, piece, piece.of(here))
+                start = padded_lora_init(piece.tensor, piece.whole, adapter.rank, adapter.seed)
+                copy_shard(start, piece, piece.of(here))
             found.append(here)
         return found
 
-    def _put_scale(self, adapter: Adapter) -> None:
-        self._scale(scale_of(adapter.rank, adapter.alpha, "rank"))
+    def _put_scale(self, adapter: LoraSpec) -> None:
+        self._scale(lora_scaling(adapter.rank, adapter.alpha, "rank"))
 
     def _scale(self, scale: float) -> None:
         for part in self.substrate.built.engine.layout.parts:
@@ -290,7 +290,7 @@ class Residents:
                 f"  Unload {other} first, or serve with enable_lora and no merge_lora_interval."
             )
 
-    def _require_possible(self, adapter: Adapter) -> None:
+    def _require_possible(self, adapter: LoraSpec) -> None:
         lora, adapted = self.substrate.run.lora, self.substrate.adapted
         greatest = lora.lora_rank
         if not 1 <= adapter.rank <= greatest:
@@ -322,10 +322,10 @@ class Residents:
             )
         self._require_compiled(adapter)
 
-    def _require_compiled(self, adapter: Adapter) -> None:
+    def _require_compiled(self, adapter: LoraSpec) -> None:
         lora = self.substrate.run.lora
-        fixed = scale_of(lora.lora_rank, lora.lora_alpha, "rank")
-        scale = scale_of(adapter.rank, adapter.alpha, "rank")
+        fixed = lora_scaling(lora.lora_rank, lora.lora_alpha, "rank")
+        scale = lora_scaling(adapter.rank, adapter.alpha, "rank")
         if self.substrate.run.train.enable_compile and scale != fixed:
             raise CapabilityError(
                 f"alpha / rank is {scale:g}, and the server's programs are compiled for {fixed:g} "
@@ -341,7 +341,7 @@ _WHAT: Mapping[Kind, str] = {
 }
 
 
-def kind_of(layer: str) -> Kind | None:
+def layer_kind(layer: str) -> Kind | None:
     """The kind of a layer, by its name in the model or in a checkpoint."""
     if layer == HEAD:
         return "unembed"

@@ -18,23 +18,23 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from penstock.adapters.names import factor_of
+from penstock.adapters.names import parse_factor
 from penstock.core.cache.folder_digests import ALGORITHM, DIGESTS, FolderDigests, digest_of_file
 from penstock.core.errors import ArtifactError, PenstockError, StageError
 from penstock.core.files import PART, fsync, regular_files, remove, write_json
-from penstock.engine.checkpoint.folders import Naming, in_brief, read_file, read_state
-from penstock.engine.checkpoint.manager import Checkpoints
+from penstock.engine.checkpoint.folders import CheckpointNaming, in_brief, read_file, read_state
+from penstock.engine.checkpoint.manager import CheckpointManager
 from penstock.engine.checkpoint.model_reader import CheckpointReader
 from penstock.engine.checkpoint.resume import require_whole
-from penstock.engine.checkpoint.train_state import States, Trained
-from penstock.engine.distributed.ranks import Ranks
+from penstock.engine.checkpoint.train_state import States, TrainState
+from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.hf.save_adapter import adapters_in, write_adapter_folder
-from penstock.engine.hf.save_model import DTYPES, Extras, write_hf_folder
+from penstock.engine.hf.save_model import DTYPES, HFFolderMeta, write_hf_folder
 from penstock.engine.hf.state_dict import in_checkpoint
 from penstock.engine.hf.tokenizer_files import TokenizerFiles
-from penstock.engine.model_source import Adapting
-from penstock.engine.multi_lora.model_pool import Resident, Residents
-from penstock.engine.multi_lora.rank_padding import cut_to, rank_dim
+from penstock.engine.model_source import LoraArgs
+from penstock.engine.multi_lora.model_pool import ModelPool, TenantModel
+from penstock.engine.multi_lora.rank_padding import rank_dim, trim_lora_rank
 
 BESIDE = 1 << 20
 """Bytes of all files beside the numbers, at most: tables of contents, configs."""
@@ -54,7 +54,7 @@ class Sizes(NamedTuple):
     """Weights alone, in fp32; and as they are kept, which lie beside these while it is written."""
 
 
-def sizes_of(trained: Trained, ranks: Ranks, exported: int | None = None) -> Sizes:
+def estimate_sizes(trained: TrainState, ranks: ProcessInfo, exported: int | None = None) -> Sizes:
     """Of what `trained` saves of weights, whose `exported` numbers are in an export; None: as many
     as are saved. Called by all ranks."""
     parts = [
@@ -84,11 +84,11 @@ SAMPLER = "sampler.json"
 
 
 @dataclass(frozen=True)
-class Resting:
+class ModelStore:
     """Where models of clients are written to and read from. Every rank makes one and makes the
     same calls."""
 
-    residents: Residents
+    residents: ModelPool
     base_model: str
     """What the base model is called."""
     tokenizer: TokenizerFiles
@@ -102,7 +102,7 @@ class Resting:
         if substrate.sharing == "alone":
             # Of the base, which may be kept in fewer bits: there a number is some of a byte.
             exported = sum(map(math.prod, substrate.names.hf_shapes().values()))
-        return sizes_of(self._trained(resident, states="left out"), self._ranks, exported)
+        return estimate_sizes(self._trained(resident, states="left out"), self._ranks, exported)
 
     def save(self, name: str, folder: Path, facts: Mapping[str, Any]) -> None:
         """Save what training goes on from, without gradients that were gathered. Raises StageError
@@ -142,7 +142,9 @@ class Resting:
         resident = self.residents.enter(name)
         room = folder.with_name(f"{folder.name}.export{PART}")
         weights = self._trained(resident, states="left out")
-        aside = Checkpoints(room, weights, self._ranks, naming=Naming("weights"), group=self.group)
+        aside = CheckpointManager(
+            room, weights, self._ranks, naming=CheckpointNaming("weights"), group=self.group
+        )
         self._lead(lambda: remove(room))
         try:
             aside.save(resident.step, {"step": resident.step, "key": ""})
@@ -158,7 +160,7 @@ class Resting:
     def _ranks(self) -> Any:
         return self.residents.substrate.ranks
 
-    def _read(self, resident: Resident, folder: Path, states: States) -> dict[str, Any]:
+    def _read(self, resident: TenantModel, folder: Path, states: States) -> dict[str, Any]:
         """Let the model have what is there, on all ranks or on none; its `state.json`."""
         try:
             require_whole(folder, self._ranks)
@@ -167,7 +169,7 @@ class Resting:
             # Where the server keeps it is no concern of clients.
             raise type(error)(str(error).replace(str(folder), folder.name)) from error
 
-    def _read_verified(self, resident: Resident, folder: Path, states: States) -> dict[str, Any]:
+    def _read_verified(self, resident: TenantModel, folder: Path, states: States) -> dict[str, Any]:
         with self._in_agreement(folder):
             state = read_state(folder)
             self._require_alike(resident, folder, state)
@@ -225,13 +227,15 @@ class Resting:
             "  Load it again; the log of the workers tells more."
         )
 
-    def _checkpoints(self, resident: Resident, folder: Path) -> Checkpoints:
+    def _checkpoints(self, resident: TenantModel, folder: Path) -> CheckpointManager:
         trained = self._trained(resident, states="saved")
         # Its own name, whatever the step.
-        naming = Naming(folder.name)
-        return Checkpoints(folder.parent, trained, self._ranks, naming=naming, group=self.group)
+        naming = CheckpointNaming(folder.name)
+        return CheckpointManager(
+            folder.parent, trained, self._ranks, naming=naming, group=self.group
+        )
 
-    def _trained(self, resident: Resident, *, states: Any) -> Trained:
+    def _trained(self, resident: TenantModel, *, states: Any) -> TrainState:
         substrate = self.residents.substrate
         trained = replace(
             substrate.built.trained,
@@ -241,10 +245,10 @@ class Resting:
         )
         if resident.adapter is None or substrate.sharing == "alone":
             return trained
-        cut = partial(cut_to, resident.adapter.rank)
+        cut = partial(trim_lora_rank, resident.adapter.rank)
         return replace(trained, held=resident.trained, cut=cut)
 
-    def _described(self, resident: Resident) -> dict[str, Any]:
+    def _described(self, resident: TenantModel) -> dict[str, Any]:
         adapter = resident.adapter
         described: dict[str, Any] = {
             "base_model": self.base_model,
@@ -256,7 +260,7 @@ class Resting:
             described |= {"alpha": adapter.alpha, "seed": adapter.seed, "learns": kinds}
         return described
 
-    def _require_alike(self, resident: Resident, folder: Path, state: Mapping[str, Any]) -> None:
+    def _require_alike(self, resident: TenantModel, folder: Path, state: Mapping[str, Any]) -> None:
         there = state.get(OF_MODEL, {})
         mine = self._described(resident)
         if "config" in there and there["config"] != mine["config"]:
@@ -284,13 +288,13 @@ class Resting:
             )
 
     def _write_export(
-        self, resident: Resident, room: Path, folder: Path, dtype: torch.dtype | None
+        self, resident: TenantModel, room: Path, folder: Path, dtype: torch.dtype | None
     ) -> None:
         substrate, out = self.residents.substrate, room / "out"
         reader = CheckpointReader(room / "weights")
         run, names = substrate.run, substrate.names
         alpha = resident.adapter.alpha if resident.adapter else 0.0
-        adapters = adapters_in(reader, names, Adapting(alpha) if resident.adapter else None)
+        adapters = adapters_in(reader, names, LoraArgs(alpha) if resident.adapter else None)
         if adapters and substrate.sharing == "adapters":
             out.mkdir()
             base = run.model.model_path or self.base_model
@@ -304,7 +308,7 @@ class Resting:
             write_hf_folder(
                 whole,
                 out,
-                Extras(substrate.hf_config, self.tokenizer),
+                HFFolderMeta(substrate.hf_config, self.tokenizer),
                 dtype=dtype or torch.bfloat16,
             )
             write_json(out / SAMPLER, {"rank": None, "digests": ALGORITHM})
@@ -318,7 +322,7 @@ class Resting:
         fsync(folder.parent)
         remove(room)
 
-    def _sampler(self, resident: Resident) -> dict[str, Any]:
+    def _sampler(self, resident: TenantModel) -> dict[str, Any]:
         adapter = resident.adapter
         assert adapter is not None
         layers = [layer for layer in self.residents.substrate.adapted if adapter.learns(layer)]
@@ -347,11 +351,13 @@ class Resting:
             raise StageError(f"the model could not be written: {fault}")
 
 
-def resting_on(residents: Residents, base_model: str, tokenizer: TokenizerFiles) -> Resting:
+def build_model_store(
+    residents: ModelPool, base_model: str, tokenizer: TokenizerFiles
+) -> ModelStore:
     """With a group of its own. Every rank calls it at the same time."""
     group = dist.new_group(backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
-    return Resting(residents, base_model, tokenizer, group)
+    return ModelStore(residents, base_model, tokenizer, group)
 
 
 def sampler_in(folder: Path) -> Mapping[str, Any]:
@@ -384,7 +390,7 @@ def _damaged(folder: Path, faults: Sequence[str]) -> ArtifactError:
     return ArtifactError(f"{folder.name} is damaged: {in_brief(faults)}.\n  Save it again.")
 
 
-def _require_optimizer(resident: Resident, folder: Path, state: Mapping[str, Any]) -> None:
+def _require_optimizer(resident: TenantModel, folder: Path, state: Mapping[str, Any]) -> None:
     """Raise ArtifactError where the checkpoint's states are another optimizer's."""
     mine = type(resident.optimizer).__name__.lower()
     if state["optimizer"] != mine:
@@ -398,7 +404,7 @@ def _require_optimizer(resident: Resident, folder: Path, state: Mapping[str, Any
 def _rank_in(folder: Path) -> int | None:
     """The rank of the adapters in a checkpoint; None where all of a model is."""
     for name, (shape, _) in CheckpointReader(folder).shapes().items():
-        factor = factor_of(name)
+        factor = parse_factor(name)
         if factor and factor.side == "lora_A":
             return shape[rank_dim(factor, len(shape))]
     return None
@@ -406,7 +412,7 @@ def _rank_in(folder: Path) -> int | None:
 
 def _layers_in(folder: Path) -> set[str]:
     """Those that adapters in a checkpoint are of."""
-    factors = map(factor_of, CheckpointReader(folder).shapes())
+    factors = map(parse_factor, CheckpointReader(folder).shapes())
     return {factor.hf_module for factor in factors if factor}
 
 

@@ -8,7 +8,7 @@ import torch
 from penstock.core.errors import ConfigError, StageError
 from penstock.engine.distributed.param_shards import local
 from penstock.engine.multi_lora.client_optimizer import DECAYS
-from penstock.engine.multi_lora.model_pool import Resident, Residents
+from penstock.engine.multi_lora.model_pool import ModelPool, TenantModel
 from penstock.engine.optim.clip_grad import gradient_norm, scale_gradients
 from penstock.optim.groups import MATRICES, RATE
 
@@ -18,7 +18,7 @@ class NotFiniteError(StageError):
 
 
 @dataclass(frozen=True)
-class StepNumbers:
+class AdamParams:
     """What a client says of one step."""
 
     learning_rate: float
@@ -30,7 +30,7 @@ class StepNumbers:
     """0: nothing is clipped."""
 
 
-def step(residents: Residents, name: str, numbers: StepNumbers) -> dict[str, float]:
+def step(residents: ModelPool, name: str, numbers: AdamParams) -> dict[str, float]:
     """Step, and forget the gradients. Every rank calls it. Returns what there is to tell: the norm
     of the gradients before they were clipped, the rate, and how many steps were taken.
 
@@ -56,7 +56,7 @@ def step(residents: Residents, name: str, numbers: StepNumbers) -> dict[str, flo
         residents.forget_gradients()
 
 
-def _step(residents: Residents, resident: Resident, numbers: StepNumbers) -> dict[str, float]:
+def _step(residents: ModelPool, resident: TenantModel, numbers: AdamParams) -> dict[str, float]:
     substrate, trained = residents.substrate, resident.trained
     for one in trained:
         one.parameter.grad = resident.gradients.get(one.name)
@@ -84,7 +84,7 @@ def _step(residents: Residents, resident: Resident, numbers: StepNumbers) -> dic
     }
 
 
-def _set(resident: Resident, numbers: StepNumbers, lr_of_file: float) -> None:
+def _set(resident: TenantModel, numbers: AdamParams, lr_of_file: float) -> None:
     told: dict[str, Any] = {"betas": (numbers.beta1, numbers.beta2), "eps": numbers.eps}
     for group in resident.optimizer.param_groups:
         # The rate of matrices is a share of the file's, which makes it the file's own for them.
@@ -94,7 +94,7 @@ def _set(resident: Resident, numbers: StepNumbers, lr_of_file: float) -> None:
         group.update({name: value for name, value in told.items() if name in group})
 
 
-def _merge(residents: Residents, resident: Resident) -> None:
+def _merge(residents: ModelPool, resident: TenantModel) -> None:
     """Make what the adapter has learnt part of the base, where and when the file says so."""
     substrate = residents.substrate
     merging = substrate.built.engine.merging

@@ -12,15 +12,15 @@ from dataclasses import replace
 import torch
 
 from penstock.adapters.init import initial_lora
-from penstock.adapters.names import Factor, factor_of
-from penstock.engine.checkpoint.dcp_io import Box, Boxes
+from penstock.adapters.names import Factor, parse_factor
+from penstock.engine.checkpoint.dcp_io import Boxes, ShardView
 from penstock.engine.checkpoint.train_state import MODEL, OPTIMIZER
 
 
-def padded_start(name: str, whole: Sequence[int], rank: int, seed: int) -> torch.Tensor:
+def padded_lora_init(name: str, whole: Sequence[int], rank: int, seed: int) -> torch.Tensor:
     """Where the factor with this name starts as one of `rank`, in a tensor of this shape; fp32 on
     the CPU."""
-    factor = factor_of(name)
+    factor = parse_factor(name)
     assert factor is not None, f"{name} is no part of an adapter"
     shape, dim = list(whole), rank_dim(factor, len(whole))
     shape[dim] = rank
@@ -31,7 +31,7 @@ def padded_start(name: str, whole: Sequence[int], rank: int, seed: int) -> torch
 
 def padded(name: str, tensor: torch.Tensor, whole: Sequence[int]) -> torch.Tensor:
     """A factor of a smaller rank, in a tensor of this shape."""
-    factor = factor_of(name)
+    factor = parse_factor(name)
     assert factor is not None, f"{name} is no part of an adapter"
     dim = rank_dim(factor, len(whole))
     found = torch.zeros(*whole, dtype=tensor.dtype)
@@ -44,10 +44,10 @@ def rank_dim(factor: Factor, dims: int) -> int:
     return dims - 2 if factor.side == "lora_A" else dims - 1
 
 
-def cut_to(rank: int, boxes: Boxes) -> Boxes:
+def trim_lora_rank(rank: int, boxes: Boxes) -> Boxes:
     """The boxes of a checkpoint, of which those of factors, and of what an optimizer keeps for
     each number of them, are those of a smaller adapter. They are views."""
-    found: dict[str, list[Box]] = {}
+    found: dict[str, list[ShardView]] = {}
     for name, parts in boxes.items():
         factor = _factor_in(name)
         # Numbers for all of a tensor at once are no part of it.
@@ -59,11 +59,11 @@ def cut_to(rank: int, boxes: Boxes) -> Boxes:
 
 def _factor_in(name: str) -> Factor | None:
     if name.startswith(OPTIMIZER):
-        return factor_of(name.removeprefix(OPTIMIZER).rpartition(".")[0])
-    return factor_of(name.removeprefix(MODEL))
+        return parse_factor(name.removeprefix(OPTIMIZER).rpartition(".")[0])
+    return parse_factor(name.removeprefix(MODEL))
 
 
-def _cut(box: Box, factor: Factor, rank: int) -> Box | None:
+def _cut(box: ShardView, factor: Factor, rank: int) -> ShardView | None:
     dim = rank_dim(factor, len(box.whole))
     size = min(rank - box.offsets[dim], box.data.shape[dim])
     if size <= 0:

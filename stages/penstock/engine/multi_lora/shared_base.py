@@ -11,23 +11,23 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from penstock.adapters.match_targets import HEAD
-from penstock.adapters.names import factor_of
+from penstock.adapters.names import parse_factor
 from penstock.config.schema.run import RunConfig
 from penstock.core.errors import CapabilityError
 from penstock.engine.build import (
-    Assembled,
-    adapted_layers,
+    BuiltModel,
     assemble,
-    keeps_only_adapters,
     load,
+    lora_target_layers,
+    saves_adapters_only,
 )
-from penstock.engine.distributed.param_shards import Held, local
-from penstock.engine.distributed.ranks import Ranks
-from penstock.engine.hf.base_model import Base
-from penstock.engine.model_source import quantising_of
+from penstock.engine.distributed.param_shards import LocalParam, local
+from penstock.engine.distributed.ranks import ProcessInfo
+from penstock.engine.hf.base_model import BaseModelWeights
+from penstock.engine.model_source import quantization_args
 from penstock.engine.quantization.select_layers import Formats
 from penstock.models.family import Family
-from penstock.models.registry import family_of
+from penstock.models.registry import get_family
 from penstock.models.weights import WeightMap
 
 Sharing = Literal["adapters", "alone"]
@@ -44,25 +44,25 @@ UNMET = {
 
 
 @dataclass(frozen=True)
-class Substrate:
+class SharedBase:
     """An assembled model, without one that is trained on it."""
 
     run: RunConfig
     hf_config: Mapping[str, Any]
     weights: Path | None
     """A folder of safetensors; None: drawn from the seed."""
-    built: Assembled
-    ranks: Ranks
+    built: BuiltModel
+    ranks: ProcessInfo
 
     @property
     def sharing(self) -> Sharing:
         """Adapters that are merged into the base change it, so that nobody can share it."""
-        return "adapters" if keeps_only_adapters(self.run.lora) else "alone"
+        return "adapters" if saves_adapters_only(self.run.lora) else "alone"
 
     @property
     def family(self) -> Family:
         """The architecture."""
-        return family_of(dict(self.hf_config))
+        return get_family(dict(self.hf_config))
 
     @property
     def names(self) -> WeightMap:
@@ -74,7 +74,7 @@ class Substrate:
         """The layers of the whole model that bear adapters, by their names in a checkpoint."""
         if not self.run.lora.enable_lora:
             return []
-        return adapted_layers(self.run, self.family, self.built.config)
+        return lora_target_layers(self.run, self.family, self.built.config)
 
     @property
     def has_tied_head(self) -> bool:
@@ -82,21 +82,21 @@ class Substrate:
         return self.built.config.tie_word_embeddings
 
     @property
-    def trainable(self) -> list[Held]:
+    def trainable(self) -> list[LocalParam]:
         """What gradients are computed of on this rank, in one order."""
         return self.built.engine.layout.trainable
 
     @property
-    def factors(self) -> list[Held]:
+    def factors(self) -> list[LocalParam]:
         """The adapters' tensors on this rank."""
-        return [one for one in self.trainable if factor_of(one.name)]
+        return [one for one in self.trainable if parse_factor(one.name)]
 
     @property
-    def base(self) -> Base:
+    def base(self) -> BaseModelWeights:
         """The weights that it was assembled with, by the names that they have in a checkpoint."""
-        return Base(
+        return BaseModelWeights(
             self.names,
-            quantising_of(self.run),
+            quantization_args(self.run),
             self.hf_config,
             self.family.roles,
             self.weights,
@@ -127,26 +127,26 @@ class Substrate:
 
     @torch.no_grad()
     def copied(
-        self, held: Sequence[Held], device: torch.device | None = None
+        self, held: Sequence[LocalParam], device: torch.device | None = None
     ) -> list[torch.Tensor]:
         """Copies of this rank's parts of parameters, where they are or on a device."""
         return [local(one.parameter.detach()).to(device, copy=True) for one in held]
 
     @torch.no_grad()
-    def put(self, held: Sequence[Held], values: Sequence[torch.Tensor]) -> None:
+    def put(self, held: Sequence[LocalParam], values: Sequence[torch.Tensor]) -> None:
         """Let this rank's parts of parameters be these."""
         for one, value in zip(held, values, strict=True):
             local(one.parameter.detach()).copy_(value)
         self.settle()
 
 
-def substrate_of(
+def build_shared_base(
     run: RunConfig,
     hf_config: dict[str, Any],
     weights: Path | None,
-    ranks: Ranks,
+    ranks: ProcessInfo,
     notify: Callable[[str], None],
-) -> Substrate:
+) -> SharedBase:
     """Assemble the model that `run` asks for, for clients to train.
 
     Adapters are on the head as well, unless other layers are named or the head is the embedding;
@@ -163,11 +163,11 @@ def substrate_of(
                 f"  Leave {name} out."
             )
     if lora.enable_lora and lora.lora_target_modules is None:
-        family = family_of(hf_config)
+        family = get_family(hf_config)
         is_tied = family.read(hf_config).tie_word_embeddings
         targets = [*family.lora_targets, *([] if is_tied else [HEAD])]
         lora = lora.model_copy(update={"lora_target_modules": targets})
     train = run.train.model_copy(update={"moe_aux_loss_coef": 0.0})
     run = run.model_copy(update={"lora": lora, "train": train})
     built = assemble(run, hf_config, weights, ranks, notify)
-    return Substrate(run, hf_config, weights, built, ranks)
+    return SharedBase(run, hf_config, weights, built, ranks)

@@ -9,19 +9,19 @@ from torch import nn
 from penstock.config.schema.parallelism import SPLIT_BACKWARD
 from penstock.config.schema.run import RunConfig
 from penstock.config.schema.train import TrainConfig
-from penstock.engine.distributed.param_shards import Held, Piece, local
-from penstock.engine.distributed.ranks import Ranks
-from penstock.engine.optim.distributed_muon import WholeMatrices, is_matrix
+from penstock.engine.distributed.param_shards import LocalParam, TensorShard, local
+from penstock.engine.distributed.ranks import ProcessInfo
+from penstock.engine.optim.distributed_muon import DistMuon, is_matrix
 from penstock.engine.optim.tensor_norms import TensorNorms
 from penstock.models.tp_roles import Roles
-from penstock.optim.anyprecision import Keeping, Rounding
-from penstock.optim.build import build_optimizer, turning_of
-from penstock.optim.groups import Grouping, alike, by_depth
-from penstock_kernels.rng_rows import Run
+from penstock.optim.anyprecision import Rounding, StatePrecision
+from penstock.optim.build import build_optimizer, newton_schulz_args
+from penstock.optim.groups import Grouping, alike, layerwise_lr_decay
+from penstock_kernels.rng_rows import RowKeys
 
 
-def optimizer_of(
-    run: RunConfig, held: Sequence[Held], roles: Roles, num_layers: int, ranks: Ranks
+def build_distributed_optimizer(
+    run: RunConfig, held: Sequence[LocalParam], roles: Roles, num_layers: int, ranks: ProcessInfo
 ) -> torch.optim.Optimizer:
     """The optimizer over what is trained of `held`, in a model of so many layers in all.
 
@@ -36,7 +36,7 @@ def optimizer_of(
         no_decay_modules=train.no_decay_modules,
         no_decay_params=train.no_decay_params,
         lora_plus_ratio=run.lora.lora_plus_ratio,
-        rate_of=alike if bound == 1 else by_depth(bound, num_layers),
+        rate_of=alike if bound == 1 else layerwise_lr_decay(bound, num_layers),
         matrices={one.name for one in matrices},
         rate_of_matrices=train.muon_lr / train.lr if _is_muon(train) else 1.0,
     )
@@ -44,13 +44,15 @@ def optimizer_of(
         [(one.name, one.parameter) for one in trained],
         train,
         grouping,
-        keeping=keeping_of(train, trained),
-        directions=WholeMatrices(matrices, turning_of(train), ranks) if _is_muon(train) else None,
+        keeping=build_state_precision(train, trained),
+        directions=DistMuon(matrices, newton_schulz_args(train), ranks)
+        if _is_muon(train)
+        else None,
         tensors=TensorNorms(trained, ranks) if train.optimizer == "novograd" else None,
     )
 
 
-def accumulate_as_written(train: TrainConfig, held: Sequence[Held]) -> None:
+def set_grad_dtype(train: TrainConfig, held: Sequence[LocalParam]) -> None:
     """Let gradients that no sharding adds up be added up in the precision that is written."""
     if train.data_parallel_mode == "fsdp2":
         return
@@ -63,22 +65,22 @@ def accumulate_as_written(train: TrainConfig, held: Sequence[Held]) -> None:
             one.parameter.grad_dtype = dtype
 
 
-def keeping_of(train: TrainConfig, held: Sequence[Held]) -> Keeping:
+def build_state_precision(train: TrainConfig, held: Sequence[LocalParam]) -> StatePrecision:
     """In what the optimizer keeps states and weights."""
     in_bf16 = train.optimizer != "adamw" and train.optimizer_dtype == "bf16"
-    return Keeping(
+    return StatePrecision(
         states=torch.bfloat16 if in_bf16 else torch.float32,
         lost="kept" if train.optimizer_kwargs.get("use_kahan_summation") else "forgotten",
-        rounding=rounding_of(held, train.seed) if train.stochastic_rounding else None,
+        rounding=build_rounding(held, train.seed) if train.stochastic_rounding else None,
         local=local,
     )
 
 
-def rounding_of(held: Sequence[Held], seed: int) -> Rounding:
+def build_rounding(held: Sequence[LocalParam], seed: int) -> Rounding:
     """What is drawn for a number: a function of seed, step, and its place in the checkpoint."""
     pieces = {one.parameter: one.pieces for one in held}
 
-    def of(parameter: nn.Parameter, step: int) -> tuple[list[Run], int]:
+    def of(parameter: nn.Parameter, step: int) -> tuple[list[RowKeys], int]:
         its = pieces[parameter]
         runs = [run for piece in its for run in _runs(piece, f"{seed}:{step}")]
         return runs, its[0].offsets[-1] if len(its[0].sizes) > 1 else 0
@@ -86,16 +88,16 @@ def rounding_of(held: Sequence[Held], seed: int) -> Rounding:
     return of
 
 
-def _runs(piece: Piece, salt: str) -> list[Run]:
+def _runs(piece: TensorShard, salt: str) -> list[RowKeys]:
     """The rows of a piece: of each matrix of a stack some of its own."""
     text = f"{salt}:{piece.tensor}".encode()
     key = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
     if len(piece.sizes) < 3:
-        return [Run(piece.rows, key, piece.offsets[0])]
+        return [RowKeys(piece.rows, key, piece.offsets[0])]
     stack, rows = piece.whole[0], piece.whole[-2]
     assert len(piece.sizes) == 3, f"{piece.tensor} has {stack} stacks of stacks"
     return [
-        Run(piece.sizes[1], key, (piece.offsets[0] + number) * rows + piece.offsets[1])
+        RowKeys(piece.sizes[1], key, (piece.offsets[0] + number) * rows + piece.offsets[1])
         for number in range(piece.sizes[0])
     ]
 

@@ -5,12 +5,12 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from penstock.engine.distributed.param_shards import Held, local
-from penstock.engine.distributed.ranks import Ranks
+from penstock.engine.distributed.param_shards import LocalParam, local
+from penstock.engine.distributed.ranks import ProcessInfo
 
 
 @torch.no_grad()
-def gradient_norm(held: Iterable[Held], ranks: Ranks) -> torch.Tensor:
+def gradient_norm(held: Iterable[LocalParam], ranks: ProcessInfo) -> torch.Tensor:
     """The L2 norm of all gradients, fp32 scalar, the same on every rank.
 
     What several ranks hold counts for each of them as its share, so one sum over all ranks is
@@ -35,7 +35,7 @@ def gradient_norm(held: Iterable[Held], ranks: Ranks) -> torch.Tensor:
 
 
 @torch.no_grad()
-def scale_gradients(held: Sequence[Held], norm: torch.Tensor, max_norm: float) -> None:
+def scale_gradients(held: Sequence[LocalParam], norm: torch.Tensor, max_norm: float) -> None:
     """Shrink all gradients so that their norm is at most `max_norm`; 0 or less leaves them."""
     if max_norm <= 0:
         return

@@ -11,20 +11,20 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from penstock.engine.distributed.param_shards import Held, local
+from penstock.engine.distributed.param_shards import LocalParam, local
 
 HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class HostCopies:
+class CPUOffloadedParams:
     """Trained parameters, and for each the one that the optimizer steps."""
 
-    here: Sequence[Held]
-    there: Sequence[Held]
+    here: Sequence[LocalParam]
+    there: Sequence[LocalParam]
 
     @classmethod
-    def of(cls, held: Sequence[Held]) -> "HostCopies":
+    def of(cls, held: Sequence[LocalParam]) -> "CPUOffloadedParams":
         """Copies of what is trained of `held`: of each parameter the part that is here."""
         here = [one for one in held if one.parameter.requires_grad]
         return cls(here, [replace(one, parameter=_copy(one.parameter)) for one in here])

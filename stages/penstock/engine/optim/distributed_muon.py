@@ -15,30 +15,30 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from penstock.adapters.names import factor_of
-from penstock.engine.distributed.param_shards import Held, Piece
-from penstock.engine.distributed.ranks import Ranks
-from penstock.models.tp_roles import Role, Roles, role_of
-from penstock.optim.muon import MomentumOf, Turning
+from penstock.adapters.names import parse_factor
+from penstock.engine.distributed.param_shards import LocalParam, TensorShard
+from penstock.engine.distributed.ranks import ProcessInfo
+from penstock.models.tp_roles import ParallelStyle, Roles, find_parallel_style
+from penstock.optim.muon import MomentumOf, Orthogonalizer
 
 AT_ONCE = 1 << 26
 """Numbers that a rank brings together at a time, at most but for one parameter."""
 
-TURNED = (Role.WIDEN, Role.NARROW, Role.EXPERTS)
+TURNED = (ParallelStyle.WIDEN, ParallelStyle.NARROW, ParallelStyle.EXPERTS)
 """What bears the matrices of hidden layers."""
 
 
-def is_matrix(held: Held, roles: Roles) -> bool:
+def is_matrix(held: LocalParam, roles: Roles) -> bool:
     """Whether Muon steps it: a matrix of a hidden layer, or a stack of experts' matrices.
 
     Embedding, head, routers, norms, biases and adapters are AdamW's: an adapter's factor is half of
     a matrix, and its first is zero or random when the other has not moved yet.
     """
     module, _, leaf = held.name.rpartition(".")
-    role = role_of(module, roles)
-    if role not in TURNED or factor_of(held.name) or not held.parameter.is_floating_point():
+    role = find_parallel_style(module, roles)
+    if role not in TURNED or parse_factor(held.name) or not held.parameter.is_floating_point():
         return False
-    return held.parameter.ndim == 3 if role is Role.EXPERTS else leaf == "weight"
+    return held.parameter.ndim == 3 if role is ParallelStyle.EXPERTS else leaf == "weight"
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Message:
     """All ranks that get it back."""
 
 
-def boxes_of(pieces: Sequence[Piece]) -> list[list[Box]]:
+def matrix_shards(pieces: Sequence[TensorShard]) -> list[list[Box]]:
     """Of each piece its boxes: one, or one for each matrix of a stack."""
     found: list[list[Box]] = []
     for piece in pieces:
@@ -148,17 +148,22 @@ def _cost(box: Box) -> int:
     return rows * columns * min(rows, columns)
 
 
-class WholeMatrices:
+class DistMuon:
     """The directions of matrices that lie over ranks. Every rank makes one and calls it at the same
     time, with all its parameters of `held`."""
 
     def __init__(
-        self, held: Sequence[Held], turning: Turning, ranks: Ranks, at_once: int = AT_ONCE
+        self,
+        held: Sequence[LocalParam],
+        turning: Orthogonalizer,
+        ranks: ProcessInfo,
+        at_once: int = AT_ONCE,
     ) -> None:
         self._turning, self._ranks = turning, ranks
         self._held = {one.parameter: one for one in held}
         have = [
-            (one.name, [box for boxes in boxes_of(one.pieces) for box in boxes]) for one in held
+            (one.name, [box for boxes in matrix_shards(one.pieces) for box in boxes])
+            for one in held
         ]
         messages = planned(ranks.gather(have), at_once)
         self._waves = [list(some) for _, some in groupby(messages, attrgetter("wave"))]
@@ -189,7 +194,7 @@ class WholeMatrices:
         }
         return {
             parameter: max(
-                (wave_of[box] for boxes in boxes_of(one.pieces) for box in boxes), default=-1
+                (wave_of[box] for boxes in matrix_shards(one.pieces) for box in boxes), default=-1
             )
             for parameter, one in self._held.items()
         }
@@ -199,7 +204,7 @@ class WholeMatrices:
         found: dict[Box, torch.Tensor] = {}
         for parameter, momentum in momenta.items():
             pieces = self._held[parameter].pieces
-            for piece, boxes in zip(pieces, boxes_of(pieces), strict=True):
+            for piece, boxes in zip(pieces, matrix_shards(pieces), strict=True):
                 stack = piece.of(momentum).view(len(boxes), *boxes[0].sizes)
                 found.update(zip(boxes, stack, strict=True))
         return found
@@ -258,11 +263,11 @@ class WholeMatrices:
         return {box: part.view(box.sizes) for box, part in zip(boxes, cut, strict=True)}
 
     def _direction(
-        self, held: Held, momentum: torch.Tensor, turned: Mapping[Box, torch.Tensor]
+        self, held: LocalParam, momentum: torch.Tensor, turned: Mapping[Box, torch.Tensor]
     ) -> torch.Tensor:
         """What the parameter's part here moves along, in float32."""
         direction = torch.empty_like(momentum, dtype=torch.float32)
-        for piece, boxes in zip(held.pieces, boxes_of(held.pieces), strict=True):
+        for piece, boxes in zip(held.pieces, matrix_shards(held.pieces), strict=True):
             stack = piece.of(direction).view(len(boxes), *boxes[0].sizes)
             for box, into in zip(boxes, stack, strict=True):
                 into.copy_(turned[box]).mul_(self._turning.size(box.shape))

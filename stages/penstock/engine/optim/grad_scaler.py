@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from penstock.engine.distributed.param_shards import Held, local
+from penstock.engine.distributed.param_shards import LocalParam, local
 
 QUIET = 2000
 """Steps without an overflow after which it doubles."""
@@ -19,7 +19,7 @@ LEAST = 1.0
 
 
 @dataclass
-class LossScale:
+class GradScaler:
     """The scale, the same on every rank: it follows norms that all of them have."""
 
     scale: float
@@ -27,7 +27,7 @@ class LossScale:
     """Steps since it last changed."""
 
     @torch.no_grad()
-    def unscale(self, held: Sequence[Held]) -> None:
+    def unscale(self, held: Sequence[LocalParam]) -> None:
         """Divide all gradients by it, in place. What overflowed stays infinite."""
         gradients = [local(one.parameter.grad) for one in held if one.parameter.grad is not None]
         if gradients:

@@ -13,8 +13,8 @@ from typing import Any, Literal
 import torch
 
 from penstock.config.schema.train import TrainConfig
-from penstock.engine.distributed.param_shards import Held, Piece, local
-from penstock.engine.distributed.ranks import Ranks
+from penstock.engine.distributed.param_shards import LocalParam, TensorShard, local
+from penstock.engine.distributed.ranks import ProcessInfo
 
 Detail = Literal["none", "total", "layers"]
 
@@ -32,16 +32,20 @@ class Norm:
     layers_L: torch.Tensor  # noqa: N815 - L names the dimension
 
 
-def norms_by_type(train: TrainConfig, held: Sequence[Held], ranks: Ranks) -> "Norms | None":
+def norms_by_type(
+    train: TrainConfig, held: Sequence[LocalParam], ranks: ProcessInfo
+) -> "Norms | None":
     """Those of gradients by types of layers; None where the file asks for none. On every rank at
     once."""
     if train.log_grad_norm != "layers":
         return None
     train = train.model_copy(update={"log_param_norm": False})
-    return Norms(train, held, ranks, named=type_of)
+    return Norms(train, held, ranks, named=norm_layer_type)
 
 
-def norms_of(train: TrainConfig, held: Sequence[Held], ranks: Ranks) -> "Norms | None":
+def build_norms(
+    train: TrainConfig, held: Sequence[LocalParam], ranks: ProcessInfo
+) -> "Norms | None":
     """None where nothing is told but the norm of all gradients. On every rank at once."""
     if train.log_grad_norm != "layers" and not train.log_param_norm:
         return None
@@ -54,15 +58,15 @@ class Norms:
     def __init__(
         self,
         train: TrainConfig,
-        trained: Sequence[Held],
-        ranks: Ranks,
+        trained: Sequence[LocalParam],
+        ranks: ProcessInfo,
         *,
         named: Callable[[str], str] | None = None,
     ) -> None:
         """By layers, or by what parameters' names are `named`. On every rank at once."""
-        named = named or layer_of
-        self.gradients = detail_of(train.log_grad_norm)
-        self.parameters = detail_of(train.log_param_norm)
+        named = named or norm_layer_name
+        self.gradients = parse_norm_detail(train.log_grad_norm)
+        self.parameters = parse_norm_detail(train.log_param_norm)
         self._ranks = ranks
         names: list[str] = []
         if "layers" in (self.gradients, self.parameters):
@@ -102,7 +106,7 @@ class Norms:
         return dict(zip(self.names, norm.layers_L.tolist(), strict=True))
 
     @torch.no_grad()
-    def of(self, tensor_of: Callable[[Held], torch.Tensor | None]) -> Norm:
+    def of(self, tensor_of: Callable[[LocalParam], torch.Tensor | None]) -> Norm:
         """Of a tensor of every parameter's layout, or none."""
         device, tensors, here = self._ranks.device, list[torch.Tensor](), list[int]()
         for at, (one, part) in enumerate(self._parts):
@@ -128,7 +132,7 @@ class Norms:
 class _Part:
     """Some of a local tensor that as many ranks hold as one another."""
 
-    piece: Piece | None
+    piece: TensorShard | None
     """None: all of it."""
     copies: int
 
@@ -136,14 +140,14 @@ class _Part:
         return here if self.piece is None else self.piece.of(here)
 
 
-def detail_of(written: bool | Literal["layers"]) -> Detail:
+def parse_norm_detail(written: bool | Literal["layers"]) -> Detail:
     """What `log_grad_norm` and `log_param_norm` say."""
     if written == "layers":
         return "layers"
     return "total" if written else "none"
 
 
-def layer_of(name: str) -> str:
+def norm_layer_name(name: str) -> str:
     """The layer that a parameter belongs to, or the module outside of layers: `layers.3`,
     `embed_tokens`, `norm`, `lm_head`."""
     if found := _LAYER.match(name):
@@ -151,7 +155,7 @@ def layer_of(name: str) -> str:
     return name.removeprefix("model.").partition(".")[0]
 
 
-def type_of(name: str) -> str:
+def norm_layer_type(name: str) -> str:
     """What kind of layer a parameter belongs to: `attention`, `feed_forward`, `experts`, `router`,
     `norm`, or the module outside of layers."""
     inner = _LAYER.sub("", name)
@@ -160,7 +164,7 @@ def type_of(name: str) -> str:
     if inner.startswith("mlp."):
         module = inner.split(".")[1]
         return _OF_MIXTURES.get(module, "feed_forward")
-    return "norm" if "norm" in inner else layer_of(name)
+    return "norm" if "norm" in inner else norm_layer_name(name)
 
 
 def _in_order(name: str) -> tuple[int, int, str]:
@@ -170,7 +174,7 @@ def _in_order(name: str) -> tuple[int, int, str]:
     return (0 if name.startswith("embed") else 3 if "head" in name else 2), 0, name
 
 
-def _parts_of(one: Held) -> list[_Part]:
+def _parts_of(one: LocalParam) -> list[_Part]:
     if one.copies is not None:
         return [_Part(None, one.copies)]
     return [_Part(piece, one.replicas * piece.copies) for piece in one.pieces]

@@ -8,20 +8,20 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from penstock.engine.checkpoint.async_staging import Changes
-from penstock.engine.distributed.param_shards import Held, local
-from penstock.engine.distributed.ranks import Ranks
+from penstock.engine.checkpoint.async_staging import PreUpdateHooks
+from penstock.engine.distributed.param_shards import LocalParam, local
+from penstock.engine.distributed.ranks import ProcessInfo
 
 
-class FusedStep:
+class OptimizerInBackward:
     """Steps each parameter when its gradient is complete. Its norm is told afterwards."""
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        held: Sequence[Held],
-        ranks: Ranks,
-        changes: Changes,
+        held: Sequence[LocalParam],
+        ranks: ProcessInfo,
+        changes: PreUpdateHooks,
     ) -> None:
         """`held` are trained, and every rank holds as many copies of one as the others do."""
         self._optimizer, self._ranks, self._changes = optimizer, ranks, changes
@@ -38,7 +38,7 @@ class FusedStep:
         self._squares = []
         return self._ranks.total(total).sqrt().float()
 
-    def _arrived(self, held: Held) -> Callable[[torch.Tensor], None]:
+    def _arrived(self, held: LocalParam) -> Callable[[torch.Tensor], None]:
         copies = held.copies
         assert copies is not None, f"{held.name} lies otherwise from piece to piece"
 

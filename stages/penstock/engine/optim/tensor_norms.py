@@ -5,12 +5,12 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from penstock.engine.distributed.param_shards import Held, Piece
-from penstock.engine.distributed.ranks import Ranks
+from penstock.engine.distributed.param_shards import LocalParam, TensorShard
+from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.optim.novograd import Tensors, squared
 
 
-def numbers_of(piece: Piece) -> range:
+def numbers_of(piece: TensorShard) -> range:
     """Which tensors of a stack a piece has parts of; 0 alone where there is no stack."""
     is_stack = len(piece.whole) == 3
     first, count = (piece.offsets[0], piece.sizes[0]) if is_stack else (0, 1)
@@ -21,7 +21,7 @@ class TensorNorms(Tensors):
     """Those of `held`, of each matrix of a stack by itself. Every rank makes one at the same time,
     and calls it at the same time; one sum over all ranks gives all norms."""
 
-    def __init__(self, held: Sequence[Held], ranks: Ranks) -> None:
+    def __init__(self, held: Sequence[LocalParam], ranks: ProcessInfo) -> None:
         self._ranks = ranks
         self._pieces = {one.parameter: one.pieces for one in held}
         here = {(piece.tensor, piece.whole) for one in held for piece in one.pieces}

@@ -6,21 +6,21 @@ from pathlib import Path
 
 import torch
 
-from penstock.adapters.names import EMBEDDING, MAGNITUDE, factor_of
-from penstock.engine.distributed.param_shards import Held
-from penstock.engine.distributed.ranks import Ranks
+from penstock.adapters.names import EMBEDDING, MAGNITUDE, parse_factor
+from penstock.engine.distributed.param_shards import LocalParam
+from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.hf.load_weights import Readers, Seen, row_blocks
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
-from penstock.engine.quantization.quantized_reader import Source
+from penstock.engine.quantization.quantized_reader import TensorReader
 
 
 def norms_for(
-    held: Sequence[Held],
+    held: Sequence[LocalParam],
     weights: Path | None,
-    drawn: Source,
+    drawn: TensorReader,
     *,
     readers: Readers,
-    ranks: Ranks,
+    ranks: ProcessInfo,
     seen: Seen,
 ) -> dict[str, torch.Tensor]:
     """The norm of each row, for an embedding of each column, of every weight whose adapter has
@@ -35,7 +35,7 @@ def norms_for(
         factor.hf_module
         for one in held
         for piece in one.pieces
-        if (factor := factor_of(piece.tensor)) and factor.side == MAGNITUDE
+        if (factor := parse_factor(piece.tensor)) and factor.side == MAGNITUDE
     }
     wanted = sorted(set[str]().union(*ranks.gather(mine)))
     if not wanted:
@@ -62,7 +62,7 @@ def _norms(layer: str, stretches: Iterable[torch.Tensor]) -> torch.Tensor:
     return total.sqrt_().float()
 
 
-def _rows(source: Source, name: str) -> Iterator[torch.Tensor]:
+def _rows(source: TensorReader, name: str) -> Iterator[torch.Tensor]:
     stored = source.stored(name)
     for first, end in row_blocks(stored.shape, stored.dtype):
         yield source.box(name, (first, 0), (end - first, stored.shape[1]))

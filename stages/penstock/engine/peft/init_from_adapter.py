@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.adapters.names import EACH, MAGNITUDE, Factor, factor_of
+from penstock.adapters.names import EACH, MAGNITUDE, Factor, parse_factor
 from penstock.adapters.peft_format import (
     EMBEDDED,
     FUSED_EXPERTS,
@@ -14,8 +14,8 @@ from penstock.adapters.peft_format import (
     separate_factors,
 )
 from penstock.core.errors import CapabilityError, ConfigError
-from penstock.engine.distributed.param_shards import Held, local
-from penstock.engine.hf.load_weights import cut_into
+from penstock.engine.distributed.param_shards import LocalParam, local
+from penstock.engine.hf.load_weights import copy_shard
 from penstock.engine.peft.read_adapter import PeftFolder
 from penstock.models.weights import WeightMap
 
@@ -34,7 +34,7 @@ class AdapterStart:
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The whole tensor of this name, fp32. Raises ConfigError for one of another shape."""
-        factor = factor_of(name)
+        factor = parse_factor(name)
         assert factor is not None, f"{name} is no part of an adapter"
         found = self._of_experts(factor, shape) if factor.of_experts else self._of_layer(factor)
         if found is None or tuple(found.shape) != shape:
@@ -46,7 +46,7 @@ class AdapterStart:
             )
         return found
 
-    def lay_over(self, held: Sequence[Held]) -> None:
+    def lay_over(self, held: Sequence[LocalParam]) -> None:
         """Give biases that were trained beside the adapter the values they have in the folder."""
         with torch.no_grad():
             for one in held:
@@ -54,7 +54,7 @@ class AdapterStart:
                     is_bias = piece.tensor.endswith(".bias")
                     if is_bias and self._folder.replacement(piece.tensor):
                         whole = self._folder.replacing(piece.tensor)
-                        cut_into(whole, piece, piece.of(local(one.parameter)))
+                        copy_shard(whole, piece, piece.of(local(one.parameter)))
 
     def _of_layer(self, factor: Factor) -> torch.Tensor | None:
         if factor.side == MAGNITUDE:

@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 
 import torch
 
-from penstock.adapters.weight_delta import Change, Product, Stacked
+from penstock.adapters.weight_delta import BatchedDelta, LoraDelta, WeightDelta
 from penstock.core.errors import CapabilityError
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder, Stored
 from penstock.engine.peft.read_adapter import PeftFolder
@@ -28,7 +28,7 @@ KEPT = 4
 """Parameters of experts whose factors are kept: two layers, in which all threads are busy."""
 
 
-class Merging:
+class AdapterMerge:
     """The changes of one adapter to one base model, by the names of the base model's tensors."""
 
     def __init__(
@@ -41,7 +41,7 @@ class Merging:
         self.folder, self._base, self._hidden_size = folder, base, hidden_size
         # A layer's factors are read once for all of its experts, whose tensors are neighbours.
         self._products = lru_cache(maxsize=KEPT)(folder.products)
-        self._of_experts: dict[str, Callable[[], Change]] = {}
+        self._of_experts: dict[str, Callable[[], WeightDelta]] = {}
         self._plain: list[str] = []
         missing: list[str] = []
         for target in folder.targets():
@@ -64,7 +64,7 @@ class Merging:
         """That tensor, as it is stored."""
         return self.folder.replacing(target)
 
-    def change_of(self, target: str) -> Change | None:
+    def change_of(self, target: str) -> WeightDelta | None:
         """What is then added, if anything is."""
         made = self._of_experts.get(target)
         return made() if made else self.folder.change_of(target)
@@ -130,15 +130,15 @@ class Merging:
                     found[int(match[2]), kind] = name
         return found
 
-    def _stacked(self, module: str, num_experts: int, is_turned: bool) -> Change:
+    def _stacked(self, module: str, num_experts: int, is_turned: bool) -> WeightDelta:
         products = self._products(module, num_experts)
         if is_turned:
             products = [product.turned() for product in products]
-        return Change(Stacked(tuple(products)))
+        return WeightDelta(BatchedDelta(tuple(products)))
 
-    def _one(self, module: str, num_experts: int, expert: int, rows: slice) -> Change:
+    def _one(self, module: str, num_experts: int, expert: int, rows: slice) -> WeightDelta:
         product = self._products(module, num_experts)[expert]
-        return Change(Product(product.left[rows], product.right, product.scale))
+        return WeightDelta(LoraDelta(product.left[rows], product.right, product.scale))
 
     def _without(self, missing: list[str]) -> CapabilityError:
         near = get_close_matches(missing[0], self._base.names(), n=1)

@@ -12,8 +12,8 @@ from typing import Self
 import torch
 
 from penstock.adapters.peft_format import EMBEDDED, LINEAR, NORMS, PREFIX, separate_factors
-from penstock.adapters.scaling import scale_of
-from penstock.adapters.weight_delta import Change, Product
+from penstock.adapters.scaling import lora_scaling
+from penstock.adapters.weight_delta import LoraDelta, WeightDelta
 from penstock.core.errors import CapabilityError
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder, Stored
 from penstock.engine.peft.adapter_config import read_peft_config
@@ -73,7 +73,7 @@ class PeftFolder:
         """That tensor, as it is stored."""
         return self._tensors[self._replaced[target]]
 
-    def change_of(self, target: str) -> Change | None:
+    def change_of(self, target: str) -> WeightDelta | None:
         """What is then added to the base model's tensor, if anything is. Reads what it takes.
 
         A bias [n] counts as a matrix [n, 1].
@@ -83,8 +83,8 @@ class PeftFolder:
         if ends is None or (kind == "bias" and BIAS not in ends):
             return None
         if kind == "bias":
-            return Change(self._bias(module, ends))
-        return Change(
+            return WeightDelta(self._bias(module, ends))
+        return WeightDelta(
             self._product(module, ends),
             self._magnitude(module),
             of_columns=EMBEDDED[0] in ends or bool(self.config.get("fan_in_fan_out")),
@@ -96,13 +96,13 @@ class PeftFolder:
         (_, width), (out, _) = (self._tensors.stored(ends[side]).shape for side in LINEAR)
         return out, width
 
-    def products(self, module: str, num_experts: int) -> list[Product]:
+    def products(self, module: str, num_experts: int) -> list[LoraDelta]:
         """What is added to each expert's matrix [out, in] of such a parameter."""
         ends = self._layers[module]
         lora_A, lora_B = (self._read(ends[side]) for side in LINEAR)
         a_ERI, b_EOR = separate_factors(lora_A, lora_B, num_experts)
         scale = self._scale(module, rank=a_ERI.shape[1])
-        return [Product(b, a, scale) for a, b in zip(a_ERI, b_EOR, strict=True)]
+        return [LoraDelta(b, a, scale) for a, b in zip(a_ERI, b_EOR, strict=True)]
 
     def _sort(self, name: str) -> None:
         inner = name.removeprefix(PREFIX)
@@ -118,7 +118,7 @@ class PeftFolder:
             # The base weight of an adapted embedding is saved beside its factors.
             self._replaced[inner.replace(".base_layer.", ".")] = name
 
-    def _product(self, module: str, ends: Mapping[str, str]) -> Product:
+    def _product(self, module: str, ends: Mapping[str, str]) -> LoraDelta:
         is_embedding = EMBEDDED[0] in ends
         sides = EMBEDDED if is_embedding else LINEAR
         if missing := [side for side in sides if side not in ends]:
@@ -135,14 +135,14 @@ class PeftFolder:
         scale = self._scale(module, rank=lora_A.shape[0])
         if is_embedding or self.config.get("fan_in_fan_out"):
             # Stored the other way round: [in, out].
-            return Product(lora_A.T.contiguous(), lora_B.T.contiguous(), scale)
-        return Product(lora_B, lora_A, scale)
+            return LoraDelta(lora_A.T.contiguous(), lora_B.T.contiguous(), scale)
+        return LoraDelta(lora_B, lora_A, scale)
 
-    def _bias(self, module: str, ends: Mapping[str, str]) -> Product:
+    def _bias(self, module: str, ends: Mapping[str, str]) -> LoraDelta:
         """The bias as a column [out, 1], which the bias of the base model is seen as too."""
         scale = self._scale(module, rank=self._tensors.stored(ends[LINEAR[0]]).shape[0])
         bias = self._read(ends[BIAS])
-        return Product(bias.unsqueeze(1), torch.ones(1, 1), scale)
+        return LoraDelta(bias.unsqueeze(1), torch.ones(1, 1), scale)
 
     def _magnitude(self, module: str) -> torch.Tensor | None:
         found = self.part(module, NORMS)
@@ -154,7 +154,7 @@ class PeftFolder:
             if re.fullmatch(rf"(.*\.)?({pattern})", module):
                 alpha = value
                 break
-        return scale_of(rank, alpha, "root" if self.config.get("use_rslora") else "rank")
+        return lora_scaling(rank, alpha, "root" if self.config.get("use_rslora") else "rank")
 
     def _read(self, name: str) -> torch.Tensor:
         return self._tensors[name].float()

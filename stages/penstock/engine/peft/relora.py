@@ -17,14 +17,14 @@ from torch.distributed.tensor import DTensor
 
 from penstock.adapters.init import initial_lora
 from penstock.adapters.lora_delta import adapted_in
-from penstock.adapters.names import factor_of
-from penstock.adapters.weight_delta import Product
+from penstock.adapters.names import parse_factor
+from penstock.adapters.weight_delta import LoraDelta
 from penstock.config.schema.run import RunConfig
 from penstock.engine.distributed.device_mesh import ROWS, Mesh
-from penstock.engine.distributed.param_shards import Held, local, rows_here
-from penstock.engine.distributed.ranks import Ranks
-from penstock.engine.hf.load_weights import cut_into
-from penstock.engine.quantization.requantize import Requantiser
+from penstock.engine.distributed.param_shards import LocalParam, local, rows_here
+from penstock.engine.distributed.ranks import ProcessInfo
+from penstock.engine.hf.load_weights import copy_shard
+from penstock.engine.quantization.requantize import MergeIntoQuantized
 from penstock.models.weights import WeightMap
 
 STRETCH = 32 << 20
@@ -32,15 +32,15 @@ STRETCH = 32 << 20
 
 
 @dataclass(frozen=True)
-class Merging:
+class ReLoRA:
     """When adapters are merged, and what happens then."""
 
     parts: Sequence[nn.Module]
-    held: Sequence[Held]
+    held: Sequence[LocalParam]
     """Every parameter of the parts."""
     optimizer: torch.optim.Optimizer
-    ranks: Ranks
-    requantiser: Requantiser | None
+    ranks: ProcessInfo
+    requantiser: MergeIntoQuantized | None
     """None where no weight is quantised."""
     interval: int
     """Steps from one merge to the next."""
@@ -75,12 +75,12 @@ class Merging:
                 start = initial_lora(
                     piece.tensor, piece.whole, self.seed, merges=steps // self.interval
                 )
-                cut_into(start, piece, piece.of(local(one.parameter)))
+                copy_shard(start, piece, piece.of(local(one.parameter)))
             if self.states == "forgotten":
                 self.optimizer.state.pop(one.parameter, None)
 
-    def _factors(self) -> list[Held]:
-        return [one for one in self.held if factor_of(one.name)]
+    def _factors(self) -> list[LocalParam]:
+        return [one for one in self.held if parse_factor(one.name)]
 
     def _whole(self, factor: torch.Tensor) -> torch.Tensor:
         """All of it that this rank computes with, fp32, beside the rank's own part."""
@@ -97,22 +97,22 @@ class Merging:
         return reachable.full_tensor().to(factor.to_local().device).float()
 
 
-def merging_of(
+def build_relora(
     run: RunConfig,
     parts: Sequence[nn.Module],
-    held: Sequence[Held],
+    held: Sequence[LocalParam],
     optimizer: torch.optim.Optimizer,
     names: WeightMap,
     mesh: Mesh,
-    ranks: Ranks,
-) -> Merging | None:
+    ranks: ProcessInfo,
+) -> ReLoRA | None:
     """What the `lora` section says of merging; None if adapters stay apart."""
     if not run.lora.merge_lora_interval:
         return None
     requantiser = None
     if run.lora.enable_qlora:
-        requantiser = Requantiser(held, names, ranks, mesh.group(*ROWS, "tensor"))
-    return Merging(
+        requantiser = MergeIntoQuantized(held, names, ranks, mesh.group(*ROWS, "tensor"))
+    return ReLoRA(
         parts,
         held,
         optimizer,
@@ -124,7 +124,7 @@ def merging_of(
     )
 
 
-def _add(weight: torch.Tensor, products: Sequence[tuple[int, Product]]) -> None:
+def _add(weight: torch.Tensor, products: Sequence[tuple[int, LoraDelta]]) -> None:
     """Make products part of the rows that are here, a stretch at a time."""
     columns = weight.shape[-1]
     first, end = rows_here(weight, 2)

@@ -27,14 +27,14 @@ from penstock.models.decoder import Decoder
 from penstock.models.layers.float8 import Float8Product
 from penstock_kernels.float8 import (
     BLOCK,
-    Agreement,
-    Coded,
-    CodedWeight,
-    Scheme,
+    AmaxReduceGroups,
+    Float8Matrix,
+    Float8Recipe,
+    Float8WeightShard,
     Sharing,
+    compute_scales,
     largest_of_part,
     quantise,
-    scales_of,
     seen,
 )
 
@@ -52,11 +52,11 @@ class Rows:
     product: Float8Product
 
     @property
-    def scheme(self) -> Scheme:
+    def scheme(self) -> Float8Recipe:
         """That of the layer."""
         return self.product.scheme
 
-    def coded(self, shard_NK: torch.Tensor) -> Coded:
+    def coded(self, shard_NK: torch.Tensor) -> Float8Matrix:
         """The rows rounded, with the scales of the whole weight."""
         sharing = self.scheme.of_weights
         here = seen(shard_NK, self.scheme.block)
@@ -64,21 +64,21 @@ class Rows:
         largest = largest_over(self.group, largest)
         for agree in _reaching(self.product.agreement, sharing):
             largest = agree(largest)
-        scales = scales_of(largest, "e4m3")
+        scales = compute_scales(largest, "e4m3")
         codes = quantise(here, "e4m3", *_of_rows(sharing, scales, self.first, len(here))).codes
-        return Coded(codes, scales, sharing)
+        return Float8Matrix(codes, scales, sharing)
 
 
-class RowsOfWeight(torch.Tensor):
+class Float8ShardedWeight(torch.Tensor):
     """A rank's rows of a weight, which FSDP asks what to gather. Otherwise a tensor like any."""
 
     rows: Rows
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @staticmethod
-    def of(shard_NK: torch.Tensor, rows: Rows) -> "RowsOfWeight":
+    def of(shard_NK: torch.Tensor, rows: Rows) -> "Float8ShardedWeight":
         """The same memory."""
-        made = torch.Tensor._make_subclass(RowsOfWeight, shard_NK)
+        made = torch.Tensor._make_subclass(Float8ShardedWeight, shard_NK)
         made.rows = rows
         return made
 
@@ -106,15 +106,15 @@ class RowsOfWeight(torch.Tensor):
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         """The weight of what came; `out`: of which the codes have come again."""
         scheme, [codes] = self.rows.scheme, outputs
-        coded = Coded(codes.view(torch.float8_e4m3fn), scales, scheme.of_weights)
+        coded = Float8Matrix(codes.view(torch.float8_e4m3fn), scales, scheme.of_weights)
         if out is None:
-            return CodedWeight(coded, scheme.block, param_dtype), ()
-        assert isinstance(out, CodedWeight)
+            return Float8WeightShard(coded, scheme.block, param_dtype), ()
+        assert isinstance(out, Float8WeightShard)
         out.coded = coded
         return None
 
 
-def gather_in_8_bits(
+def enable_fp8_all_gather(
     parts: Sequence[Decoder], train: TrainConfig, notify: Callable[[str], None]
 ) -> None:
     """Let weights of the layers that compute in float8 travel so if the settings want it; in place.
@@ -135,7 +135,7 @@ def gather_in_8_bits(
                 continue
             _, offset = compute_local_shape_and_global_offset(weight.shape, mesh, weight.placements)
             rows = Rows(offset[0], weight.shape[0], shards.get_group(), product)
-            weight._local_tensor = RowsOfWeight.of(weight._local_tensor, rows)
+            weight._local_tensor = Float8ShardedWeight.of(weight._local_tensor, rows)
     if uneven:
         notify(
             f"train.enable_fp8_all_gather: {len(uneven)} weights are gathered unrounded, whose rows"
@@ -143,7 +143,7 @@ def gather_in_8_bits(
         )
 
 
-def _reaching(agreement: Agreement, sharing: str) -> list[Any]:
+def _reaching(agreement: AmaxReduceGroups, sharing: str) -> list[Any]:
     """Who holds other features of what shares a scale in a weight."""
     asked = {"tensor": (agreement.outputs, agreement.inputs), "rows": (agreement.inputs,)}
     return [agree for agree in asked.get(sharing, ()) if agree]

@@ -19,17 +19,17 @@ from penstock.engine.distributed.device_mesh import Axis, Mesh
 from penstock.engine.precision.fp8_layers import Float8Layers, float8_layers, is_shared
 from penstock.models.decoder import Decoder
 from penstock.models.layers.float8 import Float8Linear, Float8Product
-from penstock.models.tp_roles import Role, Roles
+from penstock.models.tp_roles import ParallelStyle, Roles
 from penstock.models.weights import WeightMap
-from penstock_kernels.float8 import Agree, Agreement, Scheme
+from penstock_kernels.float8 import Agree, AmaxReduceGroups, Float8Recipe
 
 OF_TOKENS: tuple[Axis, ...] = ("ring", "ulysses")
 """Axes whose ranks share out the tokens of a row."""
 
 
-def scheme_of(fp8: Fp8Config) -> Scheme:
+def build_recipe(fp8: Fp8Config) -> Float8Recipe:
     """What the settings say, in the layer's words."""
-    return Scheme(
+    return Float8Recipe(
         recipe=fp8.recipe,
         gradients=fp8.of_gradients,
         input_gradient="quantised" if fp8.quantize_input_grad else "exact",
@@ -38,7 +38,7 @@ def scheme_of(fp8: Fp8Config) -> Scheme:
     )
 
 
-def put_float8(
+def convert_to_float8_training(
     parts: Sequence[Decoder],
     train: TrainConfig,
     names: WeightMap,
@@ -55,11 +55,11 @@ def put_float8(
     layers = float8_layers(train, names, roles)
     notify(layers.told(train.fp8))
     for part in parts:
-        _put(part, layers, scheme_of(train.fp8))
+        _put(part, layers, build_recipe(train.fp8))
     return layers
 
 
-def _put(model: Decoder, layers: Float8Layers, scheme: Scheme) -> None:
+def _put(model: Decoder, layers: Float8Layers, scheme: Float8Recipe) -> None:
     here = dict(model.named_modules())
     for native in layers.chosen:
         module = here.get(native)
@@ -79,20 +79,20 @@ def products_in(model: Decoder) -> Mapping[str, Float8Product]:
     }
 
 
-def agree_on_scales(parts: Sequence[Decoder], layers: Float8Layers, mesh: Mesh) -> None:
-    """Tell the layers that `put_float8` has changed who holds the rest of their matrices; in place.
-    To be called on every rank."""
+def set_amax_reduce_groups(parts: Sequence[Decoder], layers: Float8Layers, mesh: Mesh) -> None:
+    """Tell the layers that `convert_to_float8_training` has changed who holds the rest of their
+    matrices; in place. To be called on every rank."""
     if not layers.chosen:
         return
     tokens, features = _largest(mesh, *OF_TOKENS), _largest(mesh, "tensor")
     shared = _largest(mesh, *OF_TOKENS, "tensor")
     for name, product in (each for part in parts for each in products_in(part).items()):
         if is_shared(name):
-            product.agreement = Agreement(tokens=shared)
-        elif layers.chosen[name] is Role.WIDEN:
-            product.agreement = Agreement(tokens=tokens, outputs=features)
+            product.agreement = AmaxReduceGroups(tokens=shared)
+        elif layers.chosen[name] is ParallelStyle.WIDEN:
+            product.agreement = AmaxReduceGroups(tokens=tokens, outputs=features)
         else:
-            product.agreement = Agreement(tokens=tokens, inputs=features)
+            product.agreement = AmaxReduceGroups(tokens=tokens, inputs=features)
 
 
 def _largest(mesh: Mesh, *axes: Axis) -> Agree | None:

@@ -13,7 +13,7 @@ from penstock.config.schema.quantization import is_among
 from penstock.config.schema.train import TrainConfig
 from penstock.core.errors import CapabilityError
 from penstock.engine.quantization.exclude_modules import fused, require_known
-from penstock.models.tp_roles import Role, Roles, role_of
+from penstock.models.tp_roles import ParallelStyle, Roles, find_parallel_style
 from penstock.models.weights import WeightMap
 
 MULTIPLE = 16
@@ -31,7 +31,7 @@ FIELD = "train.fp8.exclude_modules"
 class Float8Layers:
     """By the names of native modules."""
 
-    chosen: dict[str, Role] = field(default_factory=dict[str, Role])
+    chosen: dict[str, ParallelStyle] = field(default_factory=dict[str, ParallelStyle])
     uneven: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
     """Those whose sizes do not serve."""
     excluded: tuple[str, ...] = ()
@@ -113,11 +113,11 @@ def _unit(fp8: Fp8Config) -> int:
     return fp8.hadamard_block_size if fp8.hadamard else MULTIPLE
 
 
-def _linear_layers(names: WeightMap, roles: Roles) -> Iterator[tuple[str, Role]]:
+def _linear_layers(names: WeightMap, roles: Roles) -> Iterator[tuple[str, ParallelStyle]]:
     for name in names.native_names():
         native, _, leaf = name.rpartition(".")
-        role = role_of(native, roles)
-        if leaf == "weight" and role in (Role.WIDEN, Role.NARROW):
+        role = find_parallel_style(native, roles)
+        if leaf == "weight" and role in (ParallelStyle.WIDEN, ParallelStyle.NARROW):
             yield native, role
 
 
@@ -129,11 +129,11 @@ def _require_whole_parts(train: TrainConfig, names: WeightMap, layers: Float8Lay
     for native, role in layers.chosen.items():
         if is_shared(native):
             continue
-        whole = _unit(fp8) if role is Role.NARROW else MULTIPLE
+        whole = _unit(fp8) if role is ParallelStyle.NARROW else MULTIPLE
         if fp8.recipe == "blockwise":
             whole = TILE
         for part in names.hf_names(f"{native}.weight"):
-            features = names.hf_shapes()[part][role is Role.NARROW]
+            features = names.hf_shapes()[part][role is ParallelStyle.NARROW]
             layer = part.removesuffix(".weight").rpartition(".")[2]
             grain = names.config.head_dim if layer in ("k_proj", "v_proj") else 1
             # Heads of keys are copied where they are fewer than ranks.

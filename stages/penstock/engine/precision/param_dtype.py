@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import torch
 
 from penstock.config.schema.train import TrainConfig
-from penstock.engine.distributed.param_shards import Held
+from penstock.engine.distributed.param_shards import LocalParam
 from penstock.models.decoder import Decoder
 from penstock.models.weights import WeightMap
 
 
-def keep_frozen_in(dtype: torch.dtype, model: Decoder) -> None:
+def cast_frozen_params(dtype: torch.dtype, model: Decoder) -> None:
     """Keep the matrices that no step changes in the precision that they are computed in, in place.
 
     But for routers that choose in fp32. Vectors stay as they are: they are small, and norms are
@@ -23,7 +23,7 @@ def keep_frozen_in(dtype: torch.dtype, model: Decoder) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def keep_all_in(dtype: torch.dtype, model: Decoder) -> None:
+def cast_params(dtype: torch.dtype, model: Decoder) -> None:
     """Keep every weight in this precision, in place, but for routers that choose in fp32."""
     exact = of_exact_routers(model)
     for parameter in model.parameters():
@@ -44,8 +44,8 @@ def rounded_to(train: TrainConfig) -> torch.dtype | None:
     return getattr(torch, train.computes_in)
 
 
-def exact_parameters(
-    parts: Sequence[Decoder], held: Sequence[Held], names: WeightMap
+def fp32_params(
+    parts: Sequence[Decoder], held: Sequence[LocalParam], names: WeightMap
 ) -> frozenset[int]:
     """The identities of those that layers compute with as they are kept, whatever the others."""
     exact = {one for part in parts for one in of_exact_routers(part)}

@@ -100,7 +100,7 @@ def _refuse(
             )
 
 
-def stored_kinds(layer: str, shape: tuple[int, ...], kept: Format) -> dict[str, Kind]:
+def stored_tensors(layer: str, shape: tuple[int, ...], kept: Format) -> dict[str, Kind]:
     """The tensors that a layer's weight of this shape is stored as."""
     rows, columns = shape
     scales: Kind = ((rows, kept.num_groups(columns)), kept.scales_dtype)

@@ -13,7 +13,7 @@ import torch
 
 from penstock.core.errors import CapabilityError
 from penstock.engine.hf.safetensors_writer import Kind
-from penstock.engine.hf.state_dict import HfWeights
+from penstock.engine.hf.state_dict import HFStateDict
 from penstock.engine.model_source import SchemeName
 from penstock.engine.quantization import compressed_tensors
 from penstock.engine.quantization.select_layers import matrices
@@ -51,10 +51,10 @@ class Quantiser:
 
     def kinds(self, name: str) -> dict[str, Kind]:
         """The tensors that a quantised weight is stored as."""
-        return compressed_tensors.stored_kinds(_layer(name), self.shapes[name], self.kept)
+        return compressed_tensors.stored_tensors(_layer(name), self.shapes[name], self.kept)
 
     def pieces(
-        self, name: str, weight: torch.Tensor, weights: HfWeights
+        self, name: str, weight: torch.Tensor, weights: HFStateDict
     ) -> Iterator[tuple[str, int, torch.Tensor]]:
         """What is stored of a weight, piece by piece: a tensor's name, its first row, rows.
 
@@ -85,7 +85,7 @@ class Quantiser:
             found.setdefault(_part(name), []).append(name)
         return found
 
-    def _of_one_matrix(self, name: str, weight: torch.Tensor, weights: HfWeights) -> torch.Tensor:
+    def _of_one_matrix(self, name: str, weight: torch.Tensor, weights: HFStateDict) -> torch.Tensor:
         """The largest magnitude in the matrix that a server makes of this one and its like."""
         part = _part(name)
         if part not in self._largest:

@@ -10,21 +10,21 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.engine.distributed.param_shards import Piece
+from penstock.engine.distributed.param_shards import TensorShard
 from penstock.models.decoder import Decoder
 from penstock.models.layers.dropout import current_noise
 from penstock.models.layers.quantized_linear import QuantisedMatrix
-from penstock_kernels.noise import Run, add_noise_
+from penstock_kernels.noise import RowKeys, add_noise_
 from penstock_kernels.quant import Quantised
 
 
 @dataclass(frozen=True)
-class StepNoise:
+class QuantNoise:
     """What is added to one matrix: the socket `QuantisedMatrix.change`."""
 
     alpha: float
     """What a step is multiplied by."""
-    codes: Sequence[Piece]
+    codes: Sequence[TensorShard]
     """Which rows of which matrices of the checkpoint it is, before it is sharded."""
     first_column: int
     """Of theirs."""
@@ -34,11 +34,11 @@ class StepNoise:
         noise = current_noise()
         if noise is None:
             return None
-        runs = [Run(one.rows, noise.key(one.tensor), one.offsets[0]) for one in self.codes]
+        runs = [RowKeys(one.rows, noise.key(one.tensor), one.offsets[0]) for one in self.codes]
         return lambda weight: add_noise_(weight, value, self.alpha, runs, self.first_column)
 
 
-def add_noise(model: Decoder, pieces: Mapping[str, tuple[Piece, ...]], alpha: float) -> None:
+def add_noise(model: Decoder, pieces: Mapping[str, tuple[TensorShard, ...]], alpha: float) -> None:
     """Let every quantised matrix of a model, or of a part of one, bear noise; in place.
 
     `pieces` are those of its parameters as this rank has them, before they are sharded.
@@ -47,4 +47,4 @@ def add_noise(model: Decoder, pieces: Mapping[str, tuple[Piece, ...]], alpha: fl
         if isinstance(module, QuantisedMatrix):
             codes = pieces[f"{name}.codes"]
             in_a_byte = 2 if module.format.codes == "levels" else 1
-            module.change = StepNoise(alpha, codes, codes[0].offsets[1] * in_a_byte)
+            module.change = QuantNoise(alpha, codes, codes[0].offsets[1] * in_a_byte)

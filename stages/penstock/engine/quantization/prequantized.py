@@ -20,8 +20,8 @@ from penstock.engine.quantization.bitsandbytes_nf4 import Nf4, group_in
 from penstock.models.quantization_config import (
     INSTEAD,
     TILE,
-    Declared,
     Publisher,
+    QuantizationConfig,
     declared_in,
     malformed,
 )
@@ -61,7 +61,7 @@ PACKED = "_packed"
 
 
 @dataclass(frozen=True)
-class InRows:
+class RowwiseFormat:
     """Reads one format of one publisher."""
 
     format: Format
@@ -171,10 +171,10 @@ MODELOPT = "hf_quant_config.json"
 
 
 @dataclass(frozen=True)
-class Published:
+class PrequantizedFormat:
     """How a checkpoint's matrices are quantised already."""
 
-    declared: Declared
+    declared: QuantizationConfig
     format: Format
 
     @property
@@ -212,13 +212,15 @@ class Published:
         return self._reader.rows(folder, name, first, end)
 
     @cached_property
-    def _reader(self) -> InRows | Nf4:
+    def _reader(self) -> RowwiseFormat | Nf4:
         if self.publisher == "bitsandbytes":
             return Nf4(self.format)
-        return InRows(self.format, self.publisher)
+        return RowwiseFormat(self.format, self.publisher)
 
 
-def published_in(hf_config: Mapping[str, Any], folder: Path | None = None) -> Published | None:
+def published_in(
+    hf_config: Mapping[str, Any], folder: Path | None = None
+) -> PrequantizedFormat | None:
     """How a model's matrices are published; None if they are plain floats.
 
     `folder`, which holds the weights, tells what config.json leaves out: ModelOpt's own file beside
@@ -238,4 +240,4 @@ def published_in(hf_config: Mapping[str, Any], folder: Path | None = None) -> Pu
         format = format_named(declared.format, declared.group)
     except ValueError as error:
         raise CapabilityError(f"quantization_config: {error}.\n  {INSTEAD}.") from error
-    return Published(replace(declared, group=format.group), format)
+    return PrequantizedFormat(replace(declared, group=format.group), format)

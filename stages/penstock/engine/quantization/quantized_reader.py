@@ -13,9 +13,9 @@ from typing import Protocol
 import torch
 
 from penstock.core.errors import CapabilityError
-from penstock.engine.distributed.ranks import Ranks
+from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder, Stored
-from penstock.engine.quantization.prequantized import Published
+from penstock.engine.quantization.prequantized import PrequantizedFormat
 from penstock.engine.quantization.select_layers import Formats
 from penstock.models.initialize import initialise
 from penstock.models.layers.quantized_linear import LEAVES
@@ -27,7 +27,7 @@ STRETCH = 1 << 20
 """
 
 
-class Source(Protocol):
+class TensorReader(Protocol):
     """Tensors by name, read by the box."""
 
     def stored(self, name: str) -> Stored:
@@ -47,7 +47,7 @@ class Source(Protocol):
         ...
 
 
-class Drawn:
+class RandomInitTensors:
     """The tensors of a model that was given no weights; one at a time is kept."""
 
     def __init__(self, names: WeightMap, seed: int) -> None:
@@ -98,7 +98,7 @@ class _Kept:
     blocks: dict[int, dict[str, torch.Tensor]]
 
 
-class QuantisedFolder:
+class QuantizeOnLoad:
     """`inner` with the matrices that `formats` name in these formats.
 
     `published` says what of it others quantised. Rows are quantised on `device`.
@@ -106,9 +106,9 @@ class QuantisedFolder:
 
     def __init__(
         self,
-        inner: SafetensorsFolder | Drawn,
+        inner: SafetensorsFolder | RandomInitTensors,
         formats: Formats,
-        published: Published | None,
+        published: PrequantizedFormat | None,
         device: torch.device,
     ) -> None:
         self._inner, self._formats, self._published = inner, formats, published
@@ -150,7 +150,7 @@ class QuantisedFolder:
         bases = [split_name(name)[0] for name in names]
         self._inner.require(base for base in bases if not self._is_published(base))
 
-    def measure(self, names: Iterable[str], ranks: Ranks) -> None:
+    def measure(self, names: Iterable[str], ranks: ProcessInfo) -> None:
         """Find out what has to be known of whole matrices before a row of them is quantised, each
         rank of some; called on all ranks with the names that each will read."""
         mine = {
@@ -171,7 +171,7 @@ class QuantisedFolder:
             and published.is_quantised(inner, name)
         )
 
-    def _of_others(self) -> tuple[Published, SafetensorsFolder]:
+    def _of_others(self) -> tuple[PrequantizedFormat, SafetensorsFolder]:
         assert self._published is not None
         assert isinstance(self._inner, SafetensorsFolder)
         return self._published, self._inner

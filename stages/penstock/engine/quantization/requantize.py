@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from penstock.adapters.weight_delta import Product
+from penstock.adapters.weight_delta import LoraDelta
 from penstock.core.errors import StageError
-from penstock.engine.distributed.param_shards import Held, Piece, local, rows_here
-from penstock.engine.distributed.ranks import Ranks
+from penstock.engine.distributed.param_shards import LocalParam, TensorShard, local, rows_here
+from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.models.layers.quantized_linear import LEAVES, QuantisedMatrix
 from penstock.models.weights import WeightMap
 from penstock_kernels.quant import Quantised, dequantise, largest, quantise
@@ -37,7 +37,7 @@ class _Rows:
     """Entries of the matrix's table that are for columns that are here."""
     value: Quantised
     """Views of what is here."""
-    product: Product
+    product: LoraDelta
     start: int
     """The row of the product that is for the first."""
 
@@ -85,14 +85,14 @@ class _Table:
         return torch.arange(rows.first, rows.first + rows.value.shape[0]) // self.tall
 
 
-class Requantiser:
+class MergeIntoQuantized:
     """Adds products to the quantised matrices of a model that is laid out over ranks."""
 
     def __init__(
         self,
-        held: Sequence[Held],
+        held: Sequence[LocalParam],
         names: WeightMap,
-        ranks: Ranks,
+        ranks: ProcessInfo,
         group: dist.ProcessGroup | None,
     ) -> None:
         """`held`: every parameter of this rank's parts; `group`: the ranks of its pipeline stage,
@@ -103,7 +103,7 @@ class Requantiser:
         self._ranks, self._group = ranks, group
         self._broken: set[str] = set()
 
-    def add(self, weight: QuantisedMatrix, products: Sequence[tuple[int, Product]]) -> None:
+    def add(self, weight: QuantisedMatrix, products: Sequence[tuple[int, LoraDelta]]) -> None:
         """Make products, each with the first of the weight's rows that it is for, part of the rows
         that are here. Called on all ranks of the stage, with weights in one order."""
         here = list(self._rows(weight, products))
@@ -137,7 +137,7 @@ class Requantiser:
             )
 
     def _rows(
-        self, weight: QuantisedMatrix, products: Sequence[tuple[int, Product]]
+        self, weight: QuantisedMatrix, products: Sequence[tuple[int, LoraDelta]]
     ) -> Iterator[_Rows]:
         """Those of matrices that bear products, matrix by matrix."""
         parameters = dict(weight.named_parameters())
@@ -204,7 +204,7 @@ def _tall(weight: QuantisedMatrix, rows: int, columns: int) -> int:
     return weight.format.tile_rows if weight.format.tile_rows > 1 else 0
 
 
-def _entries_of_columns(weight: QuantisedMatrix, scales: Piece) -> slice:
+def _entries_of_columns(weight: QuantisedMatrix, scales: TensorShard) -> slice:
     """Which entries of each row of a table are for the columns that are here."""
     if weight.format.tile_rows == 1:
         return slice(0, 1)

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 
 from penstock.config.schema.quantization import DEFAULT, PAIRS, is_among
 from penstock.core.errors import CapabilityError, ConfigError
-from penstock.engine.model_source import Quantising
+from penstock.engine.model_source import QuantizationArgs
 from penstock.engine.quantization.exclude_modules import fused, require_known
-from penstock.engine.quantization.prequantized import Published
-from penstock.engine.quantization.validate_prequantized import require_agreement
-from penstock.models.tp_roles import Role, Roles, role_of
+from penstock.engine.quantization.prequantized import PrequantizedFormat
+from penstock.engine.quantization.validate_prequantized import validate_prequantized
+from penstock.models.tp_roles import ParallelStyle, Roles, find_parallel_style
 from penstock.models.weights import WeightMap
 from penstock_kernels.quant import Format, format_named
 
@@ -21,11 +21,14 @@ Formats = Mapping[str, Format]
 
 FIELD = "lora.exclude_modules"
 
-QUANTISED = (Role.WIDEN, Role.NARROW, Role.EXPERTS)
+QUANTISED = (ParallelStyle.WIDEN, ParallelStyle.NARROW, ParallelStyle.EXPERTS)
 
 
-def formats_of(
-    quantising: Quantising | None, published: Published | None, names: WeightMap, roles: Roles
+def select_formats(
+    quantising: QuantizationArgs | None,
+    published: PrequantizedFormat | None,
+    names: WeightMap,
+    roles: Roles,
 ) -> Formats:
     """The format of every matrix that is quantised; none without `quantising`.
 
@@ -36,7 +39,7 @@ def formats_of(
         CapabilityError: a tensor of the model would be quantised in part.
     """
     if published:
-        require_agreement(quantising, published.declared)
+        validate_prequantized(quantising, published.declared)
     if quantising is None:
         return {}
     if published:
@@ -56,17 +59,17 @@ def formats_of(
             continue
         if len(kept) < len(parts):
             raise CapabilityError(_in_part(native, next(p for p in parts if p not in kept)))
-        if role is Role.EXPERTS and names.config.experts and names.config.experts.clamped:
+        if role is ParallelStyle.EXPERTS and names.config.experts and names.config.experts.clamped:
             raise CapabilityError(
                 f"lora.enable_qlora: {parts[0]} holds all experts of a layer, columns before rows, "
                 "which no format here takes.\n"
                 "  Write exclude_modules: [experts] to quantise the rest."
             )
-        found |= dict.fromkeys(kept, of_experts if role is Role.EXPERTS else linear)
+        found |= dict.fromkeys(kept, of_experts if role is ParallelStyle.EXPERTS else linear)
     return found
 
 
-def native_formats(formats: Formats, names: WeightMap) -> dict[str, Format]:
+def quant_formats_by_param(formats: Formats, names: WeightMap) -> dict[str, Format]:
     """The same by the names of the model's parameters."""
     firsts = {native: names.hf_names(native)[0] for native in names.native_names()}
     return {native: formats[first] for native, first in firsts.items() if first in formats}
@@ -85,12 +88,14 @@ def _pair(name: str, group: int | None) -> tuple[Format, Format]:
         raise ConfigError(f"lora.quant_group_size: {error}.\n  Leave it out.") from error
 
 
-def matrices(names: WeightMap, roles: Roles) -> Iterator[tuple[str, Role]]:
+def matrices(names: WeightMap, roles: Roles) -> Iterator[tuple[str, ParallelStyle]]:
     """The model's parameters that may be quantised, and what for they are."""
     for native in names.native_names():
         module, _, leaf = native.rpartition(".")
-        role = role_of(module, roles)
-        is_matrix = leaf == "weight" or (role is Role.EXPERTS and not leaf.endswith("_bias"))
+        role = find_parallel_style(module, roles)
+        is_matrix = leaf == "weight" or (
+            role is ParallelStyle.EXPERTS and not leaf.endswith("_bias")
+        )
         if role in QUANTISED and is_matrix:
             yield native, role
 

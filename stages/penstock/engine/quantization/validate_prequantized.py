@@ -4,11 +4,13 @@ Its codes are used bit for bit: rounding them to other levels would lose twice.
 """
 
 from penstock.core.errors import ConfigError
-from penstock.engine.model_source import Quantising
-from penstock.models.quantization_config import Declared
+from penstock.engine.model_source import QuantizationArgs
+from penstock.models.quantization_config import QuantizationConfig
 
 
-def require_agreement(quantising: Quantising | None, declared: Declared) -> None:
+def validate_prequantized(
+    quantising: QuantizationArgs | None, declared: QuantizationConfig
+) -> None:
     """Raise ConfigError for settings that such a checkpoint's weights cannot be used with.
 
     `quantising` is None for a run that asks for weights as they are stored.

@@ -4,8 +4,8 @@ from penstock.models.decoder_config import DecoderConfig
 from penstock.models.family import Family
 from penstock.models.hf_config import (
     HfConfig,
+    config_get,
     decoder_config,
-    given,
     of_whole_heads,
     rope_parameters,
 )
@@ -17,14 +17,14 @@ THETA = 500_000.0
 
 def read(hf: HfConfig) -> DecoderConfig:
     """The DecoderConfig of an ERNIE 4.5's config.json."""
-    bias = bool(given(hf, "use_bias", False))
+    bias = bool(config_get(hf, "use_bias", False))
     return decoder_config(
         hf,
-        head_dim=given(hf, "head_dim", 128),
-        rms_norm_eps=given(hf, "rms_norm_eps", 1e-5),
+        head_dim=config_get(hf, "head_dim", 128),
+        rms_norm_eps=config_get(hf, "rms_norm_eps", 1e-5),
         rope_parameters=of_whole_heads(rope_parameters(hf, theta=THETA)),
         rope_pairs="neighbours",
-        tie_word_embeddings=bool(given(hf, "tie_word_embeddings", True)),
+        tie_word_embeddings=bool(config_get(hf, "tie_word_embeddings", True)),
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=bias,

@@ -5,11 +5,11 @@ from penstock.models.families.ernie4_5 import THETA
 from penstock.models.family import Family
 from penstock.models.hf_config import (
     HfConfig,
-    balance_of,
+    aux_loss_coef,
+    config_get,
+    config_require,
     decoder_config,
-    given,
     of_whole_heads,
-    required,
     rope_parameters,
 )
 from penstock.models.tp_roles import DECODER_ROLES
@@ -25,39 +25,45 @@ smaller changes nothing."""
 def read(hf: HfConfig) -> DecoderConfig:
     """The DecoderConfig of an ERNIE 4.5 MoE's config.json."""
     faults = []
-    if given(hf, "use_bias", False):
+    if config_get(hf, "use_bias", False):
         faults.append("use_bias is true; projections without biases are computed")
-    if (least := given(hf, "moe_norm_min", 1e-12)) > LEAST_SUM:
+    if (least := config_get(hf, "moe_norm_min", 1e-12)) > LEAST_SUM:
         faults.append(f"moe_norm_min is {least}; up to {LEAST_SUM} is computed")
     return decoder_config(
         hf,
         faults=faults,
-        rms_norm_eps=given(hf, "rms_norm_eps", 1e-5),
+        rms_norm_eps=config_get(hf, "rms_norm_eps", 1e-5),
         rope_parameters=of_whole_heads(rope_parameters(hf, theta=THETA)),
         rope_pairs="neighbours",
-        tie_word_embeddings=bool(given(hf, "tie_word_embeddings", True)),
+        tie_word_embeddings=bool(config_get(hf, "tie_word_embeddings", True)),
         experts=_experts(hf),
     )
 
 
 def _experts(hf: HfConfig) -> ExpertsConfig | None:
-    count, width = given(hf, "moe_num_experts", 64), given(hf, "moe_intermediate_size", 1536)
-    num_layers = required(hf, "num_hidden_layers")
-    first, last = given(hf, "moe_layer_start_index", 1), given(hf, "moe_layer_end_index", -1)
+    count, width = (
+        config_get(hf, "moe_num_experts", 64),
+        config_get(hf, "moe_intermediate_size", 1536),
+    )
+    num_layers = config_require(hf, "num_hidden_layers")
+    first, last = (
+        config_get(hf, "moe_layer_start_index", 1),
+        config_get(hf, "moe_layer_end_index", -1),
+    )
     last = num_layers - 1 if last == -1 else min(last, num_layers - 1)
-    step = given(hf, "moe_layer_interval", 1)
+    step = config_get(hf, "moe_layer_interval", 1)
     layers = tuple(layer for layer in range(first, last + 1) if (layer + 1) % step == 0)
     if not layers:
         return None
     return ExpertsConfig(
         layers=layers,
         num_experts=count,
-        experts_per_token=given(hf, "moe_k", 6),
+        experts_per_token=config_get(hf, "moe_k", 6),
         width=width,
-        shared_width=width * given(hf, "moe_num_shared_experts", 2),
+        shared_width=width * config_get(hf, "moe_num_shared_experts", 2),
         selection_bias=(1, count),
         exact_router=True,
-        balance=balance_of(hf),
+        balance=aux_loss_coef(hf),
         names=NAMES,
     )
 

@@ -3,7 +3,13 @@ experts; half of each head is turned; dense layers first."""
 
 from penstock.models.decoder_config import DecoderConfig, ExpertsConfig
 from penstock.models.family import Family
-from penstock.models.hf_config import HfConfig, decoder_config, given, required, rope_parameters
+from penstock.models.hf_config import (
+    HfConfig,
+    config_get,
+    config_require,
+    decoder_config,
+    rope_parameters,
+)
 from penstock.models.tp_roles import DECODER_ROLES
 
 ROLES = DECODER_ROLES
@@ -13,32 +19,34 @@ def read(hf: HfConfig) -> DecoderConfig:
     """The DecoderConfig of a GLM-4-MoE's config.json."""
     return decoder_config(
         hf,
-        num_key_value_heads=given(hf, "num_key_value_heads", 8),
-        rms_norm_eps=given(hf, "rms_norm_eps", 1e-5),
+        num_key_value_heads=config_get(hf, "num_key_value_heads", 8),
+        rms_norm_eps=config_get(hf, "rms_norm_eps", 1e-5),
         rope_parameters=rope_parameters(hf, share=0.5),
-        qkv_bias=bool(given(hf, "attention_bias", False)),
-        qk_norm=bool(given(hf, "use_qk_norm", False)),
+        qkv_bias=bool(config_get(hf, "attention_bias", False)),
+        qk_norm=bool(config_get(hf, "use_qk_norm", False)),
         experts=_experts(hf),
     )
 
 
 def _experts(hf: HfConfig) -> ExpertsConfig | None:
-    count = given(hf, "n_routed_experts", given(hf, "num_local_experts", 128))
-    width = given(hf, "moe_intermediate_size", 1408)
-    layers = range(given(hf, "first_k_dense_replace", 1), required(hf, "num_hidden_layers"))
+    count = config_get(hf, "n_routed_experts", config_get(hf, "num_local_experts", 128))
+    width = config_get(hf, "moe_intermediate_size", 1408)
+    layers = range(
+        config_get(hf, "first_k_dense_replace", 1), config_require(hf, "num_hidden_layers")
+    )
     if not layers:
         return None
     return ExpertsConfig(
         layers=tuple(layers),
         num_experts=count,
-        experts_per_token=given(hf, "num_experts_per_tok", 8),
+        experts_per_token=config_get(hf, "num_experts_per_tok", 8),
         width=width,
-        shared_width=width * given(hf, "n_shared_experts", 1),
+        shared_width=width * config_get(hf, "n_shared_experts", 1),
         scoring="sigmoid",
-        normalised=bool(given(hf, "norm_topk_prob", True)),
-        num_groups=given(hf, "n_group", 1),
-        groups_per_token=given(hf, "topk_group", 1),
-        scale=given(hf, "routed_scaling_factor", 1.0),
+        normalised=bool(config_get(hf, "norm_topk_prob", True)),
+        num_groups=config_get(hf, "n_group", 1),
+        groups_per_token=config_get(hf, "topk_group", 1),
+        scale=config_get(hf, "routed_scaling_factor", 1.0),
         selection_bias=(count,),
     )
 

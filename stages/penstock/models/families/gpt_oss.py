@@ -8,11 +8,11 @@ from penstock.models.decoder_config import ClampedGate, DecoderConfig, ExpertNam
 from penstock.models.family import ATTENTION_PARTS, Family
 from penstock.models.hf_config import (
     HfConfig,
-    balance_of,
+    aux_loss_coef,
+    config_get,
+    config_require,
     decoder_config,
-    given,
     of_whole_heads,
-    required,
     rope_parameters,
     sliding,
 )
@@ -36,28 +36,29 @@ ROPE: Mapping[str, Any] = {
 
 def read(hf: HfConfig) -> DecoderConfig:
     """The DecoderConfig of a gpt-oss's config.json."""
-    bias = bool(given(hf, "attention_bias", True))
+    bias = bool(config_get(hf, "attention_bias", True))
     says = hf.get("rope_parameters") or hf.get("rope_scaling")
     rope = rope_parameters(hf if says else {**hf, "rope_parameters": ROPE}, theta=THETA)
-    num_layers = required(hf, "num_hidden_layers")
+    num_layers = config_require(hf, "num_hidden_layers")
     return decoder_config(
         hf,
-        num_key_value_heads=given(hf, "num_key_value_heads", 8),
-        head_dim=given(hf, "head_dim", 64),
-        rms_norm_eps=given(hf, "rms_norm_eps", 1e-5),
+        num_key_value_heads=config_get(hf, "num_key_value_heads", 8),
+        head_dim=config_get(hf, "head_dim", 64),
+        rms_norm_eps=config_get(hf, "rms_norm_eps", 1e-5),
         rope_parameters=of_whole_heads(rope),
         qkv_bias=bias,
         o_bias=bias,
         attention_sinks=True,
         experts=ExpertsConfig(
             layers=tuple(range(num_layers)),
-            num_experts=given(hf, "num_local_experts", given(hf, "num_experts", 128)),
-            experts_per_token=given(hf, "num_experts_per_tok", 4),
-            width=required(hf, "intermediate_size"),
+            num_experts=config_get(hf, "num_local_experts", config_get(hf, "num_experts", 128)),
+            experts_per_token=config_get(hf, "num_experts_per_tok", 4),
+            width=config_require(hf, "intermediate_size"),
             router_bias=True,
-            balance=balance_of(hf),
+            balance=aux_loss_coef(hf),
             clamped=ClampedGate(
-                alpha=given(hf, "swiglu_alpha", 1.702), limit=given(hf, "swiglu_limit", 7.0)
+                alpha=config_get(hf, "swiglu_alpha", 1.702),
+                limit=config_get(hf, "swiglu_limit", 7.0),
             ),
             names=NAMES,
         ),

@@ -4,11 +4,11 @@ from penstock.models.decoder_config import DecoderConfig, ExpertNames, ExpertsCo
 from penstock.models.family import Family
 from penstock.models.hf_config import (
     HfConfig,
-    balance_of,
+    aux_loss_coef,
+    config_get,
+    config_require,
     decoder_config,
-    given,
     of_whole_heads,
-    required,
     rope_parameters,
     sliding_everywhere,
 )
@@ -21,23 +21,23 @@ NAMES = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
 def read(hf: HfConfig) -> DecoderConfig:
     """The DecoderConfig of a Mixtral's config.json."""
     faults = []
-    if noise := given(hf, "router_jitter_noise", 0.0):
+    if noise := config_get(hf, "router_jitter_noise", 0.0):
         faults.append(f"router_jitter_noise is {noise}; routing without noise is computed")
     return decoder_config(
         hf,
         faults=faults,
-        num_key_value_heads=given(hf, "num_key_value_heads", 8),
-        rms_norm_eps=given(hf, "rms_norm_eps", 1e-5),
+        num_key_value_heads=config_get(hf, "num_key_value_heads", 8),
+        rms_norm_eps=config_get(hf, "rms_norm_eps", 1e-5),
         rope_parameters=of_whole_heads(rope_parameters(hf, theta=1e6)),
         experts=ExpertsConfig(
-            layers=tuple(range(required(hf, "num_hidden_layers"))),
-            num_experts=given(hf, "num_local_experts", given(hf, "num_experts", 8)),
-            experts_per_token=given(hf, "num_experts_per_tok", 2),
-            width=required(hf, "intermediate_size"),
-            balance=balance_of(hf),
+            layers=tuple(range(config_require(hf, "num_hidden_layers"))),
+            num_experts=config_get(hf, "num_local_experts", config_get(hf, "num_experts", 8)),
+            experts_per_token=config_get(hf, "num_experts_per_tok", 2),
+            width=config_require(hf, "intermediate_size"),
+            balance=aux_loss_coef(hf),
             names=NAMES,
         ),
-        **sliding_everywhere(hf, given(hf, "sliding_window", None)),
+        **sliding_everywhere(hf, config_get(hf, "sliding_window", None)),
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from penstock.models.decoder_config import DecoderConfig, LearnedPositions, TensorNames
 from penstock.models.family import Family
-from penstock.models.hf_config import HfConfig, decoder_config, given, required
+from penstock.models.hf_config import HfConfig, config_get, config_require, decoder_config
 from penstock.models.tp_roles import DECODER_ROLES
 
 ROLES = DECODER_ROLES
@@ -30,8 +30,8 @@ LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
 
 def read(hf: HfConfig) -> DecoderConfig:
     """The DecoderConfig of an OPT's config.json."""
-    bias = bool(given(hf, "enable_bias", True))
-    heads, hidden = required(hf, "num_attention_heads"), required(hf, "hidden_size")
+    bias = bool(config_get(hf, "enable_bias", True))
+    heads, hidden = config_require(hf, "num_attention_heads"), config_require(hf, "hidden_size")
     return decoder_config(
         hf,
         faults=_faults(hf, hidden, heads),
@@ -42,15 +42,15 @@ def read(hf: HfConfig) -> DecoderConfig:
         num_key_value_heads=heads,
         head_dim=hidden // heads,
         learned_positions=LearnedPositions(
-            required(hf, "max_position_embeddings") + FIRST_ROW, FIRST_ROW
+            config_require(hf, "max_position_embeddings") + FIRST_ROW, FIRST_ROW
         ),
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        initializer_range=given(hf, "init_std", 0.02),
+        initializer_range=config_get(hf, "init_std", 0.02),
         gated=False,
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=bias,
-        tie_word_embeddings=bool(given(hf, "tie_word_embeddings", True)),
+        tie_word_embeddings=bool(config_get(hf, "tie_word_embeddings", True)),
         names=NAMES,
     )
 
@@ -59,15 +59,17 @@ def _faults(hf: HfConfig, hidden: int, heads: int) -> Iterator[str]:
     """What transformers computes otherwise than here, or also where nothing is said of it here."""
     if hidden % heads:
         yield f"hidden_size ({hidden}) is not a multiple of num_attention_heads ({heads})"
-    if given(hf, "word_embed_proj_dim", hidden) != hidden:
+    if config_get(hf, "word_embed_proj_dim", hidden) != hidden:
         yield "word_embed_proj_dim differs from hidden_size; embeddings as wide as the model are"
-    if not given(hf, "do_layer_norm_before", True) or given(hf, "_remove_final_layer_norm", False):
+    if not config_get(hf, "do_layer_norm_before", True) or config_get(
+        hf, "_remove_final_layer_norm", False
+    ):
         yield "norms come after layers, or the last is left out; norms before all are computed"
-    if not given(hf, "layer_norm_elementwise_affine", True):
+    if not config_get(hf, "layer_norm_elementwise_affine", True):
         yield "layer_norm_elementwise_affine is false; norms with weights are computed"
-    if rate := given(hf, "layerdrop", 0.0):
+    if rate := config_get(hf, "layerdrop", 0.0):
         yield f"layerdrop is {rate}; whole layers are not dropped"
-    if rate := given(hf, "dropout", 0.0):
+    if rate := config_get(hf, "dropout", 0.0):
         yield (
             f"dropout is {rate}; write 0 here (model.foundation lays over it), and"
             f" train.dropout.hidden: {rate} if hidden states are to be dropped"

@@ -2,7 +2,7 @@
 
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.family import Family
-from penstock.models.hf_config import HfConfig, decoder_config, given, sliding_from_a_layer_on
+from penstock.models.hf_config import HfConfig, config_get, decoder_config, sliding_from_a_layer_on
 from penstock.models.tp_roles import DECODER_ROLES
 
 ROLES = DECODER_ROLES
@@ -10,10 +10,10 @@ ROLES = DECODER_ROLES
 
 def read(hf: HfConfig) -> DecoderConfig:
     """The DecoderConfig of a Qwen3's config.json."""
-    bias = bool(given(hf, "attention_bias", False))
+    bias = bool(config_get(hf, "attention_bias", False))
     return decoder_config(
         hf,
-        head_dim=given(hf, "head_dim", 128),
+        head_dim=config_get(hf, "head_dim", 128),
         qkv_bias=bias,
         o_bias=bias,
         qk_norm=True,

@@ -4,10 +4,10 @@ from penstock.models.decoder_config import DecoderConfig, ExpertsConfig
 from penstock.models.family import Family
 from penstock.models.hf_config import (
     HfConfig,
-    balance_of,
+    aux_loss_coef,
+    config_get,
+    config_require,
     decoder_config,
-    given,
-    required,
     sliding_everywhere,
     window_if_used,
 )
@@ -18,7 +18,7 @@ ROLES = DECODER_ROLES
 
 def read(hf: HfConfig) -> DecoderConfig:
     """The DecoderConfig of a Qwen3-MoE's config.json."""
-    bias = bool(given(hf, "attention_bias", False))
+    bias = bool(config_get(hf, "attention_bias", False))
     return decoder_config(
         hf,
         qkv_bias=bias,
@@ -30,11 +30,11 @@ def read(hf: HfConfig) -> DecoderConfig:
 
 
 def _experts(hf: HfConfig) -> ExpertsConfig | None:
-    count = given(hf, "num_experts", given(hf, "num_local_experts", 128))
-    step, dense = given(hf, "decoder_sparse_step", 1), given(hf, "mlp_only_layers", [])
+    count = config_get(hf, "num_experts", config_get(hf, "num_local_experts", 128))
+    step, dense = config_get(hf, "decoder_sparse_step", 1), config_get(hf, "mlp_only_layers", [])
     layers = tuple(
         layer
-        for layer in range(required(hf, "num_hidden_layers"))
+        for layer in range(config_require(hf, "num_hidden_layers"))
         if layer not in dense and (layer + 1) % step == 0
     )
     if not count or not layers:
@@ -42,10 +42,10 @@ def _experts(hf: HfConfig) -> ExpertsConfig | None:
     return ExpertsConfig(
         layers=layers,
         num_experts=count,
-        experts_per_token=given(hf, "num_experts_per_tok", 8),
-        width=given(hf, "moe_intermediate_size", 768),
-        normalised=bool(given(hf, "norm_topk_prob", False)),
-        balance=balance_of(hf),
+        experts_per_token=config_get(hf, "num_experts_per_tok", 8),
+        width=config_get(hf, "moe_intermediate_size", 768),
+        normalised=bool(config_get(hf, "norm_topk_prob", False)),
+        balance=aux_loss_coef(hf),
     )
 
 

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from penstock.models.decoder_config import DecoderConfig, RotaryPairs
-from penstock.models.layers.call_hook import direct
+from penstock.models.layers.call_hook import call
 from penstock.models.layers.dropout import WeightDropout
-from penstock.models.layers.layer_ops import BEST_OPERATIONS, Operations
+from penstock.models.layers.layer_ops import BEST_OPERATIONS, LayerOps
 from penstock.models.layers.norm import RMSNorm
-from penstock_kernels.attention import Segments
+from penstock_kernels.attention import VarlenMetadata
 from penstock_kernels.attention.reference import eager
 
 
-class Attend(Protocol):
+class AttentionFn(Protocol):
     """Causal attention within each document: q [T,N,H], k and v [T,K,H] in, [T,N,H] out.
 
     A token sees the last `window` ones up to itself, or with None all of them. `sinks_N`, if there
@@ -30,7 +30,7 @@ class Attend(Protocol):
         q_TNH: torch.Tensor,
         k_TKH: torch.Tensor,
         v_TKH: torch.Tensor,
-        segments: Segments,
+        segments: VarlenMetadata,
         scale: float,
         window: int | None = None,
         sinks_N: torch.Tensor | None = None,
@@ -38,14 +38,14 @@ class Attend(Protocol):
     ) -> torch.Tensor: ...
 
 
-def in_bf16(attend: Attend) -> Attend:
+def in_bf16(attend: AttentionFn) -> AttentionFn:
     """Attention of queries, keys and values in bf16, whatever they came in; given back in that."""
 
     def attend_in_bf16(
         q_TNH: torch.Tensor,
         k_TKH: torch.Tensor,
         v_TKH: torch.Tensor,
-        segments: Segments,
+        segments: VarlenMetadata,
         scale: float,
         window: int | None = None,
         sinks_N: torch.Tensor | None = None,
@@ -70,8 +70,8 @@ class SelfAttention(nn.Module):
         layer: int,
         *,
         merge_qkv: bool,
-        attend: Attend,
-        operations: Operations = BEST_OPERATIONS,
+        attend: AttentionFn,
+        operations: LayerOps = BEST_OPERATIONS,
         drop: WeightDropout | None = None,
     ) -> None:
         """Where `drop` drops anything, plain attention is computed instead of what is plugged."""
@@ -102,13 +102,17 @@ class SelfAttention(nn.Module):
                 for _ in range(2)
             )
         self.attend = attend
-        self.run_core: Callable[..., torch.Tensor] = direct
+        self.run_core: Callable[..., torch.Tensor] = call
         self.drop = drop
         self.rope = operations.rope
         self.turns = config.learned_positions is None
 
     def forward(
-        self, x_TD: torch.Tensor, cos_TH: torch.Tensor, sin_TH: torch.Tensor, segments: Segments
+        self,
+        x_TD: torch.Tensor,
+        cos_TH: torch.Tensor,
+        sin_TH: torch.Tensor,
+        segments: VarlenMetadata,
     ) -> torch.Tensor:
         """Attention's contribution to the residual stream, [T, D]."""
         q, k, v = self._projected(x_TD)
@@ -122,7 +126,11 @@ class SelfAttention(nn.Module):
         return self.o_proj(y_TNH.flatten(1))
 
     def _core(
-        self, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, segments: Segments
+        self,
+        q_TNH: torch.Tensor,
+        k_TKH: torch.Tensor,
+        v_TKH: torch.Tensor,
+        segments: VarlenMetadata,
     ) -> torch.Tensor:
         """`softmax(scale * q @ k.T) @ v` of the tokens that each one sees, [T, N, H]."""
         given = (q_TNH, k_TKH, v_TKH, segments, self.scale, self.window, self.sinks)

@@ -4,16 +4,16 @@ import torch
 from torch import nn
 
 from penstock.models.decoder_config import DecoderConfig
-from penstock.models.layers.attention import Attend, SelfAttention
-from penstock.models.layers.call_hook import Run, direct
-from penstock.models.layers.dropout import NOTHING, Dropout, Dropping
+from penstock.models.layers.attention import AttentionFn, SelfAttention
+from penstock.models.layers.call_hook import CallHook, call
+from penstock.models.layers.dropout import NOTHING, Dropout, DropoutRates
 from penstock.models.layers.experts import ExpertOperations
 from penstock.models.layers.feed_forward import FeedForward, PlainFeedForward
-from penstock.models.layers.layer_ops import ACTIVATIONS, Operations
-from penstock.models.layers.moe import MixtureOfExperts
-from penstock.models.layers.norm import norm_of
+from penstock.models.layers.layer_ops import ACTIVATIONS, LayerOps
+from penstock.models.layers.moe import MoE
+from penstock.models.layers.norm import build_norm
 from penstock.models.layers.router import Precision
-from penstock_kernels.attention import Segments
+from penstock_kernels.attention import VarlenMetadata
 
 SOCKETS = {"self_attn": "run_attn", "mlp": "run_mlp"}
 """The two parts of a block, and the sockets that they are called through."""
@@ -32,15 +32,15 @@ class Block(nn.Module):
         layer: int,
         *,
         merge_qkv: bool,
-        attend: Attend,
-        operations: Operations,
+        attend: AttentionFn,
+        operations: LayerOps,
         experts: ExpertOperations,
         router: Precision,
-        dropout: Dropping = NOTHING,
+        dropout: DropoutRates = NOTHING,
     ) -> None:
         """`layer` is its number in the whole model, from 0."""
         super().__init__()
-        self.input_layernorm = norm_of(config, operations)
+        self.input_layernorm = build_norm(config, operations)
         self.self_attn = SelfAttention(
             config,
             layer,
@@ -49,23 +49,25 @@ class Block(nn.Module):
             operations=operations,
             drop=dropout.of_weights(layer, config.num_hidden_layers),
         )
-        self.post_attention_layernorm = norm_of(config, operations)
+        self.post_attention_layernorm = build_norm(config, operations)
         drop = dropout.site("ffn", "mlp.act_fn", layer, config.num_hidden_layers)
         if sparse := config.experts_of(layer):
             gate = operations.gates[config.activation]
-            self.mlp = MixtureOfExperts(
-                config, sparse, operations=experts, router=router, gate=gate
-            )
+            self.mlp = MoE(config, sparse, operations=experts, router=router, gate=gate)
         else:
             self.mlp = _network(config, operations, drop)
         self.drop_attn, self.drop_mlp = (
             dropout.site("hidden", part, layer, config.num_hidden_layers) for part in SOCKETS
         )
-        self.run_attn: Run = direct
-        self.run_mlp: Run = direct
+        self.run_attn: CallHook = call
+        self.run_mlp: CallHook = call
 
     def forward(
-        self, x_TD: torch.Tensor, cos_TH: torch.Tensor, sin_TH: torch.Tensor, segments: Segments
+        self,
+        x_TD: torch.Tensor,
+        cos_TH: torch.Tensor,
+        sin_TH: torch.Tensor,
+        segments: VarlenMetadata,
     ) -> torch.Tensor:
         """The residual stream after this block, [T, D]."""
         normed_TD = self.input_layernorm(x_TD)
@@ -75,7 +77,7 @@ class Block(nn.Module):
 
 
 def _network(
-    config: DecoderConfig, operations: Operations, drop: Dropout | None
+    config: DecoderConfig, operations: LayerOps, drop: Dropout | None
 ) -> FeedForward | PlainFeedForward:
     sizes = config.hidden_size, config.intermediate_size
     if config.gated:

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from penstock.models.layers.module_registry import Numbered, numbered
+from penstock.models.layers.module_registry import OpModule, numbered
 from penstock_kernels.custom_op import operator
 from penstock_kernels.dropout import dropout, on_host
 
@@ -25,7 +25,7 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True)
-class Noise:
+class DropoutRNG:
     """What is drawn from in a forward pass."""
 
     seed: int
@@ -34,7 +34,7 @@ class Noise:
     places_T: torch.Tensor  # noqa: N815 - T names the dimension
     """Which token of the data each of the pass's tokens is, int64."""
 
-    def of(self, which: torch.Tensor | slice) -> "Noise":
+    def of(self, which: torch.Tensor | slice) -> "DropoutRNG":
         """The same for some of the tokens, by their numbers here."""
         return replace(self, places_T=self.places_T[which])
 
@@ -44,11 +44,11 @@ class Noise:
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
-_DRAWN_FROM: ContextVar[Noise | None] = ContextVar("noise", default=None)
+_DRAWN_FROM: ContextVar[DropoutRNG | None] = ContextVar("noise", default=None)
 
 
 @contextmanager
-def drawing_from(noise: Noise | None) -> Iterator[None]:
+def dropout_rng(noise: DropoutRNG | None) -> Iterator[None]:
     """While this is entered, what is called draws from `noise`, or with None drops nothing."""
     before = _DRAWN_FROM.set(noise)
     try:
@@ -57,24 +57,24 @@ def drawing_from(noise: Noise | None) -> Iterator[None]:
         _DRAWN_FROM.reset(before)
 
 
-def current_noise() -> Noise | None:
+def current_noise() -> DropoutRNG | None:
     """What is drawn from here and now."""
     return _DRAWN_FROM.get()
 
 
-def drawing_alike(run: Callable[..., R]) -> Callable[..., R]:
+def preserve_dropout_rng(run: Callable[..., R]) -> Callable[..., R]:
     """`run` for a call that is repeated later: it draws from what is drawn from now."""
     noise = current_noise()
 
     def alike(*args: Any) -> R:
-        with drawing_from(noise):
+        with dropout_rng(noise):
             return run(*args)
 
     return alike
 
 
 @dataclass(frozen=True)
-class Dropping:
+class DropoutRates:
     """How much a model drops."""
 
     hidden: float = 0.0
@@ -106,10 +106,10 @@ class Dropping:
         return {"share": share, "warmup_steps": self.warmup_steps}
 
 
-NOTHING = Dropping()
+NOTHING = DropoutRates()
 
 
-class Dropout(Numbered):
+class Dropout(OpModule):
     """One place in a model where features are dropped, in training alone.
 
     Its name is that of what it drops in a checkpoint, so that models cut or fused otherwise draw

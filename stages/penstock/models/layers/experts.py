@@ -38,7 +38,7 @@ class ExpertOperations:
     clamped_gate: Callable[[torch.Tensor, float, float], torch.Tensor]
 
 
-def operations_of(implementation: Implementation) -> ExpertOperations:
+def select_expert_ops(implementation: Implementation) -> ExpertOperations:
     """The operations of one implementation; `auto` takes for each the best that serves its inputs.
 
     A name stands for the products of experts. What sorts tokens has that backend as well or the
@@ -69,7 +69,7 @@ class RunExperts(Protocol):
     ) -> torch.Tensor: ...
 
 
-def in_turn(experts: "Experts", x_RD: torch.Tensor, counts_E: torch.Tensor, /) -> torch.Tensor:
+def call_experts(experts: "Experts", x_RD: torch.Tensor, counts_E: torch.Tensor, /) -> torch.Tensor:
     """Call them."""
     return experts.down(experts.gated(x_RD, counts_E), counts_E)
 
@@ -90,7 +90,7 @@ class Experts(nn.Module):
         self.num_experts = config.num_experts
         self._add_parameters(config.num_experts, config.width, hidden_size)
         self.operations = operations
-        self.run: RunExperts = in_turn
+        self.run: RunExperts = call_experts
         self.adapter: nn.Module | None = None
 
     def _add_parameters(self, experts: int, inner: int, hidden_size: int) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from penstock.models.layers.autocast import as_autocast
-from penstock_kernels.float8 import ALONE, Agreement, Scheme, linear
+from penstock_kernels.float8 import ALONE, AmaxReduceGroups, Float8Recipe, linear
 
 
 class Float8Product:
@@ -16,9 +16,9 @@ class Float8Product:
     `agreement` is a socket too, for whoever lets a layer have only some of its features or tokens.
     """
 
-    def __init__(self, scheme: Scheme) -> None:
+    def __init__(self, scheme: Float8Recipe) -> None:
         self.scheme = scheme
-        self.agreement: Agreement = ALONE
+        self.agreement: AmaxReduceGroups = ALONE
 
     def __call__(
         self, x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None

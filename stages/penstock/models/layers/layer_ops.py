@@ -42,7 +42,7 @@ ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @dataclass(frozen=True)
-class Operations:
+class LayerOps:
     """The operations of one model."""
 
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
@@ -56,9 +56,9 @@ class Operations:
 
 def layer_operations(
     *, norms: Choice = "best", gates: Choice = "best", turns: Choice = "best"
-) -> Operations:
+) -> LayerOps:
     """The operations with these implementations of norms, gates and rotary embedding."""
-    return Operations(
+    return LayerOps(
         rms_norm=_chosen(rms_norm, norms),
         add_rms_norm=_chosen(add_rms_norm, norms),
         gates={name: _chosen(gate, gates) for name, gate in GATES.items()},

@@ -17,7 +17,7 @@ ScaledProducts = tuple[torch.Tensor | None, Sequence[WeightedRows]]
 
 
 @runtime_checkable
-class SumOfProducts(Protocol):
+class LinearTerms(Protocol):
     """What a layer of a class of its own may say of itself."""
 
     def products(self, x: torch.Tensor) -> Sequence[WeightedRows] | None:
@@ -29,23 +29,23 @@ class SumOfProducts(Protocol):
         ...
 
 
-def products_of(layer: object, x: torch.Tensor) -> Sequence[WeightedRows] | None:
+def linear_terms(layer: object, x: torch.Tensor) -> Sequence[WeightedRows] | None:
     """The products of which a layer's outputs are the sum, or None where only the layer knows.
 
     A weight that is not here as it is, in parts or quantised, only the layer can use.
     """
     found = None
-    if isinstance(layer, SumOfProducts):
+    if isinstance(layer, LinearTerms):
         found = layer.products(x)
     elif type(layer) is nn.Linear and layer.bias is None:
         found = [(x, layer.weight)]
     return found if found and _are_here(found) else None
 
 
-def scaled_products_of(layer: object, x: torch.Tensor) -> Sequence[ScaledProducts] | None:
+def scaled_linear_terms(layer: object, x: torch.Tensor) -> Sequence[ScaledProducts] | None:
     """The same of layers whose outputs have factors too, such as those of trained norms."""
-    if not isinstance(layer, SumOfProducts):
-        found = products_of(layer, x)
+    if not isinstance(layer, LinearTerms):
+        found = linear_terms(layer, x)
         return [(None, found)] if found else None
     groups = layer.scaled_products(x)
     return groups if groups and all(_are_here(found) for _, found in groups) else None

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 
-class Numbered(nn.Module):
+class OpModule(nn.Module):
     """A module that may be asked from within a compiled program."""
 
     number: torch.Tensor | None
@@ -33,10 +33,10 @@ class Numbered(nn.Module):
         return self.number if torch.compiler.is_compiling() else None
 
 
-def numbered(number: torch.Tensor) -> Numbered:
+def numbered(number: torch.Tensor) -> OpModule:
     """The module of this number."""
     return _KNOWN[int(number)]
 
 
 _NUMBERS = count()
-_KNOWN: WeakValueDictionary[int, Numbered] = WeakValueDictionary()
+_KNOWN: WeakValueDictionary[int, OpModule] = WeakValueDictionary()

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from penstock.models.decoder_config import DecoderConfig, ExpertsConfig
-from penstock.models.layers.call_hook import Run, direct
+from penstock.models.layers.call_hook import CallHook, call
 from penstock.models.layers.clamped_experts import ClampedExperts
 from penstock.models.layers.experts import ExpertOperations, Experts
 from penstock.models.layers.feed_forward import FeedForward
 from penstock.models.layers.layer_ops import Gate
 from penstock.models.layers.router import Precision, Router
 from penstock_kernels.glu import swiglu
-from penstock_kernels.permute import order_of
+from penstock_kernels.permute import sort_by_expert
 
 
 class Dispatch(Protocol):
@@ -41,17 +41,17 @@ def dispatch_here(
 ) -> torch.Tensor:
     """All experts are here: sort the tokens by expert, run them, and sort back."""
     operations = experts.operations
-    order = order_of(choice_TK, experts.num_experts)
+    order = sort_by_expert(choice_TK, experts.num_experts)
     y_RD = experts(operations.permute(x_TD, order), order.counts)
     return operations.unpermute(y_RD, weights_TK, order)
 
 
-def at_hand(y_TD: torch.Tensor) -> torch.Tensor:
+def no_op(y_TD: torch.Tensor) -> torch.Tensor:
     """Nothing is on its way."""
     return y_TD
 
 
-class MixtureOfExperts(nn.Module):
+class MoE(nn.Module):
     """Choose, dispatch, combine, and add what the shared experts say of every token.
 
     `dispatch`, `arrive` and `run_shared` are sockets: whoever assembles the model may wrap or
@@ -80,8 +80,8 @@ class MixtureOfExperts(nn.Module):
             else None
         )
         self.dispatch: Dispatch = dispatch_here
-        self.arrive: Callable[[torch.Tensor], torch.Tensor] = at_hand
-        self.run_shared: Run = direct
+        self.arrive: Callable[[torch.Tensor], torch.Tensor] = no_op
+        self.run_shared: CallHook = call
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """The network's contribution to the residual stream, [T, D]."""

@@ -7,13 +7,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from penstock.models.decoder_config import DecoderConfig
-from penstock.models.layers.layer_ops import BEST_OPERATIONS, Operations
+from penstock.models.layers.layer_ops import BEST_OPERATIONS, LayerOps
 
 
 class RMSNorm(nn.Module):
     """`x / rms(x) * weight` over the last dimension, in x's dtype."""
 
-    def __init__(self, width: int, eps: float, *, operations: Operations = BEST_OPERATIONS) -> None:
+    def __init__(self, width: int, eps: float, *, operations: LayerOps = BEST_OPERATIONS) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
         self.eps = eps
@@ -78,7 +78,7 @@ class LayerNorm(nn.Module):
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
-def norm_of(config: DecoderConfig, operations: Operations) -> RMSNorm | LayerNorm:
+def build_norm(config: DecoderConfig, operations: LayerOps) -> RMSNorm | LayerNorm:
     """A norm of the residual stream."""
     width, eps = config.hidden_size, config.rms_norm_eps
     if config.norm == "rms":

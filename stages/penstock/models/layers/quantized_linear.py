@@ -11,7 +11,7 @@ from torch import nn
 
 from penstock.models.layers import quantized_ops as programs
 from penstock.models.layers.autocast import as_autocast
-from penstock.models.layers.quantized_ops import MakesWeights, Multiply, Tensors
+from penstock.models.layers.quantized_ops import Dequantizes, Multiply, Tensors
 from penstock_kernels.quant import Format, Quantised, dequantise, group_linear, linear
 
 LEAVES = ("codes", "scales", "global_scales")
@@ -22,7 +22,7 @@ Change = Callable[[Quantised], Callable[[torch.Tensor], torch.Tensor] | None]
 and what it gives once more in backward."""
 
 
-class QuantisedMatrix(MakesWeights):
+class QuantisedMatrix(Dequantizes):
     """A matrix [N, K], or those of experts [E, N, K], as parameters of bytes.
 
     Bytes, so that nobody casts scales to another precision; and with N as the last dimension but
@@ -121,7 +121,7 @@ def put_weight(layer: nn.Linear, weight: nn.Parameter | QuantisedMatrix) -> None
     layer.weight = cast(nn.Parameter, weight)
 
 
-def weight_of(layer: nn.Linear) -> nn.Parameter | QuantisedMatrix:
+def get_weight(layer: nn.Linear) -> nn.Parameter | QuantisedMatrix:
     """What `put_weight` put there, or the layer's own."""
     return cast(nn.Parameter | QuantisedMatrix, layer.weight)
 
@@ -136,7 +136,7 @@ def affine(
     return y if bias is None else y + bias.to(y.dtype)
 
 
-def rows_of(weight: torch.Tensor | QuantisedMatrix, start: int, end: int) -> torch.Tensor:
+def dequantize_rows(weight: torch.Tensor | QuantisedMatrix, start: int, end: int) -> torch.Tensor:
     """Rows of a matrix, fp32 where they are quantised."""
     if not isinstance(weight, QuantisedMatrix):
         return weight[start:end]

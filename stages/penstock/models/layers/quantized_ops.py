@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from penstock.models.layers.dropout import Noise, current_noise, drawing_from
-from penstock.models.layers.module_registry import Numbered, numbered
+from penstock.models.layers.dropout import DropoutRNG, current_noise, dropout_rng
+from penstock.models.layers.module_registry import OpModule, numbered
 from penstock_kernels.custom_op import operator
 
 Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -25,7 +25,7 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Codes, scales and global scales, as bytes."""
 
 
-class MakesWeights(Numbered, ABC):
+class Dequantizes(OpModule, ABC):
     """A quantised matrix."""
 
     columns: int
@@ -83,9 +83,9 @@ class _Product(torch.autograd.Function):
         return ctx.multiply(dy_TN, weight.mT, counts_E), *nothing
 
 
-def _matrix(number: torch.Tensor) -> MakesWeights:
+def _matrix(number: torch.Tensor) -> Dequantizes:
     matrix = numbered(number)
-    assert isinstance(matrix, MakesWeights)
+    assert isinstance(matrix, Dequantizes)
     return matrix
 
 
@@ -127,8 +127,8 @@ def _weight_again(
 ) -> torch.Tensor:
     del columns
     was_drawn, seed, step = drawn.tolist()
-    noise = Noise(seed, step, drawn[:0]) if was_drawn else None
-    with drawing_from(noise):
+    noise = DropoutRNG(seed, step, drawn[:0]) if was_drawn else None
+    with dropout_rng(noise):
         return _matrix(number).weight((codes, scales, global_scales), dtype)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from penstock.models.decoder_config import BY_DOCUMENT, RotaryPairs
-from penstock_kernels.attention import Segments
+from penstock_kernels.attention import VarlenMetadata
 
 
 class Rotary:
@@ -39,7 +39,7 @@ class Rotary:
         self,
         position_ids_T: torch.Tensor,
         dtype: torch.dtype,
-        segments: Segments | None = None,
+        segments: VarlenMetadata | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines [T, H] on the positions' device, for the features that turn.
 

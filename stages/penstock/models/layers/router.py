@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from penstock.models.decoder_config import ExpertsConfig
-from penstock.models.layers.module_registry import Numbered, numbered
-from penstock.models.layers.router_observer import Seen, Watch, current_watch
+from penstock.models.layers.module_registry import OpModule, numbered
+from penstock.models.layers.router_observer import RouterObserver, RouterStats, current_watch
 from penstock_kernels.custom_op import operator
 from penstock_kernels.route import route
 
@@ -22,7 +22,7 @@ Precision = Literal["fp32", "model"]
 """In which the logits are computed: fp32, or that of the hidden states."""
 
 
-class Router(Numbered):
+class Router(OpModule):
     """One linear layer onto the experts, of which each token takes the best few.
 
     Everything from the logits on is computed in fp32. The selection bias is a parameter that no
@@ -101,7 +101,7 @@ class Router(Numbered):
                     return in_row_RT.T @ of_shares_RE, in_row_RT.sum(0) * pull.squares
         return torch.zeros_like(shares_TE), torch.zeros_like(squares_T)
 
-    def _in_row(self, watch: Watch) -> torch.Tensor:
+    def _in_row(self, watch: RouterObserver) -> torch.Tensor:
         """Whether a token that arrives here is in a row, fp32 [R, T]."""
         row_T = self.rows_here(watch.row_T)
         numbers_R = torch.arange(1, watch.num_rows + 1, device=row_T.device)
@@ -109,11 +109,11 @@ class Router(Numbered):
 
     def _seen(
         self,
-        watch: Watch,
+        watch: RouterObserver,
         shares_TE: torch.Tensor,
         squares_T: torch.Tensor,
         choice_TK: torch.Tensor,
-    ) -> Seen:
+    ) -> RouterStats:
         """The sums over the tokens of each row."""
         experts, row_T = self.config.num_experts, self.rows_here(watch.row_T)
         # Not `bincount`, for which a GPU would wait.
@@ -122,7 +122,7 @@ class Router(Numbered):
         counts.scatter_add_(0, chosen, torch.ones_like(chosen))
         in_row_RT = self._in_row(watch)
         with torch.autocast(shares_TE.device.type, enabled=False):
-            return Seen(
+            return RouterStats(
                 counts_RE=counts.view(-1, experts)[1:],
                 shares_RE=in_row_RT @ shares_TE,
                 squares_R=in_row_RT @ squares_T,

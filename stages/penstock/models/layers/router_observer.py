@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Seen:
+class RouterStats:
     """What a router saw of a micro-batch, padding left out: sums over the tokens of each row, or
     over those that arrived here."""
 
@@ -32,7 +32,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Pull:
+class AuxLossGradient:
     """What the loss rises by with what a router saw."""
 
     shares_RE: torch.Tensor  # noqa: N815 - R and E name the dimensions
@@ -40,12 +40,12 @@ class Pull:
     squares: float
     """With the squares of each row."""
 
-    def of(self, seen: Seen) -> torch.Tensor:
+    def of(self, seen: RouterStats) -> torch.Tensor:
         """By how much it is higher for them, a scalar."""
         return (self.shares_RE * seen.shares_RE).sum() + self.squares * seen.squares_R.sum()
 
 
-class Watch(Protocol):
+class RouterObserver(Protocol):
     """Looks on during the passes of one micro-batch."""
 
     @property
@@ -67,16 +67,16 @@ class Watch(Protocol):
         """Whether it wants to hear of the pass that is going on."""
         ...
 
-    def saw(self, router: nn.Module, seen: Seen) -> Pull | None:
+    def saw(self, router: nn.Module, seen: RouterStats) -> AuxLossGradient | None:
         """Take note, and say what the loss rises by, if it does."""
         ...
 
 
-_WATCHED_BY: ContextVar[Watch | None] = ContextVar("watch", default=None)
+_WATCHED_BY: ContextVar[RouterObserver | None] = ContextVar("watch", default=None)
 
 
 @contextmanager
-def watched_by(watch: Watch | None) -> Iterator[None]:
+def observe_routers(watch: RouterObserver | None) -> Iterator[None]:
     """While this is entered, routers that are called tell `watch`, or with None nobody."""
     before = _WATCHED_BY.set(watch)
     try:
@@ -85,17 +85,17 @@ def watched_by(watch: Watch | None) -> Iterator[None]:
         _WATCHED_BY.reset(before)
 
 
-def current_watch() -> Watch | None:
+def current_watch() -> RouterObserver | None:
     """Who looks on here and now."""
     return _WATCHED_BY.get()
 
 
-def watched_alike(run: Callable[..., Result]) -> Callable[..., Result]:
+def preserve_observer(run: Callable[..., Result]) -> Callable[..., Result]:
     """`run` for a call that is repeated later: who looks on now will then."""
     watch = current_watch()
 
     def alike(*args: Any) -> Result:
-        with watched_by(watch):
+        with observe_routers(watch):
             return run(*args)
 
     return alike

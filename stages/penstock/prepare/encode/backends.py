@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from penstock.core.errors import CapabilityError
-from penstock.prepare.encode.ragged import Ids, Places, ends_of
+from penstock.prepare.encode.ragged import Ids, Places, sequence_ends
 
 log = logging.getLogger("penstock.prepare")
 
@@ -83,7 +83,7 @@ class _Plain:
 
     def encode(self, texts: Sequence[str]) -> tuple[Ids, Places]:
         found = [e.ids for e in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
-        offsets = ends_of([len(ids) for ids in found])
+        offsets = sequence_ends([len(ids) for ids in found])
         return np.fromiter(chain.from_iterable(found), np.int32, offsets[-1]), offsets
 
 
@@ -93,7 +93,7 @@ class TextEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raises CapabilityError for a tokenizer that does more than its library does."""
         self._tokenizer = tokenizer
-        its_json, self.definition = definition_of(tokenizer)
+        its_json, self.definition = tokenizer_definition(tokenizer)
         self._splits_special: bool = bool(getattr(tokenizer, "split_special_tokens", False))
         self._plain = Tokenizer.from_str(its_json)
         self._plain.encode_special_tokens = self._splits_special
@@ -177,7 +177,7 @@ class TextEncoder:
         ]
 
 
-def frame_of(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+def special_token_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """The special tokens that the tokenizer puts before a text and after it."""
     text = "a"
     inner = _ids(tokenizer, text, special=False)
@@ -196,7 +196,7 @@ def _specials_in_text(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     return [f"a {token} b\n{token}{token}é" for token in added[:64]]
 
 
-def definition_of(tokenizer: PreTrainedTokenizerBase) -> tuple[str, dict[str, Any]]:
+def tokenizer_definition(tokenizer: PreTrainedTokenizerBase) -> tuple[str, dict[str, Any]]:
     """What the library knows the tokenizer by, as text and as an object.
 
     That texts are to be cut or filled is left out, for transformers does neither unless asked.

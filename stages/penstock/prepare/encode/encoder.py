@@ -13,13 +13,13 @@ from transformers import PreTrainedTokenizerBase
 
 from penstock.core.errors import StageError
 from penstock.prepare.bad_records import BadRow, column
-from penstock.prepare.encode.backends import CHECKED_AT_FIRST, CHECKED_LATER, frame_of
+from penstock.prepare.encode.backends import CHECKED_AT_FIRST, CHECKED_LATER, special_token_frame
 from penstock.prepare.encode.document import Document
 from penstock.prepare.encode.loss_mask import marker
 from penstock.prepare.encode.ragged import Flat, Labelled
 from penstock.prepare.encode.render_chat import Renderer
 from penstock.prepare.encode.truncate import Cuts, Fitter
-from penstock.prepare.formats.conversation import Judged, Pair
+from penstock.prepare.formats.conversation import Pair, RatedAnswer
 from penstock.prepare.formats.registry import FORMATS
 from penstock.prepare.formats.sample import Ids, Text
 from penstock.prepare.settings import DatasetSettings
@@ -163,7 +163,7 @@ class Encoder:
                 side.append(document)
             if said.score_gap is not None:
                 found.score_gaps.append(said.score_gap)
-        elif isinstance(said, Judged):
+        elif isinstance(said, RatedAnswer):
             found.sides[0].append(self._render.answered(said.conversation))
             found.desirable.append(said.desirable)
         else:
@@ -264,7 +264,7 @@ class _Frame:
         self._masks_end = its.mask_eos_in_loss
         is_text = its.type == "text"
         self._is_plain = is_text or (its.type != "tokenized" and not tokenizer.chat_template)
-        before, after = frame_of(tokenizer) if self._is_plain else ([], [])
+        before, after = special_token_frame(tokenizer) if self._is_plain else ([], [])
         if self._is_plain and its.add_eos:
             end = _end_of(tokenizer)
             after = after if after[-1:] == [end] else [*after, end]

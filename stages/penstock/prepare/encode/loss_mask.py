@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from penstock.prepare.bad_records import BadRow
 from penstock.prepare.encode.backends import TextEncoder
 from penstock.prepare.encode.document import Document, Span
-from penstock.prepare.encode.ragged import Flat, Ids, Labelled, Mask, Places, ends_of
+from penstock.prepare.encode.ragged import Flat, Ids, Labelled, Mask, Places, sequence_ends
 from penstock.rows.schema import IGNORED
 
 
@@ -38,7 +38,7 @@ class Marker:
             return Flat(ids, ids, offsets), {}
         if self._bytes is None:
             return self._patched(Flat(ids, ids, offsets), documents, range(len(documents)), [])
-        bytes_before = ends_of(self._bytes.of_token[ids])
+        bytes_before = sequence_ends(self._bytes.of_token[ids])
         sizes = np.array([self._bytes.in_text(document.text) for document in documents])
         is_odd = np.diff(bytes_before[offsets]) != sizes
         spans = [

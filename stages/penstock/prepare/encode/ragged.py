@@ -34,7 +34,7 @@ class Flat:
         return cls(
             np.concatenate(nothing + [ids for ids, _ in sequences]),
             np.concatenate(nothing + [labels for _, labels in sequences]),
-            ends_of([len(ids) for ids, _ in sequences]),
+            sequence_ends([len(ids) for ids, _ in sequences]),
         )
 
     @property
@@ -52,7 +52,7 @@ class Flat:
 
     def trained(self) -> Places:
         """Trained tokens of every sequence. The first is the target of none, so never trained."""
-        before = ends_of(self.labels != IGNORED)
+        before = sequence_ends(self.labels != IGNORED)
         starts = np.minimum(self.offsets[:-1] + 1, self.offsets[1:])
         return before[self.offsets[1:]] - before[starts]
 
@@ -73,7 +73,7 @@ class Flat:
         return Flat(
             np.concatenate([*ids, self.ids[start:]]),
             np.concatenate([*labels, self.labels[start:]]),
-            ends_of(lengths),
+            sequence_ends(lengths),
         )
 
     def kept(self, wanted: Sequence[int]) -> "Flat":
@@ -83,14 +83,14 @@ class Flat:
         nothing = np.empty(0, dtype=np.int32)
         dropped = set(range(len(self))).difference(wanted)
         emptied = self.replaced(dict.fromkeys(dropped, (nothing, nothing)))
-        return Flat(emptied.ids, emptied.labels, ends_of(self.lengths[list(wanted)]))
+        return Flat(emptied.ids, emptied.labels, sequence_ends(self.lengths[list(wanted)]))
 
     def framed(self, before: Labelled, after: Labelled) -> "Flat":
         """Every sequence with tokens, and their labels, put before and after it."""
         ahead, behind = len(before[0]), len(after[0])
         if not (ahead or behind):
             return self
-        offsets = ends_of(self.lengths + (ahead + behind))
+        offsets = sequence_ends(self.lengths + (ahead + behind))
         is_own = np.ones(offsets[-1], dtype=np.bool_)
         places = [offsets[:-1] + i for i in range(ahead)]
         places += [offsets[1:] - behind + i for i in range(behind)]
@@ -105,7 +105,7 @@ class Flat:
         return Flat(found[0], found[1], offsets)
 
 
-def ends_of(lengths: npt.ArrayLike) -> Places:
+def sequence_ends(lengths: npt.ArrayLike) -> Places:
     """Offsets of sequences that have these lengths."""
     sizes = np.asarray(lengths)
     offsets = np.zeros(len(sizes) + 1, dtype=np.int64)

@@ -10,14 +10,14 @@ Range = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Kept:
+class TruncatedLengths:
     """Tokens of the prompt, and of each answer to it, that stay."""
 
     prompt: Range
     answers: tuple[Range, ...]
 
 
-def kept(prompt: int, answers: Sequence[int], its: DatasetSettings) -> Kept | None:
+def kept(prompt: int, answers: Sequence[int], its: DatasetSettings) -> TruncatedLengths | None:
     """What stays of a prompt and its answers, given their lengths; None if nothing does.
 
     Each answer makes a sample with the prompt, the same for all of them, and no sample is longer
@@ -27,7 +27,7 @@ def kept(prompt: int, answers: Sequence[int], its: DatasetSettings) -> Kept | No
     leaves the sample out.
     """
     limit = its.max_seq_len
-    everything = Kept((0, prompt), tuple((0, answer) for answer in answers))
+    everything = TruncatedLengths((0, prompt), tuple((0, answer) for answer in answers))
     if limit is None or prompt + max(answers) <= limit:
         return everything
     first, last = 0, prompt
@@ -38,12 +38,12 @@ def kept(prompt: int, answers: Sequence[int], its: DatasetSettings) -> Kept | No
             first = prompt - its.max_prompt_len
     over = (last - first) + max(answers) - limit
     if over <= 0:
-        return Kept((first, last), everything.answers)
+        return TruncatedLengths((first, last), everything.answers)
     if its.truncation_mode == "drop":
         return None
     if its.truncation_mode == "keep_end":
         first = min(first + over, last)
-        return Kept((first, last), tuple((max(0, n - limit), n) for n in answers))
+        return TruncatedLengths((first, last), tuple((max(0, n - limit), n) for n in answers))
     last = min(last, first + limit)
     room = limit - (last - first)
-    return Kept((first, last), tuple((0, min(n, room)) for n in answers))
+    return TruncatedLengths((first, last), tuple((0, min(n, room)) for n in answers))

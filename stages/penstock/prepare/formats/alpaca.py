@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.prepare.bad_records import BadRow, checked_text, kind_of, text
+from penstock.prepare.bad_records import BadRow, checked_text, json_type_name, text
 from penstock.prepare.formats.conversation import Conversation
 from penstock.prepare.formats.instruction import BREAK
 from penstock.prepare.formats.messages import Turn, assembled, text_turn, usual_text
@@ -14,7 +14,7 @@ HISTORY = "history"
 
 def alpaca(settings: DatasetSettings, record: Mapping[str, Any]) -> Conversation:
     """What is asked, and the answer in `field_output`."""
-    asked = asked_in(settings, record)
+    asked = instruction_text(settings, record)
     answer = text(record, settings.field_output)
     if not answer.strip():
         raise BadRow("empty", f"{settings.field_output} is empty")
@@ -22,7 +22,7 @@ def alpaca(settings: DatasetSettings, record: Mapping[str, Any]) -> Conversation
     return assembled(settings, record, turns, system_in(settings, record))
 
 
-def asked_in(settings: DatasetSettings, record: Mapping[str, Any]) -> list[Turn]:
+def instruction_text(settings: DatasetSettings, record: Mapping[str, Any]) -> list[Turn]:
     """The question in `field_instruction` and `field_input`, after the turns in `history`."""
     asked = (
         text(record, settings.field_instruction),
@@ -43,7 +43,7 @@ def _earlier(value: Any) -> list[Turn]:
     if value is None:
         return []
     if not isinstance(value, list):
-        raise BadRow("wrong_type", f"{HISTORY} is {kind_of(value)} where a list is meant")
+        raise BadRow("wrong_type", f"{HISTORY} is {json_type_name(value)} where a list is meant")
     turns: list[Turn] = []
     for index, entry in enumerate(value):
         where = f"{HISTORY}[{index}]"

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.prepare.bad_records import BadRow, checked_text, column, kind_of
+from penstock.prepare.bad_records import BadRow, checked_text, column, json_type_name
 from penstock.prepare.formats.conversation import Conversation
 from penstock.prepare.formats.messages import Turn, assembled, text_turn
 from penstock.prepare.formats.sharegpt import any_turn, any_turns
@@ -37,7 +37,7 @@ class Said:
 
     def begins_with(self, turns: Sequence[Turn]) -> bool:
         """Whether the messages are `turns`, or those and more."""
-        return len(self.turns) >= len(turns) and all(map(says_the_same, self.turns, turns))
+        return len(self.turns) >= len(turns) and all(map(messages_equal, self.turns, turns))
 
     def parted(self, count: int) -> tuple["Said", "Said"]:
         """The first messages, as a prompt that an answer can follow, and the others.
@@ -80,13 +80,13 @@ class Said:
         return self
 
 
-def prompt_of(settings: DatasetSettings, record: Mapping[str, Any]) -> Said | None:
+def read_prompt(settings: DatasetSettings, record: Mapping[str, Any]) -> Said | None:
     """What is in `field_prompt`; None where the record has no such column, or null there."""
     name = settings.field_prompt
-    return None if record.get(name) is None else said_in(name, record[name], "user")
+    return None if record.get(name) is None else messages_at(name, record[name], "user")
 
 
-def conversation_of(settings: DatasetSettings, record: Mapping[str, Any]) -> Said | None:
+def read_conversation(settings: DatasetSettings, record: Mapping[str, Any]) -> Said | None:
     """The record's conversation in `field_messages`, or where it usually is; None without one."""
     if settings.field_messages:
         found = column(record, settings.field_messages)
@@ -94,7 +94,7 @@ def conversation_of(settings: DatasetSettings, record: Mapping[str, Any]) -> Sai
     return _nested("", record)
 
 
-def said_in(where: str, value: Any, speaker: str) -> Said:
+def messages_at(where: str, value: Any, speaker: str) -> Said:
     """What is said at `where`: text of the speaker, a message, or messages."""
     if isinstance(value, str):
         if not value.strip():
@@ -103,12 +103,12 @@ def said_in(where: str, value: Any, speaker: str) -> Said:
     if isinstance(value, list):
         return Said(where, any_turns(where, value))
     if not isinstance(value, dict):
-        kind = kind_of(value)
+        kind = json_type_name(value)
         raise BadRow("wrong_type", f"{where} is {kind} where text or messages are meant")
     return _nested(f"{where}.", value) or Said(where, [any_turn(where, value)])
 
 
-def says_the_same(one: Turn, other: Turn) -> bool:
+def messages_equal(one: Turn, other: Turn) -> bool:
     """Whether two messages differ in nothing but the white space around their text."""
     return _stripped(one) == _stripped(other)
 

@@ -46,7 +46,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Judged:
+class RatedAnswer:
     """A prompt and an answer, which alone is trained, with a verdict on it."""
 
     conversation: Conversation

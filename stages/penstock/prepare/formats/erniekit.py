@@ -9,12 +9,12 @@ is 1; then `tgt` and `label` may hold an entry for it, which means nothing.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.prepare.bad_records import BadRow, checked_text, column, kind_of, sized
+from penstock.prepare.bad_records import BadRow, checked_text, column, json_type_name, sized
 from penstock.prepare.formats.completions import Said
 from penstock.prepare.formats.conversation import Conversation, Pair
 from penstock.prepare.formats.labels import labels_in
 from penstock.prepare.formats.messages import Turn, assembled, text_turn, usual_text
-from penstock.prepare.formats.preference import pair_of
+from penstock.prepare.formats.preference import build_pair
 from penstock.prepare.settings import DatasetSettings
 
 SIDES = 2
@@ -54,7 +54,7 @@ def preference_turns(settings: DatasetSettings, record: Mapping[str, Any]) -> Pa
     if not isinstance(responses, list) or len(responses) != SIDES:
         raise BadRow("wrong_type", f"response is {sized(responses)} where a list of 2 is meant")
     chosen = _better(column(record, "sort"))
-    return pair_of(
+    return build_pair(
         settings,
         record,
         Said("src", _alternating(asked, said)),
@@ -116,7 +116,9 @@ def _alternating(asked: Sequence[str], said: Sequence[str]) -> list[Turn]:
 def _texts(name: str, value: Any) -> list[str]:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list):
-        raise BadRow("wrong_type", f"{name} is {kind_of(value)} where a list of texts is meant")
+        raise BadRow(
+            "wrong_type", f"{name} is {json_type_name(value)} where a list of texts is meant"
+        )
     if not texts:
         raise BadRow("empty", f"{name} is empty")
     return [checked_text(f"{name}[{i}]", text).strip() for i, text in enumerate(texts)]

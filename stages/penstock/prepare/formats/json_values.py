@@ -4,7 +4,7 @@ import json
 import math
 from typing import Any
 
-from penstock.prepare.bad_records import BadRow, checked_text, kind_of
+from penstock.prepare.bad_records import BadRow, checked_text, json_type_name
 
 DEEPEST = 64
 """Levels of lists and objects in one another; templates that walk a value recurse as deep."""
@@ -22,7 +22,7 @@ def checked_object(where: str, value: Any) -> Object:
     """`value`, found at `where`, which must be an object of JSON."""
     if isinstance(value, dict):
         return checked_json(where, value)
-    raise BadRow("wrong_type", f"{where} is {kind_of(value)} where an object is meant")
+    raise BadRow("wrong_type", f"{where} is {json_type_name(value)} where an object is meant")
 
 
 def unpacked(where: str, value: Any) -> Any:
@@ -56,7 +56,7 @@ def _check(where: str, value: Any, levels: int) -> None:
         if not math.isfinite(value):
             raise BadRow("bad_value", f"{where} is {value}, which JSON does not have")
     elif value is not None:
-        raise BadRow("wrong_type", f"{where} is {kind_of(value)}, which JSON does not have")
+        raise BadRow("wrong_type", f"{where} is {json_type_name(value)}, which JSON does not have")
 
 
 def _check_within(where: str, value: Object | list[Any], levels: int) -> None:

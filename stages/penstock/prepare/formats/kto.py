@@ -6,27 +6,27 @@ The prompt and the answer have columns of their own, or a conversation ends with
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.prepare.bad_records import BadRow, column, kind_of
+from penstock.prepare.bad_records import BadRow, column, json_type_name
 from penstock.prepare.formats.completions import (
     Said,
     answered,
-    conversation_of,
+    messages_at,
     no_prompt,
-    prompt_of,
-    said_in,
+    read_conversation,
+    read_prompt,
 )
-from penstock.prepare.formats.conversation import Judged
+from penstock.prepare.formats.conversation import RatedAnswer
 from penstock.prepare.settings import DatasetSettings
 
 GOOD = ("true", "1", "yes", "good", "desirable", "chosen")
 BAD = ("false", "0", "no", "bad", "undesirable", "rejected")
 
 
-def kto(settings: DatasetSettings, record: Mapping[str, Any]) -> Judged:
+def kto(settings: DatasetSettings, record: Mapping[str, Any]) -> RatedAnswer:
     """A judged answer. Raises BadRow where it cannot be used."""
     desirable = _verdict(settings.field_label, column(record, settings.field_label))
     prompt, answer = _parted(settings, record)
-    return Judged(answered(settings, record, prompt, answer.as_answer()), desirable)
+    return RatedAnswer(answered(settings, record, prompt, answer.as_answer()), desirable)
 
 
 def verdict_of(value: Any) -> bool | None:
@@ -41,7 +41,11 @@ def _verdict(name: str, value: Any) -> bool:
     found = verdict_of(value)
     if found is not None:
         return found
-    said = f"{str(value)[:40]!r}" if isinstance(value, bool | int | float | str) else kind_of(value)
+    said = (
+        f"{str(value)[:40]!r}"
+        if isinstance(value, bool | int | float | str)
+        else json_type_name(value)
+    )
     raise BadRow(
         "bad_value", f"{name} is {said}; write true or false ({', '.join(GOOD[1:] + BAD[1:])})"
     )
@@ -50,10 +54,10 @@ def _verdict(name: str, value: Any) -> bool:
 def _parted(settings: DatasetSettings, record: Mapping[str, Any]) -> tuple[Said, Said]:
     """Prompt and answer."""
     name = settings.field_completion
-    asked = prompt_of(settings, record) or conversation_of(settings, record)
+    asked = read_prompt(settings, record) or read_conversation(settings, record)
     if asked and asked.is_answered and record.get(name) is None:
         return asked.before_its_answer()
-    answer = said_in(name, column(record, name), "assistant")
+    answer = messages_at(name, column(record, name), "assistant")
     if asked is None and not answer.is_whole:
         raise no_prompt(settings, record)
     if asked is None:

@@ -10,11 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock.prepare.bad_records import BadRow, checked_text, column, kind_of, optional_text
+from penstock.prepare.bad_records import BadRow, checked_text, column, json_type_name, optional_text
 from penstock.prepare.formats.conversation import REASONING, Conversation, Message
 from penstock.prepare.formats.json_values import as_text, checked_json, unpacked
 from penstock.prepare.formats.labels import labels_in
-from penstock.prepare.formats.tool_calls import call_of, calls_of, spoken_calls_of, tools_of
+from penstock.prepare.formats.tool_calls import (
+    parse_inline_calls,
+    parse_tool_call,
+    parse_tool_calls,
+    parse_tools,
+)
 from penstock.prepare.settings import DatasetSettings
 
 OTHER_MEDIA = ("images", "image", "audio", "audios", "video", "videos")
@@ -82,7 +87,7 @@ class Turn:
 def conversation(settings: DatasetSettings, record: Mapping[str, Any]) -> Conversation:
     """The messages in `field_messages`, or `messages`. Raises BadRow where they cannot be used."""
     name = settings.field_messages or "messages"
-    turns = turns_of(name, column(record, name))
+    turns = parse_messages(name, column(record, name))
     labels = record.get(settings.field_label)
     return assembled(settings, record, _labelled(settings.field_label, labels, turns))
 
@@ -102,7 +107,7 @@ def assembled(
         turns = [Turn({"role": "system", "content": first}, trained=False), *turns]
     return Conversation(
         [turn.message for turn in turns],
-        tools_of(settings.field_tools, record.get(settings.field_tools)),
+        parse_tools(settings.field_tools, record.get(settings.field_tools)),
         tuple(turn.trained for turn in turns),
     )
 
@@ -112,9 +117,9 @@ def usual_text(record: Mapping[str, Any], name: str | None, usual: str) -> str:
     return optional_text(record, name or (usual if usual in record else None))
 
 
-def turns_of(where: str, value: Any) -> list[Turn]:
+def parse_messages(where: str, value: Any) -> list[Turn]:
     """The messages in a list of them."""
-    return [turn_of(f"{where}[{index}]", entry) for index, entry in entries(where, value)]
+    return [parse_message(f"{where}[{index}]", entry) for index, entry in entries(where, value)]
 
 
 _EXAMPLE = '[{"role": "user", "content": "…"}, …]'
@@ -130,16 +135,18 @@ def entries(where: str, value: Any) -> list[tuple[int, Any]]:
         )
     found = [] if is_blank else unpacked(where, value)
     if not isinstance(found, list):
-        raise BadRow("wrong_type", f"{where} is {kind_of(found)} where a list of messages is meant")
+        raise BadRow(
+            "wrong_type", f"{where} is {json_type_name(found)} where a list of messages is meant"
+        )
     if not found:
         raise BadRow("empty", f"{where} is empty")
     return list(enumerate(found))
 
 
-def turn_of(where: str, value: Any, spelling: Spelling = OPENAI) -> Turn:
+def parse_message(where: str, value: Any, spelling: Spelling = OPENAI) -> Turn:
     """One message."""
     if not isinstance(value, dict):
-        raise BadRow("wrong_type", f"{where} is {kind_of(value)} where an object is meant")
+        raise BadRow("wrong_type", f"{where} is {json_type_name(value)} where an object is meant")
     role = _role(where, value, spelling)
     value = _without_parts(where, value, role, spelling.content)
     message: Message = {"role": role, "content": None}
@@ -162,7 +169,7 @@ def is_trained(where: str, weight: Any) -> bool:
     if weight is None:
         return True
     if isinstance(weight, bool) or not isinstance(weight, (int, float)):
-        raise BadRow("wrong_type", f"{where}.weight is {kind_of(weight)}; write 0 or 1")
+        raise BadRow("wrong_type", f"{where}.weight is {json_type_name(weight)}; write 0 or 1")
     if weight not in (0, 1):
         raise BadRow(
             "bad_value",
@@ -172,7 +179,7 @@ def is_trained(where: str, weight: Any) -> bool:
     return weight == 1
 
 
-def word_of(said: str) -> str:
+def normalize_role(said: str) -> str:
     """A speaker's name as it is usually written."""
     return said.strip().lower().replace("-", "_")
 
@@ -198,7 +205,7 @@ def _role(where: str, value: Message, spelling: Spelling) -> str:
     if spelling.role not in value:
         raise BadRow("missing_column", f"{where} has no {spelling.role}; it has {', '.join(value)}")
     said = checked_text(f"{where}.{spelling.role}", value[spelling.role])
-    role = spelling.roles.get(said) or spelling.roles.get(word_of(said))
+    role = spelling.roles.get(said) or spelling.roles.get(normalize_role(said))
     if role:
         return role
     near = difflib.get_close_matches(said, list(spelling.roles), n=1)
@@ -216,8 +223,8 @@ def _calls(where: str, value: Message, role: str) -> list[Message]:
     if calls and legacy:
         raise BadRow("bad_value", f"{where} has both tool_calls and function_call")
     if calls:
-        return calls_of(f"{where}.tool_calls", calls)
-    return [call_of(f"{where}.function_call", legacy)]
+        return parse_tool_calls(f"{where}.tool_calls", calls)
+    return [parse_tool_call(f"{where}.function_call", legacy)]
 
 
 def _content(where: str, value: Message, role: str, name: str, *, may_lack: bool) -> str | None:
@@ -231,7 +238,7 @@ def _content(where: str, value: Message, role: str, name: str, *, may_lack: bool
         raise BadRow("missing_column", f"{where} has no {name}; it has {', '.join(value)}")
     if role == "tool" and content is not None:
         return as_text(at, content)
-    raise BadRow("wrong_type", f"{at} is {kind_of(content)} where a string is meant")
+    raise BadRow("wrong_type", f"{at} is {json_type_name(content)} where a string is meant")
 
 
 def _without_parts(where: str, value: Message, role: str, name: str) -> Message:
@@ -277,7 +284,9 @@ def _inside(part: Message) -> Any:
 def _part(where: str, part: Any) -> tuple[str, list[Any]]:
     """What a part is, and the texts or calls in it."""
     if not isinstance(part, dict) or "type" not in part:
-        raise BadRow("wrong_type", f"{where} is {kind_of(part)} where a part of a message is meant")
+        raise BadRow(
+            "wrong_type", f"{where} is {json_type_name(part)} where a part of a message is meant"
+        )
     kind = PARTS.get(str(part["type"]))
     if kind is None:
         known = ", ".join(dict.fromkeys(PARTS.values()))
@@ -289,7 +298,7 @@ def _part(where: str, part: Any) -> tuple[str, list[Any]]:
         told = f"{where} has no text and no value; it has {names}"
         raise BadRow("missing_column", told)
     if kind == CALL:
-        return kind, spoken_calls_of(where, inside)
+        return kind, parse_inline_calls(where, inside)
     if kind == RESULT and not isinstance(inside, str):
         return kind, [as_text(where, inside)]
     return kind, [checked_text(where, inside)]

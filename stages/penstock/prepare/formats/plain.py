@@ -1,6 +1,6 @@
 """`text`: documents trained whole."""
 
-from penstock.prepare.bad_records import BadRow, checked_text, column, kind_of
+from penstock.prepare.bad_records import BadRow, checked_text, column, json_type_name
 from penstock.prepare.formats.sample import Record, Text
 from penstock.prepare.settings import DatasetSettings
 
@@ -14,7 +14,7 @@ def plain(settings: DatasetSettings, record: Record) -> Text:
     elif isinstance(value, str):
         checked_text(name, value)
     else:
-        why = f"{name} is {kind_of(value)} where a string or a list of strings is meant"
+        why = f"{name} is {json_type_name(value)} where a string or a list of strings is meant"
         raise BadRow("wrong_type", why)
     if not value or value.isspace():
         raise BadRow("empty", f"{name} is empty")

@@ -14,15 +14,15 @@ import numpy as np
 
 from penstock.config.schema.dataset import SCORES
 from penstock.prepare.bad_records import BadRow, column, number
-from penstock.prepare.formats.alpaca import asked_in, system_in
+from penstock.prepare.formats.alpaca import instruction_text, system_in
 from penstock.prepare.formats.completions import (
     Said,
     answered,
-    conversation_of,
+    messages_at,
+    messages_equal,
     no_prompt,
-    prompt_of,
-    said_in,
-    says_the_same,
+    read_conversation,
+    read_prompt,
 )
 from penstock.prepare.formats.conversation import Pair
 from penstock.prepare.formats.hh_rlhf import dialogue_in
@@ -42,20 +42,20 @@ def preference(settings: DatasetSettings, record: Mapping[str, Any]) -> Pair:
 
 
 def _pair(settings: DatasetSettings, record: Mapping[str, Any]) -> Pair:
-    asked = prompt_of(settings, record) or conversation_of(settings, record)
+    asked = read_prompt(settings, record) or read_conversation(settings, record)
     if asked and asked.is_answered and record.get(settings.field_chosen) is None:
         prompt, chosen = asked.before_its_answer()
         name = settings.field_rejected
         worse = _side(WORSE if record.get(name) is None and WORSE in record else name, record)
-        return pair_of(settings, record, prompt, chosen, worse)
+        return build_pair(settings, record, prompt, chosen, worse)
     chosen = _side(settings.field_chosen, record)
     rejected = _side(settings.field_rejected, record)
     if asked is None and not (chosen.is_whole and rejected.is_whole):
         return _of_text(settings, record, chosen, rejected)
-    return pair_of(settings, record, *_parted(asked, chosen, rejected))
+    return build_pair(settings, record, *_parted(asked, chosen, rejected))
 
 
-def pair_of(
+def build_pair(
     settings: DatasetSettings,
     record: Mapping[str, Any],
     prompt: Said,
@@ -79,14 +79,14 @@ def _of_text(
 ) -> Pair:
     """Two answers to what is asked as in `alpaca`, or else two dialogues that share a prompt."""
     if record.get(settings.field_instruction) is not None:
-        asked = Said(settings.field_instruction, asked_in(settings, record))
+        asked = Said(settings.field_instruction, instruction_text(settings, record))
         prompt, better, worse = _parted(asked, chosen, rejected)
-        return pair_of(settings, record, prompt, better, worse, system_in(settings, record))
+        return build_pair(settings, record, prompt, better, worse, system_in(settings, record))
     names = (settings.field_chosen, settings.field_rejected)
     better, worse = (dialogue_in(name, record[name]) for name in names)
     if not (better and worse and better.is_whole and worse.is_whole):
         raise no_prompt(settings, record)
-    return pair_of(settings, record, *_parted(None, better, worse))
+    return build_pair(settings, record, *_parted(None, better, worse))
 
 
 def _score_gap(settings: DatasetSettings, record: Mapping[str, Any]) -> float | None:
@@ -102,7 +102,7 @@ def _score_gap(settings: DatasetSettings, record: Mapping[str, Any]) -> float | 
 
 
 def _side(name: str, record: Mapping[str, Any]) -> Said:
-    return said_in(name, column(record, name), "assistant")
+    return messages_at(name, column(record, name), "assistant")
 
 
 def _parted(asked: Said | None, chosen: Said, rejected: Said) -> tuple[Said, Said, Said]:
@@ -124,13 +124,13 @@ def _parted(asked: Said | None, chosen: Said, rejected: Said) -> tuple[Said, Sai
 def _ends_with(turns: Sequence[Turn], prompt: Sequence[Turn]) -> bool:
     """Whether the prompt's messages come last: a system prompt may stand before them."""
     tail = turns[len(turns) - len(prompt) :] if len(prompt) <= len(turns) else ()
-    return len(tail) == len(prompt) and all(map(says_the_same, tail, prompt))
+    return len(tail) == len(prompt) and all(map(messages_equal, tail, prompt))
 
 
 def _shared(chosen: Said, rejected: Said) -> int:
     """How many messages both begin with, up to where the assistant speaks in both."""
     sides = list(zip(chosen.turns, rejected.turns, strict=False))
-    alike = next((i for i, side in enumerate(sides) if not says_the_same(*side)), len(sides))
+    alike = next((i for i, side in enumerate(sides) if not messages_equal(*side)), len(sides))
     starts = (
         i
         for i in range(min(alike, len(sides) - 1), 0, -1)

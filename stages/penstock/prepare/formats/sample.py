@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.prepare.formats.conversation import Conversation, Judged, Pair
+from penstock.prepare.formats.conversation import Conversation, Pair, RatedAnswer
 from penstock.prepare.settings import DatasetSettings
 
 Tokens = npt.NDArray[np.int32]
@@ -28,7 +28,7 @@ class Ids:
     labels: Tokens
 
 
-Parsed = Conversation | Pair | Judged | Text | Ids
+Parsed = Conversation | Pair | RatedAnswer | Text | Ids
 Record = Mapping[str, Any]
 Format = Callable[[DatasetSettings, Record], Parsed]
 """What a record says. Raises BadRow where it says nothing."""

@@ -17,11 +17,11 @@ from penstock.prepare.formats.messages import (
     assembled,
     entries,
     is_trained,
-    turn_of,
+    normalize_role,
+    parse_message,
     usual_text,
-    word_of,
 )
-from penstock.prepare.formats.tool_calls import spoken_calls_of
+from penstock.prepare.formats.tool_calls import parse_inline_calls
 from penstock.prepare.settings import DatasetSettings
 
 ROLES = {
@@ -60,15 +60,15 @@ def any_turns(where: str, value: Any) -> list[Turn]:
 def any_turn(where: str, value: Any) -> Turn:
     """A message, spelled in either way."""
     if not isinstance(value, dict):
-        return turn_of(where, value, SHAREGPT)
+        return parse_message(where, value, SHAREGPT)
     spelling = SHAREGPT if "from" in value or "role" not in value else MIXED
     said = value.get(spelling.role)
-    if not isinstance(said, str) or word_of(said) not in CALLS:
-        return turn_of(where, value, spelling)
+    if not isinstance(said, str) or normalize_role(said) not in CALLS:
+        return parse_message(where, value, spelling)
     if spelling.content not in value:
         names = ", ".join(value)
         raise BadRow("missing_column", f"{where} has no {spelling.content}; it has {names}")
-    calls = spoken_calls_of(f"{where}.{spelling.content}", value[spelling.content])
+    calls = parse_inline_calls(f"{where}.{spelling.content}", value[spelling.content])
     message = {"role": "assistant", "content": None, "tool_calls": calls}
     return Turn(message, is_trained(where, value.get("weight")))
 

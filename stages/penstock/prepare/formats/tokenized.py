@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.prepare.bad_records import BadRow, column, kind_of
+from penstock.prepare.bad_records import BadRow, column, json_type_name
 from penstock.prepare.formats.sample import Ids, Record, Tokens
 from penstock.prepare.settings import DatasetSettings
 
@@ -26,10 +26,14 @@ def _integers(record: Mapping[str, Any], name: str) -> Tokens:
     if isinstance(value, np.ndarray):
         return _checked(name, value)
     if not isinstance(value, list):
-        raise BadRow("wrong_type", f"{name} is {kind_of(value)} where a list of numbers is meant")
+        raise BadRow(
+            "wrong_type", f"{name} is {json_type_name(value)} where a list of numbers is meant"
+        )
     if set(map(type, value)) - {int}:
         index, entry = next((i, e) for i, e in enumerate(value) if type(e) is not int)
-        raise BadRow("wrong_type", f"{name}[{index}] is {kind_of(entry)}, not a whole number")
+        raise BadRow(
+            "wrong_type", f"{name}[{index}] is {json_type_name(entry)}, not a whole number"
+        )
     if value and not (_LARGEST.min <= min(value) and max(value) <= _LARGEST.max):
         raise BadRow("bad_value", f"{name} holds a number of over 32 bits")
     return np.array(value, dtype=np.int32)

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from penstock.prepare.bad_records import BadRow, checked_text, kind_of
+from penstock.prepare.bad_records import BadRow, checked_text, json_type_name
 from penstock.prepare.formats.json_values import Object, checked_json, checked_object, unpacked
 
 
-def tools_of(where: str, value: Any) -> list[Object] | None:
+def parse_tools(where: str, value: Any) -> list[Object] | None:
     """The tools in `value`: a list of them, or that list as JSON text; None where there is none.
 
     A bare `{"name", "description", "parameters"}` becomes the `function` of a tool. All else stays
@@ -16,27 +16,31 @@ def tools_of(where: str, value: Any) -> list[Object] | None:
         return None
     found = unpacked(where, value)
     if not isinstance(found, list):
-        raise BadRow("wrong_type", f"{where} is {kind_of(found)} where a list of tools is meant")
+        raise BadRow(
+            "wrong_type", f"{where} is {json_type_name(found)} where a list of tools is meant"
+        )
     return [_tool(f"{where}[{index}]", entry) for index, entry in enumerate(found)] or None
 
 
-def calls_of(where: str, value: Any) -> list[Object]:
+def parse_tool_calls(where: str, value: Any) -> list[Object]:
     """The calls in `value`: a list of them, or that list as JSON text."""
     found = unpacked(where, value)
     if not isinstance(found, list):
-        raise BadRow("wrong_type", f"{where} is {kind_of(found)} where a list of calls is meant")
+        raise BadRow(
+            "wrong_type", f"{where} is {json_type_name(found)} where a list of calls is meant"
+        )
     return [_call(f"{where}[{index}]", entry) for index, entry in enumerate(found)]
 
 
-def spoken_calls_of(where: str, value: Any) -> list[Object]:
+def parse_inline_calls(where: str, value: Any) -> list[Object]:
     """The calls that a turn consists of: one or a list of them, usually as JSON text."""
     found = unpacked(where, value)
     if isinstance(found, list) and found:
-        return calls_of(where, found)
+        return parse_tool_calls(where, found)
     return [_call(where, found)]
 
 
-def call_of(where: str, value: Any) -> Object:
+def parse_tool_call(where: str, value: Any) -> Object:
     """A function's name and arguments as a call."""
     return {"type": "function", "function": _function(where, value)}
 
@@ -44,7 +48,7 @@ def call_of(where: str, value: Any) -> Object:
 def _call(where: str, value: Any) -> Object:
     entry = checked_object(where, value)
     if entry.get("function") is None:
-        return call_of(where, entry)
+        return parse_tool_call(where, entry)
     _is_of_function(where, entry)
     kept = {name: part for name, part in entry.items() if part is not None}
     kept["type"] = "function"

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from penstock.core.errors import StageError
 from penstock.core.remote.open import open_file
-from penstock.core.sources.local_files import compression_of
+from penstock.core.sources.local_files import detect_compression
 
 BROKEN = (EOFError, zlib.error, lzma.LZMAError, pa.ArrowException, OSError)
 """What a damaged compressed file raises, by the libraries that read it."""
@@ -34,7 +34,7 @@ class SourceFile:
     @property
     def compression(self) -> str | None:
         """How it is compressed, told from its name."""
-        return compression_of(self.name)
+        return detect_compression(self.name)
 
     @contextmanager
     def opened(self) -> Generator[BinaryIO]:

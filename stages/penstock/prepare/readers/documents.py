@@ -45,7 +45,7 @@ def csv_rows(file: SourceFile) -> Iterator[Chunk]:
     csv.field_size_limit(2**31 - 1)  # the default of 128 KiB is less than one long document
     with file.opened() as raw:
         stream = io.TextIOWrapper(raw, encoding="utf-8-sig", newline="")
-        reader = csv.reader(stream, strict=True, delimiter=delimiter_of(file))
+        reader = csv.reader(stream, strict=True, delimiter=detect_delimiter(file))
         try:
             header = next(reader, None)
             if header is None:
@@ -65,7 +65,7 @@ def csv_rows(file: SourceFile) -> Iterator[Chunk]:
             ) from error
 
 
-def delimiter_of(file: SourceFile) -> str:
+def detect_delimiter(file: SourceFile) -> str:
     """What parts the columns of a CSV file: a comma, unless its header has none and parts into
     several names at another of the usual characters."""
     with file.opened() as raw:

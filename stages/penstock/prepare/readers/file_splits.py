@@ -19,18 +19,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.core.cache.digests import derived, digests_of
-from penstock.core.cache.record import digest_of
+from penstock.core.cache.digests import derived, digest_files
+from penstock.core.cache.record import digest_json
 from penstock.core.cache.stage import Source
 from penstock.core.errors import StageError
-from penstock.core.sources.local_files import kind_of
+from penstock.core.sources.local_files import detect_file_kind
 from penstock.core.sources.megatron_files import DATA, INDEX, split_range
 from penstock.prepare.readers.columnar import ARROW_FILE, whole
 from penstock.prepare.readers.decompress import SourceFile
-from penstock.prepare.readers.documents import delimiter_of
+from penstock.prepare.readers.documents import detect_delimiter
 from penstock.prepare.readers.file_signatures import require_text
 from penstock.prepare.readers.lines import BOM, line_start, parsed
-from penstock.prepare.readers.megatron import index_of
+from penstock.prepare.readers.megatron import read_index
 
 SLICE_BYTES = 16 << 20
 """About as many bytes of a source make a slice: seconds of work for one process."""
@@ -94,7 +94,7 @@ class Piece:
         }
 
 
-def pieces_of(
+def split_source(
     source: Source,
     *,
     ds_type: str | None,
@@ -161,7 +161,7 @@ def require_unchanged(files: Iterable[SourceFile | None]) -> None:
     """Raise StageError if a local file is no longer what it was when it was pinned."""
     for file in {file.name: file for file in files if file}.values():
         digest = file.pinned.get("sha256")
-        if isinstance(file.location, Path) and digest and digests_of([file.location]) != [digest]:
+        if isinstance(file.location, Path) and digest and digest_files([file.location]) != [digest]:
             raise StageError(
                 f"{file.name} has changed since this run began.\n"
                 "  Run again when nobody writes to it."
@@ -174,8 +174,8 @@ def _of_file(file: SourceFile, ds_type: str | None) -> list[Piece]:
     content = {key: value for key, value in file.pinned.items() if key != "name"}
     if file.beside:
         content["data"] = {k: v for k, v in file.beside.pinned.items() if k != "name"}
-    kind = ds_type or kind_of(file.name) or ""
-    asked = digest_of([FORMAT, SLICE_BYTES, kind, file.name, content])
+    kind = ds_type or detect_file_kind(file.name) or ""
+    asked = digest_json([FORMAT, SLICE_BYTES, kind, file.name, content])
 
     def cuts() -> list[Cut]:
         found = list(_CUTS[kind](file))
@@ -299,7 +299,7 @@ def _text(file: SourceFile) -> Iterator[Cut]:
 
 def _csv(file: SourceFile) -> Iterator[Cut]:
     require_text(file, "csv")
-    delimiter = delimiter_of(file)
+    delimiter = detect_delimiter(file)
     # Files that were read before delimiters were looked for keep their slices.
     told = {} if delimiter == "," else {"delimiter": delimiter}
     yield {**_whole("csv", file), **told}
@@ -340,7 +340,7 @@ def _arrow(file: SourceFile) -> Iterator[Cut]:
 
 
 def _megatron(file: SourceFile) -> Iterator[Cut]:
-    sizes = index_of(file).document_bytes()
+    sizes = read_index(file).document_bytes()
     numbers = (np.cumsum(sizes) - sizes) // SLICE_BYTES
     cuts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(sizes)]
     for first, last in pairwise(cuts):
@@ -366,12 +366,12 @@ _CUTS: dict[str, Callable[[SourceFile], Iterator[Cut]]] = {
 def _of_hub(pin: dict[str, Any], streaming: bool, token: bool | None) -> list[Piece]:
     repo = str(pin["repo"])
     if streaming:
-        shards = derived(digest_of([FORMAT, "shards", pin]), lambda: _num_shards(pin, token))
+        shards = derived(digest_json([FORMAT, "shards", pin]), lambda: _num_shards(pin, token))
         return [
             Piece("stream", repo, pin, span=(index, shards), num_bytes=SLICE_BYTES)
             for index in range(shards)
         ]
-    asked = digest_of([FORMAT, SLICE_BYTES, "rows", pin])
+    asked = digest_json([FORMAT, SLICE_BYTES, "rows", pin])
     return [
         Piece("hub", repo, pin, span=(start, stop), before=start, num_bytes=num_bytes)
         for start, stop, num_bytes in derived(asked, lambda: _runs_of_rows(pin, token))

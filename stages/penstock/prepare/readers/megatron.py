@@ -83,7 +83,7 @@ def documents(file: SourceFile, span: tuple[int, int] | None) -> Iterator[Chunk]
 
     Raises StageError where the two files do not belong together, or one is cut short.
     """
-    index = index_of(file)
+    index = read_index(file)
     first, last = span or (0, index.num_documents)
     assert file.beside
     assert isinstance(file.beside.location, Path)
@@ -101,7 +101,7 @@ def documents(file: SourceFile, span: tuple[int, int] | None) -> Iterator[Chunk]
             row += len(batch)
 
 
-def index_of(file: SourceFile) -> Index:
+def read_index(file: SourceFile) -> Index:
     """The index in a file, checked against itself and against the size of its data.
 
     Raises StageError where it is none, is cut short, or tells of more than the data holds.

@@ -22,7 +22,7 @@ def records(item: Slice, token: bool | None = None) -> Iterator[Batch]:
     """
     seen = 0
     for piece in item.pieces:
-        before = cache(partial(before_of, piece, token))
+        before = cache(partial(count_records_before, piece, token))
         number, has_lines = piece.start + 1, piece.reader in HAVE_LINES
         for chunk in _within(chunks(piece, token), piece.start, piece.stop):
             first = (item.first - seen) % item.step
@@ -48,7 +48,7 @@ def _within(found: Iterator[Chunk], start: int, stop: int | None) -> Iterator[Ch
             return
 
 
-def before_of(piece: Piece, token: bool | None) -> int:
+def count_records_before(piece: Piece, token: bool | None) -> int:
     """Lines or rows ahead of the piece in its file, read where the plan did not tell."""
     if piece.before is not None:
         return piece.before

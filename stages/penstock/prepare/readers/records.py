@@ -10,7 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from penstock.prepare.bad_records import BadRow, kind_of
+from penstock.prepare.bad_records import BadRow, json_type_name
 
 BATCH = 1000
 """Records in a run, at most."""
@@ -80,4 +80,4 @@ def as_object(value: Any) -> Value:
     """A JSON value as a record, which must be an object."""
     if isinstance(value, dict):
         return value
-    return BadRow("wrong_type", f"the record is {kind_of(value)} where an object is meant")
+    return BadRow("wrong_type", f"the record is {json_type_name(value)} where an object is meant")

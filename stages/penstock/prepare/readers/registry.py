@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 
 from penstock.core.cache.digests import derived
-from penstock.core.cache.record import digest_of
+from penstock.core.cache.record import digest_json
 from penstock.prepare.builtin import generate
 from penstock.prepare.readers.columnar import arrow_file, arrow_stream, parquet
 from penstock.prepare.readers.decompress import SourceFile
@@ -65,4 +65,4 @@ def records_in(piece: Piece, token: bool | None = None) -> int:
         require_unchanged([piece.file])
         return found
 
-    return derived(digest_of([FORMAT, "records", piece.as_json()]), count)
+    return derived(digest_json([FORMAT, "records", piece.as_json()]), count)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from penstock.prepare.select.ngrams import Hashes, Runs, Samples, runs_of, samples_of
+from penstock.prepare.select.ngrams import Hashes, Runs, Samples, iter_samples, ngram_hashes
 
 CLEAN = -1
 
@@ -25,7 +25,7 @@ MOST_SLOTS = 1 << 27
 """A run whose slot is empty is none of those to be avoided; few others have to be looked up."""
 
 
-def half(length: int) -> int:
+def half_ngram(length: int) -> int:
     """Tokens of the runs by which common parts are told."""
     return max(1, length // 2)
 
@@ -37,8 +37,8 @@ def short_runs(batches: Iterable[pa.RecordBatch], length: int) -> Hashes:
     """
     found = [np.empty(0, dtype=np.uint64)]
     for batch in batches:
-        for samples in samples_of(batch):
-            runs = runs_of(samples, half(length))
+        for samples in iter_samples(batch):
+            runs = ngram_hashes(samples, half_ngram(length))
             order = np.lexsort((runs.samples, runs.hashes))
             hashes, of = runs.hashes[order], runs.samples[order]
             first = np.ones(len(hashes), dtype=bool)
@@ -48,7 +48,7 @@ def short_runs(batches: Iterable[pa.RecordBatch], length: int) -> Hashes:
     return np.stack([unique, counts.astype(np.uint64)])
 
 
-def common_runs(of_slices: Sequence[Hashes], num_samples: int) -> Hashes:
+def common_ngrams(of_slices: Sequence[Hashes], num_samples: int) -> Hashes:
     """Those of the short runs that are common among all avoided samples, in order."""
     both = np.concatenate([np.empty((2, 0), dtype=np.uint64), *of_slices], axis=1)
     hashes, where = np.unique(both[0], return_inverse=True)
@@ -56,13 +56,17 @@ def common_runs(of_slices: Sequence[Hashes], num_samples: int) -> Hashes:
     return hashes[(counts > COMMON * num_samples) & (counts >= FEWEST)]
 
 
-def telling_runs(batches: Iterable[pa.RecordBatch], length: int, common: Hashes) -> Hashes:
+def ngrams_excluding_common(
+    batches: Iterable[pa.RecordBatch], length: int, common: Hashes
+) -> Hashes:
     """Of one slice: the runs of the whole length that touch no common run, in order."""
     found = [np.empty(0, dtype=np.uint64)]
     for batch in batches:
-        for samples in samples_of(batch):
-            runs = runs_of(samples, length)
-            covered = np.concatenate([[0], np.cumsum(_covered(samples, half(length), common))])
+        for samples in iter_samples(batch):
+            runs = ngram_hashes(samples, length)
+            covered = np.concatenate(
+                [[0], np.cumsum(_covered(samples, half_ngram(length), common))]
+            )
             found.append(runs.hashes[covered[runs.starts + length] == covered[runs.starts]])
     return np.unique(np.concatenate(found))
 
@@ -84,9 +88,9 @@ class Avoided:
         """For every sample, the data set that it shares a run with, or CLEAN."""
         parts = [np.empty(0, dtype=np.int16)]
         for batch in batches:
-            for samples in samples_of(batch):
+            for samples in iter_samples(batch):
                 found = np.full(len(samples), CLEAN, dtype=np.int16)
-                known, places = self._known(runs_of(samples, length))
+                known, places = self._known(ngram_hashes(samples, length))
                 # Backwards, so that the first of a sample's runs is the one that stays.
                 found[known[::-1]] = self._datasets[places[::-1]]
                 parts.append(found)
@@ -104,7 +108,7 @@ class Avoided:
 
 def _covered(samples: Samples, length: int, common: Hashes) -> npt.NDArray[np.bool_]:
     """Which tokens lie in a common run."""
-    runs = runs_of(samples, length)
+    runs = ngram_hashes(samples, length)
     starts = runs.starts[np.isin(runs.hashes, common)]
     steps = np.zeros(len(samples.values) + 1, dtype=np.int64)
     np.add.at(steps, starts, 1)

@@ -17,12 +17,17 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from penstock.core.cache.digests import sha256_of
-from penstock.core.cache.record import digest_of
+from penstock.core.cache.digests import sha256_file
+from penstock.core.cache.record import digest_json
 from penstock.core.files import PART, fsync
-from penstock.prepare.select.decontaminate import Avoided, common_runs, short_runs, telling_runs
+from penstock.prepare.select.decontaminate import (
+    Avoided,
+    common_ngrams,
+    ngrams_excluding_common,
+    short_runs,
+)
 from penstock.prepare.select.exact_duplicates import digests_of_tokens
-from penstock.prepare.select.near_duplicates import SHINGLE, bands_of, rows_per_band
+from penstock.prepare.select.near_duplicates import SHINGLE, lsh_bands, rows_per_band
 from penstock.prepare.slices import Finished
 from penstock.rows.prepared import trained_tokens
 from penstock.rows.reader import flat
@@ -57,7 +62,7 @@ class Features:
         """Of each slice: what near samples probably share, shape [bands, samples]."""
         rows = rows_per_band(threshold)
         return self._of_all(
-            entries, "near", [SHINGLE, rows], lambda batches: bands_of(batches, rows)
+            entries, "near", [SHINGLE, rows], lambda batches: lsh_bands(batches, rows)
         )
 
     def contaminated(
@@ -68,13 +73,13 @@ class Features:
         halves = self._of_all(
             avoid, "halves", length, lambda batches: short_runs(batches, length), "run"
         )
-        common = common_runs(halves, sum(tally.rows for _, _, tally in avoid))
+        common = common_ngrams(halves, sum(tally.rows for _, _, tally in avoid))
         parameters = [length, common.tolist()]
         runs = self._of_all(
             avoid,
             "runs",
             parameters,
-            lambda batches: telling_runs(batches, length, common),
+            lambda batches: ngrams_excluding_common(batches, length, common),
             "run",
         )
         datasets = [item.dataset for item, _, _ in avoid]
@@ -92,7 +97,7 @@ class Features:
         compute: Callable[[Iterable[pa.RecordBatch]], Array],
         per: Literal["sample", "run"] = "sample",
     ) -> list[Array]:
-        digest = digest_of([VERSION, parameters])[:8]
+        digest = digest_json([VERSION, parameters])[:8]
         num_samples = {path: tally.rows for _, path, tally in entries}
 
         def of_one(path: Path) -> Array:
@@ -115,7 +120,7 @@ def _publish(values: Array, target: Path) -> None:
     try:
         with part.open("wb") as sink:
             np.save(sink, values)
-        digest = sha256_of(part)
+        digest = sha256_file(part)
         with part.open("ab") as sink:
             sink.write(bytes.fromhex(digest))
         fsync(part)

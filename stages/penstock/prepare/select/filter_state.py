@@ -11,8 +11,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from penstock.prepare.select.features import Array
-from penstock.prepare.select.near_duplicates import shingles_of
-from penstock.prepare.select.ngrams import Hashes, samples_of
+from penstock.prepare.select.near_duplicates import compute_shingles
+from penstock.prepare.select.ngrams import Hashes, iter_samples
 from penstock.prepare.slices import Finished
 from penstock.rows.reader import map_batches
 from penstock.rows.sample_order import Indices
@@ -58,7 +58,7 @@ class Choice:
     def tell(self, place: int, row: int, reason: Dropped, why: str) -> None:
         """Keep one sample that was left out as an example, with the reason in a sentence."""
         item, path, _ = self.finished[place]
-        where = {"source": item.label, "slice": item.key, "row": record_of(path, row)}
+        where = {"source": item.label, "slice": item.key, "row": record_index(path, row)}
         self.examples.append({**where, "reason": reason, "why": why})
 
 
@@ -100,7 +100,7 @@ class Pool:
         """What people call a sample."""
         place, row = self._at(sample)
         item, path, _ = self._choice.finished[place]
-        return f"row {record_of(path, row)} of slice {item.key} ({item.label})"
+        return f"row {record_index(path, row)} of slice {item.key} ({item.label})"
 
     def _at(self, sample: int) -> tuple[int, int]:
         number = int(np.searchsorted(self._starts, sample, side="right")) - 1
@@ -110,11 +110,11 @@ class Pool:
         place, row = self._at(sample)
         batches, starts = self._open(self._choice.finished[place][1])
         number = int(np.searchsorted(starts, row, side="right")) - 1
-        [found] = samples_of(batches[number].slice(row - int(starts[number]), 1))
-        return shingles_of(found)
+        [found] = iter_samples(batches[number].slice(row - int(starts[number]), 1))
+        return compute_shingles(found)
 
 
-def record_of(path: Path, row: int) -> int:
+def record_index(path: Path, row: int) -> int:
     """Which record of its slice a sample is; records that gave no sample are counted too."""
     batches, starts = _batches(path)
     number = int(np.searchsorted(starts, row, side="right")) - 1

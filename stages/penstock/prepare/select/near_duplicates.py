@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from penstock.prepare.select.ngrams import Hashes, Samples, mixed, runs_of, samples_of
+from penstock.prepare.select.ngrams import Hashes, Samples, iter_samples, mixed, ngram_hashes
 from penstock.rows.sample_order import Indices
 
 SHINGLE = 5
@@ -48,17 +48,17 @@ def rows_per_band(threshold: float) -> int:
     return max(fitting, default=1)
 
 
-def bands_of(batches: Iterable[pa.RecordBatch], rows: int) -> Bands:
+def lsh_bands(batches: Iterable[pa.RecordBatch], rows: int) -> Bands:
     """One number for each band and sample, shape [PERMUTATIONS // rows, samples]."""
     parts = [
-        _banded(_signatures(samples), rows) for batch in batches for samples in samples_of(batch)
+        _banded(_signatures(samples), rows) for batch in batches for samples in iter_samples(batch)
     ]
     return np.concatenate([np.empty((PERMUTATIONS // rows, 0), dtype=np.uint32), *parts], axis=1)
 
 
-def shingles_of(samples: Samples) -> Hashes:
+def compute_shingles(samples: Samples) -> Hashes:
     """The set of runs of one sample, sorted; a text shorter than a run is a run of its own."""
-    return np.unique(runs_of(samples, SHINGLE, shorter="whole").hashes)
+    return np.unique(ngram_hashes(samples, SHINGLE, shorter="whole").hashes)
 
 
 def jaccard(one: Hashes, other: Hashes) -> float:
@@ -137,7 +137,7 @@ def _shared_buckets(bands: Iterable[Bands]) -> tuple[Indices, Indices]:
 def _signatures(samples: Samples) -> npt.NDArray[np.uint32]:
     """The smallest hash of each sample under every permutation, shape [PERMUTATIONS, samples]."""
     found = np.empty((PERMUTATIONS, len(samples)), dtype=np.uint32)
-    hashes, of, _ = runs_of(samples, SHINGLE, shorter="whole")
+    hashes, of, _ = ngram_hashes(samples, SHINGLE, shorter="whole")
     first = np.flatnonzero(np.diff(of, prepend=-1))
     values = (hashes >> np.uint64(32)).astype(np.uint32)
     permuted = np.empty_like(values)

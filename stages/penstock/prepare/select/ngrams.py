@@ -41,7 +41,7 @@ class Samples:
         return (len(self.offsets) - 1) // self.lists_per_sample
 
 
-def samples_of(batch: pa.RecordBatch, first: int = 0) -> Iterator[Samples]:
+def iter_samples(batch: pa.RecordBatch, first: int = 0) -> Iterator[Samples]:
     """The samples of a prepared batch, of whatever kind, in pieces."""
     names = [name for name in batch.schema.names if name.endswith("input_ids")]
     sizes = sum(np.diff(flat(batch.column(name))[1]).astype(np.int64) for name in names)
@@ -64,7 +64,7 @@ class Runs(NamedTuple):
     """Where it begins in the samples' values."""
 
 
-def runs_of(samples: Samples, length: int, shorter: Literal["none", "whole"] = "none") -> Runs:
+def ngram_hashes(samples: Samples, length: int, shorter: Literal["none", "whole"] = "none") -> Runs:
     """Every run of `length` tokens.
 
     A list of fewer tokens gives no run, or with `shorter="whole"` a single one of all its tokens.

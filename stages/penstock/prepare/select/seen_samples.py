@@ -25,7 +25,7 @@ def _nothing() -> Hashes:
 
 
 @dataclass(frozen=True)
-class Known:
+class SeenSamples:
     """Samples of training data."""
 
     digests: Hashes = field(default_factory=_nothing)
@@ -34,7 +34,7 @@ class Known:
     """Files of prepared data that hold nothing else, by what their plan says of their content."""
 
     @classmethod
-    def read(cls, folder: Path, files: Collection[str]) -> "Known":
+    def read(cls, folder: Path, files: Collection[str]) -> "SeenSamples":
         """What `write` left in the folder."""
         return cls(np.load(folder / SAMPLES, allow_pickle=False), frozenset(files))
 
@@ -45,15 +45,15 @@ class Known:
             np.save(stream, self.digests)
         return target
 
-    def without(self, others: "Known") -> int:
+    def without(self, others: "SeenSamples") -> int:
         """How many samples are not among the others."""
         return int((~np.isin(self.digests, others.digests, assume_unique=True)).sum())
 
-    def __or__(self, others: "Known") -> "Known":
-        return Known(np.union1d(self.digests, others.digests), self.files | others.files)
+    def __or__(self, others: "SeenSamples") -> "SeenSamples":
+        return SeenSamples(np.union1d(self.digests, others.digests), self.files | others.files)
 
 
-def known_in(prepared: Path, but: Collection[str] = ()) -> Known:
+def known_in(prepared: Path, but: Collection[str] = ()) -> SeenSamples:
     """The training samples of prepared data, but for those in files whose content is among `but`.
 
     Only the others are read.
@@ -62,4 +62,4 @@ def known_in(prepared: Path, but: Collection[str] = ()) -> Known:
     entries = [entry for entry in plan["splits"]["train"] if entry["content"] not in but]
     found = [digests_of_tokens(map_batches(prepared / entry["file"]))[0] for entry in entries]
     digests = np.unique(np.concatenate([_nothing(), *found]))
-    return Known(digests, frozenset(entry["content"] for entry in entries))
+    return SeenSamples(digests, frozenset(entry["content"] for entry in entries))

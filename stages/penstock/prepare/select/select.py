@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from penstock.core.errors import StageError
-from penstock.prepare.mix import check_mix, mix_of
+from penstock.prepare.mix import check_mix, mix_settings
 from penstock.prepare.select.decontaminate import CLEAN
 from penstock.prepare.select.exact_duplicates import exact_duplicates
 from penstock.prepare.select.features import Features
@@ -69,7 +69,7 @@ def select(
     num_rows, labels, rows, tokens = [0] * count, [""] * count, [0] * count, [0] * count
     for place in choice.places("train"):
         item, _, tally = finished[place]
-        num_rows[item.dataset] += count_of(parts[place].train, tally.rows)
+        num_rows[item.dataset] += count_kept(parts[place].train, tally.rows)
         labels[item.dataset] = item.label
         rows[item.dataset] += tally.rows
         tokens[item.dataset] += tally.tokens
@@ -79,7 +79,7 @@ def select(
     return Selection(parts, tuple(choice.dropped), tuple(choice.examples))
 
 
-def count_of(mask: Mask | None, rows: int) -> int:
+def count_kept(mask: Mask | None, rows: int) -> int:
     """How many of a slice's samples a mask keeps."""
     return rows if mask is None else int(mask.sum())
 
@@ -101,7 +101,7 @@ def held_out(ranks: Sequence[Hashes], size: int | float | None) -> list[Mask]:
     return np.split(is_held, np.cumsum([len(of_slice) for of_slice in ranks])[:-1])
 
 
-def ranks_of(key: str, rows: int, seed: int) -> Hashes:
+def random_ranks(key: str, rows: int, seed: int) -> Hashes:
     """A random number for every sample of a slice, which the seed, the slice's key and the sample's
     place in it decide alone."""
     start = int.from_bytes(blake2b(f"{seed} {key}".encode(), digest_size=8).digest(), "little")
@@ -113,7 +113,7 @@ def _use_the_first(choice: Choice, settings: PrepareSettings) -> None:
         used: Counter[int] = Counter()
         for place in choice.places(role):
             item, _, tally = choice.finished[place]
-            limit = mix_of(mix, item.dataset).max_samples
+            limit = mix_settings(mix, item.dataset).max_samples
             if limit is None:
                 continue
             first = max(0, limit - used[item.dataset])
@@ -178,7 +178,7 @@ def _set_aside(choice: Choice, settings: PrepareSettings) -> dict[int, Mask]:
             "  Check data.deduplicate, data.decontaminate_ngram and the weights."
         )
     ranks = [
-        ranks_of(item.key, tally.rows, settings.seed)[choice.kept[place]]
+        random_ranks(item.key, tally.rows, settings.seed)[choice.kept[place]]
         for place, (item, _, tally) in zip(places, choice.entries(places), strict=True)
     ]
     masks = held_out(ranks, settings.val_set_size)

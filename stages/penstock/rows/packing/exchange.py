@@ -7,8 +7,8 @@ samples, rows whose parts hold equally many tokens are paired, and the parts cha
 
 import numpy as np
 
-from penstock.rows.packing.rows import Rows, starts_of
-from penstock.rows.packing.sorting import order_of
+from penstock.rows.packing.rows import Rows, row_starts
+from penstock.rows.packing.sorting import stable_argsort
 
 
 def exchange(rows: Rows, rounds: int, rng: np.random.Generator) -> None:
@@ -29,7 +29,7 @@ def exchange(rows: Rows, rounds: int, rng: np.random.Generator) -> None:
         offered = coins < chance[row]
         parts = np.bincount(row, sizes * offered, num_rows).astype(np.int64)
         shuffled = rng.permutation(num_rows)
-        by_part = shuffled[order_of(parts[shuffled], rows.capacity)]
+        by_part = shuffled[stable_argsort(parts[shuffled], rows.capacity)]
         # Neighbours in this order trade; which ones are neighbours alternates.
         start = int(rng.integers(2))
         pairs = by_part[start : start + (num_rows - start) // 2 * 2].reshape(-1, 2)
@@ -45,6 +45,6 @@ def exchange(rows: Rows, rounds: int, rng: np.random.Generator) -> None:
     widths = np.bincount(row, minlength=num_rows)
     # A row that gave all it had for nothing is no more.
     left = np.flatnonzero(widths)
-    rows.samples = rows.samples[order_of(row, num_rows)]
+    rows.samples = rows.samples[stable_argsort(row, num_rows)]
     rows.widths, rows.totals = widths[left], totals[left]
-    rows.starts = starts_of(rows.widths)
+    rows.starts = row_starts(rows.widths)

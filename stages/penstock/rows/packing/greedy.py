@@ -5,10 +5,10 @@ from heapq import heappush, heapreplace
 import numpy as np
 import numpy.typing as npt
 
-from penstock.rows.bin_plan import Bins, join
+from penstock.rows.bin_plan import PackingPlan, join
 
 
-def greedy(lengths: npt.ArrayLike, capacity: int, group_size: int) -> Bins:
+def greedy(lengths: npt.ArrayLike, capacity: int, group_size: int) -> PackingPlan:
     """Rows of samples in the order given, `group_size` consecutive samples at a time.
 
     Each sample goes to the row of its group with the most room (of several, the oldest); where that
@@ -20,11 +20,11 @@ def greedy(lengths: npt.ArrayLike, capacity: int, group_size: int) -> Bins:
     return join([_group(sizes[at : at + group_size], capacity, at) for at in starts] or [_none()])
 
 
-def _none() -> Bins:
-    return Bins(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
+def _none() -> PackingPlan:
+    return PackingPlan(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
 
 
-def _group(sizes: npt.NDArray[np.int64], capacity: int, first: int) -> Bins:
+def _group(sizes: npt.NDArray[np.int64], capacity: int, first: int) -> PackingPlan:
     rows: list[list[int]] = []
     heap: list[tuple[int, int]] = []
     """(-room, row) of every row: the one with the most room first."""
@@ -37,4 +37,4 @@ def _group(sizes: npt.NDArray[np.int64], capacity: int, first: int) -> Bins:
             heappush(heap, (size - capacity, len(rows)))
             rows.append([sample])
     samples = np.array([sample for row in rows for sample in row], dtype=np.int64)
-    return Bins(samples, np.cumsum([len(row) for row in rows], dtype=np.int64))
+    return PackingPlan(samples, np.cumsum([len(row) for row in rows], dtype=np.int64))

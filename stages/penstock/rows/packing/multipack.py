@@ -6,14 +6,14 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from penstock.rows.bin_plan import Bins, Sizes, alone, join
+from penstock.rows.bin_plan import PackingPlan, Sizes, alone, join
 from penstock.rows.packing.best_of import quickly, tightest
 from penstock.rows.packing.exchange import exchange
 from penstock.rows.packing.lower_bound import fewest_rows
 from penstock.rows.packing.patterns import Patterns
 from penstock.rows.packing.random_start import random_starts, repack
-from penstock.rows.packing.rows import Rows, planned, starts_of
-from penstock.rows.packing.sorting import counts_of
+from penstock.rows.packing.rows import Rows, planned, row_starts
+from penstock.rows.packing.sorting import count_values
 
 BLOCK = 1 << 20
 """Samples whose rows are looked for together. Of more, every block is a random part, which bounds
@@ -29,7 +29,7 @@ takes next to no time."""
 
 def multipack(
     lengths: npt.ArrayLike, capacity: int, group_size: int, rng: np.random.Generator
-) -> Bins:
+) -> PackingPlan:
     """Few rows of random samples, in random order.
 
     Rows are formed in groups of `group_size` consecutive samples, which share no row: with 1 every
@@ -41,7 +41,7 @@ def multipack(
         raise ValueError(f"lengths from {sizes.min()} to {sizes.max()} for rows of {capacity}")
     if group_size == 1:
         return alone(len(sizes))
-    parts: list[Bins] = []
+    parts: list[PackingPlan] = []
     for start in range(0, len(sizes), group_size):
         group = sizes[start : start + group_size].astype(np.min_scalar_type(capacity))
         samples = np.arange(len(group), dtype=np.min_scalar_type(len(group)))
@@ -54,14 +54,14 @@ def multipack(
 def _best(lengths: Sizes, samples: Sizes, capacity: int, rng: np.random.Generator) -> Rows:
     """A random start if it has no more rows than the best plan, else the plan, mixed for longer."""
     sizes = lengths[samples]
-    counts = counts_of(sizes, capacity)
+    counts = count_values(sizes, capacity)
     least = fewest_rows(counts, capacity)
     thorough = THOROUGH / len(samples)
     plan: Patterns | None = None
     tries = 1 + min(2, int(thorough))
     starts = random_starts(samples, sizes, counts, capacity, least, rng)
     for placed, widths, totals in islice(starts, tries):
-        rows = Rows(lengths, placed, starts_of(widths), widths, totals, capacity)
+        rows = Rows(lengths, placed, row_starts(widths), widths, totals, capacity)
         repack(rows, least, 0.02, quickly)
         if rows.num_rows > least:
             plan = plan or tightest(counts, capacity, least + least // CLOSE)

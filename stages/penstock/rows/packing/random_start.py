@@ -12,8 +12,8 @@ from penstock.rows.bin_plan import Indices, Sizes
 from penstock.rows.packing.deal import deal
 from penstock.rows.packing.lower_bound import fewest_rows
 from penstock.rows.packing.patterns import Patterns, best_fit
-from penstock.rows.packing.rows import Rows, planned, slots_of, starts_of
-from penstock.rows.packing.sorting import counts_of, order_of, ranges
+from penstock.rows.packing.rows import Rows, plan_slots, planned, row_starts
+from penstock.rows.packing.sorting import count_values, ranges, stable_argsort
 
 Start = tuple[Sizes, Indices, Indices]
 """The samples row after row; how many of them each row has, and how many tokens."""
@@ -61,9 +61,9 @@ def repack(
     """
     if rows.num_rows <= wanted:
         return
-    loosest = order_of(rows.totals, rows.capacity)[: 20 + int(share * rows.num_rows)]
+    loosest = stable_argsort(rows.totals, rows.capacity)[: 20 + int(share * rows.num_rows)]
     samples = rows.held(loosest)
-    counts = counts_of(rows.lengths[samples], rows.capacity)
+    counts = count_values(rows.lengths[samples], rows.capacity)
     enough = len(loosest) - (rows.num_rows - wanted)
     plan = pack(counts, rows.capacity, max(enough, fewest_rows(counts, rows.capacity)))
     if plan.num_rows < len(loosest):
@@ -103,13 +103,13 @@ def _filled(
     dealt, back = _kept(sizes, limit)
     dealt_sizes, back_sizes = sizes[dealt], sizes[back]
     widths = deal(dealt_sizes, level)
-    totals = np.add.reduceat(dealt_sizes, starts_of(widths), dtype=np.int64)
-    by_gap = order_of(totals, capacity)[::-1]
+    totals = np.add.reduceat(dealt_sizes, row_starts(widths), dtype=np.int64)
+    by_gap = stable_argsort(totals, capacity)[::-1]
     rows = np.bincount(capacity - totals)
     gaps = np.flatnonzero(rows)
     rooms = list(zip(gaps.tolist(), rows[gaps].tolist(), strict=True))
-    plan = best_fit(counts_of(back_sizes, capacity), rooms, capacity)
-    slots = slots_of(plan)
+    plan = best_fit(count_values(back_sizes, capacity), rooms, capacity)
+    slots = plan_slots(plan)
     # The plan numbers rows by their gap, and those it opens behind them.
     opened = np.arange(len(widths), plan.num_rows)
     by_gap = np.concatenate([by_gap, opened])
@@ -119,9 +119,9 @@ def _filled(
     totals[by_gap] += slots.totals()
     # What fills a gap is short; a coin says whether it stands before the others or behind them.
     ahead = rng.integers(2, size=plan.num_rows)
-    starts = starts_of(widths + added)
+    starts = row_starts(widths + added)
     placed = np.empty_like(samples)
     placed[ranges(starts + ahead * added, widths)] = samples[dealt]
     places = slots.places((starts + (1 - ahead) * widths)[by_gap])
-    placed[places] = samples[back[order_of(back_sizes, capacity)]]
+    placed[places] = samples[back[stable_argsort(back_sizes, capacity)]]
     return placed, widths + added, totals

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.rows.bin_plan import Bins, Indices, Sizes
+from penstock.rows.bin_plan import Indices, PackingPlan, Sizes
 from penstock.rows.packing.patterns import Patterns
-from penstock.rows.packing.sorting import order_of, ranges
+from penstock.rows.packing.sorting import ranges, stable_argsort
 
 
 @dataclass
@@ -43,12 +43,12 @@ class Rows:
         self.totals = np.concatenate([np.delete(self.totals, rows), other.totals])
         self.samples = np.concatenate([self.samples, other.samples])
 
-    def bins(self, first: int, rng: np.random.Generator) -> Bins:
+    def bins(self, first: int, rng: np.random.Generator) -> PackingPlan:
         """The rows in random order; the samples are numbered from `first`."""
         order = rng.permutation(self.num_rows)
         samples = self.held(order)
         samples += first
-        return Bins(samples, np.cumsum(self.widths[order]))
+        return PackingPlan(samples, np.cumsum(self.widths[order]))
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Slots:
         return ranges(starts[self.row] + self.held, self.each)
 
 
-def slots_of(plan: Patterns) -> Slots:
+def plan_slots(plan: Patterns) -> Slots:
     """What a plan says, the shortest samples first."""
     table = np.array(plan.placed, dtype=np.int64).reshape(-1, 5)
     length, first, rows, each, held = table[np.argsort(table[:, 0], kind="stable")].T
@@ -89,14 +89,14 @@ def planned(lengths: Sizes, samples: Sizes, plan: Patterns, capacity: int) -> Ro
 
     Samples of a length are dealt to the rows that want one in the order given.
     """
-    slots = slots_of(plan)
+    slots = plan_slots(plan)
     widths = slots.widths()
-    starts = starts_of(widths)
+    starts = row_starts(widths)
     placed = np.empty_like(samples)
-    placed[slots.places(starts)] = samples[order_of(lengths[samples], capacity)]
+    placed[slots.places(starts)] = samples[stable_argsort(lengths[samples], capacity)]
     return Rows(lengths, placed, starts, widths, slots.totals(), capacity)
 
 
-def starts_of(widths: Indices) -> Indices:
+def row_starts(widths: Indices) -> Indices:
     """Where each row begins."""
     return np.cumsum(widths) - widths

@@ -11,7 +11,7 @@ from penstock.rows.bin_plan import Indices, Sizes
 PART = 1 << 15
 
 
-def counts_of(values: Sizes, most: int) -> Indices:
+def count_values(values: Sizes, most: int) -> Indices:
     """How many of the values are 0, 1, … `most`."""
     found = np.zeros(most + 1, dtype=np.int64)
     for first in range(0, len(values), PART):
@@ -19,7 +19,7 @@ def counts_of(values: Sizes, most: int) -> Indices:
     return found
 
 
-def order_of(values: Sizes, most: int) -> Indices:
+def stable_argsort(values: Sizes, most: int) -> Indices:
     """Which values stand where when they are sorted; equal ones keep their order.
 
     They lie between 0 and `most`. Sorts 16 bits at a time, for which numpy counts instead of

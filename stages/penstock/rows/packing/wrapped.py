@@ -5,14 +5,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from penstock.rows.bin_plan import Bins, Indices
+from penstock.rows.bin_plan import Indices, PackingPlan
 
 
 @dataclass(frozen=True)
 class Pieces:
     """Rows of pieces of samples: entry i of each array is of piece i, row after row."""
 
-    bins: Bins
+    bins: PackingPlan
     """`samples` says which sample a piece is of; a sample may have several, in neighbouring
     rows."""
     begins: Indices
@@ -36,4 +36,4 @@ def wrapped(lengths: npt.ArrayLike, capacity: int) -> Pieces:
     rows = starts // capacity
     last_of_row = np.flatnonzero(np.diff(rows, append=-1)) + 1
     begins = starts - (ends - sizes)[samples]
-    return Pieces(Bins(samples, last_of_row.astype(np.int64)), begins, cuts - starts)
+    return Pieces(PackingPlan(samples, last_of_row.astype(np.int64)), begins, cuts - starts)

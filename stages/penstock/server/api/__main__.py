@@ -15,7 +15,7 @@ from penstock.config.server.config import ServerConfig
 from penstock.core import env
 from penstock.core.errors import ConfigError
 from penstock.server.api.app import create_app
-from penstock.server.api.context import Service
+from penstock.server.api.context import AppState
 from penstock.server.api.http_protocol import Connection, room_for_connections
 from penstock.server.api.log_limit import LogLimit
 from penstock.server.api.settings import ApiSettings
@@ -58,7 +58,7 @@ async def serve(job: ServerJob, keys: tuple[str, ...]) -> None:
             max_connections,
             asked,
         )
-    settings = replace(settings_of(job.config, keys), max_connections=max_connections)
+    settings = replace(read_settings(job.config, keys), max_connections=max_connections)
     app = create_app(connecting(FromEngine, job.engine_address, env.engine_secret()), settings)
     server = uvicorn.Server(
         uvicorn.Config(
@@ -77,7 +77,7 @@ async def serve(job: ServerJob, keys: tuple[str, ...]) -> None:
         )
     )
     _freeze_modules()
-    service: Service = app.state.service
+    service: AppState = app.state.service
     ending = asyncio.create_task(_end_polls(server, service.closing))
     warming = asyncio.create_task(service.codecs.start())
     try:
@@ -101,7 +101,7 @@ async def _end_polls(server: uvicorn.Server, closing: asyncio.Event) -> None:
     closing.set()
 
 
-def settings_of(config: ServerConfig, keys: tuple[str, ...]) -> ApiSettings:
+def read_settings(config: ServerConfig, keys: tuple[str, ...]) -> ApiSettings:
     """What of the server's settings is read here."""
     return ApiSettings(
         keys=keys,

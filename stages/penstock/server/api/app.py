@@ -8,9 +8,9 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from penstock.server.api.connections import Connections
-from penstock.server.api.context import Service
+from penstock.server.api.context import AppState
 from penstock.server.api.errors import (
-    Refusal,
+    ApiError,
     answer_crash,
     answer_faults,
     answer_http,
@@ -20,14 +20,17 @@ from penstock.server.api.futures import Futures
 from penstock.server.api.metrics import Metrics
 from penstock.server.api.middleware.auth import Keys
 from penstock.server.api.middleware.body_limit import Bodies
-from penstock.server.api.middleware.concurrency_limit import InTurn, Turns
+from penstock.server.api.middleware.concurrency_limit import (
+    ConcurrencyLimit,
+    ConcurrencyLimitMiddleware,
+)
 from penstock.server.api.middleware.rate_limit import Rates
 from penstock.server.api.openapi import document
 from penstock.server.api.routes import checkpoints, sampling, training, unsupported, weight_sync
 from penstock.server.api.routes import futures as routes_futures
 from penstock.server.api.routes import service as routes_service
-from penstock.server.api.scheduler_client import Link
-from penstock.server.api.session_heartbeats import Pulse
+from penstock.server.api.scheduler_client import SchedulerClient
+from penstock.server.api.session_heartbeats import SessionHeartbeats
 from penstock.server.api.settings import ApiSettings
 from penstock.server.api.wire.codec_pool import CodecPool
 from penstock.server.protocol.codec import Channel, Encoded
@@ -39,20 +42,20 @@ SHARED_BYTES = 128 << 20
 
 def create_app(channel: Channel[ToEngine | Encoded, FromEngine], settings: ApiSettings) -> FastAPI:
     """The application; it speaks on `channel` from its start to its end."""
-    link = Link(channel)
+    link = SchedulerClient(channel)
     futures = Futures(
         link,
         ttl=settings.future_ttl,
         max_pending=settings.max_pending_requests,
         max_kept_bytes=settings.max_kept_bytes,
     )
-    pulse = Pulse(
+    pulse = SessionHeartbeats(
         link,
         idle_timeout=settings.idle_session_timeout,
         answer_timeout=settings.answer_timeout,
     )
-    turns = Turns()
-    service = Service(
+    turns = ConcurrencyLimit()
+    service = AppState(
         settings=settings,
         link=link,
         futures=futures,
@@ -85,7 +88,7 @@ def create_app(channel: Channel[ToEngine | Encoded, FromEngine], settings: ApiSe
         title="Penstock training server", lifespan=lifespan, docs_url=None, redoc_url=None
     )
     app.state.service = service
-    app.add_exception_handler(Refusal, answer_refusal)
+    app.add_exception_handler(ApiError, answer_refusal)
     app.add_exception_handler(HTTPException, answer_http)
     app.add_exception_handler(RequestValidationError, answer_faults)
     app.add_exception_handler(Exception, answer_crash)
@@ -101,6 +104,6 @@ def create_app(channel: Channel[ToEngine | Encoded, FromEngine], settings: ApiSe
         unsupported.router,
     ):
         app.include_router(router)
-    app.add_middleware(InTurn, turns=turns)
+    app.add_middleware(ConcurrencyLimitMiddleware, turns=turns)
     app.openapi = lambda: document(app)
     return app

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import StringConstraints
 
-from penstock.server.api.errors import Refusal
+from penstock.server.api.errors import ApiError
 
 MODEL = r"^[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}$"
 CHECKPOINT = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$"
@@ -36,7 +36,7 @@ def read_path(written: str) -> str:
     """`<model>/weights/<name>` of a path on the wire. Raises Refusal for what is none."""
     found = _PATH.fullmatch(written)
     if not found:
-        raise Refusal(
+        raise ApiError(
             f"{written[:200]!r} is no path of a checkpoint: it is"
             " tinker://<model>/weights/<name> or tinker://<model>/sampler_weights/<name>"
         )
@@ -48,25 +48,25 @@ def read_checkpoint(written: str, model: str, room: str = "weights") -> str:
     `room`, or `weights/<model>/<name>` (xorl). Raises Refusal for what is none of this model's."""
     found = _ID.fullmatch(written)
     if not found or found[2] not in (None, model):
-        raise Refusal(f"{written[:200]!r} names no checkpoint of {model}: it is weights/<name>")
+        raise ApiError(f"{written[:200]!r} names no checkpoint of {model}: it is weights/<name>")
     return f"{found[1] or room}/{found[3]}"
 
 
 def write_path(model: str, name: str) -> str:
     """A checkpoint's path as the client that named this model writes it."""
-    return f"{scheme_of(model)}://{model}/{name}"
+    return f"{uri_scheme(model)}://{model}/{name}"
 
 
-def scheme_of(model: str) -> str:
+def uri_scheme(model: str) -> str:
     """The SDK's models are named after their session; other clients name them themselves."""
     return "tinker" if TRAINED in model else "xorl"
 
 
-def model_of(session: str, number: int) -> str:
+def model_name(session: str, number: int) -> str:
     """The name of the SDK's model of this number."""
     return f"{session}{TRAINED}{number}"
 
 
-def session_of(model: str) -> str:
+def session_name(model: str) -> str:
     """The session that a model's name says it is of; a model that a client named is its own."""
     return model.rsplit(TRAINED, 1)[0]

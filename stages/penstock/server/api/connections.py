@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Literal, Protocol
 
-from penstock.server.api.errors import Refusal
+from penstock.server.api.errors import ApiError
 
 Phase = Literal["header", "request", "drain", "idle"]
 """A request's header is awaited; it is served; the rest of a body that was refused comes yet; or
@@ -106,7 +106,7 @@ class Connections:
         if victim is None and (largest := self._largest()) != owner:
             victim = next(each for each in self._open if each.owner == largest)
         if victim is None:
-            raise Refusal(
+            raise ApiError(
                 f"{self._by_owner[owner]} connections of yours are open, and"
                 f" {self.limit - self._reserved} may be of all; close some, and come again",
                 code="busy",

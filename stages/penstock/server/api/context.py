@@ -9,15 +9,15 @@ from typing import Annotated, Any, TypeVar
 from fastapi import Depends, Request
 
 from penstock.server.api.connections import Connections
-from penstock.server.api.errors import Refusal
-from penstock.server.api.futures import EncodedAsk, Futures, Kind, Shape, new_future
+from penstock.server.api.errors import ApiError
+from penstock.server.api.futures import EncodedAsk, Futures, Kind, ResultFormat, new_future
 from penstock.server.api.metrics import Metrics
 from penstock.server.api.middleware.auth import Keys
 from penstock.server.api.middleware.body_limit import Bodies, BoundedRequest
-from penstock.server.api.middleware.concurrency_limit import Turns
+from penstock.server.api.middleware.concurrency_limit import ConcurrencyLimit
 from penstock.server.api.middleware.rate_limit import Rates
-from penstock.server.api.scheduler_client import Link
-from penstock.server.api.session_heartbeats import Pulse
+from penstock.server.api.scheduler_client import SchedulerClient
+from penstock.server.api.session_heartbeats import SessionHeartbeats
 from penstock.server.api.settings import ApiSettings
 from penstock.server.api.wire.codec_pool import CodecPool
 from penstock.server.api.wire.request_bodies import (
@@ -27,7 +27,7 @@ from penstock.server.api.wire.request_bodies import (
     Decoded,
     NotInlineError,
     SampleBody,
-    error_of,
+    to_decode_error,
 )
 from penstock.server.protocol.codec import Encoded
 from penstock.server.protocol.requests import Ordered, Pass, Sample, Work
@@ -38,14 +38,14 @@ R = TypeVar("R", bound=Result)
 
 
 @dataclass(frozen=True)
-class Service:
+class AppState:
     """What all requests of one API process share."""
 
     settings: ApiSettings
-    link: Link
+    link: SchedulerClient
     futures: Futures
-    pulse: Pulse
-    turns: Turns
+    pulse: SessionHeartbeats
+    turns: ConcurrencyLimit
     keys: Keys
     rates: Rates
     metrics: Metrics
@@ -59,10 +59,10 @@ class Service:
 
 
 @dataclass(frozen=True)
-class Desk:
+class RequestContext:
     """One request."""
 
-    service: Service
+    service: AppState
     owner: str
     idempotency: str
     """The client's name for this request, the same when it sends it again; or empty."""
@@ -76,7 +76,7 @@ class Desk:
         seconds = settings.operation_timeout if by_workers else settings.answer_timeout
         result = await self.service.link.call(self.owner, work, seconds)
         if not isinstance(result, kind):
-            raise Refusal(
+            raise ApiError(
                 f"the engine answered with {type(result).__name__}, not {kind.__name__}",
                 code="internal",
                 category="server",
@@ -111,7 +111,7 @@ class Desk:
             request.release()
             if reply.refused is not None:
                 request.parsed = reply.refused.known
-                raise error_of(reply.refused)
+                raise to_decode_error(reply.refused)
             assert reply.decoded is not None
             yield reply.decoded, EncodedAsk(name, Encoded(frame))
 
@@ -149,20 +149,20 @@ class Desk:
         promise = await self.service.futures.submit(
             self.owner,
             work,
-            Shape(kind, model, **shape),
+            ResultFormat(kind, model, **shape),
             seq=seq,
             idempotency=again or self.idempotency,
         )
         return {"request_id": promise.id, "model_id": model}
 
 
-async def desk_of(request: Request) -> Desk:
+async def get_context(request: Request) -> RequestContext:
     """The desk of a request that was let in. Async, for others are called in another thread."""
-    return Desk(
+    return RequestContext(
         request.app.state.service,
         request.state.owner,
         request.headers.get("x-idempotency-key", "")[:200],
     )
 
 
-AtDesk = Annotated[Desk, Depends(desk_of)]
+AtDesk = Annotated[RequestContext, Depends(get_context)]

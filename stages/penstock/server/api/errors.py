@@ -30,7 +30,7 @@ MAX_FAULTS = 20
 """Of one body, that are told."""
 
 
-class Refusal(HTTPException):
+class ApiError(HTTPException):
     """A request that is not served, and why."""
 
     def __init__(
@@ -50,15 +50,15 @@ class Refusal(HTTPException):
         self.category: Category = category
 
 
-def refusal_of(failure: Failure) -> Refusal:
+def to_api_error(failure: Failure) -> ApiError:
     """What the engine says did not go, as the answer to a call that waited for it."""
     again = 1.0 if failure.code in ("busy", "lost", "unavailable") else None
-    return Refusal(failure.error, code=failure.code, category=failure.category, retry_after=again)
+    return ApiError(failure.error, code=failure.code, category=failure.category, retry_after=again)
 
 
 async def answer_refusal(_: Request, refusal: Exception) -> JSONResponse:
     """The body of a Refusal."""
-    assert isinstance(refusal, Refusal)
+    assert isinstance(refusal, ApiError)
     return _told(
         refusal.status_code, refusal.error, refusal.category, refusal.code, refusal.headers
     )

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from penstock.server.api.errors import Refusal
-from penstock.server.api.scheduler_client import End, Link
+from penstock.server.api.errors import ApiError
+from penstock.server.api.scheduler_client import End, SchedulerClient
 from penstock.server.protocol.codec import Encoded
-from penstock.server.protocol.envelopes import Answer, Ask, Failure
+from penstock.server.protocol.envelopes import Answer, Failure, Request
 from penstock.server.protocol.requests import Ordered, Pass, Sample
 from penstock.server.protocol.results import Passed, Sampled
 from penstock.server.protocol.types import Array
@@ -51,7 +51,7 @@ class EncodedAsk:
 
 
 @dataclass(frozen=True)
-class Shape:
+class ResultFormat:
     """What of the request its result is written with."""
 
     kind: Kind
@@ -62,12 +62,12 @@ class Shape:
 
 
 @dataclass
-class Promise:
+class FutureRecord:
     """One future."""
 
     id: str
     owner: str
-    shape: Shape
+    shape: ResultFormat
     end: asyncio.Future[End]
     again: tuple[str, str, str] | None
     """Owner, call and idempotency key of the request that made it."""
@@ -94,7 +94,7 @@ class Futures:
 
     def __init__(
         self,
-        link: Link,
+        link: SchedulerClient,
         *,
         ttl: float,
         max_pending: int,
@@ -105,7 +105,7 @@ class Futures:
         self._link = link
         self._ttl, self._max_pending, self._max_kept_bytes = ttl, max_pending, max_kept_bytes
         self._clock = clock
-        self._promises: dict[str, Promise] = {}
+        self._promises: dict[str, FutureRecord] = {}
         self._again: dict[tuple[str, str, str], str] = {}
         self._done: dict[str, dict[str, None]] = {}
         """Those that are done, of each owner, the oldest first."""
@@ -137,16 +137,16 @@ class Futures:
         self,
         owner: str,
         work: Ordered | Sample | EncodedAsk,
-        shape: Shape,
+        shape: ResultFormat,
         *,
         seq: int | None = None,
         idempotency: str = "",
-    ) -> Promise:
+    ) -> FutureRecord:
         """Hand a work over, or find the future of the same request that came before.
 
         `idempotency`: the client's name for this request, the same when it sends it again. Raises
         Refusal: 429 when the owner waits for as many as it may, 503 when no workers will come any
-        more, else those of `Link.ask`.
+        more, else those of `SchedulerClient.ask`.
         """
         again = (owner, shape.kind, idempotency) if idempotency else None
         known = self._promises.get(self._again.get(again, "")) if again else None
@@ -154,14 +154,14 @@ class Futures:
             return known
         status = self._link.status
         if status and status.workers == "failed":
-            raise Refusal(
+            raise ApiError(
                 f"the workers are not started again: {status.reason}",
                 code="unavailable",
                 category="server",
                 retry_after=60.0,
             )
         if self._pending[owner] >= self._max_pending:
-            raise Refusal(
+            raise ApiError(
                 f"{self._max_pending} of your requests are not done yet; wait for some of them",
                 code="busy",
                 retry_after=1.0,
@@ -171,14 +171,14 @@ class Futures:
             self._pending_bytes[owner] + size > MAX_OWNER_PENDING_BYTES
             or self._pending_bytes.total() + size > MAX_PENDING_BYTES
         ):
-            raise Refusal(
+            raise ApiError(
                 f"{self._pending_bytes[owner]} bytes of your requests are not done yet, and this"
                 f" one has {size}; wait for some of them",
                 code="busy",
                 retry_after=1.0,
             )
         name = work.name if isinstance(work, EncodedAsk) else new_future()
-        promise = Promise(name, owner, shape, self._link.expect(name), again, work_size=size)
+        promise = FutureRecord(name, owner, shape, self._link.expect(name), again, work_size=size)
         # Known and counted before anything is waited for: many may come at once, and the same one.
         self._pending[owner] += 1
         self._pending_bytes[owner] += size
@@ -189,15 +189,15 @@ class Futures:
         if isinstance(work, EncodedAsk):
             await self._link.send(work.ask, name)
         else:
-            await self._link.send(Ask(id=name, owner=owner, work=work, seq=seq), name)
+            await self._link.send(Request(id=name, owner=owner, work=work, seq=seq), name)
         return promise
 
-    def find(self, name: str, owner: str) -> Promise:
+    def find(self, name: str, owner: str) -> FutureRecord:
         """The owner's future of this name. Raises Refusal (410) where there is none: it is too
         old, another's, or of an API process that ended."""
         promise = self._promises.get(name)
         if promise is None or promise.owner != owner:
-            raise Refusal(
+            raise ApiError(
                 f"{name[:100]!r} is no future of yours that is still kept; ask again for what it"
                 " was to bring",
                 code="gone",
@@ -211,8 +211,10 @@ class Futures:
         rest. An empty pass takes its place, which the engine refuses in its turn.
         """
         nothing = Pass(model=model, data=(), loss="cross_entropy", forward_only=True)
-        with contextlib.suppress(Refusal):
-            await self._link.ask(Ask(id=secrets.token_hex(16), owner=owner, work=nothing, seq=seq))
+        with contextlib.suppress(ApiError):
+            await self._link.ask(
+                Request(id=secrets.token_hex(16), owner=owner, work=nothing, seq=seq)
+            )
 
     async def cancel(self, name: str, owner: str) -> None:
         """Ask that the work is not begun. Raises Refusal as `find`."""
@@ -220,7 +222,7 @@ class Futures:
         if not promise.end.done():
             await self._link.cancel(promise.id)
 
-    def keep_payload(self, promise: Promise, form: str, payload: bytes) -> None:
+    def keep_payload(self, promise: FutureRecord, form: str, payload: bytes) -> None:
         """Keep a result as it is sent, for whoever asks again."""
         if promise.id in self._done.get(promise.owner, {}):
             promise.payloads[form] = payload
@@ -228,7 +230,7 @@ class Futures:
             self._kept_bytes[promise.owner] += len(payload)
             self._drop_beyond(promise)
 
-    def _finish(self, promise: Promise) -> None:
+    def _finish(self, promise: FutureRecord) -> None:
         self._release(promise)
         if promise.end.cancelled():
             self._forget(promise)
@@ -239,7 +241,7 @@ class Futures:
         self._done.setdefault(promise.owner, {})[promise.id] = None
         self._drop_beyond(promise)
 
-    def _drop_beyond(self, newest: Promise) -> None:
+    def _drop_beyond(self, newest: FutureRecord) -> None:
         """The oldest results of the owner who has most of them, until all are within bounds: what
         one owner has computed costs no other's results."""
         while self._kept_bytes.total() > self._max_kept_bytes:
@@ -251,14 +253,14 @@ class Futures:
             if not self._drop_oldest(owner, newest):
                 return
 
-    def _drop_oldest(self, owner: str, newest: Promise) -> bool:
+    def _drop_oldest(self, owner: str, newest: FutureRecord) -> bool:
         oldest = self._promises[next(iter(self._done[owner]))]
         if oldest is newest:
             return False
         self._forget(oldest)
         return True
 
-    def _release(self, promise: Promise) -> None:
+    def _release(self, promise: FutureRecord) -> None:
         for counter, count in ((self._pending, 1), (self._pending_bytes, promise.work_size)):
             counter[promise.owner] -= count
             if not counter[promise.owner]:
@@ -274,7 +276,7 @@ class Futures:
                     break
                 self._forget(promise)
 
-    def _forget(self, promise: Promise) -> None:
+    def _forget(self, promise: FutureRecord) -> None:
         self._promises.pop(promise.id, None)
         own = self._done.get(promise.owner, {})
         if promise.id in own:

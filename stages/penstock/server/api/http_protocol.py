@@ -140,7 +140,7 @@ class Connection(HttpToolsProtocol):
             raise ValueError("the header of a request is too long")
 
 
-def connection_of(request: Request) -> Client | None:
+def get_connection(request: Request) -> Client | None:
     """The connection that a request came by; None where it came by no socket."""
     return request.scope.get("extensions", {}).get(EXTENSION)
 

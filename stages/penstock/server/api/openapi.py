@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from penstock.server.api.middleware.body_limit import JSON
 from penstock.server.api.schemas.requests import DrawBody, ForwardBackwardBody, ForwardBody
-from penstock.server.api.schemas.responses import ErrorTold
+from penstock.server.api.schemas.responses import ErrorResponse
 
 SCHEMAS = "#/components/schemas/"
 
@@ -42,7 +42,7 @@ KEYS = {
 """The two ways to send one."""
 
 
-def body_of(schema: str, *others: str) -> dict[str, Any]:
+def body_schema(schema: str, *others: str) -> dict[str, Any]:
     """What the document says of a body that a route decodes by hand: JSON of this schema, or bytes
     of `others`."""
     binary = {"schema": {"type": "string", "format": "binary"}}
@@ -55,11 +55,11 @@ def document(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         told = get_openapi(title=app.title, version=app.version, routes=app.routes)
         schemas = told["components"]["schemas"]
-        for model in (ErrorTold, ForwardBackwardBody, ForwardBody, DrawBody):
+        for model in (ErrorResponse, ForwardBackwardBody, ForwardBody, DrawBody):
             _add(schemas, model)
         told["components"]["securitySchemes"] = KEYS
         told["security"] = [{name: []} for name in KEYS]
-        body = {"schema": {"$ref": f"{SCHEMAS}{ErrorTold.__name__}"}}
+        body = {"schema": {"$ref": f"{SCHEMAS}{ErrorResponse.__name__}"}}
         for methods in told["paths"].values():
             for operation in methods.values():
                 answers = operation["responses"]

@@ -6,15 +6,15 @@ import logging
 import secrets
 import time
 
-from penstock.server.api.errors import Refusal, refusal_of
+from penstock.server.api.errors import ApiError, to_api_error
 from penstock.server.protocol.codec import Channel, Encoded, FrameError, PeerLostError
 from penstock.server.protocol.envelopes import (
     Answer,
-    Ask,
     Cancel,
     Failure,
     FromEngine,
     Hello,
+    Request,
     Status,
     ToEngine,
 )
@@ -31,7 +31,7 @@ LOST = "the engine died while this was under way; what it had done is unknown. A
 End = Answer | Failure
 
 
-class Link:
+class SchedulerClient:
     """Asks of this process that are under way."""
 
     def __init__(self, channel: Channel[ToEngine | Encoded, FromEngine]) -> None:
@@ -57,7 +57,7 @@ class Link:
         self._fail_all("the server ends; ask again once it is back")
         self._channel.close()
 
-    async def ask(self, ask: Ask) -> asyncio.Future[End]:
+    async def ask(self, ask: Request) -> asyncio.Future[End]:
         """Hand a work over; its end is heard of later. Raises Refusal as `expect` and `send`."""
         end = self.expect(ask.id)
         await self.send(ask, ask.id)
@@ -67,7 +67,7 @@ class Link:
         """The end of an ask that is about to be sent. Raises Refusal (503) while there is no
         engine."""
         if self.status is None or self._greeted != self._instance:
-            raise Refusal(
+            raise ApiError(
                 "the engine is not there; it is started again",
                 code="unavailable",
                 category="server",
@@ -78,7 +78,7 @@ class Link:
         end.add_done_callback(lambda _: self._waiting.pop(name, None))
         return end
 
-    async def send(self, ask: Ask | Encoded, name: str) -> None:
+    async def send(self, ask: Request | Encoded, name: str) -> None:
         """Hand over a work whose end is expected; where that does not go, its end is cancelled.
 
         Raises Refusal (413) for what is too large for the channel.
@@ -89,7 +89,7 @@ class Link:
         except BaseException as error:
             end.cancel()
             if isinstance(error, FrameError):
-                raise Refusal(str(error), status=413) from error
+                raise ApiError(str(error), status=413) from error
             raise
 
     async def call(self, owner: str, work: Work, seconds: float) -> Result:
@@ -97,20 +97,20 @@ class Link:
 
         Raises Refusal: the engine's, or 504 after `seconds`, when the work is told not to begin.
         """
-        ask = Ask(id=secrets.token_hex(16), owner=owner, work=work)
+        ask = Request(id=secrets.token_hex(16), owner=owner, work=work)
         end = await self.ask(ask)
         try:
             found = await asyncio.wait_for(end, seconds)
         except TimeoutError:
             await self.cancel(ask.id)
-            raise Refusal(
+            raise ApiError(
                 f"the server has not done it within {seconds:g} s; ask again later",
                 status=504,
                 code="unavailable",
                 category="server",
             ) from None
         if isinstance(found, Failure):
-            raise refusal_of(found)
+            raise to_api_error(found)
         return found.result
 
     async def cancel(self, name: str) -> None:

@@ -11,8 +11,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 
-from penstock.server.api.errors import Refusal
-from penstock.server.api.scheduler_client import Link
+from penstock.server.api.errors import ApiError
+from penstock.server.api.scheduler_client import SchedulerClient
 from penstock.server.protocol.requests import Heartbeat
 from penstock.server.protocol.results import Gone
 
@@ -25,12 +25,12 @@ KEPT_SECONDS = 60.0
 """A session that is silent for so long is asked for again."""
 
 
-class Pulse:
+class SessionHeartbeats:
     """Sessions whose clients live."""
 
     def __init__(
         self,
-        link: Link,
+        link: SchedulerClient,
         *,
         idle_timeout: float,
         answer_timeout: float,
@@ -67,7 +67,7 @@ class Pulse:
             self._untold[owner].add(session)
         elif await self._gone(owner, (session,)):
             # The SDK stops beating at 410.
-            raise Refusal(f"session {session[:200]!r} is not there, or has ended", code="gone")
+            raise ApiError(f"session {session[:200]!r} is not there, or has ended", code="gone")
         self.begin(owner, session)
 
     def begin(self, owner: str, session: str) -> None:

@@ -36,12 +36,12 @@ def in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def host_of(address: str) -> str:
+def parse_host(address: str) -> str:
     """The host of `tcp://host:port`."""
     return address.removeprefix("tcp://").rpartition(":")[0].removeprefix("[").removesuffix("]")
 
 
-def port_of(address: str) -> int:
+def parse_port(address: str) -> int:
     """The port of `tcp://host:port`."""
     return int(address.rpartition(":")[2])
 
@@ -70,9 +70,9 @@ def workers_bind(config: ServerConfig, *, alone: bool) -> str:
     must know the port."""
     if config.worker_bind_address != "auto":
         written = config.worker_bind_address
-        if port_of(written):
+        if parse_port(written):
             return written
-        host = host_of(written)
+        host = parse_host(written)
         return tcp(host, free_port(host, 0, "worker_bind_address"))
     host = config.worker_bind_host
     if config.node_rank:
@@ -85,4 +85,4 @@ def workers_bind(config: ServerConfig, *, alone: bool) -> str:
 
 def workers_address(config: ServerConfig, bind: str) -> str:
     """How the engine reaches what listens at `bind`."""
-    return tcp(config.engine_connect_host or near(host_of(bind)), port_of(bind))
+    return tcp(config.engine_connect_host or near(parse_host(bind)), parse_port(bind))

@@ -1,7 +1,7 @@
 """One process of the server that is not a worker: it ends with the launcher, and tells of itself.
 
-`python -m penstock.server.launch.child_main PARENT_PID NAME MODULE JOB` runs `python -m MODULE JOB` so, and
-calls it NAME in what it tells.
+`python -m penstock.server.launch.child_main PARENT_PID NAME MODULE JOB` runs `python -m MODULE JOB`
+so, and calls it NAME in what it tells.
 """
 
 import logging

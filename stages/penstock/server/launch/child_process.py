@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from penstock.core import env
-from penstock.server.launch.multi_node import Alone, Together
+from penstock.server.launch.multi_node import MultiNode, SingleNode
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 """Seconds before a process is started again; each pause doubles the one before."""
@@ -18,7 +18,7 @@ SETTLED_SECONDS = 60.0
 
 
 @dataclass
-class Child:
+class ManagedProcess:
     """One process and what it starts; all of it is one group."""
 
     name: str
@@ -33,7 +33,7 @@ class Child:
     settled_seconds: float = SETTLED_SECONDS
     pass_env: Sequence[str] = ()
     """Variables of the launcher that it gets besides."""
-    together: Together = field(default_factory=Alone)
+    together: MultiNode = field(default_factory=SingleNode)
     """With what other machines it starts and ends."""
     deaths: int = 0
     """In a row."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penstock.config.server.config import ServerConfig
-from penstock.core.files import publishing, read_json
+from penstock.core.files import atomic_write, read_json
 
 FOLDER = "server"
 """In the output folder: what the server's processes keep of themselves."""
@@ -58,7 +58,7 @@ class ServerJob:
         """Publish the job as a file that its owner alone may read; return that."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / name
-        with publishing(path) as part:
+        with atomic_write(path) as part:
             part.touch(mode=0o600)
             part.chmod(0o600)
             part.write_text(_text(self), encoding="utf-8")

@@ -10,7 +10,7 @@ import uuid
 from pathlib import Path
 from typing import Protocol
 
-from penstock.core.files import publishing
+from penstock.core.files import atomic_write
 
 LOOK_SECONDS = 0.5
 """Between two looks at the shared folder."""
@@ -19,7 +19,7 @@ START = "start"
 ENDED = "ended-"
 
 
-class Together(Protocol):
+class MultiNode(Protocol):
     """What one machine knows of the others."""
 
     def may_start(self) -> bool:
@@ -39,7 +39,7 @@ class Together(Protocol):
         ...
 
 
-class Alone:
+class SingleNode:
     """There is one machine."""
 
     def may_start(self) -> bool:
@@ -75,7 +75,7 @@ class First:
         for old in self._folder.glob(f"{ENDED}*"):
             old.unlink(missing_ok=True)
         self._name = uuid.uuid4().hex
-        with publishing(self._folder / START) as part:
+        with atomic_write(self._folder / START) as part:
             part.write_text(self._name, encoding="ascii")
 
     def died(self) -> None:

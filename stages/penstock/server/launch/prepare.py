@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from penstock.config.server.config import ServerConfig, run_of
+from penstock.config.server.config import ServerConfig, to_run_config
 from penstock.core import env
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.core.remote.urls import is_url
@@ -18,9 +18,9 @@ from penstock.server.launch.addresses import (
     EVERYWHERE,
     LOOPBACK,
     free_port,
-    host_of,
     is_loopback,
-    port_of,
+    parse_host,
+    parse_port,
     tcp,
     workers_address,
     workers_bind,
@@ -121,7 +121,7 @@ def prepare(config: ServerConfig, mode: Mode, worker_address: str | None = None)
     `worker_address`: where workers are that were started by themselves. Raises ConfigError for what
     cannot be, and CapabilityError for a model that cannot be fetched.
     """
-    run_of(config)
+    to_run_config(config)
     env.require_variables(config.pass_env, "pass_env")
     if worker_address is not None:
         _require_address(worker_address, mode)
@@ -131,7 +131,7 @@ def prepare(config: ServerConfig, mode: Mode, worker_address: str | None = None)
             "  Write --mode connect there alone, and --mode workers here."
         )
     serves = _serves(config, mode)
-    keys = keys_of(config) if serves else ()
+    keys = read_api_keys(config) if serves else ()
     output_dir = Path(config.output_dir).expanduser().resolve()
     folder = output_dir / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
@@ -163,7 +163,7 @@ def prepare(config: ServerConfig, mode: Mode, worker_address: str | None = None)
     return Prepared(job, keys, new_secret(), secret)
 
 
-def keys_of(config: ServerConfig) -> tuple[str, ...]:
+def read_api_keys(config: ServerConfig) -> tuple[str, ...]:
     """The API's keys. Raises ConfigError where there must be some and are none."""
     keys = env.server_keys()
     if config.api_keys_file is not None:
@@ -223,9 +223,9 @@ def _written(path: Path, config: ServerConfig) -> str:
 
 def _from_elsewhere(job: ServerJob) -> str:
     """The workers' address as other machines may reach it."""
-    is_everywhere = host_of(job.workers_bind) in EVERYWHERE
+    is_everywhere = parse_host(job.workers_bind) in EVERYWHERE
     if is_everywhere and job.config.engine_connect_host is None:
-        return tcp(socket.getfqdn(), port_of(job.workers_bind))
+        return tcp(socket.getfqdn(), parse_port(job.workers_bind))
     return job.workers_address
 
 

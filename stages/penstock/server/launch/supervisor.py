@@ -20,9 +20,9 @@ from filelock import FileLock, Timeout
 
 from penstock.core.errors import ConfigError, StageError
 from penstock.server.launch.addresses import in_url, near
-from penstock.server.launch.child_process import Child
+from penstock.server.launch.child_process import ManagedProcess
 from penstock.server.launch.job import GIVEN_UP
-from penstock.server.launch.multi_node import Alone, First, Other, Together
+from penstock.server.launch.multi_node import First, MultiNode, Other, SingleNode
 from penstock.server.launch.prepare import Prepared
 from penstock.server.launch.torchrun import torchrun_words, workers_environment
 
@@ -40,24 +40,24 @@ MACHINES = "machines"
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
-def children_of(prepared: Prepared, say: Callable[[str], None]) -> list[Child]:
+def managed_processes(prepared: Prepared, say: Callable[[str], None]) -> list[ManagedProcess]:
     """The processes that this launcher starts, in the order in which they are asked to end."""
     job, config, secrets = prepared.job, prepared.job.config, prepared.secrets
-    found: list[Child] = []
+    found: list[ManagedProcess] = []
     if prepared.serves:
         for name, package in (("api", "api"), ("engine", "orchestrator")):
             module = f"penstock.server.{package}"
             words = [str(os.getpid()), name, module, str(prepared.file)]
             command = [sys.executable, "-m", "penstock.server.launch.child_main", *words]
             environment = {"PYTHONSAFEPATH": "1", **secrets[name]}
-            made = Child(name, command, environment, say)
+            made = ManagedProcess(name, command, environment, say)
             if name == "engine":
                 made.stop_seconds = config.stop_timeout + ENGINE_MARGIN_SECONDS
             found.append(made)
     if job.mode != "connect":
         words = [*torchrun_words(config, job.folder), "-m", "penstock.server.worker"]
         found.append(
-            Child(
+            ManagedProcess(
                 "workers",
                 [sys.executable, "-m", *words, str(prepared.file)],
                 {**workers_environment(config), **secrets["workers"]},
@@ -71,10 +71,10 @@ def children_of(prepared: Prepared, say: Callable[[str], None]) -> list[Child]:
     return found
 
 
-def _together(prepared: Prepared) -> Together:
+def _together(prepared: Prepared) -> MultiNode:
     config, folder = prepared.job.config, prepared.job.folder / MACHINES
     if config.nnodes == 1:
-        return Alone()
+        return SingleNode()
     return Other(folder) if config.node_rank else First(folder)
 
 
@@ -90,7 +90,7 @@ def serve(prepared: Prepared, say: Callable[[str], None]) -> None:
         prepared.publish()
         given_up = job.folder / GIVEN_UP
         given_up.unlink(missing_ok=True)
-        Launcher(children_of(prepared, say), say, api, given_up).run()
+        Launcher(managed_processes(prepared, say), say, api, given_up).run()
 
 
 @contextmanager
@@ -114,7 +114,7 @@ def _alone(prepared: Prepared) -> Generator[None]:
 class Launcher:
     """Looks after processes until it is asked to stop."""
 
-    children: Sequence[Child]
+    children: Sequence[ManagedProcess]
     say: Callable[[str], None]
     api: tuple[str, int] | None
     """Where the API listens, if it is one of them."""
@@ -150,13 +150,15 @@ class Launcher:
         self._let_leave(serving, workers)
         self._end_together(workers)
 
-    def _end_together(self, group: Sequence[Child]) -> None:
+    def _end_together(self, group: Sequence[ManagedProcess]) -> None:
         for child in group:
             child.ask_to_end()
         for child in group:
             child.end(at_once=lambda: len(self._asked) > 1)
 
-    def _let_leave(self, serving: Sequence[Child], workers: Sequence[Child]) -> None:
+    def _let_leave(
+        self, serving: Sequence[ManagedProcess], workers: Sequence[ManagedProcess]
+    ) -> None:
         """An engine that ended well has told them to end, and torchrun takes a signal for a
         fault. One on another machine may still save what they hold."""
         seconds = 0.0

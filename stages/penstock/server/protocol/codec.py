@@ -112,6 +112,6 @@ OURS: frozenset[Code] = frozenset({"lost", "unavailable", "internal"})
 """Kinds of failure that no client can do anything about."""
 
 
-def category_of(code: Code) -> Category:
+def error_category(code: Code) -> Category:
     """Who can do something about it."""
     return "server" if code in OURS else "user"

@@ -7,7 +7,7 @@ from penstock.server.protocol.requests import Work
 from penstock.server.protocol.results import Result
 
 
-class Ask(Message):
+class Request(Message):
     """A work to do."""
 
     id: str
@@ -30,7 +30,7 @@ class Hello(Message):
     instance: str
 
 
-ToEngine = Hello | Ask | Cancel
+ToEngine = Hello | Request | Cancel
 
 
 class Answer(Message):

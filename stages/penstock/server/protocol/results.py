@@ -32,7 +32,7 @@ class Sessions(Message):
     sessions: tuple[str, ...]
 
 
-class SessionTold(Message):
+class SessionResult(Message):
     """Of SessionOf."""
 
     session: str
@@ -63,7 +63,7 @@ class ModelMade(Message):
     model: str
 
 
-class ModelTold(Message):
+class ModelResult(Message):
     """Of ModelOf."""
 
     run: Run
@@ -103,7 +103,7 @@ class Loaded(Message):
     name: str
 
 
-class SamplerTold(Message):
+class SamplerResult(Message):
     """Of CreateSampler and SamplerOf."""
 
     sampler: str
@@ -130,13 +130,13 @@ class Runs(Message):
     total: int
 
 
-class CheckpointsTold(Message):
+class CheckpointsResult(Message):
     """Of ListCheckpoints."""
 
     checkpoints: tuple[Checkpoint, ...]
 
 
-class WeightsTold(Message):
+class WeightsResult(Message):
     """Of WeightsOf."""
 
     base_model: str
@@ -166,19 +166,19 @@ Result = (
     | Gone
     | SessionMade
     | Sessions
-    | SessionTold
+    | SessionResult
     | Served
     | ModelMade
-    | ModelTold
+    | ModelResult
     | Passed
     | Stepped
     | Saved
     | Loaded
-    | SamplerTold
+    | SamplerResult
     | Sampled
     | Runs
-    | CheckpointsTold
-    | WeightsTold
+    | CheckpointsResult
+    | WeightsResult
     | Endpoints
     | Synced
 )

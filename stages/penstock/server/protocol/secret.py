@@ -5,7 +5,7 @@ import secrets
 from pathlib import Path
 
 from penstock.core.errors import ConfigError
-from penstock.core.files import publishing
+from penstock.core.files import atomic_write
 
 SECRET = re.compile(r"[0-9a-f]{64}")
 
@@ -17,7 +17,7 @@ def new_secret() -> str:
 
 def write_secret(path: Path, secret: str) -> None:
     """Publish a secret as a file that its owner alone may read."""
-    with publishing(path) as part:
+    with atomic_write(path) as part:
         part.unlink(missing_ok=True)
         part.touch(mode=0o600)
         part.write_text(secret + "\n", encoding="ascii")

@@ -47,7 +47,7 @@ class Close(Message):
     model: str
 
 
-class Rows(Message):
+class ForwardBackwardCommand(Message):
     """A pass over packed samples.
 
     `rows` say which samples lie in each row, in order; a row has no more tokens than
@@ -63,14 +63,14 @@ class Rows(Message):
     per: Literal["sum", "token"]
 
 
-class Update(Message):
+class OptimStepCommand(Message):
     """One step of a model's optimizer."""
 
     model: str
     adam: Adam
 
 
-class Forget(Message):
+class ZeroGradCommand(Message):
     """Drop the gathered gradients."""
 
     model: str
@@ -118,7 +118,7 @@ class Generate(Message):
     topk_drawn: tuple[int, ...] = ()
 
 
-class Push(Message):
+class WeightSyncCommand(Message):
     """Send weights to inference servers."""
 
     model: str
@@ -135,7 +135,18 @@ class Push(Message):
     """One for each endpoint, or none at all."""
 
 
-Order = Open | Close | Rows | Update | Forget | Save | Load | Export | Generate | Push
+Order = (
+    Open
+    | Close
+    | ForwardBackwardCommand
+    | OptimStepCommand
+    | ZeroGradCommand
+    | Save
+    | Load
+    | Export
+    | Generate
+    | WeightSyncCommand
+)
 
 
 class Command(Message):
@@ -145,17 +156,17 @@ class Command(Message):
     order: Order
 
 
-class Greet(Message):
+class Hello(Message):
     """First word of the engine. The workers answer Ready."""
 
     engine: str
 
 
-class Leave(Message):
+class Shutdown(Message):
     """End the workers."""
 
 
-ToWorkers = Greet | Command | Leave
+ToWorkers = Hello | Command | Shutdown
 
 
 class Ready(Message):

@@ -11,7 +11,7 @@ from penstock.server.launch.job import GIVEN_UP, ServerJob
 from penstock.server.protocol.envelopes import ToEngine
 from penstock.server.protocol.worker_commands import FromWorkers
 from penstock.server.protocol.zmq_channel import connecting, listening
-from penstock.server.scheduler.scheduler import Engine
+from penstock.server.scheduler.scheduler import Scheduler
 from penstock.server.scheduler.settings import EngineSettings
 
 
@@ -26,7 +26,7 @@ async def serve(job: ServerJob) -> None:
     api = listening(ToEngine, job.engine_address, env.engine_secret())
     workers = connecting(FromWorkers, job.workers_address, env.workers_secret())
     try:
-        engine = Engine(settings_of(job), api, workers)
+        engine = Scheduler(read_settings(job), api, workers)
         _hear_signals(engine)
         await engine.run()
     finally:
@@ -34,7 +34,7 @@ async def serve(job: ServerJob) -> None:
         workers.close()
 
 
-def _hear_signals(engine: Engine) -> None:
+def _hear_signals(engine: Scheduler) -> None:
     """Have the engine stop when it is asked to. Without its launcher it ends at once: another
     may have been started in its place."""
     launcher, loop = os.getppid(), asyncio.get_running_loop()
@@ -48,7 +48,7 @@ def _hear_signals(engine: Engine) -> None:
         loop.add_signal_handler(number, ask_to_stop)
 
 
-def settings_of(job: ServerJob) -> EngineSettings:
+def read_settings(job: ServerJob) -> EngineSettings:
     """What of the server's settings is read here."""
     config = job.config
     return EngineSettings(

@@ -3,17 +3,17 @@
 import math
 from collections.abc import Callable
 
-from penstock.server.protocol.envelopes import Ask
+from penstock.server.protocol.envelopes import Request
 from penstock.server.protocol.requests import CreateModel, Ordered, Pass, Sample
 from penstock.server.protocol.results import ModelMade, Served
 from penstock.server.scheduler.checkpoint_names import model_name
-from penstock.server.scheduler.errors import RefusedError
+from penstock.server.scheduler.errors import RequestError
 from penstock.server.scheduler.models import Models
 from penstock.server.scheduler.pack_rows import check_lengths
 from penstock.server.scheduler.queue import Queue
 from penstock.server.scheduler.sessions import Sessions, check_metadata, check_number
 from penstock.server.scheduler.settings import EngineSettings
-from penstock.server.scheduler.task import Errand, Outcome
+from penstock.server.scheduler.task import Outcome, Task
 from penstock.server.scheduler.validate_request import check, check_base
 
 
@@ -36,15 +36,15 @@ class Admission:
         self._served = served
         self._base_names = base_names
         self._settings = settings
-        self._coming: dict[str, Errand] = {}
+        self._coming: dict[str, Task] = {}
         """Models that are to be made."""
         self.untouched: dict[str, CreateModel] = {}
         """Models that were made as this says, and not asked of since."""
 
-    def put(self, ask: Ask, work: Ordered | Sample) -> Outcome | None:
+    def put(self, ask: Request, work: Ordered | Sample) -> Outcome | None:
         """Let an ask in; how its work ended, if it has before. Raises RefusedError."""
         if isinstance(work, Sample):
-            errand = Errand(work, ask.owner, None, asks=[ask.id])
+            errand = Task(work, ask.owner, None, asks=[ask.id])
             self.check(errand)
             self._touch_sampler(work, ask.owner)
             self._queue.put(errand)
@@ -56,7 +56,7 @@ class Admission:
         self.untouched.pop(work.model, None)
         return self._in_order(ask, work)
 
-    def check(self, errand: Errand) -> None:
+    def check(self, errand: Task) -> None:
         """Whether it can be done, unless that was found before. What the workers are is not known
         before they were there; then it is looked at again. Raises RefusedError."""
         work = errand.work
@@ -74,7 +74,7 @@ class Admission:
             check_base(work.base_model, self._base_names())
         errand.is_checked = True
 
-    def ended(self, errand: Errand) -> None:
+    def ended(self, errand: Task) -> None:
         """It is not waiting, nor under way, any more, however it ended."""
         work = errand.work
         if isinstance(work, CreateModel):
@@ -91,8 +91,8 @@ class Admission:
             # A long work is no reason to take its client for gone.
             self._sessions.touch(record.session)
 
-    def _in_order(self, ask: Ask, work: Ordered) -> Outcome | None:
-        errand = Errand(work, ask.owner, work.model, ask.seq, [ask.id])
+    def _in_order(self, ask: Request, work: Ordered) -> Outcome | None:
+        errand = Task(work, ask.owner, work.model, ask.seq, [ask.id])
         if ask.seq is None:
             self.check(errand)
             self._queue.put(errand)
@@ -100,17 +100,17 @@ class Admission:
         # By its number it may be known, and have ended; else the number is used up, whatever the
         # work is.
         found = self._queue.put(errand)
-        if not isinstance(found, Errand):
+        if not isinstance(found, Task):
             return found
         if found is errand:
             try:
                 self.check(errand)
-            except RefusedError as error:
+            except RequestError as error:
                 self._queue.refuse(errand, error)
                 return error
         return None
 
-    def _create(self, ask: Ask, work: CreateModel) -> Outcome | None:
+    def _create(self, ask: Request, work: CreateModel) -> Outcome | None:
         model_name(work.model)
         coming = self._coming.get(work.model)
         if coming is not None and coming.owner == ask.owner and coming.work == work:
@@ -120,12 +120,12 @@ class Admission:
         self._sessions.touch(work.session)
         if self._is_there(work, ask.owner):
             return ModelMade(model=work.model)
-        errand = Errand(work, ask.owner, work.model, None, [ask.id])
+        errand = Task(work, ask.owner, work.model, None, [ask.id])
         self.check(errand)
         check_metadata((), work.user_metadata)
         self._check_room(work, ask.owner)
         if self._queue.pending(work.model):
-            raise RefusedError(
+            raise RequestError(
                 "busy", f"works of the model that was called {work.model} are still to end"
             )
         self._queue.begin_anew(work.model)
@@ -143,7 +143,7 @@ class Admission:
         is_same = self.untouched.get(work.model) == work
         if record is not None and record.owner == owner and record.is_open and is_same:
             return True
-        raise RefusedError(
+        raise RequestError(
             "exists",
             f"there is a model {work.model}.\n  Unload it, or choose another name.",
         )
@@ -154,7 +154,7 @@ class Admission:
         owners = list((coming | {each.model: each.owner for each in self._models.open()}).values())
         served, settings = self._served(), self._settings
         if owners and served is not None and served.trains == "all weights":
-            raise RefusedError(
+            raise RequestError(
                 "busy",
                 f"all weights are trained here, of one model at a time, and there is one.\n"
                 f"  Have it unloaded before {work.model} is created.",

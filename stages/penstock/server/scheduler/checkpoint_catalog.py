@@ -11,9 +11,9 @@ from pathlib import Path
 from msgspec import structs
 
 from penstock.server.protocol.types import Checkpoint, Run
-from penstock.server.scheduler.checkpoint_names import Spot, spot_in, spot_of
-from penstock.server.scheduler.errors import RefusedError, not_found
-from penstock.server.scheduler.state_store import Kept, ModelRecord, Registry, Start
+from penstock.server.scheduler.checkpoint_names import CheckpointRef, parse_checkpoint_path, spot_in
+from penstock.server.scheduler.errors import RequestError, not_found
+from penstock.server.scheduler.state_store import CheckpointRecord, ModelRecord, Registry, Start
 from penstock.server.scheduler.storage import Storage
 
 LOG = logging.getLogger(__name__)
@@ -29,24 +29,24 @@ class Checkpoints:
         storage.tidy()
         self._agree()
 
-    def read(self, path: str, owner: str) -> tuple[Spot, Kept]:
+    def read(self, path: str, owner: str) -> tuple[CheckpointRef, CheckpointRecord]:
         """What lies at a path, if this owner may read it. Raises RefusedError."""
-        spot = spot_of(path)
+        spot = parse_checkpoint_path(path)
         record = self._registry.models.get(spot.model)
         kept = record.checkpoints.get(spot.within) if record else None
         if record is None or kept is None or not (kept.public or record.owner == owner):
             raise not_found(f"checkpoint {spot}")
         if not self._storage.holds(spot):
-            raise RefusedError("not_found", f"checkpoint {spot} is not in output_dir any more")
+            raise RequestError("not_found", f"checkpoint {spot} is not in output_dir any more")
         return spot, kept
 
-    def folder(self, spot: Spot) -> Path:
+    def folder(self, spot: CheckpointRef) -> Path:
         """Where it lies. Raises RefusedError where a link leads elsewhere."""
         return self._storage.folder(spot)
 
     def holds(self, start: Start) -> bool:
         """Whether what a model goes on from is there, and not another under its name."""
-        spot = spot_of(start.path)
+        spot = parse_checkpoint_path(start.path)
         record = self._registry.models.get(spot.model)
         kept = record.checkpoints.get(spot.within) if record else None
         is_another = start.time is not None and (kept is None or kept.time != start.time)
@@ -65,11 +65,11 @@ class Checkpoints:
         saved, name = max(found)
         return Start(path=f"{record.model}/{name}", optimizer=True, time=saved)
 
-    def _is_there(self, spot: Spot) -> bool:
+    def _is_there(self, spot: CheckpointRef) -> bool:
         """A link that leads elsewhere is not what was saved."""
         try:
             return self._storage.holds(spot)
-        except RefusedError:
+        except RequestError:
             return False
 
     def of_model(self, record: ModelRecord) -> list[Checkpoint]:
@@ -130,7 +130,7 @@ class Checkpoints:
             last_sampler_checkpoint=of_samplers[-1] if of_samplers else None,
         )
 
-    def _delete_where(self, is_over: Callable[[Kept], bool]) -> list[Path]:
+    def _delete_where(self, is_over: Callable[[CheckpointRecord], bool]) -> list[Path]:
         gone: list[Path] = []
         for record in list(self._registry.models.values()):
             for within, kept in list(record.checkpoints.items()):
@@ -138,18 +138,18 @@ class Checkpoints:
                     continue
                 try:
                     gone.append(self.delete(record, within))
-                except RefusedError as error:
+                except RequestError as error:
                     # Somebody has put a link in its place.
                     LOG.warning("%s of model %s stays: %s", within, record.model, error)
         return gone
 
-    def _own(self, record: ModelRecord, within: str) -> Spot:
+    def _own(self, record: ModelRecord, within: str) -> CheckpointRef:
         spot = spot_in(record.model, within)
         if spot.within not in record.checkpoints:
             raise not_found(f"checkpoint {spot}")
         return spot
 
-    def _drop(self, record: ModelRecord, spot: Spot) -> None:
+    def _drop(self, record: ModelRecord, spot: CheckpointRef) -> None:
         del record.checkpoints[spot.within]
         self._registry.keep_model(record)
         for other in self._registry.models.values():
@@ -166,7 +166,7 @@ class Checkpoints:
             for spot in known - there:
                 self._drop(record, spot)
             for spot in sorted(spot for spot in there - known if spot.model == record.model):
-                record.checkpoints[spot.within] = Kept(
+                record.checkpoints[spot.within] = CheckpointRecord(
                     time=self._storage.folder(spot).stat().st_mtime,
                     size=self._storage.size(spot),
                     base_model=record.base_model,
@@ -175,7 +175,7 @@ class Checkpoints:
                 self._registry.keep_model(record)
 
 
-def told(model: str, within: str, kept: Kept) -> Checkpoint:
+def told(model: str, within: str, kept: CheckpointRecord) -> Checkpoint:
     """A checkpoint, as clients are told of it."""
     return Checkpoint(
         name=within,

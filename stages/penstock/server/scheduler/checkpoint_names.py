@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.server.scheduler.errors import RefusedError
+from penstock.server.scheduler.errors import RequestError
 
 MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
 CHECKPOINT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
@@ -23,7 +23,7 @@ SAMPLER = ":sample:"
 
 
 @dataclass(frozen=True, order=True)
-class Spot:
+class CheckpointRef:
     """One checkpoint of one model."""
 
     model: str
@@ -49,7 +49,7 @@ def checkpoint_name(name: str) -> str:
     return _checked(CHECKPOINT, name, "a checkpoint", "_ . -")
 
 
-def spot_of(path: str) -> Spot:
+def parse_checkpoint_path(path: str) -> CheckpointRef:
     """What `<model>/weights/<name>` or `<model>/sampler_weights/<name>` names.
 
     Raises RefusedError for all else.
@@ -58,17 +58,17 @@ def spot_of(path: str) -> Spot:
     return spot_in(model, within)
 
 
-def spot_in(model: str, within: str) -> Spot:
+def spot_in(model: str, within: str) -> CheckpointRef:
     """What `weights/<name>` or `sampler_weights/<name>` names of a model. Raises RefusedError."""
     room, _, name = within.partition("/")
     if room != "weights" and room != "sampler_weights":
         written = f"{model}/{within}"[:200]
-        raise RefusedError(
+        raise RequestError(
             "invalid",
             f"{written!r} is no path of a checkpoint: it is <model>/weights/<name> or"
             " <model>/sampler_weights/<name>",
         )
-    return Spot(model_name(model), room, checkpoint_name(name))
+    return CheckpointRef(model_name(model), room, checkpoint_name(name))
 
 
 def sampler_name(session: str, number: int) -> str:
@@ -78,7 +78,7 @@ def sampler_name(session: str, number: int) -> str:
 
 def _checked(pattern: re.Pattern[str], name: str, what: str, marks: str) -> str:
     if not pattern.fullmatch(name):
-        raise RefusedError(
+        raise RequestError(
             "invalid",
             f"{name[:200]!r} is no name of {what}, which begins with a letter or a digit of ASCII,"
             f" and goes on with those or {marks}, 128 characters at most",

@@ -14,7 +14,7 @@ from penstock.server.scheduler.queue import Queue
 from penstock.server.scheduler.sessions import Sessions
 from penstock.server.scheduler.settings import EngineSettings
 from penstock.server.scheduler.state_store import ModelRecord, SessionRecord
-from penstock.server.scheduler.task import Errand
+from penstock.server.scheduler.task import Task
 
 LONGEST_INTERVAL = 30.0
 """Seconds between two looks, at most."""
@@ -24,7 +24,7 @@ RETRY_SECONDS = 60.0
 """Before a model that could not be unloaded is tried again."""
 
 
-class Retiring:
+class Expiry:
     """Looks for what is over."""
 
     def __init__(
@@ -108,4 +108,4 @@ class Retiring:
             return
         self._tried[record.model] = now
         work = UnloadModel(model=record.model)
-        self._queue.put(Errand(work, record.owner, record.model, is_ours=True))
+        self._queue.put(Task(work, record.owner, record.model, is_ours=True))

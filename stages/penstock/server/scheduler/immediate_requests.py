@@ -27,22 +27,22 @@ from penstock.server.protocol.requests import (
     WeightsOf,
 )
 from penstock.server.protocol.results import (
-    CheckpointsTold,
+    CheckpointsResult,
     Done,
     Gone,
-    ModelTold,
+    ModelResult,
     Result,
     Runs,
-    SamplerTold,
+    SamplerResult,
     Served,
     SessionMade,
-    SessionTold,
-    WeightsTold,
+    SessionResult,
+    WeightsResult,
 )
 from penstock.server.protocol.results import Sessions as SessionsTold
 from penstock.server.scheduler.checkpoint_catalog import Checkpoints, told
 from penstock.server.scheduler.checkpoint_names import sampler_name
-from penstock.server.scheduler.errors import RefusedError
+from penstock.server.scheduler.errors import RequestError
 from penstock.server.scheduler.inference_endpoints import Destinations
 from penstock.server.scheduler.models import Models
 from penstock.server.scheduler.sessions import Sessions
@@ -54,7 +54,7 @@ MAX_PAGE = 1000
 """Models that one page of them holds."""
 
 
-class Told:
+class ImmediateRequests:
     """Answers at once."""
 
     def __init__(
@@ -108,7 +108,7 @@ class Told:
     def _notice(self) -> str:
         try:
             return self._served().notice
-        except RefusedError:
+        except RequestError:
             return ""
 
     def _session(
@@ -132,7 +132,7 @@ class Told:
             case SessionOf():
                 record = self._sessions.find(work.session, owner)
                 samplers = sorted(record.samplers, key=int)
-                return SessionTold(
+                return SessionResult(
                     session=record.session,
                     models=tuple(
                         each.model
@@ -148,7 +148,7 @@ class Told:
     def _sampler(self, work: CreateSampler | SamplerOf, owner: str) -> Result:
         if isinstance(work, SamplerOf):
             found = self._sessions.sampler(work.sampler, owner)
-            return SamplerTold(sampler=work.sampler, base_model=found.base_model, path=found.path)
+            return SamplerResult(sampler=work.sampler, base_model=found.base_model, path=found.path)
         session = self._sessions.find(work.session, owner)
         self._sessions.touch(work.session)
         names = self._base_names()
@@ -157,30 +157,30 @@ class Told:
         if path is not None:
             spot, kept = self._checkpoints.read(path, owner)
             if spot.room != "sampler_weights":
-                raise RefusedError(
+                raise RequestError(
                     "invalid",
                     f"{spot} is what training goes on from.\n  Save it for sampling, and sample"
                     " from <model>/sampler_weights/<name>.",
                 )
             if kept.base_model != base_model:
-                raise RefusedError(
+                raise RequestError(
                     "invalid", f"{spot} is of {kept.base_model}, and here is {base_model}"
                 )
             path = str(spot)
         sampler = SamplerRecord(base_model=base_model, path=path)
         name = self._sessions.add_sampler(session, work.number, sampler)
-        return SamplerTold(sampler=name, base_model=base_model, path=path)
+        return SamplerResult(sampler=name, base_model=base_model, path=path)
 
     def _model(self, work: ModelOf | ListRuns, owner: str) -> Result:
         if isinstance(work, ModelOf):
             record = self._models.find(work.model, owner)
-            return ModelTold(
+            return ModelResult(
                 run=self._checkpoints.run(record),
                 served=self._served(),
                 pending=self._pending(record.model),
             )
         if work.limit < 1 or work.offset < 0:
-            raise RefusedError(
+            raise RequestError(
                 "invalid",
                 f"limit is {work.limit} and offset {work.offset}; they are 1 and 0 at least",
             )
@@ -201,7 +201,7 @@ class Told:
                     records = self._models.of_owner(owner)
                 found = [each for record in records for each in self._checkpoints.of_model(record)]
                 found.sort(key=lambda checkpoint: checkpoint.time)
-                return CheckpointsTold(checkpoints=tuple(found))
+                return CheckpointsResult(checkpoints=tuple(found))
             case DeleteCheckpoint():
                 record = self._models.find(work.model, owner)
                 self._discard([self._checkpoints.delete(record, work.name)])
@@ -213,7 +213,7 @@ class Told:
                 return Done()
             case WeightsOf():
                 spot, kept = self._checkpoints.read(work.path, owner)
-                return WeightsTold(
+                return WeightsResult(
                     base_model=kept.base_model,
                     lora=kept.lora,
                     checkpoint=told(spot.model, spot.within, kept),

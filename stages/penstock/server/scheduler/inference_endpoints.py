@@ -10,16 +10,16 @@ from functools import partial
 from penstock.server.protocol.requests import AddEndpoint, ListEndpoints, RemoveEndpoint
 from penstock.server.protocol.results import Endpoints
 from penstock.server.protocol.types import Endpoint, Secret
-from penstock.server.scheduler.errors import RefusedError, fault_of_ours, not_found
+from penstock.server.scheduler.errors import RequestError, internal_error, not_found
 from penstock.server.scheduler.state_store import DestinationRecord, Registry
 from penstock.server.scheduler.task import Outcome
 from penstock.server.weight_sync.allowed_hosts import why_not_allowed
 from penstock.server.weight_sync.errors import SyncError, named
 from penstock.server.weight_sync.sender import beside
 from penstock.server.weight_sync.sglang_client import (
+    EngineParallelism,
     InferenceServer,
     Limits,
-    Sizes,
     words_to_go_on,
 )
 
@@ -56,7 +56,7 @@ class Destinations:
         others = sum(each.owner == owner for each in self._others(owner, new.host, new.port))
         others += sum(each == owner for each in self._adding.values())
         if others >= MAX_OWNER_ENDPOINTS:
-            raise RefusedError(
+            raise RequestError(
                 "busy",
                 f"{others} inference endpoints of yours are known, and {MAX_OWNER_ENDPOINTS} may"
                 " be.\n  Remove one that is not needed.",
@@ -65,28 +65,28 @@ class Destinations:
     async def _add(self, work: AddEndpoint, owner: str, end: Callable[[Outcome], None]) -> None:
         try:
             end(await self._added(work, owner))
-        except RefusedError as error:
+        except RequestError as error:
             end(error)
         except Exception as error:  # noqa: BLE001 - one ask is no reason to end all others
-            end(fault_of_ours(error))
+            end(internal_error(error))
 
     async def _added(self, work: AddEndpoint, owner: str) -> Endpoints:
         new = work.endpoint
         if not 0 < new.port < 65536 or new.world_size < 1 or not new.host:
-            raise RefusedError(
+            raise RequestError(
                 "invalid",
                 f"{new.host[:200]}:{new.port} of {new.world_size} ranks is no inference server",
             )
         if work.api_key and not HEADER.fullmatch(work.api_key.text):
-            raise RefusedError("invalid", "the api_key holds what no header of HTTP may")
+            raise RequestError("invalid", "the api_key holds what no header of HTTP may")
         fault = why_not_allowed(new, self._allowed_hosts)
         if fault is not None:
-            raise RefusedError("invalid", fault)
+            raise RequestError("invalid", fault)
         sizes = await _sizes(InferenceServer(new, work.api_key))
         world_size = new.world_size if work.is_sized or sizes is None else sizes.tensor
         fault = sizes.fault(world_size) if sizes else None
         if fault is not None:
-            raise RefusedError("invalid", f"{named(new)}: {fault}")
+            raise RequestError("invalid", f"{named(new)}: {fault}")
         record = DestinationRecord(
             owner=owner,
             host=new.host,
@@ -116,7 +116,7 @@ class Destinations:
         return tuple(each for each in known if (each.owner, each.host, each.port) != one)
 
 
-def destinations_of(
+def list_endpoints(
     registry: Registry, owner: str, pools: Collection[str]
 ) -> tuple[tuple[Endpoint, Secret | None], ...]:
     """Those of the owner in these pools, or all of them, each with what it asks of its clients."""
@@ -127,22 +127,24 @@ def destinations_of(
     )
 
 
-def sent_to(
+def target_endpoints(
     registry: Registry, owner: str, pools: Collection[str], allowed_hosts: Collection[str]
 ) -> tuple[tuple[Endpoint, Secret | None], ...]:
     """The same. Raises RefusedError where there are none, and for one that is not allowed any
     more."""
-    found = destinations_of(registry, owner, pools)
+    found = list_endpoints(registry, owner, pools)
     if not found:
         where = f" in {', '.join(pools)[:200]}" if pools else ""
-        raise RefusedError("invalid", f"there are no inference endpoints{where}; add one first")
+        raise RequestError("invalid", f"there are no inference endpoints{where}; add one first")
     for endpoint, _ in found:
         if (fault := why_not_allowed(endpoint, allowed_hosts)) is not None:
-            raise RefusedError("invalid", fault)
+            raise RequestError("invalid", fault)
     return found
 
 
-def let_go_on(sent: Iterable[tuple[Endpoint, Secret | None]], group_name: str) -> None:
+def resume_inference_servers(
+    sent: Iterable[tuple[Endpoint, Secret | None]], group_name: str
+) -> None:
     """Have servers generate again which workers that are gone may have left paused. Nobody waits
     for it."""
     for endpoint, key in sent:
@@ -163,13 +165,13 @@ def _endpoint(record: DestinationRecord) -> Endpoint:
     )
 
 
-async def _sizes(server: InferenceServer) -> Sizes | None:
+async def _sizes(server: InferenceServer) -> EngineParallelism | None:
     """What it says within ASK_SECONDS."""
-    asked: Future[Sizes | None] = beside(lambda: server.sizes(ASK_SECONDS))
+    asked: Future[EngineParallelism | None] = beside(lambda: server.sizes(ASK_SECONDS))
     try:
         async with asyncio.timeout(ASK_SECONDS):
             return await asyncio.wrap_future(asked)
     except TimeoutError:
         return None
     except SyncError as error:
-        raise RefusedError("invalid", f"{named(server.endpoint)}: {error.fault}") from error
+        raise RequestError("invalid", f"{named(server.endpoint)}: {error.fault}") from error

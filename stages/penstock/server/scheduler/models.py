@@ -6,12 +6,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from penstock.server.protocol.worker_commands import Opened
-from penstock.server.scheduler.errors import RefusedError, not_found
+from penstock.server.scheduler.errors import RequestError, not_found
 from penstock.server.scheduler.state_store import ModelRecord, Registry, Start
 
 
 @dataclass
-class Live:
+class LoadedModelState:
     """What is known of an open model beside its record, and goes with this process."""
 
     step: int = 0
@@ -27,7 +27,7 @@ class Models:
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._live: dict[str, Live] = {}
+        self._live: dict[str, LoadedModelState] = {}
 
     def find(self, model: str, owner: str) -> ModelRecord:
         """Raises RefusedError where it is not there, or is not the owner's."""
@@ -41,7 +41,7 @@ class Models:
         record = self.find(model, owner)
         if not record.is_open:
             path = f" Its last checkpoint is {record.start.path}." if record.start else ""
-            raise RefusedError(
+            raise RequestError(
                 "gone", f"model {model} is not loaded: {record.closing}.{path}\n  Create it anew."
             )
         return record
@@ -60,13 +60,13 @@ class Models:
         found = [record for record in self._registry.models.values() if record.is_open]
         return sorted(found, key=lambda record: -record.last_request)
 
-    def live(self, record: ModelRecord) -> Live:
+    def live(self, record: ModelRecord) -> LoadedModelState:
         """What this process knows of it."""
-        return self._live.setdefault(record.model, Live(step=record.step))
+        return self._live.setdefault(record.model, LoadedModelState(step=record.step))
 
     def found(self, record: ModelRecord, *, step: int, has_gradients: bool) -> None:
         """Workers that outlived an engine hold it like this."""
-        self._live[record.model] = Live(step, has_gradients)
+        self._live[record.model] = LoadedModelState(step, has_gradients)
 
     def of_owner(self, owner: str) -> list[ModelRecord]:
         """Those of an owner, the newest first."""
@@ -78,7 +78,7 @@ class Models:
         if record.corrupted:
             record.corrupted = False
             self._registry.keep_model(record)
-            raise RefusedError(
+            raise RequestError(
                 "lost",
                 f"the workers were lost, and with them what model {record.model} had learned since"
                 f" {_where(record)}, to which it was put back.\n  Go on from there.",
@@ -87,7 +87,7 @@ class Models:
     def check_gradients(self, record: ModelRecord) -> None:
         """Raises RefusedError where a step would take gradients that were lost."""
         if self.live(record).lost_gradients:
-            raise RefusedError(
+            raise RequestError(
                 "lost",
                 f"the gradients of this step were lost with the workers; model {record.model} was"
                 f" put back to {_where(record)}.\n  Send their passes again.",
@@ -100,7 +100,7 @@ class Models:
         self._registry.begin(record.model)
         try:
             yield
-        except RefusedError as error:
+        except RequestError as error:
             # Of what was refused nothing was done. After other failures nobody knows.
             if error.code not in ("lost", "internal"):
                 self._registry.end()
@@ -121,7 +121,7 @@ class Models:
         """Workers hold it, without gradients."""
         record.is_open, record.instance, record.closing = True, instance, ""
         record.state_bytes, record.export_bytes = sizes.state_bytes, sizes.export_bytes
-        self._live[record.model] = Live(record.step)
+        self._live[record.model] = LoadedModelState(record.step)
         self._registry.keep_model(record)
 
     def put_back(

@@ -13,8 +13,8 @@ from penstock.rows.bin_plan import Indices, alone, sequential
 from penstock.rows.packing.best_of import tightest
 from penstock.rows.packing.lower_bound import fewest_rows
 from penstock.rows.packing.rows import planned
-from penstock.rows.packing.sorting import counts_of
-from penstock.server.scheduler.errors import RefusedError
+from penstock.rows.packing.sorting import count_values
+from penstock.server.scheduler.errors import RequestError
 from penstock.server.scheduler.settings import EngineSettings
 
 Rows = tuple[tuple[int, ...], ...]
@@ -37,7 +37,7 @@ def check_lengths(lengths: Iterable[int], capacity: int) -> None:
     """Raises RefusedError for a sample that no row can hold."""
     for index, length in enumerate(lengths):
         if length > capacity:
-            raise RefusedError(
+            raise RequestError(
                 "invalid",
                 f"sample {index} has {length} tokens, and a row holds {capacity}"
                 " (sample_packing_sequence_len).\n"
@@ -52,7 +52,7 @@ def _sequential(lengths: Indices, capacity: int, replicas: int) -> Rows:
 
 def _best_fit(lengths: Indices, capacity: int, replicas: int) -> Rows:
     del replicas
-    counts = counts_of(lengths, capacity)
+    counts = count_values(lengths, capacity)
     plan = tightest(counts, capacity, fewest_rows(counts, capacity))
     rows = planned(lengths, np.arange(len(lengths)), plan, capacity)
     held = [rows.held(np.array([row])).tolist() for row in range(rows.num_rows)]
@@ -62,7 +62,7 @@ def _best_fit(lengths: Indices, capacity: int, replicas: int) -> Rows:
 def _balanced(lengths: Indices, capacity: int, replicas: int) -> Rows:
     """The longest sample first, to the row that holds least (Graham 1969); more rows, as many for
     every replica, until all fit."""
-    fewest = fewest_rows(counts_of(lengths, capacity), capacity)
+    fewest = fewest_rows(count_values(lengths, capacity), capacity)
     order = np.argsort(-lengths, kind="stable").tolist()
     num_rows = -(-fewest // replicas) * replicas
     while True:

@@ -7,10 +7,10 @@ that came first runs first, so that nobody starves.
 from collections.abc import Callable, Iterator
 from itertools import islice
 
-from penstock.server.scheduler.errors import RefusedError
-from penstock.server.scheduler.model_queue import Lane
-from penstock.server.scheduler.state_store import LaneLeft
-from penstock.server.scheduler.task import Errand, Outcome
+from penstock.server.scheduler.errors import RequestError
+from penstock.server.scheduler.model_queue import ModelQueue
+from penstock.server.scheduler.state_store import QueueState
+from penstock.server.scheduler.task import Outcome, Task
 
 LEFT_BYTES = 128 << 20
 """Of outcomes that are left to the next process, in equal shares of the models; the last one of
@@ -23,9 +23,9 @@ class Queue:
     def __init__(self, gap: float) -> None:
         """`gap`: seconds that a work waits for a number before its own."""
         self._gap = gap
-        self._lanes: dict[str, Lane] = {}
-        self._drawing: list[Errand] = []
-        self._running: list[Errand] = []
+        self._lanes: dict[str, ModelQueue] = {}
+        self._drawing: list[Task] = []
+        self._running: list[Task] = []
         self._arrived = 0
 
     def __len__(self) -> int:
@@ -33,11 +33,11 @@ class Queue:
         return len(self._drawing) + sum(len(lane) for lane in self._lanes.values())
 
     @property
-    def running(self) -> list[Errand]:
+    def running(self) -> list[Task]:
         """Those that are under way."""
         return list(self._running)
 
-    def waiting(self) -> list[Errand]:
+    def waiting(self) -> list[Task]:
         """Those that have not begun, those that were refused before their turn apart."""
         held = [errand for lane in self._lanes.values() for errand in lane.waiting()]
         return [errand for errand in [*held, *self._drawing] if errand.outcome is None]
@@ -64,7 +64,7 @@ class Queue:
             not each.is_ours and each.outcome is None for each in [*lane.waiting(), *under_way]
         )
 
-    def put(self, errand: Errand) -> Errand | Outcome:
+    def put(self, errand: Task) -> Task | Outcome:
         """Have it done in its turn. Returns the errand that it is now part of, which is another
         where its number is known; or how that one ended.
 
@@ -77,7 +77,7 @@ class Queue:
             return errand
         return self._lane(errand.model).put(errand)
 
-    def take(self, may: Callable[[Errand], bool] = lambda _: True) -> Errand | None:
+    def take(self, may: Callable[[Task], bool] = lambda _: True) -> Task | None:
         """The next that may begin, also by what `may` says, which is under way from now on."""
         for lane in self._lanes.values():
             lane.skip()
@@ -88,7 +88,7 @@ class Queue:
             self._begin(first)
         return first
 
-    def take_alike(self, most: int, is_alike: Callable[[Errand], bool]) -> list[Errand]:
+    def take_alike(self, most: int, is_alike: Callable[[Task], bool]) -> list[Task]:
         """Up to `most` more works of drawing that are alike, under way as well.
 
         Only while no other work has waited longer than they have.
@@ -101,13 +101,13 @@ class Queue:
             self._begin(errand)
         return alike
 
-    def end(self, errand: Errand, outcome: Outcome) -> None:
+    def end(self, errand: Task, outcome: Outcome) -> None:
         """One that was under way has ended."""
         self._running.remove(errand)
         if errand.model is not None:
             self._lane(errand.model).end(outcome)
 
-    def refuse(self, errand: Errand, outcome: RefusedError) -> None:
+    def refuse(self, errand: Task, outcome: RequestError) -> None:
         """One that waits will not be done; its number is given up in its turn."""
         if errand.model is None:
             self._drawing.remove(errand)
@@ -120,7 +120,7 @@ class Queue:
         """Whether somebody waits under this id for what has not begun."""
         return any(ask in errand.asks for errand in self.waiting())
 
-    def cancel(self, ask: str, outcome: RefusedError) -> Errand | None:
+    def cancel(self, ask: str, outcome: RequestError) -> Task | None:
         """Nobody waits under this id any more. The errand, if it has not begun and was refused, as
         nobody at all waits for it.
         """
@@ -132,7 +132,7 @@ class Queue:
                     return errand
         return None
 
-    def abandon(self) -> list[Errand]:
+    def abandon(self) -> list[Task]:
         """Drop what waits, but what the engine asked for itself.
 
         It may be asked for again, in any order.
@@ -147,7 +147,7 @@ class Queue:
             lane.unsettle()
         return dropped
 
-    def overdue(self, now: float) -> Iterator[Errand]:
+    def overdue(self, now: float) -> Iterator[Task]:
         """Works whose predecessors did not come in time; they have ended."""
         for lane in self._lanes.values():
             if (errand := lane.overdue(now, self._gap)) is not None:
@@ -156,18 +156,18 @@ class Queue:
     def begin_anew(self, model: str) -> None:
         """The next numbered work of this model is its first. Nothing of it may be waiting."""
         assert not self.pending(model)
-        self._lanes[model] = Lane(model)
+        self._lanes[model] = ModelQueue(model)
 
     def unsettle(self, model: str) -> None:
         """Whatever number of this model comes first is the next one."""
         self._lane(model).unsettle()
 
-    def left(self) -> dict[str, LaneLeft]:
+    def left(self) -> dict[str, QueueState]:
         """What the queue of a process to come is to know of each model."""
         room = LEFT_BYTES // max(1, len(self._lanes))
         return {model: its.left(room) for model, its in self._lanes.items()}
 
-    def go_on_from(self, model: str, left: LaneLeft) -> None:
+    def go_on_from(self, model: str, left: QueueState) -> None:
         """Know what another queue had left of this model."""
         self._lane(model).go_on_from(left)
 
@@ -176,12 +176,12 @@ class Queue:
         if not self.pending(model):
             self._lanes.pop(model, None)
 
-    def _begin(self, errand: Errand) -> None:
+    def _begin(self, errand: Task) -> None:
         self._running.append(errand)
         if errand.model is None:
             self._drawing.remove(errand)
         else:
             self._lane(errand.model).begin(errand)
 
-    def _lane(self, model: str) -> Lane:
-        return self._lanes.setdefault(model, Lane(model))
+    def _lane(self, model: str) -> ModelQueue:
+        return self._lanes.setdefault(model, ModelQueue(model))

@@ -8,8 +8,8 @@ import logging
 
 from penstock.server.protocol.worker_commands import Close, Load, Open, Opened, Ready
 from penstock.server.scheduler.checkpoint_catalog import Checkpoints
-from penstock.server.scheduler.checkpoint_names import Spot, spot_of
-from penstock.server.scheduler.errors import RefusedError, WorkersLostError
+from penstock.server.scheduler.checkpoint_names import CheckpointRef, parse_checkpoint_path
+from penstock.server.scheduler.errors import RequestError, WorkersLostError
 from penstock.server.scheduler.models import Models
 from penstock.server.scheduler.state_store import ModelRecord, Registry, Start
 from penstock.server.scheduler.validate_request import check_base
@@ -64,7 +64,7 @@ class Recovery:
             await self._workers.command(Close(model=model))
         except WorkersLostError:
             raise
-        except RefusedError as error:
+        except RequestError as error:
             LOG.warning("model %s is not closed: %s", model, error)
 
     async def _open(self, record: ModelRecord, ready: Ready, *, was_changing: bool) -> None:
@@ -83,7 +83,7 @@ class Recovery:
             await self._load(record)
         except WorkersLostError:
             raise
-        except RefusedError as error:
+        except RequestError as error:
             LOG.warning("model %s is not opened again: %s", record.model, error)
             self._models.closed(record, f"it could not be opened again: {error}")
             if is_held:
@@ -100,7 +100,7 @@ class Recovery:
             record.start, record.is_unsaved = start, True
             record.step = self._step(record, start)
         if start is not None:
-            folder = str(self._checkpoints.folder(spot_of(start.path)))
+            folder = str(self._checkpoints.folder(parse_checkpoint_path(start.path)))
             await self._workers.command(
                 Load(model=record.model, folder=folder, optimizer=start.optimizer)
             )
@@ -108,5 +108,5 @@ class Recovery:
     def _step(self, record: ModelRecord, start: Start | None) -> int:
         if start is None:
             return 0
-        spot: Spot = spot_of(start.path)
+        spot: CheckpointRef = parse_checkpoint_path(start.path)
         return record.checkpoints[spot.within].step

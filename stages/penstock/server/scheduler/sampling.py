@@ -4,12 +4,12 @@ from penstock.server.protocol.requests import Sample
 from penstock.server.protocol.results import Sampled
 from penstock.server.protocol.worker_commands import Generate, Generated
 from penstock.server.scheduler.checkpoint_catalog import Checkpoints
-from penstock.server.scheduler.errors import RefusedError, WorkersLostError
+from penstock.server.scheduler.errors import RequestError, WorkersLostError
 from penstock.server.scheduler.sessions import Sessions
 from penstock.server.scheduler.storage import Storage
 from penstock.server.scheduler.worker_client import Workers
 
-Drawn = Sampled | RefusedError
+Drawn = Sampled | RequestError
 """How one ask ended."""
 
 
@@ -37,7 +37,7 @@ class Sampling:
             return None
         spot, _ = self._checkpoints.read(path, owner)
         if spot.room != "sampler_weights":
-            raise RefusedError(
+            raise RequestError(
                 "invalid",
                 f"{spot} is what training goes on from; what is sampled from is"
                 " <model>/sampler_weights/<name>",
@@ -54,7 +54,7 @@ class Sampling:
         for index, (work, owner) in enumerate(works):
             try:
                 groups.setdefault(self.source(work, owner), []).append(index)
-            except RefusedError as error:
+            except RequestError as error:
                 ended[index] = error
         for adapter, members in groups.items():
             found = await self._generate([works[index][0] for index in members], adapter)
@@ -67,7 +67,7 @@ class Sampling:
             return await self._together(works, adapter)
         except WorkersLostError:
             raise
-        except RefusedError as error:
+        except RequestError as error:
             if len(works) == 1:
                 return [error]
         return [drawn for work in works for drawn in await self._generate([work], adapter)]
@@ -85,5 +85,5 @@ class Sampling:
             )
         )
         if not isinstance(generated, Generated) or len(generated.sampled) != len(works):
-            raise RefusedError("internal", "the workers answered a drawing with something else")
+            raise RequestError("internal", "the workers answered a drawing with something else")
         return list(generated.sampled)

@@ -11,11 +11,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from penstock.server.protocol.worker_commands import Export, Save
-from penstock.server.scheduler.checkpoint_names import Room, Spot
-from penstock.server.scheduler.errors import RefusedError
+from penstock.server.scheduler.checkpoint_names import CheckpointRef, Room
+from penstock.server.scheduler.errors import RequestError
 from penstock.server.scheduler.models import Models
-from penstock.server.scheduler.state_store import Kept, ModelRecord, Registry, Start
-from penstock.server.scheduler.storage import Discarding, Storage, discard
+from penstock.server.scheduler.state_store import CheckpointRecord, ModelRecord, Registry, Start
+from penstock.server.scheduler.storage import Storage, TrashCollector, discard
 from penstock.server.scheduler.worker_client import Workers
 
 NOTHING: Mapping[str, str] = {}
@@ -30,7 +30,7 @@ class Saving:
         registry: Registry,
         storage: Storage,
         models: Models,
-        discarding: Discarding,
+        discarding: TrashCollector,
     ) -> None:
         self._workers = workers
         self._registry = registry
@@ -46,7 +46,7 @@ class Saving:
         overwrite: bool = False,
         ttl_seconds: float | None = None,
         user_metadata: Mapping[str, str] = NOTHING,
-    ) -> Spot:
+    ) -> CheckpointRef:
         """Save what training goes on from; it is where the model is put back to. Raises
         RefusedError."""
         live = self._models.live(record)
@@ -73,7 +73,7 @@ class Saving:
         ttl_seconds: float | None = None,
         user_metadata: Mapping[str, str] = NOTHING,
         only_for: str | None = None,
-    ) -> Spot:
+    ) -> CheckpointRef:
         """Save what is sampled from; `only_for`: a sampler without which it need not be kept.
 
         Raises RefusedError.
@@ -85,11 +85,13 @@ class Saving:
         await self._publish(record, spot, ttl_seconds, user_metadata, live.step, only_for)
         return spot
 
-    def _spot(self, record: ModelRecord, room: Room, name: str | None, overwrite: bool) -> Spot:
+    def _spot(
+        self, record: ModelRecord, room: Room, name: str | None, overwrite: bool
+    ) -> CheckpointRef:
         if name is not None:
-            spot = Spot(record.model, room, name)
+            spot = CheckpointRef(record.model, room, name)
             if not overwrite and self._is_taken(record, spot):
-                raise RefusedError(
+                raise RequestError(
                     "exists",
                     f"{spot} is there already.\n  Choose another name, or have it overwritten.",
                 )
@@ -97,10 +99,10 @@ class Saving:
         now = datetime.now(UTC)
         stamp = f"checkpoint-{now:%Y%m%dT%H%M%S}"
         names = [stamp, *(f"{stamp}-{number}" for number in range(2, 10_000))]
-        spots = (Spot(record.model, room, each) for each in names)
+        spots = (CheckpointRef(record.model, room, each) for each in names)
         return next(spot for spot in spots if not self._is_taken(record, spot))
 
-    async def _aside(self, spot: Spot, needed: int, what: str) -> Path:
+    async def _aside(self, spot: CheckpointRef, needed: int, what: str) -> Path:
         """A folder that is not there, for `needed` bytes. Raises StorageLimitError."""
         # What is deleted still counts.
         await self._discarding.done()
@@ -109,27 +111,27 @@ class Saving:
         await asyncio.to_thread(discard, aside)
         return aside
 
-    def _is_taken(self, record: ModelRecord, spot: Spot) -> bool:
+    def _is_taken(self, record: ModelRecord, spot: CheckpointRef) -> bool:
         return spot.within in record.checkpoints or self._storage.folder(spot).exists()
 
     async def _publish(
         self,
         record: ModelRecord,
-        spot: Spot,
+        spot: CheckpointRef,
         ttl_seconds: float | None,
         user_metadata: Mapping[str, str],
         step: int,
         only_for: str | None,
-    ) -> Kept:
+    ) -> CheckpointRecord:
         if not self._storage.aside(spot).is_dir():
-            raise RefusedError(
+            raise RequestError(
                 "internal",
                 f"the workers saved {spot}, and it is not in output_dir.\n"
                 "  Have output_dir on a file system that all processes share.",
             )
         await asyncio.to_thread(self._storage.publish, spot)
         now = time.time()
-        kept = record.checkpoints[spot.within] = Kept(
+        kept = record.checkpoints[spot.within] = CheckpointRecord(
             time=now,
             size=await asyncio.to_thread(self._storage.size, spot),
             base_model=record.base_model,

@@ -15,11 +15,11 @@ from typing import Any, cast
 from penstock.server.protocol.codec import Channel, FrameError, PeerLostError
 from penstock.server.protocol.envelopes import (
     Answer,
-    Ask,
     Cancel,
     Failure,
     FromEngine,
     Hello,
+    Request,
     Status,
     ToEngine,
 )
@@ -30,12 +30,12 @@ from penstock.server.scheduler.admission import Admission
 from penstock.server.scheduler.checkpoint_catalog import Checkpoints
 from penstock.server.scheduler.errors import (
     OperationTimeoutError,
-    RefusedError,
+    RequestError,
     WorkersLostError,
-    fault_of_ours,
+    internal_error,
 )
-from penstock.server.scheduler.expiry import Retiring
-from penstock.server.scheduler.immediate_requests import Told
+from penstock.server.scheduler.expiry import Expiry
+from penstock.server.scheduler.immediate_requests import ImmediateRequests
 from penstock.server.scheduler.models import Models
 from penstock.server.scheduler.queue import Queue
 from penstock.server.scheduler.recovery import Recovery
@@ -44,9 +44,14 @@ from penstock.server.scheduler.save_checkpoint import Saving
 from penstock.server.scheduler.sessions import Sessions
 from penstock.server.scheduler.settings import EngineSettings
 from penstock.server.scheduler.shutdown import Stopping
-from penstock.server.scheduler.state_store import LaneLeft, Left, Registry, record_of
-from penstock.server.scheduler.storage import Discarding, Storage
-from penstock.server.scheduler.task import Errand, Outcome, told
+from penstock.server.scheduler.state_store import (
+    QueueState,
+    Registry,
+    ShutdownState,
+    build_model_record,
+)
+from penstock.server.scheduler.storage import Storage, TrashCollector
+from penstock.server.scheduler.task import Outcome, Task, told
 from penstock.server.scheduler.training import Trained, Training
 from penstock.server.scheduler.worker_client import State, Workers
 from penstock.server.weight_sync.allowed_hosts import allowed_hosts
@@ -60,7 +65,7 @@ NEWS_SECONDS = 0.05
 """Between two words of what has changed, however often that does."""
 
 
-class Engine:
+class Scheduler:
     """All of it, between two channels."""
 
     def __init__(
@@ -81,7 +86,7 @@ class Engine:
         self._agreed: Ready | None = None
         """The workers that hold what they are to hold."""
         hosts = allowed_hosts(settings.sync_allowed_hosts, requires_keys=settings.requires_keys)
-        storage, discarding = Storage(settings.output_dir, settings.storage_limit), Discarding()
+        storage, discarding = Storage(settings.output_dir, settings.storage_limit), TrashCollector()
         registry = Registry(storage.root)
         self._registry = registry
         self._queue = Queue(settings.sequence_gap_timeout)
@@ -110,10 +115,10 @@ class Engine:
             self._base_names,
             settings,
         )
-        self._retiring = Retiring(
+        self._retiring = Expiry(
             settings, self._queue, self._sessions, self._models, checkpoints, discarding.discard
         )
-        self._told = Told(
+        self._told = ImmediateRequests(
             registry,
             self._sessions,
             self._models,
@@ -157,10 +162,10 @@ class Engine:
         left = self._registry.take_left()
         self._admission.untouched.update(left.untouched)
         for record in self._models.open():
-            self._queue.go_on_from(record.model, left.lanes.get(record.model, LaneLeft()))
+            self._queue.go_on_from(record.model, left.lanes.get(record.model, QueueState()))
 
     def _leave(self) -> None:
-        left = Left(lanes=self._queue.left(), untouched=self._admission.untouched)
+        left = ShutdownState(lanes=self._queue.left(), untouched=self._admission.untouched)
         try:
             self._registry.leave(left)
         except OSError as error:
@@ -179,7 +184,7 @@ class Engine:
                 case Hello():
                     self._stopping.find_api()
                     self._greeted(message)
-                case Ask():
+                case Request():
                     self._asked(message)
                 case Cancel():
                     self._cancelled(message)
@@ -191,7 +196,7 @@ class Engine:
                 await self._api.send(message)
             except FrameError as error:
                 if isinstance(message, Answer | Failure):
-                    failure = RefusedError("internal", f"the answer cannot be sent: {error}")
+                    failure = RequestError("internal", f"the answer cannot be sent: {error}")
                     await self._api.send(failure.failure(message.id))
 
     def _greeted(self, hello: Hello) -> None:
@@ -203,7 +208,7 @@ class Engine:
         self._api_instance = hello.instance
         self._say()
 
-    def _asked(self, ask: Ask) -> None:
+    def _asked(self, ask: Request) -> None:
         try:
             if isinstance(ask.work, Ordered | Sample):
                 self._put(ask, ask.work)
@@ -211,21 +216,21 @@ class Engine:
                 self._told.add(ask.work, ask.owner, partial(self._end_ask, ask.id))
             else:
                 self._end_ask(ask.id, self._told.do(cast(Immediate, ask.work), ask.owner))
-        except RefusedError as error:
+        except RequestError as error:
             self._end_ask(ask.id, error)
         except Exception as error:  # noqa: BLE001 - one ask is no reason to end all others
-            self._end_ask(ask.id, fault_of_ours(error))
+            self._end_ask(ask.id, internal_error(error))
 
-    def _put(self, ask: Ask, work: Ordered | Sample) -> None:
+    def _put(self, ask: Request, work: Ordered | Sample) -> None:
         if self._workers.state == "failed":
-            raise RefusedError("unavailable", self._workers.reason)
+            raise RequestError("unavailable", self._workers.reason)
         outcome = self._admission.put(ask, work)
         if outcome is not None:
             self._end_ask(ask.id, outcome)
         self._changed()
 
     def _cancelled(self, cancel: Cancel) -> None:
-        outcome = RefusedError("cancelled", "it was cancelled before it began")
+        outcome = RequestError("cancelled", "it was cancelled before it began")
         if self._queue.is_waited_for(cancel.id):
             errand = self._queue.cancel(cancel.id, outcome)
             if errand is not None:
@@ -265,14 +270,14 @@ class Engine:
         if self._workers.ready is ready:
             self._workers.serve()
 
-    def _draws_from(self, path: str | None, errand: Errand) -> bool:
+    def _draws_from(self, path: str | None, errand: Task) -> bool:
         assert isinstance(errand.work, Sample)
         try:
             return self._sampling.path(errand.work, errand.owner) == path
-        except RefusedError:
+        except RequestError:
             return False
 
-    async def _do(self, errand: Errand) -> None:
+    async def _do(self, errand: Task) -> None:
         """Do it, and again where the workers died over it and the model is then as it was."""
         self._changed()
         retries = self._settings.worker_max_retries
@@ -283,11 +288,11 @@ class Engine:
             errands, outcomes = await self._tried(errand, errands)
         for each, outcome in zip(errands, outcomes, strict=True):
             self._end(each, outcome)
-        if not all(isinstance(outcome, RefusedError) for outcome in outcomes):
+        if not all(isinstance(outcome, RequestError) for outcome in outcomes):
             self._workers.losses = 0
         self._changed()
 
-    def _may_retry(self, errand: Errand, outcomes: list[Outcome]) -> bool:
+    def _may_retry(self, errand: Task, outcomes: list[Outcome]) -> bool:
         """Whether it was lost with the workers, and can be done as if it had not been tried."""
         lost = all(isinstance(outcome, WorkersLostError) for outcome in outcomes)
         if any(isinstance(outcome, OperationTimeoutError) for outcome in outcomes):
@@ -310,9 +315,7 @@ class Engine:
                 await self._agree(ready)
         return False
 
-    async def _tried(
-        self, errand: Errand, errands: list[Errand]
-    ) -> tuple[list[Errand], list[Outcome]]:
+    async def _tried(self, errand: Task, errands: list[Task]) -> tuple[list[Task], list[Outcome]]:
         """What came of it, and of what was done together with it."""
         outcomes: list[Outcome]
         try:
@@ -323,18 +326,18 @@ class Engine:
                 outcomes = await self._draw(errands)
             else:
                 outcomes = [await self._result(errand)]
-        except RefusedError as error:
+        except RequestError as error:
             outcomes = [error] * len(errands)
         except Exception as error:  # noqa: BLE001 - one ask is no reason to end all others
-            outcomes = [fault_of_ours(error)] * len(errands)
+            outcomes = [internal_error(error)] * len(errands)
         return errands, outcomes
 
-    async def _draw(self, errands: list[Errand]) -> list[Outcome]:
-        refused: dict[int, RefusedError] = {}
+    async def _draw(self, errands: list[Task]) -> list[Outcome]:
+        refused: dict[int, RequestError] = {}
         for index, errand in enumerate(errands):
             try:
                 self._admission.check(errand)
-            except RefusedError as error:
+            except RequestError as error:
                 refused[index] = error
         works = [
             (cast(Sample, errand.work), errand.owner)
@@ -344,21 +347,21 @@ class Engine:
         drawn = iter(await self._sampling.draw(works))
         return [refused.get(index) or next(drawn) for index in range(len(errands))]
 
-    async def _result(self, errand: Errand) -> Result:
+    async def _result(self, errand: Task) -> Result:
         self._admission.check(errand)
         if isinstance(errand.work, CreateModel):
-            record = record_of(errand.work, errand.owner)
+            record = build_model_record(errand.work, errand.owner)
             return await self._training.create(errand.work, record, errand.owner)
         work = cast(Trained, errand.work)
         if errand.is_ours and not self._retiring.is_to_go(work.model):
-            raise RefusedError("cancelled", "its client is there again")
+            raise RequestError("cancelled", "its client is there again")
         why = self._retiring.why(work.model) if errand.is_ours else "it was unloaded"
         return await self._training.do(work, errand.owner, why)
 
-    def _end(self, errand: Errand, outcome: Outcome) -> None:
+    def _end(self, errand: Task, outcome: Outcome) -> None:
         self._queue.end(errand, outcome)
         self._admission.ended(errand)
-        if errand.is_ours and isinstance(outcome, RefusedError):
+        if errand.is_ours and isinstance(outcome, RequestError):
             LOG.warning("model %s was not unloaded: %s", errand.model, outcome)
         for ask in errand.asks:
             self._end_ask(ask, outcome)
@@ -414,7 +417,7 @@ class Engine:
 
     def _give_up(self) -> None:
         """Nobody is left to do what waits."""
-        error = RefusedError("unavailable", self._workers.reason)
+        error = RequestError("unavailable", self._workers.reason)
         for errand in self._queue.abandon():
             self._admission.ended(errand)
             for ask in errand.asks:
@@ -438,7 +441,7 @@ class Engine:
     def _served_now(self) -> Served:
         served = self._served()
         if served is None:
-            raise RefusedError(
+            raise RequestError(
                 "unavailable", "the workers are starting, and it is not known yet what is served"
             )
         return served

@@ -8,7 +8,7 @@ import uuid
 
 from penstock.server.protocol.requests import CreateSession
 from penstock.server.scheduler.checkpoint_names import SAMPLER, model_name, sampler_name
-from penstock.server.scheduler.errors import RefusedError, not_found
+from penstock.server.scheduler.errors import RequestError, not_found
 from penstock.server.scheduler.settings import EngineSettings
 from penstock.server.scheduler.state_store import (
     ModelRecord,
@@ -38,7 +38,7 @@ class Sessions:
         name = model_name(work.session) if work.session is not None else uuid.uuid4().hex
         known = self._registry.sessions.get(name)
         if known is not None and known.owner != owner:
-            raise RefusedError("exists", f"the name {name} is taken; choose another")
+            raise RequestError("exists", f"the name {name} is taken; choose another")
         if known is None or known.has_ended:
             check_metadata(work.tags, work.user_metadata)
             owners = [record.owner for record in self.open()]
@@ -82,7 +82,7 @@ class Sessions:
         for session in sessions:
             try:
                 self.touch(self.find(session, owner).session)
-            except RefusedError:
+            except RequestError:
                 gone.append(session)
         return tuple(gone)
 
@@ -126,7 +126,7 @@ class Sessions:
         """The name of a sampler that is not there yet. Raises RefusedError where it is."""
         name = sampler_name(record.session, number)
         if str(number) in record.samplers:
-            raise RefusedError("exists", f"sampler {name} is there; choose another number")
+            raise RequestError("exists", f"sampler {name} is there; choose another number")
         return name
 
     def add_sampler(self, record: SessionRecord, number: int, sampler: SamplerRecord) -> str:
@@ -136,7 +136,7 @@ class Sessions:
         _check_goes_on(record)
         known = record.samplers.get(str(number))
         if known is not None and known != sampler:
-            raise RefusedError("exists", f"sampler {name} is there, of {known.path or 'the base'}")
+            raise RequestError("exists", f"sampler {name} is there, of {known.path or 'the base'}")
         if known is None:
             record.samplers[str(number)] = sampler
             self._registry.keep_session(record)
@@ -163,7 +163,7 @@ class Sessions:
 
 def _check_goes_on(record: SessionRecord) -> None:
     if record.has_ended:
-        raise RefusedError(
+        raise RequestError(
             "gone", f"session {record.session} has ended: {record.ending}.\n  Begin another."
         )
 
@@ -171,7 +171,7 @@ def _check_goes_on(record: SessionRecord) -> None:
 def check_number(field: str, most: int, there: int, are_open: str) -> None:
     """Raises RefusedError where `most`, which the server's file calls `field`, are there."""
     if there >= most:
-        raise RefusedError(
+        raise RequestError(
             "busy",
             f"{there} {are_open}, and {field} is {most}.\n"
             "  End one that is not needed, or raise the field in the server's file.",
@@ -182,6 +182,6 @@ def check_metadata(tags: tuple[str, ...], metadata: dict[str, str]) -> None:
     """Raises RefusedError for more of it than is kept."""
     length = sum(map(len, tags)) + sum(len(key) + len(value) for key, value in metadata.items())
     if length > MAX_METADATA:
-        raise RefusedError(
+        raise RequestError(
             "invalid", f"tags and metadata have {length} characters; {MAX_METADATA} may be"
         )

@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable
 
 from penstock.server.protocol.requests import Step
-from penstock.server.scheduler.errors import RefusedError, WorkersLostError
+from penstock.server.scheduler.errors import RequestError, WorkersLostError
 from penstock.server.scheduler.models import Models
 from penstock.server.scheduler.queue import Queue
 from penstock.server.scheduler.settings import EngineSettings
 from penstock.server.scheduler.state_store import ModelRecord
-from penstock.server.scheduler.task import Errand
+from penstock.server.scheduler.task import Task
 from penstock.server.scheduler.training import Training
 from penstock.server.scheduler.worker_client import Workers
 
@@ -78,7 +78,7 @@ class Stopping:
         if not self._asked.is_set():
             LOG.warning("the API process is gone; what it asked for and is under way goes on")
 
-    def next(self) -> Errand | None:
+    def next(self) -> Task | None:
         """The work that is to begin now; once it is to end, what goes before that alone.
 
         The rest is not refused: its clients ask the next process, and a failure would end them.
@@ -86,7 +86,7 @@ class Stopping:
         is_asked = self._asked.is_set()
         return self._queue.take(self._goes_before) if is_asked else self._queue.take()
 
-    def _goes_before(self, errand: Errand) -> bool:
+    def _goes_before(self, errand: Task) -> bool:
         record = self._models.known(errand.model) if errand.model else None
         return (
             record is not None
@@ -139,7 +139,7 @@ class Stopping:
                 spot = await self._training.save(record)
             except WorkersLostError:
                 raise
-            except (RefusedError, OSError) as error:
+            except (RequestError, OSError) as error:
                 ended[record.model] = str(error)
             else:
                 ended[record.model] = ""

@@ -18,14 +18,14 @@ from typing import Any, TypeVar
 import msgspec
 import xxhash
 
-from penstock.core.files import publishing, remove
+from penstock.core.files import atomic_write, remove
 from penstock.server.protocol.envelopes import Answer, Failure
 from penstock.server.protocol.requests import CreateModel
 from penstock.server.protocol.secret import write_secret
 from penstock.server.protocol.types import Lora, Optimizer
 
 
-class Kept(msgspec.Struct, frozen=True, kw_only=True):
+class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint of a model; its room and name are those it is kept under."""
 
     time: float
@@ -81,7 +81,7 @@ class ModelRecord(msgspec.Struct, kw_only=True):
     export_bytes: int = 0
     closing: str = ""
     """Why it is not open."""
-    checkpoints: dict[str, Kept] = {}
+    checkpoints: dict[str, CheckpointRecord] = {}
     """By `weights/<name>` or `sampler_weights/<name>`."""
 
 
@@ -123,7 +123,7 @@ class SessionRecord(msgspec.Struct, kw_only=True):
     """When, in seconds since the epoch."""
 
 
-class Ended(msgspec.Struct, frozen=True, kw_only=True):
+class CompletedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """How a numbered work of a model ended."""
 
     seq: int
@@ -133,26 +133,26 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     """As it was told; the ask's id is nobody's."""
 
 
-class LaneLeft(msgspec.Struct, frozen=True, kw_only=True):
+class QueueState(msgspec.Struct, frozen=True, kw_only=True):
     """Of the works of a model."""
 
     next: int = 1
     """The number that is to come."""
-    ended: tuple[Ended, ...] = ()
+    ended: tuple[CompletedRequest, ...] = ()
     """Those whose ends are kept, the oldest first."""
 
 
-class Left(msgspec.Struct, frozen=True, kw_only=True):
+class ShutdownState(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine that was stopped leaves to the next, so that works that are asked for again
     are not done again."""
 
-    lanes: dict[str, LaneLeft] = {}
+    lanes: dict[str, QueueState] = {}
     """By the model."""
     untouched: dict[str, CreateModel] = {}
     """Models that nothing was asked of since they were made, and how that was asked for."""
 
 
-def record_of(work: CreateModel, owner: str) -> ModelRecord:
+def build_model_record(work: CreateModel, owner: str) -> ModelRecord:
     """A model as it is asked for, before the workers are."""
     now = time.time()
     return ModelRecord(
@@ -248,23 +248,23 @@ class Registry:
             return None
         return found.get("model") if isinstance(found, dict) else None
 
-    def leave(self, left: Left) -> None:
+    def leave(self, left: ShutdownState) -> None:
         """This process ends in order, and the next is to know this."""
-        with publishing(self._folder / _LEFT) as part:
+        with atomic_write(self._folder / _LEFT) as part:
             content = msgspec.msgpack.encode(left)
             part.write_bytes(_DIGESTED + xxhash.xxh3_128_digest(content) + content)
 
-    def take_left(self) -> Left:
+    def take_left(self) -> ShutdownState:
         """What the last process left, if that was stopped; it is told once. Nothing, where another
         version wrote it otherwise: then works that are asked for again are done again."""
         file = self._folder / _LEFT
         if not file.exists():
-            return Left()
+            return ShutdownState()
         try:
-            left = _decoded(file, Left, _decode_left)
+            left = _decoded(file, ShutdownState, _decode_left)
         except RegistryError as error:
             LOG.warning("%s", error)
-            left = Left()
+            left = ShutdownState()
         remove(file)
         return left
 
@@ -284,7 +284,7 @@ class Registry:
         return [_decoded(file, of, _decode_record) for file in files]
 
     def _write(self, kind: str, name: str, record: ModelRecord | SessionRecord) -> None:
-        with publishing(self._file(kind, name)) as part:
+        with atomic_write(self._file(kind, name)) as part:
             content = msgspec.json.decode(msgspec.json.encode(record))
             content[_DIGEST] = _digest_of(content)
             part.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1))

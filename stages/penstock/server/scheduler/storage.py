@@ -11,8 +11,8 @@ import uuid
 from pathlib import Path
 
 from penstock.core.files import fsync
-from penstock.server.scheduler.checkpoint_names import CHECKPOINT, MODEL, Room, Spot
-from penstock.server.scheduler.errors import RefusedError, StorageLimitError
+from penstock.server.scheduler.checkpoint_names import CHECKPOINT, MODEL, CheckpointRef, Room
+from penstock.server.scheduler.errors import RequestError, StorageLimitError
 
 ROOMS: tuple[Room, ...] = ("weights", "sampler_weights")
 
@@ -26,29 +26,29 @@ class Storage:
         self.root = output_dir.resolve()
         self.limit = limit
 
-    def folder(self, spot: Spot) -> Path:
+    def folder(self, spot: CheckpointRef) -> Path:
         """Where it is, or would be. Raises RefusedError where a link leads elsewhere."""
         folder = self.root / spot.room / spot.model / spot.name
         for part in (folder, folder.parent, folder.parent.parent):
             if part.is_symlink():
-                raise RefusedError(
+                raise RequestError(
                     "invalid",
                     f"{part.relative_to(self.root)} in output_dir is a link, which is not followed."
                     "\n  Put the folder itself there.",
                 )
         return folder
 
-    def holds(self, spot: Spot) -> bool:
+    def holds(self, spot: CheckpointRef) -> bool:
         """Whether it is there."""
         return self.folder(spot).is_dir()
 
-    def size(self, spot: Spot) -> int:
+    def size(self, spot: CheckpointRef) -> int:
         """Bytes of its files."""
-        return size_of(self.folder(spot))
+        return folder_num_bytes(self.folder(spot))
 
     def check_room(self, needed: int, what: str) -> None:
         """Raises StorageLimitError if `needed` bytes more were over the limit, or fill the disk."""
-        used = size_of(self.root)
+        used = folder_num_bytes(self.root)
         if used + needed > self.limit:
             raise StorageLimitError(
                 f"{what} takes about {amount(needed)}, and output_dir holds {amount(used)}:"
@@ -62,12 +62,12 @@ class Storage:
                 f" {amount(free)} left.\n  Delete checkpoints, or make room on the disk."
             )
 
-    def aside(self, spot: Spot) -> Path:
+    def aside(self, spot: CheckpointRef) -> Path:
         """A folder beside it for what is to replace it; not there yet."""
         folder = self.folder(spot)
         return folder.with_name(f".{folder.name}.new")
 
-    def publish(self, spot: Spot) -> None:
+    def publish(self, spot: CheckpointRef) -> None:
         """Have what was written aside in its place, and what was there before deleted."""
         folder, new = self.folder(spot), self.aside(spot)
         old = folder.with_name(f".{folder.name}.old")
@@ -78,7 +78,7 @@ class Storage:
         fsync(folder.parent)
         discard(old)
 
-    def take_out(self, spot: Spot) -> Path | None:
+    def take_out(self, spot: CheckpointRef) -> Path | None:
         """Nobody finds it any more. Where it is now, to be discarded; None if it was not there."""
         folder = self.folder(spot)
         if not folder.exists():
@@ -99,10 +99,10 @@ class Storage:
                 else:
                     discard(dotted)
 
-    def spots(self) -> list[Spot]:
+    def spots(self) -> list[CheckpointRef]:
         """All checkpoints that are there, by name."""
         found = [
-            Spot(folder.parent.name, room, folder.name)
+            CheckpointRef(folder.parent.name, room, folder.name)
             for room in ROOMS
             if not (self.root / room).is_symlink()
             for folder in (self.root / room).glob("*/*")
@@ -112,7 +112,7 @@ class Storage:
         return sorted(found)
 
 
-class Discarding:
+class TrashCollector:
     """Deletes folders by and by."""
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ class Discarding:
             await asyncio.wait(self._under_way)
 
 
-def size_of(folder: Path) -> int:
+def folder_num_bytes(folder: Path) -> int:
     """Bytes of all files below a folder; links are not followed, and what goes meanwhile is not
     counted."""
     total = 0
@@ -143,7 +143,7 @@ def size_of(folder: Path) -> int:
                 except FileNotFoundError:
                     continue
                 if stat.S_ISDIR(found.st_mode):
-                    total += size_of(Path(entry.path))
+                    total += folder_num_bytes(Path(entry.path))
                 elif stat.S_ISREG(found.st_mode):
                     total += found.st_size
     except (FileNotFoundError, NotADirectoryError):

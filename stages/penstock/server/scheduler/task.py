@@ -5,14 +5,14 @@ from dataclasses import dataclass, field
 from penstock.server.protocol.envelopes import Answer, Failure
 from penstock.server.protocol.requests import Ordered, Sample
 from penstock.server.protocol.results import Passed, Result
-from penstock.server.scheduler.errors import RefusedError
+from penstock.server.scheduler.errors import RequestError
 
-Outcome = Result | RefusedError
+Outcome = Result | RequestError
 """How an errand ends."""
 
 
 @dataclass(eq=False)
-class Errand:
+class Task:
     """A work that waits for its turn, or is under way."""
 
     work: Ordered | Sample
@@ -29,25 +29,25 @@ class Errand:
     """Whether it was found to be what can be done."""
     arrived: int = 0
     """Counts what came before it, of all works."""
-    outcome: RefusedError | None = None
+    outcome: RequestError | None = None
     """Of one that was refused or cancelled before its turn, which it then only gives up."""
 
 
 def told(ask: str, outcome: Outcome) -> Answer | Failure:
     """What the ask of this id is told."""
-    if isinstance(outcome, RefusedError):
+    if isinstance(outcome, RequestError):
         return outcome.failure(ask)
     return Answer(id=ask, result=outcome)
 
 
-def outcome_of(end: Answer | Failure) -> Outcome:
+def to_outcome(end: Answer | Failure) -> Outcome:
     """What was told."""
     if isinstance(end, Failure):
-        return RefusedError(end.code, end.error, end.category)
+        return RequestError(end.code, end.error, end.category)
     return end.result
 
 
-def bytes_of(outcome: Outcome) -> int:
+def outcome_num_bytes(outcome: Outcome) -> int:
     """About what it takes to keep an outcome."""
     if not isinstance(outcome, Passed):
         return 1024

@@ -31,24 +31,34 @@ from penstock.server.protocol.results import (
 from penstock.server.protocol.types import Lora
 from penstock.server.protocol.worker_commands import (
     Close,
-    Forget,
+    ForwardBackwardCommand,
     Load,
     Open,
     Opened,
-    Push,
-    Rows,
-    Update,
+    OptimStepCommand,
+    WeightSyncCommand,
+    ZeroGradCommand,
 )
 from penstock.server.scheduler.checkpoint_catalog import Checkpoints
-from penstock.server.scheduler.checkpoint_names import INITIAL, Spot, spot_of
-from penstock.server.scheduler.errors import RefusedError, WorkersLostError
-from penstock.server.scheduler.inference_endpoints import destinations_of, let_go_on, sent_to
+from penstock.server.scheduler.checkpoint_names import INITIAL, CheckpointRef, parse_checkpoint_path
+from penstock.server.scheduler.errors import RequestError, WorkersLostError
+from penstock.server.scheduler.inference_endpoints import (
+    list_endpoints,
+    resume_inference_servers,
+    target_endpoints,
+)
 from penstock.server.scheduler.models import Models
 from penstock.server.scheduler.pack_rows import pack
 from penstock.server.scheduler.save_checkpoint import Saving
 from penstock.server.scheduler.sessions import Sessions
 from penstock.server.scheduler.settings import EngineSettings
-from penstock.server.scheduler.state_store import Kept, ModelRecord, Registry, SamplerRecord, Start
+from penstock.server.scheduler.state_store import (
+    CheckpointRecord,
+    ModelRecord,
+    Registry,
+    SamplerRecord,
+    Start,
+)
 from penstock.server.scheduler.worker_client import Workers
 
 Trained = (
@@ -130,7 +140,7 @@ class Training:
         """Open models that the workers alone hold as they are, the one asked of last first."""
         return [record for record in self._models.open() if self._is_unsaved(record)]
 
-    async def save(self, record: ModelRecord) -> Spot:
+    async def save(self, record: ModelRecord) -> CheckpointRef:
         """Have it kept under a name of the time. Raises RefusedError."""
         return await self._saving.training(record, None)
 
@@ -157,7 +167,7 @@ class Training:
             self._models.opened(record, instance, sizes)
             if not self._settings.skip_initial_checkpoint:
                 await self._saving.training(record, INITIAL, overwrite=True)
-        except (RefusedError, OSError) as error:
+        except (RequestError, OSError) as error:
             await self._take_back(record, known, error)
             raise
         return ModelMade(model=record.model)
@@ -174,11 +184,14 @@ class Training:
         if not isinstance(error, WorkersLostError):
             try:
                 await self._workers.command(Close(model=record.model))
-            except RefusedError as another:
+            except RequestError as another:
                 LOG.warning("model %s is not closed: %s", record.model, another)
 
     def _lora(
-        self, asked: Lora | None, found: tuple[Spot, Kept] | None, served: Served
+        self,
+        asked: Lora | None,
+        found: tuple[CheckpointRef, CheckpointRecord] | None,
+        served: Served,
     ) -> Lora | None:
         """The adapter of a new model, as asked, or as its checkpoint's."""
         if served.trains == "all weights":
@@ -188,25 +201,25 @@ class Training:
         if kept is None or kept.alpha is None:
             return lora
         if lora.alpha not in (None, kept.alpha):
-            raise RefusedError(
+            raise RequestError(
                 "invalid", f"the checkpoint's alpha is {kept.alpha}, and {lora.alpha} is asked for"
             )
         return structs.replace(lora, alpha=kept.alpha)
 
-    def _check_fits(self, record: ModelRecord, spot: Spot, kept: Kept) -> None:
+    def _check_fits(self, record: ModelRecord, spot: CheckpointRef, kept: CheckpointRecord) -> None:
         """Raises RefusedError where a model cannot go on from a checkpoint."""
         if spot.room != "weights":
-            raise RefusedError(
+            raise RequestError(
                 "invalid",
                 f"{spot} is for sampling; training goes on from <model>/weights/<name>",
             )
         if kept.base_model != record.base_model:
-            raise RefusedError(
+            raise RequestError(
                 "invalid", f"{spot} is of {kept.base_model}, and here is {record.base_model}"
             )
         ours, theirs = record.lora, kept.lora
         if (ours and ours.rank) != (theirs and theirs.rank):
-            raise RefusedError(
+            raise RequestError(
                 "invalid",
                 f"{spot} is {_rank(theirs)}, and model {record.model} {_rank(ours)}.\n"
                 "  Create a model of that kind from it.",
@@ -217,7 +230,7 @@ class Training:
         lengths = [datum.tokens.shape[0] for datum in work.data]
         ready = self._workers.ready
         rows = pack(lengths, self._settings, ready.replicas if ready else 1)
-        order = Rows(
+        order = ForwardBackwardCommand(
             model=record.model,
             data=work.data,
             rows=rows,
@@ -234,10 +247,10 @@ class Training:
             live.has_gradients, live.lost_gradients = True, False
         return passed
 
-    async def _passed(self, order: Rows) -> Passed:
+    async def _passed(self, order: ForwardBackwardCommand) -> Passed:
         passed = await self._workers.command(order)
         if not isinstance(passed, Passed) or len(passed.outputs) != len(order.data):
-            raise RefusedError("internal", "the workers answered a pass with something else")
+            raise RequestError("internal", "the workers answered a pass with something else")
         return passed
 
     async def _step(self, record: ModelRecord, work: Step) -> Result:
@@ -246,14 +259,16 @@ class Training:
         live = self._models.live(record)
         try:
             with self._models.changing(record):
-                stepped = await self._workers.command(Update(model=record.model, adam=work.adam))
-        except RefusedError as error:
+                stepped = await self._workers.command(
+                    OptimStepCommand(model=record.model, adam=work.adam)
+                )
+        except RequestError as error:
             if error.code == "not_finite":
                 # Such gradients the workers have dropped.
                 live.has_gradients = False
             raise
         if not isinstance(stepped, Stepped):
-            raise RefusedError("internal", "the workers answered a step with something else")
+            raise RequestError("internal", "the workers answered a step with something else")
         live.has_gradients = False
         live.step = int(stepped.metrics.get("step", live.step + 1))
         if work.sync is not None:
@@ -264,25 +279,27 @@ class Training:
     async def _synced_after_step(self, record: ModelRecord, work: SyncWeights) -> dict[str, float]:
         """Whether the weights were sent. The step was taken either way, so that its client must not
         take a sync that failed for a step that did."""
-        if not destinations_of(self._registry, record.owner, work.pools):
+        if not list_endpoints(self._registry, record.owner, work.pools):
             return {}
         try:
             await self._sync(record, work)
         except WorkersLostError:
             raise
-        except RefusedError as error:
+        except RequestError as error:
             LOG.warning("model %s after a step: %s", record.model, error)
             return {SYNCED: 0.0}
         return {SYNCED: 1.0}
 
     async def _drop_gradients(self, record: ModelRecord) -> Result:
         with self._models.changing(record):
-            await self._workers.command(Forget(model=record.model))
+            await self._workers.command(ZeroGradCommand(model=record.model))
         live = self._models.live(record)
         live.has_gradients = live.lost_gradients = False
         return Done()
 
-    async def _load(self, record: ModelRecord, spot: Spot, kept: Kept, *, optimizer: bool) -> Start:
+    async def _load(
+        self, record: ModelRecord, spot: CheckpointRef, kept: CheckpointRecord, *, optimizer: bool
+    ) -> Start:
         folder = str(self._checkpoints.folder(spot))
         await self._workers.command(Load(model=record.model, folder=folder, optimizer=optimizer))
         return Start(path=str(spot), optimizer=optimizer, time=kept.time)
@@ -319,8 +336,8 @@ class Training:
 
     async def _sync(self, record: ModelRecord, work: SyncWeights) -> Result:
         self._models.check_known(record)
-        sent = sent_to(self._registry, record.owner, work.pools, self._allowed_hosts)
-        order = Push(
+        sent = target_endpoints(self._registry, record.owner, work.pools, self._allowed_hosts)
+        order = WeightSyncCommand(
             model=record.model,
             endpoints=tuple(endpoint for endpoint, _ in sent),
             master_address=work.master_address,
@@ -336,7 +353,7 @@ class Training:
         try:
             return await self._workers.command(order)
         except WorkersLostError:
-            let_go_on(sent, work.group_name)
+            resume_inference_servers(sent, work.group_name)
             raise
 
     async def _unload(self, record: ModelRecord, work: UnloadModel, why: str) -> Result:
@@ -351,7 +368,7 @@ class Training:
         start = record.start
         if record.is_unsaved or start is None or not start.optimizer:
             return True
-        is_own = spot_of(start.path).model == record.model
+        is_own = parse_checkpoint_path(start.path).model == record.model
         return not is_own or not self._checkpoints.holds(start)
 
     def _served(self) -> Served:

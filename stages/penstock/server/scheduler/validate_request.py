@@ -33,8 +33,12 @@ from penstock.server.protocol.requests import (
 )
 from penstock.server.protocol.results import Served
 from penstock.server.protocol.types import Adam, Array, Datum, Loss, Sampling
-from penstock.server.scheduler.checkpoint_names import INITIAL, checkpoint_name, spot_of
-from penstock.server.scheduler.errors import RefusedError
+from penstock.server.scheduler.checkpoint_names import (
+    INITIAL,
+    checkpoint_name,
+    parse_checkpoint_path,
+)
+from penstock.server.scheduler.errors import RequestError
 from penstock.server.scheduler.sessions import check_metadata
 
 Numbers = npt.NDArray[Any]
@@ -67,7 +71,7 @@ def check(work: Ordered | Sample, served: Served) -> None:
             check_ttl(work.ttl_seconds)
             check_metadata((), work.user_metadata)
         case LoadState():
-            spot_of(work.path)
+            parse_checkpoint_path(work.path)
         case SyncWeights():
             if work.buffer_size_mb < 1:
                 raise _wrong(f"buffer_size_mb is {work.buffer_size_mb}; it is 1 at least")
@@ -161,7 +165,7 @@ def _sample(work: Sample, served: Served) -> None:
     if work.sampler is not None and work.path is not None:
         raise _wrong("both a sampler and a path are said to sample from; say one")
     if work.path is not None:
-        spot_of(work.path)
+        parse_checkpoint_path(work.path)
     _sampling(work.sampling, served)
 
 
@@ -182,7 +186,7 @@ def _sampling(sampling: Sampling, served: Served) -> None:
 
 def _create(work: CreateModel, served: Served) -> None:
     if work.path is not None:
-        spot_of(work.path)
+        parse_checkpoint_path(work.path)
     if served.trains == "all weights":
         if work.lora is not None:
             raise _wrong(
@@ -256,5 +260,5 @@ def check_ttl(ttl_seconds: float | None) -> None:
         raise _wrong(f"ttl_seconds is {ttl_seconds}; it is finite and above 0")
 
 
-def _wrong(error: str) -> RefusedError:
-    return RefusedError("invalid", error)
+def _wrong(error: str) -> RequestError:
+    return RequestError("invalid", error)

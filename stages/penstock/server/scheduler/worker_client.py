@@ -18,16 +18,16 @@ from penstock.server.protocol.worker_commands import (
     Command,
     Fault,
     FromWorkers,
-    Greet,
-    Leave,
+    Hello,
     Order,
     Ready,
     Reply,
+    Shutdown,
     ToWorkers,
 )
 from penstock.server.scheduler.errors import (
     OperationTimeoutError,
-    RefusedError,
+    RequestError,
     WorkersLostError,
 )
 from penstock.server.scheduler.settings import EngineSettings
@@ -101,7 +101,7 @@ class Workers:
                 await self._channel.send(message)
             except FrameError as error:
                 if isinstance(message, Command):
-                    self._fail(message.id, RefusedError("invalid", str(error)))
+                    self._fail(message.id, RequestError("invalid", str(error)))
 
     async def greet(self) -> None:
         """Greet those that have not answered, and look whether those that have still live, for
@@ -115,7 +115,7 @@ class Workers:
             else:
                 self._look_whether_any_come()
                 if self._outbox.empty():
-                    self._outbox.put_nowait(Greet(engine=self._name))
+                    self._outbox.put_nowait(Hello(engine=self._name))
                 if is_silent and self.state == "starting" and not self.reason:
                     self.reason = silence
                     self._changed()
@@ -151,7 +151,7 @@ class Workers:
             return
         self._leaving, self.ready = self.ready.instance, None
         self._gone.clear()
-        self._outbox.put_nowait(Leave())
+        self._outbox.put_nowait(Shutdown())
         with suppress(TimeoutError):
             async with asyncio.timeout(LEAVING_SECONDS):
                 await self._gone.wait()
@@ -205,13 +205,13 @@ class Workers:
         if self.ready is not None:
             self._leaving = self.ready.instance
             self.lose(why)
-            self._outbox.put_nowait(Leave())
+            self._outbox.put_nowait(Shutdown())
 
     def _greeted(self, ready: Ready) -> None:
         if self.ready is not None and self.ready.instance == ready.instance:
             return
         if ready.instance == self._leaving:
-            self._outbox.put_nowait(Leave())
+            self._outbox.put_nowait(Shutdown())
             return
         self._leaving = ""
         if self.ready is not None:
@@ -229,12 +229,12 @@ class Workers:
             LOG.info("a reply to %s, for which nobody waits", message.id)
             return
         if isinstance(message, Fault):
-            self._fail(message.id, RefusedError(message.code, message.error, message.category))
+            self._fail(message.id, RequestError(message.code, message.error, message.category))
             if message.ends:
                 self._give_up(message.error)
         elif not self._waiting[1].done():
             self._waiting[1].set_result(message)
 
-    def _fail(self, name: str, error: RefusedError) -> None:
+    def _fail(self, name: str, error: RequestError) -> None:
         if self._waiting is not None and self._waiting[0] == name and not self._waiting[1].done():
             self._waiting[1].set_exception(error)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from penstock.engine.hf.state_dict import HfWeights
+from penstock.engine.hf.state_dict import HFStateDict
 from penstock.server.weight_sync.block_fp8 import SCALES, scales_shape, tiles
 
 STRETCH = 64 << 20
@@ -31,10 +31,10 @@ class Sent:
 
 
 @dataclass(frozen=True)
-class Parcel:
+class BucketPlan:
     """How a model goes out."""
 
-    weights: HfWeights
+    weights: HFStateDict
     dtype: torch.dtype
     """Of all that is not kept exact, nor quantised."""
     quantised: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])

@@ -19,21 +19,21 @@ from typing import Any, TypeVar
 
 import torch
 
-from penstock.engine.distributed.external_group import OutsideGroup
-from penstock.engine.distributed.full_tensors import WholeTensors
-from penstock.engine.distributed.param_shards import Held
-from penstock.engine.distributed.ranks import Ranks
-from penstock.engine.hf.live_state_dict import OfRank, live_weights
+from penstock.engine.distributed.external_group import ExternalProcessGroup
+from penstock.engine.distributed.full_tensors import FullTensorGather
+from penstock.engine.distributed.param_shards import LocalParam
+from penstock.engine.distributed.ranks import ProcessInfo
+from penstock.engine.hf.live_state_dict import RankTrimmedTensors, live_weights
 from penstock.engine.hf.state_dict import Tensors
-from penstock.engine.model_source import Adapting
+from penstock.engine.model_source import LoraArgs
 from penstock.engine.quantization.select_layers import Formats
 from penstock.models.tp_roles import Roles
 from penstock.models.weights import WeightMap
 from penstock.server.protocol.results import Synced
-from penstock.server.protocol.worker_commands import Push
+from penstock.server.protocol.worker_commands import WeightSyncCommand
 from penstock.server.weight_sync.allowed_hosts import LOOPBACK, address_towards, require_allowed
 from penstock.server.weight_sync.block_fp8 import quantised_shapes, wants_fp8
-from penstock.server.weight_sync.buckets import Parcel
+from penstock.server.weight_sync.buckets import BucketPlan
 from penstock.server.weight_sync.errors import Step, SyncError, named, refused
 from penstock.server.weight_sync.sglang_client import (
     InferenceServer,
@@ -67,16 +67,16 @@ MIB = 1 << 20
 
 
 @dataclass(frozen=True)
-class Live:
+class RankModelView:
     """A model as one rank holds it."""
 
-    held: Sequence[Held]
+    held: Sequence[LocalParam]
     """Every parameter, also frozen ones."""
     names: WeightMap
     roles: Roles
     dtype: torch.dtype = torch.bfloat16
     """What is sent in; what a checkpoint keeps exact is not rounded."""
-    adapting: Adapting | None = None
+    adapting: LoraArgs | None = None
     """None where there are no adapters."""
     rank: int | None = None
     """Of the adapter, where the memory that it lies in is wider."""
@@ -85,9 +85,9 @@ class Live:
 
 
 def push(
-    order: Push,
-    live: Live,
-    ranks: Ranks,
+    order: WeightSyncCommand,
+    live: RankModelView,
+    ranks: ProcessInfo,
     *,
     allowed: Collection[str] = LOOPBACK,
     limits: Limits | None = None,
@@ -97,7 +97,7 @@ def push(
 
     Only hosts that are `allowed` are asked anything. Raises SyncError, on the leading rank alone.
     """
-    tensors = WholeTensors(live.held, ranks)
+    tensors = FullTensorGather(live.held, ranks)
     if not ranks.leads:
         tensors.give()
         return None
@@ -113,8 +113,8 @@ class _Push:
 
     def __init__(
         self,
-        order: Push,
-        live: Live,
+        order: WeightSyncCommand,
+        live: RankModelView,
         tensors: Tensors,
         device: torch.device,
         allowed: Collection[str],
@@ -126,12 +126,12 @@ class _Push:
             quantised_shapes(live.names, live.roles) if wants_fp8(order.quantization) else {}
         )
         weights = live_weights(
-            tensors if live.rank is None else OfRank(tensors, live.rank),
+            tensors if live.rank is None else RankTrimmedTensors(tensors, live.rank),
             live.names,
             adapting=live.adapting,
             formats=live.formats,
         )
-        self._parcel = Parcel(weights, live.dtype, quantised)
+        self._parcel = BucketPlan(weights, live.dtype, quantised)
         keys = order.api_keys or [None] * len(order.endpoints)
         self._servers = list(map(InferenceServer, order.endpoints, keys))
         self._address = order.master_address or address_towards(order.endpoints)
@@ -201,10 +201,10 @@ class _Push:
             ) from error
         return True
 
-    def _listening(self) -> OutsideGroup:
+    def _listening(self) -> ExternalProcessGroup:
         order = self._order
         try:
-            return OutsideGroup(
+            return ExternalProcessGroup(
                 name=order.group_name,
                 address=self._address,
                 port=order.master_port,
@@ -221,7 +221,7 @@ class _Push:
                 "server's and a free port."
             ) from error
 
-    def _join(self, group: OutsideGroup) -> None:
+    def _join(self, group: ExternalProcessGroup) -> None:
         calls: list[Future[None]] = []
         first = 1
         for server in self._servers:
@@ -242,7 +242,7 @@ class _Push:
         self._await(calls, beside(group.join), step="group", seconds=self._limits.group)
 
     def _update(
-        self, group: OutsideGroup, names: Sequence[str], *, flush: bool, ends: bool
+        self, group: ExternalProcessGroup, names: Sequence[str], *, flush: bool, ends: bool
     ) -> None:
         order = self._order
         tensors = self._parcel.tensors(names)
@@ -266,7 +266,7 @@ class _Push:
         going = beside(lambda: group.broadcast(tensors))
         self._await(calls, going, step="update", seconds=self._limits.update)
 
-    def _leave(self, group: OutsideGroup) -> None:
+    def _leave(self, group: ExternalProcessGroup) -> None:
         body = {"group_name": self._order.group_name}
         calls = [
             self._posted(
@@ -276,7 +276,7 @@ class _Push:
         ]
         self._await(calls, beside(group.close), step="destroy", seconds=self._limits.pause)
 
-    def _recover(self, group: OutsideGroup) -> None:
+    def _recover(self, group: ExternalProcessGroup) -> None:
         """Leave the group, and let every server that can still be told leave it and generate again;
         in the background those that do not answer soon."""
         group.abandon()
@@ -349,7 +349,7 @@ class _Push:
             )
 
 
-def _require_possible(order: Push, allowed: Collection[str]) -> None:
+def _require_possible(order: WeightSyncCommand, allowed: Collection[str]) -> None:
     """Raises SyncError for an order that no server need be asked about."""
     if not order.endpoints:
         raise refused("there is no endpoint; add one first")

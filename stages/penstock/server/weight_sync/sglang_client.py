@@ -71,7 +71,7 @@ class RefusedError(Exception):
 
 
 @dataclass(frozen=True)
-class Sizes:
+class EngineParallelism:
     """How a server says that it is laid out. Of its ranks, those of tensor parallelism receive:
     they are numbered by it alone."""
 
@@ -129,7 +129,7 @@ class InferenceServer:
         if fault is not None:
             raise refused(fault, self.endpoint)
 
-    def sizes(self, seconds: float) -> Sizes | None:
+    def sizes(self, seconds: float) -> EngineParallelism | None:
         """How it says that it is laid out; None where it says nothing of it, or does not answer.
 
         Raises SyncError where it asks for a key and there is none. A key that is not taken here may
@@ -235,14 +235,14 @@ def _read(said: bytes) -> Any:
         return None
 
 
-def _sizes_in(read: Any) -> Sizes | None:
+def _sizes_in(read: Any) -> EngineParallelism | None:
     """Nothing else of it is kept: servers tell their own keys there."""
     if not isinstance(read, dict):
         return None
     sizes = [read.get(name, 1) for name in ("tp_size", "pp_size", "dp_size")]
     if "tp_size" not in read or not all(type(size) is int and size > 0 for size in sizes):
         return None
-    return Sizes(*sizes, shares_attention=read.get("enable_dp_attention") is True)
+    return EngineParallelism(*sizes, shares_attention=read.get("enable_dp_attention") is True)
 
 
 def _told(error: Exception) -> str:

@@ -13,10 +13,10 @@ import numpy.typing as npt
 import torch
 
 from penstock.config.schema.run import RunConfig
-from penstock.engine.distributed.pipeline_stages import takes
-from penstock.engine.distributed.validate_layout import padding_of
-from penstock.engine.losses.client_loss import NOWHERE, Informed
-from penstock.losses.policy import Told
+from penstock.engine.distributed.pipeline_stages import schedule_accepts
+from penstock.engine.distributed.validate_layout import micro_batch_padding
+from penstock.engine.losses.client_loss import NOWHERE, LossBatch
+from penstock.losses.policy import LossInputs
 from penstock.rows.collate import MicroBatch, PadTo, collate
 from penstock.rows.reader import Row
 from penstock.rows.schema import IGNORED
@@ -25,7 +25,7 @@ from penstock.server.worker.errors import RefusedError
 
 
 @dataclass(frozen=True)
-class Dealing:
+class BatchDispatcher:
     """How rows are laid out over replicas."""
 
     run: RunConfig
@@ -34,7 +34,7 @@ class Dealing:
     """This rank's."""
     pin_memory: bool = False
 
-    def deal(self, samples: Sequence[Sample], rows: Sequence[Sequence[int]]) -> list[Informed]:
+    def deal(self, samples: Sequence[Sample], rows: Sequence[Sequence[int]]) -> list[LossBatch]:
         """This replica's micro-batches, one of each of its rows; as many as any other replica has,
         of nothing but padding where there are no more rows.
 
@@ -50,7 +50,7 @@ class Dealing:
                 [_row(number, [samples[each] for each in row])] if row else []
                 for number, row in enumerate(mine)
             ],
-            pad_to_multiple_of=padding_of(self.run.data, self.run.train),
+            pad_to_multiple_of=micro_batch_padding(self.run.data, self.run.train),
             pad_to=self._pad_to(),
         )
         made = made.pin_memory() if self.pin_memory else made
@@ -64,7 +64,9 @@ class Dealing:
         """Micro-batches of each replica: as many as its rows at most, or what a pipeline needs."""
         train, count = self.run.train, max(1, -(-num_rows // self.num_replicas))
         if train.pipeline_parallel_size > 1:
-            while not takes(train.pipeline_parallel_schedule, train.pipeline_parallel_size, count):
+            while not schedule_accepts(
+                train.pipeline_parallel_schedule, train.pipeline_parallel_size, count
+            ):
                 count += 1
         return count
 
@@ -91,14 +93,14 @@ def _row(number: int, samples: Sequence[Sample]) -> Row:
 
 def _informed(
     batch: MicroBatch, samples: Sequence[Sample], places: Sequence[int], most: int
-) -> Informed:
+) -> LossBatch:
     """`most`: K."""
     size = len(batch.input_ids_T)
     told = {
         field.name: _laid(
             [sample.told[field.name] for sample in samples], size, most, np.float32(0)
         )
-        for field in fields(Told)
+        for field in fields(LossInputs)
     }
     if most > 1:
         labels_TK = _laid([sample.targets for sample in samples], size, most, np.int64(IGNORED))
@@ -106,9 +108,9 @@ def _informed(
     counts = [len(sample.tokens) for sample in samples]
     which = [np.full(count, number) for number, count in enumerate(counts)]
     where = [np.arange(place, place + count) for place, count in zip(places, counts, strict=True)]
-    return Informed(
+    return LossBatch(
         batch,
-        Told(**told),
+        LossInputs(**told),
         _laid(which, size, 1, np.int64(len(samples))),
         len(samples),
         _laid(where, size, 1, np.int64(NOWHERE)),

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.engine.losses.client_loss import ClientLoss
-from penstock.losses.policy import Told
+from penstock.engine.losses.client_loss import PolicyLoss
+from penstock.losses.policy import LossInputs
 from penstock.rows.schema import IGNORED
 from penstock.server.protocol.losses import (
     CLIPS,
@@ -23,7 +23,7 @@ from penstock.server.protocol.losses import (
     TARGETS,
 )
 from penstock.server.protocol.types import Array, Datum
-from penstock.server.protocol.worker_commands import Rows
+from penstock.server.protocol.worker_commands import ForwardBackwardCommand
 from penstock.server.worker.errors import RefusedError
 
 Numbers = npt.NDArray[np.float32]
@@ -52,7 +52,7 @@ class Sample:
         return int(np.count_nonzero(counts.any(axis=1) if counts.ndim > 1 else counts))
 
 
-def loss_of(order: Rows) -> ClientLoss:
+def build_client_loss(order: ForwardBackwardCommand) -> PolicyLoss:
     """What is computed, with the numbers that were not given. Raises RefusedError for a number
     that it does not take, or that makes no sense."""
     known = PARAMS[order.loss]
@@ -74,16 +74,16 @@ def loss_of(order: Rows) -> ClientLoss:
         raise RefusedError(
             "invalid", f"eps_clip_c is {bound:g}.\n  Give one above 1, or 0 for no bound."
         )
-    return ClientLoss(order.loss, params)
+    return PolicyLoss(order.loss, params)
 
 
-def samples_of(order: Rows, vocab_size: int) -> list[Sample]:
+def build_samples(order: ForwardBackwardCommand, vocab_size: int) -> list[Sample]:
     """Those of a pass. Raises RefusedError for what no loss can be computed of."""
-    loss = loss_of(order)
+    loss = build_client_loss(order)
     return [_sample(number, datum, loss, vocab_size) for number, datum in enumerate(order.data)]
 
 
-def _sample(number: int, datum: Datum, loss: ClientLoss, vocab_size: int) -> Sample:
+def _sample(number: int, datum: Datum, loss: PolicyLoss, vocab_size: int) -> Sample:
     tokens = datum.tokens.numpy()
     count = len(tokens)
     given = dict(datum.inputs)
@@ -123,7 +123,7 @@ def _sample(number: int, datum: Datum, loss: ClientLoss, vocab_size: int) -> Sam
     return Sample(tokens.astype(np.int32), targets, told)
 
 
-def _shape(number: int, targets: Array, count: int, loss: ClientLoss) -> tuple[int, ...]:
+def _shape(number: int, targets: Array, count: int, loss: PolicyLoss) -> tuple[int, ...]:
     """That of all inputs, which the targets have."""
     if targets.shape == (count,):
         return targets.shape
@@ -137,8 +137,8 @@ def _refused(number: int, fault: str) -> RefusedError:
     return RefusedError("invalid", f"sample {number} {fault}.\n  Send it as the loss takes it.")
 
 
-def outputs_of(
-    samples: Sequence[Sample], loss: ClientLoss, logp: torch.Tensor
+def build_outputs(
+    samples: Sequence[Sample], loss: PolicyLoss, logp: torch.Tensor
 ) -> tuple[list[dict[str, Numbers]], float]:
     """For each sample its tokens' log-probabilities, and where tokens have losses by themselves
     these, of its targets' shape; and the sum of all losses. `logp` are those of all tokens, one
@@ -154,7 +154,7 @@ def outputs_of(
             # Other samples of the pass may have more targets.
             mine_T = mine_T[:, : sample.num_targets]
         mine_T = mine_T.reshape(sample.targets.shape)
-        told = Told(**{name: torch.from_numpy(its) for name, its in sample.told.items()})
+        told = LossInputs(**{name: torch.from_numpy(its) for name, its in sample.told.items()})
         outputs: dict[str, Numbers] = {"logprobs": mine_T.numpy()}
         losses_T = loss.of_tokens(mine_T, told)
         if losses_T is None:

@@ -34,7 +34,7 @@ CODES: tuple[tuple[type[PenstockError], Code], ...] = (
 """The first that fits."""
 
 
-def code_of(error: PenstockError) -> Code:
+def error_code(error: PenstockError) -> Code:
     """What kind of failure it is."""
     if isinstance(error, RefusedError | SyncError):
         return error.code

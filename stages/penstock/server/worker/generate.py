@@ -13,14 +13,20 @@ from typing import Any
 
 import torch
 
-from penstock.adapters.names import factor_of
-from penstock.adapters.scaling import scale_of
+from penstock.adapters.names import parse_factor
+from penstock.adapters.scaling import lora_scaling
 from penstock.core.errors import ArtifactError
 from penstock.engine.distributed.param_shards import local
-from penstock.engine.generation.sampling import Drawing
-from penstock.engine.generation.sequences import Answer, Answered, Decode, Likeliest, Prompt
-from penstock.engine.hf.load_weights import cut_into
-from penstock.engine.multi_lora.model_pool import Residents
+from penstock.engine.generation.sampling import SamplingParams
+from penstock.engine.generation.sequences import (
+    Completion,
+    Decode,
+    GenerationOutput,
+    Prompt,
+    TopKLogprobs,
+)
+from penstock.engine.hf.load_weights import copy_shard
+from penstock.engine.multi_lora.model_pool import ModelPool
 from penstock.engine.multi_lora.model_store import require_whole_sampler, sampler_in
 from penstock.engine.multi_lora.rank_padding import padded, rank_dim
 from penstock.engine.peft.init_from_adapter import AdapterStart
@@ -48,7 +54,7 @@ class Loaded:
 class Sampling:
     """What these ranks draw from. Every rank makes the same calls."""
 
-    residents: Residents
+    residents: ModelPool
     decode: Decode
     ends: tuple[int, ...] = ()
     """Tokens that end a text of the model's."""
@@ -73,7 +79,7 @@ class Sampling:
         ends = () if said.ignore_eos else self.ends
         return Prompt(
             order.prompts[number].numpy().tolist(),
-            Drawing(
+            SamplingParams(
                 max_tokens=said.max_tokens,
                 temperature=said.temperature,
                 top_k=said.top_k,
@@ -181,19 +187,19 @@ class Sampling:
         for one in substrate.trainable:
             here = torch.zeros_like(local(one.parameter.detach()))
             for piece in one.pieces:
-                factor = factor_of(piece.tensor)
+                factor = parse_factor(piece.tensor)
                 assert factor is not None, f"{piece.tensor} is no part of an adapter"
                 if factor.hf_module not in layers:
                     continue
                 shape = list(piece.whole)
                 shape[rank_dim(factor, len(shape))] = rank
                 whole = padded(piece.tensor, begun(piece.tensor, tuple(shape)), piece.whole)
-                cut_into(whole, piece, piece.of(here))
+                copy_shard(whole, piece, piece.of(here))
             weights.append(here)
-        return Loaded(weights, scale_of(rank, said["alpha"], "rank"))
+        return Loaded(weights, lora_scaling(rank, said["alpha"], "rank"))
 
 
-def _sampled(found: Answered) -> Sampled:
+def _sampled(found: GenerationOutput) -> Sampled:
     """As it is sent."""
     log_probs_T = found.log_probs_T
     tokens, log_probs = _ranked(found.likeliest)
@@ -205,7 +211,7 @@ def _sampled(found: Answered) -> Sampled:
     )
 
 
-def _drawn(answer: Answer) -> Drawn:
+def _drawn(answer: Completion) -> Drawn:
     tokens, log_probs = _ranked(answer.likeliest)
     return Drawn(
         stop_reason=answer.ended,
@@ -216,7 +222,7 @@ def _drawn(answer: Answer) -> Drawn:
     )
 
 
-def _ranked(likeliest: Likeliest | None) -> tuple[Array | None, Array | None]:
+def _ranked(likeliest: TopKLogprobs | None) -> tuple[Array | None, Array | None]:
     if likeliest is None:
         return None, None
     tokens_TK, log_probs_TK = likeliest

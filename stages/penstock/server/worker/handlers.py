@@ -6,32 +6,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.engine.losses.client_loss import ClientLosses
-from penstock.engine.model_source import Adapting
-from penstock.engine.multi_lora.model_pool import KINDS, Adapter, Residents
-from penstock.engine.multi_lora.model_store import Resting
-from penstock.engine.multi_lora.optim_step import StepNumbers, step
+from penstock.engine.losses.client_loss import PolicyForwardBackward
+from penstock.engine.model_source import LoraArgs
+from penstock.engine.multi_lora.model_pool import KINDS, LoraSpec, ModelPool
+from penstock.engine.multi_lora.model_store import ModelStore
+from penstock.engine.multi_lora.optim_step import AdamParams, step
 from penstock.server.protocol.results import Done, Passed, Stepped, Synced
 from penstock.server.protocol.types import Array, Lora
 from penstock.server.protocol.worker_commands import (
     Close,
     Export,
-    Forget,
+    ForwardBackwardCommand,
     Generate,
     Generated,
     Load,
     Open,
     Opened,
+    OptimStepCommand,
     Order,
-    Push,
-    Rows,
     Save,
-    Update,
+    WeightSyncCommand,
+    ZeroGradCommand,
 )
 from penstock.server.weight_sync.allowed_hosts import LOOPBACK
-from penstock.server.weight_sync.sender import Live, push
-from penstock.server.worker.batching import Dealing
-from penstock.server.worker.datums import loss_of, outputs_of, samples_of, told_numbers
+from penstock.server.weight_sync.sender import RankModelView, push
+from penstock.server.worker.batching import BatchDispatcher
+from penstock.server.worker.datums import (
+    build_client_loss,
+    build_outputs,
+    build_samples,
+    told_numbers,
+)
 from penstock.server.worker.errors import RefusedError
 from penstock.server.worker.generate import Sampling
 
@@ -39,13 +44,13 @@ Result = Done | Opened | Passed | Stepped | Generated | Synced
 
 
 @dataclass(frozen=True)
-class Operations:
+class CommandHandlers:
     """The models of clients on these ranks."""
 
-    residents: Residents
-    resting: Resting
-    losses: ClientLosses
-    dealing: Dealing
+    residents: ModelPool
+    resting: ModelStore
+    losses: PolicyForwardBackward
+    dealing: BatchDispatcher
     sampling: Sampling
     begin_from: Path | None = None
     """A checkpoint whose weights every new model starts from."""
@@ -62,14 +67,14 @@ class Operations:
         act: Callable[[Any], Result] = {
             Open: self._open,
             Close: self._close,
-            Rows: self._rows,
-            Update: self._update,
-            Forget: self._forget,
+            ForwardBackwardCommand: self._rows,
+            OptimStepCommand: self._update,
+            ZeroGradCommand: self._forget,
             Save: self._save,
             Load: self._load,
             Export: self._export,
             Generate: self.sampling.generate,
-            Push: self._push,
+            WeightSyncCommand: self._push,
         }[type(order)]
         try:
             return act(order)
@@ -94,7 +99,7 @@ class Operations:
             raise
         return Opened(state_bytes=sizes.state, export_bytes=sizes.export)
 
-    def _adapter(self, lora: Lora | None) -> Adapter | None:
+    def _adapter(self, lora: Lora | None) -> LoraSpec | None:
         """What is asked for, with what the server's file says of the rest."""
         substrate = self.residents.substrate
         said = substrate.run.lora
@@ -112,7 +117,7 @@ class Operations:
         if asked["unembed"] and substrate.has_tied_head:
             # The SDK asks for it unless told otherwise; Served.notice says what becomes of it.
             asked["unembed"] = None
-        return Adapter(
+        return LoraSpec(
             rank=lora.rank,
             alpha=said.lora_alpha if lora.alpha is None else lora.alpha,
             seed=substrate.run.train.seed if lora.seed is None else lora.seed,
@@ -125,10 +130,10 @@ class Operations:
         self.residents.close(order.model)
         return Done()
 
-    def _rows(self, order: Rows) -> Passed:
-        resident, loss = self.residents.get(order.model), loss_of(order)
+    def _rows(self, order: ForwardBackwardCommand) -> Passed:
+        resident, loss = self.residents.get(order.model), build_client_loss(order)
         substrate = self.residents.substrate
-        samples = samples_of(order, substrate.built.vocab_size)
+        samples = build_samples(order, substrate.built.vocab_size)
         if not order.forward_only and resident.per not in (None, order.per):
             raise RefusedError(
                 "invalid",
@@ -147,7 +152,7 @@ class Operations:
             logp, told = self.losses.forward_backward(batches, loss, num_tokens)
             self.residents.gather(resident, num_trained, order.per)
             more = told_numbers(told) | self.residents.told(resident)
-        outputs, total = outputs_of(samples, loss, logp.cpu())
+        outputs, total = build_outputs(samples, loss, logp.cpu())
         return Passed(
             outputs=tuple(
                 {name: Array.of(its, "float32") for name, its in each.items()} for each in outputs
@@ -162,9 +167,9 @@ class Operations:
             },
         )
 
-    def _update(self, order: Update) -> Stepped:
+    def _update(self, order: OptimStepCommand) -> Stepped:
         adam = order.adam
-        numbers = StepNumbers(
+        numbers = AdamParams(
             learning_rate=adam.learning_rate,
             beta1=adam.beta1,
             beta2=adam.beta2,
@@ -174,7 +179,7 @@ class Operations:
         )
         return Stepped(metrics=step(self.residents, order.model, numbers))
 
-    def _forget(self, order: Forget) -> Done:
+    def _forget(self, order: ZeroGradCommand) -> Done:
         self.residents.get(order.model).drop_gradients()
         return Done()
 
@@ -193,15 +198,15 @@ class Operations:
         self.resting.export(order.model, Path(order.folder), order.dtype)
         return Done()
 
-    def _push(self, order: Push) -> Synced | Done:
+    def _push(self, order: WeightSyncCommand) -> Synced | Done:
         """On ranks that do not lead there is nothing to tell."""
         resident = self.residents.enter(order.model)
         substrate, adapter = self.residents.substrate, resident.adapter
-        live = Live(
+        live = RankModelView(
             held=substrate.built.engine.layout.held,
             names=substrate.names,
             roles=substrate.family.roles,
-            adapting=Adapting(adapter.alpha) if adapter else None,
+            adapting=LoraArgs(adapter.alpha) if adapter else None,
             rank=adapter.rank if adapter else None,
             formats=substrate.formats,
         )

@@ -13,21 +13,21 @@ import msgspec
 from msgspec.structs import replace
 
 from penstock.core.errors import PenstockError
-from penstock.engine.distributed.broadcast import Announcing
-from penstock.server.protocol.codec import Code, Codec, FrameError, PeerLostError, category_of
+from penstock.engine.distributed.broadcast import ControlBroadcast
+from penstock.server.protocol.codec import Code, Codec, FrameError, PeerLostError, error_category
 from penstock.server.protocol.worker_commands import (
     Command,
     Fault,
     FromWorkers,
-    Greet,
-    Leave,
+    Hello,
     Order,
-    Push,
     Ready,
     Reply,
+    Shutdown,
     ToWorkers,
+    WeightSyncCommand,
 )
-from penstock.server.worker.errors import code_of
+from penstock.server.worker.errors import error_code
 from penstock.server.worker.handlers import Result
 
 IDLE_SECONDS = 5.0
@@ -41,13 +41,13 @@ class BrokenError(RuntimeError):
 
 
 @dataclass
-class Running:
+class CurrentCommand:
     """What is being done, for whoever asks meanwhile."""
 
     id: str = ""
 
 
-class End(Protocol):
+class ChannelEnd(Protocol):
     """Rank 0's end of the channel."""
 
     def receive(self, timeout: float | None = None) -> ToWorkers | None:
@@ -60,7 +60,7 @@ class End(Protocol):
         ...
 
 
-class Obeying(Protocol):
+class CommandHandler(Protocol):
     """What carries out orders on this rank, as `Operations` does."""
 
     def do(self, order: Order) -> Result:
@@ -80,11 +80,11 @@ _COMMANDS = Codec[ToWorkers](ToWorkers)
 
 
 def serve(
-    operations: Obeying,
-    announcing: Announcing,
-    end: End | None = None,
+    operations: CommandHandler,
+    announcing: ControlBroadcast,
+    end: ChannelEnd | None = None,
     ready: Callable[[], Ready] | None = None,
-    running: Running | None = None,
+    running: CurrentCommand | None = None,
 ) -> None:
     """Do what the engine says until it says to leave. `end`, `ready` and `running` are rank 0's,
     which alone has them.
@@ -97,10 +97,10 @@ def serve(
         if not frame:
             continue
         message = message or _COMMANDS.decode(frame)
-        if isinstance(message, Leave):
+        if isinstance(message, Shutdown):
             return
         assert isinstance(message, Command)
-        running = running or Running()
+        running = running or CurrentCommand()
         running.id = message.id
         outcome = carry_out(message, operations, announcing)
         running.id = ""
@@ -118,14 +118,16 @@ class Outcome:
     """Why the ranks cannot go on; empty: they can."""
 
 
-def carry_out(command: Command, operations: Obeying, announcing: Announcing) -> Outcome:
+def carry_out(
+    command: Command, operations: CommandHandler, announcing: ControlBroadcast
+) -> Outcome:
     """Do it on this rank, and agree with the others on how it went."""
     result: Result | None = None
     wrong: _Wrong | None = None
     try:
         result = operations.do(command.order)
     except PenstockError as error:
-        wrong = _Wrong(str(error), code_of(error))
+        wrong = _Wrong(str(error), error_code(error))
     except Exception as error:
         # Nothing is agreed on: the others may wait for this rank elsewhere, until it ends.
         log.exception("%s failed", type(command.order).__name__)
@@ -147,20 +149,20 @@ def _fault(number: str, wrong: _Wrong, *, ends: bool = False) -> Fault:
     return Fault(
         id=number,
         error=wrong.error,
-        category=category_of(wrong.code),
+        category=error_category(wrong.code),
         code=wrong.code,
         ends=ends,
     )
 
 
-def _next(end: End, ready: Callable[[], Ready]) -> ToWorkers | None:
+def _next(end: ChannelEnd, ready: Callable[[], Ready]) -> ToWorkers | None:
     """What all ranks are to hear; None where there is nothing for them."""
     try:
         message = end.receive(IDLE_SECONDS)
     except PeerLostError as error:
         log.warning("%s; models stay, and the engine that comes next finds them", error)
         return None
-    if isinstance(message, Greet):
+    if isinstance(message, Hello):
         end.send(ready())
         return None
     return message
@@ -171,12 +173,12 @@ def _announced(message: ToWorkers | None) -> bytes:
     for other machines may be reached in clear."""
     if message is None:
         return b""
-    if isinstance(message, Command) and isinstance(message.order, Push):
+    if isinstance(message, Command) and isinstance(message.order, WeightSyncCommand):
         message = replace(message, order=replace(message.order, api_keys=()))
     return _COMMANDS.encode(message)
 
 
-def _tell(end: End | None, said: Reply | Fault) -> None:
+def _tell(end: ChannelEnd | None, said: Reply | Fault) -> None:
     if end is None:
         return
     try:

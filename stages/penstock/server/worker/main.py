@@ -11,19 +11,19 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from penstock.config.server.config import ServerConfig, run_of
+from penstock.config.server.config import ServerConfig, to_run_config
 from penstock.core import env
 from penstock.core.files import read_json
 from penstock.core.process.die_with_parent import end_with_parent, outlive_parent_by
 from penstock.core.sources.pin import pin_tokenizer
-from penstock.engine.distributed.broadcast import Announcing
-from penstock.engine.distributed.ranks import Ranks, join, leave
+from penstock.engine.distributed.broadcast import ControlBroadcast
+from penstock.engine.distributed.ranks import ProcessInfo, destroy_process_group, init_process_group
 from penstock.engine.hf.config import read_hf_config
 from penstock.engine.hf.tokenizer_files import TokenizerFiles
-from penstock.engine.losses.client_loss import ClientLosses
-from penstock.engine.multi_lora.model_pool import Residents
-from penstock.engine.multi_lora.model_store import resting_on
-from penstock.engine.multi_lora.shared_base import Substrate, substrate_of
+from penstock.engine.losses.client_loss import PolicyForwardBackward
+from penstock.engine.multi_lora.model_pool import ModelPool
+from penstock.engine.multi_lora.model_store import build_model_store
+from penstock.engine.multi_lora.shared_base import SharedBase, build_shared_base
 from penstock.models.foundation import check_foundation, laid_over
 from penstock.rows.tokenizer import load_tokenizer
 from penstock.server.launch.job import ServerJob
@@ -33,45 +33,45 @@ from penstock.server.protocol.threaded_channel import ThreadedEnd
 from penstock.server.protocol.worker_commands import Beat, FromWorkers, Ready, ToWorkers
 from penstock.server.protocol.zmq_channel import listening
 from penstock.server.weight_sync.allowed_hosts import LOOPBACK, allowed_hosts
-from penstock.server.worker.batching import Dealing
+from penstock.server.worker.batching import BatchDispatcher
 from penstock.server.worker.generate import Sampling
-from penstock.server.worker.handlers import Operations
-from penstock.server.worker.loop import Running, serve
+from penstock.server.worker.handlers import CommandHandlers
+from penstock.server.worker.loop import CurrentCommand, serve
 from penstock.server.worker.self_test import self_test
 
 
 def operations_on(
-    substrate: Substrate,
+    substrate: SharedBase,
     *,
     base_model: str,
     tokenizer: TokenizerFiles,
     begin_from: Path | None = None,
     allowed_hosts: Sequence[str] = LOOPBACK,
-) -> Operations:
+) -> CommandHandlers:
     """Every rank makes one at the same time. `base_model` is what the model is called,
     `begin_from` a checkpoint whose weights every new model starts from, and `allowed_hosts` are
     those that weights may be sent to."""
     built, ranks = substrate.built, substrate.ranks
     layout = built.engine.layout
-    residents = Residents(substrate)
+    residents = ModelPool(substrate)
     reading = load_tokenizer(tokenizer.typed, tokenizer.source.pin.get("commit"))
-    return Operations(
+    return CommandHandlers(
         residents,
-        resting_on(residents, base_model, tokenizer),
-        ClientLosses(layout, ranks, built.answers.log_probs, built.engine.routers),
-        Dealing(
+        build_model_store(residents, base_model, tokenizer),
+        PolicyForwardBackward(layout, ranks, built.answers.log_probs, built.engine.routers),
+        BatchDispatcher(
             substrate.run,
             num_replicas=built.degrees.num_replicas,
             replica=layout.mesh.index("replicate", "shard"),
             pin_memory=ranks.device.type == "cuda",
         ),
-        Sampling(residents, partial(_decoded, reading), ends_of(substrate, reading)),
+        Sampling(residents, partial(_decoded, reading), stop_token_ids(substrate, reading)),
         begin_from,
         tuple(allowed_hosts),
     )
 
 
-def ends_of(substrate: Substrate, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def stop_token_ids(substrate: SharedBase, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """The tokens that end a text of the model's: what its tokenizer says, its config.json, and its
     generation_config.json, where it has one."""
     file = substrate.weights / "generation_config.json" if substrate.weights else None
@@ -106,7 +106,7 @@ def main(path: Path) -> None:
     rank, _, _ = env.rank_variables() or (0, 0, 1)
     _log_to(job, rank)
     faulthandler.enable()
-    ranks = join(
+    ranks = init_process_group(
         job.config.operation_timeout + MARGIN_SECONDS,
         reaches_out=bool(job.config.sync_allowed_hosts),
     )
@@ -115,23 +115,23 @@ def main(path: Path) -> None:
     except Exception:
         log.exception("rank %d failed", ranks.rank)
         raise
-    leave()
+    destroy_process_group()
 
 
-def run_rank(job: ServerJob, ranks: Ranks) -> None:
+def run_rank(job: ServerJob, ranks: ProcessInfo) -> None:
     """Be one rank. Raises PenstockError for a model that cannot be served as the settings say."""
     instance = uuid.uuid4().hex
     operations = _operations(job, ranks)
     if job.config.enable_self_test:
         self_test(operations)
         log.info("rank %d: the self test went well", ranks.rank)
-    announcing = Announcing(ranks, job.config.operation_timeout + MARGIN_SECONDS)
+    announcing = ControlBroadcast(ranks, job.config.operation_timeout + MARGIN_SECONDS)
     substrate = operations.residents.substrate
     log.info("rank %d is ready, layout %s", ranks.rank, substrate.built.layout)
     if not ranks.leads:
         serve(operations, announcing)
         return
-    running = Running()
+    running = CurrentCommand()
 
     def begin() -> Channel[FromWorkers, ToWorkers]:
         return listening(ToWorkers, job.workers_bind, env.workers_secret())
@@ -156,7 +156,7 @@ def run_rank(job: ServerJob, ranks: Ranks) -> None:
         end.close()
 
 
-def served_by(config: ServerConfig, tokenizer: str, substrate: Substrate) -> Served:
+def served_by(config: ServerConfig, tokenizer: str, substrate: SharedBase) -> Served:
     """What clients are told of the model."""
     decoder, lora = substrate.built.config, substrate.run.lora
     return Served(
@@ -172,9 +172,9 @@ def served_by(config: ServerConfig, tokenizer: str, substrate: Substrate) -> Ser
     )
 
 
-def _operations(job: ServerJob, ranks: Ranks) -> Operations:
+def _operations(job: ServerJob, ranks: ProcessInfo) -> CommandHandlers:
     config = job.config
-    run = run_of(config)
+    run = to_run_config(config)
     base = read_hf_config(job.config_path, {})
     check_foundation(base, run.model.foundation, loads_weights=bool(run.model.model_path))
     hf_config = laid_over(base, run.model.foundation)
@@ -183,7 +183,7 @@ def _operations(job: ServerJob, ranks: Ranks) -> Operations:
         if ranks.leads:
             log.info(line)
 
-    substrate = substrate_of(run, hf_config, job.weights, ranks, notify)
+    substrate = build_shared_base(run, hf_config, job.weights, ranks, notify)
     begin_from = config.load_checkpoint_path
     return operations_on(
         substrate,

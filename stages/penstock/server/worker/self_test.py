@@ -7,15 +7,21 @@ import numpy as np
 from penstock.core.errors import StageError
 from penstock.server.protocol.results import Passed, Stepped
 from penstock.server.protocol.types import Adam, Array, Datum
-from penstock.server.protocol.worker_commands import Close, Open, Opened, Rows, Update
-from penstock.server.worker.handlers import Operations
+from penstock.server.protocol.worker_commands import (
+    Close,
+    ForwardBackwardCommand,
+    Open,
+    Opened,
+    OptimStepCommand,
+)
+from penstock.server.worker.handlers import CommandHandlers
 
 NAME = "self-test"
 TOKENS = 64
 """Of each sample."""
 
 
-def self_test(operations: Operations) -> None:
+def self_test(operations: CommandHandlers) -> None:
     """Raises StageError for numbers that are none, and whatever the orders raise. Nothing of it is
     left. Every rank calls it."""
     dealing = operations.dealing
@@ -29,7 +35,7 @@ def self_test(operations: Operations) -> None:
         )
         for ids in drawn
     )
-    rows = Rows(
+    rows = ForwardBackwardCommand(
         model=NAME,
         data=data,
         rows=tuple((number,) for number in range(len(data))),
@@ -41,7 +47,7 @@ def self_test(operations: Operations) -> None:
     opened = operations.do(Open(model=NAME, lora=None))
     assert isinstance(opened, Opened)
     try:
-        found = [operations.do(rows), operations.do(Update(model=NAME, adam=Adam()))]
+        found = [operations.do(rows), operations.do(OptimStepCommand(model=NAME, adam=Adam()))]
         found.append(operations.do(rows))
     finally:
         operations.do(Close(model=NAME))

@@ -7,13 +7,13 @@ from typing import Any
 
 from penstock.config.schema.checkpoint import SaveBestConfig
 from penstock.config.schema.duration import EarlyStoppingConfig
-from penstock.config.schema.evaluation import sign_of
+from penstock.config.schema.evaluation import metric_sign
 from penstock.config.schema.train import TrainConfig
 from penstock.core.errors import ConfigError
 
 
 @dataclass
-class Judge:
+class EarlyStopping:
     """Hears every evaluation of a run, in order."""
 
     by: SaveBestConfig
@@ -28,7 +28,7 @@ class Judge:
     """Evaluations since then."""
 
     @classmethod
-    def of(cls, train: TrainConfig) -> "Judge":
+    def of(cls, train: TrainConfig) -> "EarlyStopping":
         """What the settings say."""
         return cls(train.save_best, train.early_stopping)
 
@@ -50,7 +50,7 @@ class Judge:
         metric = self.by.metric
         if metric is None or (value := record.get(metric)) is None:
             return False
-        sign = sign_of(metric, self.by.mode)
+        sign = metric_sign(metric, self.by.mode)
         if self.best is None:
             return not math.isnan(value)
         return sign * value > sign * self.best[metric]
@@ -59,7 +59,7 @@ class Judge:
         """Take note of an evaluation, for `is_tired`."""
         if not self.until.patience or (value := record.get(self.until.metric)) is None:
             return
-        value *= sign_of(self.until.metric)
+        value *= metric_sign(self.until.metric)
         bar = -math.inf if self._reached is None else self._reached + self.until.min_delta
         if value > bar:
             self._reached, self._waited = value, 0

@@ -14,19 +14,19 @@ import numpy as np
 from penstock.config.loading.fault import shown
 from penstock.config.schema.train import TrainConfig
 from penstock.core.errors import ConfigError, StageError
-from penstock.engine.build import Assembled
-from penstock.engine.distributed.ranks import Ranks
-from penstock.rows.batches import Integers, deal
+from penstock.engine.build import BuiltModel
+from penstock.engine.distributed.ranks import ProcessInfo
+from penstock.rows.batches import Integers, assign_micro_batches
 from penstock.rows.collate import MicroBatch
 from penstock.rows.reader import PackedRows
-from penstock.train.dataloader import Groups, Reading, read
-from penstock.train.eval.preference_metrics import AnswersTold
+from penstock.train.dataloader import Groups, LoaderConfig, read
+from penstock.train.eval.preference_metrics import PreferenceMetrics
 from penstock.train.eval.reference_model import References
-from penstock.train.eval.token_metrics import LOSS, TokensTold
+from penstock.train.eval.token_metrics import LOSS, TokenMetrics
 from penstock.train.launch.job import Job
 
 
-class Teller(Protocol):
+class EvalMetric(Protocol):
     """What looks at rows and tells something of them, the same on all ranks."""
 
     @property
@@ -47,19 +47,19 @@ class Teller(Protocol):
         ...
 
 
-class HeldOut:
+class Evaluator:
     """Packed rows to evaluate on, the same ones each time."""
 
     def __init__(
         self,
         rows: PackedRows,
-        built: Assembled,
-        ranks: Ranks,
+        built: BuiltModel,
+        ranks: ProcessInfo,
         train: TrainConfig,
-        reading: Reading,
+        reading: LoaderConfig,
         *,
         rows_per_batch: int,
-        teller: Teller | None = None,
+        teller: EvalMetric | None = None,
     ) -> None:
         """`rows_per_batch` rows are a batch where batches are counted. Unless there is another
         `teller`, it is told how well tokens are foretold."""
@@ -70,7 +70,7 @@ class HeldOut:
         self._rows_per_batch = rows_per_batch
         self._chosen = chosen_rows(len(rows), train.eval_max_batches, rows_per_batch)
         self._costs = built.pairs_per_token * rows.lengths() + rows.squares()
-        self._teller = teller or TokensTold(rows, built, ranks)
+        self._teller = teller or TokenMetrics(rows, built, ranks)
 
     def __len__(self) -> int:
         """Rows that are evaluated on."""
@@ -118,7 +118,7 @@ class HeldOut:
 
     def _mine(self, rows: Integers) -> Groups:
         """Those of the rows that this rank's replica evaluates."""
-        return deal(
+        return assign_micro_batches(
             rows.tolist(),
             self._costs[rows].tolist(),
             num_replicas=self._built.degrees.num_replicas,
@@ -129,11 +129,11 @@ class HeldOut:
 
 def held_out_rows(
     job: Job,
-    built: Assembled,
-    ranks: Ranks,
-    reading: Reading,
+    built: BuiltModel,
+    ranks: ProcessInfo,
+    reading: LoaderConfig,
     rows_per_batch: int,
-) -> HeldOut | None:
+) -> Evaluator | None:
     """What a run evaluates on; None where nothing is held out, or nothing of it is wanted.
 
     Raises ConfigError where evaluations are asked for, and there is nothing.
@@ -146,9 +146,9 @@ def held_out_rows(
         preferences = built.engine.preferences
         # Also where what is trained with moves: evaluations of a run are to be compared.
         references = References(job.scores) if job.scores else None
-        teller = AnswersTold(preferences, references) if preferences else None
+        teller = PreferenceMetrics(preferences, references) if preferences else None
         size = train.eval_rows_per_batch or rows_per_batch
-        found = HeldOut(rows, built, ranks, train, reading, rows_per_batch=size, teller=teller)
+        found = Evaluator(rows, built, ranks, train, reading, rows_per_batch=size, teller=teller)
     asking = ("eval_only", "eval_at_start", "eval_steps", "eval_epochs", "eval_sanity_batches")
     asked = [name for name in asking if getattr(train, name)]
     # No batches are a wish too, but for a run that does nothing else.

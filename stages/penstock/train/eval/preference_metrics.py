@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from penstock.engine.losses.preference import Preferences, Seen
+from penstock.engine.losses.preference import AnswerLogProbs, Preferences
 from penstock.losses.preference_metrics import MARGINS, NAMES, RIGHT
 from penstock.rows.collate import MicroBatch
 from penstock.train.eval.reference_model import References
@@ -10,12 +10,12 @@ from penstock.train.eval.reference_model import References
 PREFIX = "eval_"
 
 
-class AnswersTold:
+class PreferenceMetrics:
     """The loss that is trained on, and its measures, of answers that are held out."""
 
     def __init__(self, preferences: Preferences, references: References | None) -> None:
         self._preferences, self._references = preferences, references
-        self._seen: list[Seen] = []
+        self._seen: list[AnswerLogProbs] = []
 
     @property
     def names(self) -> list[str]:

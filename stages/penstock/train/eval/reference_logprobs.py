@@ -7,14 +7,14 @@ from typing import NamedTuple
 import torch
 
 from penstock.config.schema.run import RunConfig
-from penstock.engine.build import Assembled
-from penstock.engine.distributed.ranks import Ranks
-from penstock.rows.batches import deal
+from penstock.engine.build import BuiltModel
+from penstock.engine.distributed.ranks import ProcessInfo
+from penstock.rows.batches import assign_micro_batches
 from penstock.rows.collate import collate
 from penstock.rows.reader import Row
 from penstock.rows.ref_logprobs import Scores
 from penstock.rows.shared_prefix import PER_SAMPLE
-from penstock.train.dataloader import Reading
+from penstock.train.dataloader import LoaderConfig
 
 ROUNDS = 8
 """Micro-batches of each replica that are passed forward together."""
@@ -31,9 +31,9 @@ class Scored(NamedTuple):
 class Scoring:
     """Rows in, scores out, whatever the layout."""
 
-    def __init__(self, run: RunConfig, built: Assembled, ranks: Ranks) -> None:
+    def __init__(self, run: RunConfig, built: BuiltModel, ranks: ProcessInfo) -> None:
         self._built, self._ranks = built, ranks
-        self._multiple = Reading.of(run, ranks.device).pad_to_multiple_of
+        self._multiple = LoaderConfig.of(run, ranks.device).pad_to_multiple_of
         self._size = run.train.micro_batch_size
         self._replicas = built.degrees.num_replicas
 
@@ -66,7 +66,7 @@ class Scoring:
 
     def _mine(self, rows: list[Row]) -> list[list[Row]]:
         """The micro-batches of this rank's replica."""
-        dealt = deal(
+        dealt = assign_micro_batches(
             range(len(rows)),
             [len(row.input_ids) for row in rows],
             num_replicas=self._replicas,

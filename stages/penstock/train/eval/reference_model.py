@@ -13,9 +13,9 @@ import torch
 
 from penstock.core.errors import ArtifactError
 from penstock.core.files import remove
-from penstock.engine.build import Assembled
-from penstock.engine.distributed.ranks import Ranks
-from penstock.rows.batches import Batches, Cursor
+from penstock.engine.build import BuiltModel
+from penstock.engine.distributed.ranks import ProcessInfo
+from penstock.rows.batches import Cursor, StepSampler
 from penstock.rows.collate import MicroBatch
 from penstock.rows.filter_rows import each_once
 from penstock.rows.reader import PackedRows, Row
@@ -51,16 +51,16 @@ KEPT = 2
 """Moves of which scores are kept: a checkpoint may be older than the last one."""
 
 
-class MovingReferences(References):
+class SyncedRefModel(References):
     """Until the first move, those of the model that training starts from."""
 
     def __init__(
         self,
         job: Job,
-        built: Assembled,
-        ranks: Ranks,
+        built: BuiltModel,
+        ranks: ProcessInfo,
         rows: PackedRows,
-        batches: Batches,
+        batches: StepSampler,
     ) -> None:
         assert job.scores is not None
         super().__init__(job.scores)
@@ -110,12 +110,12 @@ class MovingReferences(References):
         return each_once((self._rows.row(number) for number in sorted(numbers)), ())
 
 
-def references_of(
-    job: Job, built: Assembled, ranks: Ranks, rows: PackedRows, batches: Batches
+def build_ref_model(
+    job: Job, built: BuiltModel, ranks: ProcessInfo, rows: PackedRows, batches: StepSampler
 ) -> References | None:
     """What answers are compared with while training; None where it is nothing."""
     if job.scores is None:
         return None
     if job.config.preference.ref_update_steps > 0:
-        return MovingReferences(job, built, ranks, rows, batches)
+        return SyncedRefModel(job, built, ranks, rows, batches)
     return References(job.scores)

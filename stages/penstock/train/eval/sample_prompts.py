@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
-from penstock.engine.build import Assembled
-from penstock.engine.distributed.ranks import Ranks
-from penstock.engine.generation.sampling import Drawing
+from penstock.engine.build import BuiltModel
+from penstock.engine.distributed.ranks import ProcessInfo
+from penstock.engine.generation.sampling import SamplingParams
 from penstock.engine.generation.sequences import Prompt
 from penstock.rows.tokenizer import load_tokenizer
 from penstock.train.launch.job import Job
@@ -65,7 +65,12 @@ class Sampler:
     """Answers prompts with the likeliest tokens. Every rank makes one and makes the same calls."""
 
     def __init__(
-        self, prompts: "Prompts | None", built: Assembled, ranks: Ranks, *, max_new_tokens: int
+        self,
+        prompts: "Prompts | None",
+        built: BuiltModel,
+        ranks: ProcessInfo,
+        *,
+        max_new_tokens: int,
     ) -> None:
         """`prompts` are the leading rank's to give.
 
@@ -76,7 +81,7 @@ class Sampler:
         assert told is not None
         tokens, end = told
         ends = () if end is None else (end,)
-        how = Drawing(max_tokens=max_new_tokens, temperature=0, stop_tokens=ends)
+        how = SamplingParams(max_tokens=max_new_tokens, temperature=0, stop_tokens=ends)
         self._asked = [Prompt(ids, how) for ids in tokens]
         for number, prompt in enumerate(self._asked):
             self._generator.require_possible(f"train.sample_prompts.{number}", prompt)
@@ -100,7 +105,7 @@ class Sampler:
         return self._prompts.told(answers) if self._prompts else []
 
 
-def sampler_of(job: Job, built: Assembled, ranks: Ranks) -> Sampler | None:
+def build_sampler(job: Job, built: BuiltModel, ranks: ProcessInfo) -> Sampler | None:
     """What the settings ask for; None: no prompts."""
     train, prompts = job.config.train, None
     if not train.sample_prompts:

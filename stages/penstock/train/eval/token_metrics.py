@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from penstock.engine.build import Assembled
-from penstock.engine.distributed.ranks import Ranks
+from penstock.engine.build import BuiltModel
+from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.rows.collate import MicroBatch
 from penstock.rows.reader import PackedRows
 from penstock.rows.sources import Sources
@@ -15,11 +15,11 @@ from penstock.rows.sources import Sources
 LOSS, PERPLEXITY, ACCURACY = "eval_loss", "eval_perplexity", "eval_token_accuracy"
 
 
-class TokensTold:
+class TokenMetrics:
     """Mean cross-entropy over the trained tokens, its exponential, the share of tokens that the
     model foretells, and the mean of each data set where there are several."""
 
-    def __init__(self, rows: PackedRows, built: Assembled, ranks: Ranks) -> None:
+    def __init__(self, rows: PackedRows, built: BuiltModel, ranks: ProcessInfo) -> None:
         self._rows, self._built, self._ranks = rows, built, ranks
         self._sources = Sources.read(rows.folder)
         self._first_documents = np.cumsum(rows.documents()) - rows.documents()

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from penstock.core.errors import StageError
-from penstock.core.process.rank_heartbeat import Beat, beats
+from penstock.core.process.rank_heartbeat import RankStatus, beats
 from penstock.train.launch.job import LOGS, METRICS, Job
 from penstock.train.launch.rank_failures import timed_out_records
 from penstock.train.launch.rank_stacks import Stack, ask
@@ -23,7 +23,7 @@ FRAMES = 6
 """Calls of a stack that an error shows; all of them are in the ranks' files."""
 
 
-class Watch:
+class HangWatchdog:
     """Asked every second while ranks run; they are those of this node that `job` started."""
 
     def __init__(self, job: Job) -> None:
@@ -67,7 +67,7 @@ class Watch:
                 _kill(beat)
         return self.report
 
-    def _note(self, last: Sequence[Beat]) -> None:
+    def _note(self, last: Sequence[RankStatus]) -> None:
         """See what has moved since the last look."""
         pids = [beat.pid for beat in last]
         if pids != self._pids:
@@ -79,7 +79,7 @@ class Watch:
         if moved != self._seen:
             self._seen, self._since, self._told = moved, time.monotonic(), False
 
-    def _after_a_timeout(self, last: Sequence[Beat]) -> str | None:
+    def _after_a_timeout(self, last: Sequence[RankStatus]) -> str | None:
         """A rank has waited in vain and is ending; those that it waited for are still there."""
         records = {(f.rank, f.time) for f in timed_out_records(self._logs)}
         if records <= self._heeded:
@@ -90,7 +90,7 @@ class Watch:
             return self.report
         return None
 
-    def _tell(self, what: str, running: Sequence[Beat]) -> None:
+    def _tell(self, what: str, running: Sequence[RankStatus]) -> None:
         stacks = ask(self._logs, {beat.rank: beat.pid for beat in running})
         advice = f"The stacks of all are in {self._logs}/rank_N.stack. "
         if self._limit:
@@ -107,7 +107,7 @@ def pulse_folder(job: Job) -> Path:
     return job.output_dir / LOGS / f"pulse_{job.launch}"
 
 
-def behind(running: Sequence[Beat], stacks: Mapping[int, Stack]) -> list[Beat]:
+def behind(running: Sequence[RankStatus], stacks: Mapping[int, Stack]) -> list[RankStatus]:
     """The ranks that others wait for: of those that wait for nobody, the ones that are least far.
 
     None where all wait: for ranks of another machine, or for each other.
@@ -117,7 +117,7 @@ def behind(running: Sequence[Beat], stacks: Mapping[int, Stack]) -> list[Beat]:
     return [b for b in busy if b.progress == least]
 
 
-def describe(running: Sequence[Beat], stacks: Mapping[int, Stack], now: float) -> str:
+def describe(running: Sequence[RankStatus], stacks: Mapping[int, Stack], now: float) -> str:
     """Which ranks are behind, where, and who waits for them."""
     if not running:
         return "No process of this machine is left."
@@ -149,11 +149,11 @@ def describe(running: Sequence[Beat], stacks: Mapping[int, Stack], now: float) -
     return "\n    ".join(lines)
 
 
-def _ranks(some: Sequence[Beat]) -> str:
+def _ranks(some: Sequence[RankStatus]) -> str:
     return ", ".join(str(rank) for rank in sorted(beat.rank for beat in some))
 
 
-def _running(last: Sequence[Beat]) -> list[Beat]:
+def _running(last: Sequence[RankStatus]) -> list[RankStatus]:
     return [beat for beat in last if _is_rank(beat.pid)]
 
 
@@ -166,6 +166,6 @@ def _is_rank(pid: int) -> bool:
     return b"penstock.train" in words
 
 
-def _kill(beat: Beat) -> None:
+def _kill(beat: RankStatus) -> None:
     with suppress(ProcessLookupError):
         os.kill(beat.pid, signal.SIGKILL)

@@ -7,14 +7,14 @@ from typing import Any
 
 import yaml
 
-from penstock.config.schema.run import RunConfig, written
-from penstock.core.cache.record import Record, fields_of, write_record
+from penstock.config.schema.run import RunConfig, is_explicitly_set
+from penstock.core.cache.record import Record, read_record_fields, write_record
 from penstock.core.cache.stage import Artifact
-from penstock.core.files import publishing
-from penstock.core.remote.urls import spoken
+from penstock.core.files import atomic_write
+from penstock.core.remote.urls import redact
 from penstock.core.sources.hub import local_folder
-from penstock.core.sources.pin_remote import folder_of
-from penstock.engine.model_source import Origin
+from penstock.core.sources.pin_remote import resolve_folder
+from penstock.engine.model_source import ModelSource
 
 JOB = "job.json"
 RESOLVED = "config.yaml"
@@ -72,7 +72,7 @@ class Job:
         """Publish the job in the output folder, the config in full beside it; return its file."""
         path = self.output_dir / JOB
         self.save(path)
-        with publishing(self.output_dir / RESOLVED) as part:
+        with atomic_write(self.output_dir / RESOLVED) as part:
             values = without_secrets(self.config.model_dump(mode="json"))
             part.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
         return path
@@ -142,14 +142,16 @@ UNDIGESTED_OUTCOME = frozenset({"facts", "step", "signal", "launches"})
 
 def read_job(path: Path) -> Record:
     """What a run was told, as plain values. Raises ArtifactError for a damaged file."""
-    return fields_of(path, UNDIGESTED_JOB, "Run the same command again, which writes it again.")
+    return read_record_fields(
+        path, UNDIGESTED_JOB, "Run the same command again, which writes it again."
+    )
 
 
 def read_outcome(output_dir: Path) -> Record | None:
     """How the ranks ended; None while they have not. Raises ArtifactError for a damaged file."""
     remedy = "Delete it and run the same command again; training goes on from its checkpoint."
     try:
-        return fields_of(output_dir / OUTCOME, UNDIGESTED_OUTCOME, remedy)
+        return read_record_fields(output_dir / OUTCOME, UNDIGESTED_OUTCOME, remedy)
     except (FileNotFoundError, NotADirectoryError):
         return None
 
@@ -166,10 +168,12 @@ def without_secrets(value: Any) -> Any:
         }
     if isinstance(value, list):
         return [without_secrets(each) for each in value]
-    return spoken(value) if isinstance(value, str) else value
+    return redact(value) if isinstance(value, str) else value
 
 
-def job_of(key: str, config: RunConfig, packed: Artifact, origin: Origin, output_dir: Path) -> Job:
+def build_job(
+    key: str, config: RunConfig, packed: Artifact, origin: ModelSource, output_dir: Path
+) -> Job:
     """The job of a new start of ranks, which read `packed` and begin with the model of `origin`."""
     config_path = origin.config_path
     if origin.config.pin["kind"] != "builtin":
@@ -182,7 +186,7 @@ def job_of(key: str, config: RunConfig, packed: Artifact, origin: Origin, output
         adapter = local_folder(origin.adapter_path, origin.adapter).resolve()
     facts = packed.facts
     row_length = None
-    if not written(config, "data.sample_packing_sequence_len"):
+    if not is_explicitly_set(config, "data.sample_packing_sequence_len"):
         # Absent from what was packed before lengths were chosen: then it is the default.
         row_length = facts.get("row_length", {}).get("train")
     if row_length is not None:
@@ -199,7 +203,7 @@ def job_of(key: str, config: RunConfig, packed: Artifact, origin: Origin, output
         adapter=adapter,
         output_dir=output_dir,
         launch=uuid.uuid4().hex,
-        tokenizer=folder_of(origin.tokenizer_path, origin.tokenizer),
+        tokenizer=resolve_folder(origin.tokenizer_path, origin.tokenizer),
         tokenizer_revision=origin.tokenizer.pin.get("commit"),
         row_length=row_length,
     )

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from penstock.config.schema.run import RunConfig
-from penstock.core.cache.stage import key_of, short
-from penstock.core.cache.store import Cache, Outcome, Step, lookup
+from penstock.core.cache.stage import short, stage_key
+from penstock.core.cache.store import Cache, PlannedStage, StageResult, find_cached
 from penstock.core.process.scratch_dir import scratch_folder
 from penstock.train.launch.job import JOB, Job
-from penstock.train.launch.torchrun import Ended, start_ranks
+from penstock.train.launch.torchrun import LaunchResult, start_ranks
 
 
 @runtime_checkable
-class OnRanks(Protocol):
+class DistributedStage(Protocol):
     """A stage whose work ranks do."""
 
     name: ClassVar[str]
@@ -31,7 +31,7 @@ class OnRanks(Protocol):
         """What the ranks of this machine are told."""
         ...
 
-    def ending(self, job: Job, ended: Ended, where: str) -> dict[str, Any]:
+    def ending(self, job: Job, ended: LaunchResult, where: str) -> dict[str, Any]:
         """What ranks that came to their end have found; raises what ended them else."""
         ...
 
@@ -40,26 +40,26 @@ class OnRanks(Protocol):
         ...
 
 
-def lends(step: Step) -> bool:
+def lends(step: PlannedStage) -> bool:
     """Whether this machine only lends its ranks to the step."""
     stage = step.stage
     return (
-        isinstance(stage, OnRanks)
+        isinstance(stage, DistributedStage)
         and stage.ranks == "torchrun"
         and stage.run_config.launch.node_rank > 0
     )
 
 
-def lend(step: Step, cache: Cache, notify: Callable[[str], None]) -> Outcome:
+def run_worker_node(step: PlannedStage, cache: Cache, notify: Callable[[str], None]) -> StageResult:
     """Start this machine's ranks and stay until they end; the first machine seals the result.
 
     Raises what the stage itself would raise for ranks that did not come to their end.
     """
     stage = step.stage
-    assert isinstance(stage, OnRanks)
-    started, key = time.monotonic(), short(key_of(step.stage))
-    if cache == "reuse" and (manifest := lookup(step)):
-        return Outcome(stage.name, key, "cached", step.path, 0.0, manifest["facts"])
+    assert isinstance(stage, DistributedStage)
+    started, key = time.monotonic(), short(stage_key(step.stage))
+    if cache == "reuse" and (manifest := find_cached(step)):
+        return StageResult(stage.name, key, "cached", step.path, 0.0, manifest["facts"])
     launch = stage.run_config.launch
     notify(
         f"{stage.name}: this is machine {launch.node_rank} of {launch.nnodes}, counted from 0; it "
@@ -72,4 +72,4 @@ def lend(step: Step, cache: Cache, notify: Callable[[str], None]) -> Outcome:
         job.save(file)
         ended = start_ranks(job, file, module=stage.module)
     facts = stage.ending(job, ended, step.where)
-    return Outcome(stage.name, key, "ran", step.path, time.monotonic() - started, facts)
+    return StageResult(stage.name, key, "ran", step.path, time.monotonic() - started, facts)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from penstock.core.errors import PenstockError, StageError
 from penstock.core.files import read_json
-from penstock.core.os_errors import is_of_the_machine, reason_of
+from penstock.core.os_errors import describe_os_error, is_of_the_machine
 
 DEATHS = "deaths_*.json"
 """Written by the agent of each node: its ranks that a signal has ended."""
@@ -37,7 +37,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Death:
+class RankCrash:
     """A rank that a signal ended before it could say anything."""
 
     rank: int
@@ -65,7 +65,7 @@ def leave_failure(logs: Path, rank: int, error: Exception) -> None:
         host=platform.node(),
         time=time.time(),
         message=str(error) if isinstance(error, PenstockError) else "",
-        error=reason_of(error, logs.parent)
+        error=describe_os_error(error, logs.parent)
         if is_of_the_machine(error)
         else f"{type(error).__name__}: {error}",
         exit_code=error.exit_code if isinstance(error, PenstockError) else 1,
@@ -121,7 +121,7 @@ def _passing(text: str) -> StageError:
     return failure
 
 
-def _of_death(death: Death, logs: Path) -> str:
+def _of_death(death: RankCrash, logs: Path) -> str:
     name = signal.Signals(death.signal).name
     text = f"rank {death.rank} on {death.host} (process {death.pid}) was ended by {name}"
     if death.signal == signal.SIGKILL:
@@ -144,8 +144,8 @@ def _failures(logs: Path) -> list[Failure]:
     return sorted(found, key=lambda f: f.time)
 
 
-def _deaths(logs: Path) -> list[Death]:
+def _deaths(logs: Path) -> list[RankCrash]:
     """Those of the last start of the ranks on each node, but for ranks that were asked to end."""
     lists = [record for path in logs.glob(DEATHS) for record in read_json(path)]
-    found = [Death(**record) for record in lists]
+    found = [RankCrash(**record) for record in lists]
     return sorted((d for d in found if d.signal != signal.SIGTERM), key=lambda d: d.time)

@@ -12,7 +12,12 @@ from penstock.config.schema.run import RunConfig
 from penstock.core import env
 from penstock.core.errors import ConfigError, Interrupted
 from penstock.core.process.allowed_env import Purpose
-from penstock.core.process.rendezvous import PORT, interface_towards, meet, parts_of
+from penstock.core.process.rendezvous import (
+    PORT,
+    interface_towards,
+    parse_endpoint,
+    rendezvous_address,
+)
 from penstock.engine.launch.torchrun import RDZV_BACKEND, run_ranks
 from penstock.train.launch.job import LOGS, Job, read_outcome
 from penstock.train.launch.rank_failures import deaths_file, what_happened
@@ -26,7 +31,7 @@ DETERMINISTIC: Mapping[str, str] = {
 
 
 @dataclass(frozen=True)
-class Ended:
+class LaunchResult:
     """How the ranks of this node ended."""
 
     status: int
@@ -35,17 +40,19 @@ class Ended:
     """What was seen of ranks that did not move."""
 
 
-def start_ranks(job: Job, file: Path, *, module: str = "penstock.train") -> Ended:
+def start_ranks(job: Job, file: Path, *, module: str = "penstock.train") -> LaunchResult:
     """Run all ranks of this node to their end: `module`, which is told the `file` of the job.
 
     With `launch.timeout` ranks that hang are killed, and so started again or given up. Raises
     StageError when none begins, and ConfigError if the other machines cannot be met.
     """
-    from penstock.train.launch.hang_watchdog import Watch  # noqa: PLC0415 - a finished run starts nothing
+    from penstock.train.launch.hang_watchdog import HangWatchdog  # noqa: PLC0415 - a finished run starts nothing
 
     launch = job.config.launch
-    address = meet(launch.rdzv_endpoint, launch.node_rank) if launch.rdzv_endpoint else None
-    watch = Watch(job)
+    address = (
+        rendezvous_address(launch.rdzv_endpoint, launch.node_rank) if launch.rdzv_endpoint else None
+    )
+    watch = HangWatchdog(job)
     status = run_ranks(
         [*torchrun_arguments(job.config, address), "-m", module, str(file)],
         environment=env.child_environment(
@@ -58,9 +65,9 @@ def start_ranks(job: Job, file: Path, *, module: str = "penstock.train") -> Ende
                         **gloo_interface(launch.rdzv_endpoint),
                     }
                 ),
-                **environment_of(job.config),
+                **build_environment(job.config),
             },
-            purposes_of(job),
+            secret_purposes(job),
             launch.pass_env,
         ),
         sink=sys.stderr.buffer,
@@ -68,7 +75,7 @@ def start_ranks(job: Job, file: Path, *, module: str = "penstock.train") -> Ende
         patience=launch.stop_timeout,
         watch=watch,
     )
-    return Ended(status, watch.report)
+    return LaunchResult(status, watch.report)
 
 
 def gloo_interface(endpoint: str | None) -> dict[str, str]:
@@ -76,11 +83,11 @@ def gloo_interface(endpoint: str | None) -> dict[str, str]:
 
     Within one machine ranks choose loopback by themselves.
     """
-    interface = interface_towards(parts_of(endpoint)[0]) if endpoint else None
+    interface = interface_towards(parse_endpoint(endpoint)[0]) if endpoint else None
     return {"GLOO_SOCKET_IFNAME": interface} if interface else {}
 
 
-def purposes_of(job: Job) -> set[Purpose]:
+def secret_purposes(job: Job) -> set[Purpose]:
     """What the ranks of a job need secrets for: what lies behind URLs is here before they start."""
     train = job.config.train
     found: set[Purpose] = set()
@@ -95,7 +102,7 @@ def purposes_of(job: Job) -> set[Purpose]:
     return found
 
 
-def environment_of(run: RunConfig) -> dict[str, str]:
+def build_environment(run: RunConfig) -> dict[str, str]:
     """What is set for torchrun and the ranks beside what is there."""
     return {
         # Never let a rank import our folders by their bare names.
@@ -138,7 +145,7 @@ def torchrun_arguments_by_hand(run: RunConfig) -> list[str]:
     """
     launch = run.launch
     alone = launch.nnodes == 1 and launch.rdzv_endpoint is None
-    host, port = ("127.0.0.1", PORT) if alone else parts_of(_endpoint_of(run))
+    host, port = ("127.0.0.1", PORT) if alone else parse_endpoint(_endpoint_of(run))
     return [
         *("--nnodes", str(launch.nnodes)),
         *("--node-rank", str(launch.node_rank)),
@@ -177,17 +184,17 @@ def threads_per_rank(run: RunConfig) -> int:
     return max(1, env.num_processors() // num_local_ranks(run))
 
 
-def outcome_of(job: Job) -> dict[str, Any] | None:
+def read_run_outcome(job: Job) -> dict[str, Any] | None:
     """What the ranks left that this start of them was part of, if they came to an end."""
     outcome = read_outcome(job.output_dir)
     return outcome if outcome and job.launch in outcome["launches"] else None
 
 
-def ending_of(job: Job, ended: Ended, where: str) -> dict[str, Any]:
+def build_ending(job: Job, ended: LaunchResult, where: str) -> dict[str, Any]:
     """The facts of a run that is done. Raises Interrupted if it was asked to stop, and saved;
     StageError with the cause if it did not come to an end. `where` is where people look for it.
     """
-    outcome = outcome_of(job)
+    outcome = read_run_outcome(job)
     if outcome is None:
         raise what_happened(job.output_dir / LOGS, ended.status, ended.hung)
     if outcome["facts"] is None:

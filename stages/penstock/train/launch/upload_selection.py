@@ -11,10 +11,10 @@ from penstock.engine.checkpoint.folders import (
     BEST,
     BEST_MARK,
     COMPLETE,
-    Naming,
+    CheckpointNaming,
     checkpoint_faults,
+    checkpoint_step,
     complete_checkpoints,
-    step_of,
 )
 from penstock.train.launch.job import (
     CHECKPOINTS,
@@ -32,7 +32,7 @@ _MARK = re.compile(rf"{CHECKPOINTS}/([^/]+)/{COMPLETE}")
 _BEST_NAMED = f"{CHECKPOINTS}/{BEST}"
 
 
-def keepsakes_of(out: Path) -> list[list[Path]]:
+def files_to_upload(out: Path) -> list[list[Path]]:
     """Each complete checkpoint, its mark after all its files; last, the run's record of itself."""
     groups: list[list[Path]] = []
     for folder in complete_checkpoints(out / CHECKPOINTS):
@@ -53,7 +53,7 @@ def keepsakes_of(out: Path) -> list[list[Path]]:
     return [*groups, [*(out / name for name in told), *logs]]
 
 
-def wanted_of(names: Collection[str], out: Path, naming: Naming) -> list[str]:
+def files_to_download(names: Collection[str], out: Path, naming: CheckpointNaming) -> list[str]:
     """The files of the newest complete checkpoint among `names` and of the best one, the newest's
     mark last, and what was told on the way to it; none when `out` holds a whole one as new.
 
@@ -74,10 +74,12 @@ def wanted_of(names: Collection[str], out: Path, naming: Naming) -> list[str]:
 def _newest_whole_step(out: Path) -> int:
     """-1 where no checkpoint is whole."""
     newest_first = reversed(complete_checkpoints(out / CHECKPOINTS))
-    return next((step_of(folder) for folder in newest_first if not checkpoint_faults(folder)), -1)
+    return next(
+        (checkpoint_step(folder) for folder in newest_first if not checkpoint_faults(folder)), -1
+    )
 
 
-def _marks(names: Collection[str], naming: Naming) -> list[tuple[int, str]]:
+def _marks(names: Collection[str], naming: CheckpointNaming) -> list[tuple[int, str]]:
     """(step, name) of the marks of complete checkpoints, oldest first."""
     found: list[tuple[int, str]] = []
     for name, match in ((name, _MARK.fullmatch(name)) for name in names):

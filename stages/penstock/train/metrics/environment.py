@@ -13,14 +13,19 @@ from penstock import __version__
 from penstock.core import env
 from penstock.core.cache import provenance
 from penstock.core.files import write_json
-from penstock.engine.build import Assembled
-from penstock.engine.distributed.ranks import Ranks
+from penstock.engine.build import BuiltModel
+from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.rows.sizing import Finding
 from penstock.train.launch.job import SURROUNDINGS, Job
 
 
 def keep_surroundings(
-    job: Job, built: Assembled, ranks: Ranks, *, total_steps: int, findings: Sequence[Finding]
+    job: Job,
+    built: BuiltModel,
+    ranks: ProcessInfo,
+    *,
+    total_steps: int,
+    findings: Sequence[Finding],
 ) -> None:
     """Write them into the run's folder."""
     record: dict[str, Any] = {
@@ -29,7 +34,7 @@ def keep_surroundings(
         "findings": [each.as_json() for each in findings],
         "host": platform.node(),
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
-        "device": device_of(ranks.device),
+        "device": device_name(ranks.device),
         "ranks": ranks.world,
         "threads": torch.get_num_threads(),
         "layout": built.layout,
@@ -44,7 +49,7 @@ def keep_surroundings(
     write_json(job.output_dir / SURROUNDINGS, record)
 
 
-def device_of(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
     """The name of a GPU, or of the processor and how many of it may be used."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from penstock.core.errors import DamagedFileError
-from penstock.core.files import publishing
+from penstock.core.files import atomic_write
 
 
 class MetricsLog:
@@ -18,7 +18,7 @@ class MetricsLog:
 
     def __init__(self, path: Path, resumed_step: int) -> None:
         kept = [record for record in read_metrics(path) if record["step"] <= resumed_step]
-        with publishing(path) as part:
+        with atomic_write(path) as part:
             part.write_text("".join(_line(record) for record in kept))
         self._file = os.open(path, os.O_WRONLY)
         self._end = os.lseek(self._file, 0, os.SEEK_END)

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import NamedTuple
 
-from penstock.engine.distributed.ranks import Ranks
-from penstock.engine.non_finite import named, rows_of
+from penstock.engine.distributed.ranks import ProcessInfo
+from penstock.engine.non_finite import named, packed_row_numbers
 from penstock.engine.train_step import StepResult
 from penstock.rows.collate import MicroBatch
 
@@ -81,7 +81,7 @@ class LossWatch:
 
 
 @dataclass(frozen=True)
-class Portion:
+class RankLoss:
     """What one rank had of a step."""
 
     rank: int
@@ -93,16 +93,16 @@ class Portion:
     """Trained tokens of these rows."""
 
 
-def dearest(portions: Sequence[Portion]) -> tuple[list[int], tuple[int, ...], float]:
+def highest_loss_rank(portions: Sequence[RankLoss]) -> tuple[list[int], tuple[int, ...], float]:
     """The ranks whose rows had the largest mean loss, these rows, and that mean, as a multiple of
     the whole step's. Ranks that share rows are one."""
-    together: dict[tuple[int, ...], list[Portion]] = {}
+    together: dict[tuple[int, ...], list[RankLoss]] = {}
     for each in portions:
         together.setdefault(each.rows, []).append(each)
     total = math.fsum(each.share for each in portions)
     trained = sum(several[0].trained for several in together.values())
 
-    def mean(several: Sequence[Portion]) -> float:
+    def mean(several: Sequence[RankLoss]) -> float:
         return math.fsum(each.share for each in several) / max(1, several[0].trained)
 
     rows, most = max(together.items(), key=lambda each: mean(each[1]))
@@ -113,7 +113,7 @@ def dearest(portions: Sequence[Portion]) -> tuple[list[int], tuple[int, ...], fl
 class SpikeWatch:
     """Sees every step, on every rank, and says where a spike came from."""
 
-    def __init__(self, threshold: float, ranks: Ranks) -> None:
+    def __init__(self, threshold: float, ranks: ProcessInfo) -> None:
         """`threshold` as `LossWatch` has it."""
         self._losses, self._ranks = LossWatch(threshold), ranks
 
@@ -123,8 +123,8 @@ class SpikeWatch:
         if spike is None:
             return None
         trained = sum(batch.num_trained for batch in batches)
-        mine = Portion(self._ranks.rank, rows_of(batches), result.share.item(), trained)
-        ranks, rows, times = dearest(self._ranks.gather(mine))
+        mine = RankLoss(self._ranks.rank, packed_row_numbers(batches), result.share.item(), trained)
+        ranks, rows, times = highest_loss_rank(self._ranks.gather(mine))
         text = (
             f"the loss is {spike.loss:.4g}, {spike.deviations:.1f} standard deviations above "
             f"{spike.usual:.4g}, the median of the steps before it; highest on rank(s) "

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from penstock.core.process.rank_heartbeat import Beat
+from penstock.core.process.rank_heartbeat import RankStatus
 
 NAMES = {
     "reading rows": "data",
@@ -35,7 +35,7 @@ class Phases:
         self._phase, self._waits = BETWEEN, False
         self._marks: list[tuple[str, bool, Any]] = [(BETWEEN, False, self._clock.mark())]
 
-    def hear(self, beat: Beat) -> None:
+    def hear(self, beat: RankStatus) -> None:
         """Take the time if this begins anything."""
         phase, waits = NAMES.get(beat.phase, beat.phase.replace(" ", "_")), beat.waiting
         if (phase, waits) == (self._phase, self._waits):

@@ -15,8 +15,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from penstock.config.schema.train import TrainConfig
-from penstock.core.files import publishing, remove
-from penstock.engine.distributed.ranks import Ranks
+from penstock.core.files import atomic_write, remove
+from penstock.engine.distributed.ranks import ProcessInfo
 
 MOST_ALLOCATIONS = 200_000
 """Of those that a snapshot of a GPU's memory remembers, the newest."""
@@ -30,7 +30,7 @@ class Profile:
     A run that goes on from a later step records nothing.
     """
 
-    def __init__(self, train: TrainConfig, ranks: Ranks, run: str) -> None:
+    def __init__(self, train: TrainConfig, ranks: ProcessInfo, run: str) -> None:
         """`run` begins the names of its files, so that those of several runs lie side by side."""
         self.train, self.ranks, self.run = train, ranks, run
         self.left = train.enable_profiling and (ranks.leads or not train.profile_rank0_only)
@@ -88,10 +88,10 @@ class Profile:
         name = f"{self.run}.steps_{self._first}-{done}.rank_{self.ranks.rank}"
         try:
             recorder.stop()
-            with publishing(self.folder / f"{name}.pt.trace.json.gz") as part:
+            with atomic_write(self.folder / f"{name}.pt.trace.json.gz") as part:
                 _export(recorder, part)
             if self._records_memory:
-                with publishing(self.folder / f"{name}.memory.pickle") as part:
+                with atomic_write(self.folder / f"{name}.memory.pickle") as part:
                     torch.cuda.memory._dump_snapshot(str(part))
                 torch.cuda.memory._record_memory_history(enabled=None)
         except (OSError, RuntimeError) as error:

@@ -9,12 +9,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.core.os_errors import reason_of
+from penstock.core.os_errors import describe_os_error
 from penstock.train.launch.job import LOGS, METRICS, Job
 from penstock.train.metrics.jsonl import MetricsLog
 from penstock.train.metrics.progress import progress
 from penstock.train.trackers.registry import KNOWN, wanted
-from penstock.train.trackers.supervisor import Couriers
+from penstock.train.trackers.supervisor import TrackerSupervisor
 from penstock.train.trackers.tracker import Ending
 
 LOOK_SECONDS = 1.0
@@ -23,7 +23,7 @@ LOOK_SECONDS = 1.0
 log = logging.getLogger("penstock.train")
 
 
-class Recorder:
+class MetricsRecorder:
     """The leading rank's. Close it: it lets those who follow finish."""
 
     def __init__(self, job: Job, *, done: int, total: int) -> None:
@@ -34,7 +34,7 @@ class Recorder:
         """What those who follow are told at the end."""
         self._metrics = MetricsLog(job.output_dir / METRICS, done)
         self._display = progress(train.log_format, total, done, train.log_interval)
-        self._couriers = Couriers(self.say)
+        self._couriers = TrackerSupervisor(self.say)
         self._looked = time.monotonic()
         self._report_after = self._looked + train.report_interval if train.report_interval else None
         self._is_behind = False
@@ -76,7 +76,8 @@ class Recorder:
         fault = self._metrics.fault
         if fault and not self._is_behind:
             self.say(
-                f"metrics.jsonl: {reason_of(fault)}. Training goes on; what is told meanwhile is "
+                f"metrics.jsonl: {describe_os_error(fault)}. Training goes on; what is told "
+                "meanwhile is "
                 "written as soon as it can be"
             )
         self._is_behind = fault is not None

@@ -12,8 +12,8 @@ import torch
 
 from penstock.config.schema.train import TrainConfig
 from penstock.core.machine.device_specs import Precision, peak_flops
-from penstock.engine.build import Assembled
-from penstock.engine.distributed.ranks import Ranks
+from penstock.engine.build import BuiltModel
+from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.train_step import StepResult
 from penstock.models.flops import Work, step_flops
 from penstock.rows.batches import Integers
@@ -26,7 +26,7 @@ READING_ROWS = "reading rows"
 """What a step begins with."""
 
 
-def recovery_of(beginnings: Sequence[tuple[str, float]], now: float) -> dict[str, float]:
+def recovery_times(beginnings: Sequence[tuple[str, float]], now: float) -> dict[str, float]:
     """Seconds from the start of the process to the end of its first step, which is `now`: of each
     phase before that step, of the step, and of all.
 
@@ -45,16 +45,16 @@ def recovery_of(beginnings: Sequence[tuple[str, float]], now: float) -> dict[str
 GIB = 1 << 30
 
 
-class Measures:
+class StepMetrics:
     """What one rank measures, and what all ranks look out for together. Close it when no more steps
     come."""
 
     def __init__(
         self,
-        built: Assembled,
+        built: BuiltModel,
         rows: PackedRows,
         train: TrainConfig,
-        ranks: Ranks,
+        ranks: ProcessInfo,
         warn: Callable[..., None],
     ) -> None:
         """`warn` is called on every rank with what people should look at, and, as `spike`, with its
@@ -64,7 +64,7 @@ class Measures:
         self._ranks, self._warn = ranks, warn
         self._spikes = SpikeWatch(train.log_loss_spikes, ranks)
         self._phases = Phases(ranks.device) if ranks.leads else None
-        self._peak = peak_of(ranks.device, precision_of(train))
+        self._peak = device_peak_flops(ranks.device, mfu_precision(train))
         self._recovers = False
         self._tells_recovery = train.log_recovery_timing
         if self._phases:
@@ -101,7 +101,7 @@ class Measures:
         if not self._recovers:
             return {}
         self._recovers = False
-        return {"recovery_seconds": recovery_of(self._ranks.pulse.beginnings, time.time())}
+        return {"recovery_seconds": recovery_times(self._ranks.pulse.beginnings, time.time())}
 
     def memory_here(self) -> int:
         """Bytes at most in use: on this rank's GPU since this was last asked, else by its process
@@ -133,13 +133,13 @@ class Measures:
         return peak_resident()
 
 
-def precision_of(train: TrainConfig) -> Precision:
+def mfu_precision(train: TrainConfig) -> Precision:
     """What most products are computed in; those of 8 bits are measured against 16, as others do,
     and float16 is as fast as bfloat16."""
     return "fp32" if train.computes_in == "float32" else "bf16"
 
 
-def peak_of(device: torch.device, precision: Precision) -> float | None:
+def device_peak_flops(device: torch.device, precision: Precision) -> float | None:
     """Operations per second that the device does at best; None where nobody knows."""
     if device.type != "cuda":
         return None

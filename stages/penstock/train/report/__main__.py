@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from penstock.core.errors import PenstockError
-from penstock.core.os_errors import reason_of
+from penstock.core.os_errors import describe_os_error
 from penstock.train.report.page import write_report
 from penstock.train.trackers.sidecar import work_beside
 
@@ -28,7 +28,7 @@ def main(seconds: float, folder: Path) -> None:
             write_report(folder, state="running")
         except (OSError, PenstockError) as error:
             # A disk that is full may have room again.
-            sys.stderr.write(f"no report was written: {reason_of(error)}\n")
+            sys.stderr.write(f"no report was written: {describe_os_error(error)}\n")
             sys.stderr.flush()
         pause = max(seconds, (time.monotonic() - began) / SHARE)
 

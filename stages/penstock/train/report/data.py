@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.config.schema.run import RunConfig
-from penstock.core.remote.urls import scrubbed
+from penstock.core.remote.urls import redact_text
 from penstock.train.length_histogram import PERCENTILES, bar_names
 from penstock.train.report.chart import BarChart, bar_chart
 from penstock.train.report.format import amount
@@ -123,7 +123,7 @@ def _source(its: Mapping[str, Any]) -> Row:
     trained = f"{its['trained_tokens'] / its['tokens']:.1%}" if its["tokens"] else "-"
     is_drawn = its["role"] == "train" and its["samples"]
     return (
-        scrubbed(its["label"]),
+        redact_text(its["label"]),
         SPLITS[its["role"]],
         f"{its['samples']:,}",
         amount(its["tokens"]),
@@ -139,4 +139,4 @@ def _example(each: Mapping[str, Any]) -> tuple[str, str]:
         place = f"{each['file']}{numbered}"
     else:
         place = f"{each['source']}, record {each['row']} of slice {each['slice']}"
-    return scrubbed(place), scrubbed(each["why"])
+    return redact_text(place), redact_text(each["why"])

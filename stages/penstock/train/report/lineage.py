@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.core.cache.stage import short
-from penstock.core.remote.urls import scrubbed
+from penstock.core.remote.urls import redact_text
 from penstock.train.report.format import duration, share, when
 from penstock.train.report.read_run import RunRecord
 
@@ -71,4 +71,4 @@ def _source(name: str, pin: Mapping[str, Any]) -> str:
     mark = next((f"{n} {str(pin[n])[:12]}" for n in ("commit", "version") if pin.get(n)), "")
     files = f"{pin['files']} file(s)" if isinstance(pin.get("files"), int) else ""
     rest = ", ".join(each for each in (mark, files) if each)
-    return scrubbed(f"{called} ({rest})" if rest else called)
+    return redact_text(f"{called} ({rest})" if rest else called)

@@ -11,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from penstock import __version__
 from penstock.core.cache.data_facts import DATA, LINEAGE
 from penstock.core.errors import ConfigError, DamagedFileError
-from penstock.core.files import publishing
+from penstock.core.files import atomic_write
 from penstock.train.launch.job import (
     EVAL_RESULTS,
     METRICS,
@@ -54,7 +54,7 @@ def write_report(output_dir: Path, *, state: Literal["running"] | None = None) -
     target = output_dir / REPORT
     with _of_sound_files(output_dir):
         text = render(read_run(output_dir, state=state))
-    with publishing(target) as part:
+    with atomic_write(target) as part:
         part.write_text(text, encoding="utf-8")
     return target
 
@@ -86,7 +86,7 @@ def write_comparison(folders: Sequence[Path], target: Path) -> Path:
         )
     with _of_sound_files(*folders):
         text = render_comparison([read_run(folder) for folder in folders])
-    with publishing(target) as part:
+    with atomic_write(target) as part:
         part.write_text(text, encoding="utf-8")
     return target
 

@@ -15,7 +15,7 @@ from penstock.core.cache.data_facts import kept_data_facts, kept_lineage
 from penstock.core.cache.manifest import read_manifest
 from penstock.core.errors import ConfigError
 from penstock.core.files import read_json
-from penstock.core.remote.urls import scrubbed
+from penstock.core.remote.urls import redact_text
 from penstock.train.data_samples import kept_shown_data
 from penstock.train.eval.eval_results import kept_eval_results
 from penstock.train.launch.job import (
@@ -94,7 +94,7 @@ class RunRecord:
         lora = self.config.lora
         kind = f"{'DoRA' if lora.use_dora else 'LoRA'} rank {lora.lora_rank}"
         how = kind if lora.enable_lora else "all weights"
-        return scrubbed(f"{start} on {data}, {how}")
+        return redact_text(f"{start} on {data}, {how}")
 
     @property
     def done(self) -> float | None:
@@ -261,7 +261,7 @@ def _standing(output_dir: Path) -> tuple[State, str]:
         steps = outcome["step"]
         return "finished", f"finished after {steps:,} step{'' if steps == 1 else 's'}"
     if failure := first_failure(output_dir / LOGS):
-        return "failed", f"failed: {scrubbed(failure)}"
+        return "failed", f"failed: {redact_text(failure)}"
     return "not finished", "not finished"
 
 

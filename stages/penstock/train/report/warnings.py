@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from penstock.core.remote.urls import scrubbed
+from penstock.core.remote.urls import redact_text
 
 MOST_TOLD = 200
 """Warnings of either kind; of more, the newest."""
@@ -41,7 +41,7 @@ def warnings_of(
     for record in records:
         if "warning" not in record:
             continue
-        row = (f"step {record['step']:,}", scrubbed(record["warning"]))
+        row = (f"step {record['step']:,}", redact_text(record["warning"]))
         spike = record.get("spike")
         if spike and _came_back(spike, record["step"], steps):
             passing.append((spike["loss"], row))

@@ -8,8 +8,8 @@ from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from penstock.core.remote.urls import spoken
-from penstock.train.trackers.run_info import Card, uri_of
+from penstock.core.remote.urls import redact
+from penstock.train.trackers.run_info import RunInfo, resolve_mlflow_uri
 from penstock.train.trackers.tracker import Ending, Memory, Tracker
 
 MOST_AT_ONCE = 100
@@ -18,9 +18,9 @@ LONGEST = 6000
 """Characters of a parameter, at most."""
 
 
-def begin(card: Card, memory: Memory) -> Tracker:
+def begin(card: RunInfo, memory: Memory) -> Tracker:
     """As `Begin` has it."""
-    client = MlflowClient(tracking_uri=uri_of(card))
+    client = MlflowClient(tracking_uri=resolve_mlflow_uri(card))
     if "id" in memory:
         client.update_run(memory["id"], status="RUNNING")
     else:
@@ -32,16 +32,16 @@ def begin(card: Card, memory: Memory) -> Tracker:
     return _Run(client, memory["id"])
 
 
-def _create(client: MlflowClient, card: Card, memory: Memory) -> None:
+def _create(client: MlflowClient, card: RunInfo, memory: Memory) -> None:
     tags = {"penstock.key": card.key, **dict.fromkeys(card.tags, "true")}
     run = client.create_run(_experiment(client, card.project), run_name=card.name, tags=tags)
     memory |= {"id": run.info.run_id, "owes_settings": True}
-    if (uri := uri_of(card)).startswith("http"):
+    if (uri := resolve_mlflow_uri(card)).startswith("http"):
         place = f"experiments/{run.info.experiment_id}/runs/{run.info.run_id}"
-        memory["url"] = f"{spoken(uri).rstrip('/')}/#/{place}"
+        memory["url"] = f"{redact(uri).rstrip('/')}/#/{place}"
 
 
-def _tell_settings(client: MlflowClient, card: Card, run_id: str) -> None:
+def _tell_settings(client: MlflowClient, card: RunInfo, run_id: str) -> None:
     params = [Param(_named(name), str(value)[:LONGEST]) for name, value in card.settings.items()]
     for start in range(0, len(params), MOST_AT_ONCE):
         client.log_batch(run_id, params=params[start : start + MOST_AT_ONCE])

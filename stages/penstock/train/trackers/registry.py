@@ -10,7 +10,7 @@ from penstock.core.errors import CapabilityError
 
 
 @dataclass(frozen=True)
-class Known:
+class TrackerSpec:
     """One tracker."""
 
     title: str
@@ -26,11 +26,11 @@ class Known:
         return find_spec(self.module) is not None
 
 
-KNOWN: Mapping[str, Known] = {
-    "wandb": Known("Weights & Biases", "wandb", "weights_and_biases"),
-    "tensorboard": Known("TensorBoard", "tensorboard", "tensorboard"),
-    "mlflow": Known("MLflow", "mlflow", "mlflow"),
-    "trackio": Known("trackio", "trackio", "trackio"),
+KNOWN: Mapping[str, TrackerSpec] = {
+    "wandb": TrackerSpec("Weights & Biases", "wandb", "weights_and_biases"),
+    "tensorboard": TrackerSpec("TensorBoard", "tensorboard", "tensorboard"),
+    "mlflow": TrackerSpec("MLflow", "mlflow", "mlflow"),
+    "trackio": TrackerSpec("trackio", "trackio", "trackio"),
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.config.schema.run import RunConfig
 from penstock.core import env
-from penstock.core.remote.urls import scrubbed
+from penstock.core.remote.urls import redact_text
 from penstock.train.launch.job import Job
 
 TRACKERS_FOLDER = "trackers"
@@ -20,7 +20,7 @@ NOT_SHOWN = "(not shown)"
 
 
 @dataclass(frozen=True)
-class Card:
+class RunInfo:
     """A run as trackers see it."""
 
     folder: Path
@@ -38,7 +38,7 @@ class Card:
     """By tracker: tell every so many steps."""
 
     @classmethod
-    def of(cls, job: Job) -> "Card":
+    def of(cls, job: Job) -> "RunInfo":
         """As the config says."""
         run, train = job.config, job.config.train
         return cls(
@@ -57,7 +57,7 @@ class Card:
         )
 
 
-def uri_of(card: Card) -> str:
+def resolve_mlflow_uri(card: RunInfo) -> str:
     """Where the run's MLflow is: as written, else where the user's own is, else in its folder."""
     file = (card.folder / "mlflow.db").resolve()
     return card.mlflow_uri or env.mlflow_uri() or f"sqlite:///{file}"
@@ -85,4 +85,4 @@ def _leaves(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 def _clean(value: Any) -> Any:
     if isinstance(value, list):
         return [_clean(inner) for inner in value]
-    return scrubbed(value) if isinstance(value, str) else value
+    return redact_text(value) if isinstance(value, str) else value

@@ -13,14 +13,14 @@ GROUPS = {"phases": "seconds", "grad_norms": "grad_norm", "param_norms": "param_
 NOT_VALUES = {"step", "time", "memory_rank"}
 
 
-def kind_of(record: Mapping[str, Any]) -> Kind | None:
+def record_kind(record: Mapping[str, Any]) -> Kind | None:
     """Whether it tells of a step, or of an evaluation; None: of nothing that has numbers."""
     if "loss" in record:
         return "train"
     return "eval" if any(name.startswith("eval_") for name in record) else None
 
 
-def values_of(record: Mapping[str, Any]) -> dict[str, float]:
+def record_values(record: Mapping[str, Any]) -> dict[str, float]:
     """`train/loss`, `eval/loss`, `seconds/optimizer`, `grad_norm/layers.3`, `router/entropy.1`."""
     return dict(_flat(record))
 

@@ -18,7 +18,7 @@ PARTING_SECONDS = 20.0
 KILLED_SECONDS = 5.0
 
 
-class Courier:
+class TrackerProcess:
     """One such process."""
 
     def __init__(self, title: str, module: Sequence[str], log: Path) -> None:
@@ -75,17 +75,17 @@ class Courier:
         return f"its process ended with status {status}"
 
 
-class Couriers:
+class TrackerSupervisor:
     """All of a run's. `notify` is told of each that fails, once."""
 
     def __init__(self, notify: Callable[[str], None]) -> None:
         self._notify = notify
-        self._all: list[Courier] = []
+        self._all: list[TrackerProcess] = []
 
     def start(self, title: str, module: Sequence[str], log: Path) -> None:
         """Start one more. A process that cannot be started is told, and no fault of the run."""
         try:
-            self._all.append(Courier(title, module, log))
+            self._all.append(TrackerProcess(title, module, log))
         except OSError as error:
             self._notify(f"{title} does not follow this run: {error}")
 
@@ -104,7 +104,7 @@ class Couriers:
             if fault := courier.wait(until):
                 self._tell(courier, fault)
 
-    def _tell(self, courier: Courier, fault: str) -> None:
+    def _tell(self, courier: TrackerProcess, fault: str) -> None:
         self._notify(
             f"{courier.title} follows this run no more: {fault} (see {courier.log}). Training goes "
             "on, metrics.jsonl has everything, and the next start goes on from where it was"

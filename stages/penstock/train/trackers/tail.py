@@ -11,7 +11,7 @@ LOOK_SECONDS = 0.5
 """How often it is looked for more."""
 
 
-def lines_of(path: Path, ended: threading.Event) -> Iterator[dict[str, Any] | None]:
+def follow_lines(path: Path, ended: threading.Event) -> Iterator[dict[str, Any] | None]:
     """Each whole record in `path`, as it appears; None whenever there is no more for now.
 
     Ends when `ended` is set and all is read.

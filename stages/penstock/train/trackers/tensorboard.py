@@ -8,11 +8,11 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from penstock.train.trackers.run_info import Card
+from penstock.train.trackers.run_info import RunInfo
 from penstock.train.trackers.tracker import Ending, Memory, Tracker
 
 
-def begin(card: Card, memory: Memory) -> Tracker:
+def begin(card: RunInfo, memory: Memory) -> Tracker:
     """As `Begin` has it. Another file continues those that are there."""
     return _Events(EventFileWriter(str(card.events)), begins_after=told_until(memory))
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
 
-from penstock.train.trackers.run_info import Card
+from penstock.train.trackers.run_info import RunInfo
 
 Ending = Literal["finished", "stopped"]
 
@@ -22,5 +22,5 @@ class Tracker(Protocol):
         """Hand over what waits. A run that was stopped may go on later."""
 
 
-Begin = Callable[[Card, Memory], Tracker]
+Begin = Callable[[RunInfo, Memory], Tracker]
 """Begin a run there, or go on with the one that the memory names; note its name in the memory."""

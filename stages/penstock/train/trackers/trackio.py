@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import trackio
 
-from penstock.train.trackers.run_info import Card
+from penstock.train.trackers.run_info import RunInfo
 from penstock.train.trackers.tracker import Ending, Memory, Tracker
 
 
-def begin(card: Card, memory: Memory) -> Tracker:
+def begin(card: RunInfo, memory: Memory) -> Tracker:
     """As `Begin` has it. Runs are known by name there, so another one of that name gets a part of
     its key too."""
     memory.setdefault("id", f"{card.name}-{card.key[:8]}")

@@ -18,10 +18,10 @@ from filelock import FileLock
 from penstock.core.files import read_json, write_json
 from penstock.train.launch.job import JOB, METRICS, Job
 from penstock.train.trackers.registry import KNOWN
-from penstock.train.trackers.run_info import TRACKERS_FOLDER, Card
-from penstock.train.trackers.scalars import kind_of, values_of
+from penstock.train.trackers.run_info import TRACKERS_FOLDER, RunInfo
+from penstock.train.trackers.scalars import record_kind, record_values
 from penstock.train.trackers.sidecar import End, work_beside
-from penstock.train.trackers.tail import lines_of
+from penstock.train.trackers.tail import follow_lines
 from penstock.train.trackers.tracker import Begin, Memory, Tracker
 
 ANSWER_SECONDS = 120.0
@@ -58,12 +58,12 @@ def carry(name: str, folder: Path, begin: Begin, end: End) -> None:
     """Tell a tracker all that is in metrics.jsonl and was not told before, until the end."""
     file = folder / TRACKERS_FOLDER / f"{name}.json"
     memory: Memory = read_json(file) if file.is_file() else {}
-    card = Card.of(Job.read(folder / JOB))
+    card = RunInfo.of(Job.read(folder / JOB))
     tracker = _patiently(lambda: begin(card, memory))
     write_json(file, memory)
-    told = Told(tracker, memory, card.every[name])
+    told = UploadState(tracker, memory, card.every[name])
     noted = time.monotonic()
-    for record in lines_of(folder / METRICS, end.has_come):
+    for record in follow_lines(folder / METRICS, end.has_come):
         if record is not None:
             told.consider(record)
         if time.monotonic() - noted > REMEMBER_SECONDS:
@@ -74,7 +74,7 @@ def carry(name: str, folder: Path, begin: Begin, end: End) -> None:
     _patiently(lambda: tracker.close(end.ending))
 
 
-class Told:
+class UploadState:
     """What was told to a tracker, by kind of record: nothing is told twice."""
 
     def __init__(self, tracker: Tracker, memory: Memory, every: int) -> None:
@@ -84,7 +84,7 @@ class Told:
 
     def consider(self, record: Mapping[str, Any]) -> None:
         """Tell it, unless it was told, or lies between the steps that are wanted."""
-        kind = kind_of(record)
+        kind = record_kind(record)
         if kind is None or record["step"] <= self._until.get(kind, -1):
             return
         if kind == "train" and record["step"] % self._every:
@@ -98,7 +98,7 @@ class Told:
             self._tell("train", self._left_out)
 
     def _tell(self, kind: str, record: Mapping[str, Any]) -> None:
-        step, values = record["step"], values_of(record)
+        step, values = record["step"], record_values(record)
         _patiently(lambda: self._tracker.tell(step, values, record.get("time", time.time())))
         self._until[kind] = step
 

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 import wandb
 
 from penstock.core import env
-from penstock.train.trackers.run_info import Card
+from penstock.train.trackers.run_info import RunInfo
 from penstock.train.trackers.tracker import Ending, Memory, Tracker
 
 
-def begin(card: Card, memory: Memory) -> Tracker:
+def begin(card: RunInfo, memory: Memory) -> Tracker:
     """As `Begin` has it."""
     memory.setdefault("id", secrets.token_hex(8))
     mode = None if env.wandb_is_logged_in() or env.wandb_mode() else "offline"

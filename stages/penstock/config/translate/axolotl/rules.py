@@ -83,7 +83,7 @@ def _precision(entry: Entry) -> None:
 def _least_rate(entry: Entry) -> None:
     rate = entry.get("learning_rate", 0.0)
     if isinstance(rate, int | float):
-        entry.put("train.lr_min", schedule.share_of(rate, entry.value))
+        entry.put("train.lr_min", schedule.scale_rate(rate, entry.value))
     else:
         entry.refuse("a share of learning_rate, which is no number")
 

@@ -7,7 +7,7 @@ from penstock.config.translate.fit_parallel_sizes import EVAL_ROWS
 from penstock.config.translate.translation import Entry
 
 
-def steps_of(entry: Entry) -> int | None:
+def explicit_steps(entry: Entry) -> int | None:
     """The steps of the run, where they are written."""
     steps = entry.get("max_steps")
     return steps if isinstance(steps, int) and steps > 0 else None
@@ -27,7 +27,7 @@ def _steps(entry: Entry) -> None:
 def _by_steps_or_epochs(entry: Entry, name: str, chosen: str) -> None:
     """Put `train.<name>_steps` and `train.<name>_epochs` as a strategy says."""
     steps, epochs = 0, 0.0
-    total = steps_of(entry)
+    total = explicit_steps(entry)
     if chosen == "steps":
         steps = _interval_of(entry, name)
     elif chosen == "epoch" and total:

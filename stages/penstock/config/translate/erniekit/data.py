@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.config.translate.dialect import Rule
-from penstock.config.translate.erniekit.checkpoint import steps_of
+from penstock.config.translate.erniekit.checkpoint import explicit_steps
 from penstock.config.translate.translation import Draft, Entry
 
 TYPES: Mapping[str, Mapping[str, str]] = {
@@ -117,7 +117,7 @@ def _virtual_epoch(entry: Entry) -> None:
         entry.no_effect("one source is read whole, and again from the start in another order")
     elif entry.get("mix_strategy") != "random":
         entry.no_effect("read by mix_strategy random alone")
-    elif steps_of(entry) is None:
+    elif explicit_steps(entry) is None:
         entry.no_effect("without max_steps an epoch has as many samples as the sources")
     else:
         entry.put("data.samples_per_epoch", entry.value)

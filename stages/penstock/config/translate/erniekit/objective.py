@@ -17,7 +17,7 @@ OF_DPO = (
 """Keys that only DPO reads."""
 
 
-def stage_of(values: Values) -> Values:
+def infer_stage(values: Values) -> Values:
     """The stage of a file that writes none: their documentation has no such key, and a file of DPO
     is known by the keys of DPO."""
     return {"stage": "DPO"} if any(key in values for key in OF_DPO) else {}

@@ -15,7 +15,7 @@ from penstock.config.translate.erniekit.data import DATA, data_is_there
 from penstock.config.translate.erniekit.objective import (
     OBJECTIVE,
     adapters_are_whole,
-    stage_of,
+    infer_stage,
 )
 from penstock.config.translate.erniekit.parallelism import LAYOUT
 from penstock.config.translate.erniekit.training import TRAINING
@@ -244,7 +244,7 @@ ERNIEKIT = Dialect(
     },
     refused=REFUSED,
     defaults=DEFAULTS,
-    inferred=stage_of,
+    inferred=infer_stage,
     beaten=BEATEN,
     settle=_settle,
 )

@@ -135,11 +135,11 @@ def _argument(entry: Entry, name: str, value: Any, rate: Any) -> None:
     elif name in ("min_lr", "lr_end"):
         entry.put("train.lr_min", value)
     elif name == "min_lr_rate":
-        entry.put("train.lr_min", share_of(rate, value))
+        entry.put("train.lr_min", scale_rate(rate, value))
     elif name == "min_lr_ratio":
         # Warmup begins there too, and not at 0.
-        entry.put("train.lr_min", share_of(rate, value))
-        entry.put("train.lr_start", share_of(rate, value))
+        entry.put("train.lr_min", scale_rate(rate, value))
+        entry.put("train.lr_start", scale_rate(rate, value))
     elif name == "warmup_type":
         if value != "linear":
             entry.refuse(f"a warmup of {value} is not computed here; linear is")
@@ -153,7 +153,7 @@ def _argument(entry: Entry, name: str, value: Any, rate: Any) -> None:
         entry.refuse(f"decay_type takes {', '.join(DECAY_SHAPES)}")
 
 
-def share_of(rate: float, share: float) -> float:
+def scale_rate(rate: float, share: float) -> float:
     """A share of a rate, without the last digits that no one wrote."""
     return float(f"{rate * share:.12g}")
 

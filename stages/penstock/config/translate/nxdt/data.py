@@ -5,7 +5,7 @@ from typing import Any, cast
 
 from penstock.config.translate.dialect import Rule, decides, no_effect
 from penstock.config.translate.translation import Draft, Entry
-from penstock.core.sources.megatron_files import shares_of
+from penstock.core.sources.megatron_files import parse_splits
 
 ALIGNMENT = "model_alignment_strategy"
 DPO, ORPO, SFT, PEFT = (f"{ALIGNMENT}.{name}" for name in ("dpo", "orpo", "sft", "peft"))
@@ -105,7 +105,7 @@ def _splits(entry: Entry) -> None:
     if prefix is None or isinstance(prefix, dict):
         entry.no_effect("read with one data_prefix for all alone")
         return
-    _, validation, test = shares_of(str(entry.value))
+    _, validation, test = parse_splits(str(entry.value))
     entry.decides(f"{SOURCES}.0.splits_string")
     if validation:
         entry.decides(TESTS)
@@ -122,7 +122,7 @@ def _share_out(draft: Draft) -> None:
     sources = cast("list[dict[str, Any]]", draft.value(SOURCES) or [])
     for source in sources:
         source["splits_string"] = shares
-    if shares_of(shares)[1]:
+    if parse_splits(shares)[1]:
         held = [{**source, "split": "validation"} for source in _unweighed(sources)]
         draft.put(TESTS, held)
 

@@ -4,7 +4,7 @@ import hashlib
 import hmac
 from collections.abc import Mapping, Sequence
 
-from penstock.server.api.errors import Refusal
+from penstock.server.api.errors import ApiError
 
 NOBODY = "local"
 """The owner of everything where no keys are asked for."""
@@ -41,7 +41,7 @@ class Keys:
             if hmac.compare_digest(known, digest):
                 found = owner
         if not found:
-            raise Refusal(
+            raise ApiError(
                 "the key is missing or unknown: send one of the server's keys as X-API-Key, or as"
                 " Authorization: Bearer",
                 status=401,
@@ -52,7 +52,7 @@ class Keys:
     def _stands_here(host: str) -> None:
         name = host if host.endswith("]") else host.rsplit(":", 1)[0]
         if name.lower() not in LOOPBACK:
-            raise Refusal(
+            raise ApiError(
                 "this server asks for no keys and is reached as localhost alone; give it keys to"
                 " reach it under another name",
                 status=421,

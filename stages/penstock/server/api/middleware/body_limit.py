@@ -17,7 +17,7 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope
 
-from penstock.server.api.errors import Refusal
+from penstock.server.api.errors import ApiError
 
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
@@ -43,7 +43,7 @@ MIN_RATE = 64 << 10
 
 
 @dataclass(eq=False)
-class Held:
+class BodyLease:
     """The memory that one body takes."""
 
     owner: str
@@ -64,14 +64,14 @@ class Bodies:
     max_bytes: int
     max_owner_bytes: int
     _by_owner: Counter[str] = field(default_factory=Counter[str])
-    _held: dict[Held, None] = field(default_factory=dict[Held, None])
+    _held: dict[BodyLease, None] = field(default_factory=dict[BodyLease, None])
 
     @property
     def held_bytes(self) -> int:
         """All that are held."""
         return self._by_owner.total()
 
-    def take(self, held: Held, count: int) -> None:
+    def take(self, held: BodyLease, count: int) -> None:
         """Count so many more bytes of a body. Raises Refusal (429) where there is no room."""
         if self._by_owner[held.owner] + count > self.max_owner_bytes:
             raise _no_memory()
@@ -86,7 +86,7 @@ class Bodies:
         held.count += count
         self._by_owner[held.owner] += count
 
-    def release(self, held: Held) -> None:
+    def release(self, held: BodyLease) -> None:
         """A body is held no more."""
         self._held.pop(held, None)
         self._by_owner[held.owner] -= held.count
@@ -94,7 +94,7 @@ class Bodies:
             del self._by_owner[held.owner]
         held.count = 0
 
-    def _to_evict(self, owner: str, count: int) -> Held | None:
+    def _to_evict(self, owner: str, count: int) -> BodyLease | None:
         """The youngest body that still arrives of the owner who holds most, if that is another
         who will hold no less than this one then."""
         [(largest, most)] = self._by_owner.most_common(1) or [(owner, 0)]
@@ -114,7 +114,7 @@ class BoundedRequest(Request):
         self.max_bytes = max_bytes
         """Of a body with samples, as it is sent and decompressed."""
         self._bodies = bodies
-        self._memory: Held | None = None
+        self._memory: BodyLease | None = None
         self._read: bytes | None = None
         self.parsed: Any = None
         """What the body says, once it has been decoded; routes with samples set it."""
@@ -129,7 +129,7 @@ class BoundedRequest(Request):
         """How the body is compressed: `zstd`, or `identity`. Raises Refusal (415) for another."""
         encoding = self.headers.get("content-encoding", "identity").strip().lower() or "identity"
         if encoding not in ("identity", "zstd"):
-            raise Refusal(
+            raise ApiError(
                 f"a body packed as {encoding[:100]!r}: send it as it is, or as zstd", status=415
             )
         return encoding
@@ -182,7 +182,7 @@ class BoundedRequest(Request):
                 parts.append(part)
                 deadline.reschedule(began + BODY_SECONDS + length / MIN_RATE)
         if length and self.kind not in (JSON, PROTOBUF):
-            raise Refusal(
+            raise ApiError(
                 f"a body of type {self.kind[:100] or 'unsaid'!r}: send {JSON}", status=415
             )
         return parts
@@ -194,8 +194,8 @@ class BoundedRequest(Request):
             self._memory = None
 
     @asynccontextmanager
-    async def _arriving(self) -> AsyncGenerator[tuple[Held, asyncio.Timeout]]:
-        memory = self._memory = Held(getattr(self.state, "owner", ""))
+    async def _arriving(self) -> AsyncGenerator[tuple[BodyLease, asyncio.Timeout]]:
+        memory = self._memory = BodyLease(getattr(self.state, "owner", ""))
         try:
             async with asyncio.timeout(BODY_SECONDS) as deadline:
                 memory.deadline = deadline
@@ -203,13 +203,13 @@ class BoundedRequest(Request):
         except TimeoutError:
             if memory.is_evicted:
                 raise _no_memory() from None
-            raise Refusal(
+            raise ApiError(
                 f"the body did not arrive in {BODY_SECONDS:g} s and at {MIN_RATE} bytes/s;"
                 " send it again",
                 status=408,
             ) from None
         except ClientDisconnect:
-            raise Refusal("the client closed the connection within the body") from None
+            raise ApiError("the client closed the connection within the body") from None
         finally:
             memory.deadline = None
 
@@ -226,7 +226,7 @@ def decompressed(packed: bytes, encoding: str, limit: int, window: int) -> bytes
         with unpacker.stream_reader(packed, read_across_frames=True) as reader:
             body = reader.read(limit + 1)
     except zstandard.ZstdError as error:
-        raise Refusal(f"the body is no zstd: {error}") from error
+        raise ApiError(f"the body is no zstd: {error}") from error
     if len(body) > limit:
         raise too_long(limit)
     return body
@@ -242,7 +242,7 @@ def parsed_json(body: bytes, max_values: int, max_containers: int) -> Any:
     containers = body.count(b"[") + body.count(b"{")
     values = body.count(b",") + body.count(b":") + containers
     if containers > max_containers or values > max_values:
-        raise Refusal(
+        raise ApiError(
             f"the body has {values} commas, colons and brackets, {containers} of which open arrays"
             f" or objects; {max_values} and {max_containers} may be. Send less at once",
             status=413,
@@ -250,21 +250,21 @@ def parsed_json(body: bytes, max_values: int, max_containers: int) -> Any:
     try:
         return from_json(body, allow_inf_nan=False)
     except ValueError as error:
-        raise Refusal(f"the body is no JSON: {error}") from error
+        raise ApiError(f"the body is no JSON: {error}") from error
 
 
 def require_few_keys(found: Mapping[str, Any]) -> None:
     """Raise Refusal for an object of JSON with more than MAX_KEYS keys."""
     if len(found) > MAX_KEYS:
-        raise Refusal(f"an object of the body has {len(found)} keys; {MAX_KEYS} may be")
+        raise ApiError(f"an object of the body has {len(found)} keys; {MAX_KEYS} may be")
 
 
-def too_long(limit: int) -> Refusal:
+def too_long(limit: int) -> ApiError:
     """Of a body of more than `limit` bytes."""
-    return Refusal(f"the body is over {limit} bytes; send fewer samples at once", status=413)
+    return ApiError(f"the body is over {limit} bytes; send fewer samples at once", status=413)
 
 
-def _no_memory() -> Refusal:
-    return Refusal(
+def _no_memory() -> ApiError:
+    return ApiError(
         "the server holds as many large bodies as it may; come again", code="busy", retry_after=1.0
     )

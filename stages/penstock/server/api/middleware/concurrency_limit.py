@@ -16,7 +16,7 @@ AT_ONCE = 4
 """Requests that begin, or are answered, between two looks at the sockets."""
 
 
-class Turns:
+class ConcurrencyLimit:
     """Who waits for one, in the order in which they came. Of one event loop."""
 
     def __init__(self) -> None:
@@ -48,10 +48,10 @@ class Turns:
             asyncio.get_running_loop().call_soon(self._give)
 
 
-class InTurn:
+class ConcurrencyLimitMiddleware:
     """An application whose requests wait for their turns, but for those that are urgent."""
 
-    def __init__(self, app: ASGIApp, turns: Turns) -> None:
+    def __init__(self, app: ASGIApp, turns: ConcurrencyLimit) -> None:
         self._app = app
         self._turns = turns
 

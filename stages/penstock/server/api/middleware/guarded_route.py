@@ -16,9 +16,9 @@ from pydantic import TypeAdapter, ValidationError
 from starlette.exceptions import HTTPException
 
 from penstock.server.api.checkpoint_uris import ModelName
-from penstock.server.api.context import Service
-from penstock.server.api.errors import Refusal
-from penstock.server.api.http_protocol import connection_of
+from penstock.server.api.context import AppState
+from penstock.server.api.errors import ApiError
+from penstock.server.api.http_protocol import get_connection
 from penstock.server.api.middleware.body_limit import BoundedRequest
 from penstock.server.api.schemas.requests import Seq
 
@@ -37,7 +37,7 @@ class OpenRoute(APIRoute):
         serve = super().get_route_handler()
 
         async def guarded(request: Request) -> Response:
-            service: Service = request.app.state.service
+            service: AppState = request.app.state.service
             bounded = BoundedRequest(
                 request.scope,
                 request.receive,
@@ -67,22 +67,24 @@ class OpenRoute(APIRoute):
 
         return guarded
 
-    def let_in(self, service: Service, request: BoundedRequest) -> None:
+    def let_in(self, service: AppState, request: BoundedRequest) -> None:
         """Raises Refusal where the request is not to be served."""
 
 
 class GuardedRoute(OpenRoute):
     """A route for those who have a key, no more often than they may."""
 
-    def let_in(self, service: Service, request: BoundedRequest) -> None:
+    def let_in(self, service: AppState, request: BoundedRequest) -> None:
         """Raises Refusal: 401, 421 or 429; 400 for what is asked in the address and not known."""
         request.state.owner = owner = service.keys.owner(request.headers)
-        if (connection := connection_of(request)) is not None:
+        if (connection := get_connection(request)) is not None:
             service.connections.identify(connection, owner)
         if request.scope["query_string"]:
             strange = sorted(set(request.query_params) - set(_asked(self.dependant)))
             if strange:
-                raise Refusal(f"the address asks for {strange[0][:100]!r}, which is not known here")
+                raise ApiError(
+                    f"the address asks for {strange[0][:100]!r}, which is not known here"
+                )
         if self.path not in UNCOUNTED:
             service.rates.take(owner)
 
@@ -99,7 +101,7 @@ def _asked(dependant: Dependant) -> Iterator[str]:
         yield from _asked(other)
 
 
-async def _pass_over(service: Service, request: BoundedRequest) -> None:
+async def _pass_over(service: AppState, request: BoundedRequest) -> None:
     """A work that was no work takes its number along, where it tells which."""
     body = request.parsed
     if not isinstance(body, dict) or "seq_id" not in body or "sampling_session_id" in body:

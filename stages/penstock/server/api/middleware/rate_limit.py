@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from penstock.server.api.errors import Refusal
+from penstock.server.api.errors import ApiError
 
 MAX_OWNERS = 10_000
 """Buckets that are kept; full ones are forgotten first."""
@@ -27,7 +27,7 @@ class Rates:
         left = min(self._per_minute, left + (now - then) * self._per_minute / 60)
         if left < 1:
             self._buckets[owner] = (left, now)
-            raise Refusal(
+            raise ApiError(
                 f"over {self._per_minute} requests within a minute; come again later",
                 code="busy",
                 retry_after=(1 - left) * 60 / self._per_minute,

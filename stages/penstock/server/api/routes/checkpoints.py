@@ -7,11 +7,11 @@ from penstock.server.api.checkpoint_uris import (
     ModelName,
     read_checkpoint,
     read_path,
-    session_of,
+    session_name,
     write_path,
 )
-from penstock.server.api.context import AtDesk, Desk
-from penstock.server.api.errors import Refusal
+from penstock.server.api.context import AtDesk, RequestContext
+from penstock.server.api.errors import ApiError
 from penstock.server.api.middleware.guarded_route import guarded_router
 from penstock.server.api.schemas.requests import (
     CheckpointsBody,
@@ -25,17 +25,17 @@ from penstock.server.api.schemas.requests import (
     WeightsInfoBody,
 )
 from penstock.server.api.schemas.responses import (
-    CheckpointsTold,
-    CheckpointTold,
-    CursorTold,
-    DeletedTold,
-    FutureTold,
-    LoraTold,
-    RunsTold,
-    RunTold,
-    WeightsTold,
+    CheckpointResponse,
+    CheckpointsResponse,
+    CursorResponse,
+    DeletedResponse,
+    FutureResponse,
+    LoraResponse,
+    RunResponse,
+    RunsResponse,
+    WeightsResponse,
 )
-from penstock.server.api.wire.encode_results import checkpoint_of, run_of
+from penstock.server.api.wire.encode_results import encode_checkpoint, encode_run
 from penstock.server.protocol import requests, results
 from penstock.server.protocol.types import Checkpoint
 
@@ -46,7 +46,7 @@ ONE = OF_RUN + "/{checkpoint:path}"
 
 
 @router.post("/api/v1/save_weights")
-async def save_weights(body: SaveBody, desk: AtDesk) -> FutureTold:
+async def save_weights(body: SaveBody, desk: AtDesk) -> FutureResponse:
     """Save what training goes on from."""
     work = requests.SaveState(
         model=body.model_id,
@@ -55,46 +55,46 @@ async def save_weights(body: SaveBody, desk: AtDesk) -> FutureTold:
         ttl_seconds=body.ttl_seconds,
         user_metadata=body.user_metadata or {},
     )
-    return FutureTold(**await desk.submit("save_weights", work, seq=body.seq_id))
+    return FutureResponse(**await desk.submit("save_weights", work, seq=body.seq_id))
 
 
 @router.post("/api/v1/save_weights_for_sampler")
-async def save_weights_for_sampler(body: SaveSamplerBody, desk: AtDesk) -> FutureTold:
+async def save_weights_for_sampler(body: SaveSamplerBody, desk: AtDesk) -> FutureResponse:
     """Save what is sampled from: by a name, or as a sampler of the model's session."""
     name = body.path if body.path is not None else body.name
     if None not in (body.path, body.name):
-        raise Refusal("send path (SDK) or name (xorl), one of them")
+        raise ApiError("send path (SDK) or name (xorl), one of them")
     number = body.sampling_session_seq_id
     if number is not None and TRAINED not in body.model_id:
-        raise Refusal(f"{body.model_id} is of no session of the SDK's; give its weights a name")
+        raise ApiError(f"{body.model_id} is of no session of the SDK's; give its weights a name")
     work = requests.SaveSampler(
         model=body.model_id,
         name=name,
-        session=None if number is None else session_of(body.model_id),
+        session=None if number is None else session_name(body.model_id),
         number=number,
         ttl_seconds=body.ttl_seconds,
         user_metadata=body.user_metadata or {},
         keep=name is not None or number is None,
     )
-    return FutureTold(**await desk.submit("save_weights_for_sampler", work, seq=body.seq_id))
+    return FutureResponse(**await desk.submit("save_weights_for_sampler", work, seq=body.seq_id))
 
 
 @router.post("/api/v1/weights_info")
-async def weights_info(body: WeightsInfoBody, desk: AtDesk) -> WeightsTold:
+async def weights_info(body: WeightsInfoBody, desk: AtDesk) -> WeightsResponse:
     """What a checkpoint is of."""
     written = body.tinker_path if body.tinker_path is not None else body.xorl_path
     if written is None or None not in (body.tinker_path, body.xorl_path):
-        raise Refusal("send tinker_path or xorl_path, one of them")
-    told = await desk.call(requests.WeightsOf(path=read_path(written)), results.WeightsTold)
+        raise ApiError("send tinker_path or xorl_path, one of them")
+    told = await desk.call(requests.WeightsOf(path=read_path(written)), results.WeightsResult)
     lora = told.lora
     if lora is None:
-        return WeightsTold(base_model=told.base_model, is_lora=False)
+        return WeightsResponse(base_model=told.base_model, is_lora=False)
     alpha = lora.alpha
-    return WeightsTold(
+    return WeightsResponse(
         base_model=told.base_model,
         is_lora=True,
         lora_rank=lora.rank,
-        lora_config=None if alpha is None else LoraTold(lora_rank=lora.rank, lora_alpha=alpha),
+        lora_config=None if alpha is None else LoraResponse(lora_rank=lora.rank, lora_alpha=alpha),
         train_attn=lora.train_attn,
         train_mlp=lora.train_mlp,
         train_unembed=lora.train_unembed,
@@ -104,46 +104,46 @@ async def weights_info(body: WeightsInfoBody, desk: AtDesk) -> WeightsTold:
 @router.get("/api/v1/training_runs")
 async def training_runs(
     desk: AtDesk, limit: Limit = 20, offset: Offset = 0, _scope: Scope = "owned"
-) -> RunsTold:
+) -> RunsResponse:
     """The owner's models, the newest first."""
     told = await desk.call(requests.ListRuns(limit=limit, offset=offset), results.Runs)
-    return RunsTold(
-        training_runs=[RunTold(**run_of(run, desk.owner)) for run in told.runs],
-        cursor=CursorTold(offset=offset, limit=limit, total_count=told.total),
+    return RunsResponse(
+        training_runs=[RunResponse(**encode_run(run, desk.owner)) for run in told.runs],
+        cursor=CursorResponse(offset=offset, limit=limit, total_count=told.total),
     )
 
 
 @router.get("/api/v1/training_runs/{model_id}")
-async def training_run(model_id: ModelName, desk: AtDesk, _scope: Scope = "owned") -> RunTold:
+async def training_run(model_id: ModelName, desk: AtDesk, _scope: Scope = "owned") -> RunResponse:
     """One model."""
-    told = await desk.call(requests.ModelOf(model=model_id), results.ModelTold)
-    return RunTold(**run_of(told.run, desk.owner))
+    told = await desk.call(requests.ModelOf(model=model_id), results.ModelResult)
+    return RunResponse(**encode_run(told.run, desk.owner))
 
 
 @router.get("/api/v1/checkpoints")
-async def checkpoints(desk: AtDesk, limit: Limit = 100, offset: Offset = 0) -> CheckpointsTold:
+async def checkpoints(desk: AtDesk, limit: Limit = 100, offset: Offset = 0) -> CheckpointsResponse:
     """A page of all that the owner has, the newest first."""
-    told = (await desk.call(requests.ListCheckpoints(), results.CheckpointsTold)).checkpoints
-    cursor = CursorTold(offset=offset, limit=limit, total_count=len(told))
-    return CheckpointsTold(checkpoints=_told(told)[offset : offset + limit], cursor=cursor)
+    told = (await desk.call(requests.ListCheckpoints(), results.CheckpointsResult)).checkpoints
+    cursor = CursorResponse(offset=offset, limit=limit, total_count=len(told))
+    return CheckpointsResponse(checkpoints=_told(told)[offset : offset + limit], cursor=cursor)
 
 
 @router.post("/api/v1/list_checkpoints")
-async def list_checkpoints(body: CheckpointsBody, desk: AtDesk) -> CheckpointsTold:
+async def list_checkpoints(body: CheckpointsBody, desk: AtDesk) -> CheckpointsResponse:
     """All of one model, the newest first (xorl)."""
     return await _of_model(desk, body.model_id)
 
 
 @router.post("/api/v1/delete_checkpoint")
-async def delete_checkpoint(body: DeleteCheckpointBody, desk: AtDesk) -> DeletedTold:
+async def delete_checkpoint(body: DeleteCheckpointBody, desk: AtDesk) -> DeletedResponse:
     """Delete one of a model (xorl)."""
     name = read_checkpoint(body.checkpoint_id, body.model_id)
     await desk.call(requests.DeleteCheckpoint(model=body.model_id, name=name), results.Done)
-    return DeletedTold(success=True, deleted_path=write_path(body.model_id, name))
+    return DeletedResponse(success=True, deleted_path=write_path(body.model_id, name))
 
 
 @router.get(OF_RUN)
-async def run_checkpoints(model_id: ModelName, desk: AtDesk) -> CheckpointsTold:
+async def run_checkpoints(model_id: ModelName, desk: AtDesk) -> CheckpointsResponse:
     """All of one model, the newest first."""
     return await _of_model(desk, model_id)
 
@@ -173,13 +173,13 @@ async def delete(model_id: ModelName, checkpoint: str, desk: AtDesk) -> None:
     await desk.call(requests.DeleteCheckpoint(model=model_id, name=name), results.Done)
 
 
-async def _of_model(desk: Desk, model: str) -> CheckpointsTold:
-    told = await desk.call(requests.ListCheckpoints(model=model), results.CheckpointsTold)
-    return CheckpointsTold(checkpoints=_told(told.checkpoints))
+async def _of_model(desk: RequestContext, model: str) -> CheckpointsResponse:
+    told = await desk.call(requests.ListCheckpoints(model=model), results.CheckpointsResult)
+    return CheckpointsResponse(checkpoints=_told(told.checkpoints))
 
 
 async def _keep(
-    desk: Desk,
+    desk: RequestContext,
     model: str,
     checkpoint: str,
     *,
@@ -191,6 +191,6 @@ async def _keep(
     await desk.call(work, results.Done)
 
 
-def _told(checkpoints: Sequence[Checkpoint]) -> list[CheckpointTold]:
+def _told(checkpoints: Sequence[Checkpoint]) -> list[CheckpointResponse]:
     newest = sorted(checkpoints, key=lambda checkpoint: checkpoint.time, reverse=True)
-    return [CheckpointTold(**checkpoint_of(checkpoint)) for checkpoint in newest]
+    return [CheckpointResponse(**encode_checkpoint(checkpoint)) for checkpoint in newest]

@@ -5,19 +5,19 @@ from typing import Any, Literal
 
 from fastapi import Request, Response
 
-from penstock.server.api.context import AtDesk, Desk
-from penstock.server.api.errors import Refusal
-from penstock.server.api.futures import Promise
+from penstock.server.api.context import AtDesk, RequestContext
+from penstock.server.api.errors import ApiError
+from penstock.server.api.futures import FutureRecord
 from penstock.server.api.middleware.body_limit import JSON, PROTOBUF
 from penstock.server.api.middleware.guarded_route import guarded_router
 from penstock.server.api.schemas.requests import CancelBody, RetrieveBody
-from penstock.server.api.schemas.responses import Told
+from penstock.server.api.schemas.responses import ResponseModel
 from penstock.server.api.wire.encode_results import encode, json_of_failure
 from penstock.server.api.wire.response_bodies import (
     PiecesResponse,
     ResultJob,
-    form_of,
     is_small,
+    negotiate_format,
     write,
 )
 from penstock.server.protocol.envelopes import Answer, Failure
@@ -27,7 +27,7 @@ router = guarded_router("futures")
 QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 
 
-class TryAgainTold(Told):
+class TryAgainResponse(ResponseModel):
     """The future waits."""
 
     type: Literal["try_again"] = "try_again"
@@ -47,7 +47,7 @@ _ANY: dict[str, Any] = {"schema": {"type": "object"}}
             "description": "A result, an error and its category, a size, or that it waits",
             "content": {JSON: _ANY, PROTOBUF: {"schema": {"type": "string", "format": "binary"}}},
         },
-        408: {"model": TryAgainTold, "description": "It waits, for a client that takes sizes"},
+        408: {"model": TryAgainResponse, "description": "It waits, for a client that takes sizes"},
     },
 )
 async def retrieve_future(body: RetrieveBody, request: Request, desk: AtDesk) -> Response:
@@ -59,7 +59,7 @@ async def retrieve_future(body: RetrieveBody, request: Request, desk: AtDesk) ->
     if not promise.end.done():
         return _try_again(promise, body, desk)
     if promise.end.cancelled():
-        raise Refusal("it was never handed over; ask again", code="gone")
+        raise ApiError("it was never handed over; ask again", code="gone")
     payload, kind = await _payload(promise, request.headers.get("accept", ""), desk)
     if body.allow_metadata_only and len(payload) > desk.service.settings.max_inline_bytes:
         told = {"status": "complete_metadata", "response_payload_size": len(payload)}
@@ -73,7 +73,7 @@ async def cancel_future(body: CancelBody, desk: AtDesk) -> None:
     await desk.service.futures.cancel(body.request_id, desk.owner)
 
 
-async def _wait(promise: Promise, desk: Desk) -> None:
+async def _wait(promise: FutureRecord, desk: RequestContext) -> None:
     """Until it is done, for as long as a poll may take."""
     closing = asyncio.create_task(desk.service.closing.wait())
     try:
@@ -86,13 +86,13 @@ async def _wait(promise: Promise, desk: Desk) -> None:
         closing.cancel()
 
 
-async def _payload(promise: Promise, accept: str, desk: Desk) -> tuple[bytes, str]:
+async def _payload(promise: FutureRecord, accept: str, desk: RequestContext) -> tuple[bytes, str]:
     """The end of a future, and the type it is written in."""
     end = promise.end.result()
     if isinstance(end, Failure):
         return encode(json_of_failure(end)), JSON
     assert isinstance(end, Answer)
-    form = form_of(end.result, accept)
+    form = negotiate_format(end.result, accept)
     kind = PROTOBUF if form == "protobuf" else JSON
     if is_small(end.result, promise.result_size, form):
         return write(end.result, promise.shape, form, promise.result_size), kind
@@ -106,10 +106,10 @@ async def _payload(promise: Promise, accept: str, desk: Desk) -> tuple[bytes, st
     return payload, kind
 
 
-def _try_again(promise: Promise, body: RetrieveBody, desk: Desk) -> Response:
+def _try_again(promise: FutureRecord, body: RetrieveBody, desk: RequestContext) -> Response:
     status = desk.service.link.status
     waits = status is None or status.workers != "ready"
-    told = TryAgainTold(
+    told = TryAgainResponse(
         request_id=promise.id,
         queue_state="paused_capacity" if waits else "active",
         queue_state_reason=_reason(desk) if waits else None,
@@ -119,7 +119,7 @@ def _try_again(promise: Promise, body: RetrieveBody, desk: Desk) -> Response:
     return Response(encode(told.model_dump(exclude_none=True)), code, media_type=JSON)
 
 
-def _reason(desk: Desk) -> str:
+def _reason(desk: RequestContext) -> str:
     status = desk.service.link.status
     if status is None:
         return "the engine is started again"

@@ -3,47 +3,51 @@
 from fastapi import Request
 
 from penstock.server.api.checkpoint_uris import ModelName, read_checkpoint, read_path, write_path
-from penstock.server.api.context import AtDesk, Desk
-from penstock.server.api.errors import Refusal
+from penstock.server.api.context import AtDesk, RequestContext
+from penstock.server.api.errors import ApiError
 from penstock.server.api.middleware.guarded_route import guarded_router
-from penstock.server.api.openapi import body_of
+from penstock.server.api.openapi import body_schema
 from penstock.server.api.schemas.requests import CreateSamplerBody
-from penstock.server.api.schemas.responses import CreateSamplerTold, FutureTold, SamplerTold
+from penstock.server.api.schemas.responses import (
+    CreateSamplerResponse,
+    FutureResponse,
+    SamplerResponse,
+)
 from penstock.server.protocol import requests, results
 
 router = guarded_router("sampling")
 
 
 @router.post("/api/v1/create_sampling_session")
-async def create_sampling_session(body: CreateSamplerBody, desk: AtDesk) -> CreateSamplerTold:
+async def create_sampling_session(body: CreateSamplerBody, desk: AtDesk) -> CreateSamplerResponse:
     """Name what is sampled from. Without a session (xorl) a path is its own name."""
     if body.session_id is None or body.sampling_session_seq_id is None:
         if body.model_path is None:
-            raise Refusal("send session_id and sampling_session_seq_id, or model_path")
+            raise ApiError("send session_id and sampling_session_seq_id, or model_path")
         return await _by_path(desk, body.model_path, body.model_id or "default")
     path = None if body.model_path is None else read_path(body.model_path)
     if path is None and body.base_model is None:
-        raise Refusal("send model_path or base_model, to say what is sampled from")
+        raise ApiError("send model_path or base_model, to say what is sampled from")
     work = requests.CreateSampler(
         session=body.session_id,
         number=body.sampling_session_seq_id,
         base_model=body.base_model,
         path=path,
     )
-    made = await desk.call(work, results.SamplerTold)
-    return CreateSamplerTold(sampling_session_id=made.sampler, model_path=body.model_path)
+    made = await desk.call(work, results.SamplerResult)
+    return CreateSamplerResponse(sampling_session_id=made.sampler, model_path=body.model_path)
 
 
 @router.get("/api/v1/samplers/{sampler_id}")
-async def sampler(sampler_id: ModelName, desk: AtDesk) -> SamplerTold:
+async def sampler(sampler_id: ModelName, desk: AtDesk) -> SamplerResponse:
     """What a sampler samples from."""
-    told = await desk.call(requests.SamplerOf(sampler=sampler_id), results.SamplerTold)
+    told = await desk.call(requests.SamplerOf(sampler=sampler_id), results.SamplerResult)
     path = None if told.path is None else write_path(*told.path.split("/", 1))
-    return SamplerTold(sampler_id=told.sampler, base_model=told.base_model, model_path=path)
+    return SamplerResponse(sampler_id=told.sampler, base_model=told.base_model, model_path=path)
 
 
-@router.post("/api/v1/asample", openapi_extra=body_of("DrawBody"))
-async def asample(request: Request, desk: AtDesk) -> FutureTold:
+@router.post("/api/v1/asample", openapi_extra=body_schema("DrawBody"))
+async def asample(request: Request, desk: AtDesk) -> FutureResponse:
     """Draw after a prompt."""
     async with desk.decoding(request, "asample") as (said, work):
         if said.base_model is not None:
@@ -52,28 +56,28 @@ async def asample(request: Request, desk: AtDesk) -> FutureTold:
             "sample", work, again=said.again, last_prompt_logprobs=said.last_prompt_logprobs
         )
     told["sample_sequence_ids"] = [f"{told['request_id']}:{index}" for index in range(said.count)]
-    return FutureTold(**told)
+    return FutureResponse(**told)
 
 
-async def _by_path(desk: Desk, written: str, model: str) -> CreateSamplerTold:
+async def _by_path(desk: RequestContext, written: str, model: str) -> CreateSamplerResponse:
     """A path that is its own name; a name alone is that of a checkpoint of `model` (xorl)."""
     if "/" in written.removeprefix("sampler_weights/"):
         path = read_path(written)
     else:
         path = f"{model}/{read_checkpoint(written, model, 'sampler_weights')}"
-    found = (await desk.call(requests.WeightsOf(path=path), results.WeightsTold)).checkpoint
+    found = (await desk.call(requests.WeightsOf(path=path), results.WeightsResult)).checkpoint
     if found.kind != "sampler":
-        raise Refusal(f"{written[:200]} is what training goes on from; save it for sampling")
-    return CreateSamplerTold(
+        raise ApiError(f"{written[:200]} is what training goes on from; save it for sampling")
+    return CreateSamplerResponse(
         model_path=write_path(found.model, found.name),
         lora_name=f"{found.model}/{found.name}",
         message="draw from it with asample, by this model_path",
     )
 
 
-async def _is_served(desk: Desk, base_model: str) -> None:
+async def _is_served(desk: RequestContext, base_model: str) -> None:
     served = await desk.call(requests.Capabilities(), results.Served)
     if base_model != served.base_model:
-        raise Refusal(
+        raise ApiError(
             f"{base_model[:200]!r} is not served here; {served.base_model!r} is", code="not_found"
         )

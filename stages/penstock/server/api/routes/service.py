@@ -4,8 +4,8 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from penstock.server.api.checkpoint_uris import SessionName
-from penstock.server.api.context import AtDesk, Service
-from penstock.server.api.errors import Refusal
+from penstock.server.api.context import AppState, AtDesk
+from penstock.server.api.errors import ApiError
 from penstock.server.api.metrics import CONTENT_TYPE
 from penstock.server.api.middleware.guarded_route import OpenRoute, guarded_router
 from penstock.server.api.schemas.requests import (
@@ -18,20 +18,25 @@ from penstock.server.api.schemas.requests import (
     Scope,
 )
 from penstock.server.api.schemas.responses import (
-    CapabilitiesTold,
-    ClientConfigTold,
-    CreateSessionTold,
-    DynamicConfigTold,
-    HealthTold,
-    HeartbeatTold,
-    LiveTold,
-    SessionInfoTold,
-    SessionsTold,
-    SessionTold,
+    CapabilitiesResponse,
+    ClientConfigResponse,
+    CreateSessionResponse,
+    DynamicConfigResponse,
+    HealthResponse,
+    HeartbeatResponse,
+    LiveResponse,
+    SessionInfoResponse,
+    SessionResponse,
+    SessionsResponse,
     SupportedModel,
-    TelemetryTold,
+    TelemetryResponse,
 )
-from penstock.server.api.wire.decode_params import DISPLAY_NAME, clients_own, lora_of, metadata_of
+from penstock.server.api.wire.decode_params import (
+    DISPLAY_NAME,
+    parse_lora,
+    parse_metadata,
+    user_metadata,
+)
 from penstock.server.protocol import requests, results
 
 MAX_MODELS = 1000
@@ -42,27 +47,27 @@ everybody = APIRouter(route_class=OpenRoute, tags=["health"])
 
 
 @router.post("/api/v1/session_heartbeat")
-async def session_heartbeat(body: HeartbeatBody, desk: AtDesk) -> HeartbeatTold:
+async def session_heartbeat(body: HeartbeatBody, desk: AtDesk) -> HeartbeatResponse:
     """The client of a session lives."""
     await desk.service.pulse.beat(desk.owner, body.session_id)
-    return HeartbeatTold(session_id=body.session_id)
+    return HeartbeatResponse(session_id=body.session_id)
 
 
 @everybody.get("/")
 @everybody.get("/api/v1/healthz")
-async def healthz() -> LiveTold:
+async def healthz() -> LiveResponse:
     """Whether this process answers."""
-    return LiveTold()
+    return LiveResponse()
 
 
-@everybody.get("/health", responses={503: {"model": HealthTold}})
-@everybody.get("/api/v1/health", responses={503: {"model": HealthTold}})
+@everybody.get("/health", responses={503: {"model": HealthResponse}})
+@everybody.get("/api/v1/health", responses={503: {"model": HealthResponse}})
 async def health(request: Request) -> Response:
     """Whether work can be done: 200 while the workers are ready, else 503."""
-    service: Service = request.app.state.service
+    service: AppState = request.app.state.service
     status = service.link.status
     workers = status.workers if status else "unreachable"
-    told = HealthTold(
+    told = HealthResponse(
         status="healthy" if workers == "ready" else workers,
         engine_running=status is not None,
         workers=workers,
@@ -84,28 +89,28 @@ async def metrics(desk: AtDesk) -> Response:
 
 
 @router.post("/api/v1/client/config")
-async def client_config(_body: ClientConfigBody, desk: AtDesk) -> ClientConfigTold:
+async def client_config(_body: ClientConfigBody, desk: AtDesk) -> ClientConfigResponse:
     """How the SDK is to behave here: whichever version it says it is."""
-    return ClientConfigTold(
+    return ClientConfigResponse(
         sample_max_concurrent_requests=desk.service.settings.max_pending_requests
     )
 
 
 @router.post("/api/v1/client/dynamic_config")
-async def dynamic_config(_body: ClientConfigBody) -> DynamicConfigTold:
+async def dynamic_config(_body: ClientConfigBody) -> DynamicConfigResponse:
     """What of that may change while a client lives."""
-    return DynamicConfigTold()
+    return DynamicConfigResponse()
 
 
 @router.post("/api/v1/telemetry")
-async def telemetry(request: Request) -> TelemetryTold:
+async def telemetry(request: Request) -> TelemetryResponse:
     """What the SDK tells of itself: it is read and dropped."""
     await request.body()
-    return TelemetryTold()
+    return TelemetryResponse()
 
 
 @router.get("/api/v1/get_server_capabilities")
-async def capabilities(desk: AtDesk) -> CapabilitiesTold:
+async def capabilities(desk: AtDesk) -> CapabilitiesResponse:
     """The model that is served."""
     served = await desk.call(requests.Capabilities(), results.Served)
     model = SupportedModel(
@@ -114,15 +119,17 @@ async def capabilities(desk: AtDesk) -> CapabilitiesTold:
         trainable=True,
         sampleable=served.samples,
     )
-    return CapabilitiesTold(supported_models=[model])
+    return CapabilitiesResponse(supported_models=[model])
 
 
 @router.post("/api/v1/create_session")
-async def create_session(desk: AtDesk, body: CreateSessionBody | None = None) -> CreateSessionTold:
+async def create_session(
+    desk: AtDesk, body: CreateSessionBody | None = None
+) -> CreateSessionResponse:
     """Begin a session."""
     body = body or CreateSessionBody()
-    lora = lora_of(body.lora_config)
-    metadata = metadata_of(body.user_metadata, None)
+    lora = parse_lora(body.lora_config)
+    metadata = parse_metadata(body.user_metadata, None)
     if body.display_name is not None:
         metadata[DISPLAY_NAME] = body.display_name
     work = requests.CreateSession(
@@ -138,26 +145,28 @@ async def create_session(desk: AtDesk, body: CreateSessionBody | None = None) ->
             lora=lora,
         )
         await desk.call(model, results.ModelMade, by_workers=True)
-    return CreateSessionTold(session_id=made.session, info_message=made.notice or None)
+    return CreateSessionResponse(session_id=made.session, info_message=made.notice or None)
 
 
 @router.get("/api/v1/sessions")
 async def sessions(
     desk: AtDesk, limit: Limit = 20, offset: Offset = 0, _scope: Scope = "owned"
-) -> SessionsTold:
+) -> SessionsResponse:
     """A page of the owner's sessions."""
     told = await desk.call(requests.ListSessions(), results.Sessions)
-    return SessionsTold(sessions=list(told.sessions[offset : offset + limit]))
+    return SessionsResponse(sessions=list(told.sessions[offset : offset + limit]))
 
 
 @router.get("/api/v1/sessions/{session_id}")
-async def session(session_id: SessionName, desk: AtDesk, _scope: Scope = "owned") -> SessionTold:
+async def session(
+    session_id: SessionName, desk: AtDesk, _scope: Scope = "owned"
+) -> SessionResponse:
     """What belongs to a session."""
-    told = await desk.call(requests.SessionOf(session=session_id), results.SessionTold)
-    return SessionTold(
+    told = await desk.call(requests.SessionOf(session=session_id), results.SessionResult)
+    return SessionResponse(
         training_run_ids=list(told.models),
         sampler_ids=list(told.samplers),
-        user_metadata=clients_own(told.user_metadata),
+        user_metadata=user_metadata(told.user_metadata),
         display_name=told.user_metadata.get(DISPLAY_NAME),
     )
 
@@ -168,19 +177,19 @@ async def finish(session_id: SessionName, desk: AtDesk, _body: FinishBody | None
     desk.service.pulse.forget(desk.owner, session_id)
     try:
         await desk.call(requests.EndSession(session=session_id), results.Done, by_workers=True)
-    except Refusal as refusal:
+    except ApiError as refusal:
         # It has ended; a client that did not hear of it asks again.
         if refusal.code != "gone":
             raise
 
 
 @router.get("/api/v1/session_info")
-async def session_info(desk: AtDesk) -> SessionInfoTold:
+async def session_info(desk: AtDesk) -> SessionInfoResponse:
     """What is open (xorl)."""
     told = await desk.call(requests.ListSessions(), results.Sessions)
     runs = (await desk.call(requests.ListRuns(limit=MAX_MODELS), results.Runs)).runs
     loaded = [run for run in runs if run.is_open]
-    return SessionInfoTold(
+    return SessionInfoResponse(
         registered_models=[run.model for run in runs],
         active_sessions=len(told.sessions),
         session_activity={run.model: run.last_request for run in loaded},

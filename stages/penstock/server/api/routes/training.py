@@ -2,12 +2,12 @@
 
 from fastapi import Request
 
-from penstock.server.api.checkpoint_uris import model_of, read_path, write_path
+from penstock.server.api.checkpoint_uris import model_name, read_path, write_path
 from penstock.server.api.context import AtDesk
-from penstock.server.api.errors import Refusal
+from penstock.server.api.errors import ApiError
 from penstock.server.api.middleware.body_limit import PROTOBUF
 from penstock.server.api.middleware.guarded_route import guarded_router
-from penstock.server.api.openapi import body_of
+from penstock.server.api.openapi import body_schema
 from penstock.server.api.schemas.requests import (
     CreateModelBody,
     DropBody,
@@ -16,48 +16,58 @@ from penstock.server.api.schemas.requests import (
     ModelBody,
     StepBody,
 )
-from penstock.server.api.schemas.responses import FutureTold, InfoTold, KillSessionTold, ModelData
-from penstock.server.api.wire.decode_params import adam_of, lora_of, metadata_of, optimizer_of
+from penstock.server.api.schemas.responses import (
+    FutureResponse,
+    InfoResponse,
+    KillSessionResponse,
+    ModelData,
+)
+from penstock.server.api.wire.decode_params import (
+    parse_adam_params,
+    parse_lora,
+    parse_metadata,
+    parse_optimizer,
+)
 from penstock.server.protocol import requests, results
 
 router = guarded_router("training")
 
 
 @router.post("/api/v1/create_model")
-async def create_model(body: CreateModelBody, desk: AtDesk) -> FutureTold:
+async def create_model(body: CreateModelBody, desk: AtDesk) -> FutureResponse:
     """Train anew."""
     if (body.session_id is None) != (body.model_seq_id is None):
-        raise Refusal("send session_id and model_seq_id, both, or model_id instead of them")
+        raise ApiError("send session_id and model_seq_id, both, or model_id instead of them")
     if body.session_id is not None and body.model_seq_id is not None:
         if body.model_id is not None:
-            raise Refusal("a model of a session and a number has its name from them: no model_id")
-        session, model = body.session_id, model_of(body.session_id, body.model_seq_id)
+            raise ApiError("a model of a session and a number has its name from them: no model_id")
+        session, model = body.session_id, model_name(body.session_id, body.model_seq_id)
     else:
         session = model = body.model_id or "default"
     work = requests.CreateModel(
         session=session,
         model=model,
         base_model=body.base_model,
-        lora=lora_of(body.lora_config),
-        optimizer_config=optimizer_of(body.optimizer_config),
-        user_metadata=metadata_of(body.user_metadata, body.optimizer_config),
+        lora=parse_lora(body.lora_config),
+        optimizer_config=parse_optimizer(body.optimizer_config),
+        user_metadata=parse_metadata(body.user_metadata, body.optimizer_config),
     )
     if body.session_id is None:
         # A model that a client names is a session of its own.
         await desk.call(requests.CreateSession(session=session), results.SessionMade)
     again = f"model {model}" if body.session_id is not None else ""
-    return FutureTold(**await desk.submit("create_model", work, again=again))
+    return FutureResponse(**await desk.submit("create_model", work, again=again))
 
 
 @router.post("/api/v1/load_weights")
-async def load_weights(body: LoadBody, desk: AtDesk) -> FutureTold:
+async def load_weights(body: LoadBody, desk: AtDesk) -> FutureResponse:
     """Go on from a checkpoint: in a model that is there, or in a new one of a session."""
     path = read_path(body.path)
     if body.session_id is None or body.model_seq_id is None:
         if body.session_id is not None or body.model_seq_id is not None:
-            raise Refusal("send session_id and model_seq_id, both, or model_id instead of them")
+            raise ApiError("send session_id and model_seq_id, both, or model_id instead of them")
         if body.base_model or body.user_metadata or body.optimizer_config:
-            raise Refusal(
+            raise ApiError(
                 "base_model, user_metadata and optimizer_config are of a new model; send"
                 " session_id and model_seq_id with them"
             )
@@ -65,60 +75,60 @@ async def load_weights(body: LoadBody, desk: AtDesk) -> FutureTold:
             model=body.model_id or "default", path=path, optimizer=body.optimizer
         )
         told = await desk.submit("load_weights", work, seq=body.seq_id, path=body.path)
-        return FutureTold(**told)
+        return FutureResponse(**told)
     if body.model_id is not None or body.seq_id is not None:
-        raise Refusal("a new model has neither model_id nor seq_id yet")
-    model = model_of(body.session_id, body.model_seq_id)
+        raise ApiError("a new model has neither model_id nor seq_id yet")
+    model = model_name(body.session_id, body.model_seq_id)
     work = requests.CreateModel(
         session=body.session_id,
         model=model,
         base_model=body.base_model,
         lora=None,
-        optimizer_config=optimizer_of(body.optimizer_config),
-        user_metadata=metadata_of(body.user_metadata, body.optimizer_config),
+        optimizer_config=parse_optimizer(body.optimizer_config),
+        user_metadata=parse_metadata(body.user_metadata, body.optimizer_config),
         path=path,
         optimizer=body.optimizer,
     )
     told = await desk.submit("load_weights", work, path=body.path, again=f"model {model}")
-    return FutureTold(**told)
+    return FutureResponse(**told)
 
 
 @router.post("/api/v1/unload_model")
-async def unload_model(body: ModelBody, desk: AtDesk) -> FutureTold:
+async def unload_model(body: ModelBody, desk: AtDesk) -> FutureResponse:
     """Save a model and free what it takes."""
-    return FutureTold(
+    return FutureResponse(
         **await desk.submit("unload_model", requests.UnloadModel(model=body.model_id))
     )
 
 
 @router.post("/api/v1/kill_session")
-async def kill_session(body: KillSessionBody, desk: AtDesk) -> KillSessionTold:
+async def kill_session(body: KillSessionBody, desk: AtDesk) -> KillSessionResponse:
     """Free what a model takes, and wait for it (xorl)."""
     work = requests.UnloadModel(model=body.model_id, save=body.save_checkpoint)
     await desk.call(work, results.Done, by_workers=True)
     path = None
     if body.save_checkpoint:
         kept = await desk.call(
-            requests.ListCheckpoints(model=body.model_id), results.CheckpointsTold
+            requests.ListCheckpoints(model=body.model_id), results.CheckpointsResult
         )
         training = [one for one in kept.checkpoints if one.kind == "training"]
         last = max(training, key=lambda one: one.time, default=None)
         path = last and write_path(last.model, last.name)
-    return KillSessionTold(
+    return KillSessionResponse(
         success=True, message=f"{body.model_id} is unloaded", checkpoint_path=path
     )
 
 
 @router.post("/api/v1/get_info")
-async def get_info(body: ModelBody, desk: AtDesk) -> InfoTold:
+async def get_info(body: ModelBody, desk: AtDesk) -> InfoResponse:
     """What a model is."""
-    told = await desk.call(requests.ModelOf(model=body.model_id), results.ModelTold)
+    told = await desk.call(requests.ModelOf(model=body.model_id), results.ModelResult)
     data = ModelData(
         arch=told.served.arch,
         model_name=told.served.base_model,
         tokenizer_id=told.served.tokenizer,
     )
-    return InfoTold(
+    return InfoResponse(
         model_id=told.run.model,
         is_lora=told.run.rank is not None,
         lora_rank=told.run.rank,
@@ -127,27 +137,27 @@ async def get_info(body: ModelBody, desk: AtDesk) -> InfoTold:
     )
 
 
-@router.post("/api/v1/forward_backward", openapi_extra=body_of("ForwardBackwardBody", PROTOBUF))
-async def forward_backward(request: Request, desk: AtDesk) -> FutureTold:
+@router.post("/api/v1/forward_backward", openapi_extra=body_schema("ForwardBackwardBody", PROTOBUF))
+async def forward_backward(request: Request, desk: AtDesk) -> FutureResponse:
     """A pass with gradients, or without them where the SDK's message says so."""
     async with desk.decoding(request, "forward_backward") as (said, work):
         kind = "forward" if said.forward_only else "forward_backward"
-        return FutureTold(**await desk.submit(kind, work, model=said.model, seq=said.seq))
+        return FutureResponse(**await desk.submit(kind, work, model=said.model, seq=said.seq))
 
 
-@router.post("/api/v1/forward", openapi_extra=body_of("ForwardBody"))
-async def forward(request: Request, desk: AtDesk) -> FutureTold:
+@router.post("/api/v1/forward", openapi_extra=body_schema("ForwardBody"))
+async def forward(request: Request, desk: AtDesk) -> FutureResponse:
     """A pass without gradients."""
     async with desk.decoding(request, "forward") as (said, work):
-        return FutureTold(**await desk.submit("forward", work, model=said.model, seq=said.seq))
+        return FutureResponse(**await desk.submit("forward", work, model=said.model, seq=said.seq))
 
 
 @router.post("/api/v1/optim_step")
-async def optim_step(body: StepBody, desk: AtDesk) -> FutureTold:
+async def optim_step(body: StepBody, desk: AtDesk) -> FutureResponse:
     """One step of the optimizer along the gathered gradients."""
     metadata: dict[str, str] = {}
     if body.adam_params is None:
-        told = await desk.call(requests.ModelOf(model=body.model_id), results.ModelTold)
+        told = await desk.call(requests.ModelOf(model=body.model_id), results.ModelResult)
         metadata = told.run.user_metadata
     sync = None
     if desk.service.settings.sync_after_step:
@@ -156,12 +166,12 @@ async def optim_step(body: StepBody, desk: AtDesk) -> FutureTold:
             quantization=desk.service.quantization.get(desk.owner),
             pools=("default", body.model_id),
         )
-    work = requests.Step(model=body.model_id, adam=adam_of(body, metadata), sync=sync)
-    return FutureTold(**await desk.submit("optim_step", work, seq=body.seq_id))
+    work = requests.Step(model=body.model_id, adam=parse_adam_params(body, metadata), sync=sync)
+    return FutureResponse(**await desk.submit("optim_step", work, seq=body.seq_id))
 
 
 @router.post("/api/v1/abort_gradient_epoch")
-async def abort_gradient_epoch(body: DropBody, desk: AtDesk) -> FutureTold:
+async def abort_gradient_epoch(body: DropBody, desk: AtDesk) -> FutureResponse:
     """Drop the gradients that were gathered since the last step (xorl)."""
     work = requests.DropGradients(model=body.model_id)
-    return FutureTold(**await desk.submit("abort_gradient_epoch", work, seq=body.seq_id))
+    return FutureResponse(**await desk.submit("abort_gradient_epoch", work, seq=body.seq_id))

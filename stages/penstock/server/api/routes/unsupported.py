@@ -2,7 +2,7 @@
 
 from fastapi import Request
 
-from penstock.server.api.errors import Refusal
+from penstock.server.api.errors import ApiError
 from penstock.server.api.middleware.guarded_route import guarded_router
 
 NO_ACCOUNTS = "there are no accounts, projects or bills here; keys are in the server's settings"
@@ -40,7 +40,7 @@ router = guarded_router("not offered")
 
 def _refuse_with(why: str) -> None:
     async def absent(request: Request) -> None:
-        raise Refusal(f"{request.url.path[:200]} is not offered here: {why}", code="not_found")
+        raise ApiError(f"{request.url.path[:200]} is not offered here: {why}", code="not_found")
 
     for path, (methods, reason) in ABSENT.items():
         if reason == why:

@@ -1,7 +1,7 @@
 """Routes of inference servers that weights are sent to: xorl's dialect."""
 
-from penstock.server.api.context import AtDesk, Desk
-from penstock.server.api.errors import Refusal
+from penstock.server.api.context import AtDesk, RequestContext
+from penstock.server.api.errors import ApiError
 from penstock.server.api.middleware.guarded_route import guarded_router
 from penstock.server.api.schemas import responses
 from penstock.server.api.schemas.sync_requests import (
@@ -9,7 +9,7 @@ from penstock.server.api.schemas.sync_requests import (
     QuantizationBody,
     RemoveEndpointBody,
     SyncBody,
-    quantization_of,
+    parse_quantization,
 )
 from penstock.server.protocol import requests, results, types
 
@@ -17,10 +17,12 @@ router = guarded_router("inference servers")
 
 
 @router.post("/add_inference_endpoint")
-async def add_inference_endpoint(body: EndpointBody, desk: AtDesk) -> responses.EndpointTold:
+async def add_inference_endpoint(body: EndpointBody, desk: AtDesk) -> responses.EndpointResponse:
     """Name an inference server that weights are sent to."""
     if body.worker_port not in (None, body.port):
-        raise Refusal(f"worker_port is {body.worker_port}, and weights are announced at port alone")
+        raise ApiError(
+            f"worker_port is {body.worker_port}, and weights are announced at port alone"
+        )
     endpoint = types.Endpoint(
         host=body.host, port=body.port, world_size=body.world_size, pool=body.pool
     )
@@ -43,10 +45,10 @@ async def add_inference_endpoint(body: EndpointBody, desk: AtDesk) -> responses.
         try:
             message = (await _sync(desk, sync)).message
             is_synced = True
-        except Refusal as refusal:
+        except ApiError as refusal:
             # The server stays among those that are known, as the answer says.
             message = refusal.error
-    return responses.EndpointTold(
+    return responses.EndpointResponse(
         success=True,
         message=f"{body.host}:{body.port} is sent weights from now on",
         endpoint=_told(added),
@@ -58,41 +60,43 @@ async def add_inference_endpoint(body: EndpointBody, desk: AtDesk) -> responses.
 @router.post("/remove_inference_endpoint")
 async def remove_inference_endpoint(
     body: RemoveEndpointBody, desk: AtDesk
-) -> responses.RemovedTold:
+) -> responses.RemovedResponse:
     """Send an inference server no more weights."""
     await desk.call(requests.RemoveEndpoint(host=body.host, port=body.port), results.Endpoints)
-    return responses.RemovedTold(success=True, message=f"{body.host}:{body.port} is removed")
+    return responses.RemovedResponse(success=True, message=f"{body.host}:{body.port} is removed")
 
 
 @router.get("/list_inference_endpoints")
-async def list_inference_endpoints(desk: AtDesk) -> responses.EndpointsTold:
+async def list_inference_endpoints(desk: AtDesk) -> responses.EndpointsResponse:
     """Those that weights are sent to."""
     told = await desk.call(requests.ListEndpoints(), results.Endpoints)
     endpoints = [_told(endpoint) for endpoint in told.endpoints]
-    return responses.EndpointsTold(endpoints=endpoints, count=len(endpoints))
+    return responses.EndpointsResponse(endpoints=endpoints, count=len(endpoints))
 
 
 @router.post("/sync_inference_weights", include_in_schema=False)
 @router.post("/api/v1/sync_inference_weights")
-async def sync_inference_weights(body: SyncBody, desk: AtDesk) -> responses.SyncedTold:
+async def sync_inference_weights(body: SyncBody, desk: AtDesk) -> responses.SyncedResponse:
     """Send a model's weights to inference servers, and wait for it."""
     return await _sync(desk, body)
 
 
 @router.post("/api/v1/set_sync_quantization")
-async def set_sync_quantization(body: QuantizationBody, desk: AtDesk) -> responses.QuantizationTold:
+async def set_sync_quantization(
+    body: QuantizationBody, desk: AtDesk
+) -> responses.QuantizationResponse:
     """How weights are sent where a request to send them does not say, until this process ends."""
-    desk.service.quantization[desk.owner] = quantization_of(body.quantization)
-    return responses.QuantizationTold(
+    desk.service.quantization[desk.owner] = parse_quantization(body.quantization)
+    return responses.QuantizationResponse(
         quantization=body.quantization, message="it holds until the server is started again"
     )
 
 
-async def _sync(desk: Desk, body: SyncBody) -> responses.SyncedTold:
+async def _sync(desk: RequestContext, body: SyncBody) -> responses.SyncedResponse:
     if body.cache_invalidation_mode == "none" and body.flush_cache:
-        raise Refusal("flush_cache is true, and cache_invalidation_mode is none: send one of them")
+        raise ApiError("flush_cache is true, and cache_invalidation_mode is none: send one of them")
     flush = body.flush_cache or body.cache_invalidation_mode == "flush"
-    quantization = quantization_of(body.quantization)
+    quantization = parse_quantization(body.quantization)
     if quantization is None:
         quantization = desk.service.quantization.get(desk.owner)
     work = requests.SyncWeights(
@@ -108,7 +112,7 @@ async def _sync(desk: Desk, body: SyncBody) -> responses.SyncedTold:
         pools=tuple(body.pools or ()),
     )
     done = await desk.call(work, results.Synced, by_workers=True)
-    return responses.SyncedTold(
+    return responses.SyncedResponse(
         success=True,
         message=f"{done.num_parameters} parameters are sent to {len(done.endpoints)} servers",
         transfer_time=done.seconds,

@@ -5,13 +5,13 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 
-class Told(BaseModel):
+class ResponseModel(BaseModel):
     """What every answer keeps to."""
 
     model_config = ConfigDict(protected_namespaces=())
 
 
-class ErrorTold(Told):
+class ErrorResponse(ResponseModel):
     """Every error, whatever its status."""
 
     error: str
@@ -21,7 +21,7 @@ class ErrorTold(Told):
     """Faults of the body, each with its place."""
 
 
-class FutureTold(Told):
+class FutureResponse(ResponseModel):
     """What to come back with."""
 
     request_id: str
@@ -29,7 +29,7 @@ class FutureTold(Told):
     sample_sequence_ids: list[str] | None = None
 
 
-class ClientConfigTold(Told):
+class ClientConfigResponse(ResponseModel):
     """How the SDK is to behave here."""
 
     pjwt_auth_enabled: bool = False
@@ -44,7 +44,7 @@ class ClientConfigTold(Told):
     sample_join_sampling_session: bool = False
 
 
-class DynamicConfigTold(Told):
+class DynamicConfigResponse(ResponseModel):
     """What of that may change while a client lives."""
 
     refresh_interval_sec: int = 300
@@ -52,7 +52,7 @@ class DynamicConfigTold(Told):
     sample_cancel_max_batch_size: int = 64
 
 
-class CreateSessionTold(Told):
+class CreateSessionResponse(ResponseModel):
     """A session that began."""
 
     type: Literal["create_session"] = "create_session"
@@ -62,26 +62,26 @@ class CreateSessionTold(Told):
     error_message: str | None = None
 
 
-class HeartbeatTold(Told):
+class HeartbeatResponse(ResponseModel):
     """It was heard."""
 
     type: Literal["session_heartbeat"] = "session_heartbeat"
     session_id: str
 
 
-class TelemetryTold(Told):
+class TelemetryResponse(ResponseModel):
     """It was heard; nothing of it is kept."""
 
     status: Literal["accepted"] = "accepted"
 
 
-class LiveTold(Told):
+class LiveResponse(ResponseModel):
     """The process answers."""
 
     status: Literal["ok"] = "ok"
 
 
-class HealthTold(Told):
+class HealthResponse(ResponseModel):
     """Whether work can be done."""
 
     status: Literal["healthy", "starting", "down", "failed", "unreachable"]
@@ -92,7 +92,7 @@ class HealthTold(Told):
     total_requests: int
 
 
-class SupportedModel(Told):
+class SupportedModel(ResponseModel):
     """A model that can be trained."""
 
     model_name: str
@@ -101,13 +101,13 @@ class SupportedModel(Told):
     sampleable: bool
 
 
-class CapabilitiesTold(Told):
+class CapabilitiesResponse(ResponseModel):
     """What is served."""
 
     supported_models: list[SupportedModel]
 
 
-class ModelData(Told):
+class ModelData(ResponseModel):
     """What a model is."""
 
     arch: str
@@ -115,7 +115,7 @@ class ModelData(Told):
     tokenizer_id: str
 
 
-class InfoTold(Told):
+class InfoResponse(ResponseModel):
     """One model."""
 
     type: Literal["get_info"] = "get_info"
@@ -126,7 +126,7 @@ class InfoTold(Told):
     model_data: ModelData
 
 
-class SessionTold(Told):
+class SessionResponse(ResponseModel):
     """What belongs to a session."""
 
     training_run_ids: list[str]
@@ -135,13 +135,13 @@ class SessionTold(Told):
     display_name: str | None = None
 
 
-class SessionsTold(Told):
+class SessionsResponse(ResponseModel):
     """The owner's sessions."""
 
     sessions: list[str]
 
 
-class SessionInfoTold(Told):
+class SessionInfoResponse(ResponseModel):
     """What is open (xorl). Adapters take no places of a known number here, none of which is the
     current one."""
 
@@ -156,7 +156,7 @@ class SessionInfoTold(Told):
     current_training_adapter: str | None = None
 
 
-class KillSessionTold(Told):
+class KillSessionResponse(ResponseModel):
     """A model that was unloaded."""
 
     success: bool
@@ -164,7 +164,7 @@ class KillSessionTold(Told):
     checkpoint_path: str | None = None
 
 
-class CheckpointTold(Told):
+class CheckpointResponse(ResponseModel):
     """One that is kept: `tinker_path` for the SDK, `path` as its model's client writes it."""
 
     checkpoint_id: str
@@ -178,7 +178,7 @@ class CheckpointTold(Told):
     user_metadata: dict[str, str] | None = None
 
 
-class CursorTold(Told):
+class CursorResponse(ResponseModel):
     """Where a page is."""
 
     offset: int
@@ -186,14 +186,14 @@ class CursorTold(Told):
     total_count: int
 
 
-class CheckpointsTold(Told):
+class CheckpointsResponse(ResponseModel):
     """Those that are kept, the newest first."""
 
-    checkpoints: list[CheckpointTold]
-    cursor: CursorTold | None = None
+    checkpoints: list[CheckpointResponse]
+    cursor: CursorResponse | None = None
 
 
-class DeletedTold(Told):
+class DeletedResponse(ResponseModel):
     """A checkpoint that is gone."""
 
     success: bool
@@ -201,7 +201,7 @@ class DeletedTold(Told):
     error: str | None = None
 
 
-class RunTold(Told):
+class RunResponse(ResponseModel):
     """A model that is trained, or was."""
 
     training_run_id: str
@@ -211,38 +211,38 @@ class RunTold(Told):
     corrupted: bool
     lora_rank: int | None
     last_request_time: str
-    last_checkpoint: CheckpointTold | None
-    last_sampler_checkpoint: CheckpointTold | None
+    last_checkpoint: CheckpointResponse | None
+    last_sampler_checkpoint: CheckpointResponse | None
     user_metadata: dict[str, str] | None
 
 
-class RunsTold(Told):
+class RunsResponse(ResponseModel):
     """A page of them."""
 
-    training_runs: list[RunTold]
-    cursor: CursorTold
+    training_runs: list[RunResponse]
+    cursor: CursorResponse
 
 
-class LoraTold(Told):
+class LoraResponse(ResponseModel):
     """An adapter, in xorl's words."""
 
     lora_rank: int
     lora_alpha: float
 
 
-class WeightsTold(Told):
+class WeightsResponse(ResponseModel):
     """What a checkpoint is of; null: as the server's file says."""
 
     base_model: str
     is_lora: bool
     lora_rank: int | None = None
-    lora_config: LoraTold | None = None
+    lora_config: LoraResponse | None = None
     train_attn: bool | None = None
     train_mlp: bool | None = None
     train_unembed: bool | None = None
 
 
-class SamplerTold(Told):
+class SamplerResponse(ResponseModel):
     """What a sampler samples from."""
 
     sampler_id: str
@@ -250,7 +250,7 @@ class SamplerTold(Told):
     model_path: str | None = None
 
 
-class CreateSamplerTold(Told):
+class CreateSamplerResponse(ResponseModel):
     """A sampler: the SDK reads `sampling_session_id`, xorl's clients the rest."""
 
     type: Literal["create_sampling_session"] = "create_sampling_session"
@@ -261,7 +261,7 @@ class CreateSamplerTold(Told):
     message: str | None = None
 
 
-class Endpoint(Told):
+class Endpoint(ResponseModel):
     """An inference server."""
 
     host: str
@@ -270,7 +270,7 @@ class Endpoint(Told):
     pool: str = "default"
 
 
-class EndpointTold(Told):
+class EndpointResponse(ResponseModel):
     """One that weights are sent to from now on."""
 
     success: bool
@@ -280,21 +280,21 @@ class EndpointTold(Told):
     sync_message: str | None = None
 
 
-class RemovedTold(Told):
+class RemovedResponse(ResponseModel):
     """One that is sent nothing any more."""
 
     success: bool
     message: str
 
 
-class EndpointsTold(Told):
+class EndpointsResponse(ResponseModel):
     """All of them."""
 
     endpoints: list[Endpoint]
     count: int
 
 
-class EndpointSynced(Told):
+class EndpointSynced(ResponseModel):
     """One that was sent weights."""
 
     host: str
@@ -303,7 +303,7 @@ class EndpointSynced(Told):
     message: str = ""
 
 
-class SyncedTold(Told):
+class SyncedResponse(ResponseModel):
     """Weights that were sent."""
 
     success: bool
@@ -317,7 +317,7 @@ class SyncedTold(Told):
     endpoints_synced: list[EndpointSynced]
 
 
-class QuantizationTold(Told):
+class QuantizationResponse(ResponseModel):
     """How weights are sent from now on."""
 
     quantization: dict[str, str | int | float | bool | list[str | int]] | None

@@ -16,7 +16,7 @@ Quantization = Annotated[
 Megabytes = Annotated[int, Field(ge=1, le=1 << 20)]
 
 
-def quantization_of(said: Quantization | None) -> types.Quantization | None:
+def parse_quantization(said: Quantization | None) -> types.Quantization | None:
     """The same, as workers are told: lists of numbers as they are, and others written out."""
     told: types.Quantization = {}
     for name, value in (said or {}).items():

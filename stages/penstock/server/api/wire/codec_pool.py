@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 
 from penstock.core import env
-from penstock.server.api.errors import Refusal
-from penstock.server.api.wire.request_bodies import BodyJob, Decoded, Refused, error_of
+from penstock.server.api.errors import ApiError
+from penstock.server.api.wire.request_bodies import BodyJob, Decoded, Refused, to_decode_error
 from penstock.server.api.wire.response_bodies import ResultJob
 from penstock.server.protocol.results import Result
 
@@ -94,7 +94,7 @@ class CodecPool:
             encoded = msgspec.msgpack.encode(result)
             reply, written = await self._ask(job, (encoded,))
         if reply.refused is not None:
-            raise error_of(reply.refused)
+            raise to_decode_error(reply.refused)
         return bytes(written)
 
     async def _ask(self, job: Job, parts: Sequence[bytes]) -> tuple[Reply, memoryview]:
@@ -233,5 +233,5 @@ class _Codec:
         return found
 
 
-def _beyond(what: str) -> Refusal:
-    return Refusal(f"the samples take more than {what} to decode; send less at once", status=413)
+def _beyond(what: str) -> ApiError:
+    return ApiError(f"the samples take more than {what} to decode; send less at once", status=413)

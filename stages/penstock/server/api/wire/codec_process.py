@@ -16,11 +16,11 @@ import msgspec
 from fastapi.exceptions import RequestValidationError
 
 from penstock.core.process.die_with_parent import end_with_parent
-from penstock.server.api.errors import Refusal
+from penstock.server.api.errors import ApiError
 from penstock.server.api.wire.codec_pool import LENGTH, Job, Reply
 from penstock.server.api.wire.request_bodies import BodyJob, Refused, SampleBody, refused_by
 from penstock.server.api.wire.response_bodies import ResultJob, write
-from penstock.server.protocol.envelopes import Ask
+from penstock.server.protocol.envelopes import Request
 from penstock.server.protocol.results import Result
 
 
@@ -64,9 +64,9 @@ def decoded(job: BodyJob, packed: bytes) -> tuple[Reply, bytes]:
     body = SampleBody(job, is_inline=False)
     try:
         said, work = body.decode(packed)
-        ask = Ask(id=job.ask, owner=job.owner, work=work, seq=said.seq)
+        ask = Request(id=job.ask, owner=job.owner, work=work, seq=said.seq)
         return Reply(decoded=said), msgspec.msgpack.encode(ask)
-    except (Refusal, RequestValidationError) as error:
+    except (ApiError, RequestValidationError) as error:
         return Reply(refused=refused_by(error, body.known)), b""
     except MemoryError:
         error = "the samples take more memory to decode than there is; send less at once"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.server.api.errors import Refusal
+from penstock.server.api.errors import ApiError
 from penstock.server.api.wire import tinker_pb2 as pb
 from penstock.server.api.wire.tensors import (
     MAX_NUMBERS,
@@ -111,10 +111,10 @@ def _counted(total: int, shapes: Mapping[str, tuple[int, ...]], loss: Loss, what
         and targets[0] > 1
         and targets[1] > MAX_TARGETS
     ):
-        raise Refusal(f"{what} has {targets[1]} targets of each token; {MAX_TARGETS} may be")
+        raise ApiError(f"{what} has {targets[1]} targets of each token; {MAX_TARGETS} may be")
     total += sum(math.prod(shape) for shape in shapes.values())
     if total > MAX_NUMBERS:
-        raise Refusal(
+        raise ApiError(
             f"the samples have over {MAX_NUMBERS} numbers; send fewer at once", status=413
         )
     return total
@@ -124,7 +124,7 @@ def tokens_of_chunks(chunks: Any, what: str) -> Tokens:
     """The tokens of a prompt of the SDK's, in JSON. Raises Refusal for images and sounds."""
     parts: list[Tokens] = []
     if not isinstance(chunks, list) or not all(isinstance(chunk, dict) for chunk in chunks):
-        raise Refusal(f"the chunks of {what} are no list of chunks")
+        raise ApiError(f"the chunks of {what} are no list of chunks")
     for chunk in chunks:
         kind = chunk.get("type", "encoded_text")
         if kind != "encoded_text" or not isinstance(chunk.get("tokens"), list):
@@ -152,7 +152,7 @@ def _of_json(written: Mapping[str, Any], inputs: Mapping[str, Any], loss: Loss, 
     if "labels" in inputs:
         if len(inputs) > 1:
             others = ", ".join(sorted(name[:100] for name in inputs if name != "labels")[:5])
-            raise Refusal(
+            raise ApiError(
                 f"{what} has labels and {others}: of labels alone is it plain where they belong;"
                 " send target_tokens beside them, one for each token"
             )
@@ -169,10 +169,10 @@ def _of_json(written: Mapping[str, Any], inputs: Mapping[str, Any], loss: Loss, 
 def _tokens_of_json(written: Mapping[str, Any], what: str) -> Tokens:
     if "chunks" in written:
         if set(written) - {"chunks", "type"}:
-            raise Refusal(f"the model_input of {what} has chunks and other things; send chunks")
+            raise ApiError(f"the model_input of {what} has chunks and other things; send chunks")
         return tokens_of_chunks(written["chunks"], f"model_input of {what}")
     if "input_ids" not in written:
-        raise Refusal(f"the model_input of {what} has neither input_ids nor chunks")
+        raise ApiError(f"the model_input of {what} has neither input_ids nor chunks")
     name = f"input_ids of {what}"
     tokens = _flat(whole(_numbers(written["input_ids"], name), name), name)
     _check_plain(written, len(tokens), what)
@@ -184,7 +184,7 @@ def _numbers(value: Any, what: str) -> Numbers:
         return from_list(value, what)
     if isinstance(value, Mapping):
         return from_json(value, what)
-    raise Refusal(f"{what} is no tensor and no list of numbers")
+    raise ApiError(f"{what} is no tensor and no list of numbers")
 
 
 def _check_plain(written: Mapping[str, Any], length: int, what: str) -> None:
@@ -192,10 +192,10 @@ def _check_plain(written: Mapping[str, Any], length: int, what: str) -> None:
     plain = {"attention_mask": np.ones(length), "position_ids": np.arange(length)}
     for name in written.keys() - {"input_ids"}:
         if name not in plain:
-            raise Refusal(f"the model_input of {what} has {name[:100]}, which is not read here")
+            raise ApiError(f"the model_input of {what} has {name[:100]}, which is not read here")
         numbers = _numbers(written[name], f"{name} of {what}")
         if not np.array_equal(for_tokens(numbers, length, f"{name} of {what}"), plain[name]):
-            raise Refusal(
+            raise ApiError(
                 f"{name} of {what} is not that of one text without padding; send each text as a"
                 " sample of its own"
             )
@@ -206,11 +206,11 @@ def _check_names(given: Collection[str], loss: Loss, what: str) -> None:
     required = (TARGETS, *REQUIRED[loss])
     missing = [name for name in required if name not in given]
     if missing:
-        raise Refusal(f"{what} has no {', '.join(missing)}, which {loss} takes")
+        raise ApiError(f"{what} has no {', '.join(missing)}, which {loss} takes")
     known = {*required, *OPTIONAL[loss], *((RATIO_MASK,) if loss == "gspo" else ())}
     strange = sorted(name for name in given if name not in known)
     if strange:
-        raise Refusal(
+        raise ApiError(
             f"{what} has {', '.join(name[:100] for name in strange[:5])}, which {loss} does not"
             f" take; it takes {', '.join(sorted(known))}"
         )
@@ -218,7 +218,7 @@ def _check_names(given: Collection[str], loss: Loss, what: str) -> None:
 
 def _datum(tokens: Tokens, given: Given, loss: Loss, what: str) -> Datum:
     if not len(tokens):
-        raise Refusal(f"{what} has no tokens")
+        raise ApiError(f"{what} has no tokens")
     targets = _targets(given[TARGETS], len(tokens), loss, f"{TARGETS} of {what}")
     others = {
         name: for_targets(numbers, targets.shape, f"{name} of {what}")
@@ -242,9 +242,11 @@ def _mark_ratio(others: Given, what: str) -> None:
     """
     is_of_ratio = others.pop(RATIO_MASK) != 0
     if any(np.any(others[name][is_of_ratio] == 0) for name in FACTORS if name in others):
-        raise Refusal(f"{what} has no target, or weights or mask of 0, where its {RATIO_MASK} is 1")
+        raise ApiError(
+            f"{what} has no target, or weights or mask of 0, where its {RATIO_MASK} is 1"
+        )
     if np.any(others["advantages"][~is_of_ratio] != 0):
-        raise Refusal(f"{what} has advantages where its {RATIO_MASK} is 0; send 0 there")
+        raise ApiError(f"{what} has advantages where its {RATIO_MASK} is 0; send 0 there")
     others["mask"] = is_of_ratio * others.get("mask", 1)
 
 
@@ -259,5 +261,5 @@ def _flat(numbers: Tokens, what: str) -> Tokens:
     return for_tokens(numbers, numbers.size, what) if numbers.size else numbers.reshape(0)
 
 
-def _no_text(kind: str, what: str) -> Refusal:
-    return Refusal(f"{what} has a chunk of {kind[:50]!r}: text alone is trained on here")
+def _no_text(kind: str, what: str) -> ApiError:
+    return ApiError(f"{what} has a chunk of {kind[:50]!r}: text alone is trained on here")

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.server.api.errors import Refusal
+from penstock.server.api.errors import ApiError
 from penstock.server.api.schemas.requests import (
     AdamBody,
     LoraBody,
@@ -20,13 +20,13 @@ DISPLAY_NAME = "session.display_name"
 """The name of a session's metadata that keeps what it is called."""
 
 
-def lora_of(body: LoraBody | None) -> Lora | None:
+def parse_lora(body: LoraBody | None) -> Lora | None:
     """The adapter; None where nothing is said of it. Raises Refusal where no rank is."""
     if body is None or not body.model_fields_set:
         return None
     rank = body.rank if body.rank is not None else body.lora_rank
     if rank is None or None not in (body.rank, body.lora_rank):
-        raise Refusal("lora_config needs a rank: rank or lora_rank, one of them")
+        raise ApiError("lora_config needs a rank: rank or lora_rank, one of them")
     return Lora(
         rank=rank,
         alpha=body.lora_alpha,
@@ -37,7 +37,7 @@ def lora_of(body: LoraBody | None) -> Lora | None:
     )
 
 
-def optimizer_of(body: OptimizerBody | None) -> Optimizer:
+def parse_optimizer(body: OptimizerBody | None) -> Optimizer:
     """What steps the weights, but for the numbers of each step."""
     if body is None:
         return Optimizer()
@@ -46,15 +46,17 @@ def optimizer_of(body: OptimizerBody | None) -> Optimizer:
     )
 
 
-def metadata_of(given: Mapping[str, Any] | None, optimizer: OptimizerBody | None) -> dict[str, str]:
+def parse_metadata(
+    given: Mapping[str, Any] | None, optimizer: OptimizerBody | None
+) -> dict[str, str]:
     """What is kept with a model: what its client says, what is no text written as JSON; and the
     numbers of steps that bring none."""
     told = {
         name: value if isinstance(value, str) else json.dumps(value)
         for name, value in (given or {}).items()
     }
-    if len(clients_own(told)) < len(told):
-        raise Refusal(
+    if len(user_metadata(told)) < len(told):
+        raise ApiError(
             f"no name in user_metadata may begin with {STEP!r} or be {DISPLAY_NAME!r}: what"
             " optimizer_config and display_name say is kept there"
         )
@@ -72,7 +74,7 @@ def metadata_of(given: Mapping[str, Any] | None, optimizer: OptimizerBody | None
     return told | kept
 
 
-def clients_own(metadata: Mapping[str, str]) -> dict[str, str]:
+def user_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
     """What a client said of a model or session, without what is kept beside it."""
     return {
         name: text
@@ -81,7 +83,7 @@ def clients_own(metadata: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def adam_of(step: StepBody, metadata: Mapping[str, str]) -> Adam:
+def parse_adam_params(step: StepBody, metadata: Mapping[str, str]) -> Adam:
     """The numbers of a step: its own, then those that the model was created with, then Adam's."""
     kept = {
         name: float(text)
@@ -96,7 +98,7 @@ def adam_of(step: StepBody, metadata: Mapping[str, str]) -> Adam:
     return Adam(**given)
 
 
-def sampling_of(body: SamplingBody) -> Sampling:
+def parse_sampling_params(body: SamplingBody) -> Sampling:
     """How tokens are drawn. An empty list of what stops them says that nothing does, not even the
     end of a text, which otherwise stops them, too."""
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.server.api.checkpoint_uris import scheme_of, write_path
-from penstock.server.api.futures import Shape
-from penstock.server.api.wire.decode_params import clients_own
+from penstock.server.api.checkpoint_uris import uri_scheme, write_path
+from penstock.server.api.futures import ResultFormat
+from penstock.server.api.wire.decode_params import user_metadata
 from penstock.server.protocol.envelopes import Failure
 from penstock.server.protocol.results import (
     Loaded,
@@ -39,7 +39,7 @@ STEPS = "optimizer_step"
 _WRITTEN = {"float32": "float32", "int64": "int64", "int32": "int64"}
 
 
-def json_of_result(result: Result, shape: Shape) -> dict[str, Any]:
+def json_of_result(result: Result, shape: ResultFormat) -> dict[str, Any]:
     """What a client is told of the end of a work that was done."""
     told: dict[str, Any] = {"type": shape.kind}
     match result:
@@ -47,7 +47,7 @@ def json_of_result(result: Result, shape: Shape) -> dict[str, Any]:
             return told | {
                 "loss_fn_output_type": "ArrayRecord",
                 "loss_fn_outputs": [
-                    {name: tensor_of(array) for name, array in output.items()}
+                    {name: encode_tensor(array) for name, array in output.items()}
                     for output in result.outputs
                 ],
                 "metrics": result.metrics,
@@ -83,7 +83,7 @@ def encode(told: Mapping[str, Any]) -> bytes:
         return json.dumps(json_of_failure(failure)).encode()
 
 
-def tensor_of(array: Array) -> dict[str, Any]:
+def encode_tensor(array: Array) -> dict[str, Any]:
     """An array as `data`, `dtype` and `shape`."""
     numbers = array.numpy()
     return {
@@ -93,7 +93,7 @@ def tensor_of(array: Array) -> dict[str, Any]:
     }
 
 
-def checkpoint_of(checkpoint: Checkpoint) -> dict[str, Any]:
+def encode_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
     """One that is kept, by the names of all clients."""
     return {
         "checkpoint_id": checkpoint.name,
@@ -108,7 +108,7 @@ def checkpoint_of(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def run_of(run: Run, owner: str) -> dict[str, Any]:
+def encode_run(run: Run, owner: str) -> dict[str, Any]:
     """A model that is trained, or was."""
     last, sampler = run.last_checkpoint, run.last_sampler_checkpoint
     return {
@@ -119,9 +119,9 @@ def run_of(run: Run, owner: str) -> dict[str, Any]:
         "corrupted": run.corrupted,
         "lora_rank": run.rank,
         "last_request_time": written_time(run.last_request),
-        "last_checkpoint": last and checkpoint_of(last),
-        "last_sampler_checkpoint": sampler and checkpoint_of(sampler),
-        "user_metadata": clients_own(run.user_metadata),
+        "last_checkpoint": last and encode_checkpoint(last),
+        "last_sampler_checkpoint": sampler and encode_checkpoint(sampler),
+        "user_metadata": user_metadata(run.user_metadata),
     }
 
 
@@ -130,7 +130,7 @@ def written_time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
-def last_of(logprobs: Array, shape: Shape) -> npt.NDArray[np.float32]:
+def last_logprobs(logprobs: Array, shape: ResultFormat) -> npt.NDArray[np.float32]:
     """Log-probabilities of a prompt's tokens, [T] or [T, k]; NaN where none were asked for."""
     numbers = logprobs.numpy().astype(np.float32)
     if shape.last_prompt_logprobs is not None:
@@ -138,22 +138,22 @@ def last_of(logprobs: Array, shape: Shape) -> npt.NDArray[np.float32]:
     return numbers
 
 
-def _of_step(result: Stepped, shape: Shape) -> dict[str, float]:
+def _of_step(result: Stepped, shape: ResultFormat) -> dict[str, float]:
     """Clients of the SDK add what a step tells to what they log, where `step` is their own."""
-    if shape.model is None or scheme_of(shape.model) != "tinker":
+    if shape.model is None or uri_scheme(shape.model) != "tinker":
         return result.metrics
     return {STEPS if name == "step" else name: value for name, value in result.metrics.items()}
 
 
-def _sampled(result: Sampled, shape: Shape) -> dict[str, Any]:
+def _sampled(result: Sampled, shape: ResultFormat) -> dict[str, Any]:
     """Samples; of a token of the prompt that has no log-probability there is null."""
     told: dict[str, Any] = {"sequences": [_sequence(one) for one in result.sequences]}
     if result.prompt_logprobs is not None:
-        numbers = last_of(result.prompt_logprobs, shape).tolist()
+        numbers = last_logprobs(result.prompt_logprobs, shape).tolist()
         told["prompt_logprobs"] = [None if n != n else n for n in numbers]
     tokens, logprobs = result.topk_prompt_tokens, result.topk_prompt_logprobs
     if tokens is not None and logprobs is not None:
-        told["topk_prompt_logprobs"] = _topk(tokens, last_of(logprobs, shape))
+        told["topk_prompt_logprobs"] = _topk(tokens, last_logprobs(logprobs, shape))
     return told
 
 

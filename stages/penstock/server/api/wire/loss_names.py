@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.server.api.errors import Refusal
+from penstock.server.api.errors import ApiError
 from penstock.server.protocol.losses import PARAMS
 from penstock.server.protocol.types import Loss
 
@@ -61,20 +61,20 @@ def choose(name: str, params: Mapping[str, Any]) -> Chosen:
     """A loss of the SDK, and its numbers. Raises Refusal for what is not known of it."""
     loss = LOSSES.get(name)
     if loss is None:
-        raise Refusal(
+        raise ApiError(
             f"there is no loss {name[:100]!r} here; there are {', '.join(sorted(PARAMS))}"
         )
     known = PARAMS[loss]
     strange = sorted(key for key in params if key not in known)
     if strange:
-        raise Refusal(
+        raise ApiError(
             f"{name} takes no {', '.join(key[:100] for key in strange[:5])};"
             f" it takes {', '.join(known) or 'no numbers'}"
         )
     return Chosen(loss, {key: _number(key, value) for key, value in params.items()})
 
 
-def choose_foreign(name: str, params: Mapping[str, Any]) -> Chosen:
+def xorl_loss(name: str, params: Mapping[str, Any]) -> Chosen:
     """A loss by xorl's name for it, or else by the SDK's."""
     foreign = XORL.get(name)
     if foreign is None:
@@ -82,7 +82,7 @@ def choose_foreign(name: str, params: Mapping[str, Any]) -> Chosen:
     left = dict(params)
     for key, fine in (foreign.neutral or {}).items():
         if (given := left.pop(key, None)) is not None and given not in fine:
-            raise Refusal(f"{name} with {key} {str(given)[:50]!r} is not computed here")
+            raise ApiError(f"{name} with {key} {str(given)[:50]!r} is not computed here")
     for there, here in (foreign.renamed or {}).items():
         if (given := left.pop(there, None)) is not None:
             left[here] = given
@@ -105,5 +105,5 @@ def _clip(foreign: _Foreign, params: dict[str, Any]) -> None:
 def _number(key: str, value: Any) -> float:
     plain = isinstance(value, int | float) and not isinstance(value, bool)
     if not plain or abs(value) > 1e30 or not math.isfinite(value):
-        raise Refusal(f"{key[:100]} is {str(value)[:50]!r}, and is to be a finite number")
+        raise ApiError(f"{key[:100]} is {str(value)[:50]!r}, and is to be a finite number")
     return float(value)

@@ -7,11 +7,11 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
-from penstock.server.api.errors import Refusal
-from penstock.server.api.futures import Shape
+from penstock.server.api.errors import ApiError
+from penstock.server.api.futures import ResultFormat
 from penstock.server.api.wire import tinker_pb2 as pb
 from penstock.server.api.wire.datums import data_of_proto
-from penstock.server.api.wire.encode_results import last_of
+from penstock.server.api.wire.encode_results import last_logprobs
 from penstock.server.api.wire.loss_names import Chosen, choose
 from penstock.server.protocol.requests import Pass
 from penstock.server.protocol.results import Passed, Result, Sampled
@@ -32,10 +32,10 @@ def read_pass(body: bytes) -> pb.ForwardBackwardRequest:
     try:
         return pb.ForwardBackwardRequest.FromString(body)
     except DecodeError as error:
-        raise Refusal("the body is no ForwardBackwardRequest") from error
+        raise ApiError("the body is no ForwardBackwardRequest") from error
 
 
-def chosen_of(request: pb.ForwardBackwardRequest) -> Chosen:
+def parse_loss(request: pb.ForwardBackwardRequest) -> Chosen:
     """The loss that it asks for, and its numbers. Raises Refusal for what is not known."""
     params: dict[str, float | str] = {}
     if request.loss_fn_config_v2:
@@ -44,11 +44,11 @@ def chosen_of(request: pb.ForwardBackwardRequest) -> Chosen:
     else:
         params.update(request.loss_fn_config)
     if not request.data:
-        raise Refusal("there are no samples in the request")
+        raise ApiError("there are no samples in the request")
     return choose(request.loss_fn, params)
 
 
-def pass_of(request: pb.ForwardBackwardRequest, chosen: Chosen) -> Pass:
+def parse_forward_backward(request: pb.ForwardBackwardRequest, chosen: Chosen) -> Pass:
     """The work that it asks for. Raises Refusal naming what is wrong."""
     return Pass(
         model=request.model_id,
@@ -60,7 +60,7 @@ def pass_of(request: pb.ForwardBackwardRequest, chosen: Chosen) -> Pass:
     )
 
 
-def write_result(result: Result, shape: Shape) -> bytes | None:
+def write_result(result: Result, shape: ResultFormat) -> bytes | None:
     """Passes and samples; None for other results, which have no message."""
     match result:
         case Passed():
@@ -98,7 +98,7 @@ def _add_record(told: pb.ForwardBackwardOutput, outputs: Sequence[dict[str, Arra
         tensor.trailing_shape.extend(first.shape[1:])
 
 
-def _sampled(result: Sampled, shape: Shape) -> pb.SampleResponse:
+def _sampled(result: Sampled, shape: ResultFormat) -> pb.SampleResponse:
     told = pb.SampleResponse()
     for one in result.sequences:
         drawn = told.sequences.add(
@@ -112,10 +112,10 @@ def _sampled(result: Sampled, shape: Shape) -> pb.SampleResponse:
             numbers = one.topk_logprobs.numpy().astype(np.float32)
             drawn.topk_sampled_logprobs.CopyFrom(_topk(one.topk_tokens.numpy(), numbers))
     if result.prompt_logprobs is not None:
-        told.prompt_logprobs = last_of(result.prompt_logprobs, shape).astype("<f4").tobytes()
+        told.prompt_logprobs = last_logprobs(result.prompt_logprobs, shape).astype("<f4").tobytes()
     tokens, logprobs = result.topk_prompt_tokens, result.topk_prompt_logprobs
     if tokens is not None and logprobs is not None:
-        told.topk_prompt_logprobs.CopyFrom(_topk(tokens.numpy(), last_of(logprobs, shape)))
+        told.topk_prompt_logprobs.CopyFrom(_topk(tokens.numpy(), last_logprobs(logprobs, shape)))
     return told
 
 

@@ -11,8 +11,8 @@ import msgspec
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 
-from penstock.server.api.checkpoint_uris import read_path, scheme_of
-from penstock.server.api.errors import MAX_FAULTS, Refusal
+from penstock.server.api.checkpoint_uris import read_path, uri_scheme
+from penstock.server.api.errors import MAX_FAULTS, ApiError
 from penstock.server.api.middleware.body_limit import (
     JSON,
     PROTOBUF,
@@ -33,9 +33,9 @@ from penstock.server.api.wire.datums import (
     numbers_of_proto,
     tokens_of_chunks,
 )
-from penstock.server.api.wire.decode_params import sampling_of
-from penstock.server.api.wire.loss_names import choose, choose_foreign
-from penstock.server.api.wire.protobuf import chosen_of, pass_of, read_pass
+from penstock.server.api.wire.decode_params import parse_sampling_params
+from penstock.server.api.wire.loss_names import choose, xorl_loss
+from penstock.server.api.wire.protobuf import parse_forward_backward, parse_loss, read_pass
 from penstock.server.api.wire.tensors import token_array
 from penstock.server.protocol import requests
 from penstock.server.protocol.codec import Category, Code
@@ -140,30 +140,30 @@ class SampleBody:
         try:
             limit = min(job.max_bytes, INLINE_BYTES)
             return decompressed(packed, job.encoding, limit, SMALL_WINDOW)
-        except Refusal as refusal:
+        except ApiError as refusal:
             raise NotInlineError from refusal
 
     def _proto_pass(self, body: bytes) -> tuple[Decoded, requests.Pass]:
         message = read_pass(body)
         self.known = {"model_id": message.model_id, "seq_id": message.seq_id}
         if message.seq_id < 1:
-            raise Refusal(f"seq_id is {message.seq_id}, and the first is 1")
+            raise ApiError(f"seq_id is {message.seq_id}, and the first is 1")
         self._require_samples(len(message.data))
-        chosen = chosen_of(message)
+        chosen = parse_loss(message)
         self._require_numbers(numbers_of_proto(message.data, chosen.loss))
         decoded = Decoded(
             seq=message.seq_id, forward_only=message.forward_only, model=message.model_id
         )
-        return decoded, pass_of(message, chosen)
+        return decoded, parse_forward_backward(message, chosen)
 
     def _json_pass(
         self, said: ForwardBackwardBody | ForwardBody, body: SamplesBody, *, forward_only: bool
     ) -> tuple[Decoded, requests.Pass]:
         """A pass of JSON. xorl's clients know their models by names of their own, their losses by
         theirs, and gather gradients of the sum that a step divides by the number of tokens."""
-        ours = scheme_of(said.model_id) == "tinker"
+        ours = uri_scheme(said.model_id) == "tinker"
         params = body.loss_fn_params or {}
-        chosen = choose(body.loss_fn, params) if ours else choose_foreign(body.loss_fn, params)
+        chosen = choose(body.loss_fn, params) if ours else xorl_loss(body.loss_fn, params)
         self._require_samples(len(body.data))
         data = [(sample.model_input, sample.loss_fn_inputs) for sample in body.data]
         self._require_numbers(numbers_of_json(data, chosen.loss))
@@ -180,7 +180,7 @@ class SampleBody:
 
     def _require_samples(self, count: int) -> None:
         if count > MAX_SAMPLES:
-            raise Refusal(f"there are {count} samples; {MAX_SAMPLES} may be", status=413)
+            raise ApiError(f"there are {count} samples; {MAX_SAMPLES} may be", status=413)
         if self._is_inline and count > INLINE_SAMPLES:
             raise NotInlineError
 
@@ -189,7 +189,7 @@ class SampleBody:
             raise NotInlineError
 
 
-def refused_by(error: Refusal | RequestValidationError, known: dict[str, Any] | None) -> Refused:
+def refused_by(error: ApiError | RequestValidationError, known: dict[str, Any] | None) -> Refused:
     """The error, as it is told to another process."""
     if isinstance(error, RequestValidationError):
         return Refused(error="", status=422, faults=list(error.errors()), known=known)
@@ -202,11 +202,11 @@ def refused_by(error: Refusal | RequestValidationError, known: dict[str, Any] | 
     )
 
 
-def error_of(refused: Refused) -> Refusal | RequestValidationError:
+def to_decode_error(refused: Refused) -> ApiError | RequestValidationError:
     """The error that another process has told."""
     if refused.faults is not None:
         return RequestValidationError(refused.faults)
-    return Refusal(
+    return ApiError(
         refused.error, status=refused.status, category=refused.category, code=refused.code
     )
 
@@ -255,19 +255,19 @@ def _require_few_keys(parsed: Any) -> None:
 def _draw(body: DrawBody) -> tuple[Decoded, requests.Sample]:
     given = (body.sampling_session_id, body.model_path, body.base_model)
     if sum(source is not None for source in given) != 1:
-        raise Refusal("send sampling_session_id, model_path or base_model, one of them")
+        raise ApiError("send sampling_session_id, model_path or base_model, one of them")
     tokens = tokens_of_chunks(body.prompt.chunks, "the prompt")
     if not len(tokens):
-        raise Refusal("the prompt has no tokens")
+        raise ApiError("the prompt has no tokens")
     last = body.prompt_logprobs_last_n
     if last is not None and not (body.prompt_logprobs and last < len(tokens)):
-        raise Refusal(
+        raise ApiError(
             f"prompt_logprobs_last_n is {last} for a prompt of {len(tokens)} tokens: it is less,"
             " and prompt_logprobs is true"
         )
     work = requests.Sample(
         prompt=token_array(tokens, "the prompt"),
-        sampling=sampling_of(body.sampling_params),
+        sampling=parse_sampling_params(body.sampling_params),
         count=body.num_samples,
         sampler=body.sampling_session_id,
         path=None if body.model_path is None else read_path(body.model_path),

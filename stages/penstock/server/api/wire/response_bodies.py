@@ -9,7 +9,7 @@ import msgspec
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
-from penstock.server.api.futures import Shape
+from penstock.server.api.futures import ResultFormat
 from penstock.server.api.wire.encode_results import encode, json_of_failure, json_of_result
 from penstock.server.api.wire.protobuf import write_result
 from penstock.server.protocol.envelopes import Failure
@@ -40,7 +40,7 @@ TOO_LARGE = Failure(
 class ResultJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """How a result is to be written; it follows, in msgpack."""
 
-    shape: Shape
+    shape: ResultFormat
     form: Form
 
 
@@ -57,12 +57,12 @@ def is_small(result: Result, size: int, form: Form) -> bool:
     return size <= INLINE_BYTES[form] and parts <= INLINE_ARRAYS
 
 
-def form_of(result: Result, accept: str) -> Form:
+def negotiate_format(result: Result, accept: str) -> Form:
     """How a client that takes `accept` is told of it."""
     return "protobuf" if "protobuf" in accept and isinstance(result, Passed | Sampled) else "json"
 
 
-def write(result: Result, shape: Shape, form: Form, size: int) -> bytes:
+def write(result: Result, shape: ResultFormat, form: Form, size: int) -> bytes:
     """The result as it is sent."""
     if form == "protobuf":
         message = write_result(result, shape)

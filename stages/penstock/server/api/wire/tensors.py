@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.server.api.errors import Refusal
+from penstock.server.api.errors import ApiError
 from penstock.server.api.wire import tinker_pb2 as pb
 from penstock.server.protocol.types import Array, DType
 
@@ -42,12 +42,12 @@ def from_list(data: Sequence[Any], what: str) -> Numbers:
     try:
         found = np.asarray(data, dtype=object)
     except ValueError as error:
-        raise Refusal(f"{what} is no array of numbers, all rows of one length") from error
+        raise ApiError(f"{what} is no array of numbers, all rows of one length") from error
     kinds = set(map(type, found.reshape(-1).tolist()))
     if not kinds:
         return np.zeros(found.shape, np.float32)
     if list in kinds:
-        raise Refusal(f"{what} is no array of numbers, all rows of one length")
+        raise ApiError(f"{what} is no array of numbers, all rows of one length")
     try:
         if kinds <= {int, bool}:
             return found.astype(np.int64)
@@ -55,7 +55,7 @@ def from_list(data: Sequence[Any], what: str) -> Numbers:
             return _finite(found.astype(np.float64), what)
     except OverflowError:
         pass
-    raise Refusal(f"{what} holds what is no number of 64 bits")
+    raise ApiError(f"{what} holds what is no number of 64 bits")
 
 
 def from_json(tensor: Mapping[str, Any], what: str) -> Numbers:
@@ -63,9 +63,9 @@ def from_json(tensor: Mapping[str, Any], what: str) -> Numbers:
     `sparse_col_indices`. Raises Refusal for what does not fit together."""
     data, dtype = tensor.get("data"), tensor.get("dtype", "float32")
     if not isinstance(data, list):
-        raise Refusal(f"{what} has no data")
+        raise ApiError(f"{what} has no data")
     if dtype not in (*FLOATS, *INTEGERS):
-        raise Refusal(f"{what} is of type {str(dtype)[:50]!r}: send float32 or int64")
+        raise ApiError(f"{what} is of type {str(dtype)[:50]!r}: send float32 or int64")
     values = from_list(data, what)
     if dtype in FLOATS:
         values = values.astype(np.float32)
@@ -74,7 +74,7 @@ def from_json(tensor: Mapping[str, Any], what: str) -> Numbers:
     if rows is None and columns is None:
         return _shaped(values, shape, what)
     if not isinstance(rows, list) or not isinstance(columns, list):
-        raise Refusal(f"{what} needs sparse_crow_indices and sparse_col_indices, or neither")
+        raise ApiError(f"{what} needs sparse_crow_indices and sparse_col_indices, or neither")
     indices = [whole(from_list(given, what), what) for given in (rows, columns)]
     return _dense(values, indices[0], indices[1], shape, what)
 
@@ -82,7 +82,7 @@ def from_json(tensor: Mapping[str, Any], what: str) -> Numbers:
 def from_proto(tensor: pb.Tensor, what: str) -> Numbers:
     """A tensor of the SDK. Raises Refusal for what does not fit together."""
     if tensor.dtype not in _PROTO:
-        raise Refusal(f"{what} is of type {tensor.dtype}, which is none that is known")
+        raise ApiError(f"{what} is of type {tensor.dtype}, which is none that is known")
     shape = _shape(list(tensor.shape), what) if tensor.shape else None
     if tensor.WhichOneof("encoding") != "sparse_csr":
         return _shaped(_read(tensor.dense, tensor.dtype, what), shape, what)
@@ -122,7 +122,7 @@ def tokens_of_bytes(data: bytes, what: str) -> npt.NDArray[np.int64]:
 def for_tokens(numbers: Numbers, length: int, what: str) -> npt.NDArray[Any]:
     """One number for each of `length` tokens, [T]; of [1, T] and [T, 1], too. Raises Refusal."""
     if numbers.size != length or max(numbers.shape, default=0) != length:
-        raise Refusal(
+        raise ApiError(
             f"{what} is {list(numbers.shape)} for {length} tokens: send one number for each"
         )
     return numbers.reshape(length)
@@ -141,7 +141,7 @@ def whole(numbers: Numbers, what: str) -> npt.NDArray[np.int64]:
     """Numbers that name something, such as tokens. Raises Refusal where one is a fraction."""
     if numbers.dtype.kind == "f":
         if numbers.size and (np.any(numbers != np.floor(numbers)) or np.abs(numbers).max() > 2**24):
-            raise Refusal(f"{what} holds fractions, and is to hold whole numbers")
+            raise ApiError(f"{what} holds fractions, and is to hold whole numbers")
         return numbers.astype(np.int64)
     return numbers.astype(np.int64, copy=False)
 
@@ -149,14 +149,14 @@ def whole(numbers: Numbers, what: str) -> npt.NDArray[np.int64]:
 def token_array(tokens: npt.NDArray[np.int64], what: str, dtype: DType = "int32") -> Array:
     """Tokens of any shape. Raises Refusal for what no vocabulary holds."""
     if tokens.size and (tokens.min() < 0 or tokens.max() > np.iinfo(np.int32).max):
-        raise Refusal(f"{what} holds {tokens.min()} to {tokens.max()}, which are no tokens")
+        raise ApiError(f"{what} holds {tokens.min()} to {tokens.max()}, which are no tokens")
     return Array.of(tokens, dtype)
 
 
 def _read(data: bytes, dtype: Any, what: str) -> Numbers:
     kind = _PROTO[dtype]
     if len(data) % kind.itemsize:
-        raise Refusal(f"{what} has {len(data)} bytes, and each number takes {kind.itemsize}")
+        raise ApiError(f"{what} has {len(data)} bytes, and each number takes {kind.itemsize}")
     numbers = np.frombuffer(data, kind)
     if dtype == pb.DTYPE_BFLOAT16:
         # A bfloat16 is the upper half of a float32.
@@ -169,7 +169,7 @@ def _finite(numbers: npt.NDArray[Any], what: str) -> npt.NDArray[np.float32]:
         cast = numbers.astype(np.float32)
     wrong = np.flatnonzero(~np.isfinite(cast.reshape(-1)))
     if wrong.size:
-        raise Refusal(
+        raise ApiError(
             f"{what} is {numbers.reshape(-1)[wrong[0]]} at {wrong[0]}, which is no float32 that is"
             " finite; nothing was computed of it"
         )
@@ -182,10 +182,10 @@ def _shape(shape: Any, what: str) -> tuple[int, ...] | None:
     counts = shape if isinstance(shape, list) else []
     wrong = any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in counts)
     if not isinstance(shape, list) or wrong or len(counts) > 4:
-        raise Refusal(f"{what} has no shape of up to four counts")
+        raise ApiError(f"{what} has no shape of up to four counts")
     # As if none were 0: what has no numbers may not have 2^60 rows of them.
     if math.prod(max(n, 1) for n in counts) > MAX_NUMBERS:
-        raise Refusal(f"{what} has over {MAX_NUMBERS} numbers; send less at once")
+        raise ApiError(f"{what} has over {MAX_NUMBERS} numbers; send less at once")
     return tuple(counts)
 
 
@@ -193,7 +193,7 @@ def _shaped(numbers: Numbers, shape: tuple[int, ...] | None, what: str) -> Numbe
     if shape is None:
         return numbers
     if numbers.size != math.prod(shape):
-        raise Refusal(f"{what} has {numbers.size} numbers for a shape of {list(shape)}")
+        raise ApiError(f"{what} has {numbers.size} numbers for a shape of {list(shape)}")
     return numbers.reshape(shape)
 
 
@@ -206,7 +206,7 @@ def _dense(
 ) -> Numbers:
     """Compressed sparse rows: those of row r are at rows[r]..rows[r + 1]. The rest is 0."""
     if shape is None or len(shape) != 2:
-        raise Refusal(f"{what} is sparse, and needs a shape of rows and columns")
+        raise ApiError(f"{what} is sparse, and needs a shape of rows and columns")
     fits = (
         rows.shape == (shape[0] + 1,)
         and columns.shape == values.shape
@@ -225,4 +225,4 @@ def _dense(
             full = np.zeros(shape, values.dtype)
             full.reshape(-1)[places] = values
             return full
-    raise Refusal(f"{what} has indices of no compressed sparse rows of {list(shape)}")
+    raise ApiError(f"{what} has indices of no compressed sparse rows of {list(shape)}")
