@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from penstock.config.loading.load import load, loads
 from penstock.core import env
 from penstock.core.errors import ConfigError
-from penstock.engine.distributed.data_parallel import kept
 from penstock.engine.distributed.parallel_dims import SIZES, build_parallel_dims
+from penstock.engine.distributed.reshard_policy import reshard_policy
 from penstock.engine.distributed.validate_layout import (
     ModelDims,
     layout_errors,
@@ -337,7 +337,7 @@ def test_a_layout_uses_every_process_or_another_is_proposed(world, mode, sizes, 
     ],
 )
 def test_gathered_weights_are_kept_as_long_as_the_settings_say(settings, until) -> None:
-    assert kept(loads(smallest(train=settings)).train) == until
+    assert reshard_policy(loads(smallest(train=settings)).train) == until
 
 
 @pytest.mark.parametrize(

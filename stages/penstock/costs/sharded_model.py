@@ -6,8 +6,8 @@ from typing import Literal
 
 from penstock.adapters.match_targets import Linear
 from penstock.config.schema.run import RunConfig
-from penstock.engine.distributed.data_parallel import Kept, kept
 from penstock.engine.distributed.parallel_dims import ParallelDims, accumulation_steps
+from penstock.engine.distributed.reshard_policy import ReshardAfter, reshard_policy
 from penstock.engine.distributed.validate_layout import micro_batch_padding
 from penstock.engine.trainable import adapted, trainable_params
 from penstock.models.decoder_config import DecoderConfig
@@ -121,9 +121,9 @@ class Cut:
         return -(-whole // multiple) * multiple // self.degrees.context
 
     @property
-    def kept(self) -> Kept:
+    def reshard_policy(self) -> ReshardAfter:
         """Until when gathered weights are kept under fsdp2."""
-        return kept(self.run.train)
+        return reshard_policy(self.run.train)
 
     @property
     def is_sharded(self) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,27 +23,10 @@ from penstock.engine.distributed.bucketed_all_reduce import BUCKET_MB, BucketedA
 from penstock.engine.distributed.device_mesh import ROWS, Mesh
 from penstock.engine.distributed.expert_parallel import moe_layers
 from penstock.engine.distributed.param_shards import LocalParam, TensorShard, make_local_param
+from penstock.engine.distributed.reshard_policy import ReshardAfter, reshard_policy
 from penstock.models.decoder import Decoder, PipelineStageModules
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.names import EMBEDDING_WEIGHT, HEAD_WEIGHT
-
-Kept = Literal["step", "backward", "nothing"]
-"""The end of what gathered weights live to see: stages 1, 2 and 3."""
-
-STAGES: dict[int, Kept] = {1: "step", 2: "backward", 3: "nothing"}
-
-
-def kept(train: TrainConfig) -> Kept:
-    """What the settings come to under fsdp2."""
-    if train.zero_stage is not None:
-        return STAGES[train.zero_stage]
-    if train.reshard_after_forward is not None:
-        return "nothing" if train.reshard_after_forward else "backward"
-    # A pipeline runs forward passes of several micro-batches before it runs a backward pass:
-    # freed weights would be gathered once for each.
-    if not train.enable_full_shard or train.pipeline_parallel_size > 1:
-        return "backward"
-    return "nothing"
 
 
 class GradSync(Protocol):
@@ -62,7 +45,7 @@ class GradSync(Protocol):
 class FSDPPolicy:
     """How weights are sharded."""
 
-    kept: Kept
+    kept: ReshardAfter
     compute: torch.dtype | None
     """Of gathered weights and activations; None: the weights' own."""
     reduce: torch.dtype | None
@@ -130,7 +113,7 @@ def shard(
 class FSDPSync:
     """FSDP2 sums gradients by itself; it has to be told which backward pass is the last."""
 
-    def __init__(self, parts: Sequence[nn.Module], kept: Kept) -> None:
+    def __init__(self, parts: Sequence[nn.Module], kept: ReshardAfter) -> None:
         self._parts = [part for part in parts if isinstance(part, FSDPModule)]
         self._kept = kept
 
@@ -202,7 +185,7 @@ def sharding(train: TrainConfig) -> FSDPPolicy:
     """What the settings say of weights that are sharded."""
     computes_in: torch.dtype = getattr(torch, train.computes_in)
     return FSDPPolicy(
-        kept=kept(train),
+        kept=reshard_policy(train),
         compute=None if computes_in == torch.float32 else computes_in,
         reduce=torch.bfloat16 if train.fsdp_reduce_dtype == "bf16" else torch.float32,
         offload=train.enable_fsdp_offload,
@@ -215,7 +198,7 @@ def gradient_sync(
 ) -> GradSync:
     """Who sums gradients over the ranks that compute other tokens."""
     if train.data_parallel_mode == "fsdp2":
-        return FSDPSync(parts, kept(train))
+        return FSDPSync(parts, reshard_policy(train))
     # The reentrant kind of recomputation is a backward pass within the backward pass.
     overlaps = not train.enable_reentrant and mesh.size("pipeline") == 1
     bucket_mb = train.comm_bucket_mb or BUCKET_MB

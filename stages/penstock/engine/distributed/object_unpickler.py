@@ -30,7 +30,7 @@ PLAIN = {
     ("torch.serialization", "_get_layout"),  # finds a layout by its name
     ("traceback", "FrameSummary"),
     ("traceback", "StackSummary"),
-    *((__name__, name) for name in ("tensor_of", "array_of")),
+    *((__name__, name) for name in ("rebuild_tensor", "rebuild_array")),
 }
 """By module and name: what is called with anything that a message says."""
 RECORDS_OF = ("penstock.", "torch.distributed.checkpoint.")
