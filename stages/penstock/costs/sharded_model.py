@@ -121,7 +121,7 @@ class Cut:
         return -(-whole // multiple) * multiple // self.degrees.context
 
     @property
-    def reshard_policy(self) -> ReshardAfter:
+    def kept(self) -> ReshardAfter:
         """Until when gathered weights are kept under fsdp2."""
         return reshard_policy(self.run.train)
 
