@@ -21,8 +21,8 @@ MOST_KEPT = 600
 
 KERNELS = {
     "elementwise": {
-        "clamped_gate.triton._backward",
-        "clamped_gate.triton._forward",
+        "clamped_swiglu.triton._backward",
+        "clamped_swiglu.triton._forward",
         "dropout.triton._drop",
         "glu.triton._backward",
         "glu.triton._forward",
@@ -40,13 +40,13 @@ KERNELS = {
     },
     "quant": {
         "noise.triton._add",
-        "quant.triton_dequantise._dequantise",
+        "quant.triton_dequantize._dequantise",
         "quant.triton_matmul._multiply",
-        "quant.triton_quantise._by_groups",
-        "quant.triton_quantise._by_rows",
-        "quant.triton_quantise._by_tiles",
+        "quant.triton_quantize._by_groups",
+        "quant.triton_quantize._by_rows",
+        "quant.triton_quantize._by_tiles",
     },
-    "float8": {"float8.triton_multiply._multiply", "float8.triton_quantise._quantise"},
+    "float8": {"float8.triton_multiply._multiply", "float8.triton_quantize._quantise"},
     "optimizers": {
         "adamw.triton._step",
         "newton_schulz.triton._symmetric",

@@ -346,7 +346,7 @@ def test_what_does_not_fit_is_refused():
         linear_cross_entropy([(x, matrix)], torch.tensor([0, 5, -100]))
     with pytest.raises(ValueError, match="label -100 is not one"):
         cross_entropies(x @ matrix.t(), torch.tensor([0, -100, 1]))
-    with pytest.raises(ValueError, match="several labels of a token have no Terms"):
+    with pytest.raises(ValueError, match="several labels of a token have no LossOptions"):
         cross_entropies(x @ matrix.t(), labels[:, None], terms=LossOptions(z=0.1))
     with pytest.raises(ValueError, match="chunk is 0"):
         linear_cross_entropy([(x, matrix)], labels, chunk=0)

@@ -276,5 +276,5 @@ def test_what_cannot_be_is_refused():
             sum_cross_entropy(hidden, call, labels[:-1])
         with pytest.raises(ValueError, match="chunk is 0"):
             sum_cross_entropy(hidden, call, labels, Loss(chunk=0))
-    with pytest.raises(ValueError, match="have no Terms"):
+    with pytest.raises(ValueError, match="have no LossOptions"):
         token_log_probs(hidden, head, labels, Loss(LossOptions(smoothing=0.1)))
